@@ -155,20 +155,25 @@ def test_the_whole_configuration_of_a_training_may_be_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "sampler", "said"),
+    ("options", "partners", "said"),
     [
-        ({}, None, "pass sampler=, a function model -> sonde.Rollouts, or make sonde.EntropyChangeProbe in code"),
-        (
-            {"update": "gradient"},
-            lambda m: drawn(m, 0, 6, seed=1),
-            "needs the update's responses, and step\\(\\) has none",
-        ),
+        ({}, {"sampler": None}, "got sampler=None: pass sampler=, a function model -> sonde.Rollouts, or make"),
+        ({}, {"sampler": 3}, "got sampler=3: pass sampler=, a function model -> sonde.Rollouts"),
+        ({"update": "gradient"}, {}, "needs the update's responses, and step\\(\\) has none"),
+        ({}, {"optimizer": torch.optim.RMSprop}, "sonde cannot forecast the step of RMSprop: use around_step"),
+        ({"level": 0.9}, {"log": "runs"}, r"level: 0\.9\} cannot be logged, since a log holds 95% intervals"),
     ],
 )
-def test_a_probe_that_cannot_work_as_configured_is_refused_at_once(options: Any, sampler: Any, said: str) -> None:
-    config = probes_from_config({"entropy_probe": {"enabled": True, **options}})
+def test_a_probe_that_cannot_work_as_configured_is_refused_at_once(
+    tmp_path: Path, options: Any, partners: dict[str, Any], said: str
+) -> None:
+    config, model = probes_from_config({"entropy_probe": {"enabled": True, **options}}), policy()
+    given = {"sampler": lambda m: drawn(m, 0, 6, seed=1), **partners}
+    optimizer = given.pop("optimizer", torch.optim.SGD)(model.parameters(), lr=0.1)
+    if "log" in given:
+        given["log"] = tmp_path / given["log"]
     with pytest.raises(ValueError, match=said):
-        attached(config, sampler=sampler)
+        config.attach(model, optimizer, **given)
 
 
 def test_every_option_can_be_reached() -> None:

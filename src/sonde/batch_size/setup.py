@@ -28,6 +28,7 @@ from sonde.batch_size.taps.ddp_buckets import comm_hook_name
 from sonde.batch_size.taps.metric import MetricName
 from sonde.batch_size.taps.tap_choice import TapName
 from sonde.batch_size.units import counted_in, unit_names
+from sonde.loss_scale import check_grad_scaler
 from sonde.parallel.same_on_ranks import check_same_on_ranks
 from sonde.parallel.stages import ModelParameters
 from sonde.parallel.unwrap import unwrap_optimizer
@@ -169,11 +170,7 @@ def check_partners(options: NoiseScaleOptions, *, optimizer: object, grad_scaler
             f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}: pass the optimizer that steps this model, "
             "or leave out optimizer= to find it by its steps"
         )
-    if grad_scaler is not None and not hasattr(grad_scaler, "is_enabled"):
-        raise ValueError(
-            f"grad_scaler must be a torch.amp.GradScaler, got {grad_scaler!r}: pass the scaler of the loop, or leave "
-            "out grad_scaler= if there is none"
-        )
+    check_grad_scaler(grad_scaler)
     if not isinstance(log, RunLog):
         raise ValueError(
             f"log must be a folder or a sonde.RunLog, got {log!r}: pass 'runs/my-run', or "

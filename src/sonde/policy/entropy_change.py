@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.deprecation import with_deprecated
+from sonde.loss_scale import check_grad_scaler, loss_scale
 from sonde.parallel.placements import reshard
 from sonde.parallel.process_groups import data_parallel_group
 from sonde.parallel.unwrap import unwrap_optimizer
@@ -27,6 +29,7 @@ from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.scoring.training_state import preserve_training_state, seed_everything, set_evaluation_mode
+from sonde.policy.stats.coverage import LEVEL
 from sonde.policy.stats.entropy_forecast import EntropyForecast, unknown
 from sonde.probe import Metric, Partners
 
@@ -76,6 +79,8 @@ class EntropyChangeProbe:
         token_statistics: scores responses; by default `CausalLMStatistics`, for a causal language model of
             transformers.
         sampler: draws fresh responses: for the third truth of `measure` and `around_step`, and for `step`.
+        grad_scaler: the `torch.amp.GradScaler` in use, if there is one. Its scale is left out of the gradients, before
+            and after its `unscale_`.
         process_group: the ranks that hold different responses; by default those of DDP or FSDP2.
         deprecated: the options as single keywords, for one more release.
 
@@ -150,6 +155,7 @@ class EntropyChangeProbe:
         *,
         token_statistics: TokenStatistics | None = None,
         sampler: Sampler | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
         process_group: dist.ProcessGroup | None = None,
         **deprecated: Any,
     ) -> None:
@@ -158,12 +164,14 @@ class EntropyChangeProbe:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         check_model(model, self._parameters, has_checkpoints=options.checkpoint)
         check_optimizer(optimizer, self._parameters)
+        check_grad_scaler(grad_scaler)
         if options.coefficient_to_hold and (why := why_no_forecast(optimizer)):
             raise ValueError(f"coefficient_to_hold=True needs the optimizer's answer to a bonus: {why}")
         self._options = options
         self._model = model
         self._optimizer = optimizer
         self._sampler = sampler
+        self._grad_scaler = grad_scaler
         self._has_checkpoints = options.checkpoint or is_checkpointing(model)
         self._statistics = CausalLMStatistics() if token_statistics is None else token_statistics
         self._group = data_parallel_group(model) if process_group is None else process_group
@@ -179,10 +187,10 @@ class EntropyChangeProbe:
         evaluation: Rollouts,
         update: Rollouts | None = None,
         *,
-        gradient_scale: float | Tensor = 1.0,
+        gradient_scale: float | Tensor | None = None,
         causes: bool = False,
         entropy_coefficient: float | None = None,
-        applied_scale: float | Tensor = 1.0,
+        applied_scale: float | Tensor | None = None,
     ) -> EntropyForecast:
         """What the next optimizer step will do. Parameters take the step for one forward, and have their bits again.
 
@@ -191,31 +199,32 @@ class EntropyChangeProbe:
         Args:
             evaluation: this rank's part of E.
             update: this rank's part of U, with advantages. Needed with update="gradient", and for causes by prompt.
-            gradient_scale: factor that gradients are still multiplied by before the step: a clip's coefficient, or one
-                over a GradScaler's scale.
+            gradient_scale: factor that gradients are still multiplied by before the step, such as a clip's coefficient.
+                By default one over the scale that the gradients have by `grad_scaler`.
             causes: also split the change into momentum and this batch, and by prompt of U. This takes a backward of E
                 and passes over U.
             entropy_coefficient: that of the bonus which the loss has now, if it is not the option's; for
                 `coefficient_to_hold`.
-            applied_scale: factor of the loss's gradient that `.grad` holds already: the coefficient of a clip that came
-                first, or a GradScaler's scale; for `coefficient_to_hold`.
+            applied_scale: factor of the loss's gradient that `.grad` holds already, such as the coefficient of a clip
+                that came first; for `coefficient_to_hold`. By default the scale that the gradients have by
+                `grad_scaler`.
 
         Raises:
             ValueError: for responses that cannot be used, or an optimizer whose step cannot be forecast.
             RuntimeError: if there is no gradient yet.
         """
         bonus = self._bonus_in_loss(entropy_coefficient, applied_scale)
-        return self._run(evaluation, update, float(gradient_scale), causes, bonus, sampler=None)
+        return self._run(evaluation, update, self._gradient_scale(gradient_scale), causes, bonus, sampler=None)
 
     def measure(
         self,
         evaluation: Rollouts,
         update: Rollouts | None = None,
         *,
-        gradient_scale: float | Tensor = 1.0,
+        gradient_scale: float | Tensor | None = None,
         causes: bool = False,
         entropy_coefficient: float | None = None,
-        applied_scale: float | Tensor = 1.0,
+        applied_scale: float | Tensor | None = None,
     ) -> EntropyForecast:
         """`forecast` with the third truth: responses sampled before and after the step, with common random numbers.
 
@@ -224,8 +233,8 @@ class EntropyChangeProbe:
         """
         if self._sampler is None:
             raise RuntimeError("truth by fresh rollouts needs a sampler: EntropyChangeProbe(…, sampler=…)")
-        bonus = self._bonus_in_loss(entropy_coefficient, applied_scale)
-        return self._run(evaluation, update, float(gradient_scale), causes, bonus, sampler=self._sampler)
+        bonus, scale = self._bonus_in_loss(entropy_coefficient, applied_scale), self._gradient_scale(gradient_scale)
+        return self._run(evaluation, update, scale, causes, bonus, sampler=self._sampler)
 
     @contextlib.contextmanager
     def around_step(
@@ -235,7 +244,7 @@ class EntropyChangeProbe:
         *,
         causes: bool = False,
         entropy_coefficient: float | None = None,
-        applied_scale: float | Tensor = 1.0,
+        applied_scale: float | Tensor | None = None,
     ) -> Iterator[AroundStep]:
         """Around the optimizer's real step, of any optimizer: what the step did to the entropy.
 
@@ -265,6 +274,7 @@ class EntropyChangeProbe:
         """
         around, options = AroundStep(), self._options
         present, applied = self._bonus_in_loss(entropy_coefficient, applied_scale)
+        scale = self._gradient_scale(None)
         self._check_responses(evaluation, update, causes)
         is_gradient = options.update == "gradient"
         if is_gradient and update is None:
@@ -275,13 +285,14 @@ class EntropyChangeProbe:
                 update,
                 has_derivatives=not is_gradient and (causes or options.first_order),
                 causes=causes,
+                gradient_scale=scale,
             )
             if is_gradient and measurement is not None:
                 assert update is not None
                 before.first_order, _ = measurement.along_gradients(update, self._optimizer, self._learning_rate())
             if options.coefficient_to_hold and measurement is not None:
                 before.bonus = measurement.bonus(
-                    self._model, self._optimizer, gradient_scale=1.0, applied_scale=applied, present=present
+                    self._model, self._optimizer, gradient_scale=scale, applied_scale=applied, present=present
                 )
         yield around
         with preserve_training_state(self._model):
@@ -422,10 +433,13 @@ class EntropyChangeProbe:
             needs_own=self._options.needs_own_responses(causes=causes),
         )
 
-    def _bonus_in_loss(self, coefficient: float | None, applied_scale: float | Tensor) -> tuple[float, float]:
+    def _gradient_scale(self, given: float | Tensor | None) -> float:
+        return 1.0 / loss_scale(self._grad_scaler, self._optimizer) if given is None else float(given)
+
+    def _bonus_in_loss(self, coefficient: float | None, applied_scale: float | Tensor | None) -> tuple[float, float]:
         """The coefficient of the loss's entropy bonus, and the factor of the loss's gradient in `.grad`."""
         present = self._options.entropy_coefficient if coefficient is None else float(coefficient)
-        applied = float(applied_scale)
+        applied = loss_scale(self._grad_scaler, self._optimizer) if applied_scale is None else float(applied_scale)
         if not math.isfinite(present):
             raise ValueError(f"entropy_coefficient must be finite, got {present!r}")
         if self._options.coefficient_to_hold and not 0.0 < applied < math.inf:
@@ -464,18 +478,27 @@ class EntropyProbeConfig(EntropyChangeOptions):
         """Make the probe, whose `step` a loop calls.
 
         Raises:
-            ValueError: without a sampler, or for update="gradient", since `step` could not work.
+            ValueError: if `step` could not work: without a sampler, for an optimizer whose step cannot be forecast, or
+                for update="gradient"; or if its intervals are not those that the log holds.
         """
         if self.update == "gradient":
             raise ValueError(
                 "entropy_probe: {update: gradient} needs the update's responses, and step() has none: leave it out, or "
                 "make sonde.EntropyChangeProbe in code and call forecast() with them"
             )
-        if partners.sampler is None:
+        if not callable(partners.sampler):
             raise ValueError(
-                "entropy_probe evaluates each step on fresh responses: pass sampler=, a function model -> "
-                "sonde.Rollouts, or make sonde.EntropyChangeProbe in code and call forecast() with responses"
+                f"entropy_probe evaluates each step on fresh responses, got sampler={partners.sampler!r:.60}: pass "
+                "sampler=, a function model -> sonde.Rollouts, or make sonde.EntropyChangeProbe in code and call "
+                "forecast() with responses"
             )
+        if self.level != LEVEL and partners.log is not None and partners.log.has_sinks:
+            raise ValueError(
+                f"entropy_probe: {{level: {self.level}}} cannot be logged, since a log holds {LEVEL:.0%} intervals: "
+                "leave level out, or the log"
+            )
+        if why := why_no_forecast(partners.optimizer):
+            raise ValueError(f"entropy_probe forecasts each step, and {why}; make sonde.EntropyChangeProbe in code")
         statistics = partners.token_statistics
         if statistics is None:
             statistics = CausalLMStatistics(self.temperature)
@@ -485,5 +508,6 @@ class EntropyProbeConfig(EntropyChangeOptions):
             self,
             token_statistics=statistics,
             sampler=partners.sampler,
+            grad_scaler=partners.grad_scaler,
             process_group=partners.process_group,
         )

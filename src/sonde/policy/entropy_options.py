@@ -102,7 +102,7 @@ class EntropyChangeOptions:
         if not _is_between(-math.inf, self.entropy_coefficient, math.inf):
             raise ValueError(f"entropy_coefficient must be a finite number, got {self.entropy_coefficient!r}")
         if self.step_size is not None and not _is_between(0, self.step_size, math.inf):
-            raise ValueError(f"step_size must be a positive and finite number, got {self.step_size!r}")
+            raise ValueError(f"step_size must be positive and finite, got {self.step_size!r}")
 
     def needs_own_responses(self, *, causes: bool = False) -> str:
         """The option, if there is one, for which evaluation responses must be the policy's own, without `log_prob=`.

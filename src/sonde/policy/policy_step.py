@@ -96,7 +96,13 @@ class PolicyStep:
         return not self._on_any_rank(not all(bool(local_tensor(delta).isfinite().all()) for delta in step.values()))
 
     def before(
-        self, measurement: EntropyMeasurement | None, update: Rollouts | None, *, has_derivatives: bool, causes: bool
+        self,
+        measurement: EntropyMeasurement | None,
+        update: Rollouts | None,
+        *,
+        has_derivatives: bool,
+        causes: bool,
+        gradient_scale: float,
     ) -> BeforeStep:
         """Put a watch on the step before it is taken, and take derivatives along its forecast.
 
@@ -105,19 +111,20 @@ class PolicyStep:
             update: this rank's part of U, for causes by prompt.
             has_derivatives: whether derivatives are wanted along the step.
             causes: whether to split the change to first order into its causes.
+            gradient_scale: factor that gradients are still multiplied by before the step.
         """
         sample = None if measurement is None else measurement.sample()
         if not has_derivatives:
             return BeforeStep(sample, None, StepWatch(self._parameters))
         if why_no_forecast(self._optimizer):
             return BeforeStep(sample, None, StepMeter(self._parameters))
-        step = self.forecast(1.0)
+        step = self.forecast(gradient_scale)
         witness, first_order = StepWitness(step, self._parameters), None
         if measurement is not None and self.is_finite(step):
             first_order = measurement.along_step(step)
         del step  # each direction has the size of the parameters, and causes need one of their own
         if causes and measurement is not None and first_order is not None:
-            first_order = measurement.with_causes(first_order, self._optimizer, update, 1.0)
+            first_order = measurement.with_causes(first_order, self._optimizer, update, gradient_scale)
         return BeforeStep(sample, first_order, witness)
 
     def after(self, measurement: EntropyMeasurement, before: BeforeStep) -> EntropyForecast:

@@ -29,6 +29,8 @@ Part = Literal["all", "momentum", "batch", "decay", "sustained"]
 
 def why_no_forecast(optimizer: Any) -> str:
     """Why an optimizer's step cannot be forecast, and the way out; empty if it can."""
+    if optimizer is None:
+        return "sonde cannot forecast a step without its optimizer: use around_step(), which measures it"
     kind = type(unwrap_optimizer(optimizer))
     if kind not in _RULES:
         return f"sonde cannot forecast the step of {kind.__name__}: use around_step(), which measures it"
