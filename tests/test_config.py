@@ -105,7 +105,11 @@ def test_a_yaml_file_makes_probes_that_work(tmp_path: Path) -> None:
     ("config", "said"),
     [
         ({"gns_prob": {}}, r"the config holds an unknown option 'gns_prob': did you mean 'gns_probe'\?"),
+        ({"gns_prob": [1]}, r"did you mean 'gns_probe'\?"),
+        ({"entropy_prob": None}, r"did you mean 'entropy_probe'\?"),
+        ({"GNS_PROBE": {}}, r"did you mean 'gns_probe'\?"),
         ({"my_probe": {}}, r"the config holds an unknown option 'my_probe'"),
+        ({"dead_units_probe": {"enabled": True}}, r"the config holds an unknown option 'dead_units_probe'"),
         ({"prompt-noise-prob": {}}, r"did you mean 'prompt_noise_probe'\?"),
         ({"gns_probe": True}, r"gns_probe in the config must map options to values, got True: write gns_probe: \{"),
         ({"gns_probe": {"horizn": 3}}, "gns_probe of the config holds an unknown option 'horizn': .* 'horizon'"),
@@ -147,6 +151,8 @@ def test_the_whole_configuration_of_a_training_may_be_given() -> None:
         "probability": 0.5,
         "model": {"gns": 1},
         "report_to": ["wandb"],
+        "linear_probe": {"layer": 3},
+        "probes": ["layer 3"],
     }
     config = probes_from_config({**theirs, "gns_probe": {"enabled": True}})
     assert config == probes_from_config({"gns_probe": {"enabled": True}})

@@ -146,8 +146,12 @@ def probes_from_config(
 
 
 def _is_of_a_probe(key: object, value: object, known: list[str]) -> bool:
-    """Whether a key is that of a probe, ends as those of probes do, or is nearly one and holds what they may hold."""
-    name = str(key).replace("-", "_")
-    if name in known or name.endswith(("probe", "probes")):
+    """Whether a key is meant for a probe: it is that of one, or nearly, or its value looks like a probe's options.
+
+    Where the value may be a probe's options, or their abbreviation `true`, a smaller likeness is enough.
+    """
+    name = str(key).replace("-", "_").lower()
+    if isinstance(value, Mapping) and "enabled" in value and name.endswith("_probe"):
         return True
-    return isinstance(value, Mapping | bool) and bool(get_close_matches(name, known, n=1, cutoff=0.7))
+    likeness = 0.7 if isinstance(value, Mapping | bool) else 0.9  # of "gns_prob" 0.94, of "linear_probe" 0.67
+    return bool(get_close_matches(name, known, n=1, cutoff=likeness))

@@ -78,7 +78,7 @@ def known_name(key: object, known: list[str], where: object) -> str:
     """
     name = str(key).replace("-", "_")
     if name not in known:
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        nearest = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
         meant = f"did you mean {nearest[0]!r}?" if nearest else f"the options are {', '.join(known)}"
         raise ValueError(f"{where} holds an unknown option {str(key)!r}: {meant}")
     return name
