@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sonde.policy.entropy_change import EntropyChangeProbe
-from tests.policy.entropy_scene import N_E, Scene, coefficients, first_order, gradient_per_prompt
+from tests.policy.entropy_scene import N_E, N_U, Scene, coefficients, first_order, gradient_per_prompt
 from tests.small_policy import STATISTICS, drawn, policy, real_step, sample
 
 

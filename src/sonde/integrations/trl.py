@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -163,6 +164,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         self._around: tuple[ExitStack, AroundStep] | None = None
         self._n_micro_batches = self._n_known = 0
         """Micro-batches of the window, and those whose responses are known: all, unless an error was forgiven."""
+        self._sampling_seconds = 0.0
         self._for_truth: list[int] = []
         """Rows of the dataset that are answered before and after the step."""
         self._metrics: dict[str, float | None] = {}
@@ -286,7 +288,9 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
             self._policy.measure(update)
             self._log(self._policy.metrics())
         if self._entropy is not None:
+            begun = time.perf_counter()
             evaluation = self._own_responses(update) if self._evaluation == "same" else self._fresh(state.global_step)
+            self._sampling_seconds = time.perf_counter() - begun
             every_text = self._on_every_rank({**update.texts, **evaluation.texts})
             self.texts = {n: text for texts in every_text for n, text in texts.items()}
             if self._has_rollouts:
@@ -316,9 +320,9 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
             self._after_step(state, around)
 
     def _after_step(self, state: Any, around: AroundStep) -> None:
-        self._forecast = around.forecast
-        self.forecasts.append((state.global_step + 1, around.forecast))
-        self._log(around.forecast.metrics())
+        self._forecast = around.forecast.after_sampling(self._sampling_seconds)
+        self.forecasts.append((state.global_step + 1, self._forecast))
+        self._log(self._forecast.metrics())
         self._log({"entropy/is_of_own_prompts": float(self._evaluation == "same")})
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

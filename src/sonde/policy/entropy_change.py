@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -114,7 +115,7 @@ class EntropyChangeProbe:
         "entropy/v_y": Metric("nats²", "variance of the change from the update prompts"),
         "entropy/bars_dot": Metric("nats", "mean entropy gradient times mean update gradient, or times the step"),
         "entropy/n_evaluation_prompts": Metric("prompts", "evaluation prompts, B_E"),
-        "entropy/n_update_prompts": Metric("prompts", "update prompts whose causes are known, B_U"),
+        "entropy/n_update_prompts": Metric("prompts", "update prompts, B_U, where they were passed"),
         "entropy/support": Metric("fraction", "effective sample size after the step over responses, by position"),
         "entropy/unsupported": Metric("fraction", "entropy after the step that positions of little support carry"),
         "entropy/delta_first_order": Metric("nats", "change to first order, if a derivative was taken"),
@@ -137,6 +138,7 @@ class EntropyChangeProbe:
         "entropy/is_valid": Metric("0 or 1", "whether the forecast gives no reason not to trust it"),
         "entropy/is_of_own_prompts": Metric("0 or 1", "whether evaluation prompts are those that the step learns from"),
         "cost/entropy_seconds": Metric("seconds", "time of the forecast of the entropy change"),
+        "cost/entropy_seconds_sampling": Metric("seconds", "of these, drawing evaluation responses"),
         "cost/entropy_seconds_scores": Metric("seconds", "of these, scoring responses before the step"),
         "cost/entropy_seconds_scores_after": Metric("seconds", "of these, scoring responses after the step"),
         "cost/entropy_seconds_derivatives": Metric("seconds", "of these, derivatives"),
@@ -275,11 +277,11 @@ class EntropyChangeProbe:
         around, options = AroundStep(), self._options
         present, applied = self._bonus_in_loss(entropy_coefficient, applied_scale)
         scale = self._gradient_scale(None)
-        self._check_responses(evaluation, update, causes)
+        n_update = self._check_responses(evaluation, update, causes)
         is_gradient = options.update == "gradient"
         if is_gradient and update is None:
             raise ValueError(_NO_UPDATE)
-        with self._measuring(evaluation, self._sampler) as measurement:
+        with self._measuring(evaluation, self._sampler, n_update) as measurement:
             before = self._step.before(
                 measurement,
                 update,
@@ -318,9 +320,11 @@ class EntropyChangeProbe:
         self._latest = None
         if is_due:
             self._n_calls += 1
+            begun = time.perf_counter()
             with preserve_training_state(self._model):
                 evaluation = self._sample(self._sampler, self._seed())
-            self._latest = self.forecast(evaluation)
+            sampling = time.perf_counter() - begun
+            self._latest = self.forecast(evaluation).after_sampling(sampling)
 
     def metrics(self) -> Mapping[str, float | None]:
         """The forecast of this window by metric name; empty if this window had none."""
@@ -338,13 +342,13 @@ class EntropyChangeProbe:
         bonus_in_loss: tuple[float, float],
         sampler: Sampler | None,
     ) -> EntropyForecast:
-        self._check_responses(evaluation, update, causes)
+        n_update = self._check_responses(evaluation, update, causes)
         is_step = self._options.update == "step"
         if is_step and (why := why_no_forecast(self._optimizer)):
             raise ValueError(why)
         if not is_step and update is None:
             raise ValueError(_NO_UPDATE)
-        with self._measuring(evaluation, sampler) as measurement:
+        with self._measuring(evaluation, sampler, n_update) as measurement:
             if measurement is None:
                 return self._unknown(_SCORES_NOT_FINITE)
             first_order, bonus = None, None
@@ -382,7 +386,9 @@ class EntropyChangeProbe:
             return measurement.forecast(first_order, after, rounded_away=now.rounded_away if is_rounded else 0.0)
 
     @contextlib.contextmanager
-    def _measuring(self, evaluation: Rollouts, sampler: Sampler | None) -> Iterator[EntropyMeasurement | None]:
+    def _measuring(
+        self, evaluation: Rollouts, sampler: Sampler | None, n_update: int
+    ) -> Iterator[EntropyMeasurement | None]:
         """A measurement that leaves the training state as it was; None if the policy's scores are not finite."""
         self._n_calls += 1
         with (
@@ -399,7 +405,7 @@ class EntropyChangeProbe:
                 yield None
                 return
             sample = None if sampler is None else functools.partial(self._sample, sampler, self._seed())
-            yield EntropyMeasurement(self._options, self._scorer, self._parameters, base, sample, cost)
+            yield EntropyMeasurement(self._options, self._scorer, self._parameters, base, sample, cost, n_update)
 
     def _sample(self, sampler: Sampler, seed: int) -> Rollouts:
         """This rank's fresh responses, with the random numbers of a seed."""
@@ -423,8 +429,8 @@ class EntropyChangeProbe:
         """A different seed in each call and on each rank."""
         return 1_000_003 * self._n_calls + (self._group.rank() if self._group is not None else 0)
 
-    def _check_responses(self, evaluation: Rollouts, update: Rollouts | None, causes: bool) -> None:
-        check_responses(
+    def _check_responses(self, evaluation: Rollouts, update: Rollouts | None, causes: bool) -> int:
+        return check_responses(
             evaluation,
             update,
             self._statistics,

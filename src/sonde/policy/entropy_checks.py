@@ -55,7 +55,7 @@ def check_responses(
     *,
     is_strict: bool,
     needs_own: str,
-) -> None:
+) -> int:
     """Refuse responses that cannot be used, on every rank alike; and warn if E and U share prompts.
 
     Args:
@@ -65,6 +65,9 @@ def check_responses(
         group: the ranks that hold different responses.
         is_strict: refuse shared prompts rather than warn.
         needs_own: the option, if there is one, for which E must be the policy's own; "" if there is none.
+
+    Returns:
+        The number of update prompts on all ranks; 0 without U.
     """
 
     def check() -> dict[str, Tensor]:
@@ -107,3 +110,4 @@ def check_responses(
         if is_strict:
             raise ValueError(message)
         warnings.warn(message, stacklevel=stack_level())
+    return len(prompts["U"].unique())

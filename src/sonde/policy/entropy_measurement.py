@@ -43,6 +43,7 @@ class EntropyMeasurement:
         base: E, scored at θ, with finite scores.
         sample: draws fresh responses from the model as it is; None without a sampler.
         cost: counts the phases' seconds.
+        n_update: number of update prompts; 0 if they are not known.
     """
 
     def __init__(
@@ -53,7 +54,9 @@ class EntropyMeasurement:
         base: Scored,
         sample: Callable[[], Rollouts] | None,
         cost: Cost,
+        n_update: int = 0,
     ) -> None:
+        self._n_update = n_update
         self._options = options
         self._scorer = scorer
         self._parameters = parameters
@@ -272,6 +275,7 @@ class EntropyMeasurement:
             update=self._options.update,
             level=self._options.level,
             is_same_step=is_same_step,
+            n_update=self._n_update,
             sampled_log_prob=self._base.sampled_log_prob,
             rounded_away=rounded_away,
             precision=self._scorer.precision,

@@ -60,7 +60,20 @@ def policy_record(i: int, *, has_truth: bool = True, has_noise: bool = True, **c
         "entropy/coefficient_to_hold_low": 0.008 + 0.001 * i,
         "entropy/coefficient_to_hold_high": 0.012 + 0.001 * i if is_valid else None,
         "entropy/is_valid": float(is_valid),
+        "entropy/frac_var": 0.0025,
+        "entropy/v_x": se**2,
+        "entropy/v_y": 0.0,
+        "entropy/bars_dot": 0.98 * delta,
+        "entropy/n_evaluation_prompts": 16.0,
+        "entropy/n_update_prompts": 8.0,
+        "entropy/update_response_sd": 0.3,
+        **{f"entropy/update_response_q{q:02}": (1 + q / 100) * math.exp(-0.08 * i) for q in (5, 25, 50, 75, 95)},
         "cost/entropy_seconds": 0.4,
+        "cost/entropy_seconds_sampling": 0.15,
+        "cost/entropy_seconds_scores": 0.1,
+        "cost/entropy_seconds_scores_after": 0.12,
+        "cost/entropy_seconds_rollouts": 0.03,
+        "cost/entropy_peak_bytes": 225e6,
     }
     if has_noise:
         is_resolved = i > 4

@@ -29,6 +29,7 @@ def test_verdict_first_then_every_section(tmp_path: Path) -> None:
         "Entropy is falling",
         "The policy's entropy is falling: 0.4",
         "It changed by −2.",
+        "Entropy by response",
         "Forecast and effect of each step",
         "Forecast against truth",
         "Coverage so far",
@@ -38,6 +39,12 @@ def test_verdict_first_then_every_section(tmp_path: Path) -> None:
         "Which entropy coefficient would hold the entropy?",
         "Noise scale in prompts",
         "twice the completions to each prompt would have cut the noise of a step by 35 % (95 % interval: 30 % to 40 %)",
+        "What each forecast is made of, and what it costs",
+        "Step 116 Median Evaluation prompts, B_E 16 16 Update prompts, B_U 8 8",
+        "– from the evaluation prompts, √V_X (nats)",
+        "Variance of the change over its square 0.25 % 0.25 % Change to first order, or X̄·Ȳ (nats)",
+        "Time 400 ms 400 ms – drawing evaluation responses 150 ms 150 ms",
+        "Growth of the peak memory (MB) 225 225",
         "Reward",
         "How this was measured",
     ]
@@ -48,6 +55,7 @@ def test_verdict_first_then_every_section(tmp_path: Path) -> None:
         "Average noise scale 35 prompts; between 6 and 40",
         "22 of 24 forecasts can be trusted.",
         "Step 1: not to be trusted: the step is too large for these responses",
+        "Responses to evaluation prompts are scored before and after the step.",
         "400 ms per forecast, with the measured changes, on average",
         "fresh responses to other prompts.",
         "loss: dr_grpo",
@@ -274,7 +282,8 @@ def test_a_collapse_is_a_current_alert(tmp_path: Path) -> None:
     sink.write({"kind": "alert", "time": 1.0, "window": 11, "name": "entropy_collapse", "message": message})
     sink.close()
     text = visible_text(write_report(tmp_path))
-    assert f"Something looks wrong {message} (since window 11)" in text
+    assert f"Something looks wrong {message} (since step 11)" in text
+    assert "window" not in text.lower()
 
 
 @pytest.mark.parametrize(

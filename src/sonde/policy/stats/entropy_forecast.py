@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import Tensor
@@ -151,7 +151,7 @@ class EntropyForecast:
         double_count: the noise that v_x and v_y have in common; None if v_y leaves it out already.
         bars_dot: X̄·Ȳ with update="gradient"; the change to first order along a given step, if it was taken.
         n_evaluation: number of evaluation prompts, B_E.
-        n_update: number of update prompts whose causes are known, B_U; 0 along a step without them.
+        n_update: number of update prompts, B_U; 0 if they were not passed.
         fixed_prefixes: the truth on the same prefixes; None if not measured.
         importance: the change by weights of whole responses; None if not measured.
         rollouts: the truth by fresh rollouts; None if not measured.
@@ -213,6 +213,10 @@ class EntropyForecast:
         """The variance of `delta` over its square: 0.01 for a standard error of a tenth; None if unknown."""
         return None if self.se is None or not self.delta else (self.se / self.delta) ** 2
 
+    def after_sampling(self, seconds: float) -> EntropyForecast:
+        """The same, with the seconds that drawing its evaluation responses took."""
+        return replace(self, seconds={"sampling": seconds, **self.seconds})
+
     def metrics(self) -> dict[str, float | None]:
         """The forecast's numbers by metric name; None if unknown."""
         fixed, importance, rollouts = self.fixed_prefixes, self.importance, self.rollouts
@@ -237,7 +241,7 @@ class EntropyForecast:
             "entropy/v_y": self.v_y,
             "entropy/bars_dot": self.bars_dot,
             "entropy/n_evaluation_prompts": float(self.n_evaluation),
-            "entropy/n_update_prompts": float(self.n_update),
+            "entropy/n_update_prompts": float(self.n_update) if self.n_update else None,
             "entropy/support": support.ess_fraction if support else None,
             "entropy/unsupported": support.unsupported if support else None,
             "entropy/delta_first_order": first_order.delta if first_order else None,
@@ -305,6 +309,7 @@ def entropy_forecast(
     update: Update,
     level: float,
     is_same_step: bool = True,
+    n_update: int = 0,
     sampled_log_prob: Tensor | None = None,
     precision: str = "",
     why_precision: str = "",
@@ -324,6 +329,7 @@ def entropy_forecast(
         update: which update is meant.
         level: confidence level of the change's interval.
         is_same_step: whether `first_order` and `after` are of the same step.
+        n_update: number of update prompts; 0 if they are not known.
         sampled_log_prob: log-probabilities that the sampler reported; None if the responses are the policy's own.
         precision: in which arithmetic responses were scored.
         why_precision: why not in 32 bits.
@@ -385,7 +391,7 @@ def entropy_forecast(
         double_count=headline.double_count if headline else None,
         bars_dot=None if first_order is None else first_order.bars_dot,
         n_evaluation=responses.n_prompts,
-        n_update=len(causes.prompts) if causes is not None else 0,
+        n_update=n_update,
         fixed_prefixes=fixed,
         importance=None if after is None else after.importance,
         rollouts=None if after is None else after.rollouts,

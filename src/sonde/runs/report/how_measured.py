@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sonde.batch_size.stats.step_pairs import window_noun
+from sonde.runs.policy_reading import PolicyReading
 from sonde.runs.reader import Run, Totals
 from sonde.runs.report.logged_interval import PROMPT_NOISE, logged_interval
+from sonde.runs.report.timeline import step_noun
 from sonde.wording import count, duration, moment, number, percent, plural
 
 MAX_TEXT = 4000
@@ -177,8 +179,7 @@ def _policy_rows(run: Run) -> list[Row]:
         Row(
             "Forecast",
             (
-                "The first derivative of the entropy along the optimizer's own step, on responses to evaluation "
-                "prompts. Its standard error comes from the scatter over these prompts.",
+                _forecast_method(forecasts),
                 f"{sum(r.point.is_valid for r in forecasts)} of {plural(len(forecasts), 'forecast')} can be trusted.",
             ),
         ),
@@ -198,6 +199,22 @@ def _policy_rows(run: Run) -> list[Row]:
             )
         )
     return rows
+
+
+def _forecast_method(forecasts: Sequence[PolicyReading]) -> str:
+    if any(r.metrics.get("entropy/support") is not None for r in forecasts):
+        method = (
+            "Responses to evaluation prompts are scored before and after the step. After it, each position counts as "
+            "often as the response up to there has become more likely."
+        )
+        if any(r.metrics.get("entropy/delta_finite_step") is not None for r in forecasts):
+            method = (
+                "The first derivative of the entropy along the mean gradient of the update prompts, times the learning "
+                f"rate. For the step itself: {method[0].lower()}{method[1:]}"
+            )
+    else:  # a log of an older sonde
+        method = "The first derivative of the entropy along the optimizer's step, on responses to evaluation prompts."
+    return f"{method} The standard error comes from the scatter over these prompts."
 
 
 def _record_rows(run: Run) -> list[Row]:
@@ -239,7 +256,8 @@ def _weights(units: float | None, effective: float | None, unit: str) -> str:
 def _alerts(run: Run) -> tuple[str, ...]:
     lines = []
     for alert in run.alerts[:_MAX_ITEMS]:
-        when = f"Window {count(alert.window)}" if alert.window else "Before the first window"
+        noun = step_noun(run)
+        when = f"{noun.capitalize()} {count(alert.window)}" if alert.window else f"Before the first {noun}"
         lines.append(f"{when}: {cut(alert.message, 500)}")
     if len(run.alerts) > _MAX_ITEMS:
         lines.append(f"The log has {plural(len(run.alerts) - _MAX_ITEMS, 'more alert')}.")

@@ -18,6 +18,7 @@ from sonde.runs.report.policy_curves import (
     forecast_curve,
     prompt_noise_curve,
 )
+from sonde.runs.report.policy_parts import forecast_parts, response_curve
 from sonde.runs.report.policy_trust import own_policy_curve, trust_curves
 from sonde.runs.report.sections import MAX_VALUES, Section, own_value_names
 from sonde.runs.report.timeline import STEPS, timeline
@@ -91,6 +92,25 @@ def policy_sections(run: Run) -> list[Section]:
                 (coefficient,),
             ),
         )
+    if (by_response := response_curve(policy, axis)) is not None:
+        sections.insert(
+            1,
+            Section(
+                "Entropy by response",
+                "The mean entropy of each response that the step learns from. If the lower end falls to 0 while the "
+                "median stands, the policy has become certain of some answers, and goes on exploring others.",
+                (by_response,),
+            ),
+        )
+    sections.append(
+        Section(
+            "What each forecast is made of, and what it costs",
+            "The standard error has two sources: which prompts were evaluated, and, if the change is along the mean "
+            "gradient of update prompts, which prompts those were. Along the optimizer's own step, only the first "
+            "counts. Memory is counted on the device, or for the whole process on a CPU.",
+            (forecast_parts(policy),),
+        )
+    )
     if names := own_value_names(run, policy):
         sections.append(_values_section(policy, names, axis))
     return sections

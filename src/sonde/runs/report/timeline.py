@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar, overload
 
+from sonde.runs.policy_reading import PolicyReading
+from sonde.runs.run import Run
 from sonde.wording import count
 
 
@@ -134,4 +136,10 @@ def position_text(reading: Measured, unit: str) -> str:
     """The point of the run at which a reading was taken, in words."""
     seen = reading.metrics.get("run/units_seen")
     after = "" if seen is None else f", after {count(seen)} {unit}"
-    return f"window {count(reading.window)}{after}"
+    noun = "step" if isinstance(reading, PolicyReading) else "window"
+    return f"{noun} {count(reading.window)}{after}"
+
+
+def step_noun(run: Run) -> str:
+    """What an optimizer step is called: a window, unless only a policy is measured, in which nothing is averaged."""
+    return "step" if run.policy and not run.readings else "window"
