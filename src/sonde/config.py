@@ -151,7 +151,7 @@ def _is_of_a_probe(key: object, value: object, known: list[str]) -> bool:
     Where the value may be a probe's options, or their abbreviation `true`, a smaller likeness is enough.
     """
     name = str(key).replace("-", "_").lower()
-    if isinstance(value, Mapping) and "enabled" in value and name.endswith("_probe"):
+    if isinstance(value, Mapping) and "enabled" in value and name.endswith("probe"):
         return True
     likeness = 0.7 if isinstance(value, Mapping | bool) else 0.9  # of "gns_prob" 0.94, of "linear_probe" 0.67
     return bool(get_close_matches(name, known, n=1, cutoff=likeness))

@@ -50,6 +50,8 @@ def test_a_small_step_is_the_derivative_along_it(objective: str, weights: str) -
     assert forecast.se == pytest.approx(forecast.first_order.se, rel=0.15)
     assert sum(s.change for s in forecast.shares) == pytest.approx(forecast.delta, rel=1e-6)
     assert (forecast.n_evaluation, forecast.n_update, forecast.v_y) == (N_E, 0, 0.0)
+    assert forecast.metrics()["entropy/n_update_prompts"] is None
+    assert probe.forecast(scene.E, scene.U).metrics()["entropy/n_update_prompts"] == N_U
     assert forecast.low < forecast.delta < forecast.high
     if weights == "one":
         assert forecast.sharpening + forecast.drift == pytest.approx(forecast.delta)

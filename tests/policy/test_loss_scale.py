@@ -51,6 +51,7 @@ def test_the_scale_is_left_out(kind: str, is_unscaled: bool) -> None:
     assert found.coefficient_to_hold.value == pytest.approx(expected.coefficient_to_hold.value, rel=1e-3)
     probe.step()
     assert probe.metrics()["entropy/delta_forecast"] == pytest.approx(expected.delta, rel=1e-5)
+    assert probe.metrics()["cost/entropy_seconds_sampling"] > 0
     with probe.around_step(scene.E, scene.U, causes=True) as around:
         scaler.step(scene.optimizer)
     assert around.forecast.delta == pytest.approx(expected.delta, rel=1e-5)

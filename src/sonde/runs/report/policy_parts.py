@@ -35,8 +35,7 @@ _PARTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 )
 """Name, metric, and how its value is written."""
 
-_RESPONSE = "entropy/update_response"
-_Q05, _Q25, _Q50, _Q75, _Q95 = (f"{_RESPONSE}_q{q:02}" for q in (5, 25, 50, 75, 95))
+_Q05, _Q25, _Q50, _Q75, _Q95 = (f"entropy/update_response_q{q:02}" for q in (5, 25, 50, 75, 95))
 
 
 def forecast_parts(readings: Sequence[PolicyReading]) -> Table | str:
@@ -47,7 +46,7 @@ def forecast_parts(readings: Sequence[PolicyReading]) -> Table | str:
     rows = []
     for name, metric, text in _PARTS:
         values = sorted(v for r in forecasts if (v := r.metrics.get(metric)) is not None)
-        if not values or (metric.endswith("v_y") and not any(values)):
+        if not values or (metric == "entropy/v_y" and not any(values)):
             continue
         last = forecasts[-1].metrics.get(metric)
         rows.append((name, number(None) if last is None else text(last), text(values[len(values) // 2])))
@@ -72,7 +71,7 @@ def response_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | 
         "window": line.windows,
         "middle": line.texts(lambda r: _range(r, _Q25, _Q75)),
         "most": line.texts(lambda r: _range(r, _Q05, _Q95)),
-        "sd": line.texts(lambda r: number(r.metrics.get(f"{_RESPONSE}_sd"))),
+        "sd": line.texts(lambda r: number(r.metrics.get("entropy/update_response_sd"))),
     }
     rows = [("median", "@y{0.000}"), ("half", "@middle"), ("90 %", "@most"), ("standard deviation", "@sd"), STEP]
     add_hover(fig, columns, rows)
