@@ -100,7 +100,7 @@ class EntropyChangeOptions:
         if not _is_between(0, self.level, 1):
             raise ValueError(f"level must be between 0 and 1, got {self.level!r}")
         if not _is_between(-math.inf, self.entropy_coefficient, math.inf):
-            raise ValueError(f"entropy_coefficient must be a finite number, got {self.entropy_coefficient!r}")
+            raise ValueError(f"entropy_coefficient must be finite, got {self.entropy_coefficient!r}")
         if self.step_size is not None and not _is_between(0, self.step_size, math.inf):
             raise ValueError(f"step_size must be positive and finite, got {self.step_size!r}")
 

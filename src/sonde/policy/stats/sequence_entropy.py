@@ -16,6 +16,7 @@ for one over the length (`tests/policy/stats/test_entropy_gradient.py`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Literal
 
@@ -51,19 +52,40 @@ def token_weights(weights: SequenceWeights, responses: Responses) -> Tensor:
 
 
 def depends_on(weights: SequenceWeights, responses: Responses) -> DependsOn:
-    """What the weights depend on. For a function, it is found out: by other masks, and without some responses."""
+    """What the weights depend on. For a function, it is found out: by other masks, and without some responses.
+
+    Raises:
+        ValueError: for a function whose weights depend on the responses to other prompts.
+    """
     if weights == "one":
         return "nothing"
     if weights in ("length", "longest"):
         return "response" if weights == "length" else "group"
     made = token_weights(weights, responses)
-    full = Responses(torch.ones_like(responses.mask), responses.prompts[responses.index])
-    if torch.equal(torch.where(responses.mask, token_weights(weights, full), 0.0), made):
+    full, short = torch.ones_like(responses.mask), responses.mask & (responses.mask.cumsum(1) == 1)
+    for half in responses.halves():
+        for own, others in itertools.product((responses.mask, short), (full, short)):
+            masks = [torch.where(half[:, None], own, rest) for rest in (responses.mask, others)]
+            if _differ(weights, responses, *masks, half):
+                raise ValueError(
+                    "sequence_weights gives a response other weights if responses to other prompts change, so each "
+                    "response moves the weights of all prompts, and no equation of sonde holds for that: let weights "
+                    "depend on the responses to the same prompt only, or divide by a constant"
+                )
+    everyone = torch.ones_like(responses.index, dtype=torch.bool)
+    if not any(_differ(weights, responses, responses.mask, other, everyone) for other in (full, short)):
         return "nothing"
     for kept in _without_one(responses):
         if not torch.equal(token_weights(weights, responses.rows(kept)), made[kept]):
             return "group"
     return "response"
+
+
+def _differ(weights: SequenceWeights, responses: Responses, mask: Tensor, other: Tensor, rows: Tensor) -> bool:
+    """Whether two masks give tokens that both have different weights, in some of the responses."""
+    both = mask & other & rows[:, None]
+    a, b = (token_weights(weights, Responses(m, responses.prompts[responses.index]))[both] for m in (mask, other))
+    return not torch.allclose(a, b, rtol=1e-6, atol=0.0)  # functions may compute in 32 bits
 
 
 def sequence_coefficients(
