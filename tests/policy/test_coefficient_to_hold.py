@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -80,6 +81,22 @@ def test_with_the_coefficient_in_the_loss_the_entropy_holds() -> None:
     # Asked again with the bonus in the loss, it says the same.
     assert now.coefficient_to_hold.value == pytest.approx(hold.value, rel=0.1)
     assert "entropy/coefficient_to_hold" in now.metrics()
+
+
+def test_responses_of_one_length_have_the_same_coefficient_by_both_objectives() -> None:
+    """The entropy of a response is then n times that of a token, and so are its change and its slope."""
+    scene = Scene("sgd", lr=0.1)
+    long = (scene.E.mask.sum(1) >= 3).nonzero()[:, 0]
+    E = scene.E.rows(long)
+    E = dataclasses.replace(E, mask=E.mask & (E.mask.cumsum(1) <= 3))
+    by_token, by_response = (
+        scene.probe(objective=objective, coefficient_to_hold=True).forecast(E)
+        for objective in ("per_token", "sequence")
+    )
+    assert by_response.delta == pytest.approx(3 * by_token.delta, rel=1e-6)
+    one, other = by_token.coefficient_to_hold, by_response.coefficient_to_hold
+    assert (other.value, other.low, other.high) == pytest.approx((one.value, one.low, one.high), rel=1e-6)
+    assert other.change_per_unit == pytest.approx(3 * one.change_per_unit, rel=1e-6)
 
 
 def test_a_clip_and_a_loss_scale_are_allowed_for() -> None:

@@ -85,7 +85,9 @@ class EntropyBonus:
         with cost.phase("coefficient"):
             uphill = [gradients.put_away(gradients.token_entropy_gradient(half)) for half in self._halves]
             self._bonus_steps.extend(answer(gradient) for gradient in uphill)
-            self._slope = self._cross(uphill) or self._cross(uphill, is_own=True)
+            # In nats a token, as H̄: the factor makes it one of the entropy that is to hold.
+            per_token = gradients.objective.total_weight(base.responses)
+            self._slope = per_token * (self._cross(uphill) or self._cross(uphill, is_own=True))
             del uphill
             self._entropy_steps.extend(
                 answer(gradients.put_away(gradients.entropy_gradient(half))) for half in self._halves

@@ -65,8 +65,8 @@ def depends_on(weights: SequenceWeights, responses: Responses) -> DependsOn:
     full, short = torch.ones_like(responses.mask), responses.mask & (responses.mask.cumsum(1) == 1)
     for half in responses.halves():
         for own, others in itertools.product((responses.mask, short), (full, short)):
-            masks = [torch.where(half[:, None], own, rest) for rest in (responses.mask, others)]
-            if _differ(weights, responses, *masks, half):
+            before, after = (torch.where(half[:, None], own, rest) for rest in (responses.mask, others))
+            if _differ(weights, responses, before, after, half):
                 raise ValueError(
                     "sequence_weights gives a response other weights if responses to other prompts change, so each "
                     "response moves the weights of all prompts, and no equation of sonde holds for that: let weights "
