@@ -84,19 +84,19 @@ def test_with_the_coefficient_in_the_loss_the_entropy_holds() -> None:
 
 
 def test_responses_of_one_length_have_the_same_coefficient_by_both_objectives() -> None:
-    """The entropy of a response is then n times that of a token, and so are its change and its slope."""
+    """Entropy, change and slope of 4 tokens are 4 times those of a token. Positions are weighted apart: 2 %."""
     scene = Scene("sgd", lr=0.1)
-    long = (scene.E.mask.sum(1) >= 3).nonzero()[:, 0]
-    E = scene.E.rows(long)
-    E = dataclasses.replace(E, mask=E.mask & (E.mask.cumsum(1) <= 3))
+    E = drawn(scene.model, 0, 200, seed=1)
+    E = E.rows((E.mask.sum(1) >= 4).nonzero()[:, 0])
+    E = dataclasses.replace(E, mask=E.mask & (E.mask.cumsum(1) <= 4))
     by_token, by_response = (
-        scene.probe(objective=objective, coefficient_to_hold=True).forecast(E)
+        scene.probe(objective=objective, coefficient_to_hold=True).forecast(E).coefficient_to_hold
         for objective in ("per_token", "sequence")
     )
-    assert by_response.delta == pytest.approx(3 * by_token.delta, rel=1e-6)
-    one, other = by_token.coefficient_to_hold, by_response.coefficient_to_hold
-    assert (other.value, other.low, other.high) == pytest.approx((one.value, one.low, one.high), rel=1e-6)
-    assert other.change_per_unit == pytest.approx(3 * one.change_per_unit, rel=1e-6)
+    assert by_response.delta == pytest.approx(4 * by_token.delta, rel=0.02)
+    assert by_response.change_per_unit == pytest.approx(4 * by_token.change_per_unit, rel=0.02)
+    ends = (by_token.value, by_token.low, by_token.high)
+    assert (by_response.value, by_response.low, by_response.high) == pytest.approx(ends, rel=0.02)
 
 
 def test_a_clip_and_a_loss_scale_are_allowed_for() -> None:
