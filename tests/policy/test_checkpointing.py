@@ -78,3 +78,19 @@ def test_checkpointing_gives_the_same_numbers_with_fewer_activations(was_on: boo
         again, _ = measured(model)
         assert again == bytes_
         assert is_checkpointing(model)
+
+
+def test_embeddings_keep_their_own_hooks() -> None:
+    """transformers makes embeddings require gradients while checkpointing is on, and leaves the hooks when it ends."""
+    model = model_of_transformers()
+    model.enable_input_require_grads()  # as for adapters
+    table = model.get_input_embeddings()
+    own = dict(table._forward_hooks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(input_ids=torch.arange(8)[None]).logits.sum().backward()
+    probe = EntropyChangeProbe(model, optimizer, EntropyChangeOptions(checkpoint=True))
+    for _ in range(2):
+        probe.forecast(responses(0))
+        assert table._forward_hooks == own
+    model.disable_input_require_grads()
+    assert not table._forward_hooks

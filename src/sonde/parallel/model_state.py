@@ -14,6 +14,9 @@ from torch import nn
 from sonde.parallel.devices import preserve_randomness
 from sonde.parallel.placements import reshard
 
+_ATTRIBUTES = (bool, int, float, str, type(None), torch.Tensor)
+"""Kinds of a module's attributes that a forward may replace by another value."""
+
 
 @contextlib.contextmanager
 def preserve_modes_and_randomness(model: nn.Module) -> Iterator[None]:
@@ -36,24 +39,43 @@ def preserve_modes_and_randomness(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def preserve_gradients_and_buffers(model: nn.Module) -> Iterator[None]:
-    """No parameter has a gradient inside. On exit `.grad`, `requires_grad` and buffers are as before, bit for bit.
-
-    Holds a copy of every buffer, since a forward pass may write to any of them: running statistics, queues, codebooks.
-    """
+    """No parameter has a gradient inside. On exit `.grad`, `requires_grad` and buffers are as before, bit for bit."""
     parameters = [(p, p.grad, p.requires_grad) for p in model.parameters()]
+    with preserve_buffers(model):
+        for p, _, _ in parameters:
+            p.grad = None
+        try:
+            yield
+        finally:
+            for p, grad, requires_grad in parameters:
+                p.requires_grad_(requires_grad)
+                p.grad = grad
+
+
+@contextlib.contextmanager
+def preserve_buffers(model: nn.Module) -> Iterator[None]:
+    """On exit buffers are as before, bit for bit, and so are the modules' own numbers, texts and tensors.
+
+    Holds a copy of every buffer, since a forward pass may write to any of them: running statistics, queues, codebooks,
+    an expert's count of tokens. A module may also keep the longest length it has seen, or a table for it.
+    """
     buffers = [
         (module, name, buffer, buffer.detach().clone())
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
     ]
-    for p, _, _ in parameters:
-        p.grad = None
+    attributes = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, _ATTRIBUTES) and name != "training"
+    ]
     try:
         yield
     finally:
-        for p, grad, requires_grad in parameters:
-            p.requires_grad_(requires_grad)
-            p.grad = grad
+        for module, name, value in attributes:
+            if vars(module).get(name) is not value:
+                setattr(module, name, value)
         with torch.no_grad():
             for module, name, buffer, before in buffers:
                 # Compared by value: batch normalisation changes its statistics without counting their version up. What

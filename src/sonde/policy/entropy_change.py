@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from sonde.deprecation import with_deprecated
 from sonde.loss_scale import check_grad_scaler, loss_scale
-from sonde.parallel.placements import reshard
 from sonde.parallel.process_groups import data_parallel_group
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.policy.cost import Cost
-from sonde.policy.entropy_checks import check_model, check_optimizer, check_responses
+from sonde.policy.entropy_checks import check_model, check_optimizer, check_responses, trainable
 from sonde.policy.entropy_measurement import EntropyMeasurement
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.policy_step import STEP_NOT_FINITE, PolicyStep
@@ -162,10 +161,9 @@ class EntropyChangeProbe:
         **deprecated: Any,
     ) -> None:
         options = with_deprecated(EntropyChangeProbe, options, EntropyChangeOptions, deprecated)
-        reshard(model)
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        check_model(model, self._parameters, has_checkpoints=options.checkpoint)
-        check_optimizer(optimizer, self._parameters)
+        parameters = trainable(model)
+        check_model(model, parameters, has_checkpoints=options.checkpoint)
+        check_optimizer(optimizer, parameters)
         check_grad_scaler(grad_scaler)
         if options.coefficient_to_hold and (why := why_no_forecast(optimizer)):
             raise ValueError(f"coefficient_to_hold=True needs the optimizer's answer to a bonus: {why}")
@@ -178,7 +176,6 @@ class EntropyChangeProbe:
         self._statistics = CausalLMStatistics() if token_statistics is None else token_statistics
         self._group = data_parallel_group(model) if process_group is None else process_group
         self._scorer = Scorer(model, self._statistics, options.micro_batch_prompts, self._group, options.precision)
-        self._step = PolicyStep(model, self._parameters, optimizer, self._group)
         self._is_repeatable = False
         self._n_calls = 0
         self._n_steps = 0
@@ -244,6 +241,7 @@ class EntropyChangeProbe:
         evaluation: Rollouts,
         update: Rollouts | None = None,
         *,
+        gradient_scale: float | Tensor | None = None,
         causes: bool = False,
         entropy_coefficient: float | None = None,
         applied_scale: float | Tensor | None = None,
@@ -260,6 +258,7 @@ class EntropyChangeProbe:
         Args:
             evaluation: this rank's part of E, sampled before the step.
             update: this rank's part of U, with advantages. Needed with update="gradient", and for causes by prompt.
+            gradient_scale: as for `forecast`, of the gradients before the block.
             causes: as for `forecast`; ignored if the step cannot be forecast.
             entropy_coefficient: as for `forecast`.
             applied_scale: as for `forecast`.
@@ -276,13 +275,14 @@ class EntropyChangeProbe:
         """
         around, options = AroundStep(), self._options
         present, applied = self._bonus_in_loss(entropy_coefficient, applied_scale)
-        scale = self._gradient_scale(None)
+        scale = self._gradient_scale(gradient_scale)
         n_update = self._check_responses(evaluation, update, causes)
         is_gradient = options.update == "gradient"
         if is_gradient and update is None:
             raise ValueError(_NO_UPDATE)
+        step = PolicyStep(self._model, trainable(self._model), self._optimizer, self._group)
         with self._measuring(evaluation, self._sampler, n_update) as measurement:
-            before = self._step.before(
+            before = step.before(
                 measurement,
                 update,
                 has_derivatives=not is_gradient and (causes or options.first_order),
@@ -301,7 +301,7 @@ class EntropyChangeProbe:
             if measurement is None:
                 around._forecast = self._unknown(_SCORES_NOT_FINITE)
             else:
-                finish = self._step.after_gradients if is_gradient else self._step.after
+                finish = step.after_gradients if is_gradient else step.after
                 around._forecast = finish(measurement, before)
 
     def step(self) -> None:
@@ -353,15 +353,16 @@ class EntropyChangeProbe:
                 return self._unknown(_SCORES_NOT_FINITE)
             first_order, bonus = None, None
             if is_step:
-                step = self._step.forecast(gradient_scale)
-                if not self._step.is_finite(step):
+                policy_step = PolicyStep(self._model, trainable(self._model), self._optimizer, self._group)
+                step = policy_step.forecast(gradient_scale)
+                if not policy_step.is_finite(step):
                     return measurement.unknown(STEP_NOT_FINITE)
                 if causes or self._options.first_order:
                     first_order = measurement.along_step(step)
                     del step  # each direction has the size of the parameters, and causes need one of their own
                     if causes:
                         first_order = measurement.with_causes(first_order, self._optimizer, update, gradient_scale)
-                    step = self._step.forecast(gradient_scale)  # again: derivatives change it by rounding
+                    step = policy_step.forecast(gradient_scale)  # again: derivatives change it by rounding
                 if self._options.coefficient_to_hold:
                     present, applied = bonus_in_loss
                     bonus = measurement.bonus(
@@ -395,17 +396,18 @@ class EntropyChangeProbe:
             preserve_training_state(self._model),
             checkpointing(self._model) if self._has_checkpoints else contextlib.nullcontext(),
         ):
+            parameters = trainable(self._model)  # of now: some are perhaps unfrozen as training goes on
             if not self._is_repeatable:
                 self._scorer.check_repeatable(evaluation)
                 self._is_repeatable = True
-            cost = Cost(self._parameters[0].device)
+            cost = Cost(parameters[0].device)
             with cost.phase("scores"):
                 base = self._scorer.scored(evaluation)
             if not base.is_finite:
                 yield None
                 return
             sample = None if sampler is None else functools.partial(self._sample, sampler, self._seed())
-            yield EntropyMeasurement(self._options, self._scorer, self._parameters, base, sample, cost, n_update)
+            yield EntropyMeasurement(self._options, self._scorer, parameters, base, sample, cost, n_update)
 
     def _sample(self, sampler: Sampler, seed: int) -> Rollouts:
         """This rank's fresh responses, with the random numbers of a seed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.call_site import stack_level
-from sonde.parallel.placements import is_fsdp1
+from sonde.parallel.placements import is_fsdp1, local_tensor, reshard
 from sonde.parallel.process_groups import gather_from_all_ranks
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.policy.scoring.checkpointing import can_checkpoint
@@ -19,20 +20,50 @@ from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.token_statistics import check_temperature
 
 
-def check_model(model: nn.Module, parameters: Sequence[Tensor], *, has_checkpoints: bool) -> None:
-    """Refuse a model without trainable parameters, of FSDP's first version, or without the checkpointing wanted."""
-    if any(is_fsdp1(type(m)) for m in model.modules()):
-        raise ValueError("FSDP's first version does not tell how it cuts parameters: use fully_shard (FSDP2)")
-    if not parameters:
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that training may move now: those that are cut over ranks, and not what a forward made of them.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    reshard(model)
+    if not (parameters := [p for p in model.parameters() if p.requires_grad]):
         raise ValueError(
             f"the model ({type(model).__name__}) has no trainable parameters, so no update changes it: set "
             "requires_grad on the parameters that are trained"
+        )
+    return parameters
+
+
+def check_model(model: nn.Module, parameters: Sequence[Tensor], *, has_checkpoints: bool) -> None:
+    """Refuse a model whose parameters are not trainable, not tied by name, or cut by FSDP's first version.
+
+    Also refused is checkpointing of a model that has no method for it.
+    """
+    if any(is_fsdp1(type(m)) for m in model.modules()):
+        raise ValueError("FSDP's first version does not tell how it cuts parameters: use fully_shard (FSDP2)")
+    if _overlap(parameters):
+        raise ValueError(
+            f"two parameters of the model ({type(model).__name__}) share memory, so a step of one moves the other too, "
+            "and no derivative knows that: tie them as one parameter, such as by a.weight = b.weight"
         )
     if has_checkpoints and not can_checkpoint(model):
         raise ValueError(
             f"checkpoint=True needs a model of transformers, got {type(model).__name__}: turn checkpointing on in "
             "your model, and leave checkpoint out"
         )
+
+
+def _overlap(parameters: Sequence[Tensor]) -> bool:
+    """Whether two of them share elements in memory."""
+    spans = []
+    for p in parameters:
+        local = local_tensor(p.detach())
+        if local.numel() and local.device.type != "meta":
+            size = 1 + sum((n - 1) * stride for n, stride in zip(local.shape, local.stride(), strict=True))
+            spans.append((str(local.device), local.data_ptr(), local.data_ptr() + size * local.itemsize))
+    spans.sort()
+    return any(a[0] == b[0] and b[1] < a[2] for a, b in itertools.pairwise(spans))
 
 
 def check_optimizer(optimizer: Any, parameters: Sequence[Tensor]) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from sonde.parallel.unwrap import unwrap_model
+
+_HOOKS = "_require_grads_hooks"
+_INPUT_HOOKS = (_HOOKS, "_require_grads_hook")
+"""Where transformers keeps the hooks that it puts on embeddings."""
 
 
 def can_checkpoint(model: nn.Module) -> bool:
@@ -36,6 +40,7 @@ def checkpointing(model: nn.Module) -> Iterator[None]:
     inner = unwrap_model(model)
     enable, disable = _method(model, "enable"), _method(model, "disable")
     was_on = is_checkpointing(model)
+    hooks = {m: {name: vars(m)[name] for name in _INPUT_HOOKS if name in vars(m)} for m in inner.modules()}
     if not was_on:
         assert enable is not None
         enable({"use_reentrant": False})
@@ -51,3 +56,17 @@ def checkpointing(model: nn.Module) -> Iterator[None]:
         if not was_on:
             assert disable is not None
             disable()
+            _remove_input_hooks(hooks)
+
+
+def _remove_input_hooks(before: Mapping[nn.Module, Mapping[str, Any]]) -> None:
+    """Remove the hooks by which turning checkpointing on makes embeddings require gradients: disabling keeps them."""
+    for module, names in before.items():
+        hooks = vars(module).get(_HOOKS)
+        if hooks is names.get(_HOOKS):
+            continue
+        for hook in hooks or ():
+            hook.remove()
+        for name in _INPUT_HOOKS:
+            vars(module).pop(name, None)
+        vars(module).update(names)

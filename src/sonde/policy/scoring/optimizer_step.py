@@ -288,7 +288,7 @@ def taken(step: Direction, model: nn.Module, *, keeps_residuals: bool = False) -
         yield result
     finally:
         with torch.no_grad():
-            for theta, before in moved:
+            for theta, before in reversed(moved):  # if memory is shared, the first to move knows its bits
                 theta.copy_(before)
         reshard(model)
 

@@ -1,4 +1,4 @@
-"""The training state that a measurement must leave unchanged: modes, random numbers, sharding of parameters."""
+"""What a measurement must leave as it found it: modes, random numbers, buffers, how parameters are cut."""
 
 from __future__ import annotations
 
@@ -11,15 +11,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from sonde.parallel.model_state import preserve_modes_and_randomness
+from sonde.parallel.model_state import preserve_buffers, preserve_modes_and_randomness
 
 
 @contextlib.contextmanager
 def preserve_training_state(model: nn.Module) -> Iterator[None]:
-    """Modules are in evaluation mode inside. On exit, modules and random generators have their former states."""
-    with preserve_modes_and_randomness(model):
+    """Modules are in evaluation mode inside. On exit, modules, buffers and random numbers are as before."""
+    with preserve_modes_and_randomness(model), preserve_buffers(model), _without_autocast_cache():
         set_evaluation_mode(model)
         yield
+
+
+@contextlib.contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """Autocast converts weights anew inside, and keeps nothing.
+
+    Inside one region of autocast, its cache gives the weights of the region's first forward again: those before a
+    step to a forward after it, and those of a measurement to the training.
+    """
+    was_on = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(was_on)
 
 
 def set_evaluation_mode(model: nn.Module) -> None:

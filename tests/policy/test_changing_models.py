@@ -1,0 +1,131 @@
+"""Models that change themselves, or are changed, as training goes on: a measurement sees it, and leaves no trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sonde
+from sonde.policy.entropy_options import EntropyChangeOptions
+from tests.policy.entropy_scene import Scene
+from tests.small_policy import STATISTICS, SmallPolicy, loss, optimizer_of
+
+
+class Counting(SmallPolicy):
+    """Its forward counts tokens, as a router does for its experts, and keeps the longest length with a table for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("counts", torch.zeros(8))
+        self.longest = 0
+        self.table: Tensor | None = None
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        self.counts += torch.bincount(input_ids.flatten(), minlength=8)[:8]
+        if input_ids.shape[1] > self.longest:
+            self.longest = input_ids.shape[1]
+            self.table = torch.arange(self.longest)
+        return super().forward(input_ids)
+
+
+PROBES = {
+    "forecast": lambda scene: scene.probe().forecast(scene.E),
+    "causes": lambda scene: scene.probe(coefficient_to_hold=True).forecast(scene.E, scene.U, causes=True),
+    "policy entropy": lambda scene: sonde.PolicyEntropyProbe(scene.model, token_statistics=STATISTICS).measure(scene.E),
+    "prompt noise": lambda scene: sonde.PromptNoiseProbe(scene.model, token_statistics=STATISTICS).measure(scene.U),
+}
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_what_a_forward_counts_and_keeps_is_as_before(probe: str) -> None:
+    scene = Scene()
+    scene.model = Counting()
+    scene.optimizer = optimizer_of(scene.model, "sgd", 0.1)
+    loss(scene.model, scene.U.rows(torch.arange(4))).backward()
+    counts, longest, table = scene.model.counts.clone(), scene.model.longest, scene.model.table
+    PROBES[probe](scene)
+    assert torch.equal(scene.model.counts, counts)
+    assert scene.model.longest == longest
+    assert scene.model.table is table
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_parameters_that_are_unfrozen_later_are_part_of_the_step(around: bool) -> None:
+    """Frozen while the probe was made, as the base of a model is in the first phase of some trainings."""
+    scene = Scene("sgd", lr=0.1)
+    scene.model.hidden.requires_grad_(False)
+    probe = scene.probe(first_order=True)
+    scene.model.hidden.requires_grad_(True)
+    expected = scene.probe(first_order=True).forecast(scene.E)
+    if around:
+        with probe.around_step(scene.E) as step:
+            scene.optimizer.step()
+        found = step.forecast
+        assert found.doubt == ""
+    else:
+        found = probe.forecast(scene.E)
+    assert found.delta == pytest.approx(expected.delta, rel=1e-5)
+    assert found.first_order.delta == pytest.approx(expected.first_order.delta, rel=1e-4)
+    scene.model.requires_grad_(False)
+    with pytest.raises(ValueError, match="has no trainable parameters"):
+        probe.forecast(scene.E)
+
+
+def test_parameters_that_share_memory_are_refused() -> None:
+    scene = Scene()
+    scene.model.position.weight.data = scene.model.token.weight.data[:7]
+    with pytest.raises(
+        ValueError, match=r"share memory, so a step of one moves the other too, .* a\.weight = b\."
+    ):
+        scene.probe()
+    # Views of one flat tensor that do not overlap are as good as tensors of their own.
+    flat = torch.zeros(24)
+    scene.model.out.bias.data = flat[: scene.model.out.bias.numel()]
+    scene.model.position.weight.data = torch.zeros(16, 12)
+    scene.model.hidden.bias.data = torch.zeros(24)
+    scene.probe()
+
+
+@pytest.mark.parametrize("precision", ["float32", "model"])
+def test_inside_the_loops_autocast_the_weights_are_those_of_now(precision: Any) -> None:
+    """Within a region of autocast, its cache would give the weights of its first forward."""
+    plain = Scene("sgd", lr=0.5)
+    outside = plain.probe().forecast(plain.E)
+    gradients = []
+    for is_watched in (False, True):
+        scene = Scene("sgd", lr=0.5)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            if is_watched:
+                with scene.probe(precision=precision).around_step(scene.E) as around:
+                    scene.optimizer.step()
+            else:
+                scene.optimizer.step()
+            scene.optimizer.zero_grad()
+            total = loss(scene.model, scene.U)
+        total.backward()
+        gradients.append(scene.model.out.weight.grad)
+    assert torch.equal(*gradients)
+    assert around.forecast.delta == pytest.approx(outside.delta, abs=0.3 * outside.se)  # scores of bfloat16 scatter
+
+
+def test_a_scale_that_is_still_in_the_gradients_may_be_given_around_a_step() -> None:
+    scenes = Scene("momentum"), Scene("momentum")
+    for p in scenes[1].model.parameters():
+        p.grad *= 1024.0
+    found = []
+    for scene, scale in zip(scenes, (1.0, 1024.0), strict=True):
+        probe = sonde.EntropyChangeProbe(
+            scene.model, scene.optimizer, EntropyChangeOptions(coefficient_to_hold=True, first_order=True)
+        )
+        with probe.around_step(scene.E, gradient_scale=1 / scale, applied_scale=scale) as around:
+            for p in scene.model.parameters():
+                p.grad /= scale
+            scene.optimizer.step()
+        found.append(around.forecast)
+    plain, scaled = found
+    assert scaled.coefficient_to_hold.value == pytest.approx(plain.coefficient_to_hold.value, rel=1e-4)
+    assert scaled.first_order.delta == pytest.approx(plain.first_order.delta, rel=1e-4)
+    assert scaled.doubt == ""
