@@ -77,9 +77,7 @@ def test_parameters_that_are_unfrozen_later_are_part_of_the_step(around: bool) -
 def test_parameters_that_share_memory_are_refused() -> None:
     scene = Scene()
     scene.model.position.weight.data = scene.model.token.weight.data[:7]
-    with pytest.raises(
-        ValueError, match=r"share memory, so a step of one moves the other too, .* a\.weight = b\."
-    ):
+    with pytest.raises(ValueError, match=r"share memory, so a step of one moves the other too, .* a\.weight = b\."):
         scene.probe()
     # Views of one flat tensor that do not overlap are as good as tensors of their own.
     flat = torch.zeros(24)

@@ -130,6 +130,21 @@ def test_packed_rows_are_scored_as_padded_ones() -> None:
     [
         ({"inputs": {"input_ids": torch.zeros(7)}}, "nothing says where packed responses begin"),
         ({"inputs": {"ids": torch.zeros(7)}}, "packed rows need 'input_ids'"),
+        ({"inputs": {"input_ids": [1, 2]}}, r"inputs\['input_ids'\] of packed rows must be a tensor, .* got a list"),
+        ({"inputs": [1, 2]}, "inputs must map names to tensors, got a list"),
+        (
+            {"mask": [0, 1]},
+            r"mask must be a tensor, \[tokens\] or .* got a list: pass torch\.tensor\(mask\)",
+        ),
+        ({"log_prob": [0.1]}, r"log_prob must be a tensor, \[tokens\], got a list"),
+        ({"advantage": [0.1]}, r"advantage must be a tensor, \[responses\] or \[tokens\], got a list"),
+        ({"cu_seqlens": [0, 4, 7]}, r"cu_seqlens must be a tensor, \[responses \+ 1\], got a list"),
+        (
+            {"cu_seqlens": torch.tensor([0.0, 4, 7])},
+            r"cu_seqlens must be whole numbers, .* of torch\.float32",
+        ),
+        ({"cu_seqlens": torch.tensor(7)}, r"cu_seqlens must be whole numbers, \[responses \+ 1\], got \[\]"),
+        ({"temperature": torch.ones(5)}, r"temperature of packed rows must be \[7\] or \[1, 7\]"),
         ({"cu_seqlens": torch.tensor([0, 4, 8])}, r"must rise from 0 to the row's 7 tokens, got \[0, 4, 8\]"),
         ({"prompt": torch.tensor([3])}, "the row holds 2 responses, and prompt 1 numbers"),
         ({"mask": torch.tensor([1, 0, 1, 1, 0, 0, 1])}, "response 0 of the row has no token before its first"),
@@ -148,7 +163,32 @@ def test_packed_rows_that_cannot_be_cut(changes: dict[str, object], message: str
         Rollouts.from_packed(**given)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("bad", [[0.0] * 16, torch.zeros(3)])
+def test_packed_rows_carry_what_each_token_has_and_leave_out_their_padding() -> None:
+    """As a collator pads the row's end, with positions of 0."""
+    made = Rollouts.from_packed(
+        {
+            "input_ids": torch.tensor([5, 6, 7, 2, 5, 6, 2, 0, 0]),
+            "position_ids": torch.tensor([0, 1, 2, 3, 0, 1, 2, 0, 0]),
+            "expert": torch.arange(9),
+        },
+        torch.tensor([0, 0, 1, 1, 0, 0, 1, 0, 0]),
+        torch.tensor([3, 3]),
+        temperature=torch.tensor([0.0, 0, 1, 0.5, 0, 0, 0.7, 0, 0]),
+    )
+    assert made.inputs["input_ids"].tolist() == [[5, 6, 7, 2], [0, 5, 6, 2]]
+    assert made.inputs["expert"].tolist() == [[0, 1, 2, 3], [0, 4, 5, 6]]
+    assert made.per_token("temperature")[made.mask].tolist() == pytest.approx([1.0, 0.5, 0.7])
+    by_response = Rollouts.from_packed(
+        {"input_ids": torch.tensor([5, 6, 7, 2, 5, 6, 2])},
+        torch.tensor([0, 0, 1, 1, 0, 0, 1]),
+        torch.tensor([3, 3]),
+        cu_seqlens=torch.tensor([0, 4, 7], dtype=torch.int32),
+        temperature=torch.tensor([1.0, 0.5]),
+    )
+    assert by_response.per_token("temperature").tolist() == [[1.0, 1.0], [0.5, 0.5]]
+
+
+@pytest.mark.parametrize("bad", [[0.0] * 16, torch.zeros(3), torch.zeros(16)])
 def test_log_probabilities_of_another_form_are_refused(bad: object) -> None:
     E = drawn(policy(), 0, 4, seed=1)
     with pytest.raises(ValueError, match="log_prob must be"):

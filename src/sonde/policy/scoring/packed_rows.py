@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_MADE_ANEW = ("input_ids", "attention_mask", "position_ids")
+"""Inputs that are not cut: a model counts positions by itself, from the first token that it attends to."""
+
 
 @dataclass(frozen=True)
 class UnpackedRows:
     """Rows that are padded on the left.
 
     Attributes:
-        inputs: `input_ids` and `attention_mask`, [responses, length].
+        inputs: `input_ids` and `attention_mask`, [responses, length]; and what else has a value for each token.
         per_token: values of the last columns, from the earliest sampled token on; [responses, tokens]. They are 0 or
             False where a row has no token.
     """
@@ -40,6 +43,12 @@ def unpacked(
     """
     if "input_ids" not in inputs:
         raise ValueError(f"packed rows need 'input_ids', got {sorted(inputs)}: add it to inputs")
+    for name, value in inputs.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"inputs[{name!r}] of packed rows must be a tensor, [tokens] or [1, tokens], got a "
+                f"{type(value).__name__}: pass torch.tensor(...) of it"
+            )
     ids = _flat("input_ids", inputs["input_ids"], None)
     if cu_seqlens is None:
         if "position_ids" not in inputs:
@@ -47,7 +56,15 @@ def unpacked(
         positions = _flat("position_ids", inputs["position_ids"], len(ids))
         starts = (positions == 0).nonzero()[:, 0].tolist()
         ends = [*starts[1:], len(ids)]
+        sampled_token = _flat("mask", per_token["mask"], len(ids))
+        while len(starts) > len(prompt) and not bool(sampled_token[starts[-1] : ends[-1]].any()):
+            del starts[-1], ends[-1]  # padding
     else:
+        if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
+            raise ValueError(
+                f"cu_seqlens must be whole numbers, [responses + 1], got {list(cu_seqlens.shape)} of "
+                f"{cu_seqlens.dtype}: pass where each response begins, and where the last one ends"
+            )
         bounds = cu_seqlens.tolist()
         starts, ends = bounds[:-1], bounds[1:]
         if (
@@ -76,9 +93,10 @@ def unpacked(
             made[row, n - len(part) :] = part
         return made
 
+    more = {name: _flat(name, t, len(ids)) for name, t in inputs.items() if name not in _MADE_ANEW}
     attention = rows(torch.ones_like(ids), width)
     return UnpackedRows(
-        {"input_ids": rows(ids, width), "attention_mask": attention},
+        {"input_ids": rows(ids, width), "attention_mask": attention, **{n: rows(t, width) for n, t in more.items()}},
         {name: rows(values, n_tokens) for name, values in flat.items()},
     )
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,13 @@ _SHAPES = {
     "advantage": "[responses] or [responses, tokens]",
     "weight": "[responses, tokens]",
     "log_prob": "[responses, tokens]",
+}
+_PACKED_SHAPES = {
+    "mask": "[tokens] or [1, tokens]",
+    "prompt": "[responses]",
+    "advantage": "[responses] or [tokens]",
+    "weight": "[tokens]",
+    "log_prob": "[tokens]",
 }
 _OPTIONAL = ("advantage", "weight", "log_prob")
 
@@ -67,15 +75,7 @@ class Rollouts:
     texts: Mapping[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, shape in _SHAPES.items():
-            value = getattr(self, name)
-            if not isinstance(value, Tensor) and not (value is None and name in _OPTIONAL):
-                raise ValueError(f"{name} must be a tensor, {shape}, got {_kind(value)}: pass torch.tensor({name})")
-        if not isinstance(self.inputs, Mapping):
-            raise ValueError(
-                f"inputs must map names to tensors, got {_kind(self.inputs)}: pass {{'input_ids': ids}}, or what your "
-                "token statistics read"
-            )
+        _check_types(self.inputs, {name: getattr(self, name) for name in _SHAPES}, _SHAPES)
         if self.mask.shape[:1] == (0,):
             return  # an error here would be raised on this rank alone: the probes refuse it, on all ranks
         responses = self.responses()  # checks the mask and the prompts
@@ -88,6 +88,10 @@ class Rollouts:
         if self.prompt.is_floating_point() or self.prompt.is_complex():
             raise ValueError(f"prompt must be whole numbers, one for each response, got {self.prompt.dtype}")
         self._check_temperature(responses)
+        if self.log_prob is not None and self.log_prob.shape != self.mask.shape:
+            raise ValueError(
+                f"log_prob must be {list(self.mask.shape)}, one for each token, got {list(self.log_prob.shape)}"
+            )
         for name in _OPTIONAL:
             if getattr(self, name) is not None:
                 responses.tokens(name, self.per_token(name).cpu())
@@ -99,8 +103,12 @@ class Rollouts:
             if bool(positive.all()):
                 return
             given = float(given.min())
-        if not isinstance(given, Real) or not given > 0:
-            raise ValueError(f"temperature must be a positive number, got {given!r}: greedy decoding has no entropy")
+        if not isinstance(given, Real) or isinstance(given, bool):
+            raise ValueError(f"temperature must be a number or a tensor, got {given!r}: pass that of sampling")
+        if not 0 < given < math.inf:
+            raise ValueError(
+                f"temperature must be positive and finite, got {given!r}: greedy decoding has no entropy to measure"
+            )
 
     @classmethod
     def from_packed(
@@ -113,22 +121,23 @@ class Rollouts:
         advantage: Tensor | None = None,
         weight: Tensor | None = None,
         log_prob: Tensor | None = None,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
         is_truncated: bool = False,
         texts: Mapping[int, str] | None = None,
     ) -> Self:
         """Responses that lie one after another in one row, each behind its prompt: a row each here, padded on the left.
 
         Args:
-            inputs: `input_ids`, and `position_ids` unless `cu_seqlens` is given; [tokens] or [1, tokens].
+            inputs: `input_ids`, and `position_ids` unless `cu_seqlens` is given; [tokens] or [1, tokens]. What else
+                has a value for each token is cut as they are.
             mask: whether the policy sampled a token, for every token of the row; [tokens] or [1, tokens].
             prompt: each response's prompt, [responses].
             cu_seqlens: where responses begin, and where the last one ends; [responses + 1]. By default they begin where
-                `position_ids` is 0.
+                `position_ids` is 0; a tail without a sampled token is padding.
             advantage: of each response or token; [responses] or [tokens].
             weight: [tokens].
             log_prob: [tokens].
-            temperature: of sampling.
+            temperature: of sampling; a number, [responses] or [tokens].
             is_truncated: as for `Rollouts`.
             texts: as for `Rollouts`.
 
@@ -143,20 +152,22 @@ class Rollouts:
             >>> made.inputs["input_ids"].tolist(), made.mask.tolist()
             ([[5, 6, 7, 2], [0, 5, 6, 2]], [[True, True], [False, True]])
         """
+        given = {"mask": mask, "prompt": prompt, "advantage": advantage, "weight": weight, "log_prob": log_prob}
+        _check_types(inputs, given, _PACKED_SHAPES)
+        if cu_seqlens is not None:
+            _check_types({}, {"cu_seqlens": cu_seqlens}, {"cu_seqlens": "[responses + 1]"})
         per_token = {"mask": mask.bool(), "weight": weight, "log_prob": log_prob}
-        is_by_token = advantage is not None and advantage.shape != prompt.shape
-        if is_by_token:
-            per_token["advantage"] = advantage
+        per_response: dict[str, Any] = {"advantage": advantage, "temperature": temperature}
+        per_token |= {
+            name: value
+            for name, value in per_response.items()
+            if isinstance(value, Tensor) and value.dim() and value.shape != prompt.shape
+        }
         rows = unpacked(inputs, {n: t for n, t in per_token.items() if t is not None}, prompt, cu_seqlens)
-        return cls(
-            rows.inputs,
-            prompt=prompt,
-            advantage=rows.per_token.pop("advantage") if is_by_token else advantage,
-            temperature=temperature,
-            is_truncated=is_truncated,
-            texts=texts or {},
-            **rows.per_token,
-        )
+        if "temperature" in rows.per_token:  # no token was sampled outside the mask, so none of them is cold
+            rows.per_token["temperature"].masked_fill_(~rows.per_token["mask"], 1.0)
+        values = per_response | rows.per_token
+        return cls(rows.inputs, prompt=prompt, is_truncated=is_truncated, texts=texts or {}, **values)
 
     def __len__(self) -> int:
         return len(self.mask)
@@ -191,6 +202,8 @@ class Rollouts:
 
     def n_that_differ(self, other: Rollouts) -> int:
         """How many responses differ from those in the same rows of `other`; the padding behind them does not count."""
+        if len(self) != len(other):
+            return max(len(self), len(other))
         differs = torch.zeros(len(self), dtype=torch.bool)
         pairs = [(self.mask.bool(), other.mask.bool())]
         pairs += [(mine, other.inputs[name]) for name, mine in self.inputs.items() if name in other.inputs]
@@ -201,7 +214,7 @@ class Rollouts:
                 if mine.dtype == torch.bool:  # the masks: a token beyond the other's width is a difference
                     differs |= mine[:, width:].any(1) | theirs[:, width:].any(1)
                 mine, theirs = mine[:, :width], theirs[:, :width]
-            differs |= (mine != theirs).flatten(1).any(1)
+            differs |= (mine != theirs).reshape(len(self), -1).any(1)
         return int(differs.sum())
 
     def credit(self) -> Tensor:
@@ -263,6 +276,18 @@ class Rollouts:
             expected = f"[{len(self)}] or {list(self.mask.shape)}"
             raise ValueError(f"{name} must be {expected}, one for each response or token, got {list(values.shape)}")
         return values
+
+
+def _check_types(inputs: object, values: Mapping[str, object], shapes: Mapping[str, str]) -> None:
+    """Refuse what is no tensor; values that are optional may be None."""
+    for name, value in values.items():
+        if not isinstance(value, Tensor) and not (value is None and name in _OPTIONAL):
+            raise ValueError(f"{name} must be a tensor, {shapes[name]}, got {_kind(value)}: pass torch.tensor({name})")
+    if not isinstance(inputs, Mapping):
+        raise ValueError(
+            f"inputs must map names to tensors, got {_kind(inputs)}: pass {{'input_ids': ids}}, or what your token "
+            "statistics read"
+        )
 
 
 def _checksum(tensor: Tensor) -> int:
