@@ -47,9 +47,10 @@ def step_number(name: str, value: object) -> int:
         ValueError: for anything but a whole number from 0 up.
     """
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    if isinstance(number, bool) or not isinstance(number, Integral) or int(number) < 0:
+    if isinstance(number, bool) or not isinstance(number, Integral) or not 0 <= int(number) < 2**53:
         raise ValueError(
-            f"{name} must be the number of an optimizer step, got {value!r:.60}: pass a whole number from 0 up"
+            f"{name} must be the number of an optimizer step, got {value!r:.60}: pass a whole number from 0 up, below "
+            "2**53"
         )
     return int(number)
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from sonde.policy.entropy_change import EntropyChangeProbe
 from sonde.policy.entropy_options import EntropyChangeOptions
+from sonde.policy.policy_entropy import PolicyEntropyProbe
+from sonde.policy.prompt_noise import PromptNoiseProbe
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.stats.entropy_forecast import EntropyForecast
@@ -110,7 +112,29 @@ def forecast(E: dict[str, Any] | None = None, U: dict[str, Any] | None = None, *
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: forecast({"is_truncated": True}), "sampled with top_p < 1 or the like"),
+        (lambda: forecast({"is_truncated": True}), "evaluation responses were sampled with top_p < 1 or the like"),
+        (lambda: forecast({"log_prob": torch.full((16, 6), 0.7)}), r"is up to 0\.7, and a token's .* never above 0"),
+        (
+            lambda: Scene().probe(sampler=lambda model: rollouts(is_truncated=True)).measure(rollouts()),
+            "the sampler's responses were sampled with top_p < 1",
+        ),
+        (
+            lambda: Scene().probe(sampler=lambda m: rollouts(log_prob=-torch.ones(16, 6))).measure(rollouts()),
+            "the sampler's responses have log_prob=, so another policy sampled them",
+        ),
+        (lambda: EntropyChangeProbe(None, None), "the model must be a torch.nn.Module, got a NoneType"),  # type: ignore[arg-type]
+        (lambda: PromptNoiseProbe([1]), "the model must be a torch.nn.Module, got a list"),  # type: ignore[arg-type]
+        (lambda: PolicyEntropyProbe(Scene().model).measure([1]), "the responses must be sonde.Rollouts, got a list"),  # type: ignore[arg-type]
+        (lambda: PromptNoiseProbe(Scene().model).measure(None), "the responses must be sonde.Rollouts, got a NoneType"),  # type: ignore[arg-type]
+        (
+            lambda: EntropyChangeProbe(Scene().model, None, process_group="x"),  # type: ignore[arg-type]
+            "process_group must be a torch.distributed.ProcessGroup",
+        ),
+        (lambda: forecast(token_statistics=lambda m, r: None), r"got \['NoneType'\]"),
+        (lambda: EntropyChangeOptions(level="0.95"), "level must be between 0 and 1, got '0.95'"),  # type: ignore[arg-type]
+        (lambda: EntropyChangeOptions(clip_at=None), "clip_at must be above 1"),  # type: ignore[arg-type]
+        (lambda: EntropyChangeOptions(first_order="yes"), "first_order must be True or False, got 'yes'"),  # type: ignore[arg-type]
+        (lambda: Scene().probe().forecast(rollouts(), gradient_scale=-1.0), "gradient_scale must not be negative"),
         (
             lambda: forecast({"temperature": 0.7}, token_statistics=CausalLMStatistics(1.0)),
             r"evaluation responses were sampled at temperature 0.7, and are scored at 1.0: leave the temperature",
@@ -127,7 +151,7 @@ def forecast(E: dict[str, Any] | None = None, U: dict[str, Any] | None = None, *
         (lambda: Scene().probe().forecast(rollouts(), [1]), "update must be sonde.Rollouts, got a list"),
         (
             lambda: Scene().probe(sampler=lambda model: [1]).measure(rollouts()),
-            "the sampler must return sonde.Rollouts, got a list",
+            "what the sampler returns must be sonde.Rollouts, got a list",
         ),
         (lambda: forecast(U={"advantage": None}), "update responses need their advantages"),
         (lambda: forecast(update="gradient"), "pass their rollouts"),

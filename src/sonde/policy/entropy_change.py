@@ -16,10 +16,19 @@ from torch import Tensor, nn
 
 from sonde.deprecation import with_deprecated
 from sonde.loss_scale import check_grad_scaler, loss_scale
-from sonde.parallel.process_groups import data_parallel_group
+from sonde.parallel.process_groups import check_group, data_parallel_group, together
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.policy.cost import Cost
-from sonde.policy.entropy_checks import check_model, check_optimizer, check_responses, trainable
+from sonde.policy.entropy_checks import (
+    check_evaluation,
+    check_is_model,
+    check_is_rollouts,
+    check_model,
+    check_optimizer,
+    check_responses,
+    check_sampled_log_prob,
+    trainable,
+)
 from sonde.policy.entropy_measurement import EntropyMeasurement
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.policy_step import STEP_NOT_FINITE, PolicyStep
@@ -161,6 +170,8 @@ class EntropyChangeProbe:
         **deprecated: Any,
     ) -> None:
         options = with_deprecated(EntropyChangeProbe, options, EntropyChangeOptions, deprecated)
+        check_is_model(model)
+        check_group(process_group)
         parameters = trainable(model)
         check_model(model, parameters, has_checkpoints=options.checkpoint)
         check_optimizer(optimizer, parameters)
@@ -213,7 +224,9 @@ class EntropyChangeProbe:
             RuntimeError: if there is no gradient yet.
         """
         bonus = self._bonus_in_loss(entropy_coefficient, applied_scale)
-        return self._run(evaluation, update, self._gradient_scale(gradient_scale), causes, bonus, sampler=None)
+        scale = self._gradient_scale(gradient_scale)
+        with together(self._group):
+            return self._run(evaluation, update, scale, causes, bonus, sampler=None)
 
     def measure(
         self,
@@ -233,7 +246,8 @@ class EntropyChangeProbe:
         if self._sampler is None:
             raise RuntimeError("truth by fresh rollouts needs a sampler: EntropyChangeProbe(…, sampler=…)")
         bonus, scale = self._bonus_in_loss(entropy_coefficient, applied_scale), self._gradient_scale(gradient_scale)
-        return self._run(evaluation, update, scale, causes, bonus, sampler=self._sampler)
+        with together(self._group):
+            return self._run(evaluation, update, scale, causes, bonus, sampler=self._sampler)
 
     @contextlib.contextmanager
     def around_step(
@@ -276,28 +290,29 @@ class EntropyChangeProbe:
         around, options = AroundStep(), self._options
         present, applied = self._bonus_in_loss(entropy_coefficient, applied_scale)
         scale = self._gradient_scale(gradient_scale)
-        n_update = self._check_responses(evaluation, update, causes)
         is_gradient = options.update == "gradient"
-        if is_gradient and update is None:
-            raise ValueError(_NO_UPDATE)
-        step = PolicyStep(self._model, trainable(self._model), self._optimizer, self._group)
-        with self._measuring(evaluation, self._sampler, n_update) as measurement:
-            before = step.before(
-                measurement,
-                update,
-                has_derivatives=not is_gradient and (causes or options.first_order),
-                causes=causes,
-                gradient_scale=scale,
-            )
-            if is_gradient and measurement is not None:
-                assert update is not None
-                before.first_order, _ = measurement.along_gradients(update, self._optimizer, self._learning_rate())
-            if options.coefficient_to_hold and measurement is not None:
-                before.bonus = measurement.bonus(
-                    self._model, self._optimizer, gradient_scale=scale, applied_scale=applied, present=present
+        with together(self._group):
+            n_update = self._check_responses(evaluation, update, causes)
+            if is_gradient and update is None:
+                raise ValueError(_NO_UPDATE)
+            step = PolicyStep(self._model, trainable(self._model), self._optimizer, self._group)
+            with self._measuring(evaluation, self._sampler, n_update) as measurement:
+                before = step.before(
+                    measurement,
+                    update,
+                    has_derivatives=not is_gradient and (causes or options.first_order),
+                    causes=causes,
+                    gradient_scale=scale,
                 )
+                if is_gradient and measurement is not None:
+                    assert update is not None
+                    before.first_order, _ = measurement.along_gradients(update, self._optimizer, self._learning_rate())
+                if options.coefficient_to_hold and measurement is not None:
+                    before.bonus = measurement.bonus(
+                        self._model, self._optimizer, gradient_scale=scale, applied_scale=applied, present=present
+                    )
         yield around
-        with preserve_training_state(self._model):
+        with together(self._group), preserve_training_state(self._model):
             if measurement is None:
                 around._forecast = self._unknown(_SCORES_NOT_FINITE)
             else:
@@ -321,7 +336,7 @@ class EntropyChangeProbe:
         if is_due:
             self._n_calls += 1
             begun = time.perf_counter()
-            with preserve_training_state(self._model):
+            with together(self._group), preserve_training_state(self._model):
                 evaluation = self._sample(self._sampler, self._seed())
             sampling = time.perf_counter() - begun
             self._latest = self.forecast(evaluation).after_sampling(sampling)
@@ -406,6 +421,7 @@ class EntropyChangeProbe:
             if not base.is_finite:
                 yield None
                 return
+            check_sampled_log_prob(base)
             sample = None if sampler is None else functools.partial(self._sample, sampler, self._seed())
             yield EntropyMeasurement(self._options, self._scorer, parameters, base, sample, cost, n_update)
 
@@ -415,12 +431,13 @@ class EntropyChangeProbe:
 
         def sampled() -> Rollouts:
             rollouts = sampler(self._model)
-            if not isinstance(rollouts, Rollouts):
+            check_is_rollouts("what the sampler returns", rollouts)
+            check_evaluation(rollouts, self._statistics, "the sampler's")
+            if rollouts.log_prob is not None:
                 raise ValueError(
-                    f"the sampler must return sonde.Rollouts, got a {type(rollouts).__name__}: make Rollouts of what "
-                    "it samples"
+                    "the sampler's responses have log_prob=, so another policy sampled them: let the sampler draw from "
+                    "the model that it is given, and leave log_prob= out"
                 )
-            rollouts.check_not_empty()
             return rollouts
 
         rollouts = self._scorer.on_all_ranks(sampled)
@@ -442,7 +459,11 @@ class EntropyChangeProbe:
         )
 
     def _gradient_scale(self, given: float | Tensor | None) -> float:
-        return 1.0 / loss_scale(self._grad_scaler, self._optimizer) if given is None else float(given)
+        """The factor of gradients before the step; not finite if they are not."""
+        scale = 1.0 / loss_scale(self._grad_scaler, self._optimizer) if given is None else float(given)
+        if scale < 0:
+            raise ValueError(f"gradient_scale must not be negative, got {scale!r}: pass the factor of a clip, say")
+        return scale
 
     def _bonus_in_loss(self, coefficient: float | None, applied_scale: float | Tensor | None) -> tuple[float, float]:
         """The coefficient of the loss's entropy bonus, and the factor of the loss's gradient in `.grad`."""

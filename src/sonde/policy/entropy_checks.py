@@ -17,7 +17,11 @@ from sonde.parallel.process_groups import gather_from_all_ranks
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.policy.scoring.checkpointing import can_checkpoint
 from sonde.policy.scoring.rollouts import Rollouts
+from sonde.policy.scoring.scorer import Scored
 from sonde.policy.scoring.token_statistics import check_temperature
+
+_ROUNDING = 1e-3
+"""Nats above 0 that a log-probability of 16 bits may have."""
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
@@ -78,6 +82,44 @@ def check_optimizer(optimizer: Any, parameters: Sequence[Tensor]) -> None:
         )
 
 
+def check_is_model(model: object) -> None:
+    """Refuse what is no module."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"the model must be a torch.nn.Module, got a {type(model).__name__}: pass the policy first")
+
+
+def check_is_rollouts(name: str, rollouts: object) -> None:
+    """Refuse what is no `Rollouts`."""
+    if not isinstance(rollouts, Rollouts):
+        raise ValueError(
+            f"{name} must be sonde.Rollouts, got a {type(rollouts).__name__}: make Rollouts of the responses"
+        )
+
+
+def check_evaluation(rollouts: Rollouts, statistics: object, name: str) -> None:
+    """Refuse responses whose entropy is not the policy's."""
+    rollouts.check_not_empty()
+    check_temperature(rollouts, statistics, name)
+    if rollouts.is_truncated:
+        raise ValueError(
+            f"{name} responses were sampled with top_p < 1 or the like, so their entropy is not the policy's: sample "
+            "them untruncated"
+        )
+
+
+def check_sampled_log_prob(scored: Scored) -> None:
+    """Refuse log-probabilities above 0 beside those of a policy whose own are not, as those of tokens never are."""
+    if scored.sampled_log_prob is None:
+        return
+    mask = scored.responses.mask
+    highest, own = float(scored.sampled_log_prob[mask].max()), float(scored.log_prob[mask].max())
+    if highest > _ROUNDING >= own:
+        raise ValueError(
+            f"log_prob= of the evaluation responses is up to {highest:.3g}, and a token's log-probability is never "
+            "above 0: pass the logarithm of the probability in nats, not its negative and not the probability"
+        )
+
+
 def check_responses(
     evaluation: Rollouts,
     update: Rollouts | None,
@@ -102,20 +144,12 @@ def check_responses(
     """
 
     def check() -> dict[str, Tensor]:
-        for name, rollouts in (("evaluation", evaluation), ("update", update)):
-            if rollouts is None and name == "update":
-                continue
-            if not isinstance(rollouts, Rollouts):
-                raise ValueError(
-                    f"{name} must be sonde.Rollouts, got a {type(rollouts).__name__}: make Rollouts of the responses"
-                )
-            rollouts.check_not_empty()
-            check_temperature(rollouts, statistics, name)
-        if evaluation.is_truncated:
-            raise ValueError(
-                "the evaluation responses were sampled with top_p < 1 or the like, so their entropy is not the "
-                "policy's: sample them untruncated"
-            )
+        check_is_rollouts("evaluation", evaluation)
+        check_evaluation(evaluation, statistics, "evaluation")
+        if update is not None:
+            check_is_rollouts("update", update)
+            update.check_not_empty()
+            check_temperature(update, statistics, "update")
         if evaluation.log_prob is not None and needs_own:
             raise ValueError(
                 f"the evaluation responses have log_prob=, the sampler's own log-probabilities, and {needs_own} needs "
@@ -125,13 +159,14 @@ def check_responses(
         if update is not None and update.advantage is None:
             raise ValueError("update responses need their advantages: pass advantage= to Rollouts")
         no_prompts = torch.zeros(0, dtype=torch.long)
-        has_log_prob = torch.tensor([evaluation.log_prob is not None])
+        given = torch.tensor([[evaluation.log_prob is not None, update is not None]])
         prompts = {"E": evaluation.prompt.cpu(), "U": no_prompts if update is None else update.prompt.cpu()}
-        return prompts | {"has_log_prob": has_log_prob}
+        return prompts | {"given": given}
 
     prompts = gather_from_all_ranks(group, check)
-    if bool(prompts["has_log_prob"].any()) and not bool(prompts["has_log_prob"].all()):
-        raise ValueError("some ranks gave log_prob= for their evaluation responses, and others did not: give it on all")
+    for name, given in zip(("log_prob= of the evaluation responses", "update="), prompts["given"].T, strict=True):
+        if bool(given.any()) and not bool(given.all()):
+            raise ValueError(f"some ranks gave {name}, and others did not: give it on all ranks or on none")
     shared = sorted(set(prompts["E"].tolist()) & set(prompts["U"].tolist()))
     if shared:
         message = (

@@ -90,6 +90,9 @@ class EntropyChangeOptions:
         for name, n in (("micro_batch_prompts", self.micro_batch_prompts), ("every", self.every)):
             if isinstance(n, bool) or not isinstance(n, int) or n < 1:
                 raise ValueError(f"{name} must be a whole number from 1 up, got {n!r}")
+        for name in ("first_order", "coefficient_to_hold", "checkpoint", "offload", "strict"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.coefficient_to_hold and self.update == "gradient":
             raise ValueError(
                 "coefficient_to_hold=True asks for the optimizer's answer to an entropy bonus, which update='gradient' "

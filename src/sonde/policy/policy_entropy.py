@@ -9,7 +9,8 @@ from typing import ClassVar
 import torch.distributed as dist
 from torch import nn
 
-from sonde.parallel.process_groups import data_parallel_group
+from sonde.parallel.process_groups import check_group, data_parallel_group, gather_objects, together
+from sonde.policy.entropy_checks import check_is_model, check_is_rollouts
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics, check_temperature
@@ -77,11 +78,13 @@ class PolicyEntropyProbe:
             raise ValueError(f"micro_batch_prompts must be a whole number from 1 up, got {micro_batch_prompts!r}")
         if not 0 < level < 1:
             raise ValueError(f"level must be between 0 and 1, got {level!r}")
+        check_is_model(model)
+        check_group(process_group)
         statistics = CausalLMStatistics() if token_statistics is None else token_statistics
-        group = data_parallel_group(model) if process_group is None else process_group
+        self._group = data_parallel_group(model) if process_group is None else process_group
         self._model = model
         self._statistics = statistics
-        self._scorer = Scorer(model, statistics, micro_batch_prompts, group)
+        self._scorer = Scorer(model, statistics, micro_batch_prompts, self._group)
         self._level = level
         self._latest: PolicyEntropy | None = None
 
@@ -96,18 +99,23 @@ class PolicyEntropyProbe:
                 were sampled at.
             RuntimeError: if another rank has raised an error.
         """
-        self._scorer.on_all_ranks(lambda: self._check(rollouts))
-        with preserve_training_state(self._model):
-            scored = self._scorer.scored(rollouts)
-        advantage = None
-        if rollouts.advantage is not None:
-            advantage = self._scorer.everywhere("advantage", lambda: rollouts.per_token("advantage").cpu())
+        with together(self._group):
+            has_advantage = gather_objects(self._group, lambda: self._checked(rollouts).advantage is not None)
+            if any(has_advantage) and not all(has_advantage):
+                raise ValueError("some ranks gave responses with advantages, and others without: give them on all")
+            with preserve_training_state(self._model):
+                scored = self._scorer.scored(rollouts)
+            advantage = None
+            if has_advantage[0]:
+                advantage = self._scorer.everywhere("advantage", lambda: rollouts.per_token("advantage").cpu())
         self._latest = policy_entropy(scored.log_prob, scored.entropy, scored.responses, advantage, level=self._level)
         return self._latest
 
-    def _check(self, rollouts: Rollouts) -> None:
+    def _checked(self, rollouts: Rollouts) -> Rollouts:
+        check_is_rollouts("the responses", rollouts)
         rollouts.check_not_empty()
         check_temperature(rollouts, self._statistics)
+        return rollouts
 
     def metrics(self) -> Mapping[str, float | None]:
         """The latest measurement by metric name; empty before the first measurement."""

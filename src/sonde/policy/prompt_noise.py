@@ -15,15 +15,16 @@ from torch.nn.parameter import is_lazy
 
 from sonde.batch_size.stats.noise_scale import effective_units
 from sonde.parallel.placements import is_dtensor
-from sonde.parallel.process_groups import gather_from_all_ranks
+from sonde.parallel.process_groups import check_group, gather_from_all_ranks, together
 from sonde.parallel.refused_models import refuse_hidden_gradients
 from sonde.parallel.unwrap import unwrap_model
 from sonde.parallel.wrappers import clean_name
+from sonde.policy.entropy_checks import check_is_model, check_is_rollouts
 from sonde.policy.scoring.prompt_norms import halves, nested_norms
 from sonde.policy.scoring.prompt_ranks import PromptRanks, prompt_ranks
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
-from sonde.policy.scoring.token_statistics import CausalLMStatistics, check_temperature
+from sonde.policy.scoring.token_statistics import CausalLMStatistics, check_temperature, checked_scores
 from sonde.policy.scoring.training_state import preserve_training_state
 from sonde.policy.stats.prompt_noise import PromptNorms, RunningPromptNoise, solve_prompts
 from sonde.probe import Metric, Partners
@@ -144,6 +145,8 @@ class PromptNoiseProbe:
         process_group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
+        check_is_model(model)
+        check_group(process_group)
         refuse_hidden_gradients(model)
         if process_group is not None and any(map(is_dtensor, model.parameters())):
             raise ValueError("process_group= is for plain modules, and a sharded model knows its ranks: leave it out")
@@ -172,7 +175,10 @@ class PromptNoiseProbe:
         """
         if self._ranks is None:
             self._ranks = prompt_ranks(self._model, self._process_group, self._mesh)
-        ranks = self._ranks
+        with together(self._ranks.everyone):
+            return self._measure(rollouts, self._ranks)
+
+    def _measure(self, rollouts: Rollouts, ranks: PromptRanks) -> PromptNoiseReading:
         self._check_responses(rollouts, ranks)
         if not self._is_repeatable:
             with preserve_training_state(self._model):
@@ -181,7 +187,12 @@ class PromptNoiseProbe:
         credit, prompts = rollouts.credit(), rollouts.order(1)
 
         def objective(rows: Tensor) -> Tensor:
-            s, _ = self._statistics(unwrap_model(self._model), rollouts.rows(rows))
+            s, _ = checked_scores(self._statistics(unwrap_model(self._model), rollouts.rows(rows)), rollouts.mask[rows])
+            if not s.requires_grad:
+                raise ValueError(
+                    "the token statistics return log-probabilities that no gradient can be taken of: compute them in "
+                    "torch, without detach() and no_grad()"
+                )
             mask = rollouts.mask[rows].bool().to(s.device)
             total: Tensor = (credit[rows].to(s) * torch.where(mask, s, 0.0)).sum()
             return total
@@ -199,6 +210,11 @@ class PromptNoiseProbe:
 
             gathered = gather_from_all_ranks(ranks.everyone, work)
             sq_norm_big = norms.sq_norm_of_sum()
+        if not (math.isfinite(sq_norm_big) and bool(gathered["sq_norms"].isfinite().all())):
+            raise ValueError(
+                "the gradients of these responses are not finite, so they say nothing about noise: look for NaN in "
+                "the scores, and leave this window out"
+            )
         self._running.update(solve_prompts(_prompt_norms(gathered), sq_norm_big))
         return self.reading()
 
@@ -206,6 +222,7 @@ class PromptNoiseProbe:
         """Refuse responses that cannot be measured, on all ranks alike."""
 
         def check() -> dict[str, Tensor]:
+            check_is_rollouts("the responses", rollouts)
             rollouts.check_not_empty()
             check_temperature(rollouts, self._statistics)
             digest = rollouts.digest() if ranks.data.n_sharing > 1 else 0

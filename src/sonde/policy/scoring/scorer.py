@@ -29,6 +29,7 @@ from sonde.policy.scoring.optimizer_step import Direction, dot
 from sonde.policy.scoring.precision import Precision, in_float32, narrow_parameter
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.summed_gradient import GradientSum, summed_gradient
+from sonde.policy.scoring.token_statistics import checked_scores
 from sonde.policy.stats.entropy_gradient import Along, Coefficients, Responses, along_tokens
 
 T = TypeVar("T")
@@ -359,13 +360,7 @@ class Scorer:
         return batches + [filler(batches[-1])] * (int(counts.max()) - len(batches))
 
     def _outputs(self, batch: Rollouts) -> tuple[Tensor, Tensor]:
-        outputs = self._statistics(self._model, batch)
-        shapes = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in outputs]
-        if shapes != [tuple(batch.mask.shape)] * 2:
-            raise ValueError(
-                "token statistics must be log-probability and entropy, each of the mask's shape "
-                f"{tuple(batch.mask.shape)}, got {shapes}: see sonde.TokenStatistics"
-            )
+        outputs = checked_scores(self._statistics(self._model, batch), batch.mask)
         # 0 outside the mask, where scores may be NaN, and their derivatives too.
         s, h = (torch.where(batch.mask.bool().to(t.device), t, 0.0) for t in outputs)
         return s, h

@@ -127,7 +127,8 @@ def check_no_other_hook(parameters: Sequence[Tensor]) -> None:
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ValueError(
                 "a hook runs after each gradient is accumulated, perhaps an optimizer in the backward. It would take "
-                "this backward for one of the training's: use update='step', which needs no backward"
+                "this backward for one of the training's: leave out what needs a backward, which is causes=True, "
+                "coefficient_to_hold=True, derivatives='backward' and update='gradient'"
             )
 
 

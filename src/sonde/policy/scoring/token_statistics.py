@@ -96,6 +96,22 @@ def check_temperature(rollouts: Rollouts, statistics: object, name: str = "") ->
         )
 
 
+def checked_scores(scores: object, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """What token statistics have returned.
+
+    Raises:
+        ValueError: for anything but two tensors of the mask's shape.
+    """
+    outputs = scores if isinstance(scores, (tuple, list)) else (scores,)
+    shapes = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in outputs]
+    if shapes != [tuple(mask.shape)] * 2:
+        raise ValueError(
+            "token statistics must be log-probability and entropy, each of the mask's shape "
+            f"{tuple(mask.shape)}, got {shapes}: see sonde.TokenStatistics"
+        )
+    return outputs[0], outputs[1]
+
+
 def statistics_of_logits(logits: Tensor, tokens: Tensor, *, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
     """s and H of softmax(logits/temperature), in nats.
 
