@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from sonde.policy.entropy_change import EntropyChangeProbe
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.checkpointing import is_checkpointing
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
+from tests.small_policy import STATISTICS, SmallPolicy, drawn, loss, policy
 
 pytest.importorskip("transformers", reason="needs transformers: pip install '.[trl]'")
 
@@ -94,3 +96,49 @@ def test_embeddings_keep_their_own_hooks() -> None:
         assert table._forward_hooks == own
     model.disable_input_require_grads()
     assert not table._forward_hooks
+
+
+def test_parameters_of_16_bits_are_widened_again_where_checkpointing_computes_again() -> None:
+    """transformers checkpoints a layer's forward, without the layer's hooks."""
+    found = []
+    for is_on in (False, True):
+        model = model_of_transformers().bfloat16()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        model(input_ids=torch.arange(8)[None]).logits.float().square().sum().backward()
+        options = EntropyChangeOptions(
+            checkpoint=is_on, coefficient_to_hold=True, derivatives="backward", first_order=True
+        )
+        found.append(EntropyChangeProbe(model, optimizer, options).forecast(responses(0)))
+    plain, checkpointed = found
+    assert checkpointed.precision == "float32"
+    assert checkpointed.delta == plain.delta
+    assert checkpointed.first_order.delta == pytest.approx(plain.first_order.delta, rel=1e-5)
+    slopes = [f.coefficient_to_hold.change_per_unit for f in found]
+    assert slopes[1] == pytest.approx(slopes[0], rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("derivatives", ["backward", "auto"])
+def test_the_older_checkpointing_allows_whole_backwards_alone(derivatives: Any) -> None:
+    """It has neither forward mode nor gradients of chosen tensors; bfloat16 leaves no central differences."""
+
+    class Checkpointed(SmallPolicy):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            position = torch.arange(input_ids.shape[1])
+            last = self.token(input_ids) + self.position(position)
+            past = last.cumsum(1) / (position[:, None] + 1)
+            hidden = checkpoint(self.hidden, torch.cat([last, past], -1), use_reentrant=True)
+            logits: Tensor = self.out(torch.tanh(hidden))
+            return logits
+
+    found = []
+    for kind in (SmallPolicy, Checkpointed):
+        torch.manual_seed(0)
+        model = kind().bfloat16()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        E, U = drawn(policy(), 0, 8, seed=1), drawn(policy(), 200, 4, seed=2)
+        loss(model, U).backward()
+        options = EntropyChangeOptions(first_order=True, derivatives=derivatives)
+        found.append(EntropyChangeProbe(model, optimizer, options, token_statistics=STATISTICS).forecast(E, U))
+    assert found[1].derivatives == "backward"
+    assert found[1].first_order.delta == pytest.approx(found[0].first_order.delta, rel=1e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.policy.entropy_scene import N_U, Scene
 from tests.small_policy import drawn, loss, policy
@@ -31,6 +32,15 @@ def test_momentum_batch_decay_and_prompts_add_up(kind: str, scale: float) -> Non
     if kind != "adamw":  # its second moment would change too
         without = scene.probe().forecast(scene.E, others, gradient_scale=scale, causes=True)
         assert whole - without.first_order.delta == pytest.approx(worst.change, rel=2e-2)
+
+
+@pytest.mark.parametrize(("dtype", "buffer"), [(torch.float64, "float32"), (torch.float32, "float64")])
+def test_central_differences_take_sums_of_any_dtype(dtype: torch.dtype, buffer: str) -> None:
+    scene = Scene(dtype=dtype)
+    probe = scene.probe(derivatives="central", buffer_dtype=getattr(torch, buffer))
+    causes = probe.forecast(scene.E, scene.U, causes=True).causes
+    assert causes is not None
+    assert causes.explained == pytest.approx(1.0, rel=2e-2)
 
 
 def test_without_rollouts_of_the_update_causes_are_momentum_and_batch() -> None:

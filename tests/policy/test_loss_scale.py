@@ -72,6 +72,17 @@ def test_a_configuration_passes_the_scaler_on() -> None:
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
+def test_metrics_have_the_ends_of_95_percent_intervals_only() -> None:
+    scene = Scene()
+    forecast = probe_of(scene, level=0.5, coefficient_to_hold=True).forecast(scene.E)
+    assert forecast.low is not None
+    metrics = forecast.metrics()
+    assert metrics["entropy/delta_se"] == forecast.se
+    ends = [name for name in metrics if name.endswith(("_low", "_high"))]
+    assert len(ends) == 4
+    assert all(metrics[name] is None for name in ends)
+
+
 def test_guard_private_state_of_a_grad_scaler() -> None:
     scene, scaler = scaled("sgd", is_unscaled=False)
     assert loss_scale(scaler, scene.optimizer) == SCALE

@@ -174,6 +174,8 @@ def default_prompts(trainer: Any) -> int:
 def _check_prompts(trainer: Any, evaluation_prompts: int) -> None:
     """Refuse numbers that ranks cannot share, and a dataset with too few prompts besides those a step learns from."""
     n_learned, n_ranks = _prompts_of_a_step(trainer), trainer.accelerator.num_processes
+    if isinstance(evaluation_prompts, bool) or not isinstance(evaluation_prompts, int):
+        raise ValueError(f"evaluation_prompts must be a whole number, got {evaluation_prompts!r}: pass 16, say")
     if evaluation_prompts < 2 * n_ranks or evaluation_prompts % n_ranks:
         raise ValueError(
             f"evaluation_prompts must be a multiple of the {n_ranks} ranks and at least 2 for each, got "

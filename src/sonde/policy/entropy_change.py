@@ -38,9 +38,9 @@ from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.scoring.training_state import preserve_training_state, seed_everything, set_evaluation_mode
-from sonde.policy.stats.coverage import LEVEL
 from sonde.policy.stats.entropy_forecast import EntropyForecast, unknown
 from sonde.probe import Metric, Partners
+from sonde.stats.intervals import LEVEL
 
 Sampler = Callable[[nn.Module], Rollouts]
 """Samples responses of a model, to the same prompts in each call, with the global random numbers of torch, numpy or

@@ -351,6 +351,7 @@ class EntropyMeasurement:
 
     def _derivatives(self, scored: Scored, direction: Direction) -> ScoreDerivatives:
         """Derivatives of the scores of all ranks. Afterwards the direction is the same only approximately."""
+        direction = self._gradients.at_work(direction)
         return self._scorer.derivatives(scored, direction, self._options.derivatives)
 
     def _update_gradient(

@@ -9,7 +9,6 @@ from sonde.policy.entropy_change import EntropyChangeProbe
 from sonde.policy.policy_entropy import PolicyEntropyProbe
 from sonde.policy.prompt_noise import PromptNoiseProbe
 from sonde.policy.stats.attribution import Causes
-from sonde.policy.stats.coverage import LEVEL
 from sonde.policy.stats.entropy_forecast import EntropyForecast
 from sonde.policy.stats.forecast_point import Point, forecast_point
 from sonde.policy.stats.importance import Per
@@ -17,6 +16,7 @@ from sonde.policy.stats.policy_alerts import PolicyAlerts
 from sonde.record_values import json_number, metric_values, step_number
 from sonde.records import RunLog, log_of, logger
 from sonde.sink import Sink
+from sonde.stats.intervals import LEVEL
 
 METRICS = {**EntropyChangeProbe.METRICS, **PolicyEntropyProbe.METRICS, **PromptNoiseProbe.METRICS}
 

@@ -17,6 +17,7 @@ from sonde.policy.scoring.token_statistics import CausalLMStatistics, check_temp
 from sonde.policy.scoring.training_state import preserve_training_state
 from sonde.policy.stats.policy_entropy import QUANTILES, PolicyEntropy, policy_entropy
 from sonde.probe import Metric, Partners
+from sonde.stats.intervals import LEVEL
 
 
 class PolicyEntropyProbe:
@@ -122,6 +123,7 @@ class PolicyEntropyProbe:
         if (latest := self._latest) is None:
             return {}
         correlation = latest.advantage_correlation
+        is_logged = self._level == LEVEL  # metrics of ends are those of 95 % intervals
         return {
             "entropy/update_token_weighted": latest.token_weighted,
             "entropy/update_token_weighted_se": latest.token_weighted_se,
@@ -131,8 +133,8 @@ class PolicyEntropyProbe:
             **{f"entropy/update_response_q{q:02}": value for q, value in latest.response_quantiles.items()},
             "entropy/update_sequence_sum": latest.sequence_sum,
             "entropy/update_advantage_correlation": correlation.r if correlation else None,
-            "entropy/update_advantage_correlation_low": correlation.low if correlation else None,
-            "entropy/update_advantage_correlation_high": correlation.high if correlation else None,
+            "entropy/update_advantage_correlation_low": correlation.low if correlation and is_logged else None,
+            "entropy/update_advantage_correlation_high": correlation.high if correlation and is_logged else None,
             "entropy/update_cov_log_prob_advantage": latest.log_prob_advantage,
             "length/update_mean": latest.mean_length,
             "length/update_sd": latest.sd_length,

@@ -9,6 +9,8 @@ from statistics import NormalDist
 from typing import Literal
 
 Status = Literal["resolved", "lower_bound", "upper_bound", "unresolved"]
+LEVEL = 0.95
+"""Confidence level of the intervals in a log."""
 
 
 @dataclass(frozen=True)

@@ -62,14 +62,15 @@ def without_autocast(model: nn.Module, device_type: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _widened_blocks(model: nn.Module, residuals: Mapping[Tensor, Tensor]) -> Iterator[None]:
     """Each block has parameters of 32 bits while its forward runs."""
-    running: list[_Widened] = []
+    running: list[tuple[nn.Module, _Widened]] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        running.append(_Widened(blocks[module], residuals))
+        running.append((module, _Widened(blocks[module], residuals)))
         return _widen(args), _widen(kwargs)
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        running.pop().restore()
+        if running and running[-1][0] is module:  # not if `before` has failed
+            running.pop()[1].restore()
 
     blocks = _blocks(model)
     with contextlib.ExitStack() as stack:
@@ -80,13 +81,14 @@ def _widened_blocks(model: nn.Module, residuals: Mapping[Tensor, Tensor]) -> Ite
             yield
         finally:
             while running:  # of blocks whose own forward never ended
-                running.pop().restore()
+                running.pop()[1].restore()
 
 
 def _blocks(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
     """Modules whose parameters are converted together: a layer of a list with all inside it, and any other by itself.
 
-    A layer may read the weights of the modules inside it, as adapters do to learn their dtype.
+    A layer may read the weights of the modules inside it, as adapters do to learn their dtype. The modules inside a
+    layer are blocks too: checkpointing runs a layer's forward again without the layer's hooks, but with theirs.
     """
     blocks: dict[nn.Module, list[nn.Module]] = {}
 
@@ -96,7 +98,7 @@ def _blocks(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
             blocks[module] = [module]
         for child in module.children():
             if isinstance(module, nn.ModuleList) and narrow_parameter(child) is not None:
-                blocks[child] = list(child.modules())
+                blocks.update((inner, list(inner.modules())) for inner in child.modules())
             elif child not in blocks:
                 visit(child)
 

@@ -217,16 +217,7 @@ class Scorer:
         """X_n·Δ by the gradient X_n of every prompt, of which only the product with Δ is kept."""
         n_prompts = scored.responses.n_prompts
         if self._is_sharded:
-            # A backward adds up over ranks: so prompts take turns, and ranks that do not have the prompt fill up.
-            index = scored.responses.index[scored.rows]
-            found = torch.zeros(n_prompts, len(of), dtype=torch.float64)
-            for prompt in range(n_prompts):
-                for k, c in enumerate(of):
-                    gradient = self.gradient(
-                        scored.rollouts, scored.own(c.on_log_prob), scored.own(c.on_entropy), rows=index == prompt
-                    )
-                    found[prompt, k] = dot(gradient, direction)
-            return list(found.unbind(1))
+            return self._by_turns(scored, direction, of)
 
         def work() -> Tokens:
             own = torch.zeros(n_prompts, len(of), dtype=torch.float64)
@@ -242,8 +233,25 @@ class Scorer:
             return {"x": own.T.reshape(len(of), n_prompts)}
 
         # Each rank has added up its own responses to a prompt.
-        parts = gather_from_all_ranks(self._group, work)["x"].view(-1, len(of), n_prompts)
+        try:
+            parts = gather_from_all_ranks(self._group, work)["x"].view(-1, len(of), n_prompts)
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            return self._by_turns(scored, direction, of)  # the older checkpointing allows whole backwards alone
         return list(parts.sum(0).unbind(0))
+
+    def _by_turns(self, scored: Scored, direction: Direction, of: Sequence[Coefficients]) -> list[Tensor]:
+        """The same by whole backwards, which add up over ranks: ranks that do not have the prompt fill up."""
+        n_prompts, index = scored.responses.n_prompts, scored.responses.index[scored.rows]
+        found = torch.zeros(n_prompts, len(of), dtype=torch.float64)
+        for prompt in range(n_prompts):
+            for k, c in enumerate(of):
+                gradient = self.gradient(
+                    scored.rollouts, scored.own(c.on_log_prob), scored.own(c.on_entropy), rows=index == prompt
+                )
+                found[prompt, k] = dot(gradient, direction)
+        return list(found.unbind(1))
 
     def n_that_differ(self, first: Rollouts, second: Rollouts) -> int:
         """How many of all ranks' responses differ between two samples of the same prompts, row by row."""

@@ -9,9 +9,6 @@ from typing import Self
 
 from sonde.policy.stats.forecast_point import Point, Z
 
-LEVEL = 0.95
-"""Confidence level of the intervals that are judged."""
-
 
 @dataclass(frozen=True)
 class Coverage:

@@ -18,6 +18,7 @@ from sonde.policy.stats.importance import MeasuredChange
 from sonde.policy.stats.near_uniform import is_near_uniform, surprise_sd
 from sonde.policy.stats.own_policy import OwnPolicyTest, why_not_own
 from sonde.policy.stats.prefix_weights import LEAST_SUPPORT, Support, prefix_weights
+from sonde.stats.intervals import LEVEL
 from sonde.wording import percent
 
 Update = Literal["step", "gradient"]
@@ -218,12 +219,13 @@ class EntropyForecast:
         return replace(self, seconds={"sampling": seconds, **self.seconds})
 
     def metrics(self) -> dict[str, float | None]:
-        """The forecast's numbers by metric name; None if unknown."""
+        """The forecast's numbers by metric name; None if unknown. Ends of intervals are those of 95 %, or None."""
         fixed, importance, rollouts = self.fixed_prefixes, self.importance, self.rollouts
         support, own, first_order = self.support, self.own_policy, self.first_order
         real = self.finite_step if self.update == "gradient" else None
         n_differ = rollouts.n_differ if rollouts else None
         hold = self.coefficient_to_hold
+        is_logged = self.level == LEVEL  # metrics of ends are those of 95 % intervals
         return {
             "entropy/evaluation_per_token": self.entropy,
             "entropy/evaluation_per_token_se": self.entropy_se,
@@ -232,8 +234,8 @@ class EntropyForecast:
             "entropy/evaluation_own_policy_departure": own.departure if own else None,
             "entropy/delta_forecast": self.delta,
             "entropy/delta_se": self.se,
-            "entropy/delta_low": self.low,
-            "entropy/delta_high": self.high,
+            "entropy/delta_low": self.low if is_logged else None,
+            "entropy/delta_high": self.high if is_logged else None,
             "entropy/delta_sharpening": self.sharpening,
             "entropy/delta_drift": self.drift,
             "entropy/frac_var": self.frac_var,
@@ -257,8 +259,8 @@ class EntropyForecast:
             "entropy/rollouts_that_differ": None if n_differ is None else float(n_differ),
             "entropy/rounded_away": self.rounded_away,
             "entropy/coefficient_to_hold": hold.value if hold else None,
-            "entropy/coefficient_to_hold_low": finite(hold.low) if hold else None,
-            "entropy/coefficient_to_hold_high": finite(hold.high) if hold else None,
+            "entropy/coefficient_to_hold_low": finite(hold.low) if hold and is_logged else None,
+            "entropy/coefficient_to_hold_high": finite(hold.high) if hold and is_logged else None,
             "entropy/coefficient_now": hold.present if hold else None,
             "entropy/change_per_coefficient": hold.change_per_unit if hold else None,
             "entropy/is_valid": float(self.is_valid),
