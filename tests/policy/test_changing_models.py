@@ -10,6 +10,8 @@ from torch import Tensor
 
 import sonde
 from sonde.policy.entropy_options import EntropyChangeOptions
+from sonde.policy.stats.forecast_point import forecast_point
+from sonde.policy.stats.policy_alerts import find_policy_alerts
 from tests.policy.entropy_scene import Scene
 from tests.small_policy import STATISTICS, SmallPolicy, loss, optimizer_of
 
@@ -127,3 +129,18 @@ def test_a_scale_that_is_still_in_the_gradients_may_be_given_around_a_step() -> 
     assert scaled.coefficient_to_hold.value == pytest.approx(plain.coefficient_to_hold.value, rel=1e-4)
     assert scaled.first_order.delta == pytest.approx(plain.first_order.delta, rel=1e-4)
     assert scaled.doubt == ""
+
+
+def test_an_almost_uniform_policy_gets_no_advice_on_the_learning_rate() -> None:
+    """A step of a training's start, which takes the policy far."""
+    scene = Scene(lr=0.3)
+    with torch.no_grad():
+        scene.model.out.weight.mul_(0.02)
+        scene.model.out.bias.zero_()
+    forecast = scene.probe().forecast(drawn(scene.model, 0, 24, seed=1))
+    assert not forecast.is_valid
+    assert "the policy is almost uniform, and the step takes it too far for these responses" in forecast.reason
+    assert "learning rate" not in forecast.reason
+    points = [forecast_point(k, forecast.metrics(), reason=forecast.reason) for k in range(3)]
+    assert points[0].is_near_uniform
+    assert "steps_too_large" not in find_policy_alerts(points)

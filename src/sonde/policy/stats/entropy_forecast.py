@@ -26,6 +26,7 @@ Update = Literal["step", "gradient"]
 LINEAR_BETWEEN = (0.8, 1.25)
 """Range of first-order over true change on fixed prefixes. Outside it, the step is too large to be linear."""
 TOO_LARGE = "not to be trusted: the step is too large"
+UNIFORM_MOVES_FAR = "not to be trusted: the policy is almost uniform, and the step takes it too far"
 NEAR_UNIFORM = "not to be trusted: the policy is almost uniform, where the entropy has no slope"
 _NO_CHANGE = 1e-6
 """Nats a token. Smaller differences are within the rounding of fp32 scores."""
@@ -362,7 +363,7 @@ def entropy_forecast(
         if fixed is not None and fixed.linear is not None:
             bend = tokens * (fixed.true - fixed.linear)
     elif after is not None:
-        reasons.append(why_no_support(after.finite_step.support))
+        reasons.append(why_no_support(after.finite_step.support, is_uniform=is_near_uniform(rate, scatter)))
     if headline is not None:
         reasons.insert(0, headline.reason)
     reasons.append("" if own_policy is None else why_not_own(own_policy))
@@ -432,15 +433,24 @@ def unknown(
     )
 
 
-def why_no_support(support: Support) -> str:
-    """Why a finite step is not to be trusted; empty if enough positions have support."""
+def why_no_support(support: Support, *, is_uniform: bool = False) -> str:
+    """Why a finite step is not to be trusted; empty if enough positions have support.
+
+    Args:
+        support: of the positions after the step.
+        is_uniform: whether the policy is almost uniform. It must change much to learn anything, so a smaller step is
+            not the way out.
+    """
     if support.is_enough:
         return ""
-    return (
-        f"{TOO_LARGE} for these responses: from token {support.from_position} on, their effective sample size falls "
-        f"below {percent(LEAST_SUPPORT)} of their number, and tokens of which this holds carry "
-        f"{percent(support.unsupported)} of the entropy after the step: use a smaller learning rate, or more prompts"
+    numbers = (
+        f"from token {support.from_position} on, their effective sample size falls below {percent(LEAST_SUPPORT)} of "
+        f"their number, and tokens of which this holds carry {percent(support.unsupported)} of the entropy after the "
+        "step"
     )
+    if is_uniform:
+        return f"{UNIFORM_MOVES_FAR} for these responses: {numbers}: train on, and forecast later steps"
+    return f"{TOO_LARGE} for these responses: {numbers}: use a smaller learning rate, or more prompts"
 
 
 def why_not_linear(fixed: FixedPrefixes | None, se: float | None, *, is_uniform: bool = False) -> str:
