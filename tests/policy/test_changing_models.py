@@ -13,7 +13,7 @@ from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.stats.forecast_point import forecast_point
 from sonde.policy.stats.policy_alerts import find_policy_alerts
 from tests.policy.entropy_scene import Scene
-from tests.small_policy import STATISTICS, SmallPolicy, loss, optimizer_of
+from tests.small_policy import STATISTICS, SmallPolicy, drawn, loss, optimizer_of
 
 
 class Counting(SmallPolicy):

@@ -100,17 +100,27 @@ def test_the_forecast_of_a_rounded_step_is_that_of_the_step_that_the_optimizer_t
     with probe.around_step(E) as around:
         optimizer.step()
     assert forecast.rounded_away > 0.5
+    assert around.forecast.rounded_away == pytest.approx(forecast.rounded_away, rel=0.05)  # of a sample of elements
     assert forecast.precision == "float32"
     # A few elements near the middle of two neighbours may be rounded to the other.
     assert forecast.delta == pytest.approx(around.forecast.delta, abs=0.05 * around.forecast.se)
-    points = [forecast_point(k, forecast.metrics()) for k in range(3)]
+    points = [forecast_point(k, around.forecast.metrics()) for k in range(3)]
     assert "round away" in find_policy_alerts(points)["steps_rounded_away"]
     assert "steps_rounded_away" not in find_policy_alerts(points[:2])
 
 
-def test_fp32_parameters_lose_nothing() -> None:
-    forecast = Scene().probe().forecast(Scene().E)
-    assert forecast.rounded_away == 0.0
+def test_fp32_parameters_lose_nothing_and_of_another_optimizer_it_is_not_known() -> None:
+    scene = Scene()
+    assert scene.probe().forecast(scene.E).rounded_away == 0.0
+    with scene.probe().around_step(scene.E) as around:
+        scene.optimizer.step()
+    assert around.forecast.rounded_away == 0.0
+    model = policy(dtype=torch.bfloat16)
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
+    loss(model, scene.U).backward()
+    with EntropyChangeProbe(model, optimizer).around_step(scene.E) as around:
+        optimizer.step()
+    assert around.forecast.rounded_away is None
 
 
 def test_a_step_that_no_optimizer_takes_is_not_rounded() -> None:

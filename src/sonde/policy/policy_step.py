@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from sonde.policy.scoring.optimizer_step import (
 from sonde.policy.scoring.precision import narrow_parameter
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Scored
+from sonde.policy.scoring.step_rounding import StepRounding
 from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder
 
 _LARGEST_DEPARTURE = 0.01
@@ -53,12 +55,14 @@ class BeforeStep:
         watch: sees whether a step is taken; where derivatives are wanted, it also compares this step with its forecast,
             or measures it.
         bonus: what an entropy bonus adds to the step; None if not asked for.
+        rounding: sees how much of the step parameters of 16 bits do not hold.
     """
 
     sample: Scored | None
     first_order: FirstOrder | None
     watch: StepWatch | StepWitness | StepMeter
     bonus: EntropyBonus | None = None
+    rounding: StepRounding | None = None
 
 
 class PolicyStep:
@@ -114,10 +118,13 @@ class PolicyStep:
             gradient_scale: factor that gradients are still multiplied by before the step.
         """
         sample = None if measurement is None else measurement.sample()
+        rounding = None
+        if narrow_parameter(self._model) is not None:
+            rounding = StepRounding(self._optimizer, self._parameters, gradient_scale)
         if not has_derivatives:
-            return BeforeStep(sample, None, StepWatch(self._parameters))
+            return BeforeStep(sample, None, StepWatch(self._parameters), rounding=rounding)
         if why_no_forecast(self._optimizer):
-            return BeforeStep(sample, None, StepMeter(self._parameters))
+            return BeforeStep(sample, None, StepMeter(self._parameters), rounding=rounding)
         step = self.forecast(gradient_scale)
         witness, first_order = StepWitness(step, self._parameters), None
         if measurement is not None and self.is_finite(step):
@@ -125,7 +132,7 @@ class PolicyStep:
         del step  # each direction has the size of the parameters, and causes need one of their own
         if causes and measurement is not None and first_order is not None:
             first_order = measurement.with_causes(first_order, self._optimizer, update, gradient_scale)
-        return BeforeStep(sample, first_order, witness)
+        return BeforeStep(sample, first_order, witness, rounding=rounding)
 
     def after(self, measurement: EntropyMeasurement, before: BeforeStep) -> EntropyForecast:
         """The change by the step that was taken. Parameters hold θ⁺.
@@ -146,14 +153,25 @@ class PolicyStep:
         elif isinstance(watch, StepMeter):
             first_order = self._along_measured_step(measurement, watch)
         del watch, before.watch  # a meter holds a copy of the parameters
-        return measurement.forecast(first_order, after)
+        return measurement.forecast(first_order, after, rounded_away=self._rounded_away(before))
 
     def after_gradients(self, measurement: EntropyMeasurement, before: BeforeStep) -> EntropyForecast:
         """The change along the update prompts' gradients, beside that by the step that was taken."""
         now = measurement.scored_after()
         if self._is_to_move() and not self._on_any_rank(before.watch.has_moved()) and measurement.is_unchanged(now):
             return measurement.unknown(_STEP_SKIPPED)
-        return measurement.forecast(before.first_order, measurement.after(now, before.sample), is_same_step=False)
+        after = measurement.after(now, before.sample)
+        rounded_away = self._rounded_away(before)
+        return measurement.forecast(before.first_order, after, is_same_step=False, rounded_away=rounded_away)
+
+    def _rounded_away(self, before: BeforeStep) -> float | None:
+        """The part of the step that parameters of 16 bits do not hold; 0 if there are none, None if unknown."""
+        if before.rounding is None:
+            return 0.0
+        rounding = before.rounding
+        sums = gather_from_all_ranks(self._group, lambda: {"of": torch.tensor([rounding.sq_norms()])})["of"].sum(0)
+        sq_lost, sq_step = sums.tolist()
+        return math.sqrt(sq_lost / sq_step) if sq_step else None
 
     def _why_another_step(self, witness: StepWitness) -> str:
         """How the step that was taken differs from its forecast; empty if it does not."""

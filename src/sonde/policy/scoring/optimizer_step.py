@@ -302,12 +302,12 @@ class StepWatch:
 
     @torch.no_grad()
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._samples = [(p, _sample(p).clone()) for p in parameters]
+        self._samples = [(p, sampled_elements(p).clone()) for p in parameters]
 
     @torch.no_grad()
     def has_moved(self) -> bool:
         """Whether any of the elements has moved. Waits for the device."""
-        return any(not torch.equal(_sample(p), before) for p, before in self._samples)
+        return any(not torch.equal(sampled_elements(p), before) for p, before in self._samples)
 
 
 class StepWitness:
@@ -321,28 +321,28 @@ class StepWitness:
     @torch.no_grad()
     def __init__(self, step: Direction, parameters: Iterable[Tensor]) -> None:
         self._samples = []
-        self._left_out = [(p, _sample(p).clone()) for p in parameters if p not in step]
+        self._left_out = [(p, sampled_elements(p).clone()) for p in parameters if p not in step]
         for parameter, delta in step.items():
-            theta, part = _sample(parameter), _sample(delta)
+            theta, part = sampled_elements(parameter), sampled_elements(delta)
             after = (theta.to(part.dtype) + part).to(theta.dtype)
             self._samples.append((parameter, theta.clone(), after))
 
     @torch.no_grad()
     def has_moved(self) -> bool:
         """Whether any of the elements has moved. Waits for the device."""
-        return any(not torch.equal(_sample(p), before) for p, before, _ in self._samples)
+        return any(not torch.equal(sampled_elements(p), before) for p, before, _ in self._samples)
 
     @torch.no_grad()
     def has_moved_others(self) -> bool:
         """Whether any parameter that the forecast leaves out has moved. Waits for the device."""
-        return any(not torch.equal(_sample(p), before) for p, before in self._left_out)
+        return any(not torch.equal(sampled_elements(p), before) for p, before in self._left_out)
 
     @torch.no_grad()
     def departure(self) -> float:
         """|taken − forecast|/|forecast| on this rank's elements; 0 if both are 0. Waits for the device."""
         sq_error, sq_step = 0.0, 0.0
         for parameter, before, after in self._samples:
-            sq_error += float((_sample(parameter).double() - after).square().sum())
+            sq_error += float((sampled_elements(parameter).double() - after).square().sum())
             sq_step += float((after.double() - before).square().sum())
         if not sq_step:
             return math.inf if sq_error else 0.0
@@ -378,6 +378,7 @@ class StepMeter:
             parameter.copy_(old)
 
 
-def _sample(tensor: Tensor) -> Tensor:
+def sampled_elements(tensor: Tensor) -> Tensor:
+    """A few hundred elements of this rank's part; views of the tensor."""
     flat = local_tensor(tensor.detach()).reshape(-1)
     return flat[:: max(flat.numel() // _SAMPLED, 1)]

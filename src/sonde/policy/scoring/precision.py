@@ -17,12 +17,13 @@ from torch import Tensor, nn
 Precision = Literal["float32", "model"]
 """In which arithmetic responses are scored: in 32 bits at least, or as the model computes."""
 
-_NARROW = (torch.bfloat16, torch.float16)
+NARROW = (torch.bfloat16, torch.float16)
+"""The dtypes of 16 bits."""
 
 
 def narrow_parameter(model: nn.Module) -> Tensor | None:
     """A parameter of 16 bits; None if there is none."""
-    return next((p for p in model.parameters() if p.dtype in _NARROW), None)
+    return next((p for p in model.parameters() if p.dtype in NARROW), None)
 
 
 @contextlib.contextmanager
@@ -94,7 +95,7 @@ def _blocks(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
 
     def visit(module: nn.Module) -> None:
         own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        if any(t.dtype in _NARROW for t in own):
+        if any(t.dtype in NARROW for t in own):
             blocks[module] = [module]
         for child in module.children():
             if isinstance(module, nn.ModuleList) and narrow_parameter(child) is not None:
@@ -118,7 +119,7 @@ class _Widened:
                 *module.named_parameters("", recurse=False, remove_duplicate=False),
                 *module.named_buffers("", recurse=False, remove_duplicate=False),
             ]:
-                if tensor.dtype not in _NARROW:
+                if tensor.dtype not in NARROW:
                     continue
                 if tensor not in copies:
                     copies[tensor] = tensor.float()
@@ -145,7 +146,7 @@ def _replace(module: nn.Module, name: str, tensor: Tensor) -> None:
 def _widen(value: Any) -> Any:
     """Tensors of 16 bits in 32, also inside tuples, lists and dicts."""
     if isinstance(value, Tensor):
-        return value.float() if value.dtype in _NARROW else value
+        return value.float() if value.dtype in NARROW else value
     if type(value) is dict:
         return {name: _widen(v) for name, v in value.items()}
     return type(value)(map(_widen, value)) if type(value) in (tuple, list) else value

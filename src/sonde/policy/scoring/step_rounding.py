@@ -1,0 +1,43 @@
+"""How much of the optimizer's real step parameters of 16 bits do not hold, by a few hundred elements of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sonde.policy.scoring.optimizer_step import forecast_step, sampled_elements, why_no_forecast
+from sonde.policy.scoring.precision import NARROW
+
+
+class StepRounding:
+    """Forecasts the step on entry, and compares what was taken with it on exit.
+
+    Args:
+        optimizer: whose step it is.
+        parameters: all that may move; those of 16 bits count, if their step can be forecast.
+        gradient_scale: factor that gradients are still multiplied by before the step.
+    """
+
+    def __init__(self, optimizer: Any, parameters: Iterable[Tensor], gradient_scale: float) -> None:
+        self._samples: list[tuple[Tensor, Tensor, Tensor]] = []
+        """A parameter, the elements of θ and those of Δ."""
+        for p in () if why_no_forecast(optimizer) else parameters:
+            grad = p.grad
+            if p.dtype not in NARROW or grad is None or grad.is_sparse:
+                continue
+            # One parameter at a time: a whole step has the size of the parameters.
+            for delta in forecast_step(optimizer, gradient_scale=gradient_scale, of=[p]).values():
+                self._samples.append((p, sampled_elements(p).clone(), sampled_elements(delta).clone()))
+
+    @torch.no_grad()
+    def sq_norms(self) -> tuple[float, float]:
+        """Σ(θ⁺ − θ − Δ)² and ΣΔ² over this rank's elements. Waits for the device."""
+        sq_lost = sq_step = 0.0
+        for p, before, delta in self._samples:
+            moved = sampled_elements(p).double() - before.double()
+            sq_lost += float((moved - delta.double()).square().sum())
+            sq_step += float(delta.double().square().sum())
+        return sq_lost, sq_step
