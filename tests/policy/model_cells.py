@@ -52,12 +52,20 @@ CELLS = [
     Cell("bf16", "sdpa", "", "plain", "float32", "forward", 1e-3, 0.02),
     Cell("bf16 base, fp32 LoRA", "sdpa", "", "plain", "float32", "forward", 1e-3, 1e-3),
     Cell("bf16 base, bf16 LoRA", "sdpa", "", "plain", "float32", "forward", 1e-3, 0.02),
+    Cell("fp32", "eager", "", "DDP", "float32", "forward", 1e-3, 1e-3),
     Cell("fp32", "sdpa", "", "DDP", "float32", "forward", 1e-3, 1e-3),
+    Cell("fp32", "sdpa", "bf16", "DDP", "float32", "forward", 1e-3, 1e-3),
+    Cell("fp32", "sdpa", "fp16", "DDP", "float32", "forward", 1e-3, 1e-3),
     Cell("bf16", "sdpa", "", "DDP", "float32", "forward", 1e-3, 0.02),
     Cell("bf16 base, fp32 LoRA", "sdpa", "", "DDP", "float32", "forward", 1e-3, 1e-3),
-    Cell("fp32", "sdpa", "", "FSDP2", "model", "central", 1e-3, 0.02),
-    Cell("fp32", "sdpa", "bf16", "FSDP2", "model", "backward", 0.5, 0.5),
-    Cell("bf16", "sdpa", "", "FSDP2", "model", "backward", 0.5, 0.5),
+    Cell("bf16 base, bf16 LoRA", "sdpa", "", "DDP", "float32", "forward", 1e-3, 0.02),
+    Cell("fp32", "eager", "", "FSDP2", "float32", "central", 1e-3, 0.02),
+    Cell("fp32", "sdpa", "", "FSDP2", "float32", "central", 1e-3, 0.02),
+    Cell("fp32", "sdpa", "bf16", "FSDP2", "float32", "central", 1e-3, 0.02),
+    Cell("fp32", "sdpa", "fp16", "FSDP2", "float32", "central", 1e-3, 0.02),
+    Cell("bf16", "sdpa", "", "FSDP2", "float32", "backward", 1e-3, 0.02),
+    Cell("bf16 base, fp32 LoRA", "sdpa", "", "FSDP2", "float32", "central", 1e-3, 0.02),
+    Cell("bf16 base, bf16 LoRA", "sdpa", "", "FSDP2", "float32", "backward", 1e-3, 0.02),
 ]
 
 

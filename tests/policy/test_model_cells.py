@@ -85,7 +85,7 @@ def wrapped(cell: Cell, model: Any) -> nn.Module:
         if cell.arithmetic:
             policy = MixedPrecisionPolicy(param_dtype=DTYPES[cell.arithmetic], reduce_dtype=torch.float32)
             options["mp_policy"] = policy
-        for layer in model.model.layers:
+        for layer in next(m for m in model.modules() if isinstance(m, nn.ModuleList)):
             fully_shard(layer, mesh=mesh, **options)
         fully_shard(model, mesh=mesh, **options)
     return model  # type: ignore[no-any-return]
@@ -108,12 +108,12 @@ def learn(cell: Cell, model: nn.Module, U: Rollouts) -> None:
     (-(U.credit().to(s) * s).sum() / len(U)).backward()
 
 
-def in_float64(model: nn.Module) -> Any:
+def in_float64(cell: Cell, model: nn.Module) -> Any:
     """The same weights in a model of float64."""
     inner = unwrap_model(model)
     if not isinstance(inner, FSDPModule):
         return copy.deepcopy(inner).double()
-    whole = llama("sdpa").double()
+    whole = model_of(cell).double()
     full = {name: p.full_tensor() for name, p in inner.state_dict().items()}
     whole.load_state_dict({name: t.double() for name, t in full.items()})
     return whole
@@ -151,7 +151,7 @@ def measured(cell: Cell, rank: int = 0, n_ranks: int = 1) -> dict[str, Any]:
     for p in model.parameters():
         if p.grad is not None:
             p.grad.mul_(scaler.get_scale())
-    before = in_float64(model)
+    before = in_float64(cell, model)
     probe = EntropyChangeProbe(model, optimizer, EntropyChangeOptions(first_order=True, micro_batch_prompts=4))
     if scaler.is_enabled():  # as a loop under a GradScaler does before it clips
         scaler.scale(torch.ones(()))
@@ -166,7 +166,7 @@ def measured(cell: Cell, rank: int = 0, n_ranks: int = 1) -> dict[str, Any]:
         probe.around_step(E) as around,
     ):
         scaler.step(optimizer) if scaler.is_enabled() else optimizer.step()
-    after = in_float64(model)
+    after = in_float64(cell, model)
     base, now = scored(before, whole_E), scored(after, whole_E)
     exact = change_by_finite_step(
         Scores(base.log_prob, base.entropy),

@@ -42,7 +42,7 @@ def gathered_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
 def reduction_dtypes(model: nn.Module) -> list[torch.dtype]:
     """The dtypes in which FSDP2 reduces gradients over ranks, where a policy sets them."""
     # A private path, since torch has no public one; a test guards it.
-    policies = [module._get_fsdp_state()._mp_policy for module in _fsdp_modules(model)]
+    policies = [state._mp_policy for state in fsdp_states(model)]
     return list(dict.fromkeys(p.reduce_dtype for p in policies if p.reduce_dtype is not None))
 
 
@@ -65,10 +65,14 @@ def fsdp_groups(model: nn.Module) -> list[Any]:
     """FSDP2's own records of the parameters that it gathers together."""
     # Private paths, since torch has no public ones; tests guard them.
     groups: list[Any] = []
-    for module in _fsdp_modules(model):
-        state = module._get_fsdp_state()
+    for state in fsdp_states(model):
         groups += getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
+
+
+def fsdp_states(model: nn.Module) -> list[Any]:
+    """FSDP2's own records of the modules that `fully_shard` was called on."""
+    return [module._get_fsdp_state() for module in _fsdp_modules(model)]
 
 
 def _fsdp_modules(model: nn.Module) -> list[Any]:

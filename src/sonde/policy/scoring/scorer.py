@@ -25,8 +25,9 @@ from sonde.policy.scoring.directional_derivatives import (
     derivatives_along,
     dots_with_gradients,
 )
+from sonde.policy.scoring.fsdp_precision import gathered_in_float32, gathers_narrow, why_not_in_float32
 from sonde.policy.scoring.optimizer_step import Direction, dot
-from sonde.policy.scoring.precision import Precision, in_float32, narrow_parameter
+from sonde.policy.scoring.precision import Precision, in_float32, narrow_parameter, without_autocast
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.summed_gradient import GradientSum, summed_gradient
 from sonde.policy.scoring.token_statistics import checked_scores
@@ -112,11 +113,9 @@ class Scorer:
         self._prompts_each = prompts_each
         self._group = group
         self._is_sharded = any(map(is_fully_sharded, model.modules()))
-        self.precision: Precision = "model" if self._is_sharded else precision
+        self.precision: Precision = precision
         self.why_precision = ""
         """Why responses are not scored in 32 bits, if they were to be."""
-        if self.precision != precision:
-            self.why_precision = "FSDP2 gathers parameters in the dtype of its mixed precision"
         self._residuals: Mapping[Tensor, Tensor] = {}
 
     @contextlib.contextmanager
@@ -135,7 +134,11 @@ class Scorer:
             yield
             return
         device = next(self._model.parameters()).device
-        with in_float32(self._model, device.type, self._residuals):
+        if not self._is_sharded:
+            with in_float32(self._model, device.type, self._residuals):
+                yield
+            return
+        with without_autocast(self._model, device.type), gathered_in_float32(self._model):
             yield
 
     @torch.no_grad()
@@ -342,8 +345,8 @@ class Scorer:
 
     def _try_float32(self, batch: Rollouts) -> None:
         """Whether the model computes in 32 bits on all ranks. One without 16 bits is not tried."""
-        why = ""
-        if narrow_parameter(self._model) is not None:
+        why = why_not_in_float32(self._model) if self._is_sharded else ""
+        if not why and (gathers_narrow(self._model) or narrow_parameter(self._model) is not None):
             try:
                 with self._arithmetic():
                     self._outputs(batch)
