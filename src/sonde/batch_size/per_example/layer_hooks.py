@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from sonde.batch_size.module_hook import ModuleHook, is_in_graph
 from sonde.batch_size.per_example.rules import Inputs, LayerRule
+from sonde.parallel.own_passes import is_in_own_pass
 
 
 class LayerHook(ModuleHook):
@@ -19,8 +20,11 @@ class LayerHook(ModuleHook):
         self._function = function
 
     def __call__(self, *args: Any) -> None:
-        """Do nothing in a graph that is being made: what the layer's parameters miss is noticed in backward."""
-        if not is_in_graph():
+        """Do nothing in a pass of sonde's own, nor in a graph that is being made.
+
+        What the layer's parameters miss in a graph is noticed in backward.
+        """
+        if not is_in_graph() and not is_in_own_pass(args[0]):
             self._function(*args)
 
 

@@ -41,6 +41,7 @@ from sonde.batch_size.taps.autograd_internals import (
     will_accumulate,
 )
 from sonde.parallel.devices import is_capturing
+from sonde.parallel.own_passes import is_in_own_pass
 from sonde.parallel.wrappers import clean_name, find_wrapper
 from sonde.wording import plural, some_of
 
@@ -421,7 +422,9 @@ class PerExampleNorms:
     @_timed
     def _whole(self, index: int, grad: Tensor | None) -> None:
         """In backward, with the whole gradient of a parameter."""
-        if grad is not None and accumulates(self._parameters[index]) and not is_capturing(grad.device):
+        if grad is None or is_in_own_pass(self._parameters[index]):
+            return
+        if accumulates(self._parameters[index]) and not is_capturing(grad.device):
             self._note_backward(grad)
             self._take_early_gradients()
             with _plain_arithmetic(grad):

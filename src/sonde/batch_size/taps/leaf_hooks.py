@@ -26,6 +26,7 @@ from sonde.batch_size.taps.switched_hooks import SwitchedHooks
 from sonde.batch_size.taps.tap import CountedBackwards, GradientSummary, Number, Problem
 from sonde.batch_size.taps.witness import Witness
 from sonde.parallel.devices import is_capturing
+from sonde.parallel.own_passes import is_in_own_pass
 
 
 class LeafHookTap:
@@ -204,8 +205,10 @@ class LeafHookTap:
 
     def _opens_backward(self, index: int, grad: Tensor) -> bool:
         """Whether a backward that is met for the first time counts; if so, add it to a piece and watch for its end."""
-        # torch.autograd.grad never counts. Once pieces are declared, a backward outside them does not count either.
-        if not accumulates(self._reading.leaves[index]):
+        # Neither torch.autograd.grad nor a pass of sonde's own counts. Once pieces are declared, a backward outside
+        # them does not count either.
+        leaf = self._reading.leaves[index]
+        if is_in_own_pass(leaf) or not accumulates(leaf):
             return False
         if self._counted.only_declared and not self._explicit:
             self._pass_over(index, grad)

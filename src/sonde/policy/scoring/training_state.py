@@ -12,12 +12,18 @@ import torch
 from torch import nn
 
 from sonde.parallel.model_state import preserve_buffers, preserve_modes_and_randomness
+from sonde.parallel.own_passes import own_passes
 
 
 @contextlib.contextmanager
 def preserve_training_state(model: nn.Module) -> Iterator[None]:
     """Modules are in evaluation mode inside. On exit, modules, buffers and random numbers are as before."""
-    with preserve_modes_and_randomness(model), preserve_buffers(model), _without_autocast_cache():
+    with (
+        own_passes(model),
+        preserve_modes_and_randomness(model),
+        preserve_buffers(model),
+        _without_autocast_cache(),
+    ):
         set_evaluation_mode(model)
         yield
 
