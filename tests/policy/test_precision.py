@@ -93,6 +93,25 @@ def test_a_model_that_cannot_be_converted_is_scored_as_it_computes() -> None:
     assert (probe.forecast(E).precision, probe.forecast(E).why_precision) == ("model", "")
 
 
+def test_a_model_of_functions_is_scored_as_it_computes() -> None:
+    """No module's forward uses the parameters, so none of them is converted."""
+
+    class OfFunctions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            own = policy()
+            self.parts = nn.ParameterDict({"token": own.token.weight, "out": own.out.weight[:, :12]})
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            hidden = nn.functional.embedding(input_ids, self.parts["token"])
+            return nn.functional.linear(hidden, self.parts["out"])
+
+    probe, _, E, _ = scene(OfFunctions().bfloat16())
+    forecast = probe.forecast(E)
+    assert forecast.precision == "model"
+    assert "outside the forwards of the modules" in forecast.why_precision
+
+
 def test_the_forecast_of_a_rounded_step_is_that_of_the_step_that_the_optimizer_takes() -> None:
     """At 1e-5 most elements of bf16 do not move, and the others move by far more than they should."""
     probe, optimizer, E, _ = scene(policy(dtype=torch.bfloat16), lr=1e-5)

@@ -27,8 +27,12 @@ def narrow_parameter(model: nn.Module) -> Tensor | None:
 
 
 @contextlib.contextmanager
-def in_float32(model: nn.Module, device_type: str, residuals: Mapping[Tensor, Tensor] | None = None) -> Iterator[None]:
+def in_float32(
+    model: nn.Module, device_type: str, residuals: Mapping[Tensor, Tensor] | None = None
+) -> Iterator[set[nn.Module]]:
     """Forwards of the model compute in 32 bits inside. Afterwards it has its own parameters again, whatever fails.
+
+    Yields the modules whose parameters were converted so far.
 
     Args:
         model: not sharded, and inside no wrapper.
@@ -37,9 +41,10 @@ def in_float32(model: nn.Module, device_type: str, residuals: Mapping[Tensor, Te
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_autocast(model, device_type))
+        converted = set[nn.Module]()
         if narrow_parameter(model) is not None:
-            stack.enter_context(_widened_blocks(model, residuals or {}))
-        yield
+            converted = stack.enter_context(_widened_blocks(model, residuals or {}))
+        yield converted
 
 
 @contextlib.contextmanager
@@ -61,12 +66,14 @@ def without_autocast(model: nn.Module, device_type: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _widened_blocks(model: nn.Module, residuals: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """Each block has parameters of 32 bits while its forward runs."""
+def _widened_blocks(model: nn.Module, residuals: Mapping[Tensor, Tensor]) -> Iterator[set[nn.Module]]:
+    """Each block has parameters of 32 bits while its forward runs. Yields the blocks that have run so far."""
+    converted = set[nn.Module]()
     running: list[tuple[nn.Module, _Widened]] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         running.append((module, _Widened(blocks[module], residuals)))
+        converted.add(module)
         return _widen(args), _widen(kwargs)
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -79,7 +86,7 @@ def _widened_blocks(model: nn.Module, residuals: Mapping[Tensor, Tensor]) -> Ite
             stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(after, always_call=True).remove)
         try:
-            yield
+            yield converted
         finally:
             while running:  # of blocks whose own forward never ended
                 running.pop()[1].restore()

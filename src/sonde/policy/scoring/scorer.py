@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -128,18 +128,18 @@ class Scorer:
             self._residuals = {}
 
     @contextlib.contextmanager
-    def _arithmetic(self) -> Iterator[None]:
-        """Around forwards and their backwards: the arithmetic of the scores."""
+    def _arithmetic(self) -> Iterator[Collection[nn.Module]]:
+        """Around forwards and their backwards: the arithmetic of the scores. Yields modules converted to 32 bits."""
         if self.precision == "model":
-            yield
+            yield ()
             return
         device = next(self._model.parameters()).device
         if not self._is_sharded:
-            with in_float32(self._model, device.type, self._residuals):
-                yield
+            with in_float32(self._model, device.type, self._residuals) as converted:
+                yield converted
             return
         with without_autocast(self._model, device.type), gathered_in_float32(self._model):
-            yield
+            yield ()
 
     @torch.no_grad()
     def scored(self, rollouts: Rollouts) -> Scored:
@@ -348,8 +348,10 @@ class Scorer:
         why = why_not_in_float32(self._model) if self._is_sharded else ""
         if not why and (gathers_narrow(self._model) or narrow_parameter(self._model) is not None):
             try:
-                with self._arithmetic():
+                with self._arithmetic() as converted:
                     self._outputs(batch)
+                if not (converted or self._is_sharded):
+                    why = "its parameters are used outside the forwards of the modules that hold them"
             except RuntimeError as error:  # of operations whose tensors have different dtypes, or that need 16 bits
                 why = str(error).splitlines()[0]
         failed = gather_from_all_ranks(self._group, lambda: {"failed": torch.tensor([bool(why)])})["failed"]
