@@ -66,8 +66,8 @@ def llama() -> Any:
     return _seeded(lambda: LlamaForCausalLM(config))
 
 
-def lora(dtype: torch.dtype) -> Any:
-    """peft's LoRA, in fp32, over the demo's model of this dtype, which has learned a little before."""
+def lora(dtype: torch.dtype, of_adapters: torch.dtype = torch.float32) -> Any:
+    """peft's LoRA over the demo's model of this dtype, which has learned a little before."""
     from peft import LoraConfig, get_peft_model
 
     base = task.model()
@@ -75,7 +75,10 @@ def lora(dtype: torch.dtype) -> Any:
         torch.manual_seed(1)
         base.lm_head.weight.mul_(6.0)  # far from uniform, where the entropy has a slope
     adapter = LoraConfig(r=8, lora_alpha=32, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
-    return _seeded(lambda: get_peft_model(base.to(dtype), adapter))
+    model = _seeded(lambda: get_peft_model(base.to(dtype), adapter))
+    for p in model.parameters():
+        p.data = p.data.to(of_adapters) if p.requires_grad else p.data
+    return model
 
 
 def _seeded(make: Callable[[], Any]) -> Any:
@@ -84,19 +87,29 @@ def _seeded(make: Callable[[], Any]) -> Any:
         return make()
 
 
+_TWO = {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 2}
+"""Two micro-batches, over whose own tokens bnpo averages."""
+
 LINES = (
     Line("Qwen2, dr_grpo", qwen2),
     Line("Qwen2, grpo", qwen2, {"loss_type": "grpo"}),
     Line("Qwen2, dapo", qwen2, {"loss_type": "dapo"}),
-    Line("Qwen2, bnpo", qwen2, {"loss_type": "bnpo"}),
-    Line("GPT-2", gpt2),
-    Line("GPT-2, dropout 0.1", lambda: gpt2(0.1)),
-    Line("Llama", llama),
+    Line("Qwen2, bnpo, 2 micro-batches", qwen2, {"loss_type": "bnpo", **_TWO}),
+    Line("GPT-2, dr_grpo", gpt2),
+    Line("GPT-2, grpo", gpt2, {"loss_type": "grpo"}),
+    Line("GPT-2, dapo", gpt2, {"loss_type": "dapo"}),
+    Line("GPT-2, bnpo, 2 micro-batches", gpt2, {"loss_type": "bnpo", **_TWO}),
+    Line("GPT-2, dr_grpo, dropout 0.1", lambda: gpt2(0.1)),
+    Line("Llama, dr_grpo", llama),
+    Line("Llama, grpo", llama, {"loss_type": "grpo"}),
+    Line("Llama, dapo", llama, {"loss_type": "dapo"}),
+    Line("Llama, bnpo, 2 micro-batches", llama, {"loss_type": "bnpo", **_TWO}),
     Line("Qwen2, β = 0.04", qwen2, {"beta": 0.04}),
     Line("Qwen2, 2 iterations", qwen2, {"num_iterations": 2}),
     Line("Qwen2, temperature 0.7", qwen2, {"temperature": 0.7}),
-    Line("LoRA over fp32", lambda: lora(torch.float32), {"learning_rate": 1e-2}),
-    Line("LoRA over bf16", lambda: lora(torch.bfloat16), {"learning_rate": 1e-2}),
+    Line("fp32 LoRA over fp32", lambda: lora(torch.float32), {"learning_rate": 1e-2}),
+    Line("fp32 LoRA over bf16", lambda: lora(torch.bfloat16), {"learning_rate": 1e-2}),
+    Line("bf16 LoRA over bf16", lambda: lora(torch.bfloat16, torch.bfloat16), {"learning_rate": 1e-2}),
     Line("Qwen2, bf16 autocast", qwen2, {"bf16": True}),
 )
 
