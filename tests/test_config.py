@@ -23,7 +23,7 @@ from sonde import (
     RunLog,
     probes_from_config,
 )
-from sonde.policy.entropy_change import EntropyProbeConfig
+from sonde.policy.entropy_config import EntropyProbeConfig
 from tests.small_policy import drawn, loss, optimizer_of, policy
 
 ALL_ON = """

@@ -19,7 +19,8 @@ from sonde.batch_size.taps.ddp_buckets import CommHook
 from sonde.call_site import stack_level
 from sonde.deprecation import refuse_unknown
 from sonde.options import known_name, options_from, read_yaml
-from sonde.policy.entropy_change import EntropyProbeConfig, Sampler
+from sonde.policy.entropy_change import Sampler
+from sonde.policy.entropy_config import EntropyProbeConfig
 from sonde.policy.policy_entropy import PolicyEntropyProbeConfig
 from sonde.policy.prompt_noise import PromptNoiseProbeConfig
 from sonde.policy.scoring.rollouts import TokenStatistics
