@@ -108,6 +108,7 @@ def test_a_yaml_file_makes_probes_that_work(tmp_path: Path) -> None:
         ({"gns_prob": [1]}, r"did you mean 'gns_probe'\?"),
         ({"entropy_prob": None}, r"did you mean 'entropy_probe'\?"),
         ({"GNS_PROBE": {}}, r"did you mean 'gns_probe'\?"),
+        ({"gns_probe": {}, "gns-probe": {}}, "the config holds 'gns_probe' twice, with - and with _"),
         ({"my_probe": {}}, r"the config holds an unknown option 'my_probe'"),
         ({"dead_units_probe": {"enabled": True}}, r"the config holds an unknown option 'dead_units_probe'"),
         ({"prompt-noise-prob": {}}, r"did you mean 'prompt_noise_probe'\?"),

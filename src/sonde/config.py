@@ -137,6 +137,8 @@ def probes_from_config(
         if not _is_of_a_probe(key, options, list(kinds)):
             continue
         name = known_name(key, list(kinds), where)
+        if name in configs:
+            raise ValueError(f"{where} holds {name!r} twice, with - and with _: keep one of the two")
         if not isinstance(options, Mapping):
             raise ValueError(
                 f"{name} in {where} must map options to values, got {options!r}: write {name}: {{enabled: true}}"
