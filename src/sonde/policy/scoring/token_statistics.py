@@ -59,12 +59,17 @@ class CausalLMStatistics:
         output: Any = model(**inputs)
         logits = output if isinstance(output, Tensor) else output.logits
         # The logits at a position are those of the next token.
-        temperature: float | Tensor | None = self.temperature
-        if temperature is None:
-            temperature = rollouts.temperature
-            if isinstance(temperature, Tensor):
-                temperature = rollouts.per_token("temperature").to(logits.device)
+        temperature = temperature_of(rollouts, self.temperature, logits)
         return statistics_of_logits(logits[:, -n_tokens - 1 : -1], ids[:, -n_tokens:], temperature=temperature)
+
+
+def temperature_of(rollouts: Rollouts, given: float | None, logits: Tensor) -> float | Tensor:
+    """What logits are divided by: the given temperature, or the rollouts' own; a number or [responses, tokens]."""
+    if given is not None:
+        return given
+    if isinstance(rollouts.temperature, Tensor):
+        return rollouts.per_token("temperature").to(logits.device)
+    return rollouts.temperature
 
 
 def check_temperature(rollouts: Rollouts, statistics: object, name: str = "") -> None:

@@ -1,0 +1,117 @@
+"""Packed rows give the scores of padded ones, by a model of transformers that tells sequences by their positions."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sonde.policy.entropy_change import EntropyChangeProbe
+from sonde.policy.entropy_options import EntropyChangeOptions
+from sonde.policy.scoring.packed_statistics import PackedLMStatistics
+from sonde.policy.scoring.rollouts import Rollouts
+from sonde.policy.scoring.token_statistics import CausalLMStatistics, statistics_of_logits
+from tests.small_policy import drawn, policy
+
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[trl]'")
+
+
+def llama() -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(vocab_size=7, num_key_value_heads=2, **sizes)
+        ).eval()
+        with torch.no_grad():
+            model.lm_head.weight.mul_(20.0)
+    return model
+
+
+def padded(first: int, n: int, *, on_the_left: bool) -> Rollouts:
+    """Prompts of 1 or 2 tokens, padded before them or behind the response."""
+    made = drawn(policy(), first, n, seed=1)
+    lengths = made.mask.sum(1)
+    rows = [made.inputs["input_ids"][i, i % 2 : 2 + n] for i, n in enumerate(lengths.tolist())]
+    width = max(map(len, rows))
+
+    def pad(row: Tensor) -> Tensor:
+        missing = width - len(row)
+        return torch.nn.functional.pad(row, (missing, 0) if on_the_left else (0, missing))
+
+    ids, attention = (torch.stack([pad(part(r)) for r in rows]) for part in (lambda r: r, torch.ones_like))
+    sampled = torch.stack([pad(torch.arange(len(r)) >= len(r) - n) for r, n in zip(rows, lengths, strict=True)])
+    return dataclasses.replace(
+        made, inputs={"input_ids": ids, "attention_mask": attention}, mask=sampled[:, 1:], advantage=made.advantage
+    )
+
+
+@pytest.mark.parametrize("on_the_left", [True, False])
+def test_scores_are_those_of_padded_rows(on_the_left: bool) -> None:
+    model, rollouts = llama(), padded(0, 8, on_the_left=on_the_left)
+    temperature = 0.5 + torch.rand(rollouts.mask.shape, generator=torch.Generator().manual_seed(0))
+    for given in (rollouts, dataclasses.replace(rollouts, temperature=temperature)):
+        with torch.no_grad():
+            expected, found = CausalLMStatistics()(model, given), PackedLMStatistics()(model, given)
+        for a, b in zip(expected, found, strict=True):
+            torch.testing.assert_close(b[given.mask], a[given.mask], rtol=1e-4, atol=1e-4)
+
+
+def test_a_forecast_is_that_of_padded_rows() -> None:
+    found = []
+    for statistics in (CausalLMStatistics(), PackedLMStatistics()):
+        model = llama()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(input_ids=torch.tensor([[1, 2, 3, 4]])).logits.logsumexp(-1).sum().backward()
+        probe = EntropyChangeProbe(
+            model, optimizer, EntropyChangeOptions(first_order=True), token_statistics=statistics
+        )
+        found.append(probe.forecast(padded(0, 16, on_the_left=True)))
+    plain, packed = found
+    assert packed.delta == pytest.approx(plain.delta, rel=1e-3)
+    assert packed.se == pytest.approx(plain.se, rel=1e-3)
+    assert packed.first_order.delta == pytest.approx(plain.first_order.delta, rel=1e-2)
+
+
+class Flat(nn.Module):
+    """As a trainer's model of packed rows: it is told where sequences begin, and may score them itself."""
+
+    def __init__(self, *, scores: bool) -> None:
+        super().__init__()
+        self.model, self.scores = llama(), scores
+
+    def forward(self, ids: Tensor, positions: Tensor, cu_seqlens: Tensor) -> Any:
+        assert [int(p) for p in positions[cu_seqlens[:-1].long()]] == [0] * (len(cu_seqlens) - 1)
+        logits = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
+        if not self.scores:
+            return logits
+        s, h = statistics_of_logits(logits[None, :-1], ids[None, 1:])
+        return tuple(torch.nn.functional.pad(part, (0, 1)) for part in (s, h))
+
+
+@pytest.mark.parametrize("scores", [False, True])
+def test_a_model_of_flat_tokens_gives_logits_or_its_own_scores(scores: bool) -> None:
+    rollouts = padded(0, 8, on_the_left=True)
+    statistics = PackedLMStatistics(lambda model, ids, positions, cu: model(ids[0], positions[0], cu))
+    with torch.no_grad():
+        found, expected = statistics(Flat(scores=scores), rollouts), CausalLMStatistics()(llama(), rollouts)
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(b[rollouts.mask], a[rollouts.mask], rtol=1e-4, atol=1e-4)
+
+
+def test_what_cannot_be_scored_is_refused() -> None:
+    rollouts = padded(0, 4, on_the_left=True)
+    with pytest.raises(ValueError, match=r"must return the logits of \d+ tokens, .* got \[3, 3\]"):
+        PackedLMStatistics(lambda *_: torch.zeros(3, 3))(llama(), rollouts)
+    with pytest.raises(ValueError, match=r"or a pair of log-probability and entropy, .* got NoneType"):
+        PackedLMStatistics(lambda *_: None)(llama(), rollouts)
+    with pytest.raises(ValueError, match=r"forward must be a function of the model, input_ids, .* got 3"):
+        PackedLMStatistics(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="temperature must be positive"):
+        PackedLMStatistics(temperature=0.0)
+    first = dataclasses.replace(rollouts, mask=rollouts.inputs["attention_mask"][:, 1:].bool())
+    with pytest.raises(ValueError, match="each sampled token needs a token before it"):
+        PackedLMStatistics()(llama(), first)
