@@ -26,6 +26,13 @@ from sonde.policy.stats.coefficient_to_hold import (
     without_each_prompt,
 )
 from sonde.policy.stats.finite_step import FiniteStep, Scores, change_by_finite_step
+from sonde.wording import percent
+
+_ROUNDED_AWAY = 0.1
+_ROUNDED = (
+    "of the trial with a bonus are rounded away by parameters of 16 bits: use precision='float32', or train "
+    "parameters in fp32"
+)
 
 
 class EntropyBonus:
@@ -79,7 +86,7 @@ class EntropyBonus:
 
         self._bonus_steps: list[Direction] = []
         self._entropy_steps: list[Direction] = []
-        self._slope = 0.0
+        self._slope = self._rounded_away = 0.0
         if not self._halves:
             return
         with cost.phase("coefficient"):
@@ -109,6 +116,8 @@ class EntropyBonus:
         with self._cost.phase("coefficient"):
             size = trial_size(step.change.delta, step.change.se, self._slope)
             trial = self._trial(now, size, level)
+        if self._rounded_away > _ROUNDED_AWAY and not self._scorer.adds_residuals:
+            return unknown_coefficient(f"{percent(self._rounded_away)} {_ROUNDED}", self._present)
         return coefficient_to_hold(step, trial, present=self._present, level=level)
 
     def _cross(self, gradients: Sequence[Direction], *, is_own: bool = False) -> float:
@@ -154,4 +163,5 @@ class EntropyBonus:
             taken(step, self._model, keeps_residuals=True) as there,
             self._scorer.adding(there.residuals),
         ):
+            self._rounded_away = max(self._rounded_away, there.rounded_away)
             return self._scorer.scored(self._base.rollouts)

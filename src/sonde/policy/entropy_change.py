@@ -343,8 +343,7 @@ class EntropyChangeProbe:
                 self._scorer.adding(now.residuals),
             ):
                 after = measurement.after(measurement.scored_after(), before, bonus)
-            # A model that is not scored in 32 bits has no use for residuals: there the step is rounded in any case.
-            is_rounded = is_step or self._scorer.precision == "model"
+            is_rounded = is_step or not self._scorer.adds_residuals
             return measurement.forecast(first_order, after, rounded_away=now.rounded_away if is_rounded else 0.0)
 
     @contextlib.contextmanager

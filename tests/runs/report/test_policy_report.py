@@ -41,7 +41,7 @@ def test_verdict_first_then_every_section(tmp_path: Path) -> None:
         "twice the completions to each prompt would have cut the noise of a step by 35 % (95 % interval: 30 % to 40 %)",
         "What each forecast is made of, and what it costs",
         "Step 116 Median Evaluation prompts, B_E 16 16 Update prompts, B_U 8 8",
-        "– from the evaluation prompts, √V_X (nats)",
+        "– its variance from the evaluation prompts, V_X (nats²)",
         "Variance of the change over its square 0.25 % 0.25 % Change to first order, or X̄·Ȳ (nats)",
         "Time 400 ms 400 ms – drawing evaluation responses 150 ms 150 ms",
         "Growth of the peak memory (MB) 225 225",

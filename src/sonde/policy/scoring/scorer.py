@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.parallel.placements import is_fully_sharded, reshard
-from sonde.parallel.process_groups import Tokens, gather_from_all_ranks
+from sonde.parallel.process_groups import Tokens, gather_from_all_ranks, gather_objects
 from sonde.parallel.unwrap import unwrap_model
 from sonde.policy.scoring.directional_derivatives import (
     LOST_IN_ROUNDING,
@@ -25,7 +25,13 @@ from sonde.policy.scoring.directional_derivatives import (
     derivatives_along,
     dots_with_gradients,
 )
-from sonde.policy.scoring.fsdp_precision import gathered_in_float32, gathers_narrow, why_not_in_float32
+from sonde.policy.scoring.fsdp_precision import (
+    can_add_residuals,
+    gathered_in_float32,
+    gathers_narrow,
+    has_run,
+    why_not_in_float32,
+)
 from sonde.policy.scoring.optimizer_step import Direction, dot
 from sonde.policy.scoring.precision import Precision, in_float32, narrow_parameter, without_autocast
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
@@ -127,6 +133,11 @@ class Scorer:
         finally:
             self._residuals = {}
 
+    @property
+    def adds_residuals(self) -> bool:
+        """Whether `adding` has an effect: scores are those of a step that parameters of 16 bits do not hold."""
+        return self.precision == "float32" and (not self._is_sharded or can_add_residuals(self._model))
+
     @contextlib.contextmanager
     def _arithmetic(self) -> Iterator[Collection[nn.Module]]:
         """Around forwards and their backwards: the arithmetic of the scores. Yields modules converted to 32 bits."""
@@ -138,7 +149,7 @@ class Scorer:
             with in_float32(self._model, device.type, self._residuals) as converted:
                 yield converted
             return
-        with without_autocast(self._model, device.type), gathered_in_float32(self._model):
+        with without_autocast(self._model, device.type), gathered_in_float32(self._model, self._residuals):
             yield ()
 
     @torch.no_grad()
@@ -203,9 +214,22 @@ class Scorer:
         pilot = rollouts.rows(torch.linspace(0, len(rollouts) - 1, n).round().long())
         made: list[Derivatives] = []
 
+        def attempt() -> TooFewBits | None:
+            try:
+                with self._arithmetic():
+                    made.append(
+                        derivatives_along(self._outputs, self._model, direction, batches, mode=mode, pilot=pilot)
+                    )
+            except TooFewBits as error:
+                return error
+            return None
+
+        # Gathered, and not raised on one rank: the caller goes on with backwards, and needs all ranks for that.
+        for error in gather_objects(self._group, attempt):
+            if error is not None:
+                raise error
+
         def work() -> Tokens:
-            with self._arithmetic():
-                made.append(derivatives_along(self._outputs, self._model, direction, batches, mode=mode, pilot=pilot))
             tokens = self._in_order(rollouts, made[0].batches, ("d_log_prob", "d_entropy"))
             is_finite = all(bool(values.isfinite().all()) for values in tokens.values())
             tokens = {name: values.nan_to_num(0.0, 0.0, 0.0) for name, values in tokens.items()}
@@ -222,7 +246,8 @@ class Scorer:
         if self._is_sharded:
             return self._by_turns(scored, direction, of)
 
-        def work() -> Tokens:
+        def work() -> Tensor | None:
+            """None if the older checkpointing does not allow gradients of chosen tensors."""
             own = torch.zeros(n_prompts, len(of), dtype=torch.float64)
             index = scored.responses.index[scored.rows]
             sums = [(scored.own(c.on_log_prob), scored.own(c.on_entropy)) for c in of]
@@ -230,19 +255,21 @@ class Scorer:
                 batch = scored.rollouts.rows(rows)
                 weights = [(on_s[rows], on_h[rows]) for on_s, on_h in sums]
                 outputs = functools.partial(self._outputs, batch)
-                with self._arithmetic():
-                    dots = dots_with_gradients(outputs, self._model, weights, direction)
+                try:
+                    with self._arithmetic():
+                        dots = dots_with_gradients(outputs, self._model, weights, direction)
+                except RuntimeError as error:
+                    if "use_reentrant" not in str(error):
+                        raise
+                    return None
                 own[index[rows[0]]] = torch.tensor(dots, dtype=torch.float64)
-            return {"x": own.T.reshape(len(of), n_prompts)}
+            return own.T.contiguous()
 
         # Each rank has added up its own responses to a prompt.
-        try:
-            parts = gather_from_all_ranks(self._group, work)["x"].view(-1, len(of), n_prompts)
-        except RuntimeError as error:
-            if "use_reentrant" not in str(error):
-                raise
-            return self._by_turns(scored, direction, of)  # the older checkpointing allows whole backwards alone
-        return list(parts.sum(0).unbind(0))
+        parts = [part for part in gather_objects(self._group, work) if part is not None]
+        if len(parts) < (1 if self._group is None else self._group.size()):
+            return self._by_turns(scored, direction, of)
+        return list(torch.stack(parts).sum(0).unbind(0))
 
     def _by_turns(self, scored: Scored, direction: Direction, of: Sequence[Coefficients]) -> list[Tensor]:
         """The same by whole backwards, which add up over ranks: ranks that do not have the prompt fill up."""
@@ -345,6 +372,8 @@ class Scorer:
 
     def _try_float32(self, batch: Rollouts) -> None:
         """Whether the model computes in 32 bits on all ranks. One without 16 bits is not tried."""
+        if self._is_sharded and not has_run(self._model):
+            self._statistics(self._model, batch)  # FSDP2 decides on dtypes in the first forward
         why = why_not_in_float32(self._model) if self._is_sharded else ""
         if not why and (gathers_narrow(self._model) or narrow_parameter(self._model) is not None):
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 
 from sonde.runs.policy_reading import PolicyReading
@@ -18,8 +19,8 @@ _PARTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("Update prompts, B_U", "entropy/n_update_prompts", number),
     ("Change of entropy (nats)", "entropy/delta_forecast", number),
     ("Its standard error (nats)", "entropy/delta_se", number),
-    ("– from the evaluation prompts, √V_X (nats)", "entropy/v_x", lambda variance: number(math.sqrt(variance))),
-    ("– from the update prompts, √V_Y (nats)", "entropy/v_y", lambda variance: number(math.sqrt(variance))),
+    ("– its variance from the evaluation prompts, V_X (nats²)", "entropy/v_x", number),
+    ("– its variance from the update prompts, V_Y (nats²)", "entropy/v_y", number),
     ("Variance of the change over its square", "entropy/frac_var", percent),
     ("Change to first order, or X̄·Ȳ (nats)", "entropy/bars_dot", number),
     ("Time", "cost/entropy_seconds", duration),
@@ -45,11 +46,11 @@ def forecast_parts(readings: Sequence[PolicyReading]) -> Table | str:
         return "No change of entropy was forecast in this run."
     rows = []
     for name, metric, text in _PARTS:
-        values = sorted(v for r in forecasts if (v := r.metrics.get(metric)) is not None)
+        values = [v for r in forecasts if (v := r.metrics.get(metric)) is not None]
         if not values or (metric == "entropy/v_y" and not any(values)):
             continue
         last = forecasts[-1].metrics.get(metric)
-        rows.append((name, number(None) if last is None else text(last), text(values[len(values) // 2])))
+        rows.append((name, number(None) if last is None else text(last), text(statistics.median(values))))
     caption = "The numbers behind the forecast of the last measured step, and their medians over all measured steps"
     return Table(caption, ("", f"Step {forecasts[-1].window:,}", "Median"), tuple(rows))
 
