@@ -109,8 +109,8 @@ def test_a_yaml_file_makes_probes_that_work(tmp_path: Path) -> None:
         ({"entropy_prob": None}, r"did you mean 'entropy_probe'\?"),
         ({"GNS_PROBE": {}}, r"did you mean 'gns_probe'\?"),
         ({"gns_probe": {}, "gns-probe": {}}, "the config holds 'gns_probe' twice, with - and with _"),
-        ({"my_probe": {}}, r"the config holds an unknown option 'my_probe'"),
-        ({"dead_units_probe": {"enabled": True}}, r"the config holds an unknown option 'dead_units_probe'"),
+        ({"gns": {"enabled": True}}, r"the config holds an unknown option 'gns': did you mean 'gns_probe'\?"),
+        ({"noise_probe": {"horizon": 3}}, r"the config holds an unknown option 'noise_probe'"),
         ({"prompt-noise-prob": {}}, r"did you mean 'prompt_noise_probe'\?"),
         ({"gns_probe": True}, r"gns_probe in the config must map options to values, got True: write gns_probe: \{"),
         ({"gns_probe": {"horizn": 3}}, "gns_probe of the config holds an unknown option 'horizn': .* 'horizon'"),
@@ -152,7 +152,11 @@ def test_the_whole_configuration_of_a_training_may_be_given() -> None:
         "probability": 0.5,
         "model": {"gns": 1},
         "report_to": ["wandb"],
-        "linear_probe": {"layer": 3},
+        "linear_probe": {"layer": 3, "enabled": True},
+        "my_probe": {},
+        "entropy": {"coef": 1},
+        "entropy_loss": True,
+        "probe": {"layer": 3},
         "probes": ["layer 3"],
     }
     config = probes_from_config({**theirs, "gns_probe": {"enabled": True}})

@@ -134,7 +134,7 @@ def probes_from_config(
     kinds = built_in | own
     configs: dict[str, Any] = {}
     for key, options in config.items():
-        if not _is_of_a_probe(key, options, list(kinds)):
+        if not _is_of_a_probe(key, options, kinds):
             continue
         name = known_name(key, list(kinds), where)
         if name in configs:
@@ -148,13 +148,16 @@ def probes_from_config(
     return ProbesConfig(**configs, own=mine)
 
 
-def _is_of_a_probe(key: object, value: object, known: list[str]) -> bool:
-    """Whether a key is meant for a probe: it is that of one, or nearly, or its value looks like a probe's options.
+def _is_of_a_probe(key: object, value: object, kinds: Mapping[str, type]) -> bool:
+    """Whether a key is meant for a probe: it is that of one, or nearly; or it is like one and holds a probe's options.
 
-    Where the value may be a probe's options, or their abbreviation `true`, a smaller likeness is enough.
+    Other keys are the training's own, such as `linear_probe: true` or `entropy_coef: 0.01`.
     """
-    name = str(key).replace("-", "_").lower()
-    if isinstance(value, Mapping) and "enabled" in value and name.endswith("probe"):
+    name, known = str(key).replace("-", "_").lower(), list(kinds)
+    if get_close_matches(name, known, n=1, cutoff=0.9):  # of "gns_prob" 0.94, of "entropy_coef" 0.72
         return True
-    likeness = 0.7 if isinstance(value, Mapping | bool) else 0.9  # of "gns_prob" 0.94, of "linear_probe" 0.67
-    return bool(get_close_matches(name, known, n=1, cutoff=likeness))
+    like = [k for k in known if k.removesuffix("probe") == f"{name}_"] or get_close_matches(
+        name, known, n=1, cutoff=0.7
+    )
+    options = {f.name for kind in like for f in fields(kinds[kind])}
+    return isinstance(value, Mapping) and not options.isdisjoint(str(k).replace("-", "_") for k in value)

@@ -24,9 +24,14 @@ class Counting(SmallPolicy):
         self.register_buffer("counts", torch.zeros(8))
         self.longest = 0
         self.table: Tensor | None = None
+        self.seen = torch.zeros(1)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         self.counts += torch.bincount(input_ids.flatten(), minlength=8)[:8]
+        self.seen += 1
+        if not hasattr(self, "first"):
+            self.first = input_ids.shape
+            self.first_width = input_ids.shape[1]
         if input_ids.shape[1] > self.longest:
             self.longest = input_ids.shape[1]
             self.table = torch.arange(self.longest)
@@ -47,11 +52,15 @@ def test_what_a_forward_counts_and_keeps_is_as_before(probe: str) -> None:
     scene.model = Counting()
     scene.optimizer = optimizer_of(scene.model, "sgd", 0.1)
     loss(scene.model, scene.U.rows(torch.arange(4))).backward()
+    del scene.model.first_width
     counts, longest, table = scene.model.counts.clone(), scene.model.longest, scene.model.table
+    seen = float(scene.model.seen)
     PROBES[probe](scene)
     assert torch.equal(scene.model.counts, counts)
     assert scene.model.longest == longest
     assert scene.model.table is table
+    assert float(scene.model.seen) == seen
+    assert not hasattr(scene.model, "first_width")
 
 
 @pytest.mark.parametrize("around", [False, True])

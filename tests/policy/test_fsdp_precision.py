@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+import sonde
 from sonde.policy.entropy_change import EntropyChangeProbe
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.fsdp_precision import gathered_in_float32, gathers_narrow
@@ -86,6 +87,60 @@ def test_a_small_step_is_forecast_as_without_mixed_precision(ranks2: Ranks) -> N
     """In bf16, rounding in the two forwards has a multiple of this standard error."""
     narrow, wide = ranks2(forecasts_of_a_small_step)[0]
     assert narrow == pytest.approx(wide, rel=1e-3)
+
+
+def steps_below_the_spacing(on_ranks: bool) -> list[tuple[float, ...]]:
+    """Of bf16 parameters: along a gradient, and with a bonus; on two ranks of FSDP2 or in one process."""
+    found = []
+    for options in ({"update": "gradient", "step_size": 1e-5}, {"coefficient_to_hold": True}):
+        own = policy(dtype=torch.bfloat16)
+        E, U = drawn(policy(), 0, 16, seed=1), drawn(policy(), 1000, 8, seed=2)
+        model: Any = own
+        if on_ranks:
+            mesh = mesh_of((2,))
+            fully_shard(own.hidden, mesh=mesh)
+            model = fully_shard(own, mesh=mesh)
+            rank = dist.get_rank()
+            E, U = E.rows(torch.arange(32) + 32 * rank), U.rows(torch.arange(16) + 16 * rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        loss(model, U).backward()
+        probe = EntropyChangeProbe(model, optimizer, EntropyChangeOptions(**options))  # type: ignore[arg-type]
+        forecast = probe.forecast(E, U)
+        if forecast.coefficient_to_hold is not None:
+            found.append((forecast.coefficient_to_hold.change_per_unit,))
+        else:
+            found.append((forecast.finite_step.delta, forecast.delta))
+    return found
+
+
+def test_steps_that_no_optimizer_takes_are_not_rounded(ranks2: Ranks) -> None:
+    """What 16 bits do not hold is added to each rank's part before it is gathered."""
+    for along, alone in zip(ranks2(steps_below_the_spacing, True)[0], steps_below_the_spacing(False), strict=True):
+        assert along == pytest.approx(alone, rel=0.02)  # gradients of FSDP2 are reduced in bf16
+
+
+def noise_scale(is_beside: bool) -> tuple[Any, ...]:
+    model = sharded(policy_of_fsdp=MixedPrecisionPolicy())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = sonde.attach(model, optimizer, unit="responses", every=1, units_per_piece=16)
+    for step in range(2):
+        optimizer.zero_grad()
+        for piece in range(2):
+            E, U = batches(2 * step + piece)
+            loss(model, U).backward()
+        if is_beside:
+            options = EntropyChangeOptions(coefficient_to_hold=True)
+            EntropyChangeProbe(model, optimizer, options).forecast(E)
+        probe.step()
+        optimizer.step()
+    reading = probe.reading()
+    probe.close()
+    return reading.windows, reading.trace_cov, reading.grad_sq, dict(reading.dropped)
+
+
+def test_backwards_of_a_forecast_are_no_pieces_under_fsdp2(ranks2: Ranks) -> None:
+    assert ranks2(noise_scale, True) == ranks2(noise_scale, False)
+    assert ranks2(noise_scale, True)[0][3] == {}
 
 
 def what_fsdp_keeps() -> dict[str, Any]:

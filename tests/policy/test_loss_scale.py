@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sonde.config import probes_from_config
-from sonde.loss_scale import loss_scale
+from sonde.parallel.loss_scale import loss_scale
 from sonde.policy.entropy_change import EntropyChangeProbe
 from sonde.policy.entropy_options import EntropyChangeOptions
 from tests.policy.entropy_scene import Scene
@@ -57,6 +57,14 @@ def test_the_scale_is_left_out(kind: str, is_unscaled: bool) -> None:
     assert around.forecast.delta == pytest.approx(expected.delta, rel=1e-5)
     assert around.forecast.doubt == ""  # the derivatives are along the step that was taken
     assert around.forecast.first_order.delta == pytest.approx(expected.first_order.delta, rel=1e-3)
+
+
+def test_a_clips_factor_comes_beside_the_scale() -> None:
+    plain, (scene, scaler) = Scene("momentum"), scaled("momentum", is_unscaled=False)
+    expected = probe_of(plain).forecast(plain.E, gradient_scale=0.5)
+    assert probe_of(scene, scaler).forecast(scene.E, gradient_scale=0.5).delta == pytest.approx(
+        expected.delta, rel=1e-5
+    )
 
 
 def test_a_configuration_passes_the_scaler_on() -> None:

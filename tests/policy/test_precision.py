@@ -142,6 +142,15 @@ def test_fp32_parameters_lose_nothing_and_of_another_optimizer_it_is_not_known()
     assert around.forecast.rounded_away is None
 
 
+def test_a_clip_in_the_block_is_not_taken_for_rounding() -> None:
+    probe, optimizer, E, _ = scene(policy(dtype=torch.bfloat16), lr=1e-2)
+    with probe.around_step(E) as around:
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad.mul_(0.0)
+        optimizer.step()
+    assert around.forecast.rounded_away is None
+
+
 def test_a_step_that_no_optimizer_takes_is_not_rounded() -> None:
     """η times the mean gradient, far below the spacing of bf16: what the parameters do not hold is added."""
     probe, _, E, U = scene(policy(dtype=torch.bfloat16), update="gradient", step_size=1e-6)

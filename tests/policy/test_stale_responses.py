@@ -33,6 +33,16 @@ def test_stale_responses_give_the_change_of_the_policy_as_it_is() -> None:
     assert "or by another policy, such as older weights" in unweighted.reason
 
 
+def test_a_step_that_is_skipped_has_the_entropy_of_the_policy_as_it_is() -> None:
+    scene = Scene()
+    E = stale(scene.model, 24, 2)
+    known = scene.probe().forecast(E)
+    with scene.probe().around_step(E) as around:
+        """A GradScaler takes no step after gradients that are not finite."""
+    assert around.forecast.delta is None
+    assert (around.forecast.entropy, around.forecast.entropy_se) == (known.entropy, known.entropy_se)
+
+
 def test_reported_log_probabilities_of_the_policy_itself_change_nothing() -> None:
     scene = Scene()
     with torch.no_grad():

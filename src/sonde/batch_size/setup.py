@@ -28,7 +28,7 @@ from sonde.batch_size.taps.ddp_buckets import comm_hook_name
 from sonde.batch_size.taps.metric import MetricName
 from sonde.batch_size.taps.tap_choice import TapName
 from sonde.batch_size.units import counted_in, unit_names
-from sonde.loss_scale import check_grad_scaler
+from sonde.parallel.loss_scale import check_grad_scaler
 from sonde.parallel.same_on_ranks import check_same_on_ranks
 from sonde.parallel.stages import ModelParameters
 from sonde.parallel.unwrap import unwrap_optimizer

@@ -356,6 +356,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
                 config.entropy_probe,
                 token_statistics=statistics,
                 sampler=self._truth if self._has_rollouts else None,
+                grad_scaler=self._trainer.accelerator.scaler,
             )
         if config.policy_entropy_probe.enabled:
             n_prompts = config.policy_entropy_probe.micro_batch_prompts

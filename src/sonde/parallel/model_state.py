@@ -56,31 +56,36 @@ def preserve_gradients_and_buffers(model: nn.Module) -> Iterator[None]:
 def preserve_buffers(model: nn.Module) -> Iterator[None]:
     """On exit buffers are as before, bit for bit, and so are the modules' own numbers, texts and tensors.
 
-    Holds a copy of every buffer, since a forward pass may write to any of them: running statistics, queues, codebooks,
-    an expert's count of tokens. A module may also keep the longest length it has seen, or a table for it.
+    Holds a copy of each of these tensors, since a forward may write to any of them: running statistics, queues,
+    codebooks, an expert's count of tokens. A module may also keep the longest length that it has seen, or a table for
+    it. What a module keeps in lists, dicts and objects of its own is not looked at.
     """
-    buffers = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
-    attributes = [
-        (module, name, value)
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if isinstance(value, _ATTRIBUTES) and name != "training"
+    buffers = [(m, name, b, b.detach().clone()) for m in model.modules() for name, b in m.named_buffers(recurse=False)]
+    attributes = [(m, {name: v for name, v in vars(m).items() if _is_kept(name, v)}) for m in model.modules()]
+    tensors = [
+        (m, name, v, v.detach().clone())
+        for m, own in attributes
+        for name, v in own.items()
+        if isinstance(v, torch.Tensor)
     ]
     try:
         yield
     finally:
-        for module, name, value in attributes:
-            if vars(module).get(name) is not value:
-                setattr(module, name, value)
+        for module, own in attributes:
+            for name in [name for name, v in vars(module).items() if _is_kept(name, v) and name not in own]:
+                delattr(module, name)  # made by a forward
+            for name, value in own.items():
+                if vars(module).get(name) is not value:
+                    setattr(module, name, value)
         with torch.no_grad():
-            for module, name, buffer, before in buffers:
+            for module, name, tensor, before in [*buffers, *tensors]:
                 # Compared by value: batch normalisation changes its statistics without counting their version up. What
                 # is unchanged is not written to, since the graph of a forward before may need it.
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)
-                if getattr(module, name, None) is not buffer:  # the forward pass has put another tensor in its place
-                    setattr(module, name, buffer)
+                if not torch.equal(tensor, before):
+                    tensor.copy_(before)
+                if getattr(module, name, None) is not tensor:  # the forward pass has put another tensor in its place
+                    setattr(module, name, tensor)
+
+
+def _is_kept(name: str, value: object) -> bool:
+    return name != "training" and isinstance(value, _ATTRIBUTES)

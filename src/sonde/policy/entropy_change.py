@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.deprecation import with_deprecated
-from sonde.loss_scale import check_grad_scaler, loss_scale
+from sonde.parallel.loss_scale import check_grad_scaler, loss_scale
 from sonde.parallel.process_groups import check_group, data_parallel_group, together
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.policy.cost import Cost
@@ -122,6 +122,8 @@ class EntropyChangeProbe:
         check_model(model, parameters, has_checkpoints=options.checkpoint)
         check_optimizer(optimizer, parameters)
         check_grad_scaler(grad_scaler)
+        if options.update == "gradient" and options.step_size is None and optimizer is None:
+            raise ValueError("update='gradient' takes the optimizer's learning rate, got no optimizer: pass step_size=")
         if options.coefficient_to_hold and (why := why_no_forecast(optimizer)):
             raise ValueError(f"coefficient_to_hold=True needs the optimizer's answer to a bonus: {why}")
         self._options = options
@@ -143,10 +145,10 @@ class EntropyChangeProbe:
         evaluation: Rollouts,
         update: Rollouts | None = None,
         *,
-        gradient_scale: float | Tensor | None = None,
+        gradient_scale: float | Tensor = 1.0,
         causes: bool = False,
         entropy_coefficient: float | None = None,
-        applied_scale: float | Tensor | None = None,
+        applied_scale: float | Tensor = 1.0,
     ) -> EntropyForecast:
         """What the next optimizer step will do. Parameters take the step for one forward, and have their bits again.
 
@@ -155,23 +157,21 @@ class EntropyChangeProbe:
         Args:
             evaluation: this rank's part of E.
             update: this rank's part of U, with advantages. Needed with update="gradient", and for causes by prompt.
-            gradient_scale: factor that gradients are still multiplied by before the step, such as a clip's coefficient.
-                By default one over the scale that the gradients have by `grad_scaler`.
+            gradient_scale: factor that gradients are still multiplied by before the step, such as a clip's coefficient,
+                beside one over the scale that they have by `grad_scaler`.
             causes: also split the change into momentum and this batch, and by prompt of U. This takes a backward of E
                 and passes over U.
             entropy_coefficient: that of the bonus which the loss has now, if it is not the option's; for
                 `coefficient_to_hold`.
             applied_scale: factor of the loss's gradient that `.grad` holds already, such as the coefficient of a clip
-                that came first; for `coefficient_to_hold`. By default the scale that the gradients have by
-                `grad_scaler`.
+                that came first, beside the scale that it has by `grad_scaler`; for `coefficient_to_hold`.
 
         Raises:
             ValueError: for responses that cannot be used, or an optimizer whose step cannot be forecast.
             RuntimeError: if there is no gradient yet.
         """
-        bonus = self._bonus_in_loss(entropy_coefficient, applied_scale)
-        scale = self._gradient_scale(gradient_scale)
         with together(self._group):
+            bonus, scale = self._bonus_in_loss(entropy_coefficient, applied_scale), self._gradient_scale(gradient_scale)
             return self._run(evaluation, update, scale, causes, bonus, sampler=None)
 
     def measure(
@@ -179,10 +179,10 @@ class EntropyChangeProbe:
         evaluation: Rollouts,
         update: Rollouts | None = None,
         *,
-        gradient_scale: float | Tensor | None = None,
+        gradient_scale: float | Tensor = 1.0,
         causes: bool = False,
         entropy_coefficient: float | None = None,
-        applied_scale: float | Tensor | None = None,
+        applied_scale: float | Tensor = 1.0,
     ) -> EntropyForecast:
         """`forecast` with the third truth: responses sampled before and after the step, with common random numbers.
 
@@ -191,8 +191,8 @@ class EntropyChangeProbe:
         """
         if self._sampler is None:
             raise RuntimeError("truth by fresh rollouts needs a sampler: EntropyChangeProbe(…, sampler=…)")
-        bonus, scale = self._bonus_in_loss(entropy_coefficient, applied_scale), self._gradient_scale(gradient_scale)
         with together(self._group):
+            bonus, scale = self._bonus_in_loss(entropy_coefficient, applied_scale), self._gradient_scale(gradient_scale)
             return self._run(evaluation, update, scale, causes, bonus, sampler=self._sampler)
 
     @contextlib.contextmanager
@@ -201,10 +201,10 @@ class EntropyChangeProbe:
         evaluation: Rollouts,
         update: Rollouts | None = None,
         *,
-        gradient_scale: float | Tensor | None = None,
+        gradient_scale: float | Tensor = 1.0,
         causes: bool = False,
         entropy_coefficient: float | None = None,
-        applied_scale: float | Tensor | None = None,
+        applied_scale: float | Tensor = 1.0,
     ) -> Iterator[AroundStep]:
         """Around the optimizer's real step, of any optimizer: what the step did to the entropy.
 
@@ -234,10 +234,10 @@ class EntropyChangeProbe:
             ...     print(around.forecast)
         """
         around, options = AroundStep(), self._options
-        present, applied = self._bonus_in_loss(entropy_coefficient, applied_scale)
-        scale = self._gradient_scale(gradient_scale)
         is_gradient = options.update == "gradient"
         with together(self._group):
+            present, applied = self._bonus_in_loss(entropy_coefficient, applied_scale)
+            scale = self._gradient_scale(gradient_scale)
             n_update = self._check_responses(evaluation, update, causes)
             if is_gradient and update is None:
                 raise ValueError(_NO_UPDATE)
@@ -258,7 +258,7 @@ class EntropyChangeProbe:
                         self._model, self._optimizer, gradient_scale=scale, applied_scale=applied, present=present
                     )
         yield around
-        with together(self._group), preserve_training_state(self._model):
+        with together(self._group), self._undisturbed():
             if measurement is None:
                 around._forecast = self._unknown(_SCORES_NOT_FINITE)
             else:
@@ -347,15 +347,19 @@ class EntropyChangeProbe:
             return measurement.forecast(first_order, after, rounded_away=now.rounded_away if is_rounded else 0.0)
 
     @contextlib.contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """The training state is as before on exit; layers are checkpointed inside, if they are to be."""
+        checkpoints = checkpointing(self._model) if self._has_checkpoints else contextlib.nullcontext()
+        with preserve_training_state(self._model), checkpoints:
+            yield
+
+    @contextlib.contextmanager
     def _measuring(
         self, evaluation: Rollouts, sampler: Sampler | None, n_update: int
     ) -> Iterator[EntropyMeasurement | None]:
         """A measurement that leaves the training state as it was; None if the policy's scores are not finite."""
         self._n_calls += 1
-        with (
-            preserve_training_state(self._model),
-            checkpointing(self._model) if self._has_checkpoints else contextlib.nullcontext(),
-        ):
+        with self._undisturbed():
             parameters = trainable(self._model)  # of now: some are perhaps unfrozen as training goes on
             if not self._is_repeatable:
                 self._scorer.check_repeatable(evaluation)
@@ -403,17 +407,17 @@ class EntropyChangeProbe:
             needs_own=self._options.needs_own_responses(causes=causes),
         )
 
-    def _gradient_scale(self, given: float | Tensor | None) -> float:
+    def _gradient_scale(self, given: float | Tensor) -> float:
         """The factor of gradients before the step; not finite if they are not."""
-        scale = 1.0 / loss_scale(self._grad_scaler, self._optimizer) if given is None else float(given)
+        scale = float(given) / loss_scale(self._grad_scaler, self._optimizer)
         if scale < 0:
             raise ValueError(f"gradient_scale must not be negative, got {scale!r}: pass the factor of a clip, say")
         return scale
 
-    def _bonus_in_loss(self, coefficient: float | None, applied_scale: float | Tensor | None) -> tuple[float, float]:
+    def _bonus_in_loss(self, coefficient: float | None, applied_scale: float | Tensor) -> tuple[float, float]:
         """The coefficient of the loss's entropy bonus, and the factor of the loss's gradient in `.grad`."""
         present = self._options.entropy_coefficient if coefficient is None else float(coefficient)
-        applied = loss_scale(self._grad_scaler, self._optimizer) if applied_scale is None else float(applied_scale)
+        applied = float(applied_scale) * loss_scale(self._grad_scaler, self._optimizer)
         if not math.isfinite(present):
             raise ValueError(f"entropy_coefficient must be finite, got {present!r}")
         if self._options.coefficient_to_hold and not 0.0 < applied < math.inf:

@@ -59,13 +59,12 @@ def check_model(model: nn.Module, parameters: Sequence[Tensor], *, has_checkpoin
 
 
 def _overlap(parameters: Sequence[Tensor]) -> bool:
-    """Whether two of them share elements in memory."""
+    """Whether two of them share elements in memory; of views with gaps it is not known."""
     spans = []
     for p in parameters:
         local = local_tensor(p.detach())
-        if local.numel() and local.device.type != "meta":
-            size = 1 + sum((n - 1) * stride for n, stride in zip(local.shape, local.stride(), strict=True))
-            spans.append((str(local.device), local.data_ptr(), local.data_ptr() + size * local.itemsize))
+        if local.numel() and local.device.type != "meta" and local.is_contiguous():
+            spans.append((str(local.device), local.data_ptr(), local.data_ptr() + local.nbytes))
     spans.sort()
     return any(a[0] == b[0] and b[1] < a[2] for a, b in itertools.pairwise(spans))
 

@@ -24,9 +24,8 @@ from sonde.policy.stats.attribution import Cause, causes_by_prompt, credit_by_si
 from sonde.policy.stats.entropy_change import change_by_gradients
 from sonde.policy.stats.entropy_forecast import AfterStep, EntropyForecast, FirstOrder, entropy_forecast, unknown
 from sonde.policy.stats.entropy_gradient import (
-    entropy_rate,
-    entropy_rate_se,
     on_same_prefixes_coefficients,
+    weighted_entropy_rate,
 )
 from sonde.policy.stats.finite_step import Scores, change_by_finite_step
 from sonde.policy.stats.importance import fixed_prefix_change, importance_sampled_change, resampled_change
@@ -276,7 +275,7 @@ class EntropyMeasurement:
             level=self._options.level,
             is_same_step=is_same_step,
             n_update=self._n_update,
-            sampled_log_prob=self._base.sampled_log_prob,
+            prefix_weights=self._gradients.prefix_weights,
             rounded_away=rounded_away,
             precision=self._scorer.precision,
             why_precision=self._scorer.why_precision,
@@ -287,12 +286,13 @@ class EntropyMeasurement:
     def unknown(self, reason: str) -> EntropyForecast:
         """A forecast that could not be made, with the entropy at θ."""
         base = self._base
+        rate, rate_se = weighted_entropy_rate(base.entropy, base.responses, self._gradients.prefix_weights)
         return unknown(
             reason,
             self._options.objective,
             self._options.update,
-            entropy=entropy_rate(base.entropy, base.responses)[0],
-            entropy_se=entropy_rate_se(base.entropy, base.responses),
+            entropy=rate,
+            entropy_se=rate_se,
             surprise_sd=surprise_sd(base.log_prob, base.entropy, base.responses),
         )
 

@@ -33,6 +33,8 @@ from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder
 
 _LARGEST_DEPARTURE = 0.01
 """Relative difference between the step that was taken and its forecast, above which they count as different steps."""
+_ANOTHER_STEP = 0.5
+"""The same for parameters of 16 bits, whose step is rounded: a few elements are rounded to another neighbour."""
 STEP_NOT_FINITE = "the step is not finite"
 _STEP_SKIPPED = (
     "no parameter moved in the block of around_step(): the step was skipped, as a GradScaler does after gradients that "
@@ -165,13 +167,17 @@ class PolicyStep:
         return measurement.forecast(before.first_order, after, is_same_step=False, rounded_away=rounded_away)
 
     def _rounded_away(self, before: BeforeStep) -> float | None:
-        """The part of the step that parameters of 16 bits do not hold; 0 if there are none, None if unknown."""
+        """The part of the step that parameters of 16 bits do not hold; 0 if there are none.
+
+        None if it is unknown: if the step has no forecast, or gradients were changed in the block, as by a clip.
+        """
         if before.rounding is None:
             return 0.0
         rounding = before.rounding
         sums = gather_from_all_ranks(self._group, lambda: {"of": torch.tensor([rounding.sq_norms()])})["of"].sum(0)
-        sq_lost, sq_step = sums.tolist()
-        return math.sqrt(sq_lost / sq_step) if sq_step else None
+        sq_lost, sq_step, sq_other, sq_moved = sums.tolist()
+        is_another = sq_other > _ANOTHER_STEP**2 * max(sq_moved, sq_other)
+        return math.sqrt(sq_lost / sq_step) if sq_step and not is_another else None
 
     def _why_another_step(self, witness: StepWitness) -> str:
         """How the step that was taken differs from its forecast; empty if it does not."""

@@ -27,6 +27,7 @@ from sonde.runs.blocks import (
 from sonde.runs.columns import Columns
 from sonde.runs.json_values import as_count, as_descriptions, as_list, as_mapping, as_numbers, as_setup, as_time
 from sonde.runs.lines import parse_block
+from sonde.runs.older_names import are_older, with_present_names
 from sonde.runs.own_metrics import OwnMetrics
 from sonde.runs.policy_reading import PolicyReadings
 from sonde.runs.reading_rows import READING_START, ReadingRows, read_rows
@@ -215,6 +216,7 @@ class Contents:
             case "header":
                 self._add_header(record)
             case "probe":
+                self._note_names(record)
                 self._add_probe(_probe(record))
             case "columns":
                 self._add_columns(record)
@@ -252,6 +254,7 @@ class Contents:
                 f"{self._file} was written with record schema {record['schema']!r}, expected "
                 f"{' or '.join(map(str, READABLE_SCHEMAS))}: read it with the version of sonde that wrote it"
             )
+        self._note_names(record)
         probe = _probe(record)
         self._note_probe(probe)
         self._flush()
@@ -272,6 +275,11 @@ class Contents:
         header = self._headers[-1]
         self._headers[-1] = replace(header, probes=(*header.probes, probe))
         self._begin_block(self._block.columns)
+
+    def _note_names(self, record: Mapping[str, Any]) -> None:
+        """Note whether the policy records that follow have older names."""
+        if (older := are_older(as_mapping(record["metrics"]))) is not None:
+            self._policy.has_older_names = older
 
     def _note_probe(self, probe: ProbeSetup) -> None:
         if (other := other_unit(self._units, probe.writes, probe.unit)) is not None:
@@ -320,11 +328,12 @@ def _parsed_groups(columns: Columns, written: bytes) -> dict[str, dict[str, Any]
 
 
 def _probe(record: Mapping[str, Any]) -> ProbeSetup:
+    metrics = as_descriptions(record["metrics"])
     return ProbeSetup(
         writes=str(record.get("writes", "")),
         unit=str(record["unit"]),
         setup=as_setup(record["setup"]),
-        metrics=as_descriptions(record["metrics"]),
+        metrics=with_present_names(metrics) if are_older(metrics) else metrics,
         sections=tuple(_section(as_mapping(section)) for section in as_list(record.get("sections", []))),
     )
 

@@ -9,22 +9,7 @@ from typing import Any
 from sonde.policy.stats.forecast_point import Point, forecast_point
 from sonde.policy.stats.importance import Per
 from sonde.runs.json_values import as_count, as_list, as_mapping, as_number, as_numbers, as_time
-
-_OLDER_NAMES = {
-    **{
-        f"entropy/{name}": f"entropy/evaluation_{name}"
-        for name in ("per_token", "per_token_se", "surprise_sd", "own_policy_z", "own_policy_departure")
-    },
-    **{
-        f"entropy/{name}": f"entropy/update_{name}"
-        for name in (
-            "token_weighted", "token_weighted_se", "token_weighted_surprise_sd", "sequence_weighted", "response_sd",
-            *(f"response_q{q:02}" for q in (5, 25, 50, 75, 95)), "sequence_sum", "advantage_correlation",
-            "advantage_correlation_low", "advantage_correlation_high", "cov_log_prob_advantage",
-        )
-    },
-}  # fmt: skip
-"""Metrics of older logs, whose names did not say which batch they are of, and their present names."""
+from sonde.runs.older_names import with_present_names
 
 
 @dataclass(frozen=True)
@@ -122,13 +107,15 @@ class PolicyReadings:
         self.readings: list[PolicyReading] = []
         self.effects: dict[str, PromptEffect] = {}
         """Of learning from each prompt, by its text."""
+        self.has_older_names = False
+        """Whether the present start's metrics have names that did not say which responses they are of."""
         self._thinned = thinned
         self._with_shares = self._with_causes = -1
         """Indices of the last readings with shares and with causes."""
 
     def add(self, record: Mapping[str, Any], segment: int) -> None:
         """Add one record; see `policy_reading`."""
-        reading = policy_reading(record, segment)
+        reading = policy_reading(record, segment, has_older_names=self.has_older_names)
         here = len(self.readings)
         self.readings.append(reading)
         if reading.shares:
@@ -153,18 +140,24 @@ class PolicyReadings:
             effect.n_steps += 1
 
 
-def policy_reading(record: Mapping[str, Any], segment: int) -> PolicyReading:
+def policy_reading(record: Mapping[str, Any], segment: int, *, has_older_names: bool = False) -> PolicyReading:
     """Read one record.
+
+    Args:
+        record: as it was written.
+        segment: index of its start.
+        has_older_names: whether its metrics have names that did not say which responses they are of.
 
     Raises:
         KeyError: when something is missing.
         TypeError: when something is of another kind than its schema says.
     """
+    metrics = as_numbers(record["metrics"])
     return PolicyReading(
         segment=segment,
         window=as_count(record["window"]),
         time=as_time(record["time"]),
-        metrics={_OLDER_NAMES.get(name, name): value for name, value in as_numbers(record["metrics"]).items()},
+        metrics=with_present_names(metrics) if has_older_names else metrics,
         reason=str(record["reason"]),
         per="response" if record["per"] == "response" else "token",
         shares=_parts(record["shares"]),

@@ -14,6 +14,7 @@ from sonde.runs.report.curve_style import time_axis
 from sonde.runs.report.figures import LIGHT_GREY
 from sonde.runs.report.policy_curves import entropy_curve, prompt_noise_curve
 from sonde.runs.report.policy_sections import policy_sections
+from sonde.runs.report.sections import own_value_names
 from sonde.runs.report.timeline import timeline
 from sonde.runs.report.write import write_report
 from sonde.runs.sinks import JsonlSink
@@ -61,6 +62,25 @@ def test_verdict_first_then_every_section(tmp_path: Path) -> None:
         "loss: dr_grpo",
     ):
         assert fact in text, fact
+
+
+def test_a_variance_along_gradients_may_be_negative(tmp_path: Path) -> None:
+    """It is a covariance of two halves. The median of two values lies between them."""
+    sink = JsonlSink(tmp_path)
+    sink.write(policy_header())
+    for i, v_y in enumerate((-2e-6, -4e-6)):
+        record = policy_record(i)
+        sink.write(record | {"metrics": record["metrics"] | {"entropy/v_y": v_y}})
+    sink.close()
+    row = "– its variance from the update prompts, V_Y (nats²) −4.00 × 10⁻⁶ −3.00 × 10⁻⁶"
+    assert row in visible_text(write_report(tmp_path))
+
+
+def test_older_logs_are_read_with_the_present_names() -> None:
+    run = read_run(Path(__file__).parents[1] / "logs" / "schema_1_policy" / "records.jsonl")
+    assert own_value_names(run, run.policy) == ["reward"]
+    assert run.metrics["entropy/evaluation_per_token"]["unit"] == "nats a token"
+    assert "entropy/per_token" not in run.metrics
 
 
 def test_the_log_is_read_back_as_it_was_written(tmp_path: Path) -> None:

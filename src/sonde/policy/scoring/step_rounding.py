@@ -33,11 +33,18 @@ class StepRounding:
                 self._samples.append((p, sampled_elements(p).clone(), sampled_elements(delta).clone()))
 
     @torch.no_grad()
-    def sq_norms(self) -> tuple[float, float]:
-        """Σ(θ⁺ − θ − Δ)² and ΣΔ² over this rank's elements. Waits for the device."""
-        sq_lost = sq_step = 0.0
+    def sq_norms(self) -> tuple[float, float, float, float]:
+        """Squared norms over this rank's elements; waits for the device.
+
+        Returns:
+            Of θ⁺ − θ − Δ; of Δ; of θ⁺ minus what θ + Δ is in 16 bits, which is 0 if Δ was the step that was taken; and
+            of what θ + Δ is in 16 bits minus θ.
+        """
+        sums = torch.zeros(4, dtype=torch.float64)
         for p, before, delta in self._samples:
-            moved = sampled_elements(p).double() - before.double()
-            sq_lost += float((moved - delta.double()).square().sum())
-            sq_step += float(delta.double().square().sum())
-        return sq_lost, sq_step
+            after, theta, step = sampled_elements(p).double(), before.double(), delta.double()
+            rounded = (theta + step).to(p.dtype).double()
+            parts = (after - theta - step, step, after - rounded, rounded - theta)
+            sums += torch.stack([part.square().sum() for part in parts]).cpu()
+        lost, whole, other, moved = sums.tolist()
+        return lost, whole, other, moved

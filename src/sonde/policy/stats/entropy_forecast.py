@@ -17,7 +17,7 @@ from sonde.policy.stats.finite_step import FiniteStep
 from sonde.policy.stats.importance import MeasuredChange
 from sonde.policy.stats.near_uniform import is_near_uniform, surprise_sd
 from sonde.policy.stats.own_policy import OwnPolicyTest, why_not_own
-from sonde.policy.stats.prefix_weights import LEAST_SUPPORT, Support, prefix_weights
+from sonde.policy.stats.prefix_weights import LEAST_SUPPORT, Support
 from sonde.stats.intervals import LEVEL
 from sonde.wording import percent
 
@@ -313,7 +313,7 @@ def entropy_forecast(
     level: float,
     is_same_step: bool = True,
     n_update: int = 0,
-    sampled_log_prob: Tensor | None = None,
+    prefix_weights: Tensor | None = None,
     precision: str = "",
     why_precision: str = "",
     rounded_away: float | None = None,
@@ -333,7 +333,7 @@ def entropy_forecast(
         level: confidence level of the change's interval.
         is_same_step: whether `first_order` and `after` are of the same step.
         n_update: number of update prompts; 0 if they are not known.
-        sampled_log_prob: log-probabilities that the sampler reported; None if the responses are the policy's own.
+        prefix_weights: by `prefix_weights`, if another policy sampled the responses; None if they are the policy's own.
         precision: in which arithmetic responses were scored.
         why_precision: why not in 32 bits.
         rounded_away: part of the step that parameters of 16 bits do not hold; None if unknown.
@@ -341,12 +341,8 @@ def entropy_forecast(
         peak_bytes: growth of the process's peak memory.
     """
     scatter = surprise_sd(log_prob, entropy, responses)
-    own_policy, weights = None, None
-    if sampled_log_prob is None:
-        own_policy = OwnPolicyTest.of(log_prob, entropy, responses)
-    else:
-        weights = prefix_weights(log_prob, sampled_log_prob, responses)
-    rate, rate_se = weighted_entropy_rate(entropy, responses, weights)
+    own_policy = OwnPolicyTest.of(log_prob, entropy, responses) if prefix_weights is None else None
+    rate, rate_se = weighted_entropy_rate(entropy, responses, prefix_weights)
     linear = first_order.on_same_prefixes if first_order is not None and is_same_step else None
     fixed = None if after is None else FixedPrefixes(after.on_same_prefixes, linear)
     headline = after.finite_step.change if after is not None else None
