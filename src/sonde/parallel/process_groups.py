@@ -174,7 +174,8 @@ def together(group: dist.ProcessGroup | None) -> Iterator[None]:
     """A block that ends alike on all ranks: an error on one rank is raised on all, wherever in the block it happens.
 
     A rank that fails by itself takes part in its peers' next gathering, with its message. So the block may gather by
-    the functions of this module, and after an error nobody waits. A sum over ranks must directly follow a gathering.
+    the functions of this module, and after an error nobody waits. Between a gathering and an all-reduce nothing may
+    fail: such a rank would answer the all-reduce of its peers with a gathering.
 
     Args:
         group: the ranks; None for this process alone.

@@ -212,8 +212,8 @@ class PromptNoiseProbe:
             sq_norm_big = norms.sq_norm_of_sum()
         if not (math.isfinite(sq_norm_big) and bool(gathered["sq_norms"].isfinite().all())):
             raise ValueError(
-                "the gradients of these responses are not finite, so they say nothing about noise: look for NaN in "
-                "the scores, and leave this window out"
+                "the gradients of these responses are not finite, so this window was left out: look for NaN in the "
+                "scores, the advantages and the weights"
             )
         self._running.update(solve_prompts(_prompt_norms(gathered), sq_norm_big))
         return self.reading()
