@@ -34,12 +34,6 @@ def has_run(model: nn.Module) -> bool:
     return all(hasattr(p, "param_dtype") for p in _parameters(model))
 
 
-def can_add_residuals(model: nn.Module) -> bool:
-    """Whether `gathered_in_float32` can add residuals: if parameters of 16 bits are cut along their first dim."""
-    narrow = [p for p in _parameters(model) if p.sharded_param.dtype in NARROW]
-    return all(p.fsdp_placement.dim == 0 for p in narrow)
-
-
 @contextlib.contextmanager
 def gathered_in_float32(model: nn.Module, residuals: Mapping[Tensor, Tensor] | None = None) -> Iterator[None]:
     """Forwards inside gather parameters of 16 bits in 32, and cast neither inputs nor outputs to 16.
@@ -66,7 +60,8 @@ def gathered_in_float32(model: nn.Module, residuals: Mapping[Tensor, Tensor] | N
             p.param_dtype = None if p.orig_dtype == torch.float32 else torch.float32
             if residuals and (rest := residuals.get(p.sharded_param)) is not None:
                 p.param_dtype = None
-                p._sharded_param_data = p._sharded_param_data.float()  # a copy, flat, with its padding at the end
+                # Flat; only parameters that are cut along their first dim have padding, and have it at the end.
+                p._sharded_param_data = p._sharded_param_data.float()
                 p._sharded_param_data[: rest.numel()].add_(rest.flatten())
             p.all_gather_outputs, p._unsharded_inner_tensors = [], []
             vars(p).pop("_unsharded_param", None)

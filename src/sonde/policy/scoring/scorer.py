@@ -26,7 +26,6 @@ from sonde.policy.scoring.directional_derivatives import (
     dots_with_gradients,
 )
 from sonde.policy.scoring.fsdp_precision import (
-    can_add_residuals,
     gathered_in_float32,
     gathers_narrow,
     has_run,
@@ -136,7 +135,7 @@ class Scorer:
     @property
     def adds_residuals(self) -> bool:
         """Whether `adding` has an effect: scores are those of a step that parameters of 16 bits do not hold."""
-        return self.precision == "float32" and (not self._is_sharded or can_add_residuals(self._model))
+        return self.precision == "float32"
 
     @contextlib.contextmanager
     def _arithmetic(self) -> Iterator[Collection[nn.Module]]:
