@@ -52,7 +52,7 @@ from tests.integrations.grpo_trainer import trainer_of  # noqa: E402
         ),
         ({}, {"evaluation": "other"}, "evaluation must be 'fresh' or 'same'"),
         ({}, {"evaluation_prompts": 1}, "multiple of the 1 ranks and at least 2 for each, got 1: pass 2"),
-        ({}, {"config": {"entropy": {}}}, "did you mean 'entropy_probe'"),
+        ({}, {"config": {"entropy": {"enabled": True}}}, "did you mean 'entropy_probe'"),
         (
             {"mask_truncated_completions": True},
             {"config": {"entropy_probe": {"enabled": True, "objective": "sequence"}}, "evaluation": "same"},
