@@ -39,22 +39,19 @@ class MarkovPolicy:
         """Parameters moved by a multiple of a direction."""
         return tuple(t + scale * d for t, d in zip(self.theta, self.direction, strict=True))
 
-    def log_probs(self, theta: tuple[Tensor, ...], prompt: Tensor, place: Tensor, last: Tensor) -> Tensor:
-        """Of each next token; [..., tokens]."""
+    def log_probs(self, theta: tuple[Tensor, ...]) -> Tensor:
+        """Of each next token, given the prompt, the place and the last token; [prompts, places, tokens, tokens]."""
         embedding, hidden, out = theta
-        x = torch.tanh(self._prompts[prompt] + self._places[place] + embedding[last])
+        x = torch.tanh(self._prompts[:, None, None] + self._places[:, None] + embedding)
         logits = torch.tanh(x @ hidden + x) @ out + self._bias
         return logits.log_softmax(-1)
 
     def rate(self, theta: tuple[Tensor, ...]) -> float:
         """R = E[Σ H]/E[T], exactly; all prompts weigh the same."""
-        prompt = torch.arange(N_PROMPTS)[:, None].expand(-1, N_TOKENS)
-        last = torch.arange(N_TOKENS).expand(N_PROMPTS, -1)
         reached = torch.zeros(N_PROMPTS, N_TOKENS, dtype=torch.float64)  # of the last token, if no end came before
         reached[:, 1] = 1.0
         entropy = length = 0.0
-        for k in range(self.longest):
-            log_p = self.log_probs(theta, prompt, torch.tensor(k), last)
+        for log_p in self.log_probs(theta).unbind(1):
             p = log_p.exp()
             entropy += float((reached * -(p * log_p).sum(-1)).sum())
             length += float(reached.sum())
@@ -66,11 +63,10 @@ class MarkovPolicy:
         """A response to each prompt, and its mask; [responses, places] each."""
         last, is_over = torch.ones_like(prompt), torch.zeros(len(prompt), dtype=torch.bool)
         tokens, mask = [], []
-        for k in range(self.longest):
-            p = self.log_probs(self.theta, prompt, torch.tensor(k), last).exp()
+        for up_to in self.log_probs(self.theta).exp().cumsum(-1).unbind(1):
             # By the inverse of the distribution, in float64: fast for many rows.
             u = torch.rand(len(prompt), 1, generator=generator, dtype=torch.float64)
-            taken = (p.cumsum(-1) < u).sum(-1).clamp(max=N_TOKENS - 1)
+            taken = (up_to[prompt, last] < u).sum(-1).clamp(max=N_TOKENS - 1)
             mask.append(~is_over)
             last = torch.where(is_over, END, taken)
             tokens.append(last)
@@ -79,7 +75,7 @@ class MarkovPolicy:
 
     def score(self, theta: tuple[Tensor, ...], prompt: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """s_k and H_k; [responses, places] each."""
-        before = torch.cat([torch.ones_like(tokens[:, :1]), tokens[:, :-1]], 1)
-        places = torch.arange(self.longest).expand_as(tokens)
-        log_p = self.log_probs(theta, prompt[:, None].expand_as(tokens), places, before)
-        return log_p.gather(-1, tokens[..., None])[..., 0], -(log_p.exp() * log_p).sum(-1)
+        log_p = self.log_probs(theta)
+        last = torch.cat([torch.ones_like(tokens[:, :1]), tokens[:, :-1]], 1)
+        reached = prompt[:, None], torch.arange(self.longest), last
+        return log_p[(*reached, tokens)], -(log_p.exp() * log_p).sum(-1)[reached]
