@@ -214,7 +214,8 @@ def test_every_option_can_be_reached() -> None:
     assert probes["prompt_noise_probe"].metrics()["gns_prompts/prompts_per_window"] == 4.0
 
 
-def test_what_is_known_in_code_goes_to_the_probes() -> None:
+def test_what_is_known_in_code_goes_to_the_probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where the log goes
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

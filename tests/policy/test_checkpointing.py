@@ -82,6 +82,25 @@ def test_checkpointing_gives_the_same_numbers_with_fewer_activations(was_on: boo
         assert is_checkpointing(model)
 
 
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_layers_that_a_training_checkpoints_have_a_forward_mode(is_reentrant: bool) -> None:
+    """Reentrant checkpoints have none, and warn of passes without a backward; in torch 2.9, no checkpoints have one."""
+    found = []
+    for is_on in (False, True):
+        model = model_of_transformers()
+        if is_on:
+            model.activation_checkpointing_enable({"use_reentrant": is_reentrant})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(input_ids=torch.arange(8)[None]).logits.square().sum().backward()
+        model.train()
+        probe = EntropyChangeProbe(model, optimizer, EntropyChangeOptions(first_order=True))
+        found.append(probe.forecast(responses(0)))
+        assert is_checkpointing(model) == is_on
+    plain, checkpointed = found
+    assert checkpointed.derivatives == "forward", checkpointed.why_derivatives
+    assert (checkpointed.delta, checkpointed.first_order.delta) == (plain.delta, plain.first_order.delta)
+
+
 def test_embeddings_keep_their_own_hooks() -> None:
     """transformers makes embeddings require gradients while checkpointing is on, and leaves the hooks when it ends."""
     model = model_of_transformers()

@@ -22,7 +22,11 @@ def can_checkpoint(model: nn.Module) -> bool:
 
 def is_checkpointing(model: nn.Module) -> bool:
     """Whether gradient checkpointing is on."""
-    return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+    return bool(_checkpointed(model))
+
+
+def _checkpointed(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
 
 
 def _method(model: nn.Module, what: str) -> Callable[..., Any] | None:
@@ -44,7 +48,7 @@ def checkpointing(model: nn.Module) -> Iterator[None]:
     if not was_on:
         assert enable is not None
         enable({"use_reentrant": False})
-    layers = [m for m in inner.modules() if getattr(m, "gradient_checkpointing", False)]
+    layers = _checkpointed(inner)
     modes = [layer.training for layer in layers]
     try:
         for layer in layers:
@@ -57,6 +61,23 @@ def checkpointing(model: nn.Module) -> Iterator[None]:
             assert disable is not None
             disable()
             _remove_input_hooks(hooks)
+
+
+@contextlib.contextmanager
+def without_checkpoints(model: nn.Module) -> Iterator[None]:
+    """No layer of transformers is checkpointed inside: for passes without a backward.
+
+    Checkpoints save nothing there. Reentrant ones warn that no input requires a gradient, and have no forward mode;
+    in torch 2.9, the others have none either.
+    """
+    layers = _checkpointed(model)
+    try:
+        for layer in layers:
+            layer.gradient_checkpointing = False  # type: ignore[assignment]
+        yield
+    finally:
+        for layer in layers:
+            layer.gradient_checkpointing = True  # type: ignore[assignment]
 
 
 def _remove_input_hooks(before: Mapping[nn.Module, Mapping[str, Any]]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from sonde.parallel.placements import is_fully_sharded, reshard
 from sonde.parallel.process_groups import Tokens, gather_from_all_ranks, gather_objects
 from sonde.parallel.unwrap import unwrap_model
+from sonde.policy.scoring.checkpointing import without_checkpoints
 from sonde.policy.scoring.directional_derivatives import (
     LOST_IN_ROUNDING,
     Derivatives,
@@ -372,7 +373,7 @@ class Scorer:
     def _try_float32(self, batch: Rollouts) -> None:
         """Whether the model computes in 32 bits on all ranks. One without 16 bits is not tried."""
         if self._is_sharded and not has_run(self._model):
-            self._statistics(self._model, batch)  # FSDP2 decides on dtypes in the first forward
+            self._outputs(batch)  # FSDP2 decides on dtypes in the first forward
         why = why_not_in_float32(self._model) if self._is_sharded else ""
         if not why and (gathers_narrow(self._model) or narrow_parameter(self._model) is not None):
             try:
@@ -401,7 +402,9 @@ class Scorer:
         return batches + [filler(batches[-1])] * (int(counts.max()) - len(batches))
 
     def _outputs(self, batch: Rollouts) -> tuple[Tensor, Tensor]:
-        outputs = checked_scores(self._statistics(self._model, batch), batch.mask)
+        checkpoints = contextlib.nullcontext() if torch.is_grad_enabled() else without_checkpoints(self._model)
+        with checkpoints:
+            outputs = checked_scores(self._statistics(self._model, batch), batch.mask)
         # 0 outside the mask, where scores may be NaN, and their derivatives too.
         s, h = (torch.where(batch.mask.bool().to(t.device), t, 0.0) for t in outputs)
         return s, h
