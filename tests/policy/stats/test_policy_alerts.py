@@ -29,7 +29,7 @@ def test_one_step_that_lowers_the_entropy_much_is_no_collapse() -> None:
     course = [{"entropy": 1.0, **up}, {"entropy": 1.06, **up}, {"entropy": 1.1, **down}]
     assert not find_policy_alerts(points(*course))
     near = find_policy_alerts(points(*course, {"entropy": 1.0, **down}, {"entropy": 0.9, **down}))
-    assert "at −0.0900 nats a token and step, the remaining 0.900 nats last 10 steps" in near["entropy_collapse"]
+    assert "at −0.0900 nats a token and step, the remaining 0.900 nats are gone in 10 steps" in near["entropy_collapse"]
     doubtful = {"entropy": 0.9, **down, "is_valid": False}
     assert not find_policy_alerts(points(*course, {"entropy": 1.0, **down}, doubtful))
 

@@ -137,7 +137,7 @@ def _collapse(course: Course) -> str:
     if high < 0.0 < level <= most < _RUNS_OUT_WITHIN * -pace:
         return (
             f"the policy's entropy is collapsing: at {number(pace)} nats a token and step, the remaining "
-            f"{number(level)} nats last {plural(max(round(level / -pace), 1), 'step')} more: {remedy}"
+            f"{number(level)} nats are gone in {plural(max(round(level / -pace), 1), 'step')}: {remedy}"
         )
     return ""
 
