@@ -6,7 +6,8 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 # Two at a time. Each runs one thread: several that wait for each other on the same cores take many times as long.
-TESTS  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# Byte code is kept, even if the environment says not to: tests start many processes, which would all compile sonde.
+TESTS  := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # One environment for each torch and Python, in a folder that git ignores.
 TORCH      ?= newest
