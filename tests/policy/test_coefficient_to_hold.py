@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sonde.policy import entropy_bonus
 from sonde.policy.stats.entropy_gradient import on_same_prefixes_coefficients, per_token_coefficients
 from sonde.policy.stats.prefix_weights import prefix_weights
 from tests.policy.entropy_scene import N_E, Scene, gradient_per_prompt, stale
@@ -27,7 +28,7 @@ def answer(scene: Scene, gradient: Tensor, kind: str) -> Tensor:
     v = torch.cat([s["exp_avg_sq"].double().flatten() for s in state])
     beta2, t = group["betas"][1], float(state[0]["step"]) + 1
     root = ((beta2 * v + (1 - beta2) * g.square()) / (1 - beta2**t)).sqrt() + group["eps"]
-    return group["lr"] * gradient / root
+    return group["lr"] * torch.where(root > group["eps"], gradient, 0.0) / root
 
 
 def mean_entropy_gradient(scene: Scene, factor: float = 1.0) -> Tensor:
@@ -36,10 +37,22 @@ def mean_entropy_gradient(scene: Scene, factor: float = 1.0) -> Tensor:
     return factor * gradient_per_prompt(scene, scene.E, own).mean(0)
 
 
-@pytest.mark.parametrize(("kind", "is_stale"), [("sgd", False), ("sgd", True), ("momentum", False), ("adamw", False)])
-def test_the_effect_is_that_of_gradients_prompt_by_prompt(kind: str, is_stale: bool) -> None:
-    """Along a step so small that first order is exact. Prefix weights have no baseline."""
+@pytest.mark.parametrize(
+    ("kind", "is_stale"),
+    [("sgd", False), ("sgd", True), ("momentum", False), ("adamw", False), ("adamw, tokens unseen so far", False)],
+)
+def test_the_effect_is_that_of_gradients_prompt_by_prompt(
+    monkeypatch: pytest.MonkeyPatch, kind: str, is_stale: bool
+) -> None:
+    """Along a step and a trial so small that first order is exact. Prefix weights have no baseline."""
+    monkeypatch.setattr(entropy_bonus, "trial_size", lambda delta, se, slope: 1e-3)
+    kind, *unseen = kind.split(", ")
     scene = Scene(kind, lr=1e-4, dtype=torch.float64)
+    if unseen:  # no training batch has had them, and E has: 1/(√v̂ + ε) would be 1e8 there
+        table, rows = scene.model.token.weight, slice(0, 3)
+        for t in (table.grad, *(scene.optimizer.state[table][name] for name in ("exp_avg", "exp_avg_sq"))):
+            t[rows] = 0.0
+        assert bool(torch.isin(scene.E.inputs["input_ids"], torch.arange(3)).any())
     if is_stale:
         scene.E = stale(scene.model, N_E, 2)
     responses, weights = scene.E.responses(), None

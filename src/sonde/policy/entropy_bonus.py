@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.policy.cost import Cost
 from sonde.policy.entropy_gradients import EntropyGradients
-from sonde.policy.scoring.optimizer_step import Direction, dot, forecast_step, taken
+from sonde.policy.scoring.optimizer_step import Direction, dot, taken
 from sonde.policy.scoring.scorer import Scored, Scorer
+from sonde.policy.scoring.sustained_step import SustainedStep
 from sonde.policy.stats.coefficient_to_hold import (
     FEWEST_PROMPTS,
+    NO_ANSWER,
     NO_SLOPE,
     TOO_FEW,
     CoefficientToHold,
@@ -28,6 +29,11 @@ from sonde.policy.stats.coefficient_to_hold import (
 from sonde.policy.stats.finite_step import FiniteStep, Scores, change_by_finite_step
 from sonde.wording import percent
 
+_TRIALS = 8
+"""How often the size of the trial is corrected at most: elements of Adam's move by η at most, so a larger bonus moves
+the policy by less than in proportion."""
+_ENOUGH = 0.9
+"""Part of the wanted effect with which a trial is large enough."""
 _ROUNDED_AWAY = 0.1
 _ROUNDED = (
     "of the trial with a bonus are rounded away by parameters of 16 bits: use precision='float32', or train "
@@ -38,7 +44,7 @@ _ROUNDED = (
 class EntropyBonus:
     """What an entropy bonus adds to the optimizer's step, and how much it changes the entropy.
 
-    Gradients are taken when it is made: parameters hold θ, and `.grad` the gradients of the step. It holds four vectors
+    Gradients are taken when it is made: parameters hold θ, and `.grad` the gradients of the step. It holds five vectors
     of the size of the parameters until `coefficient` was called.
 
     Args:
@@ -71,34 +77,15 @@ class EntropyBonus:
         self._model, self._scorer, self._base = model, scorer, base
         self._gradients, self._present, self._cost = gradients, present, cost
         self._halves = base.responses.halves() if base.responses.n_prompts >= FEWEST_PROMPTS else []
-        factors = {
-            p: applied_scale if group["maximize"] else -applied_scale
-            for group in unwrap_optimizer(optimizer).param_groups
-            for p in group["params"]
-        }
-
-        def answer(gradient: Direction) -> Direction:
-            """The step that the optimizer takes uphill along this gradient, once it has been there for long."""
-            uphill = {p: factors.get(p, 0.0) * v for p, v in gradients.at_work(gradient).items()}
-            return gradients.put_away(
-                forecast_step(optimizer, of=parameters, gradient_scale=gradient_scale, part="sustained", along=uphill)
-            )
-
-        self._bonus_steps: list[Direction] = []
-        self._entropy_steps: list[Direction] = []
-        self._slope = self._rounded_away = 0.0
+        self._rounded_away = 0.0
         if not self._halves:
             return
         with cost.phase("coefficient"):
-            uphill = [gradients.put_away(gradients.token_entropy_gradient(half)) for half in self._halves]
-            self._bonus_steps.extend(answer(gradient) for gradient in uphill)
-            # In nats a token, as H̄: the factor makes it one of the entropy that is to hold.
-            per_token = gradients.objective.total_weight(base.responses)
-            self._slope = per_token * (self._cross(uphill) or self._cross(uphill, is_own=True))
-            del uphill
-            self._entropy_steps.extend(
-                answer(gradients.put_away(gradients.entropy_gradient(half))) for half in self._halves
+            self._answer = SustainedStep(
+                optimizer, parameters, gradient_scale=gradient_scale, applied_scale=applied_scale
             )
+            self._of_bonus = [gradients.put_away(gradients.token_entropy_gradient(half)) for half in self._halves]
+            self._of_entropy = [gradients.put_away(gradients.entropy_gradient(half)) for half in self._halves]
 
     def coefficient(self, now: Scored, step: FiniteStep, *, level: float) -> CoefficientToHold:
         """The coefficient that would hold the entropy. Parameters hold θ⁺.
@@ -110,31 +97,71 @@ class EntropyBonus:
         """
         if not self._halves:
             return unknown_coefficient(f"{TOO_FEW}, got {self._base.responses.n_prompts}", self._present)
-        assert step.change.delta is not None
-        if not self._slope:
-            return unknown_coefficient(NO_SLOPE, self._present)
         with self._cost.phase("coefficient"):
-            size = trial_size(step.change.delta, step.change.se, self._slope)
+            if not dot(self._answer.per_gradient, self._answer.per_gradient):
+                return unknown_coefficient(NO_ANSWER, self._present)
+            size = self._trial_size(step)
+            if size is None:
+                return unknown_coefficient(NO_SLOPE, self._present)
             trial = self._trial(now, size, level)
         if self._rounded_away > _ROUNDED_AWAY and not self._scorer.adds_residuals:
             return unknown_coefficient(f"{percent(self._rounded_away)} {_ROUNDED}", self._present)
         return coefficient_to_hold(step, trial, present=self._present, level=level)
 
-    def _cross(self, gradients: Sequence[Direction], *, is_own: bool = False) -> float:
-        """∇H̄·D, each half along the D of the other, if that is positive; or along its own, which is larger."""
-        others = self._bonus_steps if is_own else self._bonus_steps[::-1]
-        return max(sum(dot(g, d) for g, d in zip(gradients, others, strict=True)) / len(gradients), 0.0)
+    def _trial_size(self, step: FiniteStep) -> float | None:
+        """τ, whose bonus is to move the entropy by about as much as the step; None if no bonus moves it."""
+        assert step.change.delta is not None
+        size = 0.0
+        for _ in range(_TRIALS):
+            slope = self._slope(size)
+            if not slope:
+                return None
+            larger = trial_size(step.change.delta, step.change.se, slope)
+            if abs(size) > _ENOUGH * abs(larger):
+                break
+            size = larger
+        return size
+
+    def _slope(self, size: float) -> float:
+        """∇H̄·Δ/τ, each half along the Δ of the other, if that is positive; or along its own, which is larger.
+
+        In nats a token, as H̄: `total_weight` makes it one of the entropy that is to hold.
+        """
+        across = own = 0.0
+        for k in (0, 1):
+            bonus, other = (self._gradients.at_work(self._of_bonus[i]) for i in (k, 1 - k))
+            moves = self._answer(bonus, size) if size else self._answer.derivative(bonus, 0.0, bonus)
+            across += 0.5 * dot(other, moves) / (size or 1.0)
+            own += 0.5 * dot(bonus, moves) / (size or 1.0)
+        return self._gradients.objective.total_weight(self._base.responses) * (max(across, 0.0) or max(own, 0.0))
 
     def _trial(self, now: Scored, size: float, level: float) -> Trial:
         base, responses = self._base, self._base.responses
         options = self._gradients.options
-        along_bonus = [self._scored_along(d, size) for d in self._bonus_steps]
         log_prob, entropy = now.log_prob.clone(), now.entropy.clone()
-        for half, scored in zip(self._halves, reversed(along_bonus), strict=True):
-            log_prob[half], entropy[half] = scored.log_prob[half], scored.entropy[half]
         shift = torch.zeros(responses.n_prompts, dtype=torch.float64)
-        if not all(scored.is_finite for scored in along_bonus):
-            return Trial(size, None, shift)
+        slopes: list[Tensor] = []
+        for k in (0, 1):
+            # The bonus of one half moves the other. For that bonus's own scatter, ∇R of the other half moves the one.
+            half = self._halves[1 - k]
+            bonus = self._gradients.at_work(self._of_bonus[k])
+            along_bonus = self._answer(bonus, size)
+            along_entropy = self._answer.derivative(bonus, size, self._gradients.at_work(self._of_entropy[1 - k]))
+            lengths = [math.sqrt(dot(d, d)) for d in (along_bonus, along_entropy)]
+            there = self._scored_after(along_bonus)
+            if not there.is_finite:
+                return Trial(size, None, shift)
+            log_prob[half], entropy[half] = there.log_prob[half], there.entropy[half]
+            if not lengths[1]:
+                slopes.append(torch.zeros_like(now.entropy))
+                continue
+            reach = lengths[0] / lengths[1]  # a step as long as the trial's
+            for vector in along_entropy.values():
+                vector.mul_(reach)
+            there = self._scored_after(along_entropy)
+            if not there.is_finite:
+                return Trial(size, None, shift)
+            slopes.append((there.entropy - now.entropy) / reach)
         change = change_by_finite_step(
             Scores(base.log_prob, base.entropy),
             Scores(log_prob, entropy),
@@ -145,20 +172,10 @@ class EntropyBonus:
             clip_at=options.clip_at,
             level=level,
         )
-        # A step along η P∇R as long as the trial's.
-        lengths = [math.sqrt(sum(dot(d, d) for d in steps)) for steps in (self._bonus_steps, self._entropy_steps)]
-        if not lengths[1]:
-            return Trial(size, change, shift)
-        reach = abs(size) * lengths[0] / lengths[1]
-        along_entropy = [self._scored_along(d, reach) for d in reversed(self._entropy_steps)]
-        if not all(scored.is_finite for scored in along_entropy):
-            return Trial(size, None, shift)
-        slopes = [(scored.entropy - now.entropy) / reach for scored in along_entropy]
         return Trial(size, change, without_each_prompt(slopes, self._halves, responses))
 
-    def _scored_along(self, direction: Direction, size: float) -> Scored:
-        """E, scored a part of the direction further."""
-        step = {p: v * size for p, v in self._gradients.at_work(direction).items()}
+    def _scored_after(self, step: Direction) -> Scored:
+        """E, scored a step further, whose tensors are used up."""
         with (
             taken(step, self._model, keeps_residuals=True) as there,
             self._scorer.adding(there.residuals),

@@ -67,7 +67,7 @@ def forecast_step(
         part: which part of the step.
         along: with part="batch" or "sustained", vectors that replace the gradient where the step is linear in it. The
             second moment still comes from the gradient. So the result is how the step responds to a part of the
-            gradient.
+            gradient. It is 0 for elements of Adam's without a second moment, which no gradient has reached.
         of: the parameters whose step is wanted; by default all that have a gradient.
 
     Returns:
@@ -160,6 +160,8 @@ def _adam(
     v = beta2 * v + (1.0 - beta2) * whole.square()
     if group["amsgrad"] and state:
         v = torch.maximum(v, widened(state["max_exp_avg_sq"]))
+    if linear is not gradient:  # elements that no gradient has reached do not move, whatever stands for it
+        linear = torch.where(v > 0.0, linear, 0.0)
     # √v̂ + ε in torch's own order of operations: bias correction, then ε.
     root = v.sqrt_().div_((1.0 - beta2**n_steps) ** 0.5).add_(group["eps"])
     if part == "sustained":  # m of a gradient that is the same in every step is 1 − β₁ᵗ times it, which cancels

@@ -2,7 +2,8 @@
 
 A trainer with an entropy bonus minimises  policy loss − c·H̄,  H̄ the mean entropy of a sampled token. The bonus adds
 c·∇H̄ to the ascent. Once it has acted for as long as the optimizer remembers, each step moves by c·D besides, where D is
-the optimizer's answer to the gradient ∇H̄ alone: η P∇H̄, with P = 1 for SGD and 1/(√v̂ + ε) for Adam. So
+the optimizer's answer to the gradient ∇H̄ alone: η P∇H̄, with P = 1 for SGD and 1/(√v̂ + ε) for Adam, where no element
+moves by more than η (`scoring/sustained_step.py`). So
 
     δH(c) = δH + (c − c₀) S      S = ∇R·D      δH(c) = 0 at  c = c₀ − δH/S
 
@@ -31,6 +32,10 @@ FEWEST_PROMPTS = 4
 """Evaluation prompts: two in each half."""
 TOO_FEW = f"the entropy coefficient needs at least {FEWEST_PROMPTS} evaluation prompts, two in each half"
 NO_SLOPE = "a bonus does not move the entropy: its gradient is 0, as that of a uniform policy or of a certain one"
+NO_ANSWER = (
+    "the optimizer would not move along a bonus: its learning rate is 0, as a warm-up begins, or Adam has no second "
+    "moment yet, as without any gradient so far"
+)
 _LEAST_TRIAL = 1e-5
 """Nats. A step may change nothing, as that of a window whose rewards are all equal; a trial must change something."""
 _NO_TRIAL = "the trial with a bonus gives scores that are not finite"
