@@ -136,6 +136,8 @@ def test_files_that_do_not_serve(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no config file at .*probes\.yaml: give a YAML file"):
         probes_from_config(tmp_path / "probes.yaml")
     (tmp_path / "probes.yaml").write_text("- gns_probe")
+    with pytest.raises(ValueError, match=r"a configuration must map keys to options, .* got a list"):
+        probes_from_config([{"gns_probe": {}}])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must map options to values, got a list"):
         probes_from_config(tmp_path / "probes.yaml")
 

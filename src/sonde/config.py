@@ -127,6 +127,11 @@ def probes_from_config(
     if isinstance(config, str | Path):
         where = config
         config = read_yaml(Path(config), "gns_probe: {enabled: true}")
+    if not isinstance(config, Mapping):
+        raise ValueError(
+            f"a configuration must map keys to options, or be the path of a YAML file, got a {type(config).__name__}: "
+            "pass {'gns_probe': {'enabled': True}}, say"
+        )
     own: dict[str, Any] = dict(probes or {})
     built_in: dict[str, Any] = {name: kind for name, kind in get_type_hints(ProbesConfig).items() if name != "own"}
     if both := sorted(own.keys() & built_in):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sonde.policy.stats.attribution import doubt_of_parts
 from tests.policy.entropy_scene import N_U, Scene
 from tests.small_policy import drawn, loss, policy
 
@@ -48,3 +49,27 @@ def test_without_rollouts_of_the_update_causes_are_momentum_and_batch() -> None:
     assert causes is not None
     assert causes.prompts == ()
     assert causes.explained is None
+
+
+def test_causes_of_another_loss_are_doubted() -> None:
+    """Gradients that have little to do with advantages, as those of a value loss: the prompts' parts do not add up."""
+    scene = Scene("sgd")
+    generator = torch.Generator().manual_seed(0)
+    for p in scene.model.parameters():
+        assert p.grad is not None
+        p.grad += 20.0 * p.grad.norm() * torch.randn(p.shape, generator=generator)
+    forecast = scene.probe().forecast(scene.E, scene.U, causes=True)
+    assert forecast.causes is not None
+    assert not 0.5 < forecast.causes.explained < 1.5
+    assert forecast.doubt == forecast.causes.doubt
+    assert "the loss has terms other than advantage × log-probability" in forecast.doubt
+    assert forecast.is_valid  # δH needs no causes
+    sound = Scene("sgd")
+    assert sound.probe().forecast(sound.E, sound.U, causes=True).doubt == ""
+
+
+def test_parts_that_cancel_may_miss_a_small_sum() -> None:
+    assert doubt_of_parts(1e-4, -6.0, [0.01, -0.0101, 0.02, -0.0205]) == ""
+    assert "add up to -6.0e-04 nats, and the batch's part is +1.0e-04" in doubt_of_parts(1e-4, -6.0, [-3e-4, -3e-4])
+    assert doubt_of_parts(1e-4, 0.6, [3e-5, 3e-5]) == ""  # as with clipped ratios
+    assert doubt_of_parts(None, None, []) == doubt_of_parts(0.0, None, [1.0]) == ""

@@ -172,6 +172,32 @@ def forecast(E: dict[str, Any] | None = None, U: dict[str, Any] | None = None, *
             r"sequence_weights must return a tensor, \[responses, tokens\], got float",
         ),
         (lambda: forecast(checkpoint=True), "checkpoint=True needs a model of transformers"),
+        (
+            lambda: forecast(token_statistics=CausalLMStatistics),
+            r"got the class CausalLMStatistics: pass an object of it, CausalLMStatistics\(\)",
+        ),
+        (lambda: PolicyEntropyProbe(policy(), token_statistics=3), "token_statistics must be a function .* got 3"),  # type: ignore[arg-type]
+        (lambda: PromptNoiseProbe(policy(), token_statistics=3), "token_statistics must be a function .* got 3"),  # type: ignore[arg-type]
+        (lambda: PolicyEntropyProbe(policy(), level="x"), "level must be between 0 and 1, got 'x'"),  # type: ignore[arg-type]
+        (lambda: forecast(sampler=rollouts()), "sampler must be a function of the model .* got a Rollouts"),
+        (lambda: EntropyChangeProbe(policy(), "adam"), "the optimizer must have param_groups, .* got 'adam'"),
+        (
+            lambda: EntropyChangeProbe(policy(), None, grad_scaler=torch.amp.GradScaler),  # type: ignore[arg-type]
+            "grad_scaler must be a torch.amp.GradScaler",
+        ),
+        (
+            lambda: Scene().probe().forecast(rollouts(), gradient_scale=None),  # type: ignore[arg-type]
+            "gradient_scale must be a number or a tensor of one element, got None",
+        ),
+        (
+            lambda: Scene().probe().forecast(rollouts(), applied_scale=torch.ones(2)),
+            r"applied_scale must be a number or a tensor of one element, got \[2\]",
+        ),
+        (
+            lambda: Scene().probe().forecast(rollouts(), entropy_coefficient="x"),  # type: ignore[arg-type]
+            "entropy_coefficient must be a number or a tensor of one element, got 'x'",
+        ),
+        (lambda: forecast().table(["2+3="]), "texts must map the prompts' numbers to their texts, got a list"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_input(call: Callable[[], EntropyForecast], message: str) -> None:

@@ -142,6 +142,39 @@ def test_fp32_parameters_lose_nothing_and_of_another_optimizer_it_is_not_known()
     assert around.forecast.rounded_away is None
 
 
+def test_adapters_of_32_bits_over_a_base_of_16_lose_nothing() -> None:
+    class Adapted(SmallPolicy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bfloat16().requires_grad_(False)
+            self.adapter = nn.Embedding(7, 7)
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return super().forward(input_ids).float() + self.adapter(input_ids)
+
+    probe, optimizer, E, _ = scene(Adapted())
+    assert probe.forecast(E).rounded_away == 0.0
+    with probe.around_step(E) as around:
+        optimizer.step()
+    assert around.forecast.rounded_away == 0.0
+
+
+def test_a_step_that_is_rounded_away_as_a_whole_has_a_reason() -> None:
+    model = policy(dtype=torch.bfloat16)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.1)  # so that no element is small enough to move
+    probe, optimizer, E, _ = scene(model, lr=1e-7)
+    forecast = probe.forecast(E)
+    assert (forecast.delta, forecast.se, forecast.is_valid) == (None, None, False)
+    assert forecast.reason.startswith("the step changes nothing, since parameters of 16 bits round it away as a whole")
+    assert forecast.rounded_away > 0.9
+    with probe.around_step(E) as around:
+        optimizer.step()
+    assert around.forecast.delta is None
+    assert "it is too small for parameters of 16 bits" in around.forecast.reason
+
+
 def test_a_clip_in_the_block_is_not_taken_for_rounding() -> None:
     probe, optimizer, E, _ = scene(policy(dtype=torch.bfloat16), lr=1e-2)
     with probe.around_step(E) as around:

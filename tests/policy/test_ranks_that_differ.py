@@ -39,6 +39,17 @@ def _update_on_one() -> Any:
     return EntropyChangeProbe(model, optimizer).forecast(E, U if dist.get_rank() == 0 else None, causes=True)
 
 
+def _causes_on_one() -> Any:
+    model, optimizer, E, U = _scene()
+    return EntropyChangeProbe(model, optimizer).forecast(E, U, causes=dist.get_rank() == 0)
+
+
+def _option_on_one() -> Any:
+    model, optimizer, E, _ = _scene()
+    options = EntropyChangeOptions(coefficient_to_hold=dist.get_rank() == 0)
+    return EntropyChangeProbe(model, optimizer, options).forecast(E)
+
+
 def _log_prob_on_one() -> Any:
     model, optimizer, E, _ = _scene()
     with torch.no_grad():
@@ -109,6 +120,8 @@ def _detached_on_one() -> Any:
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "advantages": (_advantages_on_one, "some ranks gave responses with advantages, and others without"),
     "update": (_update_on_one, "some ranks gave update=, and others did not"),
+    "causes": (_causes_on_one, "some ranks gave causes=True, and others did not"),
+    "options": (_option_on_one, "the ranks' probes have different options"),
     "log_prob": (_log_prob_on_one, "some ranks gave log_prob= of the evaluation responses, and others did not"),
     "gradient": (_no_gradient_on_one, "no parameter has a gradient"),
     "a watch": (_no_memory_on_one("StepWitness"), "no memory"),

@@ -15,7 +15,7 @@ def check_grad_scaler(grad_scaler: object) -> None:
     Raises:
         ValueError: naming the argument `grad_scaler`.
     """
-    if grad_scaler is not None and not hasattr(grad_scaler, "is_enabled"):
+    if grad_scaler is not None and (isinstance(grad_scaler, type) or not hasattr(grad_scaler, "is_enabled")):
         raise ValueError(
             f"grad_scaler must be a torch.amp.GradScaler, got {grad_scaler!r:.60}: pass the scaler of the loop, or "
             "leave out grad_scaler= if there is none"

@@ -19,6 +19,7 @@ from sonde.parallel.process_groups import check_group, data_parallel_group, toge
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.policy.cost import Cost
 from sonde.policy.entropy_checks import (
+    as_factor,
     check_evaluation,
     check_is_model,
     check_is_rollouts,
@@ -26,17 +27,18 @@ from sonde.policy.entropy_checks import (
     check_optimizer,
     check_responses,
     check_sampled_log_prob,
+    check_sampler,
     trainable,
 )
 from sonde.policy.entropy_measurement import EntropyMeasurement
 from sonde.policy.entropy_metrics import METRICS
 from sonde.policy.entropy_options import EntropyChangeOptions
-from sonde.policy.policy_step import STEP_NOT_FINITE, PolicyStep
+from sonde.policy.policy_step import STEP_NOT_FINITE, STEP_ROUNDED_AWAY, PolicyStep
 from sonde.policy.scoring.checkpointing import checkpointing, is_checkpointing
 from sonde.policy.scoring.optimizer_step import taken, why_no_forecast
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
-from sonde.policy.scoring.token_statistics import CausalLMStatistics
+from sonde.policy.scoring.token_statistics import CausalLMStatistics, check_is_statistics
 from sonde.policy.scoring.training_state import preserve_training_state, seed_everything, set_evaluation_mode
 from sonde.policy.stats.entropy_forecast import EntropyForecast, unknown
 from sonde.probe import Metric
@@ -118,6 +120,8 @@ class EntropyChangeProbe:
         options = with_deprecated(EntropyChangeProbe, options, EntropyChangeOptions, deprecated)
         check_is_model(model)
         check_group(process_group)
+        check_is_statistics(token_statistics)
+        check_sampler(sampler)
         parameters = trainable(model)
         check_model(model, parameters, has_checkpoints=options.checkpoint)
         check_optimizer(optimizer, parameters)
@@ -342,7 +346,10 @@ class EntropyChangeProbe:
                 taken(step, self._model, keeps_residuals=not is_step) as now,
                 self._scorer.adding(now.residuals),
             ):
-                after = measurement.after(measurement.scored_after(), before, bonus)
+                scored = measurement.scored_after()
+                if is_step and now.rounded_away and measurement.is_unchanged(scored):
+                    return measurement.unknown(STEP_ROUNDED_AWAY, rounded_away=now.rounded_away)
+                after = measurement.after(scored, before, bonus)
             is_rounded = is_step or not self._scorer.adds_residuals
             return measurement.forecast(first_order, after, rounded_away=now.rounded_away if is_rounded else 0.0)
 
@@ -403,21 +410,23 @@ class EntropyChangeProbe:
             update,
             self._statistics,
             self._group,
-            is_strict=self._options.strict,
-            needs_own=self._options.needs_own_responses(causes=causes),
+            options=self._options,
+            causes=causes,
         )
 
     def _gradient_scale(self, given: float | Tensor) -> float:
         """The factor of gradients before the step; not finite if they are not."""
-        scale = float(given) / loss_scale(self._grad_scaler, self._optimizer)
+        scale = as_factor("gradient_scale", given) / loss_scale(self._grad_scaler, self._optimizer)
         if scale < 0:
             raise ValueError(f"gradient_scale must not be negative, got {scale!r}: pass the factor of a clip, say")
         return scale
 
     def _bonus_in_loss(self, coefficient: float | None, applied_scale: float | Tensor) -> tuple[float, float]:
         """The coefficient of the loss's entropy bonus, and the factor of the loss's gradient in `.grad`."""
-        present = self._options.entropy_coefficient if coefficient is None else float(coefficient)
-        applied = float(applied_scale) * loss_scale(self._grad_scaler, self._optimizer)
+        present = self._options.entropy_coefficient
+        if coefficient is not None:
+            present = as_factor("entropy_coefficient", coefficient)
+        applied = as_factor("applied_scale", applied_scale) * loss_scale(self._grad_scaler, self._optimizer)
         if not math.isfinite(present):
             raise ValueError(f"entropy_coefficient must be finite, got {present!r}")
         if self._options.coefficient_to_hold and not 0.0 < applied < math.inf:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from sonde.call_site import stack_level
 from sonde.parallel.placements import is_fsdp1, local_tensor, reshard
 from sonde.parallel.process_groups import gather_from_all_ranks
 from sonde.parallel.unwrap import unwrap_optimizer
+from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.checkpointing import can_checkpoint
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Scored
@@ -70,7 +72,12 @@ def _overlap(parameters: Sequence[Tensor]) -> bool:
 
 
 def check_optimizer(optimizer: Any, parameters: Sequence[Tensor]) -> None:
-    """Refuse an optimizer of torch that holds none of the model's trainable parameters."""
+    """Refuse what is no optimizer, and an optimizer of torch that holds none of the model's trainable parameters."""
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise ValueError(
+            f"the optimizer must have param_groups, as torch's have, got {optimizer!r:.60}: pass the optimizer that "
+            "trains this model, or None to measure real steps by around_step()"
+        )
     optimizer = unwrap_optimizer(optimizer)
     held = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
     if isinstance(optimizer, torch.optim.Optimizer) and not any(id(p) in held for p in parameters):
@@ -79,6 +86,29 @@ def check_optimizer(optimizer: Any, parameters: Sequence[Tensor]) -> None:
             "parameters, so its step does not move them: pass the optimizer that trains this model, and not an "
             "optimizer of another model or of copies of its parameters"
         )
+
+
+def check_sampler(sampler: object) -> None:
+    """Refuse what cannot be called with a model; None is accepted."""
+    if sampler is not None and not callable(sampler):
+        raise ValueError(
+            f"sampler must be a function of the model that returns fresh sonde.Rollouts, got a "
+            f"{type(sampler).__name__}: responses that you have go to forecast() or around_step()"
+        )
+
+
+def as_factor(name: str, value: object) -> float:
+    """A number, given as one or as a tensor of one element.
+
+    Raises:
+        ValueError: for anything else, naming the argument.
+    """
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value)
+    if isinstance(value, bool) or not isinstance(value, Real):
+        got = f"{list(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.60}"
+        raise ValueError(f"{name} must be a number or a tensor of one element, got {got}")
+    return float(value)
 
 
 def check_is_model(model: object) -> None:
@@ -125,8 +155,8 @@ def check_responses(
     statistics: object,
     group: dist.ProcessGroup | None,
     *,
-    is_strict: bool,
-    needs_own: str,
+    options: EntropyChangeOptions,
+    causes: bool,
 ) -> int:
     """Refuse responses that cannot be used, on every rank alike; and warn if E and U share prompts.
 
@@ -135,12 +165,14 @@ def check_responses(
         update: this rank's part of U.
         statistics: what scores them.
         group: the ranks that hold different responses.
-        is_strict: refuse shared prompts rather than warn.
-        needs_own: the option, if there is one, for which E must be the policy's own; "" if there is none.
+        options: the probe's options, which must be the same on all ranks.
+        causes: whether the change is split into its causes.
 
     Returns:
         The number of update prompts on all ranks; 0 without U.
     """
+
+    needs_own = options.needs_own_responses(causes=causes)
 
     def check() -> dict[str, Tensor]:
         check_is_rollouts("evaluation", evaluation)
@@ -158,12 +190,15 @@ def check_responses(
         if update is not None and update.advantage is None:
             raise ValueError("update responses need their advantages: pass advantage= to Rollouts")
         no_prompts = torch.zeros(0, dtype=torch.long)
-        given = torch.tensor([[evaluation.log_prob is not None, update is not None]])
+        given = torch.tensor([[evaluation.log_prob is not None, update is not None, bool(causes)]])
         prompts = {"E": evaluation.prompt.cpu(), "U": no_prompts if update is None else update.prompt.cpu()}
-        return prompts | {"given": given}
+        return prompts | {"given": given, "options": torch.tensor([options.digest()])}
 
     prompts = gather_from_all_ranks(group, check)
-    for name, given in zip(("log_prob= of the evaluation responses", "update="), prompts["given"].T, strict=True):
+    if len(prompts["options"].unique()) > 1:
+        raise ValueError("the ranks' probes have different options: make the probes alike on all ranks")
+    names = ("log_prob= of the evaluation responses", "update=", "causes=True")
+    for name, given in zip(names, prompts["given"].T, strict=True):
         if bool(given.any()) and not bool(given.all()):
             raise ValueError(f"some ranks gave {name}, and others did not: give it on all ranks or on none")
     shared = sorted(set(prompts["E"].tolist()) & set(prompts["U"].tolist()))
@@ -172,7 +207,7 @@ def check_responses(
             f"evaluation and update share prompts ({len(shared)}), {shared[:3]} among them. An update changes its own "
             "prompts more than others, so the forecast is biased: evaluate on other prompts"
         )
-        if is_strict:
+        if options.strict:
             raise ValueError(message)
         warnings.warn(message, stacklevel=stack_level())
     return len(prompts["U"].unique())

@@ -283,7 +283,7 @@ class EntropyMeasurement:
             peak_bytes=self._cost.peak_bytes(),
         )
 
-    def unknown(self, reason: str) -> EntropyForecast:
+    def unknown(self, reason: str, *, rounded_away: float | None = None) -> EntropyForecast:
         """A forecast that could not be made, with the entropy at θ."""
         base = self._base
         rate, rate_se = weighted_entropy_rate(base.entropy, base.responses, self._gradients.prefix_weights)
@@ -294,6 +294,7 @@ class EntropyMeasurement:
             entropy=rate,
             entropy_se=rate_se,
             surprise_sd=surprise_sd(base.log_prob, base.entropy, base.responses),
+            rounded_away=rounded_away,
         )
 
     def _along(self, step: Direction) -> FirstOrder:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,7 +45,7 @@ class EntropyChangeOptions:
             bias.
         clip_at: largest weight with weighting="clip", as a multiple of the mean weight at its position.
         precision: "float32" scores responses in 32 bits: autocast is off, and parameters of 16 bits are converted while
-            they are used, a layer at a time. "model" scores as the model computes, as sharded models do in any case.
+            they are used, a layer at a time. "model" scores as the model computes.
         every: `step` makes a forecast in every so many windows.
         buffer_dtype: dtype of summed gradients, where backwards are needed.
         offload: keep summed gradients on the CPU while they are not needed.
@@ -106,6 +108,12 @@ class EntropyChangeOptions:
             raise ValueError(f"entropy_coefficient must be finite, got {self.entropy_coefficient!r}")
         if self.step_size is not None and not _is_between(0, self.step_size, math.inf):
             raise ValueError(f"step_size must be positive and finite, got {self.step_size!r}")
+
+    def digest(self) -> int:
+        """A number that differs where options do, on any rank; functions count as one."""
+        named = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        text = repr({name: "a function" if callable(value) else value for name, value in named.items()})
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
     def needs_own_responses(self, *, causes: bool = False) -> str:
         """The option, if there is one, for which evaluation responses must be the policy's own, without `log_prob=`.

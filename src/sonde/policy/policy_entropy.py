@@ -13,7 +13,7 @@ from sonde.parallel.process_groups import check_group, data_parallel_group, gath
 from sonde.policy.entropy_checks import check_is_model, check_is_rollouts
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
-from sonde.policy.scoring.token_statistics import CausalLMStatistics, check_temperature
+from sonde.policy.scoring.token_statistics import CausalLMStatistics, check_is_statistics, check_temperature
 from sonde.policy.scoring.training_state import preserve_training_state
 from sonde.policy.stats.policy_entropy import QUANTILES, PolicyEntropy, policy_entropy
 from sonde.probe import Metric, Partners
@@ -77,10 +77,11 @@ class PolicyEntropyProbe:
     ) -> None:
         if isinstance(micro_batch_prompts, bool) or not isinstance(micro_batch_prompts, int) or micro_batch_prompts < 1:
             raise ValueError(f"micro_batch_prompts must be a whole number from 1 up, got {micro_batch_prompts!r}")
-        if not 0 < level < 1:
+        if isinstance(level, bool) or not isinstance(level, (int, float)) or not 0 < level < 1:
             raise ValueError(f"level must be between 0 and 1, got {level!r}")
         check_is_model(model)
         check_group(process_group)
+        check_is_statistics(token_statistics)
         statistics = CausalLMStatistics() if token_statistics is None else token_statistics
         self._group = data_parallel_group(model) if process_group is None else process_group
         self._model = model

@@ -25,7 +25,7 @@ from sonde.policy.scoring.optimizer_step import (
     forecast_step,
     why_no_forecast,
 )
-from sonde.policy.scoring.precision import narrow_parameter
+from sonde.policy.scoring.precision import NARROW
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Scored
 from sonde.policy.scoring.step_rounding import StepRounding
@@ -36,6 +36,10 @@ _LARGEST_DEPARTURE = 0.01
 _ANOTHER_STEP = 0.5
 """The same for parameters of 16 bits, whose step is rounded: a few elements are rounded to another neighbour."""
 STEP_NOT_FINITE = "the step is not finite"
+STEP_ROUNDED_AWAY = (
+    "the step changes nothing, since parameters of 16 bits round it away as a whole: train parameters in fp32, or use "
+    "a larger learning rate"
+)
 _STEP_SKIPPED = (
     "no parameter moved in the block of around_step(): the step was skipped, as a GradScaler does after gradients that "
     "are not finite, or it was not called, or its learning rate is 0, or it is too small for parameters of 16 bits"
@@ -82,6 +86,7 @@ class PolicyStep:
     ) -> None:
         self._model, self._parameters = model, list(parameters)
         self._optimizer, self._group = optimizer, group
+        self._is_narrow = any(p.dtype in NARROW for p in self._parameters)
 
     def forecast(self, gradient_scale: float) -> Direction:
         """The next step of the model's parameters.
@@ -121,7 +126,7 @@ class PolicyStep:
         """
         sample = None if measurement is None else measurement.sample()
         rounding = None
-        if narrow_parameter(self._model) is not None:
+        if self._is_narrow:
             rounding = StepRounding(self._optimizer, self._parameters, gradient_scale)
         if not has_derivatives:
             return BeforeStep(sample, None, StepWatch(self._parameters), rounding=rounding)
@@ -177,14 +182,14 @@ class PolicyStep:
         sums = gather_from_all_ranks(self._group, lambda: {"of": torch.tensor([rounding.sq_norms()])})["of"].sum(0)
         sq_lost, sq_step, sq_other, sq_moved = sums.tolist()
         is_another = sq_other > _ANOTHER_STEP**2 * max(sq_moved, sq_other)
-        return math.sqrt(sq_lost / sq_step) if sq_step and not is_another else None
+        return min(math.sqrt(sq_lost / sq_step), 1.0) if sq_step and not is_another else None
 
     def _why_another_step(self, witness: StepWitness) -> str:
         """How the step that was taken differs from its forecast; empty if it does not."""
         if self._on_any_rank(witness.has_moved_others()):
             return _MOVED_OTHERS
         departure = max(self._gather_from_ranks(witness.departure()))
-        if departure > _LARGEST_DEPARTURE and narrow_parameter(self._model) is not None:
+        if departure > _LARGEST_DEPARTURE and self._is_narrow:
             return (
                 f"rounding to 16 bits has moved the step that was taken by {departure:.0%} from that of the derivatives"
             )

@@ -24,7 +24,12 @@ from sonde.policy.scoring.prompt_norms import halves, nested_norms
 from sonde.policy.scoring.prompt_ranks import PromptRanks, prompt_ranks
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
-from sonde.policy.scoring.token_statistics import CausalLMStatistics, check_temperature, checked_scores
+from sonde.policy.scoring.token_statistics import (
+    CausalLMStatistics,
+    check_is_statistics,
+    check_temperature,
+    checked_scores,
+)
 from sonde.policy.scoring.training_state import preserve_training_state
 from sonde.policy.stats.prompt_noise import PromptNorms, RunningPromptNoise, solve_prompts
 from sonde.probe import Metric, Partners
@@ -147,6 +152,7 @@ class PromptNoiseProbe:
     ) -> None:
         check_is_model(model)
         check_group(process_group)
+        check_is_statistics(token_statistics)
         refuse_hidden_gradients(model)
         if process_group is not None and any(map(is_dtensor, model.parameters())):
             raise ValueError("process_group= is for plain modules, and a sharded model knows its ranks: leave it out")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sonde.policy.stats.attribution import doubt_of_parts
 from sonde.policy.stats.forecast_point import Point, forecast_point
 from sonde.policy.stats.importance import Per
 from sonde.runs.json_values import as_count, as_list, as_mapping, as_number, as_numbers, as_time
@@ -45,6 +46,11 @@ class CausesReading:
     decay: float | None
     explained: float | None
     prompts: tuple[PromptPart, ...]
+
+    @property
+    def doubt(self) -> str:
+        """Why the prompts' parts are not to be trusted; empty if they are."""
+        return doubt_of_parts(self.batch, self.explained, [part.change or 0.0 for part in self.prompts])
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,7 @@ class PolicyReadings:
     def __init__(self, *, thinned: bool) -> None:
         self.readings: list[PolicyReading] = []
         self.effects: dict[str, PromptEffect] = {}
-        """Of learning from each prompt, by its text."""
+        """Of learning from each prompt, by its text; summed over steps whose prompts' parts are to be trusted."""
         self.has_older_names = False
         """Whether the present start's metrics have names that did not say which responses they are of."""
         self._thinned = thinned
@@ -132,6 +138,8 @@ class PolicyReadings:
             self.readings[index] = replace(self.readings[index], **changes)
 
     def _add_effects(self, causes: CausesReading) -> None:
+        if causes.doubt:
+            return
         for part in causes.prompts:
             effect = self.effects.setdefault(part.prompt, PromptEffect())
             effect.change += part.change or 0.0

@@ -203,7 +203,8 @@ class Run:
         ended: why the last start ended; None while it goes on, or if it was cut off.
         torn: which lines a crash cut off, in words; None if no line is torn.
         totals: what is known of all readings, also of those that a thinned run leaves out.
-        effects: of learning from each prompt on the entropy, summed over all measured steps, by the prompt's text.
+        effects: of learning from each prompt on the entropy, by the prompt's text; summed over the measured steps whose
+            prompts' parts are to be trusted.
     """
 
     path: Path

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from sonde.policy.entropy_change import EntropyChangeProbe
 from sonde.policy.entropy_options import EntropyChangeOptions
+from sonde.policy.scoring import packed_statistics
 from sonde.policy.scoring.packed_statistics import PackedLMStatistics
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.token_statistics import CausalLMStatistics, statistics_of_logits
@@ -102,6 +103,47 @@ def test_a_model_of_flat_tokens_gives_logits_or_its_own_scores(scores: bool) -> 
         torch.testing.assert_close(b[rollouts.mask], a[rollouts.mask], rtol=1e-4, atol=1e-4)
 
 
+def test_a_model_that_mixes_the_responses_of_a_row_is_refused() -> None:
+    """OPT attends to all earlier tokens, whatever their positions. It is told by one response alone, too."""
+    config = transformers.OPTConfig(
+        vocab_size=7, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32, word_embed_proj_dim=16
+    )
+    model = transformers.OPTForCausalLM(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(5.0)
+    for n in (4, 1):
+        rollouts = padded(0, 4, on_the_left=True).rows(torch.arange(n))
+        with pytest.raises(
+            ValueError, match=r"nats apart alone and behind another .* \(OPTForCausalLM\) does not tell"
+        ):
+            PackedLMStatistics()(model, rollouts)
+
+
+def test_only_sampled_tokens_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One long response beside short ones: [responses, tokens, vocabulary] would be many times the row's logits."""
+    scored = []
+
+    def noted(logits: Tensor, tokens: Tensor, **options: Any) -> Any:
+        scored.append(logits.shape)
+        return statistics_of_logits(logits, tokens, **options)
+
+    monkeypatch.setattr(packed_statistics, "statistics_of_logits", noted)
+    mask = torch.arange(30)[None] >= torch.tensor([0] + [28] * 15)[:, None]
+    attention = torch.cat([mask[:, :1] | False, mask], 1)
+    attention[:, 0] = mask[:, 0]
+    attention[1:, 28] = True  # the prompt of the short ones
+    attention[0, 0] = True
+    ids = torch.randint(7, attention.shape, generator=torch.Generator().manual_seed(0))
+    rollouts = Rollouts({"input_ids": ids, "attention_mask": attention.long()}, mask, torch.arange(16))
+    with torch.no_grad():
+        found, expected = PackedLMStatistics()(llama(), rollouts), CausalLMStatistics()(llama(), rollouts)
+    assert scored == [(1, int(mask.sum()), 7)]
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(b[mask], a[mask], rtol=1e-4, atol=1e-4)
+        assert not b[~mask].any()
+
+
 def test_what_cannot_be_scored_is_refused() -> None:
     rollouts = padded(0, 4, on_the_left=True)
     with pytest.raises(ValueError, match=r"must return the logits of \d+ tokens, .* got \[3, 3\]"):
@@ -112,6 +154,16 @@ def test_what_cannot_be_scored_is_refused() -> None:
         PackedLMStatistics(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="temperature must be positive"):
         PackedLMStatistics(temperature=0.0)
+    with pytest.raises(ValueError, match="or a pair of log-probability and entropy, got 3 values"):
+        PackedLMStatistics(lambda *_: (1, 2, 3))(llama(), rollouts)
+    ids = rollouts.inputs["input_ids"]
+    for inputs, message in (
+        ({"input": ids}, "inputs need 'input_ids' for a causal language model, got"),
+        ({"input_ids": ids[:, 0]}, r"input_ids must be \[responses, length\], got \[16\]"),
+        ({"input_ids": ids, "attention_mask": torch.ones(16, 2)}, "attention_mask must be .* as input_ids"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            PackedLMStatistics()(llama(), dataclasses.replace(rollouts, inputs=inputs))
     first = dataclasses.replace(rollouts, mask=rollouts.inputs["attention_mask"][:, 1:].bool())
     with pytest.raises(ValueError, match="each sampled token needs a token before it"):
         PackedLMStatistics()(llama(), first)

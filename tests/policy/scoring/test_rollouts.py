@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from sonde.policy.scoring.rollouts import Rollouts
 from tests.small_policy import rollouts
 
 
@@ -15,6 +16,13 @@ from tests.small_policy import rollouts
     [
         ({"mask": torch.zeros(16, 6)}, "response 0 has no token"),
         ({"mask": torch.ones(16)}, r"mask must be \[responses, tokens\]"),
+        (
+            {"mask": torch.where(torch.arange(6) < 3, 5, -100).expand(16, 6)},
+            r"mask must be True or 1 .* labels != -100",
+        ),
+        ({"mask": torch.full((16, 6), torch.nan)}, "mask must be True or 1 where the policy sampled a token"),
+        ({"prompt": torch.tensor(1)}, r"prompt must be \[responses\], got \[\]"),
+        ({"is_truncated": torch.tensor([True, False])}, "is_truncated must be True or False, got tensor"),
         ({"prompt": torch.zeros(3, dtype=torch.long)}, "prompt"),
         ({"prompt": torch.zeros(16)}, "prompt must be whole numbers"),
         ({"advantage": torch.zeros(3)}, r"advantage must be \[16\] or \[16, 6\], .* got \[3\]"),
@@ -37,3 +45,15 @@ from tests.small_policy import rollouts
 def test_inconsistent_rollouts_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         rollouts(**changes)
+
+
+def test_a_temperature_may_be_a_tensor_of_one_number() -> None:
+    assert rollouts(temperature=torch.tensor(0.5)).temperature == 0.5
+
+
+def test_a_packed_row_that_begins_in_the_middle_of_a_sequence_is_refused() -> None:
+    """Its first tokens would be left out without notice."""
+    row = {"input_ids": torch.arange(7), "position_ids": torch.tensor([5, 6, 7, 8, 0, 1, 2])}
+    sampled = torch.tensor([0, 1, 1, 1, 0, 1, 1])
+    with pytest.raises(ValueError, match="the row begins at position 5, in the middle of a sequence"):
+        Rollouts.from_packed(row, sampled, torch.tensor([3]))

@@ -117,6 +117,20 @@ def test_tables_have_both_ends_and_add_up_over_steps(tmp_path: Path) -> None:
     assert evaluated.rows[-1][0] == "19+3="  # type: ignore[union-attr]
 
 
+def test_parts_that_do_not_add_up_are_left_out_of_the_sum(tmp_path: Path) -> None:
+    """As at Adam's first step under dropout: the parts say nothing of what the batch did."""
+    sink = JsonlSink(tmp_path)
+    sink.write(policy_header())
+    for i in range(3):
+        record = policy_record(i)
+        sink.write(record | {"causes": record["causes"] | {"explained": 500.0 if i == 2 else 0.99}})
+    sink.close()
+    [section] = [s for s in policy_sections(read_run(tmp_path)) if s.title == "Prompts that change the entropy most"]
+    learned = section.content[0]
+    assert {row[-1] for row in learned.rows} == {"2"}  # type: ignore[union-attr]
+    assert "The parts of its prompts are not to be trusted: the prompts' parts add up to" in section.text
+
+
 NOTHING = {"shares": [], "causes": None}
 
 

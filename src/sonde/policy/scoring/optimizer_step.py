@@ -285,7 +285,7 @@ def taken(step: Direction, model: nn.Module, *, keeps_residuals: bool = False) -
                 theta.copy_(after)
         if lost:
             sq_lost, sq_step = sum_over_shards(sums, lost).tolist()
-            result.rounded_away = math.sqrt(sq_lost / sq_step) if sq_step else 0.0
+            result.rounded_away = min(math.sqrt(sq_lost / sq_step), 1.0) if sq_step else 0.0
         reshard(model)
         yield result
     finally:

@@ -54,6 +54,11 @@ def unpacked(
         if "position_ids" not in inputs:
             raise ValueError("nothing says where packed responses begin: pass cu_seqlens=, or 'position_ids' in inputs")
         positions = _flat("position_ids", inputs["position_ids"], len(ids))
+        if len(positions) and int(positions[0]) != 0:
+            raise ValueError(
+                f"the row begins at position {int(positions[0])}, in the middle of a sequence: pass whole sequences, "
+                "whose position_ids begin with 0, or cu_seqlens="
+            )
         starts = (positions == 0).nonzero()[:, 0].tolist()
         ends = [*starts[1:], len(ids)]
         sampled_token = _flat("mask", per_token["mask"], len(ids))

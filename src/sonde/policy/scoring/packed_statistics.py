@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, MutableSet
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sonde.policy.scoring.rollouts import Rollouts
-from sonde.policy.scoring.token_statistics import statistics_of_logits, temperature_of
+from sonde.policy.scoring.token_statistics import input_ids_of, statistics_of_logits, temperature_of
 
 PackedForward = Callable[[nn.Module, Tensor, Tensor, Tensor], Any]
 """Calls a model with `input_ids` and `position_ids`, [1, tokens] each, and `cu_seqlens`, where each sequence begins and
@@ -18,9 +19,12 @@ where the last one ends, [responses + 1]. Returns the logits of each next token,
 vocabulary]; or the log-probability of each next token and the entropy of its distribution, [1, tokens] or [tokens]
 each, in nats at the temperature of sampling."""
 
+_ROUNDING, _ROUNDING_OF_16_BITS = 0.01, 0.2
+"""Nats. Another order of sums changes scores by less."""
+
 
 def _transformers(model: nn.Module, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """transformers tells sequences by their positions, if there is no attention mask."""
+    """Most models of transformers tell sequences by their positions, if there is no attention mask."""
     logits: Tensor = model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
     return logits
 
@@ -28,6 +32,9 @@ def _transformers(model: nn.Module, input_ids: Tensor, position_ids: Tensor, cu_
 @dataclass(frozen=True)
 class PackedLMStatistics:
     """Packs the responses into one row, for trainers whose models take no attention mask.
+
+    A model must tell the sequences of a row apart. Before its first use, a response is scored alone and behind another:
+    a model whose scores differ is refused. Not all architectures of transformers tell sequences by their positions.
 
     `Rollouts.inputs` holds `input_ids`, [responses, length], with the prompt first; and with padding, `attention_mask`
     of the same shape. `Rollouts.from_packed` makes both of a trainer's packed rows.
@@ -52,6 +59,9 @@ class PackedLMStatistics:
 
     forward: PackedForward = _transformers
     temperature: float | None = None
+    _checked: MutableSet[nn.Module] = field(
+        default_factory=weakref.WeakSet, init=False, repr=False, compare=False, hash=False
+    )
 
     def __post_init__(self) -> None:
         if not callable(self.forward):
@@ -63,9 +73,17 @@ class PackedLMStatistics:
             raise ValueError(f"temperature must be positive, got {self.temperature}")
 
     def __call__(self, model: nn.Module, rollouts: Rollouts, /) -> tuple[Tensor, Tensor]:
-        """s_k and H_k in nats, fp32 or fp64, [responses, tokens]."""
-        ids, n_tokens = rollouts.inputs["input_ids"], rollouts.mask.shape[1]
+        """s_k and H_k in nats, fp32 or fp64, [responses, tokens].
+
+        Raises:
+            ValueError: for inputs or returned values of other shapes, or a model that mixes the responses of a row.
+        """
+        ids, n_tokens = input_ids_of(rollouts), rollouts.mask.shape[1]
         is_token = rollouts.inputs.get("attention_mask", torch.ones_like(ids)).bool()
+        if is_token.shape != ids.shape:
+            raise ValueError(
+                f"attention_mask must be {list(ids.shape)}, as input_ids, got {list(is_token.shape)}: pad both alike"
+            )
         before = slice(ids.shape[1] - n_tokens - 1, ids.shape[1] - 1)  # what comes before each column of the mask
         sampled = rollouts.mask.bool().to(ids.device)
         if n_tokens >= ids.shape[1] or bool((sampled & ~is_token[:, before]).any()):
@@ -73,19 +91,62 @@ class PackedLMStatistics:
                 "the mask belongs to the last columns of input_ids, and each sampled token needs a token before it: "
                 "put the prompt first in input_ids, and correct the masks"
             )
+        if model not in self._checked:
+            self._check_tells_sequences_apart(model, ids, is_token)
         place = is_token.flatten().cumsum(0).view_as(ids) - 1
-        positions = (is_token.long().cumsum(1) - 1)[is_token]
-        ends = is_token.sum(1).cumsum(0)
-        cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
-        made = self.forward(model, ids[is_token][None], positions[None], cu_seqlens)
-        index = torch.where(sampled, place[:, before], 0)
-        if isinstance(made, tuple):
-            s, h = (_flat(part, len(positions), 0)[index] for part in made)
-            return s, h
-        logits = _flat(made, len(positions), 1)[index]
-        return statistics_of_logits(
-            logits, ids[:, -n_tokens:], temperature=temperature_of(rollouts, self.temperature, logits)
-        )
+        made = self._packed(model, ids[is_token], is_token.sum(1))
+        # Only sampled tokens are scored: there may be many more places in [responses, tokens].
+        at = place[:, before][sampled]
+        if len(made) == 2:
+            s, h = (part[at] for part in made)
+        else:
+            logits = made[0][at][None]
+            temperature = temperature_of(rollouts, self.temperature, logits)
+            if isinstance(temperature, Tensor):
+                temperature = temperature[sampled.to(temperature.device)][None]
+            s, h = statistics_of_logits(logits, ids[:, -n_tokens:][sampled][None], temperature=temperature)
+        where = sampled.nonzero(as_tuple=True)
+        s, h = (t.new_zeros(sampled.shape).index_put(where, t.flatten()) for t in (s, h))
+        return s, h
+
+    def _packed(self, model: nn.Module, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
+        """The logits of a row, [tokens, vocabulary]; or log-probability and entropy, [tokens] each."""
+        cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        positions = torch.arange(len(tokens), device=tokens.device) - cu_seqlens[:-1].repeat_interleave(lengths)
+        made = self.forward(model, tokens[None], positions[None], cu_seqlens.to(torch.int32))
+        if isinstance(made, (tuple, list)):
+            if len(made) != 2:
+                raise ValueError(
+                    "forward= must return logits, or a pair of log-probability and entropy, got "
+                    f"{len(made)} values: return the logits alone"
+                )
+            return tuple(_flat(part, len(tokens), 0) for part in made)
+        return (_flat(made, len(tokens), 1),)
+
+    @torch.no_grad()
+    def _check_tells_sequences_apart(self, model: nn.Module, ids: Tensor, is_token: Tensor) -> None:
+        """Refuse a model that scores a response differently alone and behind another."""
+        first, last = ids[0][is_token[0]], ids[-1][is_token[-1]]
+        lengths = torch.tensor([len(last), len(first)], device=ids.device)
+        alone = self._packed(model, first, lengths[1:])
+        behind = self._packed(model, torch.cat([last, first]), lengths)
+        difference = 0.0
+        for a, b in zip(alone, behind, strict=True):
+            a, b = a.float(), b[len(last) :].float()
+            if a.dim() == 2:
+                a, b = a.log_softmax(-1), b.log_softmax(-1)
+            # Of tokens that are possible at all: the least likely differ most by rounding, and count least.
+            likely = (a > a.amax(-1, keepdim=True) - 5.0) if a.dim() == 2 else a.isfinite() & b.isfinite()
+            if bool(likely.any()):
+                difference = max(difference, float((a - b)[likely].abs().max()))
+        is_narrow = alone[0].dtype.itemsize < 4
+        if not difference <= (_ROUNDING_OF_16_BITS if is_narrow else _ROUNDING):
+            raise ValueError(
+                f"a response scores {difference:.2g} nats apart alone and behind another response of its row, so the "
+                f"model ({type(model).__name__}) does not tell the responses of a row apart: use padded rows and "
+                "CausalLMStatistics, or a forward= that tells the model where sequences begin"
+            )
+        self._checked.add(model)
 
 
 def _flat(values: Any, n_tokens: int, n_more: int) -> Tensor:

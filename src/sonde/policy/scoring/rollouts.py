@@ -76,6 +76,18 @@ class Rollouts:
 
     def __post_init__(self) -> None:
         _check_types(self.inputs, {name: getattr(self, name) for name in _SHAPES}, _SHAPES)
+        if isinstance(self.temperature, Tensor) and not self.temperature.dim():
+            object.__setattr__(self, "temperature", float(self.temperature))
+        for name, n_dims in (("mask", 2), ("prompt", 1)):
+            if (tensor := getattr(self, name)).dim() != n_dims:
+                raise ValueError(f"{name} must be {_SHAPES[name]}, got {list(tensor.shape)}")
+        if self.mask.dtype != torch.bool and not bool(((self.mask == 0) | (self.mask == 1)).all()):
+            raise ValueError(
+                "mask must be True or 1 where the policy sampled a token, and False or 0 elsewhere, got other values: "
+                "pass labels != -100, say"
+            )
+        if not isinstance(self.is_truncated, bool):
+            raise ValueError(f"is_truncated must be True or False, got {self.is_truncated!r:.60}")
         if self.mask.shape[:1] == (0,):
             return  # an error here would be raised on this rank alone: the probes refuse it, on all ranks
         responses = self.responses()  # checks the mask and the prompts

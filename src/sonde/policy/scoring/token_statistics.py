@@ -38,11 +38,7 @@ class CausalLMStatistics:
     def __call__(self, model: nn.Module, rollouts: Rollouts, /) -> tuple[Tensor, Tensor]:
         """s_k and H_k in nats, fp32 or fp64, [responses, tokens]."""
         inputs: dict[str, Any] = dict(rollouts.inputs)
-        if "input_ids" not in inputs:
-            raise ValueError(
-                f"inputs need 'input_ids' for a causal language model, got {sorted(inputs)}: add it to Rollouts"
-            )
-        ids, n_tokens = inputs["input_ids"], rollouts.mask.shape[1]
+        ids, n_tokens = input_ids_of(rollouts), rollouts.mask.shape[1]
         if n_tokens >= ids.shape[1]:
             raise ValueError(
                 f"the mask belongs to the last columns of input_ids, and the first cannot have been sampled, got "
@@ -61,6 +57,33 @@ class CausalLMStatistics:
         # The logits at a position are those of the next token.
         temperature = temperature_of(rollouts, self.temperature, logits)
         return statistics_of_logits(logits[:, -n_tokens - 1 : -1], ids[:, -n_tokens:], temperature=temperature)
+
+
+def input_ids_of(rollouts: Rollouts) -> Tensor:
+    """The tokens that a causal language model is called with, [responses, length].
+
+    Raises:
+        ValueError: if there are none, or if they have another shape.
+    """
+    if "input_ids" not in rollouts.inputs:
+        raise ValueError(
+            f"inputs need 'input_ids' for a causal language model, got {sorted(rollouts.inputs)}: add it to Rollouts"
+        )
+    ids = rollouts.inputs["input_ids"]
+    if ids.dim() != 2:
+        raise ValueError(f"input_ids must be [responses, length], got {list(ids.shape)}: give each response a row")
+    return ids
+
+
+def check_is_statistics(statistics: object) -> None:
+    """Refuse what cannot be called with a model and `Rollouts`; None is accepted."""
+    if statistics is None or (callable(statistics) and not isinstance(statistics, type)):
+        return
+    if isinstance(statistics, type):
+        what = f"got the class {statistics.__name__}: pass an object of it, {statistics.__name__}()"
+    else:
+        what = f"got {statistics!r:.60}: see sonde.TokenStatistics"
+    raise ValueError(f"token_statistics must be a function of a model and sonde.Rollouts, {what}")
 
 
 def temperature_of(rollouts: Rollouts, given: float | None, logits: Tensor) -> float | Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,6 +14,10 @@ from sonde.policy.stats.entropy_change import EntropyChange
 from sonde.policy.stats.entropy_gradient import Coefficients, Responses
 
 T = TypeVar("T")
+
+_OFF_AT_MOST = 0.5
+"""Part of the batch's change, or of the root of the sum of the prompts' squared parts, if that is larger, by which the
+prompts' parts may miss the batch's. Clipped ratios and a small KL term stay below."""
 _TEXT_WIDTH = 40
 
 
@@ -62,8 +67,8 @@ class Causes:
         decay: the part from weight decay; None if the change is unknown.
         prompts: the update prompts, each with its part of `batch`; empty without their rollouts.
         explained: the sum of the prompts' parts over `batch`. The prompts' parts are computed for a loss that is the
-            mean of advantage × log-probability: `explained` is 1 for this loss, and less if clipped ratios or a KL term
-            contribute. None without the prompts' rollouts, or if `batch` is unknown or 0.
+            mean of advantage × log-probability, without dropout: `explained` is 1 for this loss, and another number if
+            other terms contribute. None without the prompts' rollouts, or if `batch` is unknown or 0.
     """
 
     momentum: float | None
@@ -71,6 +76,30 @@ class Causes:
     decay: float | None
     prompts: tuple[Cause, ...]
     explained: float | None
+
+    @property
+    def doubt(self) -> str:
+        """Why the prompts' parts are not to be trusted; empty if they are."""
+        return doubt_of_parts(self.batch, self.explained, [cause.change for cause in self.prompts])
+
+
+def doubt_of_parts(batch: float | None, explained: float | None, parts: Iterable[float]) -> str:
+    """Why the prompts' parts of a batch's change are not to be trusted; empty if they are.
+
+    Args:
+        batch: the batch's change in nats; None if unknown.
+        explained: the sum of the prompts' parts over it; None if unknown.
+        parts: the prompts' parts. They may cancel: an error that is small beside them is harmless.
+    """
+    if batch is None or explained is None:
+        return ""
+    size = max(abs(batch), math.hypot(*parts))
+    if abs(explained - 1.0) * abs(batch) <= _OFF_AT_MOST * size:
+        return ""
+    return (
+        f"the prompts' parts add up to {explained * batch:+.1e} nats, and the batch's part is {batch:+.1e}: the loss "
+        "has terms other than advantage × log-probability, or dropout changes its gradients"
+    )
 
 
 def shares_by_prompt(change: EntropyChange, responses: Responses) -> tuple[Share, ...]:

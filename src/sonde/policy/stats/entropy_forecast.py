@@ -276,7 +276,14 @@ class EntropyForecast:
         Args:
             texts: the prompts' texts by their numbers, as `Rollouts.texts`.
             n: how many prompts at either end.
+
+        Raises:
+            ValueError: for texts that are no mapping.
         """
+        if texts is not None and not isinstance(texts, Mapping):
+            raise ValueError(
+                f"texts must map the prompts' numbers to their texts, got a {type(texts).__name__}: pass Rollouts.texts"
+            )
         return attribution_table(self.shares, self.causes, texts or {}, n)
 
     def __str__(self) -> str:
@@ -382,7 +389,7 @@ def entropy_forecast(
         finite_step=None if after is None else Estimate.of(after.finite_step.change),
         support=None if after is None else after.finite_step.support,
         first_order=None if first_order is None else Estimate.of(first_order.change),
-        doubt="" if first_order is None else first_order.doubt,
+        doubt="" if first_order is None else first_order.doubt or ("" if causes is None else causes.doubt),
         sharpening=headline.sharpening if headline else None,
         drift=headline.drift if headline else None,
         v_x=headline.v_x if headline else None,
@@ -415,8 +422,9 @@ def unknown(
     entropy: float | None = None,
     entropy_se: float | None = None,
     surprise_sd: float | None = None,
+    rounded_away: float | None = None,
 ) -> EntropyForecast:
-    """A forecast that could not be made, perhaps with the entropy before the update."""
+    """A forecast that could not be made, perhaps with what is known before the update."""
     return EntropyForecast(
         level=0.95,
         reason=reason,
@@ -426,6 +434,7 @@ def unknown(
         entropy=entropy,
         entropy_se=entropy_se,
         surprise_sd=surprise_sd,
+        rounded_away=rounded_away,
     )
 
 

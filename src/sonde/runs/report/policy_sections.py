@@ -159,10 +159,12 @@ def _causes_text(policy: Sequence[PolicyReading]) -> str:
         sources["weight decay"] = last.causes.decay
     parts = ", ".join(f"{number(value)} from {source}" for source, value in sources.items())
     text += f" The change by step {last.window:,} has these parts: {parts}."
-    if last.causes.explained is not None and not 0.9 < last.causes.explained < 1.1:
+    if last.causes.doubt:
+        text += f" The parts of its prompts are not to be trusted: {last.causes.doubt}."
+    elif last.causes.explained is not None and not 0.9 < last.causes.explained < 1.1:
         text += (
             f" The parts of its prompts add up to {percent(last.causes.explained)} of the batch's part. The rest comes "
-            "from clipped ratios, a KL term, or an optimizer that uses only the sign of the gradient."
+            "from other terms of the loss, such as clipped ratios or a KL term, or from dropout."
         )
     return text
 
@@ -174,7 +176,7 @@ def _tables(policy: Sequence[PolicyReading], effects: Mapping[str, PromptEffect]
     if learned:
         tables.append(
             Table(
-                "Effect of learning from each prompt, summed over all measured steps",
+                "Effect of learning from each prompt, summed over the measured steps whose parts add up",
                 ("Prompt", "Change (nats)", "from rewarded tokens", "from penalised tokens", "Steps"),
                 tuple(
                     (
