@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -35,11 +34,6 @@ def ranks8() -> Iterator[Ranks]:
     ranks = Ranks(8)
     yield ranks
     ranks.stop()
-
-
-def pytest_configure() -> None:
-    """Full collections of garbage are rarer: each looks at all objects of torch's and the trainers' packages."""
-    gc.set_threshold(700, 10, 1000)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
