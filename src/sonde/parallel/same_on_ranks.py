@@ -12,6 +12,11 @@ _BYTES = 7
 """Bytes of a digest, so that it and its negative are int64."""
 
 
+def digest(value: object) -> int:
+    """A number that differs where the `repr` of values does, on any rank; from 0 up, within int64."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:_BYTES], "big")
+
+
 def check_all_succeeded(
     group: dist.ProcessGroup | None, device: torch.device, *, has_failed: bool, message: str
 ) -> None:
@@ -53,8 +58,7 @@ def check_same_on_ranks(
     """
     if group is None or group.size() == 1:
         return
-    digests = [hashlib.sha256(repr(value).encode()).digest()[:_BYTES] for value in values.values()]
-    numbers = torch.tensor([int.from_bytes(digest, "big") for digest in digests], dtype=torch.int64, device=device)
+    numbers = torch.tensor([digest(value) for value in values.values()], dtype=torch.int64, device=device)
     largest = torch.cat([numbers, -numbers])
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     highest, lowest = largest.view(2, -1).cpu()

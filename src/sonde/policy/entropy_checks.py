@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import warnings
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from sonde.call_site import stack_level
 from sonde.parallel.placements import is_fsdp1, local_tensor, reshard
 from sonde.parallel.process_groups import gather_from_all_ranks
+from sonde.parallel.same_on_ranks import digest
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.checkpointing import can_checkpoint
@@ -171,7 +173,6 @@ def check_responses(
     Returns:
         The number of update prompts on all ranks; 0 without U.
     """
-
     needs_own = options.needs_own_responses(causes=causes)
 
     def check() -> dict[str, Tensor]:
@@ -192,7 +193,10 @@ def check_responses(
         no_prompts = torch.zeros(0, dtype=torch.long)
         given = torch.tensor([[evaluation.log_prob is not None, update is not None, bool(causes)]])
         prompts = {"E": evaluation.prompt.cpu(), "U": no_prompts if update is None else update.prompt.cpu()}
-        return prompts | {"given": given, "options": torch.tensor([options.digest()])}
+        # A function has another repr on every rank: whether there is one is compared.
+        has_function = callable(options.sequence_weights)
+        named = dataclasses.replace(options, sequence_weights="one") if has_function else options
+        return prompts | {"given": given, "options": torch.tensor([digest((has_function, named))])}
 
     prompts = gather_from_all_ranks(group, check)
     if len(prompts["options"].unique()) > 1:

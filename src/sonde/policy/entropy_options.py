@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -108,12 +106,6 @@ class EntropyChangeOptions:
             raise ValueError(f"entropy_coefficient must be finite, got {self.entropy_coefficient!r}")
         if self.step_size is not None and not _is_between(0, self.step_size, math.inf):
             raise ValueError(f"step_size must be positive and finite, got {self.step_size!r}")
-
-    def digest(self) -> int:
-        """A number that differs where options do, on any rank; functions count as one."""
-        named = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        text = repr({name: "a function" if callable(value) else value for name, value in named.items()})
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
     def needs_own_responses(self, *, causes: bool = False) -> str:
         """The option, if there is one, for which evaluation responses must be the policy's own, without `log_prob=`.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from sonde.parallel.same_on_ranks import digest
 from sonde.policy.scoring.packed_rows import unpacked
 from sonde.policy.stats.entropy_gradient import Responses
 
@@ -206,7 +206,7 @@ class Rollouts:
         named = {**self.inputs, "mask": self.mask, "prompt": self.prompt}
         named |= {name: getattr(self, name) for name in _OPTIONAL}
         sums = [(name, tuple(t.shape), _checksum(t)) for name, t in named.items() if t is not None]
-        return int.from_bytes(hashlib.sha256(repr(sums).encode()).digest()[:7], "big")
+        return digest(sums)
 
     def responses(self) -> Responses:
         """The mask and the prompts, for equations; on the CPU."""
