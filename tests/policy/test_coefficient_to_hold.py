@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sonde.policy import entropy_bonus
+from sonde.policy.stats.coefficient_to_hold import trial_size
 from sonde.policy.stats.entropy_gradient import on_same_prefixes_coefficients, per_token_coefficients
 from sonde.policy.stats.prefix_weights import prefix_weights
 from tests.policy.entropy_scene import N_E, Scene, gradient_per_prompt, stale
@@ -45,7 +46,7 @@ def test_the_effect_is_that_of_gradients_prompt_by_prompt(
     monkeypatch: pytest.MonkeyPatch, kind: str, is_stale: bool
 ) -> None:
     """Along a step and a trial so small that first order is exact. Prefix weights have no baseline."""
-    monkeypatch.setattr(entropy_bonus, "trial_size", lambda delta, se, slope: 1e-3)
+    monkeypatch.setattr(entropy_bonus, "trial_size", lambda *_, **__: 1e-3)
     kind, *unseen = kind.split(", ")
     scene = Scene(kind, lr=1e-4, dtype=torch.float64)
     if unseen:  # no training batch has had them, and E has: 1/(√v̂ + ε) would be 1e8 there
@@ -110,6 +111,29 @@ def test_responses_of_one_length_have_the_same_coefficient_by_both_objectives() 
     assert by_response.change_per_unit == pytest.approx(4 * by_token.change_per_unit, rel=0.02)
     ends = (by_token.value, by_token.low, by_token.high)
     assert (by_response.value, by_response.low, by_response.high) == pytest.approx(ends, rel=0.02)
+
+
+def test_a_trial_is_large_enough_where_elements_move_by_the_learning_rate_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In proportion to its linear effect, a trial would be far too small where Adam's second moment is tiny."""
+    scene = Scene("adamw", lr=1e-3)
+    for p in list(scene.model.parameters())[:2]:
+        scene.optimizer.state[p]["exp_avg_sq"].fill_(1e-20)
+        p.grad.fill_(1e-10)
+    tried: list[tuple[float, float]] = []
+
+    def noted(delta: float, se: float | None, slope: float, *, most: float) -> float:
+        tried.append((trial_size(delta, se, slope, most=most), slope))
+        return tried[-1][0]
+
+    monkeypatch.setattr(entropy_bonus, "trial_size", noted)
+    scene.probe(coefficient_to_hold=True).forecast(scene.E)
+    (first, linear), (last, slope) = tried[0], tried[-1]
+    assert 1 < len(tried) < 20  # it ends by itself
+    assert slope < 0.5 * linear
+    assert abs(last) > 2.0 * abs(first)
+    assert abs(tried[-2][0]) > 0.9 * abs(last)  # the size that is taken has nine tenths of the wanted effect
 
 
 def test_a_clip_and_a_loss_scale_are_allowed_for() -> None:

@@ -29,9 +29,11 @@ from sonde.policy.stats.coefficient_to_hold import (
 from sonde.policy.stats.finite_step import FiniteStep, Scores, change_by_finite_step
 from sonde.wording import percent
 
-_TRIALS = 8
+_TRIALS = 20
 """How often the size of the trial is corrected at most: elements of Adam's move by η at most, so a larger bonus moves
 the policy by less than in proportion."""
+_REACHED = 0.3
+"""Part of the effect of an endless bonus that a trial has at most: beyond it, all elements of Adam's move by η."""
 _ENOUGH = 0.9
 """Part of the wanted effect with which a trial is large enough."""
 _ROUNDED_AWAY = 0.1
@@ -111,12 +113,12 @@ class EntropyBonus:
     def _trial_size(self, step: FiniteStep) -> float | None:
         """τ, whose bonus is to move the entropy by about as much as the step; None if no bonus moves it."""
         assert step.change.delta is not None
-        size = 0.0
+        size, most = 0.0, _REACHED * self._slope(math.inf)
         for _ in range(_TRIALS):
             slope = self._slope(size)
             if not slope:
                 return None
-            larger = trial_size(step.change.delta, step.change.se, slope)
+            larger = trial_size(step.change.delta, step.change.se, slope, most=most or math.inf)
             if abs(size) > _ENOUGH * abs(larger):
                 break
             size = larger
@@ -125,14 +127,21 @@ class EntropyBonus:
     def _slope(self, size: float) -> float:
         """∇H̄·Δ/τ, each half along the Δ of the other, if that is positive; or along its own, which is larger.
 
+        For τ = ∞ it is ∇H̄·Δ itself, infinite without a bound.
+
         In nats a token, as H̄: `total_weight` makes it one of the entropy that is to hold.
         """
         across = own = 0.0
         for k in (0, 1):
             bonus, other = (self._gradients.at_work(self._of_bonus[i]) for i in (k, 1 - k))
-            moves = self._answer(bonus, size) if size else self._answer.derivative(bonus, 0.0, bonus)
-            across += 0.5 * dot(other, moves) / (size or 1.0)
-            own += 0.5 * dot(bonus, moves) / (size or 1.0)
+            if math.isinf(size):
+                if (moves := self._answer.farthest(bonus)) is None:
+                    return math.inf
+            else:
+                moves = self._answer(bonus, size) if size else self._answer.derivative(bonus, 0.0, bonus)
+            per_size = size if size and math.isfinite(size) else 1.0
+            across += 0.5 * dot(other, moves) / per_size
+            own += 0.5 * dot(bonus, moves) / per_size
         return self._gradients.objective.total_weight(self._base.responses) * (max(across, 0.0) or max(own, 0.0))
 
     def _trial(self, now: Scored, size: float, level: float) -> Trial:

@@ -56,6 +56,13 @@ class SustainedStep:
         return {p: u / self._excess(p, u).sqrt() for p, u in self._linear(gradient, size).items()}
 
     @torch.no_grad()
+    def farthest(self, gradient: Direction) -> Direction | None:
+        """Δ for any number of times the gradient, however large; None if Δ has no bound."""
+        if any(math.isinf(self._bound[p]) and bool(per.any()) for p, per in self.per_gradient.items()):
+            return None
+        return {p: (per * gradient[p]).sign() * min(self._bound[p], 1.0) for p, per in self.per_gradient.items()}
+
+    @torch.no_grad()
     def derivative(self, gradient: Direction, size: float, along: Direction) -> Direction:
         """How Δ for `size` times the gradient changes along a change of that product."""
         return {

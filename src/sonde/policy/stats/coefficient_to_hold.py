@@ -121,15 +121,16 @@ class Trial:
     without_each: Tensor
 
 
-def trial_size(delta: float, se: float | None, slope: float) -> float:
+def trial_size(delta: float, se: float | None, slope: float, *, most: float = math.inf) -> float:
     """τ: how much of a bonus is tried. Its effect is to be about that of the step, and seen above the scatter.
 
     Args:
         delta: the change by the step, in nats.
         se: its standard error.
         slope: an estimate of S; not 0.
+        most: the largest effect that a trial may have, in nats.
     """
-    wanted = max(abs(delta), 2.0 * (se or 0.0), _LEAST_TRIAL)
+    wanted = min(max(abs(delta), 2.0 * (se or 0.0), _LEAST_TRIAL), most)
     return math.copysign(wanted / abs(slope), -delta)
 
 
