@@ -5,13 +5,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from importlib.resources import files
 from itertools import chain
 from string import Template
 
+from bokeh.document import Document
 from bokeh.embed import components
+from bokeh.plotting import figure
 from bokeh.resources import Resources
 
 from sonde.runs.reader import Alert, Run
@@ -35,7 +37,7 @@ def render_page(run: Run) -> str:
         *declared_sections(run),
     ]
     figures = [f for section in sections for plot in section.content if isinstance(plot, Plot) for f in plot.figures]
-    script, divs = components(figures, wrap_script=False) if figures else ("", ())
+    script, divs = _scripts(figures)
     remaining_divs = iter(divs)
     body = [
         _head(run),
@@ -55,6 +57,18 @@ def render_page(run: Run) -> str:
         bokeh=bokeh,
         figures=script,
     )
+
+
+def _scripts(figures: Sequence[figure]) -> tuple[str, Sequence[str]]:
+    """The script that draws all figures, and the HTML of each one's place."""
+    if not figures:
+        return "", ()
+    document = Document()
+    with document.models.freeze():  # otherwise Bokeh walks through all figures after each of them
+        for each in figures:
+            document.add_root(each)
+    script, divs = components(figures, wrap_script=False)
+    return script, divs
 
 
 def _hash(script: str) -> str:
