@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
+from torch import nn
 
 from sonde.policy.stats.attribution import doubt_of_parts
 from tests.policy.entropy_scene import N_U, Scene
@@ -52,7 +55,7 @@ def test_without_rollouts_of_the_update_causes_are_momentum_and_batch() -> None:
 
 
 def test_causes_of_another_loss_are_doubted() -> None:
-    """Gradients that have little to do with advantages, as those of a value loss: the prompts' parts do not add up."""
+    """Gradients that have little to do with advantages, as those of a value loss of the policy's own parameters."""
     scene = Scene("sgd")
     generator = torch.Generator().manual_seed(0)
     for p in scene.model.parameters():
@@ -60,16 +63,58 @@ def test_causes_of_another_loss_are_doubted() -> None:
         p.grad += 20.0 * p.grad.norm() * torch.randn(p.shape, generator=generator)
     forecast = scene.probe().forecast(scene.E, scene.U, causes=True)
     assert forecast.causes is not None
-    assert not 0.5 < forecast.causes.explained < 1.5
+    assert forecast.causes.cosine < 0.1
     assert forecast.doubt == forecast.causes.doubt
-    assert "the loss has terms other than advantage × log-probability" in forecast.doubt
+    assert "the loss's gradient differs from that of advantage × log-probability (cosine 0.0" in forecast.doubt
     assert forecast.is_valid  # δH needs no causes
     sound = Scene("sgd")
-    assert sound.probe().forecast(sound.E, sound.U, causes=True).doubt == ""
+    plain = sound.probe().forecast(sound.E, sound.U, causes=True)
+    assert plain.doubt == ""
+    assert plain.causes.cosine == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_a_value_loss_on_parameters_of_its_own_changes_no_part(kind: str) -> None:
+    """Its gradient is far larger, and moves no score."""
+    plain, scene = Scene(kind), Scene(kind)
+    scene.model.register_parameter("value", nn.Parameter(torch.zeros(5)))
+    scene.model.value.grad = torch.full((5,), 100.0)
+    scene.optimizer.add_param_group({"params": [scene.model.value]})
+    expected, found = (s.probe().forecast(s.E, s.U, causes=True) for s in (plain, scene))
+    assert found.doubt == ""
+    assert found.causes.cosine == pytest.approx(1.0, abs=1e-3)
+    for part, other in zip(found.causes.prompts, expected.causes.prompts, strict=True):
+        assert part.prompt == other.prompt
+        assert part.change == pytest.approx(other.change, rel=1e-4)
+
+
+def test_advantages_of_the_wrong_sign_are_doubted() -> None:
+    scene = Scene("sgd")
+    update = dataclasses.replace(scene.U, advantage=-scene.U.advantage)
+    forecast = scene.probe().forecast(scene.E, update, causes=True)
+    assert forecast.causes.cosine == pytest.approx(-1.0, abs=1e-3)
+    assert "against that of advantage × log-probability (cosine -1.00): pass the advantages" in forecast.doubt
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_a_maximized_loss_has_the_same_parts(kind: str) -> None:
+    plain, flipped = Scene(kind), Scene(kind)
+    flipped.optimizer.param_groups[0]["maximize"] = True
+    for p in flipped.model.parameters():
+        p.grad.neg_()
+    if kind == "adamw":  # torch keeps the moments of what it steps along
+        for state in (*plain.optimizer.state.values(), *flipped.optimizer.state.values()):
+            state["exp_avg"].zero_()
+    expected, found = (s.probe().forecast(s.E, s.U, causes=True).causes for s in (plain, flipped))
+    assert found.cosine == pytest.approx(expected.cosine, rel=1e-6)
+    assert [c.prompt for c in found.prompts] == [c.prompt for c in expected.prompts]
+    assert [c.change for c in found.prompts] == pytest.approx([c.change for c in expected.prompts], rel=1e-5)
 
 
 def test_parts_that_cancel_may_miss_a_small_sum() -> None:
     assert doubt_of_parts(1e-4, -6.0, [0.01, -0.0101, 0.02, -0.0205]) == ""
     assert "add up to -6.0e-04 nats, and the batch's part is +1.0e-04" in doubt_of_parts(1e-4, -6.0, [-3e-4, -3e-4])
     assert doubt_of_parts(1e-4, 0.6, [3e-5, 3e-5]) == ""  # as with clipped ratios
+    assert doubt_of_parts(1e-4, 1.0, [1e-4], cosine=0.8) == ""
+    assert "cosine 0.60" in doubt_of_parts(1e-4, 1.0, [1e-4], cosine=0.6)
     assert doubt_of_parts(None, None, []) == doubt_of_parts(0.0, None, [1.0]) == ""

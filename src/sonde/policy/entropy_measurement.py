@@ -16,7 +16,14 @@ from sonde.policy.cost import Cost
 from sonde.policy.entropy_bonus import EntropyBonus
 from sonde.policy.entropy_gradients import EntropyGradients
 from sonde.policy.entropy_options import EntropyChangeOptions
-from sonde.policy.scoring.optimizer_step import Direction, Part, dot, forecast_step, has_second_moment
+from sonde.policy.scoring.optimizer_step import (
+    Direction,
+    Part,
+    fit_to_gradients,
+    forecast_step,
+    gradient_for,
+    has_second_moment,
+)
 from sonde.policy.scoring.preconditioner import Preconditioner
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Scored, ScoreDerivatives, Scorer
@@ -83,14 +90,15 @@ class EntropyMeasurement:
         """
         with self._cost.phase("causes"):
             momentum, decay = (self._along_part(part, optimizer, gradient_scale) for part in ("momentum", "decay"))
-            prompts, doubt = None, ""
+            prompts, cosine, doubt = None, None, ""
             if update is not None:
-                prompts, doubt = self._causes_by_prompt(optimizer, update, gradient_scale)
+                prompts, cosine, doubt = self._causes_by_prompt(optimizer, update, gradient_scale)
         causes = split_step(
             first_order.change.delta,
             momentum=momentum.change.delta if momentum else 0.0,
             decay=decay.change.delta if decay else 0.0,
             prompts=prompts,
+            cosine=cosine,
         )
         doubts = [part.doubt for part in (first_order, momentum, decay) if part is not None]
         return dataclasses.replace(first_order, causes=causes, doubt=next(filter(None, [*doubts, doubt]), ""))
@@ -323,29 +331,25 @@ class EntropyMeasurement:
 
     def _causes_by_prompt(
         self, optimizer: Any, update: Rollouts, gradient_scale: float
-    ) -> tuple[tuple[Cause, ...], str]:
-        """Each update prompt's part of the change along this batch's part of the step; and a doubt, or ""."""
+    ) -> tuple[tuple[Cause, ...], float | None, str]:
+        """Each update prompt's part of the change along this batch's part of the step; `Causes.cosine`; and a doubt."""
         learned = self._scorer.scored(update)
         credit = self._credit(learned)
-        # The loss's gradient is g = −c ∇ Σ credit·s, and only c is unknown. Along this batch's part Δ of the step,
-        # ⟨g, Δ⟩ = −c D_Δ Σ credit·s: so c is −downhill/uphill below, unless one of the two is 0.
-        step = forecast_step(optimizer, of=self._parameters, gradient_scale=gradient_scale, part="batch")
-        gradients = {p: p.grad for p in step if p.grad is not None}
-        downhill = -gradient_scale * dot(gradients, step)
-        along_batch = self._derivatives(learned, step)
-        uphill = sum(float(part.sum()) for part in along_batch.along(credit_by_sign(credit)))
-        del step
-        if not uphill * downhill:
-            return (), along_batch.doubt
-        # This batch's δH is X̄·Δ, and Δ is linear in the gradient. So δH = D·g/scale, where D is the step that the
-        # optimizer would take with X̄ in the gradient's place.
-        x = self._gradients.entropy_gradient()
+        # The loss's gradient is −c ∇ Σ credit·s, and only c is unknown. It is fitted where ∇ Σ credit·s is not 0: a
+        # value loss on parameters of its own has no part in c.
+        ascent = self._gradients.at_work(self._gradients.gradient(update, learned.own(credit)))
+        fit = fit_to_gradients(gradient_for(optimizer, ascent))
+        del ascent
+        if fit is None:
+            return (), None, ""
+        # This batch's δH is X̄·Δ, and Δ is linear in the gradient. So δH = c D·∇ Σ credit·s, where D is the step that
+        # the optimizer would take along X̄.
+        x = gradient_for(optimizer, self._gradients.entropy_gradient())
         to_entropy = forecast_step(optimizer, of=self._parameters, gradient_scale=gradient_scale, part="batch", along=x)
         del x
         d = self._derivatives(learned, to_entropy)
-        scale = -downhill / uphill / gradient_scale
         rewarded, penalised = d.along(credit_by_sign(credit))
-        return causes_by_prompt(rewarded, penalised, learned.responses, scale), along_batch.doubt or d.doubt
+        return causes_by_prompt(rewarded, penalised, learned.responses, fit.factor), fit.cosine, d.doubt
 
     def _terms(self, scored: Scored) -> Tensor:
         return self._objective.terms(scored.log_prob, scored.entropy, scored.responses)

@@ -162,6 +162,7 @@ def _causes(causes: Causes, texts: Mapping[int, str]) -> dict[str, object]:
         "batch": json_number(causes.batch),
         "decay": json_number(causes.decay),
         "explained": json_number(causes.explained),
+        "cosine": json_number(causes.cosine),
         "prompts": [
             {
                 "prompt": _text(cause.prompt, texts),

@@ -38,6 +38,7 @@ class CausesReading:
         batch: the part of this batch, in nats.
         decay: the part of weight decay, in nats.
         explained: the sum of the prompts' parts over the part of the batch.
+        cosine: cosine similarity of the loss's gradient and that of advantage × log-probability.
         prompts: the prompts of the batch with their parts.
     """
 
@@ -45,12 +46,14 @@ class CausesReading:
     batch: float | None
     decay: float | None
     explained: float | None
+    cosine: float | None
     prompts: tuple[PromptPart, ...]
 
     @property
     def doubt(self) -> str:
         """Why the prompts' parts are not to be trusted; empty if they are."""
-        return doubt_of_parts(self.batch, self.explained, [part.change or 0.0 for part in self.prompts])
+        parts = [part.change or 0.0 for part in self.prompts]
+        return doubt_of_parts(self.batch, self.explained, parts, cosine=self.cosine)
 
 
 @dataclass(frozen=True)
@@ -185,4 +188,5 @@ def _part(value: Mapping[str, Any]) -> PromptPart:
 
 def _causes(value: Mapping[str, Any]) -> CausesReading:
     momentum, batch, decay, explained = (as_number(value[name]) for name in ("momentum", "batch", "decay", "explained"))
-    return CausesReading(momentum, batch, decay, explained, _parts(value["prompts"]))
+    cosine = as_number(value.get("cosine"))  # logs of 0.1 have none
+    return CausesReading(momentum, batch, decay, explained, cosine, _parts(value["prompts"]))

@@ -88,14 +88,18 @@ def forecast_step(
             if parameter.grad is None or (wanted is not None and id(parameter) not in wanted):
                 continue
             factor = -gradient_scale if group["maximize"] else gradient_scale
-            gradient = _gradient_like(parameter) * factor
+            gradient = gradient_of(parameter) * factor
             linear = gradient if along is None else widened(along[parameter]) * factor
             step[parameter] = rule(parameter, gradient, linear, group, optimizer.state.get(parameter, {}), part)
     return step
 
 
-def _gradient_like(parameter: Tensor) -> Tensor:
-    """The gradient in fp32 at least, with the placements of its parameter."""
+def gradient_of(parameter: Tensor) -> Tensor:
+    """A parameter's gradient in fp32 at least, with the placements of the parameter.
+
+    Raises:
+        ValueError: for a sparse or complex gradient.
+    """
     gradient = parameter.grad
     assert gradient is not None
     if gradient.is_sparse or gradient.is_complex():
@@ -105,6 +109,12 @@ def _gradient_like(parameter: Tensor) -> Tensor:
     if placements is not None and gradient.placements != placements:  # type: ignore[attr-defined]
         gradient = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
     return widened(gradient)
+
+
+def gradient_for(optimizer: Any, ascent: Direction) -> Direction:
+    """What `.grad` holds if the optimizer is to go along `ascent`: the opposite, except where it maximizes."""
+    maximized = {p for group in unwrap_optimizer(optimizer).param_groups if group["maximize"] for p in group["params"]}
+    return {p: v if p in maximized else -v for p, v in ascent.items()}
 
 
 def widened(tensor: Tensor) -> Tensor:
@@ -230,6 +240,33 @@ def dot(a: Mapping[Tensor, Tensor], b: Direction) -> float:
         product = (widened(a[parameter]) * widened(part)).sum(dtype=torch.float64)
         total += float(product.full_tensor() if hasattr(product, "full_tensor") else product)
     return total
+
+
+class Fit(NamedTuple):
+    """A multiple of a vector, fitted to `.grad` by least squares.
+
+    Attributes:
+        factor: the multiple.
+        cosine: cosine similarity of `.grad` and the vector.
+    """
+
+    factor: float
+    cosine: float
+
+
+@torch.no_grad()
+def fit_to_gradients(vector: Direction) -> Fit | None:
+    """How far `.grad` is a multiple of a vector, among the elements where the vector is not 0. Waits for the device.
+
+    Returns:
+        None if the vector or those gradients are 0.
+    """
+    reached = {p: v for p, v in vector.items() if p.grad is not None}
+    gradients = {p: torch.where(v != 0.0, gradient_of(p), 0.0) for p, v in reached.items()}
+    product, sq_vector, sq_gradient = dot(gradients, reached), dot(reached, reached), dot(gradients, gradients)
+    if not sq_vector * sq_gradient:
+        return None
+    return Fit(product / sq_vector, product / math.sqrt(sq_vector) / math.sqrt(sq_gradient))
 
 
 def sum_over_shards(sums: Tensor, direction: Direction) -> Tensor:

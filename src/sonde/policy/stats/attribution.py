@@ -18,6 +18,8 @@ T = TypeVar("T")
 _OFF_AT_MOST = 0.5
 """Part of the batch's change, or of the root of the sum of the prompts' squared parts, if that is larger, by which the
 prompts' parts may miss the batch's. Clipped ratios and a small KL term stay below."""
+_LEAST_COSINE = 0.7
+"""Below it, other terms of the loss have a larger gradient than advantage × log-probability."""
 _TEXT_WIDTH = 40
 
 
@@ -69,6 +71,9 @@ class Causes:
         explained: the sum of the prompts' parts over `batch`. The prompts' parts are computed for a loss that is the
             mean of advantage × log-probability, without dropout: `explained` is 1 for this loss, and another number if
             other terms contribute. None without the prompts' rollouts, or if `batch` is unknown or 0.
+        cosine: cosine similarity of the loss's gradient and that of this mean, among the elements that the mean
+            reaches. It is 1 for this loss, and negative if advantages have the wrong sign. None without the prompts'
+            rollouts, or with update="gradient", which takes the gradient of this mean.
     """
 
     momentum: float | None
@@ -76,21 +81,36 @@ class Causes:
     decay: float | None
     prompts: tuple[Cause, ...]
     explained: float | None
+    cosine: float | None = None
 
     @property
     def doubt(self) -> str:
         """Why the prompts' parts are not to be trusted; empty if they are."""
-        return doubt_of_parts(self.batch, self.explained, [cause.change for cause in self.prompts])
+        parts = [cause.change for cause in self.prompts]
+        return doubt_of_parts(self.batch, self.explained, parts, cosine=self.cosine)
 
 
-def doubt_of_parts(batch: float | None, explained: float | None, parts: Iterable[float]) -> str:
+def doubt_of_parts(
+    batch: float | None, explained: float | None, parts: Iterable[float], *, cosine: float | None = None
+) -> str:
     """Why the prompts' parts of a batch's change are not to be trusted; empty if they are.
 
     Args:
         batch: the batch's change in nats; None if unknown.
         explained: the sum of the prompts' parts over it; None if unknown.
         parts: the prompts' parts. They may cancel: an error that is small beside them is harmless.
+        cosine: cosine similarity of the loss's gradient and that of advantage × log-probability; None if unknown.
     """
+    if cosine is not None and cosine < 0.0:
+        return (
+            f"the loss's gradient is against that of advantage × log-probability (cosine {cosine:.2f}): pass the "
+            "advantages of this step, with the sign that the loss gives them"
+        )
+    if cosine is not None and cosine < _LEAST_COSINE:
+        return (
+            f"the loss's gradient differs from that of advantage × log-probability (cosine {cosine:.2f}): pass all "
+            "responses that this step learns from; or the loss has other terms, such as a value loss"
+        )
     if batch is None or explained is None:
         return ""
     size = max(abs(batch), math.hypot(*parts))
@@ -122,6 +142,7 @@ def split_step(
     momentum: float | None,
     decay: float | None,
     prompts: tuple[Cause, ...] | None,
+    cosine: float | None = None,
 ) -> Causes:
     """The change along an optimizer's step, split by source. The rest after momentum and decay is this batch's.
 
@@ -130,11 +151,12 @@ def split_step(
         momentum: the change along its momentum part; None if unknown.
         decay: the change along its weight-decay part; None if unknown.
         prompts: each update prompt's part of the batch's; None without the update's rollouts.
+        cosine: as in `Causes`.
     """
     batch = None
     if delta is not None and momentum is not None and decay is not None:
         batch = delta - (momentum + decay)
-    return Causes(momentum, batch, decay, prompts or (), _explained(prompts, batch))
+    return Causes(momentum, batch, decay, prompts or (), _explained(prompts, batch), cosine)
 
 
 def split_gradient(delta: float | None, prompts: tuple[Cause, ...]) -> Causes:
