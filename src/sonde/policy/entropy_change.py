@@ -139,7 +139,6 @@ class EntropyChangeProbe:
         self._statistics = CausalLMStatistics() if token_statistics is None else token_statistics
         self._group = data_parallel_group(model) if process_group is None else process_group
         self._scorer = Scorer(model, self._statistics, options.micro_batch_prompts, self._group, options.precision)
-        self._is_repeatable = False
         self._n_calls = 0
         self._n_steps = 0
         self._latest: EntropyForecast | None = None
@@ -368,9 +367,8 @@ class EntropyChangeProbe:
         self._n_calls += 1
         with self._undisturbed():
             parameters = trainable(self._model)  # of now: some are perhaps unfrozen as training goes on
-            if not self._is_repeatable:
-                self._scorer.check_repeatable(evaluation)
-                self._is_repeatable = True
+            if not self._scorer.is_checked:
+                self._scorer.check(evaluation)
             cost = Cost(parameters[0].device)
             with cost.phase("scores"):
                 base = self._scorer.scored(evaluation)

@@ -22,7 +22,7 @@ from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.checkpointing import can_checkpoint
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Scored
-from sonde.policy.scoring.token_statistics import check_temperature
+from sonde.policy.scoring.token_statistics import check_scorable
 
 _ROUNDING = 1e-3
 """Nats above 0 that a log-probability of 16 bits may have."""
@@ -130,7 +130,7 @@ def check_is_rollouts(name: str, rollouts: object) -> None:
 def check_evaluation(rollouts: Rollouts, statistics: object, name: str) -> None:
     """Refuse responses whose entropy is not the policy's."""
     rollouts.check_not_empty()
-    check_temperature(rollouts, statistics, name)
+    check_scorable(rollouts, statistics, name)
     if rollouts.is_truncated:
         raise ValueError(
             f"{name} responses were sampled with top_p < 1 or the like, so their entropy is not the policy's: sample "
@@ -181,7 +181,7 @@ def check_responses(
         if update is not None:
             check_is_rollouts("update", update)
             update.check_not_empty()
-            check_temperature(update, statistics, "update")
+            check_scorable(update, statistics, "update")
         if evaluation.log_prob is not None and needs_own:
             raise ValueError(
                 f"the evaluation responses have log_prob=, the sampler's own log-probabilities, and {needs_own} needs "

@@ -13,7 +13,7 @@ from sonde.parallel.process_groups import check_group, data_parallel_group, gath
 from sonde.policy.entropy_checks import check_is_model, check_is_rollouts
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
-from sonde.policy.scoring.token_statistics import CausalLMStatistics, check_is_statistics, check_temperature
+from sonde.policy.scoring.token_statistics import CausalLMStatistics, check_is_statistics, check_scorable
 from sonde.policy.scoring.training_state import preserve_training_state
 from sonde.policy.stats.policy_entropy import QUANTILES, PolicyEntropy, policy_entropy
 from sonde.probe import Metric, Partners
@@ -106,6 +106,7 @@ class PolicyEntropyProbe:
             if any(has_advantage) and not all(has_advantage):
                 raise ValueError("some ranks gave responses with advantages, and others without: give them on all")
             with preserve_training_state(self._model):
+                self._scorer.check_statistics(rollouts)
                 scored = self._scorer.scored(rollouts)
             advantage = None
             if has_advantage[0]:
@@ -116,7 +117,7 @@ class PolicyEntropyProbe:
     def _checked(self, rollouts: Rollouts) -> Rollouts:
         check_is_rollouts("the responses", rollouts)
         rollouts.check_not_empty()
-        check_temperature(rollouts, self._statistics)
+        check_scorable(rollouts, self._statistics)
         return rollouts
 
     def metrics(self) -> Mapping[str, float | None]:

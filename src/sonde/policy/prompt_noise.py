@@ -27,7 +27,7 @@ from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import (
     CausalLMStatistics,
     check_is_statistics,
-    check_temperature,
+    check_scorable,
     checked_scores,
 )
 from sonde.policy.scoring.training_state import preserve_training_state
@@ -164,7 +164,7 @@ class PromptNoiseProbe:
         self._weighs = weighs
         self._process_group, self._mesh = process_group, mesh
         self._ranks: PromptRanks | None = None
-        self._is_repeatable = False
+        self._scorer: Scorer | None = None
         # Of the parameters as they are now: they may be frozen later, before the state is saved or after it is loaded.
         self._identity = _identity(model, self._statistics, weighs)
 
@@ -186,10 +186,11 @@ class PromptNoiseProbe:
 
     def _measure(self, rollouts: Rollouts, ranks: PromptRanks) -> PromptNoiseReading:
         self._check_responses(rollouts, ranks)
-        if not self._is_repeatable:
+        if self._scorer is None:
+            self._scorer = Scorer(self._model, self._statistics, 1, ranks.everyone)
+        if not self._scorer.is_checked:
             with preserve_training_state(self._model):
-                Scorer(self._model, self._statistics, 1, ranks.everyone).check_repeatable(rollouts)
-            self._is_repeatable = True
+                self._scorer.check(rollouts)
         credit, prompts = rollouts.credit(), rollouts.order(1)
 
         def objective(rows: Tensor) -> Tensor:
@@ -230,7 +231,7 @@ class PromptNoiseProbe:
         def check() -> dict[str, Tensor]:
             check_is_rollouts("the responses", rollouts)
             rollouts.check_not_empty()
-            check_temperature(rollouts, self._statistics)
+            check_scorable(rollouts, self._statistics)
             digest = rollouts.digest() if ranks.data.n_sharing > 1 else 0
             rollouts.credit()
             return {"of": torch.tensor([[ranks.data.rank, digest]])}

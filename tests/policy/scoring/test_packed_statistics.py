@@ -7,14 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from sonde.policy.entropy_change import EntropyChangeProbe
 from sonde.policy.entropy_options import EntropyChangeOptions
+from sonde.policy.policy_entropy import PolicyEntropyProbe
+from sonde.policy.prompt_noise import PromptNoiseProbe
 from sonde.policy.scoring import packed_statistics
 from sonde.policy.scoring.packed_statistics import PackedLMStatistics
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.token_statistics import CausalLMStatistics, statistics_of_logits
+from tests.ranks import Ranks
 from tests.small_policy import drawn, policy
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[trl]'")
@@ -103,21 +108,102 @@ def test_a_model_of_flat_tokens_gives_logits_or_its_own_scores(scores: bool) -> 
         torch.testing.assert_close(b[rollouts.mask], a[rollouts.mask], rtol=1e-4, atol=1e-4)
 
 
-def test_a_model_that_mixes_the_responses_of_a_row_is_refused() -> None:
-    """OPT attends to all earlier tokens, whatever their positions. It is told by one response alone, too."""
-    config = transformers.OPTConfig(
-        vocab_size=7, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32, word_embed_proj_dim=16
-    )
-    model = transformers.OPTForCausalLM(config).eval()
+def opt(scale: float) -> Any:
+    """OPT attends to all earlier tokens of a row, whatever their positions."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 32}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=7, word_embed_proj_dim=16, **sizes))
     with torch.no_grad():
         for p in model.parameters():
-            p.mul_(5.0)
-    for n in (4, 1):
-        rollouts = padded(0, 4, on_the_left=True).rows(torch.arange(n))
+            p.mul_(scale)
+    return model.eval()
+
+
+def with_gradients(model: nn.Module, **options: Any) -> EntropyChangeProbe:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model(input_ids=torch.tensor([[1, 2, 3, 4]])).logits.logsumexp(-1).sum().backward()
+    return EntropyChangeProbe(model, optimizer, token_statistics=PackedLMStatistics(), **options)
+
+
+@pytest.mark.parametrize("n", [4, 1])
+def test_a_model_that_mixes_the_responses_of_a_row_is_refused(n: int) -> None:
+    """One response alone is enough to tell."""
+    rollouts = padded(0, 4, on_the_left=True).rows(torch.arange(n))
+    for measure in (
+        with_gradients(opt(5.0)).forecast,
+        PolicyEntropyProbe(opt(5.0), token_statistics=PackedLMStatistics()).measure,
+        PromptNoiseProbe(opt(5.0), token_statistics=PackedLMStatistics()).measure,
+    ):
         with pytest.raises(
             ValueError, match=r"nats apart alone and behind another .* \(OPTForCausalLM\) does not tell"
         ):
-            PackedLMStatistics()(model, rollouts)
+            measure(rollouts)
+
+
+def test_a_model_is_asked_again_as_long_as_its_scores_hardly_depend_on_what_comes_before() -> None:
+    """A policy with a head of zeros, as many begin, tells nothing; and it is refused once it does."""
+    model, rollouts = opt(5.0), padded(0, 4, on_the_left=True)
+    head = model.lm_head.weight.detach().clone()
+    model.lm_head.weight = nn.Parameter(torch.zeros_like(head))
+    probe = with_gradients(model)
+    assert not PackedLMStatistics().check_model(model, rollouts)
+    probe.forecast(rollouts)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(head)
+    with pytest.raises(ValueError, match="does not tell the responses of a row apart"):
+        probe.forecast(rollouts)
+
+
+def test_a_model_that_tells_them_apart_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    check_model = PackedLMStatistics.check_model
+    monkeypatch.setattr(PackedLMStatistics, "check_model", lambda *of: asked.append(check_model(*of)) or asked[-1])
+    probe, rollouts = with_gradients(llama()), padded(0, 8, on_the_left=True)
+    for _ in range(2):
+        probe.forecast(rollouts)
+    assert asked == [True]
+
+
+def test_no_position_is_beyond_those_of_the_responses() -> None:
+    """Of a model with as many positions as the longest response has tokens."""
+    config = transformers.GPT2Config(
+        vocab_size=7, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1, n_positions=8
+    )
+    rollouts = padded(0, 8, on_the_left=True).rows(torch.tensor([4, 12]))
+    assert bool(rollouts.inputs["attention_mask"].all())
+    assert rollouts.inputs["attention_mask"].shape == (2, 8)
+    PackedLMStatistics().check_model(transformers.GPT2LMHeadModel(config).eval(), rollouts)
+
+
+def refused(case: str) -> str:
+    """On two ranks with FSDP2, of which only the second one has what is refused."""
+    rank, rollouts = dist.get_rank(), padded(0, 8, on_the_left=True)
+    model = opt(5.0)
+    if case == "one mixes" and not rank:  # nothing is to be told of two equal tokens at equal positions
+        inputs = {"input_ids": torch.ones(8, 2, dtype=torch.long)}
+        rollouts = Rollouts(inputs, torch.ones(8, 1, dtype=torch.bool), torch.arange(8))
+    elif case != "one mixes" and rank:
+        rollouts = dataclasses.replace(rollouts, mask=rollouts.inputs["attention_mask"][:, 1:].bool())
+    fully_shard(model)
+    try:
+        with_gradients(model).forecast(rollouts)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("one mixes", "does not tell the responses of a row apart"),
+        ("a mask of one", "each sampled token needs a token before it"),
+    ],
+)
+def test_what_one_rank_refuses_ends_the_measurement_on_all(ranks2: Ranks, case: str, message: str) -> None:
+    found = ranks2(refused, case)
+    assert found[0].startswith("rank 1 of the group failed"), found
+    assert all(message in text for text in found), found
 
 
 def test_only_sampled_tokens_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +247,8 @@ def test_what_cannot_be_scored_is_refused() -> None:
         ({"input": ids}, "inputs need 'input_ids' for a causal language model, got"),
         ({"input_ids": ids[:, 0]}, r"input_ids must be \[responses, length\], got \[16\]"),
         ({"input_ids": ids, "attention_mask": torch.ones(16, 2)}, "attention_mask must be .* as input_ids"),
+        ({"input_ids": ids.float()}, "input_ids must be whole numbers, .* got torch.float32"),
+        ({"input_ids": ids, "token_type_ids": ids}, r"attention_mask alone, got also \['token_type_ids'\]"),
     ):
         with pytest.raises(ValueError, match=message):
             PackedLMStatistics()(llama(), dataclasses.replace(rollouts, inputs=inputs))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from sonde.policy.scoring.rollouts import Rollouts
 from tests.small_policy import rollouts
@@ -57,3 +58,25 @@ def test_a_packed_row_that_begins_in_the_middle_of_a_sequence_is_refused() -> No
     sampled = torch.tensor([0, 1, 1, 1, 0, 1, 1])
     with pytest.raises(ValueError, match="the row begins at position 5, in the middle of a sequence"):
         Rollouts.from_packed(row, sampled, torch.tensor([3]))
+
+
+@pytest.mark.parametrize("values", [torch.tensor([0, 0, 0.5]), torch.tensor([-100, -100, 3]), torch.tensor([0, 0, -1])])
+def test_a_mask_of_packed_rows_is_no_weights_and_no_labels(values: Tensor) -> None:
+    row = {"input_ids": torch.arange(3), "position_ids": torch.arange(3)}
+    with pytest.raises(ValueError, match="mask must be True or 1 where the policy sampled a token"):
+        Rollouts.from_packed(row, values, torch.tensor([3]))
+
+
+@pytest.mark.parametrize("bounds", [None, torch.tensor([0, 3, 5])])
+def test_padding_behind_packed_responses_is_left_out(bounds: Tensor | None) -> None:
+    row = {"input_ids": torch.tensor([5, 6, 2, 0, 0]), "position_ids": torch.tensor([0, 1, 2, 0, 0])}
+    made = Rollouts.from_packed(row, torch.tensor([0, 1, 1, 0, 0]), torch.tensor([3]), cu_seqlens=bounds)
+    assert made.inputs["input_ids"].tolist() == [[5, 6, 2]]
+
+
+@pytest.mark.parametrize("bounds", [None, torch.tensor([0])])
+def test_an_empty_packed_row_has_no_response(bounds: Tensor | None) -> None:
+    """Probes refuse it on all ranks: an error here would be raised on this rank alone."""
+    nothing = torch.zeros(0, dtype=torch.long)
+    row = {"input_ids": nothing, "position_ids": nothing}
+    assert len(Rollouts.from_packed(row, nothing, nothing, cu_seqlens=bounds)) == 0

@@ -99,7 +99,10 @@ def test_a_tokens_logits_are_at_the_position_before_it_and_positions_do_not_coun
     ("inputs", "message"),
     [
         ({"tokens": torch.zeros(1, 4)}, "inputs need 'input_ids' for a causal language model"),
-        ({"input_ids": torch.zeros(1, 3)}, "the first cannot have been sampled, got 3 columns in the mask and 3"),
+        (
+            {"input_ids": torch.zeros(1, 3, dtype=torch.long)},
+            "the first cannot have been sampled, got 3 columns in the mask and 3",
+        ),
     ],
 )
 def test_wrong_inputs_are_refused(inputs: dict[str, Tensor], message: str) -> None:

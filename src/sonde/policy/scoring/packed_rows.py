@@ -60,10 +60,7 @@ def unpacked(
                 "whose position_ids begin with 0, or cu_seqlens="
             )
         starts = (positions == 0).nonzero()[:, 0].tolist()
-        ends = [*starts[1:], len(ids)]
-        sampled_token = _flat("mask", per_token["mask"], len(ids))
-        while len(starts) > len(prompt) and not bool(sampled_token[starts[-1] : ends[-1]].any()):
-            del starts[-1], ends[-1]  # padding
+        ends = [*starts[1:], len(ids)] if starts else []
     else:
         if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
             raise ValueError(
@@ -79,10 +76,12 @@ def unpacked(
             or any(a >= b for a, b in zip(starts, ends, strict=True))
         ):
             raise ValueError(f"cu_seqlens must rise from 0 to the row's {len(ids)} tokens, got {bounds}")
+    flat = {name: _flat(name, t, len(ids)) for name, t in per_token.items()}
+    while len(starts) > len(prompt) and not bool(flat["mask"][starts[-1] : ends[-1]].any()):
+        del starts[-1], ends[-1]  # padding
     if len(starts) != len(prompt):
         raise ValueError(f"the row holds {len(starts)} responses, and prompt {len(prompt)} numbers: give one for each")
-    flat = {name: _flat(name, t, len(ids)) for name, t in per_token.items()}
-    width = max(b - a for a, b in zip(starts, ends, strict=True))
+    width = max((b - a for a, b in zip(starts, ends, strict=True)), default=0)
     n_tokens = 0
     for row, (a, b) in enumerate(zip(starts, ends, strict=True)):
         sampled = flat["mask"][a:b].nonzero()[:, 0]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, MutableSet
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +20,9 @@ each, in nats at the temperature of sampling."""
 
 _ROUNDING, _ROUNDING_OF_16_BITS = 0.01, 0.2
 """Nats. Another order of sums changes scores by less."""
+_MIXED, _CERTAIN = 0.3, 0.1
+"""A model mixes the responses of a row if another one changes scores by this part of what it does as the same sequence.
+The answer is certain if rounding is below a tenth of that."""
 
 
 def _transformers(model: nn.Module, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -33,8 +35,8 @@ def _transformers(model: nn.Module, input_ids: Tensor, position_ids: Tensor, cu_
 class PackedLMStatistics:
     """Packs the responses into one row, for trainers whose models take no attention mask.
 
-    A model must tell the sequences of a row apart. Before its first use, a response is scored alone and behind another:
-    a model whose scores differ is refused. Not all architectures of transformers tell sequences by their positions.
+    A model must tell the sequences of a row apart, and not all architectures of transformers tell them by their
+    positions. Probes ask `check_model` before their first number.
 
     `Rollouts.inputs` holds `input_ids`, [responses, length], with the prompt first; and with padding, `attention_mask`
     of the same shape. `Rollouts.from_packed` makes both of a trainer's packed rows.
@@ -59,9 +61,6 @@ class PackedLMStatistics:
 
     forward: PackedForward = _transformers
     temperature: float | None = None
-    _checked: MutableSet[nn.Module] = field(
-        default_factory=weakref.WeakSet, init=False, repr=False, compare=False, hash=False
-    )
 
     def __post_init__(self) -> None:
         if not callable(self.forward):
@@ -76,23 +75,13 @@ class PackedLMStatistics:
         """s_k and H_k in nats, fp32 or fp64, [responses, tokens].
 
         Raises:
-            ValueError: for inputs or returned values of other shapes, or a model that mixes the responses of a row.
+            ValueError: for inputs or returned values of other shapes.
         """
-        ids, n_tokens = input_ids_of(rollouts), rollouts.mask.shape[1]
-        is_token = rollouts.inputs.get("attention_mask", torch.ones_like(ids)).bool()
-        if is_token.shape != ids.shape:
-            raise ValueError(
-                f"attention_mask must be {list(ids.shape)}, as input_ids, got {list(is_token.shape)}: pad both alike"
-            )
-        before = slice(ids.shape[1] - n_tokens - 1, ids.shape[1] - 1)  # what comes before each column of the mask
+        self.check_inputs(rollouts)
+        ids, is_token = _tokens_of(rollouts)
+        n_tokens = rollouts.mask.shape[1]
+        before = _before(rollouts)
         sampled = rollouts.mask.bool().to(ids.device)
-        if n_tokens >= ids.shape[1] or bool((sampled & ~is_token[:, before]).any()):
-            raise ValueError(
-                "the mask belongs to the last columns of input_ids, and each sampled token needs a token before it: "
-                "put the prompt first in input_ids, and correct the masks"
-            )
-        if model not in self._checked:
-            self._check_tells_sequences_apart(model, ids, is_token)
         place = is_token.flatten().cumsum(0).view_as(ids) - 1
         made = self._packed(model, ids[is_token], is_token.sum(1))
         # Only sampled tokens are scored: there may be many more places in [responses, tokens].
@@ -109,6 +98,62 @@ class PackedLMStatistics:
         s, h = (t.new_zeros(sampled.shape).index_put(where, t.flatten()) for t in (s, h))
         return s, h
 
+    def check_inputs(self, rollouts: Rollouts) -> None:
+        """Refuse rollouts whose inputs cannot be scored. Probes ask before the first forward, on all ranks.
+
+        Raises:
+            ValueError: for inputs without `input_ids`, or of other shapes.
+        """
+        ids, is_token = _tokens_of(rollouts)
+        if is_token.shape != ids.shape:
+            raise ValueError(
+                f"attention_mask must be {list(ids.shape)}, as input_ids, got {list(is_token.shape)}: pad both alike"
+            )
+        if others := set(rollouts.inputs) - {"input_ids", "attention_mask", "position_ids"}:
+            raise ValueError(
+                f"packed rows are made of input_ids and attention_mask alone, got also {sorted(others)}: leave them "
+                "out, or write token statistics of your own that pass them on"
+            )
+        sampled = rollouts.mask.bool().to(ids.device)
+        if sampled.shape[1] >= ids.shape[1] or bool((sampled & ~is_token[:, _before(rollouts)]).any()):
+            raise ValueError(
+                "the mask belongs to the last columns of input_ids, and each sampled token needs a token before it: "
+                "put the prompt first in input_ids, and correct the masks"
+            )
+
+    @torch.no_grad()
+    def check_model(self, model: nn.Module, rollouts: Rollouts) -> bool:
+        """Refuse a model that mixes the responses of a row. Runs three forwards of one or two responses.
+
+        A response is scored alone, behind another one, and as the end of one sequence with it. A model that tells
+        responses apart gives the first two the same scores, and the third other ones.
+
+        Returns:
+            Whether the answer is certain. It is not as long as the scores hardly depend on what comes before, as those
+            of a nearly uniform policy: ask again after some training.
+
+        Raises:
+            ValueError: if the model mixes them.
+        """
+        ids, is_token = _tokens_of(rollouts)
+        first, last = ids[0][is_token[0]], ids[-1][is_token[-1]]
+        longest = max(len(first), len(last))  # the two together are no longer: a model may know no more positions
+        first, last = first[: longest // 2], last[-(longest - longest // 2) :]
+        both, lengths = torch.cat([last, first]), torch.tensor([len(last), len(first)], device=ids.device)
+        alone, behind, as_one = (
+            tuple(part[-len(first) :] for part in self._packed(model, tokens, bounds))
+            for tokens, bounds in ((first, lengths[1:]), (both, lengths), (both, lengths.sum()[None]))
+        )
+        rounding = _ROUNDING_OF_16_BITS if alone[0].dtype.itemsize < 4 else _ROUNDING
+        mixed, most = _difference(alone, behind), _difference(alone, as_one)
+        if mixed > rounding or (most > rounding and mixed > _MIXED * most):
+            raise ValueError(
+                f"a response scores {mixed:.2g} nats apart alone and behind another response of its row, so the "
+                f"model ({type(model).__name__}) does not tell the responses of a row apart: use padded rows and "
+                "CausalLMStatistics, or a forward= that tells the model where sequences begin"
+            )
+        return most > rounding / _CERTAIN
+
     def _packed(self, model: nn.Module, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
         """The logits of a row, [tokens, vocabulary]; or log-probability and entropy, [tokens] each."""
         cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
@@ -123,30 +168,33 @@ class PackedLMStatistics:
             return tuple(_flat(part, len(tokens), 0) for part in made)
         return (_flat(made, len(tokens), 1),)
 
-    @torch.no_grad()
-    def _check_tells_sequences_apart(self, model: nn.Module, ids: Tensor, is_token: Tensor) -> None:
-        """Refuse a model that scores a response differently alone and behind another."""
-        first, last = ids[0][is_token[0]], ids[-1][is_token[-1]]
-        lengths = torch.tensor([len(last), len(first)], device=ids.device)
-        alone = self._packed(model, first, lengths[1:])
-        behind = self._packed(model, torch.cat([last, first]), lengths)
-        difference = 0.0
-        for a, b in zip(alone, behind, strict=True):
-            a, b = a.float(), b[len(last) :].float()
-            if a.dim() == 2:
-                a, b = a.log_softmax(-1), b.log_softmax(-1)
-            # Of tokens that are possible at all: the least likely differ most by rounding, and count least.
-            likely = (a > a.amax(-1, keepdim=True) - 5.0) if a.dim() == 2 else a.isfinite() & b.isfinite()
-            if bool(likely.any()):
-                difference = max(difference, float((a - b)[likely].abs().max()))
-        is_narrow = alone[0].dtype.itemsize < 4
-        if not difference <= (_ROUNDING_OF_16_BITS if is_narrow else _ROUNDING):
-            raise ValueError(
-                f"a response scores {difference:.2g} nats apart alone and behind another response of its row, so the "
-                f"model ({type(model).__name__}) does not tell the responses of a row apart: use padded rows and "
-                "CausalLMStatistics, or a forward= that tells the model where sequences begin"
-            )
-        self._checked.add(model)
+
+def _tokens_of(rollouts: Rollouts) -> tuple[Tensor, Tensor]:
+    """The tokens, and whether each is one and no padding; [responses, length]."""
+    ids = input_ids_of(rollouts)
+    return ids, rollouts.inputs.get("attention_mask", torch.ones_like(ids)).bool()
+
+
+def _before(rollouts: Rollouts) -> slice:
+    """The columns of `input_ids` that come before each column of the mask."""
+    length = rollouts.inputs["input_ids"].shape[1]
+    return slice(length - rollouts.mask.shape[1] - 1, length - 1)
+
+
+def _difference(scores: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> float:
+    """The largest difference of log-probabilities or entropies, in nats; 0 if none is finite.
+
+    Of tokens that are possible at all: the least likely differ most by rounding, and count least.
+    """
+    largest = 0.0
+    for a, b in zip(scores, others, strict=True):
+        a, b = a.float(), b.float()
+        if a.dim() == 2:
+            a, b = a.log_softmax(-1), b.log_softmax(-1)
+        likely = (a > a.amax(-1, keepdim=True) - 5.0) if a.dim() == 2 else a.isfinite() & b.isfinite()
+        if bool(likely.any()):
+            largest = max(largest, float((a - b)[likely].abs().max()))
+    return largest
 
 
 def _flat(values: Any, n_tokens: int, n_more: int) -> Tensor:

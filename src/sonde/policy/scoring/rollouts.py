@@ -81,11 +81,7 @@ class Rollouts:
         for name, n_dims in (("mask", 2), ("prompt", 1)):
             if (tensor := getattr(self, name)).dim() != n_dims:
                 raise ValueError(f"{name} must be {_SHAPES[name]}, got {list(tensor.shape)}")
-        if self.mask.dtype != torch.bool and not bool(((self.mask == 0) | (self.mask == 1)).all()):
-            raise ValueError(
-                "mask must be True or 1 where the policy sampled a token, and False or 0 elsewhere, got other values: "
-                "pass labels != -100, say"
-            )
+        _check_mask(self.mask)
         if not isinstance(self.is_truncated, bool):
             raise ValueError(f"is_truncated must be True or False, got {self.is_truncated!r:.60}")
         if self.mask.shape[:1] == (0,):
@@ -145,7 +141,7 @@ class Rollouts:
             mask: whether the policy sampled a token, for every token of the row; [tokens] or [1, tokens].
             prompt: each response's prompt, [responses].
             cu_seqlens: where responses begin, and where the last one ends; [responses + 1]. By default they begin where
-                `position_ids` is 0; a tail without a sampled token is padding.
+                `position_ids` is 0. A tail without a sampled token is padding, which `prompt` has no number for.
             advantage: of each response or token; [responses] or [tokens].
             weight: [tokens].
             log_prob: [tokens].
@@ -168,6 +164,7 @@ class Rollouts:
         _check_types(inputs, given, _PACKED_SHAPES)
         if cu_seqlens is not None:
             _check_types({}, {"cu_seqlens": cu_seqlens}, {"cu_seqlens": "[responses + 1]"})
+        _check_mask(mask)
         per_token = {"mask": mask.bool(), "weight": weight, "log_prob": log_prob}
         per_response: dict[str, Any] = {"advantage": advantage, "temperature": temperature}
         per_token |= {
@@ -299,6 +296,15 @@ def _check_types(inputs: object, values: Mapping[str, object], shapes: Mapping[s
         raise ValueError(
             f"inputs must map names to tensors, got {_kind(inputs)}: pass {{'input_ids': ids}}, or what your token "
             "statistics read"
+        )
+
+
+def _check_mask(mask: Tensor) -> None:
+    """Refuse labels, weights and the like."""
+    if mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
+        raise ValueError(
+            "mask must be True or 1 where the policy sampled a token, and False or 0 elsewhere, got other values: "
+            "pass labels != -100, say"
         )
 
 

@@ -123,6 +123,8 @@ class Scorer:
         self.why_precision = ""
         """Why responses are not scored in 32 bits, if they were to be."""
         self._residuals: Mapping[Tensor, Tensor] = {}
+        self._is_repeatable = False
+        self._check_model: Callable[[nn.Module, Rollouts], bool] | None = getattr(statistics, "check_model", None)
 
     @contextlib.contextmanager
     def adding(self, residuals: Mapping[Tensor, Tensor]) -> Iterator[None]:
@@ -345,15 +347,44 @@ class Scorer:
         gather_from_all_ranks(self._group, and_gather_nothing)
         return results[0]
 
-    @torch.no_grad()
-    def check_repeatable(self, rollouts: Rollouts) -> None:
-        """Refuse, on all ranks, a model whose two forwards of the same responses do not agree.
+    @property
+    def is_checked(self) -> bool:
+        """Whether `check` has nothing more to do."""
+        return self._is_repeatable and self._check_model is None
+
+    def check(self, rollouts: Rollouts) -> None:
+        """Refuse, on all ranks, a model whose scores would be wrong. Called until `is_checked`.
 
         If the model cannot compute in 32 bits, it is scored as it computes from here on.
 
         Raises:
-            ValueError: if they differ by more than rounding and the order of sums can explain.
+            ValueError: if two forwards of the same responses differ by more than rounding and the order of sums can
+                explain; or of the token statistics' own check of a model.
         """
+        if not self._is_repeatable:
+            self._check_repeatable(rollouts)
+            self._is_repeatable = True
+        self.check_statistics(rollouts)
+
+    @torch.no_grad()
+    def check_statistics(self, rollouts: Rollouts) -> None:
+        """The part of `check` that token statistics ask for: with their method `check_model`, until it returns True.
+
+        All ranks ask as often, since a sharded forward needs them all.
+        """
+        if (check_model := self._check_model) is None:
+            return
+
+        def check() -> Tokens:
+            with self._arithmetic():
+                return {"is_decided": torch.tensor([check_model(self._model, self._own(rollouts)[0])])}
+
+        if bool(gather_from_all_ranks(self._group, check)["is_decided"].all()):
+            self._check_model = None
+        reshard(self._wrapped)
+
+    @torch.no_grad()
+    def _check_repeatable(self, rollouts: Rollouts) -> None:
         if self.precision == "float32":
             self._try_float32(self._own(rollouts)[0])
 

@@ -37,13 +37,9 @@ class CausalLMStatistics:
 
     def __call__(self, model: nn.Module, rollouts: Rollouts, /) -> tuple[Tensor, Tensor]:
         """s_k and H_k in nats, fp32 or fp64, [responses, tokens]."""
+        self.check_inputs(rollouts)
         inputs: dict[str, Any] = dict(rollouts.inputs)
-        ids, n_tokens = input_ids_of(rollouts), rollouts.mask.shape[1]
-        if n_tokens >= ids.shape[1]:
-            raise ValueError(
-                f"the mask belongs to the last columns of input_ids, and the first cannot have been sampled, got "
-                f"{n_tokens} columns in the mask and {ids.shape[1]} in input_ids: put the prompt first in input_ids"
-            )
+        ids, n_tokens = rollouts.inputs["input_ids"], rollouts.mask.shape[1]
         accepted = _parameters(model)
         if "attention_mask" in inputs and "position_ids" not in inputs and "position_ids" in accepted:
             # Positions as generation counts them: padding on the left does not count.
@@ -57,6 +53,19 @@ class CausalLMStatistics:
         # The logits at a position are those of the next token.
         temperature = temperature_of(rollouts, self.temperature, logits)
         return statistics_of_logits(logits[:, -n_tokens - 1 : -1], ids[:, -n_tokens:], temperature=temperature)
+
+    def check_inputs(self, rollouts: Rollouts) -> None:
+        """Refuse rollouts whose inputs cannot be scored. Probes ask before the first forward, on all ranks.
+
+        Raises:
+            ValueError: for inputs without `input_ids`, or of other shapes.
+        """
+        ids, n_tokens = input_ids_of(rollouts), rollouts.mask.shape[1]
+        if n_tokens >= ids.shape[1]:
+            raise ValueError(
+                f"the mask belongs to the last columns of input_ids, and the first cannot have been sampled, got "
+                f"{n_tokens} columns in the mask and {ids.shape[1]} in input_ids: put the prompt first in input_ids"
+            )
 
 
 def input_ids_of(rollouts: Rollouts) -> Tensor:
@@ -72,6 +81,8 @@ def input_ids_of(rollouts: Rollouts) -> Tensor:
     ids = rollouts.inputs["input_ids"]
     if ids.dim() != 2:
         raise ValueError(f"input_ids must be [responses, length], got {list(ids.shape)}: give each response a row")
+    if ids.is_floating_point() or ids.is_complex():
+        raise ValueError(f"input_ids must be whole numbers, the tokens of a vocabulary, got {ids.dtype}")
     return ids
 
 
@@ -95,18 +106,22 @@ def temperature_of(rollouts: Rollouts, given: float | None, logits: Tensor) -> f
     return rollouts.temperature
 
 
-def check_temperature(rollouts: Rollouts, statistics: object, name: str = "") -> None:
-    """Refuse responses that are scored at another temperature than they were sampled at, if the statistics say so.
+def check_scorable(rollouts: Rollouts, statistics: object, name: str = "") -> None:
+    """Refuse responses that the statistics cannot score, or score at another temperature than they were sampled at.
+
+    No forward runs: so an error on one rank leaves no other rank in a collective of a sharded model.
 
     Args:
         rollouts: the responses.
-        statistics: what scores them; its attribute `temperature`, if it has one and this is not None, is what it
-            scores at.
+        statistics: what scores them. If it has a method `check_inputs`, this is called with the rollouts. If it has an
+            attribute `temperature`, and this is not None, it is what responses are scored at.
         name: of the responses, for the message.
 
     Raises:
-        ValueError: naming both temperatures.
+        ValueError: naming both temperatures; or of `check_inputs`.
     """
+    if callable(check_inputs := getattr(statistics, "check_inputs", None)):
+        check_inputs(rollouts)
     scored_at, sampled_at = getattr(statistics, "temperature", None), rollouts.temperature
     if scored_at is None:
         return
