@@ -87,9 +87,10 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         coefficient = self.probes._entropy_coefficient
         self.steps.append(Step(state.global_step, forecast.entropy, forecast.entropy_se, reward, coefficient, dropped))
         hold = forecast.coefficient_to_hold
-        if self.way == "coefficient" and state.global_step >= BEGINS and hold.value is not None:
-            wanted = (TARGET - forecast.entropy) / RETURNS_IN
-            self.trainer.entropy_coef = max(hold.for_change(wanted), 0.0)
+        if self.way == "coefficient" and state.global_step >= BEGINS:
+            coefficient = hold.for_change((TARGET - forecast.entropy) / RETURNS_IN)
+            if coefficient is not None:
+                self.trainer.entropy_coef = max(coefficient, 0.0)
 
 
 class Dropping(TrainerCallback):  # type: ignore[misc]

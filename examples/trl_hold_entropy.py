@@ -23,9 +23,10 @@ class HoldEntropy(TrainerCallback):  # type: ignore[misc]
         """After sonde has measured the step."""
         step, forecast = probes.forecasts[-1]
         hold = forecast.coefficient_to_hold
-        if step == state.global_step and hold is not None and hold.value is not None:
-            wanted = (TARGET - forecast.entropy) / RETURNS_IN
-            trainer.entropy_coef = max(hold.for_change(wanted), 0.0)
+        if step == state.global_step and hold is not None:
+            coefficient = hold.for_change((TARGET - forecast.entropy) / RETURNS_IN)
+            if coefficient is not None:  # otherwise not resolved, or no coefficient changes the entropy by so much
+                trainer.entropy_coef = max(coefficient, 0.0)
         if state.global_step % 10 == 0:
             print(f"step {step}: entropy {forecast.entropy:.2f}, coefficient {trainer.entropy_coef:.4f}; {hold}")
 

@@ -14,11 +14,11 @@ from sonde.policy.stats.coefficient_to_hold import trial_size
 from sonde.policy.stats.entropy_gradient import on_same_prefixes_coefficients, per_token_coefficients
 from sonde.policy.stats.prefix_weights import prefix_weights
 from tests.policy.entropy_scene import N_E, Scene, gradient_per_prompt, stale
-from tests.small_policy import STATISTICS, drawn, optimizer_of
+from tests.small_policy import STATISTICS, drawn, optimizer_of, policy
 
 
-def answer(scene: Scene, gradient: Tensor, kind: str) -> Tensor:
-    """What the optimizer makes of an ascent along this gradient in every step; flat, by the optimizer's formulas."""
+def answer(scene: Scene, gradient: Tensor, kind: str, size: float) -> Tensor:
+    """What the optimizer makes of a small ascent in every step, over its size; flat, by the optimizer's formulas."""
     [group] = scene.optimizer.param_groups
     if kind == "sgd":
         return group["lr"] * gradient
@@ -27,9 +27,15 @@ def answer(scene: Scene, gradient: Tensor, kind: str) -> Tensor:
     state = [scene.optimizer.state[p] for p in group["params"]]
     g = torch.cat([p.grad.double().flatten() for p in group["params"]])
     v = torch.cat([s["exp_avg_sq"].double().flatten() for s in state])
-    beta2, t = group["betas"][1], float(state[0]["step"]) + 1
-    root = ((beta2 * v + (1 - beta2) * g.square()) / (1 - beta2**t)).sqrt() + group["eps"]
-    return group["lr"] * torch.where(root > group["eps"], gradient, 0.0) / root
+    m = torch.cat([s["exp_avg"].double().flatten() for s in state])
+    (beta1, beta2), t = group["betas"], float(state[0]["step"]) + 1
+    v = (beta2 * v + (1 - beta2) * g.square()) / (1 - beta2**t)
+    m = -(beta1 * m + (1 - beta1) * g) / (1 - beta1**t)  # uphill
+    m = torch.where(m.abs() > v.sqrt(), v.sqrt() * m.sign(), m)
+    new = (1 - beta2**20) / (1 - beta2 ** (t + 20))
+    b, eps = size * gradient, group["eps"]
+    step = (m + b) / ((v + new * (2 * m * b + b.square())).sqrt() + eps) - m / (v.sqrt() + eps)
+    return group["lr"] * torch.where(v > 0.0, step, 0.0) / size
 
 
 def mean_entropy_gradient(scene: Scene, factor: float = 1.0) -> Tensor:
@@ -46,7 +52,8 @@ def test_the_effect_is_that_of_gradients_prompt_by_prompt(
     monkeypatch: pytest.MonkeyPatch, kind: str, is_stale: bool
 ) -> None:
     """Along a step and a trial so small that first order is exact. Prefix weights have no baseline."""
-    monkeypatch.setattr(entropy_bonus, "trial_size", lambda *_, **__: 1e-3)
+    size = 1e-3
+    monkeypatch.setattr(entropy_bonus, "trial_size", lambda *_, **__: size)
     kind, *unseen = kind.split(", ")
     scene = Scene(kind, lr=1e-4, dtype=torch.float64)
     if unseen:  # no training batch has had them, and E has: 1/(√v̂ + ε) would be 1e8 there
@@ -70,7 +77,7 @@ def test_the_effect_is_that_of_gradients_prompt_by_prompt(
     halves = [torch.arange(N_E) % 2 == k for k in (0, 1)]
     for own, other in (halves, halves[::-1]):
         bonus = (of_h[other] * length.mean()).sum(0) / length[other].sum()
-        slope += 0.5 * x[own].mean(0) @ answer(scene, bonus, kind)
+        slope += 0.5 * x[own].mean(0) @ answer(scene, bonus, kind, size)
     hold = scene.probe(coefficient_to_hold=True).forecast(scene.E).coefficient_to_hold
     assert hold is not None
     assert hold.change_per_unit == pytest.approx(float(slope), rel=1e-3)
@@ -175,6 +182,46 @@ def test_around_a_real_step_it_is_the_same_and_nothing_changes(offload: bool) ->
         assert torch.equal(p, q)
 
 
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+@pytest.mark.parametrize("first_order", [False, True])
+def test_gradients_that_are_clipped_inside_the_block_have_no_coefficient(kind: str, first_order: bool) -> None:
+    """The bonus of later steps is clipped too, and only `applied_scale=` tells by how much."""
+    scene = Scene(kind, dtype=torch.float64)
+    for group in scene.optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    norm = torch.nn.utils.get_total_norm([p.grad for p in scene.model.parameters()])
+    probe = scene.probe(coefficient_to_hold=True, first_order=first_order)
+    with probe.around_step(scene.E) as around:
+        torch.nn.utils.clip_grad_norm_(scene.model.parameters(), 0.2 * float(norm))
+        scene.optimizer.step()
+    hold = around.forecast.coefficient_to_hold
+    assert (hold.value, hold.status) == (None, "unresolved")
+    assert "off the one that gradients on entry make: clip before the block" in hold.reason
+    assert around.forecast.is_valid, around.forecast.reason
+    assert (around.forecast.first_order is not None) == first_order
+
+
+def test_a_first_step_lacks_the_momentum_of_later_ones() -> None:
+    scene = Scene("momentum")
+    scene.optimizer.state.clear()
+    hold = scene.probe(coefficient_to_hold=True).forecast(scene.E).coefficient_to_hold
+    assert hold.reason.startswith("the optimizer has taken no step yet, so this step lacks the momentum")
+
+
+def test_no_coefficient_makes_a_change_beyond_adams_largest_steps() -> None:
+    hold = Scene("adamw", lr=1e-3).probe(coefficient_to_hold=True).forecast(drawn(policy(), 0, 200, seed=1))
+    hold = hold.coefficient_to_hold
+    assert hold.value is not None
+    assert hold.for_change(0.5 * hold.largest_change) == pytest.approx(
+        hold.value + 0.5 * hold.largest_change / hold.change_per_unit
+    )
+    assert hold.for_change(1.5 * hold.largest_change) is hold.for_change(-1.5 * hold.largest_change) is None
+    with pytest.raises(ValueError, match="must be a finite number of nats, got nan"):
+        hold.for_change(float("nan"))
+    plain = Scene("sgd").probe(coefficient_to_hold=True).forecast(drawn(policy(), 0, 200, seed=1))
+    assert plain.coefficient_to_hold.largest_change is None
+
+
 def test_three_prompts_are_too_few() -> None:
     scene = Scene()
     hold = scene.probe(coefficient_to_hold=True).forecast(drawn(scene.model, 0, 3, seed=1)).coefficient_to_hold
@@ -211,7 +258,7 @@ def test_bad_input(options: dict[str, Any], arguments: dict[str, Any], message: 
 def test_an_optimizer_without_a_forecast_is_refused_at_once() -> None:
     scene = Scene()
     scene.optimizer = optimizer_of(scene.model, "rmsprop")
-    with pytest.raises(ValueError, match="answer to a bonus: sonde cannot forecast the step of RMSprop"):
+    with pytest.raises(ValueError, match="SGD, Adam and AdamW, got RMSprop: leave coefficient_to_hold out"):
         scene.probe(coefficient_to_hold=True)
 
 

@@ -281,14 +281,17 @@ def test_another_optimizer_that_steps_in_the_same_block_is_noticed() -> None:
     scene = Scene("sgd")
     part = torch.optim.SGD(scene.model.out.parameters(), lr=1e-3)
     rest = torch.optim.SGD([p for n, p in scene.model.named_parameters() if not n.startswith("out")], lr=1e-3)
-    probe = EntropyChangeProbe(scene.model, part, EntropyChangeOptions(first_order=True))
+    options = EntropyChangeOptions(first_order=True, coefficient_to_hold=True)
+    probe = EntropyChangeProbe(scene.model, part, options)
     with probe.around_step(scene.E) as around:
         part.step()
     assert around.forecast.doubt == ""
+    assert around.forecast.coefficient_to_hold.change_per_unit is not None
     with probe.around_step(scene.E) as around:
         part.step()
         rest.step()
-    assert "derivatives leave out parameters that moved" in around.forecast.doubt
+    assert "parameters moved in the block of around_step() that are not in" in around.forecast.doubt
+    assert around.forecast.coefficient_to_hold.reason == around.forecast.doubt
     assert around.forecast.is_valid, around.forecast.reason  # both steps are measured
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from sonde.policy.scoring.sustained_step import SustainedStep
 from sonde.policy.stats.coefficient_to_hold import (
     FEWEST_PROMPTS,
     NO_ANSWER,
+    NO_MOMENTUM,
     NO_SLOPE,
     TOO_FEW,
     CoefficientToHold,
@@ -30,10 +32,11 @@ from sonde.policy.stats.finite_step import FiniteStep, Scores, change_by_finite_
 from sonde.wording import percent
 
 _TRIALS = 20
-"""How often the size of the trial is corrected at most: elements of Adam's move by η at most, so a larger bonus moves
+"""How often the size of the trial is corrected at most: elements of Adam's have a largest step, so a larger bonus moves
 the policy by less than in proportion."""
 _REACHED = 0.3
-"""Part of the effect of an endless bonus that a trial has at most: beyond it, all elements of Adam's move by η."""
+"""Part of the effect of an endless bonus that a trial has at most: with more, all elements of Adam's take their largest
+step."""
 _ENOUGH = 0.9
 """Part of the wanted effect with which a trial is large enough."""
 _ROUNDED_AWAY = 0.1
@@ -46,8 +49,8 @@ _ROUNDED = (
 class EntropyBonus:
     """What an entropy bonus adds to the optimizer's step, and how much it changes the entropy.
 
-    Gradients are taken when it is made: parameters hold θ, and `.grad` the gradients of the step. It holds five vectors
-    of the size of the parameters until `coefficient` was called.
+    Gradients are taken when it is made: parameters hold θ, and `.grad` the gradients of the step. It holds four vectors
+    of the size of the parameters until `coefficient` was called, and two more with Adam.
 
     Args:
         model: the policy.
@@ -80,7 +83,10 @@ class EntropyBonus:
         self._gradients, self._present, self._cost = gradients, present, cost
         self._halves = base.responses.halves() if base.responses.n_prompts >= FEWEST_PROMPTS else []
         self._rounded_away = 0.0
+        self.why_not = ""
+        """Why the coefficient is unknown; empty if it can be computed. May be set before it is asked for."""
         if not self._halves:
+            self.why_not = f"{TOO_FEW}, got {base.responses.n_prompts}"
             return
         with cost.phase("coefficient"):
             self._answer = SustainedStep(
@@ -97,23 +103,29 @@ class EntropyBonus:
             step: the change by the step.
             level: confidence level.
         """
-        if not self._halves:
-            return unknown_coefficient(f"{TOO_FEW}, got {self._base.responses.n_prompts}", self._present)
+        if self.why_not:
+            return unknown_coefficient(self.why_not, self._present)
         with self._cost.phase("coefficient"):
-            if not dot(self._answer.per_gradient, self._answer.per_gradient):
+            if self._answer.is_zero():
                 return unknown_coefficient(NO_ANSWER, self._present)
-            size = self._trial_size(step)
+            if self._answer.lacks_momentum:
+                return unknown_coefficient(NO_MOMENTUM, self._present)
+            assert step.change.delta is not None
+            largest = self._slope(math.copysign(math.inf, -step.change.delta))
+            size = self._trial_size(step, most=_REACHED * largest)
             if size is None:
                 return unknown_coefficient(NO_SLOPE, self._present)
-            trial = self._trial(now, size, level)
+            trial = dataclasses.replace(
+                self._trial(now, size, level), largest_change=largest if math.isfinite(largest) else None
+            )
         if self._rounded_away > _ROUNDED_AWAY and not self._scorer.adds_residuals:
             return unknown_coefficient(f"{percent(self._rounded_away)} {_ROUNDED}", self._present)
         return coefficient_to_hold(step, trial, present=self._present, level=level)
 
-    def _trial_size(self, step: FiniteStep) -> float | None:
+    def _trial_size(self, step: FiniteStep, *, most: float) -> float | None:
         """τ, whose bonus is to move the entropy by about as much as the step; None if no bonus moves it."""
         assert step.change.delta is not None
-        size, most = 0.0, _REACHED * self._slope(math.inf)
+        size = 0.0
         for _ in range(_TRIALS):
             slope = self._slope(size)
             if not slope:
@@ -127,7 +139,7 @@ class EntropyBonus:
     def _slope(self, size: float) -> float:
         """∇H̄·Δ/τ, each half along the Δ of the other, if that is positive; or along its own, which is larger.
 
-        For τ = ∞ it is ∇H̄·Δ itself, infinite without a bound.
+        For τ = ±∞ it is |∇H̄·Δ| itself, infinite without a bound.
 
         In nats a token, as H̄: `total_weight` makes it one of the entropy that is to hold.
         """
@@ -135,11 +147,12 @@ class EntropyBonus:
         for k in (0, 1):
             bonus, other = (self._gradients.at_work(self._of_bonus[i]) for i in (k, 1 - k))
             if math.isinf(size):
-                if (moves := self._answer.farthest(bonus)) is None:
+                up = math.copysign(1.0, size)
+                if (moves := self._answer.farthest({p: up * b for p, b in bonus.items()})) is None:
                     return math.inf
             else:
                 moves = self._answer(bonus, size) if size else self._answer.derivative(bonus, 0.0, bonus)
-            per_size = size if size and math.isfinite(size) else 1.0
+            per_size = math.copysign(1.0, size) if math.isinf(size) else size or 1.0
             across += 0.5 * dot(other, moves) / per_size
             own += 0.5 * dot(bonus, moves) / per_size
         return self._gradients.objective.total_weight(self._base.responses) * (max(across, 0.0) or max(own, 0.0))
@@ -155,16 +168,18 @@ class EntropyBonus:
             half = self._halves[1 - k]
             bonus = self._gradients.at_work(self._of_bonus[k])
             along_bonus = self._answer(bonus, size)
-            along_entropy = self._answer.derivative(bonus, size, self._gradients.at_work(self._of_entropy[1 - k]))
-            lengths = [math.sqrt(dot(d, d)) for d in (along_bonus, along_entropy)]
+            length = math.sqrt(dot(along_bonus, along_bonus))
             there = self._scored_after(along_bonus)
+            del along_bonus
             if not there.is_finite:
                 return Trial(size, None, shift)
             log_prob[half], entropy[half] = there.log_prob[half], there.entropy[half]
-            if not lengths[1]:
+            along_entropy = self._answer.derivative(bonus, size, self._gradients.at_work(self._of_entropy[1 - k]))
+            longest = math.sqrt(dot(along_entropy, along_entropy))
+            if not longest:
                 slopes.append(torch.zeros_like(now.entropy))
                 continue
-            reach = lengths[0] / lengths[1]  # a step as long as the trial's
+            reach = length / longest  # a step as long as the trial's
             for vector in along_entropy.values():
                 vector.mul_(reach)
             there = self._scored_after(along_entropy)

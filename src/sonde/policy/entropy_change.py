@@ -128,8 +128,11 @@ class EntropyChangeProbe:
         check_grad_scaler(grad_scaler)
         if options.update == "gradient" and options.step_size is None and optimizer is None:
             raise ValueError("update='gradient' takes the optimizer's learning rate, got no optimizer: pass step_size=")
-        if options.coefficient_to_hold and (why := why_no_forecast(optimizer)):
-            raise ValueError(f"coefficient_to_hold=True needs the optimizer's answer to a bonus: {why}")
+        if options.coefficient_to_hold and why_no_forecast(optimizer):
+            raise ValueError(
+                "coefficient_to_hold=True needs the optimizer's answer to a bonus, known for torch's SGD, Adam "
+                f"and AdamW, got {type(unwrap_optimizer(optimizer)).__name__}: leave coefficient_to_hold out"
+            )
         self._options = options
         self._model = model
         self._optimizer = optimizer
@@ -250,6 +253,7 @@ class EntropyChangeProbe:
                     measurement,
                     update,
                     has_derivatives=not is_gradient and (causes or options.first_order),
+                    has_bonus=options.coefficient_to_hold,
                     causes=causes,
                     gradient_scale=scale,
                 )

@@ -45,8 +45,8 @@ _STEP_SKIPPED = (
     "are not finite, or it was not called, or its learning rate is 0, or it is too small for parameters of 16 bits"
 )
 _MOVED_OTHERS = (
-    "derivatives leave out parameters that moved in the block of around_step(), since they are not in the probe's "
-    "optimizer or had no gradient: pass an optimizer that holds all parameters of the model"
+    "parameters moved in the block of around_step() that are not in the probe's optimizer, or had no gradient, so "
+    "derivatives and the coefficient to hold leave them out: pass an optimizer that holds all parameters of the model"
 )
 
 
@@ -58,8 +58,8 @@ class BeforeStep:
         sample: fresh responses, scored; None without a sampler.
         first_order: the change along the forecast step, or along the update prompts' gradients; None if no derivative
             is wanted, or if the step has no forecast, or is not finite.
-        watch: sees whether a step is taken; where derivatives are wanted, it also compares this step with its forecast,
-            or measures it.
+        watch: sees whether a step is taken; where derivatives or a bonus are wanted, it also compares this step with
+            its forecast, or measures it.
         bonus: what an entropy bonus adds to the step; None if not asked for.
         rounding: sees how much of the step parameters of 16 bits do not hold.
     """
@@ -112,6 +112,7 @@ class PolicyStep:
         update: Rollouts | None,
         *,
         has_derivatives: bool,
+        has_bonus: bool,
         causes: bool,
         gradient_scale: float,
     ) -> BeforeStep:
@@ -121,6 +122,7 @@ class PolicyStep:
             measurement: None if the policy's scores are not finite.
             update: this rank's part of U, for causes by prompt.
             has_derivatives: whether derivatives are wanted along the step.
+            has_bonus: whether the coefficient of an entropy bonus is wanted, which is that of the forecast step.
             causes: whether to split the change to first order into its causes.
             gradient_scale: factor that gradients are still multiplied by before the step.
         """
@@ -128,13 +130,13 @@ class PolicyStep:
         rounding = None
         if self._is_narrow:
             rounding = StepRounding(self._optimizer, self._parameters, gradient_scale)
-        if not has_derivatives:
+        if not (has_derivatives or has_bonus):
             return BeforeStep(sample, None, StepWatch(self._parameters), rounding=rounding)
         if why_no_forecast(self._optimizer):
             return BeforeStep(sample, None, StepMeter(self._parameters), rounding=rounding)
         step = self.forecast(gradient_scale)
         witness, first_order = StepWitness(step, self._parameters), None
-        if measurement is not None and self.is_finite(step):
+        if has_derivatives and measurement is not None and self.is_finite(step):
             first_order = measurement.along_step(step)
         del step  # each direction has the size of the parameters, and causes need one of their own
         if causes and measurement is not None and first_order is not None:
@@ -153,8 +155,11 @@ class PolicyStep:
         # A watch sees a few elements of each parameter. A step of others alone shows in the scores.
         if self._is_to_move() and not self._on_any_rank(watch.has_moved()) and measurement.is_unchanged(now):
             return measurement.unknown(_STEP_SKIPPED)
-        after = measurement.after(now, before.sample, before.bonus)
-        before.bonus = None
+        bonus, before.bonus = before.bonus, None
+        if isinstance(watch, StepWitness) and bonus is not None:
+            bonus.why_not = bonus.why_not or self._why_another_bonus(watch)
+        after = measurement.after(now, before.sample, bonus)
+        del bonus  # it holds several vectors of the size of the parameters
         if isinstance(watch, StepWitness) and first_order is not None:
             first_order = dataclasses.replace(first_order, doubt=self._why_another_step(watch) or first_order.doubt)
         elif isinstance(watch, StepMeter):
@@ -195,6 +200,21 @@ class PolicyStep:
             )
         if departure > _LARGEST_DEPARTURE:
             return f"derivatives are along another step, {departure:.0%} off the one taken: clip before the block"
+        return ""
+
+    def _why_another_bonus(self, witness: StepWitness) -> str:
+        """Why the optimizer would answer a bonus otherwise than on entry; empty if it would not.
+
+        Rounding to 16 bits does not matter.
+        """
+        if self._on_any_rank(witness.has_moved_others()):
+            return _MOVED_OTHERS
+        departure = max(self._gather_from_ranks(witness.departure()))
+        if departure > (_ANOTHER_STEP if self._is_narrow else _LARGEST_DEPARTURE):
+            return (
+                f"the step that was taken is {departure:.0%} off the one that gradients on entry make: clip before "
+                "the block, and pass applied_scale="
+            )
         return ""
 
     def _along_measured_step(self, measurement: EntropyMeasurement, meter: StepMeter) -> FirstOrder | None:

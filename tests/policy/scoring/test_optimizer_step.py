@@ -254,33 +254,3 @@ def test_inner_products_of_shards_add_up_to_those_of_the_whole(ranks2: Ranks) ->
     first, second = ranks2(_dot)
     assert first == second
     assert first == pytest.approx(norm_of(exact_gradients(), 2.0) ** 2, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (torch.optim.SGD, {"lr": 0.1}),
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}),
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "maximize": True}),
-        (torch.optim.Adam, {"lr": 0.01}),
-        (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.0, "betas": (0.8, 0.99)}),
-    ],
-    ids=str,
-)
-def test_a_gradient_that_every_step_has_adds_the_sustained_part(kind: Any, options: dict[str, Any]) -> None:
-    """The step that torch takes after three hundred of the same gradient."""
-    model = make_model()
-    set_gradients(model, torch.Generator().manual_seed(0))
-    optimizer = kind(model.parameters(), **options)
-    for _ in range(300):
-        optimizer.step()
-    sustained = forecast_step(optimizer, part="sustained")
-    meter = StepMeter(model.parameters())
-    optimizer.step()
-    for parameter, step in meter.step().items():
-        assert difference(sustained[parameter], step) < 1e-8
-    gradients = {p: -2.0 * p.grad for p in model.parameters() if p.grad is not None}
-    along = forecast_step(optimizer, part="sustained", along=gradients)
-    for parameter, step in along.items():
-        assert difference(step, -2.0 * sustained[parameter]) < 1e-8

@@ -20,11 +20,8 @@ Direction = dict[Tensor, Tensor]
 
 _SAMPLED = 256
 """Elements of each parameter that a watch copies."""
-Part = Literal["all", "momentum", "batch", "decay", "sustained"]
-"""Part of a step: from earlier batches' gradients, from this batch's, or from weight decay. They add up to "all".
-
-"sustained" is no part of this step. It is what this batch's gradient adds to each step once every batch has had it.
-"""
+Part = Literal["all", "momentum", "batch", "decay"]
+"""Part of a step: from earlier batches' gradients, from this batch's, or from weight decay. They add up to "all"."""
 
 
 def why_no_forecast(optimizer: Any) -> str:
@@ -65,7 +62,7 @@ def forecast_step(
         gradient_scale: factor that gradients are multiplied by before the step: a clip's coefficient, or one over a
             GradScaler's scale.
         part: which part of the step.
-        along: with part="batch" or "sustained", vectors that replace the gradient where the step is linear in it. The
+        along: with part="batch", vectors that replace the gradient where the step is linear in it. The
             second moment still comes from the gradient. So the result is how the step responds to a part of the
             gradient. It is 0 for elements of Adam's without a second moment, which no gradient has reached.
         of: the parameters whose step is wanted; by default all that have a gradient.
@@ -140,13 +137,8 @@ def _sgd(
     if group["nesterov"]:
         on_old, on_new = momentum * on_old, 1.0 + momentum * on_new
     before = torch.zeros_like(gradient) if old is None else widened(old)
-    if part == "sustained":
-        # b of a gradient that is the same in every step is (1 − dampening)/(1 − μ) times it.
-        on_new = (1.0 - group["dampening"]) / (1.0 - momentum) if momentum else 1.0
-        sustained: Tensor = -_number(group["lr"]) * (1.0 + momentum * on_new if group["nesterov"] else on_new) * linear
-        return sustained
     parts = _Parts(on_old * before, on_new * linear, on_new * group["weight_decay"] * widened(parameter))
-    step: Tensor = -_number(group["lr"]) * parts.take(part)
+    step: Tensor = -number_of(group["lr"]) * parts.take(part)
     return step
 
 
@@ -159,24 +151,19 @@ def _adam(
     part: Part,
 ) -> Tensor:
     """−(lr/(1 − β₁ᵗ))·m/(√(v/(1 − β₂ᵗ)) + ε), m and v with this gradient; weight decay in g, or decoupled in AdamW."""
-    (beta1, beta2), lr, decay = group["betas"], _number(group["lr"]), group["weight_decay"]
+    (beta1, beta2), lr, decay = group["betas"], number_of(group["lr"]), group["weight_decay"]
     is_decoupled = bool(group.get("decoupled_weight_decay"))
     theta = widened(parameter)
     n_steps = _next_step(state)
     # The second moment is updated first, with the whole gradient: it is not linear in it, so `along` has no part in it.
-    whole = gradient if is_decoupled or not decay else gradient + decay * theta
-    m = widened(state["exp_avg"]) if state else torch.zeros_like(gradient)
-    v = widened(state["exp_avg_sq"]) if state else torch.zeros_like(gradient)
-    v = beta2 * v + (1.0 - beta2) * whole.square()
+    v = _second_after(_with_decay(parameter, gradient, group), group, state)
     if group["amsgrad"] and state:
         v = torch.maximum(v, widened(state["max_exp_avg_sq"]))
+    m = widened(state["exp_avg"]) if state else torch.zeros_like(gradient)
     if linear is not gradient:  # elements that no gradient has reached do not move, whatever stands for it
         linear = torch.where(v > 0.0, linear, 0.0)
     # √v̂ + ε in torch's own order of operations: bias correction, then ε.
     root = v.sqrt_().div_((1.0 - beta2**n_steps) ** 0.5).add_(group["eps"])
-    if part == "sustained":  # m of a gradient that is the same in every step is 1 − β₁ᵗ times it, which cancels
-        sustained: Tensor = -lr * linear / root
-        return sustained
     # Adam's weight decay is part of the gradient, and so of the first moment. AdamW's is added to the finished step.
     new = 1.0 - beta1
     in_gradient = 0.0 if is_decoupled else decay
@@ -185,6 +172,52 @@ def _adam(
     if is_decoupled and part in ("all", "decay"):
         step = step - lr * decay * theta
     return step
+
+
+def _with_decay(parameter: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """What Adam takes the moments of: the gradient, with weight decay in it unless it is decoupled."""
+    if group.get("decoupled_weight_decay") or not group["weight_decay"]:
+        return gradient
+    whole: Tensor = gradient + group["weight_decay"] * widened(parameter)
+    return whole
+
+
+def _second_after(whole: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> Tensor:
+    """v after a gradient, without bias correction; a new tensor."""
+    beta2 = group["betas"][1]
+    v: Tensor = (1.0 - beta2) * whole.square()
+    return v.add_(widened(state["exp_avg_sq"]), alpha=beta2) if state else v
+
+
+class Moments(NamedTuple):
+    """Adam's moments after the next step, corrected for their bias.
+
+    Attributes:
+        first: m̂ of each element.
+        second: v̂ of each element.
+        largest: with amsgrad, the largest v̂ so far, which the step divides by; None without it.
+        n_steps: number of steps with the next one.
+    """
+
+    first: Tensor
+    second: Tensor
+    largest: Tensor | None
+    n_steps: Any
+
+
+def moments_after(parameter: Tensor, gradient: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> Moments:
+    """Moments of torch's Adam or AdamW after a step with this gradient, as the optimizer gets it."""
+    beta1, beta2 = group["betas"]
+    whole, n_steps = _with_decay(parameter, gradient, group), _next_step(state)
+    first = (1.0 - beta1) * whole
+    if state:
+        first = first.add_(widened(state["exp_avg"]), alpha=beta1)
+    second, largest = _second_after(whole, group, state), None
+    correction = 1.0 - beta2**n_steps
+    if group["amsgrad"]:
+        largest = second if not state else torch.maximum(second, widened(state["max_exp_avg_sq"]))
+        largest = largest / correction
+    return Moments(first / (1.0 - beta1**n_steps), second / correction, largest, n_steps)
 
 
 class _Rule(NamedTuple):
@@ -209,11 +242,11 @@ _RULES: dict[type, _Rule] = {
 
 def _next_step(state: Mapping[str, Any]) -> Any:
     """The number of the next step; on the device if the state counts there, so that nothing waits for the device."""
-    return _number(state["step"]) + 1.0 if state else 1.0
+    return number_of(state["step"]) + 1.0 if state else 1.0
 
 
-def _number(value: Any) -> Any:
-    """A float; or 0-dim in fp64 on the device, if reading it would wait for the device."""
+def number_of(value: Any) -> Any:
+    """A float, as of a learning rate; or 0-dim in fp64 on the device, if reading it would wait for the device."""
     if isinstance(value, Tensor) and value.device.type != "cpu":
         return value.double()
     return float(value)
@@ -316,10 +349,12 @@ def taken(step: Direction, model: nn.Module, *, keeps_residuals: bool = False) -
                     sums += torch.stack([t.double().square().sum() for t in (rest, local)]).cpu()
                     if keeps_residuals:
                         result.residuals[parameter] = rest.to(theta.dtype)
+                    del rest
                 # θ is stored and noted before it is overwritten, so that it can be restored wherever this fails.
                 local.copy_(theta)
                 moved.append((theta, local))
                 theta.copy_(after)
+                del after  # it would live as long as this context
         if lost:
             sq_lost, sq_step = sum_over_shards(sums, lost).tolist()
             result.rounded_away = min(math.sqrt(sq_lost / sq_step), 1.0) if sq_step else 0.0

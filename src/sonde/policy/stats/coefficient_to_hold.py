@@ -1,16 +1,15 @@
 """The entropy coefficient that would hold a policy's entropy.
 
 A trainer with an entropy bonus minimises  policy loss − c·H̄,  H̄ the mean entropy of a sampled token. The bonus adds
-c·∇H̄ to the ascent. Once it has acted for as long as the optimizer remembers, each step moves by c·D besides, where D is
-the optimizer's answer to the gradient ∇H̄ alone: η P∇H̄, with P = 1 for SGD and 1/(√v̂ + ε) for Adam, where no element
-moves by more than η (`scoring/sustained_step.py`). So
+c·∇H̄ to the ascent. Once its momentum has built up, each step moves besides by the optimizer's answer to c·∇H̄: about
+c·D with D = η P∇H̄, P = 1/(1 − μ) for SGD and 1/(√v̂ + ε) for Adam (`scoring/sustained_step.py`). So
 
     δH(c) = δH + (c − c₀) S      S = ∇R·D      δH(c) = 0 at  c = c₀ − δH/S
 
 where c₀ is the present coefficient, whose bonus is in the step already. S comes from a trial: the change by the step
-plus τ D, with a τ for which the trial is about as large as the change it is to undo. ∇H̄ scatters, and S is a product of
-it with ∇R. From the same prompts, both would contain the same noise, and S would be too large by tr Σ/B. So the prompts
-are halved: the change of each half is along the D of the *other* half.
+plus the answer to τ·∇H̄, with a τ for which the trial is about as large as the change it is to undo. ∇H̄ scatters, and S
+is a product of it with ∇R. From the same prompts, both would contain the same noise, and S would be too large by
+tr Σ/B. So the prompts are halved: the change of each half is along the answer to the bonus of the *other* half.
 """
 
 from __future__ import annotations
@@ -33,8 +32,12 @@ FEWEST_PROMPTS = 4
 TOO_FEW = f"the entropy coefficient needs at least {FEWEST_PROMPTS} evaluation prompts, two in each half"
 NO_SLOPE = "a bonus does not move the entropy: its gradient is 0, as that of a uniform policy or of a certain one"
 NO_ANSWER = (
-    "the optimizer would not move along a bonus: its learning rate is 0, as a warm-up begins, or Adam has no second "
-    "moment yet, as without any gradient so far"
+    "the optimizer would not move along a bonus: its learning rate is 0, as a warm-up begins; or no gradient has "
+    "reached any parameter so far, so that Adam has no second moment"
+)
+NO_MOMENTUM = (
+    "the optimizer has taken no step yet, so this step lacks the momentum of later ones: ask again after 1/(1 − μ) "
+    "steps, 10 with a momentum μ of 0.9"
 )
 _LEAST_TRIAL = 1e-5
 """Nats. A step may change nothing, as that of a window whose rewards are all equal; a trial must change something."""
@@ -62,6 +65,8 @@ class CoefficientToHold:
         change_per_unit: S, the change by a step for each unit of the coefficient, in nats, once the bonus has acted for
             as long as the optimizer remembers; None if unknown.
         change_per_unit_se: its standard error; None if unknown.
+        largest_change: by about how much the largest bonus would change the entropy in a step, in nats: elements of
+            Adam's have a largest step. None without a limit, or if unknown.
     """
 
     value: float | None
@@ -73,16 +78,29 @@ class CoefficientToHold:
     delta: float | None = None
     change_per_unit: float | None = None
     change_per_unit_se: float | None = None
+    largest_change: float | None = None
 
     def for_change(self, nats: float) -> float | None:
-        """The coefficient with which the entropy would change by so many nats a step; None unless resolved.
+        """The coefficient with which the entropy would change by so many nats a step.
+
+        It is the same line through the trial: good for changes of about the size of `delta`.
+
+        Returns:
+            None unless resolved; and for a change that no coefficient makes.
+
+        Raises:
+            ValueError: for a number that is not finite.
 
         Example:
             >>> hold = CoefficientToHold(0.02, 0.01, 0.03, "resolved", "", 0.0, -0.01, 0.5)
             >>> hold.for_change(-0.005)
             0.01
         """
+        if not math.isfinite(nats):
+            raise ValueError(f"the change must be a finite number of nats, got {nats!r}")
         if self.value is None or not self.change_per_unit:
+            return None
+        if self.largest_change is not None and abs(nats - (self.delta or 0.0)) > self.largest_change:
             return None
         return self.value + nats / self.change_per_unit
 
@@ -114,11 +132,13 @@ class Trial:
             finite.
         without_each: how much ∇R·D changes if a prompt is left out of the D, [prompts]: the jackknife's part of S from
             the scatter of the bonus's own gradient.
+        largest_change: as in `CoefficientToHold`.
     """
 
     size: float
     change: FiniteStep | None
     without_each: Tensor
+    largest_change: float | None = None
 
 
 def trial_size(delta: float, se: float | None, slope: float, *, most: float = math.inf) -> float:
@@ -204,6 +224,7 @@ def coefficient_to_hold(step: FiniteStep, trial: Trial, *, present: float, level
         delta,
         slope,
         math.sqrt(var_slope),
+        trial.largest_change,
     )
 
 
