@@ -20,25 +20,22 @@ from sonde.policy.stats.coefficient_to_hold import (
     NO_ANSWER,
     NO_MOMENTUM,
     NO_SLOPE,
+    OUT_OF_REACH,
     TOO_FEW,
     CoefficientToHold,
     Trial,
     coefficient_to_hold,
-    trial_size,
     unknown_coefficient,
+    wanted_effect,
     without_each_prompt,
 )
 from sonde.policy.stats.finite_step import FiniteStep, Scores, change_by_finite_step
 from sonde.wording import percent
 
-_TRIALS = 20
-"""How often the size of the trial is corrected at most: elements of Adam's have a largest step, so a larger bonus moves
-the policy by less than in proportion."""
-_REACHED = 0.3
-"""Part of the effect of an endless bonus that a trial has at most: with more, all elements of Adam's take their largest
-step."""
-_ENOUGH = 0.9
-"""Part of the wanted effect with which a trial is large enough."""
+_TRIALS = 60
+"""How often the size of the trial is corrected at most: Adam's answer is not in proportion to a bonus."""
+_OFF_AT_MOST = 0.1
+"""Part by which a trial's effect may miss the wanted one."""
 _ROUNDED_AWAY = 0.1
 _ROUNDED = (
     "of the trial with a bonus are rounded away by parameters of 16 bits: use precision='float32', or train "
@@ -111,29 +108,37 @@ class EntropyBonus:
             if self._answer.lacks_momentum:
                 return unknown_coefficient(NO_MOMENTUM, self._present)
             assert step.change.delta is not None
-            largest = self._slope(math.copysign(math.inf, -step.change.delta))
-            size = self._trial_size(step, most=_REACHED * largest)
+            fall, rise = self._slope(-math.inf), self._slope(math.inf)
+            delta = step.change.delta
+            wanted = wanted_effect(delta, step.change.se, most=fall if delta > 0 else rise)
+            if wanted is None:
+                return unknown_coefficient(OUT_OF_REACH, self._present)
+            size = self._trial_size(math.copysign(wanted, -delta))
             if size is None:
                 return unknown_coefficient(NO_SLOPE, self._present)
-            trial = dataclasses.replace(
-                self._trial(now, size, level), largest_change=largest if math.isfinite(largest) else None
-            )
+            trial = self._trial(now, size, level)
+            if math.isfinite(fall + rise):
+                trial = dataclasses.replace(trial, reachable=(delta - fall, delta + rise))
         if self._rounded_away > _ROUNDED_AWAY and not self._scorer.adds_residuals:
             return unknown_coefficient(f"{percent(self._rounded_away)} {_ROUNDED}", self._present)
         return coefficient_to_hold(step, trial, present=self._present, level=level)
 
-    def _trial_size(self, step: FiniteStep, *, most: float) -> float | None:
-        """τ, whose bonus is to move the entropy by about as much as the step; None if no bonus moves it."""
-        assert step.change.delta is not None
-        size = 0.0
+    def _trial_size(self, wanted: float) -> float | None:
+        """τ, whose bonus moves the entropy by about so many nats; None if no bonus moves it."""
+        if not (slope := self._slope(0.0)):
+            return None
+        size = wanted / slope
+        smaller, larger = 0.0, math.inf
         for _ in range(_TRIALS):
-            slope = self._slope(size)
-            if not slope:
-                return None
-            larger = trial_size(step.change.delta, step.change.se, slope, most=most or math.inf)
-            if abs(size) > _ENOUGH * abs(larger):
+            effect = self._slope(size) * abs(size)
+            if abs(effect - abs(wanted)) <= _OFF_AT_MOST * abs(wanted):
                 break
-            size = larger
+            if effect < abs(wanted):
+                smaller = abs(size)
+            else:
+                larger = abs(size)
+            between = 2.0 * smaller if math.isinf(larger) else 0.5 * (smaller + larger)
+            size = math.copysign(between, wanted)
         return size
 
     def _slope(self, size: float) -> float:

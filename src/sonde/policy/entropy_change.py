@@ -166,7 +166,7 @@ class EntropyChangeProbe:
             gradient_scale: factor that gradients are still multiplied by before the step, such as a clip's coefficient,
                 beside one over the scale that they have by `grad_scaler`.
             causes: also split the change into momentum and this batch, and by prompt of U. This takes a backward of E
-                and passes over U.
+                and one of U, and passes over U.
             entropy_coefficient: that of the bonus which the loss has now, if it is not the option's; for
                 `coefficient_to_hold`.
             applied_scale: factor of the loss's gradient that `.grad` holds already, such as the coefficient of a clip
@@ -247,7 +247,8 @@ class EntropyChangeProbe:
             n_update = self._check_responses(evaluation, update, causes)
             if is_gradient and update is None:
                 raise ValueError(_NO_UPDATE)
-            step = PolicyStep(self._model, trainable(self._model), self._optimizer, self._group)
+            in_gradients = loss_scale(self._grad_scaler, self._optimizer)
+            step = PolicyStep(self._model, trainable(self._model), self._optimizer, self._group, in_gradients)
             with self._measuring(evaluation, self._sampler, n_update) as measurement:
                 before = step.before(
                     measurement,

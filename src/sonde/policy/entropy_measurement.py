@@ -331,17 +331,21 @@ class EntropyMeasurement:
 
     def _causes_by_prompt(
         self, optimizer: Any, update: Rollouts, gradient_scale: float
-    ) -> tuple[tuple[Cause, ...], float | None, str]:
-        """Each update prompt's part of the change along this batch's part of the step; `Causes.cosine`; and a doubt."""
+    ) -> tuple[tuple[Cause, ...] | None, float | None, str]:
+        """Each update prompt's part of the change along this batch's part of the step; `Causes.cosine`; and a doubt.
+
+        Both are None if all advantages or gradients are 0.
+        """
         learned = self._scorer.scored(update)
         credit = self._credit(learned)
         # The loss's gradient is −c ∇ Σ credit·s, and only c is unknown. It is fitted where ∇ Σ credit·s is not 0: a
         # value loss on parameters of its own has no part in c.
-        ascent = self._gradients.at_work(self._gradients.gradient(update, learned.own(credit)))
+        size = float(credit.abs().sum())  # advantages have any unit, and gradients may be summed in 16 bits
+        ascent = self._gradients.at_work(self._gradients.gradient(update, learned.own(credit / (size or 1.0))))
         fit = fit_to_gradients(gradient_for(optimizer, ascent))
         del ascent
         if fit is None:
-            return (), None, ""
+            return None, None, ""
         # This batch's δH is X̄·Δ, and Δ is linear in the gradient. So δH = c D·∇ Σ credit·s, where D is the step that
         # the optimizer would take along X̄.
         x = gradient_for(optimizer, self._gradients.entropy_gradient())
@@ -349,7 +353,7 @@ class EntropyMeasurement:
         del x
         d = self._derivatives(learned, to_entropy)
         rewarded, penalised = d.along(credit_by_sign(credit))
-        return causes_by_prompt(rewarded, penalised, learned.responses, fit.factor), fit.cosine, d.doubt
+        return causes_by_prompt(rewarded, penalised, learned.responses, fit.factor / size), fit.cosine, d.doubt
 
     def _terms(self, scored: Scored) -> Tensor:
         return self._objective.terms(scored.log_prob, scored.entropy, scored.responses)

@@ -19,6 +19,7 @@ from sonde.policy.entropy_bonus import EntropyBonus
 from sonde.policy.entropy_measurement import EntropyMeasurement
 from sonde.policy.scoring.optimizer_step import (
     Direction,
+    GradientWatch,
     StepMeter,
     StepWatch,
     StepWitness,
@@ -61,6 +62,7 @@ class BeforeStep:
         watch: sees whether a step is taken; where derivatives or a bonus are wanted, it also compares this step with
             its forecast, or measures it.
         bonus: what an entropy bonus adds to the step; None if not asked for.
+        gradients: sees whether gradients are changed in the block; None without a bonus.
         rounding: sees how much of the step parameters of 16 bits do not hold.
     """
 
@@ -68,6 +70,7 @@ class BeforeStep:
     first_order: FirstOrder | None
     watch: StepWatch | StepWitness | StepMeter
     bonus: EntropyBonus | None = None
+    gradients: GradientWatch | None = None
     rounding: StepRounding | None = None
 
 
@@ -79,11 +82,18 @@ class PolicyStep:
         parameters: its trainable parameters.
         optimizer: its optimizer, which may hold other parameters too.
         group: the ranks that hold different responses; None for this process alone.
+        loss_scale: factor that gradients have by a GradScaler, which its step may take out.
     """
 
     def __init__(
-        self, model: nn.Module, parameters: Sequence[nn.Parameter], optimizer: Any, group: dist.ProcessGroup | None
+        self,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        optimizer: Any,
+        group: dist.ProcessGroup | None,
+        loss_scale: float = 1.0,
     ) -> None:
+        self._loss_scale = loss_scale
         self._model, self._parameters = model, list(parameters)
         self._optimizer, self._group = optimizer, group
         self._is_narrow = any(p.dtype in NARROW for p in self._parameters)
@@ -141,7 +151,8 @@ class PolicyStep:
         del step  # each direction has the size of the parameters, and causes need one of their own
         if causes and measurement is not None and first_order is not None:
             first_order = measurement.with_causes(first_order, self._optimizer, update, gradient_scale)
-        return BeforeStep(sample, first_order, witness, rounding=rounding)
+        gradients = GradientWatch(self._parameters) if has_bonus else None
+        return BeforeStep(sample, first_order, witness, gradients=gradients, rounding=rounding)
 
     def after(self, measurement: EntropyMeasurement, before: BeforeStep) -> EntropyForecast:
         """The change by the step that was taken. Parameters hold θ⁺.
@@ -157,7 +168,7 @@ class PolicyStep:
             return measurement.unknown(_STEP_SKIPPED)
         bonus, before.bonus = before.bonus, None
         if isinstance(watch, StepWitness) and bonus is not None:
-            bonus.why_not = bonus.why_not or self._why_another_bonus(watch)
+            bonus.why_not = bonus.why_not or self._why_another_bonus(watch, before.gradients)
         after = measurement.after(now, before.sample, bonus)
         del bonus  # it holds several vectors of the size of the parameters
         if isinstance(watch, StepWitness) and first_order is not None:
@@ -202,18 +213,23 @@ class PolicyStep:
             return f"derivatives are along another step, {departure:.0%} off the one taken: clip before the block"
         return ""
 
-    def _why_another_bonus(self, witness: StepWitness) -> str:
+    def _why_another_bonus(self, witness: StepWitness, gradients: GradientWatch | None) -> str:
         """Why the optimizer would answer a bonus otherwise than on entry; empty if it would not.
 
-        Rounding to 16 bits does not matter.
+        Rounding to 16 bits does not matter. If gradients are gone, the step alone tells.
         """
         if self._on_any_rank(witness.has_moved_others()):
             return _MOVED_OTHERS
+        change = None if gradients is None else gradients.change(1.0, 1.0 / self._loss_scale)
+        if self._on_any_rank(change is not None and change > _LARGEST_DEPARTURE):
+            return (
+                "gradients were changed in the block of around_step(): clip before the block, and pass applied_scale="
+            )
         departure = max(self._gather_from_ranks(witness.departure()))
         if departure > (_ANOTHER_STEP if self._is_narrow else _LARGEST_DEPARTURE):
             return (
-                f"the step that was taken is {departure:.0%} off the one that gradients on entry make: clip before "
-                "the block, and pass applied_scale="
+                f"the step that was taken is {departure:.0%} off the one that gradients on entry make: change "
+                "gradients before the block"
             )
         return ""
 

@@ -13,7 +13,7 @@ from sonde.policy.stats.coefficient_to_hold import (
     CoefficientToHold,
     Trial,
     coefficient_to_hold,
-    trial_size,
+    wanted_effect,
     without_each_prompt,
 )
 from sonde.policy.stats.entropy_change import EntropyObjective
@@ -63,7 +63,9 @@ def forecast(n_prompts: int, generator: torch.Generator, step: Tensor = STEP) ->
     change = functools.partial(change_by_finite_step, before, responses=responses, objective=PER_TOKEN)
     found = change(now)
     assert found.change.delta is not None
-    size = trial_size(found.change.delta, found.change.se, float(bonus[0] @ bonus[1]) or 1.0)
+    wanted = wanted_effect(found.change.delta, found.change.se)
+    assert wanted is not None
+    size = -math.copysign(wanted, found.change.delta) / abs(float(bonus[0] @ bonus[1]) or 1.0)
     log_prob, h = now.log_prob.clone(), now.entropy.clone()
     slopes = []
     for half, d, x in zip(halves, reversed(bonus), reversed(entropy), strict=True):

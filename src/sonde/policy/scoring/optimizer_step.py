@@ -109,9 +109,13 @@ def gradient_of(parameter: Tensor) -> Tensor:
 
 
 def gradient_for(optimizer: Any, ascent: Direction) -> Direction:
-    """What `.grad` holds if the optimizer is to go along `ascent`: the opposite, except where it maximizes."""
-    maximized = {p for group in unwrap_optimizer(optimizer).param_groups if group["maximize"] for p in group["params"]}
-    return {p: v if p in maximized else -v for p, v in ascent.items()}
+    """What `.grad` holds if the optimizer is to go along `ascent`: the opposite, except where it maximizes.
+
+    Parameters that the optimizer does not hold are left out.
+    """
+    groups = unwrap_optimizer(optimizer).param_groups
+    maximizes = {p: bool(group["maximize"]) for group in groups for p in group["params"]}
+    return {p: v if maximizes[p] else -v for p, v in ascent.items() if p in maximizes}
 
 
 def widened(tensor: Tensor) -> Tensor:
@@ -387,6 +391,8 @@ class StepWatch:
 class StepWitness:
     """Tells whether the step that was taken is the one that was forecast, by a few hundred elements of each parameter.
 
+    Parameters of 32 bits may be off by two roundings, since an optimizer may round after weight decay too.
+
     Args:
         step: the forecast; the elements are copied.
         parameters: all that may move, also those that the forecast leaves out.
@@ -416,11 +422,40 @@ class StepWitness:
         """|taken − forecast|/|forecast| on this rank's elements; 0 if both are 0. Waits for the device."""
         sq_error, sq_step = 0.0, 0.0
         for parameter, before, after in self._samples:
-            sq_error += float((sampled_elements(parameter).double() - after).square().sum())
+            error = (sampled_elements(parameter).double() - after).abs()
+            if after.dtype.itemsize >= 4:
+                error = (error - 2.0 * torch.finfo(after.dtype).eps * after.double().abs()).clamp(min=0.0)
+            sq_error += float(error.square().sum())
             sq_step += float((after.double() - before).square().sum())
         if not sq_step:
             return math.inf if sq_error else 0.0
         return float((sq_error / sq_step) ** 0.5)
+
+
+class GradientWatch:
+    """Sees whether gradients are changed, as by a clip, by a few hundred elements of each.
+
+    Args:
+        parameters: those whose `.grad` counts; the elements are copied.
+    """
+
+    @torch.no_grad()
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._samples = [(p, sampled_elements(p.grad).clone().double()) for p in parameters if p.grad is not None]
+
+    @torch.no_grad()
+    def change(self, *scales: float) -> float | None:
+        """|now − before|/|before| on this rank's elements; None if gradients are gone. Waits for the device.
+
+        Args:
+            scales: factors that gradients may have got meanwhile; the smallest change counts.
+        """
+        kept = [(sampled_elements(p.grad).double(), before) for p, before in self._samples if p.grad is not None]
+        if len(kept) < len(self._samples) or not kept:
+            return None
+        now, before = (torch.cat([part.cpu() for part in parts]) for parts in zip(*kept, strict=True))
+        changes = [float((now - scale * before).norm()) / (scale * float(before.norm()) or 1.0) for scale in scales]
+        return min(changes)
 
 
 class StepMeter:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sonde.policy.scoring.rollouts import Rollouts
+from sonde.policy.scoring.rollouts import CheckedStatistics, Rollouts
 from sonde.policy.scoring.token_statistics import input_ids_of, statistics_of_logits, temperature_of
 
 PackedForward = Callable[[nn.Module, Tensor, Tensor, Tensor], Any]
@@ -32,7 +32,7 @@ def _transformers(model: nn.Module, input_ids: Tensor, position_ids: Tensor, cu_
 
 
 @dataclass(frozen=True)
-class PackedLMStatistics:
+class PackedLMStatistics(CheckedStatistics):
     """Packs the responses into one row, for trainers whose models take no attention mask.
 
     A model must tell the sequences of a row apart, and not all architectures of transformers tell them by their
@@ -42,7 +42,8 @@ class PackedLMStatistics:
     of the same shape. `Rollouts.from_packed` makes both of a trainer's packed rows.
 
     Args:
-        forward: calls the model; see `PackedForward`. By default as models of transformers are called.
+        forward: calls the model, also with one sequence alone; see `PackedForward`. By default as models of
+            transformers are called.
         temperature: temperature of the sampler, by which logits are divided. None, the default, takes that of the
             rollouts.
 
@@ -144,7 +145,8 @@ class PackedLMStatistics:
             tuple(part[-len(first) :] for part in self._packed(model, tokens, bounds))
             for tokens, bounds in ((first, lengths[1:]), (both, lengths), (both, lengths.sum()[None]))
         )
-        rounding = _ROUNDING_OF_16_BITS if alone[0].dtype.itemsize < 4 else _ROUNDING
+        narrow = any(t.dtype.itemsize < 4 for t in (alone[0], *model.parameters()))
+        rounding = _ROUNDING_OF_16_BITS if narrow else _ROUNDING
         mixed, most = _difference(alone, behind), _difference(alone, as_one)
         if mixed > rounding or (most > rounding and mixed > _MIXED * most):
             raise ValueError(

@@ -319,6 +319,28 @@ def _kind(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
+class CheckedStatistics:
+    """Token statistics with checks of their own: probes ask them."""
+
+    def check_inputs(self, rollouts: Rollouts) -> None:
+        """Refuse rollouts whose inputs cannot be scored. Probes ask before the first forward, on all ranks.
+
+        Raises:
+            ValueError: for inputs that are missing, or of other shapes.
+        """
+
+    def check_model(self, model: nn.Module, rollouts: Rollouts) -> bool:
+        """Refuse a model whose scores would be wrong. All ranks run as many forwards, also where one refuses.
+
+        Returns:
+            Whether the answer is certain; if not, it is asked again at the next measurement.
+
+        Raises:
+            ValueError: saying what is wrong.
+        """
+        return True
+
+
 class TokenStatistics(Protocol):
     """Scores responses with a model: any callable of this form."""
 

@@ -34,7 +34,7 @@ from sonde.policy.scoring.fsdp_precision import (
 )
 from sonde.policy.scoring.optimizer_step import Direction, dot
 from sonde.policy.scoring.precision import Precision, in_float32, narrow_parameter, without_autocast
-from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
+from sonde.policy.scoring.rollouts import CheckedStatistics, Rollouts, TokenStatistics
 from sonde.policy.scoring.summed_gradient import GradientSum, summed_gradient
 from sonde.policy.scoring.token_statistics import checked_scores
 from sonde.policy.stats.entropy_gradient import Along, Coefficients, Responses, along_tokens
@@ -124,7 +124,7 @@ class Scorer:
         """Why responses are not scored in 32 bits, if they were to be."""
         self._residuals: Mapping[Tensor, Tensor] = {}
         self._is_repeatable = False
-        self._check_model: Callable[[nn.Module, Rollouts], bool] | None = getattr(statistics, "check_model", None)
+        self._check_model = statistics.check_model if isinstance(statistics, CheckedStatistics) else None
 
     @contextlib.contextmanager
     def adding(self, residuals: Mapping[Tensor, Tensor]) -> Iterator[None]:
@@ -368,7 +368,7 @@ class Scorer:
 
     @torch.no_grad()
     def check_statistics(self, rollouts: Rollouts) -> None:
-        """The part of `check` that token statistics ask for: with their method `check_model`, until it returns True.
+        """The part of `check` that is the token statistics' own: `check_model`, until its answer is certain.
 
         All ranks ask as often, since a sharded forward needs them all.
         """

@@ -64,8 +64,9 @@ class SustainedStep:
                     state = optimizer.state.get(p, {})
                     self._answers[p] = _adam(p, group, state, gradient_scale, applied_scale, n_steps)
                 else:
-                    lacks_momentum = bool(group["momentum"]) and optimizer.state[p].get("momentum_buffer") is None
-                    self._answers[p] = _Sgd(_sgd_factor(group) * gradient_scale * applied_scale, lacks_momentum)
+                    has_momentum = optimizer.state.get(p, {}).get("momentum_buffer") is not None
+                    factor = _sgd_factor(group) * gradient_scale * applied_scale
+                    self._answers[p] = _Sgd(factor, has_momentum or not group["momentum"])
 
     @torch.no_grad()
     def __call__(self, gradient: Direction, size: float) -> Direction:
@@ -89,8 +90,9 @@ class SustainedStep:
 
     @property
     def lacks_momentum(self) -> bool:
-        """Whether the optimizer has momentum, and has none yet: this step is not one of those that b has answers in."""
-        return any(isinstance(answer, _Sgd) and answer.lacks_momentum for answer in self._answers.values())
+        """Whether nothing that moves has its momentum yet, so that this step is smaller than later ones."""
+        moving = [answer for answer in self._answers.values() if isinstance(answer, _Sgd) and answer.factor]
+        return bool(moving) and not any(answer.has_momentum for answer in moving)
 
     @torch.no_grad()
     def is_zero(self) -> bool:
@@ -117,10 +119,10 @@ class _Answer(Protocol):
 
 @dataclass(frozen=True)
 class _Sgd:
-    """P, and whether the momentum that it counts on is still missing."""
+    """P, and whether the momentum that it counts on is there, or none is needed."""
 
     factor: Any
-    lacks_momentum: bool
+    has_momentum: bool
 
     def step(self, b: Tensor) -> Tensor:
         step: Tensor = b * self.factor
@@ -199,11 +201,11 @@ def _adam(
     applied_scale: float,
     n_steps: float | None,
 ) -> _Adam:
-    beta1, beta2 = group["betas"]
+    beta1, beta2 = map(number_of, group["betas"])
     gradient = gradient_of(parameter) * (-gradient_scale if group["maximize"] else gradient_scale)
     now = moments_after(parameter, gradient, group, state)
     root = now.second.sqrt()
-    more = round(_MEMORIES / (1.0 - beta1)) if n_steps is None else n_steps
+    more = round(float(_MEMORIES / (1.0 - beta1))) if n_steps is None else n_steps
     return _Adam(
         number_of(group["lr"]),
         gradient_scale * applied_scale,

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from sonde.parallel.unwrap import unwrap_model
-from sonde.policy.scoring.rollouts import Rollouts
+from sonde.policy.scoring.rollouts import CheckedStatistics, Rollouts
 
 _ELEMENTS_AT_ONCE = 2**22
 """Number of logits converted to fp32 at a time, when nothing is kept for a backward."""
 
 
 @dataclass(frozen=True)
-class CausalLMStatistics:
+class CausalLMStatistics(CheckedStatistics):
     """Scores responses with a causal language model of transformers, or with a model that is called in the same way.
 
     `Rollouts.inputs` holds `input_ids`, [responses, length], with the prompt first: the mask belongs to the last
@@ -113,15 +113,15 @@ def check_scorable(rollouts: Rollouts, statistics: object, name: str = "") -> No
 
     Args:
         rollouts: the responses.
-        statistics: what scores them. If it has a method `check_inputs`, this is called with the rollouts. If it has an
-            attribute `temperature`, and this is not None, it is what responses are scored at.
+        statistics: what scores them. If it has an attribute `temperature`, and this is not None, it is what responses
+            are scored at.
         name: of the responses, for the message.
 
     Raises:
-        ValueError: naming both temperatures; or of `check_inputs`.
+        ValueError: naming both temperatures; or of the statistics' own check.
     """
-    if callable(check_inputs := getattr(statistics, "check_inputs", None)):
-        check_inputs(rollouts)
+    if isinstance(statistics, CheckedStatistics):
+        statistics.check_inputs(rollouts)
     scored_at, sampled_at = getattr(statistics, "temperature", None), rollouts.temperature
     if scored_at is None:
         return

@@ -39,6 +39,12 @@ NO_MOMENTUM = (
     "the optimizer has taken no step yet, so this step lacks the momentum of later ones: ask again after 1/(1 − μ) "
     "steps, 10 with a momentum μ of 0.9"
 )
+OUT_OF_REACH = (
+    "no bonus undoes this change: each element of Adam's has a largest step, and together they move the entropy by less"
+)
+_REACHED, _REACHED_BY_NOISE = 0.9, 0.3
+"""Parts of the effect of an endless bonus that a trial has at most: to undo the change, and to be seen above the
+scatter."""
 _LEAST_TRIAL = 1e-5
 """Nats. A step may change nothing, as that of a window whose rewards are all equal; a trial must change something."""
 _NO_TRIAL = "the trial with a bonus gives scores that are not finite"
@@ -65,8 +71,8 @@ class CoefficientToHold:
         change_per_unit: S, the change by a step for each unit of the coefficient, in nats, once the bonus has acted for
             as long as the optimizer remembers; None if unknown.
         change_per_unit_se: its standard error; None if unknown.
-        largest_change: by about how much the largest bonus would change the entropy in a step, in nats: elements of
-            Adam's have a largest step. None without a limit, or if unknown.
+        reachable: about the lowest and the highest change by a step with any coefficient, in nats: elements of Adam's
+            have a largest step. None without a limit, or if unknown.
     """
 
     value: float | None
@@ -78,7 +84,7 @@ class CoefficientToHold:
     delta: float | None = None
     change_per_unit: float | None = None
     change_per_unit_se: float | None = None
-    largest_change: float | None = None
+    reachable: tuple[float, float] | None = None
 
     def for_change(self, nats: float) -> float | None:
         """The coefficient with which the entropy would change by so many nats a step.
@@ -100,7 +106,7 @@ class CoefficientToHold:
             raise ValueError(f"the change must be a finite number of nats, got {nats!r}")
         if self.value is None or not self.change_per_unit:
             return None
-        if self.largest_change is not None and abs(nats - (self.delta or 0.0)) > self.largest_change:
+        if self.reachable is not None and not self.reachable[0] <= nats <= self.reachable[1]:
             return None
         return self.value + nats / self.change_per_unit
 
@@ -132,26 +138,30 @@ class Trial:
             finite.
         without_each: how much ∇R·D changes if a prompt is left out of the D, [prompts]: the jackknife's part of S from
             the scatter of the bonus's own gradient.
-        largest_change: as in `CoefficientToHold`.
+        reachable: as in `CoefficientToHold`.
     """
 
     size: float
     change: FiniteStep | None
     without_each: Tensor
-    largest_change: float | None = None
+    reachable: tuple[float, float] | None = None
 
 
-def trial_size(delta: float, se: float | None, slope: float, *, most: float = math.inf) -> float:
-    """τ: how much of a bonus is tried. Its effect is to be about that of the step, and seen above the scatter.
+def wanted_effect(delta: float, se: float | None, *, most: float = math.inf) -> float | None:
+    """By how much a trial is to move the entropy, in nats: about as much as the step, and seen above the scatter.
 
     Args:
         delta: the change by the step, in nats.
         se: its standard error.
-        slope: an estimate of S; not 0.
-        most: the largest effect that a trial may have, in nats.
+        most: the largest effect that a bonus can have, in nats.
+
+    Returns:
+        None if no bonus can undo the change.
     """
-    wanted = min(max(abs(delta), 2.0 * (se or 0.0), _LEAST_TRIAL), most)
-    return math.copysign(wanted / abs(slope), -delta)
+    if abs(delta) > most:
+        return None
+    seen = min(max(2.0 * (se or 0.0), _LEAST_TRIAL), _REACHED_BY_NOISE * most)
+    return max(min(abs(delta), _REACHED * most), seen)
 
 
 def without_each_prompt(d_entropy: Sequence[Tensor], halves: Sequence[Tensor], responses: Responses) -> Tensor:
@@ -224,7 +234,7 @@ def coefficient_to_hold(step: FiniteStep, trial: Trial, *, present: float, level
         delta,
         slope,
         math.sqrt(var_slope),
-        trial.largest_change,
+        trial.reachable,
     )
 
 
