@@ -151,7 +151,10 @@ class PolicyStep:
         del step  # each direction has the size of the parameters, and causes need one of their own
         if causes and measurement is not None and first_order is not None:
             first_order = measurement.with_causes(first_order, self._optimizer, update, gradient_scale)
-        gradients = GradientWatch(self._parameters) if has_bonus else None
+        gradients = None
+        if has_bonus:  # the block may scale gradients by what the step was to be scaled by, as a whole or in part
+            scales = (gradient_scale, gradient_scale * self._loss_scale, 1.0 / self._loss_scale)
+            gradients = GradientWatch(self._parameters, scales)
         return BeforeStep(sample, first_order, witness, gradients=gradients, rounding=rounding)
 
     def after(self, measurement: EntropyMeasurement, before: BeforeStep) -> EntropyForecast:
@@ -220,7 +223,7 @@ class PolicyStep:
         """
         if self._on_any_rank(witness.has_moved_others()):
             return _MOVED_OTHERS
-        change = None if gradients is None else gradients.change(1.0, 1.0 / self._loss_scale)
+        change = None if gradients is None else gradients.change()
         if self._on_any_rank(change is not None and change > _LARGEST_DEPARTURE):
             return (
                 "gradients were changed in the block of around_step(): clip before the block, and pass applied_scale="

@@ -437,24 +437,27 @@ class GradientWatch:
 
     Args:
         parameters: those whose `.grad` counts; the elements are copied.
+        scales: factors that gradients may get meanwhile.
     """
 
     @torch.no_grad()
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, parameters: Iterable[Tensor], scales: Collection[float]) -> None:
+        self._scales = {1.0, *scales}
         self._samples = [(p, sampled_elements(p.grad).clone().double()) for p in parameters if p.grad is not None]
 
     @torch.no_grad()
-    def change(self, *scales: float) -> float | None:
-        """|now − before|/|before| on this rank's elements; None if gradients are gone. Waits for the device.
+    def change(self) -> float | None:
+        """|now − before|/|before| on this rank's elements, with the scale for which it is smallest.
 
-        Args:
-            scales: factors that gradients may have got meanwhile; the smallest change counts.
+        None if gradients are gone. Waits for the device.
         """
         kept = [(sampled_elements(p.grad).double(), before) for p, before in self._samples if p.grad is not None]
         if len(kept) < len(self._samples) or not kept:
             return None
         now, before = (torch.cat([part.cpu() for part in parts]) for parts in zip(*kept, strict=True))
-        changes = [float((now - scale * before).norm()) / (scale * float(before.norm()) or 1.0) for scale in scales]
+        changes = [
+            float((now - scale * before).norm()) / (scale * float(before.norm()) or 1.0) for scale in self._scales
+        ]
         return min(changes)
 
 
