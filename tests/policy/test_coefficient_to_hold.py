@@ -209,15 +209,48 @@ def test_gradients_that_are_clipped_inside_the_block_have_no_coefficient(
     assert (around.forecast.first_order is not None) == first_order
 
 
-@pytest.mark.parametrize("clears", [False, True])
-def test_a_step_of_a_tiny_learning_rate_has_its_coefficient(clears: bool) -> None:
+@pytest.mark.parametrize("clears", [None, False, True])
+def test_a_step_of_a_tiny_learning_rate_has_its_coefficient(clears: bool | None) -> None:
     """32 bits round it by several per cent, since AdamW rounds after weight decay too."""
     scene = Scene("adamw", lr=1e-7)
     with scene.probe(coefficient_to_hold=True).around_step(scene.E) as around:
         scene.optimizer.step()
-        if clears:
-            scene.optimizer.zero_grad()
+        if clears is not None:
+            scene.optimizer.zero_grad(set_to_none=clears)
     assert around.forecast.coefficient_to_hold.change_per_unit is not None, around.forecast.coefficient_to_hold
+
+
+def test_steps_that_write_to_gradients_have_their_coefficient() -> None:
+    """torch's SGD adds Nesterov's momentum to them, with foreach."""
+    scene = Scene("momentum")
+    scene.optimizer.param_groups[0].update(nesterov=True, foreach=True)
+    before = scene.model.out.weight.grad.clone()
+    with scene.probe(coefficient_to_hold=True).around_step(scene.E) as around:
+        scene.optimizer.step()
+    assert not torch.equal(scene.model.out.weight.grad, before)
+    assert around.forecast.coefficient_to_hold.change_per_unit is not None, around.forecast.coefficient_to_hold
+
+
+def test_what_no_bonus_undoes_has_no_coefficient() -> None:
+    """Of a step by a momentum that is far larger than what Adam's elements move by in the long run."""
+    scene = Scene("adamw", lr=1e-3)
+    for p in scene.model.parameters():
+        scene.optimizer.state[p]["exp_avg"].mul_(300.0)
+    hold = scene.probe(coefficient_to_hold=True).forecast(scene.E).coefficient_to_hold
+    assert (hold.status, hold.reason[:29]) == ("unresolved", "no bonus undoes this change: ")
+
+
+def test_a_bonus_that_is_all_noise_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an endless bonus has an effect by its own noise alone, no trial has it."""
+    scene = Scene("adamw", lr=1e-3)
+    slopes = EntropyBonus._slopes
+
+    def noise(bonus: EntropyBonus, size: float) -> tuple[float, float]:
+        return (0.0, 1.0) if abs(size) == float("inf") else (1e-30 / (abs(size) or 1.0), slopes(bonus, size)[1])
+
+    monkeypatch.setattr(EntropyBonus, "_slopes", noise)
+    hold = scene.probe(coefficient_to_hold=True).forecast(scene.E).coefficient_to_hold
+    assert (hold.value, hold.reason[:47]) == (None, "the bonus's effect cannot yet be distinguished ")
 
 
 def test_parameters_that_are_unfrozen_later_lack_momentum_alone() -> None:

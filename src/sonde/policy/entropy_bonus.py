@@ -21,6 +21,7 @@ from sonde.policy.stats.coefficient_to_hold import (
     NO_MOMENTUM,
     NO_SLOPE,
     OUT_OF_REACH,
+    SLOPE_UNKNOWN,
     TOO_FEW,
     CoefficientToHold,
     Trial,
@@ -108,14 +109,17 @@ class EntropyBonus:
             if self._answer.lacks_momentum:
                 return unknown_coefficient(NO_MOMENTUM, self._present)
             assert step.change.delta is not None
-            fall, rise = self._slope(-math.inf), self._slope(math.inf)
+            if not self._slope(0.0):
+                return unknown_coefficient(NO_SLOPE, self._present)
             delta = step.change.delta
-            wanted = wanted_effect(delta, step.change.se, most=fall if delta > 0 else rise)
-            if wanted is None:
+            endless = math.copysign(math.inf, -delta)
+            if abs(delta) > max(self._slopes(endless)):
                 return unknown_coefficient(OUT_OF_REACH, self._present)
+            fall, rise = self._slope(-math.inf), self._slope(math.inf)
+            wanted = wanted_effect(delta, step.change.se, most=fall if delta > 0 else rise)
             size = self._trial_size(math.copysign(wanted, -delta))
             if size is None:
-                return unknown_coefficient(NO_SLOPE, self._present)
+                return unknown_coefficient(SLOPE_UNKNOWN, self._present)
             trial = self._trial(now, size, level)
             if math.isfinite(fall + rise):
                 trial = dataclasses.replace(trial, reachable=(delta - fall, delta + rise))
@@ -124,25 +128,28 @@ class EntropyBonus:
         return coefficient_to_hold(step, trial, present=self._present, level=level)
 
     def _trial_size(self, wanted: float) -> float | None:
-        """τ, whose bonus moves the entropy by about so many nats; None if no bonus moves it."""
-        if not (slope := self._slope(0.0)):
-            return None
-        size = wanted / slope
+        """τ, whose bonus moves the entropy by about so many nats; None if none is found."""
+        size = wanted / self._slope(0.0)
         smaller, larger = 0.0, math.inf
         for _ in range(_TRIALS):
             effect = self._slope(size) * abs(size)
             if abs(effect - abs(wanted)) <= _OFF_AT_MOST * abs(wanted):
-                break
+                return size
             if effect < abs(wanted):
                 smaller = abs(size)
             else:
                 larger = abs(size)
             between = 2.0 * smaller if math.isinf(larger) else 0.5 * (smaller + larger)
             size = math.copysign(between, wanted)
-        return size
+        return None
 
     def _slope(self, size: float) -> float:
-        """∇H̄·Δ/τ, each half along the Δ of the other, if that is positive; or along its own, which is larger.
+        """∇H̄·Δ/τ, each half along the Δ of the other, if that is positive; or along its own, which is larger."""
+        across, own = self._slopes(size)
+        return max(across, 0.0) or max(own, 0.0)
+
+    def _slopes(self, size: float) -> tuple[float, float]:
+        """∇H̄·Δ/τ, each half along the Δ of the other half; and along its own, which has noise in common with it.
 
         For τ = ±∞ it is |∇H̄·Δ| itself, infinite without a bound.
 
@@ -154,13 +161,14 @@ class EntropyBonus:
             if math.isinf(size):
                 up = math.copysign(1.0, size)
                 if (moves := self._answer.farthest({p: up * b for p, b in bonus.items()})) is None:
-                    return math.inf
+                    return math.inf, math.inf
             else:
                 moves = self._answer(bonus, size) if size else self._answer.derivative(bonus, 0.0, bonus)
             per_size = math.copysign(1.0, size) if math.isinf(size) else size or 1.0
             across += 0.5 * dot(other, moves) / per_size
             own += 0.5 * dot(bonus, moves) / per_size
-        return self._gradients.objective.total_weight(self._base.responses) * (max(across, 0.0) or max(own, 0.0))
+        weight = self._gradients.objective.total_weight(self._base.responses)
+        return weight * across, weight * own
 
     def _trial(self, now: Scored, size: float, level: float) -> Trial:
         base, responses = self._base, self._base.responses

@@ -24,6 +24,7 @@ from sonde.policy.scoring.optimizer_step import (
     StepWatch,
     StepWitness,
     forecast_step,
+    keeps_gradients,
     why_no_forecast,
 )
 from sonde.policy.scoring.precision import NARROW
@@ -62,7 +63,7 @@ class BeforeStep:
         watch: sees whether a step is taken; where derivatives or a bonus are wanted, it also compares this step with
             its forecast, or measures it.
         bonus: what an entropy bonus adds to the step; None if not asked for.
-        gradients: sees whether gradients are changed in the block; None without a bonus.
+        gradients: sees whether gradients are changed in the block; None without a bonus, or if a step changes them.
         rounding: sees how much of the step parameters of 16 bits do not hold.
     """
 
@@ -152,7 +153,8 @@ class PolicyStep:
         if causes and measurement is not None and first_order is not None:
             first_order = measurement.with_causes(first_order, self._optimizer, update, gradient_scale)
         gradients = None
-        if has_bonus:  # the block may scale gradients by what the step was to be scaled by, as a whole or in part
+        if has_bonus and keeps_gradients(self._optimizer):
+            # The block may scale gradients by what the step was to be scaled by, as a whole or in part.
             scales = (gradient_scale, gradient_scale * self._loss_scale, 1.0 / self._loss_scale)
             gradients = GradientWatch(self._parameters, scales)
         return BeforeStep(sample, first_order, witness, gradients=gradients, rounding=rounding)

@@ -64,7 +64,6 @@ def forecast(n_prompts: int, generator: torch.Generator, step: Tensor = STEP) ->
     found = change(now)
     assert found.change.delta is not None
     wanted = wanted_effect(found.change.delta, found.change.se)
-    assert wanted is not None
     size = -math.copysign(wanted, found.change.delta) / abs(float(bonus[0] @ bonus[1]) or 1.0)
     log_prob, h = now.log_prob.clone(), now.entropy.clone()
     slopes = []

@@ -432,6 +432,12 @@ class StepWitness:
         return float((sq_error / sq_step) ** 0.5)
 
 
+def keeps_gradients(optimizer: Any) -> bool:
+    """Whether a step leaves `.grad` as it is: with Nesterov and foreach, the default on a GPU, torch's SGD does not."""
+    groups = unwrap_optimizer(optimizer).param_groups
+    return not any(group.get("nesterov") and group.get("foreach") is not False for group in groups)
+
+
 class GradientWatch:
     """Sees whether gradients are changed, as by a clip, by a few hundred elements of each.
 
@@ -449,12 +455,14 @@ class GradientWatch:
     def change(self) -> float | None:
         """|now − before|/|before| on this rank's elements, with the scale for which it is smallest.
 
-        None if gradients are gone. Waits for the device.
+        None if gradients are gone, or 0 now. Waits for the device.
         """
         kept = [(sampled_elements(p.grad).double(), before) for p, before in self._samples if p.grad is not None]
         if len(kept) < len(self._samples) or not kept:
             return None
         now, before = (torch.cat([part.cpu() for part in parts]) for parts in zip(*kept, strict=True))
+        if not bool(now.any()):
+            return None
         changes = [
             float((now - scale * before).norm()) / (scale * float(before.norm()) or 1.0) for scale in self._scales
         ]

@@ -50,7 +50,7 @@ _LEAST_TRIAL = 1e-5
 _NO_TRIAL = "the trial with a bonus gives scores that are not finite"
 _NO_SUPPORT = "with a bonus, the evaluation responses do not represent the policy after the step: use a smaller step"
 _LOWERS = "a bonus at the present prefixes lowers the entropy, since it makes prefixes of low entropy more likely"
-_SLOPE_UNKNOWN = "the bonus's effect cannot yet be distinguished from 0: use more evaluation prompts"
+SLOPE_UNKNOWN = "the bonus's effect cannot yet be distinguished from 0: use more evaluation prompts"
 
 
 @dataclass(frozen=True)
@@ -147,19 +147,14 @@ class Trial:
     reachable: tuple[float, float] | None = None
 
 
-def wanted_effect(delta: float, se: float | None, *, most: float = math.inf) -> float | None:
+def wanted_effect(delta: float, se: float | None, *, most: float = math.inf) -> float:
     """By how much a trial is to move the entropy, in nats: about as much as the step, and seen above the scatter.
 
     Args:
         delta: the change by the step, in nats.
         se: its standard error.
         most: the largest effect that a bonus can have, in nats.
-
-    Returns:
-        None if no bonus can undo the change.
     """
-    if abs(delta) > most:
-        return None
     seen = min(max(2.0 * (se or 0.0), _LEAST_TRIAL), _REACHED_BY_NOISE * most)
     return max(min(abs(delta), _REACHED * most), seen)
 
@@ -239,4 +234,4 @@ def coefficient_to_hold(step: FiniteStep, trial: Trial, *, present: float, level
 
 
 def _why_unresolved(interval: RatioInterval, slope: float) -> str:
-    return _LOWERS if interval.status == "unresolved" and slope < 0 else _SLOPE_UNKNOWN
+    return _LOWERS if interval.status == "unresolved" and slope < 0 else SLOPE_UNKNOWN
