@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -203,6 +204,7 @@ def test_gradients_that_are_clipped_inside_the_block_have_no_coefficient(
     with probe.around_step(scene.E) as around:
         torch.nn.utils.clip_grad_norm_(scene.model.parameters(), 0.6 * float(norm))
         scene.optimizer.step()
+        scene.optimizer.zero_grad()
     hold = around.forecast.coefficient_to_hold
     assert (hold.value, hold.status) == (None, "unresolved")
     assert hold.reason.endswith("of around_step(): clip before the block, and pass applied_scale=")
@@ -229,6 +231,17 @@ def test_steps_that_write_to_gradients_have_their_coefficient() -> None:
         scene.optimizer.step()
     assert not torch.equal(scene.model.out.weight.grad, before)
     assert around.forecast.coefficient_to_hold.change_per_unit is not None, around.forecast.coefficient_to_hold
+
+
+def test_an_error_in_the_block_leaves_no_hook_on_the_optimizer() -> None:
+    scene = Scene("sgd")
+    for raises in (False, True):
+        with contextlib.suppress(KeyError), scene.probe(coefficient_to_hold=True).around_step(scene.E):
+            assert len(scene.optimizer._optimizer_step_pre_hooks) == 1
+            scene.optimizer.step()
+            if raises:
+                raise KeyError("the user's own")
+        assert not scene.optimizer._optimizer_step_pre_hooks
 
 
 def test_what_no_bonus_undoes_has_no_coefficient() -> None:

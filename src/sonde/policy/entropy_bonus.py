@@ -160,7 +160,7 @@ class EntropyBonus:
             bonus, other = (self._gradients.at_work(self._of_bonus[i]) for i in (k, 1 - k))
             if math.isinf(size):
                 up = math.copysign(1.0, size)
-                if (moves := self._answer.farthest({p: up * b for p, b in bonus.items()})) is None:
+                if (moves := self._answer.farthest(bonus, up)) is None:
                     return math.inf, math.inf
             else:
                 moves = self._answer(bonus, size) if size else self._answer.derivative(bonus, 0.0, bonus)

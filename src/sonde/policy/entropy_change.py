@@ -265,7 +265,8 @@ class EntropyChangeProbe:
                     before.bonus = measurement.bonus(
                         self._model, self._optimizer, gradient_scale=scale, applied_scale=applied, present=present
                     )
-        yield around
+        with step.watched(before, scale):
+            yield around
         with together(self._group), self._undisturbed():
             if measurement is None:
                 around._forecast = self._unknown(_SCORES_NOT_FINITE)

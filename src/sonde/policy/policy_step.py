@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,6 @@ from sonde.policy.scoring.optimizer_step import (
     StepWatch,
     StepWitness,
     forecast_step,
-    keeps_gradients,
     why_no_forecast,
 )
 from sonde.policy.scoring.precision import NARROW
@@ -63,7 +63,7 @@ class BeforeStep:
         watch: sees whether a step is taken; where derivatives or a bonus are wanted, it also compares this step with
             its forecast, or measures it.
         bonus: what an entropy bonus adds to the step; None if not asked for.
-        gradients: sees whether gradients are changed in the block; None without a bonus, or if a step changes them.
+        gradients: sees whether gradients are changed in the block; None without a bonus.
         rounding: sees how much of the step parameters of 16 bits do not hold.
     """
 
@@ -152,12 +152,18 @@ class PolicyStep:
         del step  # each direction has the size of the parameters, and causes need one of their own
         if causes and measurement is not None and first_order is not None:
             first_order = measurement.with_causes(first_order, self._optimizer, update, gradient_scale)
-        gradients = None
-        if has_bonus and keeps_gradients(self._optimizer):
-            # The block may scale gradients by what the step was to be scaled by, as a whole or in part.
-            scales = (gradient_scale, gradient_scale * self._loss_scale, 1.0 / self._loss_scale)
-            gradients = GradientWatch(self._parameters, scales)
-        return BeforeStep(sample, first_order, witness, gradients=gradients, rounding=rounding)
+        return BeforeStep(sample, first_order, witness, rounding=rounding)
+
+    @contextlib.contextmanager
+    def watched(self, before: BeforeStep, gradient_scale: float) -> Iterator[None]:
+        """Around the block of the user: gradients are watched as the step begins, if there is a bonus."""
+        if before.bonus is None:
+            yield
+            return
+        # The block may scale gradients by what the step was to be scaled by, as a whole or in part.
+        scales = (gradient_scale, gradient_scale * self._loss_scale, 1.0 / self._loss_scale)
+        with GradientWatch(self._optimizer, self._parameters, scales) as before.gradients:
+            yield
 
     def after(self, measurement: EntropyMeasurement, before: BeforeStep) -> EntropyForecast:
         """The change by the step that was taken. Parameters hold θ⁺.
@@ -221,7 +227,7 @@ class PolicyStep:
     def _why_another_bonus(self, witness: StepWitness, gradients: GradientWatch | None) -> str:
         """Why the optimizer would answer a bonus otherwise than on entry; empty if it would not.
 
-        Rounding to 16 bits does not matter. If gradients are gone, the step alone tells.
+        Rounding to 16 bits does not matter.
         """
         if self._on_any_rank(witness.has_moved_others()):
             return _MOVED_OTHERS

@@ -79,11 +79,11 @@ class SustainedStep:
         return {p: answer.slope(size * gradient[p]) * along[p] for p, answer in self._answers.items()}
 
     @torch.no_grad()
-    def farthest(self, gradient: Direction) -> Direction | None:
-        """Δ for any number of times the gradient, however large; None if Δ has no bound."""
+    def farthest(self, gradient: Direction, sign: float = 1.0) -> Direction | None:
+        """Δ for any number of times the gradient, however large, of this sign; None if Δ has no bound."""
         found: Direction = {}
         for p, answer in self._answers.items():
-            if (moved := answer.farthest(gradient[p])) is None:
+            if (moved := answer.farthest(sign * gradient[p])) is None:
                 return None
             found[p] = moved
         return found
