@@ -139,9 +139,9 @@ def test_a_trial_has_the_wanted_effect(monkeypatch: pytest.MonkeyPatch, case: st
     tried: list[tuple[float, float, float]] = []
     trial_size = EntropyBonus._trial_size
 
-    def noted(bonus: EntropyBonus, wanted: float) -> float | None:
-        size = trial_size(bonus, wanted)
-        tried.append((wanted, size * bonus._slope(size), size * bonus._slope(0.0)))
+    def noted(bonus: EntropyBonus, wanted: float, slope: float) -> float | None:
+        size = trial_size(bonus, wanted, slope)
+        tried.append((wanted, size * bonus._slopes(size)[0], size * slope))
         return size
 
     monkeypatch.setattr(EntropyBonus, "_trial_size", noted)

@@ -109,15 +109,15 @@ class EntropyBonus:
             if self._answer.lacks_momentum:
                 return unknown_coefficient(NO_MOMENTUM, self._present)
             assert step.change.delta is not None
-            if not self._slope(0.0):
+            if not (slope := _of_both(self._slopes(0.0))):
                 return unknown_coefficient(NO_SLOPE, self._present)
-            delta = step.change.delta
-            endless = math.copysign(math.inf, -delta)
-            if abs(delta) > max(self._slopes(endless)):
+            delta, endless = step.change.delta, [self._slopes(size) for size in (-math.inf, math.inf)]
+            opposed = int(delta <= 0)
+            if abs(delta) > max(endless[opposed]):
                 return unknown_coefficient(OUT_OF_REACH, self._present)
-            fall, rise = self._slope(-math.inf), self._slope(math.inf)
-            wanted = wanted_effect(delta, step.change.se, most=fall if delta > 0 else rise)
-            size = self._trial_size(math.copysign(wanted, -delta))
+            fall, rise = map(_of_both, endless)
+            wanted = wanted_effect(delta, step.change.se, most=(fall, rise)[opposed])
+            size = self._trial_size(math.copysign(wanted, -delta), slope)
             if size is None:
                 return unknown_coefficient(SLOPE_UNKNOWN, self._present)
             trial = self._trial(now, size, level)
@@ -127,12 +127,12 @@ class EntropyBonus:
             return unknown_coefficient(f"{percent(self._rounded_away)} {_ROUNDED}", self._present)
         return coefficient_to_hold(step, trial, present=self._present, level=level)
 
-    def _trial_size(self, wanted: float) -> float | None:
-        """τ, whose bonus moves the entropy by about so many nats; None if none is found."""
-        size = wanted / self._slope(0.0)
+    def _trial_size(self, wanted: float, slope: float) -> float | None:
+        """τ, whose bonus moves the entropy by about so many nats, from the slope at 0; None if none is found."""
+        size = wanted / slope
         smaller, larger = 0.0, math.inf
         for _ in range(_TRIALS):
-            effect = self._slope(size) * abs(size)
+            effect = _of_both(self._slopes(size)) * abs(size)
             if abs(effect - abs(wanted)) <= _OFF_AT_MOST * abs(wanted):
                 return size
             if effect < abs(wanted):
@@ -142,11 +142,6 @@ class EntropyBonus:
             between = 2.0 * smaller if math.isinf(larger) else 0.5 * (smaller + larger)
             size = math.copysign(between, wanted)
         return None
-
-    def _slope(self, size: float) -> float:
-        """∇H̄·Δ/τ, each half along the Δ of the other, if that is positive; or along its own, which is larger."""
-        across, own = self._slopes(size)
-        return max(across, 0.0) or max(own, 0.0)
 
     def _slopes(self, size: float) -> tuple[float, float]:
         """∇H̄·Δ/τ, each half along the Δ of the other half; and along its own, which has noise in common with it.
@@ -219,3 +214,9 @@ class EntropyBonus:
         ):
             self._rounded_away = max(self._rounded_away, there.rounded_away)
             return self._scorer.scored(self._base.rollouts)
+
+
+def _of_both(slopes: tuple[float, float]) -> float:
+    """The slope across halves, if it is positive; or a half's along its own Δ, which is larger."""
+    across, own = slopes
+    return max(across, 0.0) or max(own, 0.0)
