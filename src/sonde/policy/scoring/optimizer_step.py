@@ -298,9 +298,14 @@ def fit_to_gradients(vector: Direction) -> Fit | None:
     Returns:
         None if the vector or those gradients are 0.
     """
-    reached = {p: v for p, v in vector.items() if p.grad is not None}
-    gradients = {p: torch.where(v != 0.0, gradient_of(p), 0.0) for p, v in reached.items()}
-    product, sq_vector, sq_gradient = dot(gradients, reached), dot(reached, reached), dot(gradients, gradients)
+    product = sq_vector = sq_gradient = 0.0
+    for p, part in vector.items():  # one by one: no second copy of the gradients
+        if p.grad is None:
+            continue
+        reached, gradient = {p: part}, {p: torch.where(part != 0.0, gradient_of(p), 0.0)}
+        product += dot(gradient, reached)
+        sq_vector += dot(reached, reached)
+        sq_gradient += dot(gradient, gradient)
     if not sq_vector * sq_gradient:
         return None
     return Fit(product / sq_vector, product / math.sqrt(sq_vector) / math.sqrt(sq_gradient))
