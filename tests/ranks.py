@@ -8,6 +8,7 @@ import functools
 import gc
 import multiprocessing
 import os
+import pickle
 import signal
 import tempfile
 import time
@@ -47,9 +48,10 @@ def _serve(rank: int, world: int, backend: str, on_device: bool, store: str, pip
         function, args = job
         torch.manual_seed(0)
         try:
-            pipe.send((function(*args), None))
+            answer = pickle.dumps((function(*args), None))  # `send` would share each tensor by a connection of its own
         except BaseException:
-            pipe.send((None, traceback.format_exc()))
+            answer = pickle.dumps((None, traceback.format_exc()))
+        pipe.send_bytes(answer)
     dist.destroy_process_group()
 
 
@@ -94,7 +96,7 @@ class Ranks:
             for pipe in wait([p for i, p in enumerate(self._pipes) if i not in results], timeout=0.2):
                 rank = self._pipes.index(pipe)
                 try:
-                    value, error = pipe.recv()
+                    value, error = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionResetError):
                     value, error = None, self._how_it_died(rank)
                 if error is None:
