@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from sonde.policy.cost import Cost
 from sonde.policy.entropy_gradients import EntropyGradients
-from sonde.policy.scoring.optimizer_step import Direction, dot, taken
+from sonde.policy.scoring.optimizer_step import Direction, dot, has_sparse_gradient, taken
 from sonde.policy.scoring.scorer import Scored, Scorer
 from sonde.policy.scoring.sustained_step import SustainedStep
 from sonde.policy.stats.coefficient_to_hold import (
+    ENDLESS,
     FEWEST_PROMPTS,
     NO_ANSWER,
     NO_MOMENTUM,
@@ -37,6 +38,7 @@ _TRIALS = 60
 """How often the size of the trial is corrected at most: Adam's answer is not in proportion to a bonus."""
 _OFF_AT_MOST = 0.1
 """Part by which a trial's effect may miss the wanted one."""
+_SPARSE = "the optimizer's answer to a bonus is not known for a sparse gradient: build the layer with sparse=False"
 _ROUNDED_AWAY = 0.1
 _ROUNDED = (
     "of the trial with a bonus are rounded away by parameters of 16 bits: use precision='float32', or train "
@@ -87,6 +89,9 @@ class EntropyBonus:
             self.why_not = f"{TOO_FEW}, got {base.responses.n_prompts}"
             return
         with cost.phase("coefficient"):
+            if has_sparse_gradient(parameters):
+                self.why_not = _SPARSE
+                return
             self._answer = SustainedStep(
                 optimizer, parameters, gradient_scale=gradient_scale, applied_scale=applied_scale
             )
@@ -104,6 +109,8 @@ class EntropyBonus:
         if self.why_not:
             return unknown_coefficient(self.why_not, self._present)
         with self._cost.phase("coefficient"):
+            if self._answer.is_endless:
+                return unknown_coefficient(ENDLESS, self._present)
             if self._answer.is_zero():
                 return unknown_coefficient(NO_ANSWER, self._present)
             if self._answer.lacks_momentum:
@@ -111,18 +118,18 @@ class EntropyBonus:
             assert step.change.delta is not None
             if not (slope := _of_both(self._slopes(0.0))):
                 return unknown_coefficient(NO_SLOPE, self._present)
-            delta, endless = step.change.delta, [self._slopes(size) for size in (-math.inf, math.inf)]
-            opposed = int(delta <= 0)
-            if abs(delta) > max(endless[opposed]):
+            delta, sign = step.change.delta, -1.0 if step.change.delta > 0 else 1.0
+            fall, rise = (self._slopes(size) for size in (-math.inf, math.inf))
+            opposed = fall if sign < 0 else rise
+            if abs(delta) > max(opposed):
                 return unknown_coefficient(OUT_OF_REACH, self._present)
-            fall, rise = map(_of_both, endless)
-            wanted = wanted_effect(delta, step.change.se, most=(fall, rise)[opposed])
-            size = self._trial_size(math.copysign(wanted, -delta), slope)
+            wanted = wanted_effect(delta, step.change.se, most=_of_both(opposed))
+            size = self._trial_size(sign * wanted, slope)
             if size is None:
                 return unknown_coefficient(SLOPE_UNKNOWN, self._present)
             trial = self._trial(now, size, level)
-            if math.isfinite(fall + rise):
-                trial = dataclasses.replace(trial, reachable=(delta - fall, delta + rise))
+            if math.isfinite(max(fall) + max(rise)):
+                trial = dataclasses.replace(trial, reachable=(delta - max(fall), delta + max(rise)))
         if self._rounded_away > _ROUNDED_AWAY and not self._scorer.adds_residuals:
             return unknown_coefficient(f"{percent(self._rounded_away)} {_ROUNDED}", self._present)
         return coefficient_to_hold(step, trial, present=self._present, level=level)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.deprecation import with_deprecated
-from sonde.parallel.loss_scale import check_grad_scaler, loss_scale
+from sonde.parallel.loss_scale import check_grad_scaler, loss_scale, scale_in_step
 from sonde.parallel.process_groups import check_group, data_parallel_group, together
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.policy.cost import Cost
@@ -36,8 +36,10 @@ from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.policy_step import STEP_NOT_FINITE, STEP_ROUNDED_AWAY, PolicyStep
 from sonde.policy.scoring.checkpointing import checkpointing, is_checkpointing
 from sonde.policy.scoring.optimizer_step import taken, why_no_forecast
+from sonde.policy.scoring.precision import NARROW
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
+from sonde.policy.scoring.step_inputs import StepInputs
 from sonde.policy.scoring.token_statistics import CausalLMStatistics, check_is_statistics
 from sonde.policy.scoring.training_state import preserve_training_state, seed_everything, set_evaluation_mode
 from sonde.policy.stats.entropy_forecast import EntropyForecast, unknown
@@ -142,6 +144,10 @@ class EntropyChangeProbe:
         self._statistics = CausalLMStatistics() if token_statistics is None else token_statistics
         self._group = data_parallel_group(model) if process_group is None else process_group
         self._scorer = Scorer(model, self._statistics, options.micro_batch_prompts, self._group, options.precision)
+        self._inputs: StepInputs | None = None
+        may_differ = options.coefficient_to_hold or any(p.dtype in NARROW for p in parameters)
+        if may_differ and not why_no_forecast(optimizer):
+            self._inputs = StepInputs(optimizer)
         self._n_calls = 0
         self._n_steps = 0
         self._latest: EntropyForecast | None = None
@@ -164,7 +170,8 @@ class EntropyChangeProbe:
             evaluation: this rank's part of E.
             update: this rank's part of U, with advantages. Needed with update="gradient", and for causes by prompt.
             gradient_scale: factor that gradients are still multiplied by before the step, such as a clip's coefficient,
-                beside one over the scale that they have by `grad_scaler`.
+                beside one over the scale that they have by `grad_scaler`, and the clip that is folded into a fused
+                optimizer.
             causes: also split the change into momentum and this batch, and by prompt of U. This takes a backward of E
                 and one of U, and passes over U.
             entropy_coefficient: that of the bonus which the loss has now, if it is not the option's; for
@@ -221,6 +228,9 @@ class EntropyChangeProbe:
         they are taken along the forecast on entry. On exit, a sample of elements checks that this was the step actually
         taken. If it cannot be forecast, the probe keeps a copy of the parameters and measures the step on exit.
 
+        With `coefficient_to_hold`, or parameters of 16 bits, it also looks at the gradients as the step begins. For
+        that, the optimizer has one hook from the making of the probe until its `close`, which does nothing elsewhere.
+
         Args:
             evaluation: this rank's part of E, sampled before the step.
             update: this rank's part of U, with advantages. Needed with update="gradient", and for causes by prompt.
@@ -247,8 +257,7 @@ class EntropyChangeProbe:
             n_update = self._check_responses(evaluation, update, causes)
             if is_gradient and update is None:
                 raise ValueError(_NO_UPDATE)
-            in_gradients = loss_scale(self._grad_scaler, self._optimizer)
-            step = PolicyStep(self._model, trainable(self._model), self._optimizer, self._group, in_gradients)
+            step = PolicyStep(self._model, trainable(self._model), self._optimizer, self._group, self._inputs)
             with self._measuring(evaluation, self._sampler, n_update) as measurement:
                 before = step.before(
                     measurement,
@@ -301,7 +310,10 @@ class EntropyChangeProbe:
         return {} if self._latest is None else self._latest.metrics()
 
     def close(self) -> None:
-        """Does nothing: the probe installs no hooks."""
+        """Take the hook away that the optimizer has for `around_step`: see there."""
+        if self._inputs is not None:
+            self._inputs.close()
+            self._inputs = None
 
     def _run(
         self,
@@ -420,10 +432,10 @@ class EntropyChangeProbe:
 
     def _gradient_scale(self, given: float | Tensor) -> float:
         """The factor of gradients before the step; not finite if they are not."""
-        scale = as_factor("gradient_scale", given) / loss_scale(self._grad_scaler, self._optimizer)
+        scale = as_factor("gradient_scale", given)
         if scale < 0:
             raise ValueError(f"gradient_scale must not be negative, got {scale!r}: pass the factor of a clip, say")
-        return scale
+        return scale / loss_scale(self._grad_scaler, self._optimizer) * float(scale_in_step(self._optimizer))
 
     def _bonus_in_loss(self, coefficient: float | None, applied_scale: float | Tensor) -> tuple[float, float]:
         """The coefficient of the loss's entropy bonus, and the factor of the loss's gradient in `.grad`."""

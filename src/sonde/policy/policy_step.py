@@ -20,16 +20,17 @@ from sonde.policy.entropy_bonus import EntropyBonus
 from sonde.policy.entropy_measurement import EntropyMeasurement
 from sonde.policy.scoring.optimizer_step import (
     Direction,
-    GradientWatch,
     StepMeter,
     StepWatch,
     StepWitness,
     forecast_step,
+    has_sparse_gradient,
     why_no_forecast,
 )
 from sonde.policy.scoring.precision import NARROW
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Scored
+from sonde.policy.scoring.step_inputs import Inputs, InputsWatch, StepInputs
 from sonde.policy.scoring.step_rounding import StepRounding
 from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder
 
@@ -46,6 +47,22 @@ _STEP_SKIPPED = (
     "no parameter moved in the block of around_step(): the step was skipped, as a GradScaler does after gradients that "
     "are not finite, or it was not called, or its learning rate is 0, or it is too small for parameters of 16 bits"
 )
+_OTHER_INPUTS = {
+    Inputs.UNSEEN: (
+        "the gradients of the step were not seen, and parameters of 16 bits are too coarse to tell whether they were "
+        "those on entry: call optimizer.step() in the block, without a closure and before zero_grad()"
+    ),
+    Inputs.SEVERAL: "the block of around_step() took several steps: take one in each block",
+    Inputs.OPTIONS: (
+        "the optimizer's options, such as its learning rate, were changed in the block of around_step() before the "
+        "step: change them before the block"
+    ),
+    Inputs.GRADIENTS: (
+        "gradients were changed in the block of around_step(): clip before the block, and pass applied_scale=; or pass "
+        "the factor that the block multiplies them by as gradient_scale="
+    ),
+}
+"""Why the optimizer would answer a bonus otherwise than on entry."""
 _MOVED_OTHERS = (
     "parameters moved in the block of around_step() that are not in the probe's optimizer, or had no gradient, so "
     "derivatives and the coefficient to hold leave them out: pass an optimizer that holds all parameters of the model"
@@ -63,7 +80,7 @@ class BeforeStep:
         watch: sees whether a step is taken; where derivatives or a bonus are wanted, it also compares this step with
             its forecast, or measures it.
         bonus: what an entropy bonus adds to the step; None if not asked for.
-        gradients: sees whether gradients are changed in the block; None without a bonus.
+        inputs: sees what the step of the block begins with; None if that does not matter.
         rounding: sees how much of the step parameters of 16 bits do not hold.
     """
 
@@ -71,7 +88,7 @@ class BeforeStep:
     first_order: FirstOrder | None
     watch: StepWatch | StepWitness | StepMeter
     bonus: EntropyBonus | None = None
-    gradients: GradientWatch | None = None
+    inputs: InputsWatch | None = None
     rounding: StepRounding | None = None
 
 
@@ -83,7 +100,7 @@ class PolicyStep:
         parameters: its trainable parameters.
         optimizer: its optimizer, which may hold other parameters too.
         group: the ranks that hold different responses; None for this process alone.
-        loss_scale: factor that gradients have by a GradScaler, which its step may take out.
+        inputs: sees what a step begins with; None if that does not matter.
     """
 
     def __init__(
@@ -92,9 +109,9 @@ class PolicyStep:
         parameters: Sequence[nn.Parameter],
         optimizer: Any,
         group: dist.ProcessGroup | None,
-        loss_scale: float = 1.0,
+        inputs: StepInputs | None = None,
     ) -> None:
-        self._loss_scale = loss_scale
+        self._inputs = inputs
         self._model, self._parameters = model, list(parameters)
         self._optimizer, self._group = optimizer, group
         self._is_narrow = any(p.dtype in NARROW for p in self._parameters)
@@ -143,7 +160,7 @@ class PolicyStep:
             rounding = StepRounding(self._optimizer, self._parameters, gradient_scale)
         if not (has_derivatives or has_bonus):
             return BeforeStep(sample, None, StepWatch(self._parameters), rounding=rounding)
-        if why_no_forecast(self._optimizer):
+        if why_no_forecast(self._optimizer) or self._on_any_rank(has_sparse_gradient(self._parameters)):
             return BeforeStep(sample, None, StepMeter(self._parameters), rounding=rounding)
         step = self.forecast(gradient_scale)
         witness, first_order = StepWitness(step, self._parameters), None
@@ -156,13 +173,16 @@ class PolicyStep:
 
     @contextlib.contextmanager
     def watched(self, before: BeforeStep, gradient_scale: float) -> Iterator[None]:
-        """Around the block of the user: gradients are watched as the step begins, if there is a bonus."""
-        if before.bonus is None:
+        """Around the block of the user: notes what its step begins with, if that matters.
+
+        Args:
+            before: of this step; gets the notes.
+            gradient_scale: factor that gradients are still multiplied by before the step.
+        """
+        if self._inputs is None or (before.bonus is None and before.rounding is None):
             yield
             return
-        # The block may scale gradients by what the step was to be scaled by, as a whole or in part.
-        scales = (gradient_scale, gradient_scale * self._loss_scale, 1.0 / self._loss_scale)
-        with GradientWatch(self._optimizer, self._parameters, scales) as before.gradients:
+        with self._inputs.watched(self._parameters, gradient_scale) as before.inputs:
             yield
 
     def after(self, measurement: EntropyMeasurement, before: BeforeStep) -> EntropyForecast:
@@ -178,8 +198,9 @@ class PolicyStep:
         if self._is_to_move() and not self._on_any_rank(watch.has_moved()) and measurement.is_unchanged(now):
             return measurement.unknown(_STEP_SKIPPED)
         bonus, before.bonus = before.bonus, None
+        inputs = self._worst_inputs(before)
         if isinstance(watch, StepWitness) and bonus is not None:
-            bonus.why_not = bonus.why_not or self._why_another_bonus(watch, before.gradients)
+            bonus.why_not = bonus.why_not or self._why_another_bonus(watch, inputs)
         after = measurement.after(now, before.sample, bonus)
         del bonus  # it holds several vectors of the size of the parameters
         if isinstance(watch, StepWitness) and first_order is not None:
@@ -187,7 +208,7 @@ class PolicyStep:
         elif isinstance(watch, StepMeter):
             first_order = self._along_measured_step(measurement, watch)
         del watch, before.watch  # a meter holds a copy of the parameters
-        return measurement.forecast(first_order, after, rounded_away=self._rounded_away(before))
+        return measurement.forecast(first_order, after, rounded_away=self._rounded_away(before, inputs))
 
     def after_gradients(self, measurement: EntropyMeasurement, before: BeforeStep) -> EntropyForecast:
         """The change along the update prompts' gradients, beside that by the step that was taken."""
@@ -195,20 +216,25 @@ class PolicyStep:
         if self._is_to_move() and not self._on_any_rank(before.watch.has_moved()) and measurement.is_unchanged(now):
             return measurement.unknown(_STEP_SKIPPED)
         after = measurement.after(now, before.sample)
-        rounded_away = self._rounded_away(before)
+        rounded_away = self._rounded_away(before, self._worst_inputs(before))
         return measurement.forecast(before.first_order, after, is_same_step=False, rounded_away=rounded_away)
 
-    def _rounded_away(self, before: BeforeStep) -> float | None:
+    def _worst_inputs(self, before: BeforeStep) -> Inputs:
+        """What the step began with, as the rank saw it that has the worst to tell; UNSEEN if nobody looked."""
+        seen = Inputs.UNSEEN if before.inputs is None else before.inputs.seen()
+        return Inputs(int(max(self._gather_from_ranks(float(seen)))))
+
+    def _rounded_away(self, before: BeforeStep, inputs: Inputs) -> float | None:
         """The part of the step that parameters of 16 bits do not hold; 0 if there are none.
 
-        None if it is unknown: if the step has no forecast, or gradients were changed in the block, as by a clip.
+        None if it is unknown: if the step has no forecast, or the block changed what it begins with, as by a clip.
         """
         if before.rounding is None:
             return 0.0
         rounding = before.rounding
         sums = gather_from_all_ranks(self._group, lambda: {"of": torch.tensor([rounding.sq_norms()])})["of"].sum(0)
         sq_lost, sq_step, sq_other, sq_moved = sums.tolist()
-        is_another = sq_other > _ANOTHER_STEP**2 * max(sq_moved, sq_other)
+        is_another = inputs > Inputs.UNSEEN or sq_other > _ANOTHER_STEP**2 * max(sq_moved, sq_other)
         return min(math.sqrt(sq_lost / sq_step), 1.0) if sq_step and not is_another else None
 
     def _why_another_step(self, witness: StepWitness) -> str:
@@ -221,26 +247,23 @@ class PolicyStep:
                 f"rounding to 16 bits has moved the step that was taken by {departure:.0%} from that of the derivatives"
             )
         if departure > _LARGEST_DEPARTURE:
-            return f"derivatives are along another step, {departure:.0%} off the one taken: clip before the block"
+            return f"derivatives are along another step, {_off(departure)} the one taken: clip before the block"
         return ""
 
-    def _why_another_bonus(self, witness: StepWitness, gradients: GradientWatch | None) -> str:
+    def _why_another_bonus(self, witness: StepWitness, inputs: Inputs) -> str:
         """Why the optimizer would answer a bonus otherwise than on entry; empty if it would not.
 
         Rounding to 16 bits does not matter.
         """
         if self._on_any_rank(witness.has_moved_others()):
             return _MOVED_OTHERS
-        change = None if gradients is None else gradients.change()
-        if self._on_any_rank(change is not None and change > _LARGEST_DEPARTURE):
-            return (
-                "gradients were changed in the block of around_step(): clip before the block, and pass applied_scale="
-            )
+        if inputs > Inputs.UNSEEN or (inputs is Inputs.UNSEEN and self._is_narrow):
+            return _OTHER_INPUTS[inputs]
         departure = max(self._gather_from_ranks(witness.departure()))
         if departure > (_ANOTHER_STEP if self._is_narrow else _LARGEST_DEPARTURE):
             return (
-                f"the step that was taken is {departure:.0%} off the one that gradients on entry make: change "
-                "gradients before the block"
+                f"the step that was taken is {_off(departure)} the one forecast on entry: in the block, change nothing "
+                "that the step depends on, such as gradients, before the step"
             )
         return ""
 
@@ -268,3 +291,8 @@ class PolicyStep:
     def _gather_from_ranks(self, value: float) -> list[float]:
         values: list[float] = gather_from_all_ranks(self._group, lambda: {"v": torch.tensor([value])})["v"].tolist()
         return values
+
+
+def _off(departure: float) -> str:
+    """How far one step is off another."""
+    return "far off" if departure > 10.0 else f"{departure:.0%} off"

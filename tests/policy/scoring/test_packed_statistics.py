@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -153,6 +154,26 @@ def test_a_model_is_asked_again_as_long_as_its_scores_hardly_depend_on_what_come
         model.lm_head.weight.copy_(head)
     with pytest.raises(ValueError, match="does not tell the responses of a row apart"):
         probe.forecast(rollouts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_of_16_bits_may_round_longer_rows_in_another_way(dtype: torch.dtype) -> None:
+    """Whatever the type of the logits. This model's differ by some hundredths with the length of the row."""
+
+    class Rounds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.one = llama(), nn.Parameter(torch.ones((), dtype=dtype))
+
+        def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+            logits: Tensor = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits
+            rounded = 0.05 * torch.arange(7) * self.one * ids.shape[1] / 10
+            return logits + rounded.float()
+
+    statistics = PackedLMStatistics(lambda model, ids, positions, cu_seqlens: model(ids, positions))
+    refused = pytest.raises(ValueError, match="nats apart alone and behind another response of its row")
+    with contextlib.nullcontext() if dtype == torch.bfloat16 else refused:
+        statistics.check_model(Rounds(), padded(0, 8, on_the_left=True))
 
 
 def test_a_model_that_tells_them_apart_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:

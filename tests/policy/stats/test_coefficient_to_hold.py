@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -18,6 +19,7 @@ from sonde.policy.stats.coefficient_to_hold import (
 )
 from sonde.policy.stats.entropy_change import EntropyObjective
 from sonde.policy.stats.finite_step import FiniteStep, Scores, change_by_finite_step
+from sonde.policy.stats.prefix_weights import Support
 from tests import tiny_policy as tiny
 from tests.policy.stats.tiny_batches import DIRECTION, THETA, H, J, P, S, sampled
 
@@ -129,6 +131,29 @@ def test_a_step_that_raises_the_entropy_has_a_negative_coefficient() -> None:
     assert hold.high is not None
     assert hold.high < 0
     assert str(hold).startswith("entropy coefficient to hold: −")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "most", "expected"),
+    [
+        ((-0.02, 1e-4), math.inf, 0.02),  # as much as the step
+        ((0.02, 0.03), math.inf, 0.06),  # seen above the scatter
+        ((0.0, None), math.inf, 1e-5),  # something, where the step changes nothing
+        ((0.02, 1e-4), 0.021, 0.0189),  # not quite what an endless bonus does
+        ((0.0, 0.03), 0.02, 0.006),  # and far less than that, only to be seen
+    ],
+)
+def test_a_trial_is_as_large_as_the_step_and_within_reach(
+    arguments: tuple[float, float | None], most: float, expected: float
+) -> None:
+    assert wanted_effect(*arguments, most=most) == pytest.approx(expected)
+
+
+def test_a_trial_that_the_responses_do_not_represent_gives_none() -> None:
+    step, trial = forecast(64, torch.Generator().manual_seed(2))
+    change = dataclasses.replace(trial.change, support=Support(0.1, 0.51, 2))
+    hold = coefficient_to_hold(step, dataclasses.replace(trial, change=change), present=0.0)
+    assert (hold.value, hold.reason[:56]) == (None, "with a bonus, the evaluation responses do not represent ")
 
 
 def test_scores_that_are_not_finite_have_a_reason() -> None:

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,11 @@ def has_second_moment(optimizer: Any) -> bool:
     if why := why_no_forecast(optimizer):
         raise ValueError(why)
     return _RULES[type(unwrap_optimizer(optimizer))].has_second_moment
+
+
+def has_sparse_gradient(parameters: Iterable[Tensor]) -> bool:
+    """Whether any of these gradients is sparse, so that the step cannot be forecast, only measured."""
+    return any(p.grad is not None and p.grad.is_sparse for p in parameters)
 
 
 @torch.no_grad()
@@ -435,56 +440,6 @@ class StepWitness:
         if not sq_step:
             return math.inf if sq_error else 0.0
         return float((sq_error / sq_step) ** 0.5)
-
-
-class GradientWatch:
-    """Sees whether a step gets other gradients than those of now, as after a clip, by a few hundred elements of each.
-
-    Inside its `with` block, a hook copies them as the step begins: afterwards they may be gone, and torch's SGD with
-    Nesterov and foreach writes to them.
-
-    Args:
-        optimizer: torch's; may be wrapped by Accelerate.
-        parameters: those whose `.grad` counts; the elements are copied.
-        scales: factors that gradients may get meanwhile.
-    """
-
-    @torch.no_grad()
-    def __init__(self, optimizer: Any, parameters: Iterable[Tensor], scales: Collection[float]) -> None:
-        self._scales = {1.0, *scales}
-        self._parameters = [p for p in parameters if p.grad is not None]
-        self._before = self._sampled()
-        self._at_step: list[Tensor] | None = None
-        self._optimizer = unwrap_optimizer(optimizer)
-
-    def __enter__(self) -> Self:
-        self._hook = self._optimizer.register_step_pre_hook(self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hook.remove()
-
-    @torch.no_grad()
-    def change(self) -> float | None:
-        """|at the step − before|/|before| on this rank's elements, with the scale for which it is smallest.
-
-        None if there was no step, or a gradient was gone. Waits for the device.
-        """
-        if self._at_step is None or not self._before:
-            return None
-        now, before = (torch.cat([part.double().cpu() for part in of]) for of in (self._at_step, self._before))
-        changes = [
-            float((now - scale * before).norm()) / (scale * float(before.norm()) or 1.0) for scale in self._scales
-        ]
-        return min(changes)
-
-    @torch.no_grad()
-    def _note(self, *_: Any) -> None:
-        has_all = all(p.grad is not None for p in self._parameters)
-        self._at_step = self._sampled() if has_all else None
-
-    def _sampled(self) -> list[Tensor]:
-        return [sampled_elements(p.grad).clone() for p in self._parameters if p.grad is not None]
 
 
 class StepMeter:

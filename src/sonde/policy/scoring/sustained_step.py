@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -56,6 +57,8 @@ class SustainedStep:
         optimizer = unwrap_optimizer(optimizer)
         is_adam, wanted = has_second_moment(optimizer), {id(p) for p in parameters}
         self._answers: dict[Tensor, _Answer] = {}
+        self.is_endless = not is_adam and any(group["momentum"] >= 1.0 for group in optimizer.param_groups)
+        """Whether SGD's momentum only grows, so that there is no lasting answer."""
         for group in optimizer.param_groups:
             for p in group["params"]:
                 if p.grad is None or id(p) not in wanted:
@@ -186,8 +189,10 @@ class _Adam:
 
 
 def _sgd_factor(group: Mapping[str, Any]) -> Any:
-    """P."""
+    """P; not a number if momentum only grows."""
     momentum = group["momentum"]
+    if momentum >= 1.0:
+        return math.nan
     # b of a gradient that is the same in every step is (1 − dampening)/(1 − μ) times it.
     buffer = (1.0 - group["dampening"]) / (1.0 - momentum) if momentum else 1.0
     return number_of(group["lr"]) * (1.0 + momentum * buffer if group["nesterov"] else buffer)
