@@ -18,6 +18,7 @@ from trl import GRPOTrainer  # noqa: E402
 
 from sonde.integrations import trl as integration  # noqa: E402
 from sonde.integrations.trl_rollouts import GROUP, USED  # noqa: E402
+from sonde.parallel.unwrap import unwrap_optimizer  # noqa: E402
 from sonde.policy.scoring.optimizer_step import StepMeter  # noqa: E402
 from sonde.records import RunLog  # noqa: E402
 from sonde.runs.reader import read_run  # noqa: E402
@@ -51,6 +52,7 @@ def test_twelve_steps_are_the_same_to_the_bit(tmp_path: Path, loss_type: str) ->
         # On policy and without KL, the loss is the mean of advantage × log-probability that causes assume.
         assert forecast.causes.explained == pytest.approx(1.0, abs=0.05)
     probes.close()
+    assert not unwrap_optimizer(watched.optimizer)._optimizer_step_pre_hooks
 
 
 class Watching(TrainerCallback):  # type: ignore[misc]

@@ -36,8 +36,8 @@ class PackedLMStatistics(CheckedStatistics):
     """Packs the responses into one row, for trainers whose models take no attention mask.
 
     A model must tell the sequences of a row apart, and not all architectures of transformers tell them by their
-    positions. Probes ask `check_model` before their first number. To change the scores, make a class of this one: inside
-    a function of your own, probes would not find that check.
+    positions. Probes ask `check_model` before their first number. To change the scores, make a class of this one: in a
+    function of your own, probes would not find that check.
 
     `Rollouts.inputs` holds `input_ids`, [responses, length], with the prompt first; and with padding, `attention_mask`
     of the same shape. `Rollouts.from_packed` makes both of a trainer's packed rows.
