@@ -85,4 +85,5 @@ if rank == 0:
     print(noise.reading())
 policy_log.end("training ended")
 noise.close()
+entropy.close()
 dist.destroy_process_group()

@@ -4,7 +4,7 @@ import gc
 from collections.abc import Generator, Iterator
 from typing import Any
 
-import hypothesis  # noqa: F401 - now, for it collects garbage: its plugin would import it at the end
+import hypothesis  # noqa: F401 - its import collects garbage; its plugin would import it after `freeze`
 import pytest
 import torch
 

@@ -99,6 +99,8 @@ class Ranks:
                     value, error = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionResetError):
                     value, error = None, self._how_it_died(rank)
+                except Exception:  # an answer that cannot be rebuilt here
+                    value, error = None, traceback.format_exc()
                 if error is None:
                     results[rank] = value
                 else:

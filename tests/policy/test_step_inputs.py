@@ -2,90 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch._dynamo.testing import CompileCounter
 
 from sonde.gradient_norm.clip import clip_grad_norm_
-from sonde.policy.entropy_change import EntropyChangeProbe
-from sonde.policy.stats.coefficient_to_hold import CoefficientToHold
-from sonde.policy.stats.entropy_forecast import EntropyForecast
 from tests.policy.entropy_scene import Scene
+from tests.policy.step_blocks import (
+    BF16,
+    CHANGED,
+    CLIPPED,
+    FP32,
+    around,
+    assert_alike,
+    assert_unknown,
+    clipped,
+    gradients,
+    hold_of,
+    scale_gradients,
+    scene_of,
+    step,
+)
 from tests.small_policy import loss
-
-FP32, BF16 = torch.float32, torch.bfloat16
-RATES = {"sgd": 0.1, "momentum": 0.1, "adamw": 1e-3}
-CLIPPED = "gradients were changed in the block of around_step(): clip before the block, and pass applied_scale="
-CHANGED = "the optimizer's options, such as its learning rate, were changed in the block of around_step()"
-
-
-def scene_of(kind: str, dtype: torch.dtype = FP32, *, fused: bool = False) -> Scene:
-    scene = Scene(kind, lr=RATES[kind], dtype=dtype)
-    if fused:
-        scene.optimizer = torch.optim.AdamW(scene.model.parameters(), lr=RATES[kind], fused=True)
-    return scene
-
-
-def around(scene: Scene, block: Callable[[Scene], object], optimizer: Any = None, **arguments: Any) -> EntropyForecast:
-    """The forecast, with the coefficient to hold, around this block."""
-    options = {name: arguments.pop(name) for name in ("first_order", "grad_scaler") if name in arguments}
-    scaler = options.pop("grad_scaler", None)
-    probe = scene.probe(coefficient_to_hold=True, **options)
-    if optimizer is not None or scaler is not None:
-        probe = EntropyChangeProbe(
-            scene.model, optimizer or scene.optimizer, probe._options, grad_scaler=scaler, token_statistics=None
-        )
-    with probe.around_step(scene.E, **arguments) as step:
-        block(scene)
-    probe.close()
-    return step.forecast
-
-
-def hold_of(*args: Any, **arguments: Any) -> CoefficientToHold:
-    hold = around(*args, **arguments).coefficient_to_hold
-    assert hold is not None
-    return hold
-
-
-def assert_unknown(hold: CoefficientToHold, reason: str) -> None:
-    assert (hold.value, hold.status) == (None, "unresolved")
-    assert reason in hold.reason
-
-
-def assert_alike(hold: CoefficientToHold, other: CoefficientToHold, rel: float = 5e-3) -> None:
-    """They have the same slope, which no scatter hides."""
-    assert hold.change_per_unit is not None, hold.reason
-    assert hold.change_per_unit == pytest.approx(other.change_per_unit, rel=rel)
-
-
-def gradients(scene: Scene) -> list[Tensor]:
-    return [p.grad for p in scene.model.parameters()]  # type: ignore[misc]
-
-
-def scale_gradients(scene: Scene, factor: float) -> None:
-    for gradient in gradients(scene):
-        gradient.mul_(factor)
-
-
-def clipped(factor: float) -> Callable[[Scene], None]:
-    """A block that clips to this part of the norm, steps, and clears gradients."""
-
-    def block(scene: Scene) -> None:
-        norm = float(torch.nn.utils.get_total_norm(gradients(scene)))
-        torch.nn.utils.clip_grad_norm_(scene.model.parameters(), factor * norm)
-        scene.optimizer.step()
-        scene.optimizer.zero_grad()
-
-    return block
-
-
-def step(scene: Scene) -> None:
-    scene.optimizer.step()
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
@@ -156,6 +95,23 @@ def test_a_clip_that_is_folded_into_the_optimizer_counts(dtype: torch.dtype, ins
     assert_alike(hold_of(scene, step), expected.coefficient_to_hold, rel=0.02)
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_clip_that_was_folded_into_an_earlier_step_does_not_count(again: bool) -> None:
+    """The step drops it, since gradients were made anew."""
+
+    def remade(scene: Scene) -> Scene:
+        scene.optimizer.zero_grad()
+        loss(scene.model, scene.U).backward()
+        return scene
+
+    scene = scene_of("adamw", fused=True)
+    clip_grad_norm_(scene.model.parameters(), 1e-3, fold_into=scene.optimizer)
+    found, expected = (remade(of) if again else of for of in (scene, scene_of("adamw", fused=True)))
+    forecasts = [of.probe().forecast(of.E) for of in (found, expected)]
+    is_same = forecasts[0].delta == pytest.approx(forecasts[1].delta, rel=1e-9)
+    assert is_same == again
+
+
 @pytest.mark.parametrize("is_unscaled", [False, True])
 @pytest.mark.parametrize("kind", ["sgd", "adamw", "fused"])
 def test_the_scale_of_a_loss_is_no_change(kind: str, is_unscaled: bool) -> None:
@@ -198,6 +154,67 @@ def test_a_learning_rate_that_is_changed_before_the_step() -> None:
     for dtype in (FP32, BF16):
         assert_unknown(hold_of(scene_of("sgd", dtype), faster), CHANGED)
         assert_alike(hold_of(scene_of("sgd", dtype), scheduled), hold_of(scene_of("sgd", dtype), step))
+
+
+def test_a_learning_rate_in_a_tensor_is_changed_in_place() -> None:
+    def faster(scene: Scene) -> None:
+        scene.optimizer.param_groups[0]["lr"].mul_(1.3)
+        scene.optimizer.step()
+
+    for block, is_known in ((step, True), (faster, False)):
+        scene = scene_of("sgd", BF16)
+        scene.optimizer.param_groups[0].update(lr=torch.tensor(0.1), foreach=False)
+        hold = hold_of(scene, block)
+        assert (hold.change_per_unit is not None) == is_known
+        assert is_known or CHANGED in hold.reason
+
+
+def test_what_the_step_does_not_depend_on_may_change() -> None:
+    """Entries of the user's own in a parameter group, and the learning rate of another model in the optimizer."""
+
+    def block(scene: Scene) -> None:
+        scene.optimizer.param_groups[0]["n_seen"] += 1
+        scene.optimizer.param_groups[1]["lr"] *= 2.0
+        scene.optimizer.step()
+
+    scene = scene_of("sgd", BF16)
+    scene.optimizer.param_groups[0].update(n_seen=0, mask=torch.ones(5))
+    scene.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+    assert_alike(hold_of(scene, block), hold_of(scene_of("sgd", BF16), step))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_gradients_that_are_repaired_in_the_block_have_no_coefficient(dtype: torch.dtype) -> None:
+    def repaired(scene: Scene) -> None:
+        for gradient in gradients(scene):
+            gradient.nan_to_num_().mul_(0.1)
+        scene.optimizer.step()
+
+    for kind in ("sgd", "adamw"):
+        scene = scene_of(kind, dtype)
+        scene.model.out.weight.grad[0, 0] = torch.nan
+        forecast = around(scene, repaired, first_order=True)
+        assert forecast.delta is not None
+        assert forecast.first_order is None
+        assert forecast.rounded_away == (0.0 if dtype is FP32 else None)
+        assert_unknown(forecast.coefficient_to_hold, "the step that the optimizer would take on entry is not finite")
+
+
+def test_a_change_of_small_gradients_is_seen_beside_large_ones() -> None:
+    """Adam steps as far by either."""
+
+    def scale_others(scene: Scene, factor: float) -> None:
+        for name, p in scene.model.named_parameters():
+            if "out" not in name:
+                p.grad.mul_(factor)
+
+    def block(scene: Scene) -> None:
+        scale_others(scene, 0.2)
+        scene.optimizer.step()
+
+    scene = scene_of("adamw", BF16)
+    scale_others(scene, 1e-3)
+    assert_unknown(hold_of(scene, block), CLIPPED)
 
 
 def test_two_steps_in_one_block() -> None:
@@ -259,60 +276,6 @@ def test_what_16_bits_round_away_is_unknown_after_a_clip_in_the_block(factor: fl
     with probe.around_step(scene.E) as found:
         (step if is_known else clipped(factor))(scene)
     assert (found.forecast.rounded_away is not None) == is_known
-
-
-# The hook.
-
-
-def hooks(scene: Scene) -> int:
-    return len(scene.optimizer._optimizer_step_pre_hooks)
-
-
-def test_the_optimizer_has_one_hook_until_the_probe_is_closed() -> None:
-    scene = scene_of("sgd")
-    probe = scene.probe(coefficient_to_hold=True)
-    for raises in (False, True):
-        with contextlib.suppress(KeyError), probe.around_step(scene.E):
-            assert hooks(scene) == 1
-            scene.optimizer.step()
-            if raises:
-                raise KeyError("the user's own")
-        assert probe._inputs._watch is None
-    probe.close()
-    probe.close()
-    assert hooks(scene) == 0
-    assert [hooks(s) for s in (scene_of("sgd"), scene_of("sgd", BF16)) if s.probe()] == [0, 1]
-
-
-@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # torch's own, as it compiles
-def test_a_compiled_step_is_not_compiled_again_in_each_block() -> None:
-    torch._dynamo.reset()
-    compiler, scene = CompileCounter(), scene_of("sgd")
-    compiled = torch.compile(scene.optimizer.step, backend=compiler)
-    probe = scene.probe(coefficient_to_hold=True)
-    counts = []
-    for _ in range(4):
-        with probe.around_step(scene.E) as found:
-            compiled()
-        counts.append(compiler.frame_count)
-        assert found.forecast.coefficient_to_hold.change_per_unit is not None
-    assert counts[0] > 0
-    assert counts[1:] == [counts[0]] * 3
-    with probe.around_step(scene.E) as found:
-        clipping = clipped(0.6)
-        scene.optimizer.step = compiled  # type: ignore[method-assign]
-        clipping(scene)
-    assert_unknown(found.forecast.coefficient_to_hold, CLIPPED)
-
-
-def test_a_block_may_begin_and_end_in_hooks_of_the_step() -> None:
-    scene = scene_of("sgd")
-    probe, stack, found = scene.probe(coefficient_to_hold=True), contextlib.ExitStack(), []
-    scene.optimizer.register_step_pre_hook(lambda *_: found.append(stack.enter_context(probe.around_step(scene.E))))
-    scene.optimizer.register_step_pre_hook(lambda *_: None)
-    scene.optimizer.register_step_post_hook(lambda *_: stack.close())
-    scene.optimizer.step()
-    assert found[0].forecast.delta is not None
 
 
 def test_sparse_gradients_are_measured_without_a_coefficient() -> None:

@@ -63,6 +63,25 @@ def fold(optimizer: Any, parameters: Sequence[Tensor], coefficient: Tensor, skip
     return True
 
 
+def scale_in_step(optimizer: Any) -> Tensor | float:
+    """The factor by which the optimizer's next step multiplies gradients while it reads them; 1 for most.
+
+    Fused optimizers do so for a clip that is folded into them, and in the step of a GradScaler. A fold that the step
+    will drop does not count.
+
+    Returns:
+        A 0-dim tensor on the gradients' device, or 1.0.
+    """
+    optimizer = unwrap_optimizer(optimizer)
+    divisor = getattr(optimizer, "grad_scale", None)
+    if divisor is None:
+        return 1.0
+    pending = _pending.get(optimizer)
+    if pending is not None and pending.is_stale(optimizer):
+        divisor = pending.divisor_without(optimizer)
+    return 1.0 if divisor is None else torch.as_tensor(divisor).reciprocal()
+
+
 def unfold(parameters: Iterable[Tensor]) -> None:
     """Undo folds that involve any of these parameters and whose step has not come."""
     if not _pending:
@@ -101,7 +120,7 @@ class _Fold:
         if has_closure:
             self._withdraw(optimizer, "step(closure) makes gradients anew", "clip inside the closure")
             return
-        if self._is_stale(optimizer):
+        if self.is_stale(optimizer):
             reason = "gradients were added, replaced or written to after it"
             self._withdraw(optimizer, reason, "clip the gradients that you step with")
             return
@@ -111,17 +130,20 @@ class _Fold:
         if scalers is not None and scalers is not self._found_inf:
             optimizer.found_inf = torch.maximum(scalers, to_device(self._found_inf, scalers.device).to(scalers.dtype))
 
-    def _is_stale(self, optimizer: Any) -> bool:
+    def is_stale(self, optimizer: Any) -> bool:
         """Whether a gradient is another one than was clipped, was not there, or was written to since."""
         held = (p for group in optimizer.param_groups for p in group["params"])
         return not all(_is_in_state(p, self.parameters.get(id(p))) for p in held)
 
+    def divisor_without(self, optimizer: Any) -> Tensor | None:
+        """The optimizer's `grad_scale` without the fold: a GradScaler has set its own times the fold's."""
+        is_own = optimizer.grad_scale is self._grad_scale
+        return None if is_own else optimizer.grad_scale / self._grad_scale
+
     def _withdraw(self, optimizer: Any, reason: str, remedy: str) -> None:
         """Leave the step unscaled: what was clipped is gone."""
         if getattr(optimizer, "found_inf", None) is not self._found_inf:
-            # A GradScaler set both, and removes both after the step; its scale is a product with the fold's.
-            is_own = optimizer.grad_scale is self._grad_scale
-            optimizer.grad_scale = None if is_own else optimizer.grad_scale / self._grad_scale
+            optimizer.grad_scale = self.divisor_without(optimizer)  # a GradScaler set both, and removes both later
         self.forget()
         warnings.warn(
             f"the clip folded into {type(optimizer).__name__} is dropped, since {reason}: {remedy}",

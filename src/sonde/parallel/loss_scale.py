@@ -1,11 +1,10 @@
-"""Factors between the gradients in `.grad` and those that an optimizer steps with."""
+"""The factor by which a GradScaler has multiplied the gradients of an optimizer."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sonde.parallel.unwrap import unwrap_optimizer
 
@@ -37,17 +36,3 @@ def loss_scale(grad_scaler: torch.amp.GradScaler | None, optimizer: Any) -> floa
     if marks is not None and marks["stage"].name != "READY":
         return 1.0
     return float(grad_scaler.get_scale())
-
-
-def scale_in_step(optimizer: Any) -> Tensor | float:
-    """The factor by which the optimizer's next step multiplies gradients while it reads them; 1 for most.
-
-    Fused optimizers do so for a clip that `sonde.clip_grad_norm_` folded into them, and in the step of a GradScaler.
-
-    Returns:
-        A 0-dim tensor on the gradients' device, or 1.0.
-    """
-    divisor = getattr(unwrap_optimizer(optimizer), "grad_scale", None)
-    if divisor is None:
-        return 1.0
-    return torch.as_tensor(divisor).reciprocal()

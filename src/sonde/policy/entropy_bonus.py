@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sonde.policy.cost import Cost
 from sonde.policy.entropy_gradients import EntropyGradients
-from sonde.policy.scoring.optimizer_step import Direction, dot, has_sparse_gradient, taken
+from sonde.policy.scoring.optimizer_step import Direction, dot, taken
 from sonde.policy.scoring.scorer import Scored, Scorer
 from sonde.policy.scoring.sustained_step import SustainedStep
 from sonde.policy.stats.coefficient_to_hold import (
@@ -38,7 +38,6 @@ _TRIALS = 60
 """How often the size of the trial is corrected at most: Adam's answer is not in proportion to a bonus."""
 _OFF_AT_MOST = 0.1
 """Part by which a trial's effect may miss the wanted one."""
-_SPARSE = "the optimizer's answer to a bonus is not known for a sparse gradient: build the layer with sparse=False"
 _ROUNDED_AWAY = 0.1
 _ROUNDED = (
     "of the trial with a bonus are rounded away by parameters of 16 bits: use precision='float32', or train "
@@ -63,6 +62,7 @@ class EntropyBonus:
         applied_scale: factor of the loss's gradient that `.grad` holds already: a clip's coefficient, say.
         present: the coefficient of the bonus that the step contains already.
         cost: counts seconds.
+        why_not: why the optimizer has no answer to a bonus, on all ranks; empty if it has.
     """
 
     def __init__(
@@ -78,20 +78,19 @@ class EntropyBonus:
         applied_scale: float,
         present: float,
         cost: Cost,
+        why_not: str = "",
     ) -> None:
         self._model, self._scorer, self._base = model, scorer, base
         self._gradients, self._present, self._cost = gradients, present, cost
         self._halves = base.responses.halves() if base.responses.n_prompts >= FEWEST_PROMPTS else []
         self._rounded_away = 0.0
-        self.why_not = ""
-        """Why the coefficient is unknown; empty if it can be computed. May be set before it is asked for."""
         if not self._halves:
-            self.why_not = f"{TOO_FEW}, got {base.responses.n_prompts}"
+            why_not = f"{TOO_FEW}, got {base.responses.n_prompts}"
+        self.why_not = why_not
+        """Why the coefficient is unknown; empty if it can be computed. May be set before it is asked for."""
+        if why_not:
             return
         with cost.phase("coefficient"):
-            if has_sparse_gradient(parameters):
-                self.why_not = _SPARSE
-                return
             self._answer = SustainedStep(
                 optimizer, parameters, gradient_scale=gradient_scale, applied_scale=applied_scale
             )

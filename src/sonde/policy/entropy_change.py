@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.deprecation import with_deprecated
-from sonde.parallel.loss_scale import check_grad_scaler, loss_scale, scale_in_step
+from sonde.gradient_norm.fused_clip import scale_in_step
+from sonde.parallel.loss_scale import check_grad_scaler, loss_scale
 from sonde.parallel.process_groups import check_group, data_parallel_group, together
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.policy.cost import Cost
@@ -78,7 +79,8 @@ class EntropyChangeProbe:
     The probe needs two batches of the policy's own responses. E evaluates the change: sampled without truncation, and
     independent of the update. U is the batch that the update learns from. The unit is the prompt with its group of
     responses. Nothing of the training changes, whatever fails: afterwards parameters have the same bits, and `.grad`,
-    the optimizer, modes and random numbers are as before.
+    the optimizer, modes and random numbers are as before. With `coefficient_to_hold` or parameters of 16 bits, the
+    optimizer has one more hook until `close`: see `around_step`.
 
     Each forecast stands alone, so the probe has no state to save for a restart. Only `step` counts windows: after a
     restart, it forecasts its first one.
@@ -169,15 +171,14 @@ class EntropyChangeProbe:
         Args:
             evaluation: this rank's part of E.
             update: this rank's part of U, with advantages. Needed with update="gradient", and for causes by prompt.
-            gradient_scale: factor that gradients are still multiplied by before the step, such as a clip's coefficient,
-                beside one over the scale that they have by `grad_scaler`, and the clip that is folded into a fused
-                optimizer.
+            gradient_scale: factor that gradients are still multiplied by before the step, such as a clip's coefficient.
+                Leave out the scale of `grad_scaler` and a clip by `fold_into=`: the probe knows both.
             causes: also split the change into momentum and this batch, and by prompt of U. This takes a backward of E
                 and one of U, and passes over U.
             entropy_coefficient: that of the bonus which the loss has now, if it is not the option's; for
                 `coefficient_to_hold`.
             applied_scale: factor of the loss's gradient that `.grad` holds already, such as the coefficient of a clip
-                that came first, beside the scale that it has by `grad_scaler`; for `coefficient_to_hold`.
+                that came first. Leave out the scale of `grad_scaler`. For `coefficient_to_hold`.
 
         Raises:
             ValueError: for responses that cannot be used, or an optimizer whose step cannot be forecast.
@@ -272,7 +273,12 @@ class EntropyChangeProbe:
                     before.first_order, _ = measurement.along_gradients(update, self._optimizer, self._learning_rate())
                 if options.coefficient_to_hold and measurement is not None:
                     before.bonus = measurement.bonus(
-                        self._model, self._optimizer, gradient_scale=scale, applied_scale=applied, present=present
+                        self._model,
+                        self._optimizer,
+                        gradient_scale=scale,
+                        applied_scale=applied,
+                        present=present,
+                        why_not=before.why_no_answer,
                     )
         with step.watched(before, scale):
             yield around
@@ -310,7 +316,7 @@ class EntropyChangeProbe:
         return {} if self._latest is None else self._latest.metrics()
 
     def close(self) -> None:
-        """Take the hook away that the optimizer has for `around_step`: see there."""
+        """Take the hook away that the optimizer has for `around_step`: see there. Call it after the last block."""
         if self._inputs is not None:
             self._inputs.close()
             self._inputs = None

@@ -181,7 +181,14 @@ class EntropyMeasurement:
         return torch.equal(now.log_prob, base.log_prob) and torch.equal(now.entropy, base.entropy)
 
     def bonus(
-        self, model: nn.Module, optimizer: Any, *, gradient_scale: float, applied_scale: float, present: float
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        *,
+        gradient_scale: float,
+        applied_scale: float,
+        present: float,
+        why_not: str = "",
     ) -> EntropyBonus:
         """What an entropy bonus adds to the optimizer's step; `.grad` holds the gradients of this step.
 
@@ -191,6 +198,7 @@ class EntropyMeasurement:
             gradient_scale: factor that gradients are still multiplied by before the step.
             applied_scale: factor of the loss's gradient that `.grad` holds already.
             present: the coefficient of the bonus that the loss has already.
+            why_not: why the optimizer has no answer to a bonus, on all ranks; empty if it has.
         """
         return EntropyBonus(
             model,
@@ -203,6 +211,7 @@ class EntropyMeasurement:
             applied_scale=applied_scale,
             present=present,
             cost=self._cost,
+            why_not=why_not,
         )
 
     def after(self, now: Scored, before: Scored | None, bonus: EntropyBonus | None = None) -> AfterStep | None:

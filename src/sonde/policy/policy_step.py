@@ -39,6 +39,8 @@ _LARGEST_DEPARTURE = 0.01
 _ANOTHER_STEP = 0.5
 """The same for parameters of 16 bits, whose step is rounded: a few elements are rounded to another neighbour."""
 STEP_NOT_FINITE = "the step is not finite"
+_FORECAST_NOT_FINITE = "the step that the optimizer would take on entry is not finite"
+_SPARSE = "the optimizer's answer to a bonus is not known for a sparse gradient: build the layer with sparse=False"
 STEP_ROUNDED_AWAY = (
     "the step changes nothing, since parameters of 16 bits round it away as a whole: train parameters in fp32, or use "
     "a larger learning rate"
@@ -50,7 +52,12 @@ _STEP_SKIPPED = (
 _OTHER_INPUTS = {
     Inputs.UNSEEN: (
         "the gradients of the step were not seen, and parameters of 16 bits are too coarse to tell whether they were "
-        "those on entry: call optimizer.step() in the block, without a closure and before zero_grad()"
+        "those on entry: call optimizer.step() in the block, without a closure and before zero_grad(), and close the "
+        "probe only after its last block"
+    ),
+    Inputs.HOOKED: (
+        "the optimizer has a step pre-hook that is newer than the probe and may change gradients: from the next block "
+        "of around_step() on, the probe looks at gradients after this hook"
     ),
     Inputs.SEVERAL: "the block of around_step() took several steps: take one in each block",
     Inputs.OPTIONS: (
@@ -82,6 +89,7 @@ class BeforeStep:
         bonus: what an entropy bonus adds to the step; None if not asked for.
         inputs: sees what the step of the block begins with; None if that does not matter.
         rounding: sees how much of the step parameters of 16 bits do not hold.
+        why_no_answer: why the optimizer's answer to a bonus is not known; empty if it is.
     """
 
     sample: Scored | None
@@ -90,6 +98,7 @@ class BeforeStep:
     bonus: EntropyBonus | None = None
     inputs: InputsWatch | None = None
     rounding: StepRounding | None = None
+    why_no_answer: str = ""
 
 
 class PolicyStep:
@@ -160,16 +169,19 @@ class PolicyStep:
             rounding = StepRounding(self._optimizer, self._parameters, gradient_scale)
         if not (has_derivatives or has_bonus):
             return BeforeStep(sample, None, StepWatch(self._parameters), rounding=rounding)
-        if why_no_forecast(self._optimizer) or self._on_any_rank(has_sparse_gradient(self._parameters)):
-            return BeforeStep(sample, None, StepMeter(self._parameters), rounding=rounding)
+        is_sparse = self._on_any_rank(has_sparse_gradient(self._parameters))
+        if why_no_forecast(self._optimizer) or is_sparse:
+            meter = StepMeter(self._parameters)
+            return BeforeStep(sample, None, meter, rounding=rounding, why_no_answer=_SPARSE if is_sparse else "")
         step = self.forecast(gradient_scale)
-        witness, first_order = StepWitness(step, self._parameters), None
-        if has_derivatives and measurement is not None and self.is_finite(step):
+        witness, first_order, is_finite = StepWitness(step, self._parameters), None, self.is_finite(step)
+        if has_derivatives and measurement is not None and is_finite:
             first_order = measurement.along_step(step)
         del step  # each direction has the size of the parameters, and causes need one of their own
         if causes and measurement is not None and first_order is not None:
             first_order = measurement.with_causes(first_order, self._optimizer, update, gradient_scale)
-        return BeforeStep(sample, first_order, witness, rounding=rounding)
+        why_not = "" if is_finite else _FORECAST_NOT_FINITE
+        return BeforeStep(sample, first_order, witness, rounding=rounding, why_no_answer=why_not)
 
     @contextlib.contextmanager
     def watched(self, before: BeforeStep, gradient_scale: float) -> Iterator[None]:
@@ -179,10 +191,10 @@ class PolicyStep:
             before: of this step; gets the notes.
             gradient_scale: factor that gradients are still multiplied by before the step.
         """
-        if self._inputs is None or (before.bonus is None and before.rounding is None):
+        if self._inputs is None:
             yield
             return
-        with self._inputs.watched(self._parameters, gradient_scale) as before.inputs:
+        with self._inputs.watched(self._optimizer, self._parameters, gradient_scale) as before.inputs:
             yield
 
     def after(self, measurement: EntropyMeasurement, before: BeforeStep) -> EntropyForecast:
@@ -220,21 +232,21 @@ class PolicyStep:
         return measurement.forecast(before.first_order, after, is_same_step=False, rounded_away=rounded_away)
 
     def _worst_inputs(self, before: BeforeStep) -> Inputs:
-        """What the step began with, as the rank saw it that has the worst to tell; UNSEEN if nobody looked."""
+        """What the step began with: the worst that a rank saw; UNSEEN if nobody looked."""
         seen = Inputs.UNSEEN if before.inputs is None else before.inputs.seen()
         return Inputs(int(max(self._gather_from_ranks(float(seen)))))
 
     def _rounded_away(self, before: BeforeStep, inputs: Inputs) -> float | None:
         """The part of the step that parameters of 16 bits do not hold; 0 if there are none.
 
-        None if it is unknown: if the step has no forecast, or the block changed what it begins with, as by a clip.
+        None if it is unknown: if the step has no forecast, or began with other things than on entry, or was not seen.
         """
         if before.rounding is None:
             return 0.0
         rounding = before.rounding
         sums = gather_from_all_ranks(self._group, lambda: {"of": torch.tensor([rounding.sq_norms()])})["of"].sum(0)
         sq_lost, sq_step, sq_other, sq_moved = sums.tolist()
-        is_another = inputs > Inputs.UNSEEN or sq_other > _ANOTHER_STEP**2 * max(sq_moved, sq_other)
+        is_another = inputs is not Inputs.SAME or sq_other > _ANOTHER_STEP**2 * max(sq_moved, sq_other)
         return min(math.sqrt(sq_lost / sq_step), 1.0) if sq_step and not is_another else None
 
     def _why_another_step(self, witness: StepWitness) -> str:
@@ -257,7 +269,8 @@ class PolicyStep:
         """
         if self._on_any_rank(witness.has_moved_others()):
             return _MOVED_OTHERS
-        if inputs > Inputs.UNSEEN or (inputs is Inputs.UNSEEN and self._is_narrow):
+        # In 32 bits the step itself shows what its gradients were, where they were not seen.
+        if inputs > (Inputs.SAME if self._is_narrow else Inputs.HOOKED):
             return _OTHER_INPUTS[inputs]
         departure = max(self._gather_from_ranks(witness.departure()))
         if departure > (_ANOTHER_STEP if self._is_narrow else _LARGEST_DEPARTURE):

@@ -45,6 +45,15 @@ def has_second_moment(optimizer: Any) -> bool:
     return _RULES[type(unwrap_optimizer(optimizer))].has_second_moment
 
 
+def options_of_step(optimizer: Any) -> tuple[str, ...]:
+    """The entries of a parameter group that the forecast of its step depends on.
+
+    Args:
+        optimizer: one whose step can be forecast.
+    """
+    return _RULES[type(unwrap_optimizer(optimizer))].options
+
+
 def has_sparse_gradient(parameters: Iterable[Tensor]) -> bool:
     """Whether any of these gradients is sparse, so that the step cannot be forecast, only measured."""
     return any(p.grad is not None and p.grad.is_sparse for p in parameters)
@@ -234,17 +243,23 @@ class _Rule(NamedTuple):
 
     Attributes:
         step: its step of one parameter, as `_sgd` and `_adam` give it.
+        options: the entries of a parameter group that it depends on.
         has_second_moment: whether it preconditions gradients by `exp_avg_sq`, as Adam does.
     """
 
     step: Callable[..., Tensor]
+    options: tuple[str, ...]
     has_second_moment: bool
 
 
+_OF_ALL = ("lr", "weight_decay", "maximize")
+_OF_SGD = (*_OF_ALL, "momentum", "dampening", "nesterov")
+_OF_ADAM = (*_OF_ALL, "betas", "eps", "amsgrad", "decoupled_weight_decay")
+
 _RULES: dict[type, _Rule] = {
-    torch.optim.SGD: _Rule(_sgd, has_second_moment=False),
-    torch.optim.Adam: _Rule(_adam, has_second_moment=True),
-    torch.optim.AdamW: _Rule(_adam, has_second_moment=True),
+    torch.optim.SGD: _Rule(_sgd, _OF_SGD, has_second_moment=False),
+    torch.optim.Adam: _Rule(_adam, _OF_ADAM, has_second_moment=True),
+    torch.optim.AdamW: _Rule(_adam, _OF_ADAM, has_second_moment=True),
 }
 """The optimizers whose step can be forecast. To add one, write its function and its line here."""
 
@@ -429,7 +444,11 @@ class StepWitness:
 
     @torch.no_grad()
     def departure(self) -> float:
-        """|taken − forecast|/|forecast| on this rank's elements; 0 if both are 0. Waits for the device."""
+        """|taken − forecast|/|forecast| on this rank's elements; 0 if both are 0. Waits for the device.
+
+        Returns:
+            ∞ if only the forecast is 0, or if one of them is not finite.
+        """
         sq_error, sq_step = 0.0, 0.0
         for parameter, before, after in self._samples:
             error = (sampled_elements(parameter).double() - after).abs()
@@ -439,7 +458,8 @@ class StepWitness:
             sq_step += float((after.double() - before).square().sum())
         if not sq_step:
             return math.inf if sq_error else 0.0
-        return float((sq_error / sq_step) ** 0.5)
+        departure = math.sqrt(sq_error / sq_step)
+        return departure if math.isfinite(departure) else math.inf
 
 
 class StepMeter:

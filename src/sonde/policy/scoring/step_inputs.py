@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sonde.parallel.loss_scale import scale_in_step
+from sonde.gradient_norm.fused_clip import scale_in_step
 from sonde.parallel.unwrap import unwrap_optimizer
-from sonde.policy.scoring.optimizer_step import sampled_elements
+from sonde.policy.scoring.optimizer_step import options_of_step, sampled_elements
 
 _LARGEST_CHANGE = 0.01
-"""Relative difference between gradients, above which they count as others: 16 bits round by less."""
+"""Relative difference between the gradients of a parameter, above which they count as others: 16 bits round by less."""
 
 
 class Inputs(enum.IntEnum):
@@ -24,11 +25,13 @@ class Inputs(enum.IntEnum):
     SAME = 0
     UNSEEN = 1
     """No step began, or a gradient was gone, or `step(closure)` makes gradients anew."""
-    SEVERAL = 2
+    HOOKED = 2
+    """A hook that ran later may have changed them."""
+    SEVERAL = 3
     """Several steps began."""
-    OPTIONS = 3
+    OPTIONS = 4
     """The optimizer's options are others."""
-    GRADIENTS = 4
+    GRADIENTS = 5
     """The gradients are others."""
 
 
@@ -39,82 +42,113 @@ class StepInputs:
     them. For that, the optimizer has a hook until `close`. It stays between two steps: if it came and went, a compiled
     step would be compiled again each time, and a step that is on its way through its hooks would raise.
 
+    It keeps no reference to the optimizer, which would live on with its state where nobody calls `close`.
+
     Args:
         optimizer: one of torch's; may be wrapped by Accelerate.
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer = unwrap_optimizer(optimizer)
-        self._watch: InputsWatch | None = None
-        self._hook = self._optimizer.register_step_pre_hook(self._begins)
+        self._watches: list[InputsWatch] = []
+        # A compiled step would trace the hook, and torch's compiler shows it options that are not those of the groups.
+        hook = torch.compiler.disable(self._begins)
+        self._hook = unwrap_optimizer(optimizer).register_step_pre_hook(hook)
 
     def close(self) -> None:
         """Take the hook away."""
         self._hook.remove()
 
     @contextlib.contextmanager
-    def watched(self, parameters: Iterable[Tensor], gradient_scale: float) -> Iterator[InputsWatch]:
+    def watched(self, optimizer: Any, parameters: Iterable[Tensor], gradient_scale: float) -> Iterator[InputsWatch]:
         """A watch on the step inside the block.
 
         Args:
+            optimizer: the same as before.
             parameters: those whose `.grad` counts; a few hundred elements of each are copied.
             gradient_scale: factor that gradients are still multiplied by before the step, or in it.
         """
-        self._watch = watch = InputsWatch(self._optimizer, parameters, gradient_scale)
+        watch = InputsWatch(unwrap_optimizer(optimizer), parameters, gradient_scale)
+        self._watches.append(watch)
         try:
             yield watch
         finally:
-            self._watch = None
+            self._watches.remove(watch)
+            self._become_last()
 
     def _begins(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._watch is not None:
-            self._watch.step_begins(has_closure=any(map(callable, (*args[1:], kwargs.get("closure")))))
+        if self._watches:
+            has_closure = any(map(callable, (*args[1:], kwargs.get("closure"))))
+            is_last = self._is_last()
+            for watch in self._watches:
+                watch.step_begins(optimizer, has_closure=has_closure, is_last=is_last)
+
+    def _is_last(self) -> bool:
+        """Whether no hook of others runs after this one."""
+        hooks = self._hook.hooks_dict_ref() or {}
+        later = list(hooks)[list(hooks).index(self._hook.id) + 1 :]
+        return all(isinstance(getattr(inspect.unwrap(hooks[k]), "__self__", None), StepInputs) for k in later)
+
+    def _become_last(self) -> None:
+        """After a block, since a step that is on its way through its hooks must not find them in another order."""
+        hooks = self._hook.hooks_dict_ref()
+        if hooks and self._hook.id in hooks and not self._is_last():
+            hooks.move_to_end(self._hook.id)
 
 
 class InputsWatch:
     """Gradients and options of one block, on entry and as its step begins."""
 
     def __init__(self, optimizer: Any, parameters: Iterable[Tensor], gradient_scale: float) -> None:
-        self._optimizer, self._scale = optimizer, gradient_scale
+        self._scale = gradient_scale
         self._parameters = [p for p in parameters if _is_dense(p.grad)]
         self._before = self._sampled()
-        self._options = self._noted_options()
+        self._options = self._noted_options(optimizer)
+        self._options_at_step = self._options
         self._n_steps = 0
+        self._is_last = True
         self._at_step: list[Tensor] | None = None
-        self._options_at_step: list[dict[str, Any]] = []
         self._scale_in_step: Tensor | float = 1.0
 
-    def step_begins(self, *, has_closure: bool) -> None:
-        """Copy what the step begins with."""
+    def step_begins(self, optimizer: Any, *, has_closure: bool, is_last: bool) -> None:
+        """Copy what the step begins with.
+
+        Args:
+            optimizer: whose step it is.
+            has_closure: whether the step makes its gradients by a closure.
+            is_last: whether no hook of others runs after this.
+        """
         self._n_steps += 1
         is_seen = not has_closure and all(_is_dense(p.grad) for p in self._parameters)
         self._at_step = self._sampled() if is_seen else None
-        self._options_at_step = self._noted_options()
-        self._scale_in_step = scale_in_step(self._optimizer)
+        self._is_last = is_last
+        self._options_at_step = self._noted_options(optimizer)
+        self._scale_in_step = scale_in_step(optimizer)
 
     def seen(self) -> Inputs:
         """What the step of the block began with, on this rank. Waits for the device."""
         if self._n_steps > 1:
             return Inputs.SEVERAL
-        if self._n_steps and not _are_same(self._options, self._options_at_step):
+        if self._options_at_step != self._options:
             return Inputs.OPTIONS
         if self._at_step is None:
             return Inputs.UNSEEN
-        if not self._before:
-            return Inputs.SAME
-        now, before = (torch.cat([part.double().cpu() for part in of]) for of in (self._at_step, self._before))
-        now, before = now * float(self._scale_in_step), before * self._scale
-        is_same = bool((now - before).norm() <= _LARGEST_CHANGE * before.norm())
-        return Inputs.SAME if is_same or not before.isfinite().all() else Inputs.GRADIENTS
+        scale = float(self._scale_in_step)
+        pairs = zip(self._at_step, self._before, strict=True)
+        if not all(_are_same(now.double() * scale, before.double() * self._scale) for now, before in pairs):
+            return Inputs.GRADIENTS
+        return Inputs.SAME if self._is_last else Inputs.HOOKED
 
     @torch.no_grad()
     def _sampled(self) -> list[Tensor]:
         return [sampled_elements(p.grad).clone() for p in self._parameters if p.grad is not None]
 
-    def _noted_options(self) -> list[dict[str, Any]]:
+    def _noted_options(self, optimizer: Any) -> list[dict[str, Any]]:
+        """What the step of these parameters depends on, by group."""
+        names, watched = options_of_step(optimizer), {id(p) for p in self._parameters}
         return [
-            {name: _copied(value) for name, value in group.items() if name != "params"}
-            for group in self._optimizer.param_groups
+            {name: _copied(group.get(name)) for name in names}
+            for group in optimizer.param_groups
+            if any(id(p) in watched for p in group["params"])
         ]
 
 
@@ -123,11 +157,10 @@ def _is_dense(gradient: Tensor | None) -> bool:
 
 
 def _copied(value: Any) -> Any:
+    """Schedulers write to a learning rate that is a tensor."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _are_same(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> bool:
-    """Whether options that are in both are equal; a group that was added since had no step to forecast."""
-    return all(
-        bool(old[name] == new[name]) for old, new in zip(before, now, strict=False) for name in old.keys() & new.keys()
-    )
+def _are_same(now: Tensor, before: Tensor) -> bool:
+    """Whether gradients are the same but for rounding; those that are not finite never are."""
+    return bool((now - before).norm() <= _LARGEST_CHANGE * before.norm())

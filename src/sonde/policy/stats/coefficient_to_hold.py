@@ -32,8 +32,8 @@ FEWEST_PROMPTS = 4
 TOO_FEW = f"the entropy coefficient needs at least {FEWEST_PROMPTS} evaluation prompts, two in each half"
 NO_SLOPE = "a bonus does not move the entropy: its gradient is 0, as that of a uniform policy or of a certain one"
 NO_ANSWER = (
-    "the optimizer would not move along a bonus: its learning rate is 0, as a warm-up begins, or gradient_scale is; or "
-    "no gradient has reached any parameter so far, so that Adam has no second moment"
+    "the optimizer would not move along a bonus: its learning rate is 0, as a warm-up begins, or gradient_scale is "
+    "0, or no gradient has reached any parameter so far, so that Adam has no second moment"
 )
 ENDLESS = "with a momentum of 1 or more, a bonus moves the policy further in each step, without end"
 NO_MOMENTUM = (
