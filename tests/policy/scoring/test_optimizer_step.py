@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -243,6 +244,9 @@ def test_a_witness_measures_the_departure_from_the_forecast(dtype: torch.dtype, 
     optimizer.step()
     # in bf16 the optimizer's own arithmetic rounds differently
     assert witness.departure() == pytest.approx(1.0 - factor, abs=1e-12 if dtype == torch.float64 else 0.05)
+    with torch.no_grad():
+        next(model.parameters()).view(-1)[0] = torch.nan
+    assert witness.departure() == math.inf
 
 
 def _dot() -> float:
