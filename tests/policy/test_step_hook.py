@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
+from sonde.policy.scoring import step_inputs
 from tests.policy.entropy_scene import Scene
 from tests.policy.step_blocks import (
     BF16,
@@ -188,3 +190,24 @@ def test_an_optimizer_is_freed_where_nobody_closes_the_probe() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_an_error_in_the_hook_ends_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is raised as the block ends, as any error of the measurement."""
+
+    def fails(tensor: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    plain, scene = scene_of("adamw"), scene_of("adamw")
+    plain.optimizer.step()
+    probe = scene.probe(coefficient_to_hold=True)
+
+    def block() -> None:
+        with probe.around_step(scene.E):
+            monkeypatch.setattr(step_inputs, "sampled_elements", fails)
+            scene.optimizer.step()
+
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        block()
+    for p, q in zip(scene.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(p, q)

@@ -108,9 +108,10 @@ class InputsWatch:
         self._is_last = True
         self._at_step: list[Tensor] | None = None
         self._scale_in_step: Tensor | float = 1.0
+        self._error: Exception | None = None
 
     def step_begins(self, optimizer: Any, *, has_closure: bool, is_last: bool) -> None:
-        """Copy what the step begins with.
+        """Copy what the step begins with. An error is raised by `seen`: here it would end the step of the training.
 
         Args:
             optimizer: whose step it is.
@@ -118,14 +119,23 @@ class InputsWatch:
             is_last: whether no hook of others runs after this.
         """
         self._n_steps += 1
-        is_seen = not has_closure and all(_is_dense(p.grad) for p in self._parameters)
-        self._at_step = self._sampled() if is_seen else None
         self._is_last = is_last
-        self._options_at_step = self._noted_options(optimizer)
-        self._scale_in_step = scale_in_step(optimizer)
+        try:
+            is_seen = not has_closure and all(_is_dense(p.grad) for p in self._parameters)
+            self._at_step = self._sampled() if is_seen else None
+            self._options_at_step = self._noted_options(optimizer)
+            self._scale_in_step = scale_in_step(optimizer)
+        except Exception as error:
+            self._error = error
 
     def seen(self) -> Inputs:
-        """What the step of the block began with, on this rank. Waits for the device."""
+        """What the step of the block began with, on this rank. Waits for the device.
+
+        Raises:
+            Exception: what failed as the step began, such as for lack of memory.
+        """
+        if self._error is not None:
+            raise self._error
         if self._n_steps > 1:
             return Inputs.SEVERAL
         if self._options_at_step != self._options:
