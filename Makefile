@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 # Two at a time. Each runs one thread: several that wait for each other on the same cores take many times as long.
 # Byte code is kept, even if the environment says not to: tests start many processes, which would all compile sonde.
-TESTS  := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+TESTS  := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # One environment for each torch and Python, in a folder that git ignores.
 TORCH      ?= newest
@@ -87,7 +87,7 @@ newest-torch: $(TORCH_ENV)/.created
 
 test-torch: newest-torch
 	@echo "==> tests with $(TORCH_PIN), $(TORCH_ENV)"
-	@PYTHONPATH=$(CURDIR)/src OMP_NUM_THREADS=1 $(TORCH_ENV)/bin/python \
+	@PYTHONPATH=$(CURDIR)/src $(TORCH_ENV)/bin/python \
 		-m $(if $(ONLY),pytest $(ONLY),tests.where_it_works) -n 2 --dist worksteal
 
 $(TITAN_ENV)/.created: pyproject.toml constraints.txt
@@ -100,7 +100,7 @@ $(TITAN_ENV)/.created: pyproject.toml constraints.txt
 # Not two at a time: each test has ranks of its own.
 test-torchtitan: $(TITAN_ENV)/.created
 	@echo "==> tests with $(wordlist 1,2,$(TITAN_PIP)), $(TITAN_ENV)"
-	@PYTHONPATH=$(CURDIR)/src OMP_NUM_THREADS=1 $(TITAN_ENV)/bin/python -m pytest -k torchtitan \
+	@PYTHONPATH=$(CURDIR)/src $(TITAN_ENV)/bin/python -m pytest -k torchtitan \
 		tests/integrations/test_torchtitan.py tests/integrations/test_torchtitan_on_ranks.py tests/test_examples.py \
 		tests/test_docs.py
 

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Generator, Iterator
 from typing import Any
+
+# Before torch is imported, also by processes that tests start: the threads of two tests would wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis  # noqa: F401 - its import collects garbage; its plugin would import it after `freeze`
 import pytest
