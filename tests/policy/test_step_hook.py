@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
+from sonde.gradient_norm.clip import clip_grad_norm_
 from sonde.policy.scoring import step_inputs
 from tests.policy.entropy_scene import Scene
 from tests.policy.step_blocks import (
@@ -21,6 +22,7 @@ from tests.policy.step_blocks import (
     assert_alike,
     assert_unknown,
     clipped,
+    gradients,
     hold_of,
     scale_gradients,
     scene_of,
@@ -45,6 +47,7 @@ def test_the_optimizer_has_one_hook_until_the_probe_is_closed() -> None:
     probe.close()
     probe.close()
     assert hooks(scene) == 0
+    assert not scene.optimizer._optimizer_step_post_hooks
     assert [hooks(s) for s in (scene_of("sgd"), scene_of("sgd", BF16)) if s.probe()] == [0, 1]
 
 
@@ -129,7 +132,7 @@ def test_a_hook_that_is_newer_than_the_probe(dtype: torch.dtype, factor: float) 
             scene.optimizer.step()
         found.append(around.forecast.coefficient_to_hold)
     if dtype is BF16:
-        assert_unknown(found[0], "a step pre-hook that is newer than the probe and may change gradients")
+        assert_unknown(found[0], "a step pre-hook that is newer than the probe may have changed gradients")
     elif factor != 1.0:
         assert_unknown(found[0], "the step that was taken is 40% off the one forecast")
     else:
@@ -147,24 +150,103 @@ def test_two_probes_of_one_optimizer_look_at_one_step() -> None:
     one, two = (scene.probe(coefficient_to_hold=True) for _ in range(2))
     before = [p.detach().clone() for p in scene.model.parameters()]
     for n_extra_hooks in range(2):
+        if n_extra_hooks:
+            scene.optimizer.register_step_pre_hook(lambda *_: None)
+            scene.optimizer.step()
+        with torch.no_grad():
+            for p, old in zip(scene.model.parameters(), before, strict=True):
+                p.copy_(old)
         with one.around_step(scene.E) as a, two.around_step(scene.E) as b, one.around_step(scene.E) as c:
             scene.optimizer.step()
         for around in (a, b, c):
             assert_alike(around.forecast.coefficient_to_hold, alone, rel=1e-6)
-        with torch.no_grad():
-            for p, old in zip(scene.model.parameters(), before, strict=True):
-                p.copy_(old)
-        if not n_extra_hooks:
-            scene.optimizer.register_step_pre_hook(lambda *_: None)
-            with one.around_step(scene.E), two.around_step(scene.E):
-                pass
-
+    with torch.no_grad():
+        for p, old in zip(scene.model.parameters(), before, strict=True):
+            p.copy_(old)
     with one.around_step(scene.E) as a:
         with one.around_step(scene.E) as b:
             pass
         scene.optimizer.step()
     assert_alike(a.forecast.coefficient_to_hold, alone, rel=1e-6)
     assert "no parameter moved in the block" in b.forecast.reason
+
+
+def test_a_clip_that_is_folded_after_the_probe_was_made_is_known_at_once() -> None:
+    """sonde's own hooks are no strangers."""
+
+    def folded(scene: Scene) -> None:
+        clip_grad_norm_(scene.model.parameters(), 1e-3, fold_into=scene.optimizer)
+
+    forecasts = []
+    for is_older in (True, False):
+        scene = scene_of("adamw", BF16, fused=True)
+        if is_older:
+            folded(scene)
+        probe = scene.probe(coefficient_to_hold=True)
+        if not is_older:
+            folded(scene)
+        with probe.around_step(scene.E) as around:
+            scene.optimizer.step()
+        forecasts.append(around.forecast)
+    assert forecasts[0].rounded_away == forecasts[1].rounded_away is not None
+    assert_alike(forecasts[1].coefficient_to_hold, forecasts[0].coefficient_to_hold, rel=1e-6)
+
+
+@pytest.mark.parametrize("by_closure", [False, True])
+@pytest.mark.parametrize("has_state", [False, True])
+def test_the_first_step_of_adam_does_not_show_its_gradients(has_state: bool, by_closure: bool) -> None:
+    """It moves by their signs alone, and so a hook that leaves only these is not noticed by the step."""
+    scene = scene_of("adamw", fused=True)
+    if has_state:
+        scene.optimizer.step()
+    probe = scene.probe(coefficient_to_hold=True)
+
+    def to_signs() -> None:
+        for gradient in gradients(scene):
+            gradient.sign_()
+
+    if not by_closure:
+        scene.optimizer.register_step_pre_hook(lambda *_: to_signs())
+    with probe.around_step(scene.E) as around:
+        scene.optimizer.step(to_signs if by_closure else None)
+    unseen = "the gradients of the step were not seen" if by_closure else "a step pre-hook that is newer"
+    reason = "% off the one forecast" if has_state else unseen
+    assert reason in around.forecast.coefficient_to_hold.reason
+
+
+def test_blocks_that_begin_and_end_in_a_hook_that_is_newer_than_the_probe() -> None:
+    """torch goes through the hooks meanwhile, and raises if their order changes."""
+    scene = scene_of("sgd", BF16)
+    probe, stack = scene.probe(coefficient_to_hold=True), contextlib.ExitStack()
+
+    def next_block(*_: object) -> None:
+        stack.close()
+        stack.enter_context(probe.around_step(scene.E))
+
+    scene.optimizer.register_step_pre_hook(next_block)
+    scene.optimizer.register_step_pre_hook(lambda *_: None)
+    for _ in range(3):
+        scene.optimizer.step()
+    stack.close()
+    with probe.around_step(scene.E):
+        probe.close()
+        scene.optimizer.step()
+
+
+def test_16_bits_that_are_unfrozen_later_are_watched_too() -> None:
+    scene = Scene("sgd", lr=1.0, dtype=BF16)
+    expected = rounded_away(scene, step)
+    scene = Scene("sgd", lr=1.0, dtype=BF16)
+    for p in scene.model.parameters():
+        p.requires_grad_(False)
+    scene.model.extra = torch.nn.Parameter(torch.ones(2))
+    scene.optimizer.add_param_group({"params": [scene.model.extra]})
+    probe = scene.probe()
+    for p in scene.model.parameters():
+        p.requires_grad_(True)
+    with probe.around_step(scene.E) as around:
+        scene.optimizer.step()
+    assert around.forecast.rounded_away == expected is not None
 
 
 def test_a_probe_that_is_closed_says_what_it_cannot_see() -> None:

@@ -39,6 +39,23 @@ def test_gradients_that_are_clipped_inside_the_block_have_no_coefficient(
     assert (forecast.first_order is not None) == first_order
 
 
+def test_a_small_clip_in_the_block_is_seen_in_16_bits() -> None:
+    """The step itself would be a little off only, as rounding leaves it."""
+    assert_unknown(hold_of(scene_of("sgd", BF16), clipped(0.95)), CLIPPED)
+
+
+def test_gradients_that_16_bits_hold_coarsely_are_the_same_after_a_factor() -> None:
+    """Those of fp16 are multiples of 6e-8 at its lower end."""
+
+    def scaled(scene: Scene) -> None:
+        scale_gradients(scene, 0.6)
+        scene.optimizer.step()
+
+    scene = scene_of("sgd", torch.float16)
+    scene.model.out.weight.grad.mul_(1e-5)
+    assert hold_of(scene, scaled, gradient_scale=0.6).change_per_unit is not None
+
+
 def test_tiny_gradients_are_compared_too() -> None:
     scene = scene_of("adamw", BF16)
     scale_gradients(scene, 1e-6)

@@ -80,7 +80,7 @@ class EntropyChangeProbe:
     independent of the update. U is the batch that the update learns from. The unit is the prompt with its group of
     responses. Nothing of the training changes, whatever fails: afterwards parameters have the same bits, and `.grad`,
     the optimizer, modes and random numbers are as before. With `coefficient_to_hold` or parameters of 16 bits, the
-    optimizer has one more hook until `close`: see `around_step`.
+    optimizer has two step hooks until `close`: see `around_step`.
 
     Each forecast stands alone, so the probe has no state to save for a restart. Only `step` counts windows: after a
     restart, it forecasts its first one.
@@ -147,7 +147,7 @@ class EntropyChangeProbe:
         self._group = data_parallel_group(model) if process_group is None else process_group
         self._scorer = Scorer(model, self._statistics, options.micro_batch_prompts, self._group, options.precision)
         self._inputs: StepInputs | None = None
-        may_differ = options.coefficient_to_hold or any(p.dtype in NARROW for p in parameters)
+        may_differ = options.coefficient_to_hold or any(p.dtype in NARROW for p in model.parameters())
         if may_differ and not why_no_forecast(optimizer):
             self._inputs = StepInputs(optimizer)
         self._n_calls = 0
@@ -230,7 +230,7 @@ class EntropyChangeProbe:
         taken. If it cannot be forecast, the probe keeps a copy of the parameters and measures the step on exit.
 
         With `coefficient_to_hold`, or parameters of 16 bits, it also looks at the gradients as the step begins. For
-        that, the optimizer has one hook from the making of the probe until its `close`, which does nothing elsewhere.
+        that, the optimizer has two hooks from the making of the probe until its `close`, which do nothing elsewhere.
 
         Args:
             evaluation: this rank's part of E, sampled before the step.
@@ -316,7 +316,7 @@ class EntropyChangeProbe:
         return {} if self._latest is None else self._latest.metrics()
 
     def close(self) -> None:
-        """Take the hook away that the optimizer has for `around_step`: see there. Call it after the last block."""
+        """Take the hooks away that the optimizer has for `around_step`: see there. Call it after the last block."""
         if self._inputs is not None:
             self._inputs.close()
             self._inputs = None

@@ -24,6 +24,7 @@ from sonde.policy.scoring.optimizer_step import (
     StepWatch,
     StepWitness,
     forecast_step,
+    has_second_moment,
     has_sparse_gradient,
     why_no_forecast,
 )
@@ -51,13 +52,13 @@ _STEP_SKIPPED = (
 )
 _OTHER_INPUTS = {
     Inputs.UNSEEN: (
-        "the gradients of the step were not seen, and parameters of 16 bits are too coarse to tell whether they were "
-        "those on entry: call optimizer.step() in the block, without a closure and before zero_grad(), and close the "
-        "probe only after its last block"
+        "the gradients of the step were not seen, and the step itself does not show whether they were those on entry, "
+        "as with parameters of 16 bits or in Adam's first step: call optimizer.step() in the block, without a closure "
+        "and before zero_grad(), and close the probe only after its last block"
     ),
     Inputs.HOOKED: (
-        "the optimizer has a step pre-hook that is newer than the probe and may change gradients: from the next block "
-        "of around_step() on, the probe looks at gradients after this hook"
+        "a step pre-hook that is newer than the probe may have changed gradients: register it before the probe is "
+        "made. If it stays on the optimizer, the probe looks at gradients after it from the next step on"
     ),
     Inputs.SEVERAL: "the block of around_step() took several steps: take one in each block",
     Inputs.OPTIONS: (
@@ -90,6 +91,7 @@ class BeforeStep:
         inputs: sees what the step of the block begins with; None if that does not matter.
         rounding: sees how much of the step parameters of 16 bits do not hold.
         why_no_answer: why the optimizer's answer to a bonus is not known; empty if it is.
+        shows_gradients: whether the step that is taken shows if its gradients were others than on entry.
     """
 
     sample: Scored | None
@@ -99,6 +101,7 @@ class BeforeStep:
     inputs: InputsWatch | None = None
     rounding: StepRounding | None = None
     why_no_answer: str = ""
+    shows_gradients: bool = True
 
 
 class PolicyStep:
@@ -180,8 +183,14 @@ class PolicyStep:
         del step  # each direction has the size of the parameters, and causes need one of their own
         if causes and measurement is not None and first_order is not None:
             first_order = measurement.with_causes(first_order, self._optimizer, update, gradient_scale)
-        why_not = "" if is_finite else _FORECAST_NOT_FINITE
-        return BeforeStep(sample, first_order, witness, rounding=rounding, why_no_answer=why_not)
+        return BeforeStep(
+            sample,
+            first_order,
+            witness,
+            rounding=rounding,
+            why_no_answer="" if is_finite else _FORECAST_NOT_FINITE,
+            shows_gradients=not self._on_any_rank(self._is_narrow or self._is_first_of_adam()),
+        )
 
     @contextlib.contextmanager
     def watched(self, before: BeforeStep, gradient_scale: float) -> Iterator[None]:
@@ -212,7 +221,7 @@ class PolicyStep:
         bonus, before.bonus = before.bonus, None
         inputs = self._worst_inputs(before)
         if isinstance(watch, StepWitness) and bonus is not None:
-            bonus.why_not = bonus.why_not or self._why_another_bonus(watch, inputs)
+            bonus.why_not = bonus.why_not or self._why_another_bonus(watch, inputs, before.shows_gradients)
         after = measurement.after(now, before.sample, bonus)
         del bonus  # it holds several vectors of the size of the parameters
         if isinstance(watch, StepWitness) and first_order is not None:
@@ -262,15 +271,14 @@ class PolicyStep:
             return f"derivatives are along another step, {_off(departure)} the one taken: clip before the block"
         return ""
 
-    def _why_another_bonus(self, witness: StepWitness, inputs: Inputs) -> str:
+    def _why_another_bonus(self, witness: StepWitness, inputs: Inputs, shows_gradients: bool) -> str:
         """Why the optimizer would answer a bonus otherwise than on entry; empty if it would not.
 
         Rounding to 16 bits does not matter.
         """
         if self._on_any_rank(witness.has_moved_others()):
             return _MOVED_OTHERS
-        # In 32 bits the step itself shows what its gradients were, where they were not seen.
-        if inputs > (Inputs.SAME if self._is_narrow else Inputs.HOOKED):
+        if inputs > (Inputs.HOOKED if shows_gradients else Inputs.SAME):
             return _OTHER_INPUTS[inputs]
         departure = max(self._gather_from_ranks(witness.departure()))
         if departure > (_ANOTHER_STEP if self._is_narrow else _LARGEST_DEPARTURE):
@@ -292,6 +300,13 @@ class PolicyStep:
         finally:
             after.restore()
             reshard(self._model)
+
+    def _is_first_of_adam(self) -> bool:
+        """Whether this is Adam's first step for any parameter: it moves by the gradient's sign, whatever its size."""
+        state = unwrap_optimizer(self._optimizer).state
+        return has_second_moment(self._optimizer) and any(
+            p.grad is not None and not state.get(p) for p in self._parameters
+        )
 
     def _is_to_move(self) -> bool:
         """Whether a step is expected to move anything; without a learning rate, as a warm-up begins, it is not."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import inspect
+import itertools
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,7 +17,8 @@ from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.policy.scoring.optimizer_step import options_of_step, sampled_elements
 
 _LARGEST_CHANGE = 0.01
-"""Relative difference between the gradients of a parameter, above which they count as others: 16 bits round by less."""
+"""Relative difference between the gradients of a parameter, above which they count as others. 16 bits round by less,
+except for the smallest numbers."""
 
 
 class Inputs(enum.IntEnum):
@@ -39,8 +41,9 @@ class StepInputs:
     """Compares what an optimizer's step begins with to what there is before.
 
     It looks as the step begins: afterwards gradients may be gone, and torch's SGD with Nesterov and foreach writes to
-    them. For that, the optimizer has a hook until `close`. It stays between two steps: if it came and went, a compiled
-    step would be compiled again each time, and a step that is on its way through its hooks would raise.
+    them. For that, the optimizer has a pre-hook until `close`, and a post-hook that makes it the last one again. They
+    stay between two steps: if they came and went, a compiled step would be compiled again each time, and a step that is
+    on its way through its hooks would raise.
 
     It keeps no reference to the optimizer, which would live on with its state where nobody calls `close`.
 
@@ -50,13 +53,15 @@ class StepInputs:
 
     def __init__(self, optimizer: Any) -> None:
         self._watches: list[InputsWatch] = []
-        # A compiled step would trace the hook, and torch's compiler shows it options that are not those of the groups.
-        hook = torch.compiler.disable(self._begins)
-        self._hook = unwrap_optimizer(optimizer).register_step_pre_hook(hook)
+        optimizer = unwrap_optimizer(optimizer)
+        # A compiled step would trace the hooks, and torch's compiler shows them options that are not the groups'.
+        self._hook = optimizer.register_step_pre_hook(torch.compiler.disable(self._begins))
+        self._hook_after = optimizer.register_step_post_hook(torch.compiler.disable(self._ended))
 
     def close(self) -> None:
-        """Take the hook away."""
+        """Take the hooks away."""
         self._hook.remove()
+        self._hook_after.remove()
 
     @contextlib.contextmanager
     def watched(self, optimizer: Any, parameters: Iterable[Tensor], gradient_scale: float) -> Iterator[InputsWatch]:
@@ -73,7 +78,6 @@ class StepInputs:
             yield watch
         finally:
             self._watches.remove(watch)
-            self._become_last()
 
     def _begins(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._watches:
@@ -82,17 +86,17 @@ class StepInputs:
             for watch in self._watches:
                 watch.step_begins(optimizer, has_closure=has_closure, is_last=is_last)
 
-    def _is_last(self) -> bool:
-        """Whether no hook of others runs after this one."""
-        hooks = self._hook.hooks_dict_ref() or {}
-        later = list(hooks)[list(hooks).index(self._hook.id) + 1 :]
-        return all(isinstance(getattr(inspect.unwrap(hooks[k]), "__self__", None), StepInputs) for k in later)
-
-    def _become_last(self) -> None:
-        """After a block, since a step that is on its way through its hooks must not find them in another order."""
+    def _ended(self, *_: object) -> None:
+        """Let later steps run this hook last. A step that is on its way through its pre-hooks would raise."""
         hooks = self._hook.hooks_dict_ref()
         if hooks and self._hook.id in hooks and not self._is_last():
             hooks.move_to_end(self._hook.id)
+
+    def _is_last(self) -> bool:
+        """Whether no hook runs after this one, except for sonde's own, which change no gradients."""
+        hooks = self._hook.hooks_dict_ref() or {}
+        later = itertools.takewhile(lambda k: k != self._hook.id, reversed(hooks))
+        return self._hook.id in hooks and all(_is_own(hooks[k]) for k in later)
 
 
 class InputsWatch:
@@ -142,9 +146,8 @@ class InputsWatch:
             return Inputs.OPTIONS
         if self._at_step is None:
             return Inputs.UNSEEN
-        scale = float(self._scale_in_step)
-        pairs = zip(self._at_step, self._before, strict=True)
-        if not all(_are_same(now.double() * scale, before.double() * self._scale) for now, before in pairs):
+        scales = float(self._scale_in_step), self._scale
+        if not all(_are_same(*pair, *scales) for pair in zip(self._at_step, self._before, strict=True)):
             return Inputs.GRADIENTS
         return Inputs.SAME if self._is_last else Inputs.HOOKED
 
@@ -162,6 +165,10 @@ class InputsWatch:
         ]
 
 
+def _is_own(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).partition(".")[0] == "sonde"
+
+
 def _is_dense(gradient: Tensor | None) -> bool:
     return gradient is not None and gradient.layout == torch.strided
 
@@ -171,6 +178,10 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _are_same(now: Tensor, before: Tensor) -> bool:
-    """Whether gradients are the same but for rounding; those that are not finite never are."""
-    return bool((now - before).norm() <= _LARGEST_CHANGE * before.norm())
+def _are_same(now: Tensor, before: Tensor, scale: float, scale_before: float) -> bool:
+    """Whether scaled gradients are the same but for rounding; those that are not finite never are."""
+    numbers = torch.finfo(now.dtype)
+    spacing = numbers.smallest_normal * numbers.eps * max(scale, scale_before)  # of the smallest numbers
+    expected = before.double() * scale_before
+    limit = _LARGEST_CHANGE * expected.norm() + spacing * math.sqrt(now.numel())
+    return bool((now.double() * scale - expected).norm() <= limit)
