@@ -102,22 +102,22 @@ def rounded_away(scene: Scene, block: Any, *, closes: bool = False, late: Any = 
 def test_what_is_rounded_away_is_known_only_of_the_step_that_was_forecast() -> None:
     """A step of three quarters would count as a step whose last quarter was rounded away."""
 
-    def of_sgd() -> Scene:
+    def bf16_scene() -> Scene:
         return Scene("sgd", lr=1.0, dtype=BF16)
 
     def in_closure(scene: Scene) -> None:
         scene.optimizer.step(closure=lambda: scale_gradients(scene, 0.75))
 
     clip, gradient = clipped(0.75), {"update": "gradient", "step_size": 1.0}
-    scene = of_sgd()
-    whole = rounded_away(of_sgd(), step)
+    scene = bf16_scene()
+    whole = rounded_away(bf16_scene(), step)
     assert whole is not None
     assert 0.0 < whole < 0.1
-    assert rounded_away(of_sgd(), step, **gradient) == pytest.approx(whole)
-    assert rounded_away(of_sgd(), in_closure) is None
+    assert rounded_away(bf16_scene(), step, **gradient) == pytest.approx(whole)
+    assert rounded_away(bf16_scene(), in_closure) is None
     assert rounded_away(scene, step, late=lambda *_: scale_gradients(scene, 0.75)) is None
-    assert rounded_away(of_sgd(), clip, closes=True) is None
-    assert rounded_away(of_sgd(), clip, **gradient) is None
+    assert rounded_away(bf16_scene(), clip, closes=True) is None
+    assert rounded_away(bf16_scene(), clip, **gradient) is None
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [(FP32, 1.0), (FP32, 0.6), (BF16, 1.0), (BF16, 0.6)])
