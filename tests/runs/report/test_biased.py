@@ -129,11 +129,9 @@ def test_the_noise_scale_over_the_run_is_dashed_where_it_is_biased(tmp_path: Pat
     _, legend = drawn(plot)
     assert isinstance(plot, Plot)
     known = {}
-    for glyph in (each.glyph for each in plot.figures[0].renderers if type(each.glyph).__name__ == "Line"):
-        source = next(each.data_source for each in plot.figures[0].renderers if each.glyph is glyph)
-        values = [float(v) for v in source.data[glyph.y]] if isinstance(glyph.y, str) else []
-        if glyph.line_color == "#1f5fa8":
-            known["dashed" if glyph.line_dash else "solid"] = [value == value for value in values]
+    for glyph, data in ((each.glyph, each.data_source.data) for each in plot.figures[0].renderers):
+        if type(glyph).__name__ == "Line" and glyph.line_color == "#1f5fa8":
+            known["dashed" if glyph.line_dash else "solid"] = [value == value for value in data["y"]]
     assert known == {"solid": [False] * 5 + [True] * 5, "dashed": [True] * 5 + [False] * 5}
     assert "noise scale now; biased, probably smaller" in texts(legend, "dashed")
     assert texts(legend, "line") == ["noise scale now"]

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 from bokeh.models import ColumnDataSource, Range1d
+from bokeh.models.glyphs import Line, Patches, Scatter, VSpan
 from bokeh.plotting import figure
 
-from sonde.runs.report.figures import GREY, LegendEntry, Scale, new_figure, scale_for
+from sonde.runs.report.figures import GREY, LegendEntry, Scale, draw, new_figure, scale_for
 from sonde.runs.report.pixels import envelope, rows_shown
 from sonde.runs.report.timeline import R, Timeline
 
@@ -51,8 +52,8 @@ def new_curve(line: Timeline[R], axis: TimeAxis, y: Scale, *, y_label: str, heig
     """An empty figure over a run, with a dotted line at each restart; of very many restarts, at each of some."""
     fig = new_figure(axis.scale, y, x_label=line.x_label, y_label=y_label, height=height, shared=axis.shared)
     if line.restarts:
-        positions = np.asarray(line.restarts[:: _every_restart(line)])
-        fig.vspan(x=positions, line_color=GREY, line_dash="dotted", line_width=1.5)
+        positions = line.restarts[:: _every_restart(line)]
+        draw(fig, VSpan(line_color=GREY, line_dash="dotted", line_width=1.5), x=positions)
     return fig
 
 
@@ -63,10 +64,11 @@ def add_curve(fig: figure, x: Sequence[float], y: Sequence[float], color: str, d
     """
     rows = rows_shown(x, y)
     x, y = [x[i] for i in rows], [y[i] for i in rows]
-    fig.line(np.asarray(x), np.asarray(y), color=color, line_width=2, line_dash=dash)
+    draw(fig, Line(line_color=color, line_width=2, line_dash=dash), x=x, y=y)
     unknown = [True, *map(math.isnan, y), True]
     alone = [i for i in range(len(y)) if unknown[i] and not unknown[i + 1] and unknown[i + 2]]
-    fig.scatter([x[i] for i in alone], [y[i] for i in alone], color=color, size=5)
+    dots = Scatter(line_color=color, fill_color=color, size=5)
+    draw(fig, dots, x=[x[i] for i in alone], y=[y[i] for i in alone])
 
 
 def add_bands(
@@ -97,7 +99,7 @@ def add_bands(
         xs.append(np.array([*positions, *reversed(positions)]))
         ys.append(np.array([*(axis.clamp(low[i]) for i in rows), *(axis.clamp(high[i]) for i in reversed(rows))]))
     if xs:
-        fig.patches("xs", "ys", source=ColumnDataSource({"xs": xs, "ys": ys}), line_color=None, **style)
+        fig.add_glyph(ColumnDataSource({"xs": xs, "ys": ys}), Patches(line_color=None, **style))
 
 
 def _half_spacing(x: Sequence[float]) -> float:
@@ -112,7 +114,8 @@ def add_triangles(
     """Marks where y is known, thinned out so that they do not touch."""
     points = [(a, b) for a, b in zip(x, y, strict=True) if not math.isnan(b)]
     points = points[:: max(math.ceil(len(points) / limit), 1)]
-    fig.scatter([a for a, _ in points], [b for _, b in points], marker=marker, color=color, size=8)
+    marks = Scatter(marker=marker, line_color=color, fill_color=color, size=8)
+    draw(fig, marks, x=[a for a, _ in points], y=[b for _, b in points])
 
 
 def restart_legend(line: Timeline[R]) -> tuple[LegendEntry, ...]:

@@ -20,7 +20,8 @@ from bokeh.models import (
     Range1d,
 )
 from bokeh.models.annotations import Label, Span
-from bokeh.models.renderers import GlyphRenderer
+from bokeh.models.glyph import Glyph
+from bokeh.models.glyphs import Line, Scatter
 from bokeh.plotting import figure
 
 from sonde.wording import number
@@ -232,6 +233,22 @@ def _tick_label(tick: float) -> str:
     return f"{tick:,.6g}" if 1e-3 <= tick < 1e6 else number(tick, 2).removeprefix("1.0 × ")
 
 
+def draw(fig: figure, glyph: Glyph, **columns: Sequence[float]) -> None:
+    """Draw lines, bars or marks; nothing, if no row is known.
+
+    `fig.line`, `fig.scatter` and their like also make two glyphs for a selection, which no figure here has, and draw
+    what is empty: reports would take twice as long.
+
+    Args:
+        fig: the figure.
+        glyph: its style. Its coordinates keep their names, as "x" and "y" of a `Line`.
+        **columns: those coordinates, one value for each point, bar or mark; NaN if it is not known.
+    """
+    arrays = {name: np.asarray(values, dtype=float) for name, values in columns.items()}
+    if not np.isnan([*arrays.values()]).any(axis=0).all():
+        fig.add_glyph(ColumnDataSource(arrays), glyph)
+
+
 def add_hover(
     fig: figure,
     columns: Mapping[str, Sequence[Any]],
@@ -256,13 +273,11 @@ def add_hover(
     # Arrays of numbers are a third as long as texts of them.
     numeric = [name for name, values in data.items() if all(isinstance(value, float) for value in values)]
     source = ColumnDataSource(data | {name: np.array(data[name]) for name in numeric})
-    if len(drawn) > 1:  # a line finds its nearest point at any distance, a marker only under the pointer
-        target: GlyphRenderer[Any] = fig.line("x", "y", source=source, line_alpha=0)
-    else:
-        target = fig.scatter("x", "y", source=source, alpha=0, size=60)
+    # A line finds its nearest point at any distance, a marker only under the pointer.
+    hidden = Line(line_alpha=0) if len(drawn) > 1 else Scatter(line_alpha=0, fill_alpha=0, size=60)
     fig.add_tools(
         HoverTool(
-            renderers=[target],
+            renderers=[fig.add_glyph(source, hidden)],
             tooltips=list(rows),
             mode=mode,
             line_policy="nearest",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bokeh.models import FixedTicker, PlainText
+from bokeh.models.glyphs import Scatter, Segment
 from bokeh.plotting import figure
 
 from sonde.batch_size.stats.reading import GroupReading
@@ -22,6 +23,7 @@ from sonde.runs.report.figures import (
     add_axis_above,
     add_hover,
     add_line_at,
+    draw,
     new_figure,
     noise_scale_axis,
 )
@@ -30,14 +32,15 @@ from sonde.wording import estimate, number, shorten
 MAX_GROUPS = 400
 """Largest number of groups that are drawn. A longer figure would be unreadable and large."""
 
+_GREY = {"fill_color": GREY, "line_color": GREY}
 _MARKS: dict[str, dict[str, Any]] = {
-    "resolved": {"marker": "circle", "color": BLUE, "size": 9},
-    "lower_bound": {"marker": "triangle", "color": GREY, "size": 9, "angle": -math.pi / 2},  # points to the right
-    "upper_bound": {"marker": "triangle", "color": GREY, "size": 9, "angle": math.pi / 2},  # points to the left
-    "unresolved": {"marker": "x", "color": GREY, "size": 8},
+    "resolved": {"marker": "circle", "fill_color": BLUE, "line_color": BLUE, "size": 9},
+    "lower_bound": {"marker": "triangle", **_GREY, "size": 9, "angle": -math.pi / 2},  # points to the right
+    "upper_bound": {"marker": "triangle", **_GREY, "size": 9, "angle": math.pi / 2},  # points to the left
+    "unresolved": {"marker": "x", **_GREY, "size": 8},
 }
 
-_BIASED_MARK: dict[str, Any] = {"marker": "circle", "line_color": BLUE, "fill_color": "white", "size": 9}
+_BIASED_MARK = _MARKS["resolved"] | {"fill_color": "white"}
 
 _TALL = 30  # with more groups, rows are closer and the axis is repeated above
 
@@ -97,12 +100,12 @@ def _add_intervals(fig: figure, x: Scale, groups: Sequence[GroupReading], *, is_
         if status != "unresolved":
             is_known = status == "resolved" and not is_biased
             style: dict[str, Any] = (
-                {"line_width": 4, "alpha": 0.3} if is_known else {"line_dash": "dotted", "alpha": 0.7}
+                {"line_width": 4, "line_alpha": 0.3} if is_known else {"line_dash": "dotted", "line_alpha": 0.7}
             )
             low, high = [x.clamp(low) for low, _ in ends], [x.clamp(high) for _, high in ends]
-            fig.segment(low, rows, high, rows, color=mark["color"], **style)
+            draw(fig, Segment(line_color=mark["line_color"], **style), x0=low, y0=rows, x1=high, y1=rows)
         drawn = _BIASED_MARK if is_biased and status == "resolved" else mark
-        fig.scatter([_anchor(groups[i], x) for i in rows], rows, **drawn)
+        draw(fig, Scatter(**drawn), x=[_anchor(groups[i], x) for i in rows], y=rows)
 
 
 def _add_texts(fig: figure, x: Scale, groups: dict[str, GroupReading], *, is_biased: bool) -> None:

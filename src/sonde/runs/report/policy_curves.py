@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence, Set
 from itertools import accumulate
 
 from bokeh.models import BasicTicker, NumeralTickFormatter
+from bokeh.models.glyphs import Line, Scatter, Segment
 
 from sonde.policy.stats.coverage import Coverage
 from sonde.policy.stats.forecast_point import Point, Z
@@ -31,6 +32,7 @@ from sonde.runs.report.figures import (
     Scale,
     add_hover,
     add_line_at,
+    draw,
     new_figure,
     noise_scale_axis,
     scale_for,
@@ -40,7 +42,7 @@ from sonde.runs.report.timeline import MAX_POINTS, STEPS, Timeline, timeline
 from sonde.stats.intervals import RatioInterval, Status
 from sonde.wording import estimate, number
 
-Line = Timeline[PolicyReading]
+PolicyTimeline = Timeline[PolicyReading]
 
 
 def entropy_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | str:
@@ -94,11 +96,11 @@ def forecast_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | 
         some = [(x, p) for x, p in placed if p.is_valid is trusted]
         xs = [x for x, _ in some]
         low, high = [_drawn(p.low) for _, p in some], [_drawn(p.high) for _, p in some]
-        fig.segment(xs, low, xs, high, color=color, line_width=5, alpha=0.3)
-        fill = color if trusted else "white"
-        fig.scatter(xs, [_drawn(p.delta) for _, p in some], size=8, fill_color=fill, line_color=color, line_width=1.5)
+        draw(fig, Segment(line_color=color, line_width=5, line_alpha=0.3), x0=xs, y0=low, x1=xs, y1=high)
+        draw(fig, _forecast_mark(color, is_trusted=trusted), x=xs, y=[_drawn(p.delta) for _, p in some])
     true = [(x, p.truth) for x, p in placed if p.truth is not None]
-    fig.scatter([x for x, _ in true], [t for _, t in true], marker="x", size=9, color=ORANGE, line_width=2)
+    crosses = Scatter(marker="x", size=9, line_color=ORANGE, line_width=2)
+    draw(fig, crosses, x=[x for x, _ in true], y=[t for _, t in true])
     columns = {
         "x": line.x,
         "y": line.metric("entropy/delta_forecast"),
@@ -108,6 +110,10 @@ def forecast_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | 
     }
     add_hover(fig, columns, [("forecast", "@forecast"), ("truth", "@truth"), STEP])
     return Plot((fig,), (*_forecast_legend([p for _, p in placed]), *restart_legend(line)))
+
+
+def _forecast_mark(color: str, *, is_trusted: bool) -> Scatter:
+    return Scatter(size=8, fill_color=color if is_trusted else "white", line_color=color, line_width=1.5)
 
 
 def forecast_against_truth(readings: Sequence[PolicyReading]) -> Plot | str:
@@ -124,19 +130,20 @@ def forecast_against_truth(readings: Sequence[PolicyReading]) -> Plot | str:
     unit = _forecast_unit(readings)
     fig = new_figure(both, both, x_label=f"Forecast ({unit})", y_label=f"Truth ({unit})", height=420)
     fig.xaxis[0].ticker = BasicTicker(desired_num_ticks=4)  # small numbers are long: few fit on a narrow screen
-    fig.line([both.start, both.end], [both.start, both.end], color=GREY, line_dash="dashed", line_width=1.5)
+    diagonal = [both.start, both.end]
+    draw(fig, Line(line_color=GREY, line_dash="dashed", line_width=1.5), x=diagonal, y=diagonal)
     for trusted, color in ((False, GREY), (True, BLUE)):
         some = [p for p in points if p.is_valid is trusted]
         truth = [_drawn(p.truth) for p in some]
         if trusted:
             low, high = [_drawn(p.low) for p in some], [_drawn(p.high) for p in some]
-            fig.segment(low, truth, high, truth, color=color, line_width=4, alpha=0.3)
+            draw(fig, Segment(line_color=color, line_width=4, line_alpha=0.3), x0=low, y0=truth, x1=high, y1=truth)
             spread = [Z * (p.truth_se or 0.0) for p in some]
             forecasts = [_drawn(p.delta) for p in some]
             below, above = ([t + sign * s for t, s in zip(truth, spread, strict=True)] for sign in (-1, 1))
-            fig.segment(forecasts, below, forecasts, above, color=ORANGE, line_width=2, alpha=0.6)
-        fill = color if trusted else "white"
-        fig.scatter([_drawn(p.delta) for p in some], truth, size=8, fill_color=fill, line_color=color, line_width=1.5)
+            bars = Segment(line_color=ORANGE, line_width=2, line_alpha=0.6)
+            draw(fig, bars, x0=forecasts, y0=below, x1=forecasts, y1=above)
+        draw(fig, _forecast_mark(color, is_trusted=trusted), x=[_drawn(p.delta) for p in some], y=truth)
     columns: dict[str, Sequence[float | str]] = {
         "x": [_drawn(p.delta) for p in points],
         "y": [_drawn(p.truth) for p in points],
@@ -226,14 +233,14 @@ def _prompt_noise_legend(statuses: Set[Status]) -> Iterator[LegendEntry]:
         yield LegendEntry("down", GREY, "upper bound: the noise scale lies below this")
 
 
-def _undone(line: Line) -> list[bool]:
+def _undone(line: PolicyTimeline) -> list[bool]:
     """Whether a restart undid the measurement of each row, so that the verdict leaves it out."""
     points = [None if row is None else row.point for row in line.rows]
     kept = {id(point) for point in steps_kept([p for p in points if p is not None and p.entropy is not None]).points}
     return [p is not None and p.entropy is not None and id(p) not in kept for p in points]
 
 
-def timeline_with(readings: Sequence[PolicyReading], *names: str, at_most: int | None = None) -> Line | None:
+def timeline_with(readings: Sequence[PolicyReading], *names: str, at_most: int | None = None) -> PolicyTimeline | None:
     """A timeline of the readings that know at least one of these metrics. Other readings would break the curves."""
     some = [r for r in readings if any(r.metrics.get(name) is not None for name in names)]
     return timeline(some, "prompts", windows=STEPS, at_most=at_most) if some else None

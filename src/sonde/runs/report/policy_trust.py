@@ -25,7 +25,7 @@ from sonde.runs.report.figures import (
     add_line_at,
     scale_for,
 )
-from sonde.runs.report.policy_curves import Line, timeline_with
+from sonde.runs.report.policy_curves import PolicyTimeline, timeline_with
 from sonde.wording import number, percent
 
 _SUPPORT, _UNSUPPORTED, _WHOLE, _RATIO = (
@@ -48,7 +48,7 @@ def trust_curves(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | st
     return Plot(tuple(figures), (*legend, *restart_legend(line)))
 
 
-def _sample_size(line: Line, axis: TimeAxis) -> tuple[list[figure], list[LegendEntry]]:
+def _sample_size(line: PolicyTimeline, axis: TimeAxis) -> tuple[list[figure], list[LegendEntry]]:
     fig = new_curve(line, axis, Scale("linear", -0.04, 1.04), y_label="Share of the whole", height=220)
     fig.yaxis[0].formatter = NumeralTickFormatter(format="0 %")
     support, lacks = line.metric(_SUPPORT), line.metric(_UNSUPPORTED)
@@ -80,7 +80,7 @@ def _sample_size(line: Line, axis: TimeAxis) -> tuple[list[figure], list[LegendE
     ]
 
 
-def _linear_over_true(line: Line, axis: TimeAxis) -> tuple[figure, list[LegendEntry]]:
+def _linear_over_true(line: PolicyTimeline, axis: TimeAxis) -> tuple[figure, list[LegendEntry]]:
     ratio, y = line.metric(_RATIO), Scale("linear", 0.0, 2.0)
     fig = new_curve(line, axis, y, y_label="Linear / true", height=220)
     low, high = LINEAR_BETWEEN

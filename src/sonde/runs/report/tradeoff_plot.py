@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bokeh.models.annotations import BoxAnnotation
+from bokeh.models.glyphs import Line, Scatter
 from bokeh.plotting import figure
 
 from sonde.batch_size.stats.critical_batch import steps_and_examples
@@ -21,6 +22,7 @@ from sonde.runs.report.figures import (
     add_hover,
     add_label,
     add_line_at,
+    draw,
     log_ticks,
     new_figure,
 )
@@ -70,7 +72,8 @@ def tradeoff_plot(reading: Reading, unit: str) -> Plot | str:
     add_line_at(fig, critical, "height", BLUE, dash)
     _add_costs(fig, x, y, critical, dash)
     add_line_at(fig, batch, "height", INK, "dotted")
-    fig.scatter([batch] * 2, [cost.steps, cost.examples], size=11, fill_color="white", line_color=INK, line_width=2.5)
+    here = Scatter(size=11, fill_color="white", line_color=INK, line_width=2.5)
+    draw(fig, here, x=[batch] * 2, y=[cost.steps, cost.examples])
     # Put the label on the side away from the line of the noise scale.
     add_label(fig, batch, y.at(0.92), "you are here", INK, align="right" if batch < critical else "left")
     return Plot((fig,), _legend(batch, critical, unit, status, is_biased=reading.is_biased))
@@ -80,8 +83,8 @@ def _add_costs(fig: figure, x: Scale, y: Scale, critical: float, dash: str) -> N
     sizes = [x.at(i / 200) for i in range(201)]
     costs = [steps_and_examples(size, critical) for size in sizes]
     steps, examples = [cost.steps for cost in costs], [cost.examples for cost in costs]
-    fig.line(sizes, steps, color=GREEN, line_width=2.5, line_dash=dash)
-    fig.line(sizes, examples, color=ORANGE, line_width=2.5, line_dash=dash)
+    for curve, color in ((steps, GREEN), (examples, ORANGE)):
+        draw(fig, Line(line_color=color, line_width=2.5, line_dash=dash), x=sizes, y=curve)
     columns: dict[str, list[Any]] = {
         "x": sizes,
         "y": [y.clamp(max(cost.steps, cost.examples)) for cost in costs],
