@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 # What most processes would import for seconds: torch imports its compiler at the first optimizer, and the parts of it
-# that every backend uses at the first compilation.
+# that every backend uses at the first compilation. Modules of tests import pytest.
 _IMPORTED = [
+    "hypothesis",
+    "pytest",
     "torch.nn.parallel",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",

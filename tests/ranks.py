@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
-import gc
 import multiprocessing
 import os
 import pickle
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from tests.garbage import Imported
 from tests.new_process import forkserver
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> Dev
 
 def _serve(rank: int, world: int, backend: str, on_device: bool, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # what is imported stays: without this, every look at the living objects goes through 300,000 of it
+    imported = Imported()
     faulthandler.enable(open(f"{store}.crash{rank}", "w"))  # noqa: SIM115 - it stays open as long as the process
     if on_device:
         torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
@@ -52,6 +52,7 @@ def _serve(rank: int, world: int, backend: str, on_device: bool, store: str, pip
         except BaseException:
             answer = pickle.dumps((None, traceback.format_exc()))
         pipe.send_bytes(answer)
+        imported.add()
     dist.destroy_process_group()
 
 
