@@ -281,3 +281,25 @@ def test_a_window_that_is_set_aside_for_several_groups_is_named_for_each() -> No
     assert "times in group 'b'" in alerts["group_outweighs"]
     assert "times in group 'c'" in alerts["group_outweighs"]
     assert "these groups" in alerts["group_outweighs"]
+
+
+def what_it_says(history: WindowHistory) -> tuple[object, ...]:
+    series = [(names, s.trace_cov.tolist(), s.numbers.tolist()) for names, s in history.series()]
+    return series, history.run_average().state_dict(), history.set_asides_now()
+
+
+def test_what_a_history_was_asked_before_changes_no_answer() -> None:
+    groups = ("large", "small")
+    windows = [*two_groups(7, spike_at=7), *two_groups(5), window((3e7, 1e6), (3e-5, 1e-6)), *two_groups(7)]
+    asked = WindowHistory(groups, 20.0)
+    for number, each in enumerate(windows, start=1):
+        asked.add(each, number)
+        assert what_it_says(asked) == what_it_says(filled(windows[:number], groups=groups))
+    assert (asked.set_asides.n, asked.set_asides.n_in_group["small"]) == (1, 1)
+
+    other = filled(two_groups(12, spike_at=8), groups=groups)
+    asked.load_state_dict(other.state_dict())
+    assert what_it_says(asked)[2].n_in_group["small"] == 1
+    asked.begin_anew(7, every=1)
+    other.begin_anew(7, every=1)
+    assert what_it_says(asked)[:2] == what_it_says(other)[:2]

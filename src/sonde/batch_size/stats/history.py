@@ -68,6 +68,8 @@ class WindowHistory:
         self._settled: list[WindowEntry] = []
         self._recent: list[WindowEntry] = []
         """Raw, up to _NEIGHBOURS before and _NEIGHBOURS after the window that is settled next."""
+        self._times_known: dict[int, tuple[Tensor, float]] = {}
+        """`_times` of the recent windows, and the largest of them; a reading asks several times."""
         self._since = dict.fromkeys(self.groups, 0)
         """First window of each group whose parameters are those of today."""
         self._gone: set[str] = set()
@@ -82,10 +84,12 @@ class WindowHistory:
             number: of the window in the run; it sets the ages, so that dropped windows count.
         """
         self.windows += 1
+        self._times_known.clear()
         self._recent.append(WindowEntry(float(number), 1, window.sq_norm, estimates_table(window.per_group)))
         if len(self._recent) > _NEIGHBOURS:
             self._settle(len(self._recent) - 1 - _NEIGHBOURS)
         if len(self._recent) > 2 * _NEIGHBOURS:
+            self._times_known.clear()
             del self._recent[0]
         oldest = number - REACH * self._horizon_of_training
         while self._settled and self._settled[0].number < oldest:
@@ -125,8 +129,12 @@ class WindowHistory:
         Returns:
             For the whole model; and for single groups, by index, since a small group hardly moves the whole.
         """
-        most, times, number = self._most_times(), self._times(index), round(self._recent[index].number)
-        if float(times.max()) <= most:
+        if index not in self._times_known:
+            times = self._times(index)
+            self._times_known[index] = times, float(times.max())
+        times, largest = self._times_known[index]
+        most, number = self._most_times(), round(self._recent[index].number)
+        if largest <= most:
             return None, {}
         if times[-1] > most and self._may_set_aside(index, 0) and bool(self._outweighs(index, None)):
             return SetAside(number, float(times[-1])), {}
@@ -152,11 +160,11 @@ class WindowHistory:
             index: of a recent window.
             columns: groups, and −1 for all together; None for each group and, last, all together.
         """
-        columns_of = slice(None) if columns is None else columns
-        near = [other.noises_and_squares for other in self._neighbours(index)]
-        ordered = torch.stack(near)[:, :, columns_of].sort(dim=0).values
-        usual = (ordered[(len(near) - 1) // 2] + ordered[len(near) // 2]) / 2
-        own = self._recent[index].noises_and_squares[:, columns_of]
+        near = torch.stack([other.noises_and_squares for other in self._neighbours(index)])
+        own = self._recent[index].noises_and_squares
+        if columns is not None:
+            near, own = near[:, :, columns], own[:, columns]
+        usual = near.sort(dim=0).values[(len(near) - 1) // 2 : len(near) // 2 + 1].mean(0)
         return torch.where(usual > 0, own / usual, 0.0).amax(0)
 
     def _most_times(self) -> float:
@@ -280,7 +288,8 @@ class WindowHistory:
         """
         counted = torch.ones(len(self.groups), len(entries), dtype=torch.float64, device="cpu")
         for i, entry in enumerate(entries):
-            counted[list(entry.aside), i] = 0.0
+            if entry.aside:  # rare, and an assignment takes longer than all the rest
+                counted[list(entry.aside), i] = 0.0
         if not entries:
             return counted.new_zeros(len(self.groups), 0, 2), counted
         return torch.stack([entry.estimates for entry in entries]).permute(2, 0, 1), counted
@@ -335,6 +344,7 @@ class WindowHistory:
             every: windows of training for each measured one, from then on.
         """
         self.parameters_changed(self.groups, gone=self._gone, number=number)
+        self._times_known.clear()
         self._recent = [entry for entry in self._recent if entry.number >= number]
         self._settled = [entry for entry in self._settled if entry.number >= number]
         self.windows = len(self._recent)
@@ -397,6 +407,7 @@ class WindowHistory:
         self.windows = state["windows"]
         n_in_group = {name: state["group_set_aside"][name] for name in self.groups}
         self.set_asides = SetAsides(state["n_set_aside"], None, n_in_group, ())
+        self._times_known.clear()
         self._settled, self._recent, self._average = settled, recent, average
         self._since = {name: state["since"][name] for name in self.groups}
         self._gone = set(state["gone"])
