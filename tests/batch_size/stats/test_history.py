@@ -297,7 +297,7 @@ def test_what_a_history_was_asked_before_changes_no_answer() -> None:
         assert what_it_says(asked) == what_it_says(filled(windows[:number], groups=groups))
     assert (asked.set_asides.n, asked.set_asides.n_in_group["small"]) == (1, 1)
 
-    other = filled(two_groups(12, spike_at=8), groups=groups)
+    other = filled(two_groups(12, spike_at=12), groups=groups)
     asked.load_state_dict(other.state_dict())
     assert what_it_says(asked)[2].n_in_group["small"] == 1
     asked.begin_anew(7, every=1)
