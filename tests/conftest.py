@@ -10,10 +10,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis  # noqa: F401 - its import collects garbage; its plugin would import it after `freeze`
 import pytest
-import torch
 
 from tests.garbage import Imported
-from tests.ranks import Ranks
+from tests.ranks import Ranks, seed
 
 _imported = Imported()
 
@@ -68,4 +67,4 @@ def pytest_runtest_logfinish() -> None:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    torch.manual_seed(0)
+    seed()

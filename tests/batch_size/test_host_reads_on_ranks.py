@@ -7,7 +7,7 @@ of a value is noted with the function of sonde that made it, over the set-ups th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -29,9 +29,8 @@ from tests.batch_size.sharded_loops import loss_of as loss_of_sharded
 from tests.mutants import Mutant
 from tests.ranks import Ranks, mesh_of
 
-WINDOWS = 3
-WINDOWS_OF_A_PACE = 20
-"""The first 16 are all measured."""
+WATCHED = 3
+"""Windows in which reads are noted. Where not all windows are measured, 16 that are go before them."""
 METRICS = ("euclidean", "adam", "sign")  # "spectral" needs whole matrices
 
 
@@ -59,8 +58,9 @@ def under_ddp(
     options = {"every": 1, "comm_hook": comm_hook, "grad_scaler": scaler, "log": sonde.RunLog(every=2)} | options
     plan = sonde.group_parameters_for_norm(list(model.parameters()))
     generator = torch.Generator().manual_seed(dist.get_rank())
-    with sonde.attach(model, optimizer, unit="rows", verbose=False, **options) as probe, HostReads() as reads:
-        for _ in range(WINDOWS if options["every"] == 1 else WINDOWS_OF_A_PACE):
+    reads = HostReads()
+    with sonde.attach(model, optimizer, unit="rows", verbose=False, **options) as probe:
+        for _ in watched(reads, options["every"]):
             for k in range(2):
                 sync = contextlib.nullcontext() if k else model.no_sync()
                 with probe.piece(units=4), sync:
@@ -79,6 +79,14 @@ def under_ddp(
                 scaler.update()
             optimizer.zero_grad()
     return reads.places
+
+
+def watched(reads: HostReads, every: int | None) -> Iterator[int]:
+    """Numbers of windows; in the last ones reads are noted."""
+    before = 0 if every == 1 else 16
+    yield from range(before)
+    with reads:
+        yield from range(before, before + (WATCHED if every == 1 else 2 * WATCHED))
 
 
 def adam(model: nn.Module, *, fused: bool = False) -> torch.optim.Optimizer:
@@ -121,8 +129,9 @@ def of_windows(
     """Reads in a few windows of two pieces."""
     optimizer = adam(model)
     options = {"every": 1} | options
-    with sonde.attach(model, optimizer, unit="rows", verbose=False, **options) as probe, HostReads() as reads:
-        for window in range(3 if options["every"] == 1 else WINDOWS_OF_A_PACE):
+    reads = HostReads()
+    with sonde.attach(model, optimizer, unit="rows", verbose=False, **options) as probe:
+        for window in watched(reads, options["every"]):
             for k in range(2):
                 ids = ids_of(window, k)
                 with probe.piece(units=len(ids)):
