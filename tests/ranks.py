@@ -31,7 +31,8 @@ DEADLINE_SECONDS = 60.0
 
 def seed() -> None:
     """`torch.manual_seed(0)`, which without an accelerator works out where it was called for a later one: 0.5 ms."""
-    (torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed)(0)
+    has_none = torch.accelerator.current_accelerator() is None  # in this build of torch: devices are not counted
+    (torch.default_generator.manual_seed if has_none else torch.manual_seed)(0)
 
 
 @functools.cache
@@ -66,7 +67,7 @@ def _serve(rank: int, world: int, backend: str, on_device: bool, store: str, pip
     faulthandler.enable(open(f"{store}.crash{rank}", "w"))  # noqa: SIM115 - it stays open as long as the process
     if on_device:
         torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
-    if backend == "gloo":
+    if backend == "gloo" and "GLOO_SOCKET_IFNAME" not in os.environ:  # which devices made here would not heed
         _share_one_device()
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
     while (job := pipe.recv()) is not None:

@@ -30,7 +30,9 @@ from tests.mutants import Mutant
 from tests.ranks import Ranks, mesh_of
 
 WATCHED = 3
-"""Windows in which reads are noted. Where not all windows are measured, 16 that are go before them."""
+"""Windows in which reads are noted; twice as many where not all windows are measured."""
+WINDOWS_BEFORE = 15
+"""There they come after these. The first 16 are all measured."""
 METRICS = ("euclidean", "adam", "sign")  # "spectral" needs whole matrices
 
 
@@ -83,7 +85,7 @@ def under_ddp(
 
 def watched(reads: HostReads, every: int | None) -> Iterator[int]:
     """Numbers of windows; in the last ones reads are noted."""
-    before = 0 if every == 1 else 16
+    before = 0 if every == 1 else WINDOWS_BEFORE
     yield from range(before)
     with reads:
         yield from range(before, before + (WATCHED if every == 1 else 2 * WATCHED))
