@@ -6,7 +6,6 @@ import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from statistics import median
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from sonde.batch_size.stats.group_estimates import estimates_table
 from sonde.batch_size.stats.noise_scale import RunningNoiseScale, WindowEstimate
+from sonde.batch_size.stats.recent_windows import NEIGHBOURS, RecentWindows
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.spacing import Spacing
 from sonde.batch_size.stats.window_entry import (
@@ -27,8 +27,6 @@ from sonde.batch_size.stats.window_entry import (
 from sonde.batch_size.stats.window_weights import REACH
 from sonde.stats.state import check_count, check_keys, check_number
 
-_NEIGHBOURS = 5
-"""Windows on each side that a window is compared with. Their median is its expected size."""
 _MOST_ENTRIES, _MOST_NUMBERS, _FEWEST_ENTRIES = 512, 2**20, 64
 """Entries kept. If the horizon is longer, neighbouring windows share an entry. The more groups there are, the fewer
 entries are kept, down to the fewest, so that a thousand parameters with a group each do not take gigabytes."""
@@ -66,10 +64,8 @@ class WindowHistory:
         self.set_asides = SetAsides(0, None, dict.fromkeys(self.groups, 0), ())
         """Of settled windows, which have all of their neighbours."""
         self._settled: list[WindowEntry] = []
-        self._recent: list[WindowEntry] = []
-        """Raw, up to _NEIGHBOURS before and _NEIGHBOURS after the window that is settled next."""
-        self._times_known: dict[int, tuple[Tensor, float]] = {}
-        """`_times` of the recent windows, and the largest of them; a reading asks several times."""
+        self._recent = RecentWindows()
+        """Up to NEIGHBOURS before and NEIGHBOURS after the window that is settled next."""
         self._since = dict.fromkeys(self.groups, 0)
         """First window of each group whose parameters are those of today."""
         self._gone: set[str] = set()
@@ -84,13 +80,12 @@ class WindowHistory:
             number: of the window in the run; it sets the ages, so that dropped windows count.
         """
         self.windows += 1
-        self._times_known.clear()
-        self._recent.append(WindowEntry(float(number), 1, window.sq_norm, estimates_table(window.per_group)))
-        if len(self._recent) > _NEIGHBOURS:
-            self._settle(len(self._recent) - 1 - _NEIGHBOURS)
-        if len(self._recent) > 2 * _NEIGHBOURS:
-            self._times_known.clear()
-            del self._recent[0]
+        entry = WindowEntry(float(number), 1, window.sq_norm, estimates_table(window.per_group))
+        self._recent = RecentWindows([*self._recent.entries, entry])
+        if (n_recent := len(self._recent.entries)) > NEIGHBOURS:
+            self._settle(n_recent - 1 - NEIGHBOURS)
+        if n_recent > 2 * NEIGHBOURS:
+            self._recent = RecentWindows(self._recent.entries[1:])
         oldest = number - REACH * self._horizon_of_training
         while self._settled and self._settled[0].number < oldest:
             del self._settled[0]
@@ -112,16 +107,10 @@ class WindowHistory:
         self._settled.append(entry)
         self._add_to(self._average, entry)
 
-    def _neighbours(self, index: int) -> list[WindowEntry]:
-        near = self._recent[max(index - _NEIGHBOURS, 0) : index + _NEIGHBOURS + 1]
-        return [entry for entry in near if entry is not self._recent[index]] or near
-
     def _sized(self, index: int, aside_in: Iterable[int]) -> WindowEntry:
         """A recent window with the squared norm that its neighbours let expect, and groups it does not count in."""
-        return replace(self._recent[index], size=self._expected_size(index), aside=frozenset(aside_in))
-
-    def _expected_size(self, index: int) -> float:
-        return median(other.size for other in self._neighbours(index))
+        size = self._recent.expected_size(index)
+        return replace(self._recent.entries[index], size=size, aside=frozenset(aside_in))
 
     def _set_aside(self, index: int) -> tuple[SetAside | None, dict[int, SetAside]]:
         """Whether a recent window outweighs all others of its horizon.
@@ -129,11 +118,8 @@ class WindowHistory:
         Returns:
             For the whole model; and for single groups, by index, since a small group hardly moves the whole.
         """
-        if index not in self._times_known:
-            times = self._times(index)
-            self._times_known[index] = times, float(times.max())
-        times, largest = self._times_known[index]
-        most, number = self._most_times(), round(self._recent[index].number)
+        times, largest = self._recent.times(index)
+        most, number = self._most_times(), round(self._recent.entries[index].number)
         if largest <= most:
             return None, {}
         if times[-1] > most and self._may_set_aside(index, 0) and bool(self._outweighs(index, None)):
@@ -153,20 +139,6 @@ class WindowHistory:
             if is_aside
         }
 
-    def _times(self, index: int, columns: Sequence[int] | None = None) -> Tensor:
-        """How many times its neighbours' median a window's noise or squared norm is; 0 where the median is 0.
-
-        Args:
-            index: of a recent window.
-            columns: groups, and −1 for all together; None for each group and, last, all together.
-        """
-        near = torch.stack([other.noises_and_squares for other in self._neighbours(index)])
-        own = self._recent[index].noises_and_squares
-        if columns is not None:
-            near, own = near[:, :, columns], own[:, columns]
-        usual = near.sort(dim=0).values[(len(near) - 1) // 2 : len(near) // 2 + 1].mean(0)
-        return torch.where(usual > 0, own / usual, 0.0).amax(0)
-
     def _most_times(self) -> float:
         n_others = self.windows if math.isinf(self.horizon) else min(self.horizon, self.windows)
         return max(n_others, _LEAST_OUTWEIGHING)
@@ -185,17 +157,18 @@ class WindowHistory:
         Returns:
             For each of the groups; bool, [groups or 1].
         """
-        entry, most = self._recent[index], self._most_times()
+        entry, most = self._recent.entries[index], self._most_times()
         first = entry.number - self._horizon_of_training
         settled = [e for e in self._settled if e.number > first]
         counts = [self._counts(e, groups) for e in settled]
         others = [e.noise_and_square(groups, entry.v) / e.size for e in settled]
         settled_up_to = self._settled[-1].number if self._settled else -math.inf
-        for i, recent in enumerate(self._recent):  # without others that may be set aside themselves
+        for i, recent in enumerate(self._recent.entries):  # without others that may be set aside themselves
             if recent.number > settled_up_to:
-                counts.append((self._times(i, [-1] if groups is None else groups) <= most).double())
-                others.append(recent.noise_and_square(groups, entry.v) / self._expected_size(i))
-        own = entry.noise_and_square(groups, entry.v) / self._expected_size(index)
+                times, _ = self._recent.times(i)
+                counts.append((times[[-1] if groups is None else groups] <= most).double())
+                others.append(recent.noise_and_square(groups, entry.v) / self._recent.expected_size(i))
+        own = entry.noise_and_square(groups, entry.v) / self._recent.expected_size(index)
         table, counted = torch.stack(others), torch.stack(counts)
         factor = (_LEAST_OUTWEIGHING / counted.sum(0).clamp(min=1.0)).clamp(min=1.0)
         return (own > factor * (table * counted[:, None]).sum(0)).any(0)
@@ -210,12 +183,13 @@ class WindowHistory:
 
     def _may_set_aside(self, index: int, n_in_group: int) -> bool:
         n_set_aside = self.set_asides.n + n_in_group
-        has_neighbours = len(self._neighbours(index)) >= _NEIGHBOURS
+        has_neighbours = len(self._recent.neighbours(index)) >= NEIGHBOURS
         return has_neighbours and n_set_aside + 1 <= max(1.0, _MOST_SET_ASIDE * self.windows)
 
     def _last_indices(self) -> range:
         """Indices of the recent windows that wait for their neighbours."""
-        return range(max(len(self._recent) - _NEIGHBOURS, 0), len(self._recent))
+        n_recent = len(self._recent.entries)
+        return range(max(n_recent - NEIGHBOURS, 0), n_recent)
 
     def _unsettled(self) -> list[WindowEntry]:
         """The windows that wait for their neighbours, as they would count now."""
@@ -302,7 +276,7 @@ class WindowHistory:
     @property
     def last_window(self) -> float:
         """Number of the last window added; 0 before the first."""
-        return self._recent[-1].number if self._recent else 0.0
+        return self._recent.entries[-1].number if self._recent.entries else 0.0
 
     @property
     def gone(self) -> frozenset[str]:
@@ -344,10 +318,9 @@ class WindowHistory:
             every: windows of training for each measured one, from then on.
         """
         self.parameters_changed(self.groups, gone=self._gone, number=number)
-        self._times_known.clear()
-        self._recent = [entry for entry in self._recent if entry.number >= number]
+        self._recent = RecentWindows(entry for entry in self._recent.entries if entry.number >= number)
         self._settled = [entry for entry in self._settled if entry.number >= number]
-        self.windows = len(self._recent)
+        self.windows = len(self._recent.entries)
         self.spacing = Spacing()
         self.spacing.measured(number, every)
 
@@ -360,7 +333,7 @@ class WindowHistory:
             "n_set_aside": self.set_asides.n,
             "group_set_aside": dict(self.set_asides.n_in_group),
             "settled": [entry.as_list() for entry in self._settled],
-            "recent": [entry.as_list() for entry in self._recent],
+            "recent": [entry.as_list() for entry in self._recent.entries],
             "since": dict(self._since),
             "gone": sorted(self._gone),
             "average": self._average.state_dict(),
@@ -407,8 +380,7 @@ class WindowHistory:
         self.windows = state["windows"]
         n_in_group = {name: state["group_set_aside"][name] for name in self.groups}
         self.set_asides = SetAsides(state["n_set_aside"], None, n_in_group, ())
-        self._times_known.clear()
-        self._settled, self._recent, self._average = settled, recent, average
+        self._settled, self._recent, self._average = settled, RecentWindows(recent), average
         self._since = {name: state["since"][name] for name in self.groups}
         self._gone = set(state["gone"])
 

@@ -237,7 +237,7 @@ def draw(fig: figure, glyph: Glyph, **columns: Sequence[float]) -> None:
     """Draw lines, bars or marks; nothing, if no row is known.
 
     `fig.line`, `fig.scatter` and their like also make two glyphs for a selection, which no figure here has, and draw
-    what is empty: reports would take twice as long.
+    what is empty: a report would take half as long again.
 
     Args:
         fig: the figure.
