@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from dataclasses import replace
@@ -139,20 +138,6 @@ def test_a_window_that_evaluates_or_compiles_does_not_move_the_pace() -> None:
             costs |= {"seconds": costs["seconds"] + 5.0, "measured_time": costs["measured_time"] + 5.0}
         feed(pace, costs)
     assert 9 <= pace.every <= 14
-
-
-def test_windows_that_are_dearer_in_turn_do_not_hide_how_long_a_window_is() -> None:
-    """Two mechanisms are compared in every other window. A length is known one window after its cost."""
-    pace, spent = Pace(budget=0.01), 0.0
-    for i in range(33):
-        seconds = 0.06 if i % 2 else 0.005
-        before, spent = spent, seconds
-        pace.window_ends()
-        n = int(i > 1)  # an odd number of lengths is known then
-        costs = WindowCosts(seconds=seconds, measured_time=n * (0.03 + before), n_measured=n, has_verdict=1)
-        pace.take(pace.windows, costs)
-    expected = 0.0325 / (0.03 * 0.009)
-    assert 0.8 * expected < pace.every < 1.25 * expected
 
 
 def test_costs_of_a_comparison_that_has_ended_are_forgotten() -> None:
@@ -311,80 +296,3 @@ def test_a_damaged_state_is_refused(damage: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="pace of the probe state"):
         pace.load_state_dict({"windows": 10, "every": 3, "base": 3, "has_verdict": 0, "costs": []} | damage)
     assert pace.state_dict() == before
-
-
-@pytest.mark.parametrize("every", [1, 2, 7, 100])
-def test_pairs_of_neighbours_take_the_place_of_windows(every: int) -> None:
-    pace = Pace(every=every)
-    pace.measure_in_pairs(True)
-    measured = measured_by(pace, 400 * every)
-    firsts, seconds = measured[::2], measured[1::2]
-    assert [b - a for a, b in zip(firsts, seconds, strict=True)] == [1] * len(firsts)
-    in_stretch = [(number - 1) // (2 * every) for number in firsts]
-    assert sorted(set(in_stretch)) == list(range(200))
-    assert len(firsts) - 200 in (0, 1)  # the first pair is measured besides
-
-
-def pairs_at(pace: Pace, n_windows: int, cost: float, rng: random.Random) -> list[int]:
-    """The windows that a pace measures where each costs so many seconds, and a window takes 10 ms."""
-    measured = []
-    for _ in range(n_windows):
-        number, every, was_measured = pace.windows + 1, pace.every, pace.is_measured
-        pace.window_ends()
-        if was_measured:
-            measured.append(number)
-            costs = timed(measured=cost, idle=1e-6, window=1e-2, every=every, rng=rng)
-            pace.take(number, WindowCosts(**costs, has_verdict=1))
-    return measured
-
-
-def test_a_budget_holds_for_pairs() -> None:
-    pace = Pace(budget=0.01)
-    pairs_at(pace, 5, 2e-3, rng := random.Random(3))
-    pace.measure_in_pairs(True)
-    pairs_at(pace, 2_000, 2e-3, rng)
-    n_measured = len(pairs_at(pace, 20_000, 2e-3, rng))
-    assert 0.006 < 2e-3 * n_measured / (20_000 * 1e-2) < 0.011
-
-
-def test_no_change_of_pace_parts_a_pair() -> None:
-    """Restarts at 64 windows in a row put the next decision at every place of a pair and of a stretch."""
-    first, rng = Pace(budget=0.01), random.Random(3)
-    first.measure_in_pairs(True)
-    pairs_at(first, 1_000, 1.8e-4, rng)
-    changes = 0
-    for _ in range(64):
-        pairs_at(first, 1, 1.8e-4, rng)
-        pace = Pace(budget=0.01)
-        pace.load_state_dict(first.state_dict())
-        before = pace.every
-        measured = pairs_at(pace, 100, 9e-4, rng)
-        changes += pace.every > before
-        # Windows in a row: one pair, or two of them at the border of two stretches. The first two of all are measured
-        # besides, and may stand before half of a pair; the last pair may be cut by the end.
-        starts = [k for k, number in enumerate(measured) if k == 0 or measured[k - 1] != number - 1]
-        lengths = [b - a for a, b in itertools.pairwise(starts)]
-        assert all(length % 2 == 0 for length in lengths[1:]), measured
-    assert changes > 50
-
-
-def test_pairs_go_on_after_a_restart() -> None:
-    def measured(stop: int | None) -> list[int]:
-        pace = Pace(every=5)
-        pace.measure_in_pairs(True)
-        first = measured_by(pace, stop or 0)
-        if stop is not None:
-            state = pace.state_dict()
-            pace = Pace(every=5)
-            pace.load_state_dict(state)
-        pace.measure_in_pairs(True)
-        return first + measured_by(pace, 300 - (stop or 0))
-
-    whole, again = measured(None), measured(101)
-    assert set(whole) <= set(again)
-    assert set(again) - set(whole) <= {102, 103}
-    with pytest.raises(ValueError, match="'together' must be 1 or 2 windows, got 3"):
-        Pace().load_state_dict(Pace().state_dict() | {"together": 3})
-    older = Pace(every=2).state_dict()
-    del older["together"]
-    Pace(every=2).load_state_dict(older)

@@ -55,23 +55,6 @@ def test_windows_with_pieces_give_the_ratio_of_the_covered_to_the_whole() -> Non
     assert coverage.ratio == pytest.approx(float(ratios[0] / ratios[1]), rel=1e-4)
 
 
-def test_pieces_are_read_where_examples_cover_less_and_nothing_sounds_wrong(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    torch.manual_seed(0)
-    model = Scaled()
-    with attached(model, per_example="auto", verbose=True) as probe:
-        for window in range(30):
-            for piece in pieces_of(16, 16, seed=window):
-                with probe.piece(units=16):
-                    mean_loss(model, *piece).backward()
-            probe.step()
-            model.zero_grad()
-    said = capsys.readouterr().err
-    assert said.count("sonde: pieces are read from now on: single examples do not cover all parameters\n") == 1
-    assert "are not read" not in said
-
-
 def test_units_that_are_not_rows_give_a_reason() -> None:
     model, (x, y) = small_model(), pieces_of(6)[0]
     with attached(model, per_example="auto") as probe:
@@ -235,17 +218,3 @@ def test_windows_of_other_parameters_are_not_continued() -> None:
     assert reading.coverage is None
     assert reading.grad_sq == pytest.approx(expected.grad_sq, rel=1e-4)
     assert reading.trace_cov == pytest.approx(expected.trace_cov, rel=1e-4)
-
-
-def test_a_comparison_that_never_ends_is_given_up(capsys: pytest.CaptureFixture[str]) -> None:
-    model = small_model()
-    with attached(model, per_example="auto", verbose=True) as probe:
-        for window in range(80):
-            for piece in pieces_of(4, 4, seed=window):
-                with probe.piece(units=4):
-                    mean_loss(model, *piece).backward()
-            torch.nn.utils.clip_grad_value_(model.parameters(), 1e-4)  # every window is dropped
-            probe.step()
-            model.zero_grad()
-        assert probe.reading().windows == 0
-    assert "64 windows did not allow a comparison with pieces" in capsys.readouterr().err

@@ -35,8 +35,6 @@ SETUPS: dict[str, dict[str, Any]] = {
     "the largest element": {"clip": 0.1, "norm_type": float("inf")},
     "scalars of the user": {"logs": True},
     "an overflow": {"overflows": True},
-    "consecutive steps": {"sizes": (6,), "allow_biased": True},
-    "consecutive steps, folded": {"sizes": (6,), "allow_biased": True, "staging_mib": 0.0, "clip": 1.0},
 }
 
 

@@ -211,14 +211,6 @@ SETUPS: dict[str, dict[str, Any]] = {
     "the sign metric": {"metric": "sign"},
     "the spectral metric": {"metric": "spectral"},
     "metrics together": {"metric": ("euclidean", "adam", "sign", "spectral"), "end": "clip"},
-    "consecutive steps": {"n_pieces": 1, "allow_biased": True, "per_example": "never"},
-    "consecutive steps, folded": {
-        "n_pieces": 1,
-        "allow_biased": True,
-        "per_example": "never",
-        "staging_mib": 0.0,
-        "end": "clip",
-    },
     "one window in three": {"every": 3},
     "a clip": {"end": "clip"},
     "a clip folded into the optimizer": {"end": "fold"},
@@ -253,7 +245,7 @@ def compared(device: torch.device, setup: dict[str, Any]) -> tuple[Any, bool]:
     Without a probe it is trained first, and on a device twice: what torch itself waits for, or does not repeat, is no
     fault of sonde's.
     """
-    options = ("metric", "staging_mib", "tap", "per_example", "allow_biased")
+    options = ("metric", "staging_mib", "tap", "per_example")
     without = {k: v for k, v in setup.items() if k not in options}
     _, plain = train(device, probed=False, **without)
     if device.type != "cpu":

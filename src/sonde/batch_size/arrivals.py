@@ -13,7 +13,6 @@ from sonde.batch_size.metric_trackers import MetricTrackers
 from sonde.batch_size.pacing import Pacing
 from sonde.batch_size.rounding import RoundingWatch
 from sonde.batch_size.setup import describe_window
-from sonde.batch_size.stats.steps_in_turn import is_first
 from sonde.batch_size.stats.window_row import WindowRow
 from sonde.batch_size.taps.tap_choice import TapChoice
 from sonde.parallel.wrappers import Wrapper
@@ -31,7 +30,7 @@ class Arrivals:
         log: writes them.
         rounding: how gradients are rounded now.
         frozen: which parameters are no longer trained, on any rank.
-        mechanism: solves windows from their pieces, from single examples or from consecutive steps.
+        mechanism: solves windows from their pieces or from single examples.
         pacing: of the measured windows.
         taps: the choice of the tap, which depends on what the windows showed.
         wrapper: of the model.
@@ -66,10 +65,10 @@ class Arrivals:
         """Take in a window: the tracker averages it, the tap may change, the log writes."""
         if self._rounding.has_changed():
             self._metrics.set_rounding(self._rounding.now())
-        reads = self._mechanism.reads
+        read_examples = self._mechanism.reads_examples
         row = self._mechanism.row_of(window)
         drop = self._metrics.update(row, window)
-        if drop is None and not is_first(row.step):
+        if drop is None:
             self._begin_anew_if_it_speaks_of_something_else(row, window.known.number)
         self._mechanism.saw(window, is_sound=drop is None, scale=self._tracker.scale)
         if drop is not None and drop.kind == "changed":
@@ -85,7 +84,7 @@ class Arrivals:
         for change in self._frozen.arrived(window.frozen, number) if window.frozen is not None else ():
             self._metrics.parameters_changed(change)
             self._log.alert(change.alert, change.message, window=number)
-        if self._mechanism.reads != reads:
+        if self._mechanism.reads_examples != read_examples:
             self._pacing.measures_otherwise()
         self._pace(window)
         self._taps.saw_row(window.row, is_sound=drop is None)
@@ -102,24 +101,18 @@ class Arrivals:
             self._pacing.judge(self._tracker.reading(with_groups=False, as_if_last=False))
 
     def _begin_anew_if_it_speaks_of_something_else(self, row: WindowRow, number: int) -> None:
-        """Forget windows of other parameters, if examples cover only some, and windows with a bias or without it.
+        """Forget windows of other parameters, if examples cover only some.
 
         Args:
             row: of a window that was averaged.
             number: of the window.
         """
         n_covered = row.examples.n_covered if row.examples is not None else len(self._wrapper.parameters)
-        is_biased = row.step is not None
-        if (n_covered, is_biased) == (self.n_covered, self._tracker.is_biased):
-            return
-        if self.n_covered is not None and self._tracker.windows > 1:
-            first = number - is_biased  # a pair has the number of its first window
-            self._tracker.begin_anew(first, every=self._pacing.pace.every * (1 + is_biased))
-            how = "with a bias" if is_biased else "without bias"
+        if self.n_covered not in (None, n_covered) and self._tracker.windows > 1:
+            self._tracker.begin_anew(number, every=self._pacing.pace.every)
             parameters = plural(n_covered, "parameter")
-            what = f"is measured {how}" if is_biased != self._tracker.is_biased else f"speaks of {parameters}"
-            self._say(f"the noise scale {what} from window {number} on, and begins anew")
-        self.n_covered, self._tracker.is_biased = n_covered, is_biased
+            self._say(f"the noise scale speaks of {parameters} from window {number} on, and begins anew")
+        self.n_covered = n_covered
 
     def _say_first(self, row: WindowRow) -> None:
         if self._has_seen_one or not row.n_pieces:

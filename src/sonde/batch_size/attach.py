@@ -42,7 +42,6 @@ def attach(
     staging_mib: float = 8.0,
     per_example: Literal["auto", "always", "never"] = "auto",
     rules: Mapping[type[nn.Module], GradientsOf] | None = None,
-    allow_biased: bool = False,
     budget: float | None = DEFAULT_BUDGET,
     every: int | None = None,
     log_groups: bool | None = None,
@@ -79,7 +78,6 @@ def attach(
         staging_mib: limit of the memory for gradients that wait, in MiB.
         per_example: "auto", "always" or "never": whether the gradient of each example is read besides those of pieces.
         rules: rules for layers of your own, whose examples are to be read; see `PerExampleNorms`.
-        allow_biased: compare consecutive steps where one process shows no noise otherwise: a biased number, marked so.
         budget: part of the run's time that measuring may cost; None to measure every window.
         every: measure one window in so many, whatever it costs.
         log_groups: whether each group's values go to the log; None for up to 256 groups, but not for "parameters".
@@ -133,7 +131,6 @@ def attach(
             staging_mib,
             per_example,
             rules,
-            allow_biased,
             budget,
             every,
             log_groups,

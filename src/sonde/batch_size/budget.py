@@ -54,7 +54,6 @@ class Pace:
 
     A period in the data therefore cannot fall in step with the choice. The place follows from the stretch's number
     alone, so that it is the same on every rank and after a restart. The first window after attach is always measured.
-    Where consecutive windows are compared, two neighbours take the place of each window: one pair of N.
 
     With a budget, all windows are measured until the readings allow a verdict, or `FIRST_WINDOWS` have passed. Then N
     is the smallest that keeps the cost within the budget, computed again as costs become known better. With several
@@ -81,7 +80,6 @@ class Pace:
         self._n_here = 0
         self._every = every or 1
         self._base = 0
-        self._together = 1
         self._has_verdict = False
         self._rows: deque[CostRow] = deque(maxlen=_REMEMBERED)
         self._arrived: deque[CostRow] = deque()
@@ -159,17 +157,6 @@ class Pace:
         """The last window whose costs a decision at the end of the present window uses."""
         return self.windows + 1 - _ARRIVAL
 
-    def measure_in_pairs(self, in_pairs: bool) -> None:
-        """Measure two neighbours at a time, or single windows, from the next window on.
-
-        Args:
-            in_pairs: which. Only a single rank may choose: nothing is agreed with others.
-        """
-        together = 2 if in_pairs else 1
-        if together != self._together:
-            # The window that is ending may be the first of a pair already: the first pair of all is measured.
-            self._together, self._base, self._n_quiet = together, self.windows, 0
-
     def quiet_windows_end(self, n: int) -> None:
         """Note the end of quiet windows, the present one included.
 
@@ -192,16 +179,13 @@ class Pace:
             self._awaited.append((self.windows, self.every))
         if decides:
             self._decide(up_to)
-        self.is_measured = self._n_here < self._together or self._falls_on(self.windows)
+        self.is_measured = self._falls_on(self.windows)
         self._n_quiet = 0 if self.is_measured else self._count_quiet()
 
     def _falls_on(self, window: int) -> bool:
         """Whether a window, the present one or a later one, is at the place of its stretch that is measured."""
-        if window < self._base:  # N has changed within a pair, which is completed or left out as a whole
-            return self.is_measured
-        length = self.every * self._together
-        stretch = self._base + (window - self._base) // length * length
-        return (window - stretch) // self._together == _place(stretch, self.every)
+        stretch = self._base + (window - self._base) // self.every * self.every
+        return window - stretch == _place(stretch, self.every)
 
     def _count_quiet(self) -> int:
         """How many windows, from the present one on, end before another is measured or something is decided."""
@@ -234,7 +218,7 @@ class Pace:
         low, high = _LEAST_CHANGE
         if not low * self._every <= wanted <= high * self._every:
             self._every = wanted
-            self._base = self.windows + (self.windows - self._base) % self._together
+            self._base = self.windows
 
     def _compare_starts(self, costs: WindowCosts) -> None:
         """Let the pace slow down only if all ranks began alike: n Σ x² = (Σ x)² holds for equal numbers alone."""
@@ -250,7 +234,6 @@ class Pace:
             "windows": self.windows,
             "every": self._every,
             "base": self._base,
-            "together": self._together,
             "has_verdict": int(self._has_verdict),
             "costs": [[row.number, row.every, *row.costs.numbers()] for row in since_change(rows)],
         }
@@ -268,7 +251,6 @@ class Pace:
         if self._n_here:
             return
         self.windows, self._base = state["windows"], state["base"]
-        self._together = state.get("together", 1)  # states from before there were pairs lack it
         self._has_verdict = bool(state["has_verdict"])
         self._every = self._fixed or (state["every"] if self.budget is not None else 1)
         rows = (CostRow(int(row[0]), int(row[1]), WindowCosts(*map(float, row[2:]))) for row in state["costs"])
@@ -282,12 +264,9 @@ def check_pace(state: Mapping[str, Any]) -> None:
         ValueError: when keys are unknown or missing, or a value cannot be what its name says.
     """
     label = "pace of the probe state"
-    state = {"together": 1, **state} if isinstance(state, Mapping) else state
-    check_keys(label, state, {"windows", "every", "base", "together", "has_verdict", "costs"})
-    for name in ("windows", "every", "base", "together", "has_verdict"):
+    check_keys(label, state, {"windows", "every", "base", "has_verdict", "costs"})
+    for name in ("windows", "every", "base", "has_verdict"):
         check_count(label, state, name)
-    if state["together"] not in (1, 2):
-        raise ValueError(f"{label}: 'together' must be 1 or 2 windows, got {state['together']!r}: is it damaged?")
     if not state["every"] >= 1:
         raise ValueError(f"{label}: 'every' must be from 1 up, got {state['every']!r}: is it damaged?")
     if state["base"] > state["windows"]:

@@ -14,7 +14,6 @@ from torch import Tensor
 from sonde.batch_size.log import KnownOfWindow, MeasuredWindow
 from sonde.batch_size.per_example.window import read_examples
 from sonde.batch_size.readback import Read, Readback
-from sonde.batch_size.stats.step_pairs import StepProducts
 from sonde.batch_size.taps.expert_pieces import with_experts
 from sonde.batch_size.taps.further_metrics import Adds
 from sonde.batch_size.taps.further_sums import read_further
@@ -97,12 +96,10 @@ class Delivery:
         names, sizes, adds = tuple(scalars), window.witness_sizes, self._adds
         n_further_units, n_frozen = window.n_further_units, window.n_frozen
         has_examples, has_experts = window.examples is not None, window.experts is not None
-        is_second = None if window.step is None else window.step.is_second
 
         def read(vectors: list[Tensor]) -> MeasuredWindow:
             packed, sq_norm_big, witness_final, values, *more = vectors
             packed, frozen = packed.split([len(packed) - n_frozen, n_frozen])
-            step = None if is_second is None else _products(more.pop(), is_second=is_second)
             row = read_row(packed, sq_norm_big, witness_final, sizes, n_further_units)
             costs = read_costs(packed, len(sq_norm_big))
             further = read_further(more[0], more[1], adds) if adds else ()
@@ -115,7 +112,7 @@ class Delivery:
             elif has_experts:
                 row, further = with_experts(row, further, ExpertsOfWindow(*of_part))
             by_name = dict(zip(names, values.tolist(), strict=True))
-            return MeasuredWindow(row, known, by_name, costs, frozen, example_row, further, step)
+            return MeasuredWindow(row, known, by_name, costs, frozen, example_row, further)
 
         vectors = [window.packed, window.sq_norm_big, window.witness_final]
         vectors += [as_vector(list(scalars.values()), self._device), *(window.further or ())]
@@ -126,8 +123,6 @@ class Delivery:
         elif window.experts is not None:
             experts = window.experts
             vectors += [experts.vector, experts.sq_norm_big, experts.witness_final, experts.further_big]
-        if window.step is not None:
-            vectors.append(window.step.products)
         self.put(vectors, read, window.work)
 
     def put(self, vectors: list[Tensor], read: Read[MeasuredWindow], work: dist.Work | None) -> None:
@@ -158,9 +153,3 @@ class Delivery:
         with self.alone():
             self.send()
             self.receive(wait=True)
-
-
-def _products(vector: Tensor, *, is_second: bool) -> StepProducts:
-    """The products of a window's sketch, as `StepOfWindow` holds them."""
-    own, with_first = vector.chunk(2)
-    return StepProducts(own.tolist(), with_first.tolist() if is_second else None)

@@ -14,7 +14,6 @@ from sonde.batch_size.measuring_cost import Cost, WindowCosts
 from sonde.batch_size.per_example.window import ExampleRow
 from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading, find_alerts, set_aside_alerts
 from sonde.batch_size.stats.solved_window import SolvedWindow
-from sonde.batch_size.stats.step_pairs import StepProducts
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_entry import SetAside, SetAsides
 from sonde.batch_size.stats.window_row import Drop, WindowRow
@@ -39,17 +38,12 @@ METRICS: dict[str, Metric] = {
     "gns/effective_units": Metric("{unit}", "effective number of units in a window (Kish)"),
     "gns/u": Metric("1/{unit}", "mean of one over a piece's units, weighted as the pieces are; gns_mu is tr Σ·u/|G|²"),
     "gns/units_per_window": Metric("{unit}", "units in a window: the batch size"),
-    "gns/windows_needed": Metric(
-        "windows", "measured windows, or pairs where gns/biased is 1, still needed for ± 20 %; null when not known"
-    ),
+    "gns/windows_needed": Metric("windows", "measured windows still needed for ± 20 %; null when not known"),
     "gns/set_aside": Metric("windows", "windows left out because each outweighed all others of its horizon together"),
     "gns/influence": Metric("ratio", "largest change of log(noise scale) that a single window makes"),
     "gns/scale": Metric("ratio", "κ: the optimizer's gradient over the sum of the pieces' gradients"),
     "gns/scale_residual": Metric("ratio", "part of the optimizer's gradient that κ does not explain"),
     "gns/covered": Metric("fraction", "part of |F|² of the parameters that the noise scale speaks of; 1 for all"),
-    "gns/biased": Metric(
-        "0 or 1", "1 where the noise scale is read from consecutive steps, and probably smaller; else 0"
-    ),
     "grad/norm": Metric(
         "gradient", "norm of the rank-averaged gradient before clipping or any later scaling, mean over the interval"
     ),
@@ -108,7 +102,6 @@ class MeasuredWindow:
         frozen: which parameters are no longer trained, as `FrozenOnRanks` packed it, summed over ranks; 1-D.
         examples: what its single examples gave; None where the probe does not read them.
         further: the numbers in each further metric that is measured.
-        step: products of its gradient's sketch, where consecutive steps may be compared; None otherwise.
     """
 
     row: WindowRow
@@ -118,7 +111,6 @@ class MeasuredWindow:
     frozen: Tensor | None = None
     examples: ExampleRow | None = None
     further: tuple[FurtherRow, ...] = ()
-    step: StepProducts | None = None
 
 
 @dataclass
@@ -217,7 +209,7 @@ class NoiseScaleLog:
         if drop is None and self._log.log_windows and self._tracker.last is not None:
             further = of_windows({name: tracker.last for name, tracker in self._further.items()})
             groups = self._tracker.groups if self._has_groups else ()
-            record = _window_record(window, self._tracker.last, groups, further, is_biased=self._tracker.is_biased)
+            record = _window_record(window, self._tracker.last, groups, further)
             self._write("window", **record)
         self._n_same_drops = self._n_same_drops + 1 if drop and drop.kind == self._last_drop else 1
         self._last_drop = drop.kind if drop else ""
@@ -386,10 +378,8 @@ def _window_record(
     solved: SolvedWindow,
     groups: Sequence[str],
     further: Mapping[str, float | None],
-    *,
-    is_biased: bool,
 ) -> dict[str, object]:
-    """A window on its own, or a pair with the number of its second window, from which readings can be made again."""
+    """A window on its own, from which readings can be made again."""
     total = solved.total
     return {
         "window": window.known.number,
@@ -399,7 +389,6 @@ def _window_record(
             "gns/grad_sq": json_number(total.grad_sq),
             "gns/effective_units": json_number(solved.effective_units),
             "cost/every": window.known.every,
-            "gns/biased": float(is_biased),
             **further,
         },
         "groups": {

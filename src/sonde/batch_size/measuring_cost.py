@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -148,13 +147,8 @@ def _mean_costs(rows: Sequence[CostRow]) -> _Costs:
     if len(idle_lengths) >= _FEWEST_STRETCHES:
         window = statistics.median(idle_lengths) - idle
     else:
-        window = _median_of_pairs(measured_lengths) - _median_of_pairs(of_measured) if measured_lengths else 0.0
+        window = statistics.median(measured_lengths) - statistics.median(of_measured) if measured_lengths else 0.0
     return _Costs(measured + _untimed(rows, measured - idle), idle, max(window, 0.0))
-
-
-def _median_of_pairs(values: Sequence[float]) -> float:
-    """The median of the means of neighbours, since every other window may be dearer, as two mechanisms are compared."""
-    return statistics.median([(a + b) / 2 for a, b in itertools.pairwise(values)] or values)
 
 
 def _lengths(rows: Sequence[CostRow]) -> tuple[list[float], list[float]]:

@@ -1,95 +1,64 @@
-"""Chooses what a window is solved from: its pieces, its single examples, or, if allowed, the step before."""
+"""Chooses what a window is solved from: its pieces or its single examples."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from sonde.batch_size.consecutive_steps import ConsecutiveSteps
 from sonde.batch_size.log import MeasuredWindow
-from sonde.batch_size.per_example.window import NOTHING_COVERED, SEVERAL_BACKWARDS, ExampleTimes, ExampleWindow
+from sonde.batch_size.per_example.window import NOTHING_COVERED, SEVERAL_BACKWARDS, ExampleWindow
 from sonde.batch_size.setup import NoiseScaleOptions
 from sonde.batch_size.stats.example_sums import CoveredPart
-from sonde.batch_size.stats.mechanism_trial import MechanismTrial
-from sonde.batch_size.stats.solved_window import solve_window
 from sonde.batch_size.stats.window_row import WITHOUT_EXAMPLES, Drop, WindowRow
-from sonde.batch_size.window_clock import WindowClock, marks_of
 from sonde.parallel.wrappers import Wrapper
 
 _IN_A_ROW = 3
-"""Windows in a row that must say the same before the mechanism changes."""
-_LONGEST_TRIAL = 64
-"""Measured windows after which a comparison is given up."""
-_WORTH_IT = 1.05
-"""Times as wide as the other mechanism's interval that the pieces' must be, before examples are read for good."""
+"""Windows in a row that must say the same before the mechanism changes, or examples are given up."""
 _MOST_NAMED = 3
 """Parameters that one message names."""
 
-_State = Literal["first", "trial", "examples", "pieces"]
-
 
 class Mechanism:
-    """Has single examples read in some windows, and decides from which of the two a window is solved.
+    """Decides whether windows are solved from their pieces or from their single examples, and has examples read.
 
-    A window of a single piece shows noise by its examples alone. Examples are read in the first window, which shows how
-    many pieces there are. With two or more, they are read in every other window until the two mechanisms have been
-    compared. Then the one with the narrower interval for the same time stays.
-
-    All ranks decide by numbers that were summed over ranks. A rank that decides some windows later than its peers reads
-    examples where they do not, or the other way round; such windows are solved from their pieces.
+    The rule: a window of a single piece shows noise by its examples alone, so they are read. The pieces of a window of
+    several are compared with each other. The first window shows which of the two a run has, so its examples are read.
+    With several data-parallel ranks, there are always several pieces. `per_example="always"` reads examples in every
+    measured window.
 
     Args:
         model: as the user calls it.
         wrapper: of the model.
         options: of the probe.
-        steps: compares consecutive steps where windows show no noise otherwise.
 
     Raises:
         ValueError: if examples are asked for and cannot be read.
     """
 
-    def __init__(self, model: nn.Module, wrapper: Wrapper, options: NoiseScaleOptions, steps: ConsecutiveSteps) -> None:
-        self._steps = steps
-        self._names, self._n_ranks = list(wrapper.parameters), wrapper.n_ranks
-        self._is_on_host = wrapper.leaves[0].device.type == "cpu"
+    def __init__(self, model: nn.Module, wrapper: Wrapper, options: NoiseScaleOptions) -> None:
+        self._names = list(wrapper.parameters)
         self._is_asked = options.per_example == "always"
         self.examples: ExampleWindow | None = None
         """Reads the examples; None where that is not possible, or not wanted."""
-        self.why_not = ""
-        """Why examples are not read, for people; empty where they may be."""
-        if options.per_example != "never":
+        self.why_not = "per_example='never' leaves them out" if options.per_example == "never" else ""
+        """Why examples are not read where a window is a single piece, for people; empty where they may be."""
+        if self._is_asked or (options.per_example == "auto" and wrapper.n_ranks == 1):
             self.examples, self.why_not = _made(model, wrapper, options)
-            if self.examples is not None and not _all_can(wrapper, can=True):
+            if not _all_can(wrapper, can=self.examples is not None) and self.examples is not None:
                 self.examples, self.why_not = None, "another rank cannot read them"
-            elif self.examples is None:
-                _all_can(wrapper, can=False)
-        else:
-            self.why_not = "per_example='never' leaves them out"
         if self._is_asked and self.examples is None:
             raise ValueError(f"per_example='always' needs the gradients of single examples, but {self.why_not}")
-        self._state: _State = "pieces" if self.examples is None else "examples" if self._is_asked else "first"
-        self.choice: tuple[str, int] | None = None
-        """"pieces" or "examples", and the pieces of the windows that it was chosen for; None while it is open."""
-        self._resumed_for: int | None = None
-        self._trial = MechanismTrial(options.budget if options.every is None else None, options.every or 1)
+        self.reads_examples = self.examples is not None
+        """Whether examples are read in measured windows, besides pieces, which leaf hooks must read then."""
+        self._has_chosen = self._is_asked
         self._covered = CoveredPart(len(self._names))
-        self._new_clock = functools.partial(WindowClock, marks_of(wrapper.leaves[0].device))
-        self._clock = self._new_clock()
-        self._was_measured = False
-        self._n_measured = self._n_failures = self._n_single = self._n_tried = 0
+        self._n_failures = self._n_otherwise = 0
         self._news: list[tuple[str, str]] = []
         self._said_of: tuple[bool, ...] = ()
-
-    @property
-    def keeps_leaf_hooks(self) -> bool:
-        """Whether leaf hooks must read the pieces, since examples are read besides."""
-        return self._state != "pieces"
 
     @property
     def covered(self) -> CoveredPart:
@@ -99,37 +68,7 @@ class Mechanism:
     def take_news(self) -> list[tuple[str, str]]:
         """What has changed since the last call: the name of an alert, or nothing, and a message."""
         news, self._news = self._news, []
-        return news + self._steps.take_news()
-
-    @property
-    def _may_read_examples(self) -> bool:
-        """Whether single examples are read where a window is a single piece, or may yet be."""
-        return self.examples is not None and not self.why_not
-
-    @property
-    def reads(self) -> str:
-        """What is read in measured windows besides pieces: windows that read alike cost alike."""
-        if self._steps.is_on:
-            return "consecutive steps"
-        return {"pieces": "", "trial": "some examples"}.get(self._state, "examples")
-
-    @property
-    def measures_pairs(self) -> bool:
-        """Whether windows should be measured in pairs of neighbours."""
-        return self._steps.measures_pairs(may_read_examples=self._may_read_examples)
-
-    def resume_pairs(self) -> None:
-        """Go on in pairs of consecutive steps, as the run that saved a state did, if they are allowed here too."""
-        self._steps.resume(may_read_examples=self._may_read_examples)
-
-    def resume(self, choice: tuple[str, int]) -> None:
-        """Go on with what a run has chosen that saved a state, if windows turn out to have as many pieces again."""
-        if self.examples is None or self._state != "first":
-            return
-        self.choice, (reads, self._resumed_for) = choice, choice
-        self._state = "examples" if reads == "examples" else "pieces"
-        if self._state == "pieces":
-            self.close()
+        return news
 
     # While windows are trained.
 
@@ -141,32 +80,13 @@ class Mechanism:
         """
         if self.examples is None:
             return
-        if self._state == "trial":
-            self._time_window()
-        self._was_measured = is_measured
-        self._n_measured += is_measured
-        is_turn = self._state != "trial" or self._n_measured % 2 == 1
-        if not (is_measured and is_turn and self._state != "pieces"):
+        if not (is_measured and self.reads_examples):
             self.close()
             return
         try:
             self.examples.open()
         except ValueError as error:  # the model has changed since attach
             self._give_up(str(error))
-
-    def _time_window(self) -> None:
-        """Time the window that ends, unless it was not measured: then the next one begins to be timed."""
-        assert self.examples is not None
-        if not self._was_measured:
-            self._clock = self._new_clock()
-        self._clock.window_ended(was_measured=self.examples.is_open)
-        new, old = self._clock.take(), self.examples.times
-        self.examples.times = ExampleTimes(
-            with_examples=old.with_examples + new.measured,
-            n_with=old.n_with + new.n_measured,
-            without=old.without + new.idle,
-            n_without=old.n_without + new.n_idle,
-        )
 
     def close(self) -> None:
         """Remove every hook."""
@@ -178,17 +98,14 @@ class Mechanism:
     def row_of(self, window: MeasuredWindow) -> WindowRow:
         """The row of a window, with its examples if it is to be solved from them."""
         row, found = window.row, window.examples
-        self._steps.note(row, window.step, may_read_examples=self._may_read_examples, why_not=self.why_not)
-        if self._steps.is_on:
-            return self._steps.explained(row) if window.step is None else replace(row, step=window.step)
         if found is None or self.examples is None:
             return _explained(row, self.why_not)
-        self._note_pieces(row, has_examples=found.sums is not None)
-        if found.sums is not None and (self._state == "examples" or row.n_pieces < 2):
-            return replace(row, examples=found.sums)
-        if self._state != "examples" and row.n_pieces >= 2:
+        self._choose(row.n_pieces, has_examples=found.sums is not None)
+        if row.n_pieces >= 2 and not self.reads_examples:
             return row
-        if not self._is_asked and self._covered.coverage is None and row.n_pieces >= 2:
+        if found.sums is not None:
+            return replace(row, examples=found.sums)
+        if row.n_pieces >= 2 and not self._is_asked and self._covered.coverage is None:
             return row  # both mechanisms speak of the whole model
         why = self._in_words(found.why_not) if found.why_not else self.why_not
         if row.n_pieces < 2:
@@ -196,8 +113,27 @@ class Mechanism:
         message = f"the window's single examples could not be used: {why or 'they were not read on all ranks'}"
         return row if row.problems else replace(row, problems=[Drop("no_examples", message)])
 
+    def _choose(self, n_pieces: int, *, has_examples: bool) -> None:
+        """Let the first window choose between pieces and examples, and later ones if they say otherwise."""
+        if self._is_asked or self.why_not or not n_pieces:
+            return
+        if self._has_chosen:
+            self._n_otherwise = self._n_otherwise + 1 if (n_pieces == 1) != self.reads_examples else 0
+            if self._n_otherwise >= _IN_A_ROW:
+                self.reads_examples, self._n_otherwise = n_pieces == 1, 0
+                self._tell(
+                    "windows are single pieces now, so the gradient of each of their examples is read"
+                    if self.reads_examples
+                    else "windows have several pieces now, which are compared in place of single examples"
+                )
+        elif n_pieces >= 2:
+            self._has_chosen, self.reads_examples = True, False
+        elif has_examples:
+            self._has_chosen = True
+            self._tell("a window is a single piece, so the gradient of each of its examples is read")
+
     def saw(self, window: MeasuredWindow, *, is_sound: bool, scale: float | None) -> None:
-        """Note a window that was solved or dropped; compare the mechanisms where it allows both.
+        """Note a window that was solved or dropped.
 
         Args:
             window: its numbers.
@@ -205,12 +141,8 @@ class Mechanism:
             scale: κ of the last sound window.
         """
         found, row = window.examples, window.row
-        if found is None or self.examples is None or self._state == "pieces":
+        if found is None or not self.reads_examples:
             return
-        if self._state == "trial":
-            self._note_costs(window)
-            if self._n_tried >= _LONGEST_TRIAL and not self._is_asked:
-                self._give_up(f"{_LONGEST_TRIAL} windows did not allow a comparison with pieces")
         if found.sums is None:
             # A window that another problem spoils says nothing about its examples.
             self._n_failures += bool(found.why_not) and not row.problems
@@ -218,71 +150,16 @@ class Mechanism:
                 self._give_up(self._in_words(found.why_not))
             return
         self._n_failures = 0
-        if not is_sound or scale is None:
-            return
-        self._covered.update(found.sums, row.pieces(sum(row.sq_norm_over_weight)), sum(row.sq_norm_big), scale=scale)
-        self._say_coverage(found.covered)
-        if self._state == "trial" and row.n_pieces >= 2:
-            of_pieces = solve_window(row, scale=scale, n_ranks=self._n_ranks).total
-            examples = solve_window(replace(row, examples=found.sums), scale=scale, n_ranks=self._n_ranks).total
-            self._trial.of_pieces.append(of_pieces)
-            self._trial.of_examples.append(examples)
-            self._choose(row.n_pieces)
-
-    def _note_pieces(self, row: WindowRow, *, has_examples: bool) -> None:
-        """Begin the trial where windows have several pieces, and go back to examples where they no longer do."""
-        if self._resumed_for is not None and row.n_pieces:
-            if row.n_pieces != self._resumed_for:
-                self._state, self.choice = "first", None
-            self._resumed_for = None
-        self._n_single = self._n_single + 1 if row.n_pieces == 1 else 0
-        if self._state == "first" and row.n_pieces == 1 and has_examples:
-            self._state, self.choice = "examples", ("examples", 1)
-            self._tell("a window is a single piece, so the gradient of each of its examples is read")
-        elif self._state == "first" and row.n_pieces >= 2:
-            self._state = "trial"
-        elif self._state in ("trial", "pieces") and self._n_single >= _IN_A_ROW and not self.why_not:
-            self._state, self.choice = "examples", ("examples", 1)
-            self._tell("windows are single pieces now, so the gradient of each of their examples is read")
-
-    def _note_costs(self, window: MeasuredWindow) -> None:
-        assert window.examples is not None
-        times = window.examples.times
-        self._n_tried += 1
-        self._trial.seconds.append(max(window.costs.seconds - window.costs.idle_seconds - times.seconds, 0.0))
-        longer = 0.0  # on a device that the host runs ahead of, its own time counts
-        if times.n_with and times.n_without and not self._is_on_host:
-            longer = (times.with_examples / times.n_with - times.without / times.n_without) * self._n_ranks
-        if times.seconds > 0:
-            self._trial.example_seconds.append(max(times.seconds, longer))
-        if times.n_without:
-            self._trial.durations.append(times.without / times.n_without * self._n_ranks)
-
-    def _choose(self, n_pieces: int) -> None:
-        if self._covered.coverage is not None:
-            self._give_up(
-                "they do not cover all parameters, and pieces do",
-                "pieces are read from now on: single examples do not cover all parameters",
+        if is_sound and scale is not None:
+            self._covered.update(
+                found.sums, row.pieces(sum(row.sq_norm_over_weight)), sum(row.sq_norm_big), scale=scale
             )
-            return
-        if not self._trial.is_complete:
-            return
-        factor = self._trial.narrower_by()
-        if factor > _WORTH_IT:
-            self._state, self.choice = "examples", ("examples", n_pieces)
-            self._tell(
-                f"single examples are read from now on: the pieces' interval is {factor:.2g} times as wide at "
-                "the same cost"
-            )
-        else:
-            self._state, self.choice = "pieces", ("pieces", n_pieces)
-            wide = f"{1 / factor:.2g} times as wide" if 0 < factor < 1 / _WORTH_IT else "no narrower"
-            self._tell(f"pieces are read from now on: the interval of single examples is {wide} at the same cost")
+            self._say_coverage(found.covered)
 
-    def _give_up(self, reason: str, said: str = "") -> None:
+    def _give_up(self, reason: str) -> None:
         # The hooks stay until the window ends: another thread may take in windows while backward runs.
-        self._state, self.why_not, self.choice = "pieces", reason, None
-        self._tell(said or f"single examples are not read: {reason}")
+        self.reads_examples, self.why_not = False, reason
+        self._tell(f"single examples are not read: {reason}")
 
     def _tell(self, message: str) -> None:
         self._news.append(("", message))
@@ -290,7 +167,7 @@ class Mechanism:
     def _say_coverage(self, covered: Sequence[bool]) -> None:
         """Name the parameters that are not covered, once for each set of them."""
         mask = tuple(covered)
-        if self._covered.coverage is None or mask == self._said_of or self._state == "trial":
+        if self._covered.coverage is None or mask == self._said_of:
             return
         self._said_of = mask
         missing = [name for name, is_covered in zip(self._names, mask, strict=True) if not is_covered]

@@ -119,7 +119,6 @@ class Pacing:
             return
         was_measured, before = self.pace.is_measured, self._reader.seconds
         self._clock.window_ended(was_measured=was_measured)
-        self.pace.measure_in_pairs(self._mechanism.measures_pairs)
         self.pace.window_ends()
         is_measured = self.pace.is_measured
         if not (was_measured or is_measured):
@@ -155,6 +154,5 @@ def allows_verdict(reading: NoiseScaleReading) -> bool:
         low=reading.low,
         high=reading.high,
         reason=reading.reason,
-        is_biased=reading.is_biased,
     )
     return verdict.kind != "unknown" if reading.status == "resolved" else verdict.kind in ("too_small", "too_large")

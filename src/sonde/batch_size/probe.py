@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from sonde.batch_size.arrivals import Arrivals
 from sonde.batch_size.budget import Pace
-from sonde.batch_size.consecutive_steps import consecutive_steps
 from sonde.batch_size.delivery import Delivery
 from sonde.batch_size.forward_units import ForwardUnits, is_of_forward
 from sonde.batch_size.found_model import RanksOfModel, find_model
@@ -161,8 +160,7 @@ class NoiseScaleProbe:
         self._rounding = RoundingWatch(wrapper, hook_name)
         self._metrics = MetricTrackers(found.metrics, functools.partial(self._new_tracker, fixed_weights))
         self._tracker = self._metrics.headline
-        self._steps = consecutive_steps(options, found)
-        self._mechanism = Mechanism(model, wrapper, options, self._steps)
+        self._mechanism = Mechanism(model, wrapper, options)
         # The taps install hooks, so they come after everything that may refuse the model.
         whole, metrics = found.whole, found.metrics
         witness = Witness(whole.shapes, whole.first, len(found.parameters), apart=found.experts)
@@ -188,7 +186,6 @@ class NoiseScaleProbe:
             further=metrics.further,
             n_further_units=len(found.units) - 1,
             examples=self._mechanism.examples,
-            steps=self._steps.sketches,
         )
         self._delivery = Delivery(
             lambda window: self._arrivals.take(window), self._reader.device, list(metrics.adds.values())
@@ -497,7 +494,7 @@ class NoiseScaleProbe:
     def window(self, metric: str | None = None) -> SolvedWindow | None:
         """The last measured window's own tr Σ and |G|², unbiased and noisy. Waits for the device.
 
-        None if it was dropped, or is the first of two consecutive steps that are compared.
+        None if it was dropped.
 
         Args:
             metric: as for `reading`.
@@ -566,8 +563,6 @@ class NoiseScaleProbe:
                     "run": self._log.state_dict(),
                     "windows": self._ends.n_windows,
                     "covered": self._arrivals.n_covered,
-                    "mechanism": self._mechanism.choice,
-                    "biased": self._tracker.is_biased,
                     "pace": self._pacing.pace.state_dict(),
                 }
             )
@@ -595,11 +590,6 @@ class NoiseScaleProbe:
             # States from before windows were left out lack these two.
             self._ends.n_windows = state.get("windows", state["run"]["window"])
             self._arrivals.n_covered = state.get("covered")
-            if (choice := state.get("mechanism")) is not None:
-                self._mechanism.resume(tuple(choice))
-            self._tracker.is_biased = state.get("biased", False)
-            if self._tracker.is_biased:
-                self._mechanism.resume_pairs()
             if "pace" in state:
                 self._pacing.pace.load_state_dict(state["pace"])
 
@@ -680,7 +670,6 @@ class NoiseScaleProbe:
             self._options, self._wrapper, self._found.whole, self._reader.tap_name, self._reader.groups
         )
         setup["fixed_weights"] = self._tracker.at_fixed_weights
-        setup["biased_fallback"] = self._steps.in_words
         has_scaler, level = self._grad_scaler is not None, self._tracker.level
         return setup | {"log_every": self._log_every, "grad_scaler": has_scaler, "level": level} | self._found.facts
 

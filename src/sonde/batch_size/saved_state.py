@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from sonde.batch_size.budget import check_pace
@@ -49,7 +49,7 @@ def check_state(state: Mapping[str, Any], own: Mapping[str, str], parameters: Co
             value that cannot be what its name says.
     """
     # States from before "frozen" was saved are still read, and those from before windows were left out.
-    later = {"frozen": [], "windows": 0, "pace": {}, "metrics": {}, "covered": None, "biased": False, "mechanism": None}
+    later = {"frozen": [], "windows": 0, "pace": {}, "metrics": {}, "covered": None}
     check_identity(_LABEL, state.get("what"), own)
     check_keys(_LABEL, {**later, **state}, {"what", "averages", "run", *later})
     frozen = state.get("frozen", [])
@@ -59,9 +59,6 @@ def check_state(state: Mapping[str, Any], own: Mapping[str, str], parameters: Co
     check_keys("run of the probe state", run, {"window", "units_seen"})
     check_count("run of the probe state", run, "window")
     check_number("run of the probe state", run, "units_seen", low=0)
-    _check_mechanism(state.get("mechanism"))
-    if not isinstance(biased := state.get("biased", False), bool):
-        raise ValueError(f"{_LABEL}: biased must be true or false, got {biased!r:.60}: is it damaged?")
     if "windows" in state:
         check_count(_LABEL, state, "windows")
         averages = state["averages"]
@@ -74,14 +71,3 @@ def check_state(state: Mapping[str, Any], own: Mapping[str, str], parameters: Co
         check_count(_LABEL, state, "covered")
     if "pace" in state:
         check_pace(state["pace"])
-
-
-def _check_mechanism(choice: object) -> None:
-    if choice is None:
-        return
-    is_pair = isinstance(choice, Sequence) and len(choice) == 2 and choice[0] in ("pieces", "examples")
-    if not is_pair or type(choice[1]) is not int or choice[1] < 1:  # type: ignore[index]
-        raise ValueError(
-            f"{_LABEL}: mechanism must be 'pieces' or 'examples' and a number of pieces, got "
-            f"{choice!r:.60}: is it damaged?"
-        )

@@ -63,13 +63,10 @@ class NoiseScaleOptions:
             back where buckets do not suffice.
         staging_mib: limit of the memory for gradients that wait, in MiB.
         per_example: whether the gradient of each example is read besides those of pieces, layer by layer, so that a
-            window of a single piece gives a number too. "auto" reads it where windows are single pieces, or where its
-            interval is narrower for the same time. "always" insists on it, "never" leaves it out. Examples must be the
-            units and the rows of what layers are called with; sequences of tokens are rows [examples, tokens, …].
+            window of a single piece gives a number too. "auto" reads it where windows are single pieces, "always" in
+            every measured window, "never" in none. Examples must be the units and the rows of what layers are called
+            with; sequences of tokens are rows [examples, tokens, …].
         rules: rules for layers of your own, whose examples are to be read; see `PerExampleNorms`.
-        allow_biased: where windows of one process are single pieces whose examples cannot be read, compare the
-            gradients of two consecutive steps. The step in between biases the result: B_simple is probably smaller.
-            Readings, log and verdict say so. It has no effect where windows show noise without bias.
         budget: part of the run's time that measuring may cost, between 0 and 1; None to measure every window. All
             windows are measured until the readings allow a verdict on the batch size, but at most the first 200. Then
             one window in N is measured, with N chosen from what the probe has timed, and at most 1000. It is a window
@@ -91,7 +88,6 @@ class NoiseScaleOptions:
     staging_mib: float = 8.0
     per_example: Literal["auto", "always", "never"] = "auto"
     rules: Mapping[type[nn.Module], GradientsOf] | None = None
-    allow_biased: bool = False
     budget: float | None = DEFAULT_BUDGET
     every: int | None = None
     log_groups: bool | None = None
@@ -127,16 +123,6 @@ class NoiseScaleOptions:
             raise ValueError(
                 f"rules must be a function for each type of layer, got {self.rules!r:.80}: pass {{MyLayer: my_rule}}, "
                 "see sonde.PerExampleNorms"
-            )
-        if not isinstance(self.allow_biased, bool):
-            raise ValueError(
-                f"allow_biased must be True or False, got {self.allow_biased!r}: use True to compare consecutive steps "
-                "where windows show no noise otherwise"
-            )
-        if self.allow_biased and self.metrics != ("euclidean",):
-            raise ValueError(
-                f"allow_biased=True compares plain gradients of consecutive steps, got metric={self.metric!r}: use "
-                "metric='euclidean', or accumulate gradients over 2 or more micro-batches"
             )
         if self.budget is not None and not (is_number(self.budget) and 0 < self.budget < 1):
             raise ValueError(
@@ -224,7 +210,6 @@ def same_on_ranks(
         "budget": options.budget,
         "per_example": options.per_example,
         "whether units are counted in forwards": is_of_forward(options.units_per_piece),
-        "allow_biased": options.allow_biased,
         "whether the optimizer has second moments": has_moments,
         "the list of measured parameters": list(zip(whole.names, whole.shapes, strict=True)),
         "the groups of parameters": list(names),
@@ -282,7 +267,6 @@ def setup_record(
         "every": options.every,
         "horizon": options.horizon if math.isfinite(options.horizon) else None,
         "metric": ", ".join(options.metrics),
-        "allow_biased": options.allow_biased,
         "comm_hook": comm_hook_name(wrapper.ddp),
         "units_per_piece": options.units_per_piece if is_number(options.units_per_piece) else None,
         "units_by_forward": _units_by_forward(options.units_per_piece),
@@ -332,8 +316,6 @@ def describe(setup: Mapping[str, Any], unit: str, groups: Sequence[str]) -> str:
     }
     if setup["metric"] != "euclidean":
         rows["metric"] = setup["metric"]
-    if setup["allow_biased"]:
-        rows["biased"] = setup["biased_fallback"]
     if setup["batch_norms"]:
         rows["note"] = f"{plural(setup['batch_norms'], 'layer')}: {BATCH_NORM}"
     if setup["sync_batch_norms"]:
@@ -352,11 +334,10 @@ def _windows_in_words(budget: float | None, every: int | None) -> str:
     return f"measured until a verdict, at most {FIRST_WINDOWS}; then as many as {percent(budget)} of the time allows"
 
 
-def describe_pace(cost: Cost, *, in_pairs: bool) -> str:
+def describe_pace(cost: Cost) -> str:
     """The message that the first window prints which is not measured."""
-    one = "one pair of windows" if in_pairs else "one window"
     why = "" if cost.budget is None else f", to cost no more than {percent(cost.budget)} of the run's time"
-    return f"{one} in {cost.every} is measured from now on{why}"
+    return f"one window in {cost.every} is measured from now on{why}"
 
 
 def describe_window(n_pieces: int, n_units: Mapping[str, float], n_ranks: int, counted_in: str) -> str:

@@ -153,7 +153,7 @@ class WindowEnds:
         self._pacing.window_ended()
         if not (self._pacing.is_measured or self._has_paused):
             self._has_paused = True
-            self._say(describe_pace(self._pacing.pace.cost, in_pairs=self._mechanism.measures_pairs))
+            self._say(describe_pace(self._pacing.pace.cost))
         self._loop.begin_window(is_measured=self._pacing.is_measured)
         self._pieces.begin_window(is_measured=self._pacing.is_measured)
         if self._delivery.is_empty:
@@ -196,7 +196,6 @@ class WindowEnds:
             problems=problems,
             costs=self._pacing.take_costs(),
             frozen=notes.frozen,
-            number=self.n_windows + 1,
         )
         norm, failure = None, None
         clip_scalars: dict[str, float | Tensor] = {}
@@ -208,7 +207,7 @@ class WindowEnds:
                 failure = error
         start = time.perf_counter()
         self._put(window, clip_scalars | self._scalars.take())
-        if not self._mechanism.keeps_leaf_hooks and (change := self._taps.change_if_due()):
+        if not self._mechanism.reads_examples and (change := self._taps.change_if_due()):
             self._say(change)
         self._pacing.spent(start)
         return norm, failure

@@ -25,14 +25,12 @@ class ReplayedReading:
         total: of the whole model.
         groups: of each group of parameters.
         set_aside: windows so far that were left out because each outweighed all others of its horizon together.
-        is_biased: whether the noise scale was read from pairs of consecutive steps, and is probably smaller.
     """
 
     window: int
     total: TrendFit
     groups: Mapping[str, TrendFit]
     set_aside: int
-    is_biased: bool = False
 
 
 def replay_windows(
@@ -71,20 +69,12 @@ def replay_windows(
 def _replayed(windows: Iterable[WindowReading], horizon: float, every: int, level: float) -> Iterator[ReplayedReading]:
     history: WindowHistory | None = None
     before: WindowReading | None = None
-    together = 1
     for window in windows:
         _check_follows(before, window)
         before = window
         history = history or WindowHistory(tuple(window.groups) or _WHOLE, horizon)
-        # A pair is two windows of training, under the number of the second in a log, and of the first in a history.
-        n_together = 2 if window.metrics.get("gns/biased") else 1
-        number = window.window - n_together + 1
-        spacing_now = n_together * (window.metrics.get("cost/every") or 1.0)  # older logs lack it
-        if n_together != together:  # never averaged together
-            history.begin_anew(number, every=spacing_now)
-        together = n_together
-        history.spacing.measured(number, spacing_now)
-        history.add(_solved(window), number)
+        history.spacing.measured(window.window, window.metrics.get("cost/every") or 1.0)  # older logs lack it
+        history.add(_solved(window), window.window)
         if window.window % every:
             continue
         spacing = history.spacing.per_measured(horizon)
@@ -99,7 +89,7 @@ def _replayed(windows: Iterable[WindowReading], horizon: float, every: int, leve
         }
         total = fits.pop(None)
         groups = {name: fit for name, fit in fits.items() if name is not None and name in window.groups}
-        yield ReplayedReading(window.window, total, groups, history.set_asides.n, is_biased=together == 2)
+        yield ReplayedReading(window.window, total, groups, history.set_asides.n)
 
 
 def _check_follows(before: WindowReading | None, window: WindowReading) -> None:

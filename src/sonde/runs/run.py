@@ -111,11 +111,6 @@ class Reading:
         return math.inf if self.status == "lower_bound" else self.metrics.get("gns/b_simple_high")
 
     @property
-    def is_biased(self) -> bool:
-        """Whether the noise scale was read from consecutive steps, and is probably smaller."""
-        return bool(self.metrics.get("gns/biased"))
-
-    @property
     def doubling_windows(self) -> float | None:
         """Windows in which B_simple doubles, negative where it halves; None where that is not known."""
         return doubling_windows(self.metrics.get("gns/drift"), self.metrics.get("gns/drift_error"))

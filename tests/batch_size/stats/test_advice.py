@@ -92,13 +92,3 @@ def test_of_an_upper_bound_the_noise_needs_more_pieces() -> None:
 def test_a_narrow_interval_needs_no_advice_and_a_wide_one_does() -> None:
     assert advice("resolved", 0.1, FULL) == ""
     assert advice("resolved", 0.5, FULL) == "use a horizon of about 200 windows"
-
-
-def test_of_pairs_of_windows_everything_is_counted_in_pairs() -> None:
-    of_pairs: dict[str, Any] = {"in_pairs": True, "spacing": 8.0}
-    more = advice("lower_bound", 0.9, YOUNG, **of_pairs)
-    assert more == "measure about 60 more pairs of windows (about 480 windows of training)"
-    assert advice("upper_bound", 0.9, FULL, **of_pairs) == "use a horizon of about 200 pairs of windows"
-    # A split of the batch into pieces would end the pairs, so no number of pieces is computed from them.
-    assert "units in each window" in advice("upper_bound", 0.9, FULL, drift=0.05, **of_pairs)
-    assert "split each batch into" in advice("upper_bound", 0.9, FULL, drift=0.05, spacing=8.0)

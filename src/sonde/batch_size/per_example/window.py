@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
@@ -32,25 +32,6 @@ SEVERAL_BACKWARDS = (
 )
 _MOST_BYTES = 64 * 2**20
 """Memory for the squared norms of one piece, of every example and parameter."""
-
-
-@dataclass(frozen=True)
-class ExampleTimes:
-    """How long windows took and what single examples cost in them, to ride along with the sum over ranks.
-
-    Attributes:
-        seconds: spent on single examples by the host in this window.
-        with_examples: duration of windows in which examples were read, in seconds.
-        n_with: how many they are.
-        without: duration of the other measured windows.
-        n_without: how many they are.
-    """
-
-    seconds: float = 0.0
-    with_examples: float = 0.0
-    n_with: float = 0.0
-    without: float = 0.0
-    n_without: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -89,15 +70,11 @@ class ExampleRow:
     Attributes:
         sums: None if they cannot be used.
         why_not: the reason; empty if they can be used, and in a window in which examples were not read.
-        n_pieces: pieces of all ranks whose examples were read.
-        times: summed over ranks.
         covered: which parameters are covered on this rank, [parameters]; empty if examples were not read.
     """
 
     sums: ExampleSums | None
     why_not: str
-    n_pieces: int
-    times: ExampleTimes
     covered: Sequence[bool]
 
 
@@ -140,8 +117,6 @@ class ExampleWindow:
         self._keys = to_device(keys.to(dtype), self._device)
         self._small = torch.zeros(len(self._names), dtype=dtype, device=self._device)
         self._sq_weight = self._small.new_zeros(())
-        self.times = ExampleTimes()
-        """Durations that have become known, to ride along with the next window."""
         self.reasons: dict[str, str] = {}
         """Why parameters, by name, are not covered, as far as the host knows; "" holds a reason for all of them."""
         self._own_seconds = 0.0
@@ -149,7 +124,6 @@ class ExampleWindow:
 
     def _reset(self) -> None:
         self._n_examples = self._n_pieces = 0
-        self._seconds_before = self.seconds
 
     @property
     def is_open(self) -> bool:
@@ -248,7 +222,7 @@ class ExampleWindow:
                 were not read.
         """
         n_groups = sums.n_groups
-        if not (self._n_pieces or self._norms.is_open) and self.times == ExampleTimes():
+        if not (self._n_pieces or self._norms.is_open):
             nothing = None if self._is_sharded else self._small.new_zeros(n_groups)
             return ExamplesOfWindow(self._without_examples(n_groups), nothing, self._small.new_zeros(0))
         has_read = self._n_pieces > 0 and sq_norms_big is not None
@@ -270,11 +244,9 @@ class ExampleWindow:
             n_idle=float(self._norms.is_open and not has_read),
             n_without=float(not has_read),
         )
-        times = replace(self.times, seconds=self.seconds - self._seconds_before)
-        numbers = as_vector([*_values(counts), *_values(times)], self._device)
+        numbers = as_vector(_values(counts), self._device)
         mask = widened(covered.float()) if has_read else numbers.new_zeros(0)
         vector = torch.cat([small, of_pieces, numbers, *([of_window] if self._is_sharded else [])])
-        self.times = ExampleTimes()
         # The vector is a copy, so the sums can be zeroed in place.
         self._small.zero_()
         self._sq_weight.zero_()
@@ -317,16 +289,16 @@ def read_examples(
         n_pieces: the window's pieces on all ranks.
     """
     n_groups = len(sq_norm_big)
-    lengths = [n_groups, n_groups, len(fields(_Counts)), len(fields(ExampleTimes))]
+    lengths = [n_groups, n_groups, len(fields(_Counts))]
     lengths.append(len(examples.vector) - sum(lengths))  # of a sharded model, the covered parameters' |F|²
-    small, of_pieces, numbers, of_times, covered_big = (part.tolist() for part in examples.vector.split(lengths))
-    counts, times = _Counts(*numbers), ExampleTimes(*of_times)
+    small, of_pieces, numbers, covered_big = (part.tolist() for part in examples.vector.split(lengths))
+    counts = _Counts(*numbers)
     n_reading, n_read = round(float(counts.n_reading)), round(float(counts.n_pieces))
     covered = [bool(each) for each in examples.covered.tolist()]
     if not n_reading:
         # Where examples were not wanted in this window, no rank was idle.
         why_not = "in no piece could one example be told from another" if round(float(counts.n_idle)) else ""
-        return ExampleRow(None, why_not, 0, times, covered)
+        return ExampleRow(None, why_not, covered)
     n_covered = round(float(counts.n_covered) / n_reading)
     n_parameters = round(float(counts.n_parameters) / n_reading)
     why_not = ""
@@ -340,7 +312,7 @@ def read_examples(
         # Its part of |F|², or what it says of the covered parameters, is missing.
         why_not = "a rank read no examples, so it does not know which parameters are covered"
     if why_not:
-        return ExampleRow(None, why_not, n_read, times, covered)
+        return ExampleRow(None, why_not, covered)
     if examples.sq_norm_big is not None:
         covered_big = examples.sq_norm_big.tolist()
     sums = ExampleSums(
@@ -352,9 +324,9 @@ def read_examples(
         sq_norm_big=sq_norm_big if n_covered == n_parameters else covered_big,
         n_covered=n_covered,
     )
-    return ExampleRow(sums, "", n_read, times, covered or [True] * n_parameters)
+    return ExampleRow(sums, "", covered or [True] * n_parameters)
 
 
 def n_numbers(n_groups: int, *, is_sharded: bool) -> int:
     """Length of a window's vector."""
-    return (3 if is_sharded else 2) * n_groups + len(fields(_Counts)) + len(fields(ExampleTimes))
+    return (3 if is_sharded else 2) * n_groups + len(fields(_Counts))

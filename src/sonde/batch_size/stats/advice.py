@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from sonde.batch_size.stats.step_pairs import window_noun
 from sonde.batch_size.stats.trend import Misfit
 
 _WELL_KNOWN = 0.2 / 1.96
@@ -59,7 +58,6 @@ def advise(
     n_units: float | None,
     misfit: Misfit = "",
     spacing: float = 1.0,
-    in_pairs: bool = False,
 ) -> str:
     """What to do about a noise scale of which only a bound, or a wide interval, is known.
 
@@ -74,7 +72,6 @@ def advise(
         n_units: effective number of units in a window, 1/v.
         misfit: of the trend.
         spacing: windows of training for each measured one.
-        in_pairs: whether consecutive steps are compared. Then all measured windows are counted in pairs.
 
     Returns:
         One sentence without its full stop; empty where nothing is needed.
@@ -89,7 +86,7 @@ def advise(
     if more is not None and not is_filled:
         n_windows = _rounded(max(more, 5))
         of_training = f" (about {_rounded(n_windows * spacing)} windows of training)" if spacing > 1 else ""
-        return f"measure about {n_windows} more {window_noun(n_windows, in_pairs=in_pairs)}{of_training}"
+        return f"measure about {n_windows} more windows{of_training}"
     if misfit == "jump":
         return "measure more windows; how many cannot be computed so soon after the noise scale has changed"
     if log_error is None or log_error > _GUESSED:
@@ -97,9 +94,7 @@ def advise(
     # Of variance, once the horizon is filled. Below 1.5, a remedy would change little.
     factor = max(effective / most_effective * (log_error / target) ** 2, 1.5)
     longer = _longer_horizon(factor, horizon, drift)
-    with_longer = "" if longer is None else f"use a horizon of about {longer} {window_noun(longer, in_pairs=in_pairs)}"
-    if in_pairs:  # there are no pieces of a window, and there is no split of a batch that would leave pairs
-        n_pieces = None
+    with_longer = "" if longer is None else f"use a horizon of about {longer} windows"
     if status == "upper_bound":
         return _for_noise(factor, with_longer, n_pieces, n_units)
     return _for_signal(factor, with_longer, n_pieces)

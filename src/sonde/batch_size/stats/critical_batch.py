@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sonde.batch_size.stats.drift import drift_in_words
-from sonde.batch_size.stats.step_pairs import IN_WORDS as BIASED
 from sonde.stats.intervals import Status
 from sonde.wording import number
 
@@ -102,7 +101,6 @@ def judge_batch(
     reason: str,
     doubling_windows: float | None = None,
     advice: str = "",
-    is_biased: bool = False,
 ) -> Verdict:
     """Judge a batch size by the noise scale now, and by where it is going.
 
@@ -116,8 +114,6 @@ def judge_batch(
         reason: why it is not resolved.
         doubling_windows: windows in which B_simple doubles, negative where it halves; None where that is not known.
         advice: what would make B_simple known better.
-        is_biased: whether B_simple was read from consecutive steps. It is probably smaller then, so the verdict rests
-            on the upper end of the interval alone.
 
     Returns:
         A `Verdict`. A batch is about right within a factor of `ABOUT_RIGHT` of the noise scale. The verdict names all
@@ -132,8 +128,6 @@ def judge_batch(
             f"No verdict on the batch of {size}: no gradient noise was seen.",
             "All pieces had the same gradient: check that they hold different data.",
         )
-    if is_biased:
-        return _judge_biased(batch, unit, b_simple, low, high, reason, advice)
     kind = _kind(batch, low, high)
     if b_simple is None:
         known = f"more than {number(low)} {unit}" if math.isinf(high) else f"less than {number(high)} {unit}"
@@ -147,28 +141,6 @@ def judge_batch(
         advice = ""  # the interval is narrow enough to decide
     detail = _sentences(_cost(kind, batch, b_simple, unit), outlook, advice, _PROXY)
     return Verdict(kind, headline, detail, _in_short(kind))
-
-
-def _judge_biased(
-    batch: float,
-    unit: str,
-    b_simple: float | None,
-    low: float,
-    high: float,
-    reason: str,
-    advice: str,
-) -> Verdict:
-    """Judge by a noise scale that is probably smaller than it was read: only its upper end counts."""
-    kind = _kind(batch, 0.0, high)
-    if b_simple is not None:
-        known = f"{number(b_simple)} {unit} [{number(low)} – {number(high)}]"
-    else:
-        known = f"more than {number(low)} {unit}" if math.isinf(high) else f"less than {number(high)} {unit}"
-    size = f"{number(batch, 4)} {unit}"
-    headline = f"The batch of {size} {_WORDS[kind]}: the noise scale was read as {known}, which is biased."
-    cost = _cost_of_bound(batch, 0.0, high, unit) if kind == "too_large" else ""
-    remedy = "" if kind == "too_large" else "Accumulate over 2 or more micro-batches for a reading without bias"
-    return Verdict(kind, headline, _sentences(BIASED, cost, reason, advice, remedy, _PROXY), _in_short(kind))
 
 
 def _in_short(kind: Kind) -> str:

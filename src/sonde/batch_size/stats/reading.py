@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from sonde.batch_size.stats.critical_batch import Verdict, judge_batch
 from sonde.batch_size.stats.drift import doubling_windows, drift_in_words
 from sonde.batch_size.stats.example_sums import Coverage
-from sonde.batch_size.stats.step_pairs import ALERT as BIASED_ALERT
-from sonde.batch_size.stats.step_pairs import IN_WORDS as BIASED
-from sonde.batch_size.stats.step_pairs import window_noun
 from sonde.batch_size.stats.window_entry import SetAside
 from sonde.stats.intervals import Status
 from sonde.wording import number, plural
@@ -139,8 +136,6 @@ class NoiseScaleReading:
         every: one window of training in so many is measured, on average over the horizon.
         further_units: how many of each further unit one unit is, on average; None before the first window.
         coverage: the part of the model that the numbers speak of; None if it is the whole model.
-        is_biased: whether the numbers come from pairs of consecutive steps. B_simple is then probably smaller than
-            `b_simple` and `low`. `windows`, `windows_needed` and the horizon count pairs.
     """
 
     b_simple: float | None
@@ -173,7 +168,6 @@ class NoiseScaleReading:
     every: float = 1.0
     coverage: Coverage | None = None
     further_units: Mapping[str, float | None] = field(default_factory=dict)
-    is_biased: bool = False
 
     def in_unit(self, name: str) -> ConvertedReading:
         """The batch size and the noise scale in a further unit. This is a conversion, no estimate of its own.
@@ -215,7 +209,6 @@ class NoiseScaleReading:
             "gns/scale": self.scale,
             "gns/scale_residual": self.scale_residual,
             "gns/covered": self.coverage.part if self.coverage else 1.0,
-            "gns/biased": float(self.is_biased),
         }
         for converted in map(self.in_unit, self.further_units):
             numbers |= converted.metrics()
@@ -241,19 +234,14 @@ class NoiseScaleReading:
             reason=self.reason,
             doubling_windows=self.doubling_windows,
             advice=self.advice,
-            is_biased=self.is_biased,
         )
 
     def __str__(self) -> str:
         batch = f"batch {number(self.units_per_window, 4)}, " if self.units_per_window is not None else ""
-        # Of pairs, `every` counts two windows for each one that is measured.
-        every = self.every / 2 if self.is_biased else self.every
-        of_these = f" measured, one in {number(every)}" if every > 1 else ""
+        of_these = f" measured, one in {number(self.every)}" if self.every > 1 else ""
         dropped = f", {sum(self.dropped.values())} dropped" if self.dropped else ""
-        counted = window_noun(self.windows, in_pairs=self.is_biased)
-        seen = f"{batch}{self.windows} {counted}{of_these}{dropped}"
+        seen = f"{batch}{plural(self.windows, 'window')}{of_these}{dropped}"
         seen += f" ({self.coverage})" if self.coverage is not None else ""
-        seen += f" ({BIASED})" if self.is_biased else ""
         judged = f": {self.verdict.in_short}" if self.verdict and self.verdict.in_short else ""
         if self.status == "resolved":
             moves = f", {drift_in_words(self.doubling_windows)}" if self.doubling_windows else ""
@@ -267,34 +255,6 @@ class NoiseScaleReading:
         return f"B_simple not known yet ({self.reason}), {seen}"
 
 
-def of_pairs(reading: NoiseScaleReading) -> NoiseScaleReading:
-    """A reading of pairs of consecutive steps, without lower bounds.
-
-    The step in between takes from ⟨G₁, G₂⟩, all of it and more where training hovers about a minimum. So |G|² that
-    cannot be told from 0 says nothing of B_simple.
-    """
-    average = reading.average
-    if average is not None and average.status == "lower_bound":
-        average = replace(average, status="unresolved", low=None, high=None)
-    units = reading.effective_units
-    changed = replace(
-        reading,
-        average=average,
-        groups={name: _without_lower_bound(group) for name, group in reading.groups.items()},
-        effective_units=None if units is None else units / 2,  # of one of the two windows of a pair
-    )
-    if reading.status != "lower_bound":
-        return changed
-    reason = "the step between two windows hides |G|²"
-    return replace(changed, status="unresolved", low=None, high=None, b_simple=None, reason=reason, windows_needed=None)
-
-
-def _without_lower_bound(group: GroupReading) -> GroupReading:
-    if group.status != "lower_bound":
-        return group
-    return replace(group, status="unresolved", b_simple=None, low=None, high=None)
-
-
 def find_alerts(reading: NoiseScaleReading) -> dict[str, str]:
     """Messages about what looks wrong in a reading. Too few data are not wrong: see `reading.advice`.
 
@@ -302,11 +262,10 @@ def find_alerts(reading: NoiseScaleReading) -> dict[str, str]:
         reading: any reading.
 
     Returns:
-        Messages by name: those of the doubts, "not_covered", "biased", "outweighs", "group_outweighs"; empty when
-        nothing looks wrong.
+        Messages by name: those of the doubts, "not_covered", "outweighs", "group_outweighs"; empty when nothing
+        looks wrong.
     """
     partial = {"not_covered": f"the noise scale is {reading.coverage}"} if reading.coverage is not None else {}
-    partial |= {"biased": BIASED_ALERT} if reading.is_biased else {}
     return dict(reading.doubts) | partial | set_aside_alerts(reading.last_set_aside, reading.last_group_set_asides)
 
 

@@ -20,12 +20,11 @@ class SolvedWindow:
         per_group: of each parameter group, [groups].
         within_between: tr Σ of the witness's elements within ranks (as `trace_cov`) and between ranks (as `grad_sq`);
             None unless there are two ranks and two micro-batches on one of them.
-        norm: of the gradient as the rank average, before any clip; of a pair of steps, that of the second.
+        norm: of the gradient as the rank average, before any clip.
         effective_units: effective number of units in the window (Kish), 1/v.
         u: Σ a_k/n_k, the mean of 1/n_k over the pieces; 1 where each example is a piece.
         witness_squares: Σw · Σ |h_k|²/w_k of the witness's elements.
         witness_differences: how much larger that is than |Σ h_k|²: 0 but for rounding where all pieces are the same.
-        sq_norm_of_pair: |F|² of the mean of both gradients of a pair of steps; None of a window alone.
     """
 
     total: WindowEstimate
@@ -36,12 +35,11 @@ class SolvedWindow:
     u: float
     witness_squares: float
     witness_differences: float
-    sq_norm_of_pair: float | None = None
 
     @property
     def sq_norm(self) -> float:
         """|F|² of the gradient that was solved: |G|² + v tr Σ."""
-        return self.norm**2 if self.sq_norm_of_pair is None else self.sq_norm_of_pair
+        return self.norm**2
 
     @property
     def of_groups_alone(self) -> SolvedWindow:
@@ -64,11 +62,10 @@ def solve_window(row: WindowRow, *, scale: float, n_ranks: int, expert_scale: fl
     # a clip that came first would weigh windows, since its coefficient differs from window to window.
     unit_scale = 1.0 / n_ranks
     to_unit = (unit_scale / scale) ** 2
-    measured = row.pair or row.examples or row
+    measured = row.examples or row
     pieces = measured.pieces(0.0)
-    scales = (unit_scale, to_unit) if row.pair is None else (row.pair.SCALE, 1.0)  # a pair is in these units already
     per_group = estimate_groups(
-        pieces, measured.sq_norm_over_weight, measured.sq_norm_big, scale=scales[0], to_unit=scales[1]
+        pieces, measured.sq_norm_over_weight, measured.sq_norm_big, scale=unit_scale, to_unit=to_unit
     )
     sq_norm_big = math.fsum(row.sq_norm_big)
     if row.experts is not None:
@@ -99,7 +96,6 @@ def solve_window(row: WindowRow, *, scale: float, n_ranks: int, expert_scale: fl
         u=pieces.u,
         witness_squares=witness_squares,
         witness_differences=witness_differences,
-        sq_norm_of_pair=None if row.pair is None else math.fsum(row.pair.sq_norm_big),
     )
 
 

@@ -10,11 +10,11 @@ from sonde.batch_size.stats.averages import NoiseScaleAverages
 from sonde.batch_size.stats.consistency import same_data
 from sonde.batch_size.stats.noise_scale import RunningNoiseScale, WindowEstimate
 from sonde.batch_size.stats.reading import GroupReading, Influence, NoiseScaleReading, RunAverage
-from sonde.batch_size.stats.step_pairs import window_noun
 from sonde.batch_size.stats.trend import TrendFit, fit_trends
 from sonde.batch_size.stats.window_entry import Series, SetAside
 from sonde.batch_size.stats.window_weights import effective_windows, most_effective_windows
 from sonde.stats.intervals import RatioInterval
+from sonde.wording import plural
 
 _MOST_MISSING = 0.25
 """Share of the horizon for which the last windows may be missing before nothing is known about now."""
@@ -45,7 +45,6 @@ def summarise(
     with_groups: bool = True,
     as_if_last: bool = True,
     now: int | None = None,
-    in_pairs: bool = False,
 ) -> NoiseScaleReading:
     """Make a reading.
 
@@ -56,17 +55,16 @@ def summarise(
         with_groups: also read each group of parameters.
         as_if_last: count the last windows among those set aside if they would be, should no window follow.
         now: number of the present window, measured or not; by default the last measured one.
-        in_pairs: whether the windows that were averaged are pairs of consecutive steps.
     """
     history = averages.history
     doubts = doubts_of(averages)
-    why = next(iter(doubts.values())) if doubts else _stale(averages, in_pairs=in_pairs)
+    why = next(iter(doubts.values())) if doubts else _stale(averages)
     doubted = RatioInterval("unresolved", None, None, why) if why else None
     asides = history.set_asides_now() if as_if_last else history.set_asides
     total, groups = _fit(averages, level, doubted, with_groups=with_groups, now=averages.n_seen if now is None else now)
     own = _group(total, doubted)
     is_resolved = own.status == "resolved"
-    advice, needed = ("", None) if doubted else _advice(averages, total, in_pairs=in_pairs)
+    advice, needed = ("", None) if doubted else _advice(averages, total)
     return NoiseScaleReading(
         b_simple=own.b_simple,
         low=own.low,
@@ -113,14 +111,14 @@ def _spacing(averages: NoiseScaleAverages) -> float:
     return averages.history.spacing.per_measured(averages.history.horizon)
 
 
-def _stale(averages: NoiseScaleAverages, *, in_pairs: bool) -> str:
+def _stale(averages: NoiseScaleAverages) -> str:
     """Why the last windows say nothing about now; empty where they do."""
     history = averages.history
     missing = round((averages.n_seen - history.last_window) / history.spacing.now)
     if not averages.windows or missing <= max(_MOST_MISSING * min(history.horizon, averages.windows), 5):
         return ""
     last = f": {averages.last_drop}" if averages.last_drop else ""
-    return f"the last {missing} {window_noun(missing, in_pairs=in_pairs)} could not be used{last}"
+    return f"the last {plural(missing, 'window')} could not be used{last}"
 
 
 def _fit(
@@ -148,7 +146,7 @@ def _fit(
     return total, groups
 
 
-def _advice(averages: NoiseScaleAverages, total: _Fitted, *, in_pairs: bool) -> tuple[str, int | None]:
+def _advice(averages: NoiseScaleAverages, total: _Fitted) -> tuple[str, int | None]:
     """What would make the noise scale known better, and the windows that are still needed for ± 20 %."""
     fit, horizon, spacing = total.fit, averages.history.horizon, _spacing(averages)
     used = horizon if fit.horizon is None else fit.horizon / spacing
@@ -164,7 +162,6 @@ def _advice(averages: NoiseScaleAverages, total: _Fitted, *, in_pairs: bool) -> 
         n_units=averages.effective_units,
         misfit=fit.misfit,
         spacing=spacing,
-        in_pairs=in_pairs,
     )
     return advice, windows_needed(fit.log_error, effective=effective, most_effective=most_effective)
 

@@ -11,10 +11,9 @@ from sonde.batch_size.stats.averages import NoiseScaleAverages
 from sonde.batch_size.stats.example_sums import Coverage
 from sonde.batch_size.stats.expert_sums import joint_scale
 from sonde.batch_size.stats.fixed_weights import FixedWeights
-from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading, of_pairs
-from sonde.batch_size.stats.scale_witness import RoundingTolerance, ScaleReading, read_scale, rounding_of_sums
+from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading
+from sonde.batch_size.stats.scale_witness import RoundingTolerance, read_scale, rounding_of_sums
 from sonde.batch_size.stats.solved_window import SolvedWindow, solve_window
-from sonde.batch_size.stats.steps_in_turn import StepsInTurn, is_first
 from sonde.batch_size.stats.summary import summarise
 from sonde.batch_size.stats.window_entry import NONE_SET_ASIDE, SetAsides
 from sonde.batch_size.stats.window_row import Drop, WindowRow, why_unusable
@@ -67,14 +66,11 @@ class NoiseScaleTracker:
         self._averages = NoiseScaleAverages(self.groups, horizon, further_units)
         self._fixed_weights = fixed_weights
         self.last: SolvedWindow | None = None
-        """The last window; None if it was dropped, or waits as the first of a pair."""
+        """The last window; None if it was dropped."""
         self.last_norm: float | None = None
         """The norm of the last window's gradient, as in `SolvedWindow`; None if it was dropped."""
         self.coverage: Coverage | None = None
         """The part of the model that readings speak of; None if it is the whole model."""
-        self.is_biased = False
-        """Whether readings are of pairs of consecutive steps."""
-        self._steps = StepsInTurn()
 
     def update(self, row: WindowRow, *, number: int | None = None, every: float = 1.0) -> Drop | None:
         """Take one measured window.
@@ -82,21 +78,15 @@ class NoiseScaleTracker:
         Args:
             row: its numbers.
             number: of the window in training, which sets ages; by default it follows the last one.
-            every: one window in so many is measured at that time, on average; of consecutive steps, one pair in so
-                many.
+            every: one window in so many is measured at that time, on average.
 
         Returns:
-            Why the window was dropped; None when it was averaged, or waits as the first of a pair.
+            Why the window was dropped; None when it was averaged.
         """
         self.last = self.last_norm = None
         number = self._averages.n_seen + 1 if number is None else number
-        every = every if row.step is None else 2 * every
-        self._drop_lone_step(row, number)
-        if not is_first(row.step):
-            # A pair is averaged at its second window, under the number of its first: if parameters change in between,
-            # the pair is forgotten with the windows before the change.
-            for averages in self._all_averages:
-                averages.see(number if row.step is None else number - 1, every)
+        for averages in self._all_averages:
+            averages.see(number, every)
         # A gradient is added up micro-batch by micro-batch on a rank, then rank by rank. Each addition may round, even
         # to 16 bits.
         n_additions = row.n_pieces / self._n_ranks + self._n_ranks
@@ -123,13 +113,6 @@ class NoiseScaleTracker:
             for averages in self._all_averages:
                 averages.see_units(row.n_units, row.further_units)
         scale = scale if experts is None else joint_scale(scale, experts)
-        if is_first(row.step):
-            self._steps.wait(row, number, every, scale, drop)
-            if drop is None and scale.scale is not None:
-                self.last_norm = math.sqrt(math.fsum(row.sq_norm_big)) / (self._n_ranks * abs(scale.scale))
-            return None
-        if row.step is not None:
-            row, drop = self._paired(row, scale, drop)
         if drop is not None:
             for averages in self._all_averages:
                 averages.drop(drop, scale)
@@ -149,21 +132,6 @@ class NoiseScaleTracker:
         self.last, self.last_norm = solved, solved.norm
         return None
 
-    def _drop_lone_step(self, row: WindowRow, number: int) -> None:
-        """Count the first window of a pair as dropped, if this one is not its second."""
-        if (lone := self._steps.take_lone(row, number)) is not None:
-            for averages in self._all_averages:
-                averages.see(lone.number, lone.every)
-                averages.drop(lone.why_dropped, lone.scale)
-
-    def _paired(self, row: WindowRow, scale: ScaleReading, drop: Drop | None) -> tuple[WindowRow, Drop | None]:
-        """The row of a second window with its pair; or why it is dropped, with its first one."""
-        if drop is not None:
-            self._steps.forget()
-            return row, drop
-        joined = self._steps.join(row, scale)
-        return (row, joined) if isinstance(joined, Drop) else (joined, None)
-
     def parameters_changed(self, groups: Sequence[str], *, gone: Sequence[str], first: int) -> None:
         """Forget the windows in which other parameters of these groups were trained than are trained now.
 
@@ -179,11 +147,11 @@ class NoiseScaleTracker:
         self._averages.history.parameters_changed(groups, gone=gone, number=number)
 
     def begin_anew(self, first: int, *, every: float) -> None:
-        """Forget all windows before one: they speak of other parameters, or have a bias that later ones have not.
+        """Forget all windows before one: they speak of other parameters.
 
         Args:
             first: number of the first window that counts.
-            every: windows of training for each measured one, or pair, from then on.
+            every: windows of training for each measured one, from then on.
         """
         for averages in self._all_averages:
             averages.history.begin_anew(max(first, 0), every=every)
@@ -202,7 +170,7 @@ class NoiseScaleTracker:
             reading = self._fixed_weights.reading(
                 self._averages, unit=self.unit, level=self.level, with_groups=with_groups
             )
-            return replace(reading, coverage=self.coverage)  # never biased: no step is taken
+            return replace(reading, coverage=self.coverage)
         summaries = [
             summarise(
                 averages,
@@ -211,15 +179,13 @@ class NoiseScaleTracker:
                 with_groups=with_groups,
                 as_if_last=as_if_last,
                 now=now,
-                in_pairs=self.is_biased,
             )
             for averages in (self._all_averages if with_groups else [self._averages])
         ]
         groups = summaries[-1].groups
         if self.coverage is not None:
             groups = {name: _known(group) for name, group in groups.items()}
-        reading = replace(summaries[0], groups=groups, coverage=self.coverage, is_biased=self.is_biased)
-        return of_pairs(reading) if self.is_biased else reading
+        return replace(summaries[0], groups=groups, coverage=self.coverage)
 
     @property
     def _all_averages(self) -> list[NoiseScaleAverages]:

@@ -14,7 +14,6 @@ from sonde.batch_size.stats.neighbours import NeighbourSums
 from sonde.batch_size.stats.noise_scale import PieceSums
 from sonde.batch_size.stats.repeats import Repeats
 from sonde.batch_size.stats.scale_witness import ScaleReading
-from sonde.batch_size.stats.step_pairs import StepPair, StepProducts
 
 _ROUNDING_OF_SQUARES = 1e-2
 """Relative rounding allowed in |F|²: squares are in fp32, and gradients may have been added up in 16 bits."""
@@ -23,10 +22,7 @@ _MIN, _MAX = 1e-100, 1e100
 """Range in which weights, units and squares can be multiplied without overflow or underflow in float64."""
 
 
-WITHOUT_EXAMPLES = (
-    "Accumulate gradients over 2 or more micro-batches, or train on 2 or more data-parallel ranks. For a plain or "
-    "compiled model in one process and the plain metric, allow_biased=True gives a number that is probably too large"
-)
+WITHOUT_EXAMPLES = "Accumulate gradients over 2 or more micro-batches, or train on 2 or more data-parallel ranks"
 """What to do about a window of one piece whose examples are not read."""
 
 
@@ -65,8 +61,6 @@ class WindowRow:
         n_ranks_with_one_piece: ranks with data of their own that had exactly one piece.
         n_ranks_declaring: ranks that take only declared pieces by now.
         examples: the window's single examples; None if it is to be solved from its pieces.
-        step: of the window as one of two consecutive steps, if the two are to be solved together; None otherwise.
-        pair: of this window and the one before together, which it is to be solved from; None otherwise.
         experts: of experts that several ranks feed, and the other numbers are of the rest; None without experts.
         whole: Σ |h_k|²/w_k and |F|² of the whole model, in a metric in which squares of groups do not add up to them;
             None otherwise.
@@ -94,8 +88,6 @@ class WindowRow:
     n_ranks_with_one_piece: int = 0
     n_ranks_declaring: int = 0
     examples: ExampleSums | None = None
-    step: StepProducts | None = None
-    pair: StepPair | None = None
     experts: ExpertSums | None = None
     whole: tuple[float, float] | None = None
 
@@ -148,7 +140,7 @@ def _pieces_unusable(row: WindowRow) -> Drop | None:
             "no backward ran since the last window, so the same window was ended twice: "
             "call probe.step() or probe.clip_grad_norm_() once per optimizer step",
         )
-    if row.examples is None and row.step is None and row.n_pieces < 2:
+    if row.examples is None and row.n_pieces < 2:
         return Drop(
             "single_piece",
             f"the window held a single piece, and a single piece cannot separate noise from signal. {WITHOUT_EXAMPLES}",
@@ -157,8 +149,6 @@ def _pieces_unusable(row: WindowRow) -> Drop | None:
         return Drop("weights", "weights or units are too large or too small to add up: scale all of them alike")
     if row.examples is not None and row.examples.n_examples < 2:
         return Drop("single_example", "the window held a single example, which cannot separate noise from signal")
-    if row.step is not None:
-        return None
     pieces, each = (row.pieces(0.0), "piece") if row.examples is None else (row.examples.pieces(0.0), "example")
     if not pieces.u - pieces.v > 1e-9 * pieces.u:
         return Drop(

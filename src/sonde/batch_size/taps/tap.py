@@ -68,19 +68,6 @@ class ExamplesOfWindow:
 
 
 @dataclass(frozen=True)
-class StepOfWindow:
-    """Products of the sketch of a window's gradient, in each parameter group.
-
-    Attributes:
-        products: with itself, then with the sketch of the window before or 0, [2 · groups].
-        is_second: whether the window before is the other one of its pair.
-    """
-
-    products: Tensor
-    is_second: bool
-
-
-@dataclass(frozen=True)
 class ExpertsOfWindow:
     """The numbers of a window of experts that several ranks feed.
 

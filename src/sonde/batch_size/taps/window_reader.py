@@ -17,14 +17,12 @@ from sonde.batch_size.taps.final_gradient import FinalGradient
 from sonde.batch_size.taps.further_metrics import FurtherMetrics
 from sonde.batch_size.taps.further_sums import FurtherSums
 from sonde.batch_size.taps.metric import GradientMetric
-from sonde.batch_size.taps.step_sketches import StepSketches
 from sonde.batch_size.taps.tap import ExamplesOfWindow, ExpertsOfWindow, GradientSummary, Number, Problem, RankGradient
 from sonde.batch_size.taps.tap_choice import TapChoice
 from sonde.batch_size.taps.window_sums import PieceCounts, Window, WindowSums
 from sonde.batch_size.taps.witness import Witness
 from sonde.gradient_norm.global_norm import GlobalNorm
 from sonde.parallel.devices import is_capturing, runs_beside_host, widened
-from sonde.parallel.placements import local_tensor
 from sonde.parallel.process_groups import start_reduce
 from sonde.parallel.wrappers import Wrapper
 
@@ -68,7 +66,6 @@ class WindowReader:
         first: where this rank's parameters begin in that list.
         n_further_units: how many further units pieces are counted in.
         examples: reads single examples besides pieces; None where that is not possible or not wanted.
-        steps: sketches windows of a single piece, to compare consecutive steps; None if that is not wanted.
         metric: how gradients are squared.
         witness: which elements are compared.
         taps: the choice of the tap that reads the pieces.
@@ -89,14 +86,13 @@ class WindowReader:
         further: FurtherMetrics | None = None,
         n_further_units: int = 0,
         examples: Examples | None = None,
-        steps: StepSketches | None = None,
     ) -> None:
         self.parameters = list(wrapper.parameters.values())
         self.device = wrapper.leaves[0].device
         self.groups = tuple(dict.fromkeys(group_names))
         self._wrapper, self._metric, self._witness = wrapper, metric, witness
         self._taps, self._grad_scaler, self._examples, self._further = taps, grad_scaler, examples, further
-        self._steps, self._seconds = steps, 0.0
+        self._seconds = 0.0
         own = group_names[first : first + len(self.parameters)]
         place = {name: i for i, name in enumerate(self.groups)}
         self._group_index = [place[name] for name in own]
@@ -139,8 +135,7 @@ class WindowReader:
         """Host time spent reading so far, without the norm of a clip."""
         of_examples = self._examples.seconds if self._examples is not None else 0.0
         of_further = self._further.seconds if self._further is not None else 0.0
-        of_steps = self._steps.seconds if self._steps is not None else 0.0
-        return self._seconds - self.final.seconds_of_clip + self._taps.seconds + of_examples + of_further + of_steps
+        return self._seconds - self.final.seconds_of_clip + self._taps.seconds + of_examples + of_further
 
     @property
     def tap_name(self) -> str:
@@ -242,7 +237,6 @@ class WindowReader:
         problems: Collection[Problem] = (),
         costs: WindowCosts | None = None,
         frozen: Tensor | None = None,
-        number: int = 0,
     ) -> tuple[Window, GlobalNorm | None]:
         """Read the gradient at the end of the window and start the sum over ranks.
 
@@ -253,7 +247,6 @@ class WindowReader:
             problems: those of the window that no tap can see.
             costs: what this rank has spent since the window before; rides along in the sum over ranks.
             frozen: what this rank knows of frozen parameters; rides along too. 1-D, equally long on all ranks.
-            number: of the window in training.
 
         Returns:
             The window; and the plain norm of its gradient, including parameters given to `clip_also`, if `reads_grad`.
@@ -264,7 +257,6 @@ class WindowReader:
             self._sums.frozen = frozen
         grads = [p.grad for p in self.parameters]
         self._taps.saw_final_gradients(grads)
-        n_pieces, reads_examples = self._sums.n_pieces, self._reads_examples
         rank_gradient = self._taps.tap.end_window()
         if rank_gradient is not None and self._sums.n_pieces:
             self._sums.merge(self._unscaled(rank_gradient.local))
@@ -274,13 +266,8 @@ class WindowReader:
             window, norm = self._end_window_of_whole(grads, rank_gradient, problems, reads_grad=reads_grad)
         self._witness.move()  # once per window on every rank, so that all ranks compare the same elements
         self._seconds += time.perf_counter() - start
-        step = None
-        if self._steps is not None:
-            # Of a sharded model there is a single rank, so its parts are the whole.
-            whole = [None if grad is None else local_tensor(grad.detach()) for grad in grads]
-            step = self._steps.end_window(whole, number=number, n_pieces=0 if reads_examples else n_pieces)
         n_frozen = len(self._sums.frozen)
-        return replace(window, n_further_units=self._sums.n_further_units, n_frozen=n_frozen, step=step), norm
+        return replace(window, n_further_units=self._sums.n_further_units, n_frozen=n_frozen), norm
 
     def _end_window_of_whole(
         self,
@@ -382,8 +369,6 @@ class WindowReader:
             self._examples.end_window(self._sums, None)
         if self._experts is not None:
             self._experts.forget()
-        if self._steps is not None:
-            self._steps.forget()
         self._sums.pack(self._take_problems())
         if self._sums.further is not None:
             self._sums.further.pack()

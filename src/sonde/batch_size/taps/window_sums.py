@@ -21,7 +21,7 @@ from sonde.batch_size.stats.noise_scale import effective_units
 from sonde.batch_size.stats.repeats import FEWEST_RANKS, Repeats, rank_mark, repeats_piece, same_ranks
 from sonde.batch_size.stats.window_row import Drop, WindowRow
 from sonde.batch_size.taps.further_sums import FurtherSums
-from sonde.batch_size.taps.tap import ExamplesOfWindow, ExpertsOfWindow, GradientSummary, Number, Problem, StepOfWindow
+from sonde.batch_size.taps.tap import ExamplesOfWindow, ExpertsOfWindow, GradientSummary, Number, Problem
 from sonde.parallel.data_ranks import DataRanks
 from sonde.parallel.devices import is_at_hand, to_device, widened, zero_sums
 from sonde.parallel.float_pairs import rounded
@@ -145,7 +145,6 @@ class Window:
         examples: of the window's single examples, if the probe may read them.
         experts: of experts that several ranks feed, if the model has any; the other numbers are then of the rest.
         further: what `FurtherSums` packed, and its sums of the final gradient; None without further metrics.
-        step: of the window as one of two consecutive steps; None if it was not sketched.
     """
 
     packed: Tensor
@@ -158,7 +157,6 @@ class Window:
     further: tuple[Tensor, Tensor] | None = None
     n_further_units: int = 0
     n_frozen: int = 0
-    step: StepOfWindow | None = None
 
 
 class WindowSums:

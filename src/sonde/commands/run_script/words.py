@@ -40,8 +40,6 @@ REMEDIES: Mapping[str, str] = {
     "before attach": "before the first training forward",
     "cannot be measured (": "are not measured (",
     "): attach again": "), so the noise scale is that of the other parameters",
-    ". For a plain or compiled model in one process and the plain metric, allow_biased=True gives a number that is "
-    "probably too large": "",
     "pass units_per_piece=1": "pass --units-from 1",
     "pass units_per_piece=lambda x: x.shape[1]": "pass --units-from NAME:1, with its name in the model's forward",
     "units_per_piece=": "--units-from",

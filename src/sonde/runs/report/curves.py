@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from bokeh.models import NumeralTickFormatter
 from bokeh.plotting import figure
 
-from sonde.batch_size.stats.step_pairs import IN_SHORT as BIASED
 from sonde.runs.reader import Reading
 from sonde.runs.report.curve_style import (
     WINDOW,
@@ -42,7 +41,7 @@ def noise_scale_curve(line: Timeline[Reading], axis: TimeAxis) -> Plot | str:
     """B_simple with its interval on a log axis, and the batch size across it.
 
     If only a bound is known, the band is hatched and open to the top or to the bottom. If nothing is known, there is a
-    gap. A dotted curve shows the average over the run. Where B_simple is biased, its curve is dashed and its band grey.
+    gap. A dotted curve shows the average over the run.
     """
     low, batch = line.metric("gns/b_simple_low"), line.metric("gns/units_per_window")
     if all(map(math.isnan, low)):
@@ -57,18 +56,14 @@ def noise_scale_curve(line: Timeline[Reading], axis: TimeAxis) -> Plot | str:
     shown = [v for v in [*drawn, *batch, *average] if v > 0]
     y = noise_scale_axis([*shown, *(v for v in low if v > 0), 2 * max(shown, default=1.0)], high)
     fig = new_curve(line, axis, y, y_label=f"Noise scale ({line.unit})", height=380)
-    sound, biased = ([v if b == is_biased else math.nan for v, b in zip(resolved, line.column(_is_biased), strict=True)]
-                     for is_biased in (False, True))  # fmt: skip
-    for known, color in ((sound, BLUE), (biased, GREY)):
-        add_bands(fig, line.x, [v if r >= 0 else math.nan for v, r in zip(low, known, strict=True)], high, y,
-                   fill_color=color, fill_alpha=0.16)  # fmt: skip
+    add_bands(fig, line.x, [v if r >= 0 else math.nan for v, r in zip(low, resolved, strict=True)], high, y,
+               fill_color=BLUE, fill_alpha=0.16)  # fmt: skip
     for bottom, top in ((bound, high), ([math.nan if math.isnan(v) else y.start for v in upper], upper)):
         add_bands(fig, line.x, bottom, top, y, by_majority=True, fill_color=GREY, fill_alpha=0.10,
                    hatch_pattern="/", hatch_color=GREY, hatch_alpha=0.2, hatch_scale=10)  # fmt: skip
     _add_batch_size(fig, line, [y.clamp(b) for b in batch])
     add_curve(fig, line.x, [y.clamp(v) for v in average], INK, dash="dotted")
-    add_curve(fig, line.x, [y.clamp(v) for v in sound], BLUE)
-    add_curve(fig, line.x, [y.clamp(v) for v in biased], BLUE, dash="dashed")
+    add_curve(fig, line.x, [y.clamp(v) for v in resolved], BLUE)
     add_triangles(fig, line.x, [y.clamp(v) for v in bound], "triangle", GREY)
     add_triangles(fig, line.x, [y.clamp(v) for v in upper], "inverted_triangle", GREY)
     columns = {
@@ -108,11 +103,9 @@ def moments_curve(line: Timeline[Reading], axis: TimeAxis) -> Plot | str:
         },
         [("noise tr Σ", "@trace"), ("signal |G|²", "@signal"), WINDOW],
     )
-    biased = _biased_part(line)
-    too_large, too_small = (f"; {biased}, probably {way}" if biased else "" for way in ("smaller", "larger"))
     legend = [
-        LegendEntry("line", ORANGE, f"noise tr Σ: variance of the gradient of one unit{too_large}"),
-        LegendEntry("line", GREEN, f"signal |G|²: squared norm of the true gradient{too_small}"),
+        LegendEntry("line", ORANGE, "noise tr Σ: variance of the gradient of one unit"),
+        LegendEntry("line", GREEN, "signal |G|²: squared norm of the true gradient"),
     ]
     if any(v <= 0 for v in signal):
         legend.append(LegendEntry("down", GREEN, "|G|² estimated at or below 0: not yet distinguishable from 0"))
@@ -170,32 +163,16 @@ def value_curve(line: Timeline[R], axis: TimeAxis, name: str, metric: Mapping[st
 
 def _known(reading: Reading) -> str:
     metrics = reading.metrics
-    known = estimate(reading.status, metrics.get("gns/b_simple"), metrics.get("gns/b_simple_low"), reading.high)
-    return f"{known}; {BIASED}" if reading.is_biased and reading.status != "unresolved" else known
-
-
-def _is_biased(reading: Reading) -> bool:
-    return reading.is_biased
-
-
-def _biased_part(line: Timeline[Reading]) -> str:
-    """Whether the readings are "biased", "in part biased", or neither: empty."""
-    biased = {row.is_biased for row in line.rows if row is not None and row.status != "unresolved"}
-    return "" if True not in biased else "in part biased" if False in biased else "biased"
+    return estimate(reading.status, metrics.get("gns/b_simple"), metrics.get("gns/b_simple_low"), reading.high)
 
 
 def _noise_scale_legend(line: Timeline[Reading]) -> Iterator[LegendEntry]:
     statuses = {row.status for row in line.rows if row is not None}
-    resolved = {row.is_biased for row in line.rows if row is not None and row.status == "resolved"}
-    if False in resolved:
+    if "resolved" in statuses:
         yield LegendEntry("line", BLUE, "noise scale now")
         yield LegendEntry("band", BLUE, "confidence interval of the noise scale")
-    if True in resolved:
-        yield LegendEntry("dashed", BLUE, f"noise scale now; {BIASED}")
-        yield LegendEntry("band", GREY, "confidence interval of the biased noise scale")
     if any(row is not None and row.metrics.get("gns/b_simple_average") is not None for row in line.rows):
-        biased = _biased_part(line)
-        yield LegendEntry("dotted", INK, "noise scale, average over the run so far" + (f"; {biased}" if biased else ""))
+        yield LegendEntry("dotted", INK, "noise scale, average over the run so far")
     yield LegendEntry("dashed", ORANGE, f"batch size ({line.unit} per step)")
     if "lower_bound" in statuses:
         yield LegendEntry("up", GREY, "lower bound: the noise scale lies above this")

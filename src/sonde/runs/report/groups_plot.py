@@ -11,7 +11,6 @@ from bokeh.models.glyphs import Scatter, Segment
 from bokeh.plotting import figure
 
 from sonde.batch_size.stats.reading import GroupReading
-from sonde.batch_size.stats.step_pairs import IN_SHORT as BIASED
 from sonde.runs.reader import Reading
 from sonde.runs.report.figures import (
     BLUE,
@@ -40,13 +39,11 @@ _MARKS: dict[str, dict[str, Any]] = {
     "unresolved": {"marker": "x", **_GREY, "size": 8},
 }
 
-_BIASED_MARK = _MARKS["resolved"] | {"fill_color": "white"}
-
 _TALL = 30  # with more groups, rows are closer and the axis is repeated above
 
 
 def groups_plot(reading: Reading, order: Sequence[str], unit: str) -> Plot | str:
-    """B_simple of each group in one reading, as a dot with its interval. The dots of a biased noise scale are hollow.
+    """B_simple of each group in one reading, as a dot with its interval.
 
     Args:
         reading: the last one.
@@ -82,9 +79,9 @@ def groups_plot(reading: Reading, order: Sequence[str], unit: str) -> Plot | str
     for value, color, dash in ((batch, ORANGE, "dashed"), (overall, BLUE, "dotted")):
         if value:
             add_line_at(fig, value, "height", color, dash)
-    _add_intervals(fig, x, list(groups.values()), is_biased=reading.is_biased)
-    _add_texts(fig, x, groups, is_biased=reading.is_biased)
-    return Plot((fig,), _legend(list(groups.values()), batch, overall, unit, is_biased=reading.is_biased))
+    _add_intervals(fig, x, list(groups.values()))
+    _add_texts(fig, x, groups)
+    return Plot((fig,), _legend(list(groups.values()), batch, overall, unit))
 
 
 def ordered_groups(reading: Reading, order: Sequence[str]) -> dict[str, GroupReading]:
@@ -93,31 +90,27 @@ def ordered_groups(reading: Reading, order: Sequence[str]) -> dict[str, GroupRea
     return {name: reading.groups[name] for name in list(names)[:MAX_GROUPS]}
 
 
-def _add_intervals(fig: figure, x: Scale, groups: Sequence[GroupReading], *, is_biased: bool) -> None:
+def _add_intervals(fig: figure, x: Scale, groups: Sequence[GroupReading]) -> None:
     for status, mark in _MARKS.items():
         rows = [i for i, group in enumerate(groups) if group.status == status]
         ends = [(g.low, g.high) for g in (groups[i] for i in rows) if g.low is not None and g.high is not None]
         if status != "unresolved":
-            is_known = status == "resolved" and not is_biased
             style: dict[str, Any] = (
-                {"line_width": 4, "line_alpha": 0.3} if is_known else {"line_dash": "dotted", "line_alpha": 0.7}
+                {"line_width": 4, "line_alpha": 0.3}
+                if status == "resolved"
+                else {"line_dash": "dotted", "line_alpha": 0.7}
             )
             low, high = [x.clamp(low) for low, _ in ends], [x.clamp(high) for _, high in ends]
             draw(fig, Segment(line_color=mark["line_color"], **style), x0=low, y0=rows, x1=high, y1=rows)
-        drawn = _BIASED_MARK if is_biased and status == "resolved" else mark
-        draw(fig, Scatter(**drawn), x=[_anchor(groups[i], x) for i in rows], y=rows)
+        draw(fig, Scatter(**mark), x=[_anchor(groups[i], x) for i in rows], y=rows)
 
 
-def _add_texts(fig: figure, x: Scale, groups: dict[str, GroupReading], *, is_biased: bool) -> None:
-    note = f"; {BIASED}" if is_biased else ""
+def _add_texts(fig: figure, x: Scale, groups: dict[str, GroupReading]) -> None:
     columns: dict[str, list[Any]] = {
         "x": [_anchor(group, x) for group in groups.values()],
         "y": [float(row) for row in range(len(groups))],
         "name": list(groups),
-        "known": [
-            estimate(g.status, g.b_simple, g.low, g.high) + ("" if g.status == "unresolved" else note)
-            for g in groups.values()
-        ],
+        "known": [estimate(g.status, g.b_simple, g.low, g.high) for g in groups.values()],
         "trace": [number(group.trace_cov) for group in groups.values()],
         "signal": [number(group.grad_sq) for group in groups.values()],
     }
@@ -132,13 +125,11 @@ def _anchor(group: GroupReading, x: Scale) -> float:
 
 
 def _legend(
-    groups: Sequence[GroupReading], batch: float | None, overall: float | None, unit: str, *, is_biased: bool
+    groups: Sequence[GroupReading], batch: float | None, overall: float | None, unit: str
 ) -> tuple[LegendEntry, ...]:
     statuses = {group.status for group in groups}
     legend = []
-    if "resolved" in statuses and is_biased:
-        legend.append(LegendEntry("dot", BLUE, f"noise scale and its confidence interval; {BIASED}"))
-    elif "resolved" in statuses:
+    if "resolved" in statuses:
         legend.append(LegendEntry("whisker", BLUE, "noise scale and its confidence interval"))
     if "lower_bound" in statuses:
         legend.append(LegendEntry("right", GREY, "lower bound: the noise scale lies above this"))
@@ -149,6 +140,5 @@ def _legend(
     if batch:
         legend.append(LegendEntry("dashed", ORANGE, f"batch size, {number(batch)} {unit}"))
     if overall:
-        note = f"; {BIASED}" if is_biased else ""
-        legend.append(LegendEntry("dotted", BLUE, f"whole model, {number(overall)} {unit}{note}"))
+        legend.append(LegendEntry("dotted", BLUE, f"whole model, {number(overall)} {unit}"))
     return tuple(legend)

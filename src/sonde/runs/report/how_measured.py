@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sonde.batch_size.stats.step_pairs import window_noun
 from sonde.runs.policy_reading import PolicyReading
 from sonde.runs.reader import Run, Totals
 from sonde.runs.report.logged_interval import PROMPT_NOISE, logged_interval
@@ -26,10 +25,6 @@ _SETUP_SHOWN = (
 
 _PIECE = "A piece is one micro-batch on one rank."
 _SEPARATED = "Noise is separated from signal by comparing the gradients of the pieces with the gradient of the window."
-_BY_STEPS = (
-    "Noise is separated from signal by comparing the gradients of two consecutive steps. The step in between biases "
-    "the noise scale, which is probably smaller."
-)
 _BY_EXAMPLES = "Noise is separated from signal by comparing the gradients of single examples with that of the window."
 
 
@@ -109,7 +104,6 @@ def _window_rows(run: Run) -> list[Row]:
     if setup.get("fixed_weights"):
         return [*_fixed_weights_rows(n_pieces, units, unit, intervals), Row("Readings", (readings,))]
     separated = _BY_EXAMPLES if per_window == 1 else _SEPARATED
-    separated = _BY_STEPS if last.is_biased else separated
     window = f"{_PIECE} A window is all pieces of one optimizer step. {separated}"
     rows = [
         Row("Pieces", (n_pieces if per_window is None else f"{n_pieces} per window.", window)),
@@ -122,8 +116,7 @@ def _window_rows(run: Run) -> list[Row]:
     )
     if horizon := setup.get("horizon"):
         measured = "measured " if (last.metrics.get("cost/every") or 1) > 1 else ""
-        noun = window_noun(float(horizon), in_pairs=last.is_biased)
-        averaging += f" A window's weight falls by a factor of e in {number(float(horizon))} {measured}{noun}."
+        averaging += f" A window's weight falls by a factor of e in {number(float(horizon))} {measured}windows."
     elif "horizon" in setup:
         averaging += (
             " A window's weight falls by a factor of e in 0.8 of the windows so far: the first has 0.29 of the last "

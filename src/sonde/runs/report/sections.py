@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sonde.batch_size.stats.step_pairs import IN_WORDS as BIASED
 from sonde.runs.policy_reading import PolicyReading
 from sonde.runs.reader import MetricsReading, Reading, Run
 from sonde.runs.report.curve_style import time_axis
@@ -19,9 +18,6 @@ from sonde.wording import count, percent, plural, shorten
 
 MAX_VALUES = 4
 """Largest number of logged values that are drawn. It keeps the page small and readable, whatever a run logs."""
-
-_AT_UPPER_END = "So the figure takes the upper end of its interval as B_crit, and the curves are dashed."
-"""What the figure of the costs does with a biased noise scale."""
 
 
 @dataclass(frozen=True)
@@ -69,16 +65,10 @@ def noise_scale_sections(run: Run) -> list[Section]:
             f"E/E_min = 1 + B/B_crit times the fewest possible {unit} (McCandlish et al. 2018, arXiv:1812.06162). "
             "The curves cross at B = B_crit, where both costs are 2×. The figure takes the noise scale of the last "
             "reading as B_crit. The noise scale is a proxy for B_crit: in published runs B_crit was 0.1 to 20 times "
-            "B_simple." + _of_biased(last),
+            "B_simple.",
             (tradeoff_plot(last, unit),),
         ),
     ]
-
-
-def _of_biased(last: Reading) -> str:
-    if not last.is_biased:
-        return ""
-    return f" This noise scale is {BIASED}." + (f" {_AT_UPPER_END}" if last.high is not None else "")
 
 
 def _noise_scale_text(run: Run, line: Timeline[Reading]) -> str:
@@ -99,8 +89,6 @@ def _noise_scale_text(run: Run, line: Timeline[Reading]) -> str:
             f"is its {percent(float(level))} confidence interval. The dotted curve is the average over the run so far, "
             "which a comparison of whole runs at several batch sizes would show."
         )
-    if any(reading.is_biased for reading in run.readings):
-        text += f" Values with gns/biased = 1 in the log are {BIASED}. Their curve is dashed."
     if any(reading.status == "unresolved" for reading in run.readings):
         text += " A gap means that the noise scale was not known yet."
     if run.totals.n_readings > PIXELS:

@@ -9,7 +9,6 @@ from bokeh.models.glyphs import Line, Scatter
 from bokeh.plotting import figure
 
 from sonde.batch_size.stats.critical_batch import steps_and_examples
-from sonde.batch_size.stats.step_pairs import IN_SHORT as BIASED
 from sonde.runs.reader import Reading
 from sonde.runs.report.figures import (
     BLUE,
@@ -38,7 +37,7 @@ def tradeoff_plot(reading: Reading, unit: str) -> Plot | str:
 
     Returns:
         The figure, or a sentence that says why there is none. Curves are dashed if only a bound of the noise scale is
-        known. Of a biased noise scale, that is the upper end of its interval.
+        known.
     """
     batch, low, high = (
         reading.metrics.get("gns/units_per_window"),
@@ -46,8 +45,6 @@ def tradeoff_plot(reading: Reading, unit: str) -> Plot | str:
         reading.high,
     )
     status = reading.status
-    if reading.is_biased and status == "resolved":  # only the upper end of its interval counts, as in the verdict
-        status, low = "upper_bound", 0.0
     resolved = status == "resolved"
     critical = reading.metrics.get("gns/b_simple") if resolved else high if status == "upper_bound" else low
     if not batch or not critical or low is None or high is None:
@@ -76,7 +73,7 @@ def tradeoff_plot(reading: Reading, unit: str) -> Plot | str:
     draw(fig, here, x=[batch] * 2, y=[cost.steps, cost.examples])
     # Put the label on the side away from the line of the noise scale.
     add_label(fig, batch, y.at(0.92), "you are here", INK, align="right" if batch < critical else "left")
-    return Plot((fig,), _legend(batch, critical, unit, status, is_biased=reading.is_biased))
+    return Plot((fig,), _legend(batch, critical, unit, status))
 
 
 def _add_costs(fig: figure, x: Scale, y: Scale, critical: float, dash: str) -> None:
@@ -95,7 +92,7 @@ def _add_costs(fig: figure, x: Scale, y: Scale, critical: float, dash: str) -> N
     add_hover(fig, columns, [("batch size", "@size"), ("steps", "@steps"), ("units used", "@examples")])
 
 
-def _legend(batch: float, critical: float, unit: str, status: str, *, is_biased: bool) -> tuple[LegendEntry, ...]:
+def _legend(batch: float, critical: float, unit: str, status: str) -> tuple[LegendEntry, ...]:
     if status == "resolved":
         return (
             LegendEntry("line", GREEN, "optimizer steps, S/S_min"),
@@ -106,11 +103,10 @@ def _legend(batch: float, critical: float, unit: str, status: str, *, is_biased:
         )
     is_lower = status == "lower_bound"
     which, other = ("lower", "upper") if is_lower else ("upper", "lower")
-    biased = f"; {BIASED}" if is_biased else ""
     return (
         LegendEntry("dashed", GREEN, f"optimizer steps, S/S_min: at {'least' if is_lower else 'most'} this"),
         LegendEntry("dashed", ORANGE, f"{unit} used, E/E_min: at {'most' if is_lower else 'least'} this"),
-        LegendEntry("bar", BLUE, f"{which} bound of the noise scale, {number(critical)} {unit}{biased}"),
+        LegendEntry("bar", BLUE, f"{which} bound of the noise scale, {number(critical)} {unit}"),
         LegendEntry("band", BLUE, f"possible range of the noise scale: no {other} limit known"),
         LegendEntry(
             "dot", INK, f"this run, {number(batch)} {unit} per step, if the noise scale is at its {which} bound"

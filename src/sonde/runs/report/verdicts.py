@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sonde.batch_size.stats.critical_batch import Verdict, judge_batch, steps_and_examples
 from sonde.batch_size.stats.drift import drift_in_words
-from sonde.batch_size.stats.step_pairs import IN_SHORT as BIASED_IN_SHORT
-from sonde.batch_size.stats.step_pairs import IN_WORDS as BIASED
-from sonde.batch_size.stats.step_pairs import window_noun
 from sonde.policy.stats.coverage import coverage
 from sonde.policy.stats.entropy_verdict import judge_entropy
 from sonde.policy.stats.steps_kept import steps_kept
@@ -88,13 +85,10 @@ def batch_size_panel(run: Run) -> VerdictPanel:
     needed = round(last.metrics.get("gns/windows_needed") or 0)
     if needed and last.status == "resolved":
         measured = "measured " if (last.metrics.get("cost/every") or 1) > 1 else ""
-        noun = window_noun(needed, in_pairs=last.is_biased)
-        basis += f" The interval narrows to about ± 20 % after {needed:,} more {measured}{noun}."
+        basis += f" The interval narrows to about ± 20 % after {needed:,} more {measured}windows."
     covered = last.metrics.get("gns/covered")
     if covered is not None and covered < 1:
         basis += f" It speaks of parameters with {percent(covered)} of the squared gradient: no others were covered."
-    if last.is_biased:
-        basis += f" The noise scale is {BIASED}. The verdict rests on the upper end of its interval alone."
     basis += "".join(_in_further_units(run, last))
     tiles = tuple(_batch_tiles(last, unit))
     return VerdictPanel(verdict.kind, _BATCH_BADGES[verdict.kind], verdict.headline, verdict.detail, basis, tiles)
@@ -158,7 +152,6 @@ def judge_reading(reading: Reading, unit: str) -> Verdict:
         reason=reading.reason,
         doubling_windows=reading.doubling_windows,
         advice=reading.advice,
-        is_biased=reading.is_biased,
     )
 
 
@@ -168,17 +161,15 @@ def _batch_tiles(last: Reading, unit: str) -> Iterator[Tile]:
     used = f"{unit[:1].upper()}{unit[1:]} used"
     if not batch or low is None or high is None or last.status == "unresolved":
         yield _now_tile(last, unit)
-        yield _average_tile(last, unit)
+        yield _noise_scale_tile("Average over the run", metrics, "gns/b_simple_average", unit)
         yield Tile("Batch size", number(batch, 4), f"{unit} per step")
         yield Tile("Steps", "–", "relative to the fewest possible")
         yield Tile(used, "–", "relative to the fewest possible")
         return
     yield _now_tile(last, unit)
-    yield _average_tile(last, unit)
+    yield _noise_scale_tile("Average over the run", metrics, "gns/b_simple_average", unit)
     yield Tile("Batch size", number(batch, 4), f"{unit} per step")
     estimate = metrics.get("gns/b_simple") if last.status == "resolved" else None
-    if last.is_biased:  # only the upper end counts
-        low, estimate = 0.0, None
     fewest = {name: _cost(batch, low, high, estimate, name) for name in ("steps", "examples")}
     yield Tile("Steps", fewest["steps"][0], f"the fewest possible{fewest['steps'][1]}")
     yield Tile(used, fewest["examples"][0], f"the fewest possible{fewest['examples'][1]}")
@@ -189,20 +180,13 @@ def _now_tile(last: Reading, unit: str) -> Tile:
     low, high = last.metrics.get("gns/b_simple_low"), last.high
     if low is None or high is None or last.status == "unresolved":
         return Tile("Noise scale now", "–", "not known yet")
-    biased = f"; {BIASED_IN_SHORT}" if last.is_biased else ""
     if last.status == "resolved":
         moves = drift_in_words(last.doubling_windows)
         note = f"{unit}; between {number(low)} and {number(high)}" + (f"; {moves}" if moves else "")
-        return Tile("Noise scale now", number(last.metrics.get("gns/b_simple")), note + biased)
+        return Tile("Noise scale now", number(last.metrics.get("gns/b_simple")), note)
     if last.status == "lower_bound":
-        return Tile("Noise scale now", f"> {number(low)}", f"{unit}; no upper limit known{biased}")
-    return Tile("Noise scale now", f"< {number(high)}", f"{unit}; no lower limit known{biased}")
-
-
-def _average_tile(last: Reading, unit: str) -> Tile:
-    """The noise scale of the run so far."""
-    tile = _noise_scale_tile("Average over the run", last.metrics, "gns/b_simple_average", unit)
-    return replace(tile, note=f"{tile.note}; biased") if last.is_biased else tile
+        return Tile("Noise scale now", f"> {number(low)}", f"{unit}; no upper limit known")
+    return Tile("Noise scale now", f"< {number(high)}", f"{unit}; no lower limit known")
 
 
 def _noise_scale_tile(name: str, metrics: Mapping[str, float | None], metric: str, unit: str) -> Tile:
