@@ -57,38 +57,3 @@ def window_by_hand(
         v += a * a / n
     big = float(final @ final)
     return (small - big) / (u - v), (u * big - v * small) / (u - v)
-
-
-@dataclass(frozen=True)
-class StepsOnAQuadratic:
-    """Two consecutive batches of SGD on L(θ) = ½ θᵀHθ with noisy gradients Hθ + ξ, cov ξ = Σ/B; in closed form.
-
-    Attributes:
-        hessian: H, [n, n], symmetric.
-        noise: Σ, the covariance of one unit's gradient, [n, n].
-        weights: θ before the first of the two steps, [n].
-        rate: η.
-        batch: B, units in each of the two.
-    """
-
-    hessian: Tensor
-    noise: Tensor
-    weights: Tensor
-    rate: float
-    batch: int
-
-    @property
-    def truth(self) -> Population:
-        """The exact moments at the first step's weights."""
-        gradient = self.hessian @ self.weights
-        return Population(float(gradient @ gradient), float(self.noise.trace()))
-
-    @property
-    def expected(self) -> Population:
-        """E of B/2·|G₂ − G₁|² and of ⟨G₁, G₂⟩, where G₂ = H(θ − ηG₁) + ξ₂ and G₁ = Hθ + ξ₁."""
-        h, gradient, eye = self.hessian, self.hessian @ self.weights, torch.eye(len(self.weights)).double()
-        moved = -self.rate * h @ gradient  # E[G₂ − G₁], and G₂ − G₁ less that is ξ₂ − (1 + ηH) ξ₁
-        own = eye + self.rate * h
-        difference = float(moved @ moved) + float((self.noise + own @ self.noise @ own.T).trace()) / self.batch
-        product = float(gradient @ (gradient + moved)) - self.rate * float((h @ self.noise).trace()) / self.batch
-        return Population(product, self.batch / 2 * difference)

@@ -117,7 +117,7 @@ def test_a_reading_can_be_made_however_long_ago_the_last_window_was() -> None:
         averages.drop(Drop("single_piece", "one piece only"), SOUND)
     reading = summarise(averages, unit="rows", level=0.95)
     assert (reading.status, reading.b_simple, reading.grad_sq) == ("unresolved", None, None)
-    assert reading.reason == "the last 1600 windows could not be used: one piece only"
+    assert reading.reason == "the last 1,600 windows could not be used: one piece only"
     assert set(reading.groups) == {"signal", "noise"}
     (_, series), *_ = averages.history.series(averages.n_seen)
     assert series.mean_grad_sq.isfinite().all()
