@@ -10,7 +10,7 @@ from torch import Tensor
 
 SETUP_KINDS: dict[str, type] = {
     **dict.fromkeys(("ranks", "parameters", "batch_norms", "log_every"), int),
-    **dict.fromkeys(("horizon", "level"), float),
+    "level": float,
     **dict.fromkeys(("groups", "further_units"), list),
 }
 """What a report computes with in a probe's set-up. It shows the rest as it is."""

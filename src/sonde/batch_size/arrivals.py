@@ -18,9 +18,6 @@ from sonde.batch_size.taps.tap_choice import TapChoice
 from sonde.parallel.wrappers import Wrapper
 from sonde.wording import plural
 
-_JUDGED_EVERY = 16
-"""Windows between two looks at whether a verdict is possible, while all windows are measured."""
-
 
 class Arrivals:
     """Takes in the windows that have arrived, in order.
@@ -97,8 +94,6 @@ class Arrivals:
         pace.take(window.known.n_ended, window.costs)
         if pace.disagrees:
             self._log.alert("ranks_disagree", RANKS_DISAGREE, window=window.known.number)
-        if pace.is_undecided and window.known.number % _JUDGED_EVERY == 0:
-            self._pacing.judge(self._tracker.reading(with_groups=False, as_if_last=False))
 
     def _begin_anew_if_it_speaks_of_something_else(self, row: WindowRow, number: int) -> None:
         """Forget windows of other parameters, if examples cover only some.
@@ -109,7 +104,7 @@ class Arrivals:
         """
         n_covered = row.examples.n_covered if row.examples is not None else len(self._wrapper.parameters)
         if self.n_covered not in (None, n_covered) and self._tracker.windows > 1:
-            self._tracker.begin_anew(number, every=self._pacing.pace.every)
+            self._tracker.begin_anew(number)
             parameters = plural(n_covered, "parameter")
             self._say(f"the noise scale speaks of {parameters} from window {number} on, and begins anew")
         self.n_covered = n_covered

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sonde.batch_size.budget import DEFAULT_BUDGET
+from sonde.batch_size.budget import DEFAULT_ALLOWANCE, DEFAULT_BUDGET
 from sonde.batch_size.forward_units import UnitsPerPiece
 from sonde.batch_size.found_model import RanksOfModel, find_parameters
 from sonde.batch_size.parameter_groups import Groups
@@ -35,7 +35,6 @@ def attach(
     *,
     unit: str | Sequence[str],
     units_per_piece: UnitsPerPiece = None,
-    horizon: float = 50.0,
     groups: Groups = "blocks",
     metric: MetricName | Sequence[MetricName] = "euclidean",
     tap: TapName = "auto",
@@ -43,6 +42,7 @@ def attach(
     per_example: Literal["auto", "always", "never"] = "auto",
     rules: Mapping[type[nn.Module], GradientsOf] | None = None,
     budget: float | None = DEFAULT_BUDGET,
+    allowance: float = DEFAULT_ALLOWANCE,
     every: int | None = None,
     log_groups: bool | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
@@ -71,7 +71,6 @@ def attach(
             ("sequences", "tokens"), they are converted to those after the first.
         units_per_piece: units in a micro-batch, by name if there are several, unless `piece(units=...)` gives them.
             "first dim" counts the rows that each forward is called with.
-        horizon: how many measured windows back the noise scale's trend is fitted; `math.inf` for the whole run.
         groups: "blocks", "kinds", "parameters", None, or a function from a parameter's name to its group's.
         metric: "euclidean", "adam", "sign" or "spectral"; or several of them, the headline first.
         tap: "leaf", "comm_hook" or "auto".
@@ -79,6 +78,7 @@ def attach(
         per_example: "auto", "always" or "never": whether the gradient of each example is read besides those of pieces.
         rules: rules for layers of your own, whose examples are to be read; see `PerExampleNorms`.
         budget: part of the run's time that measuring may cost; None to measure every window.
+        allowance: seconds that measuring may take in any case.
         every: measure one window in so many, whatever it costs.
         log_groups: whether each group's values go to the log; None for up to 256 groups, but not for "parameters".
         grad_scaler: the `torch.amp.GradScaler` in use.
@@ -124,7 +124,6 @@ def attach(
         options = NoiseScaleOptions(
             unit,
             units_per_piece,
-            horizon,
             groups,
             metric,
             tap,
@@ -132,6 +131,7 @@ def attach(
             per_example,
             rules,
             budget,
+            allowance,
             every,
             log_groups,
         )

@@ -1,4 +1,4 @@
-"""Which windows are measured: all at first, then as many as a budget of the run's time allows, or one in N.
+"""Which windows are measured: all at first, then about as many in each doubling of the run, or one in N.
 
 Nothing here knows tensors or ranks. Every rank has a `Pace` of its own, and all of them must choose the same windows:
 a measured window has a collective that the others lack. So a pace decides by numbers that were summed over ranks
@@ -8,6 +8,7 @@ of those windows have arrived.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -29,8 +30,12 @@ from sonde.stats.state import check_count, check_keys, check_number
 
 DEFAULT_BUDGET: float | None = 0.01
 """Part of the run's time that measuring may cost, unless the user says otherwise; None measures every window."""
-FIRST_WINDOWS = 200
-"""At most so many windows are all measured before the budget holds, if no verdict comes earlier."""
+DEFAULT_ALLOWANCE = 10.0
+"""Seconds that measuring may take in any case, unless the user says otherwise."""
+PER_DOUBLING = 150
+"""Windows that are measured while the run doubles in steps, as long as the allowance lasts."""
+FEWEST_PER_DOUBLING = 16
+"""Windows that are measured while the run doubles in steps, whatever that costs."""
 REVIEW = 16
 """Windows between two decisions."""
 _ARRIVAL = 15
@@ -55,21 +60,31 @@ class Pace:
     A period in the data therefore cannot fall in step with the choice. The place follows from the stretch's number
     alone, so that it is the same on every rank and after a restart. The first window after attach is always measured.
 
-    With a budget, all windows are measured until the readings allow a verdict, or `FIRST_WINDOWS` have passed. Then N
-    is the smallest that keeps the cost within the budget, computed again as costs become known better. With several
-    ranks, the first 16 windows are all measured, until the ranks have been seen to have the same options and state.
+    With a budget, measured windows are spread over log time, as training resembles itself there: N grows with the run,
+    so that each doubling has `PER_DOUBLING` of them until measuring has taken the allowance, and at least
+    `FEWEST_PER_DOUBLING` in any case. Where the budget allows more, N is the smallest that keeps the cost within it,
+    computed again as costs become known better. With several ranks, the first 16 windows are all measured, until the
+    ranks have been seen to have the same options and state.
 
     Args:
         every: N, from 1 up; None to choose it by the budget.
         budget: part of the run's time that measuring may cost, from 0 to 1; None for no limit.
+        allowance: seconds that measuring may take in any case.
         n_ranks: ranks whose costs are summed.
         exact_bits: bits of whole numbers whose sum over these ranks is exact.
     """
 
     def __init__(
-        self, *, every: int | None = None, budget: float | None = None, n_ranks: int = 1, exact_bits: int = 41
+        self,
+        *,
+        every: int | None = None,
+        budget: float | None = None,
+        allowance: float = DEFAULT_ALLOWANCE,
+        n_ranks: int = 1,
+        exact_bits: int = 41,
     ) -> None:
         self._fixed, self.budget, self._n_ranks = every, (budget if every is None else None), n_ranks
+        self._allowance, self._spent = allowance, 0.0
         self.windows = 0
         """Windows ended, those before a restart included."""
         self.is_measured = True
@@ -80,7 +95,6 @@ class Pace:
         self._n_here = 0
         self._every = every or 1
         self._base = 0
-        self._has_verdict = False
         self._rows: deque[CostRow] = deque(maxlen=_REMEMBERED)
         self._arrived: deque[CostRow] = deque()
         self._awaited: deque[tuple[int, int]] = deque()
@@ -100,15 +114,10 @@ class Pace:
         return self._every if self._agrees else 1
 
     @property
-    def is_undecided(self) -> bool:
-        """Whether all windows are measured until a verdict is possible."""
-        return self.budget is not None and not self._has_verdict and self.windows < FIRST_WINDOWS
-
-    @property
     def start(self) -> int:
         """A digest of the options and of the state that this rank began with, below 2²⁰; fixed from the first call."""
         if self._start is None:
-            text = repr((self._fixed, self.budget, self.state_dict()))
+            text = repr((self._fixed, self.budget, self._allowance, self.state_dict()))
             self._start = zlib.crc32(text.encode()) % 2**self._digest_bits
         return self._start
 
@@ -201,11 +210,11 @@ class Pace:
         while self._arrived and self._arrived[0].number <= up_to:
             row = self._arrived.popleft()
             self._compare_starts(row.costs)
-            # All ranks have the same sums, so all count the same opinions.
-            self._has_verdict |= round(row.costs.has_verdict) == self._n_ranks
-            self._rows.append(CostRow(row.number, row.every, per_rank(row.costs, self._n_ranks)))
+            costs = per_rank(row.costs, self._n_ranks)
+            self._spent += costs.seconds - costs.idle_seconds
+            self._rows.append(CostRow(row.number, row.every, costs))
         self._rows = deque(since_change(self._rows), maxlen=_REMEMBERED)
-        if self.budget is None or not self._agrees or self.is_undecided:
+        if self.budget is None or not self._agrees:
             return
         # What a measured window costs depends on whether others were left out before it, not on how many.
         alike = [row for row in self._rows if (row.every > 1) == (self._every > 1)]
@@ -215,6 +224,8 @@ class Pace:
             wanted = max(wanted, affordable_every(list(self._rows)[-FEWEST:], self.budget) or 1)
         if self._every > 1:  # a few windows may have been dear by accident, and a slow pace learns it late
             wanted = min(wanted, _MOST_SLOWER * self._every)
+        per_doubling = PER_DOUBLING if self._spent < self._allowance else FEWEST_PER_DOUBLING
+        wanted = max(min(wanted, int(self.windows * math.log(2) / per_doubling)), 1)
         low, high = _LEAST_CHANGE
         if not low * self._every <= wanted <= high * self._every:
             self._every = wanted
@@ -234,7 +245,7 @@ class Pace:
             "windows": self.windows,
             "every": self._every,
             "base": self._base,
-            "has_verdict": int(self._has_verdict),
+            "spent": self._spent,
             "costs": [[row.number, row.every, *row.costs.numbers()] for row in since_change(rows)],
         }
 
@@ -251,7 +262,7 @@ class Pace:
         if self._n_here:
             return
         self.windows, self._base = state["windows"], state["base"]
-        self._has_verdict = bool(state["has_verdict"])
+        self._spent = float(state["spent"])
         self._every = self._fixed or (state["every"] if self.budget is not None else 1)
         rows = (CostRow(int(row[0]), int(row[1]), WindowCosts(*map(float, row[2:]))) for row in state["costs"])
         self._rows = deque(rows, maxlen=_REMEMBERED)
@@ -264,9 +275,10 @@ def check_pace(state: Mapping[str, Any]) -> None:
         ValueError: when keys are unknown or missing, or a value cannot be what its name says.
     """
     label = "pace of the probe state"
-    check_keys(label, state, {"windows", "every", "base", "has_verdict", "costs"})
-    for name in ("windows", "every", "base", "has_verdict"):
+    check_keys(label, state, {"windows", "every", "base", "spent", "costs"})
+    for name in ("windows", "every", "base"):
         check_count(label, state, name)
+    check_number(label, state, "spent", low=0)
     if not state["every"] >= 1:
         raise ValueError(f"{label}: 'every' must be from 1 up, got {state['every']!r}: is it damaged?")
     if state["base"] > state["windows"]:

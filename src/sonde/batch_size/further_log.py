@@ -17,8 +17,8 @@ _MEANINGS = {
     "b_simple_average": Metric("{unit}", "noise scale of the run so far, each step weighted by its progress"),
     "b_simple_average_low": Metric("{unit}", "lower end of that average's 95 % interval"),
     "b_simple_average_high": Metric("{unit}", "upper end of that average's 95 % interval; null without one"),
-    "grad_sq": Metric("norm²", "squared norm of the true gradient, unclamped, averaged over the horizon"),
-    "trace_cov": Metric("norm² · {unit}", "noise of one unit's gradient, averaged over the horizon"),
+    "grad_sq": Metric("norm²", "squared norm of the true gradient, unclamped, over about half the run"),
+    "trace_cov": Metric("norm² · {unit}", "noise of one unit's gradient, over about half the run"),
 }
 
 
@@ -35,7 +35,7 @@ def sections(names: Iterable[str]) -> tuple[ReportSection, ...]:
     """The report's section with the noise scale in each metric; none without further metrics."""
     curves = tuple(f"gns/{name}/b_simple" for name in names)
     text = (
-        "The noise scale of the same gradients in other metrics, each from a local trend as the noise scale above. The "
+        "The noise scale of the same gradients in other metrics, now, as above. The "
         "verdict speaks of the first metric alone."
     )
     return (ReportSection("Noise scale in other metrics", text, curves),) if curves else ()

@@ -12,10 +12,9 @@ from torch import Tensor
 from sonde.batch_size.further_log import declared, of_readings, of_windows, sections
 from sonde.batch_size.measuring_cost import Cost, WindowCosts
 from sonde.batch_size.per_example.window import ExampleRow
-from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading, find_alerts, set_aside_alerts
+from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading, find_alerts
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
-from sonde.batch_size.stats.window_entry import SetAside, SetAsides
 from sonde.batch_size.stats.window_row import Drop, WindowRow
 from sonde.batch_size.taps.further_sums import FurtherRow
 from sonde.probe import Metric
@@ -24,23 +23,22 @@ from sonde.records import RunLog, has_details, logger
 from sonde.wording import percent
 
 METRICS: dict[str, Metric] = {
-    "gns/b_simple": Metric("{unit}", "gradient noise scale tr Σ/|G|² now"),
+    "gns/b_simple": Metric("{unit}", "level of the gradient noise scale tr Σ/|G|² now"),
     "gns/b_simple_low": Metric("{unit}", "lower end of the noise scale's 95 % interval; 0 for an upper bound"),
     "gns/b_simple_high": Metric("{unit}", "upper end of the noise scale's 95 % interval; null without one"),
     "gns/drift": Metric("1/window", "change of log(noise scale) per window, now"),
     "gns/drift_error": Metric("1/window", "standard error of gns/drift"),
+    "gns/scatter": Metric("ratio", "standard deviation of log(tr Σ/|G|²) of single windows about the level, at most"),
     "gns/b_simple_average": Metric("{unit}", "noise scale of the run so far, each step weighted by its progress"),
     "gns/b_simple_average_low": Metric("{unit}", "lower end of that average's 95 % interval"),
     "gns/b_simple_average_high": Metric("{unit}", "upper end of that average's 95 % interval; null without one"),
-    "gns/grad_sq": Metric("gradient²", "squared norm of the true gradient |G|², unclamped, averaged over the horizon"),
-    "gns/trace_cov": Metric("gradient² · {unit}", "variance of one unit's gradient, tr Σ, averaged over the horizon"),
+    "gns/grad_sq": Metric("gradient²", "squared norm of the true gradient |G|², unclamped, over about half the run"),
+    "gns/trace_cov": Metric("gradient² · {unit}", "variance of one unit's gradient, tr Σ, over about half the run"),
     "gns/consistency": Metric("ratio", "tr Σ within ranks over tr Σ between ranks; about 1 when data are sound"),
     "gns/effective_units": Metric("{unit}", "effective number of units in a window (Kish)"),
     "gns/u": Metric("1/{unit}", "mean of one over a piece's units, weighted as the pieces are; gns_mu is tr Σ·u/|G|²"),
     "gns/units_per_window": Metric("{unit}", "units in a window: the batch size"),
     "gns/windows_needed": Metric("windows", "measured windows still needed for ± 20 %; null when not known"),
-    "gns/set_aside": Metric("windows", "windows left out because each outweighed all others of its horizon together"),
-    "gns/influence": Metric("ratio", "largest change of log(noise scale) that a single window makes"),
     "gns/scale": Metric("ratio", "κ: the optimizer's gradient over the sum of the pieces' gradients"),
     "gns/scale_residual": Metric("ratio", "part of the optimizer's gradient that κ does not explain"),
     "gns/covered": Metric("fraction", "part of |F|² of the parameters that the noise scale speaks of; 1 for all"),
@@ -167,7 +165,6 @@ class NoiseScaleLog:
         self._pieces: dict[str, object] = {}
         self._window = 0
         self._last_drop, self._n_same_drops = "", 0
-        self._set_asides: tuple[SetAside | None, tuple[SetAside, ...]] = (None, ())
         self._n_readings = 0
         self._lacks_groups = False
         """Whether the last reading was written without its groups."""
@@ -213,7 +210,6 @@ class NoiseScaleLog:
             self._write("window", **record)
         self._n_same_drops = self._n_same_drops + 1 if drop and drop.kind == self._last_drop else 1
         self._last_drop = drop.kind if drop else ""
-        self._alert_set_asides(self._tracker.set_asides)
         if drop is not None and drop.kind not in _EXPECTED:
             self._alert_drop(window.known.number, drop)
         if window.known.number // self._log.every > before // self._log.every:
@@ -241,15 +237,6 @@ class NoiseScaleLog:
         is_passing = drop.kind in _PASSING or (drop.kind == "single_piece" and self._tracker.windows > 0)
         if not is_passing or self._n_same_drops >= _NO_LONGER_PASSING:
             self.alert(drop.kind, f"window {number} was dropped: {drop.reason}")
-
-    def _alert_set_asides(self, now: SetAsides) -> None:
-        """Alert about each window that has just been set aside, not about the first only."""
-        (last, in_groups), self._set_asides = self._set_asides, (now.last, now.last_in_groups)
-        new = now.last if now.last is not last else None
-        new_in_groups = now.last_in_groups if now.last_in_groups is not in_groups else ()
-        for name, message in set_aside_alerts(new, new_in_groups).items():
-            self.alerts.pop(name, None)
-            self.alert(name, message)
 
     def alert(self, name: str, message: str, *, window: int | None = None) -> None:
         """Note that something looks wrong: in the next reading, and as an alert the first time that `name` occurs.
@@ -282,17 +269,14 @@ class NoiseScaleLog:
         self._lacks_groups = self._has_groups and not is_due
         # Ranks that write nothing need the total alone, for its alerts.
         with_groups = is_due and self._log.is_first_rank
-        reading = self._tracker.reading(with_groups=with_groups, as_if_last=is_last, now=self._window)
+        reading = self._tracker.reading(with_groups=with_groups)
         for name, message in find_alerts(reading).items():
             self.alert(name, message)
         cost = self._cost() if self._cost is not None else None
         if cost is not None and cost.is_over:
             self.alert(*_over_budget(cost))
         elapsed = now - interval.start
-        others = {
-            name: tracker.reading(with_groups=False, as_if_last=is_last, now=self._window)
-            for name, tracker in self._further.items()
-        }
+        others = {name: tracker.reading(with_groups=False) for name, tracker in self._further.items()}
         metrics = (
             reading.metrics()
             | of_readings(others)
@@ -329,7 +313,6 @@ class NoiseScaleLog:
 
     def write_rest(self) -> None:
         """Write a reading of the windows since the last one, with its groups."""
-        self._alert_set_asides(self._tracker.set_asides_now())
         self.reading(time.time(), is_last=True)
         if self._lacks_groups and self._log.is_first_rank:
             self._write("details", window=self._window, groups=_groups_record(self._tracker.reading()))

@@ -35,7 +35,6 @@ class WindowCosts:
         n_idle: how many they are.
         measured_time: duration of measured windows, in seconds.
         n_measured: how many they are.
-        has_verdict: 1 if the readings allow a verdict on the batch size, else 0.
         start: digest of the options and of the state that a rank began with.
         sq_start: its square.
         changed: 1 if this rank has begun to measure windows in another way, else 0.
@@ -47,7 +46,6 @@ class WindowCosts:
     n_idle: float = 0.0
     measured_time: float = 0.0
     n_measured: float = 0.0
-    has_verdict: float = 0.0
     start: float = 0.0
     sq_start: float = 0.0
     changed: float = 0.0

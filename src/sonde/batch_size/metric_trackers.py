@@ -19,15 +19,12 @@ class MetricTrackers:
 
     Args:
         metrics: of the probe.
-        make: makes a tracker, called with the name of its metric and whether squares of groups add up.
+        make: makes a tracker, called with the name of its metric.
     """
 
-    def __init__(self, metrics: ChosenMetrics, make: Callable[[str, bool], NoiseScaleTracker]) -> None:
+    def __init__(self, metrics: ChosenMetrics, make: Callable[[str], NoiseScaleTracker]) -> None:
         self._order = list(metrics.adds)
-        adds = metrics.adds
-        self._all: dict[str, NoiseScaleTracker] = {}
-        for name in metrics.names:
-            self._all[name] = make(name, adds.get(name) != "norms")
+        self._all: dict[str, NoiseScaleTracker] = {name: make(name) for name in metrics.names}
         self.headline = next(iter(self._all.values()))
         self.further = {name: tracker for name, tracker in self._all.items() if tracker is not self.headline}
         """The others, by name."""
@@ -71,13 +68,13 @@ class MetricTrackers:
         known, drops = window.known, []
         for name, tracker in self._all.items():
             own = rows[name].in_place_of(row) if name in rows else row
-            drops.append(tracker.update(own, number=known.number, every=known.every))
+            drops.append(tracker.update(own, number=known.number))
         return drops[0]
 
     def parameters_changed(self, change: TrainedChange) -> None:
         """Forget the windows in which other parameters were trained than now."""
         for tracker in self._all.values():
-            tracker.parameters_changed(change.groups, gone=change.gone, first=change.first)
+            tracker.begin_anew(change.first, changed=change.groups, gone=change.gone)
 
     def state_dict(self) -> dict[str, Any]:
         """The averages of all but the headline, by metric."""

@@ -7,8 +7,6 @@ import time
 from sonde.batch_size.budget import Pace
 from sonde.batch_size.measuring_cost import WindowCosts
 from sonde.batch_size.mechanism import Mechanism
-from sonde.batch_size.stats.critical_batch import judge_batch
-from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.taps.tap_choice import TapChoice
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.window_clock import WindowClock, marks_of
@@ -40,7 +38,6 @@ class Pacing:
         self.pace = pace
         self._taps, self._mechanism, self._reader = taps, mechanism, reader
         self._clock = WindowClock(marks_of(reader.device))
-        self._has_verdict = False
         self._has_changed = False
         self._spent = self._idle = self._in_all = 0.0
         self._taken = self._idle_taken = 0.0
@@ -92,7 +89,6 @@ class Pacing:
             n_idle=times.n_idle,
             measured_time=times.measured,
             n_measured=times.n_measured,
-            has_verdict=float(self._has_verdict),
             start=start,
             sq_start=float(start * start),
             changed=float(self._has_changed),
@@ -135,24 +131,3 @@ class Pacing:
     def measures_otherwise(self) -> None:
         """Note that windows are measured in another way from now on. All ranks hear of it with the next costs."""
         self._has_changed = True
-
-    def judge(self, reading: NoiseScaleReading) -> None:
-        """Note whether a reading allows a verdict on the batch size."""
-        self._has_verdict |= allows_verdict(reading)
-
-
-def allows_verdict(reading: NoiseScaleReading) -> bool:
-    """Whether a reading decides something about the batch size: an interval that excludes an answer, or a bound that
-    leaves one."""
-    if reading.units_per_window is None:
-        return False
-    verdict = judge_batch(
-        reading.units_per_window,
-        unit=reading.unit,
-        status=reading.status,
-        b_simple=reading.b_simple,
-        low=reading.low,
-        high=reading.high,
-        reason=reading.reason,
-    )
-    return verdict.kind != "unknown" if reading.status == "resolved" else verdict.kind in ("too_small", "too_large")

@@ -68,6 +68,7 @@ from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.probe import Metric
 from sonde.record_values import known
 from sonde.records import LogOrPlaces, RunLog, log_of
+from sonde.stats.intervals import LEVEL
 from sonde.stats.sealed_state import sealed
 
 if TYPE_CHECKING:
@@ -195,6 +196,7 @@ class NoiseScaleProbe:
         pace = Pace(
             every=options.every,
             budget=options.budget,
+            allowance=options.allowance,
             n_ranks=n_summed_ranks,
             exact_bits=exact_bits(self._reader.device, n_summed_ranks),
         )
@@ -290,7 +292,7 @@ class NoiseScaleProbe:
             raise
         return begun
 
-    def _new_tracker(self, fixed_weights: FixedWeights | None, metric: str, groups_add_up: bool) -> NoiseScaleTracker:
+    def _new_tracker(self, fixed_weights: FixedWeights | None, metric: str) -> NoiseScaleTracker:
         found = self._found
         # A GradScaler and other metrics change the size of squares: the limit for plain squares is not theirs.
         has_plain_squares = metric == "euclidean" and self._grad_scaler is None
@@ -298,12 +300,10 @@ class NoiseScaleProbe:
             unit=found.units[0],
             further_units=found.units[1:],
             groups=tuple(dict.fromkeys(found.group_names)),
-            horizon=self._options.horizon,
             n_ranks=found.wrapper.n_ranks,
             least_sq_norm=LEAST_SQ_NORM * found.whole.numel if has_plain_squares else 0.0,
             rounding=self._rounding.now(),
             fixed_weights=fixed_weights,
-            groups_add_up=groups_add_up,
         )
 
     # What the user calls.
@@ -489,7 +489,7 @@ class NoiseScaleProbe:
         """
         with self._delivery.alone():
             self._delivery.receive_all()
-            return self._metrics.of(metric).reading(now=self._ends.n_windows)
+            return self._metrics.of(metric).reading()
 
     def window(self, metric: str | None = None) -> SolvedWindow | None:
         """The last measured window's own tr Σ and |G|², unbiased and noisy. Waits for the device.
@@ -521,7 +521,7 @@ class NoiseScaleProbe:
         """
         with self._delivery.alone():
             self._delivery.receive_all()
-            metrics = self._tracker.reading(with_groups=False, now=self._ends.n_windows).metrics()
+            metrics = self._tracker.reading(with_groups=False).metrics()
         return known(metrics) if known_only else metrics
 
     @property
@@ -574,7 +574,7 @@ class NoiseScaleProbe:
         Ranks that began with different states measure every window.
 
         Raises:
-            ValueError: when it is of another version, unit, metric, horizon or of other parameters, has unknown or
+            ValueError: when it is of another version, unit, metric or of other parameters, has unknown or
                 missing keys, or a value that cannot be what its name says; nothing is changed then.
         """
         state = unsealed(state)
@@ -623,7 +623,7 @@ class NoiseScaleProbe:
                 self._ends.catch_up()
                 self._end(reason, patience=patience)
                 if says_reading and self._ends.n_windows:
-                    self._say(str(self._tracker.reading(with_groups=False, now=self._ends.n_windows)))
+                    self._say(str(self._tracker.reading(with_groups=False)))
 
     def _end(self, reason: str, *, patience: float) -> None:
         atexit.unregister(self._at_exit)
@@ -670,8 +670,8 @@ class NoiseScaleProbe:
             self._options, self._wrapper, self._found.whole, self._reader.tap_name, self._reader.groups
         )
         setup["fixed_weights"] = self._tracker.at_fixed_weights
-        has_scaler, level = self._grad_scaler is not None, self._tracker.level
-        return setup | {"log_every": self._log_every, "grad_scaler": has_scaler, "level": level} | self._found.facts
+        has_scaler = self._grad_scaler is not None
+        return setup | {"log_every": self._log_every, "grad_scaler": has_scaler, "level": LEVEL} | self._found.facts
 
     def _say(self, text: str) -> None:
         if self._verbose:

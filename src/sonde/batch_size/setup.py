@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from typing_extensions import TypeIs
 
-from sonde.batch_size.budget import DEFAULT_BUDGET, FIRST_WINDOWS
+from sonde.batch_size.budget import DEFAULT_ALLOWANCE, DEFAULT_BUDGET
 from sonde.batch_size.forward_units import (
     FIRST_DIM,
     UnitsPerPiece,
@@ -22,7 +22,7 @@ from sonde.batch_size.forward_units import (
 from sonde.batch_size.measuring_cost import Cost
 from sonde.batch_size.metric_choice import metric_names
 from sonde.batch_size.model_checks import BATCH_NORM, STEPS_IN_BACKWARD, SYNC_BATCH_NORM
-from sonde.batch_size.parameter_groups import Groups, are_logged, check_groups
+from sonde.batch_size.parameter_groups import Groups, are_logged
 from sonde.batch_size.per_example.rules import GradientsOf
 from sonde.batch_size.taps.ddp_buckets import comm_hook_name
 from sonde.batch_size.taps.metric import MetricName
@@ -34,7 +34,7 @@ from sonde.parallel.stages import ModelParameters
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.parallel.wrappers import Wrapper
 from sonde.records import RunLog
-from sonde.wording import percent, plural
+from sonde.wording import number, percent, plural
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,6 @@ class NoiseScaleOptions:
             number. Without `piece()`, each backward is one piece. Once `piece()` is used, only backwards inside
             `piece()` count. "first dim" counts the rows of each forward: the size of dim 0 of the first tensor that the
             model is called with. A function is called as the model is, and returns the number of units.
-        horizon: how many measured windows back the noise scale's trend is fitted; `math.inf` for the whole run.
         groups: "blocks" for one group per top-level block; "kinds" for embeddings, attention, mlp, experts, norms,
             biases, head and the like; "parameters" for one group each; None for one group in all; or a function from a
             parameter's name to its group's.
@@ -67,11 +66,13 @@ class NoiseScaleOptions:
             every measured window, "never" in none. Examples must be the units and the rows of what layers are called
             with; sequences of tokens are rows [examples, tokens, …].
         rules: rules for layers of your own, whose examples are to be read; see `PerExampleNorms`.
-        budget: part of the run's time that measuring may cost, between 0 and 1; None to measure every window. All
-            windows are measured until the readings allow a verdict on the batch size, but at most the first 200. Then
-            one window in N is measured, with N chosen from what the probe has timed, and at most 1000. It is a window
-            at a random place in each stretch of N, so that no period in the data falls in step with it.
-        every: N itself, from the first window on; `budget` is not used then.
+        budget: part of the run's time that measuring may cost, between 0 and 1; None to measure every window. One
+            window in N is measured. N grows with the run, so that each doubling of its steps has about 150 measured
+            windows until measuring has taken the `allowance`, and 16 in any case; where the budget allows more, N is
+            smaller. It is a window at a random place in each stretch of N, so that no period in the data falls in step
+            with it.
+        allowance: seconds that measuring may take in any case, however short the run is.
+        every: N itself, from the first window on; `budget` and `allowance` are not used then.
         log_groups: write each group's values to the log. None writes up to 256 groups, but none of "parameters".
             `reading().groups` has them in any case.
 
@@ -81,7 +82,6 @@ class NoiseScaleOptions:
 
     unit: str | Sequence[str]
     units_per_piece: UnitsPerPiece = None
-    horizon: float = 50.0
     groups: Groups = "blocks"
     metric: MetricName | Sequence[MetricName] = "euclidean"
     tap: TapName = "auto"
@@ -89,6 +89,7 @@ class NoiseScaleOptions:
     per_example: Literal["auto", "always", "never"] = "auto"
     rules: Mapping[type[nn.Module], GradientsOf] | None = None
     budget: float | None = DEFAULT_BUDGET
+    allowance: float = DEFAULT_ALLOWANCE
     every: int | None = None
     log_groups: bool | None = None
 
@@ -102,12 +103,6 @@ class NoiseScaleOptions:
                     raise ValueError(
                         f"units_per_piece must be positive and finite, got {units!r}: count a micro-batch's units"
                     )
-        if not (is_number(self.horizon) and self.horizon > 1):
-            raise ValueError(
-                f"horizon must be more than 1 window, got {self.horizon!r}: use 50, or math.inf for all windows"
-            )
-        metric_names(self.metric)
-        check_groups(self.groups)
         if self.log_groups is not None and not isinstance(self.log_groups, bool):
             raise ValueError(f"log_groups must be True, False or None, got {self.log_groups!r}")
         if self.tap not in get_args(TapName):
@@ -128,6 +123,10 @@ class NoiseScaleOptions:
             raise ValueError(
                 f"budget must be a part of the run's time between 0 and 1, got {self.budget!r}: use 0.01 for 1 %, or "
                 "None to measure every window"
+            )
+        if not (is_number(self.allowance) and 0 <= self.allowance < math.inf):
+            raise ValueError(
+                f"allowance must be seconds that measuring may take in any case, ≥ 0 and finite, got {self.allowance!r}"
             )
         if self.every is not None and not (type(self.every) is int and self.every >= 1):
             raise ValueError(
@@ -202,12 +201,12 @@ def same_on_ranks(
         _IS_ACCEPTED: True,
         "unit": names_of_units[0],
         "the list of further units": names_of_units[1:],
-        "horizon": options.horizon,
         "whether tap is 'auto'": options.tap == "auto",
         "metric": options.metrics,
         "staging_mib": options.staging_mib if options.metrics != ("euclidean",) else None,
         "every": options.every,
         "budget": options.budget,
+        "allowance": options.allowance,
         "per_example": options.per_example,
         "whether units are counted in forwards": is_of_forward(options.units_per_piece),
         "whether the optimizer has second moments": has_moments,
@@ -264,8 +263,8 @@ def setup_record(
         "parameters": whole.numel,
         "groups": list(groups) if are_logged(options.groups, len(groups), options.log_groups) else [],
         "budget": options.budget if options.every is None else None,
+        "allowance": options.allowance if options.every is None and options.budget is not None else None,
         "every": options.every,
-        "horizon": options.horizon if math.isfinite(options.horizon) else None,
         "metric": ", ".join(options.metrics),
         "comm_hook": comm_hook_name(wrapper.ddp),
         "units_per_piece": options.units_per_piece if is_number(options.units_per_piece) else None,
@@ -310,7 +309,7 @@ def describe(setup: Mapping[str, Any], unit: str, groups: Sequence[str]) -> str:
         "unit": unit
         + (f": {how}" if (how := setup["units_by_forward"]) else "")
         + (f", also counted in {', '.join(further)}" if (further := setup["further_units"]) else ""),
-        "windows": _windows_in_words(setup["budget"], setup["every"]),
+        "windows": _windows_in_words(setup["budget"], setup["allowance"], setup["every"]),
         "groups": f"{len(groups)}: {shown}" + ("" if setup["groups"] else "; their values are not written to the log"),
         "steps": setup["optimizer"],
     }
@@ -326,18 +325,19 @@ def describe(setup: Mapping[str, Any], unit: str, groups: Sequence[str]) -> str:
     return "noise scale attached\n" + "\n".join(f"  {name:<10}{text}" for name, text in rows.items())
 
 
-def _windows_in_words(budget: float | None, every: int | None) -> str:
+def _windows_in_words(budget: float | None, allowance: float | None, every: int | None) -> str:
     if every is not None and every > 1:
         return f"one in {every} is measured"
     if every is not None or budget is None:
         return "all are measured"
-    return f"measured until a verdict, at most {FIRST_WINDOWS}; then as many as {percent(budget)} of the time allows"
+    return f"as many are measured as {percent(budget)} of the time allows, or {number(allowance)} s if that is more"
 
 
 def describe_pace(cost: Cost) -> str:
     """The message that the first window prints which is not measured."""
-    why = "" if cost.budget is None else f", to cost no more than {percent(cost.budget)} of the run's time"
-    return f"one window in {cost.every} is measured from now on{why}"
+    if cost.budget is None:
+        return f"one window in {cost.every} is measured"
+    return "not every window is measured from now on, and fewer as the run grows: every=1 measures all"
 
 
 def describe_window(n_pieces: int, n_units: Mapping[str, float], n_ranks: int, counted_in: str) -> str:

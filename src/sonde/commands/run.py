@@ -75,7 +75,7 @@ def _check(options: RunOptions) -> None:
     if options.nproc is not None and options.nproc < 1:
         raise ValueError(f"--nproc must be at least 1, got {options.nproc}: leave it out to start one process")
     check_units_from(options.units_from)
-    NoiseScaleOptions(options.unit or "rows", horizon=options.horizon, budget=options.budget, every=options.every)
+    NoiseScaleOptions(options.unit or "rows", budget=options.budget, every=options.every)
     if options.out is not None:
         _check_out(options.out.absolute())
 
@@ -144,7 +144,6 @@ def environment_of(options: RunOptions, command: Sequence[str], environment: Map
         micro_batches=options.micro_batches,
         budget=options.budget,
         every=options.every,
-        horizon=options.horizon,
         report=options.report,
     )
     before = environment.get("PYTHONPATH")

@@ -367,9 +367,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
             weighs: Literal["tokens", "completions"] = "completions"
             if self._trainer.loss_type in DIVIDED_BY_TOKENS:
                 weighs = "tokens"
-            self._noise = PromptNoiseProbe(
-                model, token_statistics=statistics, weighs=weighs, horizon=config.gns_probe.horizon
-            )
+            self._noise = PromptNoiseProbe(model, token_statistics=statistics, weighs=weighs)
         self._has_probes = True
 
     def _resume_noise(self, noise: PromptNoiseProbe) -> None:

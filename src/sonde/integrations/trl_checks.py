@@ -84,7 +84,7 @@ def _check_sampling(trainer: Any, *, is_fresh: bool) -> None:
 def _check_config(trainer: Any, config: ProbesConfig, evaluation: str, *, causes: bool) -> None:
     """Refuse options that have no effect with TRL, or would fail at the first step or a later one."""
     used = {
-        "gns_probe": ("enabled", "horizon", "log_every"),
+        "gns_probe": ("enabled", "log_every"),
         # TRL's step is the optimizer's own, and a log holds intervals of 95 %.
         "entropy_probe": tuple(
             vars(config.entropy_probe).keys() - {"temperature", "step_size", "level", "entropy_coefficient"}

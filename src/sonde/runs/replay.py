@@ -1,4 +1,4 @@
-"""Readings of the noise scale, made again from the windows of a log: with another horizon, or at other windows."""
+"""Readings of the noise scale, made again from the windows of a log."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from sonde.batch_size.stats.history import WindowHistory
+from sonde.batch_size.stats.filter import Level
+from sonde.batch_size.stats.level import WindowsOfRun
 from sonde.batch_size.stats.noise_scale import WindowEstimate
 from sonde.batch_size.stats.solved_window import SolvedWindow
-from sonde.batch_size.stats.trend import TrendFit, fit_trends
 from sonde.runs.windows import WindowReading
-
-_WHOLE = ("all",)
-"""The group of windows that were logged without groups."""
 
 
 @dataclass(frozen=True)
@@ -24,18 +21,14 @@ class ReplayedReading:
         window: number of the optimizer step.
         total: of the whole model.
         groups: of each group of parameters.
-        set_aside: windows so far that were left out because each outweighed all others of its horizon together.
     """
 
     window: int
-    total: TrendFit
-    groups: Mapping[str, TrendFit]
-    set_aside: int
+    total: Level
+    groups: Mapping[str, Level]
 
 
-def replay_windows(
-    windows: Iterable[WindowReading], *, horizon: float = 50.0, every: int = 1, level: float = 0.95
-) -> Iterator[ReplayedReading]:
+def replay_windows(windows: Iterable[WindowReading], *, every: int = 1) -> Iterator[ReplayedReading]:
     """Make the readings of a run again from its windows, as a probe would have made them.
 
     Some readings of the probe differ from these. A log does not say which parameters were frozen or released, nor that
@@ -45,9 +38,7 @@ def replay_windows(
     Args:
         windows: of one start of the run, in order; `sonde.read_windows` reads those of a log that was written with
             `RunLog(log_windows=True)`. If the run was restarted, choose a start by `WindowReading.segment`.
-        horizon: of the trend, in measured windows.
         every: windows between two readings, from 1 up.
-        level: confidence level of the intervals.
 
     Yields:
         A reading at every window whose number is a multiple of `every`.
@@ -58,38 +49,25 @@ def replay_windows(
     Example:
         >>> from sonde import read_windows, replay_windows
         >>> first_start = (w for w in read_windows("runs/my-run") if w.segment == 0)  # doctest: +SKIP
-        >>> for reading in replay_windows(first_start, horizon=100):  # doctest: +SKIP
-        ...     print(reading.window, reading.total.ratio, reading.total.interval)
+        >>> for reading in replay_windows(first_start, every=10):  # doctest: +SKIP
+        ...     print(reading.window, reading.total.b_simple, reading.total.interval)
     """
     if not isinstance(every, int) or every < 1:
         raise ValueError(f"every must be a whole number of windows from 1 up, got {every!r}: use 1 for all readings")
-    return _replayed(windows, horizon, every, level)
+    return _replayed(windows, every)
 
 
-def _replayed(windows: Iterable[WindowReading], horizon: float, every: int, level: float) -> Iterator[ReplayedReading]:
-    history: WindowHistory | None = None
+def _replayed(windows: Iterable[WindowReading], every: int) -> Iterator[ReplayedReading]:
+    run: WindowsOfRun | None = None
     before: WindowReading | None = None
     for window in windows:
         _check_follows(before, window)
         before = window
-        history = history or WindowHistory(tuple(window.groups) or _WHOLE, horizon)
-        history.spacing.measured(window.window, window.metrics.get("cost/every") or 1.0)  # older logs lack it
-        history.add(_solved(window), window.window)
-        if window.window % every:
-            continue
-        spacing = history.spacing.per_measured(horizon)
-        fits: dict[str | None, TrendFit] = {
-            name: fit
-            for names, series in history.series(window.window)
-            for name, fit in zip(
-                names,
-                fit_trends(series.trace_cov, series.grad_sq, series.ages, horizon, level=level, spacing=spacing),
-                strict=True,
-            )
-        }
-        total = fits.pop(None)
-        groups = {name: fit for name, fit in fits.items() if name is not None and name in window.groups}
-        yield ReplayedReading(window.window, total, groups, history.set_asides.n)
+        run = run or WindowsOfRun(tuple(window.groups))
+        run.add(_solved(window), window.window)
+        if window.window % every == 0:
+            total, *groups = run.levels()
+            yield ReplayedReading(window.window, total, dict(zip(run.groups, groups, strict=True)))
 
 
 def _check_follows(before: WindowReading | None, window: WindowReading) -> None:
@@ -105,7 +83,7 @@ def _check_follows(before: WindowReading | None, window: WindowReading) -> None:
 
 
 def _solved(window: WindowReading) -> SolvedWindow:
-    """A window as the probe solved it, as far as a trend needs it."""
+    """A window as the probe solved it, as far as its level needs it."""
     per_group = tuple(
         _estimate(window, group.get("trace_cov"), group.get("grad_sq")) for group in window.groups.values()
     )
@@ -114,7 +92,7 @@ def _solved(window: WindowReading) -> SolvedWindow:
     squared_norm = total.grad_sq + total.trace_cov / units  # |F|² = |G|² + v tr Σ, v = 1/units
     return SolvedWindow(
         total=total,
-        per_group=per_group or (total,),  # a log may leave the groups out
+        per_group=per_group,  # a log may leave the groups out
         within_between=None,
         norm=math.sqrt(max(squared_norm, 0.0)),
         effective_units=units,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sonde.batch_size.stats.changed_gradients import ChangedGradients
-from sonde.batch_size.stats.history import WindowHistory
+from sonde.batch_size.stats.level import WindowsOfRun
 from sonde.batch_size.stats.neighbours import NeighbourWatch
 from sonde.batch_size.stats.noise_scale import RunningNoiseScale
 from sonde.batch_size.stats.repeats import RepeatWatch
@@ -18,26 +18,30 @@ from sonde.stats.state import check_count, check_keys, check_number
 
 _SAME = 1e-9
 """Ratio of noise to signal below which pieces hold the same data. Kernels without a fixed order of sums leave 1e-12."""
+_MEMORY = 50.0
+"""Measured windows over which units and the checks of data are averaged."""
 
 
 class NoiseScaleAverages:
-    """The history of windows, exponential averages beside it, and counts of the windows that were left out.
+    """The windows of a run, exponential averages beside them, and counts of the windows that were left out.
 
     Args:
         groups: names of the parameter groups, in the order of a window's entries.
-        horizon: of the trend and of the averages, in measured windows.
         further_units: names of further units that windows are counted in.
+        memory: of the exponential averages, in measured windows.
     """
 
-    def __init__(self, groups: Sequence[str], horizon: float, further_units: Sequence[str] = ()) -> None:
-        self.horizon = horizon
+    def __init__(self, groups: Sequence[str], further_units: Sequence[str] = (), *, memory: float = _MEMORY) -> None:
+        self._memory = memory
         self.further_units = tuple(further_units)
         self._further: dict[str, tuple[float, float]] = dict.fromkeys(further_units, (0.0, 0.0))
         """Of each further unit: its sum over windows, and the sum of units over the same windows."""
-        self.history = WindowHistory(groups, horizon)
+        self.run = WindowsOfRun(groups)
+        self.windows = 0
+        """Windows that were averaged."""
         self.n_seen = 0
         """The number of the last measured window, used or dropped."""
-        self.within_between = RunningNoiseScale(horizon)
+        self.within_between = RunningNoiseScale(memory)
         """tr Σ within ranks (as its trace) and between ranks (as its signal): the ratio is the consistency."""
         self.changed = ChangedGradients(self._decay)
         self.neighbours = NeighbourWatch(self._decay)
@@ -45,6 +49,8 @@ class NoiseScaleAverages:
         self.dropped: dict[str, int] = {}
         self.last_drop = ""
         """Why the last window that was dropped was; not kept in the state."""
+        self.n_missing = 0
+        """Windows that were dropped since the last one that was averaged; not kept in the state."""
         self.effective_units: float | None = None
         self.u: float | None = None
         self.scale: float | None = None
@@ -52,15 +58,13 @@ class NoiseScaleAverages:
         self._units = self._units_weight = 0.0
         self._squares = self._differences = 0.0
 
-    def see(self, number: int, every: float) -> None:
+    def see(self, number: int) -> None:
         """Note a measured window, whether it is used or dropped.
 
         Args:
             number: of the window in training.
-            every: one window in so many is measured at that time, on average.
         """
         self.n_seen = number
-        self.history.spacing.measured(number, every)
 
     def see_units(self, n_units: float, further_units: Sequence[float] = ()) -> None:
         """Average the units of a window, whether the window is used or dropped."""
@@ -73,14 +77,15 @@ class NoiseScaleAverages:
 
     def drop(self, drop: Drop, scale: ScaleReading) -> None:
         """Count a window that cannot be used."""
-        self.last_drop = drop.reason
+        self.last_drop, self.n_missing = drop.reason, self.n_missing + 1
         self.changed.update(scale, why_changed=drop.reason if drop.kind == "changed" else None, averaged=False)
         self.dropped[drop.reason] = self.dropped.get(drop.reason, 0) + 1
 
     def add(self, window: SolvedWindow, scale: ScaleReading) -> None:
         """Average a window."""
         self.changed.update(scale, why_changed=None, averaged=True)
-        self.history.add(window, self.n_seen)
+        self.run.add(window, self.n_seen)
+        self.windows, self.n_missing = self.windows + 1, 0
         if window.within_between is not None:
             self.within_between.update(window.within_between)
         decay = self._decay
@@ -90,13 +95,8 @@ class NoiseScaleAverages:
         self.scale, self.scale_residual = scale.scale, scale.residual
 
     @property
-    def windows(self) -> int:
-        """Windows measured, those set aside included."""
-        return self.history.windows
-
-    @property
     def _decay(self) -> float:
-        return 1.0 - 1.0 / self.horizon
+        return 1.0 - 1.0 / self._memory
 
     @property
     def units_per_window(self) -> float | None:
@@ -125,7 +125,8 @@ class NoiseScaleAverages:
     def state_dict(self) -> dict[str, Any]:
         """Everything that `load_state_dict` needs; numbers, strings and containers of them."""
         return {
-            "history": self.history.state_dict(),
+            "run": self.run.state_dict(),
+            "windows": self.windows,
             "n_seen": self.n_seen,
             "consistency": self.within_between.state_dict(),
             "units": self._units,
@@ -147,10 +148,10 @@ class NoiseScaleAverages:
         """Restore what `state_dict` returned.
 
         Raises:
-            ValueError: when keys, groups or the horizon differ, or a value cannot be what its name says; nothing is
+            ValueError: when keys or groups differ, or a value cannot be what its name says; nothing is
                 changed then.
         """
-        loaded = NoiseScaleAverages(self.history.groups, self.horizon, self.further_units)
+        loaded = NoiseScaleAverages(self.run.groups, self.further_units, memory=self._memory)
         loaded._load(state)
         vars(self).update(vars(loaded))  # all or nothing
 
@@ -158,11 +159,11 @@ class NoiseScaleAverages:
         label = "noise-scale probe state"
         numbers = ("units", "units_weight", "squares")
         last = ("effective_units", "u", "scale", "scale_residual")  # of the last window averaged, if there was one
-        running = {"history", "consistency", "changed_gradients", "neighbours", "repeats"}
-        # States from before units had names beside the first are still read.
-        known = {*running, *numbers, *last, "n_seen", "differences", "dropped", "further_units"}
-        check_keys(label, {"further_units": {}, **state} if isinstance(state, Mapping) else state, known)
+        running = {"run", "consistency", "changed_gradients", "neighbours", "repeats"}
+        known = {*running, *numbers, *last, "n_seen", "windows", "differences", "dropped", "further_units"}
+        check_keys(label, state, known)
         check_count(label, state, "n_seen")
+        check_count(label, state, "windows")
         for name in numbers:
             check_number(label, state, name, low=0)
         for name in ("differences", *(name for name in last if state[name] is not None)):
@@ -171,13 +172,9 @@ class NoiseScaleAverages:
             raise ValueError(f"{label}: 'dropped' must map reasons to counts, got {dropped!r:.60}: is it damaged?")
         for reason in dropped:
             check_count(f"{label}, dropped", dropped, reason)
-        self._load_further(f"{label}, further_units", state.get("further_units", {}))
-        self.history.load_state_dict(state["history"])
-        self.n_seen = state["n_seen"]
-        if self.history.last_window > self.n_seen:
-            raise ValueError(
-                f"{label}: it has window {self.history.last_window:.0f} but saw {self.n_seen} windows: is it damaged?"
-            )
+        self._load_further(f"{label}, further_units", state["further_units"])
+        self.run.load_state_dict(state["run"])
+        self.n_seen, self.windows = state["n_seen"], state["windows"]
         self.within_between.load_state_dict(state["consistency"])
         self.changed.load_state_dict(state["changed_gradients"])
         self.neighbours.load_state_dict(state["neighbours"])

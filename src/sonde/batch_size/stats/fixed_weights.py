@@ -1,4 +1,4 @@
-"""The noise scale of a model that does not train: plain averages over windows, in place of a trend.
+"""The noise scale of a model that does not train: plain averages over windows, in place of a filter.
 
 At fixed weights every window has the same expectation, so all windows together are averaged. Window i holds M_i units
 and gives unbiased estimates x_i of tr Σ and y_i of |G|², with
@@ -29,10 +29,10 @@ from torch import Tensor
 
 from sonde.batch_size.stats.averages import NoiseScaleAverages
 from sonde.batch_size.stats.group_estimates import estimates_table
-from sonde.batch_size.stats.reading import GroupReading, Influence, NoiseScaleReading, RunAverage
+from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading, RunAverage
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.summary import doubts_of
-from sonde.stats.intervals import RatioInterval, fieller_interval
+from sonde.stats.intervals import LEVEL, RatioInterval, fieller_interval
 from sonde.wording import number
 
 _MIN_WINDOWS = 4
@@ -75,14 +75,12 @@ class _Average:
         grad_sq: |G|².
         interval: of their ratio.
         log_error: standard error of the log of their ratio, to first order; None where one of them is not positive.
-        influence: change of that log that each window makes, to first order, [windows]; empty with `log_error` None.
     """
 
     trace_cov: float
     grad_sq: float
     interval: RatioInterval
     log_error: float | None
-    influence: tuple[float, ...]
 
 
 class FixedWeights:
@@ -95,21 +93,18 @@ class FixedWeights:
 
     def __init__(self, batch: float | None = None) -> None:
         self.batch = batch
-        self._numbers: list[int] = []
         self._units: list[float] = []
         self._estimates: list[Tensor] = []
         """tr Σ and |G|² of each group, of the mean gradient; [windows], each [2, groups]."""
 
-    def add(self, window: SolvedWindow, *, weight: float, number: int) -> None:
+    def add(self, window: SolvedWindow, *, weight: float) -> None:
         """Add a window.
 
         Args:
             window: its estimates.
             weight: of its pieces, averaged over ranks: its gradient is their sum, and here it becomes their mean, since
                 windows differ in length.
-            number: of the window among all, those that were dropped included.
         """
-        self._numbers.append(number)
         self._units.append(window.effective_units)
         self._estimates.append(estimates_table(window.per_group) / weight**2)
 
@@ -118,24 +113,21 @@ class FixedWeights:
         """Windows so far."""
         return len(self._units)
 
-    def total(self, level: float = 0.95) -> GroupReading:
+    def total(self, level: float = LEVEL) -> GroupReading:
         """The noise scale of the whole model, whatever doubts there are."""
         return _group_reading(self._averages(0, level, None)[0])
 
-    def reading(
-        self, averages: NoiseScaleAverages, *, unit: str, level: float, with_groups: bool = True
-    ) -> NoiseScaleReading:
+    def reading(self, averages: NoiseScaleAverages, *, unit: str, with_groups: bool = True) -> NoiseScaleReading:
         """The reading of all windows so far.
 
         Args:
             averages: of the same windows: what was dropped, and reasons not to trust the numbers.
             unit: plural name of the unit.
-            level: confidence level of the intervals.
-            with_groups: also read each group of parameters.
+                with_groups: also read each group of parameters.
         """
         doubts = doubts_of(averages)
         doubted = RatioInterval("unresolved", None, None, next(iter(doubts.values()))) if doubts else None
-        total, *of_groups = self._averages(len(averages.history.groups) if with_groups else 0, level, doubted)
+        total, *of_groups = self._averages(len(averages.run.groups) if with_groups else 0, LEVEL, doubted)
         own = _group_reading(total)
         return NoiseScaleReading(
             b_simple=own.b_simple,
@@ -146,6 +138,7 @@ class FixedWeights:
             advice="" if doubted else self._advice(total, unit),
             drift=None,
             drift_error=None,
+            scatter=None,
             average=_run_average(own, len(self._units)) if own.grad_sq is not None else None,
             grad_sq=own.grad_sq,
             trace_cov=own.trace_cov,
@@ -153,10 +146,6 @@ class FixedWeights:
             effective_units=averages.effective_units,
             u=averages.u,
             windows=len(self._units),
-            set_aside=0,
-            last_set_aside=None,
-            last_group_set_asides=(),
-            influence=self._influence(total),
             dropped=dict(averages.dropped),
             windows_needed=self._windows_needed(total),
             consistency=averages.consistency,
@@ -164,16 +153,14 @@ class FixedWeights:
             scale=averages.scale,
             scale_residual=averages.scale_residual,
             unit=unit,
-            groups=dict(zip(averages.history.groups, map(_group_reading, of_groups), strict=True))
-            if with_groups
-            else {},
+            groups=dict(zip(averages.run.groups, map(_group_reading, of_groups), strict=True)) if with_groups else {},
         )
 
     def _averages(self, n_groups: int, level: float, doubted: RatioInterval | None) -> list[_Average]:
         """The averages of the total and, after it, of each group."""
         if doubted or not self._units:
             why = doubted or RatioInterval("unresolved", None, None, "no window has ended yet")
-            return [_Average(math.nan, math.nan, why, None, ())] * (1 + n_groups)
+            return [_Average(math.nan, math.nan, why, None)] * (1 + n_groups)
         units = torch.tensor(self._units, dtype=torch.float64, device="cpu")
         table = torch.stack(self._estimates)  # [windows, 2, groups]
         series = [table.sum(2), *(table[:, :, i] for i in range(n_groups))]
@@ -202,12 +189,6 @@ class FixedWeights:
         needed = max(self._units_needed(total.log_error, _WELL_KNOWN), 0.0)
         return math.ceil(n_windows * (math.sqrt(1.0 + needed / n_units) - 1.0) - 1e-9)
 
-    def _influence(self, total: _Average) -> Influence | None:
-        if not total.influence:
-            return None
-        i = max(range(len(total.influence)), key=lambda j: abs(total.influence[j]))
-        return Influence(self._numbers[i], total.influence[i])
-
 
 def _average(windows: Tensor, weights: Tensor, level: float) -> _Average:
     """Average the windows of one series.
@@ -222,7 +203,7 @@ def _average(windows: Tensor, weights: Tensor, level: float) -> _Average:
     n_effective = float(1.0 / weights.square().sum())
     if len(weights) < _MIN_WINDOWS or n_effective < 2:
         few = "too few windows for an interval: measure more data"
-        return _Average(trace_cov, grad_sq, RatioInterval("unresolved", None, None, few), None, ())
+        return _Average(trace_cov, grad_sq, RatioInterval("unresolved", None, None, few), None)
     residuals = windows - mean
     scattered = residuals * (weights.square() / (1.0 - weights))[:, None]
     (var_x, covariance), (_, var_y) = (scattered.T @ residuals).tolist()
@@ -236,13 +217,12 @@ def _average(windows: Tensor, weights: Tensor, level: float) -> _Average:
         level=level,
     )
     if trace_cov <= 0 or grad_sq <= 0:
-        return _Average(trace_cov, grad_sq, interval, None, ())
+        return _Average(trace_cov, grad_sq, interval, None)
     # Delta method: log(x̄/ȳ) changes by dx̄/x̄ − dȳ/ȳ.
     relative = residuals / mean
     of_window = relative[:, 0] - relative[:, 1]
     log_error = math.sqrt(max(float((weights.square() / (1.0 - weights)) @ of_window.square()), 0.0))
-    influence = of_window * weights / (1.0 - weights)
-    return _Average(trace_cov, grad_sq, interval, log_error, tuple(influence.tolist()))
+    return _Average(trace_cov, grad_sq, interval, log_error)
 
 
 def _group_reading(average: _Average) -> GroupReading:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sonde.batch_size.stats.critical_batch import Verdict, judge_batch
 from sonde.batch_size.stats.drift import doubling_windows, drift_in_words
 from sonde.batch_size.stats.example_sums import Coverage
-from sonde.batch_size.stats.window_entry import SetAside
 from sonde.stats.intervals import Status
 from sonde.wording import number, plural
-
-_QUIET_WINDOWS = 10
-"""The first windows may outweigh the rest with no cause for alarm: gradients are large before the first steps."""
-_MOST_NAMED = 4
-"""Groups that one alert names."""
 
 
 @dataclass(frozen=True)
@@ -41,25 +35,8 @@ class RunAverage:
 
 
 @dataclass(frozen=True)
-class Influence:
-    """The window that moves B_simple most.
-
-    Attributes:
-        window: its number.
-        log_change: log of B_simple with that window over B_simple without it, to first order.
-    """
-
-    window: int
-    log_change: float
-
-
-@dataclass(frozen=True)
 class GroupReading:
-    """The noise scale of one group of parameters; fields as in `NoiseScaleReading`.
-
-    Attributes:
-        set_aside: how many windows were left out of this group alone; 0 in a reading from a log.
-    """
+    """The noise scale of one group of parameters; fields as in `NoiseScaleReading`."""
 
     status: Status
     b_simple: float | None
@@ -67,7 +44,6 @@ class GroupReading:
     high: float | None
     grad_sq: float | None
     trace_cov: float | None
-    set_aside: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,7 +79,7 @@ class NoiseScaleReading:
     """A reading of the gradient noise scale. Squares are in units of the rank-averaged gradient before clipping.
 
     Attributes:
-        b_simple: B_simple = tr Σ/|G|² now, in units; None unless resolved.
+        b_simple: the level of B_simple = tr Σ/|G|² now, in units; None unless resolved. Single steps scatter about it.
         low: lower end of its interval; 0 when only an upper bound is known, None when unresolved.
         high: upper end; infinite when only a lower bound is known, None when unresolved.
         status: "resolved", "lower_bound" (B_simple > low), "upper_bound" (B_simple < high) or "unresolved".
@@ -111,18 +87,16 @@ class NoiseScaleReading:
         advice: what would make it known better; empty when it is known well.
         drift: change of log(B_simple) per window of training, now; None unless resolved.
         drift_error: standard error of the drift; None when unknown.
+        scatter: standard deviation of log(tr Σ/|G|²) of single windows about the level, to first order: how far single
+            steps are from it, at most, since the error of a single window is in it. None unless resolved.
         average: the noise scale of the run so far; None before the first window.
-        grad_sq: |G|² averaged over the horizon, which may be negative; None before the first window.
+        grad_sq: |G|², averaged over about the last half of the run; may be negative. None before the first window.
         trace_cov: tr Σ per unit, likewise. Their ratio lags behind `b_simple` while training moves.
         units_per_window: the batch size: average units in a window; None before the first window. In a measurement at
             fixed weights, the batch size that it was told to judge.
         effective_units: effective number of units (Kish) in the last window.
         u: Σ a_k/n_k of the last window, the mean of 1/n_k over its pieces; other systems report tr Σ·u/|G|².
-        windows: windows measured, those set aside included.
-        set_aside: how many of them were left out because each would have outweighed all others of its horizon together.
-        last_set_aside: the last of them since this probe was attached, for a horizon.
-        last_group_set_asides: the last window that was left out of single groups, once for each of them, likewise.
-        influence: the window that moves B_simple most; None where that is not known.
+        windows: windows measured, without those that were dropped.
         dropped: windows left out because they could not be used, by reason.
         windows_needed: measured windows still needed for ± 20 %; None when their number cannot be estimated.
         consistency: tr Σ within ranks over tr Σ between ranks, about 1 when data are sound; None when there is no
@@ -133,7 +107,7 @@ class NoiseScaleReading:
         scale_residual: the part of the last window's gradient that κ does not explain.
         unit: plural name of the unit.
         groups: by parameter group, in the model's order; empty where groups were not read.
-        every: one window of training in so many is measured, on average over the horizon.
+        every: one window of training in so many is measured, on average over about the last half of the run.
         further_units: how many of each further unit one unit is, on average; None before the first window.
         coverage: the part of the model that the numbers speak of; None if it is the whole model.
     """
@@ -146,6 +120,7 @@ class NoiseScaleReading:
     advice: str
     drift: float | None
     drift_error: float | None
+    scatter: float | None
     average: RunAverage | None
     grad_sq: float | None
     trace_cov: float | None
@@ -153,10 +128,6 @@ class NoiseScaleReading:
     effective_units: float | None
     u: float | None
     windows: int
-    set_aside: int
-    last_set_aside: SetAside | None
-    last_group_set_asides: tuple[SetAside, ...]
-    influence: Influence | None
     dropped: Mapping[str, int]
     windows_needed: int | None
     consistency: float | None
@@ -194,6 +165,7 @@ class NoiseScaleReading:
             "gns/b_simple_high": self.high,
             "gns/drift": self.drift,
             "gns/drift_error": self.drift_error,
+            "gns/scatter": self.scatter,
             "gns/b_simple_average": average.b_simple if average else None,
             "gns/b_simple_average_low": average.low if average else None,
             "gns/b_simple_average_high": average.high if average else None,
@@ -204,8 +176,6 @@ class NoiseScaleReading:
             "gns/u": self.u,
             "gns/units_per_window": self.units_per_window,
             "gns/windows_needed": self.windows_needed,
-            "gns/set_aside": self.set_aside,
-            "gns/influence": self.influence.log_change if self.influence else None,
             "gns/scale": self.scale,
             "gns/scale_residual": self.scale_residual,
             "gns/covered": self.coverage.part if self.coverage else 1.0,
@@ -262,35 +232,7 @@ def find_alerts(reading: NoiseScaleReading) -> dict[str, str]:
         reading: any reading.
 
     Returns:
-        Messages by name: those of the doubts, "not_covered", "outweighs", "group_outweighs"; empty when nothing
-        looks wrong.
+        Messages by name: those of the doubts, "not_covered"; empty when nothing looks wrong.
     """
     partial = {"not_covered": f"the noise scale is {reading.coverage}"} if reading.coverage is not None else {}
-    return dict(reading.doubts) | partial | set_aside_alerts(reading.last_set_aside, reading.last_group_set_asides)
-
-
-def set_aside_alerts(aside: SetAside | None, aside_in: Sequence[SetAside]) -> dict[str, str]:
-    """Messages about windows that were set aside.
-
-    Args:
-        aside: a window that was left out of everything.
-        aside_in: a window that was left out of single groups, once for each of them.
-
-    Returns:
-        Messages by name: "outweighs", "group_outweighs".
-    """
-    alerts = {}
-    if aside is not None and aside.window > _QUIET_WINDOWS:
-        alerts["outweighs"] = (
-            f"window {aside.window} had {number(aside.times)} times the squared gradient of its neighbours. It is left "
-            "out, since it outweighs all other windows of the horizon. Check its data"
-        )
-    if aside_in and aside_in[0].window > _QUIET_WINDOWS:
-        where = ", ".join(f"{number(each.times)} times in group {each.group!r}" for each in aside_in[:_MOST_NAMED])
-        more = f" and in {plural(len(aside_in) - _MOST_NAMED, 'more group')}" if len(aside_in) > _MOST_NAMED else ""
-        of_these = "this group" if len(aside_in) == 1 else "these groups"
-        alerts["group_outweighs"] = (
-            f"window {aside_in[0].window} had many times the squared gradient of its neighbours: {where}{more}. It is "
-            f"left out of {of_these}, where it outweighs all other windows. Check its data"
-        )
-    return alerts
+    return dict(reading.doubts) | partial

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sonde.batch_size.stats.group_estimates import GroupEstimates, estimate_groups
 from sonde.batch_size.stats.noise_scale import WindowEstimate, estimate_window
@@ -40,13 +40,6 @@ class SolvedWindow:
     def sq_norm(self) -> float:
         """|F|² of the gradient that was solved: |G|² + v tr Σ."""
         return self.norm**2
-
-    @property
-    def of_groups_alone(self) -> SolvedWindow:
-        """The window with the sum of its groups in place of the whole model."""
-        trace_cov, grad_sq = (math.fsum(getattr(e, name) for e in self.per_group) for name in ("trace_cov", "grad_sq"))
-        sq_norm = grad_sq + trace_cov / self.effective_units  # |F|² = |G|² + v tr Σ
-        return replace(self, total=WindowEstimate(trace_cov, grad_sq), norm=math.sqrt(max(sq_norm, 0.0)))
 
 
 def solve_window(row: WindowRow, *, scale: float, n_ranks: int, expert_scale: float | None = None) -> SolvedWindow:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +15,7 @@ from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading
 from sonde.batch_size.stats.scale_witness import RoundingTolerance, read_scale, rounding_of_sums
 from sonde.batch_size.stats.solved_window import SolvedWindow, solve_window
 from sonde.batch_size.stats.summary import summarise
-from sonde.batch_size.stats.window_entry import NONE_SET_ASIDE, SetAsides
 from sonde.batch_size.stats.window_row import Drop, WindowRow, why_unusable
-from sonde.stats.state import check_keys
-
-_WHOLE = ("all",)
-"""The only group of the averages of a whole model, where groups do not add up to it."""
-
 
 _OF_OTHER_STEPS = {"zeroed", "not_zeroed", "left_over", "several_reductions", "outside_pieces", "ended_late"}
 """Reasons to drop a window whose pieces may be of another step too, so that they do not show the batch."""
@@ -34,13 +28,10 @@ class NoiseScaleTracker:
         unit: plural name of the unit.
         further_units: names of further units, in the order of a row's `further_units`.
         groups: names of the parameter groups, in the order of a row's entries.
-        horizon: of the trend and of the averages, in measured windows.
         n_ranks: data-parallel ranks; gradients are expressed as their average.
         rounding: the residual that rounding alone explains, and the likely cause of a larger one.
         least_sq_norm: below it, squares of gradients have lost digits to underflow.
-        level: confidence level of the intervals.
         fixed_weights: averages the windows of a model that does not train; None for one that trains.
-        groups_add_up: whether squares of groups add up to those of the whole model. Otherwise both are averaged apart.
     """
 
     def __init__(
@@ -49,21 +40,17 @@ class NoiseScaleTracker:
         unit: str,
         further_units: Sequence[str] = (),
         groups: Sequence[str],
-        horizon: float,
         n_ranks: int,
         rounding: RoundingTolerance,
         least_sq_norm: float = 0.0,
-        level: float = 0.95,
         fixed_weights: FixedWeights | None = None,
-        groups_add_up: bool = True,
     ) -> None:
-        self._apart = None if groups_add_up else NoiseScaleAverages(tuple(groups), horizon, further_units)
-        """The averages of the groups, where they do not add up."""
-        groups = tuple(groups) if groups_add_up else _WHOLE
-        self.unit, self.groups, self.horizon, self.level = unit, groups, horizon, level
+        self.unit, self.groups = unit, tuple(groups)
         self.rounding, self.further_units = rounding, tuple(further_units)
         self._n_ranks, self._least_sq_norm = n_ranks, least_sq_norm
-        self._averages = NoiseScaleAverages(self.groups, horizon, further_units)
+        # At fixed weights, all windows count alike.
+        memory = {} if fixed_weights is None else {"memory": math.inf}
+        self._averages = NoiseScaleAverages(self.groups, further_units, **memory)
         self._fixed_weights = fixed_weights
         self.last: SolvedWindow | None = None
         """The last window; None if it was dropped."""
@@ -72,21 +59,19 @@ class NoiseScaleTracker:
         self.coverage: Coverage | None = None
         """The part of the model that readings speak of; None if it is the whole model."""
 
-    def update(self, row: WindowRow, *, number: int | None = None, every: float = 1.0) -> Drop | None:
+    def update(self, row: WindowRow, *, number: int | None = None) -> Drop | None:
         """Take one measured window.
 
         Args:
             row: its numbers.
-            number: of the window in training, which sets ages; by default it follows the last one.
-            every: one window in so many is measured at that time, on average.
+            number: of the window in training; by default it follows the last one.
 
         Returns:
             Why the window was dropped; None when it was averaged.
         """
         self.last = self.last_norm = None
         number = self._averages.n_seen + 1 if number is None else number
-        for averages in self._all_averages:
-            averages.see(number, every)
+        self._averages.see(number)
         # A gradient is added up micro-batch by micro-batch on a rank, then rank by rank. Each addition may round, even
         # to 16 bits.
         n_additions = row.n_pieces / self._n_ranks + self._n_ranks
@@ -110,100 +95,52 @@ class NoiseScaleTracker:
             expert_scale=experts,
         )
         if math.isfinite(row.n_units) and row.n_pieces and not (drop is not None and drop.kind in _OF_OTHER_STEPS):
-            for averages in self._all_averages:
-                averages.see_units(row.n_units, row.further_units)
+            self._averages.see_units(row.n_units, row.further_units)
         scale = scale if experts is None else joint_scale(scale, experts)
         if drop is not None:
-            for averages in self._all_averages:
-                averages.drop(drop, scale)
+            self._averages.drop(drop, scale)
             return drop
         assert scale.scale is not None
         expert_scale = None if experts is None else experts.scale
         solved = solve_window(row, scale=scale.scale, n_ranks=self._n_ranks, expert_scale=expert_scale)
-        if self._apart is not None:
-            self._apart.add(solved.of_groups_alone, scale)
-            solved = replace(solved, per_group=(solved.total,))
         self._averages.add(solved, scale)
         if self._fixed_weights is not None:
-            self._fixed_weights.add(solved, weight=row.weight / self._n_ranks, number=self._averages.n_seen)
-        for averages in self._all_averages:
-            averages.neighbours.update(row.neighbours)
-            averages.repeats.update(row.repeats)
+            self._fixed_weights.add(solved, weight=row.weight / self._n_ranks)
+        self._averages.neighbours.update(row.neighbours)
+        self._averages.repeats.update(row.repeats)
         self.last, self.last_norm = solved, solved.norm
         return None
 
-    def parameters_changed(self, groups: Sequence[str], *, gone: Sequence[str], first: int) -> None:
-        """Forget the windows in which other parameters of these groups were trained than are trained now.
-
-        Args:
-            groups: names of all groups that changed.
-            gone: those in which no parameter is trained now; they leave the past of the total too.
-            first: number of the first window with the parameters of now.
-        """
-        number = max(first, 0)
-        if self._apart is not None:
-            self._apart.history.parameters_changed(groups, gone=gone, number=number)
-            groups, gone = _WHOLE, ()
-        self._averages.history.parameters_changed(groups, gone=gone, number=number)
-
-    def begin_anew(self, first: int, *, every: float) -> None:
+    def begin_anew(self, first: int, *, changed: Collection[str] = (), gone: Collection[str] = ()) -> None:
         """Forget all windows before one: they speak of other parameters.
 
         Args:
             first: number of the first window that counts.
-            every: windows of training for each measured one, from then on.
+            changed: groups of which other parameters are trained from now on.
+            gone: those of them in which no parameter is trained now.
         """
-        for averages in self._all_averages:
-            averages.history.begin_anew(max(first, 0), every=every)
+        run = self._averages.run
+        run.begin_anew(first, gone=run.gone - set(changed) | set(gone))
 
-    def reading(
-        self, *, with_groups: bool = True, as_if_last: bool = True, now: int | None = None
-    ) -> NoiseScaleReading:
+    def reading(self, *, with_groups: bool = True) -> NoiseScaleReading:
         """The present reading.
 
         Args:
-            with_groups: also read each group of parameters, which costs as much time for eight of them as the total.
-            as_if_last: judge the last windows as if none followed; otherwise they wait for their neighbours.
-            now: number of the present window, measured or not; by default the last measured one.
+            with_groups: also read each group of parameters.
         """
         if self._fixed_weights is not None:
-            reading = self._fixed_weights.reading(
-                self._averages, unit=self.unit, level=self.level, with_groups=with_groups
-            )
+            reading = self._fixed_weights.reading(self._averages, unit=self.unit, with_groups=with_groups)
             return replace(reading, coverage=self.coverage)
-        summaries = [
-            summarise(
-                averages,
-                unit=self.unit,
-                level=self.level,
-                with_groups=with_groups,
-                as_if_last=as_if_last,
-                now=now,
-            )
-            for averages in (self._all_averages if with_groups else [self._averages])
-        ]
-        groups = summaries[-1].groups
-        if self.coverage is not None:
-            groups = {name: _known(group) for name, group in groups.items()}
-        return replace(summaries[0], groups=groups, coverage=self.coverage)
-
-    @property
-    def _all_averages(self) -> list[NoiseScaleAverages]:
-        return [self._averages] if self._apart is None else [self._averages, self._apart]
+        reading = summarise(self._averages, unit=self.unit, with_groups=with_groups)
+        if self.coverage is None:
+            return reading
+        groups = {name: _known(group) for name, group in reading.groups.items()}
+        return replace(reading, groups=groups, coverage=self.coverage)
 
     @property
     def scale(self) -> float | None:
         """κ of the last sound window."""
         return self._averages.scale
-
-    @property
-    def set_asides(self) -> SetAsides:
-        """Windows that were set aside, without the last five, which wait for neighbours; none at fixed weights."""
-        return self._averages.history.set_asides if self._fixed_weights is None else NONE_SET_ASIDE
-
-    def set_asides_now(self) -> SetAsides:
-        """The same with the last five, judged as if no window followed."""
-        return self._averages.history.set_asides_now() if self._fixed_weights is None else NONE_SET_ASIDE
 
     @property
     def at_fixed_weights(self) -> bool:
@@ -213,7 +150,7 @@ class NoiseScaleTracker:
     @property
     def gone_groups(self) -> frozenset[str]:
         """The groups in which no parameter is trained now."""
-        return self._all_averages[-1].history.gone
+        return self._averages.run.gone
 
     @property
     def windows(self) -> int:
@@ -238,21 +175,11 @@ class NoiseScaleTracker:
         """
         if self._fixed_weights is not None:
             raise RuntimeError("a measurement at fixed weights has no state to resume from: measure again")
-        if self._apart is None:
-            return self._averages.state_dict()
-        return {"whole": self._averages.state_dict(), "groups": self._apart.state_dict()}
+        return self._averages.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; see `NoiseScaleAverages.load_state_dict`."""
-        if self._apart is None:
-            self._averages.load_state_dict(state)
-            return
-        check_keys("noise-scale probe state", state, {"whole", "groups"})
-        # All or nothing: the first is loaded into a copy.
-        whole = NoiseScaleAverages(self.groups, self.horizon, self.further_units)
-        whole.load_state_dict(state["whole"])
-        self._apart.load_state_dict(state["groups"])
-        self._averages = whole
+        self._averages.load_state_dict(state)
 
 
 def _known(group: GroupReading) -> GroupReading:

@@ -33,7 +33,6 @@ class Settings:
         micro_batches: whether several backwards in a step are micro-batches, also where there are several models.
         budget: part of the run's time that measuring may cost.
         every: measure one window in so many; None to go by the budget.
-        horizon: how many measured windows back the noise scale is fitted.
         report: whether a report is written at the end.
     """
 
@@ -47,7 +46,6 @@ class Settings:
     micro_batches: bool = False
     budget: float = 0.01
     every: int | None = None
-    horizon: float = 50.0
     report: bool = True
 
     def log(self, before_the_end: Callable[[], None]) -> tuple[RunLog, LogOfScript]:
@@ -68,7 +66,7 @@ class Settings:
     @property
     def averaging(self) -> dict[str, Any]:
         """Arguments of `sonde.attach`: how many windows are measured and averaged."""
-        return {"budget": self.budget, "every": self.every, "horizon": self.horizon}
+        return {"budget": self.budget, "every": self.every}
 
     def in_environment(self) -> str:
         """The value of the variable."""

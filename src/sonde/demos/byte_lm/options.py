@@ -33,7 +33,6 @@ class DemoOptions:
         micro_batches: Backward passes per rank and step, over which gradients accumulate.
         context: Bytes per sequence.
         learning_rate: Peak learning rate of AdamW, after a warm-up and before a cosine decay.
-        horizon: How many optimizer steps back the trend of the noise scale is fitted.
         seed: Seed of the weights and of the windows of text.
         device: Where to train. With auto, on GPUs if there are any, otherwise on the CPU.
         log_every: Optimizer steps between readings.
@@ -47,7 +46,6 @@ class DemoOptions:
     micro_batches: Annotated[int, arg(metavar="N")] = 2
     context: Annotated[int, arg(metavar="N")] = 96
     learning_rate: Annotated[float, arg(metavar="RATE")] = 1e-3
-    horizon: Annotated[float, arg(metavar="N")] = 25.0
     seed: Annotated[int, arg(metavar="N")] = 0
     device: Device = "auto"
     log_every: Annotated[int, arg(metavar="N")] = 5
@@ -79,7 +77,6 @@ class Setup:
         sequences_per_micro_batch: sequences per micro-batch.
         context: bytes per sequence.
         learning_rate: peak learning rate.
-        horizon: horizon of the probe, in steps.
         seed: seed of the weights and of the windows of text.
         log_every: steps between readings.
     """
@@ -93,7 +90,6 @@ class Setup:
     sequences_per_micro_batch: int
     context: int
     learning_rate: float
-    horizon: float
     seed: int
     log_every: int
 
@@ -153,7 +149,6 @@ def decide(options: DemoOptions, folder: Path, *, n_gpus: int, n_cores: int) -> 
         sequences_per_micro_batch=batch // n_pieces,
         context=options.context,
         learning_rate=options.learning_rate,
-        horizon=options.horizon,
         seed=options.seed,
         log_every=options.log_every,
     )
@@ -173,5 +168,3 @@ def _check_ranges(options: DemoOptions) -> None:
         raise ValueError(f"seed must be at least 0 and less than 2³¹, got {options.seed}: choose another seed")
     if not 0 < options.learning_rate < math.inf:
         raise ValueError(f"learning_rate must be positive and finite, got {options.learning_rate}: try 0.001")
-    if not 1 < options.horizon < math.inf:
-        raise ValueError(f"horizon must be more than 1 step and finite, got {options.horizon}: try 25")

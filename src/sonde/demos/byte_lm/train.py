@@ -84,7 +84,6 @@ def _train(setup: Setup, device: torch.device, stop: StopRequest) -> Ending:
         model,
         optimizer,
         unit="sequences",
-        horizon=setup.horizon,
         every=1,  # a few hundred steps are few: by default, windows are left out to cost 1 %
         log=log,
     )

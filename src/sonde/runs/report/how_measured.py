@@ -18,7 +18,7 @@ MAX_TEXT = 4000
 
 _MAX_ITEMS = 20
 _SETUP_SHOWN = (
-    "wrapper", "ranks", "device", "tap", "parameters", "groups", "horizon", "log_every", "level", "metric", "budget",
+    "wrapper", "ranks", "device", "tap", "parameters", "groups", "log_every", "level", "metric", "budget",
     "every", "further_units", "second_moments",
     "evaluation", "optimizer", "batch_norms", "sync_batch_norms", "fixed_weights",
 )  # fmt: skip
@@ -111,18 +111,10 @@ def _window_rows(run: Run) -> list[Row]:
         Row("Weights", (_weights(units, last.metrics.get("gns/effective_units"), unit),)),
     ]
     averaging = (
-        "The noise scale now is fitted to the windows' own noise and signal, whose ratio may drift. Nothing is clamped "
-        "and no ratio is averaged."
+        "The noise scale now is filtered from noise and signal of all windows, in log time: what is remembered grows "
+        "with the run. Nothing is clamped and no ratio is averaged."
     )
-    if horizon := setup.get("horizon"):
-        measured = "measured " if (last.metrics.get("cost/every") or 1) > 1 else ""
-        averaging += f" A window's weight falls by a factor of e in {number(float(horizon))} {measured}windows."
-    elif "horizon" in setup:
-        averaging += (
-            " A window's weight falls by a factor of e in 0.8 of the windows so far: the first has 0.29 of the last "
-            "one's."
-        )
-    return [*rows, Row("Trend", (averaging + intervals,)), Row("Readings", (readings,))]
+    return [*rows, Row("Now", (averaging + intervals,)), Row("Readings", (readings,))]
 
 
 def _fixed_weights_rows(n_pieces: str, batch: float | None, unit: str, intervals: str) -> list[Row]:

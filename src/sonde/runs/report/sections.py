@@ -85,7 +85,7 @@ def _noise_scale_text(run: Run, line: Timeline[Reading]) -> str:
         )
     elif level:
         text += (
-            " The solid curve is the noise scale now, from a local trend over past windows (optimizer steps). The band "
+            " The solid curve is the noise scale now, filtered from all windows (optimizer steps) so far. The band "
             f"is its {percent(float(level))} confidence interval. The dotted curve is the average over the run so far, "
             "which a comparison of whole runs at several batch sizes would show."
         )

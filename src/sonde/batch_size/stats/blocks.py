@@ -1,0 +1,139 @@
+"""Windows in blocks that are equally long in log time: all that is kept of a run.
+
+Training resembles itself in log time, so a block that ends at step t is about `_LENGTH` t steps long. A run of a
+million steps has some 60 blocks, whatever part of its windows is measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sonde.stats.state import check_keys
+
+_LENGTH = 0.2
+"""Length of a block in log time."""
+_BEGINNING = 30.0
+"""Steps that are added to the time: log time begins slowly, since the first steps do not resemble each other."""
+_FEWEST = 8
+"""Fewest windows of a block."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Neighbouring windows. A series is the whole model, or a group of parameters.
+
+    Attributes:
+        end: steps of training up to its last window, from where the series begin.
+        n_steps: steps of training that it stands for: those since the block before.
+        n_windows: how many of them were measured and could be used.
+        sizes: mean |F|² of each series; [series].
+        means: of tr Σ and |G|², over the size; [series, 2].
+        scatter: sums of products of the windows' deviations from these means, likewise over the size; [series, 2, 2].
+    """
+
+    end: int
+    n_steps: int
+    n_windows: int
+    sizes: Tensor
+    means: Tensor
+    scatter: Tensor
+
+    @property
+    def log_time(self) -> float:
+        """Its length in log time."""
+        return _log_time(self.n_steps, self.end)
+
+
+def _log_time(n_steps: int, end: int) -> float:
+    return math.log((end + _BEGINNING) / (end - n_steps + _BEGINNING))
+
+
+class Blocks:
+    """Collects windows, and makes a block of them when it is long enough."""
+
+    def __init__(self) -> None:
+        self.complete: list[Block] = []
+        """In order."""
+        self.n_windows = 0
+        """All windows so far."""
+        self._end = 0
+        self._windows: list[Tensor] = []
+
+    def add(self, end: int, estimates: Tensor, v: float) -> Block | None:
+        """Add a window.
+
+        Args:
+            end: steps of training up to it, from where the series begin.
+            estimates: unbiased tr Σ and |G|²; float64 on the CPU, [series, 2].
+            v: of the window, in |F|² = |G|² + v tr Σ.
+
+        Returns:
+            The block that it completes, if it does.
+        """
+        sizes = (estimates[:, 1] + v * estimates[:, 0]).clamp(min=0.0)
+        self._windows.append(torch.cat([estimates, sizes[:, None]], 1))
+        self._end, self.n_windows = end, self.n_windows + 1
+        if len(self._windows) < _FEWEST or _log_time(end - self._before, end) < _LENGTH:
+            return None
+        block = self.unfinished
+        assert block is not None
+        self._windows = []
+        self.complete.append(block)
+        return block
+
+    @property
+    def unfinished(self) -> Block | None:
+        """The windows since the last complete block; None if there are none."""
+        if not self._windows:
+            return None
+        windows = torch.stack(self._windows)  # [windows, series, 3]
+        sizes = windows[:, :, 2].mean(0)
+        # A group whose parameters got no gradient has no size, and nothing to be divided.
+        scaled = windows[:, :, :2] / torch.where(sizes > 0, sizes, 1.0)[:, None]
+        means = scaled.mean(0)
+        away = scaled - means
+        scatter = (away[..., None] * away[..., None, :]).sum(0)
+        return Block(self._end, self._end - self._before, len(windows), sizes, means, scatter)
+
+    @property
+    def _before(self) -> int:
+        """Steps of training up to the last complete block."""
+        return self.complete[-1].end if self.complete else 0
+
+    @property
+    def all(self) -> list[Block]:
+        """The complete blocks, and the one under way."""
+        return self.complete if (last := self.unfinished) is None else [*self.complete, last]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that `load_state_dict` needs; numbers and lists of them."""
+        return {
+            "complete": [
+                [b.end, b.n_steps, b.n_windows, b.sizes.tolist(), b.means.tolist(), b.scatter.tolist()]
+                for b in self.complete
+            ],
+            "end": self._end,
+            "n_windows": self.n_windows,
+            "windows": [window.tolist() for window in self._windows],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            ValueError: when keys are unknown or missing.
+        """
+        check_keys("blocks of the state", state, set(self.state_dict()))
+        self.complete = [Block(*block[:3], *map(_tensor, block[3:])) for block in state["complete"]]
+        self._end, self.n_windows = state["end"], state["n_windows"]
+        self._windows = [_tensor(window) for window in state["windows"]]
+
+
+def _tensor(numbers: Sequence[Any]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")

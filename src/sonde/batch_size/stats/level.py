@@ -1,0 +1,172 @@
+"""The windows of a run, for the whole model and for its groups of parameters, and the noise scale that they show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sonde.batch_size.stats.blocks import Block, Blocks
+from sonde.batch_size.stats.filter import Level, NoiseScaleFilter
+from sonde.batch_size.stats.group_estimates import estimates_table
+from sonde.batch_size.stats.run_average import average_of_run
+from sonde.batch_size.stats.solved_window import SolvedWindow
+from sonde.stats.intervals import RatioInterval
+from sonde.stats.state import check_keys
+
+_RECENT = 3
+"""Blocks that count as recent: about the last half of the run."""
+
+
+@dataclass(frozen=True)
+class Recent:
+    """The last windows, averaged.
+
+    Attributes:
+        trace_cov: tr Σ of each series.
+        grad_sq: |G|² of each series; may be negative.
+        n_windows: how many were measured and could be used.
+        n_steps: steps of training that they stand for.
+        log_error: standard error of log(tr Σ/|G|²) of the first series; None where one of them is not positive.
+        scatter: the same of a single window.
+    """
+
+    trace_cov: Sequence[float]
+    grad_sq: Sequence[float]
+    n_windows: int
+    n_steps: int
+    log_error: float | None
+    scatter: float | None
+
+    @property
+    def every(self) -> float:
+        """One window of training in so many was measured."""
+        return self.n_steps / self.n_windows
+
+
+class WindowsOfRun:
+    """Takes windows; knows the noise scale now, and on average over the run.
+
+    Args:
+        groups: names of the parameter groups, in the order of a window's entries.
+    """
+
+    def __init__(self, groups: Sequence[str]) -> None:
+        self.groups = tuple(groups)
+        self.gone: frozenset[str] = frozenset()
+        """The groups in which no parameter is trained now."""
+        self.last_window = 0
+        """Number of the last window that was used."""
+        self._begin(0)
+
+    def _begin(self, number: int) -> None:
+        self._blocks = Blocks()
+        self._filter: NoiseScaleFilter | None = None
+        self._batch = 0.0
+        self._origin = number
+
+    def add(self, window: SolvedWindow, number: int) -> None:
+        """Add a window.
+
+        Args:
+            window: its estimates.
+            number: of the window in training.
+        """
+        # Of a window that was under way when everything began anew, the numbers may come later.
+        if number <= self._origin:
+            return
+        self.last_window = number
+        total = torch.tensor([[window.total.trace_cov], [window.total.grad_sq]], dtype=torch.float64, device="cpu")
+        estimates = torch.cat([total, estimates_table(window.per_group)], 1).T
+        if self._filter is None:
+            self._batch = window.effective_units
+            self._filter = NoiseScaleFilter(len(estimates), self._batch)
+        if (block := self._blocks.add(number - self._origin, estimates, 1 / window.effective_units)) is not None:
+            self._filter.update(block)
+
+    def begin_anew(self, first: int, *, gone: Collection[str] = ()) -> None:
+        """Forget all windows: they speak of other parameters.
+
+        Args:
+            first: number of the first window that counts.
+            gone: the groups in which no parameter is trained now.
+        """
+        self.gone = frozenset(gone)
+        self._begin(max(first - 1, 0))
+
+    @property
+    def n_windows(self) -> int:
+        """Windows that are kept, in blocks."""
+        return self._blocks.n_windows
+
+    @property
+    def n_steps(self) -> int:
+        """Steps of training up to the last window, from the beginning or from where everything began anew."""
+        return max(self.last_window - self._origin, 0)
+
+    def levels(self, *, with_groups: bool = True) -> list[Level]:
+        """The noise scale now: of the whole model and, after it, of each group."""
+        if self._filter is None:
+            return [Level(RatioInterval("unresolved", None, None, "no window has ended yet"))] * (1 + len(self.groups))
+        return self._filter.levels(self._blocks.unfinished, n_series=None if with_groups else 1)
+
+    def average(self) -> tuple[float | None, RatioInterval]:
+        """The noise scale of the whole model over the run so far; see `average_of_run`."""
+        return average_of_run(self._blocks.all)
+
+    def recent(self) -> Recent | None:
+        """The last windows; None before the first."""
+        blocks = self._blocks.all[-_RECENT:]
+        if not blocks:
+            return None
+        n = [block.n_windows for block in blocks]
+        n_windows, n_steps = sum(n), sum(block.n_steps for block in blocks)
+        parts = torch.tensor(n, dtype=torch.float64, device="cpu") / n_windows
+        means = torch.stack([b.means * torch.where(b.sizes > 0, b.sizes, 1.0)[:, None] for b in blocks])
+        trace_cov, grad_sq = (parts[:, None, None] * means).sum(0).T.tolist()
+        scatter = _log_scatter(blocks)
+        log_error = None if scatter is None else scatter / math.sqrt(n_windows)
+        return Recent(trace_cov, grad_sq, n_windows, n_steps, log_error, scatter)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that `load_state_dict` needs; numbers, strings and containers of them."""
+        return {
+            "groups": list(self.groups),
+            "gone": sorted(self.gone),
+            "last_window": self.last_window,
+            "origin": self._origin,
+            "batch": self._batch,
+            "blocks": self._blocks.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            ValueError: when keys or groups differ.
+        """
+        label = "windows of the state"
+        check_keys(label, state, set(self.state_dict()))
+        if state["groups"] != list(self.groups):
+            raise ValueError(f"{label}: it has the groups {state['groups']}, this probe has {list(self.groups)}")
+        self.gone, self.last_window = frozenset(state["gone"]), state["last_window"]
+        self._begin(state["origin"])
+        self._blocks.load_state_dict(state["blocks"])
+        if (batch := state["batch"]) > 0:
+            self._batch, self._filter = batch, NoiseScaleFilter(1 + len(self.groups), batch)
+            for block in self._blocks.complete:
+                self._filter.update(block)
+
+
+def _log_scatter(blocks: Sequence[Block]) -> float | None:
+    """Standard deviation of log(tr Σ/|G|²) of single windows of the first series, to first order."""
+    n_windows = sum(block.n_windows for block in blocks)
+    freedom = n_windows - len(blocks)
+    x, y = (sum(b.n_windows * float(b.means[0, i]) for b in blocks) / n_windows for i in (0, 1))
+    if freedom < 1 or x <= 0 or y <= 0:
+        return None
+    (xx, xy), (_, yy) = (sum(b.scatter[0] for b in blocks) / freedom).tolist()  # type: ignore[union-attr]
+    return math.sqrt(max(xx / x**2 - 2 * xy / (x * y) + yy / y**2, 0.0))
