@@ -9,7 +9,7 @@ import pytest
 import sonde
 from sonde.commands.run_script.endings import LogOfScript
 from tests.commands.scripts import DDP, START
-from tests.commands.unmodified import check_untouched, explicit, with_run
+from tests.commands.unmodified import check_untouched, explicit
 
 FOLDS = (
     START
