@@ -186,7 +186,7 @@ def test_the_older_spelling_of_attach_warns_and_logs_the_same() -> None:
     assert (header["run"], header["metadata"], header["setup"]["log_every"]) == ("r", {"a": 1}, 3)
     with pytest.raises(TypeError, match=r"run= does not go beside log=: pass log=sonde\.RunLog\(\.\.\., run=\.\.\.\)"):
         sonde.attach(nn.Linear(3, 1), unit="rows", log=sonde.RunLog(), run="r")
-    for wrong, right in (("horizn", "horizon"), ("grad_scalar", "grad_scaler"), ("verbos", "verbose")):
+    for wrong, right in (("budgt", "budget"), ("grad_scalar", "grad_scaler"), ("verbos", "verbose")):
         with pytest.raises(TypeError, match=rf"attach\(\) has no argument '{wrong}': did you mean '{right}'\?"):
             sonde.attach(nn.Linear(3, 1), unit="rows", **{wrong: 3})
     with pytest.raises(ValueError, match=r"takes its options as one object, got .*: write sonde\.NoiseScaleOptions"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,7 +97,6 @@ def attached(
     options = {
         "unit": "rows",
         "verbose": False,
-        "horizon": math.inf,
         "log": None,
         "every": 1,
         "per_example": "never",

@@ -24,14 +24,14 @@ def test_a_restart_continues_from_the_state() -> None:
         train(model, probe, torch.optim.SGD(model.parameters(), lr=0.0), windows=10, seed=seed)
 
     model = small_model()
-    with attached(model, horizon=20.0) as whole:
+    with attached(model) as whole:
         run(model, whole, 0)
         run(model, whole, 1)
         expected = whole.reading()
-    with attached(model, horizon=20.0) as first:
+    with attached(model) as first:
         run(model, first, 0)
         state, before = first.state_dict(), first.reading()
-    with attached(model, horizon=20.0) as second:
+    with attached(model) as second:
         second.load_state_dict(state)
         assert second.reading() == before
         run(model, second, 1)

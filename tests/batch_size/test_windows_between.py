@@ -228,13 +228,13 @@ def test_the_log_counts_windows_of_training_and_keeps_scalars_of_all() -> None:
 def test_a_log_of_sparse_windows_replays_to_the_same_reading() -> None:
     sink = Recording()
     log = sonde.RunLog([sink], every=1, log_windows=True)
-    model, probe, optimizer = at_fixed_weights(every=3, log=log, horizon=20.0)
+    model, probe, optimizer = at_fixed_weights(every=3, log=log)
     with probe:
         for _ in windows(model, probe, optimizer, 90):
             pass
     reading = sink.of_kind("reading")[-2]  # the last one is of the end of the run
     logged = [sonde.WindowReading(0, r["window"], r["time"], r["metrics"], r["groups"]) for r in sink.of_kind("window")]
-    last = list(sonde.replay_windows(logged, horizon=20.0))[-1]
+    last = list(sonde.replay_windows(logged))[-1]
     assert last.window == reading["window"]
     expected = [reading["metrics"][f"gns/{name}"] for name in ("b_simple", "drift")]
     assert [last.total.ratio, last.total.drift] == pytest.approx(expected, rel=1e-6)

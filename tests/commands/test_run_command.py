@@ -46,7 +46,6 @@ def test_errors_come_before_the_script_starts(
     assert "--nproc" in error(capsys, "--nprocs", 2, "--", "train.py")
     for number in ("0", "-3", "nan", "inf"):
         assert "must be a number above 0" in error(capsys, f"--units-from={number}", "--", "train.py")
-    assert "horizon must be more than 1 window" in error(capsys, "--horizon", 1, "--", "train.py")
     assert "train.py is a file: give another one" in error(capsys, "--out", "train.py/log", "--", "train.py")
     Path("train.py").rename("train")
     assert "sonde run -- python ./train" in error(capsys, "--", "./train")
@@ -96,7 +95,7 @@ def test_what_the_command_becomes(tmp_path: Path) -> None:
 
 def test_settings_reach_the_script_by_its_environment() -> None:
     options = RunOptions(
-        unit="images", units_from="8", budget=0.02, every=3, horizon=9.0, out=Path("here"), report=False
+        unit="images", units_from="8", budget=0.02, every=3, out=Path("here"), report=False
     )
     environment = environment_of(options, ["torchrun", "train.py"], {"PYTHONPATH": "mine", "OTHER": "1"})
     first, *rest = environment.pop("PYTHONPATH").split(os.pathsep)
@@ -111,7 +110,6 @@ def test_settings_reach_the_script_by_its_environment() -> None:
         "8",
         budget=0.02,
         every=3,
-        horizon=9.0,
         report=False,
     )
     again = Settings.of_environment(environment | {"TORCHELASTIC_RESTART_COUNT": "1"})

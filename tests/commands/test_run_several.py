@@ -157,8 +157,3 @@ def test_an_earlier_start_is_continued_and_the_present_one_is_not_mixed(tmp_path
     first, second = tmp_path / "x", tmp_path / "x-2"
     assert [log("a"), log("a"), log("b"), log("b"), log("b")] == [first, second, first, second, tmp_path / "x-3"]
     assert (first / "records.jsonl").read_text().count('"run":"x"') == 2
-
-
-def test_the_horizon_is_that_of_the_option(tmp_path: Path) -> None:
-    measured = with_run(TURNS, tmp_path, horizon=7.0)
-    assert measured.run.header.setup["horizon"] == 7.0

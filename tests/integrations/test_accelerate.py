@@ -338,8 +338,8 @@ def test_bad_arguments(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Mon
     with pytest.raises(ValueError, match=r"the optimizer is not one that accelerator\.prepare has returned: attach"):
         integration.attach(a, net, optimizer_of(net))
     model, optimizer = a.prepare(net, optimizer_of(net))
-    with pytest.raises(TypeError, match=r"attach\(\) has no argument 'horizn': did you mean 'horizon'"):
-        integration.attach(a, model, optimizer, horizn=3)
+    with pytest.raises(TypeError, match=r"attach\(\) has no argument 'budgt': did you mean 'budget'"):
+        integration.attach(a, model, optimizer, budgt=3)
     with pytest.raises(ValueError, match=r"a batch is counted in one unit, got unit=\('rows', 'tokens'\): pass units="):
         integration.attach(a, model, optimizer, unit=("rows", "tokens"))
     monkeypatch.setattr(accelerate, "__version__", "1.16.0")

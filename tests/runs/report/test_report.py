@@ -140,10 +140,9 @@ def test_how_this_was_measured_is_shown_with_its_numbers(tmp_path: Path) -> None
 
 
 def test_the_rest_of_the_set_up_is_shown(tmp_path: Path) -> None:
-    more = {"horizon": None, "grad_scaler": True, "comm_hook": None, "units_per_piece": 8, "metric": "adam"}
+    more = {"grad_scaler": True, "comm_hook": None, "units_per_piece": 8, "metric": "adam"}
     header = header_record(setup=header_record()["setup"] | more)
     text = visible_text(write_report(write_run(tmp_path, 3, header=header)))
-    assert "the first has 0.29 of the last one's" in text
     assert "grad scaler: yes units per piece: 8" in text
     assert "comm hook" not in text
     assert "adam, in place of the plain squared norm of gradients." in text

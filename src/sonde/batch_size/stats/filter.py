@@ -123,8 +123,10 @@ class NoiseScaleFilter:
         return [_level(lowest, *each) for each in zip(over_b, over_drifts, strict=True)]
 
     def _with(self, block: Block, n_series: int | None = None) -> Tensor:
-        density = _moved(self._density[:n_series], self._prior, block.log_time)
-        density = density * self._likelihood(block, n_series)[:, None, None]
+        # The means of a block speak of its middle. Taken for its end, they would lag by half a block.
+        half = block.log_time / 2
+        density = _moved(self._density[:n_series], self._prior, half) * self._likelihood(block, n_series)[:, None, None]
+        density = _moved(density, self._prior, half)
         return density / density.sum((1, 2, 3), keepdim=True)
 
     def _scatter_with(self, block: Block) -> tuple[Tensor, float]:
@@ -156,9 +158,9 @@ def _moved(density: Tensor, prior: Tensor, time: float) -> Tensor:
 
 def _shifted(density: Tensor, steps: float) -> Tensor:
     """Moved up the grid. At its ends, the density goes on as it is there: what is flat stays flat."""
-    at = (torch.arange(_N_GRID, device="cpu") - steps).clamp(0, _N_GRID - 1)
+    at = (torch.arange(_N_GRID, dtype=torch.float64, device="cpu") - steps).clamp(0, _N_GRID - 1)
     below = at.floor().clamp(max=_N_GRID - 2).long()
-    part = (at - below).to(density.dtype)
+    part = at - below
     return (1 - part) * density[..., below] + part * density[..., below + 1]
 
 
