@@ -64,9 +64,8 @@ def test_the_last_windows_are_averaged_as_they_are() -> None:
     assert recent.n_steps == 10 * recent.n_windows
     assert recent.every == 10
     assert 60 < recent.n_windows < 120
-    last = torch.stack(
-        [torch.tensor([w.total.trace_cov, w.total.grad_sq], dtype=torch.float64) for w in made[-recent.n_windows :]]
-    )
+    totals = [[w.total.trace_cov, w.total.grad_sq] for w in made[-recent.n_windows :]]
+    last = torch.tensor(totals, dtype=torch.float64)
     assert recent.trace_cov[0] == pytest.approx(last[:, 0].mean().item(), rel=1e-12)
     assert recent.grad_sq[0] == pytest.approx(last[:, 1].mean().item(), rel=1e-12)
     assert sum(recent.grad_sq[1:]) == pytest.approx(recent.grad_sq[0], rel=1e-12)

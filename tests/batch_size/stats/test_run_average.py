@@ -54,7 +54,7 @@ def block(end: int, n_steps: int, means: tuple[float, float], variances: tuple[f
 
 
 def test_two_blocks_by_hand() -> None:
-    """100 steps of which all were measured, then 300 of which 10 were: three quarters of the weight are the second's."""
+    """100 steps, all measured, then 300 of which 10 were: three quarters of the weight are the second's."""
     first = block(100, 100, (8.0, 2.0), (1.0, 0.04), 100)
     second = block(400, 300, (16.0, 1.0), (4.0, 0.09), 10)
     b_simple, interval = average_of_run([first, second])
