@@ -1,0 +1,394 @@
+"""What a single GPU shows in at most 8 minutes, part by part.
+
+    python -m benchmarks.gpu_check [--device cuda] [--parts NAME ...] [--out FOLDER] [--tiny]
+
+`make gpu-check` prepares what a machine without a network lacks, and prints the command for it.
+
+- **tests**: `tests/gpu`.
+- **accumulation**: GPT-2 of 124M parameters in bf16 autocast, 4 micro-batches of 8 × 1,024 tokens. Four copies train
+  window by window in turn: without a probe, without one again, with every window measured, and with sonde's defaults.
+  Then some windows in which waits for the GPU are counted; if there are none, again where a wait raises. At last each
+  trains alone with deterministic kernels: the peak of memory, and the weights bit for bit.
+- **compiled**, **fsdp2**: the same with `torch.compile`, and with FSDP2 over a group of one rank.
+- **examples**: the same with one micro-batch a window, which is read by single examples.
+- **clip**: of 124M and 1.5B parameters, beside torch's.
+- **entropy**: a forecast for a random Llama of 0.5B parameters in bf16, beside its training step.
+
+Each part has a process of its own and a time by which it ends. A part that fails or hangs is recorded, and the next one
+goes on. Results are written as they come, to `gpu_check.jsonl`, and after each part to `gpu_check.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import sonde
+from benchmarks.contestants import ENTRIES, PLAIN, Entry, Sonde
+from benchmarks.device import checked, seconds_of
+from benchmarks.gpt import GPT2_SMALL, TINY, Gpt, GptShape, sequences
+from benchmarks.launch import on_ranks
+from benchmarks.machine import describe
+from benchmarks.norm import contestants as clips
+from benchmarks.timing import WARM_UP_WINDOWS, cost, in_words
+from benchmarks.training import Run, Setup, draw_windows
+from benchmarks.waiting import waits, waits_of
+
+WHOLE_SECONDS = 480.0
+"""After so long no part begins, and the one that runs is ended."""
+ROOT = Path(__file__).parent.parent
+GPT2_XL = GptShape(width=1600, depth=48, heads=25, context=1024, vocabulary=50_304)
+REPORTS = 10
+"""Windows from one report of a probe to the next."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Where a part writes what it finds, line by line.
+
+    Attributes:
+        part: its name.
+        path: of the lines.
+        tiny: whether the numbers mean nothing.
+    """
+
+    part: str
+    path: Path
+    tiny: bool
+
+    def say(self, what: str, found: object) -> None:
+        """Write one line, and print it."""
+        print(f"{self.part}: {what}: {found}", flush=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps({"part": self.part, "what": what, "found": found}, default=str) + "\n")
+
+
+# Training with a probe beside training without one.
+
+
+def training(setup: Setup, report: Report, seconds: float) -> None:
+    """What probes cost and whether they wait; then whether they change anything, and what memory they take."""
+    per_example = "always" if setup.micro_batches == 1 else "never"
+    contestants = [
+        PLAIN,
+        ENTRIES["control"],
+        Entry("every window", partial(Sonde, report_every=REPORTS, per_example=per_example)),
+        Entry("sonde's defaults", partial(Sonde, report_every=REPORTS, every=None, per_example="auto")),
+    ]
+    beside_each_other(setup, contestants, report, seconds)
+    # Some kernels add in an order of their own. A compiled model is compiled again for this mode: it comes last.
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    expected: list[Tensor] = []
+    for entry in contestants:
+        weights = alone(setup, entry, report)
+        expected = expected or weights
+        same = sum(map(torch.equal, weights, expected))
+        report.say(f"{entry.title}: weights bit for bit", f"{same} of {len(weights)} tensors")
+
+
+def beside_each_other(setup: Setup, entries: Sequence[Entry], report: Report, seconds: float) -> None:
+    """Train copies of the model, window by window in turn and in a changing order, for so many seconds."""
+    windows = draw_windows(setup, sequences(setup.shape), 64, seed=2)
+    runs = {entry.title: (run := Run(setup), entry.make(run)) for entry in entries}
+    for window in windows[:WARM_UP_WINDOWS]:
+        for run, contestant in runs.values():
+            run.train_window(contestant, window)
+    took: dict[str, list[float]] = {title: [] for title in runs}
+    n_rounds, end = 0, time.monotonic() + seconds
+    gc.collect()
+    gc.disable()
+    while n_rounds < 2 or time.monotonic() < end:
+        shift = n_rounds // 2 % len(runs)
+        order = [*runs][shift:] + [*runs][:shift]
+        for title in order[:: -1 if n_rounds % 2 else 1]:
+            run, contestant = runs[title]
+            work = partial(run.train_window, contestant, windows[n_rounds % len(windows)])
+            took[title].append(seconds_of(work, setup.device))
+        n_rounds += 1
+    gc.enable()
+    plain = took[PLAIN.title]
+    for title, each in took.items():
+        if title != PLAIN.title:
+            median, mean = in_words(cost([list(zip(plain, each, strict=True))])), sum(each) / sum(plain) - 1
+            # Where few windows are measured, the median is that of the others. The mean has all.
+            report.say(f"{title}: added to a window", f"median {median}; mean {mean:+.2%}; {n_rounds} windows")
+    for title, (run, contestant) in runs.items():
+        places = waits(run, contestant, windows[:6])
+        seen = f"{len(places)} in 6 windows {dict(Counter(places))}" if setup.device == "cuda" else "not known here"
+        report.say(f"{title}: waits for the device", seen)
+        if isinstance(contestant, Sonde):
+            report.say(f"{title}: cost as the probe says", contestant.probe.cost())
+            report.say(f"{title}: reading", contestant.probe.reading())
+    if setup.device == "cuda":
+        report.say("a read by hand waits for the device", f"{len(waits_of(lambda: windows.sum().item()))} of 1")
+
+
+def alone(setup: Setup, entry: Entry, report: Report) -> list[Tensor]:
+    """Train one copy and say what memory it took; the weights afterwards."""
+    before = start_of_peak(setup.device)
+    run = Run(setup)
+    contestant = entry.make(run)
+    for window in draw_windows(setup, sequences(setup.shape), WARM_UP_WINDOWS + 2, seed=1):
+        run.train_window(contestant, window)
+    report.say(f"{entry.title}: peak of memory, GiB", peak_since(before, setup.device))
+    if isinstance(contestant, Sonde):
+        contestant.probe.close()
+    return [getattr(p, "to_local", lambda p=p: p)().detach().clone() for p in run.model.parameters()]
+
+
+def start_of_peak(device: str) -> int:
+    """Bytes of tensors on an accelerator, of which the peak begins anew."""
+    gc.collect()
+    if device == "cpu":
+        return 0
+    torch.accelerator.reset_peak_memory_stats()
+    return int(torch.accelerator.memory_allocated())
+
+
+def peak_since(before: int, device: str) -> float | None:
+    """The peak above the bytes at its start, in GiB; None on a CPU."""
+    return None if device == "cpu" else round((torch.accelerator.max_memory_allocated() - before) / 2**30, 3)
+
+
+# The clip.
+
+
+def clip(setup: Setup, report: Report, seconds: float) -> None:
+    """Seconds of a clip that scales, beside torch's, in turn; and how right its norm is."""
+    for shape in (TINY,) if report.tiny else (GPT2_SMALL, GPT2_XL):
+        with torch.device("meta"):
+            shapes = [p.shape for p in Gpt(shape).parameters()]
+        parameters = [nn.Parameter(torch.zeros(size, device=setup.device)) for size in shapes]
+        for p in parameters:
+            p.grad = torch.randn_like(p)
+        grads = [p.grad for p in parameters if p.grad is not None]
+        size = sum(g.numel() for g in grads)
+        title = f"{size / 1e6:,.1f}M parameters in {len(grads)} tensors"
+        took: dict[str, list[float]] = {}
+        calls = {name: prepare() for name, prepare in clips(parameters, None).items()}
+        for name, call in calls.items():
+            torch._foreach_mul_(grads, 2.0)
+            exact = sum(float(g.double().square().sum()) for g in grads) ** 0.5
+            report.say(f"{title}: {name}: norm over that in float64, minus 1", f"{float(call()) / exact - 1:.1e}")
+        if setup.device == "cuda":
+            for name, call in calls.items():
+                report.say(f"{title}: {name}: waits for the device", len(waits_of(call)))
+        end = time.monotonic() + seconds / 2
+        while len(next(iter(took.values()), [])) < 3 or time.monotonic() < end:
+            for name, call in calls.items():
+                torch._foreach_mul_(grads, 2.0)  # so that each has something to clip
+                took.setdefault(name, []).append(seconds_of(call, setup.device))
+        for name, each in took.items():
+            median = statistics.median(each)
+            over = statistics.median(a / b for a, b in zip(took["torch"], each, strict=True))
+            found = {
+                "ms": round(1e3 * median, 3),
+                "torch's over it": round(over, 3),
+                "GB/s": round(8e-9 * size / median),
+            }
+            report.say(f"{title}: {name}", found | {"rounds": len(each)})
+        del parameters, grads, calls
+    report.say("GB/s", "gradients are read once for the norm and once to be scaled; they are written besides")
+
+
+# The forecast of entropy.
+
+
+def entropy(setup: Setup, report: Report, seconds: float) -> None:
+    """Seconds and memory of a forecast, beside those of the training step that it is made before."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "vocab_size": 128_256}
+    small = {"hidden_size": 28, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
+    config = LlamaConfig(
+        **(small if report.tiny else sizes),
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(0)
+    with torch.device(setup.device):
+        model: Any = LlamaForCausalLM(config).bfloat16().eval()
+    with torch.no_grad():
+        model.model.norm.weight.mul_(4.0)  # otherwise the policy is nearly uniform
+    n_prompts, prompt, response = (4, 4, 6) if report.tiny else (16, 64, 192)
+    evaluation, update = (_responses(model, n_prompts, prompt, response, first) for first in (0, n_prompts))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
+    probe = sonde.EntropyChangeProbe(
+        model, optimizer, sonde.EntropyChangeOptions(), token_statistics=sonde.CausalLMStatistics()
+    )
+    report.say(
+        "model", f"{sum(p.numel() for p in model.parameters()) / 1e6:,.0f}M parameters, {n_prompts} prompts of 8"
+    )
+
+    def backward() -> None:
+        for rows in update.order(2):
+            some = update.rows(rows)
+            ids, advantage = some.inputs["input_ids"], some.advantage
+            assert advantage is not None
+            logits = model(**some.inputs, use_cache=False).logits[:, prompt - 1 : -1].float()
+            s = -cross_entropy(logits.flatten(0, 1), ids[:, prompt:].flatten(), reduction="none").view(len(ids), -1)
+            (-(advantage.to(s)[:, None] * s).mean() / n_prompts * 2).backward()
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    backward()
+    took: dict[str, list[float]] = {"forecast": [], "training step": []}
+    peaks: dict[str, float | None] = {}
+
+    def timed(name: str, work: Callable[[], object]) -> float:
+        before = start_of_peak(setup.device)
+        seconds = seconds_of(work, setup.device)
+        peaks[name] = peak_since(before, setup.device)
+        return seconds
+
+    end = time.monotonic() + seconds
+    while len(took["forecast"]) < 2 or time.monotonic() < end:
+        # Responses are the policy's own in the first round alone. Later ones show the time.
+        held = [t.clone() for p in model.parameters() for t in (p.detach(), p.grad)]
+        found: list[Any] = []
+        took["forecast"].append(timed("forecast", lambda found=found: found.append(probe.forecast(evaluation, update))))
+        now = [t for p in model.parameters() for t in (p.detach(), p.grad)]
+        if len(took["forecast"]) == 1:
+            report.say("weights and gradients bit for bit", f"{sum(map(torch.equal, held, now))} of {len(now)} tensors")
+            names = ("delta", "se", "reason", "entropy", "precision", "derivatives", "rounded_away", "seconds")
+            report.say("forecast", {name: getattr(found[0], name) for name in names})
+        del held, now
+        took["training step"].append(timed("optimizer's step", step) + timed("forward and backward", backward))
+    for name, each in took.items():
+        report.say(f"{name}, s", {"first": round(each[0], 4), "later": round(statistics.median(each[1:]), 4)})
+    ratios = [a / b for a, b in zip(took["forecast"][1:], took["training step"][1:], strict=True)]
+    report.say("forecast over training step", round(statistics.median(ratios), 3))
+    report.say("memory above what was there, GiB", peaks)
+
+
+def _responses(model: Any, n_prompts: int, prompt: int, response: int, first: int) -> sonde.Rollouts:
+    """8 responses of the policy to each random prompt."""
+    device = next(model.parameters()).device
+    prompts = torch.randint(model.config.vocab_size, (n_prompts, prompt), device=device).repeat_interleave(8, 0)
+    ones = torch.ones_like(prompts)
+    how = {"do_sample": True, "top_k": 0, "max_new_tokens": response, "pad_token_id": 0}
+    ids = model.generate(prompts, attention_mask=ones, **how)
+    numbers = first + torch.arange(n_prompts).repeat_interleave(8)
+    mask = torch.ones(len(ids), response, dtype=torch.bool)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return sonde.Rollouts(inputs, mask, numbers, advantage=torch.randn(len(ids)))
+
+
+# The parts, one after the other.
+
+
+def gpu_tests(out: Path, report: Report, seconds: float) -> None:
+    """Run `tests/gpu`; count from its log, which is there also if a test hangs."""
+    log = out / "tests.log"
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "-v", "--tb=short", "-p", "no:cacheprovider"]
+    with log.open("w") as file:
+        # A session of its own: its ranks end with it.
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            status: object = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            status = f"did not end in {seconds:.0f} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    lines = log.read_text().splitlines()
+    ended = {word: [ln for ln in lines if f" {word}" in ln and "::" in ln] for word in ("PASSED", "FAILED", "SKIPPED")}
+    report.say("exit status", status)
+    report.say("tests", {word.lower(): len({ln.split(" ")[0] for ln in of}) for word, of in ended.items()})
+    for line in lines:
+        if line.startswith(("FAILED ", "ERROR ")):
+            report.say("failed", line[:500])
+
+
+def parts(device: str, *, tiny: bool) -> dict[str, tuple[float, Setup, Callable[..., None] | None, float]]:
+    """By name: the most seconds, the set-up, and the function with the seconds that it spends on rounds."""
+    shape = TINY if tiny else GPT2_SMALL
+    gpt = partial(Setup, 1, 1, sequences=2 if tiny else 8, shape=shape, device=device)
+    rounds = 0.0 if tiny else 1.0
+    return {
+        "tests": (120.0, gpt(micro_batches=4), None, 0.0),
+        "accumulation": (75.0, gpt(micro_batches=4), training, 18.0 * rounds),
+        "compiled": (105.0, gpt(micro_batches=4, compiled=True), training, 15.0 * rounds),
+        "fsdp2": (60.0, gpt(micro_batches=4, cut="FSDP2"), training, 12.0 * rounds),
+        "examples": (45.0, gpt(micro_batches=1), training, 10.0 * rounds),
+        "clip": (25.0, gpt(micro_batches=1), clip, 6.0 * rounds),
+        "entropy": (50.0, gpt(micro_batches=1), entropy, 8.0 * rounds),
+    }
+
+
+def page(lines: Sequence[dict[str, Any]], head: dict[str, str]) -> str:
+    """What was found so far."""
+    text = ["# What one GPU shows", "", *(f"- {name}: {value}" for name, value in head.items())]
+    part = None
+    for line in lines:
+        if line["part"] != part:
+            part = line["part"]
+            text += ["", f"## {part}", ""]
+        text.append(f"- {line['what']}: {line['found']}")
+    return "\n".join(text) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the parts and write `gpu_check.jsonl` and `gpu_check.md`."""
+    start = time.monotonic()
+    names = list(parts("cpu", tiny=True))
+    out = Path(os.environ.get("OUT") or Path(__file__).parent / "results" / "gpu")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description="What one GPU shows.")
+    parser.add_argument("--device", type=checked, default="cuda", help="cuda, or another that torch knows")
+    parser.add_argument("--parts", nargs="+", choices=names, default=names, help="in the order of the list")
+    parser.add_argument("--tiny", action="store_true", help="to see that the script works; the numbers mean nothing")
+    parser.add_argument("--out", type=Path, default=out, help="folder to write to; by default $OUT, if it is set")
+    options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / "gpu_check.jsonl"
+    path.unlink(missing_ok=True)
+    # Before any process of a part begins: without it, products on several streams need not repeat.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    head = describe(options.device, ("transformers",)) | {"numbers": "mean nothing" if options.tiny else "count"}
+    for name, (most, setup, run, seconds) in parts(options.device, tiny=options.tiny).items():
+        if name not in options.parts:
+            continue
+        report = Report(name, path, options.tiny)
+        began = time.monotonic()
+        most = min(most, WHOLE_SECONDS - (began - start))
+        try:
+            if most < 5.0:
+                raise RuntimeError(f"not begun: {WHOLE_SECONDS:.0f} s are over")
+            if run is None:
+                gpu_tests(options.out, report, most)
+            else:
+                on_ranks(setup, run, report, seconds, deadline_seconds=most)
+        except RuntimeError as error:
+            report.say("ended by an error", str(error)[-3000:])
+        report.say("seconds", round(time.monotonic() - began, 1))
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        (options.out / "gpu_check.md").write_text(page(lines, head))
+
+
+if __name__ == "__main__":
+    main()
