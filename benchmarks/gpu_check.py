@@ -24,6 +24,7 @@ import argparse
 import gc
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -39,7 +40,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 import sonde
 from benchmarks.contestants import ENTRIES, PLAIN, Entry, Sonde
@@ -48,6 +48,8 @@ from benchmarks.gpt import GPT2_SMALL, TINY, Gpt, GptShape, sequences
 from benchmarks.launch import on_ranks
 from benchmarks.machine import describe
 from benchmarks.norm import contestants as clips
+from benchmarks.random_llama import HALF_A_BILLION, RandomLlama
+from benchmarks.random_llama import TINY as TINY_LLAMA
 from benchmarks.timing import WARM_UP_WINDOWS, cost, in_words
 from benchmarks.training import Run, Setup, draw_windows
 from benchmarks.waiting import waits, waits_of
@@ -200,14 +202,8 @@ def clip(setup: Setup, report: Report, seconds: float) -> None:
         for name, each in took.items():
             median = statistics.median(each)
             over = statistics.median(a / b for a, b in zip(took["torch"], each, strict=True))
-            found = {
-                "ms": round(1e3 * median, 3),
-                "torch's over it": round(over, 3),
-                "GB/s": round(8e-9 * size / median),
-            }
-            report.say(f"{title}: {name}", found | {"rounds": len(each)})
+            report.say(f"{title}: {name}", f"{1e3 * median:.3f} ms; torch's over it {over:.3f}; {len(each)} times")
         del parameters, grads, calls
-    report.say("GB/s", "gradients are read once for the norm and once to be scaled; they are written besides")
 
 
 # The forecast of entropy.
@@ -215,88 +211,36 @@ def clip(setup: Setup, report: Report, seconds: float) -> None:
 
 def entropy(setup: Setup, report: Report, seconds: float) -> None:
     """Seconds and memory of a forecast, beside those of the training step that it is made before."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "vocab_size": 128_256}
-    small = {"hidden_size": 28, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
-    config = LlamaConfig(
-        **(small if report.tiny else sizes),
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        attn_implementation="sdpa",
-    )
-    torch.manual_seed(0)
-    with torch.device(setup.device):
-        model: Any = LlamaForCausalLM(config).bfloat16().eval()
-    with torch.no_grad():
-        model.model.norm.weight.mul_(4.0)  # otherwise the policy is nearly uniform
-    n_prompts, prompt, response = (4, 4, 6) if report.tiny else (16, 64, 192)
-    evaluation, update = (_responses(model, n_prompts, prompt, response, first) for first in (0, n_prompts))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
+    policy = RandomLlama(TINY_LLAMA if report.tiny else HALF_A_BILLION, setup.device)
+    parameters = list(policy.model.parameters())
+    report.say("policy", f"{sum(p.numel() for p in parameters):,} parameters; {policy.size}")
     probe = sonde.EntropyChangeProbe(
-        model, optimizer, sonde.EntropyChangeOptions(), token_statistics=sonde.CausalLMStatistics()
+        policy.model, policy.optimizer, sonde.EntropyChangeOptions(), token_statistics=sonde.CausalLMStatistics()
     )
-    report.say(
-        "model", f"{sum(p.numel() for p in model.parameters()) / 1e6:,.0f}M parameters, {n_prompts} prompts of 8"
-    )
-
-    def backward() -> None:
-        for rows in update.order(2):
-            some = update.rows(rows)
-            ids, advantage = some.inputs["input_ids"], some.advantage
-            assert advantage is not None
-            logits = model(**some.inputs, use_cache=False).logits[:, prompt - 1 : -1].float()
-            s = -cross_entropy(logits.flatten(0, 1), ids[:, prompt:].flatten(), reduction="none").view(len(ids), -1)
-            (-(advantage.to(s)[:, None] * s).mean() / n_prompts * 2).backward()
-
-    def step() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    backward()
-    took: dict[str, list[float]] = {"forecast": [], "training step": []}
-    peaks: dict[str, float | None] = {}
-
-    def timed(name: str, work: Callable[[], object]) -> float:
-        before = start_of_peak(setup.device)
-        seconds = seconds_of(work, setup.device)
-        peaks[name] = peak_since(before, setup.device)
-        return seconds
-
+    forecasts: list[Any] = []
+    work: dict[str, Callable[[], object]] = {
+        "forecast": lambda: forecasts.append(probe.forecast(policy.evaluation, policy.update)),
+        "training step": policy.train,
+    }
+    took: dict[str, list[float]] = {name: [] for name in work}
+    policy.backward()
     end = time.monotonic() + seconds
-    while len(took["forecast"]) < 2 or time.monotonic() < end:
-        # Responses are the policy's own in the first round alone. Later ones show the time.
-        held = [t.clone() for p in model.parameters() for t in (p.detach(), p.grad)]
-        found: list[Any] = []
-        took["forecast"].append(timed("forecast", lambda found=found: found.append(probe.forecast(evaluation, update))))
-        now = [t for p in model.parameters() for t in (p.detach(), p.grad)]
-        if len(took["forecast"]) == 1:
-            report.say("weights and gradients bit for bit", f"{sum(map(torch.equal, held, now))} of {len(now)} tensors")
-            names = ("delta", "se", "reason", "entropy", "precision", "derivatives", "rounded_away", "seconds")
-            report.say("forecast", {name: getattr(found[0], name) for name in names})
-        del held, now
-        took["training step"].append(timed("optimizer's step", step) + timed("forward and backward", backward))
+    while len(forecasts) < 2 or time.monotonic() < end:
+        held = [t.clone() for p in parameters for t in (p.detach(), p.grad)]
+        for name, call in work.items():
+            before = start_of_peak(setup.device)
+            took[name].append(seconds_of(call, setup.device))
+            if len(took[name]) == 2:  # the first has warmed up
+                report.say(f"{name}: memory above what was there, GiB", peak_since(before, setup.device))
+            if len(forecasts) == 1 and name == "forecast":  # later, the responses are no longer the policy's own
+                same = sum(map(torch.equal, held, [t for p in parameters for t in (p.detach(), p.grad)]))
+                report.say("forecast: weights and gradients bit for bit", f"{same} of {len(held)} tensors")
+                said = ("delta", "se", "reason", "entropy", "precision", "rounded_away", "seconds")
+                report.say("forecast", {field: getattr(forecasts[0], field) for field in said})
     for name, each in took.items():
-        report.say(f"{name}, s", {"first": round(each[0], 4), "later": round(statistics.median(each[1:]), 4)})
+        report.say(f"{name}: s", f"first {each[0]:.3f}; later {statistics.median(each[1:]):.3f}; {len(each)} times")
     ratios = [a / b for a, b in zip(took["forecast"][1:], took["training step"][1:], strict=True)]
     report.say("forecast over training step", round(statistics.median(ratios), 3))
-    report.say("memory above what was there, GiB", peaks)
-
-
-def _responses(model: Any, n_prompts: int, prompt: int, response: int, first: int) -> sonde.Rollouts:
-    """8 responses of the policy to each random prompt."""
-    device = next(model.parameters()).device
-    prompts = torch.randint(model.config.vocab_size, (n_prompts, prompt), device=device).repeat_interleave(8, 0)
-    ones = torch.ones_like(prompts)
-    how = {"do_sample": True, "top_k": 0, "max_new_tokens": response, "pad_token_id": 0}
-    ids = model.generate(prompts, attention_mask=ones, **how)
-    numbers = first + torch.arange(n_prompts).repeat_interleave(8)
-    mask = torch.ones(len(ids), response, dtype=torch.bool)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    return sonde.Rollouts(inputs, mask, numbers, advantage=torch.randn(len(ids)))
 
 
 # The parts, one after the other.
@@ -317,12 +261,14 @@ def gpu_tests(out: Path, report: Report, seconds: float) -> None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     lines = log.read_text().splitlines()
-    ended = {word: [ln for ln in lines if f" {word}" in ln and "::" in ln] for word in ("PASSED", "FAILED", "SKIPPED")}
+    ended = [found[1] for line in lines if (found := re.search(r" (PASSED|FAILED|ERROR|SKIPPED)\b.*\[ *\d+%\]$", line))]
     report.say("exit status", status)
-    report.say("tests", {word.lower(): len({ln.split(" ")[0] for ln in of}) for word, of in ended.items()})
+    report.say("tests", dict(Counter(ended)))
     for line in lines:
         if line.startswith(("FAILED ", "ERROR ")):
             report.say("failed", line[:500])
+    if lines and status not in (0, 1):
+        report.say("last line", lines[-1])
 
 
 def parts(device: str, *, tiny: bool) -> dict[str, tuple[float, Setup, Callable[..., None] | None, float]]:
