@@ -249,7 +249,18 @@ def entropy(setup: Setup, report: Report, seconds: float) -> None:
 def gpu_tests(out: Path, report: Report, seconds: float) -> None:
     """Run `tests/gpu`; count from its log, which is there also if a test hangs."""
     log = out / "tests.log"
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-v", "--tb=short", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests/gpu",
+        "-v",
+        "--tb=short",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "timeout=60",
+    ]
     with log.open("w") as file:
         # A session of its own: its ranks end with it.
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
@@ -277,11 +288,11 @@ def parts(device: str, *, tiny: bool) -> dict[str, tuple[float, Setup, Callable[
     gpt = partial(Setup, 1, 1, sequences=2 if tiny else 8, shape=shape, device=device)
     rounds = 0.0 if tiny else 1.0
     return {
-        "tests": (120.0, gpt(micro_batches=4), None, 0.0),
-        "accumulation": (75.0, gpt(micro_batches=4), training, 18.0 * rounds),
-        "compiled": (105.0, gpt(micro_batches=4, compiled=True), training, 15.0 * rounds),
+        "tests": (110.0, gpt(micro_batches=4), None, 0.0),
+        "accumulation": (70.0, gpt(micro_batches=4), training, 18.0 * rounds),
+        "compiled": (125.0, gpt(micro_batches=4, compiled=True), training, 15.0 * rounds),
         "fsdp2": (60.0, gpt(micro_batches=4, cut="FSDP2"), training, 12.0 * rounds),
-        "examples": (45.0, gpt(micro_batches=1), training, 10.0 * rounds),
+        "examples": (40.0, gpt(micro_batches=1), training, 10.0 * rounds),
         "clip": (25.0, gpt(micro_batches=1), clip, 6.0 * rounds),
         "entropy": (50.0, gpt(micro_batches=1), entropy, 8.0 * rounds),
     }
