@@ -92,11 +92,7 @@ def test_where_the_host_waits_is_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
 
     def work() -> None:
-        for said in (
-            "called a synchronizing CUDA operation",
-            "something else",
-            "called a synchronizing CUDA operation",
-        ):
+        for said in ("called a synchronizing CUDA operation", "something else"):
             warnings.warn(said, stacklevel=1)
 
     places = waiting.waits_of(work)
