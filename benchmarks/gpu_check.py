@@ -47,6 +47,7 @@ from benchmarks.device import checked, seconds_of
 from benchmarks.gpt import GPT2_SMALL, TINY, Gpt, GptShape, sequences
 from benchmarks.launch import on_ranks
 from benchmarks.machine import describe
+from benchmarks.memory import peak_since, start_of_peak
 from benchmarks.norm import contestants as clips
 from benchmarks.random_llama import HALF_A_BILLION, RandomLlama
 from benchmarks.random_llama import TINY as TINY_LLAMA
@@ -155,20 +156,6 @@ def alone(setup: Setup, entry: Entry, report: Report) -> list[Tensor]:
     if isinstance(contestant, Sonde):
         contestant.probe.close()
     return [getattr(p, "to_local", lambda p=p: p)().detach().clone() for p in run.model.parameters()]
-
-
-def start_of_peak(device: str) -> int:
-    """Bytes of tensors on an accelerator, of which the peak begins anew."""
-    gc.collect()
-    if device == "cpu":
-        return 0
-    torch.accelerator.reset_peak_memory_stats()
-    return int(torch.accelerator.memory_allocated())
-
-
-def peak_since(before: int, device: str) -> float | None:
-    """The peak above the bytes at its start, in GiB; None on a CPU."""
-    return None if device == "cpu" else round((torch.accelerator.max_memory_allocated() - before) / 2**30, 3)
 
 
 # The clip.
