@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from sonde.batch_size.stats.example_order import OrderScores
 from sonde.batch_size.stats.noise_scale import PieceSums, estimate_window
 
 
@@ -21,6 +22,7 @@ class ExampleSums:
         of_pieces: Σ |h_k|²/w_k of the window's pieces, likewise of the covered parameters; [groups].
         sq_norm_big: |F|² of the covered parameters, [groups].
         n_covered: covered parameters.
+        order: whether examples in certain places of their batches are more alike than others.
     """
 
     sq_norm_over_weight: Sequence[float]
@@ -30,6 +32,24 @@ class ExampleSums:
     of_pieces: Sequence[float]
     sq_norm_big: Sequence[float]
     n_covered: int
+    order: OrderScores = field(default_factory=OrderScores)
+
+    def excess_of_pieces(self, pieces: PieceSums, *, scale: float) -> float | None:
+        """(p − e)/(p + e), with tr Σ p from the window's pieces and e from its examples, which have one expectation.
+
+        Args:
+            pieces: of the window, over all parameters.
+            scale: κ of the window.
+
+        Returns:
+            None where pieces cannot be compared, or there is no noise.
+        """
+        if pieces.n_pieces < 2 or not pieces.u > pieces.v:
+            return None
+        big = math.fsum(self.sq_norm_big) / scale**2
+        p = estimate_window(replace(pieces, sq_norm_over_weight=math.fsum(self.of_pieces)), big).trace_cov
+        e = estimate_window(self.pieces(math.fsum(self.sq_norm_over_weight)), big).trace_cov
+        return (p - e) / (p + e) if p > 0 and e > 0 else None
 
     def pieces(self, sq_norm_over_weight: float) -> PieceSums:
         """The sums that the noise scale is solved from, for one parameter group's Σ |h_b|²/w_b. n_b = 1 throughout."""

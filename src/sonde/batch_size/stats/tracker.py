@@ -129,6 +129,9 @@ class NoiseScaleTracker:
         for averages in self._all_averages:
             averages.neighbours.update(row.neighbours)
             averages.repeats.update(row.repeats)
+            if row.examples is not None:
+                excess = row.examples.excess_of_pieces(row.pieces(0.0), scale=scale.scale)
+                averages.examples.update(row.examples.order, excess)
         self.last, self.last_norm = solved, solved.norm
         return None
 
