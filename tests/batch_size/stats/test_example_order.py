@@ -32,8 +32,7 @@ def test_scores_by_hand() -> None:
     batch = torch.tensor([1.0] * 4 + [-1.0] * 8 + [1.0] * 4, dtype=torch.float64)[:, None]
     near, opposite, half, n = order_scores(batch).tolist()
     variance = 1 - (1 / 15) ** 2
-    neighbours = (11 / 15 + 1 / 15) * math.sqrt(15 / variance)
-    assert near == pytest.approx((neighbours + 2 * opposite + half) / math.sqrt(6))
+    assert near == pytest.approx((11 / 15 - 6 / 14) / math.sqrt(variance * (1 / 15 + 1 / 14)))
     assert opposite == pytest.approx((1 + 1 / 15) * math.sqrt(8 / variance))
     assert half == pytest.approx((-1 + 1 / 15) * math.sqrt(8 / variance))
     assert n == 1.0
@@ -68,7 +67,7 @@ def watched(kind: str, n: int, windows: int = 200) -> ExampleWatch:
     return watch
 
 
-@pytest.mark.parametrize("n", [16, 32, 256])
+@pytest.mark.parametrize("n", [32, 256])
 @pytest.mark.parametrize(
     ("kind", "words"),
     [

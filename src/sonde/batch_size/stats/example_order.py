@@ -31,6 +31,9 @@ _LEAST_EXCESS = 0.05
 """Smallest (p − e)/(p + e) that matters, p and e being tr Σ from pieces and from examples: p is 1.1 times e."""
 _MEMORY = 100.0
 """Windows that are remembered at least."""
+_NOT_SORTED = "not_sorted"
+_SURE = 3.0
+"""Standard errors beyond which rows were not sorted."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,7 @@ class OrderScores:
     """How much more alike than others examples in certain places of their batches are: sums of standard scores.
 
     Attributes:
-        next: neighbours; added to it, twice `opposite` and once `half`. Where rows were sorted, by length for one,
-            neighbours are alike and distant rows are not, yet the rows may be independent.
+        next: neighbours, against rows two apart, which are as alike where rows lie in some order of their contents.
         opposite: the first row and the last one, the second and the last but one, and so on.
         half: rows that are half a batch apart.
         n: pieces that are added up.
@@ -49,6 +51,14 @@ class OrderScores:
     opposite: float = 0.0
     half: float = 0.0
     n: float = 0.0
+
+    @property
+    def not_sorted(self) -> float:
+        """Positive where rows share samples, but not where they were sorted, by length for one.
+
+        Sorted rows may be independent. Their neighbours are alike, and distant rows differ the more.
+        """
+        return (self.next + 2 * self.opposite + self.half) / math.sqrt(6)
 
 
 N_SCORES = len(fields(OrderScores))
@@ -83,9 +93,11 @@ def order_scores(gradients: Tensor) -> Tensor:
     mean = -squares.sum() / (n * (n - 1))  # Σ rows = 0, so the products of different rows add up to −Σ|row|²
     variance = ((rows.T @ rows).square().sum() - squares.square().sum()) / (n * (n - 1)) - mean.square()
     first, last = rows[:half], rows[half:]
-    pairs = (rows[1:], rows[:-1]), (first, last.flip(0)), (first, last)
-    near, opposite, apart = (((x * y).sum() / len(x) - mean) * math.sqrt(len(x)) for x, y in pairs)
-    scores = torch.stack([(near + 2 * opposite + apart) / math.sqrt(6), opposite, apart])
+    near, two_apart = ((rows[k:] * rows[:-k]).sum() / (n - k) for k in (1, 2))
+    opposite, apart = ((first * other).sum() / half - mean for other in (last.flip(0), last))
+    scores = torch.stack(
+        [(near - two_apart) / math.sqrt(1 / (n - 1) + 1 / (n - 2)), opposite * math.sqrt(half), apart * math.sqrt(half)]
+    )
     is_known = differs & (variance > 0)
     scores = torch.where(is_known, scores * variance.rsqrt(), 0.0)
     return torch.cat([scores, is_known.to(scores.dtype).view(1)])
@@ -100,7 +112,7 @@ class ExampleWatch:
 
     def __init__(self, decay: float) -> None:
         self._decay = max(decay, 1.0 - 1.0 / _MEMORY)
-        self._orders = {name: NeighbourWatch(decay) for name in _IN_WORDS}
+        self._orders = {name: NeighbourWatch(decay) for name in (*_IN_WORDS, _NOT_SORTED)}
         self._pieces = dict.fromkeys(("windows", "weight", "sq_weight", "sum", "squares"), 0.0)
 
     def update(self, order: OrderScores, excess: float | None) -> None:
@@ -124,7 +136,9 @@ class ExampleWatch:
 
     def doubt(self) -> str | None:
         """Why examples are not independent; None when nothing looks wrong."""
-        found = [_IN_WORDS[name] for name, watch in self._orders.items() if watch.lean > 0]
+        found = [text for name, text in _IN_WORDS.items() if self._orders[name].lean > 0]
+        if self._orders[_NOT_SORTED].standard_errors < _SURE:
+            found = []
         if (times := self._excess_of_pieces()) is not None:
             found.insert(0, f"pieces have {times:.2g} times the noise that single examples say")
         if not found:

@@ -9,6 +9,20 @@ from dataclasses import dataclass, field, replace
 from sonde.batch_size.stats.example_order import OrderScores
 from sonde.batch_size.stats.noise_scale import PieceSums, estimate_window
 
+ENOUGH_COVERED = 0.995
+"""Part of |F|² from which on no alert is raised. At most 0.5 % of |F|² = |G|² (1 + B_simple/B) are left out then. Where
+B_simple is 20 batches, this moves B_simple by a tenth at most, and ± 20 % counts as well known."""
+
+
+def in_percent(part: float) -> str:
+    """A part of |F|² in words; 99.96 % are never called all of it.
+
+    Example:
+        >>> in_percent(0.9996), in_percent(0.5)
+        ('99.9 %', '50 %')
+    """
+    return f"{math.floor(1000 * part) / 10:g} %"
+
 
 @dataclass(frozen=True)
 class ExampleSums:
@@ -75,7 +89,7 @@ class Coverage:
 
     def __str__(self) -> str:
         ratio = f", {self.ratio:.3g} times that of all" if self.ratio is not None else ""
-        return f"of {self.n_parameters} of {self.n_all} parameters, with {100 * self.part:.3g} % of |F|²{ratio}"
+        return f"of {self.n_parameters} of {self.n_all} parameters, with {in_percent(self.part)} of |F|²{ratio}"
 
 
 class CoveredPart:

@@ -110,9 +110,14 @@ class NeighbourWatch:
         self._windows += 1
 
     @property
+    def standard_errors(self) -> float:
+        """The average score over its standard error; 0 before the first window."""
+        return self._score / math.sqrt(self._variance) if self._variance else 0.0
+
+    @property
     def lean(self) -> int:
         """1 where neighbours are more alike than others, −1 where less, 0 where chance explains the scores."""
-        if self._windows < _AFTER or abs(self._score) < _STANDARD_ERRORS * math.sqrt(self._variance):
+        if self._windows < _AFTER or abs(self.standard_errors) < _STANDARD_ERRORS:
             return 0
         if abs(self._score) < _LEAST_SCORE * self._weight:
             return 0
