@@ -152,10 +152,10 @@ class ExampleWatch:
     def _excess_of_pieces(self) -> float | None:
         """tr Σ from pieces over that from examples, where it is larger beyond chance."""
         sums = self._pieces
-        if sums["windows"] < _AFTER:
+        if sums["windows"] < _AFTER or not sums["weight"]:
             return None
         mean = sums["sum"] / sums["weight"]
-        variance = max(sums["squares"] / sums["weight"] - mean**2, 0.0)
+        variance = max(sums["squares"] / sums["weight"] - mean * mean, 0.0)
         error = math.sqrt(variance * sums["sq_weight"]) / sums["weight"]
         return (1 + mean) / (1 - mean) if mean > max(_LEAST_EXCESS, _STANDARD_ERRORS * error) and mean < 1 else None
 
