@@ -74,7 +74,7 @@ def order_scores(gradients: Tensor) -> Tensor:
     """The scores of one piece, in the order of `OrderScores`; [4].
 
     With c the inner product of two different rows of length 1, less its mean over all pairs, the mean of c over m pairs
-    has the expectation 0 over all orders, and a variance of E[c²]/m but for a part of 1/n.
+    has the expectation 0 over all orders, and a variance of E[c²]/m · n/(n − 3) at most.
 
     Args:
         gradients: elements or projections of each example's gradient, [examples, elements].
@@ -98,6 +98,7 @@ def order_scores(gradients: Tensor) -> Tensor:
     scores = torch.stack(
         [(near - two_apart) / math.sqrt(1 / (n - 1) + 1 / (n - 2)), opposite * math.sqrt(half), apart * math.sqrt(half)]
     )
+    variance = variance * (n / (n - 3))
     is_known = differs & (variance > 0)
     scores = torch.where(is_known, scores * variance.rsqrt(), 0.0)
     return torch.cat([scores, is_known.to(scores.dtype).view(1)])
