@@ -89,6 +89,8 @@ def _head(run: Run) -> str:
     facts.append(position_text(last, run.probe("reading").unit))
     if len(run.headers) > 1:
         facts.append(f"restarted {plural(len(run.headers) - 1, 'time')}")
+    if run.earlier_runs:
+        facts.append(f"{plural(run.earlier_runs, 'earlier run')} in the same folder left out")
     facts.append("ended" if run.ended is not None else "no end recorded: the run is still going on, or it was cut off")
     subject = _subject(run)
     brand = escape(subject[:1].upper() + subject[1:])
