@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -48,14 +47,16 @@ class LogOfScript(JsonlSink):
                 return
             folder = self._take_folder()
             for held in self._held:
-                super().write(held | {"run": folder.name} if held["kind"] == "header" else held)
+                super().write({**held, "run": folder.name} if held["kind"] == "header" else held)
             self.folder, self._held = folder, []
             return
         super().write(record)
 
     def _take_folder(self) -> Path:
         deadline = time.monotonic() + SECONDS_TO_WAIT
-        for n in itertools.count(1):
+        n = 0
+        while True:
+            n += 1
             folder = self._first if n == 1 else self._first.with_name(f"{self._first.name}-{n}")
             self.path = folder / RECORDS_NAME
             while not self._is_of_this_start():
