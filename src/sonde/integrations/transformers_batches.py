@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from sonde.batch_size.forward_units import rows
+from sonde.batch_size.batch_dim import units_in_batch
 from sonde.integrations.trainer_probe import Counts, as_counts
 
 UnitsOfBatch = Callable[[Mapping[str, Any]], Any]
@@ -25,6 +25,7 @@ _MOST_NODES = 64
 """Operations of a loss that are looked at, the last ones first."""
 _MOST_UNDECIDED = 8
 """Micro-batches that may leave it open how they weigh. If all hold equal shares, they weigh the same either way."""
+_REMEDY = "pass units= to attach, a function of the batch"
 _LEAST = 1e-6
 """Tokens of a sample without any: it counts for nothing, and the samples' weights stay positive."""
 
@@ -162,8 +163,7 @@ def n_pairs(inputs: Mapping[str, Any]) -> int:
     Raises:
         ValueError: for an odd number of rows.
     """
-    n = rows(inputs)
-    if n is None or n % 2:
+    if (n := units_in_batch(inputs, _REMEDY)) % 2:
         raise ValueError(f"a batch of pairs has two rows for each, got {n} rows: pass units= to attach")
     return n // 2
 
@@ -187,9 +187,7 @@ def samples(inputs: Mapping[str, Any], *, shifts: bool) -> tuple[float | Tensor,
     if labels is None and isinstance(labels := inputs.get("labels"), Tensor) and labels.dim() > 1 and shifts:
         labels = labels[..., 1:]
     if not isinstance(labels, Tensor) or labels.dim() < 2 or labels.is_floating_point():
-        if (n := rows(inputs)) is None:
-            raise ValueError("the batch has no tensor with rows: pass units= to attach, a function of the batch")
-        return n, None
+        return units_in_batch(inputs, _REMEDY), None
     is_in_loss = labels.ne(-100).flatten(1)
     document, n_documents = _documents(inputs) if "attention_mask" not in inputs else (None, 0)
     if document is None:
