@@ -316,8 +316,8 @@ def test_units_of_every_start_are_compared(tmp_path: Path) -> None:
     sonde.PolicyLog(sonde.RunLog(sonde.JsonlSink(tmp_path))).end("first")
     model = nn.Linear(3, 1)
     sonde.attach(model, unit="sequences", log=sonde.RunLog(sonde.JsonlSink(tmp_path)), verbose=False).close("second")
-    with pytest.raises(ValueError, match="measured in 'sequences', got a probe that measures in 'tokens'"):
-        sonde.attach(model, unit="tokens", log=sonde.RunLog(sonde.JsonlSink(tmp_path)), verbose=False)
+    with pytest.raises(ValueError, match="measured in 'sequences', got a probe that measures in 'images'"):
+        sonde.attach(model, unit="images", log=sonde.RunLog(sonde.JsonlSink(tmp_path)), verbose=False)
     assert sonde.read_run(tmp_path).ended == "second"
 
 

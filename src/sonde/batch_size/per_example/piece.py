@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from sonde.batch_size.batch_dim import LayerSaw, is_time_first
 from sonde.batch_size.per_example.call import Call, versions_of
 from sonde.batch_size.per_example.gradients import (
     OuterProducts,
@@ -106,6 +107,14 @@ class PieceSums:
         for index in call.indices.values():
             self._waiting[index].add(call)
 
+    def read_time_first(self, call: Call, saw: Sequence[LayerSaw]) -> None:
+        """Take a call's examples from dim 1, and those of lookups in the same parameter that look alike."""
+        call.read_time_first()
+        for index in call.indices.values():
+            for other in self._waiting[index]:
+                if other.rows is not None and is_time_first(other.rows.shape, saw):
+                    other.read_time_first()
+
     def refuse(self, indices: Sequence[int], reason: str) -> None:
         """Note why parameters are not covered in this piece. The first reason stays."""
         for index in indices:
@@ -147,7 +156,7 @@ class PieceSums:
                 self._sums[index].n_uses += 1
             return
         try:
-            self._add(call, call.inputs, grad)
+            self._add(call, call.by_example(call.inputs), grad)
         except NotCoveredError as reason:
             self.refuse(indices, str(reason))
         if not self._several_backwards:
