@@ -166,6 +166,8 @@ class NoiseScaleLog:
         self._window = 0
         self._last_drop, self._n_same_drops = "", 0
         self._n_readings = 0
+        self._goes_on = False
+        """Whether a saved state was loaded, so that this start goes on with the run before it."""
         self._lacks_groups = False
         """Whether the last reading was written without its groups."""
         self._has_groups = bool(setup.get("groups"))
@@ -264,6 +266,8 @@ class NoiseScaleLog:
         interval = self._interval
         if interval.windows == 0:
             return
+        if not (self._n_readings or self._goes_on):
+            self._write("fresh")
         self._n_readings += 1
         is_due = self._has_groups and (is_last or has_details(self._n_readings))
         self._lacks_groups = self._has_groups and not is_due
@@ -330,6 +334,7 @@ class NoiseScaleLog:
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
         """Go on counting where another run stopped."""
         self._window, self._units_seen = int(state["window"]), float(state["units_seen"])
+        self._goes_on = True
 
 
 def _metrics_in(units: Sequence[str], first: str) -> dict[str, Metric]:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sonde.batch_size.batch_dim import batch_dim
 from sonde.batch_size.per_example.gradients import OuterProducts, PerExample, wide
 from sonde.batch_size.per_example.rules import Inputs, LayerRule, NotCoveredError, add_positions
 
@@ -116,5 +117,5 @@ def _bytes(layer: nn.MultiheadAttention, inputs: Inputs, grad: Tensor) -> int:
     return 4 * (4 * n_scores + 9 * n_features)
 
 
-ATTENTION = LayerRule(attention, _bytes, arrange=_arrange, example_dim=lambda layer: 0 if layer.batch_first else 1)
+ATTENTION = LayerRule(attention, _bytes, arrange=_arrange, example_dim=batch_dim)
 RULES: dict[type[nn.Module], LayerRule] = {nn.MultiheadAttention: ATTENTION}

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from sonde.batch_size.batch_dim import LayerSaw, is_time_first, layers_that_know, seen_by
 from sonde.batch_size.per_example.call import Call, versions_of
 from sonde.batch_size.per_example.checkpoints import Checkpoints, Stage, stage
 from sonde.batch_size.per_example.layer_hooks import LayerHook, arranged, hook_gradient_of
@@ -163,8 +164,9 @@ class PerExampleNorms:
         self._backwards: set[int] = set()
         self._n_backwards = 0
         self._coupled: str | None = None
+        self._saw: list[LayerSaw] = []
+        """What layers were called with in this piece that know which dim is the batch."""
         self._failure: Exception | None = None
-        self._ambiguous = False
 
     @property
     def without_rule(self) -> dict[str, str]:
@@ -198,6 +200,9 @@ class PerExampleNorms:
                 f"the model has lost {plural(len(gone), 'parameter')} ({some_of(gone)}): attach anew (or make a new "
                 "PerExampleNorms)"
             )
+        for layer in layers_that_know(self._model):
+            note = LayerHook(self._note_batch)
+            self._handles.append(layer.register_forward_pre_hook(note, with_kwargs=True))
         for name, layer in self._model.named_modules():
             if isinstance(layer, torch.jit.ScriptModule):
                 continue
@@ -240,10 +245,10 @@ class PerExampleNorms:
         if is_capturing(self._parameters[0].device):
             raise RuntimeError(f"take() was called while a CUDA graph is recorded: {_IN_CUDA_GRAPH}")
         reason = self._coupled
-        if self._ambiguous:
+        if square := next((saw for saw in self._saw if saw.is_square), None):
             reason = (
-                "attention with batch_first=False was called with as many examples as positions, so that either may be "
-                "the rows of other layers: take another number of examples"
+                f"{square.kind} with batch_first=False was called with as many examples as positions, so that either "
+                "may be the rows of other layers: take another number of examples"
             )
         if not self._backwards:
             reason = "no backward has added to `.grad` in this piece: call take() after loss.backward()"
@@ -339,8 +344,6 @@ class PerExampleNorms:
         output = output[0] if isinstance(output, tuple) and output else output
         if not (torch.is_grad_enabled() and isinstance(output, Tensor) and output.requires_grad):
             return
-        if isinstance(layer, nn.MultiheadAttention) and not layer.batch_first and output.dim() == 3:
-            self._ambiguous |= output.shape[0] == output.shape[1]
         if is_capturing(output.device):
             self._piece.refuse(list(indices.values()), _IN_CUDA_GRAPH)
             return
@@ -380,6 +383,13 @@ class PerExampleNorms:
 
     @_harmless
     @_timed
+    def _note_batch(self, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Before the forward of a layer that knows which dim is the batch."""
+        if torch.is_grad_enabled() and (saw := seen_by(layer, args, keywords)) is not None:
+            self._saw.append(saw)
+
+    @_harmless
+    @_timed
     def _about_to_be_called(
         self, rule: LayerRule, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
     ) -> None:
@@ -416,6 +426,9 @@ class PerExampleNorms:
             self._piece.note_dtype(call, torch.get_autocast_dtype(grad.device.type))
         with _plain_arithmetic(grad):
             dim = call.rule.example_dim(call.layer)
+            if call.rule.may_read_time_first and is_time_first(grad.shape[:-1], self._saw):
+                self._piece.read_time_first(call, self._saw)
+                dim = 1
             self._piece.add_use(call, grad.movedim(dim, 0) if dim and grad.dim() > dim else grad)
 
     @_harmless

@@ -42,6 +42,7 @@ class LayerRule:
         arrange: the layer's positional and keyword arguments as `Inputs`, with the examples first.
         example_dim: the dim of the output that holds the examples.
         adds_over_dim_1: whether gradients of slices along dim 1 add up to the whole gradient.
+        may_read_time_first: whether the input may be [time, examples, …] too, as linear layers do not mind.
         rows: for a table, which rows each example looks up, [examples, positions].
     """
 
@@ -50,6 +51,7 @@ class LayerRule:
     arrange: Callable[[Any, Inputs, dict[str, Any]], Inputs] = _as_called
     example_dim: Callable[[Any], int] = lambda layer: 0
     adds_over_dim_1: Callable[[Any, Tensor], bool] = lambda layer, grad: False
+    may_read_time_first: bool = False
     rows: Callable[[Any, Inputs], Tensor] | None = None
 
 
@@ -255,12 +257,12 @@ def _has_positions(layer: Any, grad: Tensor) -> bool:
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
-LINEAR = LayerRule(linear, _linear_bytes)
+LINEAR = LayerRule(linear, _linear_bytes, may_read_time_first=True)
 RULES: dict[type[nn.Module], LayerRule] = {
     nn.Linear: LINEAR,
-    nn.Embedding: LayerRule(embedding, _embedding_bytes, rows=_rows),
-    nn.LayerNorm: LayerRule(layer_norm, norm_bytes, adds_over_dim_1=_has_positions),
-    nn.RMSNorm: LayerRule(rms_norm, norm_bytes, adds_over_dim_1=_has_positions),
+    nn.Embedding: LayerRule(embedding, _embedding_bytes, may_read_time_first=True, rows=_rows),
+    nn.LayerNorm: LayerRule(layer_norm, norm_bytes, adds_over_dim_1=_has_positions, may_read_time_first=True),
+    nn.RMSNorm: LayerRule(rms_norm, norm_bytes, adds_over_dim_1=_has_positions, may_read_time_first=True),
     nn.GroupNorm: LayerRule(group_norm, norm_bytes),
     **{kind: LayerRule(batch_norm, norm_bytes) for kind in BATCH_NORMS},
     **{k: LayerRule(functools.partial(instance_norm, n), norm_bytes) for n, k in enumerate(_INSTANCE_NORMS, start=1)},

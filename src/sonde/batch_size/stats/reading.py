@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from sonde.batch_size.stats.critical_batch import Verdict, judge_batch
 from sonde.batch_size.stats.drift import doubling_windows, drift_in_words
-from sonde.batch_size.stats.example_sums import Coverage
+from sonde.batch_size.stats.example_sums import ENOUGH_COVERED, Coverage
 from sonde.stats.intervals import Status
 from sonde.wording import number, plural
 
@@ -234,5 +234,6 @@ def find_alerts(reading: NoiseScaleReading) -> dict[str, str]:
     Returns:
         Messages by name: those of the doubts, "not_covered"; empty when nothing looks wrong.
     """
-    partial = {"not_covered": f"the noise scale is {reading.coverage}"} if reading.coverage is not None else {}
+    is_partial = reading.coverage is not None and reading.coverage.part < ENOUGH_COVERED
+    partial = {"not_covered": f"the noise scale is {reading.coverage}"} if is_partial else {}
     return dict(reading.doubts) | partial

@@ -117,6 +117,8 @@ def doubts_of(averages: NoiseScaleAverages) -> dict[str, str]:
     repeated = None if same else averages.repeats.pieces_doubt()
     if (dependent := repeated or averages.neighbours.doubt()) is not None:
         doubts["dependent_pieces"] = dependent
+    if (shared := averages.examples.doubt()) is not None:
+        doubts["dependent_examples"] = shared
     if (same := same or averages.repeats.ranks_doubt()) is not None:
         doubts["same_data"] = same
     return doubts

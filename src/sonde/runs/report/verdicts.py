@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from sonde.batch_size.stats.critical_batch import Verdict, judge_batch, steps_and_examples
 from sonde.batch_size.stats.drift import drift_in_words
+from sonde.batch_size.stats.example_sums import in_percent
 from sonde.policy.stats.coverage import coverage
 from sonde.policy.stats.entropy_verdict import judge_entropy
 from sonde.policy.stats.steps_kept import steps_kept
@@ -88,7 +89,7 @@ def batch_size_panel(run: Run) -> VerdictPanel:
         basis += f" The interval narrows to about ± 20 % after {needed:,} more {measured}windows."
     covered = last.metrics.get("gns/covered")
     if covered is not None and covered < 1:
-        basis += f" It speaks of parameters with {percent(covered)} of the squared gradient: no others were covered."
+        basis += f" It speaks of parameters with {in_percent(covered)} of the squared gradient."
     basis += "".join(_in_further_units(run, last))
     tiles = tuple(_batch_tiles(last, unit))
     return VerdictPanel(verdict.kind, _BATCH_BADGES[verdict.kind], verdict.headline, verdict.detail, basis, tiles)
