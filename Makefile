@@ -37,7 +37,7 @@ help:
 	@echo "make docs-figures   run both demos and two trackers, and make the pictures of docs/ again (about 5 minutes; needs Chromium)"
 	@echo "make bench   measure what the probe costs and how exact it is; writes benchmarks/results/; DEVICE=cuda on a GPU"
 	@echo "make bench-present   compare the noise scale with exact values while weights move; writes benchmarks/results/"
-	@echo "make bench-budget   measure what a budget of 1 % costs, and the intervals of sparse windows; writes benchmarks/results/"
+	@echo "make bench-budget   measure what a budget of 1 % costs; writes benchmarks/results/"
 	@echo "make bench-norm   measure the global norm and the clip; writes benchmarks/results/"
 	@echo "make bench-entropy   measure how right forecasts of entropy are, and what they cost; writes benchmarks/results/"
 	@echo "make bench-log   measure the log of a long run and its report; writes benchmarks/results/"

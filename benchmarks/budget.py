@@ -1,16 +1,13 @@
-"""What a budget of 1 % costs, and what sparse windows do to the noise scale's interval.
+"""What a budget of 1 % costs, once a run has used up the allowance of seconds that measuring may take in any case.
 
-    python -m benchmarks.budget [--device cuda] [--windows 600] [--runs 60] [--setups 1 4] [--out benchmarks/results]
+    python -m benchmarks.budget [--device cuda] [--windows 600] [--setups 1 4] [--out benchmarks/results]
 
-**Cost.** Four copies of a GPT of about 75, 750 or 7,500 parameter tensors train side by side, window by window in turn:
+Four copies of a GPT of about 75, 750 or 7,500 parameter tensors train side by side, window by window in turn:
 in windows of four pieces, of one piece that is read by examples, or over two ranks. They train without a probe, without
-one again (the control), with a probe that measures no window, and with a probe at its defaults whose pace has settled.
-They change roles, until each has had each, since where the allocator puts a model makes 1 % of
+one again (the control), with a probe that measures no window, and with a probe at a budget of 1 % whose pace has settled,
+as late in a long run. They change roles, until each has had each, since where the allocator puts a model makes 1 % of
 a window of 30 ms. The table has the share that the probe says it costs, and how much longer windows took than without a
 probe: the median over blocks in three processes, with its bootstrap 95 % interval.
-
-**Interval.** The runs of `benchmarks.present_noise_scale`, of which one window in 1, 4 or 16 is measured: how often the
-interval holds the present value, with a horizon of 50 measured windows, and with one of 50 windows of training.
 """
 
 from __future__ import annotations
@@ -20,15 +17,12 @@ import functools
 import gc
 import itertools
 import json
-import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from sonde.batch_size.stats.history import WindowHistory
-from sonde.batch_size.stats.trend import TrendFit, fit_trends
 from torch import Tensor
 
 from benchmarks.contestants import Plain, Sonde
@@ -36,11 +30,11 @@ from benchmarks.device import add_option, seconds_of, stem
 from benchmarks.gpt import GptShape, build, sequences
 from benchmarks.launch import on_ranks
 from benchmarks.machine import page
-from benchmarks.present_noise_scale import HORIZON, Windows, as_window, holds, simulate
 from benchmarks.timing import Cost, cost, in_words
 from benchmarks.training import Run, Setup, draw_windows
-from sonde.batch_size.budget import REVIEW, Pace
+from sonde.batch_size.budget import REVIEW
 from sonde.batch_size.measuring_cost import Cost as MeasuringCost
+from sonde.stats.sealed_state import sealed, unsealed
 
 SMALL = GptShape(width=64, depth=6, heads=4, context=64)
 SETUPS = (
@@ -60,14 +54,12 @@ REPORTS = 10
 PROCESSES = 3
 STAYS = 400
 """A pace has settled when it has stayed for so many windows, or for the part of them that is timed."""
+LATE = 10**6
+"""Windows of the run before."""
 MOST_SETTLING = 1000
 """Windows after which the cost is measured even if the pace still changes."""
 PLAIN, CONTROL, IDLE, AT_BUDGET = "plain", "control", "idle", "at budget"
 ROLES = (PLAIN, CONTROL, IDLE, AT_BUDGET)
-EVERIES = (1, 4, 16)
-SETTINGS = (("sgd", 0.05), ("sgd", 0.2), ("momentum", 0.005), ("momentum", 0.02), ("adamw", 0.001), ("adamw", 0.003))
-N_WINDOWS = 800
-CHECKPOINTS = (200, 400, 800)
 
 
 @dataclass(frozen=True)
@@ -118,14 +110,17 @@ def cost_of(setup: Setup, n_windows: int, processes: int = PROCESSES, *, stays: 
 
 
 def at_budget(run: Run, every: int | None = None) -> Sonde:
-    """sonde at its defaults: a budget of 1 %, or the pace that it came to; pieces or examples; frequent reports."""
-    return Sonde(run, every=every, per_example="auto", report_every=REPORTS)
+    """sonde at a budget of 1 %, or at the pace that it came to; pieces or examples; frequent reports."""
+    return Sonde(run, every=every, allowance=0.0, per_example="auto", report_every=REPORTS)
 
 
 def settle(setup: Setup, stays: int) -> tuple[dict[str, object], MeasuringCost]:
     """Train at the default budget until N has stayed for so many windows; the probe's state and its cost."""
     run = Run(setup)
     contestant = at_budget(run)
+    # Early in a run, more is measured than the budget allows.
+    begun = unsealed("state of the probe", contestant.probe.state_dict())
+    contestant.probe.load_state_dict(sealed(begun | {"pace": begun["pace"] | {"windows": LATE}}))
     windows = draw_windows(setup, sequences(setup.shape), MOST_SETTLING, seed=0)
     since, every = 0, 0
     for k, window in enumerate(windows):
@@ -196,99 +191,13 @@ def _seconds_of_each(
     return seconds
 
 
-@dataclass(frozen=True)
-class Coverage:
-    """Sparse windows, over all settings and checkpoints.
-
-    Attributes:
-        every: one window in so many was measured.
-        horizon: "measured" or "training": what the horizon counts.
-        first: windows that were all measured before.
-        covered: share of the runs whose interval holds the present value, mean over cells.
-        worst: the lowest of them.
-        resolved: share of the runs with a two-sided interval.
-        width: upper over lower end, median over cells; None without any.
-    """
-
-    every: int
-    horizon: str
-    first: int
-    covered: float
-    worst: float
-    resolved: float
-    width: float | None
-
-
-def coverage(n_runs: int) -> Iterator[Coverage]:
-    """Judge the intervals for each pace and each meaning of the horizon."""
-    runs = [simulate(optimizer, lr, n_runs=n_runs, n_windows=N_WINDOWS) for optimizer, lr in SETTINGS]
-    kinds = [(1, "measured", 0)]
-    for n in EVERIES[1:]:
-        kinds += [(n, "measured", 0), (n, "measured", 100), (n, "training", 0)]
-    for every, horizon, first in kinds:
-        cells = [cell for windows in runs for cell in judge(windows, every, horizon, first)]
-        widths = [width for _, _, width in cells if width is not None]
-        covered = [share for share, _, _ in cells]
-        yield Coverage(
-            every,
-            horizon,
-            first,
-            statistics.mean(covered),
-            min(covered),
-            statistics.mean(resolved for _, resolved, _ in cells),
-            statistics.median(widths) if widths else None,
-        )
-
-
-def judge(windows: Windows, every: int, horizon: str, first: int) -> Iterator[tuple[float, float, float | None]]:
-    """At each checkpoint: the share of intervals that hold the present value, that are two-sided, and their width."""
-    n_runs = len(windows.trace_cov)
-    histories = [WindowHistory(["first layer", "second layer"], HORIZON) for _ in range(n_runs)]
-    x, y = windows.trace_cov.tolist(), windows.grad_sq.tolist()
-    pace = Pace(every=every)
-    for t in range(N_WINDOWS):
-        if pace.is_measured or t < first:
-            for history, own_x, own_y in zip(histories, x, y, strict=True):
-                if horizon == "measured":
-                    history.spacing.measured(t + 1, 1 if t < first else every)
-                history.add(as_window(list(zip(own_x[t], own_y[t], strict=True))), t + 1)
-        pace.window_ends()
-        if t + 1 not in CHECKPOINTS:
-            continue
-        fits = [present_fit(history, t + 1) for history in histories]
-        exact_x, exact_y = (e[:, t].sum(1) for e in (windows.exact_trace_cov, windows.exact_grad_sq))
-        present = (exact_x / exact_y).tolist()
-        resolved = [fit.interval for fit in fits if fit.interval.status == "resolved"]
-        widths = [(i.high or 0.0) / (i.low or 1.0) for i in resolved]
-        yield (
-            sum(holds(fit.interval, now) for fit, now in zip(fits, present, strict=True)) / n_runs,
-            len(resolved) / n_runs,
-            statistics.median(widths) if widths else None,
-        )
-
-
-def present_fit(history: WindowHistory, now: int) -> TrendFit:
-    """The trend of the whole model at a window, measured or not, as `probe.reading()` computes it."""
-    series = history.series(now, with_groups=False)[0][1]
-    spacing = history.spacing.per_measured(history.horizon)
-    return fit_trends(series.trace_cov, series.grad_sq, series.ages, history.horizon, spacing=spacing)[0]
-
-
-def as_tables(costs: Sequence[CostOfSetup], covered: Sequence[Coverage]) -> str:
-    """Both tables."""
+def as_table(costs: Sequence[CostOfSetup]) -> str:
+    """The table."""
     lines = [
         "| window | parameter tensors | measured | cost, as the probe says | added without a probe (control) "
         "| added, no window measured | added at the budget |",
         "|---|---|---|---|---|---|---|",
         *map(line, costs),
-        "",
-        "| one window in | horizon of 50 | all measured at first | coverage, mean | lowest cell | two-sided | width |",
-        "|---|---|---|---|---|---|---|",
-        *(
-            f"| {c.every} | {c.horizon} windows | {c.first} | {100 * c.covered:.1f} % | {100 * c.worst:.0f} % | "
-            f"{100 * c.resolved:.0f} % | {f'{c.width:.1f}' if c.width else '–'} |"
-            for c in covered
-        ),
     ]
     return "\n".join(lines)
 
@@ -307,18 +216,16 @@ def share_in_words(cost: CostOfSetup) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, and write the tables."""
+    """Measure, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add_option(parser)
     parser.add_argument("--windows", type=int, default=600, help="to time in each of three processes")
-    parser.add_argument("--runs", type=int, default=60)
     every_setup = range(1, len(SETUPS) + 1)
     parser.add_argument("--setups", type=int, nargs="+", choices=every_setup, default=[*every_setup], help="by number")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
-    covered = list(coverage(options.runs))
     costs: list[CostOfSetup] = []
     for i, number in enumerate(options.setups):  # written after each: a run that is cut off leaves these
         on_cpu, part = SETUPS[number - 1]
@@ -326,18 +233,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stderr.write(f"{setup} {setup.shape}\n")
         costs.append(cost_of(setup, round(part * options.windows), stays=round(min(part, 1.0) * STAYS)))
         sys.stderr.write(f"{line(costs[-1])}\n")
-        _write(options, options.setups[: i + 1], costs, covered)
+        _write(options, options.setups[: i + 1], costs)
 
 
-def _write(options: argparse.Namespace, setups: list[int], costs: list[CostOfSetup], covered: list[Coverage]) -> None:
+def _write(options: argparse.Namespace, setups: list[int], costs: list[CostOfSetup]) -> None:
     """Write the page, with the command that measures these set-ups again, and all numbers."""
-    asked = f"--device {options.device} --windows {options.windows} --runs {options.runs}"
+    asked = f"--device {options.device} --windows {options.windows}"
     command = f"python -m benchmarks.budget {asked} --setups {' '.join(map(str, setups))}"
     path = options.out / stem("budget", options.device)
-    path.with_suffix(".md").write_text(
-        page("Windows within a budget", command, as_tables(costs, covered), options.device)
-    )
-    found = {"cost": [asdict(c) for c in costs], "coverage": [asdict(c) for c in covered]}
+    path.with_suffix(".md").write_text(page("Windows within a budget", command, as_table(costs), options.device))
+    found = {"cost": [asdict(c) for c in costs]}
     path.with_suffix(".json").write_text(json.dumps(found, indent=1))
 
 

@@ -49,7 +49,7 @@ class Checkpoint:
         exact_error: its standard error.
         reading: the probe's, in words.
         holds: whether the reading's interval holds the exact value; None without an interval.
-        average: the ratio of plain averages over the horizon, which sonde reported before.
+        average: the ratio of plain averages over about the last half of the run.
         verdict: kind of the verdict.
         exact_verdict: kind of the verdict on the exact value.
     """
@@ -87,9 +87,7 @@ def run(
     model = ByteTransformer(context=setup.context)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99))
     log = sonde.RunLog(every=setup.log_every)
-    with sonde.attach(
-        model, optimizer, unit="sequences", horizon=setup.horizon, log=log, verbose=False, every=1
-    ) as probe:
+    with sonde.attach(model, optimizer, unit="sequences", log=log, verbose=False, every=1) as probe:
         for step in range(max(checkpoints)):
             for group in optimizer.param_groups:
                 group["lr"] = setup.learning_rate * rate_at(step, setup.n_steps)
@@ -225,9 +223,9 @@ def as_page(found: Sequence[Checkpoint], setup: Setup, machine: Mapping[str, str
     where = ", ".join(f"{name}: {value}" for name, value in machine.items())
     return (
         "# The demo's reading and verdict beside the exact noise scale\n\n"
-        f"`python -m benchmarks.demo_verdict`, {where}. Batch {setup.batch} sequences, horizon {setup.horizon:g}. "
-        f"Exact values come from {n_fresh:,} fresh sequences, and have standard errors of their own. The old average "
-        "is the ratio of averages over the horizon.\n\n"
+        f"`python -m benchmarks.demo_verdict`, {where}. Batch {setup.batch} sequences. "
+        f"Exact values come from {n_fresh:,} fresh sequences, and have standard errors of their own. The average "
+        "is the ratio of averages over about the last half of the run.\n\n"
         f"{summary(found)}\n\n{as_table(found)}\n"
     )
 

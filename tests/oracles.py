@@ -83,6 +83,7 @@ def filtered_noise_scale(
     persistence: float,
     between_jumps: float,
     jump: float,
+    anywhere: float,
     memory: float,
     least_variance: float,
 ) -> list[list[list[float]]]:
@@ -122,8 +123,9 @@ def filtered_noise_scale(
         far = spread_by(total, jump)
         for d, s, i in itertools.product(range(len(drifts)), range(len(spreads)), range(n)):
             anew = drift_weights[d] * spread_weights[s]
+            jumped = (1 - anywhere) * far[i] + anywhere * sum(total) / n
             not_jumped = stays * later[d][s][i] + (1 - stays) * anew * total[i]
-            later[d][s][i] = (1 - jumps) * not_jumped + jumps * anew * far[i]
+            later[d][s][i] = (1 - jumps) * not_jumped + jumps * anew * jumped
         return later
 
     density = [[[a * s / n] * n for s in spread_weights] for a in drift_weights]

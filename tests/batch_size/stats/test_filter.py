@@ -59,6 +59,7 @@ def read_naively(blocks: Sequence[Block], series: int) -> Level:
         persistence=of_filter._PERSISTENCE,
         between_jumps=of_filter._BETWEEN_JUMPS,
         jump=of_filter._JUMP,
+        anywhere=of_filter._ANYWHERE,
         memory=of_filter._MEMORY,
         least_variance=of_filter._LEAST_VARIANCE,
     )
@@ -323,11 +324,34 @@ def test_reading_a_level_changes_nothing() -> None:
     assert taken.levels() != first
 
 
-def test_windows_without_any_scatter_are_known() -> None:
-    """Equal windows, as a test of a loop may make them: no division by 0."""
-    [level] = levels_of(torch.tensor([[[6.0, 0.1]]] * 40, dtype=torch.float64))
+@pytest.mark.parametrize("n_windows", [12, 40, 3000])
+def test_windows_without_any_scatter_are_known(n_windows: int) -> None:
+    """Equal windows, as a test of a loop may make them: nothing is divided by 0, and no likelihood is 0 everywhere."""
+    [level] = levels_of(torch.tensor([[[6.0, 0.1]]] * n_windows, dtype=torch.float64))
     assert level.b_simple == pytest.approx(60.0, rel=0.1)
     assert level.interval.status == "resolved"
+
+
+def test_many_windows_that_know_more_than_the_grid_are_read() -> None:
+    """Blocks of thousands of windows: B lies between two points of the grid, and the windows exclude both of them."""
+    windows = gaussian_windows([131.0] * 30_000, n_runs=1, seed=11)
+    [level] = levels_of(windows, range(100_001, 130_001))
+    assert level.b_simple == pytest.approx(131.0, rel=0.1)
+    assert level.interval.low is not None
+    assert level.interval.high is not None
+    assert level.interval.low < 131.0 < level.interval.high
+
+
+@pytest.mark.parametrize("b_simple", [1e-1, 1e5])
+def test_a_change_by_any_factor_is_followed(b_simple: float) -> None:
+    """Windows without scatter make everything else as good as impossible. The next two blocks show the change."""
+    before, after = [[[128.0, 1.0]]] * 500, [[[b_simple, 1.0]]] * 250
+    [level] = levels_of(torch.tensor(before + after, dtype=torch.float64))
+    if b_simple > 1:
+        assert level.b_simple == pytest.approx(b_simple, rel=0.15)
+    else:  # the block with the change has so much scatter of tr Σ that later it can hardly be distinguished from 0
+        assert level.interval.high is not None
+        assert level.interval.high < 10.0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -48,6 +48,8 @@ _BETWEEN_JUMPS = 20.0
 """Units of log time between two sudden changes."""
 _JUMP = 1.0
 """Standard deviation of a sudden change of log B."""
+_ANYWHERE = 0.01
+"""Part of the sudden changes that may be of any size. So no B is ever impossible, whatever was seen before."""
 _LOWEST, _HIGHEST, _N_GRID = math.log(1e-3), math.log(1e4), 201
 """The grid of log B, from the log of the batch. A step is shorter than the least spread between two blocks."""
 _STEP = (_HIGHEST - _LOWEST) / (_N_GRID - 1)
@@ -134,7 +136,7 @@ class NoiseScaleFilter:
         return kept * self._scatter + block.scatter, kept * self._freedom + block.n_windows - 1
 
     def _likelihood(self, block: Block, n_series: int | None) -> Tensor:
-        """L(B) of each series, [series, grid]."""
+        """L(B) of each series, over its maximum; [series, grid]."""
         scatter, freedom = self._scatter_with(block)
         # Of the block's means.
         covariance = scatter[:n_series, :, :, None] / (max(freedom, 1.0) * block.n_windows)
@@ -143,7 +145,10 @@ class NoiseScaleFilter:
         variance = covariance[:, 0, 0] - 2 * b * covariance[:, 0, 1] + b * b * covariance[:, 1, 1]
         nu = max(freedom, _FEWEST)
         t_sq = (x - b * y).square() / (variance + _LEAST_VARIANCE * (1 + b * b))
-        return torch.exp(-(nu + 1) / 2 * torch.log1p(t_sq / nu))
+        log_l = -(nu + 1) / 2 * torch.log1p(t_sq / nu)
+        # Over its maximum: of many windows, or of windows that hardly scatter, every point of the grid is so far from B
+        # that L itself would be 0.
+        return torch.exp(log_l - log_l.amax(-1, keepdim=True))
 
 
 def _moved(density: Tensor, prior: Tensor, time: float) -> Tensor:
@@ -152,7 +157,8 @@ def _moved(density: Tensor, prior: Tensor, time: float) -> Tensor:
     moved = torch.stack([_spread(drifted[:, :, j], s * math.sqrt(time)) for j, s in enumerate(SPREADS)], 2)
     total = moved.sum((1, 2), keepdim=True)
     stays, jumps = math.exp(-time / _PERSISTENCE), -math.expm1(-time / _BETWEEN_JUMPS)
-    anew = (1 - jumps) * (1 - stays) * total + jumps * _spread(total, _JUMP)
+    far = (1 - _ANYWHERE) * _spread(total, _JUMP) + _ANYWHERE * total.mean(-1, keepdim=True)
+    anew = (1 - jumps) * (1 - stays) * total + jumps * far
     return (1 - jumps) * stays * moved + prior * anew
 
 
