@@ -110,6 +110,12 @@ def nested_state(probe: NoiseScaleProbe) -> dict[str, Any]:
     return {"version": 4, **json.loads(probe.state_dict()["json"])}
 
 
+def counted(probe: NoiseScaleProbe) -> tuple[int, int]:
+    """How many windows the noise scale rests on, and the steps of training up to the last of them."""
+    run = probe._tracker._averages.run
+    return run.n_windows, run.n_steps
+
+
 def n_recent(probe: NoiseScaleProbe) -> int:
     """The number of last measured windows that a reading's tr Σ and |G|² are averaged over."""
     recent = probe._tracker._averages.run.recent()

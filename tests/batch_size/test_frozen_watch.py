@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from sonde import NoiseScaleProbe
-from tests.batch_size.loops import attached, batch, mean_loss, nested_state, small_model
+from tests.batch_size.loops import attached, batch, counted, mean_loss, nested_state, small_model
 
 
 def windows_of(model: nn.Module, probe: NoiseScaleProbe, windows: int, *, seed: int = 0, cut: bool = False) -> None:
@@ -24,12 +24,11 @@ def windows_of(model: nn.Module, probe: NoiseScaleProbe, windows: int, *, seed: 
 
 
 def test_a_frozen_block_leaves_the_averages() -> None:
-    """The reading is that of a run in which the block was never trained."""
+    """The reading is that of the windows after the one that showed it, in a run in which the block was never trained."""
     never = small_model()
     never[0].requires_grad_(False)
     with attached(never) as probe:
-        for n, seed in ((20, 0), (2, 1), (10, 5)):
-            windows_of(never, probe, n, seed=seed)
+        windows_of(never, probe, 17, seed=5)
         expected = probe.reading()
     model = small_model()
     with attached(model, log_every=1) as probe:
@@ -37,14 +36,18 @@ def test_a_frozen_block_leaves_the_averages() -> None:
         model[0].requires_grad_(False)
         windows_of(model, probe, 2, seed=1)
         assert probe.alerts == {}  # it may be trained again in the next window
-        windows_of(model, probe, 10, seed=5)
+        windows_of(model, probe, 1, seed=2)
+        windows_of(model, probe, 17, seed=5)
         reading = probe.reading()
-        assert "0.weight" in probe.alerts["frozen"]
-    # The block leaves the windows of the past too.
-    assert reading.windows == expected.windows == 32
+        assert counted(probe) == (17, 20)
+        alert = probe.alerts["frozen"]
+    assert "(0.weight, 0.bias): the noise scale begins anew without them, and 0 leaves it" in alert
+    assert (reading.windows, expected.windows) == (40, 17)
     assert reading.trace_cov == pytest.approx(expected.trace_cov, rel=1e-6)
     assert reading.grad_sq == pytest.approx(expected.grad_sq, rel=1e-6)
     assert "0" not in reading.groups
+    assert reading.average is not None
+    assert reading.average.windows == 17
 
 
 def test_a_block_that_is_trained_again_starts_the_averages_again() -> None:
@@ -53,13 +56,15 @@ def test_a_block_that_is_trained_again_starts_the_averages_again() -> None:
         windows_of(model, probe, 5)
         model[0].requires_grad_(False)
         windows_of(model, probe, 5)
+        probe.reading()
+        assert counted(probe) == (2, 5)  # the third window shows it
         model[0].requires_grad_(True)
         windows_of(model, probe, 5)
         assert list(probe.alerts) == ["frozen", "unfrozen"]
+        assert "trained again (0.weight, 0.bias): the noise scale begins anew with them" in probe.alerts["unfrozen"]
         assert probe.reading().windows == 15
-        by_name = {name: s.numbers.tolist() for names, s in probe._tracker._averages.history.series() for name in names}
-        assert by_name[None] == by_name["0"] == [11, 12, 13, 14, 15]  # since it was trained again
-        assert by_name["2"] == list(range(1, 16))
+        assert counted(probe) == (5, 5)  # since it was trained again, which the first of them shows
+        assert "0" in probe.reading().groups
 
 
 def test_a_block_that_is_cut_off_leaves_the_averages() -> None:
@@ -190,9 +195,7 @@ def test_a_block_that_is_half_frozen_keeps_its_history_at_a_restart(is_old: bool
         model[0].weight.requires_grad_(False)
         windows_of(model, probe, 4, seed=2)
         probe.reading()
-        by_name = {name: s.numbers.tolist() for names, s in probe._tracker._averages.history.series() for name in names}
-        expected = list(range(31, 35)) if is_old else list(range(11, 35))
-        assert by_name[None] == by_name["0"] == expected
+        assert counted(probe) == ((1, 4) if is_old else (21, 24))  # since window 31, or 11
         assert list(probe.alerts) == (["frozen"] if is_old else [])
         model[0].weight.requires_grad_(True)
         windows_of(model, probe, 4, seed=3)

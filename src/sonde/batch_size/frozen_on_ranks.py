@@ -171,15 +171,13 @@ class FrozenOnRanks:
         groups = tuple(dict.fromkeys(self._group_names[i] for i in indices))
         alive = self._alive
         gone = tuple(name for name in groups if name not in alive)
-        again = [name for name in groups if name in alive]
-        leave = "leaves" if len(gone) == 1 else "leave"
-        follows = [f"{some_of(gone, 4)} {leave} the noise scale, of past windows too"] if gone else []
-        if again:
-            follows.append(f"the noise scale of the whole model and of {some_of(again, 4)} starts again {how}")
+        follows = f"the noise scale begins anew {how}"
+        if gone:
+            follows += f", and {some_of(gone, 4)} {'leaves' if len(gone) == 1 else 'leave'} it"
         some = some_of([self._names[i] for i in indices], 2)
         are = "is" if len(indices) == 1 else "are"
         where = " on some ranks only" if any(0 < self._counts[i] < self._n_holding for i in indices) else ""
-        message = f"{plural(len(indices), 'measured parameter')} {are} {what}{where} ({some}): {', and '.join(follows)}"
+        message = f"{plural(len(indices), 'measured parameter')} {are} {what}{where} ({some}): {follows}"
         return TrainedChange(groups, gone, first, alert, message)
 
     def _hidden_change(self, first: int) -> TrainedChange:
@@ -187,6 +185,6 @@ class FrozenOnRanks:
         groups, alive = tuple(dict.fromkeys(self._group_names)), self._alive
         message = (
             "measured parameters were frozen and trained again between two measured windows, or frozen on one rank and "
-            "trained again on another: the noise scale of the whole model and of all groups starts again"
+            "trained again on another: the noise scale begins anew"
         )
         return TrainedChange(groups, tuple(name for name in groups if name not in alive), first, "frozen", message)
