@@ -2,12 +2,12 @@
 
     python -m benchmarks.budget [--device cuda] [--windows 600] [--setups 1 4] [--out benchmarks/results]
 
-Four copies of a GPT of about 75, 750 or 7,500 parameter tensors train side by side, window by window in turn:
-in windows of four pieces, of one piece that is read by examples, or over two ranks. They train without a probe, without
-one again (the control), with a probe that measures no window, and with a probe at a budget of 1 % whose pace has settled,
-as late in a long run. They change roles, until each has had each, since where the allocator puts a model makes 1 % of
-a window of 30 ms. The table has the share that the probe says it costs, and how much longer windows took than without a
-probe: the median over blocks in three processes, with its bootstrap 95 % interval.
+Four copies of a GPT of about 75, 750 or 7,500 parameter tensors train side by side, window by window in turn: in
+windows of four pieces, of one piece that is read by examples, or over two ranks. They train without a probe, without
+one again (the control), with a probe that measures no window, and with a probe at a budget of 1 % whose pace has
+settled, as late in a long run. They change roles, until each has had each, since where the allocator puts a model makes
+1 % of a window of 30 ms. The table has the share that the probe says it costs, and how much longer windows took than
+without a probe: the median over blocks in three processes, with its bootstrap 95 % interval.
 """
 
 from __future__ import annotations

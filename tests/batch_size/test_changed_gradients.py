@@ -235,7 +235,7 @@ def test_a_doubt_fades_with_the_windows_that_raised_it() -> None:
         assert probe.reading().status == "resolved"
         train(model, probe, optimizer, windows=3, before_step=_add_noise(model))
         assert "changed" in probe.reading().doubts
-        train(model, probe, optimizer, windows=30)
+        train(model, probe, optimizer, windows=200)
         assert probe.reading().status == "resolved"
         assert probe.reading().doubts == {}
 

@@ -212,10 +212,7 @@ def _by_hand(
         groups.setdefault(block_of(name), []).append(name)
     parts = [pieces, *([{name: g[name] for name in group} for g in pieces] for group in groups.values())]
     return {
-        name: [
-            by_hand.window(part, weights, units, squares[name], 1 / n_ranks)
-            for part in (parts if name in ("euclidean", "adam") else [pieces, pieces])
-        ]
+        name: [by_hand.window(part, weights, units, squares[name], 1 / n_ranks) for part in parts]
         if name in squares
         else None
         for name in case.metric

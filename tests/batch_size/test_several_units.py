@@ -62,7 +62,7 @@ def test_the_estimate_is_that_of_the_first_unit_and_the_rest_is_converted(as_ten
     assert metrics["gns/b_simple_tokens"] == pytest.approx(converted.b_simple, rel=1e-9)
     assert metrics["gns/b_simple_high_tokens"] == pytest.approx(converted.high, rel=1e-9)
     assert metrics["gns/units_per_window_tokens"] == pytest.approx(48)
-    assert metrics["gns/units_per_window"] == 10
+    assert metrics["gns/units_per_window"] == pytest.approx(10)
     assert " rows [4.68 – 30.7] = 71.4 tokens, batch 10" in str(reading)
     assert reading.in_unit("rows").b_simple == reading.b_simple
     with pytest.raises(ValueError, match="counted in rows, tokens, got 'words'"):
@@ -94,7 +94,8 @@ def test_the_log_declares_and_writes_each_unit(capsys: pytest.CaptureFixture[str
     assert header["unit"] == "rows"
     assert header["metrics"]["gns/b_simple_loss_tokens"]["unit"] == "loss_tokens"
     last = sink.of_kind("reading")[-1]["metrics"]
-    assert (last["gns/units_per_window_tokens"], last["gns/units_per_window_loss_tokens"]) == (40, 20)
+    assert last["gns/units_per_window_tokens"] == pytest.approx(40)
+    assert last["gns/units_per_window_loss_tokens"] == pytest.approx(20)
     assert set(reading.metrics()) <= set(header["metrics"])
 
 
@@ -115,13 +116,13 @@ def test_each_way_to_count_a_piece() -> None:
             mean_loss(model, *batch(4, generator)).backward()  # no piece() at all
         probe.step()
         model.zero_grad()
-        assert probe.reading().further_units == {"tokens": 3.0}
+        assert probe.reading().further_units == {"tokens": pytest.approx(3.0)}
         for _ in range(2):
             with probe.piece():
                 mean_loss(model, *batch(4, generator)).backward()
         probe.step()
         model.zero_grad()
-        assert probe.reading().further_units == {"tokens": 3.0}
+        assert probe.reading().further_units == {"tokens": pytest.approx(3.0)}
         for _ in range(2):
             with probe.piece(units={"tokens": 24}, unit_weights=[1.0, 2.0, 1.0, 1.0]):
                 mean_loss(model, *batch(4, generator)).backward()
@@ -183,7 +184,7 @@ def test_ranks_that_count_in_other_units_are_refused(ranks2: Ranks) -> None:
         assert said.startswith("the list of further units differs between ranks")
 
 
-def test_the_state_keeps_the_counts_and_older_states_are_read() -> None:
+def test_the_state_keeps_the_counts() -> None:
     model = small_model()
     with attached(model, unit=UNITS) as probe:
         train(probe, model, 8)
@@ -191,10 +192,6 @@ def test_the_state_keeps_the_counts_and_older_states_are_read() -> None:
     with attached(model, unit=UNITS) as probe:
         probe.load_state_dict(state)
         assert probe.reading().in_unit("tokens") == reading.in_unit("tokens")
-        del state["averages"]["further_units"]
-        probe.load_state_dict(state)
-        assert probe.reading().b_simple == reading.b_simple
-        assert probe.reading().in_unit("tokens").b_simple is None  # until a window has counted tokens
     for damage in ({"tokens": [1.0]}, {"tokens": ["a", 1.0]}, 3):
         state["averages"]["further_units"] = damage
         with attached(model, unit=UNITS) as probe, pytest.raises(ValueError, match="further_units"):
