@@ -124,9 +124,7 @@ def test_what_the_command_becomes(tmp_path: Path) -> None:
 
 
 def test_settings_reach_the_script_by_its_environment() -> None:
-    options = RunOptions(
-        unit="images", units_from="8", budget=0.02, every=3, out=Path("here"), report=False
-    )
+    options = RunOptions(unit="images", units_from="8", budget=0.02, every=3, out=Path("here"), report=False)
     environment = environment_of(options, ["torchrun", "train.py"], {"PYTHONPATH": "mine", "OTHER": "1"})
     first, *rest = environment.pop("PYTHONPATH").split(os.pathsep)
     assert (Path(first) / "sitecustomize.py").is_file()

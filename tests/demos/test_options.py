@@ -66,12 +66,8 @@ def _read(tmp_path: Path, text: str) -> DemoOptions:
 
 
 def test_config_file_gives_options(tmp_path: Path) -> None:
-    options = _read(
-        tmp_path, "steps: 12\nmicro-batches: 4\nlearning_rate: 1e-3\ndevice: cpu\nout: runs/a\n"
-    )
-    assert options == DemoOptions(
-        steps=12, micro_batches=4, learning_rate=1e-3, device="cpu", out=Path("runs/a")
-    )
+    options = _read(tmp_path, "steps: 12\nmicro-batches: 4\nlearning_rate: 1e-3\ndevice: cpu\nout: runs/a\n")
+    assert options == DemoOptions(steps=12, micro_batches=4, learning_rate=1e-3, device="cpu", out=Path("runs/a"))
 
 
 def test_empty_config_file_changes_nothing(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from sonde.batch_size.stats.averages import NoiseScaleAverages
-from sonde.batch_size.stats.scale_witness import ScaleReading
 from sonde.batch_size.stats.noise_scale import WindowEstimate
+from sonde.batch_size.stats.scale_witness import ScaleReading
 from sonde.batch_size.stats.solved_window import SolvedWindow, solve_window
 from sonde.batch_size.stats.summary import summarise
 from sonde.batch_size.stats.window_row import Drop
