@@ -371,10 +371,8 @@ class PerExampleNorms:
             kind = "nested" if output.is_nested else f"{type(output).__name__} with layout {output.layout}"
             self._piece.refuse(list(indices.values()), f"its layer returned a {kind} tensor: give it plain ones")
             return True
-        try:
-            replaced = [i for n, i in indices.items() if layer.get_parameter(n) is not self._parameters[i]]
-        except AttributeError:  # a tensor that is no parameter is in its place, as under functional_call
-            replaced = list(indices.values())
+        held = dict(layer.named_parameters(remove_duplicate=False))  # under functional_call, any tensors
+        replaced = [i for name, i in indices.items() if held.get(name) is not self._parameters[i]]
         self._piece.note_replaced(replaced)
         return bool(replaced)
 
