@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypeIs
 
-from sonde.batch_size.module_hook import ModuleHook, is_in_graph
+from sonde.batch_size.module_hook import ModuleHook, is_in_graph, put_on
 
 FirstDim = Literal["first dim"]
 """The size of dim 0 of the first tensor that the model is called with: the rows of a micro-batch."""
@@ -89,7 +89,7 @@ class ForwardUnits:
     def __init__(self, model: nn.Module, count: UnitsOfForward | FirstDim) -> None:
         self._rows = _RowsOfCall(model)
         self._hook = _Hook(self._rows if isinstance(count, str) else count)
-        self._handle = model.register_forward_pre_hook(self._hook, with_kwargs=True)
+        self._handle = put_on(model.register_forward_pre_hook, self._hook, with_kwargs=True)
 
     @property
     def seconds(self) -> float:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from sonde.batch_size.module_hook import put_on
 from sonde.batch_size.per_example.call import Call, versions_of
 from sonde.batch_size.per_example.checkpoints import Checkpoints, Stage, stage
 from sonde.batch_size.per_example.layer_hooks import LayerHook, arranged, hook_gradient_of
@@ -205,12 +206,12 @@ class PerExampleNorms:
             # Only layers with a rule are asked for their parameters: containers would go through all of the model's.
             if rule is not None and (held := self._held_by(layer)):
                 hook = LayerHook(functools.partial(self._called, clean_name(name), rule, held))
-                self._handles.append(layer.register_forward_hook(hook, prepend=True, with_kwargs=True))
+                self._handles.append(put_on(layer.register_forward_hook, hook, prepend=True, with_kwargs=True))
                 again = LayerHook(functools.partial(self._about_to_be_called, rule))
-                self._handles.append(layer.register_forward_pre_hook(again, with_kwargs=True))
+                self._handles.append(put_on(layer.register_forward_pre_hook, again, with_kwargs=True))
             if isinstance(layer, BATCH_NORMS):
                 watch = LayerHook(functools.partial(self._batch_norm_called, clean_name(name)))
-                self._handles.append(layer.register_forward_hook(watch, with_kwargs=True))
+                self._handles.append(put_on(layer.register_forward_hook, watch, with_kwargs=True))
         for i, p in enumerate(self._parameters):
             if p.requires_grad:  # it may have been frozen since
                 self._handles.append(p.register_hook(functools.partial(self._whole, i)))
