@@ -6,7 +6,7 @@ import contextlib
 import copyreg
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -41,8 +41,8 @@ def put_on(register: Callable[..., RemovableHandle], hook: Any, **options: bool)
 
 def _without_ours(table: OrderedDict[Any, Any]) -> tuple[Any, ...]:
     """What a copy or a pickle of any `OrderedDict` is made of: the same as ever, but for hooks of sonde."""
-    *how, items = table.__reduce__()
-    return (*how, (item for item in items if not isinstance(item[1], ModuleHook)))
+    made, given, state, items, pairs = cast("tuple[Any, ...]", table.__reduce__())
+    return made, given, state, items, (pair for pair in pairs if not isinstance(pair[1], ModuleHook))
 
 
 def is_traced() -> bool:

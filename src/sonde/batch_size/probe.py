@@ -154,7 +154,7 @@ class NoiseScaleProbe:
                 "takes no hooks: pass a number, or units= to piece()"
             )
         self._wrapper, self._options = (wrapper := found.wrapper), options
-        self._unmeasured = UnmeasuredParameters(model, found.parameters, wrapper.leaves, wrapper.stand_ins)
+        self._unmeasured = UnmeasuredParameters(model, wrapper)
         self._late_wrapper = LateWrapper(model, wrapper, self._unmeasured)
         self._grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         hook_name = hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)

@@ -77,7 +77,7 @@ def _patches(layer: Any, x: Tensor) -> Tensor:
 
 def _n_columns(layer: Any) -> int:
     """Columns of the weight as a matrix."""
-    return int(layer.in_channels) // int(layer.groups) * math.prod(layer.kernel_size)
+    return int(layer.in_channels // layer.groups * math.prod(layer.kernel_size))
 
 
 def _stays_factors(layer: Any, grad: Tensor) -> bool:
