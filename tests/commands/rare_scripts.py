@@ -163,3 +163,18 @@ for step in range(12):
 """
     + END
 )
+
+GRADIENTS_BY_HAND = PLAIN.replace(
+    "loss.backward()",
+    """gradients = torch.autograd.grad(loss, list(model.parameters()))
+        for p, gradient in zip(model.parameters(), gradients):
+            p.grad = gradient if p.grad is None else p.grad + gradient""",
+)
+
+ADAPTERS_IN_TURN = PLAIN.replace(
+    "for step in range(12):\n",
+    """for step in range(12):
+    for number, part in enumerate(model.children()):
+        part.requires_grad_(number == step // 6 * 2)  # as PEFT does for the adapter that is not set
+""",
+)

@@ -92,8 +92,10 @@ class NoiseScaleProbe:
     Args:
         model: plain, compiled, wrapped in DDP, or cut by FSDP2, tensor or sequence parallelism; on any devices, with
             its final `requires_grad`.
-        optimizer: whose steps end the windows. The probe warns about windows that are not measured, or measured twice.
-            Without it, the probe looks for the only optimizer that steps the model's parameters.
+        optimizer: whose steps end the windows. Its parameters are measured, with those of other living optimizers that
+            step the rest of the model, as Muon and AdamW do. Parameters that no optimizer steps are left out. The probe
+            warns about windows that are not measured, or measured twice. Without it, all trainable parameters are
+            measured, and the probe looks for the only optimizer that steps them.
         options: how to measure.
         grad_scaler: the `torch.amp.GradScaler` in use; a piece is divided by the scale that it was taken at.
         process_group: the ranks over which you reduce the gradients of a plain module yourself.
@@ -425,6 +427,8 @@ class NoiseScaleProbe:
         self, max_norm: float | None, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> Tensor:
         """End the window as `step()` does, and clip the gradients by their joint norm.
+
+        All that the optimizers step is clipped, also what is not the model's; without an optimizer, all of the model.
 
         Args:
             max_norm: the largest norm allowed, ≥ 0; None or `math.inf` only measures.
