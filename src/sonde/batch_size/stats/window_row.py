@@ -145,9 +145,9 @@ def _pieces_unusable(row: WindowRow) -> Drop | None:
     if row.n_pieces == 0:
         return Drop(
             "no_backward",
-            "no backward added to the gradients of measured parameters in this window. Either the same window was ended "
-            "twice: call probe.step() or probe.clip_grad_norm_() once per optimizer step. Or other parameters are "
-            "trained now, such as another adapter: attach to each. Or gradients are set by hand, as those of "
+            "no backward added to the gradients of measured parameters in this window. Either the same window was "
+            "ended twice: call probe.step() or probe.clip_grad_norm_() once per optimizer step. Or other parameters "
+            "are trained now, such as another adapter: attach to each. Or gradients are set by hand, as those of "
             "torch.autograd.grad, which no hook sees: call loss.backward()",
         )
     if row.examples is None and row.step is None and row.n_pieces < 2:
