@@ -110,6 +110,13 @@ def nested_state(probe: NoiseScaleProbe) -> dict[str, Any]:
     return {"version": 4, **json.loads(probe.state_dict()["json"])}
 
 
+def n_recent(probe: NoiseScaleProbe) -> int:
+    """The number of last measured windows that a reading's tr Σ and |G|² are averaged over."""
+    recent = probe._tracker._averages.run.recent()
+    assert recent is not None
+    return recent.n_windows
+
+
 def load_foreign_state(probe: NoiseScaleProbe) -> tuple[str, bool]:
     """What is said of the state of a probe of another model, and whether this probe stays as it was."""
     with attached(nn.Linear(3, 2)) as other:

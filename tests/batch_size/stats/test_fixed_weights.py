@@ -51,7 +51,7 @@ def by_hand(series: list[tuple[float, float]], units: list[float]) -> dict[str, 
 
 def test_a_reading_is_the_weighted_average_with_fiellers_interval() -> None:
     fixed = FixedWeights(batch=32)
-    for i, (estimates, units) in enumerate(WINDOWS):
+    for estimates, units in WINDOWS:
         fixed.add(solved(estimates, units), weight=1.0)
     reading = fixed.reading(averages_of(5, ("a", "b")), unit="rows")
     units = [n for _, n in WINDOWS]
@@ -107,7 +107,7 @@ def test_all_windows_dropped_gives_the_usual_reason() -> None:
 
 def test_a_doubt_takes_all_numbers_away() -> None:
     fixed, averages = FixedWeights(), averages_of(5, ("a", "b"))
-    for i, (estimates, units) in enumerate(WINDOWS):
+    for estimates, units in WINDOWS:
         fixed.add(solved(estimates, units), weight=1.0)
     averages._squares = 1.0  # pieces that differ by nothing
     reading = fixed.reading(averages, unit="rows")
@@ -126,7 +126,7 @@ def test_bounds_and_advice() -> None:
     assert reading.status == "lower_bound"
     assert reading.advice == "measure more rows; how many cannot be computed before |G|² is known better"
     wide = FixedWeights()
-    for i, y in enumerate((1.0, 0.6, 1.4, 0.8, 1.2, 1.0)):
+    for y in (1.0, 0.6, 1.4, 0.8, 1.2, 1.0):
         wide.add(solved([(100.0, y)], 10.0), weight=1.0)
     reading = wide.reading(averages_of(6), unit="rows")
     # Standard error of log B: √(0.4/30)/1 = 0.115; at ± 20 % it is 0.102: (0.115/0.102)² − 1 of 60 rows.
@@ -167,7 +167,7 @@ def measured(gradients: Tensor, n_windows: int, *, piece: int, repetitions: int,
     """As many measurements, of windows of pieces drawn with replacement."""
     generator = torch.Generator().manual_seed(seed)
     measurements = [FixedWeights() for _ in range(repetitions)]
-    for i, n in enumerate(itertools.islice(window_lengths(1), n_windows)):
+    for n in itertools.islice(window_lengths(1), n_windows):
         picked = torch.randint(0, len(gradients), (repetitions, n, piece), generator=generator)
         pieces = torch.stack([gradients[rows].mean(1) for rows in picked])  # [repetitions, n, parameters]
         small, big = pieces.square().sum((1, 2)).tolist(), pieces.sum(1).square().sum(1).tolist()

@@ -116,7 +116,8 @@ def test_the_level_the_drift_and_the_scatter_are_those_of_the_windows() -> None:
     """One window in 10, of Gaussian gradients whose noise scale grows like the steps."""
     averages = NoiseScaleAverages([])
     ends = range(10, 2001, 10)
-    for end, (x, y) in zip(ends, gaussian_windows([0.1 * (t + 30) for t in ends], n_runs=1, seed=3)[:, 0].tolist()):
+    windows = gaussian_windows([0.1 * (t + 30) for t in ends], n_runs=1, seed=3)[:, 0]
+    for end, (x, y) in zip(ends, windows.tolist(), strict=True):
         averages.see(end)
         averages.see_units(32)
         averages.add(SolvedWindow(WindowEstimate(x, y), (), None, 1.0, 32.0, 1 / 8, 1.0, 1.0), SOUND)
