@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import TypeIs
 
 from sonde.batch_size.batch_dim import LayerSaw, UnclearUnitsError, count_units, layers_that_know, seen_by
-from sonde.batch_size.module_hook import ModuleHook, is_in_graph
+from sonde.batch_size.module_hook import ModuleHook, is_in_graph, put_on
 from sonde.parallel.unwrap import unwrap_model
 
 FirstDim = Literal["first dim"]
@@ -62,9 +62,9 @@ class ForwardUnits:
             for note in (self._forward.begins, self._forward.layer_is_called, self._forward.ends)
         )
         self._handles = [
-            *(layer.register_forward_pre_hook(called, with_kwargs=True) for layer in layers),
-            model.register_forward_pre_hook(begins, with_kwargs=True),
-            model.register_forward_hook(ends),
+            *(put_on(layer.register_forward_pre_hook, called, with_kwargs=True) for layer in layers),
+            put_on(model.register_forward_pre_hook, begins, with_kwargs=True),
+            put_on(model.register_forward_hook, ends),
         ]
 
     @property

@@ -39,6 +39,7 @@ METRICS: dict[str, Metric] = {
     "gns/u": Metric("1/{unit}", "mean of one over a piece's units, weighted as the pieces are; gns_mu is tr Σ·u/|G|²"),
     "gns/units_per_window": Metric("{unit}", "units in a window: the batch size"),
     "gns/windows_needed": Metric("windows", "measured windows still needed for ± 20 %; null when not known"),
+    "gns/warms_up": Metric("0 or 1", "1 while the learning rate is still rising, and no batch is judged"),
     "gns/scale": Metric("ratio", "κ: the optimizer's gradient over the sum of the pieces' gradients"),
     "gns/scale_residual": Metric("ratio", "part of the optimizer's gradient that κ does not explain"),
     "gns/covered": Metric("fraction", "part of |F|² of the parameters that the noise scale speaks of; 1 for all"),

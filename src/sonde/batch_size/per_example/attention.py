@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sonde.batch_size.batch_dim import batch_dim
 from sonde.batch_size.per_example.gradients import OuterProducts, PerExample, wide
-from sonde.batch_size.per_example.rules import Inputs, LayerRule, NotCoveredError, add_positions
+from sonde.batch_size.per_example.rules import COMPUTED, Inputs, LayerRule, NotCoveredError, add_positions
 
 
 def _arrange(layer: nn.MultiheadAttention, args: Inputs, keywords: dict[str, Any]) -> Inputs:
@@ -35,6 +35,8 @@ def _arrange(layer: nn.MultiheadAttention, args: Inputs, keywords: dict[str, Any
 
 
 def _refuse(layer: nn.MultiheadAttention, query: Tensor) -> None:
+    if any("parametrizations" in dict(part.named_children()) for part in layer.modules()):
+        raise NotCoveredError(COMPUTED)
     if query.dim() != 3 or query.is_nested:
         raise NotCoveredError("attention was called without a dim of examples: give [examples, positions, features]")
     if layer.dropout > 0 and layer.training:

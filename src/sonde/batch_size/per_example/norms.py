@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sonde.batch_size.batch_dim import LayerSaw, is_time_first, layers_that_know, seen_by
+from sonde.batch_size.module_hook import put_on
 from sonde.batch_size.per_example.call import Call, versions_of
 from sonde.batch_size.per_example.checkpoints import Checkpoints, Stage, stage
 from sonde.batch_size.per_example.layer_hooks import LayerHook, arranged, hook_gradient_of
@@ -202,7 +203,7 @@ class PerExampleNorms:
             )
         for layer in layers_that_know(self._model):
             note = LayerHook(self._note_batch)
-            self._handles.append(layer.register_forward_pre_hook(note, with_kwargs=True))
+            self._handles.append(put_on(layer.register_forward_pre_hook, note, with_kwargs=True))
         for name, layer in self._model.named_modules():
             if isinstance(layer, torch.jit.ScriptModule):
                 continue
@@ -210,12 +211,12 @@ class PerExampleNorms:
             # Only layers with a rule are asked for their parameters: containers would go through all of the model's.
             if rule is not None and (held := self._held_by(layer)):
                 hook = LayerHook(functools.partial(self._called, clean_name(name), rule, held))
-                self._handles.append(layer.register_forward_hook(hook, prepend=True, with_kwargs=True))
+                self._handles.append(put_on(layer.register_forward_hook, hook, prepend=True, with_kwargs=True))
                 again = LayerHook(functools.partial(self._about_to_be_called, rule))
-                self._handles.append(layer.register_forward_pre_hook(again, with_kwargs=True))
+                self._handles.append(put_on(layer.register_forward_pre_hook, again, with_kwargs=True))
             if isinstance(layer, BATCH_NORMS):
                 watch = LayerHook(functools.partial(self._batch_norm_called, clean_name(name)))
-                self._handles.append(layer.register_forward_hook(watch, with_kwargs=True))
+                self._handles.append(put_on(layer.register_forward_hook, watch, with_kwargs=True))
         for i, p in enumerate(self._parameters):
             if p.requires_grad:  # it may have been frozen since
                 self._handles.append(p.register_hook(functools.partial(self._whole, i)))
@@ -374,10 +375,8 @@ class PerExampleNorms:
             kind = "nested" if output.is_nested else f"{type(output).__name__} with layout {output.layout}"
             self._piece.refuse(list(indices.values()), f"its layer returned a {kind} tensor: give it plain ones")
             return True
-        try:
-            replaced = [i for n, i in indices.items() if layer.get_parameter(n) is not self._parameters[i]]
-        except AttributeError:  # a tensor that is no parameter is in its place, as under functional_call
-            replaced = list(indices.values())
+        held = dict(layer.named_parameters(remove_duplicate=False))  # under functional_call, any tensors
+        replaced = [i for name, i in indices.items() if held.get(name) is not self._parameters[i]]
         self._piece.note_replaced(replaced)
         return bool(replaced)
 

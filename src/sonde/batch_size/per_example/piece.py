@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -197,7 +196,7 @@ class PieceSums:
         measured = []
         for name, gradients in found.items():
             if name not in call.indices:
-                operator.attrgetter(name)(call.layer)  # not measured; it raises if the layer has nothing of this name
+                self._check_name(call, name)
                 continue
             index = call.indices[name]
             expected = [n_examples, *self._parameters[index].shape]
@@ -210,6 +209,18 @@ class PieceSums:
                 )
             measured.append((index, gradients))
         return measured
+
+    @staticmethod
+    def _check_name(call: Call, name: str) -> None:
+        """Refuse what a rule has given for no parameter of its layer. Others need not be measured."""
+        owner, _, last = name.rpartition(".")
+        # Looked up and not read: a parametrization or a property may compute it.
+        found = dict(call.layer.named_modules()).get(owner)
+        if name not in dict(call.layer.named_parameters()) and (found is None or last not in dir(found)):
+            raise AttributeError(
+                f"the rule of {call.name!r} ({type(call.layer).__name__}) gives {name!r}, and the layer has no such "
+                "parameter"
+            )
 
     def _may_meet_others(self, index: int) -> bool:
         """Whether a parameter has been used before in this piece, or may be used again."""

@@ -39,7 +39,7 @@ from sonde.stats.intervals import RatioInterval
 DRIFTS = (-1.0, 0.0, 1.0)
 """Change of log B per unit of log time: B falls like 1/t, stays, or grows like t."""
 _DRIFT_WEIGHTS = (0.2, 0.4, 0.4)
-SPREADS = (0.2, 0.5, 1.0)
+SPREADS = (0.2, 0.4, 0.7)
 """Standard deviation of a random change of log B per root of a unit of log time."""
 _SPREAD_WEIGHTS = (4 / 7, 2 / 7, 1 / 7)
 _PERSISTENCE = 4.0
@@ -51,7 +51,7 @@ _JUMP = 1.0
 _ANYWHERE = 0.01
 """Part of the sudden changes that may be of any size. So no B is ever impossible, whatever was seen before."""
 _LOWEST, _HIGHEST, _N_GRID = math.log(1e-3), math.log(1e4), 201
-"""The grid of log B, from the log of the batch. A step is shorter than the least spread between two blocks."""
+"""The grid of log B, from the log of the batch. A step is about as long as the least spread between two blocks."""
 _STEP = (_HIGHEST - _LOWEST) / (_N_GRID - 1)
 _MEMORY = 6.0
 """Blocks over which the scatter of single windows is averaged."""

@@ -67,6 +67,7 @@ def summarise(averages: NoiseScaleAverages, *, unit: str, with_groups: bool = Tr
         scale=averages.scale,
         scale_residual=averages.scale_residual,
         unit=unit,
+        n_steps=run.n_steps,
         every=recent.every if recent else 1.0,
         further_units=averages.further_per_unit,
         groups={

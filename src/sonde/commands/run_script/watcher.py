@@ -20,13 +20,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sonde.batch_size.setup import NOT_ON_ALL_RANKS
 from sonde.batch_size.taps.autograd_internals import in_backward
-from sonde.commands.run_script.found_models import ModelOfOptimizers, parameters_of, stepped_by, why_not_reduced
+from sonde.commands.run_script.found_models import ModelOfOptimizers, stepped_by, why_not_reduced
 from sonde.commands.run_script.measured_model import MeasuredModel
 from sonde.commands.run_script.measured_trainer import MeasuredTrainer
 from sonde.commands.run_script.messages import remember_rank, say
 from sonde.commands.run_script.model_search import ModelSearch
 from sonde.commands.run_script.settings import Settings
 from sonde.commands.run_script.words import say_in_words_of_run
+from sonde.parallel.optimizers import parameters_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
