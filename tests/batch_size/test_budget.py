@@ -258,6 +258,13 @@ def test_windows_that_others_are_left_out_for_are_paid_by_the_allowance_too() ->
     assert in_doublings(measured, 4000, 2)[1] < 0.7 * PER_DOUBLING  # 1,000 windows are 10 seconds
 
 
+def test_the_slowest_pace_is_reached_and_not_only_nearly() -> None:
+    """N grows with the run by a tenth and more at a time, and stops at one in 1,000."""
+    pace = Pace(budget=0.001, allowance=0.0)
+    measured_by(pace, 26_000, **DEAR)
+    assert pace.every == MOST_EVERY
+
+
 def test_a_budget_that_allows_more_is_used() -> None:
     """1 % of the time allows one in 5 here, however long the run is."""
     costs = {"seconds": 0.045, "measured_time": 1.0, "n_measured": 1.0}

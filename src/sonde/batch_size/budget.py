@@ -227,7 +227,8 @@ class Pace:
         per_doubling = PER_DOUBLING if self._spent < self._allowance else FEWEST_PER_DOUBLING
         wanted = max(min(wanted, int(self.windows * math.log(2) / per_doubling)), 1)
         low, high = _LEAST_CHANGE
-        if not low * self._every <= wanted <= high * self._every:
+        # The slowest pace is reached in any case: there, a cost above the budget is told.
+        if not low * self._every <= wanted <= high * self._every or wanted == MOST_EVERY > self._every:
             self._every = wanted
             self._base = self.windows
 
