@@ -225,7 +225,7 @@ def test_windows_of_other_parameters_are_not_continued() -> None:
     model = Scaled()
 
     def run(probe: sonde.NoiseScaleProbe, sizes: tuple[int, ...], first: int) -> None:
-        for window in range(first, first + 12):
+        for window in range(first, first + (12 if first < 13 else 11)):
             for piece in pieces_of(*sizes, seed=window):
                 with probe.piece(units=len(piece[0])):
                     mean_loss(model, *piece).backward()
@@ -236,7 +236,7 @@ def test_windows_of_other_parameters_are_not_continued() -> None:
         run(covered, (6,), 0)
         state = covered.state_dict()
     with attached(model) as fresh:
-        run(fresh, (6, 6), 12)
+        run(fresh, (6, 6), 13)  # the first of other parameters shows it
         expected = fresh.reading()
     with attached(model) as resumed:
         resumed.load_state_dict(state)

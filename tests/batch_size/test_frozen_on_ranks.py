@@ -161,7 +161,7 @@ def test_a_change_that_windows_show_which_are_not_measured(ranks2: Ranks) -> Non
     alerts, (n_windows, n_steps), (_, frozen) = one
     assert list(alerts) == ["frozen"]
     assert frozen == ["c.weight"]
-    assert n_windows in (7, 8)  # one window in 4 was measured, from the one with the change on
+    assert n_windows in (6, 7)  # one window in 4 was measured, from the one with the change on
     assert 22 <= n_steps <= 30
 
 
@@ -192,7 +192,7 @@ def test_a_frozen_part_of_a_stage_is_known_after_a_restart(ranks2: Ranks) -> Non
         pytest.skip("torch 2.9 itself fails in a pipeline's first exchange over gloo")
     one, other = ranks2(resumed)
     assert one == other
-    assert one == [([], (14, 14), ["c.weight"]), (["unfrozen"], (6, 6), [])]
+    assert one == [([], (11, 14), ["c.weight"]), (["unfrozen"], (3, 6), [])]
 
 
 def in_tensor_parallel() -> tuple[dict[str, str], list[str], list[str]]:
@@ -251,7 +251,7 @@ def test_a_layer_that_one_rank_alone_freezes(ranks2: Ranks, is_swapped: bool) ->
     (alerts, state, n), other = ranks2(_by_hand, is_swapped)
     assert (alerts, state, n) == other
     assert state["frozen"] == []  # one rank trains it
-    assert n == (11, 11)  # since window 6
+    assert n == (8, 11)  # since window 6, which the third of them shows
     assert list(alerts) == ["frozen"]
     if not is_swapped:
         assert "no longer trained on some ranks only (0.weight, 0.bias)" in alerts["frozen"]
