@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import sonde
+from sonde.wording import number
 from tests.batch_size.loops import (
     Recording,
     assert_same,
@@ -217,15 +218,25 @@ def test_close_removes_every_hook_and_may_be_called_again() -> None:
 
 def test_a_reading_says_what_it_means_for_the_batch() -> None:
     model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with attached(model, optimizer) as probe:
         assert probe.reading().verdict is None
         train(model, probe, optimizer, windows=40)
+        early = probe.reading()
+        train(model, probe, optimizer, windows=80)
         reading = probe.reading()
-    assert reading.status == "resolved"
-    assert reading.verdict.headline.startswith("The batch of 12 rows is ")
-    in_short = reading.verdict.headline.split(":")[0].replace("The batch of 12 rows", "the batch")
-    assert str(reading).endswith(f", 40 windows: {in_short}")
+    assert (early.status, reading.status) == ("resolved", "resolved")
+    assert early.verdict.headline == "No verdict yet on the batch of 12 rows."
+    assert str(early).endswith(", 40 windows")
+    average, verdict = reading.average, reading.verdict
+    assert verdict.headline.startswith("For a run like this one, the batch of 12 rows ")
+    assert (
+        f"was {number(average.b_simple)} rows [{number(average.low)} – {number(average.high)}] on" in verdict.headline
+    )
+    assert (
+        f"is {number(reading.b_simple)} rows [{number(reading.low)} – {number(reading.high)}] now" in verdict.headline
+    )
+    assert str(reading).endswith(f"{number(average.b_simple)} over the run, batch 12, 120 windows: {verdict.in_short}")
 
 
 def test_metrics_that_are_not_known_can_be_left_out() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sonde.batch_size.stats.critical_batch import judge_batch, steps_and_examples
+from sonde.batch_size.stats.critical_batch import Estimate, Verdict, judge_batch, steps_and_examples
 
 
 @pytest.mark.parametrize("batch", [1, 32, 500, 10_000])
@@ -21,83 +21,165 @@ def test_trade_off_refuses(batch: float, critical: float) -> None:
         steps_and_examples(batch, critical)
 
 
-def verdict(batch: float, **known: Any) -> Any:
-    facts: dict[str, Any] = {"status": "resolved", "b_simple": None, "low": None, "high": None, "reason": ""} | known
-    return judge_batch(batch, unit="images", **facts)
+WIDE = math.inf
 
 
-def test_a_verdict_needs_the_whole_interval_beyond_the_line() -> None:
-    around = {"b_simple": 410.0, "low": 330.0, "high": 520.0}
-    assert verdict(128, **around).kind == "too_small"
-    assert verdict(400, **around).kind == "about_right"
-    assert verdict(650, **around).kind == "about_right"
-    assert verdict(2000, **around).kind == "too_large"
+def known(low: float, high: float) -> Estimate:
+    """Two-sided, with its value in the middle of the logs; or a bound."""
+    return Estimate(math.sqrt(low * high) if low and high < math.inf else None, low, high)
+
+
+def verdict(batch: float, now: Estimate, **facts: Any) -> Verdict:
+    return judge_batch(batch, unit="images", now=now, **facts)
 
 
 @pytest.mark.parametrize(
     ("batch", "low", "high", "kind", "headline"),
     [
-        (200, 330.0, 520.0, "about_right_or_too_small", "is about right or too small: the noise scale is 410 images"),
+        (
+            128,
+            330.0,
+            520.0,
+            "too_small",
+            "128 images is small: the noise scale is 414 images [330 – 520].",
+        ),
+        (400, 330.0, 520.0, "about_right", "is about right"),
+        (650, 330.0, 520.0, "about_right", "is about right"),
+        (2000, 330.0, 520.0, "too_large", "is large"),
+        (200, 330.0, 520.0, "about_right_or_too_small", "is about right or too small"),
         (900, 330.0, 520.0, "about_right_or_too_large", "900 images is about right or too large"),
         (400, 20.0, 6000.0, "unknown", "400 images may be too small, about right or too large"),
-        (32, 1.0, 400.0, "unknown", "32 images may be too small, about right or too large"),
+        (32, 100.0, WIDE, "too_small", "more than 100 images"),
+        (64, 100.0, WIDE, "about_right_or_too_small", "more than 100 images"),
+        (400, 100.0, WIDE, "unknown", "more than 100 images"),
+        (400, 0.0, 100.0, "too_large", "less than 100 images"),
+        (64, 0.0, 100.0, "about_right_or_too_large", "less than 100 images"),
+        (32, 0.0, 100.0, "unknown", "less than 100 images"),
     ],
 )
-def test_an_interval_across_a_line_names_all_that_it_allows(
+def test_a_verdict_names_all_that_the_interval_allows(
     batch: float, low: float, high: float, kind: str, headline: str
 ) -> None:
-    got = verdict(batch, b_simple=410.0, low=low, high=high, advice="train about 200 more steps")
-    assert got.kind == kind
+    """A batch is about right within a factor of 2 of the noise scale."""
+    got = verdict(batch, known(low, high), reason="a reason", advice="measure more")
+    assert (got.kind, got.kind_now) == (kind, kind)
     assert headline in got.headline
-    assert "Train about 200 more steps." in got.detail
-
-
-def test_a_verdict_names_its_numbers() -> None:
-    small = verdict(128, b_simple=410.0, low=330.0, high=520.0)
-    assert "128 images" in small.headline
-    assert "410 images [330 – 520]" in small.headline
-    assert "48% of the steps and 1.5× the images" in small.detail  # 2/(1 + 410/128), 2/(1 + 128/410)
-    assert "proxy" in small.detail
-    large = verdict(2000, b_simple=410.0, low=330.0, high=520.0)
-    assert "34% of the images and 1.7× the steps" in large.detail
+    assert "run like this one" not in got.headline + got.detail
+    decided = kind in ("too_small", "about_right", "too_large")
+    assert ("Measure more." in got.detail) == (not decided)
+    assert "0.1 to 20 times B_simple" in got.detail  # no factor of our own for the proxy
 
 
 @pytest.mark.parametrize(
-    ("batch", "status", "low", "high", "kind"),
+    ("batch", "low", "high", "other", "name"),
     [
-        (32, "lower_bound", 100.0, math.inf, "too_small"),
-        (64, "lower_bound", 100.0, math.inf, "about_right_or_too_small"),
-        (400, "lower_bound", 100.0, math.inf, "unknown"),
-        (400, "upper_bound", 0.0, 100.0, "too_large"),
-        (64, "upper_bound", 0.0, 100.0, "about_right_or_too_large"),
-        (32, "upper_bound", 0.0, 100.0, "unknown"),
+        (128, 330.0, 520.0, 410.0, "a batch of 410 images"),
+        (2000, 330.0, 520.0, 410.0, "a batch of 410 images"),
+        (400, 330.0, 520.0, 800.0, "twice the batch"),
+        (900, 330.0, 520.0, 450.0, "half the batch"),
     ],
 )
-def test_a_bound_says_what_is_known(batch: float, status: str, low: float, high: float, kind: str) -> None:
-    got = verdict(batch, status=status, low=low, high=high, reason="a reason", advice="measure more")
-    assert got.kind == kind
-    assert f"{'more' if status == 'lower_bound' else 'less'} than 100 images" in got.headline
-    assert "A reason. Measure more." in got.detail
+def test_a_trade_off_reaches_as_far_as_the_interval(
+    batch: float, low: float, high: float, other: float, name: str
+) -> None:
+    got = verdict(batch, known(low, high)).detail
+    steps = [steps_and_examples(other, b).steps / steps_and_examples(batch, b).steps for b in (low, high)]
+    units = [steps_and_examples(other, b).examples / steps_and_examples(batch, b).examples for b in (low, high)]
+    percents = " to ".join(f"{100 * part:.0f}" for part in sorted(steps if other > batch else units))
+    times = " to ".join(dict.fromkeys(f"{part:.2g}" for part in sorted(units if other > batch else steps)))
+    what, costs = ("steps", "images") if other > batch else ("images", "steps")
+    assert f"{percents} % of the {what}" in got, got
+    assert f"{times} times the {costs}" in got, got
+    assert name in got[:40].lower()
+
+
+@pytest.mark.parametrize(
+    ("batch", "low", "high", "expected"),
+    [
+        # Twice a batch of 32 at B > 96 needs (1 + 96/64)/(1 + 96/32) of the steps, or fewer where B is larger.
+        (32, 96.0, WIDE, "Twice the batch would need at most 62 % of the steps"),
+        # Half a batch of 400 at B < 100 needs (1 + 100/200)/(1 + 100/400)/2 of the units, or fewer.
+        (400, 0.0, 100.0, "Half the batch would need at most 60 % of the images"),
+    ],
+)
+def test_a_bound_costs_at_most(batch: float, low: float, high: float, expected: str) -> None:
+    got = verdict(batch, known(low, high)).detail
+    assert expected in got
+    assert " to " not in got.split(".")[0]
+
+
+def test_the_run_and_the_steps_that_follow_have_a_sentence_each() -> None:
+    """The demo's case: 34.5 on average over the run, 151 now."""
+    got = verdict(32, known(110.0, 207.0), of_run=known(28.0, 42.5), n_steps=300)
+    assert (got.kind, got.kind_now) == ("about_right", "too_small")
+    assert got.headline == (
+        "For a run like this one, the batch of 32 images is about right: the noise scale was 34.5 images [28 – 42.5] "
+        "on average. From here on, it is small: the noise scale is 151 images [110 – 207] now."
+    )
+    of_run, from_here_on, *_ = got.detail.split(". ")
+    # Advice about the whole run rests on the average alone.
+    steps = [steps_and_examples(64, b).steps / steps_and_examples(32, b).steps for b in (42.5, 28.0)]
+    assert of_run.startswith("In a run like this one, twice the batch would need ")
+    assert f"{100 * steps[0]:.0f} to {100 * steps[1]:.0f} % of the steps" in of_run
+    assert from_here_on.startswith("From here on, a batch of 150 images would need ")
+    assert got.in_short == "for a run like this one, the batch is about right; from here on, it is small"
+
+
+def test_the_same_verdict_twice_is_said_once() -> None:
+    got = verdict(32, known(110.0, 207.0), of_run=known(80.0, 120.0), n_steps=300)
+    assert (got.kind, got.kind_now) == ("too_small", "too_small")
+    assert "From here on too: the noise scale is 151 images" in got.headline
+    assert got.in_short == "for a run like this one, the batch is small; from here on too"
+
+
+def test_either_alone_is_enough() -> None:
+    of_run = verdict(32, Estimate(), of_run=known(80.0, 120.0), n_steps=300, reason="few data", advice="measure more")
+    assert (of_run.kind, of_run.kind_now) == ("too_small", "unknown")
+    assert "now" not in of_run.headline
+    assert "Few data. Measure more." in of_run.detail
+    now = verdict(32, known(110.0, 207.0), of_run=Estimate(), n_steps=300)
+    assert (now.kind, now.kind_now) == ("too_small", "too_small")
+    assert "run like this one" not in now.headline
+
+
+@pytest.mark.parametrize(
+    ("early", "reason"),
+    [
+        ({"n_steps": 12}, "no batch is judged before step 100"),
+        ({"n_steps": 99}, "no batch is judged before step 100"),
+        ({"n_steps": 5000, "warms_up": True}, "the learning rate is still rising"),
+    ],
+)
+def test_there_is_no_verdict_in_the_first_steps_and_in_warm_up(early: dict[str, Any], reason: str) -> None:
+    facts = {"of_run": known(80.0, 120.0), "doubling_windows": 5.0}
+    got = verdict(32, known(110.0, 207.0), **facts, **early)
+    assert (got.kind, got.kind_now, got.in_short) == ("unknown", "unknown", "")
+    assert got.headline == "No verdict yet on the batch of 32 images."
+    assert reason in got.detail[:1].lower() + got.detail[1:]
+    assert not any(word in got.detail for word in ("small", "large", "twice"))
+    assert verdict(32, known(110.0, 207.0), **facts, n_steps=100).kind == "too_small"
 
 
 def test_a_verdict_says_where_the_noise_scale_is_going() -> None:
-    known = {"b_simple": 400.0, "low": 390.0, "high": 410.0}
-    grows = verdict(400, **known, doubling_windows=60.0).detail
+    at_400 = Estimate(400.0, 390.0, 410.0)
+    grows = verdict(400, at_400, doubling_windows=60.0).detail
     assert "doubles every 60 windows: if this goes on, the batch becomes small in about 60 windows" in grows
     assert (
         "halves every 30 windows: if this goes on, the batch becomes large in about 30 windows"
-        in verdict(400, **known, doubling_windows=-30.0).detail
+        in verdict(400, at_400, doubling_windows=-30.0).detail
     )
-    already = verdict(100, **known, doubling_windows=60.0).detail
+    already = verdict(100, at_400, doubling_windows=60.0).detail
     assert "doubles every 60 windows." in already
     assert "becomes" not in already
 
 
-def test_no_factor_of_our_own_is_claimed_for_the_proxy() -> None:
-    assert "0.1 to 20 times B_simple" in verdict(128, b_simple=410.0, low=330.0, high=520.0).detail
-
-
 def test_no_verdict_without_data() -> None:
-    nothing = verdict(32, status="unresolved", reason="no window has ended yet")
+    nothing = verdict(32, Estimate(), reason="no window has ended yet")
     assert nothing.kind == "unknown"
     assert nothing.detail == "No window has ended yet."
+
+
+def test_no_noise_is_no_verdict() -> None:
+    got = verdict(32, Estimate(0.0, 0.0, 0.0), n_steps=500)
+    assert got.kind == "unknown"
+    assert "no gradient noise was seen" in got.headline
