@@ -22,7 +22,9 @@ REMEDIES: Mapping[str, str] = {
         "To count such micro-batches, pass --units-from with the number of units in one"
     ),
     "raise budget=, or put more work into each window": "raise --budget, or put more work into each step",
-    "measure more of them, by every= or a larger budget=": "measure more of them, by --every or a larger --budget",
+    "(every=": "(--every=",
+    ", or a larger budget=)": ", or a larger --budget)",
+    "every=1 measures all": "--every=1 measures all",
     "another rank refused to attach, and its own error says why: attach with the same arguments, to the same model, on "
     "every rank": "another rank could not be measured, and says why",
     ": where the loop zeroes them without a step, call probe.discard() on every rank": "",
