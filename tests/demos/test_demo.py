@@ -102,7 +102,12 @@ def test_demo_says_what_it_does_and_leaves_a_report(finished: tuple[Path, Ended]
     folder, ended = finished
     assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
     assert "\x1b" not in ended.out + ended.err
-    for text in ("2 processes on the CPU", "step 12/12, loss ", "─ verdict ─", "The batch of 32 sequences"):
+    for text in (
+        "2 processes on the CPU",
+        "step 12/12, loss ",
+        "─ verdict ─",
+        "No verdict yet on the batch of 32 sequences",
+    ):
         assert text in ended.out
     assert f"log     {folder}/records.jsonl\nreport  {folder}/report.html" in ended.out
     # Messages of torch and its launcher are hidden. The message of attaching is shown.
@@ -119,7 +124,7 @@ def test_without_bokeh_the_end_says_how_to_get_the_report(
     monkeypatch.setitem(sys.modules, "bokeh", None)  # 'import bokeh' raises ImportError
     screen = io.StringIO()
     conclude(setup, Console(file=screen, width=100))
-    assert "The batch of 32 sequences" in screen.getvalue()
+    assert "No verdict yet on the batch of 32 sequences" in screen.getvalue()  # after 12 steps
     assert (
         f"report  the report needs bokeh: pip install 'bokeh>=3.6,<4', then run: sonde report {folder}"
         in screen.getvalue()

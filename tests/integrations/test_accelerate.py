@@ -329,7 +329,10 @@ def test_a_scaler_of_accelerate() -> None:
     windows = [pieces[k : k + 2] for k in (0, 2, 4, 6)] * 3
     expected = plain_loop(network(), windows[n_dropped:], loss_under_autocast(torch.float16))
     # Without a scale, small gradients lose bits in fp16, so the plain loop takes other steps.
-    assert same_numbers(reading, expected, apart_in_16_bits=True)
+    assert reading.windows == expected.windows
+    for name in ("grad_sq", "trace_cov", "units_per_window"):
+        assert getattr(reading, name) == pytest.approx(getattr(expected, name), rel=5e-3), name
+    assert reading.average.b_simple == pytest.approx(expected.average.b_simple, rel=5e-3)
 
 
 def test_bad_arguments(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +48,13 @@ def test_a_resumed_run_has_the_averages_of_the_whole_run(tmp_path: Path, caplog:
     resumed = trained(tmp_path / "resumed", resume=checkpoint, **options)
     assert torch.equal(resumed, whole)
     assert saved(tmp_path / "resumed", STEPS) == expected
+
+    file = checkpoint / "trainer_state.json"
+    state = json.loads(file.read_text())
+    state["stateful_callbacks"][integration.SAVED_AS]["version"] = 1
+    file.write_text(json.dumps(state))
+    with caplog.at_level(logging.WARNING, logger="sonde"):
+        other = trained(tmp_path / "other", resume=checkpoint)
+    assert torch.equal(other, whole)
+    assert saved(tmp_path / "other", STEPS)["noise"]["windows"] == STEPS - SAVED_AT
+    assert re.search(r"begin anew: .* has version 1, but this sonde reads", caplog.text)
