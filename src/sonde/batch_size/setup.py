@@ -22,7 +22,7 @@ from sonde.batch_size.forward_units import (
 from sonde.batch_size.measuring_cost import Cost
 from sonde.batch_size.metric_choice import metric_names
 from sonde.batch_size.model_checks import BATCH_NORM, STEPS_IN_BACKWARD, SYNC_BATCH_NORM
-from sonde.batch_size.parameter_groups import Groups, are_logged
+from sonde.batch_size.parameter_groups import Groups, are_logged, check_groups
 from sonde.batch_size.per_example.rules import GradientsOf
 from sonde.batch_size.taps.ddp_buckets import comm_hook_name
 from sonde.batch_size.taps.metric import MetricName
@@ -132,6 +132,8 @@ class NoiseScaleOptions:
             raise ValueError(
                 f"every must be a whole number of windows from 1 up, got {self.every!r}: use 1 to measure every window"
             )
+        metric_names(self.metric)
+        check_groups(self.groups)
 
     @property
     def metrics(self) -> tuple[MetricName, ...]:
