@@ -19,7 +19,11 @@ TORCH_PIN  := $(if $(filter newest,$(TORCH)),torch,torch==$(TORCH))
 TITAN_ENV := .torchtitan
 TITAN_PIP := torch==2.14.1 torchtitan==0.3.0 datasets==4.1.1 hypothesis pytest pytest-timeout pytest-xdist numpy
 
-.PHONY: help demo demo-entropy test test-torch test-torchtitan check bench bench-present bench-budget bench-norm bench-entropy bench-log docs docs-figures newest-torch clean
+# What a machine with a GPU may lack that has torch, transformers, accelerate, peft, pytest, hypothesis and numpy.
+GPU_WHEELS := tyro docstring_parser typeguard typing_extensions rich markdown-it-py mdurl pygments pyyaml pytest-timeout
+GPU_PYTHON ?= 3.12
+
+.PHONY: help demo demo-entropy test test-torch test-torchtitan check bench bench-present bench-budget bench-norm bench-entropy bench-log gpu-check docs docs-figures newest-torch clean
 .DEFAULT_GOAL := help
 
 help:
@@ -37,6 +41,7 @@ help:
 	@echo "make bench-norm   measure the global norm and the clip; writes benchmarks/results/"
 	@echo "make bench-entropy   measure how right forecasts of entropy are, and what they cost; writes benchmarks/results/"
 	@echo "make bench-log   measure the log of a long run and its report; writes benchmarks/results/"
+	@echo "make gpu-check   prepare .gpu/ for a machine with a GPU and no network, and print the command to run there (8 minutes)"
 	@echo "make clean   remove the virtual environments and caches"
 
 $(VENV)/.created:
@@ -154,5 +159,14 @@ bench-log: $(VENV)/.dev
 	@echo "==> benchmarks of the log of a long run (about 10 minutes)"
 	@$(BIN)/python -m benchmarks.long_run
 
+gpu-check: $(VENV)/.created
+	@rm -rf .gpu && $(PIP) download --dest .gpu --constraint constraints.txt --no-deps --only-binary=:all: \
+		--python-version $(GPU_PYTHON) --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
+		--platform manylinux2014_x86_64 $(GPU_WHEELS)
+	@echo "Copy this folder with .gpu/ to the machine, and run there, in its root:"
+	@echo
+	@echo "  python3 -m pip install --quiet --no-index --no-deps --upgrade --target /tmp/sonde-gpu .gpu/*.whl &&" \
+		"PYTHONPATH=src:/tmp/sonde-gpu python3 -m benchmarks.gpu_check"
+
 clean:
-	rm -rf $(VENV) $(TORCH_ENVS) $(TITAN_ENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TORCH_ENVS) $(TITAN_ENV) .gpu build .pytest_cache .mypy_cache .ruff_cache .hypothesis

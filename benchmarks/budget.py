@@ -27,6 +27,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from sonde.batch_size.stats.history import WindowHistory
+from sonde.batch_size.stats.trend import TrendFit, fit_trends
 from torch import Tensor
 
 from benchmarks.contestants import Plain, Sonde
@@ -39,8 +41,6 @@ from benchmarks.timing import Cost, cost, in_words
 from benchmarks.training import Run, Setup, draw_windows
 from sonde.batch_size.budget import REVIEW, Pace
 from sonde.batch_size.measuring_cost import Cost as MeasuringCost
-from sonde.batch_size.stats.history import WindowHistory
-from sonde.batch_size.stats.trend import TrendFit, fit_trends
 
 SMALL = GptShape(width=64, depth=6, heads=4, context=64)
 SETUPS = (

@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver
@@ -19,11 +20,13 @@ import torch.distributed as dist
 
 from benchmarks.training import Setup
 
-DEADLINE_SECONDS = 1800.0
-
 
 def on_ranks(
-    setup: Setup, function: Callable[..., Any], *args: Any, start: Literal["spawn", "forkserver"] = "forkserver"
+    setup: Setup,
+    function: Callable[..., Any],
+    *args: Any,
+    start: Literal["spawn", "forkserver"] = "forkserver",
+    deadline_seconds: float = 1800.0,
 ) -> list[Any]:
     """Run `function(setup, *args)` on every rank, each in a new process, and return the results by rank.
 
@@ -34,6 +37,7 @@ def on_ranks(
         start: "spawn" takes seconds and gives every process a memory layout of its own, as timings need; "forkserver"
             takes milliseconds, and its processes return freed memory to the system at once. With an accelerator all
             are spawned: a process forked from one that has only counted CUDA's devices cannot use them.
+        deadline_seconds: the longest that it may take.
 
     Raises:
         RuntimeError: with the traceback of a rank that failed, or when one does not answer in time.
@@ -53,7 +57,8 @@ def on_ranks(
             pipes.append(ours)
             processes.append(process)
         try:
-            return [_receive(pipe, process) for pipe, process in zip(pipes, processes, strict=True)]
+            deadline = time.monotonic() + deadline_seconds
+            return [_receive(pipe, process, deadline) for pipe, process in zip(pipes, processes, strict=True)]
         finally:
             for process in processes:
                 process.join(timeout=5)
@@ -78,9 +83,10 @@ def _start_forkserver(context: Any) -> None:
             os.environ[name] = value
 
 
-def _receive(pipe: Connection, process: BaseProcess) -> Any:
-    if not pipe.poll(DEADLINE_SECONDS):
-        raise RuntimeError(f"{process.name} did not answer within {DEADLINE_SECONDS:g} s")
+def _receive(pipe: Connection, process: BaseProcess, deadline: float) -> Any:
+    if not pipe.poll(max(deadline - time.monotonic(), 0.0)):
+        process.kill()
+        raise RuntimeError(f"{process.name} did not answer in time and was ended")
     try:
         result, error = pipe.recv()
     except EOFError:
@@ -99,11 +105,11 @@ def _serve(
     try:
         if setup.device != "cpu":
             torch.accelerator.set_device_index(rank)
-        if setup.ranks > 1:
+        if setup.has_group:
             backend = dist.get_default_backend_for_device(setup.device)
             dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=setup.ranks)
         result = function(setup, *args)
-        if setup.ranks > 1:
+        if setup.has_group:
             dist.barrier()
             dist.destroy_process_group()
         pipe.send((result, None))

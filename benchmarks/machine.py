@@ -68,7 +68,10 @@ def _cpu_model() -> str:
 
 def _git(*args: str) -> str:
     root = Path(__file__).parent.parent
-    done = subprocess.run(["git", *args], cwd=root, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(["git", *args], cwd=root, capture_output=True, text=True, check=False)
+    except FileNotFoundError:  # a bare machine has no git
+        return ""
     return done.stdout.strip()
 
 

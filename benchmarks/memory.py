@@ -1,7 +1,8 @@
-"""The peak memory of a training process, with and without a contestant."""
+"""The peak memory of a training process, with and without a contestant, and of some work on an accelerator."""
 
 from __future__ import annotations
 
+import gc
 import resource
 import sys
 from pathlib import Path
@@ -25,6 +26,20 @@ def peak_bytes(setup: Setup, entry: Entry, n_windows: int) -> int:
     if setup.device != "cpu":
         return int(torch.accelerator.max_memory_allocated())
     return _peak_resident_bytes()
+
+
+def start_of_peak(device: str) -> int:
+    """Bytes of tensors on an accelerator, of which the peak begins anew."""
+    gc.collect()
+    if device == "cpu":
+        return 0
+    torch.accelerator.reset_peak_memory_stats()
+    return int(torch.accelerator.memory_allocated())
+
+
+def peak_since(before: int, device: str) -> float | None:
+    """The peak above the bytes at its start, in GiB; None on a CPU."""
+    return None if device == "cpu" else round((torch.accelerator.max_memory_allocated() - before) / 2**30, 3)
 
 
 def _peak_resident_bytes() -> int:

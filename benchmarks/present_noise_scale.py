@@ -1,397 +1,461 @@
-"""How often the interval of the noise scale holds the *present* value while the weights move.
+"""How often the interval of the noise scale holds the present level while weights move, on recorded trainings.
 
-    python -m benchmarks.present_noise_scale [--runs 400] [--out benchmarks/results]
+    python -m benchmarks.present_noise_scale [--seeds 2] [--runs FOLDER] [--trend 73d8a48] [--out benchmarks/results]
 
-A small network trains on a fixed population of 128 examples, so that tr Σ and |G|² of every example's gradient are
-known exactly at each step. Many runs train side by side, each on its own samples, with SGD, momentum and AdamW at three
-speeds. Each window has four pieces of 16 examples. Its unbiased estimates go through the same history and trend as a
-probe's. The table has one row for each setting and part of the model, and one column for each length of the run. Beside
-the trend stands the ratio of averages over 100 windows, which sonde reported before. More tables compare horizons, show
-the windows after a learning rate has suddenly fallen to a tenth, and have noise with heavy tails.
+Trains what `recorded_runs` trains, with both optimizers and five schedules of the rate, unless it was recorded before.
+Each training is read as sonde would read it: with every window measured, at the default pace, and after the allowance
+of seconds is used up. Readings at rising steps are held against the *level*: the ratio of the means of the exact tr Σ
+and |G|² over neighbouring steps, each over the size of the gradient there. The exact value itself jumps from step to
+step. An interval holds the level if it overlaps the level's own 95 % interval. Beside the filter stand Fieller's
+interval of the plain mean of the last half of the run, and the local trend that the filter has replaced, from the
+commit named by `--trend`, if this is a checkout of git.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
+import itertools
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from benchmarks.machine import describe
-from sonde.batch_size.stats.history import WindowHistory
+from benchmarks.machine import page
+from benchmarks.recorded_runs import FOLDER, Recorded, load
+from sonde.batch_size.budget import Pace
+from sonde.batch_size.measuring_cost import WindowCosts
+from sonde.batch_size.stats.level import WindowsOfRun
 from sonde.batch_size.stats.noise_scale import RunningNoiseScale, WindowEstimate
 from sonde.batch_size.stats.solved_window import SolvedWindow
-from sonde.batch_size.stats.trend import TrendFit, fit_trends
-from sonde.batch_size.stats.window_entry import Series
 from sonde.stats.intervals import RatioInterval
 
-SETTINGS = (
-    *(("sgd", lr) for lr in (0.05, 0.2, 0.5)),
-    *(("momentum", lr) for lr in (0.005, 0.02, 0.06)),
-    *(("adamw", lr) for lr in (0.001, 0.003, 0.01)),
-)
-CHECKPOINTS = (20, 50, 100, 200, 400)
-FALLS = (("sgd", 0.2), ("momentum", 0.02), ("adamw", 0.003))
-FALL_AFTER = 100
-FALL_CHECKPOINTS = (102, 105, 110, 120, 150, 200, 300)
-PARTS = ("total", "first layer", "second layer")
-TAILS = (3, 5, 10)
-HORIZON = 50.0
-HORIZONS = (20.0, 35.0, 50.0, 70.0, 100.0)
-N_EXAMPLES, N_INPUTS, N_HIDDEN, N_CLASSES = 128, 8, 8, 5
-N_PIECES, UNITS_PER_PIECE = 4, 16
-BATCH = N_PIECES * UNITS_PER_PIECE
+LENGTHS = {"lm": (600, 1200), "digits": (300, 1500), "mlp": (300, 1500), "grpo": (300, 1000), "demo": (300,)}
+LONG = ("mlp", 10_000)
+SCHEDULES = ("constant", "warmup", "decay", "jump", "still")
+PACES = {"every window": None, "default": 10.0, "allowance used up": 0.0}
+"""Seconds of allowance; None without a budget."""
+STEP, COST = 0.008, 0.006
+"""Seconds of a step, and of measuring a window: the budget of 1 % allows one window in 80."""
+WIDE = 30.0
+"""A two-sided interval whose ends differ by more than this factor says no more than a bound."""
 
 
 @dataclass(frozen=True)
-class Windows:
-    """Windows of many runs; [runs, windows, layers] each.
+class Judged:
+    """One reading by one estimator.
 
     Attributes:
-        trace_cov: unbiased estimates of tr Σ.
-        grad_sq: unbiased estimates of |G|².
-        exact_trace_cov: tr Σ of the population, at the weights of the window.
-        exact_grad_sq: |G|² likewise.
+        run: name of the training.
+        pace: which windows were measured.
+        by: the estimator.
+        step: of the reading.
+        is_last: whether it is the last of its training.
+        batches: the level over the batch.
+        status: of the interval.
+        holds: whether it holds the level.
+        width: its upper over its lower end; infinite unless two-sided.
+        error: log of the estimate over the level; NaN unless two-sided.
     """
 
-    trace_cov: Tensor
-    grad_sq: Tensor
-    exact_trace_cov: Tensor
-    exact_grad_sq: Tensor
+    run: str
+    pace: str
+    by: str
+    step: int
+    is_last: bool
+    batches: float
+    status: str
+    holds: bool
+    width: float
+    error: float
+
+    @property
+    def is_two_sided(self) -> bool:
+        """Whether the interval says more than a bound."""
+        return self.width < WIDE
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One part of the model after one number of windows, over all runs.
-
-    Attributes:
-        optimizer: "sgd", "momentum" or "adamw".
-        lr: learning rate.
-        part: of the model.
-        window: the last window.
-        present: exact B_simple now, median over runs.
-        covered: share of the runs whose interval, of any kind, holds the present value. An interval that is not known
-            holds every value.
-        resolved: share with a two-sided interval.
-        bias: estimate over present value, median over the resolved runs; None without any.
-        width: upper over lower end, median likewise.
-        average_covered: share of the runs in which Fieller's interval of the averages holds the present value.
-        unknown: share of the runs whose interval is not known, neither an upper nor a lower end.
-    """
-
-    optimizer: str
-    lr: float
-    part: str
-    window: int
-    present: float
-    covered: float
-    resolved: float
-    bias: float | None
-    width: float | None
-    average_covered: float
-    unknown: float
-
-
-def simulate(
-    optimizer: str, lr: float, *, n_runs: int, n_windows: int, fall_after: int | None = None, seed: int = 1
-) -> Windows:
-    """Train many runs side by side, and measure each window both from its pieces and exactly.
-
-    After the step `fall_after`, the learning rate is a tenth of `lr`.
-    """
-    population = torch.Generator().manual_seed(0)
-    inputs = torch.randn(N_EXAMPLES, N_INPUTS, generator=population, dtype=torch.float64)
-    rule = torch.randn(N_INPUTS, N_CLASSES, generator=population, dtype=torch.float64)
-    noise = torch.randn(N_EXAMPLES, N_CLASSES, generator=population, dtype=torch.float64)
-    targets = torch.nn.functional.one_hot((inputs @ rule + noise).argmax(1), N_CLASSES).double()
-    generator = torch.Generator().manual_seed(seed)
-    weights = [
-        torch.randn(n_runs, N_INPUTS, N_HIDDEN, generator=generator, dtype=torch.float64) / N_INPUTS**0.5,
-        torch.zeros(n_runs, N_HIDDEN, dtype=torch.float64),
-        torch.randn(n_runs, N_HIDDEN, N_CLASSES, generator=generator, dtype=torch.float64) / N_HIDDEN**0.5,
-        torch.zeros(n_runs, N_CLASSES, dtype=torch.float64),
-    ]
-    first, second = ([torch.zeros_like(w) for w in weights] for _ in range(2))
-    found: list[Tensor] = []
-    for step in range(1, n_windows + 1):
-        chosen = torch.randint(N_EXAMPLES, (n_runs, N_PIECES, UNITS_PER_PIECE), generator=generator)
-        row, grads = [], []
-        for x, error in layers(weights, inputs, targets):
-            pieces = piece_gradients(x, error, chosen)
-            row.append(estimated_and_exact(pieces, x, error))
-            n_biases = error.shape[2]
-            grads += pieces.mean(1).split([pieces.shape[2] - n_biases, n_biases], 1)
-        found.append(torch.stack(row, 1))
-        for weight, grad, m, v2 in zip(weights, grads, first, second, strict=True):
-            rate = lr / 10 if fall_after and step > fall_after else lr
-            move(optimizer, rate, step, weight, grad.reshape(weight.shape), m, v2)
-    table = torch.stack(found, 1)  # [runs, windows, layers, 4]
-    return Windows(*table.unbind(-1))
-
-
-def heavy_tailed(dof: int, *, n_runs: int, n_windows: int, seed: int = 1, n_elements: int = 30) -> Windows:
-    """A constant gradient with B_simple equal to the batch, where Student's t of few degrees of freedom scales a piece.
-
-    With the square of such a scale, tr Σ of single windows has an infinite variance up to 4 degrees of freedom.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    shape = (n_runs, n_windows, N_PIECES)
-    chi_square = torch.randn(*shape, dof, generator=generator, dtype=torch.float64).square().sum(-1)
-    lengths = ((dof - 2) / chi_square).sqrt()  # mean square 1
-    noise = torch.randn(*shape, n_elements, generator=generator, dtype=torch.float64)
-    grad = torch.full((n_elements,), (1 / (n_elements * BATCH)) ** 0.5, dtype=torch.float64)  # tr Σ = 1
-    pieces = grad + noise * lengths[..., None] / (n_elements * UNITS_PER_PIECE) ** 0.5
-    small_sq, big_sq = pieces.square().sum(-1).mean(-1), pieces.mean(2).square().sum(-1)
-    u, v = 1 / UNITS_PER_PIECE, 1 / BATCH
-    trace_cov, grad_sq = (small_sq - big_sq) / (u - v), (u * big_sq - v * small_sq) / (u - v)
-    exact = torch.ones(n_runs, n_windows, 1, dtype=torch.float64)
-    return Windows(trace_cov[..., None], grad_sq[..., None], exact, exact / BATCH)
-
-
-def layers(weights: list[Tensor], inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Of the cross entropy of a network with one tanh layer: each layer's inputs, and the gradient of its outputs.
-
-    The gradient of an example is their outer product. The last input is 1, and has the bias.
-
-    Returns:
-        For each layer, [examples, inputs + 1] or [runs, examples, inputs + 1], and [runs, examples, outputs].
-    """
-    w1, b1, w2, b2 = weights
-    hidden = torch.tanh(inputs @ w1 + b1[:, None])
-    error = (hidden @ w2 + b2[:, None]).softmax(-1) - targets
-    back = (error @ w2.mT) * (1 - hidden.square())
-    return [(with_one(inputs), back), (with_one(hidden), error)]
-
-
-def with_one(x: Tensor) -> Tensor:
-    """Inputs and a 1 beside them."""
-    return torch.cat([x, torch.ones_like(x[..., :1])], -1)
-
-
-def piece_gradients(x: Tensor, error: Tensor, chosen: Tensor) -> Tensor:
-    """The mean gradient of each piece: [runs, pieces, parameters], weights before biases.
-
-    Args:
-        x: a layer's inputs, [examples, inputs] or [runs, examples, inputs].
-        error: the gradient of its outputs, [runs, examples, outputs].
-        chosen: the examples of each piece, [runs, pieces, units].
-    """
-    run = torch.arange(len(error))[:, None, None]
-    x_chosen = x[chosen] if x.dim() == 2 else x[run, chosen]  # [runs, pieces, units, inputs]
-    return (x_chosen.mT @ error[run, chosen]).flatten(2) / chosen.shape[2]
-
-
-def estimated_and_exact(pieces: Tensor, x: Tensor, error: Tensor) -> Tensor:
-    """tr Σ and |G|² of a layer: both estimated from its pieces, then both exact; [runs, 4].
-
-    Args:
-        pieces: mean gradients, [runs, pieces, parameters].
-        x: the layer's inputs, as `layers` gives them.
-        error: the gradient of its outputs.
-    """
-    small_sq, big_sq = pieces.square().sum(2).mean(1), pieces.mean(1).square().sum(1)
-    u, v = 1 / UNITS_PER_PIECE, 1 / BATCH
-    grad_sq = (x.mT @ error / error.shape[1]).square().sum((1, 2))
-    sq_norms = x.square().sum(-1) * error.square().sum(-1)  # of outer products; [runs, examples]
-    estimates = [(small_sq - big_sq) / (u - v), (u * big_sq - v * small_sq) / (u - v)]
-    return torch.stack([*estimates, sq_norms.mean(1) - grad_sq, grad_sq], -1)
-
-
-def move(optimizer: str, lr: float, step: int, weight: Tensor, grad: Tensor, m: Tensor, v: Tensor) -> None:
-    """One step of SGD, SGD with momentum 0.9, or AdamW with its usual constants, in place."""
-    if optimizer == "adamw":
-        weight.mul_(1 - lr * 0.01)
-        m.mul_(0.9).add_(grad, alpha=0.1)
-        v.mul_(0.999).addcmul_(grad, grad, value=0.001)
-        weight.sub_(lr * (m / (1 - 0.9**step)) / ((v / (1 - 0.999**step)).sqrt() + 1e-8))
-    else:
-        m.mul_(0.9 if optimizer == "momentum" else 0.0).add_(grad)
-        weight.sub_(lr * m)
-
-
-def cells(
-    optimizer: str,
-    lr: float,
-    windows: Windows,
-    *,
-    horizon: float = HORIZON,
-    checkpoints: tuple[int, ...] = CHECKPOINTS,
-) -> Iterator[Cell]:
-    """Judge the intervals at every checkpoint, for the total and both layers."""
-    n_runs, n_windows, n_layers = windows.trace_cov.shape
-    layers = [f"layer {i}" for i in range(n_layers)]
-    histories = [WindowHistory(layers, horizon) for _ in range(n_runs)]
-    averages = [[RunningNoiseScale(100.0) for _ in range(n_layers + 1)] for _ in range(n_runs)]
-    x, y = windows.trace_cov.tolist(), windows.grad_sq.tolist()
-    for t in range(n_windows):
-        for run in range(n_runs):
-            layers_now = list(zip(x[run][t], y[run][t], strict=True))
-            parts = [(sum(x[run][t]), sum(y[run][t])), *layers_now]
-            for average, part in zip(averages[run], parts, strict=True):
-                average.update(WindowEstimate(*part))
-            histories[run].add(as_window(layers_now), t + 1)
-        if t + 1 not in checkpoints:
+def plan(n_seeds: int) -> Iterator[tuple[str, str, str, int, int]]:
+    """Task, optimizer, schedule, steps and seed of all trainings."""
+    for task, lengths in LENGTHS.items():
+        if task == "demo":
+            yield from (("demo", "adamw", "decay", 300, seed) for seed in range(10))
             continue
-        series = [history.series()[0][1] for history in histories]
-        for part, name in enumerate(PARTS[: n_layers + 1]):
-            fits = fit_alike(series, part, horizon)
-            of = slice(None) if part == 0 else slice(part - 1, part)
-            exact_x, exact_y = (e[:, t, of].sum(1) for e in (windows.exact_trace_cov, windows.exact_grad_sq))
-            present = (exact_x / exact_y).tolist()
-            resolved = [(fit, now) for fit, now in zip(fits, present, strict=True) if fit.interval.status == "resolved"]
-            yield Cell(
-                optimizer,
-                lr,
-                name,
-                t + 1,
-                statistics.median(present),
-                sum(holds(fit.interval, now) for fit, now in zip(fits, present, strict=True)) / n_runs,
-                len(resolved) / n_runs,
-                statistics.median((fit.ratio or 0.0) / now for fit, now in resolved) if resolved else None,
-                statistics.median((f.interval.high or 0.0) / (f.interval.low or 1.0) for f, _ in resolved)
-                if resolved
-                else None,
-                sum(holds(own[part].interval(), now) for own, now in zip(averages, present, strict=True)) / n_runs,
-                sum(fit.interval.status == "unresolved" for fit in fits) / n_runs,
+        for optimizer in ("adamw", "sgd"):
+            for schedule in SCHEDULES:
+                # Still weights begin after step 200.
+                n_steps = [n for n in lengths if schedule != "still" or n > 500]
+                yield from ((task, optimizer, schedule, n, seed) for n in n_steps for seed in range(n_seeds))
+            if task == LONG[0]:
+                yield from ((task, optimizer, schedule, LONG[1], 0) for schedule in ("constant", "decay"))
+
+
+def recorded(n_seeds: int, folder: Path) -> Iterator[Recorded]:
+    """All trainings, each recorded in a process of its own if it was not recorded before."""
+    for task, optimizer, schedule, n_steps, seed in plan(n_seeds):
+        path = folder / f"{task}-{optimizer}-{schedule}-{n_steps}-{seed}.json"
+        if not path.exists():
+            arguments = [task, optimizer, schedule, str(n_steps), str(seed), "--out", str(folder)]
+            subprocess.run([sys.executable, "-m", "benchmarks.recorded_runs", *arguments], check=True)
+        yield load(path)
+
+
+def level_at(run: Recorded, step: int) -> tuple[float, float] | None:
+    """Log of the level at a step, and its standard error; None where |G|² cannot be distinguished from 0."""
+    reach = min(60, max(5, step // 4))
+    low, high = step - reach, step + reach
+    for jump in run.jumps:
+        low, high = (low, min(high, jump)) if step <= jump else (max(low, jump + 1), high)
+    x, y, sizes = near(run, low, high)
+    if len(x) < 4:
+        return None
+    x, y = [a / s for a, s in zip(x, sizes, strict=True)], [a / s for a, s in zip(y, sizes, strict=True)]
+    mean_x, mean_y = statistics.fmean(x), statistics.fmean(y)
+    error = statistics.stdev(y) / math.sqrt(len(y))
+    if mean_x <= 0 or mean_y <= 3 * error:
+        return None
+    residuals = [a / mean_x - b / mean_y for a, b in zip(x, y, strict=True)]
+    return math.log(mean_x / mean_y), statistics.stdev(residuals) / math.sqrt(len(x))
+
+
+def near(run: Recorded, low: float, high: float) -> tuple[list[float], list[float], list[float]]:
+    """Exact tr Σ, |G|² and the size of the gradient, which is the median |F|² of five neighbours."""
+    rows = [row for row in run.exact if low <= row[0] <= high]
+    sizes = [grad_sq + trace_cov / run.batch for _, trace_cov, grad_sq in rows]
+    smooth = [statistics.median(sizes[max(i - 2, 0) : i + 3]) for i in range(len(rows))]
+    return [row[1] for row in rows], [row[2] for row in rows], smooth
+
+
+def measured(run: Recorded, allowance: float | None) -> list[int]:
+    """The steps whose windows are measured at a pace."""
+    if allowance is None:
+        return list(range(1, len(run.windows) + 1))
+    pace, chosen = Pace(budget=0.01, allowance=allowance), []
+    for step in range(1, len(run.windows) + 1):
+        is_measured, n_idle = pace.is_measured, pace.every - 1
+        pace.window_ends()
+        if is_measured:
+            chosen.append(step)
+            costs = WindowCosts(
+                seconds=0.006, idle_time=0.008 * n_idle, n_idle=n_idle, measured_time=0.014, n_measured=1
             )
+            pace.take(step, costs)
+    return chosen
 
 
-def fit_alike(series: list[Series], part: int, horizon: float) -> list[TrendFit]:
-    """The trend of one part in every run; runs that kept windows of the same ages are fitted in one call."""
-    fits: dict[int, TrendFit] = {}
-    for ages in {tuple(each.ages.tolist()) for each in series}:
-        runs = [i for i, each in enumerate(series) if tuple(each.ages.tolist()) == ages]
-        rows = [torch.stack([getattr(series[i], name)[part] for i in runs]) for name in ("trace_cov", "grad_sq")]
-        fits |= dict(zip(runs, fit_trends(*rows, series[runs[0]].ages, horizon), strict=True))
-    return [fits[i] for i in range(len(series))]
+def steps_to_read(n_steps: int) -> list[int]:
+    """Steps of readings, each a fifth later than the one before."""
+    steps = [40]
+    while steps[-1] * 1.2 < n_steps:
+        steps.append(int(steps[-1] * 1.2))
+    return [*steps, n_steps]
 
 
-def as_window(layers: list[tuple[float, float]]) -> SolvedWindow:
-    """A window as the probe solves it."""
-    per_group = tuple(WindowEstimate(*layer) for layer in layers)
-    total = WindowEstimate(sum(x for x, _ in layers), sum(y for _, y in layers))
-    norm = math.sqrt(total.grad_sq + total.trace_cov / BATCH)
-    return SolvedWindow(total, per_group, None, norm, BATCH, 1 / UNITS_PER_PIECE, 1.0, 1.0)
+def solved(run: Recorded, step: int) -> SolvedWindow:
+    """A window as a probe solves it."""
+    total = WindowEstimate(*run.windows[step - 1])
+    norm = math.sqrt(max(total.grad_sq + total.trace_cov / run.batch, 0.0))
+    return SolvedWindow(total, (), None, norm, run.batch, 4 / run.batch, 1.0, 1.0)
 
 
-def holds(interval: RatioInterval, value: float) -> bool:
-    """Whether an interval of any kind holds a value; one that is not known holds every value."""
-    low, high = interval.low, interval.high
-    return low is None or high is None or low <= value <= high
+Reader = Callable[[int], tuple[float | None, RatioInterval]]
 
 
-def as_table(found: list[Cell]) -> str:
-    """One row for each setting and part; a cell has coverage, of the average in brackets, share resolved and width."""
-    checkpoints = list(dict.fromkeys(c.window for c in found))
-    head = "| optimizer | lr | part | " + " | ".join(f"window {t}" for t in checkpoints) + " |"
-    lines = [head, "|" + "---|" * (3 + len(checkpoints))]
-    for optimizer, lr in dict.fromkeys((c.optimizer, c.lr) for c in found):
-        for part in dict.fromkeys(c.part for c in found):
-            row = [c for c in found if (c.optimizer, c.lr, c.part) == (optimizer, lr, part)]
-            texts = [
-                f"B {c.present:.0f}: {100 * c.covered:.1f} % ({100 * c.average_covered:.0f} %), "
-                f"{100 * c.resolved:.0f} %, {f'{c.width:.1f}' if c.width else '–'}"
-                for c in row
-            ]
-            lines.append(f"| {optimizer} | {lr} | {part} | " + " | ".join(texts) + " |")
-    return "\n".join(lines)
+def by_filter(run: Recorded, chosen: Sequence[int]) -> Reader:
+    """The noise scale now, as a probe gives it."""
+    windows, waiting = WindowsOfRun(()), list(chosen)
+
+    def read(step: int) -> tuple[float | None, RatioInterval]:
+        while waiting and waiting[0] <= step:
+            windows.add(solved(run, waiting[0]), waiting.pop(0))
+        level = windows.levels()[0]
+        return level.b_simple, level.interval
+
+    return read
 
 
-def summary(found: list[Cell]) -> str:
-    """The whole table in a few lines."""
-    covered, by_average = [c.covered for c in found], [c.average_covered for c in found]
-    near = [c for c in found if c.present < 4 * BATCH]
-    biases = [c.bias for c in near if c.bias is not None]
-    widths = [c.width for c in near if c.width is not None]
-    return (
-        f"- {len(found)} cells: present value held in {100 * statistics.mean(covered):.1f} % on average, "
-        f"{100 * min(covered):.1f} % to {100 * max(covered):.1f} %; below 90 %: {sum(c < 0.9 for c in covered)} cells, "
-        f"above 98 %: {sum(c > 0.98 for c in covered)}.\n"
-        f"- Not known, which counts as held: {100 * statistics.mean(c.unknown for c in found):.1f} % on average, "
-        f"{100 * max(c.unknown for c in found):.1f} % at most.\n"
-        f"- By the average over 100 windows: {100 * statistics.mean(by_average):.1f} % on average, "
-        f"{100 * min(by_average):.1f} % at worst.\n"
-        f"- {len(near)} cells with B_simple below 4 × batch: two-sided in at least "
-        f"{100 * min(c.resolved for c in near):.1f} %; estimate over present value {min(biases):.2f} to "
-        f"{max(biases):.2f} (medians); upper over lower end {statistics.median(widths):.1f} in the median cell, "
-        f"{max(widths):.1f} at most."
+def by_last_half(run: Recorded, chosen: Sequence[int]) -> Reader:
+    """Fieller's interval of the plain mean of the last half of the run."""
+
+    def read(step: int) -> tuple[float | None, RatioInterval]:
+        average = RunningNoiseScale(math.inf)
+        for i in chosen:
+            if step / 2 < i <= step:
+                average.update(WindowEstimate(*run.windows[i - 1]))
+        interval = average.interval()
+        is_resolved = interval.status == "resolved"
+        return (average.trace_cov or 0.0) / (average.grad_sq or 1.0) if is_resolved else None, interval
+
+    return read
+
+
+def by_trend(answers: Sequence[Sequence[object]]) -> Reader:
+    """What the local trend of an older commit has answered, in the order of the readings."""
+    waiting = iter(answers)
+
+    def read(step: int) -> tuple[float | None, RatioInterval]:
+        ratio, status, low, high = next(waiting)
+        return ratio, RatioInterval(status, low, math.inf if high is None and low is not None else high)  # type: ignore[arg-type]
+
+    return read
+
+
+ASK_TREND = """
+import json, math, sys
+from sonde.batch_size.stats.history import WindowHistory
+from sonde.batch_size.stats.noise_scale import WindowEstimate
+from sonde.batch_size.stats.solved_window import SolvedWindow
+from sonde.batch_size.stats.trend import fit_trends
+for line in sys.stdin:
+    batch, windows, chosen, steps = json.loads(line)
+    history, answers, waiting = WindowHistory(("all",), 50.0), [], list(chosen)
+    for step in steps:
+        while waiting and waiting[0] <= step:
+            number = waiting.pop(0)
+            total = WindowEstimate(*windows[number - 1])
+            norm = math.sqrt(max(total.grad_sq + total.trace_cov / batch, 0.0))
+            every = (waiting[0] - number) if waiting else 1
+            history.spacing.measured(number, max(every, 1))
+            history.add(SolvedWindow(total, (total,), None, norm, batch, 4 / batch, 1.0, 1.0), number)
+        series = history.series(step, with_groups=False)[0][1]
+        spacing = history.spacing.per_measured(50.0)
+        fit = fit_trends(series.trace_cov, series.grad_sq, series.ages, 50.0, spacing=spacing)[0]
+        high = fit.interval.high
+        high = None if high is None or math.isinf(high) else high
+        answers.append([fit.ratio, fit.interval.status, fit.interval.low, high])
+    print(json.dumps(answers), flush=True)
+"""
+
+
+class Trend:
+    """Asks the local trend of an older commit, in a process that imports sonde from there.
+
+    Args:
+        commit: which; it must be in this checkout's history.
+    """
+
+    def __init__(self, commit: str) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        archive = subprocess.run(["git", "archive", commit, "src"], capture_output=True, check=True).stdout
+        with tarfile.open(fileobj=io.BytesIO(archive)) as sources:
+            sources.extractall(self._folder.name, filter="data")
+        code = f"import sys; sys.path.insert(0, {str(Path(self._folder.name) / 'src')!r})\n{ASK_TREND}"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def reader(self, run: Recorded, chosen: Sequence[int]) -> Reader:
+        """Its readings of a training."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        question = [run.batch, run.windows, list(chosen), steps_to_read(len(run.windows))]
+        print(json.dumps(question), file=self._process.stdin, flush=True)
+        return by_trend(json.loads(self._process.stdout.readline()))
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+def judge(run: Recorded, trend: Trend | None) -> Iterator[Judged]:
+    """All readings of a training, by all estimators at all paces."""
+    steps = steps_to_read(len(run.windows))
+    levels = [level_at(run, step) for step in steps]
+    for pace, allowance in PACES.items():
+        chosen = measured(run, allowance)
+        readers = {"filter": by_filter(run, chosen), "last half": by_last_half(run, chosen)}
+        if trend is not None:
+            readers["trend"] = trend.reader(run, chosen)
+        for step, level in zip(steps, levels, strict=True):
+            for by, read in readers.items():
+                b_simple, interval = read(step)
+                if level is None:
+                    continue
+                yield judged(run, pace, by, step, level, b_simple, interval)
+
+
+def judged(
+    run: Recorded,
+    pace: str,
+    by: str,
+    step: int,
+    level: tuple[float, float],
+    b_simple: float | None,
+    interval: RatioInterval,
+) -> Judged:
+    """Hold one reading against the level."""
+    log_level, slack = level[0], 1.96 * level[1]
+    low = -math.inf if not interval.low else math.log(interval.low)
+    high = math.inf if interval.high is None else math.log(interval.high)
+    is_two_sided = interval.status == "resolved" and b_simple is not None and b_simple > 0
+    return Judged(
+        run.name,
+        pace,
+        by,
+        step,
+        step == len(run.windows),
+        math.exp(log_level) / run.batch,
+        interval.status,
+        low - slack <= log_level <= high + slack,
+        math.exp(high - low) if is_two_sided and high - low < 100 else math.inf,
+        math.log(b_simple) - log_level if is_two_sided and b_simple is not None else math.nan,
     )
 
 
-def compare_horizons(found: Mapping[float, list[Cell]]) -> str:
-    """One row for each horizon: coverage, and the width where B_simple is below 4 × batch."""
-    lines = [
-        "| horizon | coverage, mean | lowest | highest | cells below 90 % | two-sided at least | width, median cell |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for horizon, of_horizon in found.items():
-        covered = [c.covered for c in of_horizon]
-        near = [c for c in of_horizon if c.present < 4 * BATCH]
-        widths = [c.width for c in near if c.width is not None]
-        lines.append(
-            f"| {horizon:g} | {100 * statistics.mean(covered):.1f} % | {100 * min(covered):.1f} % | "
-            f"{100 * max(covered):.1f} % | {sum(c < 0.9 for c in covered)} of {len(covered)} | "
-            f"{100 * min(c.resolved for c in near):.1f} % | {statistics.median(widths):.2f} |"
+@dataclass(frozen=True)
+class Average:
+    """The run's average at its end, and the exact one.
+
+    Attributes:
+        run: name of the training.
+        pace: which windows were measured.
+        exact: ratio of the exact tr Σ and |G|² over all steps, each over the size of the gradient.
+        low: of the interval.
+        high: of the interval.
+    """
+
+    run: str
+    pace: str
+    exact: float
+    low: float
+    high: float
+
+
+def averages(run: Recorded) -> Iterator[Average]:
+    """The run's average at each pace."""
+    x, y, sizes = near(run, 1, len(run.windows))
+    steps = [row[0] for row in run.exact]
+    ends = [0.0, *((a + b) / 2 for a, b in itertools.pairwise(steps)), float(len(run.windows))]
+    weights = [(b - a) / size for (a, b), size in zip(itertools.pairwise(ends), sizes, strict=True)]
+    of_x, of_y = (math.fsum(w * value for w, value in zip(weights, values, strict=True)) for values in (x, y))
+    for pace, allowance in PACES.items():
+        windows = WindowsOfRun(())
+        for step in measured(run, allowance):
+            windows.add(solved(run, step), step)
+        _, interval = windows.average()
+        yield Average(
+            run.name, pace, of_x / of_y, interval.low or 0.0, math.inf if interval.high is None else interval.high
         )
+
+
+def table(found: Sequence[Judged], key: Callable[[Judged], str], title: str) -> str:
+    """One row for each value of a key, pace and estimator."""
+    lines = [
+        f"| {title} | pace | by | readings | held | two-sided | held of these | width | times the last half's |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    half = {(r.run, r.pace, r.step): r for r in found if r.by == "last half"}
+    for value in dict.fromkeys(map(key, found)):
+        for pace in PACES:
+            for by in dict.fromkeys(r.by for r in found):
+                rows = [r for r in found if (key(r), r.pace, r.by) == (value, pace, by)]
+                if not rows:
+                    continue
+                two = [r for r in rows if r.is_two_sided]
+                ratios = [
+                    r.width / half[r.run, pace, r.step].width
+                    for r in two
+                    if half[r.run, pace, r.step].is_two_sided and half[r.run, pace, r.step].holds
+                ]
+                lines.append(
+                    f"| {value} | {pace} | {by} | {len(rows)} | {share(r.holds for r in rows)} | "
+                    f"{share(r.is_two_sided for r in rows)} | {share(r.holds for r in two)} | "
+                    f"{middle([r.width for r in two])} | {middle(ratios)} |"
+                )
+    return "\n".join(lines)
+
+
+def share(values: Iterator[bool] | Sequence[bool]) -> str:
+    """A part in per cent."""
+    known = list(values)
+    return f"{100 * sum(known) / len(known):.0f} %" if known else "–"
+
+
+def middle(values: Sequence[float]) -> str:
+    """The median."""
+    return f"{statistics.median(values):.2f}" if values else "–"
+
+
+def range_of(batches: float) -> str:
+    """A range of the level over the batch."""
+    for limit in (1, 4, 16):
+        if batches < limit:
+            return f"below {limit} batches"
+    return "16 batches and more"
+
+
+def last_readings(found: Sequence[Judged]) -> str:
+    """Whether long runs end with a two-sided reading."""
+    lines = []
+    for pace in PACES:
+        ends = [
+            r for r in found if r.by == "filter" and r.pace == pace and r.is_last and r.step >= 1000 and r.batches <= 16
+        ]
+        lines.append(
+            f"- {pace}: {sum(r.status == 'resolved' for r in ends)} of {len(ends)} runs of 1,000 steps or more with a "
+            f"level of at most 16 batches end with a two-sided interval, {sum(r.is_two_sided for r in ends)} with one "
+            f"narrower than a factor of {WIDE:g}."
+        )
+    return "\n".join(lines)
+
+
+def average_lines(found: Sequence[Average]) -> str:
+    """How often the run's average holds the exact one."""
+    lines = []
+    for pace in PACES:
+        rows = [r for r in found if r.pace == pace]
+        held = share(r.low <= r.exact <= r.high for r in rows)
+        two = [r.high / r.low for r in rows if r.low > 0 and r.high < math.inf]
+        lines.append(f"- {pace}: {held} of {len(rows)}; {len(two)} two-sided, width {middle(two)}.")
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Run all settings and write the table."""
+    """Record what is missing, judge everything, and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--runs", type=int, default=400)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--runs", type=Path, default=FOLDER)
+    parser.add_argument("--trend", default="73d8a48")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found: dict[float, list[Cell]] = {horizon: [] for horizon in HORIZONS}
-    for optimizer, lr in SETTINGS:
-        windows = simulate(optimizer, lr, n_runs=options.runs, n_windows=max(CHECKPOINTS))
-        for horizon, of_horizon in found.items():
-            of_horizon += cells(optimizer, lr, windows, horizon=horizon)
-        print(f"{optimizer} {lr}: done", flush=True)
-    fallen: list[Cell] = []
-    for optimizer, lr in FALLS:
-        windows = simulate(optimizer, lr, n_runs=options.runs, n_windows=max(FALL_CHECKPOINTS), fall_after=FALL_AFTER)
-        fallen += cells(optimizer, lr, windows, checkpoints=FALL_CHECKPOINTS)
-    tails = [
-        cell
-        for dof in TAILS
-        for cell in cells(f"t, {dof} degrees of freedom", 0.0, heavy_tailed(dof, n_runs=options.runs, n_windows=400))
-        if cell.part == "total"
-    ]
-    machine = ", ".join(f"{name}: {value}" for name, value in describe("cpu", ()).items())
+    trend = Trend(options.trend) if options.trend else None
+    found, of_runs = [], []
+    for run in recorded(options.seeds, options.runs):
+        found += list(judge(run, trend))
+        of_runs += list(averages(run))
+    if trend is not None:
+        trend.close()
+    parts = (
+        ("By task and optimizer", lambda r: " ".join(r.run.split("-")[:2]), "task"),
+        ("By schedule", lambda r: r.run.split("-")[2], "schedule"),
+        ("By length", lambda r: r.run.split("-")[3], "steps"),
+        ("By level", lambda r: range_of(r.batches), "level"),
+        ("All", lambda r: "all", ""),
+    )
+    tables = "\n\n".join(f"## {title}\n\n{table(found, key, head)}" for title, key, head in parts)
     text = (
-        "# Does the interval hold the present noise scale?\n\n"
-        f"`python -m benchmarks.present_noise_scale --runs {options.runs}`, {machine}.\n\n"
-        f"Batch {BATCH}, horizon {HORIZON:g}. A cell: the exact B_simple (median), coverage of the present value by "
-        "the trend (in brackets: by the ratio of averages over 100 windows), the share of two-sided intervals, and "
-        f"their width, upper over lower end (median).\n\n{summary(found[HORIZON])}\n\n{as_table(found[HORIZON])}\n\n"
-        "## Which horizon?\n\n"
-        "The same windows. The last two columns are of cells with B_simple below 4 × batch.\n\n"
-        f"{compare_horizons(found)}\n\n"
-        f"## The learning rate falls to a tenth after window {FALL_AFTER}\n\n{as_table(fallen)}\n\n"
-        "## Heavy tails\n\nA constant gradient, B_simple equal to the batch. The length of each piece's noise follows "
-        f"Student's t.\n\n{as_table(tails)}\n"
+        f"{len(of_runs) // len(PACES)} trainings. A reading holds the level if its interval overlaps the level's. "
+        "Width: the upper over the lower end, median over two-sided intervals. Beside it, this width over that of the "
+        "plain mean of the last half, where the latter is two-sided and holds the level.\n\n"
+        f"{tables}\n\n## The last reading\n\n{last_readings(found)}\n\n"
+        f"## The run's average\n\nHolds the exact average:\n\n{average_lines(of_runs)}"
     )
-    print(text)
+    made = page("Does the interval hold the noise scale now?", "python -m benchmarks.present_noise_scale", text)
+    print(made)
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "present_noise_scale.md").write_text(text)
-    (options.out / "present_noise_scale.json").write_text(
-        json.dumps(
-            {
-                "moving weights": [asdict(cell) for cell in found[HORIZON]],
-                "after a fall": [asdict(cell) for cell in fallen],
-                "heavy tails": [asdict(cell) for cell in tails],
-            },
-            indent=1,
-        )
-    )
+    (options.out / "present_noise_scale.md").write_text(made)
 
 
 if __name__ == "__main__":

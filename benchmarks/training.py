@@ -28,7 +28,7 @@ class Setup:
     """How a window (all pieces of one optimizer step) is cut.
 
     Attributes:
-        ranks: processes; 1 trains the plain model.
+        ranks: processes; 1 trains the plain model, but for "FSDP2", whose shards a single rank may hold.
         threads: of each process.
         micro_batches: accumulated by each rank.
         sequences: sequences in a micro-batch.
@@ -38,6 +38,7 @@ class Setup:
         cut: of the model over several ranks. "HSDP" has two copies of it. "TP" cuts the matrices of each block's MLP,
             "CP" the sequences, below DDP, and "PP" the blocks into two stages, which run 1F1B: there, all ranks have
             one batch.
+        compiled: whether the model is compiled.
     """
 
     ranks: int
@@ -48,6 +49,12 @@ class Setup:
     lr: float = 3e-4
     device: str = "cpu"
     cut: Cut = "DDP"
+    compiled: bool = False
+
+    @property
+    def has_group(self) -> bool:
+        """Whether it needs a process group."""
+        return self.ranks > 1 or self.cut == "FSDP2"
 
     @property
     def data_ranks(self) -> int:
@@ -112,8 +119,12 @@ class Run:
             self.meshes[f"{name}_mesh"] = init_device_mesh(setup.device, (setup.ranks,), mesh_dim_names=(name,))
         if setup.cut == "PP":
             self.wrapped = Stage(self.model, is_first=rank_of(setup) == 0)
-        elif setup.ranks > 1:
+        elif setup.has_group:
             self.wrapped = _wrapped(self.model, setup)
+        if setup.compiled:
+            # On a CPU without inductor, which needs a compiler of C++.
+            backend = "aot_eager" if setup.device == "cpu" else "inductor"
+            self.wrapped = torch.compile(self.wrapped, backend=backend)  # type: ignore[assignment]
         self.optimizer = torch.optim.AdamW(
             self.wrapped.parameters(), lr=setup.lr, weight_decay=0.0, fused=setup.device != "cpu"
         )
@@ -175,7 +186,7 @@ def device_of(setup: Setup) -> torch.device:
 
 def rank_of(setup: Setup) -> int:
     """This process's rank."""
-    return dist.get_rank() if setup.ranks > 1 else 0
+    return dist.get_rank() if setup.has_group else 0
 
 
 def draw_windows(setup: Setup, tokens: Tensor, n_windows: int, *, seed: int) -> Tensor:

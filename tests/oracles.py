@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -57,3 +59,87 @@ def window_by_hand(
         v += a * a / n
     big = float(final @ final)
     return (small - big) / (u - v), (u * big - v * small) / (u - v)
+
+
+@dataclass(frozen=True)
+class FilteredBlock:
+    """Neighbouring windows of one series; both estimates over the size of their gradients."""
+
+    log_time: float
+    n_windows: int
+    mean_trace_cov: float
+    mean_grad_sq: float
+    scatter: Sequence[Sequence[float]]
+
+
+def filtered_noise_scale(
+    blocks: Sequence[FilteredBlock],
+    *,
+    log_b: Sequence[float],
+    drifts: Sequence[float],
+    drift_weights: Sequence[float],
+    spreads: Sequence[float],
+    spread_weights: Sequence[float],
+    persistence: float,
+    between_jumps: float,
+    jump: float,
+    memory: float,
+    least_variance: float,
+) -> list[list[list[float]]]:
+    """The probability of each log B of a grid with each drift and each spread, after some blocks of windows.
+
+    Between two blocks, log B drifts and spreads; one part of the probability takes another drift and spread, and one
+    part jumps. At its ends, the density goes on as it is there. The constants are those of the filter.
+
+    Returns:
+        Probabilities, [drifts, spreads, grid].
+    """
+    step, n = log_b[1] - log_b[0], len(log_b)
+
+    def at(density: Sequence[float], place: float) -> float:
+        """The density between two points of the grid."""
+        place = min(max(place, 0.0), n - 1.0)
+        below = min(int(place), n - 2)
+        return density[below] + (place - below) * (density[below + 1] - density[below])
+
+    def spread_by(density: Sequence[float], deviation: float) -> list[float]:
+        reach = math.ceil(4 * deviation / step)
+        kernel = {k: math.exp(-((k * step / deviation) ** 2) / 2) for k in range(-reach, reach + 1)}
+        total = sum(kernel.values())
+        return [sum(kernel[k] * density[min(max(i + k, 0), n - 1)] for k in kernel) / total for i in range(n)]
+
+    def moved(density: Sequence[Sequence[Sequence[float]]], time: float) -> list[list[list[float]]]:
+        """After some log time in which nothing was measured."""
+        stays, jumps = math.exp(-time / persistence), 1 - math.exp(-time / between_jumps)
+        later = [
+            [
+                spread_by([at(own, i - drift * time / step) for i in range(n)], s * math.sqrt(time))
+                for s, own in zip(spreads, row, strict=True)
+            ]
+            for drift, row in zip(drifts, density, strict=True)
+        ]
+        total = [sum(own[i] for row in later for own in row) for i in range(n)]
+        far = spread_by(total, jump)
+        for d, s, i in itertools.product(range(len(drifts)), range(len(spreads)), range(n)):
+            anew = drift_weights[d] * spread_weights[s]
+            not_jumped = stays * later[d][s][i] + (1 - stays) * anew * total[i]
+            later[d][s][i] = (1 - jumps) * not_jumped + jumps * anew * far[i]
+        return later
+
+    density = [[[a * s / n] * n for s in spread_weights] for a in drift_weights]
+    scatter, freedom = [[0.0, 0.0], [0.0, 0.0]], 0.0
+    for block in blocks:
+        scatter = [[(1 - 1 / memory) * scatter[i][j] + block.scatter[i][j] for j in (0, 1)] for i in (0, 1)]
+        freedom = (1 - 1 / memory) * freedom + block.n_windows - 1
+        (xx, xy), (_, yy) = [[entry / freedom / block.n_windows for entry in row] for row in scatter]
+        likelihood = []
+        for b in map(math.exp, log_b):
+            variance = xx - 2 * b * xy + b * b * yy + least_variance * (1 + b * b)
+            t_sq = (block.mean_trace_cov - b * block.mean_grad_sq) ** 2 / variance
+            likelihood.append((1 + t_sq / freedom) ** (-(freedom + 1) / 2))
+        density = moved(density, block.log_time / 2)  # to its middle
+        density = [[[p * ell for p, ell in zip(own, likelihood, strict=True)] for own in row] for row in density]
+        density = moved(density, block.log_time / 2)
+        mass = sum(each for row in density for own in row for each in own)
+        density = [[[each / mass for each in own] for own in row] for row in density]
+    return density

@@ -27,7 +27,7 @@ from sonde.policy.entropy_config import EntropyProbeConfig
 from tests.small_policy import drawn, loss, optimizer_of, policy
 
 ALL_ON = """
-gns_probe: {enabled: true, unit: prompts, units-per-piece: 4, horizon: 1e2}
+gns_probe: {enabled: true, unit: prompts, units-per-piece: 4, allowance: 1e2}
 entropy_probe:
   enabled: true
   every: 2
@@ -73,7 +73,7 @@ def test_a_yaml_file_makes_probes_that_work(tmp_path: Path) -> None:
     file.write_text(ALL_ON)
     config = probes_from_config(file)
     assert probes_from_config(str(file)) == config
-    assert (config.gns_probe.unit, config.gns_probe.horizon, config.entropy_probe.every) == ("prompts", 100.0, 2)
+    assert (config.gns_probe.unit, config.gns_probe.allowance, config.entropy_probe.every) == ("prompts", 100.0, 2)
     several = probes_from_config({"gns_probe": {"metric": ["sign", "euclidean"]}})
     assert several.gns_probe.metrics == ("sign", "euclidean")
     with pytest.raises(ValueError, match=r"metric in gns_probe .* must be one of euclidean, adam, sign, spectral, got"):
@@ -110,10 +110,10 @@ def test_a_yaml_file_makes_probes_that_work(tmp_path: Path) -> None:
         ({"GNS_PROBE": {}}, r"did you mean 'gns_probe'\?"),
         ({"gns_probe": {}, "gns-probe": {}}, "the config holds 'gns_probe' twice, with - and with _"),
         ({"gns": {"enabled": True}}, r"the config holds an unknown option 'gns': did you mean 'gns_probe'\?"),
-        ({"noise_probe": {"horizon": 3}}, r"the config holds an unknown option 'noise_probe'"),
+        ({"noise_probe": {"budget": 3}}, r"the config holds an unknown option 'noise_probe'"),
         ({"prompt-noise-prob": {}}, r"did you mean 'prompt_noise_probe'\?"),
         ({"gns_probe": True}, r"gns_probe in the config must map options to values, got True: write gns_probe: \{"),
-        ({"gns_probe": {"horizn": 3}}, "gns_probe of the config holds an unknown option 'horizn': .* 'horizon'"),
+        ({"gns_probe": {"budgt": 3}}, "gns_probe of the config holds an unknown option 'budgt': .* 'budget'"),
         (
             {"gns_probe": {"rules": "x"}},
             "gns_probe of the config holds 'rules', .* functions or objects .* rules= in code",

@@ -140,7 +140,7 @@ def test_a_second_probe_that_cannot_be_logged_leaves_the_first_its_log() -> None
         with pytest.raises(ValueError, match="no policies here"):
             sonde.PolicyLog(log)
         windows_of_rows(noise, model, 1)
-    assert [r["kind"] for r in sink.records] == ["header", "reading", "end"]
+    assert [r["kind"] for r in sink.records] == ["header", "fresh", "reading", "end"]
 
 
 def test_log_takes_what_a_run_log_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def test_the_older_spelling_of_attach_warns_and_logs_the_same() -> None:
     assert (header["run"], header["metadata"], header["setup"]["log_every"]) == ("r", {"a": 1}, 3)
     with pytest.raises(TypeError, match=r"run= does not go beside log=: pass log=sonde\.RunLog\(\.\.\., run=\.\.\.\)"):
         sonde.attach(nn.Linear(3, 1), unit="rows", log=sonde.RunLog(), run="r")
-    for wrong, right in (("horizn", "horizon"), ("grad_scalar", "grad_scaler"), ("verbos", "verbose")):
+    for wrong, right in (("budgt", "budget"), ("grad_scalar", "grad_scaler"), ("verbos", "verbose")):
         with pytest.raises(TypeError, match=rf"attach\(\) has no argument '{wrong}': did you mean '{right}'\?"):
             sonde.attach(nn.Linear(3, 1), unit="rows", **{wrong: 3})
     with pytest.raises(ValueError, match=r"takes its options as one object, got .*: write sonde\.NoiseScaleOptions"):
@@ -316,8 +316,8 @@ def test_units_of_every_start_are_compared(tmp_path: Path) -> None:
     sonde.PolicyLog(sonde.RunLog(sonde.JsonlSink(tmp_path))).end("first")
     model = nn.Linear(3, 1)
     sonde.attach(model, unit="sequences", log=sonde.RunLog(sonde.JsonlSink(tmp_path)), verbose=False).close("second")
-    with pytest.raises(ValueError, match="measured in 'sequences', got a probe that measures in 'tokens'"):
-        sonde.attach(model, unit="tokens", log=sonde.RunLog(sonde.JsonlSink(tmp_path)), verbose=False)
+    with pytest.raises(ValueError, match="measured in 'sequences', got a probe that measures in 'images'"):
+        sonde.attach(model, unit="images", log=sonde.RunLog(sonde.JsonlSink(tmp_path)), verbose=False)
     assert sonde.read_run(tmp_path).ended == "second"
 
 
@@ -368,7 +368,7 @@ def _end_without_a_process_group() -> list[str]:
 
 
 def test_only_the_first_rank_writes_even_once_its_process_group_is_gone(ranks2: Ranks) -> None:
-    assert ranks2(_end_without_a_process_group) == [["header", "reading", "end"], []]
+    assert ranks2(_end_without_a_process_group) == [["header", "fresh", "reading", "end"], []]
 
 
 def test_a_metric_that_no_number_can_hold_is_refused_by_name() -> None:

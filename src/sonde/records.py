@@ -4,6 +4,8 @@ A run is a sequence of records, each a JSON object with a `kind`:
 
 - `header`, once, first: versions, the set-up that was found, the name of the unit, metrics, the user's metadata.
 - `probe`, once for each further probe of the same log: which records it writes, its set-up, unit and metrics.
+- `fresh`, before the first reading of a start that has loaded no saved state: this start is a new run. Readers take the
+  last run of a log alone.
 - `reading`, every few windows: `metrics` (a number, or null where it is not known), `groups`, `status`, `reason`,
   `dropped`, and `alerts`: what looked wrong since the reading before, a message by name.
 - `details`, when the probe is closed or SIGTERM arrives: `groups` of the last reading, if it was written without them.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,7 +97,6 @@ def attached(
     options = {
         "unit": "rows",
         "verbose": False,
-        "horizon": math.inf,
         "log": None,
         "every": 1,
         "per_example": "never",
@@ -110,6 +108,13 @@ def attached(
 def nested_state(probe: NoiseScaleProbe) -> dict[str, Any]:
     """A probe's state as a nested mapping, as it was saved before it became one text."""
     return {"version": 4, **json.loads(probe.state_dict()["json"])}
+
+
+def n_recent(probe: NoiseScaleProbe) -> int:
+    """The number of last measured windows that a reading's tr Σ and |G|² are averaged over."""
+    recent = probe._tracker._averages.run.recent()
+    assert recent is not None
+    return recent.n_windows
 
 
 def load_foreign_state(probe: NoiseScaleProbe) -> tuple[str, bool]:

@@ -64,7 +64,7 @@ def _changed(setup: str, change: Callable[[nn.Sequential], None]) -> dict[str, A
     """Four windows, the change, and six more."""
     inner = small()
     model = cut(setup, inner)
-    with attached(model, horizon=20.0) as probe:
+    with attached(model) as probe:
         for window in range(10):
             if window == 4:
                 change(inner)
@@ -134,7 +134,7 @@ def test_ranks_with_other_numbers_of_pieces(ranks2: Ranks, setup: str, name: str
 
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another group function": ({"groups": None}, {}, "groups of parameters"),
-    "an option out of range": ({"horizon": -1.0}, {}, "horizon must be more than 1 window"),
+    "an option out of range": ({"allowance": -1.0}, {}, "allowance must be seconds"),
     "a group function that fails": ({"groups": lambda name: 1 / 0}, {}, "division by zero"),
     "no optimizer for Adam's metric": ({"metric": "adam"}, {}, "got no optimizer"),
 }

@@ -100,15 +100,15 @@ PIECES = {"PP": {"fewer": (4, 3), "more": (4, 6)}, "EP": {"fewer": (1, 2, 2, 2),
 """What ranks say of how many pieces they had. (Under context parallelism, ranks that differ wait for each other.)"""
 OPTIONS: dict[str, dict[str, Any]] = {
     "groups": {"groups": None},
-    "horizon": {"horizon": 7.0},
-    "refused": {"horizon": -1},
+    "allowance": {"allowance": 7.0},
+    "refused": {"allowance": -1},
 }
 
 
 def changed(setup: str, change: Callable[[nn.Module, str], None]) -> tuple[int, dict[str, int], set[str]]:
     """Windows that were averaged, windows that were dropped, and alerts; something changes in between."""
     cut = made(setup)
-    with attached(cut.model, horizon=20.0, **cut.arguments) as probe:
+    with attached(cut.model, **cut.arguments) as probe:
         for number in range(BEFORE + AFTER):
             if number == BEFORE:
                 change(cut.inner, cut.last)
@@ -180,8 +180,8 @@ def test_bad_input_has_a_reason_on_all_ranks(request: pytest.FixtureRequest, set
             assert OTHER_PIECES[setup] in reason, name
             assert (windows, dropped[reason]) == (1, 1), name
         assert "the groups of parameters differs between ranks" in found["groups"]
-        assert "horizon differs between ranks" in found["horizon"]
-        expected = "horizon must be more than 1" if rank == 1 else "another rank refused to attach"
+        assert "allowance differs between ranks" in found["allowance"]
+        expected = "allowance must be seconds" if rank == 1 else "another rank refused to attach"
         assert expected in found["refused"]
         message, is_unchanged = found["foreign state"]
         assert message.startswith("the state was saved by a probe that measured other parameters")

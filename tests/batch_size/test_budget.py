@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from sonde.batch_size.budget import FIRST_WINDOWS, Pace
+from sonde.batch_size.budget import FEWEST_PER_DOUBLING, PER_DOUBLING, Pace
 from sonde.batch_size.measuring_cost import MOST_EVERY, N_COSTS, WindowCosts
-from tests.batch_size.paces import feed, measured_by, timed
+from tests.batch_size.paces import feed, late, measured_by, timed
 from tests.mutants import Mutant
 
 
@@ -47,7 +49,7 @@ def naive_every(measured: float, idle: float, window: float, allowed: float) -> 
 
 def test_rare_dear_windows_count_in_full() -> None:
     """One measured window in 16 costs 100 times as much, as one with a large reading does: the budget still holds."""
-    pace = Pace(budget=0.01)
+    pace = Pace(budget=0.01, allowance=0.0)
     n_measured, spent, passed = 0, 0.0, 0.0
     settled = 20_000
     for number in range(1, 100_001):
@@ -65,7 +67,6 @@ def test_rare_dear_windows_count_in_full() -> None:
                 n_measured=1,
                 idle_time=1e-2 * n_idle,
                 n_idle=n_idle,
-                has_verdict=1,
             )
             pace.take(pace.windows, costs)
     assert 0.007 < spent / (spent + passed) < 0.011
@@ -100,9 +101,7 @@ def test_the_smallest_n_within_nine_tenths_of_the_budget_is_chosen() -> None:
 
 def paced(costs: WindowCosts, *, every: int, allowed: float) -> Pace:
     """A pace that has seen the same costs in 16 measured windows, one in `every`."""
-    pace = Pace(budget=allowed)
-    row = [7, every, *costs.numbers()]
-    pace.load_state_dict({"windows": 500, "every": every, "base": 480, "has_verdict": 1, "costs": [row] * 16})
+    pace = late(every, budget=allowed, costs=[[7, every, *costs.numbers()]] * 16)
     measured_by(pace, 16, **vars(costs))
     return pace
 
@@ -115,7 +114,7 @@ def paced(costs: WindowCosts, *, every: int, allowed: float) -> Pace:
             "math.fsum(row.costs.idle_seconds for row in rows) / n_idle if n_idle else 0.0",
             "0.0",
         ),
-        ("takes all windows for measured ones", "row.costs.seconds - row.costs.idle_seconds", "row.costs.seconds"),
+        ("takes all windows for measured ones", "row.costs.of_measuring", "row.costs.seconds"),
         ("times windows wrongly", "statistics.median(idle_lengths) - idle", "2 * statistics.median(idle_lengths)"),
     ],
 )
@@ -128,8 +127,7 @@ def test_a_wrong_number_of_windows_is_noticed(name: str, old: str, new: str) -> 
 def test_a_window_that_evaluates_or_compiles_does_not_move_the_pace() -> None:
     """An evaluation makes one window very long, and the first window of a process is dear."""
     rng = random.Random(1)
-    pace = Pace(budget=0.01)
-    pace.load_state_dict({"windows": 500, "every": 10, "base": 480, "has_verdict": 1, "costs": []})
+    pace = late(10)
     for i in range(60):
         costs = timed(measured=0.01, idle=1e-6, window=0.1, every=10, rng=rng)
         if i == 20:
@@ -140,23 +138,24 @@ def test_a_window_that_evaluates_or_compiles_does_not_move_the_pace() -> None:
     assert 9 <= pace.every <= 14
 
 
-def test_costs_of_a_comparison_that_has_ended_are_forgotten() -> None:
-    pace = Pace(budget=0.01)
+def test_costs_before_a_change_are_forgotten() -> None:
+    """Windows are read in another way from window 18 on, and cost a twelfth."""
+    pace = late(1)
     for i in range(60):
-        seconds = 0.06 if i < 18 and i % 2 else 0.005
+        seconds = 0.06 if i < 18 else 0.005
         pace.window_ends()
         times = {"seconds": seconds, "measured_time": 0.03 + seconds, "n_measured": 1.0}
-        pace.take(pace.windows, WindowCosts(**times, has_verdict=float(i > 30), changed=float(i == 18)))
-        if pace.every > 1:
+        pace.take(pace.windows, WindowCosts(**times, changed=float(i in (1, 18))))
+        if i > 31 and pace.every > 1:
             break
+        pace._every = 1  # all are measured meanwhile
     assert pace.every == math.ceil(0.005 / (0.03 * 0.009 / 0.991))
 
 
 def test_windows_that_are_longer_by_more_than_was_timed_count_as_dearer() -> None:
     """A device does extra work that no clock of the host sees."""
     rng = random.Random(2)
-    pace = Pace(budget=0.01)
-    pace.load_state_dict({"windows": 500, "every": 10, "base": 480, "has_verdict": 1, "costs": []})
+    pace = late(10)
     for _ in range(120):
         costs = timed(measured=0.002, idle=0.0, window=0.1, every=pace.every, rng=rng)
         costs["measured_time"] += 0.05
@@ -170,12 +169,12 @@ def test_windows_that_are_longer_by_more_than_was_timed_count_as_dearer() -> Non
 def test_cost_that_overlaps_with_waiting_does_not_slow_the_pace() -> None:
     """Ranks wait for each other while they measure, so measured windows are longer by less than their cost."""
     rng = random.Random(3)
-    pace, chosen = Pace(budget=0.01), []
-    for i in range(60):
+    pace, chosen = late(1), []
+    for _ in range(60):
         measured = 0.008 if pace.every == 1 else 0.016
         costs = timed(measured=measured, idle=1.3e-4, window=0.03, every=pace.every, rng=rng)
         costs["measured_time"] -= 0.75 * costs["seconds"]
-        feed(pace, costs | {"has_verdict": float(i > 30)})
+        feed(pace, costs)
         chosen.append(pace.every)
     expected = naive_every(0.016, 1.3e-4, 0.03, 0.009)
     assert max(chosen) < 1.5 * expected
@@ -201,7 +200,7 @@ def test_the_shares_error_is_its_scatter() -> None:
 
 def test_the_share_is_known_soon_after_a_change_of_n_and_leaves_out_the_first_windows() -> None:
     rng = random.Random(6)
-    pace = Pace(budget=0.01)
+    pace = late(1)
     while pace.every == 1:
         feed(pace, timed(measured=0.01, idle=0.0, window=0.1, every=1, rng=rng))
     assert pace.every > 8
@@ -212,35 +211,93 @@ def test_the_share_is_known_soon_after_a_change_of_n_and_leaves_out_the_first_wi
     assert share < 0.012  # not the tenth of the time that the first windows took
 
 
-# The first windows.
+# Windows spread over log time.
+
+DEAR = {"seconds": 0.5, "measured_time": 1.0, "n_measured": 1.0}
+"""A window that costs half of its time: a budget of 1 % would have one in 1,000 measured."""
 
 
-def test_all_windows_are_measured_until_a_verdict() -> None:
-    dear = {"seconds": 0.5, "measured_time": 1.0, "n_measured": 1.0}
-    pace = Pace(budget=0.01)
-    assert measured_by(pace, 48, **dear) == list(range(1, 49))
-    measured_by(pace, 32, **dear, has_verdict=1.0)
-    assert pace.every > 50
-    assert len(measured_by(pace, 500, **dear, has_verdict=1.0)) < 12
+def in_doublings(measured: Sequence[int], first: int, n: int) -> list[int]:
+    """How many of the windows lie in each doubling of the run."""
+    return [sum(first * 2**i < number <= first * 2 ** (i + 1) for number in measured) for i in range(n)]
 
 
-def test_without_a_verdict_the_allowance_ends_the_first_windows() -> None:
-    dear = {"seconds": 0.5, "measured_time": 1.0, "n_measured": 1.0}
-    pace = Pace(budget=0.01)
-    assert len(measured_by(pace, 1000, **dear)) < FIRST_WINDOWS + 30
-    assert measured_by(Pace(budget=0.01), FIRST_WINDOWS, **dear) == list(range(1, FIRST_WINDOWS + 1))
+def test_while_the_allowance_lasts_each_doubling_has_about_as_many_windows() -> None:
+    measured = measured_by(Pace(budget=0.001, allowance=1e9), 16_000, **DEAR)
+    assert measured[:400] == list(range(1, 401))  # a stretch of log time with fewer is measured in full
+    for n in in_doublings(measured, 500, 5):
+        # N is a whole number, and stays while another would be less than a tenth larger. At N = 2 the first of them has
+        # up to half as many more.
+        assert PER_DOUBLING <= n <= 1.6 * PER_DOUBLING
+    assert in_doublings(measured, 4000, 2) == pytest.approx([PER_DOUBLING] * 2, rel=0.15)
+
+
+def test_without_an_allowance_the_floor_decides_where_the_budget_allows_less() -> None:
+    measured = measured_by(Pace(budget=0.001, allowance=0.0), 16_000, **DEAR)
+    assert measured[:31] == list(range(1, 32))  # before costs are known
+    counts = in_doublings(measured, 250, 6)
+    # One window of a doubling is a sixteenth, and places within stretches are random.
+    assert all(0.8 * FEWEST_PER_DOUBLING <= n <= 1.6 * FEWEST_PER_DOUBLING for n in counts), counts
+
+
+def test_an_allowance_that_is_spent_leaves_the_floor() -> None:
+    """0.05 seconds a window: 10 seconds are 200 windows, and those whose costs were not known yet."""
+    costs = {"seconds": 0.05, "measured_time": 0.1, "n_measured": 1.0}
+    measured = measured_by(Pace(budget=0.001, allowance=10.0), 32_000, **costs)
+    assert measured[:200] == list(range(1, 201))
+    assert sum(n <= 400 for n in measured) < 200 + 3 * 16 + FEWEST_PER_DOUBLING
+    assert all(0.8 * FEWEST_PER_DOUBLING <= n <= 1.4 * FEWEST_PER_DOUBLING for n in in_doublings(measured, 500, 6))
+
+
+def test_windows_that_others_are_left_out_for_are_paid_by_the_allowance_too() -> None:
+    """What windows cost that are not measured is no cost of measuring them."""
+    pace = Pace(budget=0.001, allowance=10.0)
+    idle = {"idle_seconds": 0.49, "idle_time": 0.5, "n_idle": 1.0}
+    measured = measured_by(pace, 16_000, **DEAR, **idle)  # 0.01 seconds each, above the others
+    assert in_doublings(measured, 2000, 1)[0] > 0.9 * PER_DOUBLING
+    assert in_doublings(measured, 4000, 2)[1] < 0.7 * PER_DOUBLING  # 1,000 windows are 10 seconds
+
+
+def test_a_budget_that_allows_more_is_used() -> None:
+    """1 % of the time allows one in 5 here, however long the run is."""
+    costs = {"seconds": 0.045, "measured_time": 1.0, "n_measured": 1.0}
+    for allowance in (0.0, 10.0):
+        pace = Pace(budget=0.01, allowance=allowance)
+        measured = measured_by(pace, 20_000, **costs)
+        [n] = in_doublings(measured, 10_000, 1)
+        assert n == pytest.approx(10_000 / pace.every, abs=2)
+        assert 4 <= pace.every <= 6
 
 
 def test_all_windows_are_measured_where_the_budget_allows_it() -> None:
-    cheap = {"seconds": 0.005, "measured_time": 1.0, "n_measured": 1.0, "has_verdict": 1.0}
+    cheap = {"seconds": 0.005, "measured_time": 1.0, "n_measured": 1.0}
     assert measured_by(Pace(budget=0.01), 600, **cheap) == list(range(1, 601))
     assert measured_by(Pace(), 300, seconds=1.0, measured_time=1.0, n_measured=1.0) == list(range(1, 301))
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("self._spent < self._allowance", "False"),
+        ("self._spent < self._allowance", "True"),
+        ("self.windows * math.log(2)", "self.windows"),
+        ("max(min(wanted, int(", "max(max(wanted, int("),
+        ("costs.of_measuring", "costs.seconds"),
+    ],
+)
+def test_a_mistake_of_the_spread_is_noticed(old: str, new: str) -> None:
+    wrong = Mutant(old, "sonde.batch_size.budget:Pace._decide", old, new)
+    with wrong.applied(), pytest.raises(AssertionError):  # noqa: PT012
+        test_while_the_allowance_lasts_each_doubling_has_about_as_many_windows()
+        test_without_an_allowance_the_floor_decides_where_the_budget_allows_less()
+        test_an_allowance_that_is_spent_leaves_the_floor()
+        test_windows_that_others_are_left_out_for_are_paid_by_the_allowance_too()
+        test_a_budget_that_allows_more_is_used()
+
+
 def test_a_cost_that_no_pace_can_lower_is_told() -> None:
     rng = random.Random(5)
-    pace = Pace(budget=0.01)
-    pace.load_state_dict({"windows": 500, "every": MOST_EVERY, "base": 480, "has_verdict": 1, "costs": []})
+    pace = late(MOST_EVERY)
     for _ in range(20):
         feed(pace, timed(measured=1e-3, idle=5e-6, window=1e-4, every=MOST_EVERY, rng=rng))
     assert pace.every == MOST_EVERY
@@ -251,18 +308,22 @@ def test_a_cost_that_no_pace_can_lower_is_told() -> None:
 # Restarts.
 
 
-@pytest.mark.parametrize("options", [{"every": 7}, {"budget": 0.01}])
-def test_a_restart_goes_on_with_the_same_windows(options: dict[str, Any]) -> None:
-    costs = {"seconds": 0.07, "measured_time": 1.0, "n_measured": 1.0, "has_verdict": 1.0}
+@pytest.mark.parametrize("options", [{"every": 7}, {"budget": 0.01, "allowance": 0.0}, {"budget": 0.001}])
+@pytest.mark.parametrize("n_before", [144, 336])
+def test_a_restart_goes_on_with_the_same_windows(options: dict[str, Any], n_before: int) -> None:
+    """After 144 windows, an allowance of 10 seconds is spent, which no decision has seen yet."""
+    costs = {"seconds": 0.07, "measured_time": 1.0, "n_measured": 1.0}
     whole, first, second = Pace(**options), Pace(**options), Pace(**options)
-    n_before = 331
     measured_by(whole, n_before, **costs)
     measured_by(first, n_before, **costs)
-    expected = measured_by(whole, 70, **costs)
-    second.load_state_dict(first.state_dict())
-    got = measured_by(second, 70, **costs)
-    assert got in (expected, [n_before + 1, *expected])  # the first window after attach is measured besides
-    assert len(got) < 20
+    expected = measured_by(whole, 160, **costs)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    got = measured_by(second, 160, **costs)
+    # The first window after attach is measured besides. All 16 windows something is decided: also in a restart, if it
+    # is after a multiple of them.
+    assert got in (expected, [n_before + 1, *expected])
+    assert second.every == whole.every
+    assert len(got) < 50
 
 
 def test_a_state_is_ignored_once_a_window_has_ended() -> None:
@@ -283,7 +344,8 @@ def test_a_state_is_ignored_once_a_window_has_ended() -> None:
         {"every": 0},
         {"every": 2.5},
         {"base": 11},
-        {"has_verdict": None},
+        {"spent": None},
+        {"spent": -1.0},
         {"costs": 3},
         {"costs": [[1.0, 2.0]]},
         {"costs": [[1, 1, *[math.nan] * N_COSTS]]},
@@ -294,5 +356,5 @@ def test_a_damaged_state_is_refused(damage: dict[str, Any]) -> None:
     pace = Pace(every=7)
     before = pace.state_dict()
     with pytest.raises(ValueError, match="pace of the probe state"):
-        pace.load_state_dict({"windows": 10, "every": 3, "base": 3, "has_verdict": 0, "costs": []} | damage)
+        pace.load_state_dict({"windows": 10, "every": 3, "base": 3, "spent": 0.0, "costs": []} | damage)
     assert pace.state_dict() == before

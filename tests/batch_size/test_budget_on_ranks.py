@@ -211,8 +211,8 @@ def test_the_log_shows_what_measuring_costs(ranks2: Ranks) -> None:
     assert metrics["cost/share_error"] > 0
 
 
-def _one_stops_reading_examples() -> tuple[list[int], list[str]]:
-    """Rank 0 finds that its model has changed, and reads no examples any more; the other gives up later."""
+def _one_stops_reading_examples() -> tuple[list[int], list[bool]]:
+    """Rank 0 finds that its model has changed, and reads no examples any more; the other goes on."""
 
     def refuses() -> None:
         raise ValueError("a layer was compiled")
@@ -220,7 +220,7 @@ def _one_stops_reading_examples() -> tuple[list[int], list[str]]:
     _, model = wrap({})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     measured, states = [], []
-    with attached(model, optimizer, every=None, budget=0.02, per_example="auto") as probe:
+    with attached(model, optimizer, every=None, budget=0.02, per_example="always") as probe:
         mechanism = probe._mechanism
         assert mechanism.examples is not None
         for window in range(1, 301):
@@ -236,7 +236,7 @@ def _one_stops_reading_examples() -> tuple[list[int], list[str]]:
             probe.step()
             optimizer.step()
             optimizer.zero_grad()
-            states.append(mechanism.reads)
+            states.append(mechanism.reads_examples)
     return measured, states
 
 

@@ -230,7 +230,7 @@ def test_windows_between_changed_ones_are_not_trusted() -> None:
 def test_a_doubt_fades_with_the_windows_that_raised_it() -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with attached(model, optimizer, horizon=10.0) as probe:
+    with attached(model, optimizer) as probe:
         train(model, probe, optimizer, windows=40)
         assert probe.reading().status == "resolved"
         train(model, probe, optimizer, windows=3, before_step=_add_noise(model))

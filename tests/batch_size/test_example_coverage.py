@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,7 @@ import sonde
 from tests.batch_size.loops import Recording, attached, flat_grad, mean_loss, small_model
 from tests.batch_size.single_examples import Scaled, assert_as, by_hand, pieces_of
 from tests.oracles import window_by_hand
+from tests.runs.report.visible_text import visible_text
 
 
 def test_only_the_covered_parameters_count_and_the_others_are_named() -> None:
@@ -31,6 +34,30 @@ def test_only_the_covered_parameters_count_and_the_others_are_named() -> None:
     assert "own (Scaled has no rule" in probe.alerts["not_covered"]
     assert "of 4 of 5 parameters" in str(reading)
     assert sink.of_kind("reading")[-1]["metrics"]["gns/covered"] == pytest.approx(reading.coverage.part)
+
+
+class HardlyScaled(Scaled):
+    """The parameter that no rule covers has less than a thousandth of the squared gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)) * (1 + 0.03 * self.own))
+
+
+def test_where_hardly_anything_is_left_out_nothing_looks_wrong(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = HardlyScaled()
+    with attached(model, per_example="auto", sinks=[sonde.JsonlSink(tmp_path)], log_every=4) as probe:
+        for window in range(20):
+            with probe.piece(units=16):
+                mean_loss(model, *pieces_of(16, seed=window)[0]).backward()
+            probe.step()
+            model.zero_grad()
+        reading = probe.reading()
+        assert probe.alerts == {}
+    assert "(of 4 of 5 parameters, with 99.9 % of |F|²)" in str(reading)
+    text = visible_text(sonde.write_report(tmp_path))
+    assert "It speaks of parameters with 99.9 % of the squared gradient." in text
+    assert "Something looks wrong" not in text
 
 
 def test_windows_with_pieces_give_the_ratio_of_the_covered_to_the_whole() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import UserDict
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sonde
-from sonde.batch_size.forward_units import rows
 from sonde.batch_size.taps.tap import Problem
 from tests.batch_size.loops import attached, batch, mean_loss, small_model
 from tests.ranks import Ranks
@@ -165,22 +162,6 @@ def test_rows_count_one_unit_and_a_function_counts_several() -> None:
         assert probe.reading().in_unit("tokens").units_per_window == 12 * sum(SIZES)
 
 
-@dataclass
-class Batch:
-    number: int
-    images: Tensor
-
-
-def test_the_first_tensor_is_found_inside_of_containers() -> None:
-    images = torch.zeros(3, 5)
-    assert rows(torch.tensor(7.0), images) == 3  # a tensor without dims has no rows
-    assert rows({"scale": 2.0, "images": images}) == 3
-    assert rows([None, ("text", [images])]) == 3
-    assert rows(UserDict(input_ids=images)) == 3
-    assert rows(Batch(9, images)) == 3
-    assert rows(1, "text", None, {}, Batch) is None
-
-
 def _on_ranks(declares: bool, rank: int) -> tuple[tuple[Any, ...], list[Tensor], dict[str, str]]:
     reading, weights, alerts = reading_of(
         None if declares else "first dim",
@@ -196,26 +177,44 @@ def _both_on_ranks() -> list[Any]:
     return [_on_ranks(True, rank), _on_ranks(False, rank)]
 
 
-@pytest.mark.parametrize(
-    ("rows_of", "said"),
-    [
-        (lambda x: x, "2 pieces per window, 10 rows in all (dim 0 of float32 [7, 12])\n"),
-        (
-            lambda x: x[0],
-            "24 rows in all (dim 0 of float32 [12]; if that is one unit without a dim of its own, pass "
-            "units_per_piece=1)\n",
-        ),
-    ],
-)
-def test_the_tensor_whose_rows_are_counted_is_said(
-    rows_of: Callable[[Tensor], Tensor], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_counted_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     model = small_model()
     with attached(model, units_per_piece="first dim", verbose=True) as probe:
         for n in (7, 3):
-            model(rows_of(batch(n, torch.Generator())[0])).square().mean().backward()
+            model(batch(n, torch.Generator())[0]).square().mean().backward()
         probe.step()
-    assert said in capsys.readouterr().err
+    assert "2 pieces per window, 10 rows in all (dim 0 of float32 [7, 12])\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_declared", [False, True])
+def test_a_call_that_is_not_clear_leaves_out_the_window_and_training_goes_on(is_declared: bool) -> None:
+    """A single unit without a dim of its own: what it returns has no rows, which its features would be."""
+
+    def run(probe: sonde.NoiseScaleProbe | None, model: nn.Module) -> list[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(3):
+            for _ in range(2):
+                with probe.piece() if probe is not None and is_declared else nullcontext():
+                    model(batch(1, generator)[0][0]).square().mean().backward()
+            if probe is not None:
+                probe.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    model, alone = small_model(), small_model()
+    with attached(model, units_per_piece="first dim") as probe:
+        weights = run(probe, model)
+        reading, alerts = probe.reading(), dict(probe.alerts)
+    assert reading.windows == 0
+    assert "units_per_piece= a number, or a function" in Problem.UNITS_ASKED.message
+    expected = Problem.BAD_COUNTS if is_declared else Problem.UNITS_ASKED
+    assert reading.dropped == {expected.message: 3}
+    assert alerts["units"] == (
+        "which dim is the batch is not clear: the batch has input float32 [12], and the model returned [3]"
+    )
+    assert all(map(torch.equal, weights, run(None, alone)))
 
 
 def test_two_ranks(ranks2: Ranks) -> None:

@@ -86,7 +86,7 @@ def followed(
 ) -> list[Any]:
     """What a probe reads while parameters are frozen and once they are trained again, with its state at these times."""
     found = []
-    with attached(model, log_every=100, horizon=30.0, **arguments) as probe:
+    with attached(model, log_every=100, **arguments) as probe:
         for window in range(BEFORE + FROZEN + AFTER):
             if window in (BEFORE, BEFORE + FROZEN):
                 set_trained(model, names, is_trained=window > BEFORE)

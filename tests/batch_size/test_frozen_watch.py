@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -121,7 +119,7 @@ def test_frozen_at_attach_or_never_used_raises_nothing() -> None:
     model.unused = nn.Linear(2, 2)  # type: ignore[assignment]
     model[2].requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with attached(nn.ModuleList([model]), optimizer, log_every=1, horizon=math.inf) as probe:
+    with attached(nn.ModuleList([model]), optimizer, log_every=1) as probe:
         windows_of(model[:5], probe, 25)  # type: ignore[arg-type]
         assert "frozen" not in probe.alerts
         assert probe.reading().windows == 25

@@ -80,7 +80,7 @@ def test_the_watched_optimizer_is_said_at_attach(capsys: pytest.CaptureFixture[s
     for optimizer, said in (
         (torch.optim.SGD(model.parameters()), "SGD\n"),
         (torch.optim.SGD(small_model().parameters()), "SGD, which holds none of these parameters"),
-        (torch.optim.SGD(model[3:].parameters()), "SGD, which holds 4 of these 8 parameters"),
+        (torch.optim.SGD(model[3:].parameters()), "SGD, with 4 of 8 trainable parameters"),
         (None, "none given"),
     ):
         with attached(model, optimizer, verbose=True):

@@ -18,7 +18,6 @@ def windows_of_ranks(
     delays: Sequence[Any],
     n_windows: int,
     options: Sequence[dict[str, Any]],
-    verdict_at: int = 0,
     cheaper_from: int = 0,
     noticing: Sequence[int] = (0, 1, 2),
 ) -> tuple[list[list[int]], list[Pace]]:
@@ -47,7 +46,6 @@ def windows_of_ranks(
             start = pace.start
             numbers = WindowCosts(
                 **own,
-                has_verdict=float(window > verdict_at),
                 start=start,
                 sq_start=float(start * start),
                 changed=float(has_noticed[rank]),
@@ -74,18 +72,19 @@ DELAYS = (lambda rng: 0, lambda rng: rng.randint(0, 14), lambda rng: rng.randint
 
 
 def test_ranks_measure_the_same_windows_whenever_their_numbers_arrive() -> None:
-    for verdict_at in (0, 30, 1000):
-        measured, paces = windows_of_ranks(DELAYS, 900, [{"budget": 0.01}] * 3, verdict_at)
+    # Each measured window takes 0.01 seconds: the allowance is of none, of 200, or of all of them.
+    for allowance, least, most in ((0.0, 90, 140), (2.0, 220, 300), (1e9, 450, 650)):
+        measured, paces = windows_of_ranks(DELAYS, 900, [{"budget": 0.005, "allowance": allowance}] * 3)
         assert measured[0] == measured[1] == measured[2]
         assert len({pace.every for pace in paces}) == 1
-        assert paces[0].every > 10
-        assert 250 > len(measured[0]) > 30
+        assert paces[0].every > 2
+        assert most > len(measured[0]) > least, allowance
 
 
 @pytest.mark.parametrize("noticing", [(0, 1, 2), (1,)])
 def test_ranks_forget_old_costs_at_the_same_window(noticing: tuple[int, ...]) -> None:
     for cheaper_from in (20, 100, 333, 600):
-        options = [{"budget": 0.02}] * 3
+        options = [{"budget": 0.02, "allowance": 0.0}] * 3
         measured, paces = windows_of_ranks(DELAYS, 1500, options, cheaper_from=cheaper_from, noticing=noticing)
         assert measured[0] == measured[1] == measured[2]
         assert len({pace.every for pace in paces}) == 1
@@ -129,6 +128,7 @@ def test_a_mistake_is_noticed(mutant: Mutant, test: Callable[[], None]) -> None:
         [{"every": 3}, {"every": 4}],
         [{"every": 1}, {"every": 4}],
         [{"budget": 0.01}, {"budget": None}],
+        [{"budget": 0.01}, {"budget": 0.01, "allowance": 11.0}],
         [{"every": 3}, {"every": 3}, {"every": 5}],
     ],
 )

@@ -180,7 +180,7 @@ def test_reading_before_the_first_window() -> None:
 def test_the_batch_size_follows_a_change() -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with attached(model, optimizer, horizon=5.0) as probe:
+    with attached(model, optimizer) as probe:
         train(model, probe, optimizer, windows=20, sizes=(4, 4))
         train(model, probe, optimizer, windows=40, sizes=(16, 16))
         assert probe.reading().units_per_window == pytest.approx(32, abs=0.1)

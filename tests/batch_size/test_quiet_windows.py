@@ -29,7 +29,7 @@ def _chosen(pace: Pace, n_windows: int) -> list[tuple[bool, int]]:
         if was_measured:
             scale = 1e-2 * (1 + window / 1000)
             costs = timed(measured=scale * 0.1, idle=scale * 1e-4, window=scale, every=pace.every, rng=rng)
-            late.append((window + rng.randint(0, 9), number, WindowCosts(**costs, has_verdict=1)))
+            late.append((window + rng.randint(0, 9), number, WindowCosts(**costs)))
         while late and late[0][0] <= window:
             _, arrived, costs_of = late.pop(0)
             pace.take(arrived, costs_of)

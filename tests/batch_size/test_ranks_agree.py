@@ -17,7 +17,7 @@ from tests.ranks import Ranks, mesh_of
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "unit": ({"unit": "rows of rank 1"}, "unit differs between ranks, got '(rows|rows of rank 1)' on this rank"),
-    "horizon": ({"horizon": 20.0}, "horizon differs between ranks, got (inf|20.0) on this rank"),
+    "allowance": ({"allowance": 20.0}, "allowance differs between ranks, got (10.0|20.0) on this rank"),
     "groups": ({"groups": None}, "the groups of parameters differs between ranks"),
 }
 
@@ -117,8 +117,8 @@ def test_other_options_on_one_rank(ranks3: Ranks, name: str) -> None:
 
 
 def test_other_options_under_fsdp(ranks2: Ranks) -> None:
-    for said in ranks2(_attach, "FSDP2", {"horizon": 20.0}):
-        assert "horizon differs between ranks" in said
+    for said in ranks2(_attach, "FSDP2", {"allowance": 20.0}):
+        assert "allowance differs between ranks" in said
 
 
 def _frozen_on_one_rank() -> str:

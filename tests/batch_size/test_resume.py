@@ -58,7 +58,7 @@ def run(
     model = wrapped(wrapper)
     rank, n_ranks = (0, 1) if wrapper == "plain" else (dist.get_rank(), dist.get_world_size())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with attached(model, optimizer, horizon=20.0, groups="kinds", unit=("rows", "tokens")) as probe:
+    with attached(model, optimizer, groups="kinds", unit=("rows", "tokens")) as probe:
         entries = {"probe": probe, "model": Weights(model)}
         if load:
             dcp.load(entries, checkpoint_id=load, no_dist=wrapper == "plain")

@@ -104,7 +104,7 @@ def _one_spike() -> list[bool]:
         torch.manual_seed(0)
         model = DistributedDataParallel(nn.Linear(3, 1))
         generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
-        with attached(model, tap="leaf", horizon=100.0) as probe:
+        with attached(model, tap="leaf") as probe:
             for window in range(45):
                 for k in range(2):
                     x = torch.randn(2, 3, generator=generator)
@@ -152,7 +152,7 @@ def test_one_process_with_independent_micro_batches_is_not_accused(weights: tupl
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     generator = torch.Generator().manual_seed(0)
     x, y = batch(256, generator)
-    with attached(model, optimizer, log_every=10, horizon=100.0) as probe:
+    with attached(model, optimizer, log_every=10) as probe:
         for _ in range(60):
             for window in torch.randperm(256, generator=generator).view(4, 4, 16):
                 for rows, weight in zip(window, weights, strict=True):
@@ -169,7 +169,7 @@ def _at_random(repeats: bool, masked: bool = False) -> tuple[dict[str, str], flo
     """Four micro-batches in a random order, two of them with the same data."""
     model = small_model()
     generator = torch.Generator().manual_seed(0)
-    with attached(model, log_every=10, horizon=50.0) as probe:
+    with attached(model, log_every=10) as probe:
         for _ in range(80):
             data = [batch(4, generator) for _ in range(4)]
             if repeats:

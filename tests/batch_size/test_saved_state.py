@@ -24,14 +24,14 @@ def test_a_restart_continues_from_the_state() -> None:
         train(model, probe, torch.optim.SGD(model.parameters(), lr=0.0), windows=10, seed=seed)
 
     model = small_model()
-    with attached(model, horizon=20.0) as whole:
+    with attached(model) as whole:
         run(model, whole, 0)
         run(model, whole, 1)
         expected = whole.reading()
-    with attached(model, horizon=20.0) as first:
+    with attached(model) as first:
         run(model, first, 0)
         state, before = first.state_dict(), first.reading()
-    with attached(model, horizon=20.0) as second:
+    with attached(model) as second:
         second.load_state_dict(state)
         assert second.reading() == before
         run(model, second, 1)
@@ -62,21 +62,11 @@ _DAMAGE: list[tuple[list[str], Any]] = [
     (["pace"], None),
     (["pace", "every"], 0),
     (["pace", "costs"], [[1.0]]),
-    (["averages", "history", "spacing"], [3.0]),
     (["run", "window"], -1),
     (["run", "window"], 2.5),
     (["run", "units_seen"], "many"),
-    (["averages", "history"], 7),
-    (["averages", "history", "windows"], True),
-    (["averages", "history", "windows"], -3),
-    (["averages", "history", "groups"], []),
-    (["averages", "history", "groups"], None),
-    (["averages", "history", "settled"], None),
-    (["averages", "history", "gone"], None),
-    (["averages", "history", "recent"], [[0.0] * 4]),
-    (["averages", "n_seen"], 2),
-    (["averages", "history", "average", "sq_weight"], math.nan),
-    (["averages", "history", "average", "trace_cov"], None),
+    (["averages", "run"], 7),
+    (["averages", "run", "groups"], []),
     (["averages", "n_seen"], "many"),
     (["averages", "units"], math.inf),
     (["averages", "units_weight"], -1),
@@ -95,9 +85,7 @@ def test_damaged_state_is_refused_whole(path: list[str], value: Any) -> None:
         for key in path[:-1]:
             place = place[key]
         place[path[-1]] = value
-        with pytest.raises(
-            ValueError, match=r"must be|must map|do not fit|has the groups|unknown groups|saw 2 windows"
-        ):
+        with pytest.raises(ValueError, match=r"must be|must map|has the groups"):
             probe.load_state_dict(damaged)
         assert nested_state(probe) == before
 

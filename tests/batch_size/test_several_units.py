@@ -244,3 +244,10 @@ def test_names_that_cannot_be_are_refused(unit: Any) -> None:
         attached(small_model(), unit=unit)
     with pytest.raises(ValueError, match="units_per_piece must be positive"):
         attached(small_model(), unit=UNITS, units_per_piece={"rows": 4, "tokens": -1})
+
+
+@pytest.mark.parametrize("unit", ["tokens", "Tokens", ("tokens", "sequences")])
+def test_tokens_are_no_independent_samples(unit: Any) -> None:
+    with pytest.raises(ValueError, match=r"tokens of one sequence depend .* unit=\('sequences', 'tokens'\) with piece"):
+        attached(small_model(), unit=unit)
+    attached(small_model(), unit=("sequences", "tokens")).close()

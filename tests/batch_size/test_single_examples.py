@@ -252,7 +252,7 @@ def test_windows_of_one_piece_are_unbiased_and_their_interval_holds_the_exact_va
     model, (x, y) = small_model(torch.float64), batch(64, torch.Generator().manual_seed(1), torch.float64)
     exact = population(per_example_gradients(model, lambda out, target: (out - target).square().sum(), x, y))
     generator, solved = torch.Generator().manual_seed(2), []
-    with attached(model, per_example="always", horizon=math.inf) as probe:
+    with attached(model, per_example="always") as probe:
         for _ in range(400):
             rows = torch.randint(64, (8,), generator=generator)
             with probe.piece(units=8):

@@ -31,7 +31,7 @@ def test_a_window_ended_twice_raises_an_alert_and_counts_once() -> None:
             optimizer.zero_grad()
         reading = probe.reading()
         assert (reading.windows, reading.units_per_window) == (3, 8)
-        assert "ended twice" in probe.alerts["called_twice"]
+        assert "ended twice" in probe.alerts["no_backward"]
 
 
 @pytest.mark.parametrize("declares", [True, False])
@@ -47,9 +47,9 @@ def test_a_window_without_pieces_names_what_its_loop_may_have_done(declares: boo
                 probe.step()
             model.zero_grad()
         assert probe.reading().windows == (1 if declares else 2)
-        message = probe.alerts["called_twice"]
+        message = probe.alerts["no_backward"]
         assert ("outside 'with probe.piece():'" in message) == declares
-        assert ("no backward ran" in message) != declares
+        assert ("no backward added" in message) != declares
 
 
 def test_a_window_never_ended_raises_an_alert_and_its_pieces_are_forgotten() -> None:

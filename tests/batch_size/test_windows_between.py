@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounter
 import sonde
 from sonde import NoiseScaleProbe
 from sonde.batch_size.measuring_cost import WindowCosts
-from tests.batch_size.loops import Recording, attached, batch, flat_grad, mean_loss, nested_state, small_model
+from tests.batch_size.loops import Recording, attached, batch, flat_grad, mean_loss, n_recent, nested_state, small_model
 from tests.oracles import window_by_hand
 
 
@@ -66,7 +66,7 @@ def test_the_numbers_are_those_of_the_measured_windows_alone(declared: bool) -> 
     model, probe, optimizer = at_fixed_weights(every=4, log=log, units_per_piece=4)
     with probe:
         measured = [n for n, is_measured in windows(model, probe, optimizer, 60, declared=declared) if is_measured]
-        reading = probe.reading()
+        reading, n = probe.reading(), n_recent(probe)
     by_number = {record["window"]: record["metrics"] for record in sink.of_kind("window")}
     assert list(by_number) == measured
     assert 15 <= len(measured) <= 16
@@ -79,10 +79,11 @@ def test_the_numbers_are_those_of_the_measured_windows_alone(declared: bool) -> 
         assert by_number[number]["gns/grad_sq"] == pytest.approx(
             estimates[-1][1], rel=1e-5, abs=1e-5 * estimates[-1][0]
         )
-    assert reading.trace_cov == pytest.approx(sum(t for t, _ in estimates) / len(measured), rel=1e-5)
+    assert n == len(measured)  # two blocks are not yet full
+    assert reading.trace_cov == pytest.approx(sum(t for t, _ in estimates[-n:]) / n, rel=1e-5)
     assert (reading.windows, reading.dropped) == (len(measured), {})
-    assert reading.every == pytest.approx(4.0)
-    assert f"{len(measured)} windows measured, one in 4" in str(reading)
+    assert reading.every == pytest.approx(4.0, rel=0.2)  # at random places, over few windows
+    assert f"{len(measured)} windows measured, one in {reading.every:.3g}" in str(reading)
 
 
 def test_no_hook_is_left_in_windows_between() -> None:
@@ -228,16 +229,20 @@ def test_the_log_counts_windows_of_training_and_keeps_scalars_of_all() -> None:
 def test_a_log_of_sparse_windows_replays_to_the_same_reading() -> None:
     sink = Recording()
     log = sonde.RunLog([sink], every=1, log_windows=True)
-    model, probe, optimizer = at_fixed_weights(every=3, log=log, horizon=20.0)
+    model, probe, optimizer = at_fixed_weights(every=3, log=log)
     with probe:
         for _ in windows(model, probe, optimizer, 90):
             pass
     reading = sink.of_kind("reading")[-2]  # the last one is of the end of the run
     logged = [sonde.WindowReading(0, r["window"], r["time"], r["metrics"], r["groups"]) for r in sink.of_kind("window")]
-    last = list(sonde.replay_windows(logged, horizon=20.0))[-1]
+    last = list(sonde.replay_windows(logged))[-1]
     assert last.window == reading["window"]
-    expected = [reading["metrics"][f"gns/{name}"] for name in ("b_simple", "drift")]
-    assert [last.total.ratio, last.total.drift] == pytest.approx(expected, rel=1e-6)
+    expected = [reading["metrics"][f"gns/{name}"] for name in ("b_simple", "b_simple_low", "b_simple_high", "drift")]
+    interval, drift = last.total.interval, last.total.drift
+    assert drift is not None
+    # A reading's drift is for each window; log time passes by 1/n in the n-th.
+    got = [last.total.b_simple, interval.low, interval.high, drift / last.window]
+    assert got == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_cost_above_the_budget_at_the_slowest_pace_raises_an_alert() -> None:
@@ -248,7 +253,13 @@ def test_a_cost_above_the_budget_at_the_slowest_pace_raises_an_alert() -> None:
         costs = WindowCosts(
             seconds=0.201, idle_seconds=0.2, idle_time=1.0, n_idle=999, measured_time=0.002, n_measured=1
         ).numbers()
-        pace = {"windows": 5000, "every": 1000, "base": 4000, "has_verdict": 1, "costs": [[4000, 1000, *costs]] * 20}
+        pace = {
+            "windows": 10**6,
+            "every": 1000,
+            "base": 10**6 - 1000,
+            "spent": 20.0,
+            "costs": [[4000, 1000, *costs]] * 20,
+        }
         probe.load_state_dict(nested_state(probe) | {"pace": pace})
         list(windows(model, probe, optimizer, 1))
         cost = probe.cost()
@@ -319,10 +330,8 @@ def test_a_block_that_is_frozen_leaves_the_noise_scale_and_returns() -> None:
         list(windows(model, probe, optimizer, 24, first=65))
         probe.reading()
         assert "unfrozen" in probe.alerts
-        history = probe._tracker._averages.history
-        numbers = {name: s.numbers.tolist() for names, s in history.series() for name in names}
-        assert min(numbers["0"]) > 64
-        assert min(numbers["2"]) < 40
+        assert "0" in probe.reading().groups
+        assert 16 < probe._tracker._averages.run.n_steps <= 24  # up to the last measured one
 
 
 def test_another_optimizer_is_followed_between() -> None:
@@ -383,17 +392,5 @@ def test_a_restart_goes_on_at_the_same_pace() -> None:
         assert got in (expected, [34, *expected])  # the first window after attach is measured besides
         assert second._ends.n_windows == 73
         again = second.reading()
-    assert again.every == pytest.approx(reading.every)
+    assert again.every == pytest.approx(reading.every, rel=0.1)
     assert again.trace_cov == pytest.approx(reading.trace_cov, rel=0.2)
-
-
-def test_a_state_from_before_windows_were_left_out_is_read() -> None:
-    model, probe, optimizer = at_fixed_weights(every=1)
-    with probe:
-        list(windows(model, probe, optimizer, 20))
-        state, reading = nested_state(probe), probe.reading()
-    del state["pace"], state["windows"], state["averages"]["history"]["spacing"]
-    with attached(small_model(), every=1) as again:
-        again.load_state_dict(state)
-        assert again.reading() == reading
-        assert again._ends.n_windows == 20

@@ -42,9 +42,12 @@ SHOWS_WHAT_DDP_HOLDS = DDP.replace("# (attach here)\n", _SHOWS.format(".module")
 PICKLES = (
     PLAIN
     + """
-import copy, pickle
+import copy, io, pickle
 whole = pickle.dumps(model)
 x, y = batch()
+with torch.serialization.safe_globals({type(m) for m in model.modules()}):
+    torch.save(model, saved := io.BytesIO())
+    print(torch.equal(torch.load(io.BytesIO(saved.getvalue()), weights_only=True)(x), model(x)))
 print(b"sonde" in whole, torch.equal(pickle.loads(whole)(x), model(x)), torch.equal(copy.deepcopy(model)(x), model(x)))
 print(torch.equal(torch.jit.trace(model, x)(x), model(x)))
 for each in (model, copy.deepcopy(model)):
@@ -159,4 +162,19 @@ for step in range(12):
     optimizer.zero_grad()
 """
     + END
+)
+
+GRADIENTS_BY_HAND = PLAIN.replace(
+    "loss.backward()",
+    """gradients = torch.autograd.grad(loss, list(model.parameters()))
+        for p, gradient in zip(model.parameters(), gradients):
+            p.grad = gradient if p.grad is None else p.grad + gradient""",
+)
+
+ADAPTERS_IN_TURN = PLAIN.replace(
+    "for step in range(12):\n",
+    """for step in range(12):
+    for number, part in enumerate(model.children()):
+        part.requires_grad_(number == step // 6 * 2)  # as PEFT does for the adapter that is not set
+""",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from sonde.commands.run_script.settings import Settings
 from tests.commands.scripts import PLAIN
 from tests.commands.unmodified import same_weights
 from tests.new_process import Python
+from tests.read_only import read_only_folder
 
 
 def error(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
@@ -33,7 +35,9 @@ def test_errors_come_before_the_script_starts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("print('started')")
-    assert "the script comes after two dashes, got no -- in 'train.py --lr 3'" in error(capsys, "train.py", "--lr", 3)
+    assert "own: sonde run -- train.py --lr '1 2'\n" in error(capsys, "train.py", "--lr", "1 2")
+    assert "own: sonde run --every 1 -- python -m a.b\n" in error(capsys, "--every", 1, "python", "-m", "a.b")
+    assert "got no -- in '--every 1'" in error(capsys, "--every", 1)
     assert "got nothing after --" in error(capsys, "--")
     assert "no script at absent.py" in error(capsys, "--", "absent.py")
     assert "'absent' is no script that ends in .py, and no command" in error(capsys, "--", "absent")
@@ -42,22 +46,47 @@ def test_errors_come_before_the_script_starts(
     assert "--units-from takes what shows the units" in error(capsys, "--units-from", "rows", "--", "train.py")
     assert "budget must be a part" in error(capsys, "--budget", 2, "--", "train.py")
     assert "-m needs the name of a module" in error(capsys, "--", "-m")
-    assert "--out must be a folder" in error(capsys, "--out", "train.py", "--", "train.py")
+    assert "(Not a directory): pass --out" in error(capsys, "--out", "train.py", "--", "train.py")
     assert "--nproc" in error(capsys, "--nprocs", 2, "--", "train.py")
     for number in ("0", "-3", "nan", "inf"):
         assert "must be a number above 0" in error(capsys, f"--units-from={number}", "--", "train.py")
-    assert "horizon must be more than 1 window" in error(capsys, "--horizon", 1, "--", "train.py")
-    assert "train.py is a file: give another one" in error(capsys, "--out", "train.py/log", "--", "train.py")
+    assert f"the log goes to {tmp_path}/train.py/log, but" in error(capsys, "--out", "train.py/log", "--", "train.py")
+    for flag in ("-E", "-I", "-S", "-uE", "-BI"):
+        before = f"python {flag} ignores the environment"
+        assert before in error(capsys, "--", "python", "-u", "-W", "ignore", "-Xdev", flag, "train.py")
     Path("train.py").rename("train")
     assert "sonde run -- python ./train" in error(capsys, "--", "./train")
 
 
-def test_a_folder_that_cannot_be_made_is_refused_before_the_script_starts(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_script_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "train.py").touch()
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write to every folder
-    assert "is read-only" in error(capsys, "--out", tmp_path / "log", "--", tmp_path / "train.py")
+    with read_only_folder() as folder:
+        monkeypatch.chdir(folder)
+        for out in ([], ["--out", folder / "log"], ["--out", folder / "train.py"]):
+            assert f"no file can be written in {folder}" in error(capsys, *out, "--", "sh", "train.sh")
+        assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "is_told"),
+    [
+        (["sh", "-c", "echo $PYTHONPATH"], True),
+        (["sh", "-c", "echo $PYTHONPATH", "train.py"], False),
+        ([sys.executable, "-c", "import os; print(os.environ['PYTHONPATH'])"], False),
+        (["./tool", "-E"], False),  # a script that Python runs, with an option of its own
+    ],
+)
+def test_a_command_that_is_no_python_is_run_and_told_of(command: list[str], is_told: bool, tmp_path: Path) -> None:
+    tool = tmp_path / "tool"
+    tool.write_text(f"#!{sys.executable} -u\nimport os; print(os.environ['PYTHONPATH'])\n")
+    tool.chmod(0o755)
+    with Python("-m", "sonde", "run", "--", *command, folder=tmp_path) as process:
+        ended = process.wait()
+    assert "on_start" in ended.out
+    name = command[0]
+    told = f"sonde: {name} is no Python program: only what it starts by Python is measured. For a script: sonde run"
+    assert (told in ended.err) == is_told
 
 
 def test_help_names_its_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,9 +124,7 @@ def test_what_the_command_becomes(tmp_path: Path) -> None:
 
 
 def test_settings_reach_the_script_by_its_environment() -> None:
-    options = RunOptions(
-        unit="images", units_from="8", budget=0.02, every=3, horizon=9.0, out=Path("here"), report=False
-    )
+    options = RunOptions(unit="images", units_from="8", budget=0.02, every=3, out=Path("here"), report=False)
     environment = environment_of(options, ["torchrun", "train.py"], {"PYTHONPATH": "mine", "OTHER": "1"})
     first, *rest = environment.pop("PYTHONPATH").split(os.pathsep)
     assert (Path(first) / "sitecustomize.py").is_file()
@@ -111,7 +138,6 @@ def test_settings_reach_the_script_by_its_environment() -> None:
         "8",
         budget=0.02,
         every=3,
-        horizon=9.0,
         report=False,
     )
     again = Settings.of_environment(environment | {"TORCHELASTIC_RESTART_COUNT": "1"})
@@ -159,3 +185,35 @@ def test_a_real_python_runs_the_script_as_it_was(tmp_path: Path) -> None:
     assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
     run = sonde.read_run(folder)
     assert (run.ended, run.header.metadata["command"]) == ("the script ended", "train.py b.pt --lr 3")
+
+
+SECOND_INTERRUPT = """
+import os, signal, sonde
+write = sonde.write_report
+def interrupted(folder):
+    os.kill(os.getpid(), signal.SIGINT)
+    return write(folder)
+sonde.write_report = interrupted
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "is_pressed_twice"), [(["train.py"], False), (["-m", "train"], True)])
+def test_ctrl_c_ends_a_real_python_as_it_did(command: list[str], is_pressed_twice: bool, tmp_path: Path) -> None:
+    """By the signal itself, a shell's 130: neither the report at the end nor a second Ctrl-C changes that."""
+    interrupt = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"
+    script = PLAIN.replace("sys.argv[1]", "'weights.pt'") + SECOND_INTERRUPT * is_pressed_twice + interrupt
+    (tmp_path / "train.py").write_text(script)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(sonde.__file__).parents[1])}
+    ended = subprocess.run(
+        [sys.executable, "-m", "sonde", "run", "--every", "1", "--", *command],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == -signal.SIGINT, ended.stderr
+    assert "KeyboardInterrupt" in ended.stderr
+    assert "sonde: B_simple 11.1 rows" in ended.stderr
+    assert ("sonde: report" in ended.stderr) != is_pressed_twice

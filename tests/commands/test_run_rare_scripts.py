@@ -37,7 +37,7 @@ def test_a_forward_on_one_rank_alone_starts_no_collective(script: str, tmp_path:
 
 def test_a_whole_model_is_pickled_copied_traced_and_scripted_without_sonde(tmp_path: Path) -> None:
     measured = check_untouched(rare_scripts.PICKLES, tmp_path)
-    assert (measured.status, measured.out.splitlines()[1:]) == (0, ["False True True", *["True"] * 3, "2.0"]), (
+    assert (measured.status, measured.out.splitlines()[1:]) == (0, ["True", "False True True", *["True"] * 3, "2.0"]), (
         measured.err
     )
 
@@ -94,3 +94,21 @@ def test_a_model_that_may_read_time_first_is_asked_about(tmp_path: Path) -> None
     assert f"10 rows in all (dim 0 of float32 [5, 8, 6]; {question}" in measured.err
     told = with_run(rare_scripts.TIME_FIRST, tmp_path / "told", units_from="input:1")
     assert "16 rows in all" in told.err
+
+
+@pytest.mark.parametrize(
+    ("script", "n_windows", "cause"),
+    [
+        (rare_scripts.GRADIENTS_BY_HAND, 0, "gradients are set by hand"),
+        (rare_scripts.ADAPTERS_IN_TURN, 6, "other parameters are trained now"),
+    ],
+)
+def test_steps_whose_gradients_no_hook_sees_are_not_said_to_be_ended_twice(
+    script: str, n_windows: int, cause: str, tmp_path: Path
+) -> None:
+    measured = check_untouched(script, tmp_path)
+    assert measured.status == 0, measured.err
+    assert cause in measured.err
+    assert "twice" not in measured.err
+    assert "probe" not in measured.err
+    assert f", {n_windows} windows" in measured.err or not n_windows

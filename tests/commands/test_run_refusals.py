@@ -20,6 +20,7 @@ REFUSED = {
     ),
     "steps in backward": (hard_scripts.STEPS_IN_BACKWARD, 1, "an optimizer steps inside backward"),
     "two forwards": (hard_scripts.TWO_FORWARDS, 1, "pass --units-from with the number of units in one"),
+    "rows of another number": (hard_scripts.OTHER_ROWS, 1, "Pass --units-from: a number, NAME:DIM as labels:0"),
     "parts of a model": (hard_scripts.PARTS, 1, "pass --units-from with the number of units in one"),
     "reduced by hand": (scripts.BY_HAND, 2, "pass --reduced-by-hand if the script averages"),
 }
@@ -83,7 +84,10 @@ def test_models_of_a_gan_have_a_log_each(tmp_path: Path) -> None:
     """The backward of one goes through the other, whose gradients are then zeroed without a step."""
     measured = check_untouched(scripts.GAN, tmp_path)
     assert measured.err.count("12 windows") == 2
-    for folder, per_window in ((measured.folder, 8), (measured.folder.with_name("log-2"), 16)):
+    for folder, per_window in (
+        (measured.folder, 16),
+        (measured.folder.with_name("log-2"), 8),
+    ):  # the critic steps first
         last = sonde.read_run(folder).readings[-1]
         assert (last.window, last.dropped) == (12, {})
         assert last.metrics["gns/units_per_window"] == per_window

@@ -10,6 +10,7 @@ import sonde
 from sonde.commands.run_script.endings import LogOfScript
 from tests.commands.scripts import DDP, START
 from tests.commands.unmodified import check_untouched, explicit, with_run
+from tests.runs.report.plausible_run import reading_record
 
 FOLDS = (
     START
@@ -69,6 +70,54 @@ torch.save(model.state_dict(), sys.argv[1])
 """
 )
 
+OUT_OF_MEMORY = (
+    START
+    + """
+class Memory(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, rows):
+        ctx.rows = rows
+        return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.rows > 16:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return gradient, None
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 16), nn.Linear(16, 1)
+    def forward(self, x):
+        if len(x) > 32:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return self.head(torch.tanh(Memory.apply(self.body(x), len(x))))
+
+def train(rows):
+    torch.manual_seed(0)
+    generator.manual_seed(7)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    # (attach here)
+    for step in range(12):
+        x, y = batch(rows)
+        nn.functional.mse_loss(model(x), y).backward()
+        # (a window ends here)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.save(model.state_dict(), sys.argv[1])
+"""
+)
+
+RETRIES = {
+    "in the handler": "try:\n    train(64)\nexcept torch.OutOfMemoryError:\n    try:\n        train(32)\n"
+    "    except torch.OutOfMemoryError:\n        train(16)\n",
+    "in a loop": "rows = 64\nwhile True:\n    try:\n        train(rows)\n        break\n"
+    "    except torch.OutOfMemoryError:\n        rows //= 2\n",
+    "by accelerate": "from accelerate.utils import find_executable_batch_size\n"
+    "find_executable_batch_size(train, starting_batch_size=16 * 10)()\n",
+}
+
 TWO_PROCESSES = (
     START
     + """
@@ -114,6 +163,31 @@ def test_folds_are_measured_one_after_another_and_let_go(are_kept: bool, tmp_pat
         assert run.ended == ("the script ended" if is_open else "the script was done with its optimizers")
 
 
+@pytest.mark.parametrize("retry", RETRIES)
+def test_a_training_whose_first_batches_do_not_fit_into_memory(retry: str, tmp_path: Path) -> None:
+    """The attempts that took no step leave nothing behind: one verdict, one log, in the folder that was asked for."""
+    if retry == "by accelerate":
+        pytest.importorskip("accelerate")
+    measured = check_untouched(OUT_OF_MEMORY + RETRIES[retry], tmp_path)
+    own = explicit(OUT_OF_MEMORY + "train(16)\n", tmp_path)
+    assert ", batch 16, 12 windows" in measured.err
+    assert measured.err.count("sonde: B_simple") == 1
+    assert "no step of" not in measured.err
+    assert not measured.folder.with_name("log-2").exists()
+    assert measured.run.readings[-1].dropped == {}
+    assert len(own.numbers) == 3
+    assert measured.numbers == pytest.approx(own.numbers, rel=1e-5)
+
+
+def test_a_script_in_which_no_batch_fits_into_memory_says_so_once(tmp_path: Path) -> None:
+    ends = (
+        "for rows in (64, 32, 24):\n    try:\n        train(rows)\n    except torch.OutOfMemoryError:\n        pass\n"
+    )
+    measured = check_untouched(OUT_OF_MEMORY + ends + "torch.save({}, sys.argv[1])", tmp_path)
+    assert measured.err.count("sonde: no step of Net was measured\n") == 1
+    assert not measured.folder.exists()
+
+
 def test_optimizers_that_take_turns_on_one_model_end_a_window_each(tmp_path: Path) -> None:
     measured = check_untouched(TURNS, tmp_path)
     own = explicit(TURNS, tmp_path, attach="sonde.attach(model, ")
@@ -123,7 +197,10 @@ def test_optimizers_that_take_turns_on_one_model_end_a_window_each(tmp_path: Pat
 
 def test_a_reading_without_later_parameters_says_so(tmp_path: Path) -> None:
     measured = check_untouched(LATER_PARAMETERS, tmp_path)
-    assert "2 parameters came or became trainable after measuring began and are not measured" in measured.err
+    assert (
+        "2 parameters came, became trainable or joined an optimizer after measuring began and are not measured"
+        in measured.err
+    )
     reading, *rest = measured.err[measured.err.index("sonde: B_simple") :].splitlines()
     assert ", 12 windows" in reading
     assert rest[0] == "sonde: parameters that came or became trainable after measuring began are not in it"
@@ -147,10 +224,12 @@ def test_ranks_without_a_variable_have_one_verdict_after_their_process_group(tmp
     assert "sonde" not in other.read_text()
 
 
-def test_an_earlier_start_is_continued_and_the_present_one_is_not_mixed(tmp_path: Path) -> None:
-    def log(start: str) -> Path:
+def test_starts_share_a_folder_and_models_of_one_start_do_not(tmp_path: Path) -> None:
+    def log(start: str) -> Path | None:
         file = LogOfScript(tmp_path / "x", start, lambda: None)
         file.write({"kind": "header", "schema": 2, "unit": "rows", "run": "", "metadata": {"start": start}})
+        assert file.folder is None
+        file.write(reading_record(0, 1))
         file.close()
         return file.folder
 
@@ -159,6 +238,9 @@ def test_an_earlier_start_is_continued_and_the_present_one_is_not_mixed(tmp_path
     assert (first / "records.jsonl").read_text().count('"run":"x"') == 2
 
 
-def test_the_horizon_is_that_of_the_option(tmp_path: Path) -> None:
-    measured = with_run(TURNS, tmp_path, horizon=7.0)
-    assert measured.run.header.setup["horizon"] == 7.0
+def test_a_second_start_in_the_same_folder_is_a_run_of_its_own(tmp_path: Path) -> None:
+    first = with_run(TURNS, tmp_path)
+    again = with_run(TURNS.replace("range(12)", "range(11)"), tmp_path / "again", out=first.folder)
+    run = sonde.read_run(first.folder)
+    assert (run.earlier_runs, len(run.headers), run.readings[-1].window) == (1, 1, 11)
+    assert f"sonde: log     {first.folder}\n" in again.err

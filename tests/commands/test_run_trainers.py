@@ -17,7 +17,8 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-from tests.commands.trainer_scripts import ACCELERATE, LIGHTNING, TRANSFORMERS  # noqa: E402
+import sonde  # noqa: E402
+from tests.commands.trainer_scripts import ACCELERATE, LIGHTNING, OUT_OF_MEMORY, TRANSFORMERS  # noqa: E402
 from tests.commands.unmodified import bare, check_untouched, explicit, same_weights, with_run  # noqa: E402
 
 NO_UNITS = {"unit": "", "units_per_piece": ""}
@@ -89,6 +90,23 @@ trainer.add_callback(Ends())
     assert reading.startswith("sonde: B_simple")
     assert ", 6 windows" in reading
     assert where == f"sonde: log     {measured.folder}"
+
+
+@pytest.mark.parametrize("fit", [0, 12])
+def test_a_trainer_that_looks_for_a_batch_that_fits_into_memory(fit: int, tmp_path: Path) -> None:
+    """It begins anew inside train(). The training that fits is measured, also if an earlier one has taken steps."""
+    script = OUT_OF_MEMORY.replace("STEPS_THAT_FIT", str(fit))
+    without, measured = (run(script, tmp_path, forks=True) for run in (bare, with_run))
+    rows = int(measured.out.split()[-1])
+    assert (measured.status, measured.out.split()[-1]) == (0, without.out.split()[-1]), measured.err
+    assert same_weights(measured.weights, without.weights)
+    said = [line for line in measured.err.splitlines() if "B_simple" in line]
+    assert len(said) == 1
+    assert f", batch {rows}, {560 // rows} windows" in said[0]
+    folder = measured.folder.with_name("log-2") if fit else measured.folder
+    assert measured.err.splitlines()[-1] == f"sonde: log     {folder}"
+    assert sonde.read_run(folder).readings[-1].window == 560 // rows
+    assert measured.folder.with_name("log-2").exists() == bool(fit)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import sonde
+from sonde.batch_size.taps.tap import HOW_TO_COUNT
 from sonde.commands.run_script.words import REMEDIES, in_words_of_run, say_in_words_of_run
 from tests.commands.scripts import START
 from tests.commands.unmodified import bare, with_run
@@ -102,7 +103,8 @@ def test_every_remedy_replaces_something_that_sonde_says() -> None:
 def _constants() -> list[str]:
     """The texts in sonde's sources, f-strings without what they insert."""
     texts = []
-    for file in (Path(sonde.__file__).parent / "batch_size").rglob("*.py"):
+    root = Path(sonde.__file__).parent
+    for file in [*(root / "batch_size").rglob("*.py"), *(root / "integrations").glob("*.py")]:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.JoinedStr):
                 texts.append("".join(v.value if isinstance(v, ast.Constant) else "…" for v in node.values))
@@ -126,4 +128,6 @@ def test_messages_name_options_of_the_command(monkeypatch: pytest.MonkeyPatch) -
         logging.disable(logging.NOTSET)
         logger.__class__, logger.handlers, logger.propagate, logger.disabled = before
     assert stream.getvalue() == "sonde: windows are too short: raise --budget, or put more work into each step\n"
-    assert in_words_of_run("pass units_per_piece=1)") == "pass --units-from 1)"
+    assert in_words_of_run(f"It is not clear. {HOW_TO_COUNT}").startswith(
+        "It is not clear. Pass --units-from: a number"
+    )

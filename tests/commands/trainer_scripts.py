@@ -28,6 +28,35 @@ print([log["loss"] for log in trainer.state.log_history if "loss" in log], list(
 torch.save(model.state_dict(), sys.argv[1])
 """
 
+OUT_OF_MEMORY = """
+import sys
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+class Net(nn.Module):
+    main_input_name = "x"
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 16), nn.Linear(16, 2)
+        self.seen = 0
+    def forward(self, x, labels=None):
+        self.seen += self.training
+        if self.training and len(x) > 28 and self.seen > STEPS_THAT_FIT:
+            raise RuntimeError("CUDA out of memory. Tried to allocate")
+        logits = self.b(torch.tanh(self.a(x)))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+torch.manual_seed(0)
+data = [{"x": torch.randn(6), "labels": i % 2} for i in range(560)]
+arguments = TrainingArguments("out", per_device_train_batch_size=32, auto_find_batch_size=True, num_train_epochs=1,
+    report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", logging_strategy="no", dataloader_drop_last=True)
+trainer = Trainer(model=Net(), args=arguments, train_dataset=data)
+trainer.train()
+print(trainer._train_batch_size)
+torch.save(trainer.model.state_dict(), sys.argv[1])
+"""
+
 _DATA = """
 import sys
 import torch

@@ -54,7 +54,7 @@ def bare(script: str, folder: Path, *, ranks: int = 1, forks: bool = False) -> O
 
 def with_run(script: str, folder: Path, *, ranks: int = 1, forks: bool = False, **options: Any) -> Outcome:
     """As `sonde run` starts it, with these options."""
-    given = RunOptions(**{"every": 1, "report": False, **options, "out": folder / "run" / "log"})
+    given = RunOptions(**{"every": 1, "report": False, "out": folder / "run" / "log", **options})
     environment = environment_of(given, ["script.py"], {})
     before = ["-m", "tests.commands.as_run"]
     return _outcome(script, folder / "run", *before, ranks=ranks, forks=forks, environment=environment)

@@ -46,7 +46,6 @@ def test_explicit_batch_is_split_evenly() -> None:
         ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"batch": -8}, "batch must be at least 1, got -8"),
         ({"learning_rate": 0.0}, "learning_rate must be positive and finite, got 0.0: try"),
-        ({"horizon": 1.0}, "horizon must be more than 1 step and finite, got 1.0: try"),
         ({"seed": -1}, "seed must be at least 0"),
         ({"batch": 30}, "must be a multiple of ranks × micro-batches = 2 × 2, got 30: pass --batch 28"),
         ({"batch": 3}, "got 3: pass --batch 4"),
@@ -67,12 +66,8 @@ def _read(tmp_path: Path, text: str) -> DemoOptions:
 
 
 def test_config_file_gives_options(tmp_path: Path) -> None:
-    options = _read(
-        tmp_path, "steps: 12\nmicro-batches: 4\nlearning_rate: 1e-3\nhorizon: 10\ndevice: cpu\nout: runs/a\n"
-    )
-    assert options == DemoOptions(
-        steps=12, micro_batches=4, learning_rate=1e-3, horizon=10.0, device="cpu", out=Path("runs/a")
-    )
+    options = _read(tmp_path, "steps: 12\nmicro-batches: 4\nlearning_rate: 1e-3\ndevice: cpu\nout: runs/a\n")
+    assert options == DemoOptions(steps=12, micro_batches=4, learning_rate=1e-3, device="cpu", out=Path("runs/a"))
 
 
 def test_empty_config_file_changes_nothing(tmp_path: Path) -> None:

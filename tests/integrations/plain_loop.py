@@ -79,10 +79,21 @@ def plain_loop(
     return probe.reading()
 
 
-def same_numbers(reading: Any, expected: Any) -> bool:
-    """To 1e-5: sums of fp32 squares in another order."""
+def same_numbers(reading: Any, expected: Any, *, apart_in_16_bits: bool = False) -> bool:
+    """To 1e-5: sums of fp32 squares in another order.
+
+    Args:
+        reading: of a trainer.
+        expected: of the plain loop.
+        apart_in_16_bits: whether two trainings in 16 bits are compared whose sums have another order. Their weights
+            differ in the last bits of fp32, and some of these are rounded to another neighbour in bf16, 2⁻⁸ of the
+            weight away. A layer of 16 inputs then returns something up to 2⁻¹⁰ else, and so do gradients. Which weights
+            these are changes with the processor. Last bits moved at random moved such readings by up to 1.5e-3, so the
+            numbers are the same to 5e-3.
+    """
     names = ("b_simple", "low", "high", "grad_sq", "trace_cov", "units_per_window")
     pairs = [(getattr(reading, name), getattr(expected, name)) for name in names]
+    rel = 5e-3 if apart_in_16_bits else 1e-5
     return reading.windows == expected.windows and all(
-        a == b or (a is not None and b is not None and abs(a - b) <= 1e-5 * abs(b)) for a, b in pairs
+        a == b or (a is not None and b is not None and abs(a - b) <= rel * abs(b)) for a, b in pairs
     )

@@ -328,7 +328,8 @@ def test_a_scaler_of_accelerate() -> None:
     pieces = [Piece({"batch": b}, {"unit_weights": tokens(b).tolist()}, 1 / 2) for b in batches()]
     windows = [pieces[k : k + 2] for k in (0, 2, 4, 6)] * 3
     expected = plain_loop(network(), windows[n_dropped:], loss_under_autocast(torch.float16))
-    assert same_numbers(reading, expected)
+    # Without a scale, small gradients lose bits in fp16, so the plain loop takes other steps.
+    assert same_numbers(reading, expected, apart_in_16_bits=True)
 
 
 def test_bad_arguments(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,8 +339,8 @@ def test_bad_arguments(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Mon
     with pytest.raises(ValueError, match=r"the optimizer is not one that accelerator\.prepare has returned: attach"):
         integration.attach(a, net, optimizer_of(net))
     model, optimizer = a.prepare(net, optimizer_of(net))
-    with pytest.raises(TypeError, match=r"attach\(\) has no argument 'horizn': did you mean 'horizon'"):
-        integration.attach(a, model, optimizer, horizn=3)
+    with pytest.raises(TypeError, match=r"attach\(\) has no argument 'budgt': did you mean 'budget'"):
+        integration.attach(a, model, optimizer, budgt=3)
     with pytest.raises(ValueError, match=r"a batch is counted in one unit, got unit=\('rows', 'tokens'\): pass units="):
         integration.attach(a, model, optimizer, unit=("rows", "tokens"))
     monkeypatch.setattr(accelerate, "__version__", "1.16.0")

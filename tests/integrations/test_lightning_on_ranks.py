@@ -85,4 +85,4 @@ def test_two_ranks(ranks2: Ranks, sharded: bool, precision: str) -> None:
 
     max_norm = 0.5 if not sharded and precision == "32-true" else 1e9
     expected = plain_loop(network(), windows, loss_of_piece, max_norm=max_norm)
-    assert same_numbers(SimpleNamespace(**first["reading"]), expected)
+    assert same_numbers(SimpleNamespace(**first["reading"]), expected, apart_in_16_bits=precision != "32-true")

@@ -210,10 +210,10 @@ def test_bad_arguments_are_refused_before_training(tmp_path: Path, caplog: pytes
     with pytest.raises(ValueError, match=r"trainer must be a transformers\.Trainer, got Linear"):
         integration.attach(nn.Linear(1, 1))
     trainer = trainer_of(tmp_path)
-    with pytest.raises(TypeError, match=r"attach\(\) has no argument 'horizn': did you mean 'horizon'"):
-        integration.attach(trainer, horizn=3)
-    with pytest.raises(ValueError, match="horizon must be more than 1 window"):
-        integration.attach(trainer, horizon=0)
+    with pytest.raises(TypeError, match=r"attach\(\) has no argument 'budgt': did you mean 'budget'"):
+        integration.attach(trainer, budgt=3)
+    with pytest.raises(ValueError, match="budget must be a part"):
+        integration.attach(trainer, budget=0)
     integration.attach(trainer)
     with pytest.raises(ValueError, match="has a probe already: attach once, or close the first"):
         integration.attach(trainer)

@@ -146,9 +146,12 @@ def test_a_compiled_loss_of_the_users_own_is_asked_about() -> None:
     counts = MicroBatches(trainer_of("unused"), None).count(batch, loss, n_items)
     assert float(counts["weight"]) == pytest.approx(float(batch["labels"][:, 1:].ne(-100).sum()) / 44)
     of_the_user = trainer_of("unused", kind=WeighsClasses)
-    with pytest.raises(ValueError, match="does not show how micro-batches weigh: pass weight= to attach"):
+    with pytest.raises(ValueError, match="does not show whether samples weigh by their tokens"):
         MicroBatches(of_the_user, None).count(batch, loss, n_items)
-    assert MicroBatches(of_the_user, None, lambda batch: 2.0).count(batch, loss, n_items)["weight"] == 2.0
+    with pytest.raises(ValueError, match="does not show how micro-batches weigh: pass weight= to attach"):
+        MicroBatches(of_the_user, lambda batch: 2).count(batch, loss, n_items)
+    counts = MicroBatches(of_the_user, lambda batch: 2, lambda batch: 2.0).count(batch, loss, n_items)
+    assert counts == {"units": 2, "weight": 2.0}
 
 
 def test_equal_shares_leave_it_open_how_micro_batches_weigh() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,10 @@ from tests.integrations.grpo_trainer import trainer_of, weights  # noqa: E402
 STEPS, SAVED_AT = 4, 2
 
 
-def trained(folder: Path, *, resume: Path | None = None, horizon: float = 50.0, **options: Any) -> torch.Tensor:
+def trained(folder: Path, *, resume: Path | None = None, **options: Any) -> torch.Tensor:
     """Train with a measurement in every step, and save checkpoints; returns the weights."""
     trainer = trainer_of(folder, steps=STEPS, save_strategy="steps", save_steps=SAVED_AT, **options)
-    integration.attach(trainer, {"gns_probe": {"enabled": True, "log_every": 1, "horizon": horizon}})
+    integration.attach(trainer, {"gns_probe": {"enabled": True, "log_every": 1}})
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return weights(trainer)
 
@@ -47,9 +46,3 @@ def test_a_resumed_run_has_the_averages_of_the_whole_run(tmp_path: Path, caplog:
     resumed = trained(tmp_path / "resumed", resume=checkpoint, **options)
     assert torch.equal(resumed, whole)
     assert saved(tmp_path / "resumed", STEPS) == expected
-
-    with caplog.at_level(logging.WARNING, logger="sonde"):
-        other = trained(tmp_path / "other", resume=checkpoint, horizon=20.0)
-    assert torch.equal(other, whole)
-    assert saved(tmp_path / "other", STEPS)["noise"]["windows"] == STEPS - SAVED_AT
-    assert "begin anew: state was averaged over a horizon of 50 windows, this probe uses 20" in caplog.text

@@ -38,7 +38,7 @@ utils.device_type, utils.device_module = (
 )
 
 import torchtitan.trainer as titan  # noqa: E402
-from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
+from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss  # noqa: E402
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402

@@ -160,4 +160,6 @@ def test_the_older_checkpointing_allows_whole_backwards_alone(derivatives: Any) 
         options = EntropyChangeOptions(first_order=True, derivatives=derivatives)
         found.append(EntropyChangeProbe(model, optimizer, options, token_statistics=STATISTICS).forecast(E, U))
     assert found[1].derivatives == "backward"
-    assert found[1].first_order.delta == pytest.approx(found[0].first_order.delta, rel=1e-3)
+    # A backward rounds gradients to the 8 bits of the parameters, which forward mode does not.
+    within = 0.02 * found[0].first_order.se
+    assert found[1].first_order.delta == pytest.approx(found[0].first_order.delta, abs=within)

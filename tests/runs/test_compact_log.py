@@ -201,7 +201,7 @@ def test_each_window_is_logged_on_request_and_can_be_computed_with_again(tmp_pat
     torch.manual_seed(0)
     model, sink = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)), Recording()
     log = sonde.RunLog([sonde.JsonlSink(tmp_path), sink], every=5, log_windows=True)
-    with sonde.attach(model, unit="rows", horizon=math.inf, log=log, verbose=False) as probe:
+    with sonde.attach(model, unit="rows", log=log, verbose=False) as probe:
         for step in range(12):
             for piece in range(2):
                 with probe.piece(units=4):
@@ -220,7 +220,7 @@ def test_each_window_is_logged_on_request_and_can_be_computed_with_again(tmp_pat
         group_values = [w.groups["1"][name.removeprefix("gns/")] or 0.0 for w in windows]
         own_group = getattr(reading.groups["1"], name.removeprefix("gns/"))
         assert sum(group_values) / len(values) == pytest.approx(own_group, rel=1e-7)
-    replayed = list(sonde.replay_windows(windows, horizon=math.inf))
+    replayed = list(sonde.replay_windows(windows))
     assert [r.window for r in replayed] == [w.window for w in windows]
     for fit, own in ((replayed[-1].total, reading), (replayed[-1].groups["1"], reading.groups["1"])):
         assert fit.interval.status == own.status

@@ -134,7 +134,7 @@ SETUP = header_record()["setup"]
     [
         ({"setup": SETUP | {"ranks": "two"}}, "'two' where a count is expected, for 'ranks' in its set-up"),
         ({"setup": SETUP | {"groups": 5}}, "5 where an array is expected, for 'groups' in its set-up"),
-        ({"setup": SETUP | {"horizon": "long"}}, "'long' where a finite number or null is expected, for 'horizon'"),
+        ({"setup": SETUP | {"level": "high"}}, "'high' where a finite number or null is expected, for 'level'"),
         ({"metrics": {"mine": {"meaning": "m"}}}, "None where a text is expected, for the unit of the metric 'mine'"),
         ({"metrics": {"mine": 3}}, "3 where an object is expected"),
     ],

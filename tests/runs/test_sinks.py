@@ -7,10 +7,13 @@ import time
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+import sonde
 from sonde.runs.reader import read_run
 from sonde.runs.sinks import JsonlSink
 from tests.new_process import Python
+from tests.read_only import read_only_folder
 from tests.runs.report.plausible_run import end_record, header_record, reading_record, write_run
 
 
@@ -177,3 +180,15 @@ def test_order_of_calls(tmp_path: Path) -> None:
     sink.close()
     with pytest.raises(RuntimeError, match="is closed, got a 'end' record"):
         sink.write(end_record(10))
+
+
+def test_a_log_that_cannot_be_written_says_where_and_what_to_do() -> None:
+    with read_only_folder() as folder:
+        for given in (folder, folder / "a" / "b"):
+            with pytest.raises(PermissionError, match=r"log to a folder that you may write to, not to: '.*read-only"):
+                sonde.attach(nn.Linear(2, 1), unit="rows", log=given, verbose=False)
+
+
+def test_a_log_in_a_folder_that_may_not_be_looked_into() -> None:
+    with read_only_folder(0o000) as folder, pytest.raises(PermissionError, match="the log cannot be written"):
+        sonde.attach(nn.Linear(2, 1), unit="rows", log=folder / "a", verbose=False)

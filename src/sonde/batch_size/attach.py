@@ -65,8 +65,10 @@ def attach(
         model: plain, compiled, wrapped in DDP, or cut by FSDP2, tensor or sequence parallelism; on any devices, with
             its final `requires_grad`. A model of FSDP2 is attached on all its ranks together: its parameters are
             gathered once.
-        optimizer: whose steps end the windows. The probe warns about windows that are not measured, or measured twice.
-            Without it, the probe looks for the only optimizer that steps the model's parameters.
+        optimizer: whose steps end the windows. Its parameters are measured, with those of other living optimizers that
+            step the rest of the model, as Muon and AdamW do. Parameters that no optimizer steps are left out. The probe
+            warns about windows that are not measured, or measured twice. Without it, all trainable parameters are
+            measured, and the probe looks for the only optimizer that steps them.
         unit: plural name of the independent sample ("sequences", "images"); results are in it. With several names,
             ("sequences", "tokens"), they are converted to those after the first.
         units_per_piece: units in a micro-batch, by name if there are several, unless `piece(units=...)` gives them.

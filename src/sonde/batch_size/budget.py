@@ -211,7 +211,7 @@ class Pace:
             row = self._arrived.popleft()
             self._compare_starts(row.costs)
             costs = per_rank(row.costs, self._n_ranks)
-            self._spent += costs.seconds - costs.idle_seconds
+            self._spent += costs.of_measuring
             self._rows.append(CostRow(row.number, row.every, costs))
         self._rows = deque(since_change(self._rows), maxlen=_REMEMBERED)
         if self.budget is None or not self._agrees:
@@ -240,13 +240,13 @@ class Pace:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that `load_state_dict` needs; numbers and lists of them."""
-        rows = [*self._rows, *(CostRow(r.number, r.every, per_rank(r.costs, self._n_ranks)) for r in self._arrived)]
+        arrived = [CostRow(r.number, r.every, per_rank(r.costs, self._n_ranks)) for r in self._arrived]
         return {
             "windows": self.windows,
             "every": self._every,
             "base": self._base,
-            "spent": self._spent,
-            "costs": [[row.number, row.every, *row.costs.numbers()] for row in since_change(rows)],
+            "spent": self._spent + math.fsum(row.costs.of_measuring for row in arrived),
+            "costs": [[row.number, row.every, *row.costs.numbers()] for row in since_change([*self._rows, *arrived])],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, get_args
@@ -11,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypeIs
 
-from sonde.batch_size.module_hook import ModuleHook, is_in_graph
+from sonde.batch_size.batch_dim import LayerSaw, UnclearUnitsError, count_units, layers_that_know, seen_by
+from sonde.batch_size.module_hook import ModuleHook, is_in_graph, put_on
+from sonde.parallel.unwrap import unwrap_model
 
 FirstDim = Literal["first dim"]
-"""The size of dim 0 of the first tensor that the model is called with: the rows of a micro-batch."""
+"""The rows of a micro-batch, as `count_units` finds them in what the model is called with and returns."""
 [FIRST_DIM] = get_args(FirstDim)
 UnitsOfForward = Callable[..., Any]
 """Called as the model is, it returns the micro-batch's units: a number, a 0-dim tensor, one of these by unit, or
@@ -28,50 +31,14 @@ class CountsOfForward:
     """What a function of a forward may return besides the units: the arguments of `NoiseScaleProbe.piece`.
 
     Attributes:
-        units: in the micro-batch; None for one unit per entry of `unit_weights`.
-        weight: of the micro-batch in the loss.
+        units: in the micro-batch; None for one unit per entry of `unit_weights`; "first dim" for its rows.
+        weight: of the micro-batch in the loss; None where it weighs by its units.
         unit_weights: the weight of each unit, [units].
     """
 
     units: Any = None
-    weight: float | Tensor = 1.0
+    weight: float | Tensor | None = 1.0
     unit_weights: Tensor | None = None
-
-
-def rows(*inputs: object) -> int | None:
-    """The size of dim 0 of the first tensor of one or more dims, in order, also inside of mappings, lists and objects.
-
-    Args:
-        *inputs: what a model is called with, or a batch.
-
-    Returns:
-        The number of rows; None where there is no such tensor.
-
-    Example:
-        >>> rows({"input_ids": torch.zeros(8, 128), "labels": torch.zeros(8, 128)})
-        8
-    """
-    first = _first_tensor(inputs)
-    return None if first is None else first.shape[0]
-
-
-def _first_tensor(inputs: Iterable[object]) -> Tensor | None:
-    """The first tensor of one or more dims."""
-    for value in inputs:
-        found: Tensor | None = None
-        if isinstance(value, Tensor):
-            found = value if value.dim() else None
-        elif isinstance(value, Mapping):
-            found = _first_tensor(value.values())
-        elif isinstance(value, list | tuple):
-            found = _first_tensor(value)
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            found = _first_tensor(getattr(value, field.name) for field in dataclasses.fields(value))
-        elif isinstance(data := getattr(value, "data", None), Mapping):  # a UserDict, as encodings of texts are
-            found = _first_tensor(data.values())
-        if found is not None:
-            return found
-    return None
 
 
 class ForwardUnits:
@@ -87,27 +54,37 @@ class ForwardUnits:
     """
 
     def __init__(self, model: nn.Module, count: UnitsOfForward | FirstDim) -> None:
-        self._rows = _RowsOfCall(model)
-        self._hook = _Hook(self._rows if isinstance(count, str) else count)
-        self._handle = model.register_forward_pre_hook(self._hook, with_kwargs=True)
+        self._forward = _Forward(model, count)
+        layers = layers_that_know(model)
+        self._forward.has_layers_that_know = bool(layers)
+        begins, called, ends = (
+            _Hook(self._forward, note)
+            for note in (self._forward.begins, self._forward.layer_is_called, self._forward.ends)
+        )
+        self._handles = [
+            *(put_on(layer.register_forward_pre_hook, called, with_kwargs=True) for layer in layers),
+            put_on(model.register_forward_pre_hook, begins, with_kwargs=True),
+            put_on(model.register_forward_hook, ends),
+        ]
 
     @property
     def seconds(self) -> float:
-        """Host time spent in the hook so far."""
-        return self._hook.seconds
+        """Host time spent in the hooks so far."""
+        return self._forward.seconds
 
     @property
     def counted_in(self) -> str:
-        """The tensor whose rows were counted first, in words; empty where a function counts."""
-        return self._rows.counted_in
+        """What was counted first, in words; empty where a function counts."""
+        return self._forward.counted_in
 
     def take(self) -> Any:
         """The units of the one forward since the last call; None where there was none, or several.
 
         Raises:
+            UnclearUnitsError: where rows are counted, and it is not clear which dim they are.
             Exception: what the user's function has raised.
         """
-        seen, self._hook.seen = self._hook.seen, []
+        seen, self._forward.seen = self._forward.seen, []
         forwards = [units for is_training, units in seen if is_training] or [units for _, units in seen]
         if len(forwards) != 1:
             return None
@@ -117,69 +94,108 @@ class ForwardUnits:
 
     def forget(self) -> None:
         """Forget forwards whose backward has not come, before a declared piece."""
-        self._hook.seen = []
+        self._forward.seen = []
 
     def begin_window(self, *, is_measured: bool) -> None:
         """Forget forwards of the window before, and count those that come if the window is measured."""
-        self._hook.seen, self._hook.counts = [], is_measured
+        self._forward.seen, self._forward.counts = [], is_measured
 
     def close(self) -> None:
-        """Remove the hook."""
-        self._handle.remove()
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
 
 
-class _Hook(ModuleHook):
-    """Counts the units of forwards that build a graph."""
+class _Forward:
+    """Counts the units of the present forward from its begin to its end.
 
-    def __init__(self, count: UnitsOfForward) -> None:
+    Args:
+        model: as the user calls it.
+        count: as for `ForwardUnits`.
+    """
+
+    def __init__(self, model: nn.Module, count: UnitsOfForward | FirstDim) -> None:
         self.seen: list[tuple[bool, Any]] = []
         """Whether the model was in train mode, and the units, of each forward since they were taken."""
         self.seconds = 0.0
         self.counts = True
         """Whether the present window is measured."""
-        self._count = count
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if is_in_graph() or not (self.counts and torch.is_grad_enabled()):
-            return
-        start = time.perf_counter()
-        try:
-            units = self._count(*args, **kwargs)
-        except Exception as error:  # raised where the units are needed, not inside the user's forward
-            units = error
-        self.seen.append((module.training, units))
-        self.seconds += time.perf_counter() - start
-
-
-class _RowsOfCall:
-    """Counts the rows of the first tensor that a model is called with, and remembers the first such tensor's shape.
-
-    Args:
-        model: a layer in which may read time first.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
         self.counted_in = ""
-        reads_time_first = (
-            type(layer).__name__
-            for layer in model.modules()
-            if isinstance(layer, nn.RNNBase | nn.MultiheadAttention) and not layer.batch_first
-        )
-        self._time_first = next(reads_time_first, "")
+        self.has_layers_that_know = False
+        self._count = count
+        self._names = tuple(inspect.signature(unwrap_model(model).forward).parameters)
+        self._called_with: dict[str, Any] = {}
+        self._layers: list[LayerSaw] = []
+        self._given: Any = None
 
-    def __call__(self, *args: object, **kwargs: object) -> int | None:
-        if (first := _first_tensor((*args, *kwargs.values()))) is None:
+    @property
+    def _is_counted(self) -> bool:
+        return self.counts and torch.is_grad_enabled()
+
+    def begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note what the model is called with, before it takes anything out of it."""
+        if not self._is_counted:
+            return
+        names = [*self._names[: len(args)], *map(str, range(len(self._names), len(args)))]
+        self._called_with, self._layers = dict(zip(names, args, strict=True)) | kwargs, []
+        try:
+            self._given = self._count if isinstance(self._count, str) else self._count(*args, **kwargs)
+        except Exception as error:  # raised where the units are needed, not inside the user's forward
+            self._given = error
+
+    def layer_is_called(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note what a layer is called with that knows which dim is the batch."""
+        if self._is_counted and (saw := seen_by(layer, args, kwargs)) is not None:
+            self._layers.append(saw)
+
+    def ends(self, model: nn.Module, args: object, output: object) -> None:
+        """Count the units, with what the model has returned as a witness."""
+        if not self._is_counted:
+            return
+        given, self._given = self._given, None
+        try:
+            units = self._with_rows(given, output)
+        except Exception as error:
+            units = error
+        self.seen.append((model.training, units))
+        self._called_with = {}
+
+    def _with_rows(self, given: Any, output: object) -> Any:
+        """What was given, with the number of rows where it leaves that open."""
+        if isinstance(given, CountsOfForward) and _is_first_dim(given.units):
+            n = self._rows(output)
+            return None if n is None else dataclasses.replace(given, units=n)
+        return self._rows(output) if _is_first_dim(given) else given
+
+    def _rows(self, output: object) -> int | None:
+        is_unseen = self.has_layers_that_know and not self._layers
+        try:
+            counted = count_units(self._called_with, output, layers=self._layers, may_be_time_first=is_unseen)
+        except UnclearUnitsError:
+            raise
+        except Exception as error:  # of an object of the user's that cannot be looked at
+            raise UnclearUnitsError(f"the batch cannot be looked at ({type(error).__name__}: {error})") from error
+        if counted is None:
             return None
-        if not self.counted_in:
-            self.counted_in = f"dim 0 of {str(first.dtype).removeprefix('torch.')} {list(first.shape)}"
-            if first.dim() == 1:
-                self.counted_in += "; if that is one unit without a dim of its own, pass units_per_piece=1"
-            elif self._time_first:
-                self.counted_in += (
-                    f"; its {self._time_first} has batch_first=False: if dim 0 is time, pass units_per_piece=lambda x: "
-                    "x.shape[1]"
-                )
-        return first.shape[0]
+        self.counted_in = self.counted_in or counted.where
+        return counted.n
+
+
+class _Hook(ModuleHook):
+    """Calls a function in a forward that does not become a graph of torch's, and adds up its host time."""
+
+    def __init__(self, forward: _Forward, note: Callable[..., None]) -> None:
+        self._forward, self._note = forward, note
+
+    def __call__(self, *called_with: Any) -> None:
+        if not is_in_graph():
+            start = time.perf_counter()
+            self._note(*called_with)
+            self._forward.seconds += time.perf_counter() - start
+
+
+def _is_first_dim(value: object) -> bool:
+    return isinstance(value, str) and value == FIRST_DIM
 
 
 def is_of_forward(units_per_piece: UnitsPerPiece) -> TypeIs[FirstDim | UnitsOfForward]:
@@ -196,7 +212,7 @@ def check_units_of_forward(units_per_piece: object, names: Iterable[str]) -> Non
     if isinstance(units_per_piece, str) and units_per_piece != FIRST_DIM:
         raise ValueError(
             f"units_per_piece must be a number, {FIRST_DIM!r} or a function, got {units_per_piece!r}: "
-            f"{FIRST_DIM!r} counts the rows of the first tensor that the model is called with"
+            f"{FIRST_DIM!r} counts the rows of what the model is called with"
         )
     if units_per_piece == FIRST_DIM and len(several := tuple(names)) > 1:
         raise ValueError(

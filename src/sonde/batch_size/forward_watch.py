@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from sonde.batch_size.module_hook import ModuleHook, is_traced
+from sonde.batch_size.module_hook import ModuleHook, is_traced, put_on
 from sonde.parallel.devices import is_capturing, runs_beside_host
 
 
@@ -35,7 +35,7 @@ class ForwardWatch:
 
     def _register(self) -> None:
         if not isinstance(self._model, torch.jit.ScriptModule):  # which takes no hooks, and is not judged
-            self._handle = self._model.register_forward_hook(self._forwards)
+            self._handle = put_on(self._model.register_forward_hook, self._forwards)
 
     def watch(self) -> None:
         """Count forwards again, if they are not counted. Called after one that was not."""

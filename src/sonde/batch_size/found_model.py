@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -79,19 +79,21 @@ class FoundModel:
         return self.wrapper.pp_mesh is not None
 
 
-def find_parameters(model: nn.Module, ranks: RanksOfModel) -> tuple[Wrapper, ModelParameters]:
+def find_parameters(model: nn.Module, ranks: RanksOfModel, optimizer: Any = None) -> tuple[Wrapper, ModelParameters]:
     """Find a model's wrapper, and the parameters of all its pipeline stages.
 
     Args:
         model: as the user calls it.
         ranks: as they were given.
+        optimizer: as it was given.
 
     Raises:
         ValueError: for a model that cannot be measured; on all ranks of a pipeline, if the stage of one is refused.
     """
     if ranks.pp_mesh is not None:
         refuse_on_all_stages(_why_refused(model), ranks.pp_mesh)
-    wrapper = find_wrapper(model, ranks.process_group, ranks.mesh, ranks.pp_mesh, ranks.expert_mesh, ranks.cp_mesh)
+    of_ranks = ranks.process_group, ranks.mesh, ranks.pp_mesh, ranks.expert_mesh, ranks.cp_mesh
+    wrapper = find_wrapper(model, *of_ranks, optimizer=optimizer)
     if ranks.pp_mesh is None:
         refuse_stage_alone(model, "pass pp_mesh=, the axis of the mesh along which stages lie")
     refuse_steps_in_backward(model)
@@ -127,7 +129,7 @@ def find_model(
     Raises:
         ValueError: for a model that cannot be measured; on all ranks, when they hold other models or options.
     """
-    wrapper, whole = find_parameters(model, ranks)
+    wrapper, whole = find_parameters(model, ranks, optimizer)
     if wrapper.experts is not None and wrapper.pp_mesh is not None:
         raise ValueError(
             "experts in pipeline stages are not measured: measure the norm by sonde.clip_grad_norm_, or the noise "
@@ -158,7 +160,7 @@ def find_model(
         sequences_axis=axis_of_sequences(parameters) if ranks.cp_mesh is None else None,
         facts={
             "second_moments": moments.in_words if moments is not None else None,
-            "optimizer": optimizer_in_words(optimizer, parameters),
+            "optimizer": optimizer_in_words(optimizer, wrapper),
             "batch_norms": n_batch_norms(model),
             "sync_batch_norms": n_sync_batch_norms(model, wrapper.n_ranks),
             "post_accumulate_hooks": n_post_accumulate_hooks(parameters),

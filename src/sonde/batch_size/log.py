@@ -39,6 +39,7 @@ METRICS: dict[str, Metric] = {
     "gns/u": Metric("1/{unit}", "mean of one over a piece's units, weighted as the pieces are; gns_mu is tr Σ·u/|G|²"),
     "gns/units_per_window": Metric("{unit}", "units in a window: the batch size"),
     "gns/windows_needed": Metric("windows", "measured windows still needed for ± 20 %; null when not known"),
+    "gns/warms_up": Metric("0 or 1", "1 while the learning rate is still rising, and no batch is judged"),
     "gns/scale": Metric("ratio", "κ: the optimizer's gradient over the sum of the pieces' gradients"),
     "gns/scale_residual": Metric("ratio", "part of the optimizer's gradient that κ does not explain"),
     "gns/covered": Metric("fraction", "part of |F|² of the parameters that the noise scale speaks of; 1 for all"),
@@ -166,6 +167,8 @@ class NoiseScaleLog:
         self._window = 0
         self._last_drop, self._n_same_drops = "", 0
         self._n_readings = 0
+        self._goes_on = False
+        """Whether a saved state was loaded, so that this start goes on with the run before it."""
         self._lacks_groups = False
         """Whether the last reading was written without its groups."""
         self._has_groups = bool(setup.get("groups"))
@@ -264,6 +267,8 @@ class NoiseScaleLog:
         interval = self._interval
         if interval.windows == 0:
             return
+        if not (self._n_readings or self._goes_on):
+            self._write("fresh")
         self._n_readings += 1
         is_due = self._has_groups and (is_last or has_details(self._n_readings))
         self._lacks_groups = self._has_groups and not is_due
@@ -330,6 +335,7 @@ class NoiseScaleLog:
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
         """Go on counting where another run stopped."""
         self._window, self._units_seen = int(state["window"]), float(state["units_seen"])
+        self._goes_on = True
 
 
 def _metrics_in(units: Sequence[str], first: str) -> dict[str, Metric]:

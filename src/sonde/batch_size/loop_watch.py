@@ -58,7 +58,7 @@ class LoopWatch:
         self._forwards = ForwardWatch(model, reader.device)
         self.n_passed_pieces = 0
         """Declared pieces of the present window, if it is not measured."""
-        self._steps = StepWatch(optimizer, parameters, reader, n_runs=self._watched_runs, alert=alert)
+        self._steps = StepWatch(optimizer, wrapper, reader, n_runs=self._watched_runs, alert=alert)
         self._trained, self._frozen = FrozenWatch(parameters), frozen
         self._parameters, self._reader = parameters, reader
         self._n_hooks = n_post_accumulate_hooks(parameters)

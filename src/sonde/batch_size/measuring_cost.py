@@ -50,6 +50,11 @@ class WindowCosts:
     sq_start: float = 0.0
     changed: float = 0.0
 
+    @property
+    def of_measuring(self) -> float:
+        """Seconds that the measured window itself has cost."""
+        return self.seconds - self.idle_seconds
+
     def numbers(self) -> list[float]:
         """All of it, in the order of the attributes."""
         return list(astuple(self))
@@ -133,7 +138,7 @@ def affordable_every(rows: Sequence[CostRow], budget: float) -> int | None:
 
 
 def _mean_costs(rows: Sequence[CostRow]) -> _Costs:
-    of_measured = [row.costs.seconds - row.costs.idle_seconds for row in rows]
+    of_measured = [row.costs.of_measuring for row in rows]
     most = _OUTLIER * statistics.median(of_measured)
     if sum(seconds > most for seconds in of_measured) > _MOST_OUTLIERS:
         most = math.inf

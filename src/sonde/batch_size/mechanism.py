@@ -12,7 +12,7 @@ from torch import nn
 from sonde.batch_size.log import MeasuredWindow
 from sonde.batch_size.per_example.window import NOTHING_COVERED, SEVERAL_BACKWARDS, ExampleWindow
 from sonde.batch_size.setup import NoiseScaleOptions
-from sonde.batch_size.stats.example_sums import CoveredPart
+from sonde.batch_size.stats.example_sums import ENOUGH_COVERED, CoveredPart
 from sonde.batch_size.stats.window_row import WITHOUT_EXAMPLES, Drop, WindowRow
 from sonde.parallel.wrappers import Wrapper
 
@@ -20,6 +20,9 @@ _IN_A_ROW = 3
 """Windows in a row that must say the same before the mechanism changes, or examples are given up."""
 _MOST_NAMED = 3
 """Parameters that one message names."""
+_SHARE_NO_SAMPLES = (
+    "rows that share samples, as after mixup, would give a wrong number: accumulate over 2 micro-batches then"
+)
 
 
 class Mechanism:
@@ -54,7 +57,7 @@ class Mechanism:
             raise ValueError(f"per_example='always' needs the gradients of single examples, but {self.why_not}")
         self.reads_examples = self.examples is not None
         """Whether examples are read in measured windows, besides pieces, which leaf hooks must read then."""
-        self._has_chosen = self._is_asked
+        self._has_chosen = False
         self._covered = CoveredPart(len(self._names))
         self._n_failures = self._n_otherwise = 0
         self._news: list[tuple[str, str]] = []
@@ -115,14 +118,18 @@ class Mechanism:
 
     def _choose(self, n_pieces: int, *, has_examples: bool) -> None:
         """Let the first window choose between pieces and examples, and later ones if they say otherwise."""
-        if self._is_asked or self.why_not or not n_pieces:
+        if self.why_not or not n_pieces:
             return
-        if self._has_chosen:
+        if self._is_asked:
+            if has_examples and not self._has_chosen:
+                self._has_chosen = True
+                self._tell(f"the gradient of each example is read; {_SHARE_NO_SAMPLES}")
+        elif self._has_chosen:
             self._n_otherwise = self._n_otherwise + 1 if (n_pieces == 1) != self.reads_examples else 0
             if self._n_otherwise >= _IN_A_ROW:
                 self.reads_examples, self._n_otherwise = n_pieces == 1, 0
                 self._tell(
-                    "windows are single pieces now, so the gradient of each of their examples is read"
+                    f"windows are single pieces now, so the gradient of each example is read; {_SHARE_NO_SAMPLES}"
                     if self.reads_examples
                     else "windows have several pieces now, which are compared in place of single examples"
                 )
@@ -130,7 +137,7 @@ class Mechanism:
             self._has_chosen, self.reads_examples = True, False
         elif has_examples:
             self._has_chosen = True
-            self._tell("a window is a single piece, so the gradient of each of its examples is read")
+            self._tell(f"a window is a single piece, so the gradient of each example is read; {_SHARE_NO_SAMPLES}")
 
     def saw(self, window: MeasuredWindow, *, is_sound: bool, scale: float | None) -> None:
         """Note a window that was solved or dropped.
@@ -175,7 +182,8 @@ class Mechanism:
         named = [f"{name} ({self.examples.reasons.get(name, _UNSEEN)})" for name in missing]
         more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
         message = f"the noise scale is {self._covered.coverage}; not covered: {', '.join(named[:_MOST_NAMED])}{more}"
-        self._news.append(("not_covered", message))
+        is_enough = self._covered.coverage.part >= ENOUGH_COVERED
+        self._news.append(("" if is_enough else "not_covered", message))
 
     def _in_words(self, why_not: str) -> str:
         """Why the examples of a window cannot be used, with the first reason that the host knows of a parameter."""

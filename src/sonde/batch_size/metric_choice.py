@@ -148,7 +148,6 @@ def _matrices(model: nn.Module, parameters: Sequence[Tensor], optimizer: Any) ->
     if type(optimizer).__name__ == "Muon":
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     else:
-        held = {id(p) for p in parameters} - {
-            id(module.weight) for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        }
+        tables = (module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
+        held = {id(p) for p in parameters} - {id(p) for table in tables for p in table.parameters()}
     return [i for i, p in enumerate(parameters) if p.dim() == 2 and p.numel() and id(p) in held]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sonde.parallel.unwrap import unwrap_optimizer
+from sonde.parallel.wrappers import Wrapper
 from sonde.wording import plural, some_of
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -58,15 +59,19 @@ def n_post_accumulate_hooks(parameters: Iterable[Tensor]) -> int:
     return sum(bool(p._post_accumulate_grad_hooks) for p in parameters)
 
 
-def optimizer_in_words(optimizer: torch.optim.Optimizer | None, parameters: Iterable[Tensor]) -> str:
-    """The optimizer whose steps are watched, for people."""
+def optimizer_in_words(optimizer: torch.optim.Optimizer | None, wrapper: Wrapper) -> str:
+    """The optimizer whose steps are watched, and what it says of the parameters that are measured; for people."""
     if optimizer is None:
         return "none given: whichever is seen to step these parameters is watched"
     inner: Any = unwrap_optimizer(optimizer)
-    held = {id(p) for group in inner.param_groups for p in group["params"]}
-    is_held = [id(p) in held for p in parameters]
-    if not any(is_held):
+    if not wrapper.optimizers:
         return f"{type(inner).__name__}, which holds none of these parameters: is it another model's?"
-    if not all(is_held):
-        return f"{type(inner).__name__}, which holds {sum(is_held)} of these {len(is_held)} parameters"
-    return type(inner).__name__
+    names = " and ".join(sorted(type(each).__name__ for each in wrapper.optimizers))
+    n_left_out = sum(p.requires_grad for p in wrapper.frozen.values())
+    if not n_left_out:
+        return names
+    n = len(wrapper.parameters)
+    return (
+        f"{names}, with {n} of {n + n_left_out} trainable parameters: only these are measured, since no optimizer "
+        f"steps the others ({some_of([name for name, p in wrapper.frozen.items() if p.requires_grad])})"
+    )

@@ -3,22 +3,46 @@
 from __future__ import annotations
 
 import contextlib
+import copyreg
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 
 class ModuleHook:
-    """A hook on a module. A copy or a pickle of the module has one in its place that does nothing.
+    """A hook on a module, known by this type: see `put_on`."""
 
-    A pickle can thus be loaded where sonde is not installed.
+
+def put_on(register: Callable[..., RemovableHandle], hook: Any, **options: bool) -> RemovableHandle:
+    """Put a hook on a module. A copy or a pickle of the module is without it.
+
+    A pickle can thus be loaded where sonde is not installed, and by `torch.load`, which asks of each object in a whole
+    model whether it may be loaded.
+
+    Args:
+        register: the module's method, such as `model.register_forward_hook`.
+        hook: to put on.
+        **options: of that method.
     """
+    # Copies and pickles ask here, by type, what an object is made of; a module has no say in what it is made of.
+    copyreg.pickle(OrderedDict, _without_ours)
+    handle = register(hook, **options)
+    # A module also keeps the numbers of hooks that take keywords, and a hook of the user's may have the same number
+    # where the module is loaded.
+    for table in (reference() for reference in handle.extra_dict_ref):
+        if table is not None and handle.id in table:
+            table[handle.id] = hook
+    return handle
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, str]]:
-        # Of all that Python's own library has, this takes any arguments and returns None.
-        return getattr, (contextlib.nullcontext(), "__exit__")
+
+def _without_ours(table: OrderedDict[Any, Any]) -> tuple[Any, ...]:
+    """What a copy or a pickle of any `OrderedDict` is made of: the same as ever, but for hooks of sonde."""
+    made, given, state, items, pairs = cast("tuple[Any, ...]", table.__reduce__())
+    return made, given, state, items, (pair for pair in pairs if not isinstance(pair[1], ModuleHook))
 
 
 def is_traced() -> bool:
@@ -37,7 +61,7 @@ def lifted(model: nn.Module) -> Iterator[None]:
     tables = [table for m in model.modules() for table in (m._forward_hooks, m._forward_pre_hooks)]
     kept = [dict(table) for table in tables]
     for table in tables:
-        for key in [key for key, hook in table.items() if _is_ours(hook)]:
+        for key in [key for key, hook in table.items() if isinstance(hook, ModuleHook)]:
             del table[key]
     try:
         yield
@@ -45,8 +69,3 @@ def lifted(model: nn.Module) -> Iterator[None]:
         for table, hooks in zip(tables, kept, strict=True):
             table.clear()
             table.update(hooks)
-
-
-def _is_ours(hook: object) -> bool:
-    """Whether it is such a hook, or what a copy has in its place."""
-    return isinstance(hook, ModuleHook) or getattr(hook, "__func__", None) is contextlib.nullcontext.__exit__

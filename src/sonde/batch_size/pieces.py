@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from sonde.batch_size.batch_dim import UnclearUnitsError
 from sonde.batch_size.forward_units import CountsOfForward, ForwardUnits
 from sonde.batch_size.loop_watch import LoopWatch
 from sonde.batch_size.pacing import Pacing
@@ -130,6 +131,7 @@ class Pieces:
         self._in_pipeline, self._has_peers = in_pipeline, has_peers
         self._has_run = False
         """Whether a piece has ended in the present window, or a backward that was none."""
+        self._question = ""
         self._error: Exception | None = None
         self._has_logged = False
         """Whether an error of `units_per_piece` was logged. Its text may be another one for each piece."""
@@ -209,7 +211,7 @@ class Pieces:
             by_forward = self._counted_by_forward(counts.weight)
             if isinstance(by_forward, Problem):
                 self._reader.leave_out_backward(Problem.BAD_COUNTS)
-                self._units_unclear = not self._has_peers
+                self._units_unclear = by_forward is not Problem.UNITS_ASKED and not self._has_peers
                 return
             counts = by_forward
         self._reader.end_piece(counts)
@@ -227,7 +229,13 @@ class Pieces:
                 return Problem.UNITS_UNCLEAR
             counts = units if isinstance(units, CountsOfForward) else CountsOfForward(units)
             first, further = counted_in(self._names, counts.units)
-            return piece_counts(first, counts.weight if weight is None else weight, counts.unit_weights, further)
+            if weight is None:
+                by_units = 1.0 if first is None else first
+                weight = by_units if counts.weight is None else counts.weight
+            return piece_counts(first, weight, counts.unit_weights, further)
+        except UnclearUnitsError as question:
+            self._question = str(question)
+            return Problem.UNITS_ASKED
         except Exception as error:  # of the user's function, or a number that cannot be
             if self._has_peers:  # they would wait for a rank that raises: the window is dropped
                 if not self._has_logged:
@@ -346,6 +354,11 @@ class Pieces:
         if self._units_unclear:
             self._units_unclear = False
             raise RuntimeError(Problem.UNITS_UNCLEAR.message)
+
+    def take_question(self) -> str:
+        """What was seen in a forward since the last call that does not show its units; empty if all did."""
+        question, self._question = self._question, ""
+        return question
 
     @property
     def counted_in(self) -> str:

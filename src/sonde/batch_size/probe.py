@@ -92,8 +92,10 @@ class NoiseScaleProbe:
     Args:
         model: plain, compiled, wrapped in DDP, or cut by FSDP2, tensor or sequence parallelism; on any devices, with
             its final `requires_grad`.
-        optimizer: whose steps end the windows. The probe warns about windows that are not measured, or measured twice.
-            Without it, the probe looks for the only optimizer that steps the model's parameters.
+        optimizer: whose steps end the windows. Its parameters are measured, with those of other living optimizers that
+            step the rest of the model, as Muon and AdamW do. Parameters that no optimizer steps are left out. The probe
+            warns about windows that are not measured, or measured twice. Without it, all trainable parameters are
+            measured, and the probe looks for the only optimizer that steps them.
         options: how to measure.
         grad_scaler: the `torch.amp.GradScaler` in use; a piece is divided by the scale that it was taken at.
         process_group: the ranks over which you reduce the gradients of a plain module yourself.
@@ -154,7 +156,7 @@ class NoiseScaleProbe:
                 "takes no hooks: pass a number, or units= to piece()"
             )
         self._wrapper, self._options = (wrapper := found.wrapper), options
-        self._unmeasured = UnmeasuredParameters(model, found.parameters, wrapper.leaves, wrapper.stand_ins)
+        self._unmeasured = UnmeasuredParameters(model, wrapper)
         self._late_wrapper = LateWrapper(model, wrapper, self._unmeasured)
         self._grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         hook_name = hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
@@ -422,6 +424,8 @@ class NoiseScaleProbe:
         self, max_norm: float | None, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> Tensor:
         """End the window as `step()` does, and clip the gradients by their joint norm.
+
+        All that the optimizers step is clipped, also what is not the model's; without an optimizer, all of the model.
 
         Args:
             max_norm: the largest norm allowed, ≥ 0; None or `math.inf` only measures.

@@ -46,8 +46,9 @@ class NoiseScaleOptions:
             ("sequences", "tokens"), count each piece in all of them: results are converted to those after the first.
         units_per_piece: units in a micro-batch, by name if there are several, unless `piece(units=...)` gives their
             number. Without `piece()`, each backward is one piece. Once `piece()` is used, only backwards inside
-            `piece()` count. "first dim" counts the rows of each forward: the size of dim 0 of the first tensor that the
-            model is called with. A function is called as the model is, and returns the number of units.
+            `piece()` count. "first dim" counts the rows of each forward: dim 0 of the first tensor that the model is
+            called with, if what it returns, its other tensors and its layers agree. A function is called as the model
+            is, and returns the number of units.
         groups: "blocks" for one group per top-level block; "kinds" for embeddings, attention, mlp, experts, norms,
             biases, head and the like; "parameters" for one group each; None for one group in all; or a function from a
             parameter's name to its group's.
@@ -280,7 +281,7 @@ def _units_by_forward(units_per_piece: UnitsPerPiece) -> str | None:
     if not is_of_forward(units_per_piece):
         return None
     if units_per_piece == FIRST_DIM:
-        return "the rows of the first tensor that the model is called with"
+        return "the rows of what the model is called with"
     return "counted by your function from what the model is called with"
 
 

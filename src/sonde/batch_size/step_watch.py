@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from sonde.batch_size.hook_failures import log_failure
 from sonde.batch_size.taps.autograd_internals import in_backward
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.parallel.unwrap import unwrap_optimizer
+from sonde.parallel.wrappers import Wrapper
+from sonde.wording import plural, some_of
 
 Alert = Callable[[str, str], None]
 """Takes the name of an alert and its message."""
@@ -40,18 +41,19 @@ class StepWatch:
 
     Args:
         optimizer: the optimizer of the loop; None to find it by its steps.
-        parameters: measured parameters.
+        wrapper: of the model. Optimizers that step what is not measured join its own.
         reader: the reader of the window, which is forgotten when the optimizer steps before the window was ended.
         n_runs: counts the forward passes and the declared pieces of the present window. Where nothing is measured, they
             show that gradients are new.
         alert: called with "never_called" when it is certain that a window was not ended, not even late; with
-            "steps_unwatched" when the check is blind; with "optimizer_replaced" when it follows another optimizer.
+            "steps_unwatched" when the check is blind; with "optimizer_replaced" when it follows another optimizer; with
+            "not_stepped" when measured parameters are in no optimizer that steps.
     """
 
     def __init__(
         self,
         optimizer: Any,
-        parameters: Collection[Tensor],
+        wrapper: Wrapper,
         reader: WindowReader,
         *,
         n_runs: Callable[[], int],
@@ -63,9 +65,13 @@ class StepWatch:
         self.is_measured = True
         """Whether the present window is measured."""
         self._n_runs_stepped = self._n_unended = self._n_often = 0
-        self._parameters, self._ids = list(parameters), frozenset(id(p) for p in parameters)
+        self._parameters, self._optimizers = wrapper.parameters, wrapper.optimizers
+        self._left_out = frozenset(id(p) for p in wrapper.frozen.values() if p.requires_grad)
+        self._ids = self._left_out.union(id(p) for p in self._parameters.values())
+        self._versions = [p._version for p in self._parameters.values()]
+        self._n_ended = 0
         self._held: weakref.WeakKeyDictionary[Any, tuple[int, frozenset[int]]] = weakref.WeakKeyDictionary()
-        """By optimizer: how many parameters it has, and the measured ones among them."""
+        """By optimizer that has stepped: how many parameters it has, and the model's among them."""
         given = None if optimizer is None else unwrap_optimizer(optimizer)
         self._given: Callable[[], Any] = (lambda: None) if given is None else weakref.ref(given)
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet([] if given is None else [given])
@@ -98,7 +104,10 @@ class StepWatch:
             self.alert_if_due()
         self._stepped_unended, self._ended_since_step = False, not is_late
         self._windows_unstepped += 1
+        self._n_ended += 1
         self._find_optimizer()
+        if self._n_ended == _UNSEEN_AFTER:
+            self._alert_not_stepped()
         return is_late
 
     def window_passes(self) -> None:
@@ -128,6 +137,18 @@ class StepWatch:
             "call probe.step() or probe.clip_grad_norm_() before it",
         )
 
+    def _alert_not_stepped(self) -> None:
+        """Report measured parameters that no optimizer holds, while others are stepped."""
+        stepped = frozenset().union(*(held for _, held in self._held.values()))
+        still = (name for (name, p), n in zip(self._parameters.items(), self._versions, strict=True) if p._version == n)
+        if stepped and (names := [name for name in still if id(self._parameters[name]) not in stepped]):
+            self._alert(
+                "not_stepped",
+                f"{plural(len(names), 'measured parameter')} ({some_of(names)}) are in no optimizer that steps, and do "
+                "not change, so the noise scale is not that of the steps: pass the optimizer to attach as optimizer=, "
+                "or freeze them by requires_grad_(False)",
+            )
+
     def close(self) -> None:
         """Stop listening."""
         for handle in self._handles:
@@ -152,7 +173,7 @@ class StepWatch:
 
     def _written(self) -> int:
         """How often the parameters were written to. Not counted: writes through `.data`, and by foreign kernels."""
-        return sum(p._version for p in self._parameters)
+        return sum(p._version for p in self._parameters.values())
 
     def _written_unseen(self) -> bool:
         """Whether parameters have changed in so many windows that someone must step them."""
@@ -217,7 +238,7 @@ class StepWatch:
             self._stepping.pop()
 
     def _held_by(self, optimizer: Any) -> frozenset[int]:
-        """The measured parameters that an optimizer holds, by id."""
+        """The model's parameters that an optimizer holds, by id."""
         n = 0
         for group in optimizer.param_groups:  # more after `add_param_group`
             n += len(group["params"])
@@ -225,6 +246,8 @@ class StepWatch:
         if known is None or known[0] != n:
             held = (id(p) for group in optimizer.param_groups for p in group["params"])
             self._held[optimizer] = known = n, self._ids.intersection(held)
+            if not known[1].isdisjoint(self._left_out):
+                self._optimizers.add(optimizer)
         return known[1]
 
     def _before_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

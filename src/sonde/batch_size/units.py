@@ -21,13 +21,20 @@ def unit_names(unit: object) -> tuple[str, ...]:
         unit: one name, or several.
 
     Raises:
-        ValueError: when one of them is empty or no text, occurs twice, or could not be a part of a metric's name.
+        ValueError: when one of them is empty or no text, occurs twice, or could not be a part of a metric's name; when
+            the independent sample is a token.
     """
     names = (unit,) if isinstance(unit, str) else tuple(unit) if isinstance(unit, Sequence) else ()
     if not names or not all(isinstance(name, str) and name.strip() for name in names):
         raise ValueError(
             f"unit must name the independent sample, got {unit!r}: use 'sequences', 'images' or 'prompts', or several, "
             "the independent sample first: ('sequences', 'tokens')"
+        )
+    if names[0].strip().lower() in ("token", "tokens"):
+        raise ValueError(
+            f"unit must name the independent sample, got {names[0]!r}, and the tokens of one sequence depend on each "
+            "other: name the sequences, 'sequences', or count pieces in both, unit=('sequences', 'tokens') with "
+            "piece(units={'sequences': 8, 'tokens': 4096})"
         )
     if wrong := next((name for name in names[1:] if not _FURTHER_NAME.fullmatch(name)), None):
         raise ValueError(

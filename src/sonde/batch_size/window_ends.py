@@ -190,6 +190,8 @@ class WindowEnds:
         start = time.perf_counter()
         notes = self._loop.window_ends(self.n_windows + 1)
         problems = notes.problems + self._late_wrapper.problems()
+        if question := self._pieces.take_question():
+            self._alert("units", question)
         self._pacing.spent(start)
         window, measured = self._reader.end_window(
             reads_grad=clip is not None,

@@ -6,10 +6,13 @@ Environment variables tell Python to import `on_start/sitecustomize.py` first, i
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import shlex
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,9 +21,12 @@ from sonde.batch_size.setup import NoiseScaleOptions
 from sonde.commands.run_options import RunOptions
 from sonde.commands.run_script.counted_units import check_units_from
 from sonde.commands.run_script.settings import VARIABLE, Settings
+from sonde.console import tell
 
 USAGE = "sonde run [options] -- train.py …"
 _ON_START = Path(__file__).parent / "run_script" / "on_start"
+_STARTERS = ("python", "torchrun", "accelerate")
+"""Programs that start scripts, by the beginning of their names."""
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
 
 
@@ -35,9 +41,17 @@ def split_command(args: Sequence[str]) -> tuple[list[str], list[str]]:
     """
     own, dashes, command = _partition(list(args), "--")
     if not command and not {"--help", "-h"} & set(own):
-        got = "nothing after --" if dashes else f"no -- in {' '.join(args)!r:.80}"
-        raise ValueError(f"the script comes after two dashes, got {got}: {USAGE}")
+        begins = next((i for i, word in enumerate(own) if _begins_command(word)), None)
+        if dashes or begins is None:
+            got = "nothing after --" if dashes else f"no -- in {' '.join(args)!r:.80}"
+            raise ValueError(f"the script comes after two dashes, got {got}: {USAGE}")
+        right = shlex.join(["sonde", "run", *own[:begins], "--", *own[begins:]])
+        raise ValueError(f"two dashes come before the script, since what follows them is the script's own: {right}")
     return own, command
+
+
+def _begins_command(word: str) -> bool:
+    return word.endswith(".py") or word == "-m" or Path(word).name.startswith(_STARTERS)
 
 
 def _partition(args: list[str], at: str) -> tuple[list[str], bool, list[str]]:
@@ -61,6 +75,11 @@ def run_script(options: RunOptions, command: Sequence[str]) -> int:
     _check(options)
     program = arguments_of(command, options.nproc)
     environment = environment_of(options, command, os.environ)
+    _check_folder(Path(Settings.of_environment(environment).folder))
+    after_python = _words_after_python(program)
+    _check_flags(after_python or ())
+    if after_python is None and not any(word.endswith(".py") for word in command):
+        tell(f"{command[0]} is no Python program: only what it starts by Python is measured. For a script: {USAGE}")
     sys.stdout.flush()
     sys.stderr.flush()
     os.execvpe(program[0], program, environment)
@@ -76,21 +95,23 @@ def _check(options: RunOptions) -> None:
         raise ValueError(f"--nproc must be at least 1, got {options.nproc}: leave it out to start one process")
     check_units_from(options.units_from)
     NoiseScaleOptions(options.unit or "rows", budget=options.budget, every=options.every)
-    if options.out is not None:
-        _check_out(options.out.absolute())
 
 
-def _check_out(out: Path) -> None:
-    """Refuse a folder that cannot be made, or written to.
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder for the log that cannot be made, or written to. Nothing is left behind.
 
     Raises:
         ValueError: with the reason.
     """
-    existing = next(folder for folder in (out, *out.parents) if folder.exists())
-    if not existing.is_dir():
-        raise ValueError(f"--out must be a folder, got {out}, and {existing} is a file: give another one")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"--out must be a folder that you may write to, got {out}, and {existing} is read-only")
+    existing = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+    try:
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(b"sonde")
+    except OSError as error:
+        why = f"no file can be written in {existing} ({error.strerror})"
+        raise ValueError(
+            f"the log goes to {folder}, but {why}: pass --out with a folder that you may write to"
+        ) from None
 
 
 def arguments_of(command: Sequence[str], nproc: int | None) -> list[str]:
@@ -122,6 +143,41 @@ def arguments_of(command: Sequence[str], nproc: int | None) -> list[str]:
     if nproc is not None:
         raise ValueError(f"--nproc starts processes of a script, and {first!r} is a command: tell it how many to start")
     return [program, *command[1:]]
+
+
+def _words_after_python(program: Sequence[str]) -> list[str] | None:
+    """What follows `python` in a command, or in the first line of a script that Python runs. None for others."""
+    words = list(program)
+    if not Path(words[0]).name.startswith("python"):
+        first = b""
+        with contextlib.suppress(OSError), open(words[0], "rb") as file:  # it may be executable alone
+            first = file.readline(1000)
+        words = first[2:].decode(errors="replace").split() if first.startswith(b"#!") else []
+    at = next((i for i, word in enumerate(words) if Path(word).name.startswith("python")), None)
+    return None if at is None else words[at + 1 :]
+
+
+def _check_flags(words: Sequence[str]) -> None:
+    """Refuse flags with which Python does not load what measures the script.
+
+    Args:
+        words: that follow `python`.
+
+    Raises:
+        ValueError: with the flag.
+    """
+    rest = iter(words)
+    for word in rest:
+        if not word.startswith("-") or word.startswith(("--", "-c", "-m")):
+            return
+        flags = "".join(itertools.takewhile(lambda flag: flag not in "WX", word))
+        if set(flags) & set("EIS"):
+            raise ValueError(
+                f"python {word} ignores the environment, or the start-up files, by which sonde reaches the script: "
+                f"leave out {word}, or call sonde.attach in the script"
+            )
+        if word in ("-W", "-X"):
+            next(rest, None)
 
 
 def environment_of(options: RunOptions, command: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:

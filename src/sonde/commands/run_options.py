@@ -20,9 +20,9 @@ class RunOptions:
     Attributes:
         nproc: Start this number of processes, as torchrun --nproc-per-node does.
         unit: What a row of a batch is, as a plural: sequences, images. The noise scale is counted in it.
-        units_from: What shows how many units a micro-batch has. first-dim: the rows of the first tensor that the model
-            is called with. A number: it has always so many. NAME:DIM, as input_ids:0: a dim of an argument of the
-            model's forward. package.module:function: a function of yours, called as the model is.
+        units_from: What shows how many units a micro-batch has. first-dim: the rows of what the model is called with,
+            unless it is not clear which dim they are. A number: it has always so many. NAME:DIM, as input_ids:0: a dim
+            of an argument of the model's forward. package.module:function: a function of yours, called as the model is.
         weights_from: What shows the weight of a micro-batch in the loss. labels: the number of labels that are not
             -100, where the loss is a mean over the tokens of the whole step. units: the units of the micro-batch, where
             the loss is added up over rows and divided by those of the whole step. equal: all have the same. auto:

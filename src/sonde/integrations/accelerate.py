@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
-from sonde.batch_size.forward_units import ForwardUnits, rows
+from sonde.batch_size.batch_dim import UnclearUnitsError
+from sonde.batch_size.forward_units import FIRST_DIM, CountsOfForward, ForwardUnits
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.gradient_norm.clip import clip_grad_norm_
@@ -59,8 +60,8 @@ def attach(
         optimizer: as `prepare` has returned it.
         unit: plural name of the independent sample. Several names need `units`.
         units: called as the model is, it returns the number of units of a micro-batch, the weight of each in the
-            micro-batch's loss, [units], or a number for each name; by default the rows of the first tensor that the
-            model is called with.
+            micro-batch's loss, [units], or a number for each name; by default the rows of what the model is called
+            with.
         weight: called as the model is, it returns the micro-batch's weight in the loss, such as its loss tokens where
             the loss is divided by the tokens of the whole window. By default, micro-batches weigh the same.
         clips: have `accelerator.clip_grad_norm_` clip by `sonde.clip_grad_norm_`: one collective for parameters on any
@@ -157,23 +158,26 @@ class AccelerateProbe:
         for hook in self._hooks:
             hook.remove()
 
-    def _counts(self, *args: Any, **kwargs: Any) -> Counts:
+    def _counts(self, *args: Any, **kwargs: Any) -> CountsOfForward:
         """The counts of a micro-batch, by what the model is called with."""
-        found: Any = rows(*args, *kwargs.values()) if self._units is None else self._units(*args, **kwargs)
-        if found is None:
-            raise ValueError("the model is called without a tensor with rows: pass units= to attach")
-        return as_counts(found, None if self._weight is None else self._weight(*args, **kwargs))
+        found: Any = FIRST_DIM if self._units is None else self._units(*args, **kwargs)
+        counts = as_counts(found, None if self._weight is None else self._weight(*args, **kwargs))
+        return CountsOfForward(**counts)
 
     def _of_forward(self) -> Counts:
-        counts: Counts | None = self._forwards.take()
+        try:
+            counts: CountsOfForward | None = self._forwards.take()
+        except UnclearUnitsError as question:
+            raise ValueError(f"{question}: pass units= to attach, a function that is called as the model is") from None
         if counts is None:
             raise ValueError(
-                "between two calls of accelerator.backward the measured model ran several times, or not at all, so the "
-                "units of the micro-batch are not known: add the losses of one forward and call accelerator.backward "
-                "once, or use sonde.attach with 'with probe.piece(units=…):' around the backwards of a micro-batch, "
-                "as for several models that are trained side by side"
+                "between two calls of accelerator.backward the measured model ran several times, or not at all, or "
+                "without a tensor with rows, so the units of the micro-batch are not known: pass units= to attach; add "
+                "the losses of one forward and call accelerator.backward once; or use sonde.attach with 'with "
+                "probe.piece(units=…):' around the backwards of a micro-batch, as for several models that are trained "
+                "side by side"
             )
-        return counts
+        return cast("Counts", vars(counts))
 
     # Wrappers of the accelerator's methods, and of its optimizer's.
 

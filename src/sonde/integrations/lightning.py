@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sonde.batch_size.forward_units import rows
+from sonde.batch_size.batch_dim import units_in_batch
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.integrations.on_error import OnError
@@ -89,9 +89,8 @@ class NoiseScale(Callback):  # type: ignore[misc]
         return self._probe.reading()
 
     def _counts(self) -> Counts:
-        found: Any = rows(self._batch) if self._units is None else self._units(self._batch)
-        if found is None:
-            raise ValueError("the batch has no tensor with rows: pass units= to NoiseScale, a function of the batch")
+        remedy = "pass units= to NoiseScale, a function of the batch"
+        found: Any = units_in_batch(self._batch, remedy) if self._units is None else self._units(self._batch)
         return as_counts(found, None if self._weight is None else self._weight(self._batch))
 
     # Hooks of Lightning, in their order.

@@ -22,7 +22,7 @@ from sonde.integrations.wrapped_methods import WrappedMethods, is_wrapped
 from sonde.records import LogOrPlaces, logger
 
 try:
-    from torchtitan.components.checkpoint import CheckpointManager
+    from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.distributed import utils as dist_utils
     from torchtitan.trainer import Trainer
 except ImportError as error:

@@ -21,12 +21,17 @@ UnitsOfBatch = Callable[[Batch, Tensor], Any]
 
 
 def rows(input_dict: Batch, labels: Tensor) -> Tensor:
-    """The loss tokens of each row, [rows].
+    """The loss tokens of each row, [rows]; of each document where torchtitan hands over one long row without a dim.
 
     Args:
         input_dict: of the micro-batch.
-        labels: of its tokens, [rows, tokens].
+        labels: of its tokens, [rows, tokens], or [tokens] in torchtitan after 0.3.
+
+    Raises:
+        ValueError: if there is no dim of rows, and nothing shows where documents begin.
     """
+    if labels.dim() == 1:
+        return documents(input_dict, labels)
     return labels.ne(IGNORE_INDEX).flatten(1).sum(1)
 
 
@@ -36,17 +41,20 @@ def documents(input_dict: Batch, labels: Tensor) -> Tensor:
     torchtitan's text loaders fill rows with documents. A document that goes on in the next row counts there as another.
 
     Args:
-        input_dict: of the micro-batch; its `positions` [rows, tokens] begin again at 0 with each document.
-        labels: of its tokens, [rows, tokens].
+        input_dict: of the micro-batch; its `positions`, of the labels' shape, begin again at 0 with each document.
+        labels: of its tokens, [rows, tokens] or [tokens].
 
     Raises:
-        ValueError: if there are no positions.
+        ValueError: if there are no such positions.
     """
     positions = input_dict.get("positions")
-    if not isinstance(positions, Tensor):
-        raise ValueError("the micro-batch has no positions, which show where documents begin: pass units= to attach")
+    if not isinstance(positions, Tensor) or positions.shape != labels.shape:
+        raise ValueError(
+            "the micro-batch has no positions of the labels' shape, which show where documents begin: pass units= to "
+            "attach"
+        )
     begins = positions.eq(0)
-    begins[:, 0] = True
+    begins[..., 0] = True
     tokens = torch.zeros(labels.numel(), device=labels.device)
     return tokens.index_add_(0, begins.flatten().cumsum(0) - 1, labels.ne(IGNORE_INDEX).flatten().to(tokens))
 

@@ -54,7 +54,12 @@ def as_counts(units: Any, weight: float | Tensor | None = None) -> Counts:
     Args:
         units: a number or 0-dim tensor, one for each name, or the weight of each unit, [units].
         weight: of the piece in the loss; None where all weigh the same.
+
+    Raises:
+        ValueError: for a function that has returned nothing.
     """
+    if units is None:
+        raise ValueError("units= has returned None for a batch: it must return the number of its units")
     counts: Counts = {"unit_weights": units} if isinstance(units, Tensor) and units.dim() else {"units": units}
     if weight is not None:
         counts["weight"] = weight

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
-from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
 
-from sonde.batch_size.forward_units import rows
+from sonde.batch_size.batch_dim import units_in_batch
 from sonde.integrations.trainer_probe import Counts, as_counts
 
 UnitsOfBatch = Callable[[Mapping[str, Any]], Any]
@@ -21,10 +21,14 @@ WeightOfBatch = Callable[[Mapping[str, Any]], float | Tensor]
 """Given a micro-batch, it returns its weight in the loss."""
 _OF_PAIRS = ("DPOTrainer", "RewardTrainer")
 """Trainers of TRL whose batches have the preferred and the other answer of each pair."""
+_TOKEN_LOSSES = (ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification)
+_LOSSES_OF_SAMPLES = ("CtcLoss", "CudnnCtcLoss", "BinaryCrossEntropy", "MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss")
+"""Operations of torch's losses that have no tokens: each sample is one sequence, or has as many elements as others."""
 _MOST_NODES = 64
 """Operations of a loss that are looked at, the last ones first."""
 _MOST_UNDECIDED = 8
 """Micro-batches that may leave it open how they weigh. If all hold equal shares, they weigh the same either way."""
+_REMEDY = "pass units= to attach, a function of the batch"
 _LEAST = 1e-6
 """Tokens of a sample without any: it counts for nothing, and the samples' weights stay positive."""
 
@@ -71,6 +75,8 @@ class MicroBatches:
         self._is_over_window: bool | None = None
         """Whether the loss is divided by the tokens of the whole window; None until the first micro-batch shows it."""
         self._shifts = shifts_labels(self._model)
+        self._tokens_weigh: bool | None = None
+        """Whether samples weigh by their loss tokens; None until a micro-batch shows it."""
 
     def count(self, inputs: Mapping[str, Any], loss: Tensor, n_items: Any) -> Counts:
         """The units and weights of a micro-batch. The first call waits for the device, and at most the first eight.
@@ -81,9 +87,9 @@ class MicroBatches:
             n_items: the loss tokens of the window, as the trainer counts them; None if it does not.
 
         Raises:
-            ValueError: for a batch that does not show its units.
+            ValueError: for a batch that does not show its units, and a loss that does not show how they weigh.
         """
-        counts, n_own = self._units_of(inputs)
+        counts, n_own = self._units_of(inputs, loss, n_items)
         self._has_items |= n_items is not None
         if self._weight is not None:
             counts["weight"] = self._weight(inputs)
@@ -91,15 +97,35 @@ class MicroBatches:
             counts["weight"] = n_own / torch.as_tensor(n_items, device=n_own.device).sum()
         return counts
 
-    def _units_of(self, inputs: Mapping[str, Any]) -> tuple[Counts, Tensor | None]:
+    def _units_of(self, inputs: Mapping[str, Any], loss: Tensor, n_items: Any) -> tuple[Counts, Tensor | None]:
         """The units of a micro-batch, and its loss tokens or rows, 0-dim; None for pairs."""
         if self.has_pairs and self._units is None:
             return {"units": n_pairs(inputs)}, None
         n_units, tokens = samples(inputs, shifts=self._shifts)
+        if tokens is not None and not self._weigh_by(tokens, loss, len(inputs["labels"]), n_items):
+            n_units, tokens = len(inputs["labels"]), None
         n_own = torch.as_tensor(n_units) if tokens is None else tokens.sum()
         if self._units is not None:
             return as_counts(self._units(inputs)), n_own
         return {"units": n_units} if tokens is None else {"units": n_units, "unit_weights": tokens}, n_own
+
+    def _weigh_by(self, tokens: Tensor, loss: Tensor, n_rows: int, n_items: Any) -> bool:
+        """Whether samples weigh by their loss tokens. The first micro-batch whose loss shows it, shows it for all.
+
+        Raises:
+            ValueError: where the loss does not show it, and `units` does not say it.
+        """
+        if self._tokens_weigh is None:
+            own = tokens.sum().round()
+            found = is_over_tokens(loss, n_rows, own, own if n_items is None else torch.as_tensor(n_items).sum())
+            if found is None and self._units is None and not self._has_token_loss():
+                raise ValueError(
+                    "the labels have several tokens for each sample, and the loss does not show whether samples weigh "
+                    "by their tokens, or all the same: pass units= to attach, a function of the batch that returns the "
+                    "weight of each sample in its loss, [samples], or their number where all weigh the same"
+                )
+            self._tokens_weigh = found is not False
+        return self._tokens_weigh
 
     def _divides_by(self, loss: Tensor, n_items: Any, n_own: Tensor) -> bool:
         """Whether the loss is divided by the tokens of the whole window. The first micro-batch shows it for all."""
@@ -120,16 +146,31 @@ class MicroBatches:
         Raises:
             ValueError: for a `compute_loss` of the user's own.
         """
-        own = inspect.unwrap(type(self._trainer).compute_loss).__module__
-        if not own.startswith(("transformers.", "trl.")) or self._trainer.compute_loss_func is not None:
+        if self._has_foreign_loss():
             raise ValueError(
                 "the graph of the loss is compiled or made by a function of its own, so it does not show how micro-"
                 "batches weigh: pass weight= to attach. It is a function of the batch: 'lambda batch: 1.0' where each "
                 "micro-batch's loss is a mean, or the batch's loss tokens where the loss is divided by those of the "
                 "whole window"
             )
-        names = inspect.unwrap(type(self._model).forward).__code__.co_names
-        return self._is_sft or "loss_function" in names
+        return self._is_sft or "loss_function" in self._names_in_forward()
+
+    def _has_token_loss(self) -> bool:
+        """Whether a loss whose graph does not show it is a mean over tokens, by the code of transformers or TRL."""
+        if self._has_foreign_loss():
+            return False
+        names = self._names_in_forward()
+        loss = getattr(self._model, "loss_function", None) if "loss_function" in names else None
+        return self._is_sft or loss in _TOKEN_LOSSES or "CrossEntropyLoss" in names
+
+    def _has_foreign_loss(self) -> bool:
+        """Whether the trainer's loss is neither transformers' nor TRL's."""
+        module = inspect.unwrap(type(self._trainer).compute_loss).__module__
+        return not module.startswith(("transformers.", "trl.")) or self._trainer.compute_loss_func is not None
+
+    def _names_in_forward(self) -> tuple[str, ...]:
+        names: tuple[str, ...] = inspect.unwrap(type(self._model).forward).__code__.co_names
+        return names
 
     @property
     def weighting(self) -> str | None:
@@ -162,8 +203,7 @@ def n_pairs(inputs: Mapping[str, Any]) -> int:
     Raises:
         ValueError: for an odd number of rows.
     """
-    n = rows(inputs)
-    if n is None or n % 2:
+    if (n := units_in_batch(inputs, _REMEDY)) % 2:
         raise ValueError(f"a batch of pairs has two rows for each, got {n} rows: pass units= to attach")
     return n // 2
 
@@ -187,9 +227,7 @@ def samples(inputs: Mapping[str, Any], *, shifts: bool) -> tuple[float | Tensor,
     if labels is None and isinstance(labels := inputs.get("labels"), Tensor) and labels.dim() > 1 and shifts:
         labels = labels[..., 1:]
     if not isinstance(labels, Tensor) or labels.dim() < 2 or labels.is_floating_point():
-        if (n := rows(inputs)) is None:
-            raise ValueError("the batch has no tensor with rows: pass units= to attach, a function of the batch")
-        return n, None
+        return units_in_batch(inputs, _REMEDY), None
     is_in_loss = labels.ne(-100).flatten(1)
     document, n_documents = _documents(inputs) if "attention_mask" not in inputs else (None, 0)
     if document is None:
@@ -218,6 +256,48 @@ def _documents(inputs: Mapping[str, Any]) -> tuple[Tensor | None, int]:
     return None, 0
 
 
+def is_over_tokens(loss: Tensor, n_rows: int, n_own: Tensor, n_items: Tensor) -> bool | None:
+    """Whether a loss is a mean or a sum over tokens, so that samples weigh by their number of tokens.
+
+    Args:
+        loss: with its graph.
+        n_rows: rows of the labels.
+        n_own: loss tokens of the micro-batch, 0-dim. The host waits for it where no operation is a loss of torch's.
+        n_items: likewise of the window.
+
+    Returns:
+        None if the last operations of the loss do not show it.
+    """
+    nodes = list(_last_operations(loss))
+    names = [node.name() for node in nodes]
+    of_classes = [node for node, name in zip(nodes, names, strict=True) if name.startswith("NllLoss")]
+    if any(node._saved_reduction and node._saved_target.numel() > n_rows for node in of_classes):
+        return True
+    has_terms = any(node._saved_target.numel() > n_rows for node in of_classes)  # which other operations weigh
+    if not has_terms and (of_classes or any(name.startswith(_LOSSES_OF_SAMPLES) for name in names)):
+        return False
+    # A loss by hand, as with smoothed labels. Where each sample has one token, both are the same.
+    is_divided = n_own > n_rows and (is_divided_by(loss, n_own) or is_divided_by(loss, n_items))
+    return True if is_divided else None
+
+
+def _last_operations(loss: Tensor) -> Iterator[Any]:
+    """The nodes of a loss's graph, the last operations first."""
+    nodes, n_seen = deque([loss.grad_fn]), 0
+    while nodes and n_seen < _MOST_NODES:
+        node, n_seen = nodes.popleft(), n_seen + 1
+        if node is None:
+            continue
+        yield node
+        if not _is_opaque(node):
+            nodes.extend(parent for parent, _ in node.next_functions)
+
+
+def _is_opaque(node: Any) -> bool:
+    """Whether a node stands for operations that it does not show."""
+    return "Compiled" in node.name() or _makes_a_loss(node)
+
+
 def is_divided_by(loss: Tensor, n_items: Tensor, n_own: Tensor | None = None) -> bool | None:
     """Whether one of the last operations of a loss divides by this number.
 
@@ -232,19 +312,14 @@ def is_divided_by(loss: Tensor, n_items: Tensor, n_own: Tensor | None = None) ->
     Returns:
         None if the graph is compiled, or a function of the user's own has made the loss: neither shows its operations.
     """
-    own = 1.0 if n_own is None else n_own.item()
-    nodes, seen, is_opaque = deque([loss.grad_fn]), 0, False
-    while nodes and seen < _MOST_NODES:
-        node, seen = nodes.popleft(), seen + 1
-        if node is None:
-            continue
-        if "Compiled" in node.name() or _makes_a_loss(node):
+    own, is_opaque = 1.0 if n_own is None else n_own.item(), False
+    for node in _last_operations(loss):
+        if _is_opaque(node):
             is_opaque = True
             continue
         other = getattr(node, "_saved_other", None)
         if isinstance(other, Tensor) and _shows_division(node.name(), other, n_items.item(), own):
             return True
-        nodes.extend(parent for parent, _ in node.next_functions)
     return None if is_opaque else False
 
 

@@ -83,7 +83,8 @@ def preserve_buffers(model: nn.Module) -> Iterator[None]:
                 # is unchanged is not written to, since the graph of a forward before may need it.
                 if not torch.equal(tensor, before):
                     tensor.copy_(before)
-                if getattr(module, name, None) is not tensor:  # the forward pass has put another tensor in its place
+                now = dict(module.named_buffers(recurse=False)) | vars(module)
+                if now.get(name) is not tensor:  # the forward pass has put another tensor in its place
                     setattr(module, name, tensor)
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from sonde.parallel.living import kinds_of, living_of
 from sonde.parallel.placements import is_dtensor, is_fsdp1
 
-T = TypeVar("T")
 _INSTEAD = "sonde.attach measures DDP, FSDP2 (fully_shard) and DTensors"
 _STAGES = "torch.distributed.pipelining.stage"
 
@@ -104,7 +103,7 @@ def refuse_stage_alone(model: nn.Module, instead: str) -> None:
 def _stage_in(model: nn.Module) -> Any:
     """A living stage, one of several, that runs a part of the model; None without one."""
     own = {id(module) for module in model.modules()}
-    stages = _living(_kinds(sys.modules[_STAGES].PipelineStage.__base__))  # also stages cut out by a tracer
+    stages = living_of(kinds_of(sys.modules[_STAGES].PipelineStage.__base__))  # also stages cut out by a tracer
     return next((stage for stage in stages if stage.num_stages > 1 and id(stage.submod) in own), None)
 
 
@@ -115,31 +114,11 @@ def wrapper_around(model: nn.Module) -> nn.Module | None:
     """
     if not dist.is_initialized():  # as all of them need it
         return None
-    wraps = [kind for kind in _kinds(nn.Module) if _is_ddp(kind) or is_fsdp1(kind) or _is_of_deepspeed(kind)]
-    for candidate in _living(wraps):
+    wraps = [kind for kind in kinds_of(nn.Module) if _is_ddp(kind) or is_fsdp1(kind) or _is_of_deepspeed(kind)]
+    for candidate in living_of(wraps):
         if candidate is not model and any(m is model for m in candidate.modules()):
             return candidate
     return None
-
-
-def _living(kinds: Sequence[type[T]]) -> Iterator[T]:
-    """Every living object of these types, but not of types derived from them."""
-    # Each object refers to its type, and the garbage collector finds referrers in C: to look at each object in Python
-    # takes much longer. By type(), since some objects make up their __class__, or import modules to know it; by id,
-    # since a type may have no hash.
-    ids = {id(kind) for kind in kinds}
-    return (each for each in gc.get_referrers(*kinds) if id(type(each)) in ids)
-
-
-def _kinds(kind: type[T]) -> list[type[T]]:
-    """A type, and every type derived from it."""
-    found = {id(kind): kind}
-    to_look_at = [kind]
-    while to_look_at:
-        derived = [each for each in type.__subclasses__(to_look_at.pop()) if id(each) not in found]
-        found.update((id(each), each) for each in derived)
-        to_look_at += derived
-    return list(found.values())
 
 
 def _is_ddp(kind: type) -> bool:

@@ -14,7 +14,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+        elif (inner := dict(model.named_children()).get("_orig_mod")) is not None:
             model = inner
         else:
             return model

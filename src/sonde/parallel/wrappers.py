@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from sonde.parallel.data_ranks import DataRanks, check_whole_mesh, data_ranks
 from sonde.parallel.expert_ranks import ExpertRanks, find_experts
 from sonde.parallel.gathered import gathered_parameters, reduction_dtypes
 from sonde.parallel.meshes import check_mesh, ranks_of
+from sonde.parallel.optimizers import optimizers_together, parameters_of
 from sonde.parallel.placements import is_dtensor
 from sonde.parallel.process_groups import check_group, group_of_mesh
 from sonde.parallel.refused_models import refuse_hidden_gradients, refuse_inner_module
@@ -44,7 +46,8 @@ class Wrapper:
         parameters: trainable parameters of this rank by clean name (no `module.`, no `_orig_mod.`), each tensor once.
         leaves: the tensor that backward makes the gradient of each of them for, [parameters]: the parameter itself, or
             the whole one that FSDP2 gathers.
-        frozen: the other parameters, likewise by name.
+        frozen: the other parameters, likewise by name. They may require a gradient, if no optimizer steps them.
+        optimizers: that step the model together; empty if none was given, or one of another model. Not kept alive.
         reduced_in: dtypes in which FSDP2 reduces gradients, where these are not the gradients' own.
         stand_ins: what FSDP2 shows at times in the place of parameters, frozen ones included.
     """
@@ -61,6 +64,7 @@ class Wrapper:
     parameters: dict[str, nn.Parameter]
     leaves: list[Tensor]
     frozen: dict[str, nn.Parameter]
+    optimizers: weakref.WeakSet[Any]
     reduced_in: list[torch.dtype]
     stand_ins: list[Tensor]
 
@@ -82,6 +86,8 @@ def find_wrapper(
     pp_mesh: DeviceMesh | None = None,
     expert_mesh: DeviceMesh | None = None,
     cp_mesh: DeviceMesh | None = None,
+    *,
+    optimizer: Any = None,
 ) -> Wrapper:
     """Find a model's wrapper, its ranks and its trainable parameters. Under FSDP2, all ranks have to call this.
 
@@ -94,6 +100,7 @@ def find_wrapper(
             one rank says that they are not spread.
         cp_mesh: the ranks that hold parts of the same sequences, one axis of `mesh`, which it stands for where it is
             all of it.
+        optimizer: that steps the model. What neither it nor another optimizer beside it steps is not trained.
 
     Raises:
         ValueError: for a model that hides its gradients, has no trainable parameters, or has complex or lazy ones; for
@@ -113,6 +120,11 @@ def find_wrapper(
     gathered = gathered_parameters(model)
     parameters = _by_name(model, requires_grad=True)
     frozen = _by_name(model, requires_grad=False)
+    optimizers = optimizers_together(optimizer, parameters.values()) if optimizer is not None else []
+    if optimizers:
+        stepped = {id(p) for each in optimizers for p in parameters_of(each)}
+        frozen |= {name: p for name, p in parameters.items() if id(p) not in stepped}
+        parameters = {name: p for name, p in parameters.items() if id(p) in stepped}
     held = dict(parameters)
     if gathered and ddp is None and process_group is None and not any(map(is_dtensor, parameters.values())):
         held |= frozen  # plain adapters of frozen weights that FSDP2 cuts: these show the ranks
@@ -159,6 +171,7 @@ def find_wrapper(
         parameters=parameters,
         leaves=leaves,
         frozen=frozen,
+        optimizers=weakref.WeakSet(optimizers),
         reduced_in=reduction_dtypes(model),
         stand_ins=list(gathered.values()),
     )

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import mmap
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -13,6 +17,7 @@ LONGEST_LINE = 16 * 2**20
 _CHUNK = 2**20
 
 HEADER_START = b'{"kind":"header"'
+_FRESH = re.compile(rb'^\{"kind":"fresh"', re.MULTILINE)
 
 
 def blocks_of_lines(file: BinaryIO, path: Path, *, advice: str) -> Iterator[list[bytes]]:
@@ -95,11 +100,31 @@ def last_header(path: Path) -> dict[str, Any] | None:
         return None
     last = None
     with path.open("rb") as file:
-        for block in blocks_of_lines(file, path, advice="log to another folder"):
-            for line in block:
-                if line.startswith(HEADER_START):
-                    last = parse_record(line)
+        for line in chain.from_iterable(blocks_of_lines(file, path, advice="log to another folder")):
+            if line.startswith(HEADER_START):
+                last = parse_record(line)
     return last
+
+
+@dataclass(frozen=True)
+class LastRun:
+    """Where the last run of a log begins, and how many lines and runs come before."""
+
+    first_byte: int = 0
+    lines_before: int = 0
+    runs_before: int = 0
+
+
+def last_run(path: Path) -> LastRun:
+    """Find the last run of a log: it begins with the header before the last `fresh` record."""
+    if path.stat().st_size == 0:
+        return LastRun()
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as log:
+        fresh = [found.start() for found in _FRESH.finditer(log)]
+        if len(fresh) < 2:
+            return LastRun()
+        first_byte = log.rfind(HEADER_START, 0, fresh[-1])
+        return LastRun(first_byte, log[:first_byte].count(b"\n"), len(fresh) - 1)
 
 
 def _refuse(constant: str) -> NoReturn:

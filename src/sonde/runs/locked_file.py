@@ -39,12 +39,17 @@ class LockedFile:
 
     Raises:
         ValueError: when another process, or this one, has the file open for writing, or the file has another size.
+        OSError: when the file cannot be made.
     """
 
     def __init__(self, path: Path, *, n_bytes: int | None = None, patience: float | None = None) -> None:
         self._path, self._absolute = path, path.absolute()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: BinaryIO | None = path.open("ab", buffering=0)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: BinaryIO | None = path.open("ab", buffering=0)
+        except OSError as error:
+            why = f"the log cannot be written ({error.strerror}): log to a folder that you may write to, not to"
+            raise OSError(error.errno, why, str(path.parent)) from None
         try:
             self._lock(self._file, SECONDS_TO_WAIT if patience is None else patience)
             if n_bytes not in (None, self.n_bytes):

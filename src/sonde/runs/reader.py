@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from sonde.runs.contents import ANY_ORDER, Contents
-from sonde.runs.lines import begins_header, blocks_of_lines, parse_block
+from sonde.runs.lines import LastRun, begins_header, blocks_of_lines, last_run, parse_block
 from sonde.runs.run import Alert, Header, MetricsReading, ProbeSetup, Reading, Run, Totals
 from sonde.runs.sinks import RECORDS_NAME
 from sonde.runs.windows import WindowContents, WindowReading
@@ -33,7 +34,7 @@ _STUB = b'{"kind":"unwanted"}'
 
 
 def read_run(path: str | Path, *, thinned: bool = False) -> Run:
-    """Read the log of a run, whether it has ended, is being written, or was cut off.
+    """Read the last run of a log, whether it has ended, is being written, or was cut off.
 
     Args:
         path: the run's folder, or the `.jsonl` file itself.
@@ -52,13 +53,14 @@ def read_run(path: str | Path, *, thinned: bool = False) -> Run:
         ValueError: when the file is not a run's log, was written by a newer sonde, or is damaged other than by a crash.
     """
     file = find_records(path)
+    last = last_run(file)
     contents = Contents(file, thinned=thinned)
-    torn = _read_into(contents, file)
-    return contents.run(torn)
+    torn = _read_into(contents, file, last)
+    return replace(contents.run(torn), earlier_runs=last.runs_before)
 
 
 def read_windows(path: str | Path) -> Iterator[WindowReading]:
-    """The windows of a run that logged each one (`RunLog(log_windows=True)`), one after the other, in little memory.
+    """The windows of a log's last run (`RunLog(log_windows=True)`), one after the other, in little memory.
 
     Args:
         path: the run's folder, or the `.jsonl` file itself.
@@ -85,14 +87,14 @@ def read_windows(path: str | Path) -> Iterator[WindowReading]:
     """
     file = find_records(path)
     contents = WindowContents(file)
-    for _ in _blocks_read_into(contents, file):
+    for _ in _blocks_read_into(contents, file, last_run(file)):
         yield from contents.take()
 
 
-def _read_into(contents: Contents, file: Path) -> str | None:
-    """Read the whole log. Returns which lines are torn, in words."""
+def _read_into(contents: Contents, file: Path, last: LastRun) -> str | None:
+    """Read the whole run. Returns which lines are torn, in words."""
     with _without_cycle_collector():
-        torn = [words for found in _blocks_read_into(contents, file) for words in found]
+        torn = [words for found in _blocks_read_into(contents, file, last) for words in found]
     return "; ".join(torn) or None
 
 
@@ -108,12 +110,13 @@ def _without_cycle_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _blocks_read_into(contents: Contents | WindowContents, file: Path) -> Iterator[list[str]]:
-    """Read the log a block of lines at a time. Yields for each block which lines are torn, in words."""
-    number = 0
+def _blocks_read_into(contents: Contents | WindowContents, file: Path, last: LastRun) -> Iterator[list[str]]:
+    """Read the last run a block of lines at a time. Yields for each block which lines are torn, in words."""
+    number = last.lines_before
     torn: tuple[int, bytes] | None = None  # a torn line whose next line was not read yet, with its number
     in_any_order = (*ANY_ORDER, contents.UNWANTED)
     with file.open("rb") as opened:
+        opened.seek(last.first_byte)
         for block in blocks_of_lines(opened, file, advice="give a folder that sonde wrote"):
             found: list[str] = []
             for are_many, some in groupby(block, key=lambda line: line.startswith(in_any_order)):

@@ -186,11 +186,11 @@ class Totals:
 
 @dataclass(frozen=True)
 class Run:
-    """Everything a run's log holds.
+    """Everything that a log holds of its last run.
 
     Attributes:
         path: the log file.
-        headers: one per start of the run, at least one; a restarted run has several.
+        headers: one per start of the run, at least one; a run that went on from a saved state has several.
         readings: of the noise scale, of all starts, in the order written.
         policy: readings of a policy, in the same order.
         own: metrics of the user's own probes, in the same order.
@@ -200,6 +200,7 @@ class Run:
         totals: what is known of all readings, also of those that a thinned run leaves out.
         effects: of learning from each prompt on the entropy, by the prompt's text; summed over the measured steps whose
             prompts' parts are to be trusted.
+        earlier_runs: runs in the same log that began before this one; nothing of them is in here.
     """
 
     path: Path
@@ -212,6 +213,7 @@ class Run:
     torn: str | None
     totals: Totals
     effects: Mapping[str, PromptEffect]
+    earlier_runs: int = 0
 
     @property
     def header(self) -> Header:

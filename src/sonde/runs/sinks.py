@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -152,16 +153,17 @@ def other_unit(units: Mapping[str, str], writes: str, unit: str) -> str | None:
 
 def _check_folder(folder: Path) -> None:
     """Refuse a folder that is a file, or lies in one."""
-    existing = next((path for path in (folder, *folder.parents) if path.exists()), None)
+    # os.path answers also where a folder may not be looked into, which its own error says later.
+    existing = next((path for path in (folder, *folder.parents) if os.path.exists(path)), None)
     if existing is not None and not existing.is_dir():
         raise ValueError(f"a run is logged to a folder, got {folder}, and {existing} is a file: give another folder")
-    if (folder / RECORDS_NAME).is_dir():
+    if os.path.isdir(folder / RECORDS_NAME):
         raise ValueError(f"a run is logged to a file, but {folder / RECORDS_NAME} is a folder: give another folder")
 
 
 def _check_beginning(path: Path) -> None:
     """Refuse a file that does not begin like a run's log; a megabyte of it is read, however long it is."""
-    if path.exists() and path.stat().st_size:
+    if os.path.exists(path) and path.stat().st_size:
         with path.open("rb") as file:
             next(blocks_of_lines(file, path, advice=_ADVICE), None)
 
@@ -169,7 +171,7 @@ def _check_beginning(path: Path) -> None:
 def _units_of_existing(path: Path) -> dict[str, str]:
     """Units by kind of record, of all starts of the run that are already in the log; empty when there is none."""
     units: dict[str, str] = {}
-    if not path.exists() or path.stat().st_size == 0:
+    if not os.path.exists(path) or path.stat().st_size == 0:
         return units
     with path.open("rb") as file:
         blocks = blocks_of_lines(file, path, advice=_ADVICE)

@@ -120,11 +120,44 @@ def test_torchs_transformer_encoder(first: bool) -> None:
             y = self.inner[1](x, mask=causal, is_causal=True)
             return y if first else y.transpose(0, 1)
 
-    # With positions first, the encoder's own layers return no examples in the first dim; its attention knows.
-    own = () if first else tuple(
-        n for n, _ in Masked().named_parameters() if ".layers." in n and "self_attn" not in n
-    )  # fmt: skip
-    assert_exact(Masked(), shares_of(x), not_covered=own)
+    assert_exact(Masked(), shares_of(x))
+
+
+class TimeFirst(nn.Module):
+    """A language model that reads [time, examples], as torch's layers do by default; its head is its embedding."""
+
+    def __init__(self, *, transformer: bool) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(19, 8), nn.LayerNorm(8)
+        self.inner: Any = nn.TransformerEncoderLayer(8, 2, 16, 0.0) if transformer else nn.LSTM(8, 8)
+        self.head = nn.Linear(8, 19)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        inner = self.inner(self.embed(ids))
+        return self.head(self.norm(inner[0] if isinstance(inner, tuple) else inner))
+
+
+def column_shares(model: Any, ids: Tensor) -> Tensor:
+    losses = cross_entropy(model(ids[:-1]).flatten(0, 1), ids[1:].flatten(), reduction="none")
+    return losses.view(-1, ids.shape[1]).sum(0) / losses.numel()
+
+
+@pytest.mark.parametrize("transformer", [True, False], ids=["transformer", "LSTM"])
+def test_examples_in_dim_1(transformer: bool) -> None:
+    model, columns = TimeFirst(transformer=transformer).double(), tokens().T
+    own = () if transformer else tuple(name for name, _ in model.named_parameters() if name.startswith("inner"))
+    assert_exact(model, lambda m: column_shares(m, columns), not_covered=own)
+    assert_exact(model, lambda m: column_shares(m, columns), not_covered=own, staging_bytes=1100)
+
+
+@pytest.mark.parametrize("transformer", [True, False], ids=["transformer", "LSTM"])
+def test_as_many_positions_as_examples_in_a_model_that_may_read_time_first(transformer: bool) -> None:
+    squares = measure(TimeFirst(transformer=transformer).double(), lambda m: column_shares(m, tokens(length=B + 1).T))
+    assert len(squares.not_covered()) == len(squares.names)
+    assert (
+        "with batch_first=False was called with as many examples as positions" in squares.not_covered()["embed.weight"]
+    )
 
 
 def hugging_face(kind: str) -> nn.Module:

@@ -46,10 +46,10 @@ def test_a_verdict_needs_the_whole_interval_beyond_the_line() -> None:
 def test_an_interval_across_a_line_names_all_that_it_allows(
     batch: float, low: float, high: float, kind: str, headline: str
 ) -> None:
-    got = verdict(batch, b_simple=410.0, low=low, high=high, advice="use a horizon of about 200 windows")
+    got = verdict(batch, b_simple=410.0, low=low, high=high, advice="train about 200 more steps")
     assert got.kind == kind
     assert headline in got.headline
-    assert "Use a horizon of about 200 windows." in got.detail
+    assert "Train about 200 more steps." in got.detail
 
 
 def test_a_verdict_names_its_numbers() -> None:

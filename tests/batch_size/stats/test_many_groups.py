@@ -11,7 +11,6 @@ import torch
 
 from sonde.batch_size.stats.averages import NoiseScaleAverages
 from sonde.batch_size.stats.group_estimates import GroupEstimates
-from sonde.batch_size.stats.history import WindowHistory
 from sonde.batch_size.stats.noise_scale import PieceSums, WindowEstimate, estimate_window
 from sonde.batch_size.stats.scale_witness import ScaleReading
 from sonde.batch_size.stats.solved_window import SolvedWindow
@@ -32,18 +31,18 @@ def windows(n: int, n_groups: int) -> list[SolvedWindow]:
     return made
 
 
-def averaged(of: list[SolvedWindow], n_groups: int, horizon: float = 50.0) -> NoiseScaleAverages:
-    averages = NoiseScaleAverages([f"g{i}" for i in range(n_groups)], horizon)
+def averaged(of: list[SolvedWindow], n_groups: int) -> NoiseScaleAverages:
+    averages = NoiseScaleAverages([f"g{i}" for i in range(n_groups)])
     for number, window in enumerate(of, start=1):
-        averages.see(number, 1.0)
+        averages.see(number)
         averages.add(window, ScaleReading(1.0, 0.0, "scaled"))
     return averages
 
 
 def test_a_group_reads_as_if_it_were_alone() -> None:
-    """130 groups are fitted in three batches: each as a history of two groups reads it."""
+    """130 groups: each reads as one of two groups does."""
     of_all = windows(60, 130)
-    reading = summarise(averaged(of_all, 130), unit="rows", level=0.95)
+    reading = summarise(averaged(of_all, 130), unit="rows")
     assert len(reading.groups) == 130
     for i in (0, 63, 64, 129):
         pairs = []
@@ -53,22 +52,12 @@ def test_a_group_reads_as_if_it_were_alone() -> None:
             pairs.append(
                 SolvedWindow(**(vars(window) | {"per_group": GroupEstimates(torch.stack([table[:, i], rest], 1))}))
             )
-        alone = summarise(averaged(pairs, 2), unit="rows", level=0.95)
+        alone = summarise(averaged(pairs, 2), unit="rows")
         for field in ("b_simple", "low", "high", "trace_cov", "grad_sq"):
             assert getattr(reading.groups[f"g{i}"], field) == pytest.approx(
                 getattr(alone.groups["g0"], field), rel=1e-9
             )
         assert alone.b_simple == pytest.approx(reading.b_simple, rel=1e-9)
-
-
-def test_the_entries_that_are_kept_do_not_grow_with_groups() -> None:
-    history = WindowHistory([str(i) for i in range(8192)], 1000.0)  # 2²⁰ numbers are 128 entries
-    for number, window in enumerate(windows(300, 8192), start=1):
-        history.add(window, number)
-    ((_, series),) = history.series(with_groups=False)
-    assert 64 <= series.trace_cov.shape[1] <= 128 + 5
-    assert series.counts.sum() == 300
-    assert len(history.state_dict()["settled"]) <= 128
 
 
 def test_the_state_of_many_groups_goes_on_alike() -> None:
@@ -77,7 +66,7 @@ def test_the_state_of_many_groups_goes_on_alike() -> None:
     second = averaged([], 300)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for number, window in enumerate(of_all[40:], start=41):
-        second.see(number, 1.0)
+        second.see(number)
         second.add(window, ScaleReading(1.0, 0.0, "scaled"))
     assert second.state_dict() == whole.state_dict()
 

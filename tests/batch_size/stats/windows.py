@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from sonde.batch_size.stats.window_row import WindowRow
 
@@ -39,3 +41,32 @@ def window_row(ranks: Sequence[Sequence[Sequence[float]]], *, units: float, kapp
         sq_norm_big=(kappa * summed).square().tolist(),
         witness_final=kappa * summed,
     )
+
+
+def gaussian_windows(
+    b_simple: Sequence[float], *, n_runs: int, seed: int, batch: float = 32.0, n_pieces: int = 4, rank: int = 200
+) -> Tensor:
+    """tr Σ and |G|² of windows of Gaussian gradients of the same noise scale in all runs; [windows, runs, 2].
+
+    The noise has as many directions as `rank`, all alike, and tr Σ = 1, so |G|² = 1/B. The squares are drawn, not the
+    gradients: pieces scatter about their mean like χ² of (n_pieces − 1) · rank, and their mean about G like a normal
+    number in its direction and χ² of the others.
+
+    Args:
+        b_simple: of each window, in units.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(b_simple), n_runs)
+    variance = 1 / rank / batch  # of the mean gradient, in each direction
+
+    def chi_square(freedom: int) -> Tensor:
+        return torch._standard_gamma(torch.full(shape, freedom / 2, dtype=torch.float64), generator=generator) * 2
+
+    along = (1 / torch.tensor(b_simple, dtype=torch.float64).sqrt())[:, None] + math.sqrt(variance) * torch.randn(
+        shape, generator=generator, dtype=torch.float64
+    )
+    big = along.square() + variance * chi_square(rank - 1)
+    apart = variance * chi_square((n_pieces - 1) * rank)  # S − B
+    u, v = n_pieces / batch, 1 / batch
+    trace_cov = apart / (u - v)
+    return torch.stack([trace_cov, big - v * trace_cov], 2)

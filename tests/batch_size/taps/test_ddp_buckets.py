@@ -124,7 +124,7 @@ def _changed_behind_the_buckets(tap: str) -> tuple[str, dict[str, int], str]:
     torch.manual_seed(dist.get_rank())
     model = DistributedDataParallel(small_model())
     generator = torch.Generator().manual_seed(dist.get_rank())
-    with attached(model, tap=tap, log_every=1, horizon=20.0) as probe:
+    with attached(model, tap=tap, log_every=1) as probe:
         for _ in range(30):
             with probe.piece(units=4):
                 mean_loss(model, *batch(4, generator)).backward()

@@ -26,7 +26,6 @@ def header_record(**changes: Any) -> Record:
         "tap": "leaf hooks",
         "groups": list(GROUPS),
         "parameters": 1_234_567,
-        "horizon": 50.0,
         "log_every": 10,
         "level": 0.95,
         "metric": "euclidean",

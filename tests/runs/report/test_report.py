@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sonde.records import RunLog
+from sonde.runs.reader import read_run
+from sonde.runs.report.timeline import place_in_words
 from sonde.runs.report.write import write_report
 from sonde.runs.sinks import JsonlSink
 from tests.runs.report.plausible_run import alert_record, header_record, reading_record, write_run
@@ -27,7 +30,7 @@ def test_verdict_first_then_every_section(tmp_path: Path) -> None:
         "The batch of 64 sequences is small",
         "Judged from the last reading: window 600, after 38,400 sequences",
         "Something looked wrong earlier",
-        "All ranks see the same data. (window 40)",
+        "All ranks see the same data. (window 40, after about 2,560 sequences)",
         "Noise scale and batch size",
         "Noise and signal",
         "Noise scale by part of the model",
@@ -52,10 +55,10 @@ def test_current_alerts_are_apart_from_earlier_alerts(tmp_path: Path) -> None:
     sink.close()
     text = visible_text(write_report(tmp_path))
     now, earlier = text.split("Something looks wrong")[1].split("Something looked wrong earlier")
-    assert "second cause, seen at reading 4 (since window 20)" in now
-    assert "third cause (since window 52)" in now  # no reading since
+    assert "second cause, seen at reading 4 (since window 20, after about 1,280 sequences)" in now
+    assert "third cause (since window 52, after about 3,328 sequences)" in now  # no reading since
     assert "first cause" not in now
-    assert "first cause (windows 10 to 30)" in earlier
+    assert "first cause (windows 10 to 30, after about 640 to 1,920 sequences)" in earlier
 
 
 @pytest.mark.parametrize(
@@ -110,7 +113,7 @@ def test_a_check_that_fails_around_a_restart(
 def _assert_alerts(text: str, now: str | None, earlier: str | None) -> None:
     for title, when in (("Something looks wrong", now), ("Something looked wrong earlier", earlier)):
         assert (title in text) == (when is not None)
-        assert when is None or f"{title} the cause {when}" in text
+        assert when is None or f"{title} the cause {when.removesuffix(')')}, after about" in text
 
 
 def test_a_name_that_is_not_unicode_still_gets_its_report(tmp_path: Path) -> None:
@@ -140,10 +143,9 @@ def test_how_this_was_measured_is_shown_with_its_numbers(tmp_path: Path) -> None
 
 
 def test_the_rest_of_the_set_up_is_shown(tmp_path: Path) -> None:
-    more = {"horizon": None, "grad_scaler": True, "comm_hook": None, "units_per_piece": 8, "metric": "adam"}
+    more = {"grad_scaler": True, "comm_hook": None, "units_per_piece": 8, "metric": "adam"}
     header = header_record(setup=header_record()["setup"] | more)
     text = visible_text(write_report(write_run(tmp_path, 3, header=header)))
-    assert "the first has 0.29 of the last one's" in text
     assert "grad scaler: yes units per piece: 8" in text
     assert "comm hook" not in text
     assert "adam, in place of the plain squared norm of gradients." in text
@@ -255,7 +257,7 @@ def test_sections_without_data_say_so(tmp_path: Path) -> None:
         "The log holds no values of groups of parameters: sonde.attach(log_groups=True) writes them.",
         "The gradient norm was not measured in this run.",
         "This run logged no loss and no other values.",
-        "Windows left out None.",
+        "Windows left out None up to window 10.",
     ):
         assert sentence in text, sentence
 
@@ -358,3 +360,27 @@ def test_without_bokeh_the_error_names_an_install_that_works(tmp_path: Path, mon
     with pytest.raises(ImportError, match=r"the report needs bokeh: pip install 'bokeh>=3\.6,<4'"):
         write_report(tmp_path)
     assert not (tmp_path / "report.html").exists()
+
+
+def test_alerts_say_where_they_lie_on_the_axis(tmp_path: Path) -> None:
+    """The figures show units seen, and an alert knows its window: in proportion to the readings around it."""
+    sink = JsonlSink(tmp_path)
+    sink.write(header_record())
+    for i, seen in enumerate((320.0, 640.0, 1_640.0)):
+        record = reading_record(i, 3)
+        sink.write(record | {"metrics": record["metrics"] | {"run/units_seen": seen}})
+    sink.close()
+    run = read_run(tmp_path)
+    shown = {window: place_in_words(run, window) for window in (5, 10, 20, 25, 30, 36)}
+    seen = {window: words.split("about ")[1] for window, words in shown.items()}
+    assert seen == {
+        5: "160 sequences",
+        10: "320 sequences",
+        20: "640 sequences",
+        25: "1,140 sequences",
+        30: "1,640 sequences",
+        36: "2,240 sequences",
+    }
+    assert place_in_words(run, 10, 25) == "windows 10 to 25, after about 320 to 1,140 sequences"
+    unknown = [replace(r, metrics={**r.metrics, "run/units_seen": None}) for r in run.readings]
+    assert place_in_words(replace(run, readings=tuple(unknown)), 10, 25) == "windows 10 to 25"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from sonde.batch_size.batch_dim import units_in_batch
 
 LossOf = Callable[[Any, Any], Tensor]
 """Makes the mean loss of a batch, 0-dim with a graph, of the model and the batch."""
@@ -85,7 +87,8 @@ class MeasuredBatches:
         index = self.n_taken
         units = self._units(data) if callable(self._units) else self._units
         if units is None:
-            units = _rows(data, index)
+            remedy = f"pass units= a number, or a function of a batch that returns its number of units (batch {index})"
+            units = units_in_batch(data, remedy)
         n_units = _positive("units", units, index)
         weight = self._weight(data) if callable(self._weight) else self._weight
         return CountedBatch(data, index, n_units, n_units if weight is None else _positive("weight", weight, index))
@@ -100,23 +103,6 @@ def _positive(name: str, value: object, index: int) -> float:
             "or a function of a batch that returns one; leave out batches that do not count"
         )
     return float(value)
-
-
-def _rows(data: Any, index: int) -> int:
-    """The first dim that all tensors of a batch share."""
-    values: list[Any] = [data]
-    if isinstance(data, Mapping):
-        values = list(data.values())
-    elif isinstance(data, Sequence) and not isinstance(data, (str, bytes)):
-        values = list(data)
-    sizes = {value.shape[0] for value in values if isinstance(value, Tensor) and value.dim()}
-    if len(sizes) != 1:
-        seen = f"tensors with {sorted(sizes)} rows" if sizes else "no tensor"
-        raise ValueError(
-            f"the units in batch {index} cannot be counted, got a {type(data).__name__} with {seen}: pass units= a "
-            "number, or a function of a batch that returns its number of units"
-        )
-    return int(sizes.pop())
 
 
 def checked_loss(loss: object, batch: CountedBatch) -> Tensor:

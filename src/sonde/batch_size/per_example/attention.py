@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sonde.batch_size.batch_dim import batch_dim
 from sonde.batch_size.per_example.gradients import OuterProducts, PerExample, wide
-from sonde.batch_size.per_example.rules import Inputs, LayerRule, NotCoveredError, add_positions
+from sonde.batch_size.per_example.rules import COMPUTED, Inputs, LayerRule, NotCoveredError, add_positions
 
 
 def _arrange(layer: nn.MultiheadAttention, args: Inputs, keywords: dict[str, Any]) -> Inputs:
@@ -34,6 +35,8 @@ def _arrange(layer: nn.MultiheadAttention, args: Inputs, keywords: dict[str, Any
 
 
 def _refuse(layer: nn.MultiheadAttention, query: Tensor) -> None:
+    if any("parametrizations" in dict(part.named_children()) for part in layer.modules()):
+        raise NotCoveredError(COMPUTED)
     if query.dim() != 3 or query.is_nested:
         raise NotCoveredError("attention was called without a dim of examples: give [examples, positions, features]")
     if layer.dropout > 0 and layer.training:
@@ -116,5 +119,5 @@ def _bytes(layer: nn.MultiheadAttention, inputs: Inputs, grad: Tensor) -> int:
     return 4 * (4 * n_scores + 9 * n_features)
 
 
-ATTENTION = LayerRule(attention, _bytes, arrange=_arrange, example_dim=lambda layer: 0 if layer.batch_first else 1)
+ATTENTION = LayerRule(attention, _bytes, arrange=_arrange, example_dim=batch_dim)
 RULES: dict[type[nn.Module], LayerRule] = {nn.MultiheadAttention: ATTENTION}

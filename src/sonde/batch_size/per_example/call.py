@@ -26,6 +26,7 @@ class Call:
         rows: those rows, [examples, positions].
         found: rows of this parameter's gradient by its other uses, which have come earlier in backward.
         n_found: the number of those uses.
+        is_time_first: whether the examples are in dim 1 of what it was called with.
     """
 
     name: str
@@ -39,6 +40,19 @@ class Call:
     rows: Tensor | None = None
     found: Tensor | None = None
     n_found: int = 0
+    is_time_first: bool = False
+
+    def read_time_first(self) -> None:
+        """Take the examples from dim 1."""
+        if not self.is_time_first and self.rows is not None:
+            self.rows = self.rows.mT
+        self.is_time_first = True
+
+    def by_example(self, inputs: Inputs) -> Inputs:
+        """What it was called with, with the examples in dim 0."""
+        if not self.is_time_first:
+            return inputs
+        return tuple(t.movedim(1, 0) if isinstance(t, Tensor) and t.dim() > 1 else t for t in inputs)
 
 
 def versions_of(values: Sequence[object]) -> tuple[int, ...]:

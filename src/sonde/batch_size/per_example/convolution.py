@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from sonde.batch_size.per_example.gradients import OuterProducts, PerExample, wide
-from sonde.batch_size.per_example.rules import Inputs, LayerRule, add_positions, needs_examples
+from sonde.batch_size.per_example.rules import Inputs, LayerRule, add_positions, needs_examples, tensor_of
 
 _WEIGHT_GRADIENTS = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
 
@@ -26,9 +26,10 @@ def convolution(layer: Any, inputs: Inputs, grad: Tensor) -> dict[str, PerExampl
     # Under autocast the layer has cast its input to the dtype of its output.
     x, g = _padded(layer, wide(inputs[0].to(grad.dtype))), wide(grad)
     found: dict[str, PerExample] = {}
-    if layer.bias is not None:
+    if tensor_of(layer, "bias") is not None:
         found["bias"] = add_positions(g, range(2, g.dim()))
-    if not layer.weight.requires_grad:
+    weight = tensor_of(layer, "weight")
+    if weight is None or not weight.requires_grad:
         return found
     if _stays_factors(layer, grad):
         found["weight"] = OuterProducts(g.flatten(2).unflatten(1, (layer.groups, -1)).mT, _patches(layer, x))
@@ -38,7 +39,7 @@ def convolution(layer: Any, inputs: Inputs, grad: Tensor) -> dict[str, PerExampl
         n_dims
     ](  # type: ignore[no-untyped-call]
         x.flatten(0, 1)[None],
-        (n * layer.weight.shape[0], *layer.weight.shape[1:]),
+        (n * weight.shape[0], *weight.shape[1:]),
         g.flatten(0, 1)[None],
         stride=layer.stride,
         dilation=layer.dilation,
@@ -74,18 +75,23 @@ def _patches(layer: Any, x: Tensor) -> Tensor:
     return patches
 
 
+def _n_columns(layer: Any) -> int:
+    """Columns of the weight as a matrix."""
+    return int(layer.in_channels // layer.groups * math.prod(layer.kernel_size))
+
+
 def _stays_factors(layer: Any, grad: Tensor) -> bool:
     n_places = math.prod(grad.shape[2:])
-    n_rows, n_columns = int(layer.weight.shape[0]) // int(layer.groups), math.prod(layer.weight.shape[1:])
+    n_rows, n_columns = int(layer.out_channels) // int(layer.groups), _n_columns(layer)
     return bool(n_places * (n_rows + n_columns) < n_rows * n_columns)
 
 
 def _bytes(layer: Any, inputs: Inputs, grad: Tensor) -> int:
-    n_places, n_columns = math.prod(grad.shape[2:]), math.prod(layer.weight.shape[1:])
-    of_weight: int = layer.groups * n_places * n_columns if _stays_factors(layer, grad) else layer.weight.numel()
+    n_places, n_columns = math.prod(grad.shape[2:]), _n_columns(layer)
+    n_rows: int = layer.groups * n_places if _stays_factors(layer, grad) else layer.out_channels
     # The input is padded, and both are copied to fp32 where they are not.
     of_input: int = 2 * inputs[0][0].numel()
-    return 4 * (of_weight + of_input + (grad[0].numel() if grad.dtype.itemsize < 4 else 0))
+    return 4 * (n_rows * n_columns + of_input + (grad[0].numel() if grad.dtype.itemsize < 4 else 0))
 
 
 CONVOLUTION = LayerRule(convolution, _bytes)

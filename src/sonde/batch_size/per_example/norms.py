@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from sonde.batch_size.batch_dim import LayerSaw, is_time_first, layers_that_know, seen_by
+from sonde.batch_size.module_hook import put_on
 from sonde.batch_size.per_example.call import Call, versions_of
 from sonde.batch_size.per_example.checkpoints import Checkpoints, Stage, stage
 from sonde.batch_size.per_example.layer_hooks import LayerHook, arranged, hook_gradient_of
@@ -163,8 +165,9 @@ class PerExampleNorms:
         self._backwards: set[int] = set()
         self._n_backwards = 0
         self._coupled: str | None = None
+        self._saw: list[LayerSaw] = []
+        """What layers were called with in this piece that know which dim is the batch."""
         self._failure: Exception | None = None
-        self._ambiguous = False
 
     @property
     def without_rule(self) -> dict[str, str]:
@@ -198,6 +201,9 @@ class PerExampleNorms:
                 f"the model has lost {plural(len(gone), 'parameter')} ({some_of(gone)}): attach anew (or make a new "
                 "PerExampleNorms)"
             )
+        for layer in layers_that_know(self._model):
+            note = LayerHook(self._note_batch)
+            self._handles.append(put_on(layer.register_forward_pre_hook, note, with_kwargs=True))
         for name, layer in self._model.named_modules():
             if isinstance(layer, torch.jit.ScriptModule):
                 continue
@@ -205,12 +211,12 @@ class PerExampleNorms:
             # Only layers with a rule are asked for their parameters: containers would go through all of the model's.
             if rule is not None and (held := self._held_by(layer)):
                 hook = LayerHook(functools.partial(self._called, clean_name(name), rule, held))
-                self._handles.append(layer.register_forward_hook(hook, prepend=True, with_kwargs=True))
+                self._handles.append(put_on(layer.register_forward_hook, hook, prepend=True, with_kwargs=True))
                 again = LayerHook(functools.partial(self._about_to_be_called, rule))
-                self._handles.append(layer.register_forward_pre_hook(again, with_kwargs=True))
+                self._handles.append(put_on(layer.register_forward_pre_hook, again, with_kwargs=True))
             if isinstance(layer, BATCH_NORMS):
                 watch = LayerHook(functools.partial(self._batch_norm_called, clean_name(name)))
-                self._handles.append(layer.register_forward_hook(watch, with_kwargs=True))
+                self._handles.append(put_on(layer.register_forward_hook, watch, with_kwargs=True))
         for i, p in enumerate(self._parameters):
             if p.requires_grad:  # it may have been frozen since
                 self._handles.append(p.register_hook(functools.partial(self._whole, i)))
@@ -240,10 +246,10 @@ class PerExampleNorms:
         if is_capturing(self._parameters[0].device):
             raise RuntimeError(f"take() was called while a CUDA graph is recorded: {_IN_CUDA_GRAPH}")
         reason = self._coupled
-        if self._ambiguous:
+        if square := next((saw for saw in self._saw if saw.is_square), None):
             reason = (
-                "attention with batch_first=False was called with as many examples as positions, so that either may be "
-                "the rows of other layers: take another number of examples"
+                f"{square.kind} with batch_first=False was called with as many examples as positions, so that either "
+                "may be the rows of other layers: take another number of examples"
             )
         if not self._backwards:
             reason = "no backward has added to `.grad` in this piece: call take() after loss.backward()"
@@ -339,8 +345,6 @@ class PerExampleNorms:
         output = output[0] if isinstance(output, tuple) and output else output
         if not (torch.is_grad_enabled() and isinstance(output, Tensor) and output.requires_grad):
             return
-        if isinstance(layer, nn.MultiheadAttention) and not layer.batch_first and output.dim() == 3:
-            self._ambiguous |= output.shape[0] == output.shape[1]
         if is_capturing(output.device):
             self._piece.refuse(list(indices.values()), _IN_CUDA_GRAPH)
             return
@@ -371,12 +375,17 @@ class PerExampleNorms:
             kind = "nested" if output.is_nested else f"{type(output).__name__} with layout {output.layout}"
             self._piece.refuse(list(indices.values()), f"its layer returned a {kind} tensor: give it plain ones")
             return True
-        try:
-            replaced = [i for n, i in indices.items() if layer.get_parameter(n) is not self._parameters[i]]
-        except AttributeError:  # a tensor that is no parameter is in its place, as under functional_call
-            replaced = list(indices.values())
+        held = dict(layer.named_parameters(remove_duplicate=False))  # under functional_call, any tensors
+        replaced = [i for name, i in indices.items() if held.get(name) is not self._parameters[i]]
         self._piece.note_replaced(replaced)
         return bool(replaced)
+
+    @_harmless
+    @_timed
+    def _note_batch(self, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Before the forward of a layer that knows which dim is the batch."""
+        if torch.is_grad_enabled() and (saw := seen_by(layer, args, keywords)) is not None:
+            self._saw.append(saw)
 
     @_harmless
     @_timed
@@ -416,6 +425,9 @@ class PerExampleNorms:
             self._piece.note_dtype(call, torch.get_autocast_dtype(grad.device.type))
         with _plain_arithmetic(grad):
             dim = call.rule.example_dim(call.layer)
+            if call.rule.may_read_time_first and is_time_first(grad.shape[:-1], self._saw):
+                self._piece.read_time_first(call, self._saw)
+                dim = 1
             self._piece.add_use(call, grad.movedim(dim, 0) if dim and grad.dim() > dim else grad)
 
     @_harmless

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from sonde.batch_size.batch_dim import LayerSaw, is_time_first
 from sonde.batch_size.per_example.call import Call, versions_of
 from sonde.batch_size.per_example.gradients import (
     OuterProducts,
@@ -90,6 +90,8 @@ class PieceSums:
         self._sums = [_Sums() for _ in self._parameters]
         self._lookups: dict[int, int] = {}
         self._has_positions: set[int] = set()
+        self._projected: dict[int, Tensor] = {}
+        """Projections of each row's gradient over all parameters, by the number of rows; [rows, projections]."""
 
     def forget_calls(self) -> None:
         """Let go of what layers were called with."""
@@ -103,6 +105,14 @@ class PieceSums:
         """Note a call whose backward may come."""
         for index in call.indices.values():
             self._waiting[index].add(call)
+
+    def read_time_first(self, call: Call, saw: Sequence[LayerSaw]) -> None:
+        """Take a call's examples from dim 1, and those of lookups in the same parameter that look alike."""
+        call.read_time_first()
+        for index in call.indices.values():
+            for other in self._waiting[index]:
+                if other.rows is not None and is_time_first(other.rows.shape, saw):
+                    other.read_time_first()
 
     def refuse(self, indices: Sequence[int], reason: str) -> None:
         """Note why parameters are not covered in this piece. The first reason stays."""
@@ -145,7 +155,7 @@ class PieceSums:
                 self._sums[index].n_uses += 1
             return
         try:
-            self._add(call, call.inputs, grad)
+            self._add(call, call.by_example(call.inputs), grad)
         except NotCoveredError as reason:
             self.refuse(indices, str(reason))
         if not self._several_backwards:
@@ -155,29 +165,38 @@ class PieceSums:
         whole_uses = {i for i in call.indices.values() if not self._may_meet_others(i)}
         squares: dict[int, list[Tensor]] = {}
         parts: dict[int, list[PerExample]] = {}
+        projected: dict[int, list[Tensor]] = {}
         for examples, found in layer_gradients(call.rule, call.layer, inputs, grad, self._staging_bytes):
             for index, gradients in self._measured(call, found, examples.stop - examples.start):
-                seen = self._projections.of_examples(gradients, self._parameters[index], self._staging_bytes)
-                sums = self._sums[index]
-                sums.seen = seen if sums.seen is None else sums.seen + seen
+                found_of = self._projections.of_examples(gradients, self._parameters[index], self._staging_bytes)
+                projected.setdefault(index, []).append(found_of)
                 if index in whole_uses:
                     squares.setdefault(index, []).append(sq_norms(gradients, self._staging_bytes))
                 else:
                     parts.setdefault(index, []).append(gradients)
         for index in {**squares, **parts}:
             self._note_shape(call, index, grad)
+        for index, of_rows in projected.items():
+            self._add_projections(index, torch.cat(of_rows))
         for index, of_chunks in squares.items():
             self._sums[index].sq_norms = torch.cat(of_chunks)
             self._sums[index].n_uses += 1
         for index, of_chunks_ in parts.items():
             self._add_to_others(index, call, of_chunks_)
 
+    def _add_projections(self, index: int, of_rows: Tensor) -> None:
+        sums, seen = self._sums[index], of_rows.sum(0)
+        sums.seen = seen if sums.seen is None else sums.seen + seen
+        of_rows = to_device(of_rows, self._parameters[0].device)
+        before = self._projected.get(len(of_rows))
+        self._projected[len(of_rows)] = of_rows if before is None else before + of_rows
+
     def _measured(self, call: Call, found: Mapping[str, PerExample], n_examples: int) -> list[tuple[int, PerExample]]:
         """What a rule has given for measured parameters, after a look at its names and shapes."""
         measured = []
         for name, gradients in found.items():
             if name not in call.indices:
-                operator.attrgetter(name)(call.layer)  # not measured; it raises if the layer has nothing of this name
+                self._check_name(call, name)
                 continue
             index = call.indices[name]
             expected = [n_examples, *self._parameters[index].shape]
@@ -190,6 +209,18 @@ class PieceSums:
                 )
             measured.append((index, gradients))
         return measured
+
+    @staticmethod
+    def _check_name(call: Call, name: str) -> None:
+        """Refuse what a rule has given for no parameter of its layer. Others need not be measured."""
+        owner, _, last = name.rpartition(".")
+        # Looked up and not read: a parametrization or a property may compute it.
+        found = dict(call.layer.named_modules()).get(owner)
+        if name not in dict(call.layer.named_parameters()) and (found is None or last not in dir(found)):
+            raise AttributeError(
+                f"the rule of {call.name!r} ({type(call.layer).__name__}) gives {name!r}, and the layer has no such "
+                "parameter"
+            )
 
     def _may_meet_others(self, index: int) -> bool:
         """Whether a parameter has been used before in this piece, or may be used again."""
@@ -318,8 +349,9 @@ class PieceSums:
             dtypes = [parameter.dtype, *sums.dtypes]
             row, whole, seen = (to_device(t, device) for t in (row, whole, seen))
             rows.append(Row(row, whole, seen, tolerance(dtypes, parameter.device), rounding(dtypes)))
+        projections = self._projected.get(n_examples, zeros.new_zeros(n_examples, N_PROJECTIONS))
         self.new_piece()
-        return assemble(self._names, rows, reasons)
+        return assemble(self._names, rows, reasons, projections)
 
     def _reason(self, index: int, n_examples: int, reason_for_unseen: str) -> str | None:
         sums = self._sums[index]

@@ -4,7 +4,8 @@ A leaf hook sees a parameter's whole gradient, Σ_b h_b. The rules see it use by
 compared: a use of the parameter that no rule has seen, such as `F.linear(x, layer.weight)` outside the layer, makes
 them differ. Each projection of a matrix H is uᵀ H v, so every element counts, and no matrix is formed.
 
-The sum does not tell which example a part belongs to: the dim of examples is taken on trust.
+The sum does not tell which example a part belongs to: the dim of examples is taken on trust. Each example's own
+projections tell whether examples in certain places of a batch are more alike than others: `stats/example_order.py`.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class Projections:
         return _sum_products(u.T, linear(grad.permute(0, *order).reshape(n_rows, n_columns), v))
 
     def of_examples(self, gradients: PerExample, parameter: Tensor, staging_bytes: int) -> Tensor:
-        """Projections of Σ_b h_b for some examples: [projections].
+        """Projections of each example's gradient h_b: [examples, projections].
 
         Args:
             gradients: of the parameter.
@@ -112,23 +113,25 @@ class Projections:
             self._of_chunk(examples_of(gradients, s), *shape)
             for s in chunks(len(tensors[0]), sum(map(_bytes, tensors)), staging_bytes)
         ]
-        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _of_chunk(self, gradients: PerExample, n_rows: int, n_columns: int) -> Tensor:
         if isinstance(gradients, RowSums):
             u, v = self._of(gradients.values, n_rows, n_columns)
-            return _sum_products(u.T[gradients.rows.flatten()], linear(gradients.values.flatten(0, 1), v))
+            return _sum_products(u.T[gradients.rows], linear(gradients.values, v), 1)
         if isinstance(gradients, OuterProducts):
             left, right = gradients.left, gradients.right
             (u, _), (_, v) = self._of(left, n_rows, n_columns), self._of(right, n_rows, n_columns)
             if left.dim() == 3:
-                return _sum_products(linear(left.flatten(0, 1), u), linear(right.flatten(0, 1), v))
+                return _sum_products(linear(left, u), linear(right, v), 1)
             parts = zip(left.unbind(1), right.unbind(1), u.chunk(left.shape[1], dim=1), strict=True)
-            sums = [_sum_products(linear(x.flatten(0, 1), w), linear(y.flatten(0, 1), v)) for x, y, w in parts]
+            sums = [_sum_products(linear(x, w), linear(y, v), 1) for x, y, w in parts]
             return torch.stack(sums).sum(0)
         u, v = self._of(gradients, n_rows, n_columns)
-        matrices = gradients.sum(0, keepdim=True) if n_columns == 1 else gradients
-        return _sum_products(u.T, linear(matrices.reshape(-1, n_rows, n_columns), v))
+        if n_columns == 1:  # a vector: without a copy for each projection
+            vectors = wide(gradients).reshape(-1, n_rows)
+            return linear(vectors, wide(u * v)).to(accumulation_dtype(u.device))
+        return _sum_products(u.T, linear(gradients.reshape(-1, n_rows, n_columns), v), 1)
 
     def _of(self, like: Tensor, n_rows: int, n_columns: int) -> tuple[Tensor, Tensor]:
         if like.device not in self._vectors:
@@ -149,6 +152,6 @@ def _bytes(tensor: Tensor) -> int:
     return 4 * n_copied + 16 * N_PROJECTIONS * math.prod(tensor.shape[1:-1])
 
 
-def _sum_products(x: Tensor, y: Tensor) -> Tensor:
-    """Σ x y over all dims but the last: [projections], in fp64 where the device has it."""
-    return (wide(x) * wide(y)).flatten(0, -2).sum(0, dtype=accumulation_dtype(x.device))
+def _sum_products(x: Tensor, y: Tensor, first: int = 0) -> Tensor:
+    """Σ x y over the dims from `first` to the last but one: […, projections], in fp64 where the device has it."""
+    return (wide(x) * wide(y)).flatten(first, -2).sum(first, dtype=accumulation_dtype(x.device))

@@ -24,6 +24,7 @@ class PerExampleSquares:
             parameter that is covered, NaN where its gradient or its squares are out of range.
         tolerances: how large `unexplained` may be, [parameters].
         reasons: why parameters are not covered, as far as that is known without waiting for the device.
+        projections: random projections of each example's gradient, as far as a rule has seen it; [examples, 4].
     """
 
     names: tuple[str, ...]
@@ -31,6 +32,7 @@ class PerExampleSquares:
     unexplained: Tensor
     tolerances: Tensor
     reasons: Mapping[str, str]
+    projections: Tensor
 
     def not_covered(self) -> dict[str, str]:
         """The parameters that are not covered, and why. This waits for the device."""
@@ -72,13 +74,16 @@ class Row:
     rounding: float
 
 
-def assemble(names: tuple[str, ...], rows: list[Row], reasons: Mapping[str, str]) -> PerExampleSquares:
+def assemble(
+    names: tuple[str, ...], rows: list[Row], reasons: Mapping[str, str], projections: Tensor
+) -> PerExampleSquares:
     """Compare what the rules have seen with the whole gradients, and blank the rows that are not covered.
 
     Args:
         names: the parameters.
         rows: one for each, on one device.
         reasons: why parameters are not covered, as far as known.
+        projections: of each example's gradient, [examples, projections].
     """
     squares = torch.stack([row.sq_norms for row in rows])
     whole, seen = torch.stack([row.whole for row in rows]), torch.stack([row.seen for row in rows])
@@ -100,7 +105,7 @@ def assemble(names: tuple[str, ...], rows: list[Row], reasons: Mapping[str, str]
     unexplained = torch.where(difference == 0, 0.0, part).masked_fill(is_out_of_range, float("nan"))
     is_covered = is_known & (unexplained <= tolerances)
     return PerExampleSquares(
-        names, squares.where(is_covered[:, None], float("nan")), unexplained, tolerances, dict(reasons)
+        names, squares.where(is_covered[:, None], float("nan")), unexplained, tolerances, dict(reasons), projections
     )
 
 

@@ -7,6 +7,7 @@ the layers of transformers have files of their own.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,10 @@ Inputs = tuple[Any, ...]
 
 GradientsOf = Callable[[Any, Inputs, Tensor], Mapping[str, PerExample]]
 """(layer, inputs, gradient of the output) → each example's gradient, by the parameter's name within the layer."""
+
+
+COMPUTED = "a parametrization computes its tensors, and would compute them again when they are read"
+"""Why a layer is not covered whose rule needs the values of its tensors."""
 
 
 class NotCoveredError(Exception):
@@ -42,6 +47,7 @@ class LayerRule:
         arrange: the layer's positional and keyword arguments as `Inputs`, with the examples first.
         example_dim: the dim of the output that holds the examples.
         adds_over_dim_1: whether gradients of slices along dim 1 add up to the whole gradient.
+        may_read_time_first: whether the input may be [time, examples, …] too, as linear layers do not mind.
         rows: for a table, which rows each example looks up, [examples, positions].
     """
 
@@ -50,6 +56,7 @@ class LayerRule:
     arrange: Callable[[Any, Inputs, dict[str, Any]], Inputs] = _as_called
     example_dim: Callable[[Any], int] = lambda layer: 0
     adds_over_dim_1: Callable[[Any, Tensor], bool] = lambda layer, grad: False
+    may_read_time_first: bool = False
     rows: Callable[[Any, Inputs], Tensor] | None = None
 
 
@@ -112,6 +119,19 @@ def by_position(tensor: Tensor) -> Tensor:
     return tensor.flatten(1, -2) if tensor.dim() > 2 else tensor[:, None]
 
 
+def tensor_of(layer: Any, name: str) -> Tensor | None:
+    """A layer's own parameter or buffer; None without one.
+
+    Not read as an attribute: there may be a parametrization or a property in its place, which computes at each read. It
+    may iterate, as torch's `spectral_norm` does, or draw random numbers, so that the training would change.
+    """
+    held = itertools.chain(
+        layer.named_parameters(recurse=False, remove_duplicate=False),
+        layer.named_buffers(recurse=False, remove_duplicate=False),
+    )
+    return dict(held).get(name)
+
+
 def needs_examples(tensor: Tensor, n_dims: int) -> None:
     """Refuse a layer that was called without a dim of examples."""
     if tensor.dim() < n_dims:
@@ -132,7 +152,8 @@ def linear(layer: nn.Linear, inputs: Inputs, grad: Tensor) -> dict[str, PerExamp
     needs_examples(grad, 2)
     # Under autocast the layer has cast its input to the dtype of its output.
     g, a = by_position(grad), by_position(inputs[0].to(grad.dtype))
-    return {"weight": OuterProducts(g, a), **({} if layer.bias is None else {"bias": add_positions(g, [1])})}
+    has_bias = tensor_of(layer, "bias") is not None
+    return {"weight": OuterProducts(g, a), **({"bias": add_positions(g, [1])} if has_bias else {})}
 
 
 def embedding(layer: nn.Embedding, inputs: Inputs, grad: Tensor) -> dict[str, PerExample]:
@@ -179,15 +200,15 @@ def of_scale_and_shift(layer: Any, normalised: Tensor, grad: Tensor, dims: Seque
     """Gradients of `weight` and `bias` of a layer that returns `weight` × a normalised input + `bias`.
 
     Args:
-        layer: has `weight`, and perhaps `bias`; either may be None.
+        layer: has `weight` and `bias`, or one of them, or none.
         normalised: the normalised input.
         grad: gradient of the output.
         dims: dims over which the parameters are the same.
     """
     found: dict[str, PerExample] = {}
-    if layer.weight is not None:
+    if tensor_of(layer, "weight") is not None:
         found["weight"] = add_positions(wide(grad) * normalised, dims)
-    if getattr(layer, "bias", None) is not None:
+    if tensor_of(layer, "bias") is not None:
         found["bias"] = add_positions(grad, dims)
     return found
 
@@ -200,7 +221,7 @@ def group_norm(layer: nn.GroupNorm, inputs: Inputs, grad: Tensor) -> dict[str, P
 def instance_norm(n_dims: int, layer: Any, inputs: Inputs, grad: Tensor) -> dict[str, PerExample]:
     """`nn.InstanceNorm1d` to `3d`: each channel of each example is normalised by itself, or by running statistics."""
     needs_examples(grad, n_dims + 2)
-    if layer.training or layer.running_mean is None:
+    if layer.training or tensor_of(layer, "running_mean") is None:
         return _of_channels(layer, F.instance_norm(wide(inputs[0]), eps=layer.eps), grad)
     return _of_channels(layer, _by_running_statistics(layer, inputs[0]), grad)
 
@@ -220,14 +241,16 @@ COUPLES_EXAMPLES = (
 
 def couples_examples(layer: nn.Module) -> bool:
     """Whether a layer is batch normalisation that uses the statistics of its batch now."""
-    return isinstance(layer, BATCH_NORMS) and (layer.training or layer.running_mean is None)
+    return isinstance(layer, BATCH_NORMS) and (layer.training or tensor_of(layer, "running_mean") is None)
 
 
 def _by_running_statistics(layer: Any, x: Tensor) -> Tensor:
     per_channel = (1, -1, *[1] * (x.dim() - 2))
-    scale: Tensor = torch.rsqrt(wide(layer.running_var) + layer.eps)
-    centred: Tensor = wide(x) - layer.running_mean.view(per_channel)
-    return centred * scale.view(per_channel)
+    mean, variance = tensor_of(layer, "running_mean"), tensor_of(layer, "running_var")
+    if mean is None or variance is None:
+        raise NotCoveredError(COMPUTED)
+    scale = torch.rsqrt(wide(variance) + layer.eps)
+    return (wide(x) - mean.view(per_channel)) * scale.view(per_channel)
 
 
 def _of_channels(layer: Any, normalised: Tensor, grad: Tensor) -> dict[str, PerExample]:
@@ -255,12 +278,12 @@ def _has_positions(layer: Any, grad: Tensor) -> bool:
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
-LINEAR = LayerRule(linear, _linear_bytes)
+LINEAR = LayerRule(linear, _linear_bytes, may_read_time_first=True)
 RULES: dict[type[nn.Module], LayerRule] = {
     nn.Linear: LINEAR,
-    nn.Embedding: LayerRule(embedding, _embedding_bytes, rows=_rows),
-    nn.LayerNorm: LayerRule(layer_norm, norm_bytes, adds_over_dim_1=_has_positions),
-    nn.RMSNorm: LayerRule(rms_norm, norm_bytes, adds_over_dim_1=_has_positions),
+    nn.Embedding: LayerRule(embedding, _embedding_bytes, may_read_time_first=True, rows=_rows),
+    nn.LayerNorm: LayerRule(layer_norm, norm_bytes, adds_over_dim_1=_has_positions, may_read_time_first=True),
+    nn.RMSNorm: LayerRule(rms_norm, norm_bytes, adds_over_dim_1=_has_positions, may_read_time_first=True),
     nn.GroupNorm: LayerRule(group_norm, norm_bytes),
     **{kind: LayerRule(batch_norm, norm_bytes) for kind in BATCH_NORMS},
     **{k: LayerRule(functools.partial(instance_norm, n), norm_bytes) for n, k in enumerate(_INSTANCE_NORMS, start=1)},

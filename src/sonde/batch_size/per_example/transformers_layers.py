@@ -31,7 +31,7 @@ def rms_norm(layer: Any, inputs: Inputs, grad: Tensor) -> dict[str, PerExample]:
     """`LlamaRMSNorm` and its likes: the input over its root mean square, times `weight` (or 1 + `weight`)."""
     needs_examples(grad, 2)
     x = wide(inputs[0])
-    eps = layer.variance_epsilon if hasattr(layer, "variance_epsilon") else layer.eps
+    eps = vars(layer).get("variance_epsilon", vars(layer).get("eps"))
     normalised = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return of_scale_and_shift(layer, normalised, grad, range(1, grad.dim() - 1))
 
@@ -48,7 +48,7 @@ def transformers_rule(layer: nn.Module) -> LayerRule | None:
     names = {name for name, _ in layer.named_parameters()}
     if kind.__name__ == "Conv1D" and names == {"weight", "bias"}:
         return _TRANSPOSED_LINEAR
-    has_eps = hasattr(layer, "variance_epsilon") or hasattr(layer, "eps")
+    has_eps = not vars(layer).keys().isdisjoint(("variance_epsilon", "eps"))
     if kind.__name__.endswith("RMSNorm") and names == {"weight"} and has_eps:
         return _RMS_NORM
     return None

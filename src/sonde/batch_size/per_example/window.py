@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from sonde.batch_size.hook_failures import log_failure
 from sonde.batch_size.per_example.norms import PerExampleNorms
 from sonde.batch_size.per_example.rules import GradientsOf
+from sonde.batch_size.stats.example_order import N_SCORES, OrderScores, order_scores
 from sonde.batch_size.stats.example_sums import ExampleSums
 from sonde.batch_size.taps.tap import ExamplesOfWindow
 from sonde.batch_size.taps.window_sums import PieceCounts, WindowSums, as_vector
@@ -49,6 +50,10 @@ class _Counts:
         n_parameters: measured parameters of these ranks.
         n_idle: ranks that would have read examples, and had no piece.
         n_without: ranks that read no examples, whether they would have or not.
+        next: score of neighbours in the batch; see `example_order.py`.
+        opposite: of the first example and the last one, the second and the last but one, and so on.
+        half: of the first example of either half, the second of either half, and so on.
+        n_scores: pieces that have such scores.
     """
 
     sq_weight: float | Tensor
@@ -61,6 +66,10 @@ class _Counts:
     n_parameters: float | Tensor
     n_idle: float | Tensor
     n_without: float | Tensor
+    next: float | Tensor
+    opposite: float | Tensor
+    half: float | Tensor
+    n_scores: float | Tensor
 
 
 @dataclass(frozen=True)
@@ -117,6 +126,7 @@ class ExampleWindow:
         self._keys = to_device(keys.to(dtype), self._device)
         self._small = torch.zeros(len(self._names), dtype=dtype, device=self._device)
         self._sq_weight = self._small.new_zeros(())
+        self._scores = self._small.new_zeros(N_SCORES)
         self.reasons: dict[str, str] = {}
         """Why parameters, by name, are not covered, as far as the host knows; "" holds a reason for all of them."""
         self._own_seconds = 0.0
@@ -205,6 +215,8 @@ class ExampleWindow:
         over_weight = torch.where(weights > 0, squares.sq_norms / weights, squares.sq_norms * 0.0).sum(1)
         self._small += over_weight if unscale is None else over_weight * unscale.to(over_weight.dtype).square()
         self._sq_weight += weights.square().sum()
+        of_gradients = torch.where(weights[:, None] > 0, squares.projections / weights[:, None], 0.0)
+        self._scores += order_scores(of_gradients)
         self._n_examples += n
         self._n_pieces += 1
 
@@ -243,6 +255,7 @@ class ExampleWindow:
             n_parameters=float(len(self._names)) * has_read,
             n_idle=float(self._norms.is_open and not has_read),
             n_without=float(not has_read),
+            **dict(zip(("next", "opposite", "half", "n_scores"), self._scores.unbind(), strict=True)),
         )
         numbers = as_vector(_values(counts), self._device)
         mask = widened(covered.float()) if has_read else numbers.new_zeros(0)
@@ -250,6 +263,7 @@ class ExampleWindow:
         # The vector is a copy, so the sums can be zeroed in place.
         self._small.zero_()
         self._sq_weight.zero_()
+        self._scores = torch.zeros_like(self._scores)
         self._reset()
         return ExamplesOfWindow(vector, None if self._is_sharded else of_window, mask)
 
@@ -323,6 +337,7 @@ def read_examples(
         of_pieces=of_pieces,
         sq_norm_big=sq_norm_big if n_covered == n_parameters else covered_big,
         n_covered=n_covered,
+        order=OrderScores(*(float(each) for each in (counts.next, counts.opposite, counts.half, counts.n_scores))),
     )
     return ExampleRow(sums, "", covered or [True] * n_parameters)
 

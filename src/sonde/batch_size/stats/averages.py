@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sonde.batch_size.stats.changed_gradients import ChangedGradients
+from sonde.batch_size.stats.example_order import ExampleWatch
 from sonde.batch_size.stats.level import WindowsOfRun
 from sonde.batch_size.stats.neighbours import NeighbourWatch
 from sonde.batch_size.stats.noise_scale import RunningNoiseScale
@@ -45,6 +46,7 @@ class NoiseScaleAverages:
         """tr Σ within ranks (as its trace) and between ranks (as its signal): the ratio is the consistency."""
         self.changed = ChangedGradients(self._decay)
         self.neighbours = NeighbourWatch(self._decay)
+        self.examples = ExampleWatch(self._decay)
         self.repeats = RepeatWatch(self._decay)
         self.dropped: dict[str, int] = {}
         self.last_drop = ""
@@ -139,6 +141,7 @@ class NoiseScaleAverages:
             "scale_residual": self.scale_residual,
             "changed_gradients": self.changed.state_dict(),
             "neighbours": self.neighbours.state_dict(),
+            "examples": self.examples.state_dict(),
             "repeats": self.repeats.state_dict(),
             "dropped": dict(self.dropped),
             "further_units": {name: list(sums) for name, sums in self._further.items()},
@@ -159,7 +162,7 @@ class NoiseScaleAverages:
         label = "noise-scale probe state"
         numbers = ("units", "units_weight", "squares")
         last = ("effective_units", "u", "scale", "scale_residual")  # of the last window averaged, if there was one
-        running = {"run", "consistency", "changed_gradients", "neighbours", "repeats"}
+        running = {"run", "consistency", "changed_gradients", "neighbours", "examples", "repeats"}
         known = {*running, *numbers, *last, "n_seen", "windows", "differences", "dropped", "further_units"}
         check_keys(label, state, known)
         check_count(label, state, "n_seen")
@@ -178,6 +181,7 @@ class NoiseScaleAverages:
         self.within_between.load_state_dict(state["consistency"])
         self.changed.load_state_dict(state["changed_gradients"])
         self.neighbours.load_state_dict(state["neighbours"])
+        self.examples.load_state_dict(state["examples"])
         self.repeats.load_state_dict(state["repeats"])
         self._units, self._units_weight = float(state["units"]), float(state["units_weight"])
         self._squares, self._differences = float(state["squares"]), float(state["differences"])

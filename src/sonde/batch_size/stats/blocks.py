@@ -63,7 +63,10 @@ class Blocks:
         self.n_windows = 0
         """All windows so far."""
         self._end = 0
-        self._windows: list[Tensor] = []
+        self._n = 0
+        """Windows since the last complete block. No window is kept: a block of a long run may have many thousands."""
+        self._means = self._scatter = _tensor([])
+        """Their mean tr Σ, |G|² and |F|², [series, 3], and sums of products of deviations, [series, 2, 2]."""
 
     def add(self, end: int, estimates: Tensor, v: float) -> Block | None:
         """Add a window.
@@ -77,29 +80,34 @@ class Blocks:
             The block that it completes, if it does.
         """
         sizes = (estimates[:, 1] + v * estimates[:, 0]).clamp(min=0.0)
-        self._windows.append(torch.cat([estimates, sizes[:, None]], 1))
-        self._end, self.n_windows = end, self.n_windows + 1
-        if len(self._windows) < _FEWEST or _log_time(end - self._before, end) < _LENGTH:
+        window = torch.cat([estimates, sizes[:, None]], 1)
+        if self._n == 0:
+            self._means, self._scatter = torch.zeros_like(window), estimates.new_zeros(len(estimates), 2, 2)
+        self._end, self._n, self.n_windows = end, self._n + 1, self.n_windows + 1
+        # Means and sums of products as each window comes, without the cancellation that sums of squares would have:
+        # B. P. Welford, "Note on a method for calculating corrected sums of squares and products", Technometrics 4
+        # (1962) 419–420.
+        away = window - self._means
+        self._means = self._means + away / self._n
+        self._scatter = self._scatter + (1 - 1 / self._n) * away[:, :2, None] * away[:, None, :2]
+        if self._n < _FEWEST or _log_time(end - self._before, end) < _LENGTH:
             return None
         block = self.unfinished
         assert block is not None
-        self._windows = []
+        self._n = 0
         self.complete.append(block)
         return block
 
     @property
     def unfinished(self) -> Block | None:
         """The windows since the last complete block; None if there are none."""
-        if not self._windows:
+        if not self._n:
             return None
-        windows = torch.stack(self._windows)  # [windows, series, 3]
-        sizes = windows[:, :, 2].mean(0)
+        sizes = self._means[:, 2]
         # A group whose parameters got no gradient has no size, and nothing to be divided.
-        scaled = windows[:, :, :2] / torch.where(sizes > 0, sizes, 1.0)[:, None]
-        means = scaled.mean(0)
-        away = scaled - means
-        scatter = (away[..., None] * away[..., None, :]).sum(0)
-        return Block(self._end, self._end - self._before, len(windows), sizes, means, scatter)
+        scale = torch.where(sizes > 0, sizes, 1.0)
+        means, scatter = self._means[:, :2] / scale[:, None], self._scatter / scale.square()[:, None, None]
+        return Block(self._end, self._end - self._before, self._n, sizes, means, scatter)
 
     @property
     def _before(self) -> int:
@@ -120,7 +128,7 @@ class Blocks:
             ],
             "end": self._end,
             "n_windows": self.n_windows,
-            "windows": [window.tolist() for window in self._windows],
+            "unfinished": [self._n, self._means.tolist(), self._scatter.tolist()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -132,7 +140,8 @@ class Blocks:
         check_keys("blocks of the state", state, set(self.state_dict()))
         self.complete = [Block(*block[:3], *map(_tensor, block[3:])) for block in state["complete"]]
         self._end, self.n_windows = state["end"], state["n_windows"]
-        self._windows = [_tensor(window) for window in state["windows"]]
+        self._n, *sums = state["unfinished"]
+        self._means, self._scatter = map(_tensor, sums)
 
 
 def _tensor(numbers: Sequence[Any]) -> Tensor:

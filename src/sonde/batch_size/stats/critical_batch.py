@@ -1,4 +1,9 @@
-"""What a noise scale means for the batch size: the trade-off between steps and examples, and a verdict in words."""
+"""What a noise scale means for the batch size: the trade-off between steps and units, and a verdict in words.
+
+Two noise scales answer two questions. The average over the run is about a run like this one, from its beginning to its
+end: that is what a comparison of whole runs at several batch sizes shows. The noise scale now is about the steps that
+follow. It grows while a model trains, so the two differ by several times, and advice from one is wrong for the other.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sonde.batch_size.stats.drift import drift_in_words
-from sonde.stats.intervals import Status
-from sonde.wording import number
+from sonde.wording import interval, number
 
 ABOUT_RIGHT = 2.0
 """A batch within this factor of the noise scale is about right: it costs at most three times the fewest steps, and at
@@ -61,6 +65,34 @@ def steps_and_examples(batch: float, critical_batch: float) -> Tradeoff:
 Kind = Literal[
     "too_small", "about_right_or_too_small", "about_right", "about_right_or_too_large", "too_large", "unknown"
 ]
+FEWEST_STEPS = 100
+"""Steps of training before a verdict: in the first ones the noise scale grows by tens of times."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A noise scale, as far as it is known.
+
+    Attributes:
+        value: in units; None unless both ends of its interval are known.
+        low: lower end of its interval, 0 for an upper bound; None when nothing is known.
+        high: upper end, infinite for a lower bound; None when nothing is known.
+    """
+
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is an interval or a bound."""
+        return self.low is not None and self.high is not None
+
+    def in_words(self, unit: str) -> str:
+        """With its unit, such as "38.1 sequences [31.2 – 46.9]" or "more than 120 sequences"."""
+        if self.value is not None:
+            return f"{number(self.value)} {unit} [{number(self.low)} – {number(self.high)}]"
+        return f"{interval(self.low, self.high)} {unit}"
 
 
 @dataclass(frozen=True)
@@ -68,8 +100,10 @@ class Verdict:
     """A judgement of the batch size.
 
     Attributes:
-        kind: what the data allow; "unknown" where they allow a batch that is too small and one that is too large.
-        headline: one sentence.
+        kind: for a run like this one, from its average; from here on, where there is no average. "unknown" where the
+            data allow a batch that is too small and one that is too large.
+        kind_now: from here on.
+        headline: one sentence for each.
         detail: the consequences, with numbers, what to do next, and the assumption behind them.
         in_short: "the batch is about right" or the like; empty where there is no verdict.
     """
@@ -78,6 +112,7 @@ class Verdict:
     headline: str
     detail: str
     in_short: str = ""
+    kind_now: Kind = "unknown"
 
 
 _WORDS: dict[Kind, str] = {
@@ -94,60 +129,82 @@ def judge_batch(
     batch: float,
     *,
     unit: str,
-    status: Status,
-    b_simple: float | None,
-    low: float | None,
-    high: float | None,
-    reason: str,
+    now: Estimate,
+    of_run: Estimate | None = None,
+    n_steps: int | None = None,
+    warms_up: bool = False,
+    reason: str = "",
     doubling_windows: float | None = None,
     advice: str = "",
 ) -> Verdict:
-    """Judge a batch size by the noise scale now, and by where it is going.
+    """Judge a batch size by the noise scale of the run so far, and by the noise scale now.
 
     Args:
         batch: units per optimizer step.
         unit: plural name of the unit.
-        status: how far B_simple is known, see `RatioInterval`.
-        b_simple: the estimate, None unless resolved.
-        low: lower end of its interval, None when unresolved.
-        high: upper end, infinite for a lower bound, None when unresolved.
-        reason: why it is not resolved.
-        doubling_windows: windows in which B_simple doubles, negative where it halves; None where that is not known.
-        advice: what would make B_simple known better.
+        now: the noise scale now.
+        of_run: its average over the run; None at fixed weights.
+        n_steps: steps of training so far; None at fixed weights.
+        warms_up: whether the learning rate is still rising.
+        reason: why the noise scale now is not resolved.
+        doubling_windows: windows in which it doubles, negative where it halves; None where that is not known.
+        advice: what would make it known better.
 
     Returns:
         A `Verdict`. A batch is about right within a factor of `ABOUT_RIGHT` of the noise scale. The verdict names all
-        that the interval allows.
+        that the intervals allow, and none in the first `FEWEST_STEPS` steps or while the learning rate rises.
+
+    Example:
+        >>> judge_batch(128, unit="images", now=Estimate(410, 330, 520)).headline
+        'The batch of 128 images is small: the noise scale is 410 images [330 – 520].'
     """
     size = f"{number(batch, 4)} {unit}"
-    if status == "unresolved" or low is None or high is None:
-        return Verdict("unknown", f"No verdict yet on the batch of {size}.", _sentences(reason, advice))
-    if high <= 0 or b_simple == 0:
+    of_run = of_run if of_run is not None and of_run.is_known else None
+    early = _too_early(n_steps, warms_up=warms_up)
+    if early or not (now.is_known or of_run):
+        return Verdict("unknown", f"No verdict yet on the batch of {size}.", _sentences(early or reason, advice))
+    if now.high == 0:
         return Verdict(
             "unknown",
             f"No verdict on the batch of {size}: no gradient noise was seen.",
             "All pieces had the same gradient: check that they hold different data.",
         )
-    kind = _kind(batch, low, high)
-    if b_simple is None:
-        known = f"more than {number(low)} {unit}" if math.isinf(high) else f"less than {number(high)} {unit}"
-        headline = f"The batch of {size} {_WORDS[kind]}: the noise scale is {known}."
-        cost = _cost_of_bound(batch, low, high, unit) if kind in ("too_small", "too_large") else ""
-        return Verdict(kind, headline, _sentences(cost, reason, advice, _PROXY), _in_short(kind))
-    known = f"{number(b_simple)} {unit} [{number(low)} – {number(high)}]"
-    headline = f"The batch of {size} {_WORDS[kind]}: the noise scale is {known}."
-    outlook = _outlook(batch, b_simple, doubling_windows)
-    if kind in ("too_small", "about_right", "too_large"):
+    kind_now = _kind(batch, now) if now.is_known else "unknown"
+    if of_run is None:
+        headline = f"The batch of {size} {_WORDS[kind_now]}: the noise scale is {now.in_words(unit)}."
+        kind, in_short = kind_now, f"the batch {_WORDS[kind_now]}"
+        costs = _trade_off(batch, now, kind_now, unit)
+    else:
+        kind = _kind(batch, of_run)
+        headline = (
+            f"For a run like this one, the batch of {size} {_WORDS[kind]}: the noise scale was "
+            f"{of_run.in_words(unit)} on average."
+        )
+        in_short = f"for a run like this one, the batch {_WORDS[kind]}"
+        costs = f"In a run like this one, {_trade_off(batch, of_run, kind, unit)}"
+        if now.is_known:
+            same = kind_now == kind
+            verdict_now = "too" if same else f"it {_WORDS[kind_now]}"
+            headline += (
+                f" From here on{'' if same else ','} {verdict_now}: the noise scale is {now.in_words(unit)} now."
+            )
+            in_short += "; from here on too" if same else f"; from here on, it {_WORDS[kind_now]}"
+            costs += f". From here on, {_trade_off(batch, now, kind_now, unit)}"
+    if kind_now in ("too_small", "about_right", "too_large"):
         advice = ""  # the interval is narrow enough to decide
-    detail = _sentences(_cost(kind, batch, b_simple, unit), outlook, advice, _PROXY)
-    return Verdict(kind, headline, detail, _in_short(kind))
+    outlook = _outlook(batch, now.value, doubling_windows)
+    return Verdict(kind, headline, _sentences(costs, outlook, reason, advice, _PROXY), in_short, kind_now)
 
 
-def _in_short(kind: Kind) -> str:
-    return f"the batch {_WORDS[kind]}"
+def _too_early(n_steps: int | None, *, warms_up: bool) -> str:
+    """Why there is no verdict yet, whatever the noise scale is; empty where there may be one."""
+    if n_steps is not None and n_steps < FEWEST_STEPS:
+        return f"the noise scale grows fast in the first steps, so no batch is judged before step {FEWEST_STEPS}"
+    return "the learning rate is still rising, and the noise scale with it" if warms_up else ""
 
 
-def _kind(batch: float, low: float, high: float) -> Kind:
+def _kind(batch: float, known: Estimate) -> Kind:
+    low, high = known.low or 0.0, math.inf if known.high is None else known.high
     may_be_small, may_be_large = high > ABOUT_RIGHT * batch, low < batch / ABOUT_RIGHT
     if low > ABOUT_RIGHT * batch:
         return "too_small"
@@ -160,48 +217,42 @@ def _kind(batch: float, low: float, high: float) -> Kind:
     return "about_right_or_too_large" if may_be_large else "about_right"
 
 
-def _cost(kind: Kind, batch: float, b_simple: float, unit: str) -> str:
-    cost = steps_and_examples(batch, b_simple)
-    now = (
-        f"Training at this batch size takes about {number(cost.steps, 2)}× the fewest possible steps "
-        f"and {number(cost.examples, 2)}× the fewest possible {unit}"
-    )
-    if kind == "too_small":
-        return (
-            f"{now}. A batch near {number(b_simple, 2)} {unit} would need "
-            f"{2 / cost.steps:.0%} of the steps and {number(2 / cost.examples, 2)}× the {unit}"
-        )
-    if kind == "too_large":
-        return (
-            f"{now}. A batch near {number(b_simple, 2)} {unit} would need {2 / cost.examples:.0%} of the {unit} "
-            f"and {number(2 / cost.steps, 2)}× the steps"
-        )
-    if kind == "about_right":
-        return f"{now}. A larger batch saves fewer and fewer steps, and a smaller batch saves few {unit}"
-    return (
-        f"{now}. The batch is about right for a noise scale between {number(batch / ABOUT_RIGHT)} and "
-        f"{number(batch * ABOUT_RIGHT)} {unit}, and the interval reaches beyond that range"
-    )
+def _trade_off(batch: float, known: Estimate, kind: Kind, unit: str) -> str:
+    """What another batch size would cost, as far as the interval reaches.
+
+    A batch of b′ in place of b needs (1 + B/b′)/(1 + B/b) of the steps, and b′/b times that of the units.
+    """
+    smaller = kind in ("too_large", "about_right_or_too_large")
+    other = batch / 2 if smaller else batch * 2
+    name = "half the batch" if smaller else "twice the batch"
+    if known.value is not None and kind in ("too_small", "too_large"):
+        other = float(f"{known.value:.2g}")
+        name = f"a batch of {number(other)} {unit}"
+    ends = [_steps(other, batch, end) for end in (known.low or 0.0, math.inf if known.high is None else known.high)]
+    steps, units = sorted(ends), sorted(end * other / batch for end in ends)
+    if known.value is None:
+        # One end of the interval is not known, so one end of each cost is not either.
+        most, what = (max(units), unit) if smaller else (max(steps), "steps")
+        return f"{name} would need at most {100 * most:.0f} % of the {what}"
+    return f"{name} would need {_part(steps)} the steps and {_part(units)} the {unit}"
 
 
-def _cost_of_bound(batch: float, low: float, high: float, unit: str) -> str:
-    if math.isinf(high):
-        steps = number(steps_and_examples(batch, low).steps)
-        return (
-            f"Training takes at least {steps}× the fewest possible steps. Doubling the batch nearly halves the steps "
-            f"and costs few extra {unit}"
-        )
-    examples = number(steps_and_examples(batch, high).examples)
-    return (
-        f"Training uses at least {examples}× the fewest possible {unit}. Halving the batch nearly halves the {unit} "
-        "and costs few extra steps"
-    )
+def _steps(other: float, batch: float, noise_scale: float) -> float:
+    """Steps at another batch size over those at this one."""
+    return batch / other if math.isinf(noise_scale) else (1 + noise_scale / other) / (1 + noise_scale / batch)
 
 
-def _outlook(batch: float, b_simple: float, doubling_windows: float | None) -> str:
+def _part(ends: list[float]) -> str:
+    """Such as "73 to 75 % of" or "1.5 to 1.7 times"."""
+    low, high = (number(end, 2) if ends[1] > 1 else f"{100 * end:.0f}" for end in ends)
+    known = low if low == high else f"{low} to {high}"
+    return f"{known} times" if ends[1] > 1 else f"{known} % of"
+
+
+def _outlook(batch: float, b_simple: float | None, doubling_windows: float | None) -> str:
     """Where the noise scale is going, and when the verdict changes if that goes on."""
     moves = drift_in_words(doubling_windows)
-    if not moves or doubling_windows is None:
+    if not moves or doubling_windows is None or b_simple is None:
         return ""
     limit = batch * ABOUT_RIGHT if doubling_windows > 0 else batch / ABOUT_RIGHT
     doublings = math.log2(limit / b_simple)

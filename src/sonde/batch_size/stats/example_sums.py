@@ -4,9 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from sonde.batch_size.stats.example_order import OrderScores
 from sonde.batch_size.stats.noise_scale import PieceSums, estimate_window
+
+ENOUGH_COVERED = 0.995
+"""Part of |F|² from which on no alert is raised. At most 0.5 % of |F|² = |G|² (1 + B_simple/B) are left out then. Where
+B_simple is 20 batches, this moves B_simple by a tenth at most, and ± 20 % counts as well known."""
+
+
+def in_percent(part: float) -> str:
+    """A part of |F|² in words; 99.96 % are never called all of it.
+
+    Example:
+        >>> in_percent(0.9996), in_percent(0.5)
+        ('99.9 %', '50 %')
+    """
+    return f"{math.floor(1000 * part) / 10:g} %"
 
 
 @dataclass(frozen=True)
@@ -21,6 +36,7 @@ class ExampleSums:
         of_pieces: Σ |h_k|²/w_k of the window's pieces, likewise of the covered parameters; [groups].
         sq_norm_big: |F|² of the covered parameters, [groups].
         n_covered: covered parameters.
+        order: whether examples in certain places of their batches are more alike than others.
     """
 
     sq_norm_over_weight: Sequence[float]
@@ -30,6 +46,24 @@ class ExampleSums:
     of_pieces: Sequence[float]
     sq_norm_big: Sequence[float]
     n_covered: int
+    order: OrderScores = field(default_factory=OrderScores)
+
+    def excess_of_pieces(self, pieces: PieceSums, *, scale: float) -> float | None:
+        """(p − e)/(p + e), with tr Σ p from the window's pieces and e from its examples, which have one expectation.
+
+        Args:
+            pieces: of the window, over all parameters.
+            scale: κ of the window.
+
+        Returns:
+            None where pieces cannot be compared, or there is no noise.
+        """
+        if pieces.n_pieces < 2 or not pieces.u > pieces.v:
+            return None
+        big = math.fsum(self.sq_norm_big) / scale**2
+        p = estimate_window(replace(pieces, sq_norm_over_weight=math.fsum(self.of_pieces)), big).trace_cov
+        e = estimate_window(self.pieces(math.fsum(self.sq_norm_over_weight)), big).trace_cov
+        return (p - e) / (p + e) if p > 0 and e > 0 else None
 
     def pieces(self, sq_norm_over_weight: float) -> PieceSums:
         """The sums that the noise scale is solved from, for one parameter group's Σ |h_b|²/w_b. n_b = 1 throughout."""
@@ -55,7 +89,7 @@ class Coverage:
 
     def __str__(self) -> str:
         ratio = f", {self.ratio:.3g} times that of all" if self.ratio is not None else ""
-        return f"of {self.n_parameters} of {self.n_all} parameters, with {100 * self.part:.3g} % of |F|²{ratio}"
+        return f"of {self.n_parameters} of {self.n_all} parameters, with {in_percent(self.part)} of |F|²{ratio}"
 
 
 class CoveredPart:

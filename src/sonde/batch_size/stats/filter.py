@@ -39,7 +39,7 @@ from sonde.stats.intervals import RatioInterval
 DRIFTS = (-1.0, 0.0, 1.0)
 """Change of log B per unit of log time: B falls like 1/t, stays, or grows like t."""
 _DRIFT_WEIGHTS = (0.2, 0.4, 0.4)
-SPREADS = (0.2, 0.5, 1.0)
+SPREADS = (0.2, 0.4, 0.7)
 """Standard deviation of a random change of log B per root of a unit of log time."""
 _SPREAD_WEIGHTS = (4 / 7, 2 / 7, 1 / 7)
 _PERSISTENCE = 4.0
@@ -49,7 +49,7 @@ _BETWEEN_JUMPS = 20.0
 _JUMP = 1.0
 """Standard deviation of a sudden change of log B."""
 _LOWEST, _HIGHEST, _N_GRID = math.log(1e-3), math.log(1e4), 201
-"""The grid of log B, from the log of the batch. A step is shorter than the least spread between two blocks."""
+"""The grid of log B, from the log of the batch. A step is about as long as the least spread between two blocks."""
 _STEP = (_HIGHEST - _LOWEST) / (_N_GRID - 1)
 _MEMORY = 6.0
 """Blocks over which the scatter of single windows is averaged."""
@@ -123,8 +123,10 @@ class NoiseScaleFilter:
         return [_level(lowest, *each) for each in zip(over_b, over_drifts, strict=True)]
 
     def _with(self, block: Block, n_series: int | None = None) -> Tensor:
-        density = _moved(self._density[:n_series], self._prior, block.log_time)
-        density = density * self._likelihood(block, n_series)[:, None, None]
+        # The means of a block speak of its middle. Taken for its end, they would lag by half a block.
+        half = block.log_time / 2
+        density = _moved(self._density[:n_series], self._prior, half) * self._likelihood(block, n_series)[:, None, None]
+        density = _moved(density, self._prior, half)
         return density / density.sum((1, 2, 3), keepdim=True)
 
     def _scatter_with(self, block: Block) -> tuple[Tensor, float]:
@@ -156,9 +158,9 @@ def _moved(density: Tensor, prior: Tensor, time: float) -> Tensor:
 
 def _shifted(density: Tensor, steps: float) -> Tensor:
     """Moved up the grid. At its ends, the density goes on as it is there: what is flat stays flat."""
-    at = (torch.arange(_N_GRID, device="cpu") - steps).clamp(0, _N_GRID - 1)
+    at = (torch.arange(_N_GRID, dtype=torch.float64, device="cpu") - steps).clamp(0, _N_GRID - 1)
     below = at.floor().clamp(max=_N_GRID - 2).long()
-    part = (at - below).to(density.dtype)
+    part = at - below
     return (1 - part) * density[..., below] + part * density[..., below + 1]
 
 

@@ -109,13 +109,25 @@ class NeighbourWatch:
         self._variance = self._decay**2 * self._variance + 1.0
         self._windows += 1
 
+    @property
+    def standard_errors(self) -> float:
+        """The average score over its standard error; 0 before the first window."""
+        return self._score / math.sqrt(self._variance) if self._variance else 0.0
+
+    @property
+    def lean(self) -> int:
+        """1 where neighbours are more alike than others, −1 where less, 0 where chance explains the scores."""
+        if self._windows < _AFTER or abs(self.standard_errors) < _STANDARD_ERRORS:
+            return 0
+        if abs(self._score) < _LEAST_SCORE * self._weight:
+            return 0
+        return 1 if self._score > 0 else -1
+
     def doubt(self) -> str | None:
         """Why pieces are not independent samples; None when nothing looks wrong."""
-        if self._windows < _AFTER or abs(self._score) < _STANDARD_ERRORS * math.sqrt(self._variance):
+        if not self.lean:
             return None
-        if abs(self._score) < _LEAST_SCORE * self._weight:
-            return None
-        if self._score > 0:
+        if self.lean > 0:
             return (
                 "neighbouring pieces are too alike to be independent. Put all backwards of one batch into one 'with "
                 "probe.piece():', and shuffle micro-batches, also if the sampler sorts by length"

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sonde.batch_size.stats.critical_batch import Verdict, judge_batch
+from sonde.batch_size.stats.critical_batch import Estimate, Verdict, judge_batch
 from sonde.batch_size.stats.drift import doubling_windows, drift_in_words
-from sonde.batch_size.stats.example_sums import Coverage
+from sonde.batch_size.stats.example_sums import ENOUGH_COVERED, Coverage
 from sonde.stats.intervals import Status
 from sonde.wording import number, plural
 
@@ -107,6 +107,8 @@ class NoiseScaleReading:
         scale_residual: the part of the last window's gradient that κ does not explain.
         unit: plural name of the unit.
         groups: by parameter group, in the model's order; empty where groups were not read.
+        n_steps: steps of training that the numbers stand for; None at fixed weights.
+        warms_up: whether the learning rate is still rising.
         every: one window of training in so many is measured, on average over about the last half of the run.
         further_units: how many of each further unit one unit is, on average; None before the first window.
         coverage: the part of the model that the numbers speak of; None if it is the whole model.
@@ -136,6 +138,8 @@ class NoiseScaleReading:
     scale_residual: float | None
     unit: str
     groups: Mapping[str, GroupReading] = field(repr=False)
+    n_steps: int | None = None
+    warms_up: bool = False
     every: float = 1.0
     coverage: Coverage | None = None
     further_units: Mapping[str, float | None] = field(default_factory=dict)
@@ -176,6 +180,7 @@ class NoiseScaleReading:
             "gns/u": self.u,
             "gns/units_per_window": self.units_per_window,
             "gns/windows_needed": self.windows_needed,
+            "gns/warms_up": float(self.warms_up),
             "gns/scale": self.scale,
             "gns/scale_residual": self.scale_residual,
             "gns/covered": self.coverage.part if self.coverage else 1.0,
@@ -194,13 +199,14 @@ class NoiseScaleReading:
         """A judgement of the batch size; None before the first window. `sonde.judge_batch` judges another batch."""
         if self.units_per_window is None:
             return None
+        average = self.average
         return judge_batch(
             self.units_per_window,
             unit=self.unit,
-            status=self.status,
-            b_simple=self.b_simple,
-            low=self.low,
-            high=self.high,
+            now=Estimate(self.b_simple, self.low, self.high),
+            of_run=Estimate(average.b_simple, average.low, average.high) if average and self.n_steps else None,
+            n_steps=self.n_steps,
+            warms_up=self.warms_up,
             reason=self.reason,
             doubling_windows=self.doubling_windows,
             advice=self.advice,
@@ -213,6 +219,9 @@ class NoiseScaleReading:
         seen = f"{batch}{plural(self.windows, 'window')}{of_these}{dropped}"
         seen += f" ({self.coverage})" if self.coverage is not None else ""
         judged = f": {self.verdict.in_short}" if self.verdict and self.verdict.in_short else ""
+        average = self.average
+        if average is not None and average.b_simple is not None and self.n_steps:
+            seen = f"{number(average.b_simple)} over the run, {seen}"
         if self.status == "resolved":
             moves = f", {drift_in_words(self.doubling_windows)}" if self.doubling_windows else ""
             known = f"{number(self.b_simple)} {self.unit} [{number(self.low)} – {number(self.high)}]"
@@ -234,5 +243,6 @@ def find_alerts(reading: NoiseScaleReading) -> dict[str, str]:
     Returns:
         Messages by name: those of the doubts, "not_covered"; empty when nothing looks wrong.
     """
-    partial = {"not_covered": f"the noise scale is {reading.coverage}"} if reading.coverage is not None else {}
+    is_partial = reading.coverage is not None and reading.coverage.part < ENOUGH_COVERED
+    partial = {"not_covered": f"the noise scale is {reading.coverage}"} if is_partial else {}
     return dict(reading.doubts) | partial

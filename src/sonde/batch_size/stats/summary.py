@@ -67,6 +67,7 @@ def summarise(averages: NoiseScaleAverages, *, unit: str, with_groups: bool = Tr
         scale=averages.scale,
         scale_residual=averages.scale_residual,
         unit=unit,
+        n_steps=run.n_steps,
         every=recent.every if recent else 1.0,
         further_units=averages.further_per_unit,
         groups={
@@ -117,6 +118,8 @@ def doubts_of(averages: NoiseScaleAverages) -> dict[str, str]:
     repeated = None if same else averages.repeats.pieces_doubt()
     if (dependent := repeated or averages.neighbours.doubt()) is not None:
         doubts["dependent_pieces"] = dependent
+    if (shared := averages.examples.doubt()) is not None:
+        doubts["dependent_examples"] = shared
     if (same := same or averages.repeats.ranks_doubt()) is not None:
         doubts["same_data"] = same
     return doubts

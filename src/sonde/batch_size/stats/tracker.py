@@ -108,6 +108,9 @@ class NoiseScaleTracker:
             self._fixed_weights.add(solved, weight=row.weight / self._n_ranks)
         self._averages.neighbours.update(row.neighbours)
         self._averages.repeats.update(row.repeats)
+        if row.examples is not None:
+            excess = row.examples.excess_of_pieces(row.pieces(0.0), scale=scale.scale)
+            self._averages.examples.update(row.examples.order, excess)
         self.last, self.last_norm = solved, solved.norm
         return None
 

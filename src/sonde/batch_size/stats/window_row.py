@@ -129,16 +129,18 @@ def _pieces_unusable(row: WindowRow) -> Drop | None:
         return row.problems[0]
     if row.n_pieces == 0 and row.n_ranks_declaring:
         return Drop(
-            "called_twice",
+            "no_backward",
             "no piece was declared since the last window: either the same window was ended twice (call probe.step() or "
             "probe.clip_grad_norm_() once per optimizer step), or its backwards ran outside 'with probe.piece():', "
             "where they do not count once a piece was declared",
         )
     if row.n_pieces == 0:
         return Drop(
-            "called_twice",
-            "no backward ran since the last window, so the same window was ended twice: "
-            "call probe.step() or probe.clip_grad_norm_() once per optimizer step",
+            "no_backward",
+            "no backward added to the gradients of measured parameters in this window. Either the same window was "
+            "ended twice: call probe.step() or probe.clip_grad_norm_() once per optimizer step. Or other parameters "
+            "are trained now, such as another adapter: attach to each. Or gradients are set by hand, as those of "
+            "torch.autograd.grad, which no hook sees: call loss.backward()",
         )
     if row.examples is None and row.n_pieces < 2:
         return Drop(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sonde.batch_size.taps.autograd_internals import backward_number
 from sonde.batch_size.taps.tap import Number
 from sonde.batch_size.taps.witness import Witness
 from sonde.parallel.devices import to_device
@@ -31,12 +32,17 @@ class LeftOvers:
         """The next backward is the first of a window."""
         self.unseen = set(self.watched)
         """Watched parameters that no backward of this window has reached."""
+        self._first: int | None = None
+        """Autograd's number of the window's first backward."""
 
     def look(self, index: int) -> None:
         """Look at a parameter in `unseen`, in a hook that runs before autograd adds to `.grad`."""
         self.unseen.discard(index)
+        if self._first is None:
+            self._first = backward_number()
         grad = self.watched[index].grad
-        if grad is None or grad.is_sparse:
+        # After the first backward, DDP or FSDP2 may have reduced other ranks' gradients of this window into `.grad`.
+        if grad is None or grad.is_sparse or backward_number() != self._first:
             return
         # The answer stays on the device.
         elements = self._witness.read_shard(index, local_tensor(grad.detach()), spec_of(grad))

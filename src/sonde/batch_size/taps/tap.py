@@ -155,6 +155,7 @@ class Problem(IntEnum):
     NOT_ALL_DECLARED = 31
     UNITS_UNKNOWN = 32
     NOT_COUNTED = 36
+    UNITS_ASKED = 38
     UNITS_UNCLEAR = 34
     OUTSIDE_SCHEDULE = 33
     NO_SECOND_MOMENT = 1
@@ -207,9 +208,19 @@ class Problem(IntEnum):
         return _MESSAGES[self]
 
 
-_OUTSIDE_PIECES = (Problem.UNITS_UNKNOWN, Problem.NOT_COUNTED, Problem.UNITS_UNCLEAR, Problem.OUTSIDE_SCHEDULE)
+_OUTSIDE_PIECES = (
+    Problem.UNITS_UNKNOWN,
+    Problem.NOT_COUNTED,
+    Problem.UNITS_ASKED,
+    Problem.UNITS_UNCLEAR,
+    Problem.OUTSIDE_SCHEDULE,
+)
 """Backwards that need no number of units where pieces are declared."""
 
+HOW_TO_COUNT = (
+    "Pass units_per_piece= a number, or a function that is called as the model is and returns the number of units"
+)
+"""What to do where rows cannot be counted."""
 _MESSAGES = {
     Problem.FAILED: (
         "sonde failed while it read a gradient: the logger 'sonde' has shown the error with its traceback"
@@ -244,6 +255,10 @@ _MESSAGES = {
     ),
     Problem.NOT_COUNTED: (
         "units_per_piece= could not count a piece, here or on another rank: the logger 'sonde' has shown the error"
+    ),
+    Problem.UNITS_ASKED: (
+        "the units of a piece are not clear: what the model was called with and what it returned do not agree, as the "
+        "alert 'units' shows. " + HOW_TO_COUNT
     ),
     Problem.UNITS_UNCLEAR: (
         "a backward does not follow one forward of the model, whose inputs would show the piece's units: there was no "

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from sonde.batch_size.forward_units import CountsOfForward, UnitsPerPiece, rows
+from sonde.batch_size.forward_units import FIRST_DIM, CountsOfForward, UnitsPerPiece
 from sonde.parallel.unwrap import unwrap_model
 
 FIRST_DIM_OPTION = "first-dim"
@@ -86,24 +86,16 @@ def _units_of(text: str, model: nn.Module) -> UnitsPerPiece:
     return lambda *args, **kwargs: argument(args, kwargs).shape[int(last)]
 
 
-def _weighed_by_units(units: UnitsPerPiece) -> Callable[..., CountsOfForward | None]:
+def _weighed_by_units(units: UnitsPerPiece) -> Callable[..., CountsOfForward]:
     """Units, by which micro-batches weigh: for a loss that is added up over them, and divided by those of the step."""
 
-    def counts(*args: Any, **kwargs: Any) -> CountsOfForward | None:
-        own = _own_units(units, args, kwargs)
-        return None if own is None else CountsOfForward(own, own)
+    def counts(*args: Any, **kwargs: Any) -> CountsOfForward:
+        return CountsOfForward(units(*args, **kwargs) if callable(units) else units, None)
 
     return counts
 
 
-def _own_units(units: UnitsPerPiece, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The units of one call of the model; None where they are its rows and it has none."""
-    if units == "first dim":
-        return rows(*args, *kwargs.values())
-    return units(*args, **kwargs) if callable(units) else units
-
-
-def _weighed(units: UnitsPerPiece, model: nn.Module, *, always: bool) -> Callable[..., CountsOfForward | None]:
+def _weighed(units: UnitsPerPiece, model: nn.Module, *, always: bool) -> Callable[..., CountsOfForward]:
     """Units with weights: the labels that are not -100, after the shift by which each predicts the next.
 
     Args:
@@ -114,15 +106,12 @@ def _weighed(units: UnitsPerPiece, model: nn.Module, *, always: bool) -> Callabl
     """
     labels = _argument("labels", model, "--weights-from labels")
 
-    def counts(*args: Any, **kwargs: Any) -> CountsOfForward | None:
-        if (own := _own_units(units, args, kwargs)) is None:
-            return None
+    def counts(*args: Any, **kwargs: Any) -> CountsOfForward:
+        own = units(*args, **kwargs) if callable(units) else units
         if not always and kwargs.get("num_items_in_batch") is None:
             return CountsOfForward(own)
         tokens = labels(args, kwargs)[..., 1:].ne(-100).flatten(1).sum(1)
-        if units != "first dim":
-            return CountsOfForward(own, tokens.sum())
-        return CountsOfForward(None, tokens.sum(), tokens.clamp(min=_LEAST))
+        return CountsOfForward(own, tokens.sum(), tokens.clamp(min=_LEAST) if own == FIRST_DIM else None)
 
     return counts
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,8 +20,9 @@ class LogOfScript(JsonlSink):
     """A log in a folder that no other model of this start of `sonde run` writes to.
 
     A script trains several models, and a command starts several processes that know nothing of each other. So the
-    folder is looked for with the first record: the given one, or the same with -2, -3 and so on at the end. A log of an
-    earlier start is continued.
+    folder is looked for with the first reading: the given one, or the same with -2, -3 and so on at the end. A log of
+    an earlier start gets another run. A training without a reading leaves no log: its first batch may not have fitted
+    into memory, and the script begins anew with a smaller one.
 
     Args:
         folder: the first to try.
@@ -34,24 +34,29 @@ class LogOfScript(JsonlSink):
     def __init__(self, folder: Path, start: str, before_the_end: Callable[[], None]) -> None:
         super().__init__(folder)
         self._first, self._start, self._before_the_end = folder, start, before_the_end
-        self._has_folder = False
-
-    @property
-    def folder(self) -> Path:
-        """Of the log."""
-        return self.path.parent
+        self._held: list[Mapping[str, object]] = []
+        """Records before the first reading."""
+        self.folder: Path | None = None
+        """Of the log; None before the first reading."""
 
     def write(self, record: Mapping[str, object]) -> None:
-        """Append a record; the first one takes a folder."""
-        if not self._has_folder:
-            self._take_folder()
-        if record["kind"] == "header":
-            record = {**record, "run": self.folder.name}
+        """Append a record; the first reading takes a folder, and brings what came before it."""
+        if self.folder is None:
+            self._held.append(record)
+            if record["kind"] != "reading":
+                return
+            folder = self._take_folder()
+            for held in self._held:
+                super().write({**held, "run": folder.name} if held["kind"] == "header" else held)
+            self.folder, self._held = folder, []
+            return
         super().write(record)
 
-    def _take_folder(self) -> None:
+    def _take_folder(self) -> Path:
         deadline = time.monotonic() + SECONDS_TO_WAIT
-        for n in itertools.count(1):
+        n = 0
+        while True:
+            n += 1
             folder = self._first if n == 1 else self._first.with_name(f"{self._first.name}-{n}")
             self.path = folder / RECORDS_NAME
             while not self._is_of_this_start():
@@ -65,8 +70,7 @@ class LogOfScript(JsonlSink):
                 if self._is_of_this_start():  # begun and ended meanwhile
                     self.unlock()
                     break
-                self._has_folder = True
-                return
+                return folder
 
     def _is_of_this_start(self) -> bool:
         header = last_header(self.path)
@@ -78,13 +82,15 @@ class LogOfScript(JsonlSink):
         self._before_the_end()
 
 
-def say_where(folder: Path, *, writes_report: bool) -> None:
-    """Write the report, and say where it and the log lie.
+def say_where(file: LogOfScript | None, *, writes_report: bool) -> None:
+    """Write the report, and say where it and the log lie. Without a log there is nothing to say.
 
     Args:
-        folder: of the log.
+        file: the log.
         writes_report: whether a report is wanted.
     """
+    if file is None or (folder := file.folder) is None:
+        return
     say(f"log     {folder}")
     if not writes_report:
         return

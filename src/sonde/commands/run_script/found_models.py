@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from sonde.parallel.living import kinds_of, living_of
+from sonde.parallel.optimizers import parameters_of
 from sonde.parallel.placements import is_dtensor
 
 _ENOUGH = 0.99
@@ -40,11 +41,6 @@ def trainable(tensors: Iterable[Tensor]) -> dict[int, int]:
 def stepped_by(optimizer: Any) -> dict[int, int]:
     """The number of elements of each tensor that an optimizer steps, by its identity."""
     return trainable(parameters_of(optimizer))
-
-
-def parameters_of(optimizer: Any) -> list[Tensor]:
-    """All tensors of an optimizer."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def why_not_reduced(model: nn.Module, *, by_hand: bool) -> str:
@@ -97,16 +93,10 @@ def model_among_living(optimizer: Any) -> nn.Module | None:
 
     This looks at every living object, which takes some hundredths of a second.
     """
-    modules = list(living(nn.Module))
+    modules = list(living_of(kinds_of(nn.Module)))
     stepped = stepped_by(optimizer)
     smallest = _smallest(modules, stepped)
     return None if smallest is None else _outermost_alike(smallest, modules)
-
-
-def living(kind: type[Any]) -> Iterator[Any]:
-    """Every living object of a type, or of one derived from it."""
-    # By type(): some objects make up their __class__, and proxies of dead objects raise where it is asked for.
-    return (each for each in gc.get_objects() if issubclass(type(each), kind))
 
 
 def _holds(held: dict[int, int], wanted: dict[int, int]) -> bool:
@@ -156,7 +146,7 @@ def _is_in(module: nn.Module, other: nn.Module) -> bool:
 
 def enabled_grad_scalers() -> list[torch.amp.GradScaler]:
     """The GradScalers of the script that are in use."""
-    return [scaler for scaler in living(torch.amp.GradScaler) if scaler.is_enabled()]
+    return [scaler for scaler in living_of(kinds_of(torch.amp.GradScaler)) if scaler.is_enabled()]
 
 
 def reshard(called: nn.Module) -> bool:

@@ -91,6 +91,11 @@ class MeasuredModel:
         """Whether the script has let go of all its optimizers."""
         return not self._optimizers
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether an optimizer of the model has taken a step, measured or not."""
+        return self._last_step > 0
+
     def was_done_before(self, other: MeasuredModel) -> bool:
         """Whether it has taken its last step before the other model was attached, as that of an earlier fold has."""
         return 0 < self._last_step <= other.begins_at
@@ -206,7 +211,7 @@ class MeasuredModel:
             say(f"{before}{self.name}: {self._reading}" if before else str(self._reading))
         if self._lacks_parameters:
             say("parameters that came or became trainable after measuring began are not in it")
-        say_where(self._file.folder, writes_report=self._writes_report)
+        say_where(self._file, writes_report=self._writes_report)
 
 
 def _attached(found: ModelOfOptimizers, settings: Settings, log: sonde.RunLog) -> sonde.NoiseScaleProbe:

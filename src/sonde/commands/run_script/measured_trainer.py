@@ -8,10 +8,11 @@ from typing import Any
 
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.commands.run_script.counted_units import units_in_batch
-from sonde.commands.run_script.endings import PATIENCE, say_where
+from sonde.commands.run_script.endings import PATIENCE, LogOfScript, say_where
 from sonde.commands.run_script.messages import is_first_rank, say
 from sonde.commands.run_script.settings import Settings
 from sonde.integrations.trainer_probe import TrainerProbe
+from sonde.records import RunLog
 
 
 class MeasuredTrainer:
@@ -32,9 +33,9 @@ class MeasuredTrainer:
 
         batches = MicroBatches(trainer, units_in_batch(settings.units_from))
         self.name = type(trainer).__name__
-        log, self._file = settings.log(lambda: before_the_end(self))
         self._writes_report, self._has_said = settings.report, False
-        self._probe = _UnseenProbe({"unit": settings.unit or batches.unit, **settings.averaging}, log=log)
+        options = {"unit": settings.unit or batches.unit, **settings.averaging}
+        self._probe = _UnseenProbe(options, lambda: settings.log(lambda: before_the_end(self)))
         self._callback: TransformersProbe | None = TransformersProbe(trainer, batches, self._probe)
 
     def training_ended(self) -> None:
@@ -42,6 +43,12 @@ class MeasuredTrainer:
         callback, self._callback = self._callback, None
         if callback is not None:
             callback.close()
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether a step was taken, measured or not."""
+        reading = self._probe.reading()
+        return reading is not None and bool(reading.windows or reading.dropped)
 
     def close(self, reason: str) -> None:
         """Measure no more. Other ranks may be gone, so they are not waited for long."""
@@ -60,14 +67,28 @@ class MeasuredTrainer:
             return
         self._has_said = True
         say(str(reading) if number is None else f"{number}. {self.name}: {reading}")
-        say_where(self._file.folder, writes_report=self._writes_report)
+        say_where(self._probe.file, writes_report=self._writes_report)
 
 
 class _UnseenProbe(TrainerProbe):
     """A probe that adds nothing to the trainer's own logs, which some print, or to its checkpoints.
 
     Its last reading is said when the script ends.
+
+    Args:
+        options: of `sonde.attach`.
+        new_log: makes a log. Each beginning has its own: a Trainer begins anew if a batch does not fit into memory.
     """
+
+    def __init__(self, options: Mapping[str, Any], new_log: Callable[[], tuple[RunLog, LogOfScript]]) -> None:
+        super().__init__(options)
+        self._new_log = new_log
+        self.file: LogOfScript | None = None
+
+    def begin(self, *args: Any, **kwargs: Any) -> None:
+        self.end("training began again")  # before its log is replaced
+        self._log, self.file = self._new_log()
+        super().begin(*args, **kwargs)
 
     def metrics(self) -> Mapping[str, float]:
         return {}

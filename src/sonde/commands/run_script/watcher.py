@@ -20,13 +20,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sonde.batch_size.setup import NOT_ON_ALL_RANKS
 from sonde.batch_size.taps.autograd_internals import in_backward
-from sonde.commands.run_script.found_models import ModelOfOptimizers, parameters_of, stepped_by, why_not_reduced
+from sonde.commands.run_script.found_models import ModelOfOptimizers, stepped_by, why_not_reduced
 from sonde.commands.run_script.measured_model import MeasuredModel
 from sonde.commands.run_script.measured_trainer import MeasuredTrainer
 from sonde.commands.run_script.messages import remember_rank, say
 from sonde.commands.run_script.model_search import ModelSearch
 from sonde.commands.run_script.settings import Settings
 from sonde.commands.run_script.words import say_in_words_of_run
+from sonde.parallel.optimizers import parameters_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -234,22 +235,30 @@ class ScriptWatcher:
         """The script has ended, has raised or was interrupted: complete the logs."""
         if os.getpid() != self.pid:
             return
+        kind = getattr(sys, "last_type", None)
         with contextlib.suppress(BaseException):  # a second Ctrl-C, too: the exit status is the script's
             self._search.stop()
-            kind = getattr(sys, "last_type", None)
             reason = "the script ended" if kind is None else f"the script was stopped by {kind.__name__}"
             if self.is_on and not (self._all or self._has_refused or self._settings.has_log):
                 say("nothing was measured: the script made an optimizer, and took no step with a model that it called")
             for each in self._all:
                 each.close(reason)
             self._say_ends(len(self._all))
+        # Python ends by SIGINT if KeyboardInterrupt ended the last text that it has executed. The report executes some.
+        with contextlib.suppress(KeyboardInterrupt):
+            exec("raise KeyboardInterrupt" if kind is KeyboardInterrupt else "")
 
     # What is measured.
 
     def _say_ends(self, n: int) -> None:
-        """Say the readings of the first n models and trainings."""
-        for number, each in enumerate(self._all[:n], 1):
-            each.say_end(number if len(self._all) > 1 else None)
+        """Say the readings of the first n models and trainings.
+
+        Those that took no step were given up. They are passed over, unless none took any: then the last is named.
+        """
+        told = [each for each in self._all if each.has_stepped] or self._all[-1:]
+        for number, each in enumerate(told, 1):
+            if each in self._all[:n]:
+                each.say_end(number if len(told) > 1 else None)
 
     def _told_to_end(self, measured: MeasuredModel | MeasuredTrainer) -> None:
         """SIGTERM is about to end the process: say what is known of all before this one, whose log is complete."""

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import TextIO
 
+from sonde.batch_size.taps.tap import HOW_TO_COUNT
 from sonde.console import tell, write_to
 
 REMEDIES: Mapping[str, str] = {
@@ -40,17 +41,18 @@ REMEDIES: Mapping[str, str] = {
     "before attach": "before the first training forward",
     "cannot be measured (": "are not measured (",
     "): attach again": "), so the noise scale is that of the other parameters",
-    "pass units_per_piece=1": "pass --units-from 1",
-    "pass units_per_piece=lambda x: x.shape[1]": "pass --units-from NAME:1, with its name in the model's forward",
+    HOW_TO_COUNT: "Pass --units-from: a number, NAME:DIM as labels:0, or package.module:function",
+    "pass units= to attach, a function of the batch": "pass --units-from package.module:function, a function",
     "units_per_piece=": "--units-from",
     ", and run each backward inside its own 'with probe.piece():'": "",
     "wrap each micro-batch in 'with probe.piece():' or use": "use",
     "put all backwards of one batch into one 'with probe.piece():'": "add up all losses of one batch before backward",
     "Put all backwards of one batch into one 'with probe.piece():'": "Add up all losses of one batch before backward",
     "put one of each into one 'with probe.piece():'": "nothing can be measured: their sum has another noise",
-    ", so the same window was ended twice: call probe.step() or probe.clip_grad_norm_() once per optimizer step": (
-        ": the optimizer stepped on no gradient, or on an old one"
+    "the same window was ended twice: call probe.step() or probe.clip_grad_norm_() once per optimizer step": (
+        "the optimizer stepped on no gradient, or on an old one"
     ),
+    "trained now, such as another adapter: attach to each": "trained now, such as another adapter",
     ", or clipped to 0, before probe.step()?": ", or clipped to 0, before the step?",
     "clipped by value before probe.step(): clip by norm, or clip after probe.step()": (
         "clipped by value before the step: clip by norm"

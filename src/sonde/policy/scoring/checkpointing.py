@@ -26,7 +26,7 @@ def is_checkpointing(model: nn.Module) -> bool:
 
 
 def _checkpointed(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
+    return [module for module in model.modules() if vars(module).get("gradient_checkpointing") is True]
 
 
 def _method(model: nn.Module, what: str) -> Callable[..., Any] | None:

@@ -10,7 +10,7 @@ from typing import Any
 from sonde.runs.policy_reading import PolicyReading
 from sonde.runs.reader import Run, Totals
 from sonde.runs.report.logged_interval import PROMPT_NOISE, logged_interval
-from sonde.runs.report.timeline import step_noun
+from sonde.runs.report.timeline import place_in_words, step_noun
 from sonde.wording import count, duration, moment, number, percent, plural
 
 MAX_TEXT = 4000
@@ -131,7 +131,7 @@ def _fixed_weights_rows(n_pieces: str, batch: float | None, unit: str, intervals
 def _trust_rows(run: Run) -> list[Row]:
     last = run.readings[-1]
     dropped = tuple(f"{plural(n, 'window')}: {reason}" for reason, n in last.dropped.items())
-    rows = [Row("Windows left out", dropped[:_MAX_ITEMS] or ("None.",))]
+    rows = [Row("Windows left out", dropped[:_MAX_ITEMS] or (f"None up to window {count(last.window)}.",))]
     consistency = last.metrics.get("gns/consistency")
     if consistency is not None:
         meaning = "noise measured within ranks divided by noise measured between ranks. It should be about 1"
@@ -241,9 +241,8 @@ def _weights(units: float | None, effective: float | None, unit: str) -> str:
 def _alerts(run: Run) -> tuple[str, ...]:
     lines = []
     for alert in run.alerts[:_MAX_ITEMS]:
-        noun = step_noun(run)
-        when = f"{noun.capitalize()} {count(alert.window)}" if alert.window else f"Before the first {noun}"
-        lines.append(f"{when}: {cut(alert.message, 500)}")
+        when = place_in_words(run, alert.window) if alert.window else f"before the first {step_noun(run)}"
+        lines.append(f"{when[0].upper()}{when[1:]}: {cut(alert.message, 500)}")
     if len(run.alerts) > _MAX_ITEMS:
         lines.append(f"The log has {plural(len(run.alerts) - _MAX_ITEMS, 'more alert')}.")
     return tuple(lines) or ("None.",)

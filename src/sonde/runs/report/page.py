@@ -21,10 +21,10 @@ from sonde.runs.report.figures import LegendEntry, Mark, Plot, Table
 from sonde.runs.report.how_measured import Row, cut, how_measured
 from sonde.runs.report.policy_sections import policy_sections
 from sonde.runs.report.sections import Section, declared_sections, noise_scale_sections
-from sonde.runs.report.timeline import position_text, step_noun
+from sonde.runs.report.timeline import place_in_words, position_text
 from sonde.runs.report.verdicts import VerdictPanel, verdict_panels
 from sonde.version import __version__
-from sonde.wording import count, duration, moment, plural
+from sonde.wording import duration, moment, plural
 
 _MAX_ALERTS = 5
 
@@ -89,6 +89,8 @@ def _head(run: Run) -> str:
     facts.append(position_text(last, run.probe("reading").unit))
     if len(run.headers) > 1:
         facts.append(f"restarted {plural(len(run.headers) - 1, 'time')}")
+    if run.earlier_runs:
+        facts.append(f"{plural(run.earlier_runs, 'earlier run')} in the same folder left out")
     facts.append("ended" if run.ended is not None else "no end recorded: the run is still going on, or it was cut off")
     subject = _subject(run)
     brand = escape(subject[:1].upper() + subject[1:])
@@ -117,19 +119,17 @@ def _alerts(run: Run) -> str:
     last_alerted = dict(run.totals.last_alerted)
     for reading in run.policy:
         last_alerted |= dict.fromkeys(reading.alerts, reading.window)
-    failing, noun = run.alerts_now, step_noun(run)
+    failing = run.alerts_now
     now: list[tuple[str, str]] = []
     earlier: list[tuple[str, str]] = []
     for alerts in sorted(_alerts_by_name(run), key=lambda alerts: alerts[0].window):
         first, last = alerts[0], alerts[-1]
         if first.name in failing:
-            now.append((failing[first.name], f"since {noun} {count(first.window)}"))
+            now.append((failing[first.name], f"since {place_in_words(run, first.window)}"))
         elif _is_newer_than_readings(last, run):
-            now.append((last.message, f"since {noun} {count(last.window)}"))
+            now.append((last.message, f"since {place_in_words(run, last.window)}"))
         else:
-            until = last_alerted.get(first.name, first.window)
-            when = f"{noun}s {count(first.window)} to {count(until)}" if until > first.window else ""
-            earlier.append((first.message, when or f"{noun} {count(first.window)}"))
+            earlier.append((first.message, place_in_words(run, first.window, last_alerted.get(first.name))))
     blocks = (
         _alert_list("Something looks wrong", now, css_class="alerts"),
         _alert_list("Something looked wrong earlier", earlier, css_class="alerts over"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -143,3 +144,33 @@ def position_text(reading: Measured, unit: str) -> str:
 def step_noun(run: Run) -> str:
     """What an optimizer step is called: a window, unless only a policy is measured, in which nothing is averaged."""
     return "step" if run.policy and not run.readings else "window"
+
+
+def place_in_words(run: Run, window: int, until: int | None = None) -> str:
+    """A window, or several, and where they lie on the axis of the figures, which may show units.
+
+    Args:
+        run: with the window.
+        window: its number.
+        until: the last of several windows; None for one.
+    """
+    noun, several = step_noun(run), until is not None and until > window
+    ends = [window, until] if several and until is not None else [window]
+    words = f"{noun}{'s' if several else ''} {' to '.join(map(count, ends))}"
+    seen = [_units_seen(run.readings, end) for end in ends]
+    if not run.readings or None in seen:
+        return words
+    return f"{words}, after about {' to '.join(count(n) for n in seen if n is not None)} {run.probe('reading').unit}"
+
+
+def _units_seen(readings: Sequence[Measured], window: int) -> float | None:
+    """Units seen up to a window, in proportion to those of the nearest readings; None where the axis shows windows."""
+    points = [(0.0, 0.0)]
+    for reading in readings:
+        if (seen := reading.metrics.get("run/units_seen")) is None:
+            return None
+        points.append((float(reading.window), seen))
+    points.sort()
+    after = min(bisect.bisect_left(points, (float(window), 0.0)), len(points) - 1)
+    (first, at_first), (last, at_last) = points[max(after - 1, 0)], points[after]
+    return at_last if last == first else at_first + (window - first) * (at_last - at_first) / (last - first)

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from sonde.batch_size.stats.critical_batch import Verdict, judge_batch, steps_and_examples
+from sonde.batch_size.stats.critical_batch import Estimate, Verdict, judge_batch, steps_and_examples
 from sonde.batch_size.stats.drift import drift_in_words
+from sonde.batch_size.stats.example_sums import in_percent
 from sonde.policy.stats.coverage import coverage
 from sonde.policy.stats.entropy_verdict import judge_entropy
 from sonde.policy.stats.steps_kept import steps_kept
@@ -80,7 +81,7 @@ def verdict_panels(run: Run) -> list[VerdictPanel]:
 def batch_size_panel(run: Run) -> VerdictPanel:
     """The verdict on the batch size, for a run that has at least one reading of the noise scale."""
     unit, last = run.probe("reading").unit, run.readings[-1]
-    verdict = judge_reading(last, unit)
+    verdict = judge_reading(last, unit, trains=not run.probe("reading").setup.get("fixed_weights"))
     basis = f"Judged from the last reading: {position_text(last, unit)}."
     needed = round(last.metrics.get("gns/windows_needed") or 0)
     if needed and last.status == "resolved":
@@ -88,7 +89,7 @@ def batch_size_panel(run: Run) -> VerdictPanel:
         basis += f" The interval narrows to about ± 20 % after {needed:,} more {measured}windows."
     covered = last.metrics.get("gns/covered")
     if covered is not None and covered < 1:
-        basis += f" It speaks of parameters with {percent(covered)} of the squared gradient: no others were covered."
+        basis += f" It speaks of parameters with {in_percent(covered)} of the squared gradient."
     basis += "".join(_in_further_units(run, last))
     tiles = tuple(_batch_tiles(last, unit))
     return VerdictPanel(verdict.kind, _BATCH_BADGES[verdict.kind], verdict.headline, verdict.detail, basis, tiles)
@@ -125,12 +126,13 @@ def _entropies_judged(run: Run) -> str:
     return f"Judged from the entropy of {plural(len(steps), 'measured step')}; the last of them is step {steps[-1]:,}."
 
 
-def judge_reading(reading: Reading, unit: str) -> Verdict:
+def judge_reading(reading: Reading, unit: str, *, trains: bool = True) -> Verdict:
     """Judge the batch size by one reading of a log.
 
     Args:
         reading: for a present verdict the last one.
         unit: plural name of the unit.
+        trains: whether it is of a training, and not of a model at fixed weights.
     """
     batch = reading.metrics.get("gns/units_per_window")
     low = reading.metrics.get("gns/b_simple_low")
@@ -142,13 +144,14 @@ def judge_reading(reading: Reading, unit: str) -> Verdict:
         return Verdict(
             "unknown", "No verdict yet: the batch size is not known.", f"{reading.reason or 'No window was measured'}."
         )
+    average = logged_interval(reading.metrics, "gns/b_simple_average")
     return judge_batch(
         batch,
         unit=unit,
-        status=reading.status,
-        b_simple=reading.metrics.get("gns/b_simple"),
-        low=low,
-        high=reading.high,
+        now=Estimate(reading.metrics.get("gns/b_simple"), low, reading.high),
+        of_run=Estimate(reading.metrics.get("gns/b_simple_average"), average.low, average.high) if trains else None,
+        n_steps=reading.window if trains else None,
+        warms_up=bool(reading.metrics.get("gns/warms_up")),
         reason=reading.reason,
         doubling_windows=reading.doubling_windows,
         advice=reading.advice,

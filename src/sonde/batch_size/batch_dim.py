@@ -1,0 +1,320 @@
+"""Which dim of what a model is called with is the batch: decided once, by several witnesses, or asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+
+class UnclearUnitsError(ValueError):
+    """Raised where the witnesses contradict each other. The message says what was seen."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """The units of a batch.
+
+    Attributes:
+        n: how many.
+        where: what was counted, in words.
+    """
+
+    n: int
+    where: str
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSaw:
+    """What a layer was called with that knows which dim of its input is the batch.
+
+    Attributes:
+        kind: the layer's type, in words.
+        n: size of the batch.
+        is_square: whether there are as many positions.
+    """
+
+    kind: str
+    n: int
+    is_square: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Witness:
+    """A part of what a model is called with.
+
+    Attributes:
+        name: of the argument or entry that it is; empty if it has none.
+        text: the part, in words.
+        sizes: the numbers of units that it may show, the likeliest first.
+        shape: of a tensor; empty for others.
+        is_certain: whether it says the number of units by itself, whatever the model returns.
+        is_of_tokens: whether it is a tensor of whole numbers.
+        mixes_rows: whether it shows that rows are no units: edges between them, or borders of documents inside them.
+    """
+
+    name: str
+    text: str
+    sizes: tuple[int, ...]
+    shape: tuple[int, ...] = ()
+    is_certain: bool = False
+    is_of_tokens: bool = False
+    mixes_rows: bool = False
+
+
+def batch_dim(layer: nn.Module) -> int:
+    """The dim of a layer's input and output that is the batch, by what the layer says; 0 for most layers."""
+    return int(isinstance(layer, nn.RNNBase | nn.MultiheadAttention) and not layer.batch_first)
+
+
+def layers_that_know(model: nn.Module) -> list[nn.Module]:
+    """The layers whose input shows whether a model that reads time first is called with time first."""
+    return [layer for layer in model.modules() if batch_dim(layer) or isinstance(layer, nn.RNNCellBase)]
+
+
+def seen_by(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LayerSaw | None:
+    """The size of the batch in a call of such a layer; None where the call has no dim for it."""
+    first = args[0] if args else kwargs.get("query", kwargs.get("input"))
+    kind = f"nn.{type(layer).__name__}"
+    if isinstance(first, PackedSequence):
+        return LayerSaw(kind, int(first.batch_sizes[0]))
+    n_dims = 2 if isinstance(layer, nn.RNNCellBase) else 3
+    if not isinstance(first, Tensor) or first.dim() != n_dims:
+        return None
+    return LayerSaw(kind, first.shape[batch_dim(layer)], n_dims == 3 and first.shape[0] == first.shape[1])
+
+
+def is_time_first(shape: Sequence[int], layers: Sequence[LayerSaw]) -> bool:
+    """Whether dim 1 of a tensor is the batch, since layers that know the batch have seen as many, and not dim 0.
+
+    Layers that have seen neither do not say which it is: the model has folded several dims into one, say.
+    """
+    sizes = {saw.n for saw in layers}
+    return len(shape) > 1 and shape[0] not in sizes and shape[1] in sizes
+
+
+def count_units(
+    parts: Mapping[str, object],
+    output: object = None,
+    *,
+    layers: Sequence[LayerSaw] = (),
+    may_be_time_first: bool = False,
+) -> Counted | None:
+    """The number of units in a batch.
+
+    Dim 0 of the first tensor is taken for the batch, or dim 1 if a layer with `batch_first=False` was called with that.
+    What the model returns must agree: it has as many rows, or as many in its dim 1, or a row for each position. Where
+    the model returns a loss alone, other tensors of the batch must not outvote the first.
+
+    Args:
+        parts: what the model is called with, or the parts of a batch, by name.
+        output: what the model has returned; None if it is not known.
+        layers: what layers were called with that know which dim is the batch.
+        may_be_time_first: whether the model has such layers, but what they were called with was not seen.
+
+    Returns:
+        The units; None where there is no tensor with a dim.
+
+    Raises:
+        UnclearUnitsError: where the witnesses contradict each other.
+
+    Example:
+        >>> count_units({"x": torch.zeros(8, 128), "y": torch.zeros(8)})
+        Counted(n=8, where='dim 0 of float32 [8, 128]')
+    """
+    witnesses = [witness for name, part in parts.items() for witness in _witnesses(part, name)]
+    if not witnesses:
+        return None
+    first, *others = witnesses
+    returned = [_shape(tensor) for tensor in _tensors(output)]
+    candidates = _candidates(first, layers, may_be_time_first)
+    if not first.is_certain:
+        candidates = _agreeing(candidates, first, others, returned, layers)
+        if any(w.mixes_rows for w in witnesses):
+            raise UnclearUnitsError(f"rows may be no units here: {_seen(witnesses, returned, layers)}")
+    is_contradicted = any(w.is_certain and w.sizes[0] not in candidates for w in others)
+    if len(candidates) != 1 or is_contradicted:
+        raise UnclearUnitsError(f"which dim is the batch is not clear: {_seen(witnesses, returned, layers)}")
+    [(n, where)] = candidates.items()
+    if n == 1 and len(first.shape) == 2 and first.is_of_tokens:
+        where += "; if documents are packed in it, count them by units_per_piece="
+    return Counted(n, where)
+
+
+def units_in_batch(batch: object, remedy: str) -> int:
+    """The number of units in a batch as a loader gives it. Its entries are columns, or one mapping for each unit.
+
+    Args:
+        batch: a mapping, a tuple or list, or anything else that is one part.
+        remedy: what to do where it is not clear.
+
+    Raises:
+        ValueError: where it is not clear, and where there is no tensor with a dim.
+    """
+    parts: Mapping[Any, object] = {"batch": batch}
+    if isinstance(batch, Mapping):
+        parts = batch
+    elif isinstance(batch, list | tuple) and not (batch and all(isinstance(part, Mapping) for part in batch)):
+        parts = dict(enumerate(batch))
+    try:
+        counted = count_units({str(name): part for name, part in parts.items()})
+    except UnclearUnitsError as question:
+        raise UnclearUnitsError(f"{question}: {remedy}") from None
+    if counted is None:
+        raise ValueError(f"the batch has no tensor with rows: {remedy}")
+    return counted.n
+
+
+def _candidates(first: _Witness, layers: Sequence[LayerSaw], may_be_time_first: bool) -> dict[int, str]:
+    """The numbers of units that the first part of a batch may show, each with what is counted, in words."""
+    shape = first.shape
+    found = {n: f"dim 0 of {first.text}" if shape else first.text for n in first.sizes}
+    if len(shape) < 2:
+        return found
+    of_dim_1 = f"dim 1 of {first.text}"
+    if is_time_first(shape, layers):
+        kind = next(saw.kind for saw in layers if saw.n == shape[1])
+        return {shape[1]: f"{of_dim_1}, since its {kind} reads time first"}
+    return {shape[1]: of_dim_1} | found if may_be_time_first else found
+
+
+def _agreeing(
+    candidates: dict[int, str],
+    first: _Witness,
+    others: Sequence[_Witness],
+    returned: Sequence[tuple[int, ...]],
+    layers: Sequence[LayerSaw],
+) -> dict[int, str]:
+    """The candidates that no other witness contradicts."""
+    # A loss says nothing. Nor does a vector beside a batch of more dims: it may hold several losses.
+    predicted = [shape for shape in returned if len(shape) > 1 or (len(shape) == 1 == len(first.shape) != shape[0])]
+    with_rows = [shape for shape in returned if shape not in ((), (1,))]
+    fitting = {n: where for n, where in candidates.items() if any(_fits(n, s, first.shape) for s in with_rows)}
+    is_disputed = any(_supporters(n, others) for n in candidates)
+    if fitting:
+        candidates = fitting
+    elif predicted and not is_disputed and (agree := _supporters(predicted[0][0], others)):
+        # Offsets of bags have as many rows as the prediction, and so have texts that come after patches of images.
+        return {predicted[0][0]: f"dim 0 of {agree[0].text}"}
+    elif predicted and all(returned):  # no loss among them
+        return {}
+    elif not any(saw.n in candidates for saw in layers):
+        candidates = {n: where for n, where in candidates.items() if not _is_outvoted(n, others)}
+    if len(candidates) > 1:
+        candidates = {n: where for n, where in candidates.items() if _supporters(n, others)}
+    return candidates
+
+
+def _fits(n: int, returned: tuple[int, ...], given: tuple[int, ...]) -> bool:
+    """Whether a tensor that the model returns is [n, …], [time, n, …], or has a row for each of n times some positions.
+
+    Args:
+        n: units.
+        returned: shape of the tensor.
+        given: shape of the first tensor that the model was called with.
+    """
+    flattened = [math.prod(given[:k]) for k in range(2, len(given) + 1) if n in given[:k]]
+    return returned[0] == n or (len(returned) > 2 and returned[1] == n) or returned[0] in flattened
+
+
+def _supporters(n: int, witnesses: Sequence[_Witness]) -> list[_Witness]:
+    return [witness for witness in witnesses if n in witness.sizes]
+
+
+def _is_outvoted(n: int, witnesses: Sequence[_Witness]) -> bool:
+    """Whether more parts of a batch speak against n than for it.
+
+    A single row and a square say nothing: positions and masks that all units share look like this.
+    """
+    against = [w for w in witnesses if n not in w.sizes and w.sizes[0] > 1 and w.shape[1:] != w.shape[:1]]
+    return len(against) > len(_supporters(n, witnesses))
+
+
+def _seen(witnesses: Sequence[_Witness], returned: Sequence[tuple[int, ...]], layers: Sequence[LayerSaw]) -> str:
+    text = f"the batch has {'; '.join(f'{w.name} {w.text}' for w in witnesses[:5])}"
+    if returned:
+        text += f", and the model returned {', '.join(str(list(shape)) for shape in returned[:3])}"
+    return text + "".join(f"; its {kind} saw {n} units" for n, kind in {saw.n: saw.kind for saw in layers}.items())
+
+
+def _witnesses(value: object, name: str) -> Iterator[_Witness]:
+    """What each part of a value says about the number of units, in order."""
+    if isinstance(value, Tensor):
+        if value.dim():
+            yield _of_tensor(value, name)
+    elif isinstance(value, PackedSequence):  # a tuple, whose first tensor holds all steps of all sequences
+        n = int(value.batch_sizes[0])
+        yield _Witness(name, f"a PackedSequence of {n}", (n,), is_certain=True)
+    elif isinstance(value, list | tuple):
+        if sizes := _sizes_of_samples(value):
+            text = f"a list of {len(value)}: {_in_words(value[0])}, …"
+            yield _Witness(name, text, sizes, is_certain=not isinstance(value[0], Tensor))
+        elif value and not isinstance(value[0], int | float):
+            for part in value:
+                yield from _witnesses(part, name)
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _witnesses(part, str(key))
+    elif isinstance(value, nn.Module | type):  # whose attributes are not looked at
+        return
+    elif type(n_graphs := getattr(value, "num_graphs", None)) is int:
+        yield _Witness(name, f"{n_graphs} graphs", (n_graphs,), is_certain=True)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _witnesses(getattr(value, field.name), field.name)
+    elif isinstance(data := getattr(value, "data", None), Mapping):  # a UserDict, as encodings of texts are
+        yield from _witnesses(data, name)
+
+
+def _of_tensor(tensor: Tensor, name: str) -> _Witness:
+    shape = _shape(tensor)
+    is_of_edges = "index" in name and len(shape) == 2 and shape[0] == 2 and tensor.dtype == torch.int64
+    mixes_rows = is_of_edges or name.startswith("cu_seq") or tensor.is_sparse
+    is_of_tokens = not tensor.is_floating_point()
+    return _Witness(name, _in_words(tensor), (shape[0],), shape, is_of_tokens=is_of_tokens, mixes_rows=mixes_rows)
+
+
+def _sizes_of_samples(values: Sequence[Any]) -> tuple[int, ...]:
+    """The numbers of units in a list that has one entry for each, such as images; empty for another list.
+
+    A list of tensors of the same first dim may also hold several inputs of as many units each.
+    """
+    first = values[0] if values else None
+    if isinstance(first, Mapping) and all(isinstance(value, Mapping) for value in values):
+        return (len(values),)
+    if not isinstance(first, Tensor) or not first.dim() or len(values) < 2:
+        return ()
+    if any(not isinstance(v, Tensor) or (v.dim(), v.dtype) != (first.dim(), first.dtype) for v in values):
+        return ()
+    if len({len(value) for value in values}) > 1:
+        return (len(values),)
+    # Few tensors that are no images are columns of a batch: inputs, targets, weights.
+    return () if len(values) <= 3 and first.dim() != 3 else (first.shape[0], len(values))
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return (tensor.size(0),) if tensor.is_nested else tuple(tensor.shape)
+
+
+def _in_words(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {list(_shape(value))}"
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    """The tensors that a model has returned, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from _tensors([getattr(value, field.name) for field in dataclasses.fields(value)])

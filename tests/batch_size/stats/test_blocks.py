@@ -1,0 +1,123 @@
+"""Blocks of windows: by hand, against whole tables of windows, and how many a long run has."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import Tensor
+
+from sonde.batch_size.stats.blocks import Block, Blocks
+
+
+def test_a_block_by_hand() -> None:
+    """8 windows: the first 30 steps count as none, and log(38/30) is longer than a block."""
+    blocks, v = Blocks(), 0.5
+    one = torch.tensor([[3.0, 1.0], [0.0, 0.0], [2.0, -3.0]], dtype=torch.float64)
+    other = torch.tensor([[5.0, 2.0], [0.0, 0.0], [2.0, -3.0]], dtype=torch.float64)
+    found = [blocks.add(end, one if end % 2 else other, v) for end in range(1, 9)]
+    assert found[:7] == [None] * 7
+    block = found[7]
+    assert block is not None
+    assert (block.end, block.n_steps, block.n_windows) == (8, 8, 8)
+    assert block.log_time == pytest.approx(math.log(38 / 30))
+    # |F|² is 1 + 1.5 or 2 + 2.5, 0, and 0 for −3 + 1, which noise alone explains.
+    assert block.sizes.tolist() == pytest.approx([3.5, 0.0, 0.0])
+    # Tensors compare with a relative tolerance of 1e-7 in float64.
+    torch.testing.assert_close(block.means, torch.tensor([[4 / 3.5, 1.5 / 3.5], [0, 0], [2, -3]], dtype=torch.float64))
+    expected = torch.zeros(3, 2, 2, dtype=torch.float64)
+    # Each window is 1 and 0.5 away from the means.
+    expected[0] = 8 / 3.5**2 * torch.tensor([[1.0, 0.5], [0.5, 0.25]], dtype=torch.float64)
+    torch.testing.assert_close(block.scatter, expected)
+    assert blocks.complete == [block]
+    assert blocks.unfinished is None
+
+
+def ends_of(blocks: Blocks) -> list[tuple[int, int, int]]:
+    return [(block.end, block.n_steps, block.n_windows) for block in blocks.all]
+
+
+def filled(ends: Iterable[int], *, n_series: int = 1) -> Blocks:
+    generator, blocks = torch.Generator().manual_seed(0), Blocks()
+    for end in ends:
+        blocks.add(end, torch.randn(n_series, 2, generator=generator, dtype=torch.float64).exp(), 1 / 8)
+    return blocks
+
+
+def test_blocks_are_equally_long_in_log_time() -> None:
+    blocks = filled(range(1, 3001))
+    assert len(blocks.complete) > 20
+    assert ends_of(blocks)[0] == (8, 8, 8)  # the fewest windows, which take longer here
+    for block in blocks.complete[1:]:
+        # A block is too long by less than its last step.
+        assert 0.2 <= block.log_time < 0.2 + math.log((block.end + 30) / (block.end + 29))
+        assert block.n_windows == block.n_steps
+    assert sum(block.n_steps for block in blocks.all) == 3000
+    assert sum(block.n_windows for block in blocks.all) == blocks.n_windows == 3000
+
+
+def test_a_long_run_is_kept_in_few_numbers() -> None:
+    """Also where a block has thousands of windows, and where its windows are far apart."""
+    dense = filled(range(1, 20_001))
+    assert len(dense.complete) < 40
+    assert len(json.dumps(dense.state_dict())) < 12_000
+    # A million steps, of which one in 100 is measured after the first 20,000.
+    long = filled([*range(1, 20_001), *range(20_100, 1_000_001, 100)])
+    assert 45 < len(long.all) < 80
+    assert sum(block.n_steps for block in long.all) == 1_000_000
+    assert len(json.dumps(long.state_dict())) < 20_000
+
+
+def test_sparse_windows_make_longer_blocks_of_eight() -> None:
+    """One in 50: in log time, 8 windows take longer than a block at first."""
+    blocks = filled(range(50, 20_001, 50))
+    assert ends_of(blocks)[:2] == [(400, 400, 8), (800, 400, 8)]
+    assert min(block.n_windows for block in blocks.complete) == 8
+    assert all(block.n_windows == 8 or block.log_time < 0.21 for block in blocks.complete)
+    assert sum(block.n_steps for block in blocks.all) == 20_000
+
+
+def of_table(windows: Tensor, v: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Sizes, means and scatter of a table of windows at once; [windows, series, 2]."""
+    sizes = (windows[..., 1] + v * windows[..., 0]).clamp(min=0).mean(0)
+    scaled = windows / sizes[:, None]
+    away = scaled - scaled.mean(0)
+    return sizes, scaled.mean(0), torch.einsum("wsi,wsj->sij", away, away)
+
+
+def test_a_block_under_way_is_that_of_its_windows_at_once() -> None:
+    """Also where the scatter is a billionth of the mean, in which sums of squares would lose all digits."""
+    generator = torch.Generator().manual_seed(1)
+    scatter = torch.tensor([1.0, 1e-3, 1e-9], dtype=torch.float64)[:, None]
+    windows = 2 + scatter * torch.randn(3000, 3, 2, generator=generator, dtype=torch.float64)
+    blocks = Blocks()
+    first: Block | None = None
+    for i, window in enumerate(windows):
+        first = first or blocks.add(1000 + i, window, 0.25)  # the first block has the first 8
+        if first is not None:
+            break
+    for i, window in enumerate(windows[8:58]):
+        assert blocks.add(1008 + i, window, 0.25) is None
+    assert first is not None
+    assert blocks.unfinished is not None
+    for block, own in ((first, windows[:8]), (blocks.unfinished, windows[8:58])):
+        sizes, means, sums = of_table(own, 0.25)
+        torch.testing.assert_close(block.sizes, sizes)
+        torch.testing.assert_close(block.means, means)
+        # 1e-16 of the mean is 1e-7 of a scatter of 1e-9.
+        torch.testing.assert_close(block.scatter, sums, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("n_before", [0, 8, 20])
+def test_the_state_goes_on_bit_for_bit(n_before: int) -> None:
+    whole, first, second = filled(range(1, 61), n_series=3), filled(range(1, n_before + 1), n_series=3), Blocks()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    generator = torch.Generator().manual_seed(0)
+    for end in range(1, 61):
+        window = torch.randn(3, 2, generator=generator, dtype=torch.float64).exp()
+        if end > n_before:
+            second.add(end, window, 1 / 8)
+    assert second.state_dict() == whole.state_dict()

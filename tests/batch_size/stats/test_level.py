@@ -1,0 +1,154 @@
+"""The windows of a run: what they show now, what is forgotten, and a saved state that goes on alike."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from sonde.batch_size.stats.group_estimates import GroupEstimates
+from sonde.batch_size.stats.level import WindowsOfRun
+from sonde.batch_size.stats.noise_scale import WindowEstimate
+from sonde.batch_size.stats.solved_window import SolvedWindow
+from tests.batch_size.stats.windows import gaussian_windows
+
+GROUPS = ("first", "second")
+
+
+def windows(n: int, *, b_simple: float = 128.0, seed: int = 0, units: float = 32.0) -> list[SolvedWindow]:
+    """Windows of two independent groups of equal noise scale."""
+    made = []
+    for groups in gaussian_windows([b_simple] * n, n_runs=2, seed=seed):
+        total = WindowEstimate(*groups.sum(0).tolist())
+        made.append(SolvedWindow(total, GroupEstimates(groups.T), None, 1.0, units, 4 / units, 1.0, 1.0))
+    return made
+
+
+def run_of(made: list[SolvedWindow], *, first: int = 1, every: int = 1) -> WindowsOfRun:
+    run = WindowsOfRun(GROUPS)
+    for i, window in enumerate(made):
+        run.add(window, first + i * every)
+    return run
+
+
+def test_a_run_without_windows_says_so() -> None:
+    run = WindowsOfRun(GROUPS)
+    assert [each.interval.reason for each in run.levels()] == ["no window has ended yet"] * 3
+    assert (run.n_windows, run.n_steps, run.last_window, run.recent()) == (0, 0, 0, None)
+    b_simple, interval = run.average()
+    assert (b_simple, interval.status) == (None, "unresolved")
+
+
+def test_levels_are_of_the_model_and_then_of_each_group() -> None:
+    levels = run_of(windows(200)).levels()
+    assert len(levels) == 3
+    for level in levels:
+        assert level.b_simple == pytest.approx(128, rel=0.3)
+        assert level.interval.low is not None
+        assert level.interval.high is not None
+        assert level.interval.low < 128 < level.interval.high
+    # Two groups tell more than one.
+    total, first, second = (each.log_error or 0.0 for each in levels)
+    assert total < min(first, second)
+    only = run_of(windows(200)).levels(with_groups=False)
+    assert [each.b_simple for each in only] == pytest.approx([levels[0].b_simple], rel=1e-9)
+
+
+def test_the_last_windows_are_averaged_as_they_are() -> None:
+    """The windows of the last three blocks: after 200 windows in blocks of a fifth of the time, about half of them."""
+    made = windows(200)
+    run = run_of(made, every=10)
+    recent = run.recent()
+    assert recent is not None
+    assert recent.n_steps == 10 * recent.n_windows
+    assert recent.every == 10
+    assert 60 < recent.n_windows < 120
+    totals = [[w.total.trace_cov, w.total.grad_sq] for w in made[-recent.n_windows :]]
+    last = torch.tensor(totals, dtype=torch.float64)
+    assert recent.trace_cov[0] == pytest.approx(last[:, 0].mean().item(), rel=1e-12)
+    assert recent.grad_sq[0] == pytest.approx(last[:, 1].mean().item(), rel=1e-12)
+    assert sum(recent.grad_sq[1:]) == pytest.approx(recent.grad_sq[0], rel=1e-12)
+    # The scatter of log(x/y), to first order, about the blocks' own means.
+    x, y = last.unbind(1)
+    expected = (x / x.mean() - y / y.mean()).std().item()
+    assert recent.scatter == pytest.approx(expected, rel=0.1)
+    assert recent.log_error == pytest.approx(recent.scatter / recent.n_windows**0.5)
+
+
+def test_what_is_forgotten_no_longer_counts() -> None:
+    run = run_of(windows(100, b_simple=1000.0))
+    run.begin_anew(101)
+    assert (run.n_windows, run.n_steps, run.recent()) == (0, 0, None)
+    made = windows(60, b_simple=8.0, seed=1)
+    for number, window in enumerate(made, 101):
+        run.add(window, number)
+    fresh = run_of(made)
+    assert run.levels() == fresh.levels()
+    assert run.average() == fresh.average()
+    assert run.recent() == fresh.recent()
+    assert (run.n_windows, run.n_steps, run.last_window) == (60, 60, 160)
+
+
+def test_windows_of_before_that_arrive_late_do_not_count() -> None:
+    """A window was under way when its parameters were frozen: its numbers come after everything began anew."""
+    run, made = run_of(windows(20)), windows(30, seed=1)
+    run.begin_anew(25)
+    for number in range(21, 25):
+        run.add(windows(1, b_simple=1e6, seed=number)[0], number)
+    assert (run.n_windows, run.n_steps) == (0, 0)
+    for number, window in enumerate(made, 25):
+        run.add(window, number)
+    assert run.levels() == run_of(made).levels()
+
+
+def test_groups_that_are_gone_are_known_by_name() -> None:
+    run = run_of(windows(20))
+    run.begin_anew(21, gone=["second"])
+    assert run.gone == {"second"}
+    for number, window in enumerate(windows(60, seed=1), 21):
+        table = window.per_group.table.clone()  # type: ignore[attr-defined]
+        table[:, 1] = 0.0
+        total = WindowEstimate(*table.sum(1).tolist())
+        run.add(SolvedWindow(**(vars(window) | {"total": total, "per_group": GroupEstimates(table)})), number)
+    total_level, first, second = run.levels()
+    assert total_level.b_simple == pytest.approx(first.b_simple, rel=1e-9)
+    assert second.interval.status == "unresolved"
+    run.begin_anew(90)
+    assert run.gone == set()
+
+
+@pytest.mark.parametrize("n_before", [0, 3, 8, 60])
+@pytest.mark.parametrize("begins_anew", [False, True])
+def test_a_state_goes_on_bit_for_bit(n_before: int, begins_anew: bool) -> None:
+    """Through JSON; windows of another size follow."""
+    run, other = run_of(windows(n_before)), WindowsOfRun(GROUPS)
+    if begins_anew:
+        run.begin_anew(n_before + 1, gone=["second"])
+    other.load_state_dict(json.loads(json.dumps(run.state_dict())))
+    assert other.state_dict() == run.state_dict()
+    assert other.levels() == run.levels()
+    for number, window in enumerate(windows(50, seed=1, units=48.0), n_before + 1):
+        run.add(window, number)
+        other.add(window, number)
+    assert other.state_dict() == run.state_dict()
+    assert other.levels() == run.levels()
+    assert other.average() == run.average()
+    assert other.recent() == run.recent()
+    assert (other.gone, other.n_steps) == (run.gone, run.n_steps)
+
+
+def test_a_state_replaces_what_was_measured() -> None:
+    run, other = run_of(windows(30)), run_of(windows(45, b_simple=2.0, seed=2))
+    other.load_state_dict(run.state_dict())
+    assert other.levels() == run.levels()
+    run.load_state_dict(WindowsOfRun(GROUPS).state_dict())
+    assert run.levels() == WindowsOfRun(GROUPS).levels()
+
+
+def test_states_of_other_groups_or_keys_are_refused() -> None:
+    run = run_of(windows(10))
+    with pytest.raises(ValueError, match=r"it has the groups \['first', 'second'\], this probe has \['first'\]"):
+        WindowsOfRun(["first"]).load_state_dict(run.state_dict())
+    with pytest.raises(ValueError, match="unknown keys"):
+        run.load_state_dict(run.state_dict() | {"more": 1})

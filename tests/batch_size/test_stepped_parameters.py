@@ -1,0 +1,342 @@
+"""What is measured and clipped is what the optimizer steps, however its parameters and the model's overlap."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import sonde
+from sonde import NoiseScaleProbe
+from tests.batch_size import loops
+from tests.batch_size.loops import batch, mean_loss, small_model
+from tests.oracles import window_by_hand
+from tests.ranks import Ranks, mesh_of
+
+
+def attached(model: nn.Module, optimizer: Any = None, **options: Any) -> NoiseScaleProbe:
+    return loops.attached(model, optimizer, **{"units_per_piece": 4} | options)
+
+
+def adam(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-4)
+
+
+def pieces(model: nn.Module, of: Sequence[Tensor], seed: int, n: int = 3) -> list[Tensor]:
+    """The backwards of a window, and the gradient that each has added: [parameters], float64."""
+    generator, added = torch.Generator().manual_seed(seed), []
+    for _ in range(n):
+        before = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in of]
+        mean_loss(model, *batch(4, generator)).backward()
+        added.append(torch.cat([(p.grad - b).double().flatten() for p, b in zip(of, before, strict=True)]))  # type: ignore[operator]
+    return added
+
+
+def train(
+    model: nn.Module,
+    probe: NoiseScaleProbe,
+    optimizers: Sequence[torch.optim.Optimizer],
+    of: Sequence[Tensor],
+    zero: Callable[[], object],
+    windows: int = 24,
+) -> None:
+    """Windows whose tr Σ and |G|² must be those of some parameters."""
+    for window in range(windows):
+        added = pieces(model, of, window)
+        probe.step()
+        for optimizer in optimizers:
+            optimizer.step()
+        zero()
+        solved = probe.window()
+        assert solved is not None, probe.reading().dropped
+        trace, grad_sq = window_by_hand(added, [1.0] * 3, [4.0] * 3, torch.stack(added).sum(0))
+        # fp32 gradients, read as differences of sums here: a few 1e-6 of the larger numbers.
+        assert solved.total.trace_cov == pytest.approx(trace, rel=1e-4)
+        assert solved.total.grad_sq == pytest.approx(grad_sq, rel=1e-4, abs=1e-4 * trace)
+
+
+@pytest.mark.parametrize("zeroes_model", [True, False])
+def test_the_optimizer_of_a_head_says_that_the_head_is_measured(
+    zeroes_model: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The trunk requires gradients. Where only the optimizer zeroes its own, those of the trunk add up for ever."""
+    model = small_model()
+    head = model[3:]
+    optimizer = adam(head.parameters())
+    with attached(model, optimizer, log_every=1, verbose=True) as probe:
+        said = capsys.readouterr().err
+        assert "Adam, with 4 of 8 trainable parameters: only these are measured" in said
+        assert "0.weight" in said
+        assert "plain, 26,243 trainable parameters" in said
+        zero = model.zero_grad if zeroes_model else optimizer.zero_grad
+        train(model, probe, [optimizer], list(head.parameters()), zero)
+        assert probe.alerts == {}
+        assert set(probe.reading().groups) == {"3", "4"}
+
+
+def test_single_examples_of_a_head_alone() -> None:
+    model = small_model()
+    head = list(model[3:].parameters())
+    x, y = batch(12, torch.Generator().manual_seed(0))
+    rows = [torch.autograd.grad(mean_loss(model, *row), head) for row in zip(x.split(1), y.split(1), strict=True)]
+    grads = [torch.cat([g.double().flatten() for g in row]) for row in rows]
+    expected = window_by_hand(grads, [1.0] * 12, [1.0] * 12, torch.stack(grads).mean(0))
+    with attached(model, adam(head), units_per_piece="first dim", per_example="always") as probe:
+        mean_loss(model, x, y).backward()
+        probe.step()
+        reading = probe.reading()
+        assert (reading.trace_cov, reading.grad_sq) == pytest.approx(expected, rel=1e-4)
+        assert probe.alerts == {}
+
+
+def shared_out(model: nn.Sequential) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(model[:2].parameters(), lr=1e-3), adam(model[2:].parameters())]
+
+
+@pytest.mark.parametrize("given", [0, 1])
+def test_optimizers_that_share_the_model_out_are_measured_together(
+    given: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = small_model()
+    optimizers = shared_out(model)
+    with attached(model, optimizers[given], log_every=1, verbose=True) as probe:
+        assert "Adam and SGD" in capsys.readouterr().err
+        train(model, probe, optimizers, list(model.parameters()), model.zero_grad)
+        assert probe.alerts == {}
+
+
+def test_an_earlier_optimizer_of_the_whole_model_does_not_step_any_more() -> None:
+    model = small_model()
+    earlier = adam(model.parameters())
+    optimizer = adam(model[3:].parameters())
+    with attached(model, optimizer, log_every=1) as probe:
+        train(model, probe, [optimizer], list(model[3:].parameters()), model.zero_grad, windows=3)
+    assert earlier.param_groups
+
+
+def test_an_earlier_optimizer_of_the_rest_that_the_loop_is_done_with() -> None:
+    model = small_model()
+    earlier: Any = adam(model[:3].parameters())
+    earlier.itself = earlier  # as a scheduler's wrapper of step() may do
+    del earlier
+    optimizer = adam(model[3:].parameters())
+    with attached(model, optimizer) as probe:
+        train(model, probe, [optimizer], list(model[3:].parameters()), model.zero_grad, windows=3)
+
+
+@pytest.mark.parametrize("joins", ["a group", "an optimizer"])
+def test_parameters_that_are_stepped_later_are_named(joins: str) -> None:
+    model = small_model()
+    optimizers = [adam(model[3:].parameters())]
+    with attached(model, optimizers[0], log_every=1) as probe:
+        train(model, probe, optimizers, list(model[3:].parameters()), model.zero_grad, windows=3)
+        assert probe.alerts == {}
+        if joins == "a group":
+            optimizers[0].add_param_group({"params": list(model[:3].parameters())})
+        else:
+            optimizers.append(adam(model[:3].parameters()))
+        train(model, probe, optimizers, list(model[3:].parameters()), model.zero_grad, windows=3)
+        assert "4 parameters came, became trainable or joined an optimizer after attach" in probe.alerts["not_watched"]
+
+
+def test_parameters_that_no_optimizer_steps_are_named_where_none_is_given() -> None:
+    model = small_model()
+    optimizer = adam(model[3:].parameters())
+    with attached(model, log_every=1) as probe:
+        train(model, probe, [optimizer], list(model.parameters()), model.zero_grad)
+        assert list(probe.alerts) == ["not_stepped"]
+        assert "4 measured parameters (0.weight" in probe.alerts["not_stepped"]
+
+
+def step_by_hand(parameters: Iterable[Tensor]) -> None:
+    with torch.no_grad():
+        for p in parameters:
+            p.sub_(p.grad, alpha=1e-4)  # type: ignore[arg-type]
+
+
+def test_parameters_that_the_loop_steps_by_itself_are_stepped() -> None:
+    model = small_model()
+    optimizer = adam(model[3:].parameters())
+    with attached(model, log_every=1) as probe:
+        for window in range(24):
+            pieces(model, list(model.parameters()), window)
+            probe.step()
+            optimizer.step()
+            step_by_hand(model[:3].parameters())
+            model.zero_grad()
+        assert probe.alerts == {}
+
+
+def test_groups_with_a_rate_of_0_and_tied_parameters_are_stepped() -> None:
+    model = small_model()
+    model[4].tied = model[4].weight
+    groups = [{"params": list(model[:3].parameters()), "lr": 0.0}, {"params": list(model[3:].parameters())}]
+    optimizer = adam(groups)
+    with attached(model, optimizer, log_every=1) as probe:
+        train(model, probe, [optimizer], list(model.parameters()), model.zero_grad)
+        assert probe.alerts == {}
+
+
+class Wrapped:
+    """An optimizer in a wrapper such as Accelerate's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        return self.optimizer.register_step_pre_hook(hook)
+
+
+def test_an_optimizer_in_a_wrapper_and_one_of_another_model() -> None:
+    model = small_model()
+    optimizer = adam(model[3:].parameters())
+    with attached(model, Wrapped(optimizer)) as probe:  # type: ignore[arg-type]
+        train(model, probe, [optimizer], list(model[3:].parameters()), model.zero_grad, windows=3)
+    with attached(model, adam(small_model().parameters())) as probe:
+        train(model, probe, [optimizer], list(model.parameters()), model.zero_grad, windows=3)
+
+
+# The clip.
+
+
+def with_temperature(model: nn.Module) -> tuple[nn.Parameter, Callable[[Tensor], Tensor]]:
+    """A parameter of the loss, which only the optimizer knows besides."""
+    temperature = nn.Parameter(torch.tensor([1.5]))
+    return temperature, lambda loss: loss * temperature.exp().sum()
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_clip_takes_all_that_the_optimizer_steps(every: int) -> None:
+    """As torch's clip over the optimizer's parameters; the trunk's gradients, which add up, are none of them."""
+
+    def clipped(ours: bool) -> tuple[list[Tensor], list[float]]:
+        model = small_model()
+        temperature, scaled = with_temperature(model)
+        stepped = [*model[3:].parameters(), temperature]
+        optimizer = torch.optim.SGD(stepped, lr=0.01)
+        probe = attached(model, optimizer, every=every) if ours else None
+        norms = []
+        for window in range(7):
+            for seed in (0, 1):
+                loss = mean_loss(model, *batch(4, torch.Generator().manual_seed(2 * window + seed)))
+                scaled(loss).backward()
+            clip = torch.nn.utils.clip_grad_norm_(stepped, 0.5) if probe is None else probe.clip_grad_norm_(0.5)
+            norms.append(float(clip))
+            optimizer.step()
+            optimizer.zero_grad()
+        if probe is not None:
+            assert probe.reading().windows > 1, probe.reading().dropped
+            assert probe.alerts == {}
+            probe.close()
+        return [p.detach().clone() for p in (*model.parameters(), temperature)], norms
+
+    ours, norms = clipped(True)
+    theirs, expected = clipped(False)
+    # Norms are summed in fp64 here and in fp32 there.
+    assert norms == pytest.approx(expected, rel=1e-6)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.allclose(mine, other, rtol=1e-5, atol=1e-7)
+
+
+def test_an_optimizer_of_two_models_is_clipped_whole_by_the_probe_of_one() -> None:
+    model, other = small_model(), small_model()
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.0)
+    with attached(model, optimizer) as probe:
+        mean_loss(model, *batch(4, torch.Generator())).backward()
+        mean_loss(other, *batch(4, torch.Generator())).backward()
+        expected = float(sonde.clip_grad_norm_([*model.parameters(), *other.parameters()], None))
+        assert float(probe.clip_grad_norm_(None)) == pytest.approx(expected, rel=1e-6)
+
+
+def clip_on_rank(how: str) -> dict[str, Any]:
+    """A clip of a model on several ranks, with a parameter that only the optimizer holds."""
+    torch.manual_seed(0)
+    plain = small_model()
+    temperature, scaled = with_temperature(plain)
+    model: nn.Module = plain
+    if how == "FSDP2":
+        mesh = mesh_of((dist.get_world_size(),))
+        fully_shard(plain, mesh=mesh)
+    else:
+        model = DistributedDataParallel(plain)
+    twin = small_model()
+    if how == "ZeRO":
+        from torch.distributed.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+
+        optimizer: Any = ZeroRedundancyOptimizer([*model.parameters(), temperature], torch.optim.SGD, lr=0.01)
+    else:
+        optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=0.01)
+    probe = attached(model, optimizer, every=1)
+    x, y = batch(4, torch.Generator().manual_seed(dist.get_rank()))
+    scaled(mean_loss(model, x, y)).backward()
+    twin_temperature = nn.Parameter(temperature.detach().clone())
+    (mean_loss(twin, x, y) * twin_temperature.exp().sum()).backward()
+    for p in (*twin.parameters(), twin_temperature, temperature):
+        dist.all_reduce(p.grad, op=dist.ReduceOp.SUM)
+        p.grad /= dist.get_world_size()  # type: ignore[operator]
+    expected = torch.nn.utils.clip_grad_norm_([*twin.parameters(), twin_temperature], 0.5)
+    norm = probe.clip_grad_norm_(0.5)
+    found = {
+        "norm": float(norm),
+        "expected": float(expected),
+        "temperature": float(temperature.grad) / float(twin_temperature.grad),  # type: ignore[arg-type]
+        "alerts": dict(probe.alerts),
+    }
+    probe.close()
+    return found
+
+
+@pytest.mark.parametrize("how", ["DDP", "ZeRO", "FSDP2"])
+def test_a_clip_on_ranks_takes_what_the_optimizer_alone_holds(ranks2: Ranks, how: str) -> None:
+    for found in ranks2(clip_on_rank, how):
+        # fp32 gradients that gloo has averaged.
+        assert found["norm"] == pytest.approx(found["expected"], rel=1e-5)
+        assert found["temperature"] == pytest.approx(1.0, rel=1e-5)
+        assert found["alerts"] == {}
+
+
+def head_under_fsdp() -> dict[str, Any]:
+    model = small_model()
+    mesh = mesh_of((dist.get_world_size(),))
+    for layer in model:
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    twin = copy.deepcopy(small_model())
+    with torch.no_grad():
+        model(batch(4, torch.Generator())[0])  # the outermost module shows gathered parameters afterwards
+    optimizer = torch.optim.SGD(model[3:].parameters(), lr=0.0)
+    with attached(model, optimizer, every=1) as probe:
+        added = []
+        for rank in range(dist.get_world_size()):
+            generator = torch.Generator().manual_seed(rank)
+            for _ in range(2):
+                x, y = batch(4, generator)
+                grads = torch.autograd.grad(mean_loss(twin, x, y), list(twin[3:].parameters()))
+                added.append(torch.cat([g.double().flatten() for g in grads]))
+                if rank == dist.get_rank():
+                    mean_loss(model, x, y).backward()
+        norm = probe.clip_grad_norm_(None)
+        optimizer.step()
+        optimizer.zero_grad()
+        final = torch.stack(added).sum(0) / dist.get_world_size()
+        trace, grad_sq = window_by_hand(added, [1.0] * 4, [4.0] * 4, final)
+        reading = probe.reading()
+    return {
+        "measured": (reading.trace_cov, reading.grad_sq, float(norm)),
+        "expected": (trace, grad_sq, float(final.norm())),
+        "alerts": dict(probe.alerts),
+    }
+
+
+def test_the_head_of_a_model_that_fsdp_cuts(ranks2: Ranks) -> None:
+    for found in ranks2(head_under_fsdp):
+        assert found["measured"] == pytest.approx(found["expected"], rel=1e-4)
+        assert found["alerts"] == {}

@@ -1,0 +1,135 @@
+"""The script for a GPU, on a CPU: its parts, their order, and what is left of a part that fails or hangs."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import warnings
+from importlib.metadata import requires
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.gpt import TINY
+from benchmarks.training import Setup
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from benchmarks import gpu_check, waiting
+
+ROOT = Path(__file__).parents[2]
+ON_THE_MACHINE = {"torch", "transformers", "accelerate", "peft", "pytest", "hypothesis", "numpy"}
+
+
+def lines_of(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "gpu_check.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_all_parts_run_on_a_cpu(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs transformers: pip install '.[transformers]'")
+    gpu_check.main(["--device", "cpu", "--tiny", "--out", str(tmp_path)])
+    lines = lines_of(tmp_path)
+    found = {(line["part"], line["what"]): line["found"] for line in lines}
+    ended = [line["part"] for line in lines if line["what"] == "seconds"]
+    assert ended == ["tests", "accumulation", "compiled", "fsdp2", "examples", "clip", "entropy"]
+    assert "ended by an error" not in {what for _, what in found}, found
+    assert found["tests", "exit status"] == 0
+    assert found["tests", "tests"]["SKIPPED"] > 20  # without a GPU
+    same = {key: value for key, value in found.items() if "bit for bit" in key[1]}
+    assert len(same) == 4 * 4 + 1
+    for key, value in same.items():
+        n_same, n_tensors = re.findall(r"\d+", value)
+        assert n_same == n_tensors, key
+    for part in ("accumulation", "compiled", "fsdp2", "examples"):
+        for title in ("every window", "sonde's defaults"):
+            assert "ms" in found[part, f"{title}: added to a window"]
+            assert found[part, f"{title}: reading"].startswith("B_simple"), part
+            assert "20 windows" in found[part, f"{title}: reading"]  # none was dropped
+    assert found["entropy", "forecast"]["delta"] is not None, found["entropy", "forecast"]["reason"]
+    page = (tmp_path / "gpu_check.md").read_text()
+    assert page.count("\n## ") == 7
+    assert "numbers: mean nothing" in page
+
+
+def finds(setup: Setup, report: gpu_check.Report, seconds: float) -> None:
+    report.say("seconds to spend", seconds)
+
+
+def fails(*_: Any) -> None:
+    raise ZeroDivisionError("of the test")
+
+
+def hangs(setup: Setup, report: gpu_check.Report, seconds: float) -> None:
+    report.say("before", "it hung")
+    time.sleep(100)
+
+
+def test_a_part_that_fails_or_hangs_leaves_what_it_found_and_the_next_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Setup(1, 1, micro_batches=1, sequences=1, shape=TINY)
+    given = {
+        "clip": (30.0, setup, fails, 1.0),
+        "examples": (8.0, setup, hangs, 1.0),
+        "entropy": (30.0, setup, finds, 2.0),
+    }
+    monkeypatch.setattr(gpu_check, "parts", lambda *_, **__: given)
+    gpu_check.main(["--device", "cpu", "--tiny", "--out", str(tmp_path)])
+    found = {(line["part"], line["what"]): line["found"] for line in lines_of(tmp_path)}
+    assert "ZeroDivisionError: of the test" in found["clip", "ended by an error"]
+    assert found["examples", "before"] == "it hung"
+    assert "did not answer in time and was ended" in found["examples", "ended by an error"]
+    assert found["entropy", "seconds to spend"] == 2.0
+
+
+def test_where_the_host_waits_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch says it; its mode ends whatever happens."""
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def work() -> None:
+        for said in ("called a synchronizing CUDA operation", "something else"):
+            warnings.warn(said, stacklevel=1)
+
+    places = waiting.waits_of(work)
+    assert len(places) == 1
+    assert Path(__file__).name in places[0]
+    assert modes == ["warn", "default"]
+    with pytest.raises(ZeroDivisionError):
+        waiting.waits_of(fails)
+    assert modes[2:] == ["warn", "default"]
+
+
+def test_no_part_begins_after_the_whole_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "WHOLE_SECONDS", 1.0)
+    gpu_check.main(["--device", "cpu", "--tiny", "--parts", "clip", "entropy", "--out", str(tmp_path)])
+    errors = [line["found"] for line in lines_of(tmp_path) if line["what"] == "ended by an error"]
+    assert errors == ["not begun: 1 s are over"] * 2
+
+
+def test_the_parts_end_within_the_whole_time() -> None:
+    assert sum(most for most, *_ in gpu_check.parts("cuda", tiny=False).values()) <= gpu_check.WHOLE_SECONDS == 480
+
+
+def test_the_wheels_are_all_that_the_machine_lacks() -> None:
+    """What sonde and the settings of pytest need, but for what torch and pytest are there with."""
+    named = re.search(r"^GPU_WHEELS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert named
+    needed: set[str] = set()
+    missing = ["tyro", "rich", "pyyaml", "typing-extensions", "pytest-timeout"]
+    own = [Requirement(line) for line in requires("sonde") or ()]
+    assert {r.name for r in own if r.marker is None} - ON_THE_MACHINE <= set(missing)
+    while missing:
+        name = canonicalize_name(missing.pop())
+        if name in needed | ON_THE_MACHINE:
+            continue
+        needed.add(name)
+        for line in requires(name) or ():
+            other = Requirement(line)
+            if other.marker is None or other.marker.evaluate({"extra": "", "python_version": "3.12"}):
+                missing.append(other.name)
+    assert {canonicalize_name(name) for name in named[1].split()} == needed
