@@ -106,7 +106,7 @@ def measure(gradients: Tensor, lengths: Iterator[int], until: float, generator: 
     """
     fixed, n_examples = FixedWeights(), 0
     for i, n_pieces in enumerate(lengths, start=1):
-        fixed.add(window(gradients, n_pieces, generator), weight=n_pieces, number=i)
+        fixed.add(window(gradients, n_pieces, generator), weight=n_pieces)
         n_examples += n_pieces * PIECE
         if i < FEWEST_WINDOWS or i % max(i // 20, 1):  # many windows are looked at every 5 %
             continue

@@ -95,9 +95,9 @@ def write_log(log: RunLog, n_windows: int) -> None:
     """Log a run through the probe's own log."""
     rng = random.Random(0)
     tracker = NoiseScaleTracker(
-        unit="sequences", groups=GROUPS, horizon=100, n_ranks=1, rounding=RoundingTolerance(1e-3, 0.0, "rounding")
+        unit="sequences", groups=GROUPS, n_ranks=1, rounding=RoundingTolerance(1e-3, 0.0, "rounding")
     )
-    setup = {"wrapper": "plain", "ranks": 1, "groups": list(GROUPS), "horizon": 100, "log_every": log.every}
+    setup = {"wrapper": "plain", "ranks": 1, "groups": list(GROUPS), "log_every": log.every}
     noise = NoiseScaleLog(tracker, log, setup)
     began = time.time()
     for number in range(1, n_windows + 1):
