@@ -37,7 +37,7 @@ layers = [nn.Embedding(256, 32), nn.Flatten(), nn.Linear(32 * CONTEXT, 256), nn.
 model = DistributedDataParallel(nn.Sequential(*layers).to(device))
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 log = sonde.RunLog(sonde.JsonlSink("runs/ddp"))
-probe = sonde.attach(model, optimizer, unit="contexts", log=log, every=1)  # a run this short measures every window
+probe = sonde.attach(model, optimizer, unit="contexts", log=log, every=1)  # measures every window
 
 for _ in range(150):
     for micro in range(MICRO_BATCHES):

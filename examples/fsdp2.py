@@ -35,7 +35,7 @@ for layer in (model[2], model[4], model):
     fully_shard(layer, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 log = sonde.RunLog(sonde.JsonlSink("runs/fsdp2"))
-probe = sonde.attach(model, optimizer, unit="contexts", every=1, log=log)  # a short run: measure all windows
+probe = sonde.attach(model, optimizer, unit="contexts", every=1, log=log)  # measures every window
 
 for _ in range(100):
     for micro in range(MICRO_BATCHES):

@@ -49,7 +49,7 @@ trainer = L.Trainer(
     logger=False,
     enable_checkpointing=False,
     enable_progress_bar=False,
-    # A run this short measures every window. Without `every=1`, measuring aims at 1 % of the run's time.
+    # Without `every=1`, measuring takes 1 % of the run's time, or 10 seconds.
     callbacks=[NoiseScale(unit="contexts", every=1, log="runs/lightning-trainer")],
 )
 loader = DataLoader(TensorDataset(stretches[:, :-1], stretches[:, -1]), batch_size=MICRO_BATCH, shuffle=True)

@@ -29,7 +29,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(256, 32), nn.Flatten(), nn.Linear(32 * CONTEXT, 256), nn.GELU(), nn.Linear(256, 256))
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 log = sonde.RunLog(sonde.JsonlSink("runs/plain-loop"))
-probe = sonde.attach(model, optimizer, unit="contexts", log=log, every=1)  # a run this short measures every window
+probe = sonde.attach(model, optimizer, unit="contexts", log=log, every=1)  # measures every window
 
 for step in range(150):
     for _ in range(MICRO_BATCHES):

@@ -37,7 +37,7 @@ sft = SFTTrainer(
     args=SFTConfig(output_dir="runs/sft", max_steps=40, **common),
     peft_config=adapter,
 )
-attach(sft, every=1, log="runs/sft")  # a run this short measures every window
+attach(sft, every=1, log="runs/sft")  # measures every window
 sft.train()
 
 dpo = DPOTrainer(

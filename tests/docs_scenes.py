@@ -132,9 +132,11 @@ def batch_size(page: Page) -> None:
 
     names["optimizer"] = torch.optim.Adam(names["model"].parameters(), lr=1e-4)
     train(names, names["probe"], 1)  # Adam's metric needs a step's second moment
+    names["probe"].close()
     page.run(names)  # several metrics
     train(names, names["probe"], 30)
     assert names["probe"].reading(metric="adam").windows > 20
+    names["probe"].close()
 
     names |= {"model": nn.Linear(4, 1), "loss": loss_of, "batch": torch.randn(6, 5)}
     page.run(names)  # each example's own gradient

@@ -58,7 +58,7 @@ def test_readings_are_printed_as_the_pages_show_them() -> None:
     known: dict[str, Any] = {field.name: None for field in dataclasses.fields(sonde.NoiseScaleReading)}
     known |= {"b_simple": 38.2, "low": 34.9, "high": 43.1, "status": "resolved", "reason": "", "advice": ""}
     known |= {"drift": math.log(2) / 60, "drift_error": 1e-3, "windows": 240, "units_per_window": 32.0, "every": 1.0}
-    known |= {"unit": "sequences", "set_aside": 0, "doubts": {}, "dropped": {}, "further_units": {}}
+    known |= {"unit": "sequences", "doubts": {}, "dropped": {}, "further_units": {}}
     reading = sonde.NoiseScaleReading(**known)
     shown = [line for path in PAGES for line in re.findall(r"^    (B_simple [\d>].*)$", path.read_text(), flags=re.M)]
     assert set(shown) == {str(reading)}

@@ -79,6 +79,7 @@ class KnownOfWindow:
         tap: where its gradients were read.
         every: one window in so many is measured at that time, on average.
         n_ended: windows that the pace of this probe had seen end, with this one.
+        rate: the learning rate; None where it is not known.
     """
 
     number: int
@@ -87,6 +88,7 @@ class KnownOfWindow:
     tap: str
     every: int = 1
     n_ended: int = 0
+    rate: float | None = None
 
 
 @dataclass(frozen=True)

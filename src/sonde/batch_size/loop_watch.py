@@ -75,6 +75,11 @@ class LoopWatch:
         """Host time spent so far in hooks of optimizers and of the model's forward, in all windows."""
         return self._steps.seconds + self._forwards.seconds
 
+    @property
+    def rate(self) -> float | None:
+        """The learning rate now; see `StepWatch.rate`."""
+        return self._steps.rate
+
     def begin_window(self, *, is_measured: bool) -> None:
         """Note whether the window that begins is measured."""
         self._steps.is_measured = is_measured

@@ -68,7 +68,7 @@ class MetricTrackers:
         known, drops = window.known, []
         for name, tracker in self._all.items():
             own = rows[name].in_place_of(row) if name in rows else row
-            drops.append(tracker.update(own, number=known.number))
+            drops.append(tracker.update(own, number=known.number, rate=known.rate))
         return drops[0]
 
     def parameters_changed(self, change: TrainedChange) -> None:

@@ -92,6 +92,13 @@ class StepWatch:
         self._handles.append(register_optimizer_step_pre_hook(self._while_alive(StepWatch._before_any_step)))
         self._handles.append(register_optimizer_step_post_hook(self._while_alive(StepWatch._after_any_step)))
 
+    @property
+    def rate(self) -> float | None:
+        """The largest learning rate of the watched optimizers; None if there is none, or it is a tensor."""
+        rates = [group.get("lr") for optimizer in self._watched for group in optimizer.param_groups]
+        known = [float(rate) for rate in rates if isinstance(rate, int | float)]
+        return max(known) if known and len(known) == len(rates) else None
+
     def window_ends(self) -> bool:
         """Note that a measured window is being ended.
 

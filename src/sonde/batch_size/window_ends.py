@@ -231,7 +231,13 @@ class WindowEnds:
         seconds, before = self._pacing.seconds, self._seconds_put
         pace, self._seconds_put = self._pacing.pace, seconds
         known = KnownOfWindow(
-            self.n_windows, time.time(), seconds - before, self._reader.tap_name, pace.every, pace.windows + 1
+            self.n_windows,
+            time.time(),
+            seconds - before,
+            self._reader.tap_name,
+            pace.every,
+            pace.windows + 1,
+            self._loop.rate,
         )
         self._delivery.put_window(window, scalars, known)
 

@@ -61,7 +61,7 @@ def attach(
         log: of the run, the folder for a log of its own, or whatever else `RunLog` takes: "wandb", a function, several.
         on_error: "warn" logs errors of the probe, and training goes on; "raise" raises them, for tests.
         verbose: print the set-up that was found, and the reading at the end, on rank 0.
-        **options: others of `sonde.attach`: `groups`, `metric`, `per_example`, `budget`, `every` and
+        **options: others of `sonde.attach`: `groups`, `metric`, `per_example`, `budget`, `allowance`, `every` and
             the like.
 
     Returns:

@@ -24,7 +24,7 @@ class ProbeSetup:
     Attributes:
         writes: the kind of record that it writes; empty in logs of an older sonde, which do not say.
         unit: plural name of one independent sample, such as "sequences".
-        setup: what was found and chosen: wrapper, ranks, groups in the model's order, horizon, …
+        setup: what was found and chosen: wrapper, ranks, groups in the model's order, budget, …
         metrics: unit and meaning of each metric that the probe writes.
         sections: of the report, as the probe declares them.
     """

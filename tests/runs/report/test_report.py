@@ -276,6 +276,14 @@ def test_every_value_that_could_break_an_axis_is_drawn(tmp_path: Path) -> None:
     assert "no gradient noise was seen. All pieces had the same gradient" in text
 
 
+def test_what_measuring_may_cost_is_shown_with_its_allowance(tmp_path: Path) -> None:
+    """A short run may take the allowance, which is far more than its budget."""
+    header = header_record(setup=header_record()["setup"] | {"budget": 0.01, "allowance": 10.0})
+    text = visible_text(write_report(write_run(tmp_path, 3, header=header)))
+    assert "1 % of the time was allowed, or 10 s if that is more." in text
+    assert "allowance:" not in text
+
+
 def test_a_restart_and_a_cut_off_line_are_shown(tmp_path: Path) -> None:
     write_run(tmp_path, 20, end=False)
     with (tmp_path / "records.jsonl").open("ab") as file:

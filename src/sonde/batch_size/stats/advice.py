@@ -60,9 +60,9 @@ def advise(
     # Of windows. Below 1.5, a remedy would change little.
     factor = None if log_error is None or log_error > _GUESSED else max((log_error / target) ** 2, 1.5)
     if every > 1.5:
-        if factor is None or factor > every:
+        denser = 1 if factor is None else int(every / factor)
+        if denser <= 1:
             return "measure every window (every=1)"
-        denser = max(int(every / factor), 1)
         return f"measure one window in {denser} (every={denser}, or a larger budget=)"
     if factor is None:
         what = "tr Σ" if status == "upper_bound" else "|G|²"

@@ -83,10 +83,10 @@ class NoiseScaleAverages:
         self.changed.update(scale, why_changed=drop.reason if drop.kind == "changed" else None, averaged=False)
         self.dropped[drop.reason] = self.dropped.get(drop.reason, 0) + 1
 
-    def add(self, window: SolvedWindow, scale: ScaleReading) -> None:
+    def add(self, window: SolvedWindow, scale: ScaleReading, rate: float | None = None) -> None:
         """Average a window."""
         self.changed.update(scale, why_changed=None, averaged=True)
-        self.run.add(window, self.n_seen)
+        self.run.add(window, self.n_seen, rate)
         self.windows, self.n_missing = self.windows + 1, 0
         if window.within_between is not None:
             self.within_between.update(window.within_between)

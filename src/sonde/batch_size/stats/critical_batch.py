@@ -220,7 +220,7 @@ def _kind(batch: float, known: Estimate) -> Kind:
 def _trade_off(batch: float, known: Estimate, kind: Kind, unit: str) -> str:
     """What another batch size would cost, as far as the interval reaches.
 
-    A batch of b′ in place of b needs (1 + B/b′)/(1 + B/b) of the steps, and b′/b times that of the units.
+    Of the units, a batch of b′ in place of b needs b′/b times the part that it needs of the steps.
     """
     smaller = kind in ("too_large", "about_right_or_too_large")
     other = batch / 2 if smaller else batch * 2
@@ -228,7 +228,7 @@ def _trade_off(batch: float, known: Estimate, kind: Kind, unit: str) -> str:
     if known.value is not None and kind in ("too_small", "too_large"):
         other = float(f"{known.value:.2g}")
         name = f"a batch of {number(other)} {unit}"
-    ends = [_steps(other, batch, end) for end in (known.low or 0.0, math.inf if known.high is None else known.high)]
+    ends = [relative_steps(other, batch, end) for end in (known.low or 0.0, known.high or math.inf)]
     steps, units = sorted(ends), sorted(end * other / batch for end in ends)
     if known.value is None:
         # One end of the interval is not known, so one end of each cost is not either.
@@ -237,8 +237,8 @@ def _trade_off(batch: float, known: Estimate, kind: Kind, unit: str) -> str:
     return f"{name} would need {_part(steps)} the steps and {_part(units)} the {unit}"
 
 
-def _steps(other: float, batch: float, noise_scale: float) -> float:
-    """Steps at another batch size over those at this one."""
+def relative_steps(other: float, batch: float, noise_scale: float) -> float:
+    """Steps that training takes at another batch size, over those at this one: (1 + B/b′)/(1 + B/b)."""
     return batch / other if math.isinf(noise_scale) else (1 + noise_scale / other) / (1 + noise_scale / batch)
 
 

@@ -17,6 +17,8 @@ from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.stats.intervals import RatioInterval
 from sonde.stats.state import check_keys
 
+_RISES = 1.01
+"""A learning rate rises by more than this factor in a block of a warm-up, and by less through rounding."""
 _RECENT = 3
 """Blocks that count as recent: about the last half of the run."""
 
@@ -67,13 +69,16 @@ class WindowsOfRun:
         self._filter: NoiseScaleFilter | None = None
         self._batch = 0.0
         self._origin = number
+        self._rates: list[float | None] = [None, None, None]
+        """Learning rates: at the ends of the last two complete blocks, and of the last window."""
 
-    def add(self, window: SolvedWindow, number: int) -> None:
+    def add(self, window: SolvedWindow, number: int, rate: float | None = None) -> None:
         """Add a window.
 
         Args:
             window: its estimates.
             number: of the window in training.
+            rate: the learning rate; None where it is not known.
         """
         # Of a window that was under way when everything began anew, the numbers may come later.
         if number <= self._origin:
@@ -86,6 +91,14 @@ class WindowsOfRun:
             self._filter = NoiseScaleFilter(len(estimates), self._batch)
         if (block := self._blocks.add(number - self._origin, estimates, 1 / window.effective_units)) is not None:
             self._filter.update(block)
+            self._rates[:2] = self._rates[1], rate
+        self._rates[2] = rate
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether the learning rate has risen over about the last quarter of the steps."""
+        before, _, now = self._rates
+        return before is not None and now is not None and now > _RISES * before
 
     def begin_anew(self, first: int, *, gone: Collection[str] = ()) -> None:
         """Forget all windows: they speak of other parameters.
@@ -139,6 +152,7 @@ class WindowsOfRun:
             "last_window": self.last_window,
             "origin": self._origin,
             "batch": self._batch,
+            "rates": list(self._rates),
             "blocks": self._blocks.state_dict(),
         }
 
@@ -154,6 +168,7 @@ class WindowsOfRun:
             raise ValueError(f"{label}: it has the groups {state['groups']}, this probe has {list(self.groups)}")
         self.gone, self.last_window = frozenset(state["gone"]), state["last_window"]
         self._begin(state["origin"])
+        self._rates = list(state["rates"])
         self._blocks.load_state_dict(state["blocks"])
         if (batch := state["batch"]) > 0:
             self._batch, self._filter = batch, NoiseScaleFilter(1 + len(self.groups), batch)

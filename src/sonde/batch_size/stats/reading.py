@@ -214,7 +214,7 @@ class NoiseScaleReading:
 
     def __str__(self) -> str:
         batch = f"batch {number(self.units_per_window, 4)}, " if self.units_per_window is not None else ""
-        of_these = f" measured, one in {number(self.every)}" if self.every > 1 else ""
+        of_these = f" measured, one in {number(self.every)}" if self.every >= 1.1 else ""
         dropped = f", {sum(self.dropped.values())} dropped" if self.dropped else ""
         seen = f"{batch}{plural(self.windows, 'window')}{of_these}{dropped}"
         seen += f" ({self.coverage})" if self.coverage is not None else ""

@@ -68,6 +68,7 @@ def summarise(averages: NoiseScaleAverages, *, unit: str, with_groups: bool = Tr
         scale_residual=averages.scale_residual,
         unit=unit,
         n_steps=run.n_steps,
+        warms_up=run.warms_up,
         every=recent.every if recent else 1.0,
         further_units=averages.further_per_unit,
         groups={

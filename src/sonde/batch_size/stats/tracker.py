@@ -59,12 +59,13 @@ class NoiseScaleTracker:
         self.coverage: Coverage | None = None
         """The part of the model that readings speak of; None if it is the whole model."""
 
-    def update(self, row: WindowRow, *, number: int | None = None) -> Drop | None:
+    def update(self, row: WindowRow, *, number: int | None = None, rate: float | None = None) -> Drop | None:
         """Take one measured window.
 
         Args:
             row: its numbers.
             number: of the window in training; by default it follows the last one.
+            rate: the learning rate; None where it is not known.
 
         Returns:
             Why the window was dropped; None when it was averaged.
@@ -103,7 +104,7 @@ class NoiseScaleTracker:
         assert scale.scale is not None
         expert_scale = None if experts is None else experts.scale
         solved = solve_window(row, scale=scale.scale, n_ranks=self._n_ranks, expert_scale=expert_scale)
-        self._averages.add(solved, scale)
+        self._averages.add(solved, scale, rate)
         if self._fixed_weights is not None:
             self._fixed_weights.add(solved, weight=row.weight / self._n_ranks)
         self._averages.neighbours.update(row.neighbours)

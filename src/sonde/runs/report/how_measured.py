@@ -19,7 +19,7 @@ MAX_TEXT = 4000
 _MAX_ITEMS = 20
 _SETUP_SHOWN = (
     "wrapper", "ranks", "device", "tap", "parameters", "groups", "log_every", "level", "metric", "budget",
-    "every", "further_units", "second_moments",
+    "allowance", "every", "further_units", "second_moments",
     "evaluation", "optimizer", "batch_norms", "sync_batch_norms", "fixed_weights",
 )  # fmt: skip
 
@@ -260,8 +260,9 @@ def _overhead(totals: Totals) -> str:
 def _pace(setup: Mapping[str, Any], metrics: Mapping[str, float | None]) -> str:
     """Which windows were measured, and the part of the run's time that it took at the end."""
     every, share, error = (metrics.get(f"cost/{name}") for name in ("every", "share", "share_error"))
-    budget = setup.get("budget")
-    allowed = f" {percent(budget)} of the time was allowed." if isinstance(budget, float) else ""
+    budget, allowance = setup.get("budget"), setup.get("allowance")
+    seconds = f", or {duration(allowance)} if that is more" if isinstance(allowance, int | float) else ""
+    allowed = f" {percent(budget)} of the time was allowed{seconds}." if isinstance(budget, float) else ""
     which = "All" if every is None or every <= 1 else f"One in {number(every)}"
     cost = (
         "" if share is None or error is None else f", which takes {percent(share)} ± {percent(2 * error)} of the time"

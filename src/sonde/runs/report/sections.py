@@ -63,9 +63,9 @@ def noise_scale_sections(run: Run) -> list[Section]:
             "What the batch size costs",
             f"Training with batch size B takes S/S_min = 1 + B_crit/B times the fewest possible steps, and uses "
             f"E/E_min = 1 + B/B_crit times the fewest possible {unit} (McCandlish et al. 2018, arXiv:1812.06162). "
-            "The curves cross at B = B_crit, where both costs are 2×. The figure takes the noise scale of the last "
-            "reading as B_crit. The noise scale is a proxy for B_crit: in published runs B_crit was 0.1 to 20 times "
-            "B_simple.",
+            "The curves cross at B = B_crit, where both costs are 2×. The figure takes the noise scale averaged over "
+            "the run as B_crit, or that of the last reading where there is no average: it speaks of a whole run like "
+            "this one. The noise scale is a proxy for B_crit: in published runs B_crit was 0.1 to 20 times B_simple.",
             (tradeoff_plot(last, unit),),
         ),
     ]

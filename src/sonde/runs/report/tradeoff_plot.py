@@ -25,6 +25,7 @@ from sonde.runs.report.figures import (
     log_ticks,
     new_figure,
 )
+from sonde.runs.report.logged_interval import logged_interval
 from sonde.wording import number
 
 
@@ -39,14 +40,14 @@ def tradeoff_plot(reading: Reading, unit: str) -> Plot | str:
         The figure, or a sentence that says why there is none. Curves are dashed if only a bound of the noise scale is
         known.
     """
-    batch, low, high = (
-        reading.metrics.get("gns/units_per_window"),
-        reading.metrics.get("gns/b_simple_low"),
-        reading.high,
-    )
-    status = reading.status
+    batch = reading.metrics.get("gns/units_per_window")
+    # Whole runs are compared by their average; a checkpoint has no other noise scale than now.
+    metric, known = "gns/b_simple_average", logged_interval(reading.metrics, "gns/b_simple_average")
+    if known.status == "unresolved":
+        metric, known = "gns/b_simple", logged_interval(reading.metrics, "gns/b_simple")
+    low, high, status = known.low, known.high, known.status
     resolved = status == "resolved"
-    critical = reading.metrics.get("gns/b_simple") if resolved else high if status == "upper_bound" else low
+    critical = reading.metrics.get(metric) if resolved else high if status == "upper_bound" else low
     if not batch or not critical or low is None or high is None:
         return "The trade-off needs a noise scale or a bound of the noise scale. The last reading has neither."
 

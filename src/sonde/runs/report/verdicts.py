@@ -15,6 +15,7 @@ from sonde.policy.stats.steps_kept import steps_kept
 from sonde.runs.reader import Reading, Run
 from sonde.runs.report.logged_interval import PROMPT_NOISE, logged_interval
 from sonde.runs.report.timeline import position_text
+from sonde.stats.intervals import RatioInterval
 from sonde.wording import estimate, number, percent, plural
 
 _BATCH_BADGES = {
@@ -25,6 +26,8 @@ _BATCH_BADGES = {
     "too_large": "Batch too large",
     "unknown": "No verdict yet",
 }
+_WIDE = 5.0
+"""A cost that may be so many times larger is known by its lower end alone."""
 _ENTROPY_BADGES = {
     "holds": "Entropy holds",
     "falling": "Entropy is falling",
@@ -160,22 +163,20 @@ def judge_reading(reading: Reading, unit: str, *, trains: bool = True) -> Verdic
 
 def _batch_tiles(last: Reading, unit: str) -> Iterator[Tile]:
     metrics = last.metrics
-    batch, low, high = metrics.get("gns/units_per_window"), metrics.get("gns/b_simple_low"), last.high
-    used = f"{unit[:1].upper()}{unit[1:]} used"
-    if not batch or low is None or high is None or last.status == "unresolved":
-        yield _now_tile(last, unit)
-        yield _noise_scale_tile("Average over the run", metrics, "gns/b_simple_average", unit)
-        yield Tile("Batch size", number(batch, 4), f"{unit} per step")
-        yield Tile("Steps", "–", "relative to the fewest possible")
-        yield Tile(used, "–", "relative to the fewest possible")
-        return
+    batch = metrics.get("gns/units_per_window")
     yield _now_tile(last, unit)
     yield _noise_scale_tile("Average over the run", metrics, "gns/b_simple_average", unit)
     yield Tile("Batch size", number(batch, 4), f"{unit} per step")
-    estimate = metrics.get("gns/b_simple") if last.status == "resolved" else None
-    fewest = {name: _cost(batch, low, high, estimate, name) for name in ("steps", "examples")}
-    yield Tile("Steps", fewest["steps"][0], f"the fewest possible{fewest['steps'][1]}")
-    yield Tile(used, fewest["examples"][0], f"the fewest possible{fewest['examples'][1]}")
+    # A whole run is compared with other whole runs, so by its average; a checkpoint has no other than now.
+    known = logged_interval(metrics, "gns/b_simple_average")
+    if known.status == "unresolved" or last.status == "unresolved":
+        known = RatioInterval(last.status, metrics.get("gns/b_simple_low"), last.high)
+    used = f"{unit[:1].upper()}{unit[1:]} used"
+    for name, title in (("steps", "Steps"), ("examples", used)):
+        if not batch or known.low is None or known.high is None:
+            yield Tile(title, "–", "relative to the fewest possible")
+        else:
+            yield Tile(title, _cost(batch, known.low, known.high, name), "the fewest possible")
 
 
 def _now_tile(last: Reading, unit: str) -> Tile:
@@ -209,8 +210,8 @@ def _noise_scale_tile(name: str, metrics: Mapping[str, float | None], metric: st
             return Tile(name, "–", f"{unit}; not known yet")
 
 
-def _cost(batch: float, low: float, high: float, estimate: float | None, name: str) -> tuple[str, str]:
-    """Steps or units over the fewest possible: as far as they are known, and between which limits."""
+def _cost(batch: float, low: float, high: float, name: str) -> str:
+    """Steps or units over the fewest possible, as far as the interval of the noise scale reaches."""
 
     def at(noise_scale: float) -> float:
         if noise_scale <= 0:
@@ -219,10 +220,10 @@ def _cost(batch: float, low: float, high: float, estimate: float | None, name: s
             return math.inf if name == "steps" else 1.0
         return float(getattr(steps_and_examples(batch, noise_scale), name))
 
-    least, most = sorted((at(low), at(high)))
-    if estimate is not None:
-        return f"{number(at(estimate), 2)}×", f"; between {number(least, 2)}× and {number(most, 2)}×"
-    return (f"≥ {number(least, 2)}×", "") if math.isinf(most) else (f"≤ {number(most, 2)}×", "")
+    least, most = (number(cost, 2) for cost in sorted((at(low), at(high))))
+    if max(at(low), at(high)) > _WIDE * min(at(low), at(high)):
+        return f"≥ {least}×"
+    return f"{least}×" if least == most else f"{least} – {most}×"
 
 
 def _policy_tiles(run: Run) -> Iterator[Tile]:
