@@ -58,6 +58,7 @@ def reading_record(
     """Reading `i` of `n`; without a `status`, the first third is a lower bound and the rest is resolved."""
     rng = random.Random(1000 * seed + i)
     done = (i + 1) / n
+    of_average = status or "resolved"
     status = status or ("unresolved" if i < n / 20 else "lower_bound" if i < n / 3 else "resolved")
     true = 4 * 50**done * math.exp(0.06 * rng.gauss(0, 1))
     width = 0.1 + 0.8 * math.exp(-4 * done)
@@ -70,7 +71,7 @@ def reading_record(
         **_interval("gns/b_simple", status, true, width),
         "gns/drift": math.log(50) / (n * log_every) if status == "resolved" else None,
         "gns/drift_error": 1e-4 if status == "resolved" else None,
-        **_interval("gns/b_simple_average", "resolved", 4 * 50 ** (done / 2), 0.1),
+        **_interval("gns/b_simple_average", of_average, 4 * 50 ** (done / 2), 0.1),
         "gns/grad_sq": signal,
         "gns/trace_cov": noise,
         "gns/consistency": rng.gauss(1, 0.03),
@@ -96,7 +97,7 @@ def reading_record(
         "window": window,
         "status": status,
         "reason": "" if status == "resolved" else "|G|² cannot yet be distinguished from 0",
-        "advice": "" if status == "resolved" else "measure about 120 more windows",
+        "advice": "" if status == "resolved" else "train about 120 more steps",
         "metrics": metrics,
         "groups": {name: _group(status, true, width, signal, k, len(groups)) for k, name in enumerate(groups)},
         "dropped": {"a piece was not finite": 2},

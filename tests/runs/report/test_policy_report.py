@@ -251,7 +251,7 @@ def test_a_run_with_noise_scale_and_policy_shows_both(tmp_path: Path) -> None:
     sink.close()
     text = visible_text(write_report(tmp_path))
     assert "Batch size and gradient noise, entropy of the policy" in text
-    assert text.index("Batch too small") < text.index("Entropy is falling") < text.index("Noise and signal")
+    assert text.index("No verdict yet") < text.index("Entropy is falling") < text.index("Noise and signal")
     assert text.index("What the batch size costs") < text.index("Forecast against truth")
 
 
