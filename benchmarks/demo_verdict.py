@@ -23,7 +23,7 @@ import torch
 
 import sonde
 from benchmarks.machine import describe
-from sonde.batch_size.stats.critical_batch import Kind
+from sonde.batch_size.stats.critical_batch import Estimate, Kind
 from sonde.demos.byte_lm.data import draw_windows, find_sources, read_corpus, window_generator
 from sonde.demos.byte_lm.model import ByteTransformer
 from sonde.demos.byte_lm.options import DemoOptions, Setup, decide
@@ -118,17 +118,9 @@ def compare(
 ) -> Checkpoint:
     """Compare a reading with the exact value at the same weights."""
     exact, error = exact_with_error
-    known = {"unit": "sequences", "reason": "", "status": "resolved"}
-    verdict = sonde.judge_batch(
-        batch,
-        unit="sequences",
-        status=reading.status,
-        b_simple=reading.b_simple,
-        low=reading.low,
-        high=reading.high,
-        reason=reading.reason,
-    )
-    exact_verdict = sonde.judge_batch(batch, b_simple=exact, low=exact, high=exact, **known)  # type: ignore[arg-type]
+    now = Estimate(reading.b_simple, reading.low, reading.high)
+    verdict = sonde.judge_batch(batch, unit="sequences", now=now, reason=reading.reason)
+    exact_verdict = sonde.judge_batch(batch, unit="sequences", now=Estimate(exact, exact, exact))
     return Checkpoint(
         window,
         exact,
