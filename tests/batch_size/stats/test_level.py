@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -152,3 +153,26 @@ def test_states_of_other_groups_or_keys_are_refused() -> None:
         WindowsOfRun(["first"]).load_state_dict(run.state_dict())
     with pytest.raises(ValueError, match="unknown keys"):
         run.load_state_dict(run.state_dict() | {"more": 1})
+
+
+@pytest.mark.parametrize(
+    ("rate_at", "expected"),
+    [
+        (lambda t: 1e-3, False),
+        (lambda t: 1e-3 * t, True),  # a warm-up
+        (lambda t: 1e-3 * min(t, 40), False),  # one that has ended long ago
+        (lambda t: 1e-3 * min(t, 190), True),  # the rate of two blocks ago was smaller
+        (lambda t: 1e-3 / t, False),
+        (lambda t: 1e-3 * (1 + 1e-6 * t), False),  # rounding
+        (lambda t: None, False),  # a rate that is a tensor is not known
+        (lambda t: 1e-3 * t if t < 150 else None, False),
+    ],
+)
+def test_a_rate_that_has_risen_of_late_is_a_warm_up(rate_at: Callable[[int], float | None], expected: bool) -> None:
+    run = WindowsOfRun(GROUPS)
+    for number, window in enumerate(windows(200), 1):
+        run.add(window, number, rate_at(number))
+    assert run.warms_up == expected
+    other = WindowsOfRun(GROUPS)
+    other.load_state_dict(json.loads(json.dumps(run.state_dict())))
+    assert other.warms_up == expected
