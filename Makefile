@@ -23,12 +23,13 @@ TITAN_PIP := torch==2.14.1 torchtitan==0.3.0 datasets==4.1.1 hypothesis pytest p
 GPU_WHEELS := tyro docstring_parser typeguard typing_extensions rich markdown-it-py mdurl pygments pyyaml pytest-timeout
 GPU_PYTHON ?= 3.12
 
-.PHONY: help demo demo-entropy test test-torch test-torchtitan check bench bench-present bench-budget bench-norm bench-entropy bench-log gpu-check docs docs-figures newest-torch clean
+.PHONY: help demo demo-entropy demo-check test test-torch test-torchtitan check bench bench-present bench-budget bench-norm bench-entropy bench-log gpu-check docs docs-figures newest-torch clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train a small language model on 2 processes and judge its batch size (about 2 minutes)"
 	@echo "make demo-entropy   train a tiny policy by GRPO and forecast its entropy (about 1 minute)"
+	@echo "make demo-check   try what the demo advises; writes benchmarks/results/"
 	@echo "make test    run all tests"
 	@echo "make test-torch TORCH=2.9.1   run the tests with another torch; PYTHON=python3.13 with another Python"
 	@echo "make test-torchtitan   run the tests of torchtitan's Trainer, in an environment of their own"
@@ -36,7 +37,7 @@ help:
 	@echo "make docs    build the documentation as a site, in build/docs"
 	@echo "make docs-figures   run both demos and two trackers, and make the pictures of docs/ again (about 5 minutes; needs Chromium)"
 	@echo "make bench   measure what the probe costs and how exact it is; writes benchmarks/results/; DEVICE=cuda on a GPU"
-	@echo "make bench-present   compare the noise scale with exact values while weights move; writes benchmarks/results/"
+	@echo "make bench-present   compare the noise scale with exact values in real trainings; writes benchmarks/results/"
 	@echo "make bench-budget   measure what a budget of 1 % costs; writes benchmarks/results/"
 	@echo "make bench-norm   measure the global norm and the clip; writes benchmarks/results/"
 	@echo "make bench-entropy   measure how right forecasts of entropy are, and what they cost; writes benchmarks/results/"
@@ -70,6 +71,10 @@ $(VENV)/.bench: $(VENV)/.dev benchmarks/requirements.txt
 
 demo: $(VENV)/.demo
 	@$(BIN)/sonde demo
+
+demo-check: $(VENV)/.dev
+	@echo "==> the demo, and what it advises, tried (about 30 minutes on 2 cores)"
+	@$(BIN)/python -m benchmarks.demo_check
 
 demo-entropy: $(VENV)/.trl
 	@$(BIN)/sonde demo entropy
@@ -136,9 +141,8 @@ bench: $(VENV)/.bench
 	@$(BIN)/python -m benchmarks.windows_at_scale --out benchmarks/results
 	@$(BIN)/python -m benchmarks.planning --out benchmarks/results
 
-bench-present: $(VENV)/.dev
-	@echo "==> benchmarks of the present noise scale, and of a measurement's windows (more than an hour on 1 core)"
-	@$(BIN)/python -m benchmarks.demo_verdict
+bench-present: $(VENV)/.bench
+	@echo "==> benchmarks of the noise scale now, and of a measurement's windows (some hours on 1 core; what was recorded before stays)"
 	@$(BIN)/python -m benchmarks.present_noise_scale
 	@$(BIN)/python -m benchmarks.checkpoint
 

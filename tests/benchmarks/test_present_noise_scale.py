@@ -1,99 +1,111 @@
-"""The benchmark of the present noise scale: its committed numbers stand on the pages."""
+"""The benchmark of the noise scale now: what it records, and how it judges."""
 
 from __future__ import annotations
 
-import json
-import statistics
-from pathlib import Path
-from typing import Any
+import math
 
 import pytest
 import torch
 from benchmarks.present_noise_scale import (
-    N_PIECES,
-    UNITS_PER_PIECE,
-    as_table,
-    cells,
-    estimated_and_exact,
-    layers,
-    piece_gradients,
-    simulate,
-    summary,
+    PACES,
+    average_lines,
+    averages,
+    by_filter,
+    judge,
+    last_readings,
+    level_at,
+    measured,
+    plan,
+    steps_to_read,
+    table,
 )
+from benchmarks.recorded_runs import DENSE, Recorded, estimated, rate, record
 
-from tests.oracles import population, window_by_hand
+from tests.oracles import gaussian_windows
 
-ROOT = Path(__file__).parents[2]
-
-
-def committed(name: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((ROOT / "benchmarks/results/present_noise_scale.json").read_text())[name]
-    return found
+BATCH, B_SIMPLE = 32, 64.0
 
 
-def page(name: str) -> str:
-    return " ".join((ROOT / "docs" / name).read_text().split())
+def still_run(n_steps: int = 400) -> Recorded:
+    """A training whose noise scale is 64 at every step."""
+    windows = gaussian_windows([B_SIMPLE] * n_steps, n_runs=1, seed=1)[:, 0].tolist()
+    exact = [[float(step), 1.0, 1 / B_SIMPLE] for step in range(1, n_steps + 1, 5)]
+    return Recorded("lm", "adamw", "constant", 0, BATCH, windows, exact)
 
 
-def percent(share: float, digits: int = 1) -> str:
-    return f"{100 * share:.{digits}f}"
+def test_a_still_noise_scale_is_held() -> None:
+    run = still_run()
+    found = list(judge(run, None))
+    assert {(r.pace, r.by) for r in found} == {(pace, by) for pace in PACES for by in ("filter", "last half")}
+    of_filter = [r for r in found if r.by == "filter"]
+    assert sum(r.holds for r in of_filter) >= 0.85 * len(of_filter)  # readings of one run depend on each other
+    assert {r.batches for r in found} == {pytest.approx(2.0)}
+    (level, error), _ = level_at(run, 200), None  # type: ignore[misc]
+    assert (level, error) == (pytest.approx(math.log(B_SIMPLE)), pytest.approx(0.0, abs=1e-9))
+    text = table(found, lambda r: "all", "")
+    assert text.count("\n") == 1 + 2 * len(PACES)
+    assert "every window: 0 of 0 runs" in last_readings(found)  # it is shorter than 1,000 steps
+    assert all(a.exact == pytest.approx(B_SIMPLE) and a.low <= B_SIMPLE <= a.high for a in averages(run))
+    assert "every window: 100 % of 1" in average_lines(list(averages(run)))
 
 
-def test_the_pages_have_the_numbers_of_the_results() -> None:
-    found = [cell["covered"] for cell in committed("moving weights")]
-    mean, low, high = percent(statistics.mean(found)), percent(min(found)), percent(max(found))
-    assert f"In its {len(found)} settings" in page("batch-size.md")
-    assert f"present value in {mean} % of runs on average, and in {low} to {high} % in each" in page("batch-size.md")
-    below, above = sum(c < 0.9 for c in found), sum(c > 0.98 for c in found)
-    assert f"coverage of the present noise scale, {len(found)} settings" in page("limits.md")
-    assert f"{mean} % on average; {below} settings below 90 % ({low} % at worst" in page("limits.md")
-    assert f"{above} above 98 % ({high} % at most)" in page("limits.md")
-    assert f"{percent(min(found), 0)} to {percent(max(found), 0)} % in {len(found)} settings" in page("limits.md")
+def test_a_level_ends_at_a_jump_of_the_rate() -> None:
+    exact = [[float(step), 1.0, 1 / (64.0 if step <= 240 else 640.0)] for step in range(1, 401)]
+    run = Recorded("lm", "sgd", "jump", 0, BATCH, [[1.0, 1 / 64]] * 400, exact)
+    before, after = level_at(run, 238), level_at(run, 242)
+    assert before is not None
+    assert after is not None
+    assert before[0] == pytest.approx(math.log(64))
+    assert after[0] == pytest.approx(math.log(640))
 
 
-def test_the_pages_have_the_numbers_after_a_fall_and_of_heavy_tails() -> None:
-    fallen = [cell["covered"] for cell in committed("after a fall")]
-    assert f"coverage is {percent(min(fallen))} to {percent(max(fallen))} %" in page("batch-size.md")
-    tails = committed("heavy tails")
-    for dof, words in ((3, "of runs where Student's t of 3 degrees of freedom"), (5, "with 5 degrees")):
-        covered = [cell["covered"] for cell in tails if cell["optimizer"] == f"t, {dof} degrees of freedom"]
-        assert f"in {percent(min(covered), 0)} to {percent(max(covered), 0)} % {words}" in page("limits.md")
+def test_paces() -> None:
+    run = still_run(2000)
+    all_of_them, default, used_up = (measured(run, allowance) for allowance in PACES.values())
+    assert len(all_of_them) == 2000
+    assert 600 < len(default) < 900  # 150 a doubling, from step 216 on
+    assert 60 < len(used_up) < 200
+    assert steps_to_read(100) == [40, 48, 57, 68, 81, 97, 100]
 
 
-def test_the_simulated_gradients_are_those_of_autograd() -> None:
-    """Of every example apart, for both layers and two runs; and the same pieces made of them."""
-    draw = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(20, n, generator=draw, dtype=torch.float64) for n in (4, 3))
-    y = y.softmax(-1)
-    shapes = ((4, 6), (6,), (6, 3), (3,))
-    weights = [torch.randn(2, *shape, generator=draw, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    chosen = torch.randint(20, (2, N_PIECES, UNITS_PER_PIECE), generator=draw)
-
-    def gradients(k: int, run: int) -> torch.Tensor:
-        """Of layer k: [examples, parameters]."""
-        w1, b1, w2, b2 = (weight[run] for weight in weights)
-        losses = torch.nn.functional.cross_entropy(torch.tanh(x @ w1 + b1) @ w2 + b2, y, reduction="none")
-        pairs = [torch.autograd.grad(loss, weights[2 * k : 2 * k + 2], retain_graph=True) for loss in losses]
-        return torch.stack([torch.cat([grad[run].flatten() for grad in pair]) for pair in pairs])
-
-    detached = [weight.detach() for weight in weights]
-    for k, (inputs, error) in enumerate(layers(detached, x, y)):
-        pieces = piece_gradients(inputs, error, chosen)
-        found = estimated_and_exact(pieces, inputs, error)
-        for run in range(2):
-            each = gradients(k, run)
-            torch.testing.assert_close(pieces[run], each[chosen[run]].mean(1))
-            exact = population(each)
-            units = [float(UNITS_PER_PIECE)] * N_PIECES
-            by_hand = window_by_hand(list(pieces[run]), [1.0] * N_PIECES, units, pieces[run].mean(0))
-            assert found[run].tolist() == pytest.approx([*by_hand, exact.trace_cov, exact.grad_sq], rel=1e-10)
+def test_a_reader_uses_no_window_after_its_step() -> None:
+    run = still_run()
+    broken = Recorded(**(vars(run) | {"windows": run.windows[:100] + [[1.0, 100.0]] * 300}))
+    assert by_filter(run, range(1, 401))(100) == by_filter(broken, range(1, 401))(100)
 
 
-def test_a_small_run_makes_the_table() -> None:
-    windows = simulate("sgd", 0.2, n_runs=3, n_windows=12)
-    found = list(cells("sgd", 0.2, windows, checkpoints=(2, 12)))
-    assert [(cell.window, cell.part) for cell in found[:3]] == [(2, "total"), (2, "first layer"), (2, "second layer")]
-    assert {cell.unknown for cell in found if cell.window == 2} == {1.0}  # two windows have no interval
-    assert {cell.covered for cell in found if cell.window == 2} == {1.0}
-    assert as_table(found).count("\n") == 4
-    assert "Not known, which counts as held" in summary(found)
+def test_each_kind_of_training_is_planned() -> None:
+    planned = list(plan(2))
+    assert {task for task, *_ in planned} == {"lm", "digits", "mlp", "grpo", "demo"}
+    assert sum(task == "demo" for task, *_ in planned) == 10
+    assert all(n > 500 for _, _, schedule, n, _ in planned if schedule == "still")
+
+
+def test_a_small_recording() -> None:
+    run = record("grpo", "adamw", "warmup", DENSE + 12, 0)
+    assert (len(run.windows), run.batch, run.name) == (DENSE + 12, 16, f"grpo-adamw-warmup-{DENSE + 12}-0")
+    assert [row[0] for row in run.exact] == [*range(1, DENSE + 1), 33.0, 41.0]
+    assert all(row[1] > 0 for row in run.exact)
+    assert [rate("jump", step, 100) for step in (30, 59, 60)] == [1.0, 1.0, 0.1]
+
+
+def test_what_is_recorded_is_unbiased() -> None:
+    """Of a quadratic loss: tr Σ and |G|² by hand."""
+    weight = torch.zeros(3, requires_grad=True)
+
+    class Quadratic:
+        """A loss whose gradient is minus its data."""
+
+        @staticmethod
+        def loss(data: torch.Tensor) -> torch.Tensor:
+            return -(data @ weight).mean()
+
+    generator = torch.Generator().manual_seed(0)
+    found = torch.tensor(
+        [
+            estimated(Quadratic, [weight], (torch.randn(32, 3, generator=generator) + 1).chunk(4))[0]  # type: ignore[arg-type]
+            for _ in range(2000)
+        ]
+    )
+    error = found.std(0) / 2000**0.5
+    assert ((found.mean(0) - torch.tensor([3.0, 3.0])).abs() < 4 * error).all()

@@ -21,7 +21,7 @@ from sonde.batch_size.setup import NoiseScaleOptions, check_partners, join_compa
 from sonde.batch_size.taps.ddp_buckets import CommHook
 from sonde.batch_size.taps.metric import MetricName
 from sonde.batch_size.taps.tap_choice import TapName
-from sonde.deprecation import with_deprecated
+from sonde.deprecation import warn_deprecated, with_deprecated
 from sonde.probe import Partners
 from sonde.records import LogOrPlaces, RunLog, log_of
 
@@ -122,6 +122,8 @@ def attach(
         >>> probe.close()
     """
     log = log_of(log, deprecated)
+    if deprecated.pop("horizon", None) is not None:
+        warn_deprecated("attach(…, horizon=…)", "attach() without horizon=, which has no effect any more")
     try:
         options = NoiseScaleOptions(
             unit,
