@@ -229,7 +229,7 @@ def further_squares(model: nn.Module, optimizer: torch.optim.Optimizer, loop: Lo
 def by_hand(whole: dict[str, Tensor], loop: Loop, window: int, square: norms_by_hand.Square) -> Values:
     """(tr Σ, |G|²) from the gradients of whole sequences in float64: of the total and of each group.
 
-    In a metric whose norms add up before they are squared, groups do not add up, and the whole model is the only one.
+    In a metric whose norms add up before they are squared, groups do not add up to the whole model.
     """
     model = copy.deepcopy(build(loop)).double()
     for name, p in model.named_parameters():
@@ -246,10 +246,8 @@ def by_hand(whole: dict[str, Tensor], loop: Loop, window: int, square: norms_by_
             units.append(float(len(ids)) if loop.declared else 4.0)
     weights = units if loop.weighted else [1.0] * len(units)
     groups = [[n for n in names if block_of(n) == group] for group in dict.fromkeys(map(block_of, names))]
-    if square is norms_by_hand.sign:
-        groups = [names]
     solved = []
-    for group in groups:
+    for group in (names, *groups):
         parts = [{n: piece[n] for n in group if n in piece} for piece in pieces]
         solved.append(norms_by_hand.window(parts, weights, units, square, 1 / n_data))
-    return with_total(solved)
+    return solved if square is norms_by_hand.sign else with_total(solved[1:])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -47,7 +45,7 @@ def trained(
     model = nn.Sequential(nn.Linear(10, 32), nn.Tanh(), nn.Linear(32, 4))
     optimizer = (torch.optim.AdamW if adam else torch.optim.SGD)(model.parameters(), lr=rate)
     generator = torch.Generator().manual_seed(1)
-    with attached(model, optimizer, units_per_piece=64, horizon=math.inf, log_every=1, **options) as probe:  # type: ignore[arg-type]
+    with attached(model, optimizer, units_per_piece=64, log_every=1, **options) as probe:  # type: ignore[arg-type]
         for _ in range(steps):
             for _ in range(pieces):
                 x, y = drawn(kind, 64, generator)

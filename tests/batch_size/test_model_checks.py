@@ -64,9 +64,9 @@ def b_simple_in_pieces_of(size: int, norm: nn.Module) -> float:
             probe.step()
             model.zero_grad()
         reading = probe.reading()
-    assert reading.trace_cov is not None
-    assert reading.grad_sq is not None
-    return reading.trace_cov / reading.grad_sq  # nothing moves, so the plain averages are the best there is
+    assert reading.average is not None
+    assert reading.average.b_simple is not None
+    return reading.average.b_simple  # nothing moves, so all windows tell the same
 
 
 @pytest.mark.parametrize(("norm", "low", "high"), [(nn.BatchNorm1d, 1.3, 1.6), (nn.LayerNorm, 0.85, 1.15)])

@@ -56,6 +56,22 @@ def test_levels_are_of_the_model_and_then_of_each_group() -> None:
     assert [each.b_simple for each in only] == pytest.approx([levels[0].b_simple], rel=1e-9)
 
 
+def test_windows_of_the_block_under_way_count() -> None:
+    """The noise scale falls with the first window after the last complete block."""
+    run = run_of(windows(200))
+    for number in range(201, 400):
+        if run._blocks.unfinished is None:
+            break
+        run.add(windows(1, seed=number)[0], number)
+    [before] = run.levels(with_groups=False)
+    for i, window in enumerate(windows(8, b_simple=2.0, seed=1)):
+        run.add(window, number + i)
+    assert run._blocks.unfinished is not None
+    [after] = run.levels(with_groups=False)
+    assert before.b_simple == pytest.approx(128, rel=0.3)
+    assert after.b_simple is None or after.b_simple < 20
+
+
 def test_the_last_windows_are_averaged_as_they_are() -> None:
     """The windows of the last three blocks: after 200 windows in blocks of a fifth of the time, about half of them."""
     made = windows(200)

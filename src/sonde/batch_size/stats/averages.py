@@ -74,8 +74,9 @@ class NoiseScaleAverages:
         for (name, sums), n in zip(self._further.items(), further_units, strict=True):
             if math.isfinite(n):
                 self._further[name] = (decay * sums[0] + n, decay * sums[1] + n_units)
-        self._units = decay * self._units + n_units
         self._units_weight = decay * self._units_weight + 1.0
+        # So that the mean of equal windows is their size, to the last bit: a log shows it.
+        self._units += (n_units - self._units) / self._units_weight
 
     def drop(self, drop: Drop, scale: ScaleReading) -> None:
         """Count a window that cannot be used."""
@@ -103,7 +104,7 @@ class NoiseScaleAverages:
     @property
     def units_per_window(self) -> float | None:
         """Average units of a window; None before the first."""
-        return self._units / self._units_weight if self._units_weight else None
+        return self._units if self._units_weight else None
 
     @property
     def further_per_unit(self) -> dict[str, float | None]:
