@@ -244,3 +244,9 @@ def test_a_second_start_in_the_same_folder_is_a_run_of_its_own(tmp_path: Path) -
     run = sonde.read_run(first.folder)
     assert (run.earlier_runs, len(run.headers), run.readings[-1].window) == (1, 1, 11)
     assert f"sonde: log     {first.folder}\n" in again.err
+
+
+def test_the_allowance_is_that_of_the_option(tmp_path: Path) -> None:
+    measured = with_run(TURNS, tmp_path, every=None, allowance=7.0)
+    setup = measured.run.header.setup
+    assert (setup["budget"], setup["allowance"], setup["every"]) == (0.01, 7.0, None)

@@ -94,7 +94,9 @@ def _check(options: RunOptions) -> None:
     if options.nproc is not None and options.nproc < 1:
         raise ValueError(f"--nproc must be at least 1, got {options.nproc}: leave it out to start one process")
     check_units_from(options.units_from)
-    NoiseScaleOptions(options.unit or "rows", budget=options.budget, every=options.every)
+    NoiseScaleOptions(
+        options.unit or "rows", budget=options.budget, allowance=options.allowance, every=options.every
+    )
 
 
 def _check_folder(folder: Path) -> None:
@@ -199,6 +201,7 @@ def environment_of(options: RunOptions, command: Sequence[str], environment: Map
         reduced_by_hand=options.reduced_by_hand,
         micro_batches=options.micro_batches,
         budget=options.budget,
+        allowance=options.allowance,
         every=options.every,
         report=options.report,
     )

@@ -30,7 +30,8 @@ class RunOptions:
         reduced_by_hand: The script averages or adds up gradients over all processes by itself, without DDP or FSDP2.
         micro_batches: Several backwards in a step are micro-batches of one batch, also where the script trains several
             models. Without it, such a model is not measured: its backwards may be of different losses.
-        budget: Part of the run's time that measuring may cost: 0.01 for 1 %. Ten seconds are spent in any case.
+        budget: Part of the run's time that measuring may cost: 0.01 for 1 %.
+        allowance: Seconds that measuring may take in any case, however short the run is.
         every: Measure one step in N, whatever it costs. 1 measures all: use it for a few hundred steps.
         out: Folder for the log and the report. A second model of the script has its own, with -2 at the end.
         report: Write a report at the end.
@@ -43,6 +44,7 @@ class RunOptions:
     reduced_by_hand: bool = False
     micro_batches: bool = False
     budget: Annotated[float, arg(metavar="PART")] = 0.01
+    allowance: Annotated[float, arg(metavar="SECONDS")] = 10.0
     every: Annotated[int | None, arg(metavar="N", help_behavior_hint="(optional)")] = None
     out: Annotated[
         Path | None, arg(metavar="FOLDER", help_behavior_hint="(default: runs/ with the script's name and the time)")

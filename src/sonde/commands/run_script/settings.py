@@ -32,6 +32,7 @@ class Settings:
         reduced_by_hand: whether the script averages gradients over all ranks by itself.
         micro_batches: whether several backwards in a step are micro-batches, also where there are several models.
         budget: part of the run's time that measuring may cost.
+        allowance: seconds that it may take in any case.
         every: measure one window in so many; None to go by the budget.
         report: whether a report is written at the end.
     """
@@ -45,6 +46,7 @@ class Settings:
     reduced_by_hand: bool = False
     micro_batches: bool = False
     budget: float = 0.01
+    allowance: float = 10.0
     every: int | None = None
     report: bool = True
 
@@ -65,8 +67,8 @@ class Settings:
 
     @property
     def averaging(self) -> dict[str, Any]:
-        """Arguments of `sonde.attach`: how many windows are measured and averaged."""
-        return {"budget": self.budget, "every": self.every}
+        """Arguments of `sonde.attach`: how many windows are measured."""
+        return {"budget": self.budget, "allowance": self.allowance, "every": self.every}
 
     def in_environment(self) -> str:
         """The value of the variable."""
