@@ -103,24 +103,24 @@ def filtered_noise_scale(
         below = min(int(place), n - 2)
         return density[below] + (place - below) * (density[below + 1] - density[below])
 
-    def spread_by(density: Sequence[float], deviation: float) -> list[float]:
-        reach = math.ceil(4 * deviation / step)
+    def spread_by(density: Sequence[float], deviation: float, widest: float) -> list[float]:
+        reach = math.ceil(4 * widest / step)
         kernel = {k: math.exp(-((k * step / deviation) ** 2) / 2) for k in range(-reach, reach + 1)}
         total = sum(kernel.values())
         return [sum(kernel[k] * density[min(max(i + k, 0), n - 1)] for k in kernel) / total for i in range(n)]
 
     def moved(density: Sequence[Sequence[Sequence[float]]], time: float) -> list[list[list[float]]]:
         """After some log time in which nothing was measured."""
-        stays, jumps = math.exp(-time / persistence), 1 - math.exp(-time / between_jumps)
+        stays, jumps, root = math.exp(-time / persistence), 1 - math.exp(-time / between_jumps), math.sqrt(time)
         later = [
             [
-                spread_by([at(own, i - drift * time / step) for i in range(n)], s * math.sqrt(time))
+                spread_by([at(own, i - drift * time / step) for i in range(n)], s * root, max(spreads) * root)
                 for s, own in zip(spreads, row, strict=True)
             ]
             for drift, row in zip(drifts, density, strict=True)
         ]
         total = [sum(own[i] for row in later for own in row) for i in range(n)]
-        far = spread_by(total, jump)
+        far = spread_by(total, jump, jump)
         for d, s, i in itertools.product(range(len(drifts)), range(len(spreads)), range(n)):
             anew = drift_weights[d] * spread_weights[s]
             jumped = (1 - anywhere) * far[i] + anywhere * sum(total) / n

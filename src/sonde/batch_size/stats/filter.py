@@ -153,30 +153,32 @@ class NoiseScaleFilter:
 
 def _moved(density: Tensor, prior: Tensor, time: float) -> Tensor:
     """The density after some log time in which nothing was measured; [series, drifts, spreads, grid]."""
-    drifted = torch.stack([_shifted(density[:, i], drift * time / _STEP) for i, drift in enumerate(DRIFTS)], 1)
-    moved = torch.stack([_spread(drifted[:, :, j], s * math.sqrt(time)) for j, s in enumerate(SPREADS)], 2)
+    moved = _spread(_shifted(density, _tensor(DRIFTS) * (time / _STEP)), _tensor(SPREADS) * math.sqrt(time))
     total = moved.sum((1, 2), keepdim=True)
     stays, jumps = math.exp(-time / _PERSISTENCE), -math.expm1(-time / _BETWEEN_JUMPS)
-    far = (1 - _ANYWHERE) * _spread(total, _JUMP) + _ANYWHERE * total.mean(-1, keepdim=True)
+    far = (1 - _ANYWHERE) * _spread(total, _tensor((_JUMP,))) + _ANYWHERE * total.mean(-1, keepdim=True)
     anew = (1 - jumps) * (1 - stays) * total + jumps * far
     return (1 - jumps) * stays * moved + prior * anew
 
 
-def _shifted(density: Tensor, steps: float) -> Tensor:
-    """Moved up the grid. At its ends, the density goes on as it is there: what is flat stays flat."""
-    at = (torch.arange(_N_GRID, dtype=torch.float64, device="cpu") - steps).clamp(0, _N_GRID - 1)
-    below = at.floor().clamp(max=_N_GRID - 2).long()
-    part = at - below
-    return (1 - part) * density[..., below] + part * density[..., below + 1]
+def _shifted(density: Tensor, steps: Tensor) -> Tensor:
+    """Each drift moved up the grid. At its ends, the density goes on as it is there: what is flat stays flat."""
+    places = torch.arange(_N_GRID, dtype=torch.float64, device="cpu")
+    at = (places - steps[:, None, None]).clamp(0, _N_GRID - 1)  # [drifts, 1, grid]
+    below = at.floor().clamp(max=_N_GRID - 2)
+    index = below.long().expand(density.shape)
+    return torch.lerp(density.gather(-1, index), density.gather(-1, index + 1), at - below)
 
 
-def _spread(density: Tensor, deviation: float) -> Tensor:
-    """Convolved with a normal density, along the grid; at its ends, the density goes on as it is there."""
-    reach = math.ceil(4 * deviation / _STEP)
-    offsets = torch.arange(-reach, reach + 1, dtype=torch.float64, device="cpu")
-    kernel = torch.exp(-0.5 * (offsets * _STEP / deviation).square())
-    rows = F.pad(density.reshape(-1, 1, _N_GRID), (reach, reach), mode="replicate")
-    return F.conv1d(rows, (kernel / kernel.sum())[None, None]).view(density.shape)
+def _spread(density: Tensor, deviations: Tensor) -> Tensor:
+    """Each spread convolved with a normal density, along the grid; at its ends, the density goes on as it is there."""
+    n = len(deviations)
+    reach = math.ceil(4 * float(deviations[-1]) / _STEP)
+    offsets = torch.arange(-reach, reach + 1, dtype=torch.float64, device="cpu") * _STEP
+    kernels = torch.exp(-0.5 * (offsets / deviations[:, None]).square())
+    kernels = (kernels / kernels.sum(1, keepdim=True))[:, None]
+    rows = F.pad(density.reshape(-1, n, _N_GRID), (reach, reach), mode="replicate")
+    return F.conv1d(rows, kernels, groups=n).view(density.shape)
 
 
 def _level(lowest: float, density: Sequence[float], of_drifts: Sequence[float]) -> Level:
