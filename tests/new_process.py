@@ -124,6 +124,7 @@ def as_python(arguments: Sequence[str], folder: str, variables: Mapping[str, str
     try:
         if first == "-m":
             sys.argv = others
+            sys.modules.pop(others[0], None)  # a new interpreter has not imported it
             runpy.run_module(others[0], run_name="__main__", alter_sys=True)
         elif first == "-c":
             code, *others = others

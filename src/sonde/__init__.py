@@ -12,7 +12,7 @@ from sonde.batch_size.per_example.result import PerExampleSquares
 from sonde.batch_size.per_example.rules import NotCoveredError
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.setup import NoiseScaleOptions
-from sonde.batch_size.stats.critical_batch import Tradeoff, Verdict, judge_batch, steps_and_examples
+from sonde.batch_size.stats.critical_batch import Estimate, Tradeoff, Verdict, judge_batch, steps_and_examples
 from sonde.batch_size.stats.noise_scale import WindowEstimate, noise_scale
 from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading
 from sonde.config import ProbesConfig, probes_from_config
@@ -47,6 +47,7 @@ __all__ = [
     "EntropyChangeOptions",
     "EntropyChangeProbe",
     "EntropyForecast",
+    "Estimate",
     "FunctionSink",
     "GroupReading",
     "JsonlSink",

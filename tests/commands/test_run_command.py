@@ -213,6 +213,8 @@ def test_ctrl_c_ends_a_real_python_as_it_did(command: list[str], is_pressed_twic
         capture_output=True,
         text=True,
         check=False,
+        # A shell starts tests in the background with interrupts ignored, and processes hand that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert ended.returncode == -signal.SIGINT, ended.stderr
     assert "KeyboardInterrupt" in ended.stderr

@@ -7,6 +7,7 @@ Environment variables tell Python to import `on_start/sitecustomize.py` first, i
 from __future__ import annotations
 
 import contextlib
+import datetime
 import itertools
 import os
 import shlex
@@ -94,9 +95,7 @@ def _check(options: RunOptions) -> None:
     if options.nproc is not None and options.nproc < 1:
         raise ValueError(f"--nproc must be at least 1, got {options.nproc}: leave it out to start one process")
     check_units_from(options.units_from)
-    NoiseScaleOptions(
-        options.unit or "rows", budget=options.budget, allowance=options.allowance, every=options.every
-    )
+    NoiseScaleOptions(options.unit or "rows", budget=options.budget, allowance=options.allowance, every=options.every)
 
 
 def _check_folder(folder: Path) -> None:
@@ -194,7 +193,7 @@ def environment_of(options: RunOptions, command: Sequence[str], environment: Map
     settings = Settings(
         command=tuple(command),
         folder=str(folder.absolute()),
-        start=f"{time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()}",
+        start=f"{datetime.datetime.now()}, process {os.getpid()}",
         unit=options.unit,
         units_from=options.units_from,
         weights_from=options.weights_from,

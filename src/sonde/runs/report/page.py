@@ -156,7 +156,7 @@ def _alert_list(title: str, alerts: list[tuple[str, str]], *, css_class: str) ->
     if not alerts:
         return ""
     items = "\n".join(
-        f'<li>{escape(cut(message, 500))} <span class="when">({when})</span></li>'
+        f'<li>{escape(cut(message, 500))} <span class="when">({escape(when)})</span></li>'
         for message, when in alerts[:_MAX_ALERTS]
     )
     hidden = len(alerts) - _MAX_ALERTS
