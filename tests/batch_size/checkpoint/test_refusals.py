@@ -57,7 +57,7 @@ def test_batches() -> None:
     x, y = batches([4])[0]
     unclear = "which dim is the batch is not clear: the batch has 0 float32 [4, 8]; 1 float32 [3, 2]: pass units="
     assert unclear in refused([(x, y[:3])] * 4)
-    assert "got a str with no tensor" in refused(["a", "b"])
+    assert "the batch has no tensor with rows: pass units=" in refused(["a", "b"])
 
 
 def test_losses() -> None:
