@@ -187,6 +187,8 @@ def _now_tile(last: Reading, unit: str) -> Tile:
     if last.status == "resolved":
         moves = drift_in_words(last.doubling_windows)
         note = f"{unit}; between {number(low)} and {number(high)}" + (f"; {moves}" if moves else "")
+        if (scatter := last.metrics.get("gns/scatter")) is not None and scatter < 1:
+            note += f"; single steps scatter about it by {number(math.exp(scatter), 2)} times at most"
         return Tile("Noise scale now", number(last.metrics.get("gns/b_simple")), note)
     if last.status == "lower_bound":
         return Tile("Noise scale now", f"> {number(low)}", f"{unit}; no upper limit known")
