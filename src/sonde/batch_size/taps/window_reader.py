@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -121,7 +122,7 @@ class WindowReader:
             )
         self._may_be_recorded = runs_beside_host(self.device)
         self._saw_recording = self._lost_in_graph = False
-        self._outside = dict.fromkeys(Problem, 0)
+        self._outside: Counter[Problem] = Counter()
         self.final = FinalGradient(wrapper, self.groups, self._group_index, metric, witness, self._sums, further)
         """Reads the gradient at the end of a window."""
 
@@ -384,7 +385,7 @@ class WindowReader:
             problems[problem] += 1
         for problem, n in self._outside.items():
             problems[problem] += n
-        self._outside = dict.fromkeys(Problem, 0)
+        self._outside.clear()
         return problems
 
 

@@ -110,7 +110,7 @@ def _positive(name: str, value: Number) -> Number:
         if not is_at_hand(value.device):
             return widened(value.detach().reshape(()))
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if type(value) not in (int, float) and (isinstance(value, bool) or not isinstance(value, Real)):
         raise ValueError(f"{name} must be a number or a 0-dim tensor, got {value!r}")
     value = math.inf if value > sys.float_info.max else float(value)
     if not 0 < value < math.inf:
@@ -361,8 +361,10 @@ def read_row(
         counts.tolist()
     )
     n_comparing, n_with_one_piece, n_declaring = of_ranks
-    found = [p for p in Problem if problems[p] > 0 and p.applies(are_declared=n_declaring > 0)]
-    drops = {p: Drop(p.name.lower(), p.message) for p in found}
+    products, variance, n_repeating = compared.tolist()
+    counts_of = problems.tolist()
+    found = [p for p in Problem if counts_of[p] > 0] if any(counts_of) else []
+    drops = {p: Drop(p.name.lower(), p.message) for p in found if p.applies(are_declared=n_declaring > 0)}
     return WindowRow(
         sq_norm_over_weight=small.tolist(),
         weight=weight,
@@ -384,14 +386,14 @@ def read_row(
         sq_norm_big=sq_norm_big.tolist(),
         witness_final=witness_final.double(),
         neighbours=NeighbourSums(
-            products=float(compared[0]),
-            variance=float(compared[1]),
+            products=products,
+            variance=variance,
             n_ranks=round(n_comparing),
             mean_square=float(witness_small) / weight if weight else 0.0,
         ),
         repeats=Repeats(
             n_ranks=round(n_comparing),
-            n_repeating=round(float(compared[2])),
+            n_repeating=round(n_repeating),
             same_ranks=same_ranks(marks.double().view(-1, 2), spread=_spread(weight * float(witness_ranks), witness)),
             n_compared=len(marks) // 2 if len(marks) >= 2 * FEWEST_RANKS else 0,
         ),
