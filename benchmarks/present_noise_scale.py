@@ -192,7 +192,7 @@ def by_filter(run: Recorded, chosen: Sequence[int]) -> Reader:
 
     def read(step: int) -> tuple[float | None, RatioInterval]:
         while waiting and waiting[0] <= step:
-            windows.add(solved(run, waiting[0]), waiting.pop(0))
+            windows.add(solved(run, waiting[0]), waiting[0], run.rate_at(waiting.pop(0)))
         level = windows.levels()[0]
         return level.b_simple, level.interval
 
@@ -360,7 +360,7 @@ def averages(run: Recorded) -> Iterator[Average]:
     for pace, allowance in PACES.items():
         windows = WindowsOfRun(())
         for step in measured(run, allowance):
-            windows.add(solved(run, step), step)
+            windows.add(solved(run, step), step, run.rate_at(step))
         _, interval = windows.average()
         yield Average(
             run.name, pace, of_x / of_y, interval.low or 0.0, math.inf if interval.high is None else interval.high
