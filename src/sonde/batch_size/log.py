@@ -26,8 +26,6 @@ METRICS: dict[str, Metric] = {
     "gns/b_simple": Metric("{unit}", "level of the gradient noise scale tr Σ/|G|² now"),
     "gns/b_simple_low": Metric("{unit}", "lower end of the noise scale's 95 % interval; 0 for an upper bound"),
     "gns/b_simple_high": Metric("{unit}", "upper end of the noise scale's 95 % interval; null without one"),
-    "gns/drift": Metric("1/window", "change of log(noise scale) per window, now"),
-    "gns/drift_error": Metric("1/window", "standard error of gns/drift"),
     "gns/scatter": Metric("ratio", "standard deviation of log(tr Σ/|G|²) of single windows about the level, at most"),
     "gns/b_simple_average": Metric("{unit}", "noise scale of the run so far, each step weighted by its progress"),
     "gns/b_simple_average_low": Metric("{unit}", "lower end of that average's 95 % interval"),

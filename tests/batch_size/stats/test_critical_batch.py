@@ -151,26 +151,13 @@ def test_either_alone_is_enough() -> None:
     ],
 )
 def test_there_is_no_verdict_in_the_first_steps_and_in_warm_up(early: dict[str, Any], reason: str) -> None:
-    facts = {"of_run": known(80.0, 120.0), "doubling_windows": 5.0}
+    facts = {"of_run": known(80.0, 120.0)}
     got = verdict(32, known(110.0, 207.0), **facts, **early)
     assert (got.kind, got.kind_now, got.in_short) == ("unknown", "unknown", "")
     assert got.headline == "No verdict yet on the batch of 32 images."
     assert reason in got.detail[:1].lower() + got.detail[1:]
     assert not any(word in got.detail for word in ("small", "large", "twice"))
     assert verdict(32, known(110.0, 207.0), **facts, n_steps=100).kind == "too_small"
-
-
-def test_a_verdict_says_where_the_noise_scale_is_going() -> None:
-    at_400 = Estimate(400.0, 390.0, 410.0)
-    grows = verdict(400, at_400, doubling_windows=60.0).detail
-    assert "doubles every 60 windows: if this goes on, the batch becomes small in about 60 windows" in grows
-    assert (
-        "halves every 30 windows: if this goes on, the batch becomes large in about 30 windows"
-        in verdict(400, at_400, doubling_windows=-30.0).detail
-    )
-    already = verdict(100, at_400, doubling_windows=60.0).detail
-    assert "doubles every 60 windows." in already
-    assert "becomes" not in already
 
 
 def test_no_verdict_without_data() -> None:

@@ -67,7 +67,7 @@ def test_a_reading_is_the_weighted_average_with_fiellers_interval() -> None:
         assert own.grad_sq == pytest.approx(expected["denominator"], rel=1e-12)
         assert own.b_simple == pytest.approx(expected["numerator"] / expected["denominator"], rel=1e-12)
         assert (own.low, own.high) == pytest.approx((interval.low, interval.high), rel=1e-9)
-    assert (reading.drift, reading.windows, reading.units_per_window, reading.scatter) == (None, 5, 32, None)
+    assert (reading.windows, reading.units_per_window, reading.scatter) == (5, 32, None)
     assert reading.average is not None
     assert reading.average.b_simple == reading.b_simple
 

@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from sonde.batch_size.stats.drift import drift_in_words
 from sonde.wording import interval, number
 
 ABOUT_RIGHT = 2.0
@@ -134,7 +133,6 @@ def judge_batch(
     n_steps: int | None = None,
     warms_up: bool = False,
     reason: str = "",
-    doubling_windows: float | None = None,
     advice: str = "",
 ) -> Verdict:
     """Judge a batch size by the noise scale of the run so far, and by the noise scale now.
@@ -147,7 +145,6 @@ def judge_batch(
         n_steps: steps of training so far; None at fixed weights.
         warms_up: whether the learning rate is still rising.
         reason: why the noise scale now is not resolved.
-        doubling_windows: windows in which it doubles, negative where it halves; None where that is not known.
         advice: what would make it known better.
 
     Returns:
@@ -192,8 +189,7 @@ def judge_batch(
             costs += f". From here on, {_trade_off(batch, now, kind_now, unit)}"
     if kind_now in ("too_small", "about_right", "too_large"):
         advice = ""  # the interval is narrow enough to decide
-    outlook = _outlook(batch, now.value, doubling_windows)
-    return Verdict(kind, headline, _sentences(costs, outlook, reason, advice, _PROXY), in_short, kind_now)
+    return Verdict(kind, headline, _sentences(costs, reason, advice, _PROXY), in_short, kind_now)
 
 
 def _too_early(n_steps: int | None, *, warms_up: bool) -> str:
@@ -247,22 +243,6 @@ def _part(ends: list[float]) -> str:
     low, high = (number(end, 2) if ends[1] > 1 else f"{100 * end:.0f}" for end in ends)
     known = low if low == high else f"{low} to {high}"
     return f"{known} times" if ends[1] > 1 else f"{known} % of"
-
-
-def _outlook(batch: float, b_simple: float | None, doubling_windows: float | None) -> str:
-    """Where the noise scale is going, and when the verdict changes if that goes on."""
-    moves = drift_in_words(doubling_windows)
-    if not moves or doubling_windows is None or b_simple is None:
-        return ""
-    limit = batch * ABOUT_RIGHT if doubling_windows > 0 else batch / ABOUT_RIGHT
-    doublings = math.log2(limit / b_simple)
-    if doublings * doubling_windows <= 0:
-        return f"The noise scale {moves}"
-    becomes, windows = "small" if doubling_windows > 0 else "large", number(doublings * doubling_windows, 2)
-    return (
-        f"The noise scale {moves}: if this goes on, the batch becomes {becomes} in about "
-        f"{windows} {'window' if windows == '1' else 'windows'}"
-    )
 
 
 def _sentences(*parts: str) -> str:

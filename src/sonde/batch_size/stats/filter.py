@@ -13,7 +13,8 @@ likelihood.
 The state is a density over log B. Training resembles itself in log time: B grows about like a power of the steps, and
 what 100 steps change after 1,000 steps takes 1,000 steps after 10,000. So between blocks the density drifts by `DRIFTS`
 and spreads by `SPREADS`, and a small part of it begins anew far away, since a learning rate or data may change at once.
-There is no horizon, and nothing to forget: blocks before lose their weight as the density spreads.
+There is no horizon, and nothing to forget: blocks before lose their weight as the density spreads. The drifts serve the
+level alone: three of them are no measurement of how fast B moves.
 
 One window cannot own the estimate: it widens the scatter of its own block, which then says little.
 
@@ -73,15 +74,11 @@ class Level:
         interval: of B_simple, in units.
         b_simple: the median within the interval, in units; None unless resolved.
         log_error: standard error of log B_simple; None unless resolved.
-        drift: change of log B_simple per unit of log time; None unless resolved.
-        drift_error: its standard error.
     """
 
     interval: RatioInterval
     b_simple: float | None = None
     log_error: float | None = None
-    drift: float | None = None
-    drift_error: float | None = None
 
 
 class NoiseScaleFilter:
@@ -120,9 +117,8 @@ class NoiseScaleFilter:
             return [Level(few)] * (len(self._density) if n_series is None else n_series)
         density = self._density[:n_series] if unfinished is None else self._with(unfinished, n_series)
         # Lists, since a few hundred numbers take longer as tensors.
-        over_b, over_drifts = density.sum((1, 2)).tolist(), density.sum((2, 3)).tolist()
         lowest = float(self._log_b[0])
-        return [_level(lowest, *each) for each in zip(over_b, over_drifts, strict=True)]
+        return [_level(lowest, over_b) for over_b in density.sum((1, 2)).tolist()]
 
     def _with(self, block: Block, n_series: int | None = None) -> Tensor:
         # The means of a block speak of its middle. Taken for its end, they would lag by half a block.
@@ -181,13 +177,12 @@ def _spread(density: Tensor, deviations: Tensor) -> Tensor:
     return F.conv1d(rows, kernels, groups=n).view(density.shape)
 
 
-def _level(lowest: float, density: Sequence[float], of_drifts: Sequence[float]) -> Level:
+def _level(lowest: float, density: Sequence[float]) -> Level:
     """Read one series.
 
     Args:
         lowest: log B at the beginning of the grid.
         density: over log B, [grid].
-        of_drifts: the probability of each drift, [drifts].
     """
     limit = max(density) * _OUTSIDE
     inside = [i for i, p in enumerate(density) if p >= limit]
@@ -197,14 +192,10 @@ def _level(lowest: float, density: Sequence[float], of_drifts: Sequence[float]) 
     interval = _interval(*ends)
     if low is None or high is None:
         return Level(interval)
-    drift = math.fsum(p * a for p, a in zip(of_drifts, DRIFTS, strict=True))
-    drift_sq = math.fsum(p * a * a for p, a in zip(of_drifts, DRIFTS, strict=True))
     return Level(
         interval,
         b_simple=math.exp(lowest + _STEP * min(max(_median(density, inside), low), high)),
         log_error=_STEP * (high - low) / (2 * _NORMAL),
-        drift=drift,
-        drift_error=math.sqrt(max(drift_sq - drift * drift, 0.0)),
     )
 
 

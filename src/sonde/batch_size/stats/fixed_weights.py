@@ -136,8 +136,6 @@ class FixedWeights:
             status=own.status,
             reason=_reason(averages, total, doubted),
             advice="" if doubted else self._advice(total, unit),
-            drift=None,
-            drift_error=None,
             scatter=None,
             average=_run_average(own, len(self._units)) if own.grad_sq is not None else None,
             grad_sq=own.grad_sq,

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sonde.batch_size.stats.critical_batch import Estimate, Verdict, judge_batch
-from sonde.batch_size.stats.drift import doubling_windows, drift_in_words
 from sonde.batch_size.stats.example_sums import ENOUGH_COVERED, Coverage
 from sonde.stats.intervals import Status
 from sonde.wording import number, plural
@@ -85,8 +84,6 @@ class NoiseScaleReading:
         status: "resolved", "lower_bound" (B_simple > low), "upper_bound" (B_simple < high) or "unresolved".
         reason: why B_simple is not resolved; empty when it is resolved.
         advice: what would make it known better; empty when it is known well.
-        drift: change of log(B_simple) per window of training, now; None unless resolved.
-        drift_error: standard error of the drift; None when unknown.
         scatter: standard deviation of log(tr Σ/|G|²) of single windows about the level, to first order: how far single
             steps are from it, at most, since the error of a single window is in it. None unless resolved.
         average: the noise scale of the run so far; None before the first window.
@@ -120,8 +117,6 @@ class NoiseScaleReading:
     status: Status
     reason: str
     advice: str
-    drift: float | None
-    drift_error: float | None
     scatter: float | None
     average: RunAverage | None
     grad_sq: float | None
@@ -167,8 +162,6 @@ class NoiseScaleReading:
             "gns/b_simple": self.b_simple,
             "gns/b_simple_low": self.low,
             "gns/b_simple_high": self.high,
-            "gns/drift": self.drift,
-            "gns/drift_error": self.drift_error,
             "gns/scatter": self.scatter,
             "gns/b_simple_average": average.b_simple if average else None,
             "gns/b_simple_average_low": average.low if average else None,
@@ -190,11 +183,6 @@ class NoiseScaleReading:
         return {name: value if value is None or math.isfinite(value) else None for name, value in numbers.items()}
 
     @property
-    def doubling_windows(self) -> float | None:
-        """Windows in which B_simple doubles, negative where it halves; None where its drift may be 0."""
-        return doubling_windows(self.drift, self.drift_error)
-
-    @property
     def verdict(self) -> Verdict | None:
         """A judgement of the batch size; None before the first window. `sonde.judge_batch` judges another batch."""
         if self.units_per_window is None:
@@ -208,7 +196,6 @@ class NoiseScaleReading:
             n_steps=self.n_steps,
             warms_up=self.warms_up,
             reason=self.reason,
-            doubling_windows=self.doubling_windows,
             advice=self.advice,
         )
 
@@ -223,10 +210,9 @@ class NoiseScaleReading:
         if average is not None and average.b_simple is not None and self.n_steps:
             seen = f"{number(average.b_simple)} over the run, {seen}"
         if self.status == "resolved":
-            moves = f", {drift_in_words(self.doubling_windows)}" if self.doubling_windows else ""
             known = f"{number(self.b_simple)} {self.unit} [{number(self.low)} – {number(self.high)}]"
             also = "".join(f" = {number(c.b_simple)} {c.unit}" for c in map(self.in_unit, self.further_units))
-            return f"B_simple {known}{also}{moves}, {seen}{judged}"
+            return f"B_simple {known}{also}, {seen}{judged}"
         if self.status == "lower_bound":
             return f"B_simple > {number(self.low)} {self.unit}, {seen}{judged}; {self.advice}"
         if self.status == "upper_bound":

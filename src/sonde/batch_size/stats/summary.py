@@ -33,7 +33,6 @@ def summarise(averages: NoiseScaleAverages, *, unit: str, with_groups: bool = Tr
     total, *of_groups = [doubted] * (1 + len(run.groups)) if why else run.levels(with_groups=with_groups)
     own = _group(total, recent, 0)
     log_error = total.log_error or (recent.log_error if recent else None)
-    n_steps = max(run.n_steps, 1)
     n_pieces = averages.u * averages.effective_units if averages.u and averages.effective_units else None
     advice = advise(
         own.status,
@@ -50,8 +49,6 @@ def summarise(averages: NoiseScaleAverages, *, unit: str, with_groups: bool = Tr
         status=own.status,
         reason=why or _reason(averages, total.interval),
         advice="" if recent is None else advice,
-        drift=None if total.drift is None else total.drift / n_steps,
-        drift_error=None if total.drift_error is None else total.drift_error / n_steps,
         scatter=recent.scatter if recent and own.status == "resolved" else None,
         average=_run_average(averages) if recent else None,
         grad_sq=own.grad_sq,
