@@ -15,7 +15,8 @@ from torch._dynamo.testing import CompileCounter
 import sonde
 from sonde import NoiseScaleProbe
 from sonde.batch_size.measuring_cost import WindowCosts
-from tests.batch_size.loops import Recording, attached, batch, flat_grad, mean_loss, n_recent, nested_state, small_model
+from sonde.stats.sealed_state import sealed
+from tests.batch_size.loops import Recording, attached, batch, contents_of, flat_grad, mean_loss, n_recent, small_model
 from tests.oracles import window_by_hand
 
 
@@ -257,7 +258,7 @@ def test_a_cost_above_the_budget_at_the_slowest_pace_raises_an_alert() -> None:
             "spent": 20.0,
             "costs": [[4000, 1000, *costs]] * 20,
         }
-        probe.load_state_dict(nested_state(probe) | {"pace": pace})
+        probe.load_state_dict(sealed(contents_of(probe) | {"pace": pace}))
         list(windows(model, probe, optimizer, 1))
         cost = probe.cost()
         assert (cost.every, cost.budget) == (1000, 0.01)

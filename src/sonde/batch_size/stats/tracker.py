@@ -152,11 +152,6 @@ class NoiseScaleTracker:
         return self._fixed_weights is not None
 
     @property
-    def gone_groups(self) -> frozenset[str]:
-        """The groups in which no parameter is trained now."""
-        return self._averages.run.gone
-
-    @property
     def windows(self) -> int:
         """Windows measured."""
         return self._averages.windows
