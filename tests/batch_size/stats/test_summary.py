@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -148,6 +149,17 @@ def test_a_reading_of_the_total_has_no_groups() -> None:
     total, whole = summarise(averages, unit="rows", with_groups=False), summarise(averages, unit="rows")
     assert total.groups == {}
     assert (total.b_simple, total.low, total.high) == pytest.approx((whole.b_simple, whole.low, whole.high), rel=1e-9)
+
+
+@pytest.mark.parametrize(("n_windows", "batch"), [(20, 8.0), (300, 4.0), (300, 1e4)])
+def test_a_reading_in_words_gives_the_advice_of_its_verdict(n_windows: int, batch: float) -> None:
+    """In the first steps there is none, for a small batch none is needed, and a large one may be anything."""
+    reading = replace(summarise(averages_of(n_windows), unit="rows"), units_per_window=batch)
+    reading = replace(reading, status="lower_bound", low=20.0, high=math.inf, b_simple=None, advice="measure more")
+    assert reading.verdict is not None
+    ending = "; measure more" if batch == 1e4 else ""
+    assert str(reading).endswith(f"{reading.verdict.in_short}{ending}" if n_windows > 100 else "20 windows")
+    assert str(replace(reading, units_per_window=None)).endswith("; measure more")  # of a checkpoint: no verdict
 
 
 def test_groups_that_are_not_trained_now_are_left_out() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from sonde.batch_size.stats.critical_batch import FEWEST_STEPS
+
 _WELL_KNOWN = 0.2 / 1.96
 """Standard error of log B_simple at ± 20 %."""
 _BARELY_KNOWN = 0.45
@@ -57,8 +59,9 @@ def advise(
     if not n_steps or (status == "resolved" and (log_error is None or log_error <= _WIDE)):
         return ""
     target = _WIDE if status == "resolved" else _BARELY_KNOWN
-    # Of windows. Below 1.5, a remedy would change little.
-    factor = None if log_error is None or log_error > _GUESSED else max((log_error / target) ** 2, 1.5)
+    factor = None  # of windows
+    if log_error is not None and log_error <= _GUESSED and n_steps >= FEWEST_STEPS:
+        factor = max((log_error / target) ** 2, 1.5)  # below 1.5, a remedy would change little
     if every > 1.5:
         denser = 1 if factor is None else int(every / factor)
         if denser <= 1:

@@ -105,6 +105,7 @@ class Verdict:
         headline: one sentence for each.
         detail: the consequences, with numbers, what to do next, and the assumption behind them.
         in_short: "the batch is about right" or the like; empty where there is no verdict.
+        advice: what would decide the verdict; empty where it is decided, or where it is too early for one.
     """
 
     kind: Kind
@@ -112,6 +113,7 @@ class Verdict:
     detail: str
     in_short: str = ""
     kind_now: Kind = "unknown"
+    advice: str = ""
 
 
 _WORDS: dict[Kind, str] = {
@@ -157,9 +159,11 @@ def judge_batch(
     """
     size = f"{number(batch, 4)} {unit}"
     of_run = of_run if of_run is not None and of_run.is_known else None
-    early = _too_early(n_steps, warms_up=warms_up)
-    if early or not (now.is_known or of_run):
-        return Verdict("unknown", f"No verdict yet on the batch of {size}.", _sentences(early or reason, advice))
+    if early := _too_early(n_steps, warms_up=warms_up):
+        return Verdict("unknown", f"No verdict yet on the batch of {size}.", _sentences(early))
+    if not (now.is_known or of_run):
+        detail = _sentences(reason, advice)
+        return Verdict("unknown", f"No verdict yet on the batch of {size}.", detail, advice=advice)
     if now.high == 0:
         return Verdict(
             "unknown",
@@ -189,7 +193,7 @@ def judge_batch(
             costs += f". From here on, {_trade_off(batch, now, kind_now, unit)}"
     if kind_now in ("too_small", "about_right", "too_large"):
         advice = ""  # the interval is narrow enough to decide
-    return Verdict(kind, headline, _sentences(costs, reason, advice, _PROXY), in_short, kind_now)
+    return Verdict(kind, headline, _sentences(costs, reason, advice, _PROXY), in_short, kind_now, advice)
 
 
 def _too_early(n_steps: int | None, *, warms_up: bool) -> str:

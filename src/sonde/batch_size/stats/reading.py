@@ -205,7 +205,10 @@ class NoiseScaleReading:
         dropped = f", {sum(self.dropped.values())} dropped" if self.dropped else ""
         seen = f"{batch}{plural(self.windows, 'window')}{of_these}{dropped}"
         seen += f" ({self.coverage})" if self.coverage is not None else ""
-        judged = f": {self.verdict.in_short}" if self.verdict and self.verdict.in_short else ""
+        verdict = self.verdict
+        judged = f": {verdict.in_short}" if verdict and verdict.in_short else ""
+        advice = verdict.advice if verdict else self.advice
+        judged += f"; {advice}" if advice and self.status != "resolved" else ""
         average = self.average
         if average is not None and average.b_simple is not None and self.n_steps:
             seen = f"{number(average.b_simple)} over the run, {seen}"
@@ -214,9 +217,9 @@ class NoiseScaleReading:
             also = "".join(f" = {number(c.b_simple)} {c.unit}" for c in map(self.in_unit, self.further_units))
             return f"B_simple {known}{also}, {seen}{judged}"
         if self.status == "lower_bound":
-            return f"B_simple > {number(self.low)} {self.unit}, {seen}{judged}; {self.advice}"
+            return f"B_simple > {number(self.low)} {self.unit}, {seen}{judged}"
         if self.status == "upper_bound":
-            return f"B_simple < {number(self.high)} {self.unit}, {seen}{judged}; {self.advice}"
+            return f"B_simple < {number(self.high)} {self.unit}, {seen}{judged}"
         return f"B_simple not known yet ({self.reason}), {seen}"
 
 
