@@ -33,9 +33,9 @@ from benchmarks.machine import page
 from benchmarks.recorded_runs import FOLDER, Recorded, load
 from sonde.batch_size.budget import Pace
 from sonde.batch_size.measuring_cost import WindowCosts
-from sonde.batch_size.stats.level import WindowsOfRun
 from sonde.batch_size.stats.noise_scale import RunningNoiseScale, WindowEstimate
 from sonde.batch_size.stats.solved_window import SolvedWindow
+from sonde.batch_size.stats.windows_of_run import WindowsOfRun
 from sonde.stats.intervals import RatioInterval
 
 LENGTHS = {"lm": (600, 1200), "digits": (300, 1500), "mlp": (300, 1500), "grpo": (300, 1000), "demo": (300,)}
@@ -361,7 +361,7 @@ def averages(run: Recorded) -> Iterator[Average]:
         windows = WindowsOfRun(())
         for step in measured(run, allowance):
             windows.add(solved(run, step), step, run.rate_at(step))
-        _, interval = windows.average()
+        interval = windows.average().interval
         yield Average(
             run.name, pace, of_x / of_y, interval.low or 0.0, math.inf if interval.high is None else interval.high
         )

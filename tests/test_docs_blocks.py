@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import sonde
-from sonde.batch_size.stats.reading import RunAverage
 from sonde.cli import _parse, main
 from sonde.commands.run import split_command
 from tests import docs_trainer_scenes  # noqa: F401 (declares a scene)
@@ -59,7 +58,7 @@ def test_readings_are_printed_as_the_pages_show_them() -> None:
     known |= {"b_simple": 38.2, "low": 34.9, "high": 43.1, "status": "resolved", "reason": "", "advice": ""}
     known |= {"windows": 240, "units_per_window": 32.0, "every": 1.0}
     known |= {"unit": "sequences", "doubts": {}, "dropped": {}, "further_units": {}, "n_steps": 240, "warms_up": False}
-    known["average"] = RunAverage(24.1, 22.0, 26.0, "resolved", 240)
+    known["average"] = sonde.Estimate(24.1, 22.0, 26.0)
     reading = sonde.NoiseScaleReading(**known)
     shown = [line for path in PAGES for line in re.findall(r"^    (B_simple [\d>].*)$", path.read_text(), flags=re.M)]
     assert set(shown) == {str(reading)}

@@ -108,7 +108,7 @@ def test_levels_are_those_of_a_naive_filter() -> None:
     [
         ("_shifted", "- steps", "+ steps"),
         ("_spread", 'mode="replicate"', 'mode="constant"'),
-        ("_moved", "_spread(total, _tensor((_JUMP,)))", "total"),
+        ("_moved", "_spread(total, on_host((_JUMP,)))", "total"),
         ("NoiseScaleFilter._with", "half = block.log_time / 2", "half = block.log_time"),
         ("NoiseScaleFilter._likelihood", "(nu + 1) / 2", "nu / 2"),
         ("NoiseScaleFilter._scatter_with", "+ block.n_windows - 1", "+ block.n_windows"),

@@ -90,7 +90,7 @@ def test_too_little_gives_a_reason() -> None:
     for i in range(3):
         fixed.add(solved([(10.0 + i, 1.0)], 4.0), weight=1.0)
     few = fixed.reading(averages_of(3), unit="rows")
-    assert few.reason == "too few windows for an interval: measure more data"
+    assert few.reason == "too few windows for an interval: measure more"
     assert few.trace_cov == pytest.approx(11.0)
     assert few.b_simple is None
     # One window that holds nearly all units leaves no scatter to see.

@@ -26,7 +26,7 @@ def averages_of(n_windows: int, *, noise: float = 1.0, signal: float = 1.0) -> N
         varied = noise * (1 + 0.1 * (window % 3))
         pieces = [[signal, signal + varied], [signal, signal - varied]]
         averages.see_units(8)
-        averages.see(averages.n_seen + 1)
+        averages.n_seen += 1
         averages.add(solve_window(window_row([pieces], units=4), scale=1.0, n_ranks=1), SOUND)
     return averages
 
@@ -83,7 +83,7 @@ def test_pieces_without_any_noise_raise_the_doubt_of_the_same_data() -> None:
 def test_old_windows_say_nothing_about_now() -> None:
     averages = averages_of(60)
     for _ in range(40):
-        averages.see(averages.n_seen + 1)
+        averages.n_seen += 1
         averages.drop(Drop("not_finite", "a loss was NaN"), SOUND)
     reading = summarise(averages, unit="rows")
     assert (reading.status, reading.b_simple) == ("unresolved", None)
@@ -94,7 +94,7 @@ def test_a_few_missing_windows_are_bridged() -> None:
     averages = averages_of(60)
     expected = summarise(averages, unit="rows")
     for _ in range(5):
-        averages.see(averages.n_seen + 1)
+        averages.n_seen += 1
         averages.drop(Drop("not_finite", "a loss was NaN"), SOUND)
     reading = summarise(averages, unit="rows")
     assert (reading.status, reading.dropped) == ("resolved", {"a loss was NaN": 5})
@@ -104,7 +104,7 @@ def test_a_few_missing_windows_are_bridged() -> None:
 def test_a_reading_can_be_made_however_long_ago_the_last_window_was() -> None:
     averages = averages_of(60)
     for _ in range(1600):
-        averages.see(averages.n_seen + 1)
+        averages.n_seen += 1
         averages.drop(Drop("single_piece", "one piece only"), SOUND)
     reading = summarise(averages, unit="rows")
     assert (reading.status, reading.b_simple, reading.grad_sq, reading.scatter) == ("unresolved", None, None, None)
@@ -119,7 +119,7 @@ def test_the_level_and_the_scatter_are_those_of_the_windows() -> None:
     ends = range(10, 2001, 10)
     windows = gaussian_windows([0.1 * (t + 30) for t in ends], n_runs=1, seed=3)[:, 0]
     for end, (x, y) in zip(ends, windows.tolist(), strict=True):
-        averages.see(end)
+        averages.n_seen = end
         averages.see_units(32)
         averages.add(SolvedWindow(WindowEstimate(x, y), (), None, 1.0, 32.0, 1 / 8, 1.0, 1.0), SOUND)
     reading = summarise(averages, unit="rows")
@@ -135,7 +135,6 @@ def test_the_level_and_the_scatter_are_those_of_the_windows() -> None:
     assert reading.every == pytest.approx(10)
     # Over the run, each step weighs by its progress: Σ B/|F|² … over Σ 1/|F|² …, in which early steps are as good.
     assert reading.average is not None
-    assert reading.average.windows == 200
     sizes = [1 / (0.1 * (t + 30)) + 1 / 32 for t in range(1, 2001)]
     mean_x = sum(1 / size for size in sizes) / 2000
     mean_y = sum(1 / (0.1 * (t + 30)) / size for t, size in enumerate(sizes, 1)) / 2000

@@ -73,12 +73,12 @@ class Estimate:
     """A noise scale, as far as it is known.
 
     Attributes:
-        value: in units; None unless both ends of its interval are known.
+        b_simple: in units; None unless both ends of its interval are known.
         low: lower end of its interval, 0 for an upper bound; None when nothing is known.
         high: upper end, infinite for a lower bound; None when nothing is known.
     """
 
-    value: float | None = None
+    b_simple: float | None = None
     low: float | None = None
     high: float | None = None
 
@@ -89,8 +89,8 @@ class Estimate:
 
     def in_words(self, unit: str) -> str:
         """With its unit, such as "38.1 sequences [31.2 – 46.9]" or "more than 120 sequences"."""
-        if self.value is not None:
-            return f"{number(self.value)} {unit} [{number(self.low)} – {number(self.high)}]"
+        if self.b_simple is not None:
+            return f"{number(self.b_simple)} {unit} [{number(self.low)} – {number(self.high)}]"
         return f"{interval(self.low, self.high)} {unit}"
 
 
@@ -225,12 +225,12 @@ def _trade_off(batch: float, known: Estimate, kind: Kind, unit: str) -> str:
     smaller = kind in ("too_large", "about_right_or_too_large")
     other = batch / 2 if smaller else batch * 2
     name = "half the batch" if smaller else "twice the batch"
-    if known.value is not None and kind in ("too_small", "too_large"):
-        other = float(f"{known.value:.2g}")
+    if known.b_simple is not None and kind in ("too_small", "too_large"):
+        other = float(f"{known.b_simple:.2g}")
         name = f"a batch of {number(other)} {unit}"
     ends = [relative_steps(other, batch, end) for end in (known.low or 0.0, known.high or math.inf)]
     steps, units = sorted(ends), sorted(end * other / batch for end in ends)
-    if known.value is None:
+    if known.b_simple is None:
         # One end of the interval is not known, so one end of each cost is not either.
         most, what = (max(units), unit) if smaller else (max(steps), "steps")
         return f"{name} would need at most {100 * most:.0f} % of the {what}"

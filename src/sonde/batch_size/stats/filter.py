@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sonde.batch_size.stats.blocks import Block
-from sonde.stats.intervals import RatioInterval
+from sonde.batch_size.stats.blocks import Block, on_host
+from sonde.stats.intervals import TOO_FEW_WINDOWS, RatioInterval, unresolved
 
 DRIFTS = (-1.0, 0.0, 1.0)
 """Change of log B per unit of log time: B falls like 1/t, stays, or grows like t."""
@@ -68,12 +68,12 @@ _OUTSIDE = math.exp(-(_NORMAL**2) / 2)
 
 @dataclass(frozen=True)
 class Level:
-    """The noise scale now, of one series.
+    """The noise scale of one series, now or on average.
 
     Attributes:
         interval: of B_simple, in units.
-        b_simple: the median within the interval, in units; None unless resolved.
-        log_error: standard error of log B_simple; None unless resolved.
+        b_simple: in units, now the median within the interval; None unless resolved.
+        log_error: standard error of log B_simple; None where it is not known.
     """
 
     interval: RatioInterval
@@ -92,7 +92,7 @@ class NoiseScaleFilter:
     def __init__(self, n_series: int, batch: float) -> None:
         log_b = torch.linspace(_LOWEST, _HIGHEST, _N_GRID, dtype=torch.float64, device="cpu") + math.log(batch)
         self._log_b, self._b = log_b, log_b.exp()
-        self._prior = torch.outer(_tensor(_DRIFT_WEIGHTS), _tensor(_SPREAD_WEIGHTS))[:, :, None]
+        self._prior = torch.outer(on_host(_DRIFT_WEIGHTS), on_host(_SPREAD_WEIGHTS))[:, :, None]
         self._density = (self._prior / _N_GRID).repeat(n_series, 1, 1, _N_GRID)
         """[series, drifts, spreads, grid], of sum 1 for each series."""
         self._scatter = torch.zeros(n_series, 2, 2, dtype=torch.float64, device="cpu")
@@ -113,8 +113,7 @@ class NoiseScaleFilter:
         """
         freedom = self._freedom if unfinished is None else self._scatter_with(unfinished)[1]
         if freedom < _FEWEST:
-            few = RatioInterval("unresolved", None, None, "too few windows for an interval: measure more")
-            return [Level(few)] * (len(self._density) if n_series is None else n_series)
+            return [Level(TOO_FEW_WINDOWS)] * (len(self._density) if n_series is None else n_series)
         density = self._density[:n_series] if unfinished is None else self._with(unfinished, n_series)
         # Lists, since a few hundred numbers take longer as tensors.
         lowest = float(self._log_b[0])
@@ -149,10 +148,10 @@ class NoiseScaleFilter:
 
 def _moved(density: Tensor, prior: Tensor, time: float) -> Tensor:
     """The density after some log time in which nothing was measured; [series, drifts, spreads, grid]."""
-    moved = _spread(_shifted(density, _tensor(DRIFTS) * (time / _STEP)), _tensor(SPREADS) * math.sqrt(time))
+    moved = _spread(_shifted(density, on_host(DRIFTS) * (time / _STEP)), on_host(SPREADS) * math.sqrt(time))
     total = moved.sum((1, 2), keepdim=True)
     stays, jumps = math.exp(-time / _PERSISTENCE), -math.expm1(-time / _BETWEEN_JUMPS)
-    far = (1 - _ANYWHERE) * _spread(total, _tensor((_JUMP,))) + _ANYWHERE * total.mean(-1, keepdim=True)
+    far = (1 - _ANYWHERE) * _spread(total, on_host((_JUMP,))) + _ANYWHERE * total.mean(-1, keepdim=True)
     anew = (1 - jumps) * (1 - stays) * total + jumps * far
     return (1 - jumps) * stays * moved + prior * anew
 
@@ -223,9 +222,4 @@ def _interval(low: float | None, high: float | None) -> RatioInterval:
         return RatioInterval("lower_bound", low, math.inf, "|G|² cannot yet be distinguished from 0")
     if high is not None:
         return RatioInterval("upper_bound", 0.0, high, "the noise tr Σ cannot yet be distinguished from 0")
-    why = "neither the noise tr Σ nor |G|² can yet be distinguished from 0"
-    return RatioInterval("unresolved", None, None, why)
-
-
-def _tensor(numbers: tuple[float, ...]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    return unresolved("neither the noise tr Σ nor |G|² can yet be distinguished from 0")

@@ -1,4 +1,4 @@
-"""A reading of the noise scale, for people and programs, and alerts about what looks wrong in it."""
+"""A reading of the noise scale, for people and programs."""
 
 from __future__ import annotations
 
@@ -7,30 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sonde.batch_size.stats.critical_batch import Estimate, Verdict, judge_batch
-from sonde.batch_size.stats.example_sums import ENOUGH_COVERED, Coverage
+from sonde.batch_size.stats.example_sums import Coverage
 from sonde.stats.intervals import Status
 from sonde.wording import number, plural
-
-
-@dataclass(frozen=True)
-class RunAverage:
-    """The noise scale of the run so far, which a comparison of whole runs at several batch sizes would show.
-
-    It weighs each step by the progress that the step makes (McCandlish et al. 2018, arXiv:1812.06162, appendix D).
-
-    Attributes:
-        b_simple: in units; None unless resolved.
-        low: lower end of its interval; None when unresolved.
-        high: upper end; infinite when only a lower bound is known, None when unresolved.
-        status: as in `NoiseScaleReading`.
-        windows: windows averaged.
-    """
-
-    b_simple: float | None
-    low: float | None
-    high: float | None
-    status: Status
-    windows: int
 
 
 @dataclass(frozen=True)
@@ -86,7 +65,9 @@ class NoiseScaleReading:
         advice: what would make it known better; empty when it is known well.
         scatter: standard deviation of log(tr Σ/|G|²) of single windows about the level, to first order: how far single
             steps are from it, at most, since the error of a single window is in it. None unless resolved.
-        average: the noise scale of the run so far; None before the first window.
+        average: the noise scale of the run so far, which a comparison of whole runs at several batch sizes would show.
+            Each step weighs by the progress that it makes (McCandlish et al. 2018, arXiv:1812.06162, appendix D). None
+            before the first window.
         grad_sq: |G|², averaged over about the last half of the run; may be negative. None before the first window.
         trace_cov: tr Σ per unit, likewise. Their ratio lags behind `b_simple` while training moves.
         units_per_window: the batch size: average units in a window; None before the first window. In a measurement at
@@ -118,7 +99,7 @@ class NoiseScaleReading:
     reason: str
     advice: str
     scatter: float | None
-    average: RunAverage | None
+    average: Estimate | None
     grad_sq: float | None
     trace_cov: float | None
     units_per_window: float | None
@@ -187,12 +168,11 @@ class NoiseScaleReading:
         """A judgement of the batch size; None before the first window. `sonde.judge_batch` judges another batch."""
         if self.units_per_window is None:
             return None
-        average = self.average
         return judge_batch(
             self.units_per_window,
             unit=self.unit,
             now=Estimate(self.b_simple, self.low, self.high),
-            of_run=Estimate(average.b_simple, average.low, average.high) if average and self.n_steps else None,
+            of_run=self.average if self.n_steps else None,
             n_steps=self.n_steps,
             warms_up=self.warms_up,
             reason=self.reason,
@@ -221,17 +201,3 @@ class NoiseScaleReading:
         if self.status == "upper_bound":
             return f"B_simple < {number(self.high)} {self.unit}, {seen}{judged}"
         return f"B_simple not known yet ({self.reason}), {seen}"
-
-
-def find_alerts(reading: NoiseScaleReading) -> dict[str, str]:
-    """Messages about what looks wrong in a reading. Too few data are not wrong: see `reading.advice`.
-
-    Args:
-        reading: any reading.
-
-    Returns:
-        Messages by name: those of the doubts, "not_covered"; empty when nothing looks wrong.
-    """
-    is_partial = reading.coverage is not None and reading.coverage.part < ENOUGH_COVERED
-    partial = {"not_covered": f"the noise scale is {reading.coverage}"} if is_partial else {}
-    return dict(reading.doubts) | partial
