@@ -57,6 +57,20 @@ def test_foreign_state_is_refused_whole(change: dict[str, Any]) -> None:
         assert contents_of(probe) == before
 
 
+@pytest.mark.parametrize("missing", ["averages/run", "metrics", "frozen", "windows", "covered", "pace"])
+def test_a_state_from_before_something_was_saved_is_refused_whole(missing: str) -> None:
+    model = small_model()
+    with attached(model) as probe:
+        train(model, probe, torch.optim.SGD(model.parameters(), lr=0.0), windows=3)
+        before = contents_of(probe)
+        older = copy.deepcopy(before)
+        *above, name = missing.split("/")
+        del (older[above[0]] if above else older)[name]
+        with pytest.raises(ValueError, match=rf"missing keys \['{name}'\]: was it written by another version\?"):
+            probe.load_state_dict(sealed(older))
+        assert contents_of(probe) == before
+
+
 _DAMAGE: list[tuple[list[str], Any]] = [
     (["run"], None),
     (["windows"], -1),
