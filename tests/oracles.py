@@ -70,6 +70,7 @@ class FilteredBlock:
     mean_trace_cov: float
     mean_grad_sq: float
     scatter: Sequence[Sequence[float]]
+    rate: float | None = None
 
 
 def filtered_noise_scale(
@@ -86,11 +87,13 @@ def filtered_noise_scale(
     anywhere: float,
     memory: float,
     least_variance: float,
+    most_by_rate: float,
 ) -> list[list[list[float]]]:
     """The probability of each log B of a grid with each drift and each spread, after some blocks of windows.
 
-    Between two blocks, log B drifts and spreads; one part of the probability takes another drift and spread, and one
-    part jumps. At its ends, the density goes on as it is there. The constants are those of the filter.
+    Between two blocks, log B drifts and spreads, and spreads by the change of the log of the learning rate. One part of
+    the probability takes another drift and spread, and one part jumps. At its ends, the density goes on as it is there.
+    The constants are those of the filter.
 
     Returns:
         Probabilities, [drifts, spreads, grid].
@@ -129,7 +132,7 @@ def filtered_noise_scale(
         return later
 
     density = [[[a * s / n] * n for s in spread_weights] for a in drift_weights]
-    scatter, freedom = [[0.0, 0.0], [0.0, 0.0]], 0.0
+    scatter, freedom, before = [[0.0, 0.0], [0.0, 0.0]], 0.0, None
     for block in blocks:
         scatter = [[(1 - 1 / memory) * scatter[i][j] + block.scatter[i][j] for j in (0, 1)] for i in (0, 1)]
         freedom = (1 - 1 / memory) * freedom + block.n_windows - 1
@@ -140,6 +143,11 @@ def filtered_noise_scale(
             t_sq = (block.mean_trace_cov - b * block.mean_grad_sq) ** 2 / variance
             likelihood.append((1 + t_sq / freedom) ** (-(freedom + 1) / 2))
         density = moved(density, block.log_time / 2)  # to its middle
+        if before is not None and block.rate is not None and before > 0 and block.rate > 0:
+            by_rate = min(abs(math.log(block.rate) - math.log(before)), most_by_rate)
+            if by_rate > step:
+                density = [[spread_by(own, by_rate, by_rate) for own in row] for row in density]
+        before = block.rate
         density = [[[p * ell for p, ell in zip(own, likelihood, strict=True)] for own in row] for row in density]
         density = moved(density, block.log_time / 2)
         mass = sum(each for row in density for own in row for each in own)

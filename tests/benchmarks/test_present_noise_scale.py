@@ -85,7 +85,7 @@ def test_a_small_recording() -> None:
     assert (len(run.windows), run.batch, run.name) == (DENSE + 12, 16, f"grpo-adamw-warmup-{DENSE + 12}-0")
     assert [row[0] for row in run.exact] == [*range(1, DENSE + 1), 33.0, 41.0]
     assert all(row[1] > 0 for row in run.exact)
-    assert [rate("jump", step, 100) for step in (30, 59, 60)] == [1.0, 1.0, 0.1]
+    assert [rate("digits", "jump", step, 100) for step in (30, 59, 60)] == [1.0, 1.0, 0.1]
 
 
 def test_what_is_recorded_is_unbiased() -> None:

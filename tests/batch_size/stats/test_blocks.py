@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable
@@ -45,6 +46,30 @@ def filled(ends: Iterable[int], *, n_series: int = 1) -> Blocks:
     for end in ends:
         blocks.add(end, torch.randn(n_series, 2, generator=generator, dtype=torch.float64).exp(), 1 / 8)
     return blocks
+
+
+def test_a_jump_of_the_learning_rate_ends_a_block() -> None:
+    """So that no block is of two noise scales; but not one of too few windows, or of a short time."""
+
+    def ends(rates: dict[int, float | None]) -> list[int]:
+        blocks, rate = Blocks(), None
+        for step in range(1, 1001):
+            rate = rates.get(step, rate)
+            blocks.add(step, torch.ones(1, 2, dtype=torch.float64), 1 / 8, rate)
+        assert sum(block.n_windows for block in blocks.all) == sum(block.n_steps for block in blocks.all) == 1000
+        return [block.end for block in blocks.complete]
+
+    usual = ends({})
+    before, after = next((a, b) for a, b in itertools.pairwise(usual) if a > 400)
+    for rate in (0.1, 10.0, 0.0):
+        cut = ends({1: 1.0, before + 60: rate})
+        assert before + 59 in cut
+        assert after not in cut
+    assert ends({1: 1.0, before + 60: 0.8}) == usual  # it changes by too little
+    assert ends({before + 60: 1.0}) == usual  # it was not known
+    assert ends({1: 1.0, before + 10: 0.1}) == usual  # log(1 + 10/400) is too short
+    # A rate that jumps at every step: at most 4 blocks in the time of one.
+    assert len(ends({step: float(1 + 9 * (step % 2)) for step in range(1, 1001)})) <= 4 * (len(usual) + 1)
 
 
 def test_blocks_are_equally_long_in_log_time() -> None:

@@ -21,11 +21,13 @@ from tests.oracles import FilteredBlock, filtered_noise_scale
 BATCH = 32.0
 
 
-def filtered(windows: Tensor, ends: Sequence[int], batch: float = BATCH) -> tuple[NoiseScaleFilter, Blocks]:
-    """Take windows at the given steps; [windows, series, 2]."""
+def filtered(
+    windows: Tensor, ends: Sequence[int], batch: float = BATCH, *, rates: Sequence[float] | None = None
+) -> tuple[NoiseScaleFilter, Blocks]:
+    """Take windows at the given steps, [windows, series, 2]; learning rates, if they are known, by window."""
     taken, blocks = NoiseScaleFilter(windows.shape[1], batch), Blocks()
-    for end, window in zip(ends, windows, strict=True):
-        if (block := blocks.add(end, window, 1 / batch)) is not None:
+    for i, (end, window) in enumerate(zip(ends, windows, strict=True)):
+        if (block := blocks.add(end, window, 1 / batch, rates[i] if rates else None)) is not None:
             taken.update(block)
     return taken, blocks
 
@@ -47,7 +49,10 @@ def read_naively(blocks: Sequence[Block], series: int) -> Level:
     """The level by the definitions, without its median."""
     log_b = [math.log(BATCH) + math.log(1e-3) + i * math.log(1e7) / 200 for i in range(201)]
     density = filtered_noise_scale(
-        [FilteredBlock(b.log_time, b.n_windows, *b.means[series].tolist(), b.scatter[series].tolist()) for b in blocks],
+        [
+            FilteredBlock(b.log_time, b.n_windows, *b.means[series].tolist(), b.scatter[series].tolist(), b.rate)
+            for b in blocks
+        ],
         log_b=log_b,
         drifts=of_filter.DRIFTS,
         drift_weights=of_filter._DRIFT_WEIGHTS,
@@ -59,6 +64,7 @@ def read_naively(blocks: Sequence[Block], series: int) -> Level:
         anywhere=of_filter._ANYWHERE,
         memory=of_filter._MEMORY,
         least_variance=of_filter._LEAST_VARIANCE,
+        most_by_rate=of_filter._MOST_BY_RATE,
     )
     over_b = [sum(own[i] for row in density for own in row) for i in range(201)]
     # The density is there by as much below its maximum as a normal density is at 1.96 standard errors.
@@ -79,14 +85,18 @@ def read_naively(blocks: Sequence[Block], series: int) -> Level:
 
 
 def test_levels_are_those_of_a_naive_filter() -> None:
-    """Series that are still, grow, and have a bound on either side, with a block under way after six complete ones."""
+    """Series that are still, grow, and have a bound on either side, with a block under way after six complete ones.
+
+    The learning rate falls twice, the second time by more than counts.
+    """
     windows = [
         gaussian_windows([60.0] * 90, n_runs=1, seed=0),
         gaussian_windows([2.0 * (t + 30) for t in range(90)], n_runs=1, seed=1),
         gaussian_windows([1e6] * 90, n_runs=1, seed=2),
         gaussian_windows([0.02] * 90, n_runs=1, seed=3, rank=2),
     ]
-    taken, blocks = filtered(torch.cat(windows, 1), range(1, 91))
+    rates = [1.0] * 40 + [0.3] * 35 + [0.02] * 15
+    taken, blocks = filtered(torch.cat(windows, 1), range(1, 91), rates=rates)
     assert blocks.unfinished is not None
     assert len(blocks.all) == 7
     levels = taken.levels(blocks.unfinished)
@@ -110,6 +120,9 @@ def test_levels_are_those_of_a_naive_filter() -> None:
         ("_spread", 'mode="replicate"', 'mode="constant"'),
         ("_moved", "_spread(total, on_host((_JUMP,)))", "total"),
         ("NoiseScaleFilter._with", "half = block.log_time / 2", "half = block.log_time"),
+        ("NoiseScaleFilter._with", "_spread(density, on_host((by_rate,)))", "density"),
+        ("NoiseScaleFilter.update", "self._rate = block.rate", "self._rate = self._rate or block.rate"),
+        ("_change_of_rate", "_MOST_BY_RATE) if", "math.inf) if"),
         ("NoiseScaleFilter._likelihood", "(nu + 1) / 2", "nu / 2"),
         ("NoiseScaleFilter._scatter_with", "+ block.n_windows - 1", "+ block.n_windows"),
         ("NoiseScaleFilter._likelihood", "- 2 * b * covariance", "+ 2 * b * covariance"),
@@ -228,6 +241,37 @@ def test_a_level_that_moves_is_not_lagged_behind(path: str) -> None:
     levels = levels_of(gaussian_windows([of_step(t) for t in ends], n_runs=N_RUNS, seed=4), ends)
     errors = [math.log((each.b_simple or math.nan) / of_step(N_STEPS)) for each in levels]
     assert abs(statistics.fmean(errors)) <= 0.03 + 3 * statistics.stdev(errors) / math.sqrt(N_RUNS)
+
+
+def test_a_jump_with_the_learning_rate_is_held() -> None:
+    """15 windows after the jump, of 16 batches each. Without the rate, about half of the intervals are of before."""
+    ends, jump = range(10, N_STEPS + 1, 10), 450
+    b_simple = [512.0 if t > jump else 51.2 for t in ends]
+    windows = gaussian_windows(b_simple, n_runs=N_RUNS, seed=12)
+
+    def held(rates: Sequence[float] | None) -> float:
+        taken, blocks = filtered(windows, ends, rates=rates)
+        intervals = [level.interval for level in taken.levels(blocks.unfinished)]
+        return statistics.mean(i.low is None or i.low <= b_simple[-1] <= (i.high or math.inf) for i in intervals)
+
+    assert held([0.1 if t > jump else 1.0 for t in ends]) >= 0.95 - 3 * math.sqrt(0.95 * 0.05 / N_RUNS)
+    assert held(None) < 0.75
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "change"),
+    [
+        (None, 1.0, 0.0),
+        (1.0, None, 0.0),
+        (1.0, 1.0, 0.0),
+        (0.0, 0.0, 0.0),
+        (2.0, 1.0, math.log(2)),
+        (1e-5, 1.0, math.log(10)),
+        (1.0, 0.0, math.log(10)),
+    ],
+)
+def test_a_change_of_the_rate(before: float | None, now: float | None, change: float) -> None:
+    assert of_filter._change_of_rate(before, now) == pytest.approx(change)
 
 
 def test_a_block_taken_for_its_end_lags() -> None:

@@ -22,6 +22,10 @@ _BEGINNING = 30.0
 """Steps that are added to the time: log time begins slowly, since the first steps do not resemble each other."""
 _FEWEST = 8
 """Fewest windows of a block."""
+_JUMPS = 1.5
+"""A learning rate that changes by this factor from a window to the next ends a block, which would be of two levels."""
+_SHORTEST, _FEWEST_BEFORE_JUMP = _LENGTH / 4, 2
+"""Log time and windows of a block that ends so; they bound the number of blocks."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class Block:
         sizes: mean |F|² of each series; [series].
         means: of tr Σ and |G|², over the size; [series, 2].
         scatter: sums of products of the windows' deviations from these means, likewise over the size; [series, 2, 2].
+        rate: the learning rate at its end; None where it is not known.
     """
 
     end: int
@@ -43,6 +48,7 @@ class Block:
     sizes: Tensor
     means: Tensor
     scatter: Tensor
+    rate: float | None = None
 
     @property
     def log_time(self) -> float:
@@ -54,6 +60,14 @@ def _log_time(n_steps: int, end: int) -> float:
     return math.log((end + _BEGINNING) / (end - n_steps + _BEGINNING))
 
 
+def _has_jumped(before: float | None, now: float | None) -> bool:
+    """Whether a learning rate has changed so much that the noise scale may do so at once; False if it is unknown."""
+    if before is None or now is None:
+        return False
+    low, high = sorted((before, now))
+    return high > _JUMPS * low
+
+
 class Blocks:
     """Collects windows, and makes a block of them when it is long enough."""
 
@@ -63,34 +77,41 @@ class Blocks:
         self.n_windows = 0
         """All windows so far."""
         self._end = 0
+        self._rate: float | None = None
         self._n = 0
         """Windows since the last complete block. No window is kept: a block of a long run may have many thousands."""
         self._means = self._scatter = on_host([])
         """Their mean tr Σ, |G|² and |F|², [series, 3], and sums of products of deviations, [series, 2, 2]."""
 
-    def add(self, end: int, estimates: Tensor, v: float) -> Block | None:
+    def add(self, end: int, estimates: Tensor, v: float, rate: float | None = None) -> Block | None:
         """Add a window.
 
         Args:
             end: steps of training up to it, from where the series begin.
             estimates: unbiased tr Σ and |G|²; float64 on the CPU, [series, 2].
             v: of the window, in |F|² = |G|² + v tr Σ.
+            rate: the learning rate; None where it is not known.
 
         Returns:
-            The block that it completes, if it does.
+            The block that it completes, or that ends before it, if one does.
         """
+        ended = self._complete(_SHORTEST, _FEWEST_BEFORE_JUMP) if _has_jumped(self._rate, rate) else None
         sizes = (estimates[:, 1] + v * estimates[:, 0]).clamp(min=0.0)
         window = torch.cat([estimates, sizes[:, None]], 1)
         if self._n == 0:
             self._means, self._scatter = torch.zeros_like(window), estimates.new_zeros(len(estimates), 2, 2)
-        self._end, self._n, self.n_windows = end, self._n + 1, self.n_windows + 1
+        self._end, self._rate, self._n, self.n_windows = end, rate, self._n + 1, self.n_windows + 1
         # Means and sums of products as each window comes, without the cancellation that sums of squares would have:
         # B. P. Welford, "Note on a method for calculating corrected sums of squares and products", Technometrics 4
         # (1962) 419–420.
         away = window - self._means
         self._means = self._means + away / self._n
         self._scatter = self._scatter + (1 - 1 / self._n) * away[:, :2, None] * away[:, None, :2]
-        if self._n < _FEWEST or _log_time(end - self._before, end) < _LENGTH:
+        return ended or self._complete(_LENGTH, _FEWEST)
+
+    def _complete(self, shortest: float, fewest: int) -> Block | None:
+        """End the block under way, if it is as long as this in log time and has windows enough."""
+        if self._n < fewest or _log_time(self._end - self._before, self._end) < shortest:
             return None
         block = self.unfinished
         assert block is not None
@@ -107,7 +128,7 @@ class Blocks:
         # A group whose parameters got no gradient has no size, and nothing to be divided.
         scale = torch.where(sizes > 0, sizes, 1.0)
         means, scatter = self._means[:, :2] / scale[:, None], self._scatter / scale.square()[:, None, None]
-        return Block(self._end, self._end - self._before, self._n, sizes, means, scatter)
+        return Block(self._end, self._end - self._before, self._n, sizes, means, scatter, self._rate)
 
     @property
     def _before(self) -> int:
@@ -123,10 +144,11 @@ class Blocks:
         """Everything that `load_state_dict` needs; numbers and lists of them."""
         return {
             "complete": [
-                [b.end, b.n_steps, b.n_windows, b.sizes.tolist(), b.means.tolist(), b.scatter.tolist()]
+                [b.end, b.n_steps, b.n_windows, b.rate, b.sizes.tolist(), b.means.tolist(), b.scatter.tolist()]
                 for b in self.complete
             ],
             "end": self._end,
+            "rate": self._rate,
             "n_windows": self.n_windows,
             "unfinished": [self._n, self._means.tolist(), self._scatter.tolist()],
         }
@@ -138,8 +160,8 @@ class Blocks:
             ValueError: when keys are unknown or missing.
         """
         check_keys("blocks of the state", state, set(self.state_dict()))
-        self.complete = [Block(*block[:3], *map(on_host, block[3:])) for block in state["complete"]]
-        self._end, self.n_windows = state["end"], state["n_windows"]
+        self.complete = [Block(*block[:3], *map(on_host, block[4:]), rate=block[3]) for block in state["complete"]]
+        self._end, self._rate, self.n_windows = state["end"], state["rate"], state["n_windows"]
         self._n, *sums = state["unfinished"]
         self._means, self._scatter = map(on_host, sums)
 

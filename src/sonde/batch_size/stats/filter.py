@@ -16,6 +16,9 @@ and spreads by `SPREADS`, and a small part of it begins anew far away, since a l
 There is no horizon, and nothing to forget: blocks before lose their weight as the density spreads. The drifts serve the
 level alone: three of them are no measurement of how fast B moves.
 
+Where the learning rate has changed by a factor, B may have changed by as much, up or down: steps that follow the noise
+hold |G|² up in proportion to the rate. So the density spreads by that factor too.
+
 One window cannot own the estimate: it widens the scatter of its own block, which then says little.
 
 The constants were chosen by coverage on recorded trainings: `make bench-present`.
@@ -40,13 +43,15 @@ from sonde.stats.intervals import TOO_FEW_WINDOWS, RatioInterval, unresolved
 DRIFTS = (-1.0, 0.0, 1.0)
 """Change of log B per unit of log time: B falls like 1/t, stays, or grows like t."""
 _DRIFT_WEIGHTS = (0.2, 0.4, 0.4)
-SPREADS = (0.2, 0.4, 0.7)
+SPREADS = (0.15, 0.3, 0.7)
 """Standard deviation of a random change of log B per root of a unit of log time."""
 _SPREAD_WEIGHTS = (4 / 7, 2 / 7, 1 / 7)
 _PERSISTENCE = 4.0
 """Units of log time in which a drift and a spread become others."""
 _BETWEEN_JUMPS = 20.0
 """Units of log time between two sudden changes."""
+_MOST_BY_RATE = math.log(10)
+"""Most that a change of the learning rate spreads log B by: a rate may fall to 0."""
 _JUMP = 1.0
 """Standard deviation of a sudden change of log B."""
 _ANYWHERE = 0.01
@@ -98,11 +103,14 @@ class NoiseScaleFilter:
         self._scatter = torch.zeros(n_series, 2, 2, dtype=torch.float64, device="cpu")
         """Sums of products of deviations of single windows from the means of their blocks; older blocks weigh less."""
         self._freedom = 0.0
+        self._rate: float | None = None
+        """The learning rate at the end of the last block."""
 
     def update(self, block: Block) -> None:
         """Take the next block."""
         self._density = self._with(block)
         self._scatter, self._freedom = self._scatter_with(block)
+        self._rate = block.rate
 
     def levels(self, unfinished: Block | None = None, *, n_series: int | None = None) -> list[Level]:
         """The noise scale now.
@@ -122,7 +130,10 @@ class NoiseScaleFilter:
     def _with(self, block: Block, n_series: int | None = None) -> Tensor:
         # The means of a block speak of its middle. Taken for its end, they would lag by half a block.
         half = block.log_time / 2
-        density = _moved(self._density[:n_series], self._prior, half) * self._likelihood(block, n_series)[:, None, None]
+        density = _moved(self._density[:n_series], self._prior, half)
+        if (by_rate := _change_of_rate(self._rate, block.rate)) > _STEP:
+            density = _spread(density, on_host((by_rate,)))
+        density = density * self._likelihood(block, n_series)[:, None, None]
         density = _moved(density, self._prior, half)
         return density / density.sum((1, 2, 3), keepdim=True)
 
@@ -144,6 +155,14 @@ class NoiseScaleFilter:
         # Over its maximum: of many windows, or of windows that hardly scatter, every point of the grid is so far from B
         # that L itself would be 0.
         return torch.exp(log_l - log_l.amax(-1, keepdim=True))
+
+
+def _change_of_rate(before: float | None, now: float | None) -> float:
+    """By how much log B may have changed with the learning rate; 0 where the rate is not known."""
+    if before is None or now is None or before == now:
+        return 0.0
+    low, high = sorted((before, now))
+    return min(math.log(high / low), _MOST_BY_RATE) if low > 0 else _MOST_BY_RATE
 
 
 def _moved(density: Tensor, prior: Tensor, time: float) -> Tensor:

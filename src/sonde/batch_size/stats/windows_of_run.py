@@ -88,7 +88,8 @@ class WindowsOfRun:
         if self._filter is None:
             self._batch = window.effective_units
             self._filter = NoiseScaleFilter(len(estimates), self._batch)
-        if (block := self._blocks.add(number - self._origin, estimates, 1 / window.effective_units)) is not None:
+        block = self._blocks.add(number - self._origin, estimates, 1 / window.effective_units, rate)
+        if block is not None:
             self._filter.update(block)
             self._rates[:2] = self._rates[1], rate
         self._rates[2] = rate
