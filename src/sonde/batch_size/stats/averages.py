@@ -19,6 +19,8 @@ from sonde.stats.state import check_count, check_keys, check_number
 
 _SAME = 1e-9
 """Ratio of noise to signal below which pieces hold the same data. Kernels without a fixed order of sums leave 1e-12."""
+_FIXED = 5
+"""Measured windows in turn of as many units that show that batches have this size now."""
 _MEMORY = 50.0
 """Measured windows over which units and the checks of data are averaged."""
 
@@ -58,6 +60,8 @@ class NoiseScaleAverages:
         self.scale: float | None = None
         self.scale_residual: float | None = None
         self._units = self._units_weight = 0.0
+        self._last_units, self._n_equal = 0.0, 0
+        """Units of the last window, and how many windows in turn had as many."""
         self._squares = self._differences = 0.0
 
     def see_units(self, n_units: float, further_units: Sequence[float] = ()) -> None:
@@ -66,6 +70,10 @@ class NoiseScaleAverages:
         for (name, sums), n in zip(self._further.items(), further_units, strict=True):
             if math.isfinite(n):
                 self._further[name] = (decay * sums[0] + n, decay * sums[1] + n_units)
+        self._n_equal = self._n_equal + 1 if n_units == self._last_units else 1
+        self._last_units = n_units
+        if self._n_equal == _FIXED:  # a batch that was changed is not averaged with the one before
+            self._units_weight = 0.0
         self._units_weight = decay * self._units_weight + 1.0
         # So that the mean of equal windows is their size, to the last bit: a log shows it.
         self._units += (n_units - self._units) / self._units_weight
@@ -126,6 +134,8 @@ class NoiseScaleAverages:
             "consistency": self.within_between.state_dict(),
             "units": self._units,
             "units_weight": self._units_weight,
+            "last_units": self._last_units,
+            "n_equal": self._n_equal,
             "squares": self._squares,
             "differences": self._differences,
             "effective_units": self.effective_units,
@@ -153,13 +163,14 @@ class NoiseScaleAverages:
 
     def _load(self, state: Mapping[str, Any]) -> None:
         label = "noise-scale probe state"
-        numbers = ("units", "units_weight", "squares")
+        numbers = ("units", "units_weight", "last_units", "squares")
         last = ("effective_units", "u", "scale", "scale_residual")  # of the last window averaged, if there was one
         running = {"run", "consistency", "changed_gradients", "neighbours", "examples", "repeats"}
-        known = {*running, *numbers, *last, "n_seen", "windows", "differences", "dropped", "further_units"}
+        counts = ("n_seen", "windows", "n_equal")
+        known = {*running, *numbers, *last, *counts, "differences", "dropped", "further_units"}
         check_keys(label, state, known)
-        check_count(label, state, "n_seen")
-        check_count(label, state, "windows")
+        for name in counts:
+            check_count(label, state, name)
         for name in numbers:
             check_number(label, state, name, low=0)
         for name in ("differences", *(name for name in last if state[name] is not None)):
@@ -177,6 +188,7 @@ class NoiseScaleAverages:
         self.examples.load_state_dict(state["examples"])
         self.repeats.load_state_dict(state["repeats"])
         self._units, self._units_weight = float(state["units"]), float(state["units_weight"])
+        self._last_units, self._n_equal = float(state["last_units"]), state["n_equal"]
         self._squares, self._differences = float(state["squares"]), float(state["differences"])
         self.effective_units, self.u, self.scale, self.scale_residual = (state[name] for name in last)
         self.dropped = {str(reason): count for reason, count in dropped.items()}

@@ -144,7 +144,7 @@ class Blocks:
         """Everything that `load_state_dict` needs; numbers and lists of them."""
         return {
             "complete": [
-                [b.end, b.n_steps, b.n_windows, b.rate, b.sizes.tolist(), b.means.tolist(), b.scatter.tolist()]
+                [b.end, b.n_steps, b.n_windows, b.sizes.tolist(), b.means.tolist(), b.scatter.tolist(), b.rate]
                 for b in self.complete
             ],
             "end": self._end,
@@ -160,7 +160,7 @@ class Blocks:
             ValueError: when keys are unknown or missing.
         """
         check_keys("blocks of the state", state, set(self.state_dict()))
-        self.complete = [Block(*block[:3], *map(on_host, block[4:]), rate=block[3]) for block in state["complete"]]
+        self.complete = [Block(*block[:3], *map(on_host, block[3:6]), *block[6:]) for block in state["complete"]]
         self._end, self._rate, self.n_windows = state["end"], state["rate"], state["n_windows"]
         self._n, *sums = state["unfinished"]
         self._means, self._scatter = map(on_host, sums)
