@@ -76,7 +76,7 @@ class LoopWatch:
         return self._steps.seconds + self._forwards.seconds
 
     @property
-    def rate(self) -> float | None:
+    def rate(self) -> float | Tensor | None:
         """The learning rate now; see `StepWatch.rate`."""
         return self._steps.rate
 

@@ -7,7 +7,10 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from typing_extensions import TypeIs
 
 from sonde.batch_size.hook_failures import log_failure
 from sonde.batch_size.taps.autograd_internals import in_backward
@@ -93,11 +96,20 @@ class StepWatch:
         self._handles.append(register_optimizer_step_post_hook(self._while_alive(StepWatch._after_any_step)))
 
     @property
-    def rate(self) -> float | None:
-        """The largest learning rate of the watched optimizers; None if there is none, or it is a tensor."""
+    def rate(self) -> float | Tensor | None:
+        """The largest learning rate of the watched optimizers: on the device if one of them is; None if none is known.
+
+        A compiled or capturable optimizer may keep it as a tensor, which a scheduler fills with other values.
+        """
         rates = [group.get("lr") for optimizer in self._watched for group in optimizer.param_groups]
-        known = [float(rate) for rate in rates if isinstance(rate, int | float)]
-        return max(known) if known and len(known) == len(rates) else None
+        on_device = [rate.detach().reshape(()).float() for rate in rates if _is_on_device(rate)]
+        on_host = [float(rate) for rate in rates if isinstance(rate, int | float | Tensor) and not _is_on_device(rate)]
+        if not rates or len(on_device) + len(on_host) < len(rates):
+            return None
+        if not on_device:
+            return max(on_host)
+        largest = torch.stack(on_device).amax()
+        return largest.clamp(min=max(on_host)) if on_host else largest
 
     def window_ends(self) -> bool:
         """Note that a measured window is being ended.
@@ -305,3 +317,8 @@ class StepWatch:
             self._n_runs_stepped, self._n_unended = n, self._n_unended + 1
             if self._n_unended >= _UNENDED_AFTER:
                 self._alert_never_called()
+
+
+def _is_on_device(rate: Any) -> TypeIs[Tensor]:
+    """Whether reading a learning rate would wait for a device."""
+    return isinstance(rate, Tensor) and rate.device.type != "cpu"
