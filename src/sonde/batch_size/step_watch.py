@@ -15,7 +15,7 @@ from typing_extensions import TypeIs
 from sonde.batch_size.hook_failures import log_failure
 from sonde.batch_size.taps.autograd_internals import in_backward
 from sonde.batch_size.taps.window_reader import WindowReader
-from sonde.parallel.unwrap import unwrap_optimizer
+from sonde.parallel.optimizers import Optimizers, given_optimizers
 from sonde.parallel.wrappers import Wrapper
 from sonde.wording import plural, some_of
 
@@ -43,7 +43,7 @@ class StepWatch:
     judged. No optimizer is kept alive: a script may be done with its model before the probe is closed.
 
     Args:
-        optimizer: the optimizer of the loop; None to find it by its steps.
+        optimizer: the optimizer of the loop, or several in a list; None to find them by their steps.
         wrapper: of the model. Optimizers that step what is not measured join its own.
         reader: the reader of the window, which is forgotten when the optimizer steps before the window was ended.
         n_runs: counts the forward passes and the declared pieces of the present window. Where nothing is measured, they
@@ -55,7 +55,7 @@ class StepWatch:
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: Optimizers,
         wrapper: Wrapper,
         reader: WindowReader,
         *,
@@ -75,10 +75,11 @@ class StepWatch:
         self._n_ended = 0
         self._held: weakref.WeakKeyDictionary[Any, tuple[int, frozenset[int]]] = weakref.WeakKeyDictionary()
         """By optimizer that has stepped: how many parameters it has, and the model's among them."""
-        given = None if optimizer is None else unwrap_optimizer(optimizer)
-        self._given: Callable[[], Any] = (lambda: None) if given is None else weakref.ref(given)
-        self._watched: weakref.WeakSet[Any] = weakref.WeakSet([] if given is None else [given])
-        self._has_given = self._watches_given_alone = self._has_watched = given is not None
+        given = given_optimizers(optimizer)
+        self._given: weakref.WeakSet[Any] = weakref.WeakSet(given)
+        self._watched: weakref.WeakSet[Any] = weakref.WeakSet(given)
+        self._has_given = self._has_watched = bool(given)
+        self._watches_one_given = len(given) == 1
         self._others: weakref.WeakSet[Any] = weakref.WeakSet()
         """Other optimizers of these parameters that have stepped since one of the watched did."""
         self._windows_unstepped = 0
@@ -89,9 +90,9 @@ class StepWatch:
         self._stepping: list[Any] = []
         """Optimizers inside whose step we are, the outermost first."""
         self._handles: list[Any] = []
-        if given is not None:
+        for each in given:
             # Besides the hook for all optimizers: one of another library may call no hooks but its own.
-            self._handles.append(given.register_step_pre_hook(self._while_alive(StepWatch._before_given_step)))
+            self._handles.append(each.register_step_pre_hook(self._while_alive(StepWatch._before_given_step)))
         self._handles.append(register_optimizer_step_pre_hook(self._while_alive(StepWatch._before_any_step)))
         self._handles.append(register_optimizer_step_post_hook(self._while_alive(StepWatch._after_any_step)))
 
@@ -164,8 +165,8 @@ class StepWatch:
             self._alert(
                 "not_stepped",
                 f"{plural(len(names), 'measured parameter')} ({some_of(names)}) are in no optimizer that steps, and do "
-                "not change, so the noise scale is not that of the steps: pass the optimizer to attach as optimizer=, "
-                "or freeze them by requires_grad_(False)",
+                "not change, so the noise scale is not that of the steps: pass the optimizers that step to attach as "
+                "optimizer=, or freeze them by requires_grad_(False)",
             )
 
     def close(self) -> None:
@@ -214,7 +215,7 @@ class StepWatch:
                     "it",
                 )
             self._watched = weakref.WeakSet(others)
-        self._watches_given_alone, self._has_watched = False, True
+        self._watches_one_given, self._has_watched = False, True
         self._windows_unstepped = 0
         self._others.clear()
 
@@ -232,7 +233,7 @@ class StepWatch:
 
     def _before_any_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._stepping.append(optimizer)
-        if optimizer is self._given():  # it has a hook of its own
+        if optimizer in self._given:  # it has a hook of its own
             return
         start = time.perf_counter()
         # An optimizer that wraps another (ZeroRedundancyOptimizer) steps it inside its own step.
@@ -243,7 +244,7 @@ class StepWatch:
 
     def _before_given_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         start = time.perf_counter()
-        is_usual = self._ended_since_step and not self._others and self._watches_given_alone
+        is_usual = self._ended_since_step and not self._others and self._watches_one_given
         if is_usual and not in_backward():  # nearly all steps, so this is short
             if self._windows_unstepped > 1 or self._n_often:
                 self._count_windows()

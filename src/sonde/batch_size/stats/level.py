@@ -106,7 +106,7 @@ class WindowsOfRun:
             self._see_rate(rate, number)
 
     def _see_rate(self, rate: float, number: int) -> None:
-        """Note whether the warm-up is over. No later rise begins it again: that of a restart, or of a cycle, is none."""
+        """Note whether the warm-up is over. A later rise, as of a cycle or a restart, does not begin it again."""
         if rate > self._peak_rate:
             self._peak_rate, self._peaked_at = rate, number
         elif rate < self._peak_rate or number - self._peaked_at > max(_LEVEL_AT_LEAST, _LEVEL_FOR * number):
