@@ -367,19 +367,22 @@ def test_windows_that_are_all_ended_late_are_dropped_however_few_are_measured(ev
         assert "ended after optimizer.step()" in probe.alerts["ended_late"]
 
 
+@pytest.mark.parametrize("n_optimizers", [1, 2])
 @pytest.mark.parametrize("n_calls", [1, 3])
-def test_a_window_ended_with_each_micro_batch_is_named(n_calls: int) -> None:
+def test_a_window_ended_with_each_micro_batch_is_named(n_calls: int, n_optimizers: int) -> None:
     model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with attached(model, optimizer) as probe:
+    parts = [model] if n_optimizers == 1 else [model[:2], model[2:]]
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.01) for part in parts]
+    with attached(model, optimizers) as probe:
         for _ in range(6):
             for number, loss in enumerate(piece_losses(model, [4, 4, 4])):
                 with probe.piece(units=4):
                     loss().backward()
                 if n_calls == 3 or number == 2:
                     probe.step()
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
         assert ("was called 3 times between optimizer steps" in probe.alerts.get("called_often", "")) == (n_calls == 3)
 
 

@@ -124,7 +124,7 @@ def test_of_optimizers_that_share_the_model_out_one_is_given(given: int, is_ende
         train(model, probe, optimizers, part, model.zero_grad, windows=2)
         assert list(probe.alerts) == ["not_watched"]
         said = probe.alerts["not_watched"]
-        assert f"{8 - len(part)} parameters are stepped now, but no given optimizer held them at attach" in said
+        assert f"an optimizer steps {8 - len(part)} parameters that no given one held at attach" in said
         assert "attach again, with all optimizers that step the model: optimizer=(first, second)" in said
         if not is_ended:
             for window in range(3):
@@ -171,7 +171,7 @@ def test_parameters_that_are_stepped_later_are_named(joins: str) -> None:
         else:
             optimizers.append(adam(model[:3].parameters()))
         train(model, probe, optimizers, list(model[3:].parameters()), model.zero_grad, windows=3)
-        assert "4 parameters are stepped now, but no given optimizer" in probe.alerts["not_watched"]
+        assert "steps 4 parameters that no given one held at attach" in probe.alerts["not_watched"]
 
 
 def test_parameters_that_no_optimizer_steps_are_named_where_none_is_given() -> None:
@@ -181,6 +181,20 @@ def test_parameters_that_no_optimizer_steps_are_named_where_none_is_given() -> N
         train(model, probe, [optimizer], list(model.parameters()), model.zero_grad)
         assert list(probe.alerts) == ["not_stepped"]
         assert "4 measured parameters (0.weight" in probe.alerts["not_stepped"]
+
+
+def other_optimizers_on_ranks() -> str:
+    """One rank gives the optimizer of the head, the others give both."""
+    model = DistributedDataParallel(small_model())
+    optimizers = shared_out(model.module)
+    with pytest.raises(ValueError, match="same") as error:
+        attached(model, optimizers[1] if dist.get_rank() == 0 else optimizers)
+    return str(error.value)
+
+
+def test_ranks_that_give_other_optimizers_are_refused(ranks2: Ranks) -> None:
+    """They would not sum the same numbers."""
+    assert all("parameters" in said for said in ranks2(other_optimizers_on_ranks))
 
 
 def step_by_hand(parameters: Iterable[Tensor]) -> None:

@@ -278,7 +278,8 @@ class StepWatch:
         elif optimizer not in self._watched:
             self._others.add(optimizer)
         elif self._held_by(optimizer) or not self._others:  # another model's gives way to one of this model
-            self._count_windows()
+            if self._windows_unstepped:  # not at the step of the second of several optimizers
+                self._count_windows()
             self._windows_unstepped = 0
             self._others.clear()
             if not (self._ended_since_step or has_closure):

@@ -85,10 +85,10 @@ class UnmeasuredParameters:
         trainable = {clean_name(name): p for name, p in self._of_model().items() if p.requires_grad}
         if not trainable:
             return ""
-        again = "attach again"
+        n, some = plural(len(trainable), "parameter"), some_of(list(trainable))
         if any(id(p) in self._left_out for p in trainable.values()):
-            why = "are stepped now, but no given optimizer held them at attach, so they"
-            again += ", with all optimizers that step the model: optimizer=(first, second)"
-        else:
-            why = "came or became trainable after attach and"
-        return f"{plural(len(trainable), 'parameter')} {why} cannot be measured ({some_of(list(trainable))}): {again}"
+            return (
+                f"an optimizer steps {n} that no given one held at attach, and that cannot be measured ({some}): "
+                "attach again, with all optimizers that step the model: optimizer=(first, second)"
+            )
+        return f"{n} came or became trainable after attach and cannot be measured ({some}): attach again"

@@ -42,7 +42,7 @@ REMEDIES: Mapping[str, str] = {
     "so at attach": "so when measuring began",
     "before attach": "before the first training forward",
     "cannot be measured (": "are not measured (",
-    "no given optimizer held them at attach": "no optimizer held them when measuring began",
+    "no given one held at attach": "no optimizer held when measuring began",
     ", with all optimizers that step the model: optimizer=(first, second)": "",
     "): attach again": "), so the noise scale is that of the other parameters",
     ", pass it too: optimizer=(first, second)": ", these steps are not in the noise scale",
