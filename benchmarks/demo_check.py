@@ -2,11 +2,11 @@
 
     python -m benchmarks.demo_check [--seeds 3] [--out benchmarks/results]
 
-Runs the demo, and reads what it says of another batch size "in a run like this one": how many steps a batch of twice or
-half the size needs, or a batch of the size of the noise scale's average. Then it runs the demo with that batch and so
-many steps, at the learning rate times the root of the batches' ratio, as AdamW asks for. Both should end at the same
-loss. Beside them stands the same batch with the steps that the noise scale *now* would promise, which is no advice for
-a whole run.
+Runs the demo, and reads its verdict: which part of the steps another batch would need, in a run like this one and from
+here on. Then it runs the demo with that batch and so many steps, the middle of what is said, at the learning rate times
+the root of the batches' ratio, as AdamW asks for. The first should end at the loss of the reference. The second is no
+advice for a whole run, and stands beside it to show why there are two sentences. So does four times the batch, by the
+same equation, for a larger step than the verdict's.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -28,6 +29,11 @@ from sonde.batch_size.stats.critical_batch import relative_steps
 BATCH, STEPS, RATE = 32, 300, 1e-3
 PIECES = 4
 """Of the demo's batch: it divides the batch."""
+COST = re.compile(
+    r"(twice|half|a batch of ([\d.,]+)) (?:the batch|sequences) "
+    r"would need ([\d.]+)(?: to ([\d.]+))? (% of|times) the steps"
+)
+"""A verdict's sentence about another batch."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,7 @@ class Ending:
         loss: mean over the last tenth of the steps, in nats a byte.
         average: noise scale of the run, in sequences.
         now: noise scale at its end.
+        said: another batch and its part of the steps, in a run like this one and from here on, as the verdict says.
     """
 
     batch: int
@@ -47,6 +54,7 @@ class Ending:
     loss: float
     average: float
     now: float
+    said: list[tuple[float, float]]
 
 
 def demo(batch: int, steps: int, seed: int) -> Ending:
@@ -57,12 +65,26 @@ def demo(batch: int, steps: int, seed: int) -> Ending:
         options = ["--batch", batch, "--steps", steps, "--seed", seed, "--learning-rate", rate, "--out", out]
         command = [sys.executable, "-m", "sonde", "demo", *map(str, options)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, env=environment, capture_output=True)
+        ended = subprocess.run(command, check=True, env=environment, capture_output=True, text=True)
         readings = sonde.read_run(out).readings
     losses = [r.metrics["loss"] for r in readings if r.window > 0.9 * steps and r.metrics["loss"] is not None]
     last = readings[-1].metrics
-    known = (last["gns/b_simple_average"], last["gns/b_simple"] or last["gns/b_simple_low"])
-    return Ending(batch, steps, statistics.fmean(losses), *(value or math.nan for value in known))  # type: ignore[arg-type]
+    average, now = (
+        last["gns/b_simple_average"] or math.nan,
+        last["gns/b_simple"] or last["gns/b_simple_low"] or math.nan,
+    )
+    return Ending(batch, steps, statistics.fmean(losses), average, now, costs_in(ended.stdout, batch))
+
+
+def costs_in(printed: str, batch: int) -> list[tuple[float, float]]:
+    """Each batch that a verdict speaks of, with the part of the steps that it needs: the middle of what is said."""
+    text = " ".join(re.sub("[│╭╮╰╯─]", " ", printed).split())
+    costs = []
+    for name, size, low, high, unit in COST.findall(text):
+        other = {"twice": 2.0 * batch, "half": batch / 2}.get(name) or float(size.replace(",", ""))
+        part = (float(low) + float(high or low)) / 2
+        costs.append((other, part / 100 if unit == "% of" else part))
+    return costs
 
 
 def whole_pieces(batch: float) -> int:
@@ -71,15 +93,16 @@ def whole_pieces(batch: float) -> int:
 
 
 def trials(reference: Ending, seed: int) -> dict[str, Ending]:
-    """The runs that the reference's noise scales advise."""
-    tried = {}
-    for name, batch in (("twice the batch", 2 * BATCH), ("four times the batch", 4 * BATCH)):
-        for scale, value in (("average", reference.average), ("now", reference.now)):
-            steps = round(STEPS * relative_steps(batch, BATCH, value))
-            tried[f"{name}, steps by the {'average' if scale == 'average' else 'noise scale now'}"] = demo(
-                whole_pieces(batch), steps, seed
-            )
-    return tried
+    """The runs that the reference's verdict advises, and those with four times the batch."""
+    more = 4 * BATCH
+    of_run, now = reference.said
+    planned = {
+        "as said of a run like this one": of_run,
+        "as said of the time from here on": now,
+        "four times the batch, by the average": (more, relative_steps(more, BATCH, reference.average)),
+        "four times the batch, by the noise scale now": (more, relative_steps(more, BATCH, reference.now)),
+    }
+    return {name: demo(whole_pieces(b), round(STEPS * part), seed) for name, (b, part) in planned.items()}
 
 
 def main() -> None:

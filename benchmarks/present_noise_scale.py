@@ -33,9 +33,9 @@ from benchmarks.machine import page
 from benchmarks.recorded_runs import FOLDER, Recorded, load
 from sonde.batch_size.budget import Pace
 from sonde.batch_size.measuring_cost import WindowCosts
-from sonde.batch_size.stats.level import WindowsOfRun
 from sonde.batch_size.stats.noise_scale import RunningNoiseScale, WindowEstimate
 from sonde.batch_size.stats.solved_window import SolvedWindow
+from sonde.batch_size.stats.windows_of_run import WindowsOfRun
 from sonde.stats.intervals import RatioInterval
 
 LENGTHS = {"lm": (600, 1200), "digits": (300, 1500), "mlp": (300, 1500), "grpo": (300, 1000), "demo": (300,)}
@@ -114,10 +114,10 @@ def level_at(run: Recorded, step: int) -> tuple[float, float] | None:
     low, high = step - reach, step + reach
     for jump in run.jumps:
         low, high = (low, min(high, jump)) if step <= jump else (max(low, jump + 1), high)
-    x, y, sizes = near(run, low, high)
-    if len(x) < 4:
+    rows = [row for row in near(run, low, high) if row.size > 0]
+    if len(rows) < 4:
         return None
-    x, y = [a / s for a, s in zip(x, sizes, strict=True)], [a / s for a, s in zip(y, sizes, strict=True)]
+    x, y = [row.trace_cov / row.size for row in rows], [row.grad_sq / row.size for row in rows]
     mean_x, mean_y = statistics.fmean(x), statistics.fmean(y)
     error = statistics.stdev(y) / math.sqrt(len(y))
     if mean_x <= 0 or mean_y <= 3 * error:
@@ -126,12 +126,29 @@ def level_at(run: Recorded, step: int) -> tuple[float, float] | None:
     return math.log(mean_x / mean_y), statistics.stdev(residuals) / math.sqrt(len(x))
 
 
-def near(run: Recorded, low: float, high: float) -> tuple[list[float], list[float], list[float]]:
-    """Exact tr Σ, |G|² and the size of the gradient, which is the median |F|² of five neighbours."""
+@dataclass(frozen=True)
+class Exact:
+    """The exact values of a step.
+
+    Attributes:
+        step: of training.
+        trace_cov: tr Σ.
+        grad_sq: |G|².
+        size: of the gradient: the median |F|² of five neighbours. It is 0 where the gradient has gone.
+    """
+
+    step: float
+    trace_cov: float
+    grad_sq: float
+    size: float
+
+
+def near(run: Recorded, low: float, high: float) -> list[Exact]:
+    """The exact values between two steps."""
     rows = [row for row in run.exact if low <= row[0] <= high]
     sizes = [grad_sq + trace_cov / run.batch for _, trace_cov, grad_sq in rows]
-    smooth = [statistics.median(sizes[max(i - 2, 0) : i + 3]) for i in range(len(rows))]
-    return [row[1] for row in rows], [row[2] for row in rows], smooth
+    sizes = [statistics.median(sizes[max(i - 2, 0) : i + 3]) for i in range(len(rows))]
+    return [Exact(row[0], row[1], row[2], size) for row, size in zip(rows, sizes, strict=True)]
 
 
 def measured(run: Recorded, allowance: float | None) -> list[int]:
@@ -175,7 +192,7 @@ def by_filter(run: Recorded, chosen: Sequence[int]) -> Reader:
 
     def read(step: int) -> tuple[float | None, RatioInterval]:
         while waiting and waiting[0] <= step:
-            windows.add(solved(run, waiting[0]), waiting.pop(0))
+            windows.add(solved(run, waiting[0]), waiting[0], run.rate_at(waiting.pop(0)))
         level = windows.levels()[0]
         return level.b_simple, level.interval
 
@@ -334,16 +351,17 @@ class Average:
 
 def averages(run: Recorded) -> Iterator[Average]:
     """The run's average at each pace."""
-    x, y, sizes = near(run, 1, len(run.windows))
-    steps = [row[0] for row in run.exact]
-    ends = [0.0, *((a + b) / 2 for a, b in itertools.pairwise(steps)), float(len(run.windows))]
-    weights = [(b - a) / size for (a, b), size in zip(itertools.pairwise(ends), sizes, strict=True)]
-    of_x, of_y = (math.fsum(w * value for w, value in zip(weights, values, strict=True)) for values in (x, y))
+    rows = near(run, 1, len(run.windows))
+    middles = [(a.step + b.step) / 2 for a, b in itertools.pairwise(rows)]
+    spans = itertools.pairwise([0.0, *middles, float(len(run.windows))])
+    weighted = [(row, (b - a) / row.size) for row, (a, b) in zip(rows, spans, strict=True) if row.size > 0]
+    of_x = math.fsum(weight * row.trace_cov for row, weight in weighted)
+    of_y = math.fsum(weight * row.grad_sq for row, weight in weighted)
     for pace, allowance in PACES.items():
         windows = WindowsOfRun(())
         for step in measured(run, allowance):
-            windows.add(solved(run, step), step)
-        _, interval = windows.average()
+            windows.add(solved(run, step), step, run.rate_at(step))
+        interval = windows.average().interval
         yield Average(
             run.name, pace, of_x / of_y, interval.low or 0.0, math.inf if interval.high is None else interval.high
         )

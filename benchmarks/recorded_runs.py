@@ -71,6 +71,10 @@ class Recorded:
         n = len(self.windows)
         return [int(0.6 * n)] if self.schedule == "jump" else [200] if self.schedule == "still" else []
 
+    def rate_at(self, step: int) -> float:
+        """The learning rate of a step over its peak."""
+        return rate(self.task, self.schedule, step - 1, len(self.windows))
+
 
 @dataclass(frozen=True)
 class Task:
@@ -187,8 +191,10 @@ TASKS: dict[str, Callable[[], Task]] = {
 }
 
 
-def rate(schedule: Schedule, step: int, n_steps: int) -> float:
+def rate(task: TaskName, schedule: Schedule, step: int, n_steps: int) -> float:
     """The learning rate over its peak, from step 0."""
+    if task == "demo":
+        return rate_at(step, n_steps)
     warm = min(1.0, (step + 1) / 20)
     return {
         "constant": 1.0,
@@ -213,9 +219,8 @@ def record(task_name: TaskName, optimizer_name: Optimizer, schedule: Schedule, n
     data, fresh = (torch.Generator().manual_seed(s) for s in (1000 + seed, 7))
     windows, exact = [], []
     for step in range(n_steps):
-        fraction = rate_at(step, n_steps) if task_name == "demo" else rate(schedule, step, n_steps)
         for options in optimizer.param_groups:
-            options["lr"] = peak * fraction
+            options["lr"] = peak * rate(task_name, schedule, step, n_steps)
         estimate, gradient = estimated(task, parameters, task.draw(task.batch, data).chunk(N_PIECES))
         windows.append(list(estimate))
         if step < DENSE or step % task.stride == 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import math
 import re
 import tomllib
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 
 import sonde
-from sonde.batch_size.stats.reading import RunAverage
 from sonde.cli import _parse, main
 from sonde.commands.run import split_command
 from tests import docs_trainer_scenes  # noqa: F401 (declares a scene)
@@ -58,9 +56,9 @@ def test_the_first_example_of_the_readme_takes_three_lines() -> None:
 def test_readings_are_printed_as_the_pages_show_them() -> None:
     known: dict[str, Any] = {field.name: None for field in dataclasses.fields(sonde.NoiseScaleReading)}
     known |= {"b_simple": 38.2, "low": 34.9, "high": 43.1, "status": "resolved", "reason": "", "advice": ""}
-    known |= {"drift": math.log(2) / 60, "drift_error": 1e-3, "windows": 240, "units_per_window": 32.0, "every": 1.0}
+    known |= {"windows": 240, "units_per_window": 32.0, "every": 1.0}
     known |= {"unit": "sequences", "doubts": {}, "dropped": {}, "further_units": {}, "n_steps": 240, "warms_up": False}
-    known["average"] = RunAverage(24.1, 22.0, 26.0, "resolved", 240)
+    known["average"] = sonde.Estimate(24.1, 22.0, 26.0)
     reading = sonde.NoiseScaleReading(**known)
     shown = [line for path in PAGES for line in re.findall(r"^    (B_simple [\d>].*)$", path.read_text(), flags=re.M)]
     assert set(shown) == {str(reading)}

@@ -105,9 +105,10 @@ def attached(
     return sonde.attach(model, optimizer, **options)
 
 
-def nested_state(probe: NoiseScaleProbe) -> dict[str, Any]:
-    """A probe's state as a nested mapping, as it was saved before it became one text."""
-    return {"version": 4, **json.loads(probe.state_dict()["json"])}
+def contents_of(probe: NoiseScaleProbe) -> dict[str, Any]:
+    """What the text of a probe's state says; `sealed` makes a state of it again."""
+    contents: dict[str, Any] = json.loads(probe.state_dict()["json"])
+    return contents
 
 
 def counted(probe: NoiseScaleProbe) -> tuple[int, int]:
@@ -127,11 +128,11 @@ def load_foreign_state(probe: NoiseScaleProbe) -> tuple[str, bool]:
     """What is said of the state of a probe of another model, and whether this probe stays as it was."""
     with attached(nn.Linear(3, 2)) as other:
         state = other.state_dict()
-    before = nested_state(probe)
+    before = contents_of(probe)
     try:
         probe.load_state_dict(state)
     except ValueError as error:
-        return str(error), nested_state(probe) == before
+        return str(error), contents_of(probe) == before
     return "no error", False
 
 

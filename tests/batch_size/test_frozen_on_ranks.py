@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from sonde.batch_size.frozen_on_ranks import FrozenOnRanks, TrainedChange
 from sonde.batch_size.frozen_watch import Move
 from sonde.parallel.stages import ModelParameters
-from tests.batch_size.loops import attached, counted, nested_state, small_model
+from tests.batch_size.loops import attached, contents_of, counted, small_model
 from tests.ranks import Ranks, mesh_of
 
 CPU = torch.device("cpu")
@@ -92,7 +92,7 @@ def followed(
                 set_trained(model, names, is_trained=window > BEFORE)
             one_window(probe, window)
             if window in (BEFORE + FROZEN - 1, BEFORE + FROZEN + AFTER - 1):
-                state = nested_state(probe)
+                state = contents_of(probe)
                 found.append((reading_of(probe), {name: state[name] for name in ("averages", "frozen")}))
     return found
 
@@ -149,7 +149,7 @@ def in_sparse_windows() -> tuple[dict[str, str], tuple[int, int], Any]:
             if window == 30:
                 set_trained(stages.model, ("c.weight",), is_trained=False)
             stages.window(probe, window)
-        state = nested_state(probe)
+        state = contents_of(probe)
         return dict(probe.alerts), counted(probe), (state["averages"], state["frozen"])
 
 
@@ -182,7 +182,7 @@ def resumed() -> list[tuple[list[str], tuple[int, int], list[str]]]:
             set_trained(stages.model, names, is_trained=window >= 18)
             stages.window(probe, window)
             if window in (17, 23):
-                frozen = nested_state(probe)["frozen"]
+                frozen = contents_of(probe)["frozen"]
                 found.append((list(probe.alerts), counted(probe), frozen))
     return found
 
@@ -208,7 +208,7 @@ def in_tensor_parallel() -> tuple[dict[str, str], list[str], list[str]]:
                     loss_of(model(x), x).backward()
             probe.step()
             model.zero_grad()
-        return dict(probe.alerts), list(probe.reading().groups), nested_state(probe)["frozen"]
+        return dict(probe.alerts), list(probe.reading().groups), contents_of(probe)["frozen"]
 
 
 def test_a_layer_that_ranks_of_tensor_parallelism_freeze_together(ranks2: Ranks) -> None:
@@ -242,7 +242,7 @@ def _by_hand(is_swapped: bool) -> tuple[dict[str, Any], dict[str, Any], tuple[in
                 dist.all_reduce(parameter.grad)
             probe.step()
             model.zero_grad()
-        state = nested_state(probe)
+        state = contents_of(probe)
         return dict(probe.alerts), {name: state[name] for name in ("averages", "frozen")}, counted(probe)
 
 

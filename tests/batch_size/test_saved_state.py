@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from sonde import NoiseScaleProbe
+from sonde.stats.sealed_state import sealed
 from tests.batch_size.loops import (
     attached,
-    nested_state,
+    contents_of,
     small_model,
     train,
 )
@@ -45,15 +46,29 @@ def test_a_restart_continues_from_the_state() -> None:
         assert group.trace_cov == pytest.approx(expected.groups[name].trace_cov, rel=1e-6)
 
 
-@pytest.mark.parametrize("change", [{"version": 1}, {"more": 1}, {"averages": {}}, {"run": {"window": 1}}])
+@pytest.mark.parametrize("change", [{"more": 1}, {"averages": {}}, {"run": {"window": 1}}])
 def test_foreign_state_is_refused_whole(change: dict[str, Any]) -> None:
     model = small_model()
     with attached(model) as probe:
         train(model, probe, torch.optim.SGD(model.parameters(), lr=0.0), windows=3)
-        before = nested_state(probe)
-        with pytest.raises(ValueError, match=r"version|unknown keys"):
-            probe.load_state_dict(before | change)
-        assert nested_state(probe) == before
+        before = contents_of(probe)
+        with pytest.raises(ValueError, match="unknown keys"):
+            probe.load_state_dict(sealed(before | change))
+        assert contents_of(probe) == before
+
+
+@pytest.mark.parametrize("missing", ["averages/run", "metrics", "frozen", "windows", "covered", "pace"])
+def test_a_state_from_before_something_was_saved_is_refused_whole(missing: str) -> None:
+    model = small_model()
+    with attached(model) as probe:
+        train(model, probe, torch.optim.SGD(model.parameters(), lr=0.0), windows=3)
+        before = contents_of(probe)
+        older = copy.deepcopy(before)
+        *above, name = missing.split("/")
+        del (older[above[0]] if above else older)[name]
+        with pytest.raises(ValueError, match=rf"missing keys \['{name}'\]: was it written by another version\?"):
+            probe.load_state_dict(sealed(older))
+        assert contents_of(probe) == before
 
 
 _DAMAGE: list[tuple[list[str], Any]] = [
@@ -80,14 +95,14 @@ def test_damaged_state_is_refused_whole(path: list[str], value: Any) -> None:
     model = small_model()
     with attached(model) as probe:
         train(model, probe, torch.optim.SGD(model.parameters(), lr=0.0), windows=3)
-        before = nested_state(probe)
+        before = contents_of(probe)
         damaged = place = copy.deepcopy(before)
         for key in path[:-1]:
             place = place[key]
         place[path[-1]] = value
         with pytest.raises(ValueError, match=r"must be|must map|has the groups"):
-            probe.load_state_dict(damaged)
-        assert nested_state(probe) == before
+            probe.load_state_dict(sealed(damaged))
+        assert contents_of(probe) == before
 
 
 def test_state_of_another_model_is_refused() -> None:

@@ -16,8 +16,9 @@ from sonde import NoiseScaleProbe
 from sonde.batch_size.taps.tap import Problem
 from sonde.batch_size.taps.window_sums import PieceCounts, read_row
 from sonde.runs.report.verdicts import batch_size_panel
+from sonde.stats.sealed_state import sealed
 from sonde.wording import number
-from tests.batch_size.loops import Recording, attached, batch, mean_loss, nested_state, small_model
+from tests.batch_size.loops import Recording, attached, batch, contents_of, mean_loss, small_model
 from tests.batch_size.sharded_loops import Loop, build, shard, tokens
 from tests.ranks import Ranks
 
@@ -190,14 +191,14 @@ def test_the_state_keeps_the_counts() -> None:
     model = small_model()
     with attached(model, unit=UNITS) as probe:
         train(probe, model, 8)
-        state, reading = nested_state(probe), probe.reading()
+        state, reading = contents_of(probe), probe.reading()
     with attached(model, unit=UNITS) as probe:
-        probe.load_state_dict(state)
+        probe.load_state_dict(sealed(state))
         assert probe.reading().in_unit("tokens") == reading.in_unit("tokens")
     for damage in ({"tokens": [1.0]}, {"tokens": ["a", 1.0]}, 3):
         state["averages"]["further_units"] = damage
         with attached(model, unit=UNITS) as probe, pytest.raises(ValueError, match="further_units"):
-            probe.load_state_dict(state)
+            probe.load_state_dict(sealed(state))
 
 
 @pytest.mark.parametrize(

@@ -289,8 +289,7 @@ def check_pace(state: Mapping[str, Any]) -> None:
     if not isinstance(state["costs"], Sequence):
         raise ValueError(f"{label}: 'costs' must be a list of windows, got {state['costs']!r:.60}: is it damaged?")
     for row in state["costs"]:
-        # States from before ranks told each other of changes lack the last number.
-        if not isinstance(row, Sequence) or len(row) not in (1 + N_COSTS, 2 + N_COSTS):
+        if not isinstance(row, Sequence) or len(row) != 2 + N_COSTS:
             raise ValueError(f"{label}: a window must be {2 + N_COSTS} numbers, got {row!r:.60}: is it damaged?")
         numbers = {str(i): value for i, value in enumerate(row)}
         for name in numbers:

@@ -85,18 +85,16 @@ class FrozenOnRanks:
         """Names of the parameters that no rank trains any more, as far as windows have arrived."""
         return [name for name, n in zip(self._names, self._counts, strict=True) if n >= self._n_holding]
 
-    def restore(self, gone_groups: Collection[str], frozen: Collection[str] = ()) -> frozenset[int]:
+    def restore(self, frozen: Collection[str]) -> frozenset[int]:
         """Go on after a state was loaded.
 
         Args:
-            gone_groups: groups of which no parameter was trained.
-            frozen: names of all parameters that were no longer trained; older states do not have them.
+            frozen: names of all parameters that were no longer trained.
 
         Returns:
             Which of this rank's parameters these are.
         """
-        named = list(zip(self._names, self._group_names, strict=True))
-        are_gone = [name in frozen or group in gone_groups for name, group in named]
+        are_gone = [name in frozen for name in self._names]
         self._counts = [self._n_holding * is_gone for is_gone in are_gone]
         self._packed = None
         return frozenset(i for i in range(self._n_own) if are_gone[self._first + i])

@@ -12,7 +12,8 @@ from torch import Tensor
 from sonde.batch_size.further_log import declared, of_readings, of_windows, sections
 from sonde.batch_size.measuring_cost import Cost, WindowCosts
 from sonde.batch_size.per_example.window import ExampleRow
-from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading, find_alerts
+from sonde.batch_size.stats.example_sums import ENOUGH_COVERED
+from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, WindowRow
@@ -26,8 +27,6 @@ METRICS: dict[str, Metric] = {
     "gns/b_simple": Metric("{unit}", "level of the gradient noise scale tr Σ/|G|² now"),
     "gns/b_simple_low": Metric("{unit}", "lower end of the noise scale's 95 % interval; 0 for an upper bound"),
     "gns/b_simple_high": Metric("{unit}", "upper end of the noise scale's 95 % interval; null without one"),
-    "gns/drift": Metric("1/window", "change of log(noise scale) per window, now"),
-    "gns/drift_error": Metric("1/window", "standard error of gns/drift"),
     "gns/scatter": Metric("ratio", "standard deviation of log(tr Σ/|G|²) of single windows about the level, at most"),
     "gns/b_simple_average": Metric("{unit}", "noise scale of the run so far, each step weighted by its progress"),
     "gns/b_simple_average_low": Metric("{unit}", "lower end of that average's 95 % interval"),
@@ -277,7 +276,10 @@ class NoiseScaleLog:
         # Ranks that write nothing need the total alone, for its alerts.
         with_groups = is_due and self._log.is_first_rank
         reading = self._tracker.reading(with_groups=with_groups)
-        for name, message in find_alerts(reading).items():
+        alerts = dict(reading.doubts)  # too few data are not wrong
+        if (covered := reading.coverage) is not None and covered.part < ENOUGH_COVERED:
+            alerts["not_covered"] = f"the noise scale is {covered}"
+        for name, message in alerts.items():
             self.alert(name, message)
         cost = self._cost() if self._cost is not None else None
         if cost is not None and cost.is_over:

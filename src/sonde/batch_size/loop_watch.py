@@ -153,9 +153,9 @@ class LoopWatch:
         n_new = plural(self._n_hooks - n_before, "parameter")
         return f"post-accumulate-grad hooks on {n_new} since attach: {STEPS_IN_BACKWARD}"
 
-    def restore(self, gone_groups: Collection[str], frozen: Collection[str]) -> None:
+    def restore(self, frozen: Collection[str]) -> None:
         """Go on after a state was loaded; see `FrozenOnRanks.restore`."""
-        self._trained.restore(self._frozen.restore(gone_groups, frozen))
+        self._trained.restore(self._frozen.restore(frozen))
 
     def alert_if_due(self) -> None:
         """Report a window that was not ended, once it can no longer be ended late."""

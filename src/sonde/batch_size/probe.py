@@ -37,7 +37,7 @@ from sonde.batch_size.metric_trackers import MetricTrackers
 from sonde.batch_size.pacing import Pacing
 from sonde.batch_size.pieces import NOT_COUNTED, DeclaredPiece, Pieces, Units, UnitsOfPieces
 from sonde.batch_size.rounding import RoundingWatch
-from sonde.batch_size.saved_state import check_state, identity, unsealed
+from sonde.batch_size.saved_state import checked_contents, identity
 from sonde.batch_size.scalars import Scalars
 from sonde.batch_size.setup import (
     NoiseScaleOptions,
@@ -580,21 +580,17 @@ class NoiseScaleProbe:
             ValueError: when it is of another version, unit, metric or of other parameters, has unknown or
                 missing keys, or a value that cannot be what its name says; nothing is changed then.
         """
-        state = unsealed(state)
-        check_state(state, self._identity(), self._found.whole.names)
-        # States from before there were further metrics lack them.
-        self._metrics.check_further(further := state.get("metrics", {}))
+        contents = checked_contents(state, self._identity(), self._found.whole.names)
+        self._metrics.check_further(contents["metrics"])
         with self._delivery.alone():
             self._ends.catch_up()
             self._delivery.receive_all()  # windows still on their way belong to the time before
-            self._metrics.load_state_dict(state["averages"], further)
-            self._loop.restore(self._tracker.gone_groups, state.get("frozen", ()))
-            self._log.load_state_dict(state["run"])
-            # States from before windows were left out lack these two.
-            self._ends.n_windows = state.get("windows", state["run"]["window"])
-            self._arrivals.n_covered = state.get("covered")
-            if "pace" in state:
-                self._pacing.pace.load_state_dict(state["pace"])
+            self._metrics.load_state_dict(contents["averages"], contents["metrics"])
+            self._loop.restore(contents["frozen"])
+            self._log.load_state_dict(contents["run"])
+            self._ends.n_windows = contents["windows"]
+            self._arrivals.n_covered = contents["covered"]
+            self._pacing.pace.load_state_dict(contents["pace"])
 
     def _write_rest(self) -> None:
         """Write a reading of the windows since the last one, as far as their numbers are on the host.

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from sonde.batch_size.stats.filter import Level
-from sonde.batch_size.stats.level import WindowsOfRun
 from sonde.batch_size.stats.noise_scale import WindowEstimate
 from sonde.batch_size.stats.solved_window import SolvedWindow
+from sonde.batch_size.stats.windows_of_run import WindowsOfRun
 from sonde.runs.windows import WindowReading
 
 

@@ -10,7 +10,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from sonde.batch_size.stats.drift import doubling_windows
 from sonde.batch_size.stats.reading import GroupReading
 from sonde.probe import ReportSection
 from sonde.runs.policy_reading import PolicyReading, PromptEffect
@@ -109,11 +108,6 @@ class Reading:
     def high(self) -> float | None:
         """Upper end of the interval of B_simple: infinite for a lower bound, None when unresolved."""
         return math.inf if self.status == "lower_bound" else self.metrics.get("gns/b_simple_high")
-
-    @property
-    def doubling_windows(self) -> float | None:
-        """Windows in which B_simple doubles, negative where it halves; None where that is not known."""
-        return doubling_windows(self.metrics.get("gns/drift"), self.metrics.get("gns/drift_error"))
 
 
 @dataclass(frozen=True)

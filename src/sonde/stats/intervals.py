@@ -33,6 +33,14 @@ class RatioInterval:
     reason: str = ""
 
 
+def unresolved(reason: str) -> RatioInterval:
+    """Nothing is known of a ratio, for a reason."""
+    return RatioInterval("unresolved", None, None, reason)
+
+
+TOO_FEW_WINDOWS = unresolved("too few windows for an interval: measure more")
+
+
 def fieller_interval(
     numerator: float,
     denominator: float,
@@ -91,7 +99,7 @@ def fieller_interval(
     numerator_resolved, denominator_resolved = c > 0, a > 0
 
     if denominator_resolved and denominator < 0:
-        return RatioInterval("unresolved", None, None, "the denominator is negative beyond its error")
+        return unresolved("the denominator is negative beyond its error")
     if denominator_resolved:
         root = math.sqrt(max(discriminant, 0.0))
         low, high = max((b - root) / a, 0.0), max((b + root) / a, 0.0)
@@ -99,20 +107,13 @@ def fieller_interval(
             return RatioInterval("upper_bound", 0.0, high, "the numerator cannot yet be distinguished from 0")
         return RatioInterval("resolved", low, high)
     if not numerator_resolved:
-        return RatioInterval(
-            "unresolved",
-            None,
-            None,
-            "neither numerator nor denominator can yet be distinguished from 0: measure more windows",
-        )
+        return unresolved("neither numerator nor denominator can yet be distinguished from 0: measure more windows")
     # a ≤ 0 < c: one root on each side of 0, and every ratio beyond the positive one is accepted.
     # 2c/(b + √…) is that root written so that a = 0 needs no case of its own.
     scale = b + math.sqrt(discriminant)
     low = c / scale if scale > 0 else math.inf
     if not math.isfinite(low):
-        return RatioInterval(
-            "unresolved", None, None, "the denominator is negative as far as it is known: measure more windows"
-        )
+        return unresolved("the denominator is negative as far as it is known: measure more windows")
     reason = "the denominator cannot yet be distinguished from 0: measure more windows"
     return RatioInterval("lower_bound", low, math.inf, reason)
 

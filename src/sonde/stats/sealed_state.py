@@ -28,21 +28,21 @@ def sealed(contents: Mapping[str, Any]) -> dict[str, Any]:
     return {"version": VERSION, "json": json.dumps(contents)}
 
 
-def unsealed(label: str, state: Any, *, older: Sequence[int] = ()) -> dict[str, Any]:
+def unsealed(label: str, state: Any) -> dict[str, Any]:
     """The contents of a state from a checkpoint.
 
     Args:
         label: of the state, for messages.
         state: the result of `sealed`.
-        older: versions that the caller reads itself, for messages.
 
     Raises:
         ValueError: when the state is of another version, has unknown or missing keys, or its text is damaged.
     """
     version = state.get("version") if isinstance(state, Mapping) else state
     if not isinstance(state, Mapping) or version != VERSION:
-        known = f"version {VERSION}" if not older else f"versions {', '.join(map(str, older))} and {VERSION}"
-        raise ValueError(f"{label} has version {version!r:.60}, but this sonde reads {known}: start without the state")
+        raise ValueError(
+            f"{label} has version {version!r:.60}, but this sonde reads version {VERSION}: start without the state"
+        )
     check_keys(label, state, {"version", "json"})
     try:
         contents = json.loads(state["json"])

@@ -70,6 +70,14 @@ def test_all_windows_are_advised_where_nothing_can_be_computed() -> None:
     assert advice("lower_bound", 3.0, every=16.0) == "measure every window (every=1)"
 
 
+def test_nothing_is_computed_from_the_first_steps() -> None:
+    """Runs of 30 steps would be told 43, 70 or 88 more."""
+    for status in ("resolved", "lower_bound"):
+        assert advice(status, 0.5, n_steps=99) == advice("lower_bound", None)
+        assert advice(status, 0.5, n_steps=100).startswith("train about ")
+    assert advice("lower_bound", 0.5, n_steps=30, every=4.0) == "measure every window (every=1)"
+
+
 @pytest.mark.parametrize("log_error", [0.5, 0.6, 0.89])
 def test_more_training_is_enough(log_error: float) -> None:
     """The variance is in proportion to one over the steps, as what counts as now grows with the run."""

@@ -36,7 +36,7 @@ def solved(trace_cov: float, grad_sq: float, *, between: float = 1.0, difference
 def averages_of_some_windows() -> NoiseScaleAverages:
     averages = NoiseScaleAverages(["a", "b"], memory=10.0)
     for number, (trace_cov, grad_sq) in enumerate(((30.0, 14.0), (34.0, 18.0), (31.0, 17.0)), 1):
-        averages.see(number)
+        averages.n_seen = number
         averages.see_units(8)
         averages.add(solved(trace_cov, grad_sq), SOUND)
     averages.see_units(8)
@@ -51,7 +51,7 @@ def test_averages_by_hand() -> None:
     averages.see_units(16)
     assert averages.units_per_window == pytest.approx((0.9 * 8 + 16) / 1.9)  # the decay is 1 − 1/memory
     for trace_cov, grad_sq in ((30.0, 14.0), (34.0, 18.0)):
-        averages.see(averages.n_seen + 1)
+        averages.n_seen += 1
         averages.add(solved(trace_cov, grad_sq), SOUND)
     recent = averages.run.recent()
     assert recent is not None
@@ -90,7 +90,7 @@ def test_the_state_round_trips_through_json() -> None:
     assert restored.state_dict() == averages.state_dict()
     assert restored.changed.doubt() == averages.changed.doubt() is not None
     for each in (averages, restored):  # and both go on alike
-        each.see(5)
+        each.n_seen = 5
         each.see_units(16)
         each.add(solved(40.0, 10.0), SOUND)
     assert restored.state_dict() == averages.state_dict()

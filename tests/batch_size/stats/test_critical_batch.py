@@ -67,6 +67,7 @@ def test_a_verdict_names_all_that_the_interval_allows(
     assert "run like this one" not in got.headline + got.detail
     decided = kind in ("too_small", "about_right", "too_large")
     assert ("Measure more." in got.detail) == (not decided)
+    assert got.advice == ("" if decided else "measure more")
     assert "0.1 to 20 times B_simple" in got.detail  # no factor of our own for the proxy
 
 
@@ -151,32 +152,22 @@ def test_either_alone_is_enough() -> None:
     ],
 )
 def test_there_is_no_verdict_in_the_first_steps_and_in_warm_up(early: dict[str, Any], reason: str) -> None:
-    facts = {"of_run": known(80.0, 120.0), "doubling_windows": 5.0}
-    got = verdict(32, known(110.0, 207.0), **facts, **early)
+    facts = {"of_run": known(80.0, 120.0)}
+    got = verdict(32, known(110.0, 207.0), **facts, **early, advice="train about 8 more steps")
     assert (got.kind, got.kind_now, got.in_short) == ("unknown", "unknown", "")
     assert got.headline == "No verdict yet on the batch of 32 images."
     assert reason in got.detail[:1].lower() + got.detail[1:]
+    assert "Train about" not in got.detail  # more steps than that are needed
+    assert got.advice == ""
     assert not any(word in got.detail for word in ("small", "large", "twice"))
     assert verdict(32, known(110.0, 207.0), **facts, n_steps=100).kind == "too_small"
-
-
-def test_a_verdict_says_where_the_noise_scale_is_going() -> None:
-    at_400 = Estimate(400.0, 390.0, 410.0)
-    grows = verdict(400, at_400, doubling_windows=60.0).detail
-    assert "doubles every 60 windows: if this goes on, the batch becomes small in about 60 windows" in grows
-    assert (
-        "halves every 30 windows: if this goes on, the batch becomes large in about 30 windows"
-        in verdict(400, at_400, doubling_windows=-30.0).detail
-    )
-    already = verdict(100, at_400, doubling_windows=60.0).detail
-    assert "doubles every 60 windows." in already
-    assert "becomes" not in already
 
 
 def test_no_verdict_without_data() -> None:
     nothing = verdict(32, Estimate(), reason="no window has ended yet")
     assert nothing.kind == "unknown"
     assert nothing.detail == "No window has ended yet."
+    assert verdict(32, Estimate(), reason="few data", advice="measure more").advice == "measure more"
 
 
 def test_no_noise_is_no_verdict() -> None:

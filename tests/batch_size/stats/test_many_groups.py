@@ -34,7 +34,7 @@ def windows(n: int, n_groups: int) -> list[SolvedWindow]:
 def averaged(of: list[SolvedWindow], n_groups: int) -> NoiseScaleAverages:
     averages = NoiseScaleAverages([f"g{i}" for i in range(n_groups)])
     for number, window in enumerate(of, start=1):
-        averages.see(number)
+        averages.n_seen = number
         averages.add(window, ScaleReading(1.0, 0.0, "scaled"))
     return averages
 
@@ -66,7 +66,7 @@ def test_the_state_of_many_groups_goes_on_alike() -> None:
     second = averaged([], 300)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for number, window in enumerate(of_all[40:], start=41):
-        second.see(number)
+        second.n_seen = number
         second.add(window, ScaleReading(1.0, 0.0, "scaled"))
     assert second.state_dict() == whole.state_dict()
 

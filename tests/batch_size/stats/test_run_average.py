@@ -34,6 +34,11 @@ def exact(path: Callable[[int], float]) -> float:
     return sum(trace_cov / size for size in sizes) / sum(y / size for y, size in zip(grad_sq, sizes, strict=True))
 
 
+def average(blocks: Sequence[Block]) -> tuple[float | None, RatioInterval]:
+    level = average_of_run(blocks)
+    return level.b_simple, level.interval
+
+
 def averages(
     path: Callable[[int], float], ends: Sequence[int], *, n_runs: int, seed: int
 ) -> list[tuple[float | None, RatioInterval]]:
@@ -41,7 +46,7 @@ def averages(
     for end, runs in zip(ends, gaussian_windows([path(t) for t in ends], n_runs=n_runs, seed=seed), strict=True):
         blocks.add(end, runs, 1 / BATCH)
     return [
-        average_of_run(
+        average(
             [replace(b, sizes=b.sizes[i, None], means=b.means[i, None], scatter=b.scatter[i, None]) for b in blocks.all]
         )
         for i in range(n_runs)
@@ -57,7 +62,7 @@ def test_two_blocks_by_hand() -> None:
     """100 steps, all measured, then 300 of which 10 were: three quarters of the weight are the second's."""
     first = block(100, 100, (8.0, 2.0), (1.0, 0.04), 100)
     second = block(400, 300, (16.0, 1.0), (4.0, 0.09), 10)
-    b_simple, interval = average_of_run([first, second])
+    b_simple, interval = average([first, second])
     assert b_simple == pytest.approx((0.25 * 8 + 0.75 * 16) / (0.25 * 2 + 0.75 * 1))
     var_y = [0.25**2 * 0.04 / 100, 0.75**2 * 0.09 / 10]
     freedom = sum(var_y) ** 2 / (var_y[0] ** 2 / 99 + var_y[1] ** 2 / 9)  # Satterthwaite's
@@ -102,8 +107,8 @@ def test_a_plain_mean_of_windows_would_be_wrong() -> None:
     with of_windows.applied():
         from sonde.batch_size.stats import run_average
 
-        wrong = run_average.average_of_run(blocks_of_one_run())[0]
-    right, interval = average_of_run(blocks_of_one_run())
+        wrong = run_average.average_of_run(blocks_of_one_run()).b_simple
+    right, interval = average(blocks_of_one_run())
     truth = exact(PATHS["grows from almost 0"])
     assert right is not None
     assert interval.low is not None
@@ -129,8 +134,8 @@ def test_large_gradients_weigh_no_more_than_small_ones() -> None:
     for end, window in zip(ends, windows, strict=True):
         plain.add(end, window, 1 / BATCH)
         scaled.add(end, window * (1e4 if end <= plain_end(plain) else 1.0), 1 / BATCH)
-    expected, interval = average_of_run(plain.all)
-    got, other = average_of_run(scaled.all)
+    expected, interval = average(plain.all)
+    got, other = average(scaled.all)
     assert got == pytest.approx(expected, rel=1e-9)
     assert (other.low, other.high) == pytest.approx((interval.low, interval.high), rel=1e-9)
 
@@ -143,7 +148,7 @@ def plain_end(blocks: Blocks) -> int:
 def test_too_few_windows_give_a_reason() -> None:
     one = Block(1, 1, 1, torch.ones(1), torch.ones(1, 2, dtype=torch.float64), torch.zeros(1, 2, 2).double())
     for blocks in ([], [one], [block(3, 3, (8.0, 2.0), (1.0, 0.04), 3)]):
-        b_simple, interval = average_of_run(blocks)
+        b_simple, interval = average(blocks)
         assert b_simple is None
         assert (interval.status, interval.low) == ("unresolved", None)
         assert interval.reason == "too few windows for an interval: measure more"
@@ -152,7 +157,7 @@ def test_too_few_windows_give_a_reason() -> None:
 
 
 def test_a_signal_that_is_not_known_gives_a_bound() -> None:
-    b_simple, interval = average_of_run([block(50, 50, (8.0, 0.1), (1.0, 4.0), 50)])
+    b_simple, interval = average([block(50, 50, (8.0, 0.1), (1.0, 4.0), 50)])
     assert b_simple is None
     assert interval.status == "lower_bound"
     assert interval.low is not None

@@ -69,8 +69,6 @@ def reading_record(
     window = log_every * (i + 1)
     metrics = {
         **_interval("gns/b_simple", status, true, width),
-        "gns/drift": math.log(50) / (n * log_every) if status == "resolved" else None,
-        "gns/drift_error": 1e-4 if status == "resolved" else None,
         **_interval("gns/b_simple_average", of_average, 4 * 50 ** (done / 2), 0.1),
         "gns/grad_sq": signal,
         "gns/trace_cov": noise,

@@ -26,7 +26,7 @@ class Measurement:
     """The noise scale of a model at fixed weights.
 
     Attributes:
-        reading: the noise scale of the whole model and of each group, averaged over all windows. It has no drift.
+        reading: the noise scale of the whole model and of each group, averaged over all windows.
         ended: why the measurement ended; None while it goes on.
         until: the precision that was asked for.
         n_units: units measured, on all ranks.

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 
-_WELL_KNOWN = 0.2 / 1.96
+from sonde.batch_size.stats.critical_batch import FEWEST_STEPS
+
+WELL_KNOWN = 0.2 / 1.96
 """Standard error of log B_simple at ± 20 %."""
-_BARELY_KNOWN = 0.45
+BARELY_KNOWN = 0.45
 """Standard error of log B_simple at which |G|² or tr Σ can just be distinguished from 0: about 1 over Student's t."""
 _WIDE = 0.25
 """Standard error of log B_simple at about ± 50 %: a two-sided interval that is wider deserves advice."""
-_GUESSED = 1.5
+GUESSED = 1.5
 """Standard error of log B_simple beyond which first order says nothing, and a remedy ten times too large or too small
 would be computed."""
 _MOST_LONGER = 4.0
@@ -27,9 +29,9 @@ def windows_needed(log_error: float | None, n_windows: int) -> int | None:
     Returns:
         The number, 0 when it is reached; None when it is not known.
     """
-    if log_error is None or log_error > _GUESSED or not n_windows:
+    if log_error is None or log_error > GUESSED or not n_windows:
         return None
-    return max(math.ceil(n_windows * ((log_error / _WELL_KNOWN) ** 2 - 1) - 1e-9), 0)
+    return max(math.ceil(n_windows * ((log_error / WELL_KNOWN) ** 2 - 1) - 1e-9), 0)
 
 
 def advise(
@@ -56,9 +58,10 @@ def advise(
     """
     if not n_steps or (status == "resolved" and (log_error is None or log_error <= _WIDE)):
         return ""
-    target = _WIDE if status == "resolved" else _BARELY_KNOWN
-    # Of windows. Below 1.5, a remedy would change little.
-    factor = None if log_error is None or log_error > _GUESSED else max((log_error / target) ** 2, 1.5)
+    target = _WIDE if status == "resolved" else BARELY_KNOWN
+    factor = None  # of windows
+    if log_error is not None and log_error <= GUESSED and n_steps >= FEWEST_STEPS:
+        factor = max((log_error / target) ** 2, 1.5)  # below 1.5, a remedy would change little
     if every > 1.5:
         denser = 1 if factor is None else int(every / factor)
         if denser <= 1:

@@ -8,13 +8,13 @@ from typing import Any
 
 from sonde.batch_size.stats.changed_gradients import ChangedGradients
 from sonde.batch_size.stats.example_order import ExampleWatch
-from sonde.batch_size.stats.level import WindowsOfRun
 from sonde.batch_size.stats.neighbours import NeighbourWatch
 from sonde.batch_size.stats.noise_scale import RunningNoiseScale
 from sonde.batch_size.stats.repeats import RepeatWatch
 from sonde.batch_size.stats.scale_witness import ScaleReading
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.window_row import Drop
+from sonde.batch_size.stats.windows_of_run import WindowsOfRun
 from sonde.stats.state import check_count, check_keys, check_number
 
 _SAME = 1e-9
@@ -41,7 +41,7 @@ class NoiseScaleAverages:
         self.windows = 0
         """Windows that were averaged."""
         self.n_seen = 0
-        """The number of the last measured window, used or dropped."""
+        """The number of the last measured window in training, used or dropped."""
         self.within_between = RunningNoiseScale(memory)
         """tr Σ within ranks (as its trace) and between ranks (as its signal): the ratio is the consistency."""
         self.changed = ChangedGradients(self._decay)
@@ -59,14 +59,6 @@ class NoiseScaleAverages:
         self.scale_residual: float | None = None
         self._units = self._units_weight = 0.0
         self._squares = self._differences = 0.0
-
-    def see(self, number: int) -> None:
-        """Note a measured window, whether it is used or dropped.
-
-        Args:
-            number: of the window in training.
-        """
-        self.n_seen = number
 
     def see_units(self, n_units: float, further_units: Sequence[float] = ()) -> None:
         """Average the units of a window, whether the window is used or dropped."""

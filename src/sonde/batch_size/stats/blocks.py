@@ -65,7 +65,7 @@ class Blocks:
         self._end = 0
         self._n = 0
         """Windows since the last complete block. No window is kept: a block of a long run may have many thousands."""
-        self._means = self._scatter = _tensor([])
+        self._means = self._scatter = on_host([])
         """Their mean tr Σ, |G|² and |F|², [series, 3], and sums of products of deviations, [series, 2, 2]."""
 
     def add(self, end: int, estimates: Tensor, v: float) -> Block | None:
@@ -138,11 +138,12 @@ class Blocks:
             ValueError: when keys are unknown or missing.
         """
         check_keys("blocks of the state", state, set(self.state_dict()))
-        self.complete = [Block(*block[:3], *map(_tensor, block[3:])) for block in state["complete"]]
+        self.complete = [Block(*block[:3], *map(on_host, block[3:])) for block in state["complete"]]
         self._end, self.n_windows = state["end"], state["n_windows"]
         self._n, *sums = state["unfinished"]
-        self._means, self._scatter = map(_tensor, sums)
+        self._means, self._scatter = map(on_host, sums)
 
 
-def _tensor(numbers: Sequence[Any]) -> Tensor:
+def on_host(numbers: Sequence[Any]) -> Tensor:
+    """Numbers in float64 on the CPU, whatever torch's defaults are."""
     return torch.tensor(numbers, dtype=torch.float64, device="cpu")

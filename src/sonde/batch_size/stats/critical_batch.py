@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from sonde.batch_size.stats.drift import drift_in_words
 from sonde.wording import interval, number
 
 ABOUT_RIGHT = 2.0
@@ -74,12 +73,12 @@ class Estimate:
     """A noise scale, as far as it is known.
 
     Attributes:
-        value: in units; None unless both ends of its interval are known.
+        b_simple: in units; None unless both ends of its interval are known.
         low: lower end of its interval, 0 for an upper bound; None when nothing is known.
         high: upper end, infinite for a lower bound; None when nothing is known.
     """
 
-    value: float | None = None
+    b_simple: float | None = None
     low: float | None = None
     high: float | None = None
 
@@ -90,8 +89,8 @@ class Estimate:
 
     def in_words(self, unit: str) -> str:
         """With its unit, such as "38.1 sequences [31.2 – 46.9]" or "more than 120 sequences"."""
-        if self.value is not None:
-            return f"{number(self.value)} {unit} [{number(self.low)} – {number(self.high)}]"
+        if self.b_simple is not None:
+            return f"{number(self.b_simple)} {unit} [{number(self.low)} – {number(self.high)}]"
         return f"{interval(self.low, self.high)} {unit}"
 
 
@@ -106,6 +105,7 @@ class Verdict:
         headline: one sentence for each.
         detail: the consequences, with numbers, what to do next, and the assumption behind them.
         in_short: "the batch is about right" or the like; empty where there is no verdict.
+        advice: what would decide the verdict; empty where it is decided, or where it is too early for one.
     """
 
     kind: Kind
@@ -113,6 +113,7 @@ class Verdict:
     detail: str
     in_short: str = ""
     kind_now: Kind = "unknown"
+    advice: str = ""
 
 
 _WORDS: dict[Kind, str] = {
@@ -134,7 +135,6 @@ def judge_batch(
     n_steps: int | None = None,
     warms_up: bool = False,
     reason: str = "",
-    doubling_windows: float | None = None,
     advice: str = "",
 ) -> Verdict:
     """Judge a batch size by the noise scale of the run so far, and by the noise scale now.
@@ -147,7 +147,6 @@ def judge_batch(
         n_steps: steps of training so far; None at fixed weights.
         warms_up: whether the learning rate is still rising.
         reason: why the noise scale now is not resolved.
-        doubling_windows: windows in which it doubles, negative where it halves; None where that is not known.
         advice: what would make it known better.
 
     Returns:
@@ -160,9 +159,11 @@ def judge_batch(
     """
     size = f"{number(batch, 4)} {unit}"
     of_run = of_run if of_run is not None and of_run.is_known else None
-    early = _too_early(n_steps, warms_up=warms_up)
-    if early or not (now.is_known or of_run):
-        return Verdict("unknown", f"No verdict yet on the batch of {size}.", _sentences(early or reason, advice))
+    if early := _too_early(n_steps, warms_up=warms_up):
+        return Verdict("unknown", f"No verdict yet on the batch of {size}.", _sentences(early))
+    if not (now.is_known or of_run):
+        detail = _sentences(reason, advice)
+        return Verdict("unknown", f"No verdict yet on the batch of {size}.", detail, advice=advice)
     if now.high == 0:
         return Verdict(
             "unknown",
@@ -192,8 +193,7 @@ def judge_batch(
             costs += f". From here on, {_trade_off(batch, now, kind_now, unit)}"
     if kind_now in ("too_small", "about_right", "too_large"):
         advice = ""  # the interval is narrow enough to decide
-    outlook = _outlook(batch, now.value, doubling_windows)
-    return Verdict(kind, headline, _sentences(costs, outlook, reason, advice, _PROXY), in_short, kind_now)
+    return Verdict(kind, headline, _sentences(costs, reason, advice, _PROXY), in_short, kind_now, advice)
 
 
 def _too_early(n_steps: int | None, *, warms_up: bool) -> str:
@@ -225,12 +225,12 @@ def _trade_off(batch: float, known: Estimate, kind: Kind, unit: str) -> str:
     smaller = kind in ("too_large", "about_right_or_too_large")
     other = batch / 2 if smaller else batch * 2
     name = "half the batch" if smaller else "twice the batch"
-    if known.value is not None and kind in ("too_small", "too_large"):
-        other = float(f"{known.value:.2g}")
+    if known.b_simple is not None and kind in ("too_small", "too_large"):
+        other = float(f"{known.b_simple:.2g}")
         name = f"a batch of {number(other)} {unit}"
     ends = [relative_steps(other, batch, end) for end in (known.low or 0.0, known.high or math.inf)]
     steps, units = sorted(ends), sorted(end * other / batch for end in ends)
-    if known.value is None:
+    if known.b_simple is None:
         # One end of the interval is not known, so one end of each cost is not either.
         most, what = (max(units), unit) if smaller else (max(steps), "steps")
         return f"{name} would need at most {100 * most:.0f} % of the {what}"
@@ -247,22 +247,6 @@ def _part(ends: list[float]) -> str:
     low, high = (number(end, 2) if ends[1] > 1 else f"{100 * end:.0f}" for end in ends)
     known = low if low == high else f"{low} to {high}"
     return f"{known} times" if ends[1] > 1 else f"{known} % of"
-
-
-def _outlook(batch: float, b_simple: float | None, doubling_windows: float | None) -> str:
-    """Where the noise scale is going, and when the verdict changes if that goes on."""
-    moves = drift_in_words(doubling_windows)
-    if not moves or doubling_windows is None or b_simple is None:
-        return ""
-    limit = batch * ABOUT_RIGHT if doubling_windows > 0 else batch / ABOUT_RIGHT
-    doublings = math.log2(limit / b_simple)
-    if doublings * doubling_windows <= 0:
-        return f"The noise scale {moves}"
-    becomes, windows = "small" if doubling_windows > 0 else "large", number(doublings * doubling_windows, 2)
-    return (
-        f"The noise scale {moves}: if this goes on, the batch becomes {becomes} in about "
-        f"{windows} {'window' if windows == '1' else 'windows'}"
-    )
 
 
 def _sentences(*parts: str) -> str:

@@ -13,7 +13,8 @@ likelihood.
 The state is a density over log B. Training resembles itself in log time: B grows about like a power of the steps, and
 what 100 steps change after 1,000 steps takes 1,000 steps after 10,000. So between blocks the density drifts by `DRIFTS`
 and spreads by `SPREADS`, and a small part of it begins anew far away, since a learning rate or data may change at once.
-There is no horizon, and nothing to forget: blocks before lose their weight as the density spreads.
+There is no horizon, and nothing to forget: blocks before lose their weight as the density spreads. The drifts serve the
+level alone: three of them are no measurement of how fast B moves.
 
 One window cannot own the estimate: it widens the scatter of its own block, which then says little.
 
@@ -33,8 +34,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sonde.batch_size.stats.blocks import Block
-from sonde.stats.intervals import RatioInterval
+from sonde.batch_size.stats.blocks import Block, on_host
+from sonde.stats.intervals import TOO_FEW_WINDOWS, RatioInterval, unresolved
 
 DRIFTS = (-1.0, 0.0, 1.0)
 """Change of log B per unit of log time: B falls like 1/t, stays, or grows like t."""
@@ -67,21 +68,17 @@ _OUTSIDE = math.exp(-(_NORMAL**2) / 2)
 
 @dataclass(frozen=True)
 class Level:
-    """The noise scale now, of one series.
+    """The noise scale of one series, now or on average.
 
     Attributes:
         interval: of B_simple, in units.
-        b_simple: the median within the interval, in units; None unless resolved.
-        log_error: standard error of log B_simple; None unless resolved.
-        drift: change of log B_simple per unit of log time; None unless resolved.
-        drift_error: its standard error.
+        b_simple: in units, now the median within the interval; None unless resolved.
+        log_error: standard error of log B_simple; None where it is not known.
     """
 
     interval: RatioInterval
     b_simple: float | None = None
     log_error: float | None = None
-    drift: float | None = None
-    drift_error: float | None = None
 
 
 class NoiseScaleFilter:
@@ -95,7 +92,7 @@ class NoiseScaleFilter:
     def __init__(self, n_series: int, batch: float) -> None:
         log_b = torch.linspace(_LOWEST, _HIGHEST, _N_GRID, dtype=torch.float64, device="cpu") + math.log(batch)
         self._log_b, self._b = log_b, log_b.exp()
-        self._prior = torch.outer(_tensor(_DRIFT_WEIGHTS), _tensor(_SPREAD_WEIGHTS))[:, :, None]
+        self._prior = torch.outer(on_host(_DRIFT_WEIGHTS), on_host(_SPREAD_WEIGHTS))[:, :, None]
         self._density = (self._prior / _N_GRID).repeat(n_series, 1, 1, _N_GRID)
         """[series, drifts, spreads, grid], of sum 1 for each series."""
         self._scatter = torch.zeros(n_series, 2, 2, dtype=torch.float64, device="cpu")
@@ -116,13 +113,11 @@ class NoiseScaleFilter:
         """
         freedom = self._freedom if unfinished is None else self._scatter_with(unfinished)[1]
         if freedom < _FEWEST:
-            few = RatioInterval("unresolved", None, None, "too few windows for an interval: measure more")
-            return [Level(few)] * (len(self._density) if n_series is None else n_series)
+            return [Level(TOO_FEW_WINDOWS)] * (len(self._density) if n_series is None else n_series)
         density = self._density[:n_series] if unfinished is None else self._with(unfinished, n_series)
         # Lists, since a few hundred numbers take longer as tensors.
-        over_b, over_drifts = density.sum((1, 2)).tolist(), density.sum((2, 3)).tolist()
         lowest = float(self._log_b[0])
-        return [_level(lowest, *each) for each in zip(over_b, over_drifts, strict=True)]
+        return [_level(lowest, over_b) for over_b in density.sum((1, 2)).tolist()]
 
     def _with(self, block: Block, n_series: int | None = None) -> Tensor:
         # The means of a block speak of its middle. Taken for its end, they would lag by half a block.
@@ -153,10 +148,10 @@ class NoiseScaleFilter:
 
 def _moved(density: Tensor, prior: Tensor, time: float) -> Tensor:
     """The density after some log time in which nothing was measured; [series, drifts, spreads, grid]."""
-    moved = _spread(_shifted(density, _tensor(DRIFTS) * (time / _STEP)), _tensor(SPREADS) * math.sqrt(time))
+    moved = _spread(_shifted(density, on_host(DRIFTS) * (time / _STEP)), on_host(SPREADS) * math.sqrt(time))
     total = moved.sum((1, 2), keepdim=True)
     stays, jumps = math.exp(-time / _PERSISTENCE), -math.expm1(-time / _BETWEEN_JUMPS)
-    far = (1 - _ANYWHERE) * _spread(total, _tensor((_JUMP,))) + _ANYWHERE * total.mean(-1, keepdim=True)
+    far = (1 - _ANYWHERE) * _spread(total, on_host((_JUMP,))) + _ANYWHERE * total.mean(-1, keepdim=True)
     anew = (1 - jumps) * (1 - stays) * total + jumps * far
     return (1 - jumps) * stays * moved + prior * anew
 
@@ -181,13 +176,12 @@ def _spread(density: Tensor, deviations: Tensor) -> Tensor:
     return F.conv1d(rows, kernels, groups=n).view(density.shape)
 
 
-def _level(lowest: float, density: Sequence[float], of_drifts: Sequence[float]) -> Level:
+def _level(lowest: float, density: Sequence[float]) -> Level:
     """Read one series.
 
     Args:
         lowest: log B at the beginning of the grid.
         density: over log B, [grid].
-        of_drifts: the probability of each drift, [drifts].
     """
     limit = max(density) * _OUTSIDE
     inside = [i for i, p in enumerate(density) if p >= limit]
@@ -197,14 +191,10 @@ def _level(lowest: float, density: Sequence[float], of_drifts: Sequence[float]) 
     interval = _interval(*ends)
     if low is None or high is None:
         return Level(interval)
-    drift = math.fsum(p * a for p, a in zip(of_drifts, DRIFTS, strict=True))
-    drift_sq = math.fsum(p * a * a for p, a in zip(of_drifts, DRIFTS, strict=True))
     return Level(
         interval,
         b_simple=math.exp(lowest + _STEP * min(max(_median(density, inside), low), high)),
         log_error=_STEP * (high - low) / (2 * _NORMAL),
-        drift=drift,
-        drift_error=math.sqrt(max(drift_sq - drift * drift, 0.0)),
     )
 
 
@@ -232,9 +222,4 @@ def _interval(low: float | None, high: float | None) -> RatioInterval:
         return RatioInterval("lower_bound", low, math.inf, "|G|² cannot yet be distinguished from 0")
     if high is not None:
         return RatioInterval("upper_bound", 0.0, high, "the noise tr Σ cannot yet be distinguished from 0")
-    why = "neither the noise tr Σ nor |G|² can yet be distinguished from 0"
-    return RatioInterval("unresolved", None, None, why)
-
-
-def _tensor(numbers: tuple[float, ...]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    return unresolved("neither the noise tr Σ nor |G|² can yet be distinguished from 0")

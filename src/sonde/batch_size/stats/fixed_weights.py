@@ -22,29 +22,29 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from sonde.batch_size.stats.advice import BARELY_KNOWN, GUESSED, WELL_KNOWN
 from sonde.batch_size.stats.averages import NoiseScaleAverages
+from sonde.batch_size.stats.blocks import on_host
+from sonde.batch_size.stats.filter import Level
 from sonde.batch_size.stats.group_estimates import estimates_table
-from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading, RunAverage
+from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading
 from sonde.batch_size.stats.solved_window import SolvedWindow
-from sonde.batch_size.stats.summary import doubts_of
-from sonde.stats.intervals import LEVEL, RatioInterval, fieller_interval
+from sonde.batch_size.stats.summary import (
+    Series,
+    doubts_of,
+    estimate_of,
+    group_reading,
+    make_reading,
+)
+from sonde.stats.intervals import TOO_FEW_WINDOWS, fieller_interval, unresolved
 from sonde.wording import number
 
 _MIN_WINDOWS = 4
 """Fewest windows that give an interval."""
-_NORMAL = 1.96
-"""Standard errors in half of a 95 % interval, for a forecast of how many units are needed."""
-_WELL_KNOWN = 0.2 / _NORMAL
-"""Standard error of log B_simple at ± 20 %."""
-_BARELY_KNOWN = 0.45
-"""Standard error of log B_simple at which |G|² or tr Σ can just be distinguished from 0."""
-_GUESSED = 1.5
-"""Standard error of log B_simple beyond which first order says nothing."""
 
 
 def window_lengths(n_ranks: int, *, longest: float = math.inf) -> Iterator[int]:
@@ -64,23 +64,6 @@ def window_lengths(n_ranks: int, *, longest: float = math.inf) -> Iterator[int]:
     """
     for n in itertools.count(1):
         yield int(min(-(-2 * n // n_ranks), longest))
-
-
-@dataclass(frozen=True)
-class _Average:
-    """The averages of one series, and what follows from them.
-
-    Attributes:
-        trace_cov: tr Σ.
-        grad_sq: |G|².
-        interval: of their ratio.
-        log_error: standard error of the log of their ratio, to first order; None where one of them is not positive.
-    """
-
-    trace_cov: float
-    grad_sq: float
-    interval: RatioInterval
-    log_error: float | None
 
 
 class FixedWeights:
@@ -113,9 +96,9 @@ class FixedWeights:
         """Windows so far."""
         return len(self._units)
 
-    def total(self, level: float = LEVEL) -> GroupReading:
+    def total(self) -> GroupReading:
         """The noise scale of the whole model, whatever doubts there are."""
-        return _group_reading(self._averages(0, level, None)[0])
+        return group_reading(*self._series(0)[0])
 
     def reading(self, averages: NoiseScaleAverages, *, unit: str, with_groups: bool = True) -> NoiseScaleReading:
         """The reading of all windows so far.
@@ -123,87 +106,72 @@ class FixedWeights:
         Args:
             averages: of the same windows: what was dropped, and reasons not to trust the numbers.
             unit: plural name of the unit.
-                with_groups: also read each group of parameters.
+            with_groups: also read each group of parameters.
         """
         doubts = doubts_of(averages)
-        doubted = RatioInterval("unresolved", None, None, next(iter(doubts.values()))) if doubts else None
-        total, *of_groups = self._averages(len(averages.run.groups) if with_groups else 0, LEVEL, doubted)
-        own = _group_reading(total)
-        return NoiseScaleReading(
-            b_simple=own.b_simple,
-            low=own.low,
-            high=own.high,
-            status=own.status,
-            reason=_reason(averages, total, doubted),
-            advice="" if doubted else self._advice(total, unit),
-            drift=None,
-            drift_error=None,
-            scatter=None,
-            average=_run_average(own, len(self._units)) if own.grad_sq is not None else None,
-            grad_sq=own.grad_sq,
-            trace_cov=own.trace_cov,
-            units_per_window=self.batch,
-            effective_units=averages.effective_units,
-            u=averages.u,
-            windows=len(self._units),
-            dropped=dict(averages.dropped),
-            windows_needed=self._windows_needed(total),
-            consistency=averages.consistency,
-            doubts=doubts,
-            scale=averages.scale,
-            scale_residual=averages.scale_residual,
+        why = next(iter(doubts.values()), "")
+        series = self._series(len(averages.run.groups) if with_groups else 0)
+        if why:
+            series = [(Level(unresolved(why)), None, None)] * len(series)
+        total, grad_sq, _ = series[0]
+        return make_reading(
+            averages,
+            series,
             unit=unit,
-            groups=dict(zip(averages.run.groups, map(_group_reading, of_groups), strict=True)) if with_groups else {},
+            doubts=doubts,
+            why=why,
+            advice="" if why else self._advice(total, unit),
+            scatter=None,
+            average=None if grad_sq is None else estimate_of(total),
+            units_per_window=self.batch,
+            windows_needed=self._windows_needed(total.log_error),
         )
 
-    def _averages(self, n_groups: int, level: float, doubted: RatioInterval | None) -> list[_Average]:
+    def _series(self, n_groups: int) -> list[Series]:
         """The averages of the total and, after it, of each group."""
-        if doubted or not self._units:
-            why = doubted or RatioInterval("unresolved", None, None, "no window has ended yet")
-            return [_Average(math.nan, math.nan, why, None)] * (1 + n_groups)
-        units = torch.tensor(self._units, dtype=torch.float64, device="cpu")
+        if not self._units:
+            return [(Level(unresolved("no window has ended yet")), None, None)] * (1 + n_groups)
+        units = on_host(self._units)
         table = torch.stack(self._estimates)  # [windows, 2, groups]
         series = [table.sum(2), *(table[:, :, i] for i in range(n_groups))]
-        return [_average(each, units / units.sum(), level) for each in series]
+        return [_average(each, units / units.sum()) for each in series]
 
     def _units_needed(self, log_error: float, target: float) -> float:
         """How many more units until the standard error of log B_simple is `target`."""
         return math.fsum(self._units) * ((log_error / target) ** 2 - 1.0)
 
-    def _advice(self, total: _Average, unit: str) -> str:
+    def _advice(self, total: Level, unit: str) -> str:
         status, error = total.interval.status, total.log_error
-        if not self._units or (status == "resolved" and error is not None and error <= _WELL_KNOWN):
+        if not self._units or (status == "resolved" and error is not None and error <= WELL_KNOWN):
             return ""
-        target = _WELL_KNOWN if status == "resolved" else _BARELY_KNOWN
-        if error is None or error > _GUESSED:
+        target = WELL_KNOWN if status == "resolved" else BARELY_KNOWN
+        if error is None or error > GUESSED:
             what = "tr Σ" if status == "upper_bound" else "|G|²"
             return f"measure more {unit}; how many cannot be computed before {what} is known better"
         needed = self._units_needed(error, target)
         return f"measure about {number(needed, 2)} more {unit}" if needed > 0 else f"measure more {unit}"
 
-    def _windows_needed(self, total: _Average) -> int | None:
+    def _windows_needed(self, log_error: float | None) -> int | None:
         """Windows still needed for ± 20 %. Windows grow, so their number grows as the root of that of units."""
-        if total.log_error is None or total.log_error > _GUESSED:
+        if log_error is None or log_error > GUESSED:
             return None
         n_windows, n_units = len(self._units), math.fsum(self._units)
-        needed = max(self._units_needed(total.log_error, _WELL_KNOWN), 0.0)
+        needed = max(self._units_needed(log_error, WELL_KNOWN), 0.0)
         return math.ceil(n_windows * (math.sqrt(1.0 + needed / n_units) - 1.0) - 1e-9)
 
 
-def _average(windows: Tensor, weights: Tensor, level: float) -> _Average:
+def _average(windows: Tensor, weights: Tensor) -> Series:
     """Average the windows of one series.
 
     Args:
         windows: x_i and y_i; [windows, 2].
         weights: ω_i, which sum to 1; [windows].
-        level: confidence level.
     """
     mean = weights @ windows
     trace_cov, grad_sq = mean.tolist()
     n_effective = float(1.0 / weights.square().sum())
     if len(weights) < _MIN_WINDOWS or n_effective < 2:
-        few = "too few windows for an interval: measure more data"
-        return _Average(trace_cov, grad_sq, RatioInterval("unresolved", None, None, few), None)
+        return Level(TOO_FEW_WINDOWS), grad_sq, trace_cov
     residuals = windows - mean
     scattered = residuals * (weights.square() / (1.0 - weights))[:, None]
     (var_x, covariance), (_, var_y) = (scattered.T @ residuals).tolist()
@@ -214,38 +182,12 @@ def _average(windows: Tensor, weights: Tensor, level: float) -> _Average:
         var_denominator=var_y,
         covariance=covariance,
         n_samples=n_effective,
-        level=level,
     )
-    if trace_cov <= 0 or grad_sq <= 0:
-        return _Average(trace_cov, grad_sq, interval, None)
-    # Delta method: log(x̄/ȳ) changes by dx̄/x̄ − dȳ/ȳ.
-    relative = residuals / mean
-    of_window = relative[:, 0] - relative[:, 1]
-    log_error = math.sqrt(max(float((weights.square() / (1.0 - weights)) @ of_window.square()), 0.0))
-    return _Average(trace_cov, grad_sq, interval, log_error)
-
-
-def _group_reading(average: _Average) -> GroupReading:
-    interval, is_known = average.interval, not math.isnan(average.trace_cov)
-    return GroupReading(
-        status=interval.status,
-        b_simple=average.trace_cov / average.grad_sq if interval.status == "resolved" else None,
-        low=interval.low,
-        high=interval.high,
-        grad_sq=average.grad_sq if is_known else None,
-        trace_cov=average.trace_cov if is_known else None,
-    )
-
-
-def _run_average(own: GroupReading, windows: int) -> RunAverage:
-    return RunAverage(own.b_simple, own.low, own.high, own.status, windows)
-
-
-def _reason(averages: NoiseScaleAverages, total: _Average, doubted: RatioInterval | None) -> str:
-    """Why B_simple is not resolved; empty when it is resolved."""
-    dropped = averages.dropped
-    if doubted or total.interval.status != "unresolved" or averages.windows > sum(dropped.values()):
-        return (doubted or total.interval).reason
-    if dropped:
-        return max(dropped, key=dropped.__getitem__)
-    return total.interval.reason if averages.windows else "no window has ended yet"
+    b_simple = trace_cov / grad_sq if interval.status == "resolved" else None
+    log_error = None
+    if trace_cov > 0 and grad_sq > 0:
+        # Delta method: log(x̄/ȳ) changes by dx̄/x̄ − dȳ/ȳ.
+        relative = residuals / mean
+        of_window = relative[:, 0] - relative[:, 1]
+        log_error = math.sqrt(max(float((weights.square() / (1.0 - weights)) @ of_window.square()), 0.0))
+    return Level(interval, b_simple, log_error), grad_sq, trace_cov

@@ -8,6 +8,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from sonde.batch_size.stats.blocks import on_host
 from sonde.batch_size.stats.noise_scale import PieceSums, WindowEstimate, check_pieces, solve
 
 
@@ -48,7 +49,7 @@ def estimates_table(estimates: Sequence[WindowEstimate]) -> Tensor:
     if isinstance(estimates, GroupEstimates):
         return estimates.table
     pairs = [[estimate.trace_cov for estimate in estimates], [estimate.grad_sq for estimate in estimates]]
-    return torch.tensor(pairs, dtype=torch.float64, device="cpu")
+    return on_host(pairs)
 
 
 def estimate_groups(
@@ -72,5 +73,5 @@ def estimate_groups(
         ValueError: with fewer than 2 pieces, since noise cannot then be told from signal.
     """
     check_pieces(pieces)
-    small, big = torch.tensor([list(sq_norm_over_weight), list(sq_norm_big)], dtype=torch.float64, device="cpu")
+    small, big = on_host([list(sq_norm_over_weight), list(sq_norm_big)])
     return GroupEstimates(torch.stack(solve(pieces, small, big * to_unit, scale)))

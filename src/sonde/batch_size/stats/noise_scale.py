@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from sonde.stats.intervals import RatioInterval, fieller_interval, samples_for_precision
+from sonde.stats.intervals import TOO_FEW_WINDOWS, RatioInterval, fieller_interval, samples_for_precision
 from sonde.stats.state import check_count, check_keys, check_number
 
 T = TypeVar("T", float, Tensor)
@@ -251,7 +251,7 @@ class RunningNoiseScale:
             A `RatioInterval`; with fewer than 2 effective windows it is unresolved.
         """
         if self.effective_windows < 2:
-            return RatioInterval("unresolved", None, None, "too few windows for an interval: measure more")
+            return TOO_FEW_WINDOWS
         return fieller_interval(**self._moments(), level=level)
 
     def windows_needed(self, precision: float = 0.2, level: float = 0.95) -> int | None:

@@ -1,4 +1,4 @@
-"""A reading of the noise scale, for people and programs, and alerts about what looks wrong in it."""
+"""A reading of the noise scale, for people and programs."""
 
 from __future__ import annotations
 
@@ -7,31 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sonde.batch_size.stats.critical_batch import Estimate, Verdict, judge_batch
-from sonde.batch_size.stats.drift import doubling_windows, drift_in_words
-from sonde.batch_size.stats.example_sums import ENOUGH_COVERED, Coverage
+from sonde.batch_size.stats.example_sums import Coverage
 from sonde.stats.intervals import Status
 from sonde.wording import number, plural
-
-
-@dataclass(frozen=True)
-class RunAverage:
-    """The noise scale of the run so far, which a comparison of whole runs at several batch sizes would show.
-
-    It weighs each step by the progress that the step makes (McCandlish et al. 2018, arXiv:1812.06162, appendix D).
-
-    Attributes:
-        b_simple: in units; None unless resolved.
-        low: lower end of its interval; None when unresolved.
-        high: upper end; infinite when only a lower bound is known, None when unresolved.
-        status: as in `NoiseScaleReading`.
-        windows: windows averaged.
-    """
-
-    b_simple: float | None
-    low: float | None
-    high: float | None
-    status: Status
-    windows: int
 
 
 @dataclass(frozen=True)
@@ -85,11 +63,11 @@ class NoiseScaleReading:
         status: "resolved", "lower_bound" (B_simple > low), "upper_bound" (B_simple < high) or "unresolved".
         reason: why B_simple is not resolved; empty when it is resolved.
         advice: what would make it known better; empty when it is known well.
-        drift: change of log(B_simple) per window of training, now; None unless resolved.
-        drift_error: standard error of the drift; None when unknown.
         scatter: standard deviation of log(tr Σ/|G|²) of single windows about the level, to first order: how far single
             steps are from it, at most, since the error of a single window is in it. None unless resolved.
-        average: the noise scale of the run so far; None before the first window.
+        average: the noise scale of the run so far, which a comparison of whole runs at several batch sizes would show.
+            Each step weighs by the progress that it makes (McCandlish et al. 2018, arXiv:1812.06162, appendix D). None
+            before the first window.
         grad_sq: |G|², averaged over about the last half of the run; may be negative. None before the first window.
         trace_cov: tr Σ per unit, likewise. Their ratio lags behind `b_simple` while training moves.
         units_per_window: the batch size: average units in a window; None before the first window. In a measurement at
@@ -120,10 +98,8 @@ class NoiseScaleReading:
     status: Status
     reason: str
     advice: str
-    drift: float | None
-    drift_error: float | None
     scatter: float | None
-    average: RunAverage | None
+    average: Estimate | None
     grad_sq: float | None
     trace_cov: float | None
     units_per_window: float | None
@@ -167,8 +143,6 @@ class NoiseScaleReading:
             "gns/b_simple": self.b_simple,
             "gns/b_simple_low": self.low,
             "gns/b_simple_high": self.high,
-            "gns/drift": self.drift,
-            "gns/drift_error": self.drift_error,
             "gns/scatter": self.scatter,
             "gns/b_simple_average": average.b_simple if average else None,
             "gns/b_simple_average_low": average.low if average else None,
@@ -190,25 +164,18 @@ class NoiseScaleReading:
         return {name: value if value is None or math.isfinite(value) else None for name, value in numbers.items()}
 
     @property
-    def doubling_windows(self) -> float | None:
-        """Windows in which B_simple doubles, negative where it halves; None where its drift may be 0."""
-        return doubling_windows(self.drift, self.drift_error)
-
-    @property
     def verdict(self) -> Verdict | None:
         """A judgement of the batch size; None before the first window. `sonde.judge_batch` judges another batch."""
         if self.units_per_window is None:
             return None
-        average = self.average
         return judge_batch(
             self.units_per_window,
             unit=self.unit,
             now=Estimate(self.b_simple, self.low, self.high),
-            of_run=Estimate(average.b_simple, average.low, average.high) if average and self.n_steps else None,
+            of_run=self.average if self.n_steps else None,
             n_steps=self.n_steps,
             warms_up=self.warms_up,
             reason=self.reason,
-            doubling_windows=self.doubling_windows,
             advice=self.advice,
         )
 
@@ -218,31 +185,19 @@ class NoiseScaleReading:
         dropped = f", {sum(self.dropped.values())} dropped" if self.dropped else ""
         seen = f"{batch}{plural(self.windows, 'window')}{of_these}{dropped}"
         seen += f" ({self.coverage})" if self.coverage is not None else ""
-        judged = f": {self.verdict.in_short}" if self.verdict and self.verdict.in_short else ""
+        verdict = self.verdict
+        judged = f": {verdict.in_short}" if verdict and verdict.in_short else ""
+        advice = verdict.advice if verdict else self.advice
+        judged += f"; {advice}" if advice and self.status != "resolved" else ""
         average = self.average
         if average is not None and average.b_simple is not None and self.n_steps:
             seen = f"{number(average.b_simple)} over the run, {seen}"
         if self.status == "resolved":
-            moves = f", {drift_in_words(self.doubling_windows)}" if self.doubling_windows else ""
             known = f"{number(self.b_simple)} {self.unit} [{number(self.low)} – {number(self.high)}]"
             also = "".join(f" = {number(c.b_simple)} {c.unit}" for c in map(self.in_unit, self.further_units))
-            return f"B_simple {known}{also}{moves}, {seen}{judged}"
+            return f"B_simple {known}{also}, {seen}{judged}"
         if self.status == "lower_bound":
-            return f"B_simple > {number(self.low)} {self.unit}, {seen}{judged}; {self.advice}"
+            return f"B_simple > {number(self.low)} {self.unit}, {seen}{judged}"
         if self.status == "upper_bound":
-            return f"B_simple < {number(self.high)} {self.unit}, {seen}{judged}; {self.advice}"
+            return f"B_simple < {number(self.high)} {self.unit}, {seen}{judged}"
         return f"B_simple not known yet ({self.reason}), {seen}"
-
-
-def find_alerts(reading: NoiseScaleReading) -> dict[str, str]:
-    """Messages about what looks wrong in a reading. Too few data are not wrong: see `reading.advice`.
-
-    Args:
-        reading: any reading.
-
-    Returns:
-        Messages by name: those of the doubts, "not_covered"; empty when nothing looks wrong.
-    """
-    is_partial = reading.coverage is not None and reading.coverage.part < ENOUGH_COVERED
-    partial = {"not_covered": f"the noise scale is {reading.coverage}"} if is_partial else {}
-    return dict(reading.doubts) | partial

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-from sonde.batch_size.stats.blocks import Block
-from sonde.stats.intervals import RatioInterval, fieller_interval
+from sonde.batch_size.stats.blocks import Block, on_host
+from sonde.batch_size.stats.filter import Level
+from sonde.stats.intervals import TOO_FEW_WINDOWS, fieller_interval
 
 _FEWEST = 4
 """Fewest windows."""
 
 
-def average_of_run(blocks: Sequence[Block]) -> tuple[float | None, RatioInterval]:
+def average_of_run(blocks: Sequence[Block]) -> Level:
     """Average the first series of a run, step by step.
 
     A block counts for all the steps that it stands for, however many of its windows were measured. Over the size |F|²,
@@ -23,13 +24,13 @@ def average_of_run(blocks: Sequence[Block]) -> tuple[float | None, RatioInterval
         blocks: of the whole run, in order.
 
     Returns:
-        B_simple, None unless it is resolved; and Fieller's interval.
+        B_simple with Fieller's interval.
     """
     blocks = [block for block in blocks if block.n_windows > 1]  # a single window does not show its scatter
-    n_windows = torch.tensor([b.n_windows for b in blocks], dtype=torch.float64, device="cpu")
+    n_windows = on_host([b.n_windows for b in blocks])
     if len(blocks) == 0 or n_windows.sum() < _FEWEST:
-        return None, RatioInterval("unresolved", None, None, "too few windows for an interval: measure more")
-    steps = torch.tensor([b.n_steps for b in blocks], dtype=torch.float64, device="cpu")
+        return Level(TOO_FEW_WINDOWS)
+    steps = on_host([b.n_steps for b in blocks])
     weights = steps / steps.sum()
     mean = weights @ torch.stack([b.means[0] for b in blocks])
     scatter = torch.stack([b.scatter[0] for b in blocks])
@@ -48,4 +49,4 @@ def average_of_run(blocks: Sequence[Block]) -> tuple[float | None, RatioInterval
         covariance=float(covariance[0, 1]),
         n_samples=max(freedom + 1.0, 2.0),
     )
-    return (trace_cov / grad_sq if interval.status == "resolved" and grad_sq > 0 else None), interval
+    return Level(interval, trace_cov / grad_sq if interval.status == "resolved" and grad_sq > 0 else None)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from sonde.batch_size.stats.advice import advise, windows_needed
 from sonde.batch_size.stats.averages import NoiseScaleAverages
 from sonde.batch_size.stats.consistency import same_data
+from sonde.batch_size.stats.critical_batch import Estimate
 from sonde.batch_size.stats.filter import Level
-from sonde.batch_size.stats.level import Recent
-from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading, RunAverage
-from sonde.stats.intervals import RatioInterval
+from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading
+from sonde.stats.intervals import RatioInterval, unresolved
 from sonde.wording import plural
 
 _MOST_MISSING = 5
@@ -16,67 +20,104 @@ _MOST_MISSING = 5
 _CERTAINTY = 0.99
 """Confidence level of the check that pieces hold different data."""
 
+Series = tuple[Level, float | None, float | None]
+"""The noise scale of the whole model or of a group, its |G|² and its tr Σ."""
+
 
 def summarise(averages: NoiseScaleAverages, *, unit: str, with_groups: bool = True) -> NoiseScaleReading:
-    """Make a reading.
+    """The reading of a model that trains.
 
     Args:
         averages: of all windows so far.
         unit: plural name of the unit.
         with_groups: also read each group of parameters.
     """
-    run = averages.run
-    doubts = doubts_of(averages)
-    why = next(iter(doubts.values())) if doubts else _stale(averages)
-    doubted = Level(RatioInterval("unresolved", None, None, why))
+    run, doubts = averages.run, doubts_of(averages)
+    why = next(iter(doubts.values()), "") or _stale(averages)
+    levels = run.levels(with_groups=with_groups)
+    if why:
+        levels = [Level(unresolved(why))] * len(levels)
     recent = None if why else run.recent()
-    total, *of_groups = [doubted] * (1 + len(run.groups)) if why else run.levels(with_groups=with_groups)
-    own = _group(total, recent, 0)
-    log_error = total.log_error or (recent.log_error if recent else None)
-    n_steps = max(run.n_steps, 1)
-    n_pieces = averages.u * averages.effective_units if averages.u and averages.effective_units else None
+    series: Sequence[Series] = [(level, None, None) for level in levels]
+    if recent:
+        series = list(zip(levels, recent.grad_sq, recent.trace_cov, strict=False))  # all groups, or none, are read
+    status, log_error = levels[0].interval.status, levels[0].log_error
+    if recent and not log_error and recent.scatter is not None:
+        log_error = recent.scatter / math.sqrt(recent.n_windows)
+    every = recent.steps_per_window if recent else 1.0
     advice = advise(
-        own.status,
+        status,
         log_error,
         n_steps=run.n_steps,
-        every=recent.every if recent else 1.0,
-        n_pieces=n_pieces,
+        every=every,
+        n_pieces=averages.u * averages.effective_units if averages.u and averages.effective_units else None,
         n_units=averages.effective_units,
     )
-    return NoiseScaleReading(
-        b_simple=own.b_simple,
-        low=own.low,
-        high=own.high,
-        status=own.status,
-        reason=why or _reason(averages, total.interval),
-        advice="" if recent is None else advice,
-        drift=None if total.drift is None else total.drift / n_steps,
-        drift_error=None if total.drift_error is None else total.drift_error / n_steps,
-        scatter=recent.scatter if recent and own.status == "resolved" else None,
-        average=_run_average(averages) if recent else None,
-        grad_sq=own.grad_sq,
-        trace_cov=own.trace_cov,
+    return make_reading(
+        averages,
+        series,
+        unit=unit,
+        doubts=doubts,
+        why=why,
+        advice=advice if recent else "",
+        scatter=recent.scatter if recent and status == "resolved" else None,
+        average=estimate_of(run.average()) if recent else None,
         units_per_window=averages.units_per_window,
+        windows_needed=windows_needed(log_error, recent.n_windows) if recent else None,
+        n_steps=run.n_steps,
+        warms_up=run.warms_up,
+        every=every,
+        further_units=averages.further_per_unit,
+    )
+
+
+def make_reading(
+    averages: NoiseScaleAverages,
+    series: Sequence[Series],
+    *,
+    unit: str,
+    doubts: Mapping[str, str],
+    why: str,
+    **facts: Any,
+) -> NoiseScaleReading:
+    """A reading of the whole model and of its groups.
+
+    Args:
+        averages: of all windows so far.
+        series: of the whole model and, after it, of each group that is read.
+        unit: plural name of the unit.
+        doubts: reasons not to trust the numbers, by name.
+        why: why there is no number, whatever the windows say; empty where there may be one.
+        facts: the other fields of the reading, by name.
+    """
+    own, *groups = [group_reading(*each) for each in series]
+    run = averages.run
+    return NoiseScaleReading(
+        **vars(own),
+        reason=why or _reason(averages, series[0][0].interval),
         effective_units=averages.effective_units,
         u=averages.u,
         windows=averages.windows,
         dropped=dict(averages.dropped),
-        windows_needed=windows_needed(log_error, recent.n_windows) if recent else None,
         consistency=averages.consistency,
         doubts=doubts,
         scale=averages.scale,
         scale_residual=averages.scale_residual,
         unit=unit,
-        n_steps=run.n_steps,
-        warms_up=run.warms_up,
-        every=recent.every if recent else 1.0,
-        further_units=averages.further_per_unit,
-        groups={
-            name: _group(level, recent, i)
-            for i, (name, level) in enumerate(zip(run.groups, of_groups, strict=False), 1)
-            if name not in run.gone and with_groups
-        },
+        groups={name: group for name, group in zip(run.groups, groups, strict=False) if name not in run.gone},
+        **facts,
     )
+
+
+def group_reading(level: Level, grad_sq: float | None, trace_cov: float | None) -> GroupReading:
+    """The reading of one series."""
+    known = level.interval
+    return GroupReading(known.status, level.b_simple, known.low, known.high, grad_sq, trace_cov)
+
+
+def estimate_of(level: Level) -> Estimate:
+    """A noise scale as a verdict takes it."""
+    return Estimate(level.b_simple, level.interval.low, level.interval.high)
 
 
 def _stale(averages: NoiseScaleAverages) -> str:
@@ -86,22 +127,6 @@ def _stale(averages: NoiseScaleAverages) -> str:
         return ""
     last = f": {averages.last_drop}" if averages.last_drop else ""
     return f"the last {plural(missing, 'window')} could not be used{last}"
-
-
-def _run_average(averages: NoiseScaleAverages) -> RunAverage:
-    b_simple, interval = averages.run.average()
-    return RunAverage(b_simple, interval.low, interval.high, interval.status, averages.run.n_windows)
-
-
-def _group(level: Level, recent: Recent | None, series: int) -> GroupReading:
-    return GroupReading(
-        status=level.interval.status,
-        b_simple=level.b_simple,
-        low=level.interval.low,
-        high=level.interval.high,
-        grad_sq=recent.grad_sq[series] if recent else None,
-        trace_cov=recent.trace_cov[series] if recent else None,
-    )
 
 
 def doubts_of(averages: NoiseScaleAverages) -> dict[str, str]:

@@ -71,8 +71,7 @@ class NoiseScaleTracker:
             Why the window was dropped; None when it was averaged.
         """
         self.last = self.last_norm = None
-        number = self._averages.n_seen + 1 if number is None else number
-        self._averages.see(number)
+        self._averages.n_seen = self._averages.n_seen + 1 if number is None else number
         # A gradient is added up micro-batch by micro-batch on a rank, then rank by rank. Each addition may round, even
         # to 16 bits.
         n_additions = row.n_pieces / self._n_ranks + self._n_ranks
@@ -150,11 +149,6 @@ class NoiseScaleTracker:
     def at_fixed_weights(self) -> bool:
         """Whether the model does not train, and all windows are averaged."""
         return self._fixed_weights is not None
-
-    @property
-    def gone_groups(self) -> frozenset[str]:
-        """The groups in which no parameter is trained now."""
-        return self._averages.run.gone
 
     @property
     def windows(self) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from sonde.batch_size.stats.critical_batch import Estimate, Verdict, judge_batch, steps_and_examples
-from sonde.batch_size.stats.drift import drift_in_words
 from sonde.batch_size.stats.example_sums import in_percent
 from sonde.policy.stats.coverage import coverage
 from sonde.policy.stats.entropy_verdict import judge_entropy
@@ -156,7 +155,6 @@ def judge_reading(reading: Reading, unit: str, *, trains: bool = True) -> Verdic
         n_steps=reading.window if trains else None,
         warms_up=bool(reading.metrics.get("gns/warms_up")),
         reason=reading.reason,
-        doubling_windows=reading.doubling_windows,
         advice=reading.advice,
     )
 
@@ -185,8 +183,7 @@ def _now_tile(last: Reading, unit: str) -> Tile:
     if low is None or high is None or last.status == "unresolved":
         return Tile("Noise scale now", "–", "not known yet")
     if last.status == "resolved":
-        moves = drift_in_words(last.doubling_windows)
-        note = f"{unit}; between {number(low)} and {number(high)}" + (f"; {moves}" if moves else "")
+        note = f"{unit}; between {number(low)} and {number(high)}"
         if (scatter := last.metrics.get("gns/scatter")) is not None and scatter < 1:
             note += f"; single steps scatter about it by {number(math.exp(scatter), 2)} times at most"
         return Tile("Noise scale now", number(last.metrics.get("gns/b_simple")), note)

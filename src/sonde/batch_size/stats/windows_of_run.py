@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from sonde.batch_size.stats.blocks import Block, Blocks
+from sonde.batch_size.stats.blocks import Block, Blocks, on_host
 from sonde.batch_size.stats.filter import Level, NoiseScaleFilter
 from sonde.batch_size.stats.group_estimates import estimates_table
 from sonde.batch_size.stats.run_average import average_of_run
 from sonde.batch_size.stats.solved_window import SolvedWindow
-from sonde.stats.intervals import RatioInterval
+from sonde.stats.intervals import unresolved
 from sonde.stats.state import check_keys
 
 _RISES = 1.01
@@ -35,20 +35,19 @@ class Recent:
         grad_sq: |G|² of each series; may be negative.
         n_windows: how many were measured and could be used.
         n_steps: steps of training that they stand for.
-        log_error: standard error of log(tr Σ/|G|²) of the first series; None where one of them is not positive.
-        scatter: the same of a single window.
+        scatter: standard deviation of log(tr Σ/|G|²) of single windows of the first series; None where one of the two
+            averages is not positive.
     """
 
     trace_cov: Sequence[float]
     grad_sq: Sequence[float]
     n_windows: int
     n_steps: int
-    log_error: float | None
     scatter: float | None
 
     @property
-    def every(self) -> float:
-        """One window of training in so many was measured."""
+    def steps_per_window(self) -> float:
+        """Steps of training for each measured window."""
         return self.n_steps / self.n_windows
 
 
@@ -93,7 +92,7 @@ class WindowsOfRun:
         if number <= self._origin:
             return
         self.last_window = number
-        total = torch.tensor([[window.total.trace_cov], [window.total.grad_sq]], dtype=torch.float64, device="cpu")
+        total = on_host([[window.total.trace_cov], [window.total.grad_sq]])
         estimates = torch.cat([total, estimates_table(window.per_group)], 1).T
         if self._filter is None:
             self._batch = window.effective_units
@@ -141,10 +140,10 @@ class WindowsOfRun:
     def levels(self, *, with_groups: bool = True) -> list[Level]:
         """The noise scale now: of the whole model and, after it, of each group."""
         if self._filter is None:
-            return [Level(RatioInterval("unresolved", None, None, "no window has ended yet"))] * (1 + len(self.groups))
+            return [Level(unresolved("no window has ended yet"))] * (1 + len(self.groups) * with_groups)
         return self._filter.levels(self._blocks.unfinished, n_series=None if with_groups else 1)
 
-    def average(self) -> tuple[float | None, RatioInterval]:
+    def average(self) -> Level:
         """The noise scale of the whole model over the run so far; see `average_of_run`."""
         return average_of_run(self._blocks.all)
 
@@ -155,12 +154,10 @@ class WindowsOfRun:
             return None
         n = [block.n_windows for block in blocks]
         n_windows, n_steps = sum(n), sum(block.n_steps for block in blocks)
-        parts = torch.tensor(n, dtype=torch.float64, device="cpu") / n_windows
+        parts = on_host(n) / n_windows
         means = torch.stack([b.means * torch.where(b.sizes > 0, b.sizes, 1.0)[:, None] for b in blocks])
         trace_cov, grad_sq = (parts[:, None, None] * means).sum(0).T.tolist()
-        scatter = _log_scatter(blocks)
-        log_error = None if scatter is None else scatter / math.sqrt(n_windows)
-        return Recent(trace_cov, grad_sq, n_windows, n_steps, log_error, scatter)
+        return Recent(trace_cov, grad_sq, n_windows, n_steps, _log_scatter(blocks))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that `load_state_dict` needs; numbers, strings and containers of them."""

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from sonde.batch_size.stats.group_estimates import GroupEstimates
-from sonde.batch_size.stats.level import WindowsOfRun
 from sonde.batch_size.stats.noise_scale import WindowEstimate
 from sonde.batch_size.stats.solved_window import SolvedWindow
+from sonde.batch_size.stats.windows_of_run import WindowsOfRun
 from tests.batch_size.stats.windows import gaussian_windows
 
 GROUPS = ("first", "second")
@@ -37,8 +37,8 @@ def test_a_run_without_windows_says_so() -> None:
     run = WindowsOfRun(GROUPS)
     assert [each.interval.reason for each in run.levels()] == ["no window has ended yet"] * 3
     assert (run.n_windows, run.n_steps, run.last_window, run.recent()) == (0, 0, 0, None)
-    b_simple, interval = run.average()
-    assert (b_simple, interval.status) == (None, "unresolved")
+    average = run.average()
+    assert (average.b_simple, average.interval.status) == (None, "unresolved")
 
 
 def test_levels_are_of_the_model_and_then_of_each_group() -> None:
@@ -79,7 +79,7 @@ def test_the_last_windows_are_averaged_as_they_are() -> None:
     recent = run.recent()
     assert recent is not None
     assert recent.n_steps == 10 * recent.n_windows
-    assert recent.every == 10
+    assert recent.steps_per_window == 10
     assert 60 < recent.n_windows < 120
     totals = [[w.total.trace_cov, w.total.grad_sq] for w in made[-recent.n_windows :]]
     last = torch.tensor(totals, dtype=torch.float64)
@@ -90,7 +90,6 @@ def test_the_last_windows_are_averaged_as_they_are() -> None:
     x, y = last.unbind(1)
     expected = (x / x.mean() - y / y.mean()).std().item()
     assert recent.scatter == pytest.approx(expected, rel=0.1)
-    assert recent.log_error == pytest.approx(recent.scatter / recent.n_windows**0.5)
 
 
 def test_what_is_forgotten_no_longer_counts() -> None:
