@@ -100,8 +100,8 @@ def choose_metrics(
 
 def _adam(wrapper: Wrapper, optimizers: Sequence[Any], staging_bytes: int) -> AdamMetric:
     parameters = list(wrapper.parameters.values())
-    # The one that holds a measured parameter; it is refused if it does not hold them all.
-    optimizer = next(iter(wrapper.optimizers), optimizers[0])
+    # The first that holds a measured parameter; it is refused if it does not hold them all.
+    optimizer = next((each for each in optimizers if each in wrapper.optimizers), optimizers[0])
     return AdamMetric(SecondMoments(optimizer, parameters, wrapper.leaves, most_bytes=staging_bytes))
 
 
