@@ -165,12 +165,12 @@ def test_a_check_without_any_step_to_see_says_so() -> None:
         assert "cannot be checked" in probe.alerts["steps_unwatched"]
 
 
-@pytest.mark.parametrize("given", [None, 0, 1])
-def test_optimizers_that_share_the_parameters_out_are_the_models_together(given: int | None) -> None:
+@pytest.mark.parametrize("are_given", [False, True])
+def test_optimizers_that_share_the_parameters_out_are_the_models_together(are_given: bool) -> None:
     """As Muon for matrices and AdamW for the rest."""
     model = small_model()
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.0) for part in (model[:2], model[2:])]
-    with attached(model, None if given is None else optimizers[given], log_every=1) as probe:
+    with attached(model, optimizers if are_given else None, log_every=1) as probe:
         windows_of(model, probe, 30, *optimizers)
         assert probe.alerts == {}
         windows_of(model, probe, 6, optimizers[1])  # the other rests
@@ -367,19 +367,22 @@ def test_windows_that_are_all_ended_late_are_dropped_however_few_are_measured(ev
         assert "ended after optimizer.step()" in probe.alerts["ended_late"]
 
 
+@pytest.mark.parametrize("n_optimizers", [1, 2])
 @pytest.mark.parametrize("n_calls", [1, 3])
-def test_a_window_ended_with_each_micro_batch_is_named(n_calls: int) -> None:
+def test_a_window_ended_with_each_micro_batch_is_named(n_calls: int, n_optimizers: int) -> None:
     model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with attached(model, optimizer) as probe:
+    parts = [model] if n_optimizers == 1 else [model[:2], model[2:]]
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.01) for part in parts]
+    with attached(model, optimizers) as probe:
         for _ in range(6):
             for number, loss in enumerate(piece_losses(model, [4, 4, 4])):
                 with probe.piece(units=4):
                     loss().backward()
                 if n_calls == 3 or number == 2:
                     probe.step()
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
         assert ("was called 3 times between optimizer steps" in probe.alerts.get("called_often", "")) == (n_calls == 3)
 
 

@@ -100,39 +100,67 @@ def shared_out(model: nn.Sequential) -> list[torch.optim.Optimizer]:
     return [torch.optim.SGD(model[:2].parameters(), lr=1e-3), adam(model[2:].parameters())]
 
 
-@pytest.mark.parametrize("given", [0, 1])
+@pytest.mark.parametrize("how", ["list", "turned round", "wrapped"])
 def test_optimizers_that_share_the_model_out_are_measured_together(
-    given: int, capsys: pytest.CaptureFixture[str]
+    how: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = small_model()
     optimizers = shared_out(model)
-    with attached(model, optimizers[given], log_every=1, verbose=True) as probe:
-        assert "Adam and SGD" in capsys.readouterr().err
+    given: Any = {"list": optimizers, "turned round": optimizers[::-1], "wrapped": tuple(map(Wrapped, optimizers))}
+    with attached(model, given[how], log_every=1, verbose=True) as probe:
+        assert "Adam and SGD\n" in capsys.readouterr().err
         train(model, probe, optimizers, list(model.parameters()), model.zero_grad)
         assert probe.alerts == {}
 
 
-def test_an_earlier_optimizer_of_the_whole_model_does_not_step_any_more() -> None:
+@pytest.mark.parametrize("given", [0, 1])
+@pytest.mark.parametrize("is_ended", [True, False])
+def test_of_optimizers_that_share_the_model_out_one_is_given(given: int, is_ended: bool) -> None:
+    """Its part is measured, and an alert says how to measure the rest."""
     model = small_model()
-    earlier = adam(model.parameters())
+    optimizers = shared_out(model)
+    part = [list(model[:2].parameters()), list(model[2:].parameters())][given]
+    with attached(model, optimizers[given], log_every=10) as probe:
+        train(model, probe, optimizers, part, model.zero_grad, windows=2)
+        assert list(probe.alerts) == ["not_watched"]
+        said = probe.alerts["not_watched"]
+        assert f"an optimizer steps {8 - len(part)} parameters that no given one held at attach" in said
+        assert "attach again, with all optimizers that step the model: optimizer=(first, second)" in said
+        if not is_ended:
+            for window in range(3):
+                pieces(model, part, window)
+                for optimizer in optimizers:
+                    optimizer.step()
+                model.zero_grad()
+            assert list(probe.alerts) == ["not_watched", "never_called"]
+
+
+@pytest.mark.parametrize("of", ["the rest", "all"])
+@pytest.mark.parametrize("made", ["before", "after"])
+def test_an_optimizer_that_never_steps_changes_nothing(of: str, made: str) -> None:
+    """One of an earlier stage, or of a later one, when the trunk is to be unfrozen."""
+    model = small_model()
+    other = {"the rest": model[:3], "all": model}[of]
+    idle = [adam(other.parameters())] if made == "before" else []
     optimizer = adam(model[3:].parameters())
     with attached(model, optimizer, log_every=1) as probe:
-        train(model, probe, [optimizer], list(model[3:].parameters()), model.zero_grad, windows=3)
-    assert earlier.param_groups
+        idle += [adam(other.parameters())]
+        train(model, probe, [optimizer], list(model[3:].parameters()), model.zero_grad)
+        assert probe.alerts == {}
 
 
-def test_an_earlier_optimizer_of_the_rest_that_the_loop_is_done_with() -> None:
+def test_a_given_optimizer_that_never_steps_is_named() -> None:
     model = small_model()
-    earlier: Any = adam(model[:3].parameters())
-    earlier.itself = earlier  # as a scheduler's wrapper of step() may do
-    del earlier
-    optimizer = adam(model[3:].parameters())
-    with attached(model, optimizer) as probe:
-        train(model, probe, [optimizer], list(model[3:].parameters()), model.zero_grad, windows=3)
+    optimizers = shared_out(model)
+    with attached(model, optimizers, log_every=1) as probe:
+        train(model, probe, optimizers[:1], list(model.parameters()), model.zero_grad)
+        assert list(probe.alerts) == ["not_stepped"]
+        assert "6 measured parameters (2.weight" in probe.alerts["not_stepped"]
 
 
 @pytest.mark.parametrize("joins", ["a group", "an optimizer"])
 def test_parameters_that_are_stepped_later_are_named(joins: str) -> None:
+    """The noise scale is still that of the others."""
     model = small_model()
     optimizers = [adam(model[3:].parameters())]
     with attached(model, optimizers[0], log_every=1) as probe:
@@ -143,7 +171,7 @@ def test_parameters_that_are_stepped_later_are_named(joins: str) -> None:
         else:
             optimizers.append(adam(model[:3].parameters()))
         train(model, probe, optimizers, list(model[3:].parameters()), model.zero_grad, windows=3)
-        assert "4 parameters came, became trainable or joined an optimizer after attach" in probe.alerts["not_watched"]
+        assert "steps 4 parameters that no given one held at attach" in probe.alerts["not_watched"]
 
 
 def test_parameters_that_no_optimizer_steps_are_named_where_none_is_given() -> None:
@@ -153,6 +181,20 @@ def test_parameters_that_no_optimizer_steps_are_named_where_none_is_given() -> N
         train(model, probe, [optimizer], list(model.parameters()), model.zero_grad)
         assert list(probe.alerts) == ["not_stepped"]
         assert "4 measured parameters (0.weight" in probe.alerts["not_stepped"]
+
+
+def other_optimizers_on_ranks() -> str:
+    """One rank gives the optimizer of the head, the others give both."""
+    model = DistributedDataParallel(small_model())
+    optimizers = shared_out(model.module)
+    with pytest.raises(ValueError, match="same") as error:
+        attached(model, optimizers[1] if dist.get_rank() == 0 else optimizers)
+    return str(error.value)
+
+
+def test_ranks_that_give_other_optimizers_are_refused(ranks2: Ranks) -> None:
+    """They would not sum the same numbers."""
+    assert all("parameters" in said for said in ranks2(other_optimizers_on_ranks))
 
 
 def step_by_hand(parameters: Iterable[Tensor]) -> None:

@@ -51,6 +51,22 @@ torch.save(model.state_dict(), sys.argv[1])
 """
 )
 
+IDLE = (
+    START
+    + """
+model = network()
+later = torch.optim.SGD(model[0].parameters(), lr=1e-2)
+optimizer = torch.optim.SGD(model[2].parameters(), lr=1e-2)
+for step in range(24):
+    model.zero_grad()
+    for micro in range(2):
+        x, y = batch()
+        nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+torch.save(model.state_dict(), sys.argv[1])
+"""
+)
+
 LATER_PARAMETERS = (
     START
     + """
@@ -195,12 +211,15 @@ def test_optimizers_that_take_turns_on_one_model_end_a_window_each(tmp_path: Pat
     assert measured.numbers == pytest.approx(own.numbers, rel=1e-5)
 
 
+def test_an_optimizer_that_never_steps_is_said_to_be_none(tmp_path: Path) -> None:
+    measured = check_untouched(IDLE, tmp_path)
+    assert "2 measured parameters (0.weight, …) are in no optimizer that steps, and do not change" in measured.err
+    assert "so the noise scale is not that of the steps: freeze them by requires_grad_(False)" in measured.err
+
+
 def test_a_reading_without_later_parameters_says_so(tmp_path: Path) -> None:
     measured = check_untouched(LATER_PARAMETERS, tmp_path)
-    assert (
-        "2 parameters came, became trainable or joined an optimizer after measuring began and are not measured"
-        in measured.err
-    )
+    assert "2 parameters came or became trainable after measuring began and are not measured" in measured.err
     reading, *rest = measured.err[measured.err.index("sonde: B_simple") :].splitlines()
     assert ", 12 windows" in reading
     assert rest[0] == "sonde: parameters that came or became trainable after measuring began are not in it"

@@ -22,6 +22,7 @@ from sonde.batch_size.taps.ddp_buckets import CommHook
 from sonde.batch_size.taps.metric import MetricName
 from sonde.batch_size.taps.tap_choice import TapName
 from sonde.deprecation import warn_deprecated, with_deprecated
+from sonde.parallel.optimizers import Optimizers
 from sonde.probe import Partners
 from sonde.records import LogOrPlaces, RunLog, log_of
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 def attach(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers = None,
     *,
     unit: str | Sequence[str],
     units_per_piece: UnitsPerPiece = None,
@@ -65,10 +66,10 @@ def attach(
         model: plain, compiled, wrapped in DDP, or cut by FSDP2, tensor or sequence parallelism; on any devices, with
             its final `requires_grad`. A model of FSDP2 is attached on all its ranks together: its parameters are
             gathered once.
-        optimizer: whose steps end the windows. Its parameters are measured, with those of other living optimizers that
-            step the rest of the model, as Muon and AdamW do. Parameters that no optimizer steps are left out. The probe
-            warns about windows that are not measured, or measured twice. Without it, all trainable parameters are
-            measured, and the probe looks for the only optimizer that steps them.
+        optimizer: whose steps end the windows, or several in a list that step the model together, as Muon and AdamW do.
+            What they hold is measured, and nothing else. The probe warns about windows that are not measured, or
+            measured twice. Without it, all trainable parameters are measured, and the probe looks for the optimizers
+            that step them.
         unit: plural name of the independent sample ("sequences", "images"); results are in it. With several names,
             ("sequences", "tokens"), they are converted to those after the first.
         units_per_piece: units in a micro-batch, by name if there are several, unless `piece(units=...)` gives them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from sonde.batch_size.taps.further_sums import read_further
 from sonde.batch_size.taps.tap import ExamplesOfWindow, ExpertsOfWindow
 from sonde.batch_size.taps.window_sums import Window, as_vector, read_costs, read_row
 from sonde.parallel.devices import is_capturing
+
+RATE = "learning rate on the device"
+"""The scalar that is one: no name of the user's has spaces."""
 
 
 class Delivery:
@@ -89,7 +93,7 @@ class Delivery:
 
         Args:
             window: its numbers on the device.
-            scalars: by name; they travel with the numbers.
+            scalars: by name; they travel with the numbers. The one called `RATE` takes the place of `known.rate`.
             known: what the host knows of it.
         """
         # `read` must not hold the window itself, so that its memory is freed once it is sent.
@@ -112,7 +116,8 @@ class Delivery:
             elif has_experts:
                 row, further = with_experts(row, further, ExpertsOfWindow(*of_part))
             by_name = dict(zip(names, values.tolist(), strict=True))
-            return MeasuredWindow(row, known, by_name, costs, frozen, example_row, further)
+            of_window = replace(known, rate=by_name.pop(RATE)) if RATE in by_name else known
+            return MeasuredWindow(row, of_window, by_name, costs, frozen, example_row, further)
 
         vectors = [window.packed, window.sq_norm_big, window.witness_final]
         vectors += [as_vector(list(scalars.values()), self._device), *(window.further or ())]

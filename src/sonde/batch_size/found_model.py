@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -21,6 +20,7 @@ from sonde.batch_size.parameter_groups import group_names
 from sonde.batch_size.setup import NoiseScaleOptions, compare_over_ranks, join_comparison, same_on_ranks
 from sonde.batch_size.units import unit_names
 from sonde.parallel.data_ranks import axis_of_sequences
+from sonde.parallel.optimizers import Optimizers
 from sonde.parallel.parameter_roles import parameter_roles
 from sonde.parallel.refused_models import refuse_stage_alone
 from sonde.parallel.stages import ModelParameters, model_parameters, refuse_on_all_stages
@@ -79,7 +79,9 @@ class FoundModel:
         return self.wrapper.pp_mesh is not None
 
 
-def find_parameters(model: nn.Module, ranks: RanksOfModel, optimizer: Any = None) -> tuple[Wrapper, ModelParameters]:
+def find_parameters(
+    model: nn.Module, ranks: RanksOfModel, optimizer: Optimizers = None
+) -> tuple[Wrapper, ModelParameters]:
     """Find a model's wrapper, and the parameters of all its pipeline stages.
 
     Args:
@@ -111,7 +113,7 @@ def _why_refused(model: nn.Module) -> str:
 
 def find_model(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizers,
     options: NoiseScaleOptions,
     ranks: RanksOfModel,
     *,

@@ -38,7 +38,7 @@ METRICS: dict[str, Metric] = {
     "gns/u": Metric("1/{unit}", "mean of one over a piece's units, weighted as the pieces are; gns_mu is tr Σ·u/|G|²"),
     "gns/units_per_window": Metric("{unit}", "units in a window: the batch size"),
     "gns/windows_needed": Metric("windows", "measured windows still needed for ± 20 %; null when not known"),
-    "gns/warms_up": Metric("0 or 1", "1 while the learning rate is still rising, and no batch is judged"),
+    "gns/warms_up": Metric("0 or 1", "1 while the learning rate has only risen and still rises: no batch is judged"),
     "gns/scale": Metric("ratio", "κ: the optimizer's gradient over the sum of the pieces' gradients"),
     "gns/scale_residual": Metric("ratio", "part of the optimizer's gradient that κ does not explain"),
     "gns/covered": Metric("fraction", "part of |F|² of the parameters that the noise scale speaks of; 1 for all"),
@@ -78,7 +78,7 @@ class KnownOfWindow:
         tap: where its gradients were read.
         every: one window in so many is measured at that time, on average.
         n_ended: windows that the pace of this probe had seen end, with this one.
-        rate: the learning rate; None where it is not known.
+        rate: the learning rate; None where it is not known, or still on the device.
     """
 
     number: int

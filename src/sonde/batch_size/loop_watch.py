@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,6 +14,7 @@ from sonde.batch_size.model_checks import BATCH_NORM, STEPS_IN_BACKWARD, n_batch
 from sonde.batch_size.step_watch import Alert, StepWatch
 from sonde.batch_size.taps.tap import Problem
 from sonde.batch_size.taps.window_reader import WindowReader
+from sonde.parallel.optimizers import Optimizers
 from sonde.parallel.wrappers import Wrapper
 from sonde.wording import plural
 
@@ -37,7 +37,7 @@ class LoopWatch:
 
     Args:
         model: as the user calls it.
-        optimizer: the optimizer of the loop; None to find it by its steps.
+        optimizer: the optimizer of the loop, or several in a list; None to find them by their steps.
         wrapper: of the model.
         frozen: tells all ranks which parameters are no longer trained.
         reader: the reader of the window.
@@ -47,7 +47,7 @@ class LoopWatch:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Any,
+        optimizer: Optimizers,
         wrapper: Wrapper,
         frozen: FrozenOnRanks,
         reader: WindowReader,
@@ -76,7 +76,7 @@ class LoopWatch:
         return self._steps.seconds + self._forwards.seconds
 
     @property
-    def rate(self) -> float | None:
+    def rate(self) -> float | Tensor | None:
         """The learning rate now; see `StepWatch.rate`."""
         return self._steps.rate
 

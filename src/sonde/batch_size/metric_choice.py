@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-import torch
 from torch import Tensor, nn
 
 from sonde.batch_size.taps.dual_norms import SignMetric, SpectralMetric, nuclear_norm_bytes
@@ -15,7 +14,7 @@ from sonde.batch_size.taps.further_metrics import Adds, FurtherMetric, FurtherMe
 from sonde.batch_size.taps.metric import AdamMetric, Euclidean, GradientMetric, MetricName
 from sonde.batch_size.taps.second_moments import SecondMoments
 from sonde.parallel.devices import accumulation_dtype
-from sonde.parallel.unwrap import unwrap_optimizer
+from sonde.parallel.optimizers import Optimizers, given_optimizers, parameters_of
 from sonde.parallel.wrappers import Wrapper
 
 
@@ -66,7 +65,7 @@ def choose_metrics(
     names: tuple[MetricName, ...],
     model: nn.Module,
     wrapper: Wrapper,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizers,
     *,
     staging_bytes: int,
 ) -> ChosenMetrics:
@@ -82,8 +81,8 @@ def choose_metrics(
     Raises:
         ValueError: when the model, its optimizer or the bound do not allow a metric, with the way out.
     """
-    inner = None if optimizer is None else unwrap_optimizer(optimizer)
-    adam = _adam(wrapper, inner, staging_bytes) if "adam" in names and inner is not None else None
+    given = given_optimizers(optimizer)
+    adam = _adam(wrapper, given, staging_bytes) if "adam" in names and given else None
     if adam is not None and names == ("adam",) and wrapper.mesh is None and wrapper.sequence_group is None:
         return ChosenMetrics(names, adam, None)
     further: list[FurtherMetric] = []
@@ -94,13 +93,15 @@ def choose_metrics(
             _check_norms_add_up(wrapper)
             further.append(SignMetric())
         elif name == "spectral":
-            further.append(_spectral(model, wrapper, inner, staging_bytes))
+            further.append(_spectral(model, wrapper, given, staging_bytes))
     moments = adam.moments if adam is not None and adam.moments.must_gather else None
     return ChosenMetrics(names, Euclidean(), FurtherMetrics(tuple(further), moments) if further else None)
 
 
-def _adam(wrapper: Wrapper, optimizer: Any, staging_bytes: int) -> AdamMetric:
+def _adam(wrapper: Wrapper, optimizers: Sequence[Any], staging_bytes: int) -> AdamMetric:
     parameters = list(wrapper.parameters.values())
+    # The first that holds a measured parameter; it is refused if it does not hold them all.
+    optimizer = next((each for each in optimizers if each in wrapper.optimizers), optimizers[0])
     return AdamMetric(SecondMoments(optimizer, parameters, wrapper.leaves, most_bytes=staging_bytes))
 
 
@@ -119,13 +120,13 @@ def _check_norms_add_up(wrapper: Wrapper) -> None:
         )
 
 
-def _spectral(model: nn.Module, wrapper: Wrapper, optimizer: Any, staging_bytes: int) -> SpectralMetric:
+def _spectral(model: nn.Module, wrapper: Wrapper, optimizers: Sequence[Any], staging_bytes: int) -> SpectralMetric:
     if wrapper.mesh is not None or wrapper.sequence_group is not None:
         raise ValueError(
             f"metric='spectral' needs each matrix whole on one rank, got a model cut by {wrapper.name}: use DDP, or "
             "metric='adam' or 'euclidean'"
         )
-    matrices = _matrices(model, list(wrapper.parameters.values()), optimizer)
+    matrices = _matrices(model, list(wrapper.parameters.values()), optimizers)
     if not matrices:
         raise ValueError(
             "metric='spectral' measures matrices other than embeddings, got a model without: use metric='euclidean'"
@@ -143,10 +144,10 @@ def _spectral(model: nn.Module, wrapper: Wrapper, optimizer: Any, staging_bytes:
     return SpectralMetric(matrices)
 
 
-def _matrices(model: nn.Module, parameters: Sequence[Tensor], optimizer: Any) -> list[int]:
-    """The parameters that Muon steps or, where the optimizer is another, all matrices but embeddings; by index."""
-    if type(optimizer).__name__ == "Muon":
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+def _matrices(model: nn.Module, parameters: Sequence[Tensor], optimizers: Sequence[Any]) -> list[int]:
+    """The parameters that Muon steps or, where there is none, all matrices but embeddings; by index."""
+    if muons := [each for each in optimizers if type(each).__name__ == "Muon"]:
+        held = {id(p) for p in parameters_of(*muons)}
     else:
         tables = (module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
         held = {id(p) for p in parameters} - {id(p) for table in tables for p in table.parameters()}

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from sonde.parallel.unwrap import unwrap_optimizer
+from sonde.parallel.optimizers import Optimizers, given_optimizers
 from sonde.parallel.wrappers import Wrapper
 from sonde.wording import plural, some_of
 
@@ -59,19 +57,19 @@ def n_post_accumulate_hooks(parameters: Iterable[Tensor]) -> int:
     return sum(bool(p._post_accumulate_grad_hooks) for p in parameters)
 
 
-def optimizer_in_words(optimizer: torch.optim.Optimizer | None, wrapper: Wrapper) -> str:
-    """The optimizer whose steps are watched, and what it says of the parameters that are measured; for people."""
-    if optimizer is None:
+def optimizer_in_words(optimizer: Optimizers, wrapper: Wrapper) -> str:
+    """The optimizers whose steps are watched, and what they say of the parameters that are measured; for people."""
+    if not (given := given_optimizers(optimizer)):
         return "none given: whichever is seen to step these parameters is watched"
-    inner: Any = unwrap_optimizer(optimizer)
+    names = " and ".join(sorted(type(each).__name__ for each in wrapper.optimizers or given))
     if not wrapper.optimizers:
-        return f"{type(inner).__name__}, which holds none of these parameters: is it another model's?"
-    names = " and ".join(sorted(type(each).__name__ for each in wrapper.optimizers))
+        are = "holds none" if len(given) == 1 else "hold none"
+        return f"{names}, which {are} of these parameters: is it another model's?"
     n_left_out = sum(p.requires_grad for p in wrapper.frozen.values())
     if not n_left_out:
         return names
-    n = len(wrapper.parameters)
+    n, others = len(wrapper.parameters), some_of([name for name, p in wrapper.frozen.items() if p.requires_grad])
     return (
-        f"{names}, with {n} of {n + n_left_out} trainable parameters: only these are measured, since no optimizer "
-        f"steps the others ({some_of([name for name, p in wrapper.frozen.items() if p.requires_grad])})"
+        f"{names}, with {n} of {n + n_left_out} trainable parameters: only these are measured. If another optimizer "
+        f"steps the others ({others}), pass it too: optimizer=(first, second)"
     )

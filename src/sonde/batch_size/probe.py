@@ -62,9 +62,9 @@ from sonde.batch_size.window_ends import WindowEnds
 from sonde.console import tell
 from sonde.deprecation import with_deprecated
 from sonde.parallel.devices import exact_bits
+from sonde.parallel.optimizers import Optimizers
 from sonde.parallel.process_groups import n_summed
 from sonde.parallel.same_on_ranks import check_all_succeeded
-from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.probe import Metric
 from sonde.record_values import known
 from sonde.records import LogOrPlaces, RunLog, log_of
@@ -92,10 +92,10 @@ class NoiseScaleProbe:
     Args:
         model: plain, compiled, wrapped in DDP, or cut by FSDP2, tensor or sequence parallelism; on any devices, with
             its final `requires_grad`.
-        optimizer: whose steps end the windows. Its parameters are measured, with those of other living optimizers that
-            step the rest of the model, as Muon and AdamW do. Parameters that no optimizer steps are left out. The probe
-            warns about windows that are not measured, or measured twice. Without it, all trainable parameters are
-            measured, and the probe looks for the only optimizer that steps them.
+        optimizer: whose steps end the windows, or several in a list that step the model together, as Muon and AdamW do.
+            What they hold is measured, and nothing else. The probe warns about windows that are not measured, or
+            measured twice. Without it, all trainable parameters are measured, and the probe looks for the optimizers
+            that step them.
         options: how to measure.
         grad_scaler: the `torch.amp.GradScaler` in use; a piece is divided by the scale that it was taken at.
         process_group: the ranks over which you reduce the gradients of a plain module yourself.
@@ -124,7 +124,7 @@ class NoiseScaleProbe:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Optimizers = None,
         options: NoiseScaleOptions | None = None,
         *,
         grad_scaler: torch.amp.GradScaler | None = None,
@@ -204,9 +204,7 @@ class NoiseScaleProbe:
         )
         self._pacing = Pacing(pace, self._taps, self._mechanism, self._reader)
         self._gathers = (
-            GatherAfterSteps(metrics.moments, unwrap_optimizer(optimizer), lambda: self._pacing.is_measured)
-            if metrics.moments is not None
-            else None
+            GatherAfterSteps(metrics.moments, lambda: self._pacing.is_measured) if metrics.moments is not None else None
         )
         self._scalars = Scalars(log)
         self._closed = False
@@ -425,7 +423,8 @@ class NoiseScaleProbe:
     ) -> Tensor:
         """End the window as `step()` does, and clip the gradients by their joint norm.
 
-        All that the optimizers step is clipped, also what is not the model's; without an optimizer, all of the model.
+        All that the given optimizers hold is clipped, also what is not the model's; without an optimizer, all of the
+        model. What another optimizer is seen to step is clipped from its second step on.
 
         Args:
             max_norm: the largest norm allowed, ≥ 0; None or `math.inf` only measures.

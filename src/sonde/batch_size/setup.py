@@ -29,9 +29,9 @@ from sonde.batch_size.taps.metric import MetricName
 from sonde.batch_size.taps.tap_choice import TapName
 from sonde.batch_size.units import counted_in, unit_names
 from sonde.parallel.loss_scale import check_grad_scaler
+from sonde.parallel.optimizers import Optimizers, given_optimizers
 from sonde.parallel.same_on_ranks import check_same_on_ranks
 from sonde.parallel.stages import ModelParameters
-from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.parallel.wrappers import Wrapper
 from sonde.records import RunLog
 from sonde.wording import number, percent, plural
@@ -142,7 +142,7 @@ class NoiseScaleOptions:
         return metric_names(self.metric)
 
 
-def check_partners(options: NoiseScaleOptions, *, optimizer: object, grad_scaler: object, log: object) -> None:
+def check_partners(options: NoiseScaleOptions, *, optimizer: Optimizers, grad_scaler: object, log: object) -> None:
     """Refuse objects of the wrong kind before the model is inspected.
 
     Raises:
@@ -151,12 +151,12 @@ def check_partners(options: NoiseScaleOptions, *, optimizer: object, grad_scaler
     """
     if torch.is_inference_mode_enabled():
         raise ValueError("sonde cannot be attached inside torch.inference_mode(): attach outside of it")
-    if "adam" in options.metrics and optimizer is None:
+    if "adam" in options.metrics and not given_optimizers(optimizer):
         raise ValueError("metric='adam' reads the optimizer's second moments, got no optimizer: pass optimizer=")
-    if optimizer is not None and not hasattr(unwrap_optimizer(optimizer), "register_step_pre_hook"):
+    if not all(hasattr(each, "register_step_pre_hook") for each in given_optimizers(optimizer)):
         raise ValueError(
-            f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}: pass the optimizer that steps this model, "
-            "or leave out optimizer= to find it by its steps"
+            f"optimizer must be a torch.optim.Optimizer or a list of them, got {optimizer!r}: pass the optimizer that "
+            "steps this model, or leave out optimizer= to find it by its steps"
         )
     check_grad_scaler(grad_scaler)
     if not isinstance(log, RunLog):

@@ -7,12 +7,15 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from typing_extensions import TypeIs
 
 from sonde.batch_size.hook_failures import log_failure
 from sonde.batch_size.taps.autograd_internals import in_backward
 from sonde.batch_size.taps.window_reader import WindowReader
-from sonde.parallel.unwrap import unwrap_optimizer
+from sonde.parallel.optimizers import Optimizers, given_optimizers
 from sonde.parallel.wrappers import Wrapper
 from sonde.wording import plural, some_of
 
@@ -40,7 +43,7 @@ class StepWatch:
     judged. No optimizer is kept alive: a script may be done with its model before the probe is closed.
 
     Args:
-        optimizer: the optimizer of the loop; None to find it by its steps.
+        optimizer: the optimizer of the loop, or several in a list; None to find them by their steps.
         wrapper: of the model. Optimizers that step what is not measured join its own.
         reader: the reader of the window, which is forgotten when the optimizer steps before the window was ended.
         n_runs: counts the forward passes and the declared pieces of the present window. Where nothing is measured, they
@@ -52,7 +55,7 @@ class StepWatch:
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: Optimizers,
         wrapper: Wrapper,
         reader: WindowReader,
         *,
@@ -72,10 +75,11 @@ class StepWatch:
         self._n_ended = 0
         self._held: weakref.WeakKeyDictionary[Any, tuple[int, frozenset[int]]] = weakref.WeakKeyDictionary()
         """By optimizer that has stepped: how many parameters it has, and the model's among them."""
-        given = None if optimizer is None else unwrap_optimizer(optimizer)
-        self._given: Callable[[], Any] = (lambda: None) if given is None else weakref.ref(given)
-        self._watched: weakref.WeakSet[Any] = weakref.WeakSet([] if given is None else [given])
-        self._has_given = self._watches_given_alone = self._has_watched = given is not None
+        given = given_optimizers(optimizer)
+        self._given: weakref.WeakSet[Any] = weakref.WeakSet(given)
+        self._watched: weakref.WeakSet[Any] = weakref.WeakSet(given)
+        self._has_given = self._has_watched = bool(given)
+        self._watches_one_given = len(given) == 1
         self._others: weakref.WeakSet[Any] = weakref.WeakSet()
         """Other optimizers of these parameters that have stepped since one of the watched did."""
         self._windows_unstepped = 0
@@ -86,18 +90,27 @@ class StepWatch:
         self._stepping: list[Any] = []
         """Optimizers inside whose step we are, the outermost first."""
         self._handles: list[Any] = []
-        if given is not None:
+        for each in given:
             # Besides the hook for all optimizers: one of another library may call no hooks but its own.
-            self._handles.append(given.register_step_pre_hook(self._while_alive(StepWatch._before_given_step)))
+            self._handles.append(each.register_step_pre_hook(self._while_alive(StepWatch._before_given_step)))
         self._handles.append(register_optimizer_step_pre_hook(self._while_alive(StepWatch._before_any_step)))
         self._handles.append(register_optimizer_step_post_hook(self._while_alive(StepWatch._after_any_step)))
 
     @property
-    def rate(self) -> float | None:
-        """The largest learning rate of the watched optimizers; None if there is none, or it is a tensor."""
+    def rate(self) -> float | Tensor | None:
+        """The largest learning rate of the watched optimizers: on the device if one of them is; None if none is known.
+
+        A compiled or capturable optimizer may keep it as a tensor, which a scheduler fills with other values.
+        """
         rates = [group.get("lr") for optimizer in self._watched for group in optimizer.param_groups]
-        known = [float(rate) for rate in rates if isinstance(rate, int | float)]
-        return max(known) if known and len(known) == len(rates) else None
+        on_device = [rate.detach().reshape(()).float() for rate in rates if _is_on_device(rate)]
+        on_host = [float(rate) for rate in rates if isinstance(rate, int | float | Tensor) and not _is_on_device(rate)]
+        if not rates or len(on_device) + len(on_host) < len(rates):
+            return None
+        if not on_device:
+            return max(on_host)
+        largest = torch.stack(on_device).amax()
+        return largest.clamp(min=max(on_host)) if on_host else largest
 
     def window_ends(self) -> bool:
         """Note that a measured window is being ended.
@@ -152,8 +165,8 @@ class StepWatch:
             self._alert(
                 "not_stepped",
                 f"{plural(len(names), 'measured parameter')} ({some_of(names)}) are in no optimizer that steps, and do "
-                "not change, so the noise scale is not that of the steps: pass the optimizer to attach as optimizer=, "
-                "or freeze them by requires_grad_(False)",
+                "not change, so the noise scale is not that of the steps: pass the optimizers that step to attach as "
+                "optimizer=, or freeze them by requires_grad_(False)",
             )
 
     def close(self) -> None:
@@ -202,7 +215,7 @@ class StepWatch:
                     "it",
                 )
             self._watched = weakref.WeakSet(others)
-        self._watches_given_alone, self._has_watched = False, True
+        self._watches_one_given, self._has_watched = False, True
         self._windows_unstepped = 0
         self._others.clear()
 
@@ -220,7 +233,7 @@ class StepWatch:
 
     def _before_any_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._stepping.append(optimizer)
-        if optimizer is self._given():  # it has a hook of its own
+        if optimizer in self._given:  # it has a hook of its own
             return
         start = time.perf_counter()
         # An optimizer that wraps another (ZeroRedundancyOptimizer) steps it inside its own step.
@@ -231,7 +244,7 @@ class StepWatch:
 
     def _before_given_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         start = time.perf_counter()
-        is_usual = self._ended_since_step and not self._others and self._watches_given_alone
+        is_usual = self._ended_since_step and not self._others and self._watches_one_given
         if is_usual and not in_backward():  # nearly all steps, so this is short
             if self._windows_unstepped > 1 or self._n_often:
                 self._count_windows()
@@ -265,7 +278,8 @@ class StepWatch:
         elif optimizer not in self._watched:
             self._others.add(optimizer)
         elif self._held_by(optimizer) or not self._others:  # another model's gives way to one of this model
-            self._count_windows()
+            if self._windows_unstepped:  # not at the step of the second of several optimizers
+                self._count_windows()
             self._windows_unstepped = 0
             self._others.clear()
             if not (self._ended_since_step or has_closure):
@@ -305,3 +319,8 @@ class StepWatch:
             self._n_runs_stepped, self._n_unended = n, self._n_unended + 1
             if self._n_unended >= _UNENDED_AFTER:
                 self._alert_never_called()
+
+
+def _is_on_device(rate: Any) -> TypeIs[Tensor]:
+    """Whether reading a learning rate would wait for a device."""
+    return isinstance(rate, Tensor) and rate.device.type != "cpu"

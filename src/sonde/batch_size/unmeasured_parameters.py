@@ -49,7 +49,7 @@ class UnmeasuredParameters:
         n = sum(len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups)
         if n != self._n_stepped:
             self._n_stepped = n
-            self._stepped = {id(p): p for optimizer in self._optimizers for p in parameters_of(optimizer)}
+            self._stepped = {id(p): p for p in parameters_of(*self._optimizers)}
         return self._stepped
 
     def _of_model(self) -> dict[str, nn.Parameter]:
@@ -82,10 +82,13 @@ class UnmeasuredParameters:
 
     def alert(self) -> str:
         """What to say if some of them are trainable; empty if none is."""
-        trainable = [name for name, p in self._of_model().items() if p.requires_grad]
+        trainable = {clean_name(name): p for name, p in self._of_model().items() if p.requires_grad}
         if not trainable:
             return ""
-        return (
-            f"{plural(len(trainable), 'parameter')} came, became trainable or joined an optimizer after attach and "
-            f"cannot be measured ({some_of([clean_name(name) for name in trainable])}): attach again"
-        )
+        n, some = plural(len(trainable), "parameter"), some_of(list(trainable))
+        if any(id(p) in self._left_out for p in trainable.values()):
+            return (
+                f"an optimizer steps {n} that no given one held at attach, and that cannot be measured ({some}): "
+                "attach again, with all optimizers that step the model: optimizer=(first, second)"
+            )
+        return f"{n} came or became trainable after attach and cannot be measured ({some}): attach again"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from sonde.batch_size.delivery import Delivery
+from sonde.batch_size.delivery import RATE, Delivery
 from sonde.batch_size.late_wrapper import LateWrapper
 from sonde.batch_size.log import KnownOfWindow
 from sonde.batch_size.loop_watch import LoopWatch
@@ -230,6 +230,7 @@ class WindowEnds:
         self.n_windows += 1
         seconds, before = self._pacing.seconds, self._seconds_put
         pace, self._seconds_put = self._pacing.pace, seconds
+        rate = self._loop.rate
         known = KnownOfWindow(
             self.n_windows,
             time.time(),
@@ -237,9 +238,9 @@ class WindowEnds:
             self._reader.tap_name,
             pace.every,
             pace.windows + 1,
-            self._loop.rate,
+            None if isinstance(rate, Tensor) else rate,
         )
-        self._delivery.put_window(window, scalars, known)
+        self._delivery.put_window(window, {**scalars, RATE: rate} if isinstance(rate, Tensor) else scalars, known)
 
     def _deliver(self) -> None:
         """Send the windows that are due, and take in those that arrived. The first is sent at once."""

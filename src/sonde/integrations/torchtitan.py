@@ -117,11 +117,10 @@ class TorchtitanProbe:
     ) -> None:
         self._trainer, self._probe, self._units = trainer, probe, units
         self._has_ended = False
-        optimizers = list(trainer.optimizers)
         parts = trainer.model_parts
         probe.begin(
             parts[0] if len(parts) == 1 else nn.ModuleList(parts),
-            optimizers[0] if len(optimizers) == 1 else None,
+            list(trainer.optimizers),
             refused=_why_refused(trainer),
         )
         of_trainer: dict[str, Callable[..., Any]] = {

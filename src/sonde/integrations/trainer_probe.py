@@ -19,6 +19,7 @@ from sonde.batch_size.units import unit_names
 from sonde.console import tell
 from sonde.deprecation import refuse_unknown
 from sonde.integrations.on_error import OnError, checked_on_error
+from sonde.parallel.optimizers import Optimizers, given_optimizers
 from sonde.records import LogOrPlaces, log_of, logger
 
 _PARTNERS = ("comm_hook", "comm_state", "cp_mesh", "expert_mesh", "mesh", "pp_mesh", "process_group")
@@ -127,7 +128,7 @@ class TrainerProbe:
     def begin(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Optimizers,
         *,
         grad_scaler: torch.amp.GradScaler | None = None,
         state: Mapping[str, Any] | None = None,
@@ -137,7 +138,7 @@ class TrainerProbe:
 
         Args:
             model: in its wrapper.
-            optimizer: of the model.
+            optimizer: of the model; or several in a list.
             grad_scaler: in use.
             state: of a checkpoint, to continue from.
             refused: why this trainer cannot be measured, the same on all ranks; None if it can.
@@ -146,7 +147,7 @@ class TrainerProbe:
         with self.forgiven("this training is not measured"):
             if refused is not None:
                 raise ValueError(refused)
-            if isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.LBFGS):  # Accelerate wraps it
+            if any(isinstance(each, torch.optim.LBFGS) for each in given_optimizers(optimizer)):
                 raise ValueError("LBFGS evaluates the loss several times in each step, so no gradient is the step's")
             self._run_log = log_of(self._log, {})
             self.probe = attach(

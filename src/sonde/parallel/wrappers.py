@@ -18,7 +18,7 @@ from sonde.parallel.data_ranks import DataRanks, check_whole_mesh, data_ranks
 from sonde.parallel.expert_ranks import ExpertRanks, find_experts
 from sonde.parallel.gathered import gathered_parameters, reduction_dtypes
 from sonde.parallel.meshes import check_mesh, ranks_of
-from sonde.parallel.optimizers import optimizers_together, parameters_of
+from sonde.parallel.optimizers import Optimizers, given_optimizers, parameters_of
 from sonde.parallel.placements import is_dtensor
 from sonde.parallel.process_groups import check_group, group_of_mesh
 from sonde.parallel.refused_models import refuse_hidden_gradients, refuse_inner_module
@@ -46,8 +46,8 @@ class Wrapper:
         parameters: trainable parameters of this rank by clean name (no `module.`, no `_orig_mod.`), each tensor once.
         leaves: the tensor that backward makes the gradient of each of them for, [parameters]: the parameter itself, or
             the whole one that FSDP2 gathers.
-        frozen: the other parameters, likewise by name. They may require a gradient, if no optimizer steps them.
-        optimizers: that step the model together; empty if none was given, or one of another model. Not kept alive.
+        frozen: the other parameters, likewise by name. They may require a gradient, if no given optimizer holds them.
+        optimizers: the given ones that hold any of the model; empty if none was given, or none does. Not kept alive.
         reduced_in: dtypes in which FSDP2 reduces gradients, where these are not the gradients' own.
         stand_ins: what FSDP2 shows at times in the place of parameters, frozen ones included.
     """
@@ -87,7 +87,7 @@ def find_wrapper(
     expert_mesh: DeviceMesh | None = None,
     cp_mesh: DeviceMesh | None = None,
     *,
-    optimizer: Any = None,
+    optimizer: Optimizers = None,
 ) -> Wrapper:
     """Find a model's wrapper, its ranks and its trainable parameters. Under FSDP2, all ranks have to call this.
 
@@ -100,7 +100,7 @@ def find_wrapper(
             one rank says that they are not spread.
         cp_mesh: the ranks that hold parts of the same sequences, one axis of `mesh`, which it stands for where it is
             all of it.
-        optimizer: that steps the model. What neither it nor another optimizer beside it steps is not trained.
+        optimizer: that steps the model, or several in a list. What none of them holds counts as frozen.
 
     Raises:
         ValueError: for a model that hides its gradients, has no trainable parameters, or has complex or lazy ones; for
@@ -120,9 +120,12 @@ def find_wrapper(
     gathered = gathered_parameters(model)
     parameters = _by_name(model, requires_grad=True)
     frozen = _by_name(model, requires_grad=False)
-    optimizers = optimizers_together(optimizer, parameters.values()) if optimizer is not None else []
+    # Other optimizers do not count: whether they will ever step cannot be known before training begins.
+    trainable = {id(p) for p in parameters.values()}
+    stepped_by = [(each, {id(p) for p in parameters_of(each)}) for each in given_optimizers(optimizer)]
+    optimizers = [each for each, ids in stepped_by if not ids.isdisjoint(trainable)]
     if optimizers:
-        stepped = {id(p) for each in optimizers for p in parameters_of(each)}
+        stepped = {id(p) for p in parameters_of(*optimizers)}
         frozen |= {name: p for name, p in parameters.items() if id(p) not in stepped}
         parameters = {name: p for name, p in parameters.items() if id(p) in stepped}
     held = dict(parameters)

@@ -179,15 +179,38 @@ def test_states_of_other_groups_or_keys_are_refused() -> None:
         (lambda t: 1e-3 * min(t, 190), True),  # the rate of two blocks ago was smaller
         (lambda t: 1e-3 / t, False),
         (lambda t: 1e-3 * (1 + 1e-6 * t), False),  # rounding
-        (lambda t: None, False),  # a rate that is a tensor is not known
+        (lambda t: 1e-3 * min(t, 160), False),  # level for a fifth of the steps
+        (lambda t: 1e-3 * (t if t < 100 else t - 50), False),  # it has fallen once
+        (lambda t: 1e-3 * (1 + t % 60), False),  # cycles
+        (lambda t: 1e-3 * (5 if t < 30 else t), False),  # level for a while at first
+        (lambda t: 1e-3 * (t - t % 10), True),  # by steps of ten
+        (lambda t: 1e-3 * (2000 + t) if t < 30 else 0.1 * t, True),  # it rises slowly at first
+        (lambda t: None, False),  # not known
         (lambda t: 1e-3 * t if t < 150 else None, False),
     ],
 )
-def test_a_rate_that_has_risen_of_late_is_a_warm_up(rate_at: Callable[[int], float | None], expected: bool) -> None:
+@pytest.mark.parametrize("every", [1, 5])
+def test_a_rate_that_has_risen_of_late_is_a_warm_up(
+    rate_at: Callable[[int], float | None], expected: bool, every: int
+) -> None:
+    """Also where few windows are measured."""
     run = WindowsOfRun(GROUPS)
-    for number, window in enumerate(windows(200), 1):
+    for number, window in [*enumerate(windows(200), 1)][::every]:
         run.add(window, number, rate_at(number))
     assert run.warms_up == expected
     other = WindowsOfRun(GROUPS)
     other.load_state_dict(json.loads(json.dumps(run.state_dict())))
+    assert other.warms_up == expected
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(5e-4, False), (1e-3, True)])
+def test_a_warm_up_goes_on_or_is_over_where_everything_begins_anew(rate: float, expected: bool) -> None:
+    """A rise after a fall is none, also after a restart, and where other parameters are trained from then on."""
+    run, other = WindowsOfRun(GROUPS), WindowsOfRun(GROUPS)
+    for number, window in enumerate(windows(200), 1):
+        run.add(window, number, 1e-3 * min(number, 199) if number < 200 else rate * number)
+    other.load_state_dict(json.loads(json.dumps(run.state_dict())))
+    other.begin_anew(201)
+    for number, window in enumerate(windows(60, seed=1), 201):
+        other.add(window, number, rate * number)
     assert other.warms_up == expected

@@ -243,14 +243,18 @@ def test_refusals() -> None:
         attached(model, metric="spectral", staging_mib=0.5)
 
 
-def test_muons_own_matrices_are_measured() -> None:
+@pytest.mark.parametrize("n_given", [1, 2])
+def test_muons_own_matrices_are_measured(n_given: int) -> None:
     if not hasattr(torch.optim, "Muon"):
         pytest.skip("this torch has no Muon")
     model = small_model()
     muon = torch.optim.Muon([model[3].weight], lr=1e-3)
+    rest = torch.optim.AdamW([p for p in model.parameters() if p is not model[3].weight], lr=1e-3)
     losses = piece_losses(model, UNITS)
     pieces = [{"3.weight": _gradients(model, loss())["3.weight"]} for loss in losses]
-    with attached(model, muon, metric="spectral") as probe:
+    with pytest.raises(ValueError, match="optimizer of Adam's kind that holds every trainable parameter, got AdamW"):
+        attached(model, [rest, muon], metric="adam")
+    with attached(model, [rest, muon][-n_given:], metric="spectral") as probe:
         for loss, n in zip(losses, UNITS, strict=True):
             with probe.piece(units=n):
                 loss().backward()

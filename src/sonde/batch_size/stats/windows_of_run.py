@@ -19,6 +19,9 @@ from sonde.stats.state import check_keys
 
 _RISES = 1.01
 """A learning rate rises by more than this factor in a block of a warm-up, and by less through rounding."""
+_LEVEL_FOR = 0.1
+"""Part of the steps so far, and at least `_LEVEL_AT_LEAST` steps, after which a rate that has not risen stays level."""
+_LEVEL_AT_LEAST = 10
 _RECENT = 3
 """Blocks that count as recent: about the last half of the run."""
 
@@ -61,6 +64,12 @@ class WindowsOfRun:
         """The groups in which no parameter is trained now."""
         self.last_window = 0
         """Number of the last window that was used."""
+        self._peak_rate = 0.0
+        """The highest learning rate so far."""
+        self._peaked_at = 0
+        """Number of the first window with that rate."""
+        self._is_warm = False
+        """Whether the learning rate has fallen or stayed level since the run began."""
         self._begin(0)
 
     def _begin(self, number: int) -> None:
@@ -93,12 +102,21 @@ class WindowsOfRun:
             self._filter.update(block)
             self._rates[:2] = self._rates[1], rate
         self._rates[2] = rate
+        if rate is not None:
+            self._see_rate(rate, number)
+
+    def _see_rate(self, rate: float, number: int) -> None:
+        """Note whether the warm-up is over. A later rise, as of a cycle or a restart, does not begin it again."""
+        if rate > self._peak_rate:
+            self._peak_rate, self._peaked_at = rate, number
+        elif rate < self._peak_rate or number - self._peaked_at > max(_LEVEL_AT_LEAST, _LEVEL_FOR * number):
+            self._is_warm = True
 
     @property
     def warms_up(self) -> bool:
-        """Whether the learning rate has risen over about the last quarter of the steps."""
+        """Whether the learning rate has risen over about the last quarter of the steps, and has only risen before."""
         before, _, now = self._rates
-        return before is not None and now is not None and now > _RISES * before
+        return not self._is_warm and before is not None and now is not None and now > _RISES * before
 
     def begin_anew(self, first: int, *, gone: Collection[str] = ()) -> None:
         """Forget all windows: they speak of other parameters.
@@ -151,6 +169,9 @@ class WindowsOfRun:
             "origin": self._origin,
             "batch": self._batch,
             "rates": list(self._rates),
+            "peak_rate": self._peak_rate,
+            "peaked_at": self._peaked_at,
+            "is_warm": self._is_warm,
             "blocks": self._blocks.state_dict(),
         }
 
@@ -167,6 +188,7 @@ class WindowsOfRun:
         self.gone, self.last_window = frozenset(state["gone"]), state["last_window"]
         self._begin(state["origin"])
         self._rates = list(state["rates"])
+        self._peak_rate, self._peaked_at, self._is_warm = state["peak_rate"], state["peaked_at"], state["is_warm"]
         self._blocks.load_state_dict(state["blocks"])
         if (batch := state["batch"]) > 0:
             self._batch, self._filter = batch, NoiseScaleFilter(1 + len(self.groups), batch)

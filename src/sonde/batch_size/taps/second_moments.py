@@ -84,13 +84,10 @@ class GatherAfterSteps:
 
     Args:
         moments: to be gathered.
-        optimizer: whose steps change them.
         is_measured: whether the present window is measured; alike on all ranks.
     """
 
-    def __init__(
-        self, moments: SecondMoments, optimizer: torch.optim.Optimizer, is_measured: Callable[[], bool]
-    ) -> None:
+    def __init__(self, moments: SecondMoments, is_measured: Callable[[], bool]) -> None:
         self._moments, self._is_measured = moments, is_measured
         self.moments_changed()
         alive = weakref.ref(self)  # the optimizer must not keep a probe that was dropped without close()
@@ -100,8 +97,8 @@ class GatherAfterSteps:
                 gathers.moments_changed()
 
         self._handles = [
-            optimizer.register_step_post_hook(changed),
-            optimizer.register_load_state_dict_post_hook(changed),
+            moments.optimizer.register_step_post_hook(changed),
+            moments.optimizer.register_load_state_dict_post_hook(changed),
         ]
 
     def moments_changed(self) -> None:
@@ -243,7 +240,7 @@ class SecondMoments:
         *,
         most_bytes: float = math.inf,
     ) -> None:
-        self._optimizer = optimizer  # state and groups are looked up at each use: load_state_dict replaces both
+        self.optimizer = optimizer  # state and groups are looked up at each use: load_state_dict replaces both
         self._parameters = list(parameters)
         groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         has_moments = [{"betas", "eps"} <= group.keys() for group in optimizer.param_groups]
@@ -292,14 +289,14 @@ class SecondMoments:
     @property
     def has_state(self) -> bool:
         """Whether the optimizer has any second moment."""
-        return any("exp_avg_sq" in state for state in self._optimizer.state.values())
+        return any("exp_avg_sq" in state for state in self.optimizer.state.values())
 
     def scale(self, index: int) -> tuple[Any, float]:
         """The bias correction of √v, a number or 0-dim tensor, and ε, of a parameter that has a second moment."""
-        group = self._optimizer.param_groups[self._groups[index]]
+        group = self.optimizer.param_groups[self._groups[index]]
         # `step` is a 0-dim tensor on the CPU, or on the device for fused and capturable optimizers. Either kind divides
         # a tensor on the device without being read on the host.
-        step = self._optimizer.state[self._parameters[index]]["step"]
+        step = self.optimizer.state[self._parameters[index]]["step"]
         if isinstance(step, Tensor):  # in fp32, 1 − β₂ of the first step would keep 4 digits
             step = step.to(accumulation_dtype(step.device))
         return (1.0 - group["betas"][1] ** step) ** 0.5, group["eps"]
@@ -325,8 +322,8 @@ class SecondMoments:
         return self._parts.get(index, []) if self._local(index) is not None else []
 
     def _local(self, index: int) -> Tensor | None:
-        state = self._optimizer.state.get(self._parameters[index], {})
-        group = self._optimizer.param_groups[self._groups[index]]
+        state = self.optimizer.state.get(self._parameters[index], {})
+        group = self.optimizer.param_groups[self._groups[index]]
         moment = state.get("max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq")
         return None if moment is None else local_tensor(moment)
 

@@ -220,7 +220,7 @@ def _attached(found: ModelOfOptimizers, settings: Settings, log: sonde.RunLog) -
     Raises:
         ValueError: on all ranks of the model, when it cannot be measured on one of them.
     """
-    model, optimizer = found.model, found.optimizers[0] if len(found.optimizers) == 1 else None
+    model = found.model
     try:
         group = _group_by_hand(model, settings)
         _refuse_lbfgs(found)
@@ -237,7 +237,7 @@ def _attached(found: ModelOfOptimizers, settings: Settings, log: sonde.RunLog) -
     with torch.autocast("cpu", enabled=False), torch.autocast(_device_type(model), enabled=False):
         return sonde.attach(
             model,
-            optimizer,
+            found.optimizers,
             unit=settings.unit or "rows",
             units_per_piece=units,
             **settings.averaging,
