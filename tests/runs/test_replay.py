@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,29 @@ def write_start(folder: Path, n: int, state: dict[str, Any] | None = None, **opt
             model.zero_grad()
             saved = probe.state_dict() if i == 0 else saved
     return saved
+
+
+def test_readings_made_again_know_the_learning_rate(tmp_path: Path) -> None:
+    """A rate that falls widens the interval."""
+    torch.manual_seed(0)
+    model, log = nn.Linear(4, 1), sonde.RunLog(sonde.JsonlSink(tmp_path), log_windows=True)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with sonde.attach(model, optimizer, unit="rows", log=log, every=1, per_example="never", verbose=False) as probe:
+        for step in range(60):
+            optimizer.param_groups[0]["lr"] = 1e-3 if step < 45 else 1e-5
+            for _ in range(3):
+                with probe.piece(units=8):
+                    (model(torch.randn(8, 4)) - 1 - torch.randn(8, 1)).square().mean().backward()
+            probe.step()
+            optimizer.step()
+            model.zero_grad()
+        found = [probe.reading().low, probe.reading().high]
+    windows = list(sonde.read_windows(tmp_path))
+    last = list(sonde.replay_windows(windows))[-1].total.interval
+    assert [last.low, last.high] == pytest.approx(found, rel=1e-6)
+    still = [replace(w, metrics={**w.metrics, "gns/learning_rate": 1e-3}) for w in windows]
+    other = list(sonde.replay_windows(still))[-1].total.interval
+    assert (other.high or 0) / (other.low or 1) < 0.9 * (last.high or 0) / (last.low or 1)
 
 
 def test_windows_of_two_starts_are_refused_with_the_way_out(tmp_path: Path) -> None:

@@ -381,6 +381,7 @@ def _window_record(
             "gns/trace_cov": json_number(total.trace_cov),
             "gns/grad_sq": json_number(total.grad_sq),
             "gns/effective_units": json_number(solved.effective_units),
+            "gns/learning_rate": json_number(window.known.rate),
             "cost/every": window.known.every,
             **further,
         },

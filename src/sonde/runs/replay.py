@@ -64,7 +64,7 @@ def _replayed(windows: Iterable[WindowReading], every: int) -> Iterator[Replayed
         _check_follows(before, window)
         before = window
         run = run or WindowsOfRun(tuple(window.groups))
-        run.add(_solved(window), window.window)
+        run.add(_solved(window), window.window, window.metrics.get("gns/learning_rate"))
         if window.window % every == 0:
             total, *groups = run.levels()
             yield ReplayedReading(window.window, total, dict(zip(run.groups, groups, strict=True)))

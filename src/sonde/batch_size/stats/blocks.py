@@ -77,7 +77,8 @@ class Blocks:
         self.n_windows = 0
         """All windows so far."""
         self._end = 0
-        self._rate: float | None = None
+        self.rate: float | None = None
+        """The learning rate of the last window; None where it is not known."""
         self._n = 0
         """Windows since the last complete block. No window is kept: a block of a long run may have many thousands."""
         self._means = self._scatter = on_host([])
@@ -95,12 +96,12 @@ class Blocks:
         Returns:
             The block that it completes, or that ends before it, if one does.
         """
-        ended = self._complete(_SHORTEST, _FEWEST_BEFORE_JUMP) if _has_jumped(self._rate, rate) else None
+        ended = self._complete(_SHORTEST, _FEWEST_BEFORE_JUMP) if _has_jumped(self.rate, rate) else None
         sizes = (estimates[:, 1] + v * estimates[:, 0]).clamp(min=0.0)
         window = torch.cat([estimates, sizes[:, None]], 1)
         if self._n == 0:
             self._means, self._scatter = torch.zeros_like(window), estimates.new_zeros(len(estimates), 2, 2)
-        self._end, self._rate, self._n, self.n_windows = end, rate, self._n + 1, self.n_windows + 1
+        self._end, self.rate, self._n, self.n_windows = end, rate, self._n + 1, self.n_windows + 1
         # Means and sums of products as each window comes, without the cancellation that sums of squares would have:
         # B. P. Welford, "Note on a method for calculating corrected sums of squares and products", Technometrics 4
         # (1962) 419–420.
@@ -128,7 +129,7 @@ class Blocks:
         # A group whose parameters got no gradient has no size, and nothing to be divided.
         scale = torch.where(sizes > 0, sizes, 1.0)
         means, scatter = self._means[:, :2] / scale[:, None], self._scatter / scale.square()[:, None, None]
-        return Block(self._end, self._end - self._before, self._n, sizes, means, scatter, self._rate)
+        return Block(self._end, self._end - self._before, self._n, sizes, means, scatter, self.rate)
 
     @property
     def _before(self) -> int:
@@ -148,7 +149,7 @@ class Blocks:
                 for b in self.complete
             ],
             "end": self._end,
-            "rate": self._rate,
+            "rate": self.rate,
             "n_windows": self.n_windows,
             "unfinished": [self._n, self._means.tolist(), self._scatter.tolist()],
         }
@@ -161,7 +162,7 @@ class Blocks:
         """
         check_keys("blocks of the state", state, set(self.state_dict()))
         self.complete = [Block(*block[:3], *map(on_host, block[3:6]), *block[6:]) for block in state["complete"]]
-        self._end, self._rate, self.n_windows = state["end"], state["rate"], state["n_windows"]
+        self._end, self.rate, self.n_windows = state["end"], state["rate"], state["n_windows"]
         self._n, *sums = state["unfinished"]
         self._means, self._scatter = map(on_host, sums)
 

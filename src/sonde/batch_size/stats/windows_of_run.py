@@ -77,8 +77,6 @@ class WindowsOfRun:
         self._filter: NoiseScaleFilter | None = None
         self._batch = 0.0
         self._origin = number
-        self._rates: list[float | None] = [None, None, None]
-        """Learning rates: at the ends of the last two complete blocks, and of the last window."""
 
     def add(self, window: SolvedWindow, number: int, rate: float | None = None) -> None:
         """Add a window.
@@ -100,8 +98,6 @@ class WindowsOfRun:
         block = self._blocks.add(number - self._origin, estimates, 1 / window.effective_units, rate)
         if block is not None:
             self._filter.update(block)
-            self._rates[:2] = self._rates[1], rate
-        self._rates[2] = rate
         if rate is not None:
             self._see_rate(rate, number)
 
@@ -115,8 +111,10 @@ class WindowsOfRun:
     @property
     def warms_up(self) -> bool:
         """Whether the learning rate has risen over about the last quarter of the steps, and has only risen before."""
-        before, _, now = self._rates
-        return not self._is_warm and before is not None and now is not None and now > _RISES * before
+        if self._is_warm or len(self._blocks.complete) < 2:
+            return False
+        before, now = self._blocks.complete[-2].rate, self._blocks.rate
+        return before is not None and now is not None and now > _RISES * before
 
     def begin_anew(self, first: int, *, gone: Collection[str] = ()) -> None:
         """Forget all windows: they speak of other parameters.
@@ -168,7 +166,6 @@ class WindowsOfRun:
             "last_window": self.last_window,
             "origin": self._origin,
             "batch": self._batch,
-            "rates": list(self._rates),
             "peak_rate": self._peak_rate,
             "peaked_at": self._peaked_at,
             "is_warm": self._is_warm,
@@ -187,7 +184,6 @@ class WindowsOfRun:
             raise ValueError(f"{label}: it has the groups {state['groups']}, this probe has {list(self.groups)}")
         self.gone, self.last_window = frozenset(state["gone"]), state["last_window"]
         self._begin(state["origin"])
-        self._rates = list(state["rates"])
         self._peak_rate, self._peaked_at, self._is_warm = state["peak_rate"], state["peaked_at"], state["is_warm"]
         self._blocks.load_state_dict(state["blocks"])
         if (batch := state["batch"]) > 0:
