@@ -31,6 +31,7 @@ METRICS: dict[str, Metric] = {
     "gns/b_simple_average": Metric("{unit}", "noise scale of the run so far, each step weighted by its progress"),
     "gns/b_simple_average_low": Metric("{unit}", "lower end of that average's 95 % interval"),
     "gns/b_simple_average_high": Metric("{unit}", "upper end of that average's 95 % interval; null without one"),
+    "gns/first_step": Metric("step", "first step of that average; other parameters were trained before"),
     "gns/grad_sq": Metric("gradient²", "squared norm of the true gradient |G|², unclamped, over about half the run"),
     "gns/trace_cov": Metric("gradient² · {unit}", "variance of one unit's gradient, tr Σ, over about half the run"),
     "gns/consistency": Metric("ratio", "tr Σ within ranks over tr Σ between ranks; about 1 when data are sound"),

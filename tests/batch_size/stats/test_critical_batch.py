@@ -148,6 +148,7 @@ def test_either_alone_is_enough() -> None:
     [
         ({"n_steps": 12}, "no batch is judged before step 100"),
         ({"n_steps": 99}, "no batch is judged before step 100"),
+        ({"n_steps": 99, "first_step": 501}, "no batch is judged before step 600"),
         ({"n_steps": 5000, "warms_up": True}, "the learning rate is still rising"),
     ],
 )
@@ -161,6 +162,18 @@ def test_there_is_no_verdict_in_the_first_steps_and_in_warm_up(early: dict[str, 
     assert got.advice == ""
     assert not any(word in got.detail for word in ("small", "large", "twice"))
     assert verdict(32, known(110.0, 207.0), **facts, n_steps=100).kind == "too_small"
+
+
+def test_a_run_whose_parameters_have_changed_is_judged_from_there_on() -> None:
+    got = verdict(32, known(110.0, 207.0), of_run=known(28.0, 42.5), n_steps=300, first_step=1501)
+    assert got.headline.startswith("For a run like this one from step 1,501 on, the batch of 32 images is about right")
+    assert got.detail.startswith("In a run like this one from step 1,501 on, twice the batch")
+    assert got.in_short.startswith("for a run like this one from step 1,501 on, the batch")
+
+
+def test_the_first_steps_also_say_why_nothing_is_known() -> None:
+    got = verdict(32, Estimate(), n_steps=0, reason="all windows were dropped")
+    assert got.detail.startswith("All windows were dropped. The noise scale grows fast in the first steps")
 
 
 def test_no_verdict_without_data() -> None:

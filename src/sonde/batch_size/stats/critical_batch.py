@@ -133,6 +133,7 @@ def judge_batch(
     now: Estimate,
     of_run: Estimate | None = None,
     n_steps: int | None = None,
+    first_step: int = 1,
     warms_up: bool = False,
     reason: str = "",
     advice: str = "",
@@ -144,7 +145,8 @@ def judge_batch(
         unit: plural name of the unit.
         now: the noise scale now.
         of_run: its average over the run; None at fixed weights.
-        n_steps: steps of training so far; None at fixed weights.
+        n_steps: steps of training that both stand for; None at fixed weights.
+        first_step: the first of them; other parameters were trained before.
         warms_up: whether the learning rate is still rising.
         reason: why the noise scale now is not resolved.
         advice: what would make it known better.
@@ -159,8 +161,9 @@ def judge_batch(
     """
     size = f"{number(batch, 4)} {unit}"
     of_run = of_run if of_run is not None and of_run.is_known else None
-    if early := _too_early(n_steps, warms_up=warms_up):
-        return Verdict("unknown", f"No verdict yet on the batch of {size}.", _sentences(early))
+    if early := _too_early(n_steps, first_step, warms_up=warms_up):
+        why = "" if now.is_known else reason
+        return Verdict("unknown", f"No verdict yet on the batch of {size}.", _sentences(why, early))
     if not (now.is_known or of_run):
         detail = _sentences(reason, advice)
         return Verdict("unknown", f"No verdict yet on the batch of {size}.", detail, advice=advice)
@@ -177,12 +180,12 @@ def judge_batch(
         costs = _trade_off(batch, now, kind_now, unit)
     else:
         kind = _kind(batch, of_run)
+        run = "a run like this one" if first_step == 1 else f"a run like this one from step {first_step:,} on"
         headline = (
-            f"For a run like this one, the batch of {size} {_WORDS[kind]}: the noise scale was "
-            f"{of_run.in_words(unit)} on average."
+            f"For {run}, the batch of {size} {_WORDS[kind]}: the noise scale was {of_run.in_words(unit)} on average."
         )
-        in_short = f"for a run like this one, the batch {_WORDS[kind]}"
-        costs = f"In a run like this one, {_trade_off(batch, of_run, kind, unit)}"
+        in_short = f"for {run}, the batch {_WORDS[kind]}"
+        costs = f"In {run}, {_trade_off(batch, of_run, kind, unit)}"
         if now.is_known:
             same = kind_now == kind
             verdict_now = "too" if same else f"it {_WORDS[kind_now]}"
@@ -196,10 +199,11 @@ def judge_batch(
     return Verdict(kind, headline, _sentences(costs, reason, advice, _PROXY), in_short, kind_now, advice)
 
 
-def _too_early(n_steps: int | None, *, warms_up: bool) -> str:
+def _too_early(n_steps: int | None, first_step: int, *, warms_up: bool) -> str:
     """Why there is no verdict yet, whatever the noise scale is; empty where there may be one."""
     if n_steps is not None and n_steps < FEWEST_STEPS:
-        return f"the noise scale grows fast in the first steps, so no batch is judged before step {FEWEST_STEPS}"
+        step = first_step - 1 + FEWEST_STEPS
+        return f"the noise scale grows fast in the first steps, so no batch is judged before step {step:,}"
     return "the learning rate is still rising, and the noise scale with it" if warms_up else ""
 
 

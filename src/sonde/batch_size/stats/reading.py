@@ -86,6 +86,7 @@ class NoiseScaleReading:
         unit: plural name of the unit.
         groups: by parameter group, in the model's order; empty where groups were not read.
         n_steps: steps of training that the numbers stand for; None at fixed weights.
+        first_step: the first of them; other parameters were trained before.
         warms_up: whether the learning rate is still rising.
         every: one window of training in so many is measured, on average over about the last half of the run.
         further_units: how many of each further unit one unit is, on average; None before the first window.
@@ -115,6 +116,7 @@ class NoiseScaleReading:
     unit: str
     groups: Mapping[str, GroupReading] = field(repr=False)
     n_steps: int | None = None
+    first_step: int = 1
     warms_up: bool = False
     every: float = 1.0
     coverage: Coverage | None = None
@@ -147,6 +149,7 @@ class NoiseScaleReading:
             "gns/b_simple_average": average.b_simple if average else None,
             "gns/b_simple_average_low": average.low if average else None,
             "gns/b_simple_average_high": average.high if average else None,
+            "gns/first_step": self.first_step,
             "gns/grad_sq": self.grad_sq,
             "gns/trace_cov": self.trace_cov,
             "gns/consistency": self.consistency,
@@ -174,6 +177,7 @@ class NoiseScaleReading:
             now=Estimate(self.b_simple, self.low, self.high),
             of_run=self.average if self.n_steps else None,
             n_steps=self.n_steps,
+            first_step=self.first_step,
             warms_up=self.warms_up,
             reason=self.reason,
             advice=self.advice,
@@ -191,7 +195,8 @@ class NoiseScaleReading:
         judged += f"; {advice}" if advice and self.status != "resolved" else ""
         average = self.average
         if average is not None and average.b_simple is not None and self.n_steps:
-            seen = f"{number(average.b_simple)} over the run, {seen}"
+            over = "over the run" if self.first_step == 1 else f"from step {self.first_step:,} on"
+            seen = f"{number(average.b_simple)} {over}, {seen}"
         if self.status == "resolved":
             known = f"{number(self.b_simple)} {self.unit} [{number(self.low)} – {number(self.high)}]"
             also = "".join(f" = {number(c.b_simple)} {c.unit}" for c in map(self.in_unit, self.further_units))

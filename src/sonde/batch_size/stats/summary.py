@@ -65,6 +65,7 @@ def summarise(averages: NoiseScaleAverages, *, unit: str, with_groups: bool = Tr
         units_per_window=averages.units_per_window,
         windows_needed=windows_needed(log_error, recent.n_windows) if recent else None,
         n_steps=run.n_steps,
+        first_step=run.first_step,
         warms_up=run.warms_up,
         every=every,
         further_units=averages.further_per_unit,

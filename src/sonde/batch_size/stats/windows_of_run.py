@@ -136,6 +136,11 @@ class WindowsOfRun:
         """Steps of training up to the last window, from the beginning or from where everything began anew."""
         return max(self.last_window - self._origin, 0)
 
+    @property
+    def first_step(self) -> int:
+        """The first of these steps, from 1."""
+        return self._origin + 1
+
     def levels(self, *, with_groups: bool = True) -> list[Level]:
         """The noise scale now: of the whole model and, after it, of each group."""
         if self._filter is None:

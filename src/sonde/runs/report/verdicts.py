@@ -147,12 +147,14 @@ def judge_reading(reading: Reading, unit: str, *, trains: bool = True) -> Verdic
             "unknown", "No verdict yet: the batch size is not known.", f"{reading.reason or 'No window was measured'}."
         )
     average = logged_interval(reading.metrics, "gns/b_simple_average")
+    first_step = round(reading.metrics.get("gns/first_step") or 1)
     return judge_batch(
         batch,
         unit=unit,
         now=Estimate(reading.metrics.get("gns/b_simple"), low, reading.high),
         of_run=Estimate(reading.metrics.get("gns/b_simple_average"), average.low, average.high) if trains else None,
-        n_steps=reading.window if trains else None,
+        n_steps=reading.window - first_step + 1 if trains else None,
+        first_step=first_step,
         warms_up=bool(reading.metrics.get("gns/warms_up")),
         reason=reading.reason,
         advice=reading.advice,
