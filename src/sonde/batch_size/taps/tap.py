@@ -156,6 +156,7 @@ class Problem(IntEnum):
     UNITS_UNKNOWN = 32
     NOT_COUNTED = 36
     UNITS_ASKED = 38
+    FORWARD_ALONE = 39
     UNITS_UNCLEAR = 34
     OUTSIDE_SCHEDULE = 33
     NO_SECOND_MOMENT = 1
@@ -197,6 +198,8 @@ class Problem(IntEnum):
         Args:
             are_declared: whether any rank declares pieces.
         """
+        if self is Problem.FORWARD_ALONE:  # another rank may have had pieces; where none had, it tells the cause
+            return False
         if self is Problem.NOT_ALL_DECLARED:
             return are_declared
         # Beside declared pieces such backwards fill up, and do not count: they need no number of units.
@@ -265,6 +268,7 @@ _MESSAGES = {
         "such forward, or several, or it was called without a tensor, or is compiled by model.compile(). Enter 'with "
         "probe.piece(units=…):' around the backward of each micro-batch"
     ),
+    Problem.FORWARD_ALONE: "the model's forward ran on a rank that had no piece",
     Problem.OUTSIDE_SCHEDULE: (
         "a pipeline schedule ran outside pieces(), so its micro-batches cannot be told apart: run each step in "
         "'with probe.pieces(n_microbatches):'"

@@ -51,7 +51,7 @@ REMEDIES: Mapping[str, str] = {
     "put all backwards of one batch into one 'with probe.piece():'": "add up all losses of one batch before backward",
     "Put all backwards of one batch into one 'with probe.piece():'": "Add up all losses of one batch before backward",
     "put one of each into one 'with probe.piece():'": "nothing can be measured: their sum has another noise",
-    "the same window was ended twice: call probe.step() or probe.clip_grad_norm_() once per optimizer step": (
+    "the same window was ended twice. Call probe.step() or probe.clip_grad_norm_() once per optimizer step": (
         "the optimizer stepped on no gradient, or on an old one"
     ),
     "trained now, such as another adapter: attach to each": "trained now, such as another adapter",
