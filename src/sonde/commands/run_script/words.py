@@ -10,6 +10,18 @@ from sonde.batch_size.taps.tap import HOW_TO_COUNT
 from sonde.console import tell, write_to
 
 REMEDIES: Mapping[str, str] = {
+    "unit must name the": "--unit must name the",
+    ": use 'sequences', 'images' or 'prompts', or several, the independent sample first: ('sequences', 'tokens')": (
+        ": pass sequences, images or prompts"
+    ),
+    ": name the sequences, 'sequences', or count pieces in both, unit=('sequences', 'tokens') with "
+    "piece(units={'sequences': 8, 'tokens': 4096})": (
+        ": pass --unit sequences. Times the tokens of a sequence, its noise scale is that in tokens"
+    ),
+    "budget must be": "--budget must be",
+    "or None to measure every window": "or --every 1 to measure every step",
+    "allowance must be": "--allowance must be",
+    "every must be a whole number of windows": "--every must be a whole number of steps",
     " has no rule: give one in rules=, or leave the parameter out": " has no rule",
     ": pass rules= to attach, see sonde.PerExampleNorms": "",
     "use tap='leaf', or Embedding(sparse=False)": "use Embedding(sparse=False)",
