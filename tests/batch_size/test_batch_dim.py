@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sonde.batch_size.batch_dim import UnclearUnitsError, count_units, units_in_batch
 from sonde.batch_size.taps.tap import Problem
 from tests.batch_size.loops import attached
-from tests.batch_size.usual_calls import ASKED, CALLS, LOSS, N, T, causal, giving, ids, images, state
+from tests.batch_size.usual_calls import ASKED, CALLS, LOSS, By, N, T, causal, giving, ids, images, state
 
 CASES = CALLS | {
     "labels, a loss and scores": (
@@ -60,6 +60,11 @@ CASES = CALLS | {
     "frames of videos": (giving((5 * N, 10)), lambda: (torch.randn(N, 5, 3, 9, 9),), N),
     "CTC, a loss": (giving(LOSS), lambda: (torch.randn(N, 80, 200), ids(N), ids(37), ids(N)), N),
     "CTC, with positions": (giving((80, N, 30)), lambda: (torch.randn(N, 80, 200), torch.randn(80, 200)), N),
+    "CTC, every second step, with positions": (
+        By(lambda m, x, p: m.head(m.rnn(x.transpose(0, 1)[::2] + p)[0]), rnn=nn.LSTM(5, 8), head=nn.Linear(8, 4)),
+        lambda: (torch.randn(N, T, 5), torch.randn((T + 1) // 2, 1, 5)),
+        N,
+    ),
     # States handed through.
     "a state, and scores": (giving((N, T, 11), (2, N, 16)), lambda: (ids(N, T), state()), N),
     "two states, and a loss": (

@@ -194,18 +194,23 @@ def _agreeing(
     # A loss says nothing. Nor does a vector beside a batch of more dims: it may hold several losses.
     predicted = [shape for shape in returned if len(shape) > 1 or (len(shape) == 1 == len(first.shape) != shape[0])]
     with_rows = [shape for shape in returned if shape not in ((), (1,))]
-    fitting = {n: where for n, where in candidates.items() if any(_fits(n, s, first, others) for s in with_rows)}
+    known = {saw.n for saw in layers}
+    fitting = {
+        n: where
+        for n, where in candidates.items()
+        if any(_fits(n, shape, first, () if n in known else others) for shape in with_rows)
+    }
     is_disputed = any(_supporters(n, others) for n in candidates)
     if fitting:
         candidates = fitting
     elif any(_times(n, shape, first.shape) for n in candidates for shape in with_rows):
-        return {}  # its rows may be queries or coordinates that all units share
+        return {}  # n may be queries or coordinates that all units share
     elif predicted and not is_disputed and (agree := _supporters(predicted[0][0], others)):
         # Offsets of bags have as many rows as the prediction, and so have texts that come after patches of images.
         return {predicted[0][0]: f"dim 0 of {agree[0].text}"}
     elif predicted and all(returned):  # no loss among them
         return {}
-    elif not any(saw.n in candidates for saw in layers):
+    elif known.isdisjoint(candidates):
         candidates = {n: where for n, where in candidates.items() if not _is_outvoted(n, others)}
     if len(candidates) > 1:  # a square is a mask of positions: it supports the wrong one of batch and time
         voters = [w for w in others if len(w.shape) != 2 or w.shape[0] != w.shape[1]]
@@ -214,7 +219,7 @@ def _agreeing(
 
 
 def _fits(n: int, returned: tuple[int, ...], first: _Witness, others: Sequence[_Witness]) -> bool:
-    """Whether n units show in a tensor that the model returns, and are not rows that the units of another part share.
+    """Whether n units show in a tensor that the model returns, and are not queries that units of another part share.
 
     Args:
         n: units, by the first part that the model was called with.
