@@ -30,7 +30,8 @@ REMEDIES: Mapping[str, str] = {
         "'sonde run' does not know these ranks: use sonde.attach(cp_mesh=...)"
     ),
     ": attach anew (or make a new PerExampleNorms)": "",
-    "Enter 'with probe.piece(units=…):' around the backward of each micro-batch": (
+    ", unless piece(units=...) says it": "",
+    "Pass units_per_piece= a number, or enter 'with probe.piece(units=…):' around the backward of each micro-batch": (
         "To count such micro-batches, pass --units-from with the number of units in one"
     ),
     "raise budget=, or put more work into each window": "raise --budget, or put more work into each step",
