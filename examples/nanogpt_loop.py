@@ -42,7 +42,7 @@ torch.manual_seed(0)
 model = Model()
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 # 2: each forward shows how many contexts it has. A run this short measures every window, and has a log.
-probe = sonde.attach(model, optimizer, unit="contexts", units_per_piece="first dim", every=1, log="runs/nanogpt-loop")
+probe = sonde.attach(model, optimizer, unit="contexts", every=1, log="runs/nanogpt-loop")
 
 X, Y = get_batch()
 for iter_num in range(MAX_ITERS):

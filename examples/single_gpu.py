@@ -50,7 +50,7 @@ torch.manual_seed(0)
 model = LanguageModel().to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 log = sonde.RunLog(sonde.JsonlSink("runs/single-gpu"))
-probe = sonde.attach(model, optimizer, unit="sequences", units_per_piece=BATCH, log=log, every=1)  # a short run
+probe = sonde.attach(model, optimizer, unit="sequences", log=log, every=1)  # a short run
 
 for step in range(150):
     batch = sequences(BATCH)

@@ -126,7 +126,7 @@ def tables() -> dict[str, dict[str, Any]]:
     """What the page says: the default of each key, by probe."""
     sections = re.findall(r"^## `(\w+)`\n(.*?)(?=^## |\Z)", (DOCS / "configuration.md").read_text(), flags=re.S | re.M)
     return {
-        probe: {key: yaml.safe_load(default) for key, default in re.findall(r"^\| `(\w+)` \| `(\S+)` \|", text, re.M)}
+        probe: {key: yaml.safe_load(default) for key, default in re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", text, re.M)}
         for probe, text in sections
     }
 

@@ -110,7 +110,7 @@ N_PIECES = {"uneven": (1, 3), "none on one rank": (3, 0)}
 def _uneven(setup: str, n_pieces: tuple[int, int]) -> dict[str, Any]:
     """A rank with fewer pieces fills up with backwards that add nothing, since DDP and FSDP2 need as many on each."""
     model, rank = cut(setup, small()), dist.get_rank()
-    with attached(model) as probe:
+    with attached(model, units_per_piece=None) as probe:
         own = pieces_of(rank, 0, n_pieces[rank], units=3 + rank)
         run_window(probe, model, own, fill=max(n_pieces) - len(own))
         result = known(probe)

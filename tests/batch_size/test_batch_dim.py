@@ -3,322 +3,120 @@
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 
 from sonde.batch_size.batch_dim import UnclearUnitsError, count_units, units_in_batch
 from sonde.batch_size.taps.tap import Problem
 from tests.batch_size.loops import attached
+from tests.batch_size.usual_calls import ASKED, CALLS, LOSS, By, N, T, causal, giving, ids, images, state
 
-N, T = 6, 9
-"""Units in a micro-batch, and positions of each."""
-ASKED = None
-
-
-class By(nn.Module):
-    """A model whose forward is a function of its layers."""
-
-    def __init__(self, forward: Callable[..., Any], **layers: nn.Module) -> None:
-        super().__init__()
-        self._layers, self.layers = forward, nn.ModuleDict(layers)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._layers(self.layers, *args, **kwargs)
-
-
-def ids(*shape: int) -> Tensor:
-    return torch.randint(1, 11, shape)
-
-
-def images(n: int = N) -> list[Tensor]:
-    return [torch.randn(3, 12 + k % 3, 14) for k in range(n)]
-
-
-def detector(batch: Sequence[Tensor], targets: Any = None, layers: Any = None) -> Any:
-    return torch.stack([layers.head(layers.conv(image[None]).mean((2, 3))).square().mean() for image in batch])
-
-
-@dataclass
-class Graphs:
-    """As torch_geometric's Batch."""
-
-    x: Tensor
-    edge_index: Tensor
-    batch: Tensor
-
-    @property
-    def num_graphs(self) -> int:
-        return N
-
-
-def graphs() -> Graphs:
-    return Graphs(torch.randn(40, 5), torch.randint(40, (2, 90)), torch.arange(N).repeat_interleave(7)[:40])
-
-
-def pooled(layers: Any, x: Tensor, edges: Tensor, batch: Tensor) -> Tensor:
-    mixed = torch.zeros_like(x).index_add(0, edges[1], x[edges[0]])
-    return layers.head(torch.zeros(N, 5).index_add(0, batch, mixed))
-
-
-def embedded(**layers: nn.Module) -> dict[str, nn.Module]:
-    return {"embed": nn.Embedding(11, 8), **layers, "head": nn.Linear(8, 11)}
-
-
-def encoder(*, batch_first: bool) -> nn.Module:
-    return nn.TransformerEncoderLayer(8, 2, 8, 0.0, batch_first=batch_first)
-
-
-def causal(n: int) -> Tensor:
-    return torch.triu(torch.ones(n, n, dtype=torch.bool), 1)
-
-
-def language_model(batch_first: bool, **options: Any) -> By:
-    def forward(layers: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        y = layers.head(layers.encoder(layers.embed(x), src_mask=mask))
-        return y.flatten(0, 1) if options.get("flat") else y
-
-    return By(forward, **embedded(encoder=encoder(batch_first=batch_first)))
-
-
-def recurrent(batch_first: bool, returns: Callable[[Any, Tensor, Any], Any], kind: Any = nn.LSTM) -> By:
-    def forward(layers: Any, x: Tensor, *others: Any) -> Any:
-        y, state = layers.rnn(layers.embed(x))
-        return returns(layers, y, state)
-
-    return By(forward, **embedded(rnn=kind(8, 8, batch_first=batch_first)))
-
-
-def transposing(layers: Any, x: Tensor) -> Tensor:
-    """Batch first to its caller, and time first to its layers."""
-    return layers.head(layers.rnn(layers.embed(x).transpose(0, 1))[0]).transpose(0, 1)
-
-
-def recommender(layers: Any, dense: Tensor, offsets: Tensor, tables: Sequence[Tensor]) -> Tensor:
-    bags = [layers.bag(table, offset) for table, offset in zip(tables, offsets, strict=True)]
-    return layers.head(torch.stack([dense @ torch.ones(13, 8), *bags]).sum(0))[:, 0]
-
-
-def cells(layers: Any, x: Tensor) -> Tensor:
-    state = torch.zeros(x.shape[1], 8)
-    for step in x:
-        state = layers.cell(step, state)
-    return layers.head(state)
-
-
-CONV = {"conv": nn.Conv2d(3, 4, 3), "head": nn.Linear(4, 2)}
-net = By(lambda m, x: m.head(m.conv(x).mean((2, 3))), **CONV)
-CASES: dict[str, tuple[nn.Module, Callable[[], Any], int | None]] = {
-    "rows of features": (nn.Linear(5, 2), lambda: (torch.randn(N, 5),), N),
-    "rows of one number": (
-        By(lambda m, x: m.head(x[:, None])[:, 0], head=nn.Linear(1, 1)),
-        lambda: (torch.randn(N),),
+CASES = CALLS | {
+    "labels, a loss and scores": (
+        giving(LOSS, (N, T, 11)),
+        lambda: {"input_ids": ids(N, T), "attention_mask": ids(N, T), "labels": ids(N, T)},
         N,
     ),
-    "images": (net, lambda: (torch.randn(N, 3, 8, 8),), N),
-    "a single image": (net, lambda: (torch.randn(1, 3, 8, 8),), 1),
-    "an image without a batch": (By(lambda m, x: m.conv(x), **CONV), lambda: (torch.randn(3, 8, 8),), ASKED),
-    "inputs and targets, and a loss": (
-        By(lambda m, x, y: F.mse_loss(m.head(x), y), head=nn.Linear(5, 2)),
-        lambda: (torch.randn(N, 5), torch.randn(N, 2)),
+    "choices": (giving(LOSS, (N, 4)), lambda: {"input_ids": ids(N, 4, T), "labels": ids(N)}, N),
+    "pairs of texts": (giving((N, 1), (N, 1)), lambda: {"chosen": ids(N, T), "rejected": ids(N, T + 2)}, N),
+    "speech and text": (
+        giving(LOSS, (N, 20, 11), (N, 150, 64)),
+        lambda: {"input_features": torch.randn(N, 80, 300), "labels": ids(N, 20)},
         N,
     ),
-    "two towers": (
-        By(lambda m, a, b: (m.u(a) * m.v(b)).sum(-1), u=nn.Embedding(11, 4), v=nn.Embedding(11, 4)),
-        lambda: (ids(N), ids(N)),
+    "one token, with the keys of those before": (
+        giving((N, 1, 11)),
+        lambda: (ids(N, 1), [(torch.randn(N, 4, 20, 16),) * 2] * 3),
         N,
     ),
-    "a pair in a list": (
-        By(lambda m, x: m.head(x[0] - x[1]), head=nn.Linear(5, 2)),
-        lambda: ([torch.randn(N, 5)] * 2,),
-        N,
-    ),
-    "a dictionary": (
-        By(lambda m, x: m.head(x["x"]), head=nn.Linear(5, 2)),
-        lambda: ({"s": 1.0, "x": torch.randn(N, 5)},),
-        N,
-    ),
-    "diffusion: images, timesteps, text": (
-        By(lambda m, x, t, c: m.conv(x) + t[:, None, None, None] + c.mean(), conv=nn.Conv2d(3, 3, 3)),
-        lambda: (torch.randn(N, 3, 8, 8), torch.rand(N), torch.randn(N, 7, 16)),
-        N,
-    ),
-    "two views made in the model": (
-        By(lambda m, x: m.head(torch.cat([x, x + 1])), head=nn.Linear(5, 2)),
-        lambda: (torch.randn(N, 5),),
+    "a loss of each token": (giving(LOSS, (N * (T - 1),)), lambda: (ids(N, T),), N),
+    "scores of all tokens but the first": (giving((N * (T - 1), 11)), lambda: (ids(N, T),), ASKED),
+    "scores of masked tokens": (giving((37, 11)), lambda: (ids(N, T), ids(N, T)), ASKED),
+    "rotations of all positions": (giving((N, T, 11)), lambda: (ids(N, T), torch.randn(T, 32)), N),
+    "rotations of all positions, a loss": (
+        giving(LOSS),
+        lambda: (ids(N, T), ids(N, T), torch.randn(T, 32), torch.randn(T, 32)),
         ASKED,
     ),
-    "an autoencoder": (
-        By(lambda m, x: (m.a(x), m.b(x)), a=nn.Linear(5, 5), b=nn.Linear(5, 2)),
-        lambda: (torch.randn(N, 5),),
-        N,
-    ),
-    "a loss and counts of experts": (
-        By(lambda m, x, y: (F.mse_loss(m.head(x), y), torch.ones(4)), head=nn.Linear(5, 2)),
-        lambda: (torch.randn(N, 5), torch.randn(N, 2)),
-        N,
-    ),
-    "several losses": (
-        By(lambda m, x: m.head(x).square().mean(0), head=nn.Linear(5, 2)),
-        lambda: (torch.randn(N, 5),),
-        N,
-    ),
-    "inputs and targets in a list, a loss": (
-        By(lambda m, batch: F.mse_loss(m.head(batch[0]), batch[1]), head=nn.Linear(5, 2)),
-        lambda: ([torch.randn(N, 5), torch.randn(N, 2)],),
-        N,
-    ),
-    # Lists of images.
-    "detection, a loss": (
-        By(lambda m, x, y: detector(x, y, m).mean(), **CONV),
-        lambda: (images(), list(torch.randn(N, 2))),
-        N,
-    ),
-    "detection, losses and targets by name": (
-        By(lambda m, x, y: {"a": detector(x, y, m).mean()}, **CONV),
-        lambda: (images(), [{"boxes": torch.randn(k, 4), "labels": ids(k)} for k in range(1, N + 1)]),
-        N,
-    ),
-    "images of one size in a tuple, with targets": (
-        By(lambda m, x, y: detector(x, y, m).mean(), **CONV),
-        lambda: (tuple(torch.randn(N, 3, 8, 8)), [{"boxes": torch.randn(2, 4)}] * N),
-        N,
-    ),
-    "images of one size, a loss alone": (
-        By(lambda m, x: detector(x, layers=m).mean(), **CONV),
-        lambda: (list(torch.randn(N, 3, 8, 8)),),
+    "a mask and positions of all rows, a loss": (giving(LOSS), lambda: (ids(N, T), causal(T), ids(1, T)), N),
+    "weights of classes": (giving(LOSS), lambda: (torch.randn(N, 16), ids(N), torch.ones(5)), N),
+    "crops of several sizes": (
+        giving((8 * N, 10)),
+        lambda: ([torch.randn(N, 3, 22, 22)] * 2 + [torch.randn(N, 3, 9, 9)] * 6,),
         ASKED,
     ),
-    "views of the same images in a list": (
-        By(lambda m, x: m.head(m.conv(torch.cat(x)).mean((2, 3))), **CONV),
-        lambda: ([torch.randn(N, 3, 8, 8)] * 4,),
+    "two views in a list": (giving((2 * N, 10)), lambda: ([torch.randn(N, 3, 22, 22)] * 2,), ASKED),
+    "triplets": (giving(*[(N, 4)] * 3), lambda: tuple(torch.randn(3, N, 10)), N),
+    "rays of a camera": (
+        giving((1024, 3)),
+        lambda: (torch.randn(1024, 3), torch.randn(3, 3), torch.randn(4, 4)),
+        1024,
+    ),
+    "features in a list": (giving((N, 1)), lambda: ([ids(N)] * 4,), N),
+    "frames of videos": (giving((5 * N, 10)), lambda: (torch.randn(N, 5, 3, 9, 9),), N),
+    "CTC, a loss": (giving(LOSS), lambda: (torch.randn(N, 80, 200), ids(N), ids(37), ids(N)), N),
+    "CTC, with positions": (giving((80, N, 30)), lambda: (torch.randn(N, 80, 200), torch.randn(80, 200)), N),
+    "CTC, every second step, with positions": (
+        By(lambda m, x, p: m.head(m.rnn(x.transpose(0, 1)[::2] + p)[0]), rnn=nn.LSTM(5, 8), head=nn.Linear(8, 4)),
+        lambda: (torch.randn(N, T, 5), torch.randn((T + 1) // 2, 1, 5)),
+        N,
+    ),
+    # States handed through.
+    "a state, and scores": (giving((N, T, 11), (2, N, 16)), lambda: (ids(N, T), state()), N),
+    "two states, and a loss": (
+        giving(LOSS, (2, N, 16), (2, N, 16)),
+        lambda: (ids(N, T), ids(N, T), state(), state()),
+        N,
+    ),
+    "a pair of states, and a loss": (
+        giving(LOSS, (3, N, 16), (3, N, 16)),
+        lambda: (ids(N, T), (state(3), state(3)), ids(N, T)),
+        N,
+    ),
+    "a state alone": (giving((2, N, 16)), lambda: (torch.randn(N, T, 10), state()), N),
+    # The first tensor is shared by all units.
+    "one latent": (giving((N, 1)), lambda: (torch.randn(1, 32), torch.randn(N, 10)), N),
+    "latent queries": (giving((N, 64, 32)), lambda: (torch.randn(64, 32), torch.randn(N, 100, 32)), ASKED),
+    "queries of objects": (
+        giving((N, 100, 91), (N, 100, 4)),
+        lambda: (torch.randn(100, 256), torch.randn(N, 3, 64, 64)),
         ASKED,
     ),
-    "a bag of instances": (
-        By(lambda m, x: m.head(x).mean(0, keepdim=True), head=nn.Linear(5, 2)),
-        lambda: (torch.randn(N, 5),),
+    "queries of objects, images in a list": (
+        giving((N, 100, 91), (N, 100, 4)),
+        lambda: (torch.randn(100, 256), images()),
         ASKED,
     ),
-    # Time.
-    "LSTM, batch first, a class": (recurrent(True, lambda m, y, s: m.head(y[:, -1])), lambda: (ids(N, T),), N),
-    "LSTM, batch first, each step": (recurrent(True, lambda m, y, s: m.head(y)), lambda: (ids(N, T),), N),
-    "LSTM, time first, a class": (recurrent(False, lambda m, y, s: m.head(y[-1])), lambda: (ids(T, N),), N),
-    "LSTM, time first, each step": (recurrent(False, lambda m, y, s: m.head(y)), lambda: (ids(T, N),), N),
-    "LSTM, time first, rows of all steps and the state": (
-        recurrent(False, lambda m, y, s: (m.head(y).flatten(0, 1), s)),
-        lambda: (ids(T, N), torch.zeros(1, N, 8)),
+    "positions first": (giving((N, T, 11)), lambda: (torch.arange(T), ids(N, T)), ASKED),
+    "coordinates and functions": (giving((N, 64, 1)), lambda: (torch.rand(64, 2), torch.randn(N, 20)), ASKED),
+    "coordinates and functions, a row of each function": (
+        giving((N, 64)),
+        lambda: (torch.rand(64, 2), torch.randn(N, 20)),
         N,
     ),
-    "GRU, time first, a loss": (
-        recurrent(False, lambda m, y, s: m.head(y).square().mean(), nn.GRU),
-        lambda: (ids(T, N), ids(T, N)),
-        N,
-    ),
-    "LSTM, as many steps as units": (recurrent(False, lambda m, y, s: m.head(y)), lambda: (ids(N, N),), N),
-    "LSTM, time first inside": (By(transposing, **embedded(rnn=nn.LSTM(8, 8))), lambda: (ids(N, T),), N),
-    "CTC: batch first, scores time first": (
-        By(lambda m, x: m.head(x).transpose(0, 1), head=nn.Linear(5, 4)),
-        lambda: (torch.randn(N, T, 5),),
-        N,
-    ),
-    "cells over time": (By(cells, cell=nn.GRUCell(5, 8), head=nn.Linear(8, 2)), lambda: (torch.randn(T, N, 5),), N),
-    "time first by hand, targets of sequences": (
-        By(lambda m, x, y: F.cross_entropy(m.head(x[-1]), y), head=nn.Linear(5, 4)),
-        lambda: (torch.randn(T, N, 5), torch.randint(4, (N,))),
+    "coordinates and functions, rows of all points": (
+        giving((128, 1)),
+        lambda: (torch.rand(64, 2), torch.randn(2, 20)),
         ASKED,
     ),
-    "time first by hand, a class": (
-        By(lambda m, x: m.head(x[-1]), head=nn.Linear(5, 4)),
-        lambda: (torch.randn(T, N, 5),),
+    "coordinates and functions at these": (
+        giving((N, 64, 1)),
+        lambda: (torch.rand(64, 2), torch.randn(N, 64, 1)),
         ASKED,
     ),
-    "transformer, batch first, with a mask": (language_model(True), lambda: (ids(N, T), causal(T)), N),
-    "transformer, time first, with a mask": (language_model(False), lambda: (ids(T, N), causal(T)), N),
-    "transformer, time first, rows of all positions": (language_model(False, flat=True), lambda: (ids(T, N),), N),
-    "seq2seq, time first": (
-        By(
-            lambda m, s, t: m.head(m.decoder(m.embed(t), m.encoder(m.embed(s)))),
-            **embedded(encoder=encoder(batch_first=False), decoder=nn.TransformerDecoderLayer(8, 2, 8, 0.0)),
-        ),
-        lambda: (ids(T, N), ids(T + 2, N)),
-        N,
-    ),
-    "packed sequences": (
-        By(lambda m, x, y: (m.head(m.rnn(x)[1][-1]) - y).square().mean(), rnn=nn.GRU(5, 8), head=nn.Linear(8, 2)),
-        lambda: (pack_sequence([torch.randn(20 - k, 5) for k in range(N)]), torch.randn(N, 2)),
-        N,
-    ),
-    "packed sequences, batch first, scores of all steps": (
-        By(lambda m, x: m.head(m.rnn(x)[0].data), rnn=nn.GRU(5, 8, batch_first=True), head=nn.Linear(8, 2)),
-        lambda: (pack_padded_sequence(torch.randn(N, T, 5), torch.arange(T, T - N, -1), batch_first=True),),
-        N,
-    ),
-    "lengths beside padded sequences": (
-        By(lambda m, x, n: m.head(x) * n[:, None, None], head=nn.Linear(5, 2)),
-        lambda: (torch.randn(N, T, 5), torch.full((N,), T)),
-        N,
-    ),
-    # Bags, graphs, recommenders.
-    "a bag with offsets": (
-        By(lambda m, x, o: m.head(m.bag(x, o)), bag=nn.EmbeddingBag(11, 8), head=nn.Linear(8, 4)),
-        lambda: (ids(50), torch.arange(0, 8 * N, 8)),
-        N,
-    ),
-    "a bag with offsets, a loss": (
-        By(lambda m, x, o, y: F.cross_entropy(m.bag(x, o), y), bag=nn.EmbeddingBag(11, 8)),
-        lambda: (ids(50), torch.arange(0, 8 * N, 8), torch.randint(8, (N,))),
+    "a grid and fields on it": (
+        giving((N, 32, 32, 1)),
+        lambda: (torch.rand(32, 32, 2), torch.randn(N, 32, 32, 1)),
         ASKED,
     ),
-    "a bag with rows": (By(lambda m, x: m.bag(x), bag=nn.EmbeddingBag(11, 8)), lambda: (ids(N, T),), N),
-    "a recommender": (
-        By(recommender, bag=nn.EmbeddingBag(11, 8), head=nn.Linear(8, 1)),
-        lambda: (torch.randn(N, 13), torch.arange(0, 4 * N, 4).expand(3, N), [ids(30 + k) for k in range(3)]),
-        N,
-    ),
-    "graphs, by name": (
-        By(lambda m, data: pooled(m, data.x, data.edge_index, data.batch), head=nn.Linear(5, 2)),
-        lambda: (graphs(),),
-        N,
-    ),
-    "graphs, as tensors": (
-        By(pooled, head=nn.Linear(5, 2)),
-        lambda: (graphs().x, graphs().edge_index, graphs().batch),
+    "examples of classes, and relations of queries to them": (
+        giving((N, 25, 1)),
+        lambda: (torch.randn(25, 3, 8, 8), torch.randn(N, 3, 8, 8)),
         ASKED,
-    ),
-    "graphs, as tensors, a loss": (
-        By(lambda m, x, e, b, y: F.cross_entropy(pooled(m, x, e, b), y), head=nn.Linear(5, 2)),
-        lambda: (graphs().x, graphs().edge_index, graphs().batch, torch.randint(2, (N,))),
-        ASKED,
-    ),
-    # Text, packed.
-    "packed documents, with their borders": (
-        By(lambda m, input_ids, cu_seqlens: m.head(m.embed(input_ids)), **embedded()),
-        lambda: {"input_ids": ids(1, 50), "cu_seqlens": torch.tensor([0, 20, 50], dtype=torch.int32)},
-        ASKED,
-    ),
-    "a packed row, with positions": (
-        By(lambda m, input_ids, position_ids: m.head(m.embed(input_ids)), **embedded()),
-        lambda: {"input_ids": ids(1, 50), "position_ids": torch.arange(25).repeat(2)[None]},
-        1,
-    ),
-    "positions that all rows share": (
-        By(lambda m, input_ids, position_ids: m.head(m.embed(input_ids)), **embedded()),
-        lambda: {"input_ids": ids(N, T), "position_ids": torch.arange(T)[None]},
-        N,
-    ),
-    "patches of images before texts": (
-        By(
-            lambda m, pixel_values, grid, input_ids, mask: m.head(m.embed(input_ids)) + pixel_values.mean(),
-            **embedded(),
-        ),
-        lambda: {"pixel_values": torch.randn(70, 12), "grid": ids(7, 3), "input_ids": ids(N, T), "mask": ids(N, T)},
-        N,
     ),
 }
 

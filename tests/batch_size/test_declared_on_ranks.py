@@ -68,7 +68,7 @@ def _windows(setup: str, cases: list[Case]) -> list[dict[str, Any]]:
         inner = small()
         model = cut(setup, inner)
         result: dict[str, Any] = {"values": [], "taps": [], "collectives": set()}
-        with attached(model, **case.options) as probe:
+        with attached(model, **{"units_per_piece": None} | case.options) as probe:
             for window in range(len(case.plan)):
                 run_window(probe, model, case, window)
                 result["taps"].append(probe._reader.tap_name)
@@ -251,7 +251,7 @@ def test_ranks_that_share_pieces_learn_it_together(ranks4: Ranks, units_per_piec
 def _two_backwards_after_filling_up() -> tuple[list[Any], list[str]]:
     inner, rank = small(), dist.get_rank()
     model: Any = DistributedDataParallel(inner)
-    with attached(model, staging_mib=0) as probe:
+    with attached(model, staging_mib=0, units_per_piece=None) as probe:
         solved = []
         for window in range(2):
             first, second = pieces_of(rank, window, 2)

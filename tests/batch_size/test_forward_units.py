@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sonde
-from sonde.batch_size.taps.tap import Problem
+from sonde.batch_size.taps.tap import HOW_TO_COUNT, Problem
 from tests.batch_size.loops import attached, batch, mean_loss, small_model
 from tests.ranks import Ranks
 
 SIZES = (4, 7, 2)
 """Rows of the pieces of each window: unequal, so that a wrong count gives another number."""
+BY_DEFAULT = object()
 
 
 def train(
@@ -48,7 +49,8 @@ def reading_of(
 ) -> tuple[sonde.NoiseScaleReading, list[Tensor], dict[str, str]]:
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
-    with attached(model, optimizer, units_per_piece=units_per_piece) as probe:
+    given = {} if units_per_piece is BY_DEFAULT else {"units_per_piece": units_per_piece}
+    with attached(model, optimizer, **given) as probe:
         train(probe, model, optimizer, **options)
         reading, alerts = probe.reading(), dict(probe.alerts)
     assert not model._forward_pre_hooks
@@ -59,7 +61,7 @@ def known(reading: sonde.NoiseScaleReading) -> tuple[Any, ...]:
     return reading.windows, reading.trace_cov, reading.grad_sq, reading.units_per_window, reading.u
 
 
-@pytest.mark.parametrize("units", ["first dim", len, lambda x: torch.tensor(float(len(x)))])
+@pytest.mark.parametrize("units", [BY_DEFAULT, "first dim", len, lambda x: torch.tensor(float(len(x)))])
 def test_each_backward_is_a_piece_with_the_units_of_its_forward(units: Any) -> None:
     declared, weights, _ = reading_of(None, declares=True)
     reading, weights_too, alerts = reading_of(units)
@@ -84,6 +86,42 @@ def test_a_declared_piece_may_leave_its_units_to_its_forward() -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert known(probe.reading()) == pytest.approx(known(declared), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("declared", "n"), [({}, 4), ({"units": 2}, 2), ({"unit_weights": [1.0, 1.0, 1.0]}, 3)], ids=str
+)
+def test_by_default_a_declared_count_goes_first_and_takes_the_hooks_off(declared: Any, n: int) -> None:
+    model = small_model()
+    generator = torch.Generator().manual_seed(0)
+    n_hooks = []
+    with attached(model) as probe:
+        for of_piece in (declared, {}):
+            for _ in range(2):
+                with probe.piece(**of_piece):
+                    n_hooks.append(len(model._forward_pre_hooks))
+                    mean_loss(model, *batch(4, generator)).backward()
+            probe.step()
+            model.zero_grad()
+            if of_piece is declared:
+                assert probe.reading().units_per_window == 2 * n
+        assert probe.reading().dropped == {}
+    assert n_hooks == [n == 4, n == 4, 1, 1]
+
+
+def test_by_default_a_loop_whose_rows_cannot_be_counted_is_told_what_to_pass() -> None:
+    model = small_model()
+    with attached(model) as probe:
+        for _ in range(2):
+            x = batch(4, torch.Generator())[0]
+            for layer in model:  # the model itself is not called
+                x = layer(x)
+            x.square().mean().backward()
+        probe.step()
+        [message] = probe.reading().dropped
+    assert "there was no such forward" in message
+    assert "Pass units_per_piece= a number, or enter 'with probe.piece(units=…):'" in message
+    assert HOW_TO_COUNT in Problem.UNITS_ASKED.message
 
 
 def test_an_evaluation_with_a_graph_does_not_count() -> None:
@@ -151,9 +189,7 @@ def test_another_text_is_refused(units: str) -> None:
         attached(small_model(), units_per_piece=units)
 
 
-def test_rows_count_one_unit_and_a_function_counts_several() -> None:
-    with pytest.raises(ValueError, match="'first dim' counts one unit"):
-        attached(small_model(), unit=("rows", "tokens"), units_per_piece="first dim")
+def test_a_function_counts_several_units() -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
     count = lambda x: {"rows": len(x), "tokens": x.numel()}  # noqa: E731
@@ -208,7 +244,6 @@ def test_a_call_that_is_not_clear_leaves_out_the_window_and_training_goes_on(is_
         weights = run(probe, model)
         reading, alerts = probe.reading(), dict(probe.alerts)
     assert reading.windows == 0
-    assert "units_per_piece= a number, or a function" in Problem.UNITS_ASKED.message
     expected = Problem.BAD_COUNTS if is_declared else Problem.UNITS_ASKED
     assert reading.dropped == {expected.message: 3}
     assert alerts["units"] == (

@@ -128,9 +128,10 @@ def test_refuses_bad_counts_at_the_door(counts: dict[str, Any]) -> None:
             pass
 
 
-def test_a_missing_number_of_units_is_refused() -> None:
+@pytest.mark.parametrize("given", [{"units_per_piece": None}, {"unit": ("rows", "tokens")}], ids=str)
+def test_a_missing_number_of_units_is_refused(given: dict[str, Any]) -> None:
     model = small_model()
-    with attached(model) as probe:
+    with attached(model, **given) as probe:
         with pytest.raises(RuntimeError, match="pass units_per_piece="), probe.piece():
             pass
         piece_losses(model, [4])[0]().backward()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -32,24 +31,6 @@ def test_a_window_ended_twice_raises_an_alert_and_counts_once() -> None:
         reading = probe.reading()
         assert (reading.windows, reading.units_per_window) == (3, 8)
         assert "ended twice" in probe.alerts["no_backward"]
-
-
-@pytest.mark.parametrize("declares", [True, False])
-def test_a_window_without_pieces_names_what_its_loop_may_have_done(declares: bool) -> None:
-    model = small_model()
-    with attached(model, units_per_piece=4) as probe:
-        for window in range(2):
-            for loss in piece_losses(model, [4, 4]):
-                with probe.piece(units=4) if declares and not window else nullcontext():
-                    loss().backward()
-            probe.step()
-            if not declares:
-                probe.step()
-            model.zero_grad()
-        assert probe.reading().windows == (1 if declares else 2)
-        message = probe.alerts["no_backward"]
-        assert ("outside 'with probe.piece():'" in message) == declares
-        assert ("no backward added" in message) != declares
 
 
 def test_a_window_never_ended_raises_an_alert_and_its_pieces_are_forgotten() -> None:

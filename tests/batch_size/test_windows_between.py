@@ -168,7 +168,7 @@ def test_a_norm_that_is_not_finite_raises_in_every_window_and_the_window_has_end
 
 
 def test_misuse_is_refused_in_every_window() -> None:
-    model, probe, optimizer = at_fixed_weights(every=5)
+    model, probe, optimizer = at_fixed_weights(every=5, units_per_piece=None)
     kinds = set()
     with probe:
         for number in range(1, 21):

@@ -45,7 +45,15 @@ def test_errors_come_before_the_script_starts(
     assert "--nproc must be at least 1, got 0" in error(capsys, "--nproc", 0, "--", "train.py")
     assert "tell it how many to start" in error(capsys, "--nproc", 2, "--", "python", "train.py")
     assert "--units-from takes what shows the units" in error(capsys, "--units-from", "rows", "--", "train.py")
-    assert "budget must be a part" in error(capsys, "--budget", 2, "--", "train.py")
+    assert "--budget must be a part" in error(capsys, "--budget", 2, "--", "train.py")
+    assert "--allowance must be seconds" in error(capsys, "--allowance", -1, "--", "train.py")
+    assert "--every must be a whole number of steps" in error(capsys, "--every", 0, "--", "train.py")
+    for unit in ("tokens", " "):
+        said = error(capsys, "--unit", unit, "--", "train.py")
+        assert f"--unit must name the independent sample, got {unit!r}" in said
+        assert ": pass --unit sequences. Times" in said or ": pass sequences, images or prompts" in said
+        assert "piece(" not in said
+        assert "('" not in said
     assert "-m needs the name of a module" in error(capsys, "--", "-m")
     assert "(Not a directory): pass --out" in error(capsys, "--out", "train.py", "--", "train.py")
     assert "--nproc" in error(capsys, "--nprocs", 2, "--", "train.py")

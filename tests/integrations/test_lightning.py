@@ -219,7 +219,7 @@ class TwoLoaders(Module):
     [
         (TwoOptimizers, "the module has 2 optimizers"),
         (ManySteps, "LBFGS evaluates the loss several times"),
-        (TwoLoaders, "each batch comes from 2 dataloaders, so its first tensor does not show all of its units"),
+        (TwoLoaders, "each batch comes from 2 dataloaders, so its rows do not show all of its units"),
     ],
 )
 def test_what_cannot_be_measured_trains_on_and_is_named(

@@ -47,3 +47,21 @@ def test_a_rank_that_fails_keeps_its_reading_and_waits_for_nobody(ranks2: Ranks)
 def test_a_log_that_takes_no_records_is_refused_before_training() -> None:
     with pytest.raises(ValueError, match="a log needs places for records, got 5"):
         TrainerProbe({"unit": "rows"}, log=5)
+
+
+def test_a_backward_that_the_trainer_did_not_count_is_no_piece() -> None:
+    """Its rows would count without the weights and the scale that only the trainer knows."""
+    model = small_model()
+    probe = TrainerProbe({"unit": "rows", "every": 1}, backward="trainer.backward(loss)", verbose=False)
+    probe.begin(model, optimizer_of(model))
+    assert not model._forward_pre_hooks
+    for _ in range(2):
+        mean_loss(model, *batch(4, torch.Generator())).backward()
+    probe.end_window()
+    probe.end("training ended")
+    reading = probe.reading()
+    assert reading is not None
+    assert (reading.windows, reading.reason) == (
+        0,
+        "no backward of the window went through trainer.backward(loss): use it for each backward",
+    )

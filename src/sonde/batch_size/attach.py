@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sonde.batch_size.budget import DEFAULT_ALLOWANCE, DEFAULT_BUDGET
-from sonde.batch_size.forward_units import UnitsPerPiece
+from sonde.batch_size.forward_units import FIRST_DIM, UnitsPerPiece
 from sonde.batch_size.found_model import RanksOfModel, find_parameters
 from sonde.batch_size.parameter_groups import Groups
 from sonde.batch_size.per_example.rules import GradientsOf
@@ -35,7 +35,7 @@ def attach(
     optimizer: Optimizers = None,
     *,
     unit: str | Sequence[str],
-    units_per_piece: UnitsPerPiece = None,
+    units_per_piece: UnitsPerPiece = FIRST_DIM,
     groups: Groups = "blocks",
     metric: MetricName | Sequence[MetricName] = "euclidean",
     tap: TapName = "auto",
@@ -73,7 +73,7 @@ def attach(
         unit: plural name of the independent sample ("sequences", "images"); results are in it. With several names,
             ("sequences", "tokens"), they are converted to those after the first.
         units_per_piece: units in a micro-batch, by name if there are several, unless `piece(units=...)` gives them.
-            "first dim" counts the rows that each forward is called with.
+            "first dim" counts the rows that each forward is called with; None counts nothing.
         groups: "blocks", "kinds", "parameters", None, or a function from a parameter's name to its group's.
         metric: "euclidean", "adam", "sign" or "spectral"; or several of them, the headline first.
         tap: "leaf", "comm_hook" or "auto".
@@ -113,8 +113,7 @@ def attach(
         >>> probe = attach(model, optimizer, unit="rows", verbose=False)
         >>> for _ in range(20):
         ...     for _ in range(4):
-        ...         with probe.piece(units=8):
-        ...             model(torch.randn(8, 4)).square().mean().backward()
+        ...         model(torch.randn(8, 4)).square().mean().backward()
         ...     norm = probe.clip_grad_norm_(1.0)
         ...     optimizer.step()
         ...     optimizer.zero_grad()

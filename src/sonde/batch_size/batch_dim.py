@@ -194,32 +194,63 @@ def _agreeing(
     # A loss says nothing. Nor does a vector beside a batch of more dims: it may hold several losses.
     predicted = [shape for shape in returned if len(shape) > 1 or (len(shape) == 1 == len(first.shape) != shape[0])]
     with_rows = [shape for shape in returned if shape not in ((), (1,))]
-    fitting = {n: where for n, where in candidates.items() if any(_fits(n, s, first.shape) for s in with_rows)}
+    known = {saw.n for saw in layers}
+    fitting = {
+        n: where
+        for n, where in candidates.items()
+        if any(_fits(n, shape, first, () if n in known else others) for shape in with_rows)
+    }
     is_disputed = any(_supporters(n, others) for n in candidates)
     if fitting:
         candidates = fitting
+    elif any(_times(n, shape, first.shape) for n in candidates for shape in with_rows):
+        return {}  # n may be queries or coordinates that all units share
     elif predicted and not is_disputed and (agree := _supporters(predicted[0][0], others)):
         # Offsets of bags have as many rows as the prediction, and so have texts that come after patches of images.
         return {predicted[0][0]: f"dim 0 of {agree[0].text}"}
     elif predicted and all(returned):  # no loss among them
         return {}
-    elif not any(saw.n in candidates for saw in layers):
+    elif known.isdisjoint(candidates):
         candidates = {n: where for n, where in candidates.items() if not _is_outvoted(n, others)}
-    if len(candidates) > 1:
-        candidates = {n: where for n, where in candidates.items() if _supporters(n, others)}
+    if len(candidates) > 1:  # a square is a mask of positions: it supports the wrong one of batch and time
+        voters = [w for w in others if len(w.shape) != 2 or w.shape[0] != w.shape[1]]
+        candidates = {n: where for n, where in candidates.items() if _supporters(n, voters)}
     return candidates
 
 
-def _fits(n: int, returned: tuple[int, ...], given: tuple[int, ...]) -> bool:
-    """Whether a tensor that the model returns is [n, …], [time, n, …], or has a row for each of n times some positions.
+def _fits(n: int, returned: tuple[int, ...], first: _Witness, others: Sequence[_Witness]) -> bool:
+    """Whether n units show in a tensor that the model returns, and are not queries that units of another part share.
+
+    Args:
+        n: units, by the first part that the model was called with.
+        returned: shape of the tensor.
+        first: the first part.
+        others: the other parts.
+    """
+    times = _times(n, returned, first.shape)
+    positions = first.shape[1:] if first.is_of_tokens else first.shape[1:-1]
+    if times is None or times == 1 or times in positions or first.shape[:1] != (n,):
+        return times is not None
+    # [m, n, …] beside a part with m rows: that may be the batch, and the first part n queries or coordinates. Or it is
+    # a state of m layers, also [m, n, …], that is handed through by a model whose batch has positions.
+    may_be_state = bool(positions) and positions[:1] != returned[2:3]
+    return all(may_be_state and w.shape[1:2] in ((), (n,)) for w in _supporters(times, others))
+
+
+def _times(n: int, returned: tuple[int, ...], given: tuple[int, ...]) -> int | None:
+    """How many times a tensor shows n units: 1 for [n, …], times for [times, n, …] or [n times, …]; None for others.
 
     Args:
         n: units.
-        returned: shape of the tensor.
+        returned: shape of a tensor that the model returns.
         given: shape of the first tensor that the model was called with.
     """
+    if returned[0] == n:
+        return 1
+    if len(returned) > 2 and returned[1] == n:
+        return returned[0]
     flattened = [math.prod(given[:k]) for k in range(2, len(given) + 1) if n in given[:k]]
-    return returned[0] == n or (len(returned) > 2 and returned[1] == n) or returned[0] in flattened
+    return returned[0] // n if returned[0] in flattened else None
 
 
 def _supporters(n: int, witnesses: Sequence[_Witness]) -> list[_Witness]:

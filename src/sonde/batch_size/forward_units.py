@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import TypeIs
 
 from sonde.batch_size.batch_dim import LayerSaw, UnclearUnitsError, count_units, layers_that_know, seen_by
@@ -54,17 +56,24 @@ class ForwardUnits:
     """
 
     def __init__(self, model: nn.Module, count: UnitsOfForward | FirstDim) -> None:
-        self._forward = _Forward(model, count)
-        layers = layers_that_know(model)
-        self._forward.has_layers_that_know = bool(layers)
+        self._forward, self._model = _Forward(model, count), model
+        self._layers = layers_that_know(model)
+        self._forward.has_layers_that_know = bool(self._layers)
+        self._handles: list[RemovableHandle] = []
+        self.open()
+
+    def open(self) -> None:
+        """Count forwards, if they are not counted."""
+        if self._handles:
+            return
         begins, called, ends = (
             _Hook(self._forward, note)
             for note in (self._forward.begins, self._forward.layer_is_called, self._forward.ends)
         )
         self._handles = [
-            *(put_on(layer.register_forward_pre_hook, called, with_kwargs=True) for layer in layers),
-            put_on(model.register_forward_pre_hook, begins, with_kwargs=True),
-            put_on(model.register_forward_hook, ends),
+            *(put_on(layer.register_forward_pre_hook, called, with_kwargs=True) for layer in self._layers),
+            put_on(self._model.register_forward_pre_hook, begins, with_kwargs=True),
+            put_on(self._model.register_forward_hook, ends),
         ]
 
     @property
@@ -104,6 +113,7 @@ class ForwardUnits:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
+        self._handles = []
 
 
 class _Forward:
@@ -123,7 +133,9 @@ class _Forward:
         self.counted_in = ""
         self.has_layers_that_know = False
         self._count = count
-        self._names = tuple(inspect.signature(unwrap_model(model).forward).parameters)
+        self._names: tuple[str, ...] = ()
+        with contextlib.suppress(TypeError, ValueError):  # of a forward that is not written in Python
+            self._names = tuple(inspect.signature(unwrap_model(model).forward).parameters)
         self._called_with: dict[str, Any] = {}
         self._layers: list[LayerSaw] = []
         self._given: Any = None
@@ -203,19 +215,14 @@ def is_of_forward(units_per_piece: UnitsPerPiece) -> TypeIs[FirstDim | UnitsOfFo
     return units_per_piece == FIRST_DIM or callable(units_per_piece)
 
 
-def check_units_of_forward(units_per_piece: object, names: Iterable[str]) -> None:
-    """Refuse a text or a function that cannot count the units.
+def check_units_of_forward(units_per_piece: object) -> None:
+    """Refuse another text than "first dim".
 
     Raises:
-        ValueError: for another text, and for rows where pieces are counted in several units.
+        ValueError: with what may be passed.
     """
     if isinstance(units_per_piece, str) and units_per_piece != FIRST_DIM:
         raise ValueError(
             f"units_per_piece must be a number, {FIRST_DIM!r} or a function, got {units_per_piece!r}: "
             f"{FIRST_DIM!r} counts the rows of what the model is called with"
-        )
-    if units_per_piece == FIRST_DIM and len(several := tuple(names)) > 1:
-        raise ValueError(
-            f"units_per_piece={FIRST_DIM!r} counts one unit, and pieces are counted in {', '.join(several)}: pass a "
-            "function that is called as the model is and returns a count for each"
         )

@@ -119,11 +119,13 @@ class LoopWatch:
         self._count_batch_norms_again()
         if self._forwards.were_recorded:
             self._reader.saw_recording()
+        has_pieces = self._reader.n_pieces > 0
         found = {
+            Problem.FORWARD_ALONE: self._forwards.n_forwards > 0 and not has_pieces,
             Problem.ENDED_LATE: self._steps.window_ends(),
             Problem.STEPPED_IN_BACKWARD: self._steps.take_stepped_in_backward(),
             Problem.TAKEN_IN_BACKWARD: self._gradients_were_taken(),
-            Problem.MORE_BACKWARDS: self._forwards.window_ends(has_pieces=self._reader.n_pieces > 0),
+            Problem.MORE_BACKWARDS: self._forwards.window_ends(has_pieces=has_pieces),
         }
         self._trained.window_ends(number)
         frozen = self._frozen.numbers(self._trained.gone, self._trained.take_moves(), number)

@@ -161,6 +161,10 @@ class Pieces:
         counts: PieceCounts | CountedByForward | NotCounted
         if self._forwards is not None:
             self._forwards.forget()  # of before the piece
+            if is_counted_later:
+                self._forwards.open()
+            else:  # whoever counts pieces pays for no hook
+                self._forwards.close()
         if not is_counted:
             counts = NOT_COUNTED
         elif is_counted_later:

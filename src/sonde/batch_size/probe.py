@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, overload
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from sonde.batch_size.arrivals import Arrivals
 from sonde.batch_size.budget import Pace
 from sonde.batch_size.delivery import Delivery
-from sonde.batch_size.forward_units import ForwardUnits, is_of_forward
+from sonde.batch_size.forward_units import FIRST_DIM, ForwardUnits, is_of_forward
 from sonde.batch_size.found_model import RanksOfModel, find_model
 from sonde.batch_size.frozen_on_ranks import FrozenOnRanks
 from sonde.batch_size.late_wrapper import LateWrapper
@@ -145,16 +146,14 @@ class NoiseScaleProbe:
         check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler, log=log)
         ranks = RanksOfModel(process_group, mesh, pp_mesh, expert_mesh, cp_mesh)
         self._found = found = find_model(model, optimizer, options, ranks, has_comm_hook=comm_hook is not None)
-        if found.in_pipeline and is_of_forward(options.units_per_piece):  # on all ranks, since options are the same
+        takes_no_hooks = found.in_pipeline or isinstance(model, torch.jit.ScriptModule)
+        if takes_no_hooks and callable(options.units_per_piece):  # on all ranks, since options are the same
             raise ValueError(
-                f"units_per_piece={options.units_per_piece!r} counts the forwards of a model, and a pipeline's stage "
-                "is not called as one: pass a number, or units= to pieces()"
+                "units_per_piece= is called as the model is, and neither a pipeline's stage nor a model of torch.jit "
+                "shows how it is called: pass a number, or units= to piece() or pieces()"
             )
-        if isinstance(model, torch.jit.ScriptModule) and is_of_forward(options.units_per_piece):
-            raise ValueError(
-                f"units_per_piece={options.units_per_piece!r} counts the forwards of a model, and one of torch.jit "
-                "takes no hooks: pass a number, or units= to piece()"
-            )
+        if options.units_per_piece == FIRST_DIM and (takes_no_hooks or len(found.units) > 1):
+            options = replace(options, units_per_piece=None)
         self._wrapper, self._options = (wrapper := found.wrapper), options
         self._unmeasured = UnmeasuredParameters(model, wrapper)
         self._late_wrapper = LateWrapper(model, wrapper, self._unmeasured)

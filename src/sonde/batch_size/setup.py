@@ -47,8 +47,9 @@ class NoiseScaleOptions:
         units_per_piece: units in a micro-batch, by name if there are several, unless `piece(units=...)` gives their
             number. Without `piece()`, each backward is one piece. Once `piece()` is used, only backwards inside
             `piece()` count. "first dim" counts the rows of each forward: dim 0 of the first tensor that the model is
-            called with, if what it returns, its other tensors and its layers agree. A function is called as the model
-            is, and returns the number of units.
+            called with, if what it returns, its other tensors and its layers agree. It counts nothing in a pipeline,
+            in a model of torch.jit, and where there are several units. A function is called as the model is, and
+            returns the number of units. With None, only `piece()` says it.
         groups: "blocks" for one group per top-level block; "kinds" for embeddings, attention, mlp, experts, norms,
             biases, head and the like; "parameters" for one group each; None for one group in all; or a function from a
             parameter's name to its group's.
@@ -82,7 +83,7 @@ class NoiseScaleOptions:
     """
 
     unit: str | Sequence[str]
-    units_per_piece: UnitsPerPiece = None
+    units_per_piece: UnitsPerPiece = FIRST_DIM
     groups: Groups = "blocks"
     metric: MetricName | Sequence[MetricName] = "euclidean"
     tap: TapName = "auto"
@@ -96,7 +97,7 @@ class NoiseScaleOptions:
 
     def __post_init__(self) -> None:
         names = unit_names(self.unit)
-        check_units_of_forward(self.units_per_piece, names)
+        check_units_of_forward(self.units_per_piece)
         if self.units_per_piece is not None and not is_of_forward(self.units_per_piece):
             first, further = counted_in(names, self.units_per_piece)
             for units in (first, *further):
@@ -281,7 +282,7 @@ def _units_by_forward(units_per_piece: UnitsPerPiece) -> str | None:
     if not is_of_forward(units_per_piece):
         return None
     if units_per_piece == FIRST_DIM:
-        return "the rows of what the model is called with"
+        return "the rows of what the model is called with, unless piece(units=...) says it"
     return "counted by your function from what the model is called with"
 
 

@@ -22,6 +22,7 @@ from sonde.batch_size.setup import NoiseScaleOptions
 from sonde.commands.run_options import RunOptions
 from sonde.commands.run_script.counted_units import check_units_from
 from sonde.commands.run_script.settings import VARIABLE, Settings
+from sonde.commands.run_script.words import in_words_of_run
 from sonde.console import tell
 
 USAGE = "sonde run [options] -- train.py …"
@@ -95,7 +96,11 @@ def _check(options: RunOptions) -> None:
     if options.nproc is not None and options.nproc < 1:
         raise ValueError(f"--nproc must be at least 1, got {options.nproc}: leave it out to start one process")
     check_units_from(options.units_from)
-    NoiseScaleOptions(options.unit or "rows", budget=options.budget, allowance=options.allowance, every=options.every)
+    unit, every = options.unit or "rows", options.every
+    try:
+        NoiseScaleOptions(unit, budget=options.budget, allowance=options.allowance, every=every)
+    except ValueError as error:
+        raise ValueError(in_words_of_run(str(error))) from None
 
 
 def _check_folder(folder: Path) -> None:

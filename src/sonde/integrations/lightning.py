@@ -37,7 +37,8 @@ class NoiseScale(Callback):  # type: ignore[misc]
     Args:
         unit: plural name of the independent sample. Several names need `units`.
         units: called with each batch of a measured window, it returns the number of units, the weight of each in the
-            batch's loss, [units], or a number for each name; by default the rows of the batch's first tensor.
+            batch's loss, [units], or a number for each name; by default dim 0 of its tensors, where they
+            agree, so pass it if that is time.
         weight: called with each batch, it returns the batch's weight in the loss. By default, batches weigh the same,
             as means of batches do.
         log: of the run, the folder for a log of its own, or whatever else `RunLog` takes: "wandb", a function, several.
@@ -100,8 +101,8 @@ class NoiseScale(Callback):  # type: ignore[misc]
         refused, loaders = None, trainer.train_dataloader
         if self._units is None and isinstance(loaders, Mapping | list | tuple) and len(loaders) > 1:
             refused = (
-                f"each batch comes from {len(loaders)} dataloaders, so its first tensor does not show all of its "
-                "units: pass units= to NoiseScale, a function of the batch"
+                f"each batch comes from {len(loaders)} dataloaders, so its rows do not show all of its units: "
+                "pass units= to NoiseScale, a function of the batch"
             )
         elif len(trainer.optimizers) != 1:
             refused = (

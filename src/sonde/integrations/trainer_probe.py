@@ -151,7 +151,13 @@ class TrainerProbe:
                 raise ValueError("LBFGS evaluates the loss several times in each step, so no gradient is the step's")
             self._run_log = log_of(self._log, {})
             self.probe = attach(
-                model, optimizer, **self._options, grad_scaler=grad_scaler, log=self._run_log, verbose=self._verbose
+                model,
+                optimizer,
+                **self._options,
+                units_per_piece=None,  # each piece is counted here
+                grad_scaler=grad_scaler,
+                log=self._run_log,
+                verbose=self._verbose,
             )
         if state is not None:
             self.resume(state)

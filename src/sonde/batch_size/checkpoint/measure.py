@@ -142,7 +142,9 @@ def measure(
         weight_of_first = 0.0
         try:
             _check_options(loss, until, most_batches, batch)
-            options = NoiseScaleOptions(unit=unit, groups=groups, tap="leaf", per_example="never", every=1)
+            options = NoiseScaleOptions(
+                unit=unit, units_per_piece=None, groups=groups, tap="leaf", per_example="never", every=1
+            )
             facts["digest of the names of parameters and groups"] = _digest(model, wrapper, groups)
             source = MeasuredBatches(batches, units=units, weight=weight, most=most_batches)
             if (first := source.peek()) is not None:

@@ -311,7 +311,8 @@ def read_examples(
     covered = [bool(each) for each in examples.covered.tolist()]
     if not n_reading:
         # Where examples were not wanted in this window, no rank was idle.
-        why_not = "in no piece could one example be told from another" if round(float(counts.n_idle)) else ""
+        is_idle = n_pieces and round(float(counts.n_idle))
+        why_not = "in no piece could one example be told from another" if is_idle else ""
         return ExampleRow(None, why_not, covered)
     n_covered = round(float(counts.n_covered) / n_reading)
     n_parameters = round(float(counts.n_parameters) / n_reading)

@@ -60,6 +60,7 @@ class WindowRow:
         further_units: its size in each further unit.
         n_ranks_with_one_piece: ranks with data of their own that had exactly one piece.
         n_ranks_declaring: ranks that take only declared pieces by now.
+        ran_forward: whether the model's forward ran on a rank that had no piece.
         examples: the window's single examples; None if it is to be solved from its pieces.
         experts: of experts that several ranks feed, and the other numbers are of the rest; None without experts.
         whole: Σ |h_k|²/w_k and |F|² of the whole model, in a metric in which squares of groups do not add up to them;
@@ -87,6 +88,7 @@ class WindowRow:
     further_units: Sequence[float] = ()
     n_ranks_with_one_piece: int = 0
     n_ranks_declaring: int = 0
+    ran_forward: bool = False
     examples: ExampleSums | None = None
     experts: ExpertSums | None = None
     whole: tuple[float, float] | None = None
@@ -135,13 +137,7 @@ def _pieces_unusable(row: WindowRow) -> Drop | None:
             "where they do not count once a piece was declared",
         )
     if row.n_pieces == 0:
-        return Drop(
-            "no_backward",
-            "no backward added to the gradients of measured parameters in this window. Either the same window was "
-            "ended twice: call probe.step() or probe.clip_grad_norm_() once per optimizer step. Or other parameters "
-            "are trained now, such as another adapter: attach to each. Or gradients are set by hand, as those of "
-            "torch.autograd.grad, which no hook sees: call loss.backward()",
-        )
+        return Drop("no_backward", _why_no_backward(row))
     if row.examples is None and row.n_pieces < 2:
         return Drop(
             "single_piece",
@@ -157,6 +153,24 @@ def _pieces_unusable(row: WindowRow) -> Drop | None:
             "weights", f"one {each} has all the weight of its window, so no other {each} can be compared with it"
         )
     return None
+
+
+def _why_no_backward(row: WindowRow) -> str:
+    """The likeliest cause of a window without any piece, where no rank declares pieces."""
+    if not row.ran_forward:
+        return (
+            "neither a forward nor a backward of the model was seen in this window: the same window was ended twice. "
+            "Call probe.step() or probe.clip_grad_norm_() once per optimizer step"
+        )
+    if sum(row.sq_norm_big):
+        return (
+            "measured parameters have gradients that no backward of this window has added: gradients are set by hand, "
+            "as those of torch.autograd.grad, which no hook sees. Call loss.backward()"
+        )
+    return (
+        "the model's forward ran, and no backward added to the gradients of measured parameters: other parameters are "
+        "trained now, such as another adapter: attach to each"
+    )
 
 
 def _gradient_unusable(row: WindowRow, scale: ScaleReading, least_sq_norm: float, likely_cause: str) -> Drop | None:

@@ -156,6 +156,7 @@ class Problem(IntEnum):
     UNITS_UNKNOWN = 32
     NOT_COUNTED = 36
     UNITS_ASKED = 38
+    FORWARD_ALONE = 39
     UNITS_UNCLEAR = 34
     OUTSIDE_SCHEDULE = 33
     NO_SECOND_MOMENT = 1
@@ -197,6 +198,8 @@ class Problem(IntEnum):
         Args:
             are_declared: whether any rank declares pieces.
         """
+        if self is Problem.FORWARD_ALONE:  # no problem by itself: where no rank had a piece, it tells the cause
+            return False
         if self is Problem.NOT_ALL_DECLARED:
             return are_declared
         # Beside declared pieces such backwards fill up, and do not count: they need no number of units.
@@ -218,7 +221,8 @@ _OUTSIDE_PIECES = (
 """Backwards that need no number of units where pieces are declared."""
 
 HOW_TO_COUNT = (
-    "Pass units_per_piece= a number, or a function that is called as the model is and returns the number of units"
+    "Pass units_per_piece= a number, or a function that is called as the model is and returns the number of units, or "
+    "enter 'with probe.piece(units=…):' around each backward"
 )
 """What to do where rows cannot be counted."""
 _MESSAGES = {
@@ -247,7 +251,7 @@ _MESSAGES = {
     Problem.NOT_ALL_DECLARED: (
         "a rank had backwards outside piece(), each counted as a piece of units_per_piece, while it or another rank "
         "declares its pieces. A few windows later all ranks know this, and such backwards no longer count. If it goes "
-        "on, as where ranks that share pieces never declare any, pass units= to piece() in place of units_per_piece="
+        "on, as where ranks that share pieces never declare any, pass units_per_piece=None to attach"
     ),
     Problem.UNITS_UNKNOWN: (
         "the number of units in a piece is not known: pass units_per_piece= to attach, or enter "
@@ -262,8 +266,8 @@ _MESSAGES = {
     ),
     Problem.UNITS_UNCLEAR: (
         "a backward does not follow one forward of the model, whose inputs would show the piece's units: there was no "
-        "such forward, or several, or it was called without a tensor, or is compiled by model.compile(). Enter 'with "
-        "probe.piece(units=…):' around the backward of each micro-batch"
+        "such forward, or several, or it was called without a tensor, or is compiled by model.compile(). Pass "
+        "units_per_piece= a number, or enter 'with probe.piece(units=…):' around the backward of each micro-batch"
     ),
     Problem.OUTSIDE_SCHEDULE: (
         "a pipeline schedule ran outside pieces(), so its micro-batches cannot be told apart: run each step in "

@@ -373,6 +373,7 @@ def read_row(
         n_pieces=round(n_pieces),
         n_ranks_with_one_piece=round(n_with_one_piece),
         n_ranks_declaring=round(n_declaring),
+        ran_forward=counts_of[Problem.FORWARD_ALONE] > 0,
         n_units=n_units,
         further_units=further.tolist(),
         rank_sq_weight_over_units=rank_sq_weight_over_units,

@@ -10,6 +10,18 @@ from sonde.batch_size.taps.tap import HOW_TO_COUNT
 from sonde.console import tell, write_to
 
 REMEDIES: Mapping[str, str] = {
+    "unit must name the": "--unit must name the",
+    ": use 'sequences', 'images' or 'prompts', or several, the independent sample first: ('sequences', 'tokens')": (
+        ": pass sequences, images or prompts"
+    ),
+    ": name the sequences, 'sequences', or count pieces in both, unit=('sequences', 'tokens') with "
+    "piece(units={'sequences': 8, 'tokens': 4096})": (
+        ": pass --unit sequences. Times the tokens of a sequence, its noise scale is that in tokens"
+    ),
+    "budget must be": "--budget must be",
+    "or None to measure every window": "or --every 1 to measure every step",
+    "allowance must be": "--allowance must be",
+    "every must be a whole number of windows": "--every must be a whole number of steps",
     " has no rule: give one in rules=, or leave the parameter out": " has no rule",
     ": pass rules= to attach, see sonde.PerExampleNorms": "",
     "use tap='leaf', or Embedding(sparse=False)": "use Embedding(sparse=False)",
@@ -18,7 +30,8 @@ REMEDIES: Mapping[str, str] = {
         "'sonde run' does not know these ranks: use sonde.attach(cp_mesh=...)"
     ),
     ": attach anew (or make a new PerExampleNorms)": "",
-    "Enter 'with probe.piece(units=…):' around the backward of each micro-batch": (
+    ", unless piece(units=...) says it": "",
+    "Pass units_per_piece= a number, or enter 'with probe.piece(units=…):' around the backward of each micro-batch": (
         "To count such micro-batches, pass --units-from with the number of units in one"
     ),
     "raise budget=, or put more work into each window": "raise --budget, or put more work into each step",
@@ -55,7 +68,7 @@ REMEDIES: Mapping[str, str] = {
     "put all backwards of one batch into one 'with probe.piece():'": "add up all losses of one batch before backward",
     "Put all backwards of one batch into one 'with probe.piece():'": "Add up all losses of one batch before backward",
     "put one of each into one 'with probe.piece():'": "nothing can be measured: their sum has another noise",
-    "the same window was ended twice: call probe.step() or probe.clip_grad_norm_() once per optimizer step": (
+    "the same window was ended twice. Call probe.step() or probe.clip_grad_norm_() once per optimizer step": (
         "the optimizer stepped on no gradient, or on an old one"
     ),
     "trained now, such as another adapter: attach to each": "trained now, such as another adapter",
