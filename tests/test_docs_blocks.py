@@ -57,7 +57,8 @@ def test_readings_are_printed_as_the_pages_show_them() -> None:
     known: dict[str, Any] = {field.name: None for field in dataclasses.fields(sonde.NoiseScaleReading)}
     known |= {"b_simple": 38.2, "low": 34.9, "high": 43.1, "status": "resolved", "reason": "", "advice": ""}
     known |= {"windows": 240, "units_per_window": 32.0, "every": 1.0}
-    known |= {"unit": "sequences", "doubts": {}, "dropped": {}, "further_units": {}, "n_steps": 240, "warms_up": False}
+    known |= {"unit": "sequences", "doubts": {}, "dropped": {}, "further_units": {}, "n_steps": 240, "first_step": 1}
+    known |= {"warms_up": False}
     known["average"] = sonde.Estimate(24.1, 22.0, 26.0)
     reading = sonde.NoiseScaleReading(**known)
     shown = [line for path in PAGES for line in re.findall(r"^    (B_simple [\d>].*)$", path.read_text(), flags=re.M)]
