@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import operator
 from collections.abc import Mapping
 from numbers import Integral, Real
 
@@ -34,6 +36,26 @@ def check_setup(setup: Mapping[str, object]) -> None:
                 f"{name!r} in a set-up must be of the kind {kind.__name__}, which reports compute with, got "
                 f"{value!r:.60}: give it another name"
             )
+
+
+def whole_number(what: str, value: object, remedy: str = "") -> int:
+    """A whole number from 1 up, also of numpy's or torch's types.
+
+    Args:
+        what: "every must be a whole number of windows", for the message.
+        value: the number.
+        remedy: what follows the value in the message.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    number = 0
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError):
+            number = operator.index(value)  # type: ignore[arg-type]
+    if number < 1:
+        raise ValueError(f"{what} from 1 up, got {value!r:.60}{remedy}")
+    return number
 
 
 def step_number(name: str, value: object) -> int:

@@ -39,7 +39,7 @@ import torch
 
 from sonde.deprecation import warn_deprecated
 from sonde.probe import Metric, Probe, ReportSection, RolloutProbe
-from sonde.record_values import check_setup, metric_values, step_number
+from sonde.record_values import check_setup, metric_values, step_number, whole_number
 from sonde.record_writer import RecordWriter
 from sonde.sink import TRACKERS, sinks_for
 from sonde.version import __version__
@@ -112,8 +112,7 @@ class RunLog:
         log_windows: bool = False,
     ) -> None:
         checked = sinks_for(sinks, _folder_of(run))
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"every must be a whole number of windows from 1 up, got {every!r}")
+        every = whole_number("every must be a whole number of windows", every)
         self.run, self.metadata, self.every, self.log_windows = run, dict(metadata or {}), every, log_windows
         self._writer = RecordWriter(checked, every)
         self._metrics: dict[str, Writes] = {}

@@ -20,6 +20,7 @@ from sonde.batch_size.taps.tap import Problem
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.taps.window_sums import PieceCounts, check_counts, piece_counts
 from sonde.batch_size.units import counted_in
+from sonde.record_values import whole_number
 
 Units = float | Tensor | Mapping[str, float | Tensor] | None
 """Of one piece: a number, or one by each unit's name."""
@@ -291,8 +292,7 @@ class Pieces:
         weights: float | Sequence[float | Tensor],
         unit_weights: Sequence[Sequence[float] | Tensor] | None,
     ) -> list[PieceCounts]:
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ValueError(f"n must be the schedule's number of micro-batches, got {n!r}: pass n_microbatches")
+        n = whole_number("n must be the schedule's number of micro-batches", n, ": pass n_microbatches")
         first, further = self._counted(units, has_weights=unit_weights is not None)
         each = [list(v) if isinstance(v, Sequence) else [v] * n for v in (weights, unit_weights, first, *further)]
         for name, values in zip(("weights", "unit_weights", *["units"] * len(self._names)), each, strict=True):

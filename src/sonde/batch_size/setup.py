@@ -33,6 +33,7 @@ from sonde.parallel.optimizers import Optimizers, given_optimizers
 from sonde.parallel.same_on_ranks import check_same_on_ranks
 from sonde.parallel.stages import ModelParameters
 from sonde.parallel.wrappers import Wrapper
+from sonde.record_values import whole_number
 from sonde.records import RunLog
 from sonde.wording import number, percent, plural
 
@@ -130,10 +131,11 @@ class NoiseScaleOptions:
             raise ValueError(
                 f"allowance must be seconds that measuring may take in any case, ≥ 0 and finite, got {self.allowance!r}"
             )
-        if self.every is not None and not (type(self.every) is int and self.every >= 1):
-            raise ValueError(
-                f"every must be a whole number of windows from 1 up, got {self.every!r}: use 1 to measure every window"
+        if self.every is not None:
+            every = whole_number(
+                "every must be a whole number of windows", self.every, ": use 1 to measure every window"
             )
+            object.__setattr__(self, "every", every)
         metric_names(self.metric)
         check_groups(self.groups)
 

@@ -15,6 +15,7 @@ from sonde.policy.stats.entropy_change import Objective
 from sonde.policy.stats.entropy_forecast import Update
 from sonde.policy.stats.prefix_weights import CLIPPED_AT, Weighting
 from sonde.policy.stats.sequence_entropy import SequenceWeights
+from sonde.record_values import whole_number
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,7 @@ class EntropyChangeOptions:
         _check_choice("weighting", self.weighting, ("snis", "clip"))
         _check_choice("buffer_dtype", self.buffer_dtype, DTYPES)
         for name, n in (("micro_batch_prompts", self.micro_batch_prompts), ("every", self.every)):
-            if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-                raise ValueError(f"{name} must be a whole number from 1 up, got {n!r}")
+            object.__setattr__(self, name, whole_number(f"{name} must be a whole number", n))
         for name in ("first_order", "coefficient_to_hold", "checkpoint", "offload", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")

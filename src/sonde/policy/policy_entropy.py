@@ -17,6 +17,7 @@ from sonde.policy.scoring.token_statistics import CausalLMStatistics, check_is_s
 from sonde.policy.scoring.training_state import preserve_training_state
 from sonde.policy.stats.policy_entropy import QUANTILES, PolicyEntropy, policy_entropy
 from sonde.probe import Metric, Partners
+from sonde.record_values import whole_number
 from sonde.stats.intervals import LEVEL
 
 
@@ -75,8 +76,7 @@ class PolicyEntropyProbe:
         level: float = 0.95,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        if isinstance(micro_batch_prompts, bool) or not isinstance(micro_batch_prompts, int) or micro_batch_prompts < 1:
-            raise ValueError(f"micro_batch_prompts must be a whole number from 1 up, got {micro_batch_prompts!r}")
+        micro_batch_prompts = whole_number("micro_batch_prompts must be a whole number", micro_batch_prompts)
         if isinstance(level, bool) or not isinstance(level, (int, float)) or not 0 < level < 1:
             raise ValueError(f"level must be between 0 and 1, got {level!r}")
         check_is_model(model)
@@ -166,8 +166,7 @@ class PolicyEntropyProbeConfig:
     temperature: float | None = None
 
     def __post_init__(self) -> None:
-        if self.micro_batch_prompts < 1:
-            raise ValueError(f"micro_batch_prompts must be a whole number from 1 up, got {self.micro_batch_prompts!r}")
+        whole_number("micro_batch_prompts must be a whole number", self.micro_batch_prompts)
 
     def attach(self, partners: Partners) -> PolicyEntropyProbe:
         """Make the probe."""

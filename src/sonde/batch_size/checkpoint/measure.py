@@ -37,6 +37,7 @@ from sonde.parallel.parameter_roles import parameter_roles
 from sonde.parallel.refused_models import refuse_stage_alone
 from sonde.parallel.stages import model_parameters
 from sonde.parallel.wrappers import Wrapper, find_wrapper
+from sonde.record_values import whole_number
 from sonde.records import RunLog
 
 _FEWEST_WINDOWS = 12
@@ -177,10 +178,8 @@ def _check_options(loss: object, until: object, most_batches: object, batch: obj
         raise ValueError(f"loss must be a function of the model and a batch, got {loss!r:.60}: lambda model, batch: …")
     if not (is_number(until) and 0 < until < 1):
         raise ValueError(f"until must be a part of B_simple between 0 and 1, got {until!r}: use 0.1 for ± 10 %")
-    if most_batches is not None and (
-        isinstance(most_batches, bool) or not isinstance(most_batches, int) or most_batches < 1
-    ):
-        raise ValueError(f"most_batches must be a whole number from 1 up, got {most_batches!r}: leave it out for all")
+    if most_batches is not None:
+        whole_number("most_batches must be a whole number", most_batches, ": leave it out for all")
     if batch is not None and not (is_number(batch) and 0 < batch < math.inf):
         raise ValueError(f"batch must be a positive number of units, got {batch!r}: leave it out for no verdict")
 
