@@ -21,6 +21,12 @@ def test_trade_off_refuses(batch: float, critical: float) -> None:
         steps_and_examples(batch, critical)
 
 
+@pytest.mark.parametrize("batch", [0, -1, math.inf, math.nan])
+def test_no_verdict_on_a_batch_that_cannot_be(batch: float) -> None:
+    with pytest.raises(ValueError, match=r"batch must be positive and finite, got .*: pass the units of one"):
+        judge_batch(batch, unit="images", now=Estimate(30, 20, 40))
+
+
 WIDE = math.inf
 
 

@@ -155,10 +155,15 @@ def judge_batch(
         A `Verdict`. A batch is about right within a factor of `ABOUT_RIGHT` of the noise scale. The verdict names all
         that the intervals allow, and none in the first `FEWEST_STEPS` steps or while the learning rate rises.
 
+    Raises:
+        ValueError: unless the batch is positive and finite.
+
     Example:
         >>> judge_batch(128, unit="images", now=Estimate(410, 330, 520)).headline
         'The batch of 128 images is small: the noise scale is 410 images [330 – 520].'
     """
+    if not 0 < batch < math.inf:
+        raise ValueError(f"batch must be positive and finite, got {batch}: pass the units of one optimizer step")
     size = f"{number(batch, 4)} {unit}"
     of_run = of_run if of_run is not None and of_run.is_known else None
     if early := _too_early(n_steps, first_step, warms_up=warms_up):
