@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from sonde.batch_size.stats.averages import NoiseScaleAverages
 from sonde.batch_size.stats.noise_scale import WindowEstimate
@@ -44,6 +45,21 @@ def test_a_resolved_reading() -> None:
     assert reading.low < reading.b_simple < reading.high
     assert reading.groups["signal"].trace_cov == pytest.approx(0.0, abs=1e-12)
     assert reading.groups["noise"].trace_cov == pytest.approx(reading.trace_cov)
+
+
+@pytest.mark.parametrize("are_dropped", [True, False])
+def test_windows_that_were_dropped_are_not_taken_for_unmeasured_ones(are_dropped: bool) -> None:
+    averages, generator = NoiseScaleAverages(["a", "b"]), torch.Generator().manual_seed(0)
+    for number in range(1, 61):
+        pieces = torch.randn(2, 2, generator=generator).add(0.05).tolist()
+        averages.n_seen = 2 * number
+        averages.see_units(8)
+        if are_dropped:
+            averages.drop(Drop("not_finite", "a gradient was not finite"), SOUND)
+        averages.add(solve_window(window_row([pieces], units=4), scale=1.0, n_ranks=1), SOUND)
+    advice = summarise(averages, unit="rows").advice
+    assert advice
+    assert ("measure every window" in advice) == (not are_dropped)
 
 
 def test_no_window_yet() -> None:

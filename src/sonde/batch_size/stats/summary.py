@@ -49,7 +49,8 @@ def summarise(averages: NoiseScaleAverages, *, unit: str, with_groups: bool = Tr
         status,
         log_error,
         n_steps=run.n_steps,
-        every=every,
+        # A window that was dropped was measured.
+        every=every * averages.windows / max(averages.windows + sum(averages.dropped.values()), 1),
         n_pieces=averages.u * averages.effective_units if averages.u and averages.effective_units else None,
         n_units=averages.effective_units,
     )
