@@ -60,9 +60,12 @@ def trained(
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("flip", "the first row of a batch is like the last one"),
-        ("roll", "neighbouring rows of a batch are alike"),
-        ("repeated", "neighbouring rows of a batch are alike"),
+        (
+            "flip",
+            "the second and the last but one, and so on are more alike than chance allows",
+        ),
+        ("roll", "neighbouring rows of a batch are more alike than chance allows"),
+        ("repeated", "neighbouring rows of a batch are more alike than chance allows"),
     ],
 )
 def test_shared_samples_are_named_and_give_no_number(kind: str, words: str) -> None:

@@ -72,10 +72,13 @@ def watched(kind: str, n: int, windows: int = 200) -> ExampleWatch:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("flip", "the first row of a batch is like the last one"),
-        ("roll", "neighbouring rows of a batch are alike"),
-        ("repeated", "neighbouring rows of a batch are alike"),
-        ("views", "rows half a batch apart are alike"),
+        (
+            "flip",
+            "the second and the last but one, and so on are more alike than chance allows",
+        ),
+        ("roll", "neighbouring rows of a batch are more alike than chance allows"),
+        ("repeated", "neighbouring rows of a batch are more alike than chance allows"),
+        ("views", "rows half a batch apart are more alike than chance allows"),
     ],
 )
 def test_rows_that_share_samples_are_named(kind: str, words: str, n: int) -> None:

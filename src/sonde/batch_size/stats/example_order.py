@@ -1,4 +1,4 @@
-"""Are the examples of a batch independent? Rows that share samples are not, as after mixup or repeated augmentation.
+"""Are the examples of a batch independent? Rows that share samples are not, nor are those in a fixed order of classes.
 
 Independent rows could come in any order, whatever the weights, the loss and the learning rate. So rows in certain
 places of the batch must not be more alike than others: neighbours, opposite rows, and rows half a batch apart, which is
@@ -64,9 +64,9 @@ class OrderScores:
 N_SCORES = len(fields(OrderScores))
 """Length of `order_scores`."""
 _IN_WORDS = {
-    "opposite": "the first row of a batch is like the last one, the second like the last but one, and so on",
-    "half": "rows half a batch apart are alike",
-    "next": "neighbouring rows of a batch are alike",
+    "opposite": "the first row of a batch and the last one, the second and the last but one, and so on",
+    "half": "rows half a batch apart",
+    "next": "neighbouring rows of a batch",
 }
 
 
@@ -137,7 +137,8 @@ class ExampleWatch:
 
     def doubt(self) -> str | None:
         """Why examples are not independent; None when nothing looks wrong."""
-        found = [text for name, text in _IN_WORDS.items() if self._orders[name].lean > 0]
+        likeness = "are more alike than chance allows"
+        found = [f"{rows} {likeness}" for name, rows in _IN_WORDS.items() if self._orders[name].lean > 0]
         if self._orders[_NOT_SORTED].standard_errors < _SURE:
             found = []
         if (times := self._excess_of_pieces()) is not None:
@@ -145,9 +146,10 @@ class ExampleWatch:
         if not found:
             return None
         return (
-            f"the examples of a batch are not independent: {found[0]}. Do rows share samples, as after "
-            "mixup, cutmix or repeated augmentation? Then read no single examples: accumulate gradients over 2 or more "
-            "micro-batches that share none, or train on 2 or more ranks, with per_example='auto'"
+            f"the examples of a batch are not independent: {found[0]}. If rows share samples, as after mixup, cutmix "
+            "or repeated augmentation, read no single examples: accumulate gradients over 2 or more micro-batches that "
+            "share none, or train on 2 or more ranks, with per_example='auto'. If batches come in a fixed order of "
+            "classes, do the same, or draw their rows at random"
         )
 
     def _excess_of_pieces(self) -> float | None:
