@@ -42,6 +42,9 @@ def test_errors_come_before_the_script_starts(
     assert "got nothing after --" in error(capsys, "--")
     assert "no script at absent.py" in error(capsys, "--", "absent.py")
     assert "'absent' is no script that ends in .py, and no command" in error(capsys, "--", "absent")
+    assert "'-c' is no script that ends in .py, and no command that is installed: sonde run -- python -c …" in error(
+        capsys, "--", "-c", "print()"
+    )
     assert "--nproc must be at least 1, got 0" in error(capsys, "--nproc", 0, "--", "train.py")
     assert "tell it how many to start" in error(capsys, "--nproc", 2, "--", "python", "train.py")
     assert "--units-from takes what shows the units" in error(capsys, "--units-from", "rows", "--", "train.py")

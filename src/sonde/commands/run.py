@@ -145,7 +145,8 @@ def arguments_of(command: Sequence[str], nproc: int | None) -> list[str]:
     if (program := shutil.which(first, path=beside)) is None:
         if Path(first).is_file():
             raise ValueError(f"{first!r} does not end in .py, and cannot be executed: sonde run -- python {first} …")
-        raise ValueError(f"{first!r} is no script that ends in .py, and no command that is installed: {USAGE}")
+        usage = "sonde run -- python -c …" if first == "-c" else USAGE
+        raise ValueError(f"{first!r} is no script that ends in .py, and no command that is installed: {usage}")
     if nproc is not None:
         raise ValueError(f"--nproc starts processes of a script, and {first!r} is a command: tell it how many to start")
     return [program, *command[1:]]
