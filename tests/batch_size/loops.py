@@ -177,3 +177,21 @@ def piece_losses(model: nn.Module, sizes: list[int], dtype: torch.dtype = torch.
         (lambda x=x, y=y: mean_loss(model, x, y))
         for x, y in (batch(n, generator, dtype) for n in sizes)  # type: ignore[misc]
     ]
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+def windows_of(
+    model: nn.Module, probe: NoiseScaleProbe, n: int, *optimizers: torch.optim.Optimizer, ended: bool = True
+) -> None:
+    for _ in range(n):
+        for loss in piece_losses(model, [4, 4]):
+            with probe.piece(units=4):
+                loss().backward()
+        if ended:
+            probe.step()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()

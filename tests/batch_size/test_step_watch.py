@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from sonde import NoiseScaleProbe
-from tests.batch_size.loops import attached, batch, mean_loss, piece_losses, small_model, train
+from tests.batch_size.loops import attached, batch, mean_loss, piece_losses, sgd, small_model, train, windows_of
 
 
 def test_a_window_ended_twice_raises_an_alert_and_counts_once() -> None:
@@ -78,24 +77,6 @@ def test_a_window_ended_after_the_optimizers_step_raises_one_alert_only() -> Non
     [(reason, n)] = reading.dropped.items()
     assert "ended after optimizer.step()" in reason
     assert n == 3
-
-
-def sgd(model: torch.nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.0)
-
-
-def windows_of(
-    model: torch.nn.Module, probe: NoiseScaleProbe, n: int, *optimizers: torch.optim.Optimizer, ended: bool = True
-) -> None:
-    for _ in range(n):
-        for loss in piece_losses(model, [4, 4]):
-            with probe.piece(units=4):
-                loss().backward()
-        if ended:
-            probe.step()
-        for optimizer in optimizers:
-            optimizer.step()
-        model.zero_grad()
 
 
 def test_without_an_optimizer_the_one_that_steps_is_found() -> None:

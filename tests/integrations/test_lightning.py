@@ -218,7 +218,7 @@ class TwoLoaders(Module):
     ("module", "why"),
     [
         (TwoOptimizers, "the module has 2 optimizers"),
-        (ManySteps, "LBFGS evaluates the loss several times"),
+        (ManySteps, "LBFGS evaluates its closure several times"),
         (TwoLoaders, "each batch comes from 2 dataloaders, so its rows do not show all of its units"),
     ],
 )

@@ -122,6 +122,7 @@ class LoopWatch:
         has_pieces = self._reader.n_pieces > 0
         found = {
             Problem.FORWARD_ALONE: self._forwards.n_forwards > 0 and not has_pieces,
+            Problem.EVALUATED_AGAIN: self._steps.has_evaluated_again,
             Problem.ENDED_LATE: self._steps.window_ends(),
             Problem.STEPPED_IN_BACKWARD: self._steps.take_stepped_in_backward(),
             Problem.TAKEN_IN_BACKWARD: self._gradients_were_taken(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 
 from sonde.parallel.optimizers import Optimizers, given_optimizers
@@ -49,6 +50,19 @@ def refuse_steps_in_backward(model: nn.Module) -> None:
         raise ValueError(
             f"an optimizer steps {plural(len(stepped), 'parameter')} ({some_of(stepped)}) inside backward, so a "
             "window's gradient is gone before its pieces can be compared with it: step after backward while you measure"
+        )
+
+
+def refuse_lbfgs(optimizer: Optimizers) -> None:
+    """Refuse an optimizer that no probe can follow.
+
+    Raises:
+        ValueError: with the way out.
+    """
+    if any(isinstance(each, torch.optim.LBFGS) for each in given_optimizers(optimizer)):
+        raise ValueError(
+            "LBFGS evaluates its closure several times a step, so that a step has no single gradient: measure a run "
+            "with another optimizer"
         )
 
 

@@ -21,7 +21,7 @@ from sonde.batch_size.forward_units import (
 )
 from sonde.batch_size.measuring_cost import Cost
 from sonde.batch_size.metric_choice import metric_names
-from sonde.batch_size.model_checks import BATCH_NORM, STEPS_IN_BACKWARD, SYNC_BATCH_NORM
+from sonde.batch_size.model_checks import BATCH_NORM, STEPS_IN_BACKWARD, SYNC_BATCH_NORM, refuse_lbfgs
 from sonde.batch_size.parameter_groups import Groups, are_logged, check_groups
 from sonde.batch_size.per_example.rules import GradientsOf
 from sonde.batch_size.taps.ddp_buckets import comm_hook_name
@@ -161,6 +161,7 @@ def check_partners(options: NoiseScaleOptions, *, optimizer: Optimizers, grad_sc
             f"optimizer must be a torch.optim.Optimizer or a list of them, got {optimizer!r}: pass the optimizer that "
             "steps this model, or leave out optimizer= to find it by its steps"
         )
+    refuse_lbfgs(optimizer)
     check_grad_scaler(grad_scaler)
     if not isinstance(log, RunLog):
         raise ValueError(

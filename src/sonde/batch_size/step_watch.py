@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import TypeIs
 
@@ -19,6 +20,8 @@ from sonde.parallel.optimizers import Optimizers, given_optimizers
 from sonde.parallel.wrappers import Wrapper
 from sonde.wording import plural, some_of
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+T = TypeVar("T")
 Alert = Callable[[str, str], None]
 """Takes the name of an alert and its message."""
 
@@ -75,7 +78,8 @@ class StepWatch:
         self._n_ended = 0
         self._held: weakref.WeakKeyDictionary[Any, tuple[int, frozenset[int]]] = weakref.WeakKeyDictionary()
         """By optimizer that has stepped: how many parameters it has, and the model's among them."""
-        given = given_optimizers(optimizer)
+        self._handles: list[Any] = []
+        given = [each for each in given_optimizers(optimizer) if self._has_hooks(each)]
         self._given: weakref.WeakSet[Any] = weakref.WeakSet(given)
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet(given)
         self._has_given = self._has_watched = bool(given)
@@ -86,15 +90,25 @@ class StepWatch:
         self._n_writes = self._written()
         self._windows_written = 0
         """Windows in which parameters changed, while no optimizer is watched."""
+        self.has_evaluated_again = False
+        """Whether an optimizer of the model has ever evaluated its closure several times in one step."""
         self._stepped_unended = self._ended_since_step = self._stepped_in_backward = False
         self._stepping: list[Any] = []
         """Optimizers inside whose step we are, the outermost first."""
-        self._handles: list[Any] = []
-        for each in given:
-            # Besides the hook for all optimizers: one of another library may call no hooks but its own.
-            self._handles.append(each.register_step_pre_hook(self._while_alive(StepWatch._before_given_step)))
         self._handles.append(register_optimizer_step_pre_hook(self._while_alive(StepWatch._before_any_step)))
         self._handles.append(register_optimizer_step_post_hook(self._while_alive(StepWatch._after_any_step)))
+
+    def _has_hooks(self, given: Any) -> bool:
+        """Put a hook on a given optimizer, if it can have any.
+
+        Besides the hook for all optimizers: one of another library may call no hooks but its own. One whose class skips
+        `super().__init__()` has none, and is followed by the steps of those inside it.
+        """
+        try:
+            self._handles.append(given.register_step_pre_hook(self._while_alive(StepWatch._before_given_step)))
+        except AttributeError:
+            return False
+        return True
 
     @property
     def rate(self) -> float | Tensor | None:
@@ -231,16 +245,39 @@ class StepWatch:
             "as optimizer=",
         )
 
-    def _before_any_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _before_any_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         self._stepping.append(optimizer)
+        followed = self._followed(optimizer, args, kwargs)
         if optimizer in self._given:  # it has a hook of its own
-            return
+            return followed
         start = time.perf_counter()
         # An optimizer that wraps another (ZeroRedundancyOptimizer) steps it inside its own step.
         is_inner = any(map(self._held_by, self._stepping[:-1]))
         if self._held_by(optimizer) and not is_inner:
             self._before_step(optimizer, args, kwargs)
         self.seconds += time.perf_counter() - start
+        return followed
+
+    def _followed(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """The arguments of a step of the model's optimizer, whose closure notes how often it runs; None without one."""
+        closure = kwargs.get("closure") or next(iter(args[1:]), None)
+        if not callable(closure) or isinstance(closure, nn.Module) or not self._held_by(optimizer):
+            return None
+        counted = self._counted(closure)
+        return (
+            (args, {**kwargs, "closure": counted}) if "closure" in kwargs else ((args[0], counted, *args[2:]), kwargs)
+        )
+
+    def _counted(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        n = 0
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal n
+            n += 1
+            self.has_evaluated_again |= n > 1
+            return closure(*args, **kwargs)
+
+        return counted
 
     def _before_given_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         start = time.perf_counter()
@@ -296,16 +333,18 @@ class StepWatch:
                 "steps in a row: call it once, after the last backward and before optimizer.step()",
             )
 
-    def _while_alive(self, method: Callable[..., None]) -> Callable[..., None]:
+    def _while_alive(self, method: Callable[..., T]) -> Callable[..., T | None]:
         """A method as a hook that does not keep its object alive: a hook for all optimizers outlives every model."""
-        reference = weakref.ref(self)
+        reference, pid = weakref.ref(self), os.getpid()
 
-        def hook(*args: Any) -> None:
-            if (alive := reference()) is not None:
+        def hook(*args: Any) -> T | None:
+            # In a process that was forked, the loop may be another one.
+            if (alive := reference()) is not None and os.getpid() == pid:
                 try:
-                    method(alive, *args)
+                    return method(alive, *args)
                 except Exception as error:  # a bug: the user's step goes on
                     log_failure(error)
+            return None
 
         return hook
 

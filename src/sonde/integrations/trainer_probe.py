@@ -19,7 +19,7 @@ from sonde.batch_size.units import unit_names
 from sonde.console import tell
 from sonde.deprecation import refuse_unknown
 from sonde.integrations.on_error import OnError, checked_on_error
-from sonde.parallel.optimizers import Optimizers, given_optimizers
+from sonde.parallel.optimizers import Optimizers
 from sonde.records import LogOrPlaces, log_of, logger
 
 _PARTNERS = ("comm_hook", "comm_state", "cp_mesh", "expert_mesh", "mesh", "pp_mesh", "process_group")
@@ -147,8 +147,6 @@ class TrainerProbe:
         with self.forgiven("this training is not measured"):
             if refused is not None:
                 raise ValueError(refused)
-            if any(isinstance(each, torch.optim.LBFGS) for each in given_optimizers(optimizer)):
-                raise ValueError("LBFGS evaluates the loss several times in each step, so no gradient is the step's")
             self._run_log = log_of(self._log, {})
             self.probe = attach(
                 model,

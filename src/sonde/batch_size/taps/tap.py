@@ -151,6 +151,7 @@ class Problem(IntEnum):
     WRAPPED_LATE = 30
     REPLACED = 26
     IN_CUDA_GRAPH = 27
+    EVALUATED_AGAIN = 40
     ENDED_LATE = 0
     NOT_ALL_DECLARED = 31
     UNITS_UNKNOWN = 32
@@ -244,6 +245,10 @@ _MESSAGES = {
     Problem.IN_CUDA_GRAPH: (
         "backwards ran inside a CUDA graph, and a graph that is replayed runs no hook: keep backward outside, by "
         "torch.cuda.make_graphed_callables before attach or torch.compile(mode='reduce-overhead'), or use sonde.measure"
+    ),
+    Problem.EVALUATED_AGAIN: (
+        "the optimizer evaluates its closure several times a step, as LBFGS does, so that a step has no single "
+        "gradient: measure a run with another optimizer"
     ),
     Problem.ENDED_LATE: (
         "the window was ended after optimizer.step(): call probe.step() or probe.clip_grad_norm_() before it"

@@ -129,14 +129,6 @@ class MeasuredModel:
             self._stepped = {id(optimizer)}
             self._end_window(probe)
 
-    def closure_ran_again(self) -> None:
-        """Note that an optimizer has evaluated its closure several times in a step."""
-        if not self._why_stopped:
-            self._say_stop(
-                "the optimizer evaluates its closure several times a step, as LBFGS does, so that a step has no single "
-                "gradient"
-            )
-
     def _end_window(self, probe: sonde.NoiseScaleProbe) -> None:
         try:
             probe.step()
@@ -223,7 +215,6 @@ def _attached(found: ModelOfOptimizers, settings: Settings, log: sonde.RunLog) -
     model = found.model
     try:
         group = _group_by_hand(model, settings)
-        _refuse_lbfgs(found)
         units = units_of(settings.units_from, settings.weights_from, model)
         scaler = _grad_scaler()
     except ValueError as error:
@@ -249,20 +240,6 @@ def _attached(found: ModelOfOptimizers, settings: Settings, log: sonde.RunLog) -
 
 def _device_type(model: nn.Module) -> str:
     return next(model.parameters()).device.type
-
-
-def _refuse_lbfgs(found: ModelOfOptimizers) -> None:
-    """Refuse an optimizer that no probe can follow.
-
-    Raises:
-        ValueError: with the way out.
-    """
-    for optimizer in found.optimizers:
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError(
-                "LBFGS evaluates its closure several times a step, so that a step has no single gradient: measure a "
-                "run with another optimizer"
-            )
 
 
 def _group_by_hand(model: nn.Module, settings: Settings) -> dist.ProcessGroup | None:

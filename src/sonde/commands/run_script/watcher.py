@@ -147,17 +147,15 @@ class ScriptWatcher:
         return None
 
     def _followed(self, closure: Callable[[], T], optimizer: Any) -> Callable[[], T]:
-        """A closure, after which the window is ended."""
-        n_runs = 0
+        """A closure, after whose first run the window is ended. If it runs again, the probe notices that."""
+        has_run = False
 
         def closure_and_end() -> T:
-            nonlocal n_runs
+            nonlocal has_run
             result = closure()
-            n_runs += 1
-            if n_runs == 1:
+            if not has_run:
+                has_run = True
                 self._window_ends(optimizer)
-            elif n_runs == 2:
-                self._closure_ran_again(optimizer)
             return result
 
         return closure_and_end
@@ -177,11 +175,6 @@ class ScriptWatcher:
         """Whether the script trains no other model beside it. One of an earlier fold that is done is none."""
         others = (other for other in self._models if other is not model)
         return not self._search.pending() and all(other.was_done_before(model) for other in others)
-
-    @_never_raising
-    def _closure_ran_again(self, optimizer: Any) -> None:
-        for model in self._models_with(optimizer):
-            model.closure_ran_again()
 
     def before_zeroing(self, owner: Any) -> None:
         """An optimizer or a module zeroes its gradients: backwards since the last step no longer count."""
