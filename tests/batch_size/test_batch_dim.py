@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from sonde.batch_size.batch_dim import UnclearUnitsError, count_units, units_in_batch
 from sonde.batch_size.taps.tap import Problem
 from tests.batch_size.loops import attached
+from tests.batch_size.single_units import SINGLE
 from tests.batch_size.usual_calls import ASKED, CALLS, LOSS, By, N, T, causal, giving, ids, images, state
 
-CASES = CALLS | {
+USUAL = CALLS | SINGLE
+CASES = USUAL | {
     "labels, a loss and scores": (
         giving(LOSS, (N, T, 11)),
         lambda: {"input_ids": ids(N, T), "attention_mask": ids(N, T), "labels": ids(N, T)},

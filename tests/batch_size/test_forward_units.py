@@ -224,7 +224,7 @@ def test_what_is_counted_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("is_declared", [False, True])
 def test_a_call_that_is_not_clear_leaves_out_the_window_and_training_goes_on(is_declared: bool) -> None:
-    """A single unit without a dim of its own: what it returns has no rows, which its features would be."""
+    """What the model returns has no rows of the batch."""
 
     def run(probe: sonde.NoiseScaleProbe | None, model: nn.Module) -> list[Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
@@ -232,14 +232,14 @@ def test_a_call_that_is_not_clear_leaves_out_the_window_and_training_goes_on(is_
         for _ in range(3):
             for _ in range(2):
                 with probe.piece() if probe is not None and is_declared else nullcontext():
-                    model(batch(1, generator)[0][0]).square().mean().backward()
+                    model(batch(4, generator)[0]).square().mean().backward()
             if probe is not None:
                 probe.step()
             optimizer.step()
             optimizer.zero_grad()
         return [p.detach().clone() for p in model.parameters()]
 
-    model, alone = small_model(), small_model()
+    model, alone = (nn.Sequential(small_model(), nn.Flatten(0), nn.Unflatten(0, (6, 2))) for _ in range(2))
     with attached(model, units_per_piece="first dim") as probe:
         weights = run(probe, model)
         reading, alerts = probe.reading(), dict(probe.alerts)
@@ -247,9 +247,74 @@ def test_a_call_that_is_not_clear_leaves_out_the_window_and_training_goes_on(is_
     expected = Problem.BAD_COUNTS if is_declared else Problem.UNITS_ASKED
     assert reading.dropped == {expected.message: 3}
     assert alerts["units"] == (
-        "which dim is the batch is not clear: the batch has input float32 [12], and the model returned [3]"
+        "which dim is the batch is not clear: the batch has input float32 [4, 12], and the model returned [6, 2]"
     )
     assert all(map(torch.equal, weights, run(None, alone)))
+
+
+class _OnFrozenFeatures(nn.Module):
+    """Rows, after an encoder that is not trained: torch computes it in one kernel while no module in it has a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = nn.TransformerEncoderLayer(12, 2, 24, 0.0, batch_first=True).requires_grad_(False).eval()
+        self.conv, self.head = nn.Conv1d(5, 2, 1), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.isnan().any():
+            raise ValueError("an input that is refused")
+        return self.head(self.conv(self.encoder(x)).mean(-2))
+
+
+def _hooks_in(model: nn.Module) -> int:
+    return sum(len(m._forward_pre_hooks) for m in model.modules() if m is not model)
+
+
+def test_layers_are_asked_once_whether_the_first_dim_is_the_batch_and_nothing_changes() -> None:
+    hooks: list[int] = []
+
+    def run(model: _OnFrozenFeatures, probe: sonde.NoiseScaleProbe | None) -> list[Tensor]:
+        model.conv.register_forward_hook(lambda *_: hooks.append(_hooks_in(model)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        generator = torch.Generator().manual_seed(0)
+        with pytest.raises(ValueError, match="refused"):
+            model(torch.full((4, 5, 12), torch.nan))
+        for _ in range(3):
+            for _ in range(2):
+                model(torch.randn(4, 5, 12, generator=generator)).square().mean().backward()
+            if probe is not None:
+                probe.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    model = _OnFrozenFeatures()
+    with attached(model, per_example="never", every=1) as probe:
+        weights = run(model, probe)
+        assert probe.reading().units_per_window == 8
+    assert hooks == [2, 0, 0, 0, 0, 0]
+    hooks.clear()
+    assert all(map(torch.equal, weights, run(_OnFrozenFeatures(), None)))
+
+
+def test_a_compiled_model_is_not_compiled_again_and_keeps_no_hook_inside() -> None:
+    n_compiled = 0
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal n_compiled
+        n_compiled += 1
+        return graph.forward
+
+    model = torch.compile(small_model(), backend=backend, dynamic=False)
+    with attached(model, every=1) as probe:
+        for _ in range(3):
+            for _ in range(2):
+                model(batch(4, torch.Generator())[0]).square().mean().backward()
+            probe.step()
+            model.zero_grad()
+        assert (probe.reading().units_per_window, _hooks_in(model)) == (8, 0)
+    assert n_compiled == 1
 
 
 def test_two_ranks(ranks2: Ranks) -> None:

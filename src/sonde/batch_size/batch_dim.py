@@ -11,6 +11,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from sonde.batch_size.module_hook import is_compiled
+from sonde.wording import plural
+
+_N_DIMS: dict[type[nn.Module], int] = {
+    nn.RNNBase: 3,
+    nn.MultiheadAttention: 3,
+    nn.RNNCellBase: 2,
+    nn.Conv1d: 3,
+    nn.Conv2d: 4,
+    nn.Conv3d: 5,
+    nn.ConvTranspose1d: 3,
+    nn.ConvTranspose2d: 4,
+    nn.ConvTranspose3d: 5,
+    nn.Linear: 2,
+}
+"""How many dims each layer's input has. With one dim less, it is a single unit."""
+
 
 class UnclearUnitsError(ValueError):
     """Raised where the witnesses contradict each other. The message says what was seen."""
@@ -35,13 +52,20 @@ class LayerSaw:
 
     Attributes:
         kind: the layer's type, in words.
-        n: size of the batch.
-        is_square: whether there are as many positions.
+        n: size of the batch; 1 for an input without this dim.
+        unit: shape of one unit in it; empty if units differ in length.
+        is_step: whether it was one of a unit's positions.
     """
 
     kind: str
     n: int
-    is_square: bool = False
+    unit: tuple[int, ...] = ()
+    is_step: bool = False
+
+    @property
+    def is_square(self) -> bool:
+        """Whether there are as many positions as units."""
+        return len(self.unit) > 1 and self.unit[0] == self.n
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,16 +101,77 @@ def layers_that_know(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in model.modules() if batch_dim(layer) or isinstance(layer, nn.RNNCellBase)]
 
 
+def layers_with_batch_first(model: nn.Module) -> list[nn.Module]:
+    """The other layers whose input shows whether there is a dim for the batch, and that may have a hook for a while."""
+    # A hook inside an encoder layer that is in evaluation mode would keep torch from computing the layer in one kernel,
+    # and change its rounding. One inside a compiled module would have it compiled again.
+    closed = [e for e in model.modules() if isinstance(e, nn.TransformerEncoderLayer) and not e.training]
+    left_out = {*layers_that_know(model), *compiled_layers(model), *(m for each in closed for m in each.modules())}
+    return [layer for layer in model.modules() if isinstance(layer, tuple(_N_DIMS)) and layer not in left_out]
+
+
+def compiled_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers that know the batch, and whose calls cannot be seen, as they are compiled."""
+    inside = {m for compiled in model.modules() if is_compiled(compiled) for m in compiled.modules()}
+    return [layer for layer in inside if isinstance(layer, tuple(_N_DIMS))]
+
+
+def may_be_single_unit(parts: Mapping[str, object], layers: Sequence[nn.Module]) -> bool:
+    """Whether layers whose calls cannot be seen could take the first part for one unit without a dim for the batch."""
+    first, *others = [witness for name, part in parts.items() for witness in _witnesses(part, name)]
+    if any(w.shape[:1] == first.shape[:1] and len(w.shape) > len(first.shape) for w in others):
+        return False
+    return any(_could_take(layer, first) for layer in layers)
+
+
+def _could_take(layer: nn.Module, unit: _Witness) -> bool:
+    if unit.is_of_tokens:  # which are embedded first
+        return len(unit.shape) == 1 and not isinstance(layer, nn.Linear)
+    names = ("in_channels", "input_size", "embed_dim", "in_features")
+    n_features = next(getattr(layer, name) for name in names if hasattr(layer, name))
+    dim = 0 if hasattr(layer, "in_channels") else -1
+    return len(unit.shape) == _n_dims(layer) - 1 and unit.shape[dim] == n_features
+
+
+def _n_dims(layer: nn.Module) -> int:
+    return next(n_dims for kind, n_dims in _N_DIMS.items() if isinstance(layer, kind))
+
+
 def seen_by(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LayerSaw | None:
-    """The size of the batch in a call of such a layer; None where the call has no dim for it."""
+    """What a call of such a layer shows of the batch; None for an input that has neither all dims nor one less."""
     first = args[0] if args else kwargs.get("query", kwargs.get("input"))
     kind = f"nn.{type(layer).__name__}"
     if isinstance(first, PackedSequence):
         return LayerSaw(kind, int(first.batch_sizes[0]))
-    n_dims = 2 if isinstance(layer, nn.RNNCellBase) else 3
-    if not isinstance(first, Tensor) or first.dim() != n_dims:
+    shape = _shape(first) if isinstance(first, Tensor) else ()
+    n, unit, n_dims = 1, shape, _n_dims(layer)
+    if len(shape) == n_dims and not isinstance(layer, nn.Linear):  # whose rows may be units or positions
+        dim = batch_dim(layer)
+        n, unit = shape[dim], shape[:dim] + shape[dim + 1 :]
+    elif len(shape) != n_dims - 1:
         return None
-    return LayerSaw(kind, first.shape[batch_dim(layer)], n_dims == 3 and first.shape[0] == first.shape[1])
+    is_step = isinstance(layer, nn.RNNCellBase) or (isinstance(layer, nn.RNNBase) and unit[0] == 1)
+    return LayerSaw(kind, n, unit, is_step)
+
+
+def is_single_unit(shape: Sequence[int], layers: Sequence[LayerSaw]) -> bool | None:
+    """Whether a tensor is one unit without a dim for the batch; None if that is not clear.
+
+    It is if all layers that know the batch have seen one unit, and a layer has found the tensor's dims in that unit.
+    Other layers that have seen one unit were called with something that all units share, such as a grid.
+
+    Args:
+        shape: of the tensor.
+        layers: what they have seen.
+    """
+    n = next(iter(shape), 1)
+    if n == 1 or any(saw.n != 1 for saw in layers):
+        return False
+    # In a loop over units, a layer sees fewer dims than the batch has.
+    whole = [saw.unit for saw in layers if n in saw.unit and len(saw.unit) >= len(shape)]
+    if any(set(shape) <= set(unit) for unit in whole):
+        return True
+    return None if whole or any(saw.is_step for saw in layers) else False
 
 
 def is_time_first(shape: Sequence[int], layers: Sequence[LayerSaw]) -> bool:
@@ -104,6 +189,7 @@ def count_units(
     *,
     layers: Sequence[LayerSaw] = (),
     may_be_time_first: bool = False,
+    is_single: bool | None = False,
 ) -> Counted | None:
     """The number of units in a batch.
 
@@ -116,6 +202,7 @@ def count_units(
         output: what the model has returned; None if it is not known.
         layers: what layers were called with that know which dim is the batch.
         may_be_time_first: whether the model has such layers, but what they were called with was not seen.
+        is_single: whether layers take the first tensor for one unit without a dim for the batch; None if not clear.
 
     Returns:
         The units; None where there is no tensor with a dim.
@@ -135,6 +222,9 @@ def count_units(
     candidates = _candidates(first, layers, may_be_time_first)
     if not first.is_certain:
         candidates = _agreeing(candidates, first, others, returned, layers)
+        if first.shape and is_single is not False and (not candidates or first.shape[0] in candidates):
+            # Otherwise the model returns rows of another part, and the first one is what these share.
+            candidates = {1: f"{first.text}, which layers take for one unit"} if is_single else {}
         if any(w.mixes_rows for w in witnesses):
             raise UnclearUnitsError(f"rows may be no units here: {_seen(witnesses, returned, layers)}")
     is_contradicted = any(w.is_certain and w.sizes[0] not in candidates for w in others)
@@ -144,6 +234,11 @@ def count_units(
     if n == 1 and len(first.shape) == 2 and first.is_of_tokens:
         where += "; if documents are packed in it, count them by units_per_piece="
     return Counted(n, where)
+
+
+def first_shape(parts: Mapping[str, object]) -> tuple[int, ...]:
+    """The shape of the first tensor that `count_units` would look at; empty without one."""
+    return next((witness.shape for name, part in parts.items() for witness in _witnesses(part, name)), ())
 
 
 def units_in_batch(batch: object, remedy: str) -> int:
@@ -270,7 +365,7 @@ def _seen(witnesses: Sequence[_Witness], returned: Sequence[tuple[int, ...]], la
     text = f"the batch has {'; '.join(f'{w.name} {w.text}' for w in witnesses[:5])}"
     if returned:
         text += f", and the model returned {', '.join(str(list(shape)) for shape in returned[:3])}"
-    return text + "".join(f"; its {kind} saw {n} units" for n, kind in {saw.n: saw.kind for saw in layers}.items())
+    return text + "".join(f"; its {kind} saw {plural(n, 'unit')}" for n, kind in {s.n: s.kind for s in layers}.items())
 
 
 def _witnesses(value: object, name: str) -> Iterator[_Witness]:

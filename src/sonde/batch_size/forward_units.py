@@ -14,7 +14,18 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import TypeIs
 
-from sonde.batch_size.batch_dim import LayerSaw, UnclearUnitsError, count_units, layers_that_know, seen_by
+from sonde.batch_size.batch_dim import (
+    LayerSaw,
+    UnclearUnitsError,
+    compiled_layers,
+    count_units,
+    first_shape,
+    is_single_unit,
+    layers_that_know,
+    layers_with_batch_first,
+    may_be_single_unit,
+    seen_by,
+)
 from sonde.batch_size.module_hook import ModuleHook, is_in_graph, put_on
 from sonde.parallel.unwrap import unwrap_model
 
@@ -71,8 +82,8 @@ class ForwardUnits:
             for note in (self._forward.begins, self._forward.layer_is_called, self._forward.ends)
         )
         self._handles = [
-            *(put_on(layer.register_forward_pre_hook, called, with_kwargs=True) for layer in self._layers),
             put_on(self._model.register_forward_pre_hook, begins, with_kwargs=True),
+            *(put_on(layer.register_forward_pre_hook, called, with_kwargs=True) for layer in self._layers),
             put_on(self._model.register_forward_hook, ends),
         ]
 
@@ -114,6 +125,7 @@ class ForwardUnits:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._forward.look_away()
 
 
 class _Forward:
@@ -139,6 +151,13 @@ class _Forward:
         self._called_with: dict[str, Any] = {}
         self._layers: list[LayerSaw] = []
         self._given: Any = None
+        self._is_single: dict[int, bool] = {}
+        """Whether the first tensor is one unit without a dim for the batch, by its number of dims."""
+        self._looks: list[RemovableHandle] = []
+        """Hooks on other layers that know the batch, in a forward of which this is not known yet."""
+        self._seen_first: list[LayerSaw] = []
+        self._compiled: list[nn.Module] = []
+        """Layers that know the batch, and have no hook in this forward, since they are compiled."""
 
     @property
     def _is_counted(self) -> bool:
@@ -146,6 +165,7 @@ class _Forward:
 
     def begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note what the model is called with, before it takes anything out of it."""
+        self.look_away()  # where the forward before has failed
         if not self._is_counted:
             return
         names = [*self._names[: len(args)], *map(str, range(len(self._names), len(args)))]
@@ -154,6 +174,44 @@ class _Forward:
             self._given = self._count if isinstance(self._count, str) else self._count(*args, **kwargs)
         except Exception as error:  # raised where the units are needed, not inside the user's forward
             self._given = error
+        with contextlib.suppress(Exception):  # of an object of the user's, which `ends` names
+            self._look(model, args, kwargs)
+
+    def _look(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Ask all layers of a first forward whether the model is called without a dim for the batch."""
+        self._seen_first = []
+        is_rows = _is_first_dim(getattr(self._given, "units", self._given))
+        shape = first_shape(self._called_with) if is_rows else ()
+        if not shape or shape[0] == 1 or len(shape) in self._is_single:
+            return
+        self._compiled = compiled_layers(model)
+        hook = _Hook(self, self._layer_tells)
+        for layer in layers_with_batch_first(model):
+            self._looks.append(put_on(layer.register_forward_pre_hook, hook, with_kwargs=True))
+            if layer is model:  # whose hooks are being called: a new one is left out
+                self._layer_tells(layer, args, kwargs)
+
+    def _layer_tells(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (saw := seen_by(layer, args, kwargs)) is not None:
+            self._seen_first.append(saw)
+
+    def _single(self, shape: tuple[int, ...]) -> bool | None:
+        """Whether the first tensor is one unit without a dim for the batch; None if that is not clear."""
+        if shape[:1] in ((), (1,)):
+            return False
+        if (known := self._is_single.get(len(shape))) is None:
+            known = is_single_unit(shape, [*self._layers, *self._seen_first])
+            if known is False and may_be_single_unit(self._called_with, self._compiled):
+                return None
+            if known is not None:
+                self._is_single[len(shape)] = known
+        return known
+
+    def look_away(self) -> None:
+        """Remove the hooks of a first forward."""
+        for handle in self._looks:
+            handle.remove()
+        self._looks = []
 
     def layer_is_called(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note what a layer is called with that knows which dim is the batch."""
@@ -165,6 +223,7 @@ class _Forward:
         if not self._is_counted:
             return
         given, self._given = self._given, None
+        self.look_away()
         try:
             units = self._with_rows(given, output)
         except Exception as error:
@@ -182,7 +241,10 @@ class _Forward:
     def _rows(self, output: object) -> int | None:
         is_unseen = self.has_layers_that_know and not self._layers
         try:
-            counted = count_units(self._called_with, output, layers=self._layers, may_be_time_first=is_unseen)
+            is_single = self._single(first_shape(self._called_with))
+            counted = count_units(
+                self._called_with, output, layers=self._layers, may_be_time_first=is_unseen, is_single=is_single
+            )
         except UnclearUnitsError:
             raise
         except Exception as error:  # of an object of the user's that cannot be looked at

@@ -154,7 +154,7 @@ class Mechanism:
             # A window that another problem spoils says nothing about its examples.
             self._n_failures += bool(found.why_not) and not row.problems
             if self._n_failures >= _IN_A_ROW and not self._is_asked:
-                self._give_up(self._in_words(found.why_not))
+                self._give_up("a window is a single unit" if _is_one_unit(row) else self._in_words(found.why_not))
             return
         self._n_failures = 0
         if is_sound and scale is not None:
@@ -202,8 +202,14 @@ def _explained(row: WindowRow, why_not: str) -> WindowRow:
         return row
     if why_not.endswith(SEVERAL_BACKWARDS):
         return replace(row, problems=[Drop("several_backwards", SEVERAL_BACKWARDS)])
+    if _is_one_unit(row):  # there is nothing to tell apart
+        return row
     message = f"the window held a single piece, and its examples cannot be told apart: {why_not}. {WITHOUT_EXAMPLES}"
     return replace(row, problems=[Drop("single_piece", message)])
+
+
+def _is_one_unit(row: WindowRow) -> bool:
+    return row.weight**2 < 1.5 * row.sq_weight_over_units
 
 
 def _all_can(wrapper: Wrapper, *, can: bool) -> bool:

@@ -55,6 +55,11 @@ def is_in_graph() -> bool:
     return torch.compiler.is_compiling() or is_traced()
 
 
+def is_compiled(layer: nn.Module) -> bool:
+    """Whether torch.compile has replaced a module's calls. Hooks inside would become part of what it compiles."""
+    return type(layer).__name__ == "OptimizedModule" or getattr(layer, "_compiled_call_impl", None) is not None
+
+
 @contextlib.contextmanager
 def lifted(model: nn.Module) -> Iterator[None]:
     """Take such hooks off a model and its parts for a while: `torch.jit.script` would compile them."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
+from sonde.batch_size.module_hook import is_compiled
 from sonde.batch_size.per_example.layer_hooks import is_graphed
 from sonde.batch_size.per_example.rules import COUPLES_EXAMPLES, couples_examples
 from sonde.parallel.placements import is_dtensor
@@ -46,7 +47,7 @@ def refuse_model(model: nn.Module, *, batch_norms: bool) -> None:
                 f"{name or 'the model'!r} as a whole: measure its pieces, as sonde.attach does with two or more in a "
                 "window, or measure a model that is not graphed"
             )
-        if type(layer).__name__ == "OptimizedModule" or getattr(layer, "_compiled_call_impl", None) is not None:
+        if is_compiled(layer):
             raise ValueError(
                 f"per-example norms need the calls of single layers, and {name or 'the model'!r} is compiled: "
                 "measure before torch.compile, or train without it in the measured windows"

@@ -146,7 +146,8 @@ def _pieces_unusable(row: WindowRow) -> Drop | None:
     if not all(_MIN < x < _MAX for x in (row.weight, row.weight_over_units, row.sq_weight_over_units)):
         return Drop("weights", "weights or units are too large or too small to add up: scale all of them alike")
     if row.examples is not None and row.examples.n_examples < 2:
-        return Drop("single_example", "the window held a single example, which cannot separate noise from signal")
+        message = f"the window held a single example, which cannot separate noise from signal. {WITHOUT_EXAMPLES}"
+        return Drop("single_example", message)
     pieces, each = (row.pieces(0.0), "piece") if row.examples is None else (row.examples.pieces(0.0), "example")
     if not pieces.u - pieces.v > 1e-9 * pieces.u:
         return Drop(

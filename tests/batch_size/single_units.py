@@ -1,0 +1,122 @@
+"""Models called without a dim for the batch, and models in which a layer alone is, with the units that are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.batch_size.usual_calls import (
+    ASKED,
+    CONV,
+    By,
+    N,
+    T,
+    embedded,
+    encoder,
+    ids,
+    images,
+    language_model,
+    net,
+    recurrent,
+    unrolled,
+)
+
+RNN = {"rnn": nn.LSTM(5, 8), "head": nn.Linear(8, 2)}
+
+
+def tagger(layers: Any, x: Tensor) -> Tensor:
+    """As in PyTorch's tutorial of sequence models."""
+    return layers.head(layers.rnn(layers.embed(x).view(len(x), 1, -1))[0].view(len(x), -1))
+
+
+def word_by_word(layers: Any, x: Tensor) -> Tensor:
+    state, scores = None, []
+    for word in layers.embed(x):
+        y, state = layers.rnn(word.view(1, 1, -1), state)
+        scores.append(layers.head(y.view(-1)))
+    return torch.stack(scores)
+
+
+SINGLE: dict[str, tuple[Any, Callable[[], Any], int | None]] = {
+    "an image alone": (By(lambda m, x: m.conv(x), **CONV), lambda: (torch.randn(3, 8, 8),), 1),
+    "an image alone, a class": (
+        By(lambda m, x: m.head(m.conv(x).mean((1, 2))), **CONV),
+        lambda: (torch.randn(3, 8, 8),),
+        1,
+    ),
+    "an image alone, given a batch of its own inside": (
+        By(lambda m, x: m.head(m.conv(x[None]).mean((2, 3)))[0], **CONV),
+        lambda: (torch.randn(3, 8, 8),),
+        1,
+    ),
+    "a volume alone": (nn.Conv3d(2, 3, 3), lambda: (torch.randn(2, 8, 8, 8),), 1),
+    "a signal alone, as many channels back": (nn.Conv1d(4, 4, 3), lambda: (torch.randn(4, 20),), 1),
+    "features alone": (nn.Linear(5, 2), lambda: (torch.randn(5),), 1),
+    "features alone, one number": (nn.Linear(5, 1), lambda: (torch.randn(5),), 1),
+    "a sentence alone, a tag of each word": (By(tagger, **embedded(rnn=nn.LSTM(8, 8))), lambda: (ids(T),), 1),
+    "a sentence alone, batch first": (
+        recurrent(True, lambda m, y, s: m.head(y), nn.GRU),
+        lambda: (ids(T),),
+        1,
+    ),
+    "a sentence alone, a transformer": (language_model(True), lambda: (ids(T),), 1),
+    "a sentence alone, a transformer, time first": (language_model(False), lambda: (ids(T),), 1),
+    "a sentence alone, cell by cell": (
+        By(lambda m, x: m.head(unrolled(m, x, torch.zeros(8))), cell=nn.GRUCell(5, 8), head=nn.Linear(8, 2)),
+        lambda: (torch.randn(T, 5),),
+        ASKED,
+    ),
+    "a sentence alone, word by word": (By(word_by_word, **embedded(rnn=nn.LSTM(8, 8))), lambda: (ids(T),), ASKED),
+    "a sentence alone, compiled": (
+        torch.compile(language_model(True), backend="eager"),
+        lambda: (ids(T),),
+        ASKED,
+    ),
+    "an image alone, compiled": (
+        torch.compile(By(lambda m, x: m.head(m.conv(x).mean((1, 2))), **CONV), backend="eager"),
+        lambda: images(1),
+        ASKED,
+    ),
+    "images, compiled": (torch.compile(net, backend="eager"), lambda: (torch.randn(N, 3, 8, 8),), N),
+    "rows of features, compiled": (torch.compile(nn.Linear(5, 2), backend="eager"), lambda: (torch.randn(N, 5),), N),
+    "users and what they have seen, compiled": (
+        torch.compile(
+            By(
+                lambda m, users, x: m.encoder(m.embed(x)).mean(1) + m.embed(users),
+                **embedded(encoder=encoder(batch_first=True)),
+            ),
+            backend="eager",
+        ),
+        lambda: (ids(N), ids(N, T)),
+        N,
+    ),
+    # Layers that see one unit, though there are more.
+    "images one by one": (
+        By(lambda m, x: torch.stack([m.head(m.conv(image).mean((1, 2))) for image in x]), **CONV),
+        lambda: (torch.randn(N, 3, N, N),),
+        N,
+    ),
+    "sequences one by one": (
+        By(lambda m, x: torch.stack([m.head(m.rnn(each)[0][-1]) for each in x]), **RNN),
+        lambda: (torch.randn(N, T, 5),),
+        N,
+    ),
+    "a grid that all rows share": (
+        By(lambda m, x: m.head(x) + m.conv(torch.randn(3, 8, N)).mean(), **CONV),
+        lambda: (torch.randn(N, 4),),
+        ASKED,
+    ),
+    "a grid that all rows share, of another size": (
+        By(lambda m, x: m.head(x) + m.conv(torch.randn(3, 8, 8)).mean(), **CONV),
+        lambda: (torch.randn(N, 4),),
+        N,
+    ),
+    "a prompt that all images share": (
+        By(lambda m, ids, x: m.head(x) + m.rnn(m.embed(ids))[0].mean(), **embedded(rnn=nn.LSTM(8, 8))),
+        lambda: (ids(T), torch.randn(N, 8)),
+        N,
+    ),
+}
