@@ -26,7 +26,7 @@ from sonde.batch_size.batch_dim import (
     may_be_single_unit,
     seen_by,
 )
-from sonde.batch_size.module_hook import ModuleHook, is_in_graph, put_on
+from sonde.batch_size.module_hook import ModuleHook, is_in_graph, put_on, takes_fast_path
 from sonde.parallel.unwrap import unwrap_model
 
 FirstDim = Literal["first dim"]
@@ -68,8 +68,10 @@ class ForwardUnits:
 
     def __init__(self, model: nn.Module, count: UnitsOfForward | FirstDim) -> None:
         self._forward, self._model = _Forward(model, count), model
-        self._layers = layers_that_know(model)
-        self._forward.has_layers_that_know = bool(self._layers)
+        layers = layers_that_know(model)
+        self._forward.has_layers_that_know = bool(layers)
+        fast = {part for module in model.modules() if takes_fast_path(module) for part in module.modules()}
+        self._layers = [layer for layer in layers if layer not in fast]  # a hook in those would change training
         self._handles: list[RemovableHandle] = []
         self.open()
 

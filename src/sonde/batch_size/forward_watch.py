@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from sonde.batch_size.module_hook import ModuleHook, is_traced, put_on
+from sonde.batch_size.module_hook import ModuleHook, is_traced, put_on, why_no_hook
 from sonde.parallel.devices import is_capturing, runs_beside_host
 
 
@@ -16,9 +16,9 @@ class ForwardWatch:
     """Compares the forward passes of a model with the backwards that were taken for pieces.
 
     Only backwards outside `piece()` are compared: whoever declares pieces knows them, and pays for no hook. A model
-    whose submodules are called one by one has no forward pass of its own, and is not judged. Nor is a model whose
-    forward was compiled with its hooks: forwards inside a graph are not counted, while those of other shapes may still
-    run uncompiled.
+    whose submodules are called one by one has no forward pass of its own, and is not judged. Nor is a model that may
+    have no hook, nor one whose forward was compiled with its hooks: forwards inside a graph are not counted, while
+    those of other shapes may still run uncompiled.
 
     Args:
         model: as the user calls it.
@@ -34,7 +34,7 @@ class ForwardWatch:
         self._register()
 
     def _register(self) -> None:
-        if not isinstance(self._model, torch.jit.ScriptModule):  # which takes no hooks, and is not judged
+        if not why_no_hook(self._model):
             self._handle = put_on(self._model.register_forward_hook, self._forwards)
 
     def watch(self) -> None:

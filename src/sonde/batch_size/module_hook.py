@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copyreg
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any, cast
 
 import torch
@@ -60,17 +60,60 @@ def is_compiled(layer: nn.Module) -> bool:
     return type(layer).__name__ == "OptimizedModule" or getattr(layer, "_compiled_call_impl", None) is not None
 
 
+def takes_fast_path(module: nn.Module) -> bool:
+    """Whether torch runs a module in evaluation by a kernel that gives other bits, unless a hook is on it or in it."""
+    if not isinstance(module, nn.TransformerEncoderLayer):
+        return False
+    return bool(getattr(getattr(module, "self_attn", None), "batch_first", False))
+
+
+def why_no_hook(model: nn.Module) -> str:
+    """Why no hook may stay on a model, in words; empty where it may."""
+    if isinstance(model, torch.jit.ScriptModule):
+        return "one of torch.jit takes no hooks"
+    return "a hook on an nn.TransformerEncoderLayer changes what it returns in evaluation" * takes_fast_path(model)
+
+
+class LiftableHooks:
+    """Hooks on a module and its parts that can be taken off for a while and put back where they were.
+
+    Args:
+        module: the hooks are on it or in it.
+        numbers: of the hooks, as their handles have them; all hooks of sonde by default.
+    """
+
+    def __init__(self, module: nn.Module, numbers: Set[int] | None = None) -> None:
+        self._hooks: list[tuple[dict[int, Any], set[int]]] = []
+        for table in (table for m in module.modules() for table in (m._forward_hooks, m._forward_pre_hooks)):
+            ours = {
+                n for n, hook in table.items() if isinstance(hook, ModuleHook) and (numbers is None or n in numbers)
+            }
+            if ours:
+                self._hooks.append((table, ours))
+        self._before: list[dict[int, Any]] = []
+
+    def lift(self) -> None:
+        """Take the hooks off, until `put_back`."""
+        self._before = [dict(table) for table, _ in self._hooks]
+        for table, ours in self._hooks:
+            for number in ours:
+                table.pop(number, None)
+
+    def put_back(self) -> None:
+        """Put the hooks on again."""
+        for (table, ours), before in zip(self._hooks, self._before, strict=True):
+            others = dict(table)  # some may have come or gone in the meantime
+            table.clear()
+            table.update((n, hook) for n, hook in before.items() if n in ours or n in others)
+            table.update(others)
+
+
 @contextlib.contextmanager
 def lifted(model: nn.Module) -> Iterator[None]:
     """Take such hooks off a model and its parts for a while: `torch.jit.script` would compile them."""
-    tables = [table for m in model.modules() for table in (m._forward_hooks, m._forward_pre_hooks)]
-    kept = [dict(table) for table in tables]
-    for table in tables:
-        for key in [key for key, hook in table.items() if isinstance(hook, ModuleHook)]:
-            del table[key]
+    hooks = LiftableHooks(model)
+    hooks.lift()
     try:
         yield
     finally:
-        for table, hooks in zip(tables, kept, strict=True):
-            table.clear()
-            table.update(hooks)
+        hooks.put_back()

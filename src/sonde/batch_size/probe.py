@@ -35,6 +35,7 @@ from sonde.batch_size.loop_watch import LoopWatch
 from sonde.batch_size.measuring_cost import Cost
 from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.metric_trackers import MetricTrackers
+from sonde.batch_size.module_hook import why_no_hook
 from sonde.batch_size.pacing import Pacing
 from sonde.batch_size.pieces import NOT_COUNTED, DeclaredPiece, Pieces, Units, UnitsOfPieces
 from sonde.batch_size.rounding import RoundingWatch
@@ -146,11 +147,12 @@ class NoiseScaleProbe:
         check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler, log=log)
         ranks = RanksOfModel(process_group, mesh, pp_mesh, expert_mesh, cp_mesh)
         self._found = found = find_model(model, optimizer, options, ranks, has_comm_hook=comm_hook is not None)
-        takes_no_hooks = found.in_pipeline or isinstance(model, torch.jit.ScriptModule)
+        takes_no_hooks = found.in_pipeline or bool(why_no_hook(model))
         if takes_no_hooks and callable(options.units_per_piece):  # on all ranks, since options are the same
             raise ValueError(
-                "units_per_piece= is called as the model is, and neither a pipeline's stage nor a model of torch.jit "
-                "shows how it is called: pass a number, or units= to piece() or pieces()"
+                "units_per_piece= is called as the model is, and no pipeline's stage, no model of torch.jit, and no "
+                "nn.TransformerEncoderLayer that is the whole model shows how it is called: pass a number, or units= to "
+                "piece() or pieces()"
             )
         if options.units_per_piece == FIRST_DIM and (takes_no_hooks or len(found.units) > 1):
             options = replace(options, units_per_piece=None)

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sonde.batch_size.batch_dim import LayerSaw, is_time_first, layers_that_know, seen_by
-from sonde.batch_size.module_hook import put_on
+from sonde.batch_size.module_hook import put_on, takes_fast_path
 from sonde.batch_size.per_example.call import Call, versions_of
 from sonde.batch_size.per_example.checkpoints import Checkpoints, Stage, stage
+from sonde.batch_size.per_example.fast_path import FastPaths
 from sonde.batch_size.per_example.layer_hooks import LayerHook, arranged, hook_gradient_of
 from sonde.batch_size.per_example.piece import PieceSums
 from sonde.batch_size.per_example.refused_models import refuse_cut, refuse_model
@@ -157,6 +158,7 @@ class PerExampleNorms:
         self._checkpoints = Checkpoints()
         self._unseen = self._reasons_for_unseen(list(measured))
         self._handles: list[RemovableHandle] = []
+        self._fast_paths: FastPaths | None = None
         self.seconds = 0.0
         """Host time spent in hooks and methods so far."""
         self._forget_piece()
@@ -172,7 +174,7 @@ class PerExampleNorms:
     @property
     def without_rule(self) -> dict[str, str]:
         """Parameters that no layer with a rule holds, and why. Others may turn out not to be covered in a piece."""
-        return {name: reason for name, reason in self._unseen.items() if reason != _USED_ELSEWHERE}
+        return {name: reason for name, reason in self._unseen.items() if not reason.startswith(_USED_ELSEWHERE)}
 
     @property
     def is_open(self) -> bool:
@@ -204,9 +206,12 @@ class PerExampleNorms:
         for layer in layers_that_know(self._model):
             note = LayerHook(self._note_batch)
             self._handles.append(put_on(layer.register_forward_pre_hook, note, with_kwargs=True))
+        fast = []
         for name, layer in self._model.named_modules():
             if isinstance(layer, torch.jit.ScriptModule):
                 continue
+            if takes_fast_path(layer):
+                fast.append(layer)
             rule = rule_of(layer, self._rules)
             # Only layers with a rule are asked for their parameters: containers would go through all of the model's.
             if rule is not None and (held := self._held_by(layer)):
@@ -217,6 +222,10 @@ class PerExampleNorms:
             if isinstance(layer, BATCH_NORMS):
                 watch = LayerHook(functools.partial(self._batch_norm_called, clean_name(name)))
                 self._handles.append(put_on(layer.register_forward_hook, watch, with_kwargs=True))
+        if fast:
+            hooks = self._before_fast_path, self._before_parent
+            self._fast_paths = FastPaths(self._model, fast, self._handles, *hooks)
+            self._handles += self._fast_paths.handles
         for i, p in enumerate(self._parameters):
             if p.requires_grad:  # it may have been frozen since
                 self._handles.append(p.register_hook(functools.partial(self._whole, i)))
@@ -284,6 +293,7 @@ class PerExampleNorms:
     @_timed
     def forget_backwards(self) -> None:
         """Forget backwards since the last `take`, but not forwards whose backward is still to come."""
+        self._put_back()
         if self._backwards:
             self._checkpoints.forget_gradients()
             self._piece.forget_gradients()
@@ -294,7 +304,7 @@ class PerExampleNorms:
         """Remove every hook, and let go of everything that was kept."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._fast_paths = [], None
         self._piece.new_piece()
         self._piece.forget_calls()
         self._checkpoints.forget()
@@ -316,14 +326,17 @@ class PerExampleNorms:
         """For each parameter, what it means if no rule sees it."""
         types: dict[int, str] = {}
         has_rule: set[int] = set()
+        has_fast_path: set[int] = set()
         for layer in self._model.modules():
+            if takes_fast_path(layer):
+                has_fast_path.update(self._held_by(layer).values())
             if rule_of(layer, self._rules) is not None:
                 has_rule.update(self._held_by(layer).values())
             for p in layer.parameters(recurse=False):
                 if id(p) in self._indices:
                     types.setdefault(self._indices[id(p)], type(layer).__name__)
         return {
-            name: _USED_ELSEWHERE
+            name: _USED_ELSEWHERE + _OR_CALLED_ALONE * (i in has_fast_path)
             if i in has_rule
             else f"{types.get(i, 'its layer')} has no rule: give one in rules=, or leave the parameter out"
             for i, name in enumerate(names)
@@ -389,6 +402,24 @@ class PerExampleNorms:
 
     @_harmless
     @_timed
+    def _before_fast_path(self, layer: nn.Module) -> None:
+        """Before the forward of a layer that looks for hooks."""
+        if self._fast_paths is not None:
+            self._fast_paths.lift(layer)
+
+    @_harmless
+    @_timed
+    def _before_parent(self, parent: nn.Module, args: object) -> None:
+        """Before the forward of a module around such layers."""
+        if torch.is_grad_enabled():
+            self._put_back()
+
+    def _put_back(self) -> None:
+        if self._fast_paths is not None:
+            self._fast_paths.put_back()
+
+    @_harmless
+    @_timed
     def _about_to_be_called(
         self, rule: LayerRule, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
     ) -> None:
@@ -449,6 +480,7 @@ class PerExampleNorms:
     def _note_backward(self, grad: Tensor) -> None:
         """Count the backwards of the piece, but for those that a reentrant checkpoint runs inside another."""
         if (number := backward_number()) not in self._backwards:
+            self._put_back()
             self._backwards.add(number)
             self._n_backwards += not inside_another_backward(grad)
 
@@ -457,6 +489,9 @@ _IN_CUDA_GRAPH = "its layer ran inside a CUDA graph, whose replays run no hooks:
 _USED_ELSEWHERE = (
     "it had a gradient that no rule has seen: it is used outside its layer's forward, or that forward is not the one "
     "that the rule is for"
+)
+_OR_CALLED_ALONE = (
+    ", or its nn.TransformerEncoderLayer was called in evaluation, and then alone in training: call the model instead"
 )
 
 
