@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from sonde.batch_size.batch_dim import UnclearUnitsError
 from sonde.batch_size.forward_units import FIRST_DIM, CountsOfForward, ForwardUnits
+from sonde.batch_size.module_hook import why_no_hook
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.gradient_norm.clip import clip_grad_norm_
@@ -92,6 +93,8 @@ def attach(
             "the optimizer is not one that accelerator.prepare has returned: attach after 'model, optimizer = "
             "accelerator.prepare(model, optimizer)', with what it returns"
         )
+    if why := why_no_hook(model):
+        raise ValueError(f"units are counted in the forwards of the model, and {why}: prepare a module around it")
     warn_if_untested("accelerate", accelerate.__version__, TESTED)
     options["unit"] = unit
     probe = TrainerProbe(
