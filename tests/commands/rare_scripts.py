@@ -65,6 +65,35 @@ print(Scripted(torch.ones(1)).x.item())
 """
 )
 
+LEARNS_FROM_ITS_ANSWERS = (
+    START
+    + """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 32), nn.Linear(32, 1)
+        self.layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+
+    def forward(self, x):
+        is_padding = torch.arange(12) >= torch.arange(5, 13)[:, None]
+        return self.head(self.layer(self.first(x), src_key_padding_mask=is_padding))
+
+model = Model()
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+for step in range(20):
+    for micro in range(1 + step % 2):
+        x = torch.randn(8, 12, 6, generator=generator)
+        model.eval()
+        with torch.no_grad():
+            answer = model(x)
+        model.train()
+        nn.functional.mse_loss(model(x), x[..., :1] + answer).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    + END
+)
+
 LOGS_TO_STDOUT = START.replace(
     "import torch\n",
     """import logging

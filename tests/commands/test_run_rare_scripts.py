@@ -42,6 +42,12 @@ def test_a_whole_model_is_pickled_copied_traced_and_scripted_without_sonde(tmp_p
     )
 
 
+def test_a_model_that_learns_from_its_own_evaluation_is_untouched(tmp_path: Path) -> None:
+    """nn.TransformerEncoderLayer returns other bits in evaluation while a hook is in it."""
+    measured = check_untouched(rare_scripts.LEARNS_FROM_ITS_ANSWERS, tmp_path)
+    assert ", 20 windows" in measured.err
+
+
 def test_loggers_and_streams_of_the_script_get_nothing_of_sondes(tmp_path: Path) -> None:
     """Each second step of it is on an old gradient, of which sonde warns."""
     measured = check_untouched(rare_scripts.LOGS_TO_STDOUT, tmp_path)
