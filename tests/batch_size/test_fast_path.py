@@ -347,10 +347,14 @@ def test_a_model_without_such_layers_has_no_hook_for_them() -> None:
 
 
 def test_units_are_not_counted_in_the_forwards_of_a_layer_alone() -> None:
-    with pytest.raises(
-        ValueError, match=r"a hook on an nn.TransformerEncoderLayer changes .* give sonde a module around"
-    ):
-        sonde.attach(Alone(0.0), unit="rows", units_per_piece="first dim", verbose=False)
+    with pytest.raises(ValueError, match=r"no nn\.TransformerEncoderLayer that is the whole model shows how"):
+        sonde.attach(Alone(0.0), unit="rows", units_per_piece=len, verbose=False)
+    model = Alone(0.0)
+    with sonde.attach(model, unit="rows", per_example="never", verbose=False) as probe:
+        assert len(model._forward_hooks) + len(model._forward_pre_hooks) == 0
+        shares(model).sum().backward()
+        with pytest.raises(RuntimeError, match="the number of units in a piece is not known: pass units_per_piece="):
+            probe.step()
 
 
 def both_on_rank(n_micro: int) -> tuple[list[Tensor], list[Tensor]]:

@@ -347,7 +347,7 @@ def test_bad_arguments(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Mon
     with pytest.raises(ValueError, match=r"a batch is counted in one unit, got unit=\('rows', 'tokens'\): pass units="):
         integration.attach(a, model, optimizer, unit=("rows", "tokens"))
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    with pytest.raises(ValueError, match=r"a hook on an nn\.TransformerEncoderLayer changes .* prepare a module around"):
+    with pytest.raises(ValueError, match=r"a hook on an nn\.TransformerEncoderLayer changes .*: prepare a module"):
         integration.attach(a, *a.prepare(layer, optimizer_of(layer)))
     monkeypatch.setattr(accelerate, "__version__", "1.16.0")
     with caplog.at_level(logging.WARNING):

@@ -151,8 +151,8 @@ class NoiseScaleProbe:
         if takes_no_hooks and callable(options.units_per_piece):  # on all ranks, since options are the same
             raise ValueError(
                 "units_per_piece= is called as the model is, and no pipeline's stage, no model of torch.jit, and no "
-                "nn.TransformerEncoderLayer that is the whole model shows how it is called: pass a number, or units= to "
-                "piece() or pieces()"
+                "nn.TransformerEncoderLayer that is the whole model shows how it is called: pass a number, or units= "
+                "to piece() or pieces()"
             )
         if options.units_per_piece == FIRST_DIM and (takes_no_hooks or len(found.units) > 1):
             options = replace(options, units_per_piece=None)
