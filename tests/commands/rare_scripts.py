@@ -193,6 +193,28 @@ for step in range(12):
     + END
 )
 
+POINTS_OF_ALL_ROWS = (
+    START
+    + """
+class Field(nn.Module):
+    "The values of each row's function at the points that all rows share."
+    def __init__(self):
+        super().__init__()
+        self.points, self.functions = nn.Linear(2, 4), nn.Linear(6, 4)
+    def forward(self, points, functions):
+        return (self.functions(functions)[:, None] * self.points(points)).sum(2, keepdim=True)
+
+model = Field()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+for step in range(12):
+    for micro in range(2):
+        model(torch.rand(64, 2), batch(8)[0]).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    + END
+)
+
 GRADIENTS_BY_HAND = PLAIN.replace(
     "loss.backward()",
     """gradients = torch.autograd.grad(loss, list(model.parameters()))

@@ -92,12 +92,17 @@ def test_micro_batches_weigh_by_their_rows_where_the_loss_adds_rows_up(tmp_path:
     assert equal.numbers[1] != pytest.approx(own.numbers[1], rel=0.02)
 
 
-def test_a_model_that_reads_time_first_is_asked_about_or_counted(tmp_path: Path) -> None:
-    measured = with_run(rare_scripts.TIME_FIRST, tmp_path)
-    assert "which dim is the batch is not clear: the batch has input float32 [5, 8, 6], and" in measured.err
+def test_rows_of_a_model_that_reads_time_first_are_counted(tmp_path: Path) -> None:
+    assert "16 rows in all" in with_run(rare_scripts.TIME_FIRST, tmp_path).err
+    assert "16 rows in all" in with_run(rare_scripts.TIME_FIRST, tmp_path / "told", units_from="input:1").err
+
+
+def test_rows_that_are_not_clear_are_asked_about(tmp_path: Path) -> None:
+    measured = with_run(rare_scripts.POINTS_OF_ALL_ROWS, tmp_path)
+    assert "which dim is the batch is not clear: the batch has points float32 [64, 2]; functions" in measured.err
     assert "Pass --units-from: a number, NAME:DIM" in measured.err
-    assert "no step of LSTM could be measured" in measured.err
-    told = with_run(rare_scripts.TIME_FIRST, tmp_path / "told", units_from="input:1")
+    assert "no step of Field could be measured" in measured.err
+    told = with_run(rare_scripts.POINTS_OF_ALL_ROWS, tmp_path / "told", units_from="functions:0")
     assert "16 rows in all" in told.err
 
 

@@ -129,3 +129,20 @@ def test_a_damaged_state_changes_nothing(path: list[str], value: Any) -> None:
 def test_a_state_of_other_groups_is_refused() -> None:
     with pytest.raises(ValueError, match=r"it has the groups \['a', 'b'\], this probe has \['a'\]"):
         NoiseScaleAverages(["a"], memory=10.0).load_state_dict(averages_of_some_windows().state_dict())
+
+
+def test_a_batch_that_was_changed_is_not_averaged_with_the_one_before() -> None:
+    averages = NoiseScaleAverages(())
+    for n_units in [512.0] * 60 + [16.0] * 4:
+        averages.see_units(n_units)
+    assert averages.units_per_window > 400  # type: ignore[operator]
+    averages.see_units(16.0)
+    assert averages.units_per_window == 16.0
+
+
+def test_batches_of_many_sizes_are_averaged() -> None:
+    averages = NoiseScaleAverages((), memory=1e9)
+    sizes = [2.0, 8.0, 8.0, 2.0, 32.0, 32.0, 32.0, 32.0, 2.0, 8.0]
+    for n_units in sizes:
+        averages.see_units(n_units)
+    assert averages.units_per_window == pytest.approx(sum(sizes) / len(sizes))

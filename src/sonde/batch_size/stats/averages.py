@@ -72,7 +72,7 @@ class NoiseScaleAverages:
                 self._further[name] = (decay * sums[0] + n, decay * sums[1] + n_units)
         self._n_equal = self._n_equal + 1 if n_units == self._last_units else 1
         self._last_units = n_units
-        if self._n_equal == _FIXED:  # a batch that was changed is not averaged with the one before
+        if self._n_equal == _FIXED and n_units != self._units:  # a changed batch is not averaged with the one before
             self._units_weight = 0.0
         self._units_weight = decay * self._units_weight + 1.0
         # So that the mean of equal windows is their size, to the last bit: a log shows it.
