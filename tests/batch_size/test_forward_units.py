@@ -71,6 +71,32 @@ def test_each_backward_is_a_piece_with_the_units_of_its_forward(units: Any) -> N
     assert all(map(torch.equal, weights, weights_too))
 
 
+class _Reads(nn.Module):
+    """The rows of the first part or of the second, as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.reads_second = nn.Linear(3, 1), False
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return self.layer(other if self.reads_second else x)
+
+
+def test_what_is_kept_in_mind_of_a_call_is_not_taken_for_another() -> None:
+    """Calls of the same shapes are counted once; here the model returns the rows of another part from the fourth on."""
+    model = _Reads()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
+    with attached(model, optimizer) as probe:
+        for _ in range(6):
+            model.reads_second = probe.reading().windows >= 3
+            for _ in range(3):
+                model(torch.randn(4, 3), torch.randn(8, 3)).square().mean().backward()
+            probe.step()
+            model.zero_grad()
+        units = probe.window().effective_units  # type: ignore[union-attr]
+        assert (probe.reading().windows, units) == (6, 24.0)
+
+
 def test_a_declared_piece_may_leave_its_units_to_its_forward() -> None:
     declared, *_ = reading_of(None, declares=True)
     model = small_model()

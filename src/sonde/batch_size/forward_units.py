@@ -37,6 +37,8 @@ UnitsOfForward = Callable[..., Any]
 `CountsOfForward`."""
 UnitsPerPiece = float | Mapping[str, float] | FirstDim | UnitsOfForward | None
 """The units of a piece whose number the user does not give."""
+_MOST_KNOWN = 64
+"""Shapes of batches whose rows are kept in mind."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +162,8 @@ class _Forward:
         self._seen_first: list[LayerSaw] = []
         self._compiled: list[nn.Module] = []
         """Layers that know the batch, and have no hook in this forward, since they are compiled."""
+        self._known: dict[Any, int] = {}
+        """Rows that were counted, by what they follow from: see `_key`."""
 
     @property
     def _is_counted(self) -> bool:
@@ -240,7 +244,25 @@ class _Forward:
             return None if n is None else dataclasses.replace(given, units=n)
         return self._rows(output) if _is_first_dim(given) else given
 
+    def _key(self, output: object) -> Any:
+        """What the number of rows follows from where all are plain tensors; None for anything else."""
+        tensors = [output, *self._called_with.values()]
+        if any(type(t) is not Tensor or t.layout is not torch.strided for t in tensors):
+            return None
+        return (*self._called_with, *((t.shape, t.dtype) for t in tensors), *self._layers)
+
     def _rows(self, output: object) -> int | None:
+        key = self._key(output)
+        if key is None or key not in self._known:
+            n = self._counted_rows(output)
+            if key is None or n is None:
+                return n
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = n
+        return self._known[key]
+
+    def _counted_rows(self, output: object) -> int | None:
         is_unseen = self.has_layers_that_know and not self._layers
         try:
             is_single = self._single(first_shape(self._called_with))

@@ -177,11 +177,9 @@ class PieceGradient:
 
     def _flush(self, but: Collection[int] = ()) -> None:
         """Reduce the gradients that wait, each on the stream that wrote it, but those of some leaves."""
-        waiting = self._staged
-        self._staged = {stream: {i: g for i, g in staged.items() if i in but} for stream, staged in waiting.items()}
         self._staged_bytes = 0
-        for stream, gradients in waiting.items():
-            staged = {i: g for i, g in gradients.items() if i not in but}
+        for stream, gradients in self._staged.items():
+            staged = {i: gradients.pop(i) for i in list(gradients) if i not in but}
             if not staged:
                 continue
             if stream is None:
