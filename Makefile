@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 DEVICE ?= cpu
+JOBS   ?= 2
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
@@ -142,8 +143,8 @@ bench: $(VENV)/.bench
 	@$(BIN)/python -m benchmarks.planning --out benchmarks/results
 
 bench-present: $(VENV)/.bench
-	@echo "==> benchmarks of the noise scale now, and of a measurement's windows (some hours on 1 core; what was recorded before stays)"
-	@$(BIN)/python -m benchmarks.present_noise_scale
+	@echo "==> benchmarks of the noise scale now, and of a measurement's windows (two hours on 2 cores, JOBS=2; what was recorded before stays)"
+	@$(BIN)/python -m benchmarks.present_noise_scale --jobs $(JOBS)
 	@$(BIN)/python -m benchmarks.checkpoint
 
 bench-budget: $(VENV)/.dev

@@ -1,6 +1,7 @@
 """How often the interval of the noise scale holds the present level while weights move, on recorded trainings.
 
-    python -m benchmarks.present_noise_scale [--seeds 2] [--runs FOLDER] [--trend 73d8a48] [--out benchmarks/results]
+    python -m benchmarks.present_noise_scale [--seeds 2] [--jobs 1] [--runs FOLDER] [--trend 73d8a48]
+        [--out benchmarks/results]
 
 Trains what `recorded_runs` trains, with both optimizers and five schedules of the rate, unless it was recorded before.
 Each training is read as sonde would read it: with every window measured, at the default pace, and after the allowance
@@ -24,6 +25,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,14 +100,17 @@ def plan(n_seeds: int) -> Iterator[tuple[str, str, str, int, int]]:
                 yield from ((task, optimizer, schedule, LONG[1], 0) for schedule in ("constant", "decay"))
 
 
-def recorded(n_seeds: int, folder: Path) -> Iterator[Recorded]:
-    """All trainings, each recorded in a process of its own if it was not recorded before."""
-    for task, optimizer, schedule, n_steps, seed in plan(n_seeds):
-        path = folder / f"{task}-{optimizer}-{schedule}-{n_steps}-{seed}.json"
-        if not path.exists():
-            arguments = [task, optimizer, schedule, str(n_steps), str(seed), "--out", str(folder)]
-            subprocess.run([sys.executable, "-m", "benchmarks.recorded_runs", *arguments], check=True)
-        yield load(path)
+def recorded(n_seeds: int, folder: Path, *, jobs: int) -> Iterator[Recorded]:
+    """All trainings. Those that were not recorded before are, each in a process of its own, some at a time."""
+
+    def record(words: Sequence[str]) -> None:
+        subprocess.run([sys.executable, "-m", "benchmarks.recorded_runs", *words, "--out", str(folder)], check=True)
+
+    planned = [[str(word) for word in arguments] for arguments in plan(n_seeds)]
+    files = [folder / f"{'-'.join(words)}.json" for words in planned]
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(record, [words for words, file in zip(planned, files, strict=True) if not file.exists()]))
+    yield from map(load, files)
 
 
 def level_at(run: Recorded, step: int) -> tuple[float, float] | None:
@@ -443,6 +448,7 @@ def main() -> None:
     """Record what is missing, judge everything, and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
     parser.add_argument("--runs", type=Path, default=FOLDER)
     parser.add_argument("--trend", default="73d8a48")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
@@ -450,7 +456,7 @@ def main() -> None:
     torch.set_num_threads(1)
     trend = Trend(options.trend) if options.trend else None
     found, of_runs = [], []
-    for run in recorded(options.seeds, options.runs):
+    for run in recorded(options.seeds, options.runs, jobs=options.jobs):
         found += list(judge(run, trend))
         of_runs += list(averages(run))
     if trend is not None:
