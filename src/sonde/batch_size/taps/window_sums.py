@@ -362,8 +362,8 @@ def read_row(
     )
     n_comparing, n_with_one_piece, n_declaring = of_ranks
     products, variance, n_repeating = compared.tolist()
-    counts_of = problems.tolist()
-    found = [p for p in Problem if counts_of[p] > 0] if any(counts_of) else []
+    n_met = problems.tolist()
+    found = [p for p in Problem if n_met[p] > 0] if any(n_met) else []
     drops = {p: Drop(p.name.lower(), p.message) for p in found if p.applies(are_declared=n_declaring > 0)}
     return WindowRow(
         sq_norm_over_weight=small.tolist(),
@@ -373,7 +373,7 @@ def read_row(
         n_pieces=round(n_pieces),
         n_ranks_with_one_piece=round(n_with_one_piece),
         n_ranks_declaring=round(n_declaring),
-        ran_forward=counts_of[Problem.FORWARD_ALONE] > 0,
+        ran_forward=n_met[Problem.FORWARD_ALONE] > 0,
         n_units=n_units,
         further_units=further.tolist(),
         rank_sq_weight_over_units=rank_sq_weight_over_units,
