@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import sonde
+from sonde.batch_size.per_example import norms
 from sonde.gradient_norm.plan import NormPlan
 from sonde.parallel import devices
 from sonde.parallel.float_pairs import FloatPairs
@@ -73,14 +74,19 @@ def reads_host(function: Any, args: Any, kwargs: Any, is_on_device: Callable[[An
     name = function.overloadpacket.__name__
     if name in READS:
         return any(is_on_device(x) for x in tree_leaves((args, kwargs)))
-    if name == "index":  # a mask's result has as many elements as the mask is true
-        return any(is_on_device(x) and x.dtype in (torch.bool, torch.uint8) for x in tree_leaves(args[1:]))
+    if name in ("index", "index_put_") and is_on_device(args[0]):
+        indices = [x for x in args[1] if x is not None]
+        # A mask's result has as many elements as the mask is true. Indices on the host are copied to the device.
+        has_mask = name == "index" and any(x.dtype in (torch.bool, torch.uint8) for x in indices)
+        return has_mask or not all(map(is_on_device, indices))
     if name == "copy_":
         waits = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
-        return waits and is_on_device(args[1]) and not is_on_device(args[0])
+        return waits and is_on_device(args[1]) != is_on_device(args[0])
     if name == "_to_copy":
         to = kwargs.get("device")
-        return is_on_device(args[0]) and to is not None and torch.device(to).type == "cpu"
+        if to is None or is_on_device(args[0]) == (torch.device(to).type == DEVICE.type):
+            return False
+        return is_on_device(args[0]) or not kwargs.get("non_blocking")
     return False
 
 
@@ -93,6 +99,8 @@ class DeviceTensor(Tensor):
 
     inner: Tensor
     is_meta = False  # it has values
+    is_number = False
+    """Whether it is a Python number: on a GPU, `vector[0] = 1.0` copies it from the host, and waits."""
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -283,6 +291,8 @@ class PretendDevice(TorchDispatchMode):
             raise MixedDevicesError(f"{name} takes tensors of the device and of the host")
         if reads_host(function, args, kwargs, is_device_tensor):
             self.waited(name)
+        if name == "copy_" and getattr(args[1], "is_number", False):
+            self.waited("a number is assigned to one element: use fill_")
         if name == "copy_" and not is_device_tensor(args[0]) and (kwargs.get("non_blocking") or (*args, False)[2]):
             self._copies.append((self.n_events + 1, args[0], on_host(args[1]).clone()))
             return args[0].fill_(torch.nan)
@@ -298,7 +308,10 @@ class PretendDevice(TorchDispatchMode):
             return kwargs["out"]
         if not on_device or name in ("record_stream",):
             return result
-        return tree_map(lambda x: DeviceTensor(x) if isinstance(x, Tensor) else x, result)
+        made = tree_map(lambda x: DeviceTensor(x) if isinstance(x, Tensor) else x, result)
+        if name == "scalar_tensor":
+            made.is_number = True
+        return made
 
     def _of_host(self, name: str, function: Any, args: Any, kwargs: Any, is_pinned: bool) -> Any:
         self.note_recorded(f"{name} on the host")
@@ -325,6 +338,8 @@ class PretendDevice(TorchDispatchMode):
         self._patches.enter_context(mock.patch.object(torch, DEVICE.type, SimpleNamespace(), create=True))
         # A plan leaves out what is on "meta", since it has no values: here it has.
         self._patches.enter_context(mock.patch.object(NormPlan, "_device_of_sums", return_value=DEVICE))
+        # Single examples are not read from tensors of unknown classes.
+        self._patches.enter_context(mock.patch.object(norms, "PLAIN", (*norms.PLAIN, DeviceTensor)))
         self._forget()
         super().__enter__()
         PretendDevice.present = self

@@ -19,6 +19,9 @@ SETUPS: dict[str, dict[str, Any]] = {
     "pieces": {},
     "weights on the device": {"weighted": True},
     "two backwards in a piece": {"twice": True},
+    "single examples": {"per_example": "always", "sizes": (8,)},
+    "single examples of several pieces": {"per_example": "always"},
+    "single examples until pieces are seen": {"per_example": "auto", "windows": 12},
     "gradients that wait are few": {"staging_mib": 1e-6},
     "frozen later": {"freezes": True},
     "a GradScaler": {"scaled": True},
@@ -51,6 +54,7 @@ def train(
     norm_type: float = 2.0,
     logs: bool = False,
     overflows: bool = False,
+    windows: int = WINDOWS,
     sizes: tuple[int, ...] = (4, 2, 6),
     **options: Any,
 ) -> tuple[sonde.NoiseScaleReading | None, list[torch.Tensor]]:
@@ -62,7 +66,7 @@ def train(
     probe = attached(model, optimizer, **options) if probed else None
     generator = torch.Generator(device="cpu").manual_seed(0)
     with pretended.no_reads() if pretended is not None else contextlib.nullcontext():
-        for window in range(WINDOWS):
+        for window in range(windows):
             if freezes and window == 3:
                 model[0].bias.requires_grad_(False)  # type: ignore[union-attr]
                 model[0].bias.grad = None  # type: ignore[union-attr]

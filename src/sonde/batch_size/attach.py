@@ -39,7 +39,7 @@ def attach(
     groups: Groups = "blocks",
     metric: MetricName | Sequence[MetricName] = "euclidean",
     tap: TapName = "auto",
-    staging_mib: float = 8.0,
+    staging_mib: float | None = None,
     per_example: Literal["auto", "always", "never"] = "auto",
     rules: Mapping[type[nn.Module], GradientsOf] | None = None,
     budget: float | None = DEFAULT_BUDGET,
@@ -77,7 +77,7 @@ def attach(
         groups: "blocks", "kinds", "parameters", None, or a function from a parameter's name to its group's.
         metric: "euclidean", "adam", "sign" or "spectral"; or several of them, the headline first.
         tap: "leaf", "comm_hook" or "auto".
-        staging_mib: limit of the memory for gradients that wait, in MiB.
+        staging_mib: limit of the memory for gradients that wait, in MiB; None for 8, or 128 on an accelerator.
         per_example: "auto", "always" or "never": whether the gradient of each example is read besides those of pieces.
         rules: rules for layers of your own, whose examples are to be read; see `PerExampleNorms`.
         budget: part of the run's time that measuring may cost; None to measure every window.

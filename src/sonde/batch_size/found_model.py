@@ -137,7 +137,7 @@ def find_model(
             "experts in pipeline stages are not measured: measure the norm by sonde.clip_grad_norm_, or the noise "
             "scale without a pipeline"
         )
-    staging_bytes = int(options.staging_mib * 2**20)
+    staging_bytes = options.staging_bytes(wrapper.leaves[0].device)
     try:
         if has_comm_hook and options.tap != "comm_hook":
             raise ValueError(

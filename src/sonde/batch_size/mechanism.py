@@ -235,7 +235,7 @@ def _made(model: nn.Module, wrapper: Wrapper, options: NoiseScaleOptions) -> tup
             model,
             wrapper.parameters,
             wrapper.leaves,
-            staging_bytes=int(options.staging_mib * 2**20),
+            staging_bytes=options.staging_bytes(wrapper.leaves[0].device),
             rules=options.rules,
             is_sharded=wrapper.mesh is not None,
         )

@@ -176,7 +176,7 @@ class NoiseScaleProbe:
             name=options.tap,
             comm_hook=comm_hook,
             comm_state=comm_state,
-            staging_bytes=int(options.staging_mib * 2**20),
+            staging_bytes=options.staging_bytes(wrapper.leaves[0].device),
             on_backward=lambda: self._pieces.backward_ended(),
         )
         self._reader = WindowReader(

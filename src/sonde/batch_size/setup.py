@@ -28,6 +28,7 @@ from sonde.batch_size.taps.ddp_buckets import comm_hook_name
 from sonde.batch_size.taps.metric import MetricName
 from sonde.batch_size.taps.tap_choice import TapName
 from sonde.batch_size.units import counted_in, unit_names
+from sonde.parallel.devices import default_staging_bytes
 from sonde.parallel.loss_scale import check_grad_scaler
 from sonde.parallel.optimizers import Optimizers, given_optimizers
 from sonde.parallel.same_on_ranks import check_same_on_ranks
@@ -63,7 +64,7 @@ class NoiseScaleOptions:
             every rank has had one piece in each of a few windows, without a communication hook of your own, and where
             DDP has shown at attach that a hook divides by this number of ranks as DDP does, bit for bit. "auto" changes
             back where buckets do not suffice.
-        staging_mib: limit of the memory for gradients that wait, in MiB.
+        staging_mib: limit of the memory for gradients that wait, in MiB; None for 8, or 128 on an accelerator.
         per_example: whether the gradient of each example is read besides those of pieces, layer by layer, so that a
             window of a single piece gives a number too. "auto" reads it where windows are single pieces, "always" in
             every measured window, "never" in none. Examples must be the units and the rows of what layers are called
@@ -88,7 +89,7 @@ class NoiseScaleOptions:
     groups: Groups = "blocks"
     metric: MetricName | Sequence[MetricName] = "euclidean"
     tap: TapName = "auto"
-    staging_mib: float = 8.0
+    staging_mib: float | None = None
     per_example: Literal["auto", "always", "never"] = "auto"
     rules: Mapping[type[nn.Module], GradientsOf] | None = None
     budget: float | None = DEFAULT_BUDGET
@@ -110,7 +111,7 @@ class NoiseScaleOptions:
             raise ValueError(f"log_groups must be True, False or None, got {self.log_groups!r}")
         if self.tap not in get_args(TapName):
             raise ValueError(f"tap must be 'auto', 'leaf' or 'comm_hook', got {self.tap!r}")
-        if not (is_number(self.staging_mib) and 0 <= self.staging_mib < math.inf):
+        if self.staging_mib is not None and not (is_number(self.staging_mib) and 0 <= self.staging_mib < math.inf):
             raise ValueError(f"staging_mib must be ≥ 0 and finite, got {self.staging_mib!r}")
         if self.per_example not in ("auto", "always", "never"):
             raise ValueError(f"per_example must be 'auto', 'always' or 'never', got {self.per_example!r}")
@@ -143,6 +144,10 @@ class NoiseScaleOptions:
     def metrics(self) -> tuple[MetricName, ...]:
         """The metrics by name, the headline first."""
         return metric_names(self.metric)
+
+    def staging_bytes(self, device: torch.device) -> int:
+        """`staging_mib` in bytes, or what is usual on a device."""
+        return default_staging_bytes(device) if self.staging_mib is None else int(self.staging_mib * 2**20)
 
 
 def check_partners(options: NoiseScaleOptions, *, optimizer: Optimizers, grad_scaler: object, log: object) -> None:

@@ -170,7 +170,7 @@ def _measure_again(plan: NormPlan, started: _UnderWay) -> ValueError | None:
         sums_and_failed[:-1] = pack_exact(plan, started.gradients, lost)
     except Exception as error:  # no memory, or a defect: this rank still has to join the sum
         problem = _cannot_sum(plan.device, error)
-        sums_and_failed[-1] = 1.0
+        sums_and_failed[-1].fill_(1.0)
     if work := start_reduce(sums_and_failed, started.process_group):
         work.wait()
     packed.sums[lost] = sums_and_failed[:-1]

@@ -40,14 +40,19 @@ def _is_accelerator(device_type: str) -> bool:
     return default_device().type == device_type
 
 
+def default_staging_bytes(device: torch.device) -> int:
+    """Memory for intermediate results: more beside an accelerator, where each operator costs a launch."""
+    return (128 if runs_beside_host(device) else 8) * 2**20
+
+
 # Streams.
 
 
 def stream_of(tensor: Tensor) -> torch.Stream | None:
     """The present stream of a tensor's device; None on a device that has none."""
-    if tensor.is_cpu or not runs_beside_host(tensor.device):
+    if tensor.is_cpu or not _is_accelerator(tensor.device.type):
         return None
-    return torch.accelerator.current_stream(tensor.device)
+    return torch.accelerator.current_stream(tensor.get_device())  # the index: torch looks a device up each time
 
 
 def keep_for_present_stream(tensor: Tensor) -> None:

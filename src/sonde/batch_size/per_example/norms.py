@@ -43,13 +43,16 @@ from sonde.batch_size.taps.autograd_internals import (
     inside_another_backward,
     will_accumulate,
 )
-from sonde.parallel.devices import is_capturing
+from sonde.parallel.devices import default_staging_bytes, is_capturing
 from sonde.parallel.own_passes import is_in_own_pass
 from sonde.parallel.wrappers import clean_name, find_wrapper
 from sonde.wording import plural, some_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+PLAIN: tuple[type[Tensor], ...] = (Tensor, nn.Parameter)
+"""Classes of tensors whose elements are what they look like."""
 
 
 def _timed(method: Callable[Concatenate[PerExampleNorms, P], T]) -> Callable[Concatenate[PerExampleNorms, P], T]:
@@ -100,9 +103,10 @@ class PerExampleNorms:
             tensor `[examples, *shape of the parameter]`, or `OuterProducts` for a matrix. It may raise
             `NotCoveredError` with the reason. Tensors come in fp32 or better. A layer's only input tensor comes in
             chunks of examples.
-        staging_bytes: memory for intermediate results. A single example's weight gradient is formed in blocks that fit.
-            A single example's activations at one layer may take more. It also bounds what is kept of a parameter that
-            is used several times (unless one gradient of it takes more); beyond that, the parameter is not covered.
+        staging_bytes: memory for intermediate results, by default 8 MiB, or 128 MiB on an accelerator. A single
+            example's weight gradient is formed in blocks that fit. Its activations at one layer may take more. It also
+            bounds what is kept of a parameter that is used several times (unless one gradient of it takes more); beyond
+            that, the parameter is not covered.
         several_backwards: whether a piece may have several backwards, all of the same examples, whose gradients add
             up. This keeps the inputs and output gradients of all layers until the piece ends.
 
@@ -134,11 +138,13 @@ class PerExampleNorms:
         parameters: Mapping[str, nn.Parameter] | None = None,
         leaves: Sequence[Tensor] | None = None,
         rules: Mapping[type[nn.Module], GradientsOf] | None = None,
-        staging_bytes: int = 8 * 2**20,
+        staging_bytes: int | None = None,
         several_backwards: bool = False,
     ) -> None:
-        if staging_bytes <= 0:
-            raise ValueError(f"staging_bytes must be positive, got {staging_bytes}: 8 * 2**20 is the default")
+        if staging_bytes is not None and staging_bytes <= 0:
+            raise ValueError(
+                f"staging_bytes must be positive, got {staging_bytes}: 8 * 2**20 is the default on the CPU"
+            )
         if parameters is None:
             wrapper = find_wrapper(model)
             parameters, leaves = wrapper.parameters, wrapper.leaves
@@ -154,6 +160,8 @@ class PerExampleNorms:
         self._indices |= {id(p): i for i, p in enumerate(self._parameters)}
         self._several_backwards = several_backwards
         named = dict(zip(measured, self._parameters, strict=True))
+        if staging_bytes is None:
+            staging_bytes = default_staging_bytes(self._parameters[0].device)
         self._piece = PieceSums(named, staging_bytes, several_backwards)
         self._checkpoints = Checkpoints()
         self._unseen = self._reasons_for_unseen(list(measured))
@@ -384,7 +392,7 @@ class PerExampleNorms:
 
     def _is_refused(self, layer: nn.Module, indices: Mapping[str, int], output: Tensor) -> bool:
         """Whether a call cannot be measured, whatever its rule; the reason is noted."""
-        if type(output) not in (Tensor, nn.Parameter) or output.is_nested or output.layout is not torch.strided:
+        if type(output) not in PLAIN or output.is_nested or output.layout is not torch.strided:
             kind = "nested" if output.is_nested else f"{type(output).__name__} with layout {output.layout}"
             self._piece.refuse(list(indices.values()), f"its layer returned a {kind} tensor: give it plain ones")
             return True

@@ -270,7 +270,8 @@ class ExampleWindow:
     def _without_examples(self, n_groups: int) -> Tensor:
         """The vector of a rank that reads no examples in the window: it says so, and the rest is 0."""
         vector = self._small.new_zeros(n_numbers(n_groups, is_sharded=self._is_sharded))
-        vector[2 * n_groups + [each.name for each in fields(_Counts)].index("n_without")] = 1.0
+        # fill_, since `vector[i] = 1.0` waits for a GPU.
+        vector[2 * n_groups + [each.name for each in fields(_Counts)].index("n_without")].fill_(1.0)
         return vector
 
 

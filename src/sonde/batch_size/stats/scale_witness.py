@@ -101,15 +101,15 @@ def read_scale(
         scale = 1.0
     sizes = sizes if sizes is not None else {0: len(final)}
     parts = _Parts(final, summed, summed.square() if squares is None else squares, sizes, floor / tolerance)
-    residual = parts.residual(scale)
-    residuals = parts.residuals(scale)
+    residual, residuals = parts.residuals(scale)
     absent = frozenset(sizes) - residuals.keys()
     worst = max(residual, *residuals.values(), 0.0)
     changed = _beyond(residuals, sizes, tolerance)
     if residual <= tolerance and not changed:
         return ScaleReading(scale, worst, "scaled", sound=frozenset(residuals), absent=absent)
     # Changed elements have moved κ too. To find them, use the κ that most parameters have.
-    changed = _beyond(parts.residuals(parts.usual_scale()), sizes, tolerance)
+    _, by_usual_scale = parts.residuals(parts.usual_scale())
+    changed = _beyond(by_usual_scale, sizes, tolerance)
     kind: Literal["clipped by value", "changed"] = "clipped by value" if parts.is_clipped(tolerance) else "changed"
     return ScaleReading(scale, worst, kind, changed, frozenset(residuals) - changed, absent)
 
@@ -134,18 +134,21 @@ class _Parts:
         added = scale**2 * torch.maximum(self._summed.square(), self._squares)
         return left, torch.maximum(self._final.square(), added) + self._least_square
 
-    def residual(self, scale: float) -> float:
-        """|F − κH| over the size of F, of all elements together."""
-        left, whole = self._left_over(scale)
-        return math.sqrt(float(left.sum()) / max(float(whole.sum()), 1e-300))
+    def residuals(self, scale: float) -> tuple[float, dict[int, float]]:
+        """|F − κH| over the size of F, of all elements together, and of each parameter that has a gradient.
 
-    def residuals(self, scale: float) -> dict[int, float]:
-        """The same for each parameter that has a gradient; NaN where the gradient is not finite."""
-        left, whole = self._left_over(scale)
-        n, sizes = sum(self._sizes.values()), list(self._sizes.values())
-        sums = zip(self._sizes.items(), left[:n].split(sizes), whole[:n].split(sizes), strict=True)
-        by_parameter = ((i, float(a.sum()), float(b.sum()), size * self._least_square) for (i, size), a, b in sums)
-        return {i: math.sqrt(a / b) for i, a, b, floor in by_parameter if not b - floor <= _NOT_DENORMAL**2}
+        A parameter's is NaN where its gradient is not finite.
+        """
+        both = torch.stack(self._left_over(scale))
+        whole, size_of_whole = both.sum(1).tolist()
+        sizes = torch.tensor([*self._sizes.values()], device="cpu")
+        owners = torch.arange(len(sizes), device="cpu").repeat_interleave(sizes)
+        sums = both.new_zeros(2, len(sizes)).index_add_(1, owners, both[:, : len(owners)])
+        floors = (sizes * self._least_square).tolist()
+        by_parameter = zip(self._sizes, *sums.tolist(), floors, strict=True)
+        return math.sqrt(whole / max(size_of_whole, 1e-300)), {
+            i: math.sqrt(a / b) for i, a, b, floor in by_parameter if not b - floor <= _NOT_DENORMAL**2
+        }
 
     def usual_scale(self) -> float:
         """The median of the parameters' own κ: a few changed parameters with large gradients do not move it."""

@@ -22,3 +22,8 @@ def is_output_of_graph(grad: Tensor) -> bool:
     """
     # Private: there is no public function. A test guards it.
     return not grad.is_cpu and torch._C._is_cached_tensor(grad)  # type: ignore[attr-defined]
+
+
+def says_overwritten(error: RuntimeError) -> bool:
+    """Whether torch refuses to read what a compiled graph returned in a run before its last."""
+    return "has been overwritten by a subsequent run" in str(error)

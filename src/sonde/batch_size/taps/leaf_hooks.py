@@ -114,6 +114,8 @@ class LeafHookTap:
         """The gradient of the piece that ends here; parameters that it did not reach count as 0."""
         self._problems[Problem.EMPTY_PIECE] += not self._backwards
         summary = self._piece.summary(len(self._backwards))
+        if summary.problem is not None:
+            self._problems[summary.problem] += 1
         self._reset()
         self._explicit = False
         return summary

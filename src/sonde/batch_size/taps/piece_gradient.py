@@ -11,7 +11,7 @@ from torch import Tensor
 from sonde.batch_size.model_checks import n_post_accumulate_hooks
 from sonde.batch_size.taps.cut_gradients import CutGradients
 from sonde.batch_size.taps.further_metrics import FurtherMetrics, Norms
-from sonde.batch_size.taps.graph_memory import is_output_of_graph, is_same_memory
+from sonde.batch_size.taps.graph_memory import is_output_of_graph, is_same_memory, says_overwritten
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.squared_norms import ROW, Part, add_squares
 from sonde.batch_size.taps.tap import GradientSummary, Problem
@@ -97,6 +97,12 @@ class PieceGradient:
         Returns:
             Why the piece is lost, if it is.
         """
+        try:
+            return self._take(index, grad, grad_is_sum=grad_is_sum)
+        except RuntimeError as error:
+            return self._cannot_read(error)
+
+    def _take(self, index: int, grad: Tensor, *, grad_is_sum: bool) -> Problem | None:
         reading = self._reading
         if reading.cut is not None:
             part = reading.cut.take(index, grad, self._partial)
@@ -140,6 +146,13 @@ class PieceGradient:
         self._reading.copies = True
         return Problem.OVERWRITTEN if self._sums_from_now_on(index) else Problem.TOO_LARGE_TO_SUM
 
+    def _cannot_read(self, error: RuntimeError) -> Problem:
+        """The same in the first runs of a compiled graph, whose memory torch marks once a later run may write to it."""
+        if not says_overwritten(error):
+            raise error
+        self._reading.copies = True
+        return Problem.OVERWRITTEN
+
     def _sums_from_now_on(self, index: int) -> bool:
         """After h₁ and so this window are lost: later pieces keep this leaf's gradient until they end, if it fits."""
         reading, leaf = self._reading, self._reading.leaves[index]
@@ -156,8 +169,11 @@ class PieceGradient:
         if reading.cut is not None:
             for index, part in reading.cut.sum_partial(self._partial).items():
                 self._keep((index,), (part,), reading.metric.roots(index, part))
-        # Gradients that still wait come first: they add to the parts and to the witness.
-        self._flush()
+        problem = None
+        try:  # gradients that still wait come first: they add to the parts and to the witness
+            self._flush()
+        except RuntimeError as error:
+            problem = self._cannot_read(error)
         self._adopt_results()
         sq_norms = add_squares(len(reading.leaves), self._parts, self._device)
         # Where a piece had several backwards, the parts hold their squares, and these are the cross terms.
@@ -165,7 +181,7 @@ class PieceGradient:
             sq_norms[index] += to_device(twice_the_product, self._device)
         witness = reading.witness.join(self._witnessed, self._device)
         further = reading.further and reading.further.join(self._further, len(reading.leaves), self._device)
-        return GradientSummary(sq_norms, witness, n_backwards, further=further)
+        return GradientSummary(sq_norms, witness, n_backwards, further=further, problem=problem)
 
     def _stage(self, index: int, grad: Tensor) -> None:
         copies = self._clones or self._reading.copies or is_output_of_graph(grad)

@@ -23,6 +23,7 @@ class GradientSummary:
         witness_squares: squares of the parts that were added up to the witness's elements, which rounding is relative
             to, [witness.size]; None for the squares of the elements themselves.
         further: norm per parameter in each further metric, not squared; [further metrics, parameters]. None without.
+        problem: why the gradient could not be read, if so.
     """
 
     sq_norms: Tensor
@@ -30,6 +31,7 @@ class GradientSummary:
     n_backwards: int = 1
     witness_squares: Tensor | None = None
     further: Tensor | None = None
+    problem: Problem | None = None
 
     def scaled(self, factor: Tensor) -> GradientSummary:
         """The summary of `factor` times the gradient; factor: 0-dim."""
