@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from benchmarks.present_noise_scale import (
     average_lines,
     averages,
     by_filter,
+    exact_average,
     judge,
     last_readings,
     level_at,
@@ -44,7 +46,10 @@ def test_a_still_noise_scale_is_held() -> None:
     text = table(found, lambda r: "all", "")
     assert text.count("\n") == 1 + 2 * len(PACES)
     assert "every window: 0 of 0 runs" in last_readings(found)  # it is shorter than 1,000 steps
-    assert all(a.exact == pytest.approx(B_SIMPLE) and a.low <= B_SIMPLE <= a.high for a in averages(run))
+    assert exact_average(run) == (pytest.approx(math.log(B_SIMPLE)), pytest.approx(0.0, abs=1e-9))
+    assert all(a.low <= B_SIMPLE <= a.high and a.holds for a in averages(run))
+    doubled = replace(run, exact=[(step, 2 * trace_cov, grad_sq) for step, trace_cov, grad_sq in run.exact])
+    assert not any(a.holds for a in averages(doubled) if a.pace == "every window")
     assert "every window: 100 % of 1" in average_lines(list(averages(run)))
 
 
