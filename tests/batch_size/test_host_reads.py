@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import sonde
+from sonde.batch_size.taps import leaf_hooks
+from sonde.batch_size.taps.piece_gradient import STAGED_NUMEL
 from tests.batch_size.loops import attached, batch, mean_loss, small_model
 from tests.mutants import Mutant
 from tests.pretend_device import DEVICE, HostReadError, PretendDevice, on_host
@@ -23,6 +26,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "single examples of several pieces": {"per_example": "always"},
     "single examples until pieces are seen": {"per_example": "auto", "windows": 12},
     "gradients that wait are few": {"staging_mib": 1e-6},
+    "large gradients wait too": {"waits": STAGED_NUMEL},
     "frozen later": {"freezes": True},
     "a GradScaler": {"scaled": True},
     "a GradScaler and a clip": {"scaled": True, "clip": 1.0},
@@ -55,6 +59,7 @@ def train(
     logs: bool = False,
     overflows: bool = False,
     windows: int = WINDOWS,
+    waits: int = 16_384,
     sizes: tuple[int, ...] = (4, 2, 6),
     **options: Any,
 ) -> tuple[sonde.NoiseScaleReading | None, list[torch.Tensor]]:
@@ -63,7 +68,8 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler(device.type, init_scale=1024.0) if scaled else None
     options = {"grad_scaler": scaler, "log_every": 4, "groups": str, "staging_mib": 8.0} | options
-    probe = attached(model, optimizer, **options) if probed else None
+    with mock.patch.object(leaf_hooks, "STAGED_NUMEL", waits):  # the model has gradients of both kinds
+        probe = attached(model, optimizer, **options) if probed else None
     generator = torch.Generator(device="cpu").manual_seed(0)
     with pretended.no_reads() if pretended is not None else contextlib.nullcontext():
         for window in range(windows):
