@@ -73,6 +73,7 @@ class Witness:
         self._slices = {i - self._first: slices[i] for i in own}
         self._shapes_read = {i - self._first: shapes_read[i] for i in own}
         self.indices = list(self._slices)
+        self._places: dict[tuple[int, tuple[int, ...]], tuple[list[int], int]] = {}
 
     @property
     def fixed(self) -> list[int]:
@@ -85,8 +86,8 @@ class Witness:
 
     def read(self, index: int, grad: Tensor) -> Tensor:
         """The chosen elements of the gradient of parameter `index`, sizes[index] in all; a view if it is dense."""
-        slices = self._slices[index]
         if grad.is_sparse:
+            slices = self._slices[index]
             grad = grad.coalesce()
             rows = range(*slices[0].indices(grad.shape[0]))
             picked = grad.index_select(0, torch.tensor(rows, device=grad.device)).to_dense()
@@ -95,11 +96,12 @@ class Witness:
         if grad.shape != self._shapes[index + self._first]:  # `.data` was replaced since attach
             return grad.new_zeros(self._shapes_read[index])
         strides = grad.stride()
-        return grad.as_strided(
-            self._shapes_read[index],
-            [s.step * stride for s, stride in zip(slices, strides, strict=True)],
-            grad.storage_offset() + sum(s.start * stride for s, stride in zip(slices, strides, strict=True)),
-        )
+        if (index, strides) not in self._places:  # the same for all pieces of a window
+            by_dim = [*zip(self._slices[index], strides, strict=True)]
+            steps, start = [s.step * stride for s, stride in by_dim], sum(s.start * stride for s, stride in by_dim)
+            self._places[index, strides] = steps, start
+        steps, start = self._places[index, strides]
+        return grad.as_strided(self._shapes_read[index], steps, grad.storage_offset() + start)
 
     def read_shard(self, index: int, local: Tensor, spec: Any) -> Tensor:
         """As `read`, of a gradient of which this rank holds a shard: 0 in place of elements on other ranks.
