@@ -65,7 +65,8 @@ class Judged:
         is_last: whether it is the last of its training.
         batches: the level over the batch.
         status: of the interval.
-        holds: whether it holds the level.
+        holds: whether it overlaps the level's own 95 % interval.
+        contains: whether it contains the level itself.
         width: its upper over its lower end; infinite unless two-sided.
         error: log of the estimate over the level; NaN unless two-sided.
     """
@@ -78,6 +79,7 @@ class Judged:
     batches: float
     status: str
     holds: bool
+    contains: bool
     width: float
     error: float
 
@@ -332,6 +334,7 @@ def judged(
         math.exp(log_level) / run.batch,
         interval.status,
         low - slack <= log_level <= high + slack,
+        low <= log_level <= high,
         math.exp(high - low) if is_two_sided and high - low < 100 else math.inf,
         math.log(b_simple) - log_level if is_two_sided and b_simple is not None else math.nan,
     )
@@ -404,8 +407,9 @@ def averages(run: Recorded) -> Iterator[Average]:
 def table(found: Sequence[Judged], key: Callable[[Judged], str], title: str) -> str:
     """One row for each value of a key, pace and estimator."""
     lines = [
-        f"| {title} | pace | by | readings | held | two-sided | held of these | width | times the last half's |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| {title} | pace | by | readings | held | contained | two-sided | estimate over level | width | "
+        "times the last half's |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     half = {(r.run, r.pace, r.step): r for r in found if r.by == "last half"}
     for value in dict.fromkeys(map(key, found)):
@@ -422,7 +426,8 @@ def table(found: Sequence[Judged], key: Callable[[Judged], str], title: str) -> 
                 ]
                 lines.append(
                     f"| {value} | {pace} | {by} | {len(rows)} | {share(r.holds for r in rows)} | "
-                    f"{share(r.is_two_sided for r in rows)} | {share(r.holds for r in two)} | "
+                    f"{share(r.contains for r in rows)} | {share(r.is_two_sided for r in rows)} | "
+                    f"{middle([math.exp(r.error) for r in two])} | "
                     f"{middle([r.width for r in two])} | {middle(ratios)} |"
                 )
     return "\n".join(lines)
@@ -499,9 +504,10 @@ def main() -> None:
     )
     tables = "\n\n".join(f"## {title}\n\n{table(found, key, head)}" for title, key, head in parts)
     text = (
-        f"{len(of_runs) // len(PACES)} trainings. A reading holds the level if its interval overlaps the level's. "
-        "Width: the upper over the lower end, median over two-sided intervals. Beside it, this width over that of the "
-        "plain mean of the last half, where the latter is two-sided and holds the level.\n\n"
+        f"{len(of_runs) // len(PACES)} trainings. A reading holds the level if its interval overlaps the level's own, "
+        "which is as wide as the exact values of few steps make it; it contains the level if that itself is inside. "
+        "Estimate over level, and width (the upper over the lower end): medians over two-sided intervals. Last, this "
+        "width over that of the plain mean of the last half, where the latter is two-sided and holds the level.\n\n"
         f"{tables}\n\n## The last reading\n\n{last_readings(found)}\n\n"
         f"## The run's average\n\nIts interval overlaps the exact one's:\n\n{average_lines(of_runs)}"
     )

@@ -204,6 +204,8 @@ PATHS: dict[str, tuple[Callable[[int], float], Sequence[int]]] = {
     "still, one window in 10": (lambda t: 128.0, SPARSE),
     "grows like t": (lambda t: 512.0 * (t + 30) / (N_STEPS + 30), range(1, N_STEPS + 1)),
     "grows like t, one window in 10": (lambda t: 256.0 * (t + 30) / (N_STEPS + 30), SPARSE),
+    "grows like t²": (lambda t: 512.0 * ((t + 30) / (N_STEPS + 30)) ** 2, range(1, N_STEPS + 1)),
+    "grows like t³": (lambda t: 512.0 * ((t + 30) / (N_STEPS + 30)) ** 3, range(1, N_STEPS + 1)),
     "falls like 1/t": (lambda t: 64.0 * (N_STEPS + 30) / (t + 30), range(1, N_STEPS + 1)),
     "jumps up by 4": (lambda t: 256.0 if t > 0.75 * N_STEPS else 64.0, range(1, N_STEPS + 1)),
     "jumps down by 4": (lambda t: 64.0 if t > 0.75 * N_STEPS else 256.0, range(1, N_STEPS + 1)),

@@ -14,7 +14,7 @@ The state is a density over log B. Training resembles itself in log time: B grow
 what 100 steps change after 1,000 steps takes 1,000 steps after 10,000. So between blocks the density drifts by `DRIFTS`
 and spreads by `SPREADS`, and a small part of it begins anew far away, since a learning rate or data may change at once.
 There is no horizon, and nothing to forget: blocks before lose their weight as the density spreads. The drifts serve the
-level alone: three of them are no measurement of how fast B moves.
+level alone: a few of them are no measurement of how fast B moves.
 
 Where the learning rate has changed by a factor, B may have changed by as much, up or down: steps that follow the noise
 hold |G|² up in proportion to the rate. So the density spreads by that factor too.
@@ -40,13 +40,13 @@ from torch.nn import functional as F
 from sonde.batch_size.stats.blocks import Block, on_host
 from sonde.stats.intervals import TOO_FEW_WINDOWS, RatioInterval, unresolved
 
-DRIFTS = (-1.0, 0.0, 1.0)
-"""Change of log B per unit of log time: B falls like 1/t, stays, or grows like t."""
-_DRIFT_WEIGHTS = (0.2, 0.4, 0.4)
-SPREADS = (0.15, 0.3, 0.7)
+DRIFTS = (-1.0, 0.0, 1.0, 2.5)
+"""Change of log B per unit of log time: B falls like 1/t, stays, grows like t, or faster while a model settles."""
+_DRIFT_WEIGHTS = (0.15, 0.4, 0.35, 0.1)
+SPREADS = (0.12, 0.25, 0.6)
 """Standard deviation of a random change of log B per root of a unit of log time."""
 _SPREAD_WEIGHTS = (4 / 7, 2 / 7, 1 / 7)
-_PERSISTENCE = 4.0
+_PERSISTENCE = 1.5
 """Units of log time in which a drift and a spread become others."""
 _BETWEEN_JUMPS = 20.0
 """Units of log time between two sudden changes."""
