@@ -182,7 +182,9 @@ def test_states_of_other_groups_or_keys_are_refused() -> None:
         (lambda t: 1e-3 * min(t, 160), False),  # level for a fifth of the steps
         (lambda t: 1e-3 * (t if t < 100 else t - 50), False),  # it has fallen once
         (lambda t: 1e-3 * (1 + t % 60), False),  # cycles
-        (lambda t: 1e-3 * (5 if t < 30 else t), False),  # level for a while at first
+        (lambda t: 1e-3 * (5 if t < 30 else t), True),  # level for a while at first
+        (lambda t: 1e-3 * (1 + t // 60), True),  # epoch by epoch: 140 to 200 are no longer than 80 to 140
+        (lambda t: 1e-3 * (1 + min(t, 100) // 20), False),  # level for five epochs
         (lambda t: 1e-3 * (t - t % 10), True),  # by steps of ten
         (lambda t: 1e-3 * (2000 + t) if t < 30 else 0.1 * t, True),  # it rises slowly at first
         (lambda t: None, False),  # not known

@@ -18,10 +18,11 @@ from sonde.stats.intervals import unresolved
 from sonde.stats.state import check_keys
 
 _RISES = 1.01
-"""A learning rate rises by more than this factor in a block of a warm-up, and by less through rounding."""
-_LEVEL_FOR = 0.1
-"""Part of the steps so far, and at least `_LEVEL_AT_LEAST` steps, after which a rate that has not risen stays level."""
-_LEVEL_AT_LEAST = 10
+"""A learning rate that rises by more than this factor warms up. Rounding changes it by less."""
+_LEVEL_FOR, _LEVEL_AT_LEAST = 0.1, 10
+"""Part of the steps so far, and steps, after which a rate that has not risen stays level."""
+_LONGER = 1.5
+"""So many times longer than between two rises before, since a warm-up may rise epoch by epoch."""
 _RECENT = 3
 """Blocks that count as recent: about the last half of the run."""
 
@@ -68,8 +69,10 @@ class WindowsOfRun:
         """The highest learning rate so far."""
         self._peaked_at = 0
         """Number of the first window with that rate."""
-        self._is_warm = False
-        """Whether the learning rate has fallen or stayed level since the run began."""
+        self._n_rises, self._longest_stay = 0, 0
+        """How often a rate was the highest so far, the first included; and most steps from one such rise to the next."""
+        self._has_fallen = False
+        """Whether the learning rate has fallen: a later rise, as of a cycle or a restart, is no warm-up."""
         self._begin(0)
 
     def _begin(self, number: int) -> None:
@@ -102,19 +105,19 @@ class WindowsOfRun:
             self._see_rate(rate, number)
 
     def _see_rate(self, rate: float, number: int) -> None:
-        """Note whether the warm-up is over. A later rise, as of a cycle or a restart, does not begin it again."""
-        if rate > self._peak_rate:
-            self._peak_rate, self._peaked_at = rate, number
-        elif rate < self._peak_rate or number - self._peaked_at > max(_LEVEL_AT_LEAST, _LEVEL_FOR * number):
-            self._is_warm = True
+        if rate > _RISES * self._peak_rate:
+            if self._n_rises > 1:  # the first rate may have stayed for any time
+                self._longest_stay = max(self._longest_stay, number - self._peaked_at)
+            self._peak_rate, self._peaked_at, self._n_rises = rate, number, self._n_rises + 1
+        self._has_fallen |= rate * _RISES < self._peak_rate
 
     @property
     def warms_up(self) -> bool:
-        """Whether the learning rate has risen over about the last quarter of the steps, and has only risen before."""
-        if self._is_warm or len(self._blocks.complete) < 2:
+        """Whether the learning rate has only risen, and has not stayed level since for longer than before."""
+        stays = self.last_window - self._peaked_at
+        if self._has_fallen or self._n_rises < 2 or self._blocks.rate is None:
             return False
-        before, now = self._blocks.complete[-2].rate, self._blocks.rate
-        return before is not None and now is not None and now > _RISES * before
+        return stays <= max(_LEVEL_AT_LEAST, _LEVEL_FOR * self.last_window, _LONGER * self._longest_stay)
 
     def begin_anew(self, first: int, *, gone: Collection[str] = ()) -> None:
         """Forget all windows: they speak of other parameters.
@@ -173,7 +176,9 @@ class WindowsOfRun:
             "batch": self._batch,
             "peak_rate": self._peak_rate,
             "peaked_at": self._peaked_at,
-            "is_warm": self._is_warm,
+            "n_rises": self._n_rises,
+            "longest_stay": self._longest_stay,
+            "has_fallen": self._has_fallen,
             "blocks": self._blocks.state_dict(),
         }
 
@@ -189,7 +194,9 @@ class WindowsOfRun:
             raise ValueError(f"{label}: it has the groups {state['groups']}, this probe has {list(self.groups)}")
         self.gone, self.last_window = frozenset(state["gone"]), state["last_window"]
         self._begin(state["origin"])
-        self._peak_rate, self._peaked_at, self._is_warm = state["peak_rate"], state["peaked_at"], state["is_warm"]
+        self._peak_rate, self._peaked_at = state["peak_rate"], state["peaked_at"]
+        self._n_rises, self._longest_stay = state["n_rises"], state["longest_stay"]
+        self._has_fallen = state["has_fallen"]
         self._blocks.load_state_dict(state["blocks"])
         if (batch := state["batch"]) > 0:
             self._batch, self._filter = batch, NoiseScaleFilter(1 + len(self.groups), batch)
