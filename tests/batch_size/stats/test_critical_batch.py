@@ -193,3 +193,22 @@ def test_no_noise_is_no_verdict() -> None:
     got = verdict(32, Estimate(0.0, 0.0, 0.0), n_steps=500)
     assert got.kind == "unknown"
     assert "no gradient noise was seen" in got.headline
+
+
+@pytest.mark.parametrize("batch", [8, 1.5])
+def test_no_batch_below_one_unit_is_advised(batch: float) -> None:
+    said = judge_batch(batch, unit="images", now=Estimate(0.018, 0.016, 0.02))
+    assert said.kind == "too_large"
+    assert "A batch of 1 images would need" in said.detail
+
+
+def test_a_batch_of_one_unit_is_never_too_large() -> None:
+    assert judge_batch(1, unit="images", now=Estimate(0.3, 0.2, 0.4)).kind == "about_right"
+    assert judge_batch(1, unit="images", now=Estimate(0.8, 0.2, 4.0)).kind == "about_right_or_too_small"
+
+
+def test_a_verdict_by_the_noise_scale_now_alone_says_so() -> None:
+    said = judge_batch(64, unit="rows", now=Estimate(300, 200, 400), n_steps=500)
+    assert said.headline == "From here on, the batch of 64 rows is small: the noise scale is 300 rows [200 – 400]."
+    assert said.in_short == "from here on, the batch is small"
+    assert said.detail.startswith("From here on, a batch of 300 rows would need")

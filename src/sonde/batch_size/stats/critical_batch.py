@@ -180,9 +180,10 @@ def judge_batch(
         )
     kind_now = _kind(batch, now) if now.is_known else "unknown"
     if of_run is None:
-        headline = f"The batch of {size} {_WORDS[kind_now]}: the noise scale is {now.in_words(unit)}."
-        kind, in_short = kind_now, f"the batch {_WORDS[kind_now]}"
-        costs = _trade_off(batch, now, kind_now, unit)
+        scope = "" if n_steps is None else "from here on, "  # at fixed weights there is nothing else
+        headline = _sentences(f"{scope}the batch of {size} {_WORDS[kind_now]}: the noise scale is {now.in_words(unit)}")
+        kind, in_short = kind_now, f"{scope}the batch {_WORDS[kind_now]}"
+        costs = scope + _trade_off(batch, now, kind_now, unit)
     else:
         kind = _kind(batch, of_run)
         run = "a run like this one" if first_step == 1 else f"a run like this one from step {first_step:,} on"
@@ -214,10 +215,11 @@ def _too_early(n_steps: int | None, first_step: int, *, warms_up: bool) -> str:
 
 def _kind(batch: float, known: Estimate) -> Kind:
     low, high = known.low or 0.0, math.inf if known.high is None else known.high
-    may_be_small, may_be_large = high > ABOUT_RIGHT * batch, low < batch / ABOUT_RIGHT
+    may_be_small = high > ABOUT_RIGHT * batch
+    may_be_large = low < batch / ABOUT_RIGHT and batch > 1  # no batch has less than one unit
     if low > ABOUT_RIGHT * batch:
         return "too_small"
-    if high < batch / ABOUT_RIGHT:
+    if high < batch / ABOUT_RIGHT and may_be_large:
         return "too_large"
     if may_be_small and may_be_large:
         return "unknown"
@@ -232,10 +234,10 @@ def _trade_off(batch: float, known: Estimate, kind: Kind, unit: str) -> str:
     Of the units, a batch of b′ in place of b needs b′/b times the part that it needs of the steps.
     """
     smaller = kind in ("too_large", "about_right_or_too_large")
-    other = batch / 2 if smaller else batch * 2
-    name = "half the batch" if smaller else "twice the batch"
+    other = max(batch / 2, 1.0) if smaller else batch * 2
+    name = "twice the batch" if not smaller else "half the batch" if batch >= 2 else f"a batch of 1 of the {unit}"
     if known.b_simple is not None and kind in ("too_small", "too_large"):
-        other = float(f"{known.b_simple:.2g}")
+        other = float(f"{max(known.b_simple, 1.0):.2g}")
         name = f"a batch of {number(other)} {unit}"
     ends = [relative_steps(other, batch, end) for end in (known.low or 0.0, known.high or math.inf)]
     steps, units = sorted(ends), sorted(end * other / batch for end in ends)
