@@ -70,7 +70,7 @@ class WindowsOfRun:
         self._peaked_at = 0
         """Number of the first window with that rate."""
         self._n_rises, self._longest_stay = 0, 0
-        """How often a rate was the highest so far, the first included; and most steps from one such rise to the next."""
+        """How often a rate was the highest so far, the first included; and most steps between two of them."""
         self._has_fallen = False
         """Whether the learning rate has fallen: a later rise, as of a cycle or a restart, is no warm-up."""
         self._begin(0)
