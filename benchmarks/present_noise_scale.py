@@ -240,9 +240,9 @@ from sonde.batch_size.stats.history import WindowHistory
 from sonde.batch_size.stats.noise_scale import WindowEstimate
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.trend import fit_trends
-for line in sys.stdin:
-    batch, windows, chosen, steps = json.loads(line)
-    history, answers, waiting = WindowHistory(("all",), 50.0), [], list(chosen)
+
+def answers_of(batch, windows, chosen, steps):
+    history, waiting = WindowHistory(("all",), 50.0), list(chosen)
     for step in steps:
         while waiting and waiting[0] <= step:
             number = waiting.pop(0)
@@ -256,7 +256,15 @@ for line in sys.stdin:
         fit = fit_trends(series.trace_cov, series.grad_sq, series.ages, 50.0, spacing=spacing)[0]
         high = fit.interval.high
         high = None if high is None or math.isinf(high) else high
-        answers.append([fit.ratio, fit.interval.status, fit.interval.low, high])
+        yield [fit.ratio, fit.interval.status, fit.interval.low, high]
+
+for line in sys.stdin:
+    batch, windows, chosen, steps = json.loads(line)
+    answers = []
+    try:
+        answers.extend(answers_of(batch, windows, chosen, steps))
+    except ZeroDivisionError:  # of its own, where a gradient has gone: from there on it says nothing
+        answers += [[None, "unresolved", None, None]] * (len(steps) - len(answers))
     print(json.dumps(answers), flush=True)
 """
 
@@ -489,10 +497,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     trend = Trend(options.trend) if options.trend else None
-    found, of_runs = [], []
+    found, of_runs, n_runs = [], [], 0
     for run in recorded(options.seeds, options.runs, jobs=options.jobs):
         found += list(judge(run, trend))
         of_runs += list(averages(run))
+        n_runs += 1
     if trend is not None:
         trend.close()
     parts = (
@@ -504,7 +513,7 @@ def main() -> None:
     )
     tables = "\n\n".join(f"## {title}\n\n{table(found, key, head)}" for title, key, head in parts)
     text = (
-        f"{len(of_runs) // len(PACES)} trainings. A reading holds the level if its interval overlaps the level's own, "
+        f"{n_runs} trainings. A reading holds the level if its interval overlaps the level's own, "
         "which is as wide as the exact values of few steps make it; it contains the level if that itself is inside. "
         "Estimate over level, and width (the upper over the lower end): medians over two-sided intervals. Last, this "
         "width over that of the plain mean of the last half, where the latter is two-sided and holds the level.\n\n"

@@ -296,7 +296,7 @@ def test_weights_that_rest_need_no_optimizer() -> None:
             if window % 20 == 0:
                 model.load_state_dict(state)
             windows_of(model, probe, 1)
-        assert probe.alerts == {}
+        assert set(probe.alerts) <= {"dependent_pieces"}  # they are the same in every window
 
 
 def test_parameters_that_join_an_optimizer_later_are_its_own() -> None:

@@ -175,7 +175,7 @@ CHANGES_WEIGHTS = [
     (
         Mutant(
             "squares the gradient in place",
-            TAPS + "piece_gradient:PieceGradient.take",
+            TAPS + "piece_gradient:PieceGradient._take",
             "self._stage(index, grad)",
             "self._stage(index, grad.square_())",
         ),

@@ -45,9 +45,9 @@ def attached(model: nn.Module, budget: float = 0.01) -> sonde.NoiseScaleProbe:
 
 
 def train(model: nn.Module, probe: sonde.NoiseScaleProbe, inputs: list[Tensor], windows: int) -> None:
-    """Windows of the same pieces at the same weights."""
-    for _ in range(windows):
-        for x in inputs:
+    """Windows of the same pieces, in turn in this order and in the other, at the same weights."""
+    for window in range(windows):
+        for x in inputs[:: -1 if window % 2 else 1]:
             with probe.piece():
                 loss(model, x).backward()
         probe.step()

@@ -2,8 +2,8 @@
 
 Nothing here knows tensors or ranks. Every rank has a `Pace` of its own, and all of them must choose the same windows:
 a measured window has a collective that the others lack. So a pace decides by numbers that were summed over ranks
-alone, every 16 windows, about windows that are at least 15 windows old. Whoever feeds it sees to it that the numbers
-of those windows have arrived.
+alone, every 16 windows, about windows that are at least 15 windows old. Their numbers must have arrived: a rank
+waits for them (`window_ends.py`).
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from sonde.batch_size.stats.changed_gradients import ChangedGradients
 from sonde.batch_size.stats.example_order import ExampleWatch
 from sonde.batch_size.stats.neighbours import NeighbourWatch
 from sonde.batch_size.stats.noise_scale import RunningNoiseScale
+from sonde.batch_size.stats.piece_order import OrderWatch
 from sonde.batch_size.stats.repeats import RepeatWatch
 from sonde.batch_size.stats.scale_witness import ScaleReading
 from sonde.batch_size.stats.solved_window import SolvedWindow
@@ -48,6 +49,7 @@ class NoiseScaleAverages:
         """tr Σ within ranks (as its trace) and between ranks (as its signal): the ratio is the consistency."""
         self.changed = ChangedGradients(self._decay)
         self.neighbours = NeighbourWatch(self._decay)
+        self.order = OrderWatch(self._decay)
         self.examples = ExampleWatch(self._decay)
         self.repeats = RepeatWatch(self._decay)
         self.dropped: dict[str, int] = {}
@@ -144,6 +146,7 @@ class NoiseScaleAverages:
             "scale_residual": self.scale_residual,
             "changed_gradients": self.changed.state_dict(),
             "neighbours": self.neighbours.state_dict(),
+            "order": self.order.state_dict(),
             "examples": self.examples.state_dict(),
             "repeats": self.repeats.state_dict(),
             "dropped": dict(self.dropped),
@@ -165,7 +168,7 @@ class NoiseScaleAverages:
         label = "noise-scale probe state"
         numbers = ("units", "units_weight", "last_units", "squares")
         last = ("effective_units", "u", "scale", "scale_residual")  # of the last window averaged, if there was one
-        running = {"run", "consistency", "changed_gradients", "neighbours", "examples", "repeats"}
+        running = {"run", "consistency", "changed_gradients", "neighbours", "order", "examples", "repeats"}
         counts = ("n_seen", "windows", "n_equal")
         known = {*running, *numbers, *last, *counts, "differences", "dropped", "further_units"}
         check_keys(label, state, known)
@@ -185,6 +188,7 @@ class NoiseScaleAverages:
         self.within_between.load_state_dict(state["consistency"])
         self.changed.load_state_dict(state["changed_gradients"])
         self.neighbours.load_state_dict(state["neighbours"])
+        self.order.load_state_dict(state["order"])
         self.examples.load_state_dict(state["examples"])
         self.repeats.load_state_dict(state["repeats"])
         self._units, self._units_weight = float(state["units"]), float(state["units_weight"])

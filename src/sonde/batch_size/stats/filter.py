@@ -16,8 +16,8 @@ and spreads by `SPREADS`, and a small part of it begins anew far away, since a l
 There is no horizon, and nothing to forget: blocks before lose their weight as the density spreads. The drifts serve the
 level alone: a few of them are no measurement of how fast B moves.
 
-Where the learning rate has changed by a factor, B may have changed by as much, up or down: steps that follow the noise
-hold |G|² up in proportion to the rate. So the density spreads by that factor too.
+Where the learning rate has changed by a factor, B may have changed by as much, up or down: the noise in the steps keeps
+|G|² from falling below a size that is in proportion to the rate. So the density spreads by that factor too.
 
 One window cannot own the estimate: it widens the scatter of its own block, which then says little.
 

@@ -44,13 +44,14 @@ def summarise(averages: NoiseScaleAverages, *, unit: str, with_groups: bool = Tr
     status, log_error = levels[0].interval.status, levels[0].log_error
     if recent and not log_error and recent.scatter is not None:
         log_error = recent.scatter / math.sqrt(recent.n_windows)
-    every = recent.steps_per_window if recent else 1.0
+    # A window that was dropped was measured.
+    used = averages.windows / max(averages.windows + sum(averages.dropped.values()), 1)
+    every = max(recent.steps_per_window * used, 1.0) if recent else 1.0
     advice = advise(
         status,
         log_error,
         n_steps=run.n_steps,
-        # A window that was dropped was measured.
-        every=every * averages.windows / max(averages.windows + sum(averages.dropped.values()), 1),
+        every=every,
         n_pieces=averages.u * averages.effective_units if averages.u and averages.effective_units else None,
         n_units=averages.effective_units,
     )
@@ -144,7 +145,7 @@ def doubts_of(averages: NoiseScaleAverages) -> dict[str, str]:
     )
     # If all data are the same, pieces repeat too.
     repeated = None if same else averages.repeats.pieces_doubt()
-    if (dependent := repeated or averages.neighbours.doubt()) is not None:
+    if (dependent := repeated or averages.order.doubt() or averages.neighbours.doubt()) is not None:
         doubts["dependent_pieces"] = dependent
     if (shared := averages.examples.doubt()) is not None:
         doubts["dependent_examples"] = shared

@@ -107,6 +107,7 @@ class NoiseScaleTracker:
         if self._fixed_weights is not None:
             self._fixed_weights.add(solved, weight=row.weight / self._n_ranks)
         self._averages.neighbours.update(row.neighbours)
+        self._averages.order.update(row.order)
         self._averages.repeats.update(row.repeats)
         if row.examples is not None:
             excess = row.examples.excess_of_pieces(row.pieces(0.0), scale=scale.scale)

@@ -12,6 +12,7 @@ from sonde.batch_size.stats.example_sums import ExampleSums
 from sonde.batch_size.stats.expert_sums import ExpertSums
 from sonde.batch_size.stats.neighbours import NeighbourSums
 from sonde.batch_size.stats.noise_scale import PieceSums
+from sonde.batch_size.stats.piece_order import OrderSums
 from sonde.batch_size.stats.repeats import Repeats
 from sonde.batch_size.stats.scale_witness import ScaleReading
 
@@ -56,6 +57,7 @@ class WindowRow:
         sq_norm_big: |F|² per parameter group, [groups].
         witness_final: F, the witness's elements, float64; [witness].
         neighbours: neighbouring pieces compared with distant ones.
+        order: which of two pieces has the larger gradient.
         repeats: pieces and ranks with the same gradient.
         further_units: its size in each further unit.
         n_ranks_with_one_piece: ranks with data of their own that had exactly one piece.
@@ -84,6 +86,7 @@ class WindowRow:
     sq_norm_big: Sequence[float]
     witness_final: Tensor
     neighbours: NeighbourSums = field(default_factory=NeighbourSums)
+    order: OrderSums = field(default_factory=OrderSums)
     repeats: Repeats = field(default_factory=Repeats)
     further_units: Sequence[float] = ()
     n_ranks_with_one_piece: int = 0

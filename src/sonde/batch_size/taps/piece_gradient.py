@@ -147,7 +147,7 @@ class PieceGradient:
         return Problem.OVERWRITTEN if self._sums_from_now_on(index) else Problem.TOO_LARGE_TO_SUM
 
     def _cannot_read(self, error: RuntimeError) -> Problem:
-        """The same in the first runs of a compiled graph, whose memory torch marks once a later run may write to it."""
+        """A compiled graph's later run may write to what its first runs returned: torch refuses to read that."""
         if not says_overwritten(error):
             raise error
         self._reading.copies = True

@@ -18,6 +18,7 @@ from torch import Tensor
 from sonde.batch_size.measuring_cost import N_COSTS, WindowCosts
 from sonde.batch_size.stats.neighbours import FEWEST_PIECES, NeighbourSums, neighbour_products
 from sonde.batch_size.stats.noise_scale import effective_units
+from sonde.batch_size.stats.piece_order import OrderSums, order_of_pieces
 from sonde.batch_size.stats.repeats import FEWEST_RANKS, Repeats, rank_mark, repeats_piece, same_ranks
 from sonde.batch_size.stats.window_row import Drop, WindowRow
 from sonde.batch_size.taps.further_sums import FurtherSums
@@ -120,7 +121,7 @@ def _positive(name: str, value: Number) -> Number:
     return value
 
 
-_N_COUNTS = 9
+_N_COUNTS = 13
 """Length of the counts in `WindowSums.pack`."""
 _MOST_COMPARED = 32
 """Pieces of a rank and window, from the first on, that are compared with each other; bounds their memory."""
@@ -211,13 +212,19 @@ class WindowSums:
         self._units: Number = 0.0
         self._further_units: list[Number] = [0.0] * self.n_further_units
         self._compared: list[Tensor] = []
+        self._sizes: list[Tensor] = []
+        """|h_k|²/w_k² of the pieces, on the device."""
+        self._units_of_pieces: list[float] = []
 
     def add(self, gradient: GradientSummary, counts: PieceCounts) -> None:
         """Add one piece's gradient h_k with its weight w_k and its effective number of units n_k."""
-        self._add_gradient(gradient, counts.weight)
+        sq_norm = self._add_gradient(gradient, counts.weight)
         self.count(counts)
         if len(self._compared) < _MOST_COMPARED:
             self._compared.append(rounded(gradient.witness / counts.weight))
+            if not isinstance(counts.units, Tensor):
+                self._sizes.append(rounded(sq_norm / counts.weight / counts.weight))
+                self._units_of_pieces.append(counts.units)
 
     def count(self, counts: PieceCounts) -> None:
         """Count a piece whose gradient will be seen only together with the other pieces of this rank."""
@@ -239,15 +246,18 @@ class WindowSums:
         self._weight_over_units = self._sq_weight_over_units / self._weight
         self.n_pieces = 1
 
-    def _add_gradient(self, gradient: GradientSummary, weight: Number) -> None:
+    def _add_gradient(self, gradient: GradientSummary, weight: Number) -> Tensor:
+        """Add |h|² and the witness's elements; returns |h|², 0-dim."""
         self._small += gradient.sq_norms / weight
         squares = gradient.witness.square()
         self._witness += gradient.witness
         self._witness_squares += squares if gradient.witness_squares is None else gradient.witness_squares
         self._witness_small += squares.sum() / weight
-        self._squares += gradient.sq_norms.sum()
+        sq_norm = gradient.sq_norms.sum()
+        self._squares += sq_norm
         if self.further is not None and gradient.further is not None:
             self.further.add(gradient.further, weight)
+        return sq_norm
 
     @property
     def sq_norms_over_weight(self) -> Tensor:
@@ -280,6 +290,7 @@ class WindowSums:
             self._sq_weight_over_units / self._weight if has_pieces else 0.0,
             float(may_compare),
             float(self.n_pieces == 1),
+            *order_of_pieces(self._sizes, self._units_of_pieces),
         ]
         further = self._further_units
         if not counts_pieces:
@@ -360,7 +371,7 @@ def read_row(
     weight, weight_over_units, sq_weight_over_units, n_pieces, n_units, rank_sq_weight_over_units, *of_ranks = (
         counts.tolist()
     )
-    n_comparing, n_with_one_piece, n_declaring = of_ranks
+    n_comparing, n_with_one_piece, by_place, n_by_place, by_units, n_by_units, n_declaring = of_ranks
     products, variance, n_repeating = compared.tolist()
     n_met = problems.tolist()
     found = [p for p in Problem if n_met[p] > 0] if any(n_met) else []
@@ -392,6 +403,7 @@ def read_row(
             n_ranks=round(n_comparing),
             mean_square=float(witness_small) / weight if weight else 0.0,
         ),
+        order=OrderSums(by_place, round(n_by_place), by_units, round(n_by_units)),
         repeats=Repeats(
             n_ranks=round(n_comparing),
             n_repeating=round(n_repeating),
