@@ -148,7 +148,7 @@ bench-present: $(VENV)/.bench
 	@$(BIN)/python -m benchmarks.checkpoint
 
 bench-budget: $(VENV)/.dev
-	@echo "==> benchmark of the budget (about 30 minutes on 1 core; leave the machine alone meanwhile)"
+	@echo "==> benchmark of the budget (about 80 minutes on 1 core; leave the machine alone meanwhile)"
 	@$(BIN)/python -m benchmarks.budget --device $(DEVICE)
 	@$(BIN)/python -m benchmarks.idle_calls
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -163,6 +164,40 @@ def test_an_evaluation_with_a_graph_does_not_count() -> None:
         train(probe, model, optimizer, before_window=evaluate)
         reading = probe.reading()
     assert (reading.windows, reading.dropped, reading.units_per_window) == (6, {}, sum(SIZES))
+
+
+def test_a_forward_whose_loss_is_only_logged_does_not_count() -> None:
+    model, logged = small_model(), []
+    teacher = copy.deepcopy(model)
+
+    def log(x: Tensor) -> None:
+        logged.append(model(x.repeat(5, 1)).square().mean())
+        teacher(x.repeat(3, 1))
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
+    with attached(model, optimizer, units_per_piece="first dim") as probe:
+        train(probe, model, optimizer, before_window=log)
+        reading = probe.reading()
+    assert (reading.windows, reading.dropped, reading.units_per_window) == (6, {}, sum(SIZES))
+
+
+def test_forwards_may_come_before_all_backwards() -> None:
+    """Each backward counts the units of its own forward, also in another order."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
+    generator = torch.Generator().manual_seed(0)
+    with attached(model, optimizer, units_per_piece="first dim") as probe:
+        for _ in range(4):
+            losses = [mean_loss(model, *batch(n, generator)) for n in (4, 12)]
+            for loss, n in zip(reversed(losses), (12, 4), strict=True):
+                before = probe._reader._sums._units
+                loss.backward()
+                assert probe._reader._sums._units - before == n
+            probe.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        reading = probe.reading()
+    assert (reading.windows, reading.dropped) == (4, {})
 
 
 def test_several_forwards_before_one_backward_give_a_reason_and_no_number() -> None:

@@ -218,7 +218,7 @@ def count_units(
     if not witnesses:
         return None
     first, *others = witnesses
-    returned = [_shape(tensor) for tensor in _tensors(output)]
+    returned = [_shape(tensor) for tensor in tensors_in(output)]
     candidates = _candidates(first, layers, may_be_time_first)
     if not first.is_certain:
         candidates = _agreeing(candidates, first, others, returned, layers)
@@ -433,14 +433,14 @@ def _in_words(value: object) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {list(_shape(value))}"
 
 
-def _tensors(value: object) -> Iterator[Tensor]:
+def tensors_in(value: object) -> Iterator[Tensor]:
     """The tensors that a model has returned, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for part in value:
-            yield from _tensors(part)
+            yield from tensors_in(part)
     elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
+        yield from tensors_in(list(value.values()))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from _tensors([getattr(value, field.name) for field in dataclasses.fields(value)])
+        yield from tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])

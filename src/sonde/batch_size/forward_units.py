@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
@@ -25,6 +26,7 @@ from sonde.batch_size.batch_dim import (
     layers_with_batch_first,
     may_be_single_unit,
     seen_by,
+    tensors_in,
 )
 from sonde.batch_size.module_hook import ModuleHook, is_in_graph, put_on, takes_fast_path
 from sonde.parallel.unwrap import unwrap_model
@@ -39,6 +41,8 @@ UnitsPerPiece = float | Mapping[str, float] | FirstDim | UnitsOfForward | None
 """The units of a piece whose number the user does not give."""
 _MOST_KNOWN = 64
 """Shapes of batches whose rows are kept in mind."""
+_MOST_OUTPUTS = 8
+"""Tensors of what a model returns, from the first on, by which a backward shows that it comes from this forward."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +60,31 @@ class CountsOfForward:
     unit_weights: Tensor | None = None
 
 
-class ForwardUnits:
-    """Counts the units of each forward that builds a graph, for the backward that follows it.
+@dataclasses.dataclass
+class _Seen:
+    """A forward that has built a graph.
 
-    A forward in train mode goes before those in evaluation mode: an evaluation that forgets `torch.no_grad()` has no
-    backward. Nothing is counted in windows that are not measured. A model whose forward was compiled with its hooks
-    (`model.compile()`) shows nothing here.
+    Attributes:
+        is_training: whether the model was in train mode.
+        units: what was counted, or the error of counting.
+        is_reached: whether a backward has come to what it returned.
+    """
+
+    is_training: bool
+    units: Any
+    is_reached: bool = False
+
+    def reach(self, gradients: object) -> None:
+        """Called by autograd."""
+        self.is_reached = True
+
+
+class ForwardUnits:
+    """Counts the units of each forward that builds a graph, for the backward that comes from it.
+
+    Of several forwards, that one counts whose graph the backward has run through: another's loss may only be logged.
+    Where that is not seen, a forward in train mode goes before those in evaluation mode. Nothing is counted in windows
+    that are not measured. A model whose forward was compiled with its hooks (`model.compile()`) shows nothing here.
 
     Args:
         model: as the user calls it.
@@ -102,19 +125,24 @@ class ForwardUnits:
         return self._forward.counted_in
 
     def take(self) -> Any:
-        """The units of the one forward since the last call; None where there was none, or several.
+        """The units of the one forward of the backward that has ended; None where there was none, or several.
 
         Raises:
             UnclearUnitsError: where rows are counted, and it is not clear which dim they are.
             Exception: what the user's function has raised.
         """
         seen, self._forward.seen = self._forward.seen, []
-        forwards = [units for is_training, units in seen if is_training] or [units for _, units in seen]
-        if len(forwards) != 1:
+        if reached := [each for each in seen if each.is_reached]:
+            seen, self._forward.seen = (
+                reached,
+                [each for each in seen if not each.is_reached],
+            )  # whose backward may come
+        seen = [each for each in seen if each.is_training] or seen
+        if len(seen) != 1:
             return None
-        if isinstance(forwards[0], Exception):
-            raise forwards[0]
-        return forwards[0]
+        if isinstance(seen[0].units, Exception):
+            raise seen[0].units
+        return seen[0].units
 
     def forget(self) -> None:
         """Forget forwards whose backward has not come, before a declared piece."""
@@ -141,8 +169,8 @@ class _Forward:
     """
 
     def __init__(self, model: nn.Module, count: UnitsOfForward | FirstDim) -> None:
-        self.seen: list[tuple[bool, Any]] = []
-        """Whether the model was in train mode, and the units, of each forward since they were taken."""
+        self.seen: list[_Seen] = []
+        """The forwards since they were taken."""
         self.seconds = 0.0
         self.counts = True
         """Whether the present window is measured."""
@@ -234,7 +262,11 @@ class _Forward:
             units = self._with_rows(given, output)
         except Exception as error:
             units = error
-        self.seen.append((model.training, units))
+        seen = _Seen(model.training, units)
+        for tensor in itertools.islice(tensors_in(output), _MOST_OUTPUTS):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(seen.reach)
+        self.seen.append(seen)
         self._called_with = {}
 
     def _with_rows(self, given: Any, output: object) -> Any:

@@ -147,7 +147,8 @@ class WindowsOfRun:
     def levels(self, *, with_groups: bool = True) -> list[Level]:
         """The noise scale now: of the whole model and, after it, of each group."""
         if self._filter is None:
-            return [Level(unresolved("no window has ended yet"))] * (1 + len(self.groups) * with_groups)
+            since = f" since step {self._origin:,}, where it began anew" if self._origin else ""
+            return [Level(unresolved(f"no window has ended yet{since}"))] * (1 + len(self.groups) * with_groups)
         return self._filter.levels(self._blocks.unfinished, n_series=None if with_groups else 1)
 
     def average(self) -> Level:
