@@ -183,21 +183,12 @@ def test_a_forward_whose_loss_is_only_logged_does_not_count() -> None:
 
 def test_forwards_may_come_before_all_backwards() -> None:
     """Each backward counts the units of its own forward, also in another order."""
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
-    generator = torch.Generator().manual_seed(0)
-    with attached(model, optimizer, units_per_piece="first dim") as probe:
-        for _ in range(4):
-            losses = [mean_loss(model, *batch(n, generator)) for n in (4, 12)]
-            for loss, n in zip(reversed(losses), (12, 4), strict=True):
-                before = probe._reader._sums._units
-                loss.backward()
-                assert probe._reader._sums._units - before == n
-            probe.step()
-            optimizer.step()
-            optimizer.zero_grad()
-        reading = probe.reading()
-    assert (reading.windows, reading.dropped) == (4, {})
+    model, generator = small_model(), torch.Generator().manual_seed(0)
+    with attached(model, units_per_piece="first dim") as probe:
+        losses = [mean_loss(model, *batch(n, generator)) for n in (4, 12)]
+        for loss, units in ((losses[1], 12), (losses[0], 16)):
+            loss.backward()
+            assert probe._reader._sums._units == units
 
 
 def test_several_forwards_before_one_backward_give_a_reason_and_no_number() -> None:
