@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -54,11 +53,11 @@ def test_the_optimizer_has_one_hook_until_the_probe_is_closed() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # torch's own, as it compiles
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
-def test_a_compiled_step_is_not_compiled_again_in_each_block(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_step_is_not_compiled_again_in_each_block(kind: str) -> None:
     """Its compiler shows hooks that Adam's option `capturable` is on, whatever the group says."""
     torch._dynamo.reset()
     # A probe that another test has left open would have its hook compiled too.
-    monkeypatch.setattr(torch.optim.optimizer, "_global_optimizer_pre_hooks", OrderedDict())
+    torch.optim.optimizer._global_optimizer_pre_hooks.clear()
     compiler, scene = CompileCounter(), scene_of(kind)
     compiled = torch.compile(scene.optimizer.step, backend=compiler)
     probe = scene.probe(coefficient_to_hold=True)
