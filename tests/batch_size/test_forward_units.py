@@ -151,32 +151,20 @@ def test_by_default_a_loop_whose_rows_cannot_be_counted_is_told_what_to_pass() -
     assert HOW_TO_COUNT in Problem.UNITS_ASKED.message
 
 
-def test_an_evaluation_with_a_graph_does_not_count() -> None:
-    model = small_model()
-
-    def evaluate(x: Tensor) -> None:
-        model.eval()
-        model(x)
-        model.train()
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
-    with attached(model, optimizer, units_per_piece="first dim") as probe:
-        train(probe, model, optimizer, before_window=evaluate)
-        reading = probe.reading()
-    assert (reading.windows, reading.dropped, reading.units_per_window) == (6, {}, sum(SIZES))
-
-
-def test_a_forward_whose_loss_is_only_logged_does_not_count() -> None:
+@pytest.mark.parametrize("is_training", [False, True])
+def test_a_forward_without_a_backward_does_not_count(is_training: bool) -> None:
+    """An evaluation with a graph; a loss in train mode that is only logged, and kept; a copy of the model."""
     model, logged = small_model(), []
-    teacher = copy.deepcopy(model)
 
-    def log(x: Tensor) -> None:
+    def forward(x: Tensor) -> None:
+        model.train(is_training)
         logged.append(model(x.repeat(5, 1)).square().mean())
-        teacher(x.repeat(3, 1))
+        model.train()
+        copy.deepcopy(model)(x)
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
     with attached(model, optimizer, units_per_piece="first dim") as probe:
-        train(probe, model, optimizer, before_window=log)
+        train(probe, model, optimizer, before_window=forward)
         reading = probe.reading()
     assert (reading.windows, reading.dropped, reading.units_per_window) == (6, {}, sum(SIZES))
 

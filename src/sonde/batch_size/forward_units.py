@@ -133,10 +133,9 @@ class ForwardUnits:
         """
         seen, self._forward.seen = self._forward.seen, []
         if reached := [each for each in seen if each.is_reached]:
-            seen, self._forward.seen = (
-                reached,
-                [each for each in seen if not each.is_reached],
-            )  # whose backward may come
+            # The backward of the others may still come.
+            self._forward.seen = [each for each in seen if not each.is_reached]
+            seen = reached
         seen = [each for each in seen if each.is_training] or seen
         if len(seen) != 1:
             return None

@@ -24,7 +24,7 @@ STAGED_NUMEL_ON_CPU = ROW
 
 Inside a backward, every operator costs a kernel launch or runs on cold caches, so gradients share operators. A gradient
 that waits is still referenced, so autograd clones it instead of taking it over as `.grad`. On a CPU only the clone of a
-small gradient is cheap. On a GPU a launch costs the host about as much as the clone of 4 million elements the GPU.
+small gradient is cheap. A GPU clones a few million elements in about the time that the host takes for one launch.
 """
 
 
