@@ -71,7 +71,8 @@ def train(
     with mock.patch.object(leaf_hooks, "STAGED_NUMEL", waits):  # the model has gradients of both kinds
         probe = attached(model, optimizer, **options) if probed else None
     generator = torch.Generator(device="cpu").manual_seed(0)
-    with pretended.no_reads() if pretended is not None else contextlib.nullcontext():
+    no_reads = pretended.no_reads() if pretended is not None else contextlib.nullcontext()
+    with probe or contextlib.nullcontext(), no_reads:
         for window in range(windows):
             if freezes and window == 3:
                 model[0].bias.requires_grad_(False)  # type: ignore[union-attr]
@@ -104,8 +105,6 @@ def train(
             if pretended is not None:
                 pretended.catch_up(but=5)  # the device lags behind
     reading = probe.reading() if probe else None
-    if probe:
-        probe.close()
     return reading, [on_host(p.detach()).clone() for p in model.parameters()]
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from sonde.gradient_norm.clip import clip_grad_norm_
 from sonde.policy.scoring import step_inputs
@@ -57,8 +56,6 @@ def test_the_optimizer_has_one_hook_until_the_probe_is_closed() -> None:
 def test_a_compiled_step_is_not_compiled_again_in_each_block(kind: str) -> None:
     """Its compiler shows hooks that Adam's option `capturable` is on, whatever the group says."""
     torch._dynamo.reset()
-    # A probe that another test has left open would have its hook compiled too.
-    _global_optimizer_pre_hooks.clear()
     compiler, scene = CompileCounter(), scene_of(kind)
     compiled = torch.compile(scene.optimizer.step, backend=compiler)
     probe = scene.probe(coefficient_to_hold=True)
