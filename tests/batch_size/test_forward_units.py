@@ -146,9 +146,9 @@ def test_by_default_a_loop_whose_rows_cannot_be_counted_is_told_what_to_pass() -
             x.square().mean().backward()
         probe.step()
         [message] = probe.reading().dropped
-    assert "there was no such forward" in message
-    assert "Pass units_per_piece= a number, or enter 'with probe.piece(units=…):'" in message
-    assert HOW_TO_COUNT in Problem.UNITS_ASKED.message
+        assert probe.alerts["units"].startswith("no forward of the model was seen before a backward")
+    assert message == Problem.UNITS_ASKED.message
+    assert HOW_TO_COUNT in message
 
 
 @pytest.mark.parametrize("is_training", [False, True])
@@ -192,8 +192,8 @@ def test_several_forwards_before_one_backward_give_a_reason_and_no_number() -> N
             optimizer.zero_grad()
         reading = probe.reading()
         assert reading.windows == 0
-        assert reading.dropped == {Problem.UNITS_UNCLEAR.message: 4}
-        assert "does not follow one forward" in probe.alerts["units_unclear"]
+        assert reading.dropped == {Problem.UNITS_ASKED.message: 4}
+        assert probe.alerts["units"] == "a backward follows 2 forwards of the model"
 
 
 def test_forwards_are_counted_in_measured_windows_alone() -> None:

@@ -125,10 +125,10 @@ class ForwardUnits:
         return self._forward.counted_in
 
     def take(self) -> Any:
-        """The units of the one forward of the backward that has ended; None where there was none, or several.
+        """The units of the one forward of the backward that has ended.
 
         Raises:
-            UnclearUnitsError: where rows are counted, and it is not clear which dim they are.
+            UnclearUnitsError: where there was no forward, or several, and where its rows cannot be counted.
             Exception: what the user's function has raised.
         """
         seen, self._forward.seen = self._forward.seen, []
@@ -137,11 +137,19 @@ class ForwardUnits:
             self._forward.seen = [each for each in seen if not each.is_reached]
             seen = reached
         seen = [each for each in seen if each.is_training] or seen
-        if len(seen) != 1:
-            return None
-        if isinstance(seen[0].units, Exception):
-            raise seen[0].units
-        return seen[0].units
+        if not seen:
+            raise UnclearUnitsError(
+                "no forward of the model was seen before a backward: the loop calls parts of the model, or the model "
+                "is compiled by model.compile()"
+            )
+        if len(seen) > 1:
+            raise UnclearUnitsError(f"a backward follows {len(seen)} forwards of the model")
+        units = seen[0].units
+        if isinstance(units, Exception):
+            raise units
+        if units is None:
+            raise UnclearUnitsError("the model was called without a tensor that has rows")
+        return units
 
     def forget(self) -> None:
         """Forget forwards whose backward has not come, before a declared piece."""

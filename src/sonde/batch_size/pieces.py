@@ -136,7 +136,7 @@ class Pieces:
         self._error: Exception | None = None
         self._has_logged = False
         """Whether an error of `units_per_piece` was logged. Its text may be another one for each piece."""
-        self._units_unknown = self._units_unclear = self._ran_outside = False
+        self._units_unknown = self._ran_outside = False
         """Errors that are raised from the user's own call, not inside autograd."""
 
     def begin(
@@ -195,7 +195,7 @@ class Pieces:
         """
         has_run, self._has_run = self._has_run and not self.is_open, False
         if has_run:
-            self._error, self._units_unclear, self._units_unknown, self._ran_outside = None, False, False, False
+            self._error, self._units_unknown, self._ran_outside = None, False, False
         return has_run
 
     def end(self, counts: PieceCounts | CountedByForward | NotCounted, *, failed: bool) -> None:
@@ -216,7 +216,6 @@ class Pieces:
             by_forward = self._counted_by_forward(counts.weight)
             if isinstance(by_forward, Problem):
                 self._reader.leave_out_backward(Problem.BAD_COUNTS)
-                self._units_unclear = by_forward is not Problem.UNITS_ASKED and not self._has_peers
                 return
             counts = by_forward
         self._reader.end_piece(counts)
@@ -230,8 +229,6 @@ class Pieces:
         assert self._forwards is not None
         try:
             units = self._forwards.take()
-            if units is None:
-                return Problem.UNITS_UNCLEAR
             counts = units if isinstance(units, CountsOfForward) else CountsOfForward(units)
             first, further = counted_in(self._names, counts.units)
             if weight is None:
@@ -350,14 +347,11 @@ class Pieces:
         if self._units_unknown:
             self._known_units()
         if (error := self._error) is not None:
-            self._error, self._units_unclear = None, False
+            self._error = None
             raise RuntimeError(
                 f"the units of a piece could not be counted by units_per_piece= ({type(error).__name__}: {error}): it "
                 "is called as the model is, and must return a number of units > 0"
             ) from error
-        if self._units_unclear:
-            self._units_unclear = False
-            raise RuntimeError(Problem.UNITS_UNCLEAR.message)
 
     def take_question(self) -> str:
         """What was seen in a forward since the last call that does not show its units; empty if all did."""

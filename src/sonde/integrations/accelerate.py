@@ -169,17 +169,14 @@ class AccelerateProbe:
 
     def _of_forward(self) -> Counts:
         try:
-            counts: CountsOfForward | None = self._forwards.take()
+            counts: CountsOfForward = self._forwards.take()
         except UnclearUnitsError as question:
-            raise ValueError(f"{question}: pass units= to attach, a function that is called as the model is") from None
-        if counts is None:
             raise ValueError(
-                "between two calls of accelerator.backward the measured model ran several times, or not at all, or "
-                "without a tensor with rows, so the units of the micro-batch are not known: pass units= to attach; add "
-                "the losses of one forward and call accelerator.backward once; or use sonde.attach with 'with "
+                f"{question}: pass units= to attach, a function that is called as the model is; add up the losses of "
+                "one forward and call accelerator.backward once; or use sonde.attach with 'with "
                 "probe.piece(units=…):' around the backwards of a micro-batch, as for several models that are trained "
                 "side by side"
-            )
+            ) from None
         return cast("Counts", vars(counts))
 
     # Wrappers of the accelerator's methods, and of its optimizer's.

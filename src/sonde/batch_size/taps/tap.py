@@ -153,14 +153,13 @@ class Problem(IntEnum):
     WRAPPED_LATE = 30
     REPLACED = 26
     IN_CUDA_GRAPH = 27
-    EVALUATED_AGAIN = 40
+    EVALUATED_AGAIN = 34
     ENDED_LATE = 0
     NOT_ALL_DECLARED = 31
     UNITS_UNKNOWN = 32
     NOT_COUNTED = 36
     UNITS_ASKED = 38
     FORWARD_ALONE = 39
-    UNITS_UNCLEAR = 34
     OUTSIDE_SCHEDULE = 33
     NO_SECOND_MOMENT = 1
     BAD_COUNTS = 2
@@ -218,7 +217,6 @@ _OUTSIDE_PIECES = (
     Problem.UNITS_UNKNOWN,
     Problem.NOT_COUNTED,
     Problem.UNITS_ASKED,
-    Problem.UNITS_UNCLEAR,
     Problem.OUTSIDE_SCHEDULE,
 )
 """Backwards that need no number of units where pieces are declared."""
@@ -267,15 +265,7 @@ _MESSAGES = {
     Problem.NOT_COUNTED: (
         "units_per_piece= could not count a piece, here or on another rank: the logger 'sonde' has shown the error"
     ),
-    Problem.UNITS_ASKED: (
-        "the units of a piece are not clear: what the model was called with and what it returned do not agree, as the "
-        "alert 'units' shows. " + HOW_TO_COUNT
-    ),
-    Problem.UNITS_UNCLEAR: (
-        "a backward does not follow one forward of the model, whose inputs would show the piece's units: there was no "
-        "such forward, or several, or it was called without a tensor, or is compiled by model.compile(). Pass "
-        "units_per_piece= a number, or enter 'with probe.piece(units=…):' around the backward of each micro-batch"
-    ),
+    Problem.UNITS_ASKED: ("the units of a piece are not clear; the alert 'units' shows why. " + HOW_TO_COUNT),
     Problem.OUTSIDE_SCHEDULE: (
         "a pipeline schedule ran outside pieces(), so its micro-batches cannot be told apart: run each step in "
         "'with probe.pieces(n_microbatches):'"
