@@ -193,7 +193,7 @@ def test_several_forwards_before_one_backward_give_a_reason_and_no_number() -> N
         reading = probe.reading()
         assert reading.windows == 0
         assert reading.dropped == {Problem.UNITS_ASKED.message: 4}
-        assert probe.alerts["units"] == "a backward follows 2 forwards of the model"
+        assert probe.alerts["units"].startswith("a backward follows 2 forwards of the model. Pass units_per_piece= a n")
 
 
 def test_forwards_are_counted_in_measured_windows_alone() -> None:

@@ -79,6 +79,10 @@ class _Seen:
         self.is_reached = True
 
 
+class NotOneForwardError(UnclearUnitsError):
+    """Raised where a backward does not come from one forward of the model, called with rows: only a number helps."""
+
+
 class ForwardUnits:
     """Counts the units of each forward that builds a graph, for the backward that comes from it.
 
@@ -128,7 +132,8 @@ class ForwardUnits:
         """The units of the one forward of the backward that has ended.
 
         Raises:
-            UnclearUnitsError: where there was no forward, or several, and where its rows cannot be counted.
+            NotOneForwardError: where there was no forward, or several, or one without a tensor that has rows.
+            UnclearUnitsError: where rows are counted, and it is not clear which dim they are.
             Exception: what the user's function has raised.
         """
         seen, self._forward.seen = self._forward.seen, []
@@ -138,17 +143,17 @@ class ForwardUnits:
             seen = reached
         seen = [each for each in seen if each.is_training] or seen
         if not seen:
-            raise UnclearUnitsError(
+            raise NotOneForwardError(
                 "no forward of the model was seen before a backward: the loop calls parts of the model, or the model "
                 "is compiled by model.compile()"
             )
         if len(seen) > 1:
-            raise UnclearUnitsError(f"a backward follows {len(seen)} forwards of the model")
+            raise NotOneForwardError(f"a backward follows {len(seen)} forwards of the model")
         units = seen[0].units
         if isinstance(units, Exception):
             raise units
         if units is None:
-            raise UnclearUnitsError("the model was called without a tensor that has rows")
+            raise NotOneForwardError("the model was called without a tensor that has rows")
         return units
 
     def forget(self) -> None:
