@@ -1,0 +1,58 @@
+"""Ratchets: how large the house may be, and that it gives the numbers that it gave before it was rebuilt."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests import recorded_windows
+from tests.house import sizes
+from tests.ranks import Ranks
+
+PRESENT = {
+    "lines of code: batch_size": 11_904,
+    "lines of code: commands": 1_637,
+    "lines of code: demos": 897,
+    "lines of code: files outside folders": 1_112,
+    "lines of code: gradient_norm": 2_290,
+    "lines of code: integrations": 1_835,
+    "lines of code: parallel": 1_516,
+    "lines of code: policy": 6_328,
+    "lines of code: probes": 4,
+    "lines of code: runs": 4_107,
+    "lines of code: stats": 205,
+    "files of source": 318,
+    "files that one window closes over": 147,
+    "files that one clip closes over": 27,
+    "files that one forecast closes over": 56,
+    "calls of one measured window": 743,
+    "files of one measured window": 44,
+    "words of docs": 38_259,
+    "lines of tests": 58_200,
+}
+"""What `python -m tests.house` prints. A change may lower a number. A line that raises one says why, beside it."""
+
+
+def test_nothing_has_grown() -> None:
+    now = sizes()
+    assert {name: n for name, n in now.items() if n > PRESENT.get(name, 0)} == {}, "make something smaller instead"
+    too_high = {name: now.get(name, 0) for name, n in PRESENT.items() if now.get(name, 0) < 0.97 * n}
+    assert too_high == {}, "smaller than the table says: write the new numbers into it"
+
+
+@pytest.mark.parametrize("run", ["plain", "two DDP ranks"])
+def test_windows_are_those_recorded_before_the_house_was_rebuilt(run: str, ranks2: Ranks) -> None:
+    """All sums are in float64, and so are the weights: what differs between processors is below 1e-12."""
+    rows = recorded_windows.plain() if run == "plain" else ranks2(recorded_windows.on_ranks)[0]
+    expected = json.loads(recorded_windows.PATH.read_text())[run]
+    assert len(rows) == len(expected) == recorded_windows.WINDOWS
+    for row, recorded in zip(rows, expected, strict=True):
+        assert _flat(row) == pytest.approx(_flat(recorded), rel=1e-9)
+
+
+def _flat(value: Any, name: str = "") -> dict[str, float]:
+    if not isinstance(value, dict):
+        return {name: value}
+    return {k: v for key, part in value.items() for k, v in _flat(part, f"{name}/{key}").items()}
