@@ -106,4 +106,6 @@ def test_the_set_up_says_that_rows_must_share_no_samples(
     per_example: str, pieces: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained("independent", rate=0.1, pieces=pieces, steps=4, per_example=per_example, verbose=True)
-    assert capsys.readouterr().err.count("rows that share samples, as after mixup, would give a wrong number") == 1
+    assert (
+        capsys.readouterr().err.count("rows that share samples, as after mixup, or that are not drawn at random") == 1
+    )

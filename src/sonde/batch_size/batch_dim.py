@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from sonde.batch_size.module_hook import is_compiled
+from sonde.batch_size.taps.tap import HOW_TO_COUNT
 from sonde.wording import plural
 
 _N_DIMS: dict[type[nn.Module], int] = {
@@ -31,6 +32,9 @@ _N_DIMS: dict[type[nn.Module], int] = {
 
 class UnclearUnitsError(ValueError):
     """Raised where the witnesses contradict each other. The message says what was seen."""
+
+    remedy = HOW_TO_COUNT
+    """What to do in a loop that calls the probe."""
 
 
 @dataclasses.dataclass(frozen=True)

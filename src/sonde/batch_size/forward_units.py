@@ -39,8 +39,6 @@ UnitsOfForward = Callable[..., Any]
 `CountsOfForward`."""
 UnitsPerPiece = float | Mapping[str, float] | FirstDim | UnitsOfForward | None
 """The units of a piece whose number the user does not give."""
-_MOST_KNOWN = 64
-"""Shapes of batches whose rows are kept in mind."""
 _MOST_OUTPUTS = 8
 """Tensors of what a model returns, from the first on, by which a backward shows that it comes from this forward."""
 
@@ -82,6 +80,16 @@ class _Seen:
 class NotOneForwardError(UnclearUnitsError):
     """Raised where a backward does not come from one forward of the model, called with rows: only a number helps."""
 
+    remedy = (
+        "Pass units_per_piece= a number, or enter 'with probe.piece(units=…):' around the backward of each micro-batch"
+    )
+
+
+class SecondBackwardError(UnclearUnitsError):
+    """Raised where the forward of a backward has had one before, so that both are of one piece."""
+
+    remedy = "Put all backwards of one batch into one 'with probe.piece():'"
+
 
 class ForwardUnits:
     """Counts the units of each forward that builds a graph, for the backward that comes from it.
@@ -102,6 +110,8 @@ class ForwardUnits:
         fast = {part for module in model.modules() if takes_fast_path(module) for part in module.modules()}
         self._layers = [layer for layer in layers if layer not in fast]  # a hook in those would change training
         self._handles: list[RemovableHandle] = []
+        self._taken: list[_Seen] = []
+        """Forwards of the present window whose units were taken, to notice a second backward of one."""
         self.open()
 
     def open(self) -> None:
@@ -132,16 +142,20 @@ class ForwardUnits:
         """The units of the one forward of the backward that has ended.
 
         Raises:
+            SecondBackwardError: where the forward has had a backward before.
             NotOneForwardError: where there was no forward, or several, or one without a tensor that has rows.
             UnclearUnitsError: where rows are counted, and it is not clear which dim they are.
             Exception: what the user's function has raised.
         """
         seen, self._forward.seen = self._forward.seen, []
+        again = any(each.is_reached for each in self._taken)
         if reached := [each for each in seen if each.is_reached]:
             # The backward of the others may still come.
             self._forward.seen = [each for each in seen if not each.is_reached]
             seen = reached
         seen = [each for each in seen if each.is_training] or seen
+        if not seen and again:
+            raise SecondBackwardError("a forward of the model had a second backward")
         if not seen:
             raise NotOneForwardError(
                 "no forward of the model was seen before a backward: the loop calls parts of the model, or the model "
@@ -149,6 +163,8 @@ class ForwardUnits:
             )
         if len(seen) > 1:
             raise NotOneForwardError(f"a backward follows {len(seen)} forwards of the model")
+        self._taken.append(seen[0])
+        seen[0].is_reached = False
         units = seen[0].units
         if isinstance(units, Exception):
             raise units
@@ -158,11 +174,11 @@ class ForwardUnits:
 
     def forget(self) -> None:
         """Forget forwards whose backward has not come, before a declared piece."""
-        self._forward.seen = []
+        self._forward.seen, self._taken = [], []
 
     def begin_window(self, *, is_measured: bool) -> None:
         """Forget forwards of the window before, and count those that come if the window is measured."""
-        self._forward.seen, self._forward.counts = [], is_measured
+        self._forward.seen, self._forward.counts, self._taken = [], is_measured, []
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -202,8 +218,6 @@ class _Forward:
         self._seen_first: list[LayerSaw] = []
         self._compiled: list[nn.Module] = []
         """Layers that know the batch, and have no hook in this forward, since they are compiled."""
-        self._known: dict[Any, int] = {}
-        """Rows that were counted, by what they follow from: see `_key`."""
 
     @property
     def _is_counted(self) -> bool:
@@ -288,25 +302,7 @@ class _Forward:
             return None if n is None else dataclasses.replace(given, units=n)
         return self._rows(output) if _is_first_dim(given) else given
 
-    def _key(self, output: object) -> Any:
-        """What the number of rows follows from where all are plain tensors; None for anything else."""
-        tensors = [output, *self._called_with.values()]
-        if any(type(t) is not Tensor or t.layout is not torch.strided for t in tensors):
-            return None
-        return (*self._called_with, *((t.shape, t.dtype) for t in tensors), *self._layers)
-
     def _rows(self, output: object) -> int | None:
-        key = self._key(output)
-        if key is None or key not in self._known:
-            n = self._counted_rows(output)
-            if key is None or n is None:
-                return n
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
-            self._known[key] = n
-        return self._known[key]
-
-    def _counted_rows(self, output: object) -> int | None:
         is_unseen = self.has_layers_that_know and not self._layers
         try:
             is_single = self._single(first_shape(self._called_with))

@@ -21,7 +21,8 @@ _IN_A_ROW = 3
 _MOST_NAMED = 3
 """Parameters that one message names."""
 _SHARE_NO_SAMPLES = (
-    "rows that share samples, as after mixup, would give a wrong number: accumulate over 2 micro-batches then"
+    "rows that share samples, as after mixup, or that are not drawn at random, as without shuffling, would give a "
+    "wrong number: accumulate over 2 micro-batches, and shuffle"
 )
 
 

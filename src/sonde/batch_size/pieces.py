@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from sonde.batch_size.batch_dim import UnclearUnitsError
-from sonde.batch_size.forward_units import CountsOfForward, ForwardUnits, NotOneForwardError
+from sonde.batch_size.forward_units import CountsOfForward, ForwardUnits
 from sonde.batch_size.loop_watch import LoopWatch
 from sonde.batch_size.pacing import Pacing
 from sonde.batch_size.taps.tap import Problem
@@ -235,14 +235,8 @@ class Pieces:
                 by_units = 1.0 if first is None else first
                 weight = by_units if counts.weight is None else counts.weight
             return piece_counts(first, weight, counts.unit_weights, further)
-        except NotOneForwardError as question:
-            self._question = (
-                f"{question}. Pass units_per_piece= a number, or enter 'with probe.piece(units=…):' around the "
-                "backward of each micro-batch"
-            )
-            return Problem.UNITS_ASKED
         except UnclearUnitsError as question:
-            self._question = str(question)
+            self._question = f"{question}. {question.remedy}"
             return Problem.UNITS_ASKED
         except Exception as error:  # of the user's function, or a number that cannot be
             if self._has_peers:  # they would wait for a rank that raises: the window is dropped

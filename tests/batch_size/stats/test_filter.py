@@ -42,9 +42,6 @@ def numbers_of(levels: Sequence[Level]) -> list[list[float | None]]:
     return [[each.interval.low, each.interval.high, each.b_simple, each.log_error] for each in levels]
 
 
-# Against a naive filter.
-
-
 def read_naively(blocks: Sequence[Block], series: int) -> Level:
     """The level by the definitions, without its median."""
     log_b = [math.log(BATCH) + math.log(1e-3) + i * math.log(1e7) / 200 for i in range(201)]
@@ -104,10 +101,8 @@ def test_levels_are_those_of_a_naive_filter() -> None:
     for series, level in enumerate(levels):
         expected = read_naively(blocks.all, series)
         assert level.interval.status == expected.interval.status
-        names = ["low", "high"]
-        got = [getattr(level.interval, name) for name in names]
-        # Only sums are in another order.
-        assert got == pytest.approx([getattr(expected.interval, name) for name in names], rel=1e-9)
+        got = [level.interval.low, level.interval.high]  # only sums are in another order
+        assert got == pytest.approx([expected.interval.low, expected.interval.high], rel=1e-9)
         if level.b_simple is not None:
             assert expected.interval.low < level.b_simple < expected.interval.high  # type: ignore[operator]
             assert level.log_error == pytest.approx(expected.log_error, rel=1e-9)
@@ -149,6 +144,8 @@ def one_block(x: float, y: float, *, var_x: float, var_y: float, n_windows: int 
     [
         (30.0, 1.0, 4.0, 0.1, "resolved"),
         (30.0, 0.2, 4.0, 0.9, "lower_bound"),
+        (30.0, 0.315, 4.0, 0.9, "lower_bound"),  # ends more than 30 times apart
+        (2.3, 1.0, 50.0, 0.1, "upper_bound"),
         (30.0, -0.1, 4.0, 0.9, "lower_bound"),
         (3.0, 1.0, 400.0, 0.1, "upper_bound"),
         (-0.5, 1.0, 400.0, 0.1, "upper_bound"),
@@ -163,7 +160,8 @@ def test_a_bound_is_fiellers(x: float, y: float, var_x: float, var_y: float, sta
     expected = fieller_interval(
         x, y, var_numerator=var_x / 40, var_denominator=var_y / 40, covariance=0.0, n_samples=40
     )
-    assert expected.status == status
+    is_wide = expected.status == "resolved" and expected.high > 30 * expected.low  # type: ignore[operator]
+    assert expected.status == status or is_wide
     # Where the density falls to e^(−1.96²/2) of its maximum, t is 2.02 at 39 degrees of freedom, and so is Student's
     # 97.5 % quantile. A bound is compared with the maximum at infinity, where r is not 0, so it lies further out.
     if status == "resolved":

@@ -69,6 +69,9 @@ _NORMAL = 1.96
 """Standard errors in half of a 95 % interval."""
 _OUTSIDE = math.exp(-(_NORMAL**2) / 2)
 """A density below this part of its maximum is outside the 95 % interval."""
+_WIDEST = math.log(30)
+"""Between the ends of an interval of log B. If two ends are farther apart, windows have found only one of them: where L
+is flat, the density falls by what was seen before, and ends with the grid."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +209,8 @@ def _level(lowest: float, density: Sequence[float]) -> Level:
     inside = [i for i, p in enumerate(density) if p >= limit]
     low = _crossing(density, inside[0], inside[0] - 1, limit) if inside[0] > 0 else None
     high = _crossing(density, inside[-1], inside[-1] + 1, limit) if inside[-1] < len(density) - 1 else None
+    if low is not None and high is not None and _STEP * (high - low) > _WIDEST:
+        low, high = (low, None) if density[0] < density[-1] else (None, high)
     ends = [None if at is None else math.exp(lowest + _STEP * at) for at in (low, high)]
     interval = _interval(*ends)
     if low is None or high is None:

@@ -265,7 +265,7 @@ _MESSAGES = {
     Problem.NOT_COUNTED: (
         "units_per_piece= could not count a piece, here or on another rank: the logger 'sonde' has shown the error"
     ),
-    Problem.UNITS_ASKED: ("the units of a piece are not clear; the alert 'units' shows why. " + HOW_TO_COUNT),
+    Problem.UNITS_ASKED: "the units of a piece are not clear: probe.alerts['units'] says why, and what to do",
     Problem.OUTSIDE_SCHEDULE: (
         "a pipeline schedule ran outside pieces(), so its micro-batches cannot be told apart: run each step in "
         "'with probe.pieces(n_microbatches):'"

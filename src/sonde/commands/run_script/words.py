@@ -60,6 +60,7 @@ REMEDIES: Mapping[str, str] = {
     "): attach again": "), so the noise scale is that of the other parameters",
     ", pass it too: optimizer=(first, second)": ", these steps are not in the noise scale",
     "pass the optimizers that step to attach as optimizer=, or freeze": "freeze",
+    "probe.alerts['units'] says why, and what to do": "see above",
     HOW_TO_COUNT: "Pass --units-from: a number, NAME:DIM as labels:0, or package.module:function",
     "pass units= to attach, a function of the batch": "pass --units-from package.module:function, a function",
     "units_per_piece=": "--units-from",
