@@ -187,8 +187,9 @@ class RepeatWatch:
             return None
         return (
             f"two pieces of a rank had the same gradient in {share} of the windows, so they are not independent "
-            "samples: does the sampler give one micro-batch twice, or does one batch run backward twice? Check the "
-            "sampler, and put all backwards of one batch into one 'with probe.piece():'"
+            "samples: does the sampler give one micro-batch twice, does one batch run backward twice, or does the "
+            "gradient not depend on the inputs, as when all units of a layer are dead? Check the sampler, and put all "
+            "backwards of one batch into one 'with probe.piece():'"
         )
 
     def ranks_doubt(self) -> str | None:
