@@ -127,7 +127,7 @@ class Readback(Generic[T]):
                 sent.copy.wait()
                 self.seconds_waited += time.perf_counter() - start
             flat_sizes = [size for sizes in sent.sizes for size in sizes]
-            vectors = iter(sent.copy.values.split(flat_sizes))
+            vectors = iter(sent.copy.host.split(flat_sizes))
             for sizes, read in zip(sent.sizes, sent.reads, strict=True):
                 values.append(read([next(vectors) for _ in sizes]))
             del self._copies[0]

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sonde.parallel.devices import to_device, widened
-from sonde.parallel.float_pairs import rounded
+from sonde.parallel.devices import to_device
 
 _N_CONTRASTS = 4
 _COEFFICIENT_BITS, _DIGEST_BITS = 18, 20
@@ -171,7 +170,7 @@ class Ballot:
 
     def slots(self, device: torch.device) -> Tensor:
         """The numbers, [N_SLOTS], for the vector that is reduced."""
-        slots = widened(to_device(torch.tensor(self._numbers, dtype=torch.float64, device="cpu"), device))
+        slots = to_device(torch.tensor(self._numbers, dtype=torch.float64, device="cpu"), device)
         for kind, powers in self._powers.items():
             start = _COPIES_AT + kind * (_N_CONTRASTS + 1)
             if self._uses_max:
@@ -197,7 +196,6 @@ def disagreements(slots: Tensor, *, uses_max: bool) -> Tensor:
         uses_max: the reduction was a maximum, not a sum.
     """
     digests = slots[_DIGEST_AT:_COPIES_AT].view(-1, 2)
-    slots = rounded(slots)  # only the digests have to be exact
     kinds = (slots[_KIND_AT:_DIGEST_AT] > 0).sum(0, keepdim=True) > 1
     copies = slots[_COPIES_AT:_REPLICAS_AT].view(-1, _N_CONTRASTS + 1)
     if uses_max:
@@ -247,7 +245,7 @@ def _neighbours_are_equal(slots: Tensor) -> Tensor:
 
 def _tie_numbers(slots: Tensor) -> Tensor:
     """The numbers of whole stages, then those of each slot for shapes, [1 + shapes, stages]."""
-    rows = rounded(slots)[_TIES_AT:].view(_FIRST_SHAPE + _N_TIES, _N_TIE_STAGES)
+    rows = slots[_TIES_AT:].view(_FIRST_SHAPE + _N_TIES, _N_TIE_STAGES)
     return torch.cat([(rows[_WHOLE] * (rows[_PROOF] > 0)).unsqueeze(0), rows[_FIRST_SHAPE:]])
 
 

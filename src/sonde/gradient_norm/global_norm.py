@@ -153,7 +153,7 @@ def own_square_sums(plan: NormPlan) -> Tensor:
 
 
 def _lacks_float64(plan: NormPlan) -> ValueError | None:
-    """Ranks are compared by sums of whole numbers that must be exact, for which pairs of fp32 are too short."""
+    """Ranks are compared by sums of whole numbers that must be exact, for which fp32 is too short."""
     has_peers = plan.mesh is not None or plan.n_stages > 1 or any(layout.sharding_ranks for layout in plan.layouts)
     if has_float64(plan.device) or not has_peers:
         return None

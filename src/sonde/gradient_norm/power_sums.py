@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from sonde.parallel.devices import accumulation_dtype, widened, zero_sums
-from sonde.parallel.float_pairs import rounded
+from sonde.parallel.devices import accumulation_dtype, to_device, widened, zero_sums
 from sonde.parallel.placements import cut_every
 
 _CHUNK = 2**17
@@ -48,7 +47,7 @@ def power_sum(tensors: Sequence[Tensor], order: float, unit: Tensor | None = Non
         unit: 0-dim, > 0; elements are divided by it first.
 
     Returns:
-        0-dim, fp64 (pairs of fp32 on devices without it), on the tensors' device; NaN if an element is NaN.
+        0-dim, fp64 (fp32 on devices without it), on the tensors' device; NaN if an element is NaN.
     """
     device = tensors[0].device if tensors else torch.device("cpu")
     nothing = zero_sums(device=device)
@@ -58,19 +57,18 @@ def power_sum(tensors: Sequence[Tensor], order: float, unit: Tensor | None = Non
     if not filled:
         return nothing
     if math.isinf(order):
-        return widened(torch.stack([_largest(t) for t in filled]).max())
+        return torch.stack([_largest(t) for t in filled]).max()
     if unit is not None:
-        unit = rounded(unit.to(device))
+        unit = to_device(unit, device)
     if device.type == "cpu":
         sums = [_power(chunk, order, unit) for chunk in _in_fp64(filled)]
         return torch.stack(sums).sum() if sums else nothing
-    # On a GPU, one fused kernel takes all norms in fp64 without a converted copy. It cannot divide by a unit. On a
-    # device without fp64, each norm is in fp32, and their sum is in pairs.
+    # On a GPU, one fused kernel takes all norms in fp64 without a converted copy. It cannot divide by a unit.
     dtype = accumulation_dtype(device)
     if unit is None:
-        return widened(torch.stack(torch._foreach_norm(filled, order, dtype=dtype))).pow(order).sum()
+        return torch.stack(torch._foreach_norm(filled, order, dtype=dtype)).pow(order).sum()
     chunks = (chunk for t in filled for chunk in t.reshape(-1).split(_CHUNK_ON_GPU))
-    return widened(torch.stack([_power(chunk.to(dtype, copy=True), order, unit) for chunk in chunks])).sum()
+    return torch.stack([_power(chunk.to(dtype, copy=True), order, unit) for chunk in chunks]).sum()
 
 
 def is_read_in_blocks(gradient: Tensor) -> bool:
@@ -221,4 +219,4 @@ def _joined(tensors: Sequence[Tensor], into: Tensor) -> Tensor:
 
 def _largest(tensor: Tensor) -> Tensor:
     low, high = torch.aminmax(tensor)
-    return torch.maximum(low.abs(), high.abs()).to(accumulation_dtype(tensor.device))
+    return widened(torch.maximum(low.abs(), high.abs()))

@@ -22,7 +22,7 @@ from torch import Tensor
 from sonde.gradient_norm.agreement import Ballot, Place, tie_slot
 from sonde.gradient_norm.gradient_groups import Collected
 from sonde.gradient_norm.plan import NormPlan
-from sonde.parallel.devices import accumulation_dtype, to_device
+from sonde.parallel.devices import to_device
 
 _SAMPLE = 4096
 _MIN_NONZERO = 8
@@ -105,7 +105,7 @@ def _weights(device: torch.device) -> Tensor:
     """Random, as weights with a pattern have equal sums: those of a progression do for (1, 0, 1) and (0, 2, 0)."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     weights = 1.0 + torch.rand(_SAMPLE, generator=generator, dtype=torch.float64, device="cpu")
-    return to_device(weights.to(accumulation_dtype(device)), device)
+    return to_device(weights, device)
 
 
 def _number(local: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,9 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sonde.parallel import float_pairs, pairs_over_ranks
-from sonde.parallel.float_pairs import FloatPairs
-
 
 def default_device() -> torch.device:
     """The accelerator if there is one, else the CPU."""
@@ -113,13 +110,12 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor on another device; the tensor itself if it is there already.
 
     A copy to the CPU waits, since the values could otherwise be read before they arrive. Every other copy does not. On
-    a device without fp64, fp64 numbers arrive as pairs of fp32.
+    a device without fp64, fp64 numbers arrive in fp32.
     """
     if tensor.device == device:
         return tensor
-    if tensor.dtype == torch.float64 and not (isinstance(tensor, FloatPairs) or has_float64(device)):
-        hi = tensor.to(torch.float32)
-        return FloatPairs(to_device(hi, device), to_device((tensor - hi).to(torch.float32), device))
+    if tensor.dtype == torch.float64:
+        tensor = tensor.to(accumulation_dtype(device))
     if tensor.device.type == "cpu" and runs_beside_host(device) and _can_pin(device.type):
         # Only a copy from pinned memory does not wait. The allocator keeps that memory until the copy is done.
         tensor = tensor.pin_memory()
@@ -131,13 +127,8 @@ class HostCopy:
     """A copy of a tensor on the host, which the device may still be filling."""
 
     host: Tensor
+    """The values; only after they have arrived."""
     copied: torch.Event | None
-    is_pairs: bool = False
-
-    @property
-    def values(self) -> Tensor:
-        """The values; only after they have arrived."""
-        return float_pairs.joined(self.host[0], self.host[1]) if self.is_pairs else self.host
 
     def has_arrived(self) -> bool:
         """Whether the values are there; never waits."""
@@ -151,16 +142,13 @@ class HostCopy:
 
 def start_copy_to_host(tensor: Tensor) -> HostCopy:
     """Start copying a tensor to the host, beside the device's other work."""
-    is_pairs = isinstance(tensor, FloatPairs)
-    if isinstance(tensor, FloatPairs):
-        tensor = torch.stack([tensor.hi, tensor.lo])
     if not runs_beside_host(tensor.device):
-        return HostCopy(tensor.cpu(), None, is_pairs)
+        return HostCopy(tensor.cpu(), None)
     # Only a copy into pinned memory does not wait; the event shows when it is done.
     pins = _can_pin(tensor.device.type)
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pins)
     host.copy_(tensor, non_blocking=pins)
-    return HostCopy(host, record_event(tensor.device), is_pairs)
+    return HostCopy(host, record_event(tensor.device))
 
 
 @functools.cache
@@ -175,18 +163,10 @@ def _can_pin(device_type: str) -> bool:
 
 # The precision of sums.
 
-KEPT_IN_PAIRS: set[str] = set()
-"""Types of devices that have fp64 and whose sums are kept in pairs of fp32 all the same: to compare the two."""
-
-
-def has_float64(device: torch.device) -> bool:
-    """Whether sums on a device are kept in fp64. Otherwise they are kept as pairs of fp32: see `FloatPairs`."""
-    return device.type not in KEPT_IN_PAIRS and _computes_in_float64(device)
-
 
 @functools.cache
-def _computes_in_float64(device: torch.device) -> bool:
-    """Asks the device once, where the answer is not known: some XPUs have no fp64."""
+def has_float64(device: torch.device) -> bool:
+    """Whether a device computes in fp64. Asks it once, where the answer is not known: some XPUs have no fp64."""
     if device.type in ("cpu", "cuda", "mps"):
         return device.type != "mps"
     try:
@@ -196,28 +176,24 @@ def _computes_in_float64(device: torch.device) -> bool:
     return True
 
 
-def exact_bits(device: torch.device, n_ranks: int) -> int:
-    """Bits of whole numbers, as large on one rank as on another, whose sum over ranks is exact on a device."""
-    return 53 - math.ceil(math.log2(n_ranks)) if has_float64(device) else pairs_over_ranks.exact_bits(n_ranks)
-
-
 def accumulation_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of plain tensors in which sums are kept: fp64, or fp32 on devices without it, where fp32 is enough."""
+    """The dtype of sums on a device: fp64, or fp32 on devices without it."""
     return torch.float64 if has_float64(device) else torch.float32
 
 
+def exact_bits(device: torch.device, n_ranks: int) -> int:
+    """Bits of whole numbers, as large on one rank as on another, whose sum over ranks is exact on a device."""
+    return (53 if has_float64(device) else 24) - math.ceil(math.log2(n_ranks))
+
+
 def zero_sums(*shape: int, device: torch.device) -> Tensor:
-    """Zeros to add to, in the precision of sums: fp64, or pairs of fp32 that act as fp64."""
-    if has_float64(device):
-        return torch.zeros(shape, dtype=torch.float64, device=device)
-    return float_pairs.zeros(shape, device)
+    """Zeros to add to, in the dtype of sums."""
+    return torch.zeros(shape, dtype=accumulation_dtype(device), device=device)
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """A tensor in the precision of sums on its device: fp64, or pairs of fp32 that act as fp64."""
-    if isinstance(tensor, FloatPairs) or has_float64(tensor.device):
-        return tensor.to(torch.float64)
-    return float_pairs.widened(tensor)
+    """A tensor in the dtype of sums on its device."""
+    return tensor.to(accumulation_dtype(tensor.device))
 
 
 # Memory and random numbers.

@@ -13,9 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sonde.parallel.float_pairs import FloatPairs
 from sonde.parallel.meshes import ranks_of
-from sonde.parallel.pairs_over_ranks import spread_for_sum
 from sonde.parallel.placements import is_dtensor, is_fsdp1
 
 if TYPE_CHECKING:
@@ -81,8 +79,6 @@ def start_reduce(
     """
     if group is None or group.size() == 1:
         return None
-    if isinstance(packed, FloatPairs):
-        packed = spread_for_sum(packed, group.size() if op == dist.ReduceOp.SUM else 1)
     return cast("dist.Work | None", dist.all_reduce(packed, op=op, group=group, async_op=True))
 
 

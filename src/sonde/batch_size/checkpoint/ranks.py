@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.parallel.devices import to_device, widened
+from sonde.parallel.devices import to_device
 from sonde.parallel.process_groups import start_reduce
 
 _CHUNK_BYTES = 25 * 2**20
@@ -122,7 +122,7 @@ class MeasuringRanks:
     def _sum(self, numbers: list[float]) -> list[float]:
         if self._group is None:
             return numbers
-        vector = widened(to_device(torch.tensor(numbers, dtype=torch.float64, device="cpu"), self._device))
+        vector = to_device(torch.tensor(numbers, dtype=torch.float64, device="cpu"), self._device)
         if (work := start_reduce(vector, self._group)) is not None:
             work.wait()
         return vector.tolist()

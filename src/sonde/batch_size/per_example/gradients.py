@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sonde.parallel.devices import accumulation_dtype
+from sonde.parallel.devices import widened
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ def _sq(values: Tensor) -> Tensor:
     A norm makes no copy of the values, as their squares would.
     """
     norms = torch.linalg.vector_norm(values, 2, -1)
-    return _total(norms.to(accumulation_dtype(norms.device)).square_())
+    return _total(widened(norms).square_())
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:
@@ -315,5 +315,5 @@ def _dot(x: Tensor, y: Tensor) -> Tensor:
 
 def _total(values: Tensor) -> Tensor:
     """The sum over all dims but the first, in fp64 where the device has it: [examples]."""
-    wider = values.to(accumulation_dtype(values.device))
+    wider = widened(values)
     return wider.flatten(1).sum(1) if wider.dim() > 1 else wider

@@ -27,7 +27,7 @@ from sonde.batch_size.per_example.gradients import (
 from sonde.batch_size.per_example.projection import N_PROJECTIONS, Projections, rounding, tolerance
 from sonde.batch_size.per_example.result import PerExampleSquares, Row, assemble
 from sonde.batch_size.per_example.rules import Inputs, NotCoveredError, layer_gradients
-from sonde.parallel.devices import accumulation_dtype, to_device
+from sonde.parallel.devices import to_device, zero_sums
 
 CHANGED_IN_PLACE = "what its layer was called with was changed in place before backward: change a copy instead"
 
@@ -332,7 +332,7 @@ class PieceSums:
             reason_for_all: why nothing is covered, if so.
         """
         device = self._parameters[0].device
-        zeros = torch.zeros(N_PROJECTIONS, dtype=accumulation_dtype(device), device=device)
+        zeros = zero_sums(N_PROJECTIONS, device=device)
         nothing = zeros.new_zeros(n_examples)
         reasons: dict[str, str] = {}
         rows: list[Row] = []

@@ -26,7 +26,7 @@ from sonde.batch_size.per_example.gradients import (
     tensors_of,
     wide,
 )
-from sonde.parallel.devices import accumulation_dtype, to_device
+from sonde.parallel.devices import accumulation_dtype, to_device, widened
 
 N_PROJECTIONS = 4
 _SEED = 20_210_413
@@ -130,7 +130,7 @@ class Projections:
         u, v = self._of(gradients, n_rows, n_columns)
         if n_columns == 1:  # a vector: without a copy for each projection
             vectors = wide(gradients).reshape(-1, n_rows)
-            return linear(vectors, wide(u * v)).to(accumulation_dtype(u.device))
+            return widened(linear(vectors, wide(u * v)))
         return _sum_products(u.T, linear(gradients.reshape(-1, n_rows, n_columns), v), 1)
 
     def _of(self, like: Tensor, n_rows: int, n_columns: int) -> tuple[Tensor, Tensor]:

@@ -16,11 +16,11 @@ from sonde.batch_size.stats.example_order import N_SCORES, OrderScores, order_sc
 from sonde.batch_size.stats.example_sums import ExampleSums
 from sonde.batch_size.taps.tap import ExamplesOfWindow
 from sonde.batch_size.taps.window_sums import PieceCounts, WindowSums, as_vector
-from sonde.parallel.devices import accumulation_dtype, to_device, widened
+from sonde.parallel.devices import exact_bits, to_device, widened, zero_sums
 from sonde.wording import plural
 
-_DIGEST_BITS = 10
-"""Squares of so many bits add up exactly over thousands of ranks, even in fp32."""
+_MOST_DIGEST_BITS, _MOST_RANKS = 10, 4096
+"""Bits of a digest of the covered parameters, or fewer: sums of its squares over so many ranks must be exact."""
 _SEED = 20261122
 NOTHING_COVERED = (
     "no parameter was covered: what layers were called with does not add up to the gradients, as under torch.compile, "
@@ -120,11 +120,11 @@ class ExampleWindow:
         )
         self._names, self._is_sharded = tuple(parameters), is_sharded
         self._device = leaves[0].device
-        dtype = accumulation_dtype(self._device)
         generator = torch.Generator(device="cpu").manual_seed(_SEED)
-        keys = torch.randint(2**_DIGEST_BITS, (len(self._names),), generator=generator, device="cpu")
-        self._keys = to_device(keys.to(dtype), self._device)
-        self._small = torch.zeros(len(self._names), dtype=dtype, device=self._device)
+        self._n_digests = 2 ** min(_MOST_DIGEST_BITS, exact_bits(self._device, _MOST_RANKS) // 2)
+        keys = torch.randint(self._n_digests, (len(self._names),), generator=generator, device="cpu")
+        self._keys = widened(to_device(keys, self._device))
+        self._small = zero_sums(len(self._names), device=self._device)
         self._sq_weight = self._small.new_zeros(())
         self._scores = self._small.new_zeros(N_SCORES)
         self.reasons: dict[str, str] = {}
@@ -243,7 +243,7 @@ class ExampleWindow:
         small, of_pieces, of_window = (
             sums.per_group(values.where(covered, 0.0)) for values in (self._small, sums.sq_norms_over_weight, big)
         )
-        digest = (self._keys * covered).sum().remainder(2**_DIGEST_BITS)
+        digest = (self._keys * covered).sum().remainder(self._n_digests)
         counts = _Counts(
             sq_weight=self._sq_weight,
             n_examples=float(self._n_examples) * has_read,
@@ -258,7 +258,7 @@ class ExampleWindow:
             **dict(zip(("next", "opposite", "half", "n_scores"), self._scores.unbind(), strict=True)),
         )
         numbers = as_vector(_values(counts), self._device)
-        mask = widened(covered.float()) if has_read else numbers.new_zeros(0)
+        mask = widened(covered) if has_read else numbers.new_zeros(0)
         vector = torch.cat([small, of_pieces, numbers, *([of_window] if self._is_sharded else [])])
         # The vector is a copy, so the sums can be zeroed in place.
         self._small.zero_()

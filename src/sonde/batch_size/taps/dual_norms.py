@@ -16,7 +16,7 @@ from sonde.batch_size.taps.further_metrics import Adds
 from sonde.batch_size.taps.metric import CHUNK
 from sonde.batch_size.taps.squared_norms import ROW, absolute_sum, norms
 from sonde.batch_size.taps.tap import Problem
-from sonde.parallel.devices import accumulation_dtype
+from sonde.parallel.devices import widened, zero_sums
 
 _ITERATIONS = {torch.float64: 20, torch.float32: 14}
 """Newton–Schulz iterations. More of them would let rounding grow: negative eigenvalues, by 2.25 in each."""
@@ -35,15 +35,14 @@ class SignMetric:
         """Σ |g_j| of each gradient; small ones share a kernel."""
         device = grads[0].device
         small = [i for i, g in enumerate(grads) if not g.is_sparse and g.numel() and not (g.is_cpu and g.numel() > ROW)]
-        dtype = accumulation_dtype(device)
         if len(small) == len(grads):
-            return norms(grads, 1).to(dtype)
-        found = dict(zip(small, norms([grads[i] for i in small], 1).to(dtype), strict=True)) if small else {}
+            return widened(norms(grads, 1))
+        found = dict(zip(small, widened(norms([grads[i] for i in small], 1)), strict=True)) if small else {}
         return torch.stack([found[i] if i in found else absolute_sum(g) for i, g in enumerate(grads)])
 
     def norm_of_sum(self, index: int, a: Tensor, b: Tensor) -> Tensor:
         """Σ |a_j + b_j|."""
-        total = torch.zeros((), dtype=accumulation_dtype(a.device), device=a.device)
+        total = zero_sums(device=a.device)
         # Chunk by chunk, so that no temporary has the size of a gradient.
         for x, y in zip(a.reshape(-1).split(CHUNK), b.reshape(-1).split(CHUNK), strict=True):
             total += absolute_sum(x + y)
@@ -77,13 +76,13 @@ class SpectralMetric:
 
     def norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> Tensor:
         """The nuclear norm of each matrix that counts, 0 for every other parameter."""
-        zero = torch.zeros((), dtype=accumulation_dtype(grads[0].device), device=grads[0].device)
+        zero = zero_sums(device=grads[0].device)
         counted = [nuclear_norm(g) if i in self._matrices else zero for i, g in zip(indices, grads, strict=True)]
         return torch.stack(counted)
 
     def norm_of_sum(self, index: int, a: Tensor, b: Tensor) -> Tensor:
         """The nuclear norm of a + b."""
-        return nuclear_norm(a, b) if index in self._matrices else a.new_zeros((), dtype=accumulation_dtype(a.device))
+        return nuclear_norm(a, b) if index in self._matrices else zero_sums(device=a.device)
 
     def norm_of_range(self, index: int, values: Tensor, start: int, shape: torch.Size, *, is_known: bool) -> Tensor:
         """Not for some elements of a matrix.
@@ -138,13 +137,13 @@ def nuclear_norm(matrix: Tensor, plus: Tensor | None = None) -> Tensor:
 def _gram(matrix: Tensor, plus: Tensor | None) -> Tensor:
     """The matrix times its transpose, from the side that gives the smaller; [n, n]."""
     is_wide = matrix.shape[0] <= matrix.shape[1]
-    n, dtype = min(matrix.shape), accumulation_dtype(matrix.device)
-    gram = torch.zeros(n, n, dtype=dtype, device=matrix.device)
+    n = min(matrix.shape)
+    gram = zero_sums(n, n, device=matrix.device)
     # Some rows or columns at a time, so that no temporary has the size of a gradient.
     width, dim = max(CHUNK // max(n, 1), 1), 1 if is_wide else 0
     others = [None] * len(matrix.split(width, dim)) if plus is None else plus.split(width, dim)
     for part, more in zip(matrix.split(width, dim), others, strict=True):
-        wide = part.to(dtype) if more is None else part.to(dtype) + more
+        wide = widened(part) if more is None else widened(part) + more
         gram.addmm_(wide, wide.t()) if is_wide else gram.addmm_(wide.t(), wide)
     return gram
 

@@ -19,7 +19,7 @@ from sonde.batch_size.taps.further_sums import FurtherRow
 from sonde.batch_size.taps.tap import ExpertsOfWindow, GradientSummary, Number
 from sonde.batch_size.taps.window_sums import PieceCounts, as_vector
 from sonde.batch_size.taps.witness import Witness
-from sonde.parallel.devices import accumulation_dtype
+from sonde.parallel.devices import widened, zero_sums
 from sonde.parallel.expert_ranks import ExpertRanks
 
 _MOST_PIECES = 256
@@ -53,11 +53,10 @@ class ExpertPieces:
         self._n_further = n_further
         self._experts, self._witness, self._n_groups, self._device = experts, witness, n_groups, device
         self._counts_pieces = counts_pieces and experts.is_first
-        self._dtype = accumulation_dtype(device)
         indices = sorted(experts.indices)
         self._indices = torch.tensor(indices, device=device)
         self._group_index = torch.tensor([group_index[i] for i in indices], device=device)
-        self._is_own = torch.ones(len(group_index), dtype=self._dtype, device=device)
+        self._is_own = zero_sums(len(group_index), device=device).fill_(1.0)
         self._is_own[self._indices] = 0.0
         self.forget()
 
@@ -66,7 +65,7 @@ class ExpertPieces:
         self._squares: list[Tensor] = []
         self._further: list[Tensor] = []
         self._counts: list[Number] = []
-        self._sum = torch.zeros(self._witness.size, dtype=self._dtype, device=self._device)
+        self._sum = zero_sums(self._witness.size, device=self._device)
         self._sum_of_squares = torch.zeros_like(self._sum)
         self._own_elements: Tensor | None = None
 
@@ -99,7 +98,7 @@ class ExpertPieces:
 
     def _per_group(self, squares: Tensor) -> Tensor:
         """The experts' squares, added up per parameter group; [(further metrics,) parameters] → [(…,) groups]."""
-        sums = torch.zeros(*squares.shape[:-1], self._n_groups, dtype=self._dtype, device=self._device)
+        sums = zero_sums(*squares.shape[:-1], self._n_groups, device=self._device)
         return sums.index_add_(-1, self._group_index, squares[..., self._indices])
 
     def split_further(self, norms: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,22 +118,21 @@ class ExpertPieces:
             The vector; and whether these ranks had different numbers of pieces, or too many, 1 or 0, 0-dim.
         """
         n = min(len(self._squares), _MOST_PIECES)
-        table = torch.zeros(3, _MOST_PIECES, dtype=self._dtype, device=self._device)
+        table = zero_sums(3, _MOST_PIECES, device=self._device)
         table[0, :n] = 1.0
         if n:
             table[1:, :n] = as_vector(self._counts[: 2 * n], self._device).view(n, 2).T
         dist.all_reduce(table, group=self._experts.group)
         n_feeding, weight, sq_weight_over_units = table
-        differs = ((n_feeding > 0) & (n_feeding < self._experts.n_ranks)).any().to(self._dtype)
-        differs = differs + float(len(self._squares) > _MOST_PIECES)
+        differs = ((n_feeding > 0) & (n_feeding < self._experts.n_ranks)).any() + float(len(self._squares) > _MOST_PIECES)
         weight = torch.where(n_feeding > 0, weight, 1.0)
-        small = torch.zeros(self._n_groups, dtype=self._dtype, device=self._device)
+        small = zero_sums(self._n_groups, device=self._device)
         further = small.new_zeros(self._n_further, self._n_groups)
         if n:
             small = (torch.stack(self._squares[:n]) / weight[:n, None]).sum(0)
         if n and self._further:
             further = (torch.stack(self._further[:n]) / weight[:n, None, None]).sum(0)
-        counts = torch.stack([(sq_weight_over_units / weight).sum(), (n_feeding > 0).sum().to(self._dtype)])
+        counts = torch.stack([(sq_weight_over_units / weight).sum(), widened((n_feeding > 0).sum())])
         counts *= float(self._counts_pieces)
         vector = torch.cat([small, counts, self._sum, self._sum_of_squares, further.view(-1)])
         self.forget()

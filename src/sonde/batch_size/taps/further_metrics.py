@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sonde.batch_size.taps.second_moments import SecondMoments
 from sonde.batch_size.taps.tap import Problem
-from sonde.parallel.devices import accumulation_dtype, to_device
+from sonde.parallel.devices import to_device, widened, zero_sums
 
 Adds = Literal["squares", "norms"]
 """What adds up over parameters: squared norms, or the norms themselves."""
@@ -89,8 +89,7 @@ class FurtherMetrics:
 
     @staticmethod
     def _stacked(norms: Sequence[Tensor]) -> Tensor:
-        dtype = accumulation_dtype(norms[0].device)
-        return torch.stack([each.to(dtype) for each in norms])
+        return torch.stack([widened(each) for each in norms])
 
     def join(self, parts: Sequence[Norms], n_parameters: int, device: torch.device) -> Tensor:
         """The norms of all parameters, 0 where there is none; [metrics, parameters].
@@ -100,8 +99,7 @@ class FurtherMetrics:
             n_parameters: number of parameters.
             device: of the result.
         """
-        shape = len(self.metrics), n_parameters
-        joined = torch.zeros(shape, dtype=accumulation_dtype(device), device=device)
+        joined = zero_sums(len(self.metrics), n_parameters, device=device)
         if not parts:
             return joined
         norms = torch.cat([to_device(each, device).to(joined.dtype) for _, each in parts], 1)
@@ -119,8 +117,7 @@ class FurtherMetrics:
             n_parameters: number of parameters.
             device: of the result.
         """
-        shape = len(self.metrics), n_parameters
-        sums = torch.zeros(shape, dtype=accumulation_dtype(device), device=device)
+        sums = zero_sums(len(self.metrics), n_parameters, device=device)
         if not parts:
             return sums
         norms = to_device(torch.cat([each for _, each in parts], 1), device).to(sums.dtype)

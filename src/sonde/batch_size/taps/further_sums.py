@@ -11,7 +11,7 @@ from torch import Tensor
 from sonde.batch_size.stats.window_row import Drop, WindowRow
 from sonde.batch_size.taps.further_metrics import Adds, FurtherMetrics
 from sonde.batch_size.taps.tap import Number, Problem
-from sonde.parallel.devices import accumulation_dtype, to_device
+from sonde.parallel.devices import to_device, zero_sums
 
 _PROBLEMS = (Problem.NO_SECOND_MOMENT, Problem.MOMENT_CUT_APART)
 """Problems that one metric may have alone."""
@@ -37,8 +37,7 @@ class FurtherSums:
         self._small = self._zeros()
 
     def _zeros(self) -> Tensor:
-        shape = len(self._further.metrics), self._n_groups + 1
-        return torch.zeros(shape, dtype=accumulation_dtype(self._device), device=self._device)
+        return zero_sums(len(self._further.metrics), self._n_groups + 1, device=self._device)
 
     def add(self, norms: Tensor, weight: Number) -> None:
         """Add one piece.

@@ -12,7 +12,7 @@ from sonde.batch_size.taps.further_metrics import Adds
 from sonde.batch_size.taps.second_moments import MomentPart, SecondMoments
 from sonde.batch_size.taps.squared_norms import Part, gradient_parts, norms, roots
 from sonde.batch_size.taps.tap import Problem
-from sonde.parallel.devices import accumulation_dtype, to_device
+from sonde.parallel.devices import to_device, zero_sums
 
 MetricName = Literal["euclidean", "adam", "sign", "spectral"]
 
@@ -64,7 +64,7 @@ class Euclidean:
 
     def dot(self, index: int, a: Tensor, b: Tensor) -> Tensor:
         """Σ a_j b_j."""
-        total = torch.zeros((), dtype=accumulation_dtype(a.device), device=a.device)
+        total = zero_sums(device=a.device)
         # Upcast chunk by chunk, so that no temporary has the size of a gradient.
         for x, y in zip(a.reshape(-1).split(CHUNK), b.reshape(-1).split(CHUNK), strict=True):
             total += (x.to(total.dtype) * y).sum()
@@ -125,7 +125,7 @@ class AdamMetric:
 
     def norm_of_range(self, index: int, values: Tensor, start: int, shape: torch.Size, *, is_known: bool) -> Tensor:
         """√(Σ P_j g_j²) of some elements that follow each other in a gradient."""
-        total = torch.zeros((), dtype=accumulation_dtype(values.device), device=values.device)
+        total = zero_sums(device=values.device)
         moments = self.moments.of_leaf(index)
         if not moments and not is_known:  # a parameter that is never reached has no second moment, and needs none
             return torch.where(values.any(), torch.nan, total)
@@ -144,7 +144,7 @@ class AdamMetric:
 
     def _product(self, index: int, a: Tensor, b: Tensor, moments: Sequence[MomentPart]) -> Tensor:
         """Σ P_j a_j b_j; NaN where the second moment is not known."""
-        total = torch.zeros((), dtype=accumulation_dtype(a.device), device=a.device)
+        total = zero_sums(device=a.device)
         if not self._may_weigh(moments, a.shape):
             return total.fill_(torch.nan)
         correction, eps = self.moments.scale(index)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.parallel.devices import accumulation_dtype, is_capturing
+from sonde.parallel.devices import is_capturing, widened
 from sonde.parallel.meshes import ranks_of
 from sonde.parallel.placements import gathered_axis, is_dtensor, local_tensor, spec_of
 
@@ -298,7 +298,7 @@ class SecondMoments:
         # a tensor on the device without being read on the host.
         step = self.optimizer.state[self._parameters[index]]["step"]
         if isinstance(step, Tensor):  # in fp32, 1 − β₂ of the first step would keep 4 digits
-            step = step.to(accumulation_dtype(step.device))
+            step = widened(step)
         return (1.0 - group["betas"][1] ** step) ** 0.5, group["eps"]
 
     def own(self, index: int) -> list[MomentPart]:

@@ -25,7 +25,6 @@ from sonde.batch_size.taps.further_sums import FurtherSums
 from sonde.batch_size.taps.tap import ExamplesOfWindow, ExpertsOfWindow, GradientSummary, Number, Problem
 from sonde.parallel.data_ranks import DataRanks
 from sonde.parallel.devices import is_at_hand, to_device, widened, zero_sums
-from sonde.parallel.float_pairs import rounded
 
 
 @dataclass(frozen=True)
@@ -221,9 +220,9 @@ class WindowSums:
         sq_norm = self._add_gradient(gradient, counts.weight)
         self.count(counts)
         if len(self._compared) < _MOST_COMPARED:
-            self._compared.append(rounded(gradient.witness / counts.weight))
+            self._compared.append(gradient.witness / counts.weight)
             if not isinstance(counts.units, Tensor):
-                self._sizes.append(rounded(sq_norm / counts.weight / counts.weight))
+                self._sizes.append(sq_norm / counts.weight / counts.weight)
                 self._units_of_pieces.append(counts.units)
 
     def count(self, counts: PieceCounts) -> None:
@@ -342,7 +341,7 @@ class WindowSums:
         """This rank's mark in its own place, so that the sum over ranks holds the marks of all; [2 · marked ranks]."""
         marks = self._witness.new_zeros(self._n_marked, 2)
         if self._data.counts_pieces and self._data.rank < self._n_marked:
-            marks[self._data.rank] = rank_mark(rounded(self._witness))
+            marks[self._data.rank] = rank_mark(self._witness)
         return marks.view(-1)
 
 
@@ -434,7 +433,7 @@ def as_vector(numbers: Sequence[Number], device: torch.device) -> Tensor:
     on_device = {i: n for i, n in enumerate(numbers) if isinstance(n, Tensor) and n.device.type == device.type}
     values = [0.0 if i in on_device else float(n) for i, n in enumerate(numbers)]
     # device="cpu" is explicit, since the user may have set another default device.
-    vector = widened(to_device(torch.tensor(values, dtype=torch.float64, device="cpu"), device))
+    vector = to_device(torch.tensor(values, dtype=torch.float64, device="cpu"), device)
     for i, n in on_device.items():
         vector[i] = n
     return vector
