@@ -26,7 +26,6 @@ import sonde
 from sonde.batch_size.per_example import norms
 from sonde.gradient_norm.plan import NormPlan
 from sonde.parallel import devices
-from sonde.parallel.float_pairs import FloatPairs
 from tests.recorded_graphs import RecordedGraph
 
 DEVICE = torch.device("meta")
@@ -126,8 +125,6 @@ class DeviceTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if any(issubclass(t, FloatPairs) for t in types):
-            return NotImplemented
         raise AssertionError(f"{function} was called outside of PretendDevice")
 
 
@@ -195,6 +192,15 @@ class PretendStream:
 
     def __exit__(self, *_: object) -> None:
         pass
+
+
+_unscale = torch.amp.GradScaler.unscale_
+
+
+def _unscale_as_on_mps(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """torch divides by the scale in fp64, except on a device that is called "mps"."""
+    with mock.patch.object(Tensor, "double", lambda scale: scale):
+        _unscale(scaler, optimizer)
 
 
 class PretendDevice(TorchDispatchMode):
@@ -266,8 +272,6 @@ class PretendDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if any(issubclass(t, FloatPairs) for t in types):
-            return NotImplemented  # which calls back with its two halves
         is_pinned = bool(kwargs.pop("pin_memory", False))
         name, to = function.overloadpacket.__name__, kwargs.get("device")
         has_device = any(is_device_tensor(x) for x in tree_leaves((args, kwargs)))
@@ -308,6 +312,10 @@ class PretendDevice(TorchDispatchMode):
             return kwargs["out"]
         if not on_device or name in ("record_stream",):
             return result
+        if not self.has_float64 and any(
+            isinstance(x, Tensor) and x.dtype == torch.float64 for x in tree_leaves(result)
+        ):
+            raise TypeError(f"{name} makes a float64 tensor on a device that has no float64")
         made = tree_map(lambda x: DeviceTensor(x) if isinstance(x, Tensor) else x, result)
         if name == "scalar_tensor":
             made.is_number = True
@@ -336,6 +344,9 @@ class PretendDevice(TorchDispatchMode):
         self._patches.enter_context(mock.patch.object(torch, "Event", PretendEvent))
         # Before torch forks random numbers, it looks for the device's module, which has none of its own here.
         self._patches.enter_context(mock.patch.object(torch, DEVICE.type, SimpleNamespace(), create=True))
+        if not self.has_float64:
+            unscale = mock.patch.object(torch.amp.GradScaler, "unscale_", _unscale_as_on_mps)
+            self._patches.enter_context(unscale)
         # A plan leaves out what is on "meta", since it has no values: here it has.
         self._patches.enter_context(mock.patch.object(NormPlan, "_device_of_sums", return_value=DEVICE))
         # Single examples are not read from tensors of unknown classes.

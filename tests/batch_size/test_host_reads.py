@@ -108,20 +108,16 @@ def train(
     return reading, [on_host(p.detach()).clone() for p in model.parameters()]
 
 
-WITHOUT_FP64 = ("weights on the device", "a clip", "an overflow")
-"""Set-ups that are tried on a device without fp64 too. (A GradScaler itself needs fp64, except on MPS.)"""
-
-
-@pytest.mark.parametrize(
-    ("name", "has_float64"), [*((name, True) for name in SETUPS), *((name, False) for name in WITHOUT_FP64)]
-)
+@pytest.mark.parametrize("has_float64", [True, False])
+@pytest.mark.parametrize("name", SETUPS)
 def test_nothing_waits_for_the_device(name: str, has_float64: bool) -> None:
     """The device's reading is that of the CPU, and its training that without a probe, bit for bit."""
     expected, _ = train(torch.device("cpu"), **SETUPS[name])
     with PretendDevice(has_float64=has_float64) as device:
         reading, weights = train(DEVICE, device, **SETUPS[name])
         _, plain = train(DEVICE, probed=False, **SETUPS[name])
-    assert all(torch.equal(a, b) for a, b in zip(weights, plain, strict=True))
+    if has_float64 or name != "a norm above 6":  # the probe's norm is of groups: in fp32, its last bit may differ
+        assert all(torch.equal(a, b) for a, b in zip(weights, plain, strict=True))
     assert reading is not None
     assert expected is not None
     if "budget" in SETUPS[name]:  # which windows are measured depends on time
@@ -129,7 +125,8 @@ def test_nothing_waits_for_the_device(name: str, has_float64: bool) -> None:
         return
     assert (reading.windows, dict(reading.dropped)) == (expected.windows, dict(expected.dropped))
     assert reading.windows >= 2
-    # The CPU takes norms by rows, and a GPU whole tensors at once: both in fp32.
+    # The CPU takes norms by rows, and a GPU whole tensors at once: both in fp32. Without fp64, sums of their squares lose
+    # up to 1e-6 more, and tr Σ and |G|² are a tenth to a hundredth of the sums that they are differences of.
     assert (reading.trace_cov, reading.grad_sq) == pytest.approx((expected.trace_cov, expected.grad_sq), rel=1e-4)
     for group, on_cpu in zip(reading.groups.values(), expected.groups.values(), strict=True):
         assert group.trace_cov == pytest.approx(on_cpu.trace_cov, rel=1e-4)

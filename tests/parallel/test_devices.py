@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from sonde.batch_size.window_clock import DeviceMark, HostMark, WindowClock, marks_of
 from sonde.parallel import devices
-from sonde.parallel.float_pairs import FloatPairs
 from tests.pretend_device import DEVICE, PretendDevice, PretendEvent, on_host
 
 CPU = torch.device("cpu")
@@ -38,27 +36,25 @@ def test_a_copy_to_the_host_arrives_later_and_whole() -> None:
         assert torch.isnan(copy.host).all()
         device.catch_up()
         assert copy.has_arrived()
-        assert copy.values.tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert copy.host.tolist() == [0.0, 1.0, 2.0, 3.0]
         late = devices.start_copy_to_host(x + 1)
         late.wait()
-        assert late.values.tolist() == [1.0, 2.0, 3.0, 4.0]
+        assert late.host.tolist() == [1.0, 2.0, 3.0, 4.0]
         assert device.reads  # it was waited for, and that was noticed
 
 
-def test_fp64_numbers_arrive_in_pairs_where_there_is_no_fp64() -> None:
+def test_fp64_numbers_arrive_in_fp32_where_there_is_no_fp64() -> None:
     numbers = torch.tensor([1.0 + 2.0**-40, 1e-30, -3.3], dtype=torch.float64)
     with PretendDevice(has_float64=False):
         assert not devices.has_float64(DEVICE)
         assert devices.accumulation_dtype(DEVICE) == torch.float32
-        pairs = devices.to_device(numbers, DEVICE)
-        assert isinstance(pairs, FloatPairs)
-        both = [on_host(half).double() for half in (pairs.hi, pairs.lo)]
-        torch.testing.assert_close(both[0] + both[1], numbers, rtol=1e-14, atol=0.0)
-        assert isinstance(devices.widened(torch.zeros(2, device=DEVICE)), FloatPairs)
+        assert torch.equal(on_host(devices.to_device(numbers, DEVICE)), numbers.float())
+        assert devices.widened(torch.zeros(2, device=DEVICE)).dtype == torch.float32
+        assert devices.zero_sums(2, device=DEVICE).dtype == torch.float32
+        assert (devices.exact_bits(DEVICE, 1), devices.exact_bits(DEVICE, 1000)) == (24, 14)
     with PretendDevice():
         assert devices.has_float64(DEVICE)
-        plain: Tensor = devices.to_device(numbers, DEVICE)
-        assert torch.equal(on_host(plain), numbers)
+        assert torch.equal(on_host(devices.to_device(numbers, DEVICE)), numbers)
 
 
 def test_events_without_timing_leave_the_clock_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

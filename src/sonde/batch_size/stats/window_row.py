@@ -19,6 +19,9 @@ from sonde.batch_size.stats.scale_witness import ScaleReading
 _ROUNDING_OF_SQUARES = 1e-2
 """Relative rounding allowed in |F|²: squares are in fp32, and gradients may have been added up in 16 bits."""
 
+_LEAST_IN_FP32 = 1e-3
+"""Smallest part of the pieces' squares that is their noise, where sums are in fp32: 10,000 parameters lose 1e-5."""
+
 _MIN, _MAX = 1e-100, 1e100
 """Range in which weights, units and squares can be multiplied without overflow or underflow in float64."""
 
@@ -67,6 +70,7 @@ class WindowRow:
         experts: of experts that several ranks feed, and the other numbers are of the rest; None without experts.
         whole: Σ |h_k|²/w_k and |F|² of the whole model, in a metric in which squares of groups do not add up to them;
             None otherwise.
+        in_fp32: whether its sums were kept in fp32, on a device without fp64.
     """
 
     sq_norm_over_weight: Sequence[float]
@@ -95,6 +99,7 @@ class WindowRow:
     examples: ExampleSums | None = None
     experts: ExpertSums | None = None
     whole: tuple[float, float] | None = None
+    in_fp32: bool = False
 
     def pieces(self, sq_norm_over_weight: float) -> PieceSums:
         """The sums that the noise scale is solved from, for one parameter group's Σ |h_k|²/w_k."""
@@ -217,4 +222,17 @@ def _gradient_unusable(row: WindowRow, scale: ScaleReading, least_sq_norm: float
             f"the gradient is larger than the sum of its pieces can be, in elements that are not compared: "
             f"{likely_cause}",
         )
-    return None
+    return _lost_in_fp32(row, scale.scale) if row.in_fp32 else None
+
+
+def _lost_in_fp32(row: WindowRow, scale: float) -> Drop | None:
+    """Whether rounding hides the noise: it is a difference of sums that agree in their first digits."""
+    measured = row.examples or row
+    small = measured.weight * sum(measured.sq_norm_over_weight)
+    if small - sum(measured.sq_norm_big) / scale**2 >= _LEAST_IN_FP32 * small:
+        return None
+    return Drop(
+        "precision",
+        "pieces differ by too little for sums in fp32, and this device has no fp64: do they hold the same data? "
+        "If not, batches are far larger than B_simple",
+    )

@@ -33,7 +33,6 @@ class SignMetric:
 
     def norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> Tensor:
         """Σ |g_j| of each gradient; small ones share a kernel."""
-        device = grads[0].device
         small = [i for i, g in enumerate(grads) if not g.is_sparse and g.numel() and not (g.is_cpu and g.numel() > ROW)]
         if len(small) == len(grads):
             return widened(norms(grads, 1))

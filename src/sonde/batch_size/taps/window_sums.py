@@ -386,6 +386,7 @@ def read_row(
         ran_forward=n_met[Problem.FORWARD_ALONE] > 0,
         n_units=n_units,
         further_units=further.tolist(),
+        in_fp32=packed.dtype == torch.float32,
         rank_sq_weight_over_units=rank_sq_weight_over_units,
         problems=[drop for p, drop in drops.items() if not p.only_explains],
         explanations=[drop for p, drop in drops.items() if p.only_explains],

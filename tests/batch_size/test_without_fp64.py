@@ -1,0 +1,164 @@
+"""A device without fp64 keeps sums in fp32: it reads what fp64 reads, up to rounding, or says why it cannot.
+
+`test_host_reads.py` has whole runs there: pieces, examples, metrics, clips, a GradScaler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from sonde.batch_size.taps.squared_norms import add_squares
+from sonde.batch_size.taps.tap import GradientSummary, Problem
+from sonde.batch_size.taps.window_sums import WindowSums, piece_counts, read_row
+from sonde.gradient_norm import global_norm
+from sonde.parallel import devices
+from tests.batch_size.loops import Recording, attached, batch, mean_loss, small_model
+from tests.batch_size.test_host_reads import train
+from tests.mutants import Mutant
+from tests.pretend_device import DEVICE, PretendDevice
+from tests.ranks import Ranks, mesh_of
+
+
+@contextlib.contextmanager
+def no_float64(*, on: bool = True) -> Iterator[None]:
+    """sonde takes the CPU for a device without fp64; ranks of gloo have no other device."""
+    with contextlib.ExitStack() as patches:
+        for module in (devices, global_norm) if on else ():
+            patches.enter_context(mock.patch.object(module, "has_float64", return_value=False))
+        yield
+
+
+FLOAT64 = [
+    Mutant(
+        "sums are kept in fp64 everywhere",
+        "sonde.parallel.devices:accumulation_dtype",
+        "torch.float64 if has_float64(device) else torch.float32",
+        "torch.float64",
+    ),
+    Mutant(
+        "a piece's squares are summed in fp64",
+        "sonde.batch_size.taps.window_sums:WindowSums._add_gradient",
+        "gradient.sq_norms.sum()",
+        "gradient.sq_norms.sum(dtype=torch.float64)",
+    ),
+    Mutant(
+        "a 0-dim number of the host widens another",
+        "sonde.batch_size.taps.window_sums:WindowSums._add_gradient",
+        "self._squares += sq_norm",
+        "self._squares += torch.mul(sq_norm, torch.ones((), dtype=torch.float64, device='cpu'))",
+    ),
+]
+
+
+@pytest.mark.parametrize("mutant", FLOAT64, ids=lambda mutant: mutant.name)
+def test_the_pretended_device_refuses_every_float64_tensor(mutant: Mutant) -> None:
+    with mutant.applied(), PretendDevice(has_float64=False) as device, pytest.raises(TypeError, match="float64"):
+        train(DEVICE, device, clip=1.0)
+
+
+def test_pieces_that_fp32_cannot_tell_apart_give_a_reason() -> None:
+    """In fp64, the same data in all pieces show as differences of rounding only. In fp32, noise could be as small."""
+    with PretendDevice(has_float64=False):
+        model = small_model().to(DEVICE)
+        with attached(model) as probe:
+            x, y = (t.to(DEVICE) for t in batch(4, torch.Generator(device="cpu").manual_seed(0)))
+            for _ in range(2):
+                for _ in range(3):
+                    with probe.piece(units=4):
+                        mean_loss(model, x, y).backward()
+                probe.step()
+                model.zero_grad()
+            reading = probe.reading()
+    assert (reading.windows, reading.b_simple) == (0, None)
+    (reason,) = reading.dropped
+    assert "too little for sums in fp32, and this device has no fp64: do they hold the same data?" in reason
+
+
+def test_numbers_that_the_host_knows_are_not_rounded() -> None:
+    sink = Recording()
+    with PretendDevice(has_float64=False):
+        model = small_model().to(DEVICE)
+        with attached(model, sinks=[sink], log_every=1) as probe:
+            for _ in range(2):
+                x, y = (t.to(DEVICE) for t in batch(4, torch.Generator(device="cpu").manual_seed(0)))
+                with probe.piece(units=4):
+                    mean_loss(model, x, y).backward()
+                probe.log(rate=0.1, on_device=torch.tensor(3.0, device="cpu").to(DEVICE))
+            probe.step()
+    metrics = sink.of_kind("reading")[0]["metrics"]
+    assert (metrics["rate"], metrics["on_device"]) == (0.1, 3.0)
+
+
+def squares_of(n_parameters: int, n_pieces: int) -> tuple[float, float]:
+    """S and B of one group of parameters whose sizes differ by 1e4, by the probe's own sums."""
+    generator = torch.Generator().manual_seed(0)
+    truth = 10.0 ** (4.0 * torch.rand(n_parameters, 1, generator=generator) - 3.0) * torch.ones(4)
+    owners, total, cpu = tuple(range(n_parameters)), torch.zeros(n_parameters, 4).double(), torch.device("cpu")
+    sums = WindowSums([0] * n_parameters, n_groups=1, n_witness=1, device=cpu)
+    for _ in range(n_pieces):
+        piece = truth * (1.0 + torch.randn(truth.shape, generator=generator))
+        total += piece
+        squares = add_squares(n_parameters, [(owners, piece.norm(dim=1))], cpu)
+        sums.add(GradientSummary(squares, squares.new_zeros(1)), piece_counts(2.0, 1.0, None))
+    big = sums.per_group(add_squares(n_parameters, [(owners, total.norm(dim=1).float())], cpu))
+    row = read_row(sums.pack([0] * len(Problem)), big, torch.zeros(1), {})
+    return row.weight * row.sq_norm_over_weight[0], row.sq_norm_big[0]
+
+
+@pytest.mark.parametrize(("n_parameters", "n_pieces"), [(1000, 300), (10_000, 4), (10, 3000)])
+def test_squares_lose_a_hundred_thousandth(n_parameters: int, n_pieces: int) -> None:
+    """docs/limits.md: 1e-5 for 10,000 parameters, added up one after another. 2e-5 leaves room for another order."""
+    exact = squares_of(n_parameters, n_pieces)
+    with no_float64():
+        assert squares_of(n_parameters, n_pieces) == pytest.approx(exact, rel=2e-5)
+
+
+def _on_ranks(how: str, clips: bool) -> Any:
+    """tr Σ and |G|² of the total, then of each group: with fp64 and without; or the message of a clip without."""
+    readings = []
+    for on in (False, True):
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2))
+        model = DistributedDataParallel(model) if how == "ddp" else fully_shard(model, mesh=mesh_of((2,)))
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        with no_float64(on=on), attached(model, groups=str) as probe:
+            for _ in range(4):
+                for n in (2, 3):
+                    with probe.piece(units=n, weight=n):
+                        model(torch.randn(n, 6, generator=generator)).square().sum().backward()
+                if on and clips:
+                    try:
+                        probe.clip_grad_norm_(1.0)
+                    except ValueError as error:
+                        return str(error)
+                probe.step()
+                model.zero_grad()
+            reading = probe.reading()
+            assert (reading.windows, len(probe.alerts)) == (4, 0)
+            readings.append([(g.trace_cov, g.grad_sq) for g in (reading, *reading.groups.values())])
+    return readings
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_ranks_sum_in_fp32(ranks2: Ranks, how: str) -> None:
+    for exact, found in ranks2(_on_ranks, how, False):
+        assert exact != found  # otherwise both were in fp64
+        for got, expected in zip(found, exact, strict=True):
+            # Sums of a few squares lose 1e-7 each, and tr Σ and |G|² are a tenth of what they are differences of.
+            assert got == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_norm_over_ranks_without_fp64_is_refused(ranks2: Ranks) -> None:
+    """The ranks are compared by whole numbers that fp32 cannot add exactly: a false alarm would stop a run."""
+    for message in ranks2(_on_ranks, "fsdp2", True):
+        assert "a norm over several ranks needs fp64, which cpu has not: clip by torch.nn.utils" in message
