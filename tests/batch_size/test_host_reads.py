@@ -125,8 +125,8 @@ def test_nothing_waits_for_the_device(name: str, has_float64: bool) -> None:
         return
     assert (reading.windows, dict(reading.dropped)) == (expected.windows, dict(expected.dropped))
     assert reading.windows >= 2
-    # The CPU takes norms by rows, and a GPU whole tensors at once: both in fp32. Without fp64, sums of their squares lose
-    # up to 1e-6 more, and tr Σ and |G|² are a tenth to a hundredth of the sums that they are differences of.
+    # The CPU takes norms by rows, and a GPU whole tensors at once: both in fp32. Without fp64, sums of squares lose up
+    # to 1e-6 more, and tr Σ and |G|² are a tenth to a hundredth of the sums that they are differences of.
     assert (reading.trace_cov, reading.grad_sq) == pytest.approx((expected.trace_cov, expected.grad_sq), rel=1e-4)
     for group, on_cpu in zip(reading.groups.values(), expected.groups.values(), strict=True):
         assert group.trace_cov == pytest.approx(on_cpu.trace_cov, rel=1e-4)
@@ -181,6 +181,34 @@ READS = [
 @pytest.mark.parametrize("mutant", READS, ids=lambda mutant: mutant.name)
 def test_a_read_is_noticed(mutant: Mutant) -> None:
     with mutant.applied(), PretendDevice() as device, pytest.raises(HostReadError):
+        train(DEVICE, device, clip=1.0)
+
+
+FLOAT64 = [
+    Mutant(
+        "sums are kept in fp64 everywhere",
+        "sonde.parallel.devices:accumulation_dtype",
+        "torch.float64 if has_float64(device) else torch.float32",
+        "torch.float64",
+    ),
+    Mutant(
+        "a piece's squares are summed in fp64",
+        "sonde.batch_size.taps.window_sums:WindowSums._add_gradient",
+        "gradient.sq_norms.sum()",
+        "gradient.sq_norms.sum(dtype=torch.float64)",
+    ),
+    Mutant(
+        "a 0-dim number of the host widens another",
+        "sonde.batch_size.taps.window_sums:WindowSums._add_gradient",
+        "self._squares += sq_norm",
+        "self._squares += torch.mul(sq_norm, torch.ones((), dtype=torch.float64, device='cpu'))",
+    ),
+]
+
+
+@pytest.mark.parametrize("mutant", FLOAT64, ids=lambda mutant: mutant.name)
+def test_the_pretended_device_refuses_every_float64_tensor(mutant: Mutant) -> None:
+    with mutant.applied(), PretendDevice(has_float64=False) as device, pytest.raises(TypeError, match="float64"):
         train(DEVICE, device, clip=1.0)
 
 
