@@ -97,12 +97,9 @@ class Delivery:
             known: what the host knows of it.
         """
         # `read` must not hold the window itself, so that its memory is freed once it is sent.
-        sizes, adds = window.witness_sizes, self._adds
-        # What the host knows does not travel: a device without fp64 would round it.
-        kind = self._device.type
-        on_device = {name: n for name, n in scalars.items() if isinstance(n, Tensor) and n.device.type == kind}
-        names = tuple(on_device)
-        known_scalars = {name: 0.0 if name in on_device else float(n) for name, n in scalars.items()}
+        names, sizes, adds = tuple(scalars), window.witness_sizes, self._adds
+        # As the host knows them: a device without fp64 rounds them.
+        on_host = {name: n for name, n in scalars.items() if not isinstance(n, Tensor)}
         n_further_units, n_frozen = window.n_further_units, window.n_frozen
         has_examples, has_experts = window.examples is not None, window.experts is not None
 
@@ -120,12 +117,12 @@ class Delivery:
                 example_row = read_examples(examples, row.sq_norm_big, weight=row.weight, n_pieces=row.n_pieces)
             elif has_experts:
                 row, further = with_experts(row, further, ExpertsOfWindow(*of_part))
-            by_name = known_scalars | dict(zip(names, values.tolist(), strict=True))
+            by_name = dict(zip(names, values.tolist(), strict=True)) | on_host
             of_window = replace(known, rate=by_name.pop(RATE)) if RATE in by_name else known
             return MeasuredWindow(row, of_window, by_name, costs, frozen, example_row, further)
 
         vectors = [window.packed, window.sq_norm_big, window.witness_final]
-        vectors += [as_vector(list(on_device.values()), self._device), *(window.further or ())]
+        vectors += [as_vector(list(scalars.values()), self._device), *(window.further or ())]
         if window.examples is not None:
             vectors += [window.examples.vector, window.examples.covered]
             if window.examples.sq_norm_big is not None:

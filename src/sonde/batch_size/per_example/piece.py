@@ -331,8 +331,7 @@ class PieceSums:
             reason_for_unseen: why a parameter's gradient may be seen by no rule.
             reason_for_all: why nothing is covered, if so.
         """
-        device = self._parameters[0].device
-        zeros = zero_sums(N_PROJECTIONS, device=device)
+        zeros = zero_sums(N_PROJECTIONS, device=self._parameters[0].device)
         nothing = zeros.new_zeros(n_examples)
         reasons: dict[str, str] = {}
         rows: list[Row] = []
@@ -347,7 +346,7 @@ class PieceSums:
             seen = zeros if sums.whole is None or sums.seen is None else sums.seen
             parameter = self._parameters[index]
             dtypes = [parameter.dtype, *sums.dtypes]
-            row, whole, seen = (to_device(t, device) for t in (row, whole, seen))
+            row, whole, seen = (to_device(t, zeros.device) for t in (row, whole, seen))
             rows.append(Row(row, whole, seen, tolerance(dtypes, parameter.device), rounding(dtypes)))
         projections = self._projected.get(n_examples, zeros.new_zeros(n_examples, N_PROJECTIONS))
         self.new_piece()

@@ -213,7 +213,7 @@ class ExampleWindow:
         self.reasons |= squares.reasons
         weights = _weights_of_examples(counts, n, self._small)
         over_weight = torch.where(weights > 0, squares.sq_norms / weights, squares.sq_norms * 0.0).sum(1)
-        self._small += over_weight if unscale is None else over_weight * unscale.to(over_weight.dtype).square()
+        self._small += over_weight if unscale is None else over_weight * unscale.square()
         self._sq_weight += weights.square().sum()
         of_gradients = torch.where(weights[:, None] > 0, squares.projections / weights[:, None], 0.0)
         self._scores += order_scores(of_gradients)
@@ -278,12 +278,9 @@ class ExampleWindow:
 def _weights_of_examples(counts: PieceCounts, n: int, like: Tensor) -> Tensor:
     """w_b, each example's part of its piece's weight: [examples]."""
     if counts.unit_weights is None:
-        return torch.ones(n, dtype=like.dtype, device=like.device) / n * counts.weight
-    own = (
-        as_vector(counts.unit_weights, like.device)
-        if not isinstance(counts.unit_weights, Tensor)
-        else (to_device(counts.unit_weights.detach(), like.device).to(like.dtype))
-    )
+        return like.new_ones(n) / n * counts.weight
+    own = counts.unit_weights
+    own = widened(to_device(own.detach(), like.device)) if isinstance(own, Tensor) else as_vector(own, like.device)
     return own / own.sum() * counts.weight
 
 

@@ -222,17 +222,16 @@ def _gradient_unusable(row: WindowRow, scale: ScaleReading, least_sq_norm: float
             f"the gradient is larger than the sum of its pieces can be, in elements that are not compared: "
             f"{likely_cause}",
         )
-    return _lost_in_fp32(row, scale.scale) if row.in_fp32 else None
+    if row.in_fp32 and _is_lost_in_fp32(row.examples or row, scale.scale):
+        return Drop(
+            "precision",
+            "pieces differ by too little for sums in fp32, and this device has no fp64: do they hold the same data? "
+            "If not, batches are far larger than B_simple",
+        )
+    return None
 
 
-def _lost_in_fp32(row: WindowRow, scale: float) -> Drop | None:
-    """Whether rounding hides the noise: it is a difference of sums that agree in their first digits."""
-    measured = row.examples or row
-    small = measured.weight * sum(measured.sq_norm_over_weight)
-    if small - sum(measured.sq_norm_big) / scale**2 >= _LEAST_IN_FP32 * small:
-        return None
-    return Drop(
-        "precision",
-        "pieces differ by too little for sums in fp32, and this device has no fp64: do they hold the same data? "
-        "If not, batches are far larger than B_simple",
-    )
+def _is_lost_in_fp32(row: WindowRow | ExampleSums, scale: float) -> bool:
+    """Whether rounding hides the noise of pieces, or of examples: too small a part of S is left in S − B."""
+    small = row.weight * sum(row.sq_norm_over_weight)
+    return small - sum(row.sq_norm_big) / scale**2 < _LEAST_IN_FP32 * small

@@ -124,9 +124,8 @@ class ExpertPieces:
             table[1:, :n] = as_vector(self._counts[: 2 * n], self._device).view(n, 2).T
         dist.all_reduce(table, group=self._experts.group)
         n_feeding, weight, sq_weight_over_units = table
-        differs = ((n_feeding > 0) & (n_feeding < self._experts.n_ranks)).any() + float(
-            len(self._squares) > _MOST_PIECES
-        )
+        differs = ((n_feeding > 0) & (n_feeding < self._experts.n_ranks)).any()
+        differs = differs + float(len(self._squares) > _MOST_PIECES)
         weight = torch.where(n_feeding > 0, weight, 1.0)
         small = zero_sums(self._n_groups, device=self._device)
         further = small.new_zeros(self._n_further, self._n_groups)

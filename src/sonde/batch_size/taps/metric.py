@@ -173,14 +173,10 @@ def _weighted(
 ) -> Tensor:
     """Σ P_j x_j y_j; 0-dim, in a dtype."""
     v = v if rounded_to is None else v.to(rounded_to)
-    root = widened(v).sqrt().div_(correction).add_(eps)  # not sqrt_: v belongs to the optimizer
+    wide = v if v.dtype.itemsize >= 4 else v.float()
+    root = wide.sqrt().div_(correction).add_(eps)  # not sqrt_: v belongs to the optimizer
     root = to_device(root.masked_fill_(v == 0, torch.inf).sqrt_(), x.device)
     # Each factor is divided by the fourth root of v̂ before they are multiplied, so that squares of small gradients do
     # not vanish in fp32.
     weighted = x / root
     return (weighted.square_() if x is y else weighted.mul_(y / root)).sum(dtype=dtype)
-
-
-def widened(values: Tensor) -> Tensor:
-    """The values in fp32, or in fp64 if they are."""
-    return values if values.dtype.itemsize >= 4 else values.float()
