@@ -135,3 +135,44 @@ def test_a_norm_over_ranks_without_fp64_is_refused(ranks2: Ranks) -> None:
     """The ranks are compared by whole numbers that fp32 cannot add exactly: a false alarm would stop a run."""
     for message in ranks2(_on_ranks, "fsdp2", True):
         assert "a norm over several ranks needs fp64, which cpu has not: clip by torch.nn.utils" in message
+
+
+class Scalars(nn.Module):
+    """Four parameters of one element; the gradient of each is the mean of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(layer(x) for layer in self.layers)  # type: ignore[return-value]
+
+
+def windows_of(device: torch.device, size: float, weight: float) -> tuple[int, list[str]]:
+    """Windows that were read, and why others were dropped; each parameter has gradients of about this size."""
+    model = Scalars().to(device)
+    with attached(model) as probe:
+        for x in torch.linspace(0.9, 1.1, 8, device="cpu").tolist():
+            with probe.piece(units=1, weight=weight):
+                (model(torch.full((1, 1), x, device=device)).sum() * size).backward()
+        probe.step()
+        reading = probe.reading()
+    return reading.windows, list(reading.dropped)
+
+
+@pytest.mark.parametrize(
+    ("size", "weight", "match"),
+    [
+        (1e19, 1.0, "so large (above 1e19) that its squares overflow fp32"),
+        (1e18, 1e-3, "squares of the gradient leave the range of fp32: scale the loss"),
+        (2.65e18, 1.0, "squares of the gradient leave the range of fp32: scale the loss"),
+    ],
+    ids=["one piece's", "over small weights", "the window's"],
+)
+def test_sums_of_squares_that_overflow_fp32_give_a_reason(size: float, weight: float, match: str) -> None:
+    """The square of each parameter's gradient in each piece is within fp32, and a sum of them is not."""
+    assert windows_of(torch.device("cpu"), size, weight) == (1, [])
+    with PretendDevice(has_float64=False):
+        n_windows, reasons = windows_of(DEVICE, size, weight)
+    assert n_windows == 0
+    assert match in " ".join(reasons)

@@ -76,8 +76,8 @@ def solve_window(row: WindowRow, *, scale: float, n_ranks: int, expert_scale: fl
     if row.whole is not None:
         small, sq_norm_big = row.whole
         total = estimate_window(row.pieces(small), sq_norm_big * to_unit, scale=unit_scale)
-    # The witness's sums are in fp64, so that equal pieces show as a difference of rounding only. They are of pieces,
-    # and a single one has no other to differ from.
+    # The witness's sums are in fp64, so that equal pieces show as a difference of rounding only. (In fp32 their window
+    # was dropped.) They are of pieces, and a single one has no other to differ from.
     witness_squares = row.weight * row.witness_small if row.n_pieces > 1 else 0.0
     witness_differences = witness_squares - float(row.witness_sum @ row.witness_sum) if row.n_pieces > 1 else 0.0
     return SolvedWindow(
