@@ -37,9 +37,6 @@ def exists(name: str) -> bool:
     return True
 
 
-@pytest.mark.filterwarnings(
-    "ignore:sonde.probes.policy_journal is deprecated:DeprecationWarning"
-)  # the changelog names an older path
 @each_page
 def test_names_of_sonde_exist(page: Path) -> None:
     """Each `sonde.name` in code or prose. Commands such as `sonde report runs/x` have no dot."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ TESTS = Path(__file__).parent
 # From the ground up, as CONTRIBUTING.md draws it.
 HOUSE = [
     ["version", "wording", "call_site", "console", "probe"],
-    ["stats", "parallel", "options", "deprecation", "termination", "sink", "record_values"],
+    ["stats", "parallel", "options", "termination", "sink", "record_values"],
     ["record_writer"],
     ["records"],
     ["gradient_norm"],
@@ -25,7 +25,7 @@ HOUSE = [
     ["policy"],
     ["runs", "config"],
     ["__init__"],  # the public names: below it nothing may import the package itself
-    ["integrations", "probes"],  # probes: an older place, for one more release
+    ["integrations"],
     ["demos", "commands"],  # they attach an integration as a user would
     ["cli"],
     ["__main__"],
@@ -122,19 +122,14 @@ def test_public_names_are_there_and_documented() -> None:
             assert not str(vars(kind)["__doc__"]).startswith((f"{name}(", "None")), name
 
 
-def test_an_older_public_name_warns_and_works() -> None:
+def test_public_signatures_name_all_they_take() -> None:
+    """So Python itself refuses a keyword with a mistake."""
     import sonde
 
-    with pytest.warns(
-        DeprecationWarning,
-        match=r"PolicyJournal is deprecated and will be removed in the next release: write sonde\.PolicyLog",
-    ):
-        assert sonde.PolicyJournal is sonde.PolicyLog
-    sys.modules.pop("sonde.probes.policy_journal", None)  # it warns when it is imported for the first time
-    with pytest.warns(
-        DeprecationWarning, match=r"sonde\.probes\.policy_journal is deprecated .*: write sonde\.PolicyLog"
-    ):
-        from sonde.probes.policy_journal import PolicyJournal
-    assert PolicyJournal is sonde.PolicyLog
-    with pytest.raises(AttributeError, match="no attribute 'PolicyJournals'"):
-        _ = sonde.PolicyJournals
+    of_no_signature = ("NotCoveredError", "Probe", "ProbeConfig", "RolloutProbe", "Sink", "TokenStatistics")
+    for name in set(sonde.__all__).difference(of_no_signature):
+        if callable(public := getattr(sonde, name)):
+            kinds = {parameter.kind for parameter in inspect.signature(public).parameters.values()}
+            assert inspect.Parameter.VAR_KEYWORD not in kinds, name
+    with pytest.raises(AttributeError, match="no attribute 'PolicyLogs'"):
+        _ = sonde.PolicyLogs

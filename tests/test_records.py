@@ -175,24 +175,14 @@ def test_trackers_by_name_are_no_folders(tmp_path: Path, monkeypatch: pytest.Mon
         assert list(folder.glob("events.out.tfevents*"))
 
 
-def test_the_older_spelling_of_attach_warns_and_logs_the_same() -> None:
-    sink = Recording()
-    with pytest.warns(DeprecationWarning, match=r"write log=sonde\.RunLog\(sinks=…, run=…, metadata=…, every=…\)"):
-        probe = sonde.attach(
-            nn.Linear(3, 1), unit="rows", verbose=False, sinks=[sink], run="r", metadata={"a": 1}, log_every=3
-        )
-    probe.close()
-    header = sink.records[0]
-    assert (header["run"], header["metadata"], header["setup"]["log_every"]) == ("r", {"a": 1}, 3)
-    with pytest.raises(TypeError, match=r"run= does not go beside log=: pass log=sonde\.RunLog\(\.\.\., run=\.\.\.\)"):
-        sonde.attach(nn.Linear(3, 1), unit="rows", log=sonde.RunLog(), run="r")
-    for wrong, right in (("budgt", "budget"), ("grad_scalar", "grad_scaler"), ("verbos", "verbose")):
-        with pytest.raises(TypeError, match=rf"attach\(\) has no argument '{wrong}': did you mean '{right}'\?"):
-            sonde.attach(nn.Linear(3, 1), unit="rows", **{wrong: 3})
-    with pytest.raises(ValueError, match=r"takes its options as one object, got .*: write sonde\.NoiseScaleOptions"):
+def test_options_that_do_not_exist_are_refused() -> None:
+    for wrong in ("budgt", "sinks", "horizon"):
+        with pytest.raises(TypeError, match=rf"attach\(\) got an unexpected keyword argument '{wrong}'"):
+            sonde.attach(nn.Linear(3, 1), unit="rows", **{wrong: 3})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"options must be a sonde\.NoiseScaleOptions, got {'unit': 'rows'}"):
         sonde.NoiseScaleProbe(nn.Linear(3, 1), None, {"unit": "rows"})  # type: ignore[arg-type]
-    with pytest.warns(DeprecationWarning, match=r"write NoiseScaleProbe\(…, sonde\.NoiseScaleOptions\(unit='rows'\)\)"):
-        sonde.NoiseScaleProbe(nn.Linear(3, 1), unit="rows", verbose=False).close()
+    with pytest.raises(ValueError, match=r"options must be a sonde\.EntropyChangeOptions, got {'level': 0.5}"):
+        sonde.EntropyChangeProbe(nn.Linear(3, 1), None, {"level": 0.5})  # type: ignore[arg-type]
 
 
 class Fixed:

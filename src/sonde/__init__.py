@@ -16,7 +16,6 @@ from sonde.batch_size.stats.critical_batch import Estimate, Tradeoff, Verdict, j
 from sonde.batch_size.stats.noise_scale import WindowEstimate, noise_scale
 from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading
 from sonde.config import ProbesConfig, probes_from_config
-from sonde.deprecation import warn_deprecated
 from sonde.gradient_norm.clip import clip_grad_norm_, clip_grad_norm_distributed_, group_parameters_for_norm
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.two_steps import clip_grads_with_norm_, get_total_norm
@@ -109,10 +108,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`sonde.integrations`, imported when it is first used; or the older spelling of a public name, for one release."""
+    """`sonde.integrations`, imported when it is first used."""
     if name == "integrations":
         return importlib.import_module("sonde.integrations")
-    if name == "PolicyJournal":
-        warn_deprecated("PolicyJournal", "sonde.PolicyLog")
-        return PolicyLog
     raise AttributeError(f"module 'sonde' has no attribute {name!r}")

@@ -17,7 +17,6 @@ from sonde.batch_size.attach import GnsProbeConfig
 from sonde.batch_size.forward_units import UnitsPerPiece
 from sonde.batch_size.taps.ddp_buckets import CommHook
 from sonde.call_site import stack_level
-from sonde.deprecation import refuse_unknown
 from sonde.options import known_name, options_from, read_yaml
 from sonde.policy.entropy_change import Sampler
 from sonde.policy.entropy_config import EntropyProbeConfig
@@ -55,7 +54,6 @@ class ProbesConfig:
         comm_state: object = None,
         units_per_piece: UnitsPerPiece = None,
         log: LogOrPlaces = None,
-        **deprecated: Any,
     ) -> dict[str, Probe | RolloutProbe]:
         """The probes that are enabled, by their keys.
 
@@ -70,14 +68,12 @@ class ProbesConfig:
             comm_state: its state.
             units_per_piece: as for `sonde.attach`, where it is known only in code.
             log: of the run, or what `RunLog` takes; by default one without sinks.
-            **deprecated: `sinks` and `run`, which are arguments of `RunLog` now.
 
         Raises:
             ValueError: for a probe that cannot work as it is configured, or an option outside its range.
         """
-        if log is not None or deprecated:
-            log = log_of(log, deprecated, every=self.gns_probe.log_every)
-            refuse_unknown(ProbesConfig.attach, deprecated)
+        if log is not None:
+            log = log_of(log, every=self.gns_probe.log_every)
         self.warn_if_nothing_is_on()
         partners = Partners(
             model, optimizer, log, token_statistics, sampler, grad_scaler, process_group, comm_hook, comm_state

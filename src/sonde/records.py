@@ -37,7 +37,6 @@ from typing import Any, Literal
 
 import torch
 
-from sonde.deprecation import warn_deprecated
 from sonde.probe import Metric, Probe, ReportSection, RolloutProbe
 from sonde.record_values import check_setup, metric_values, step_number, whole_number
 from sonde.record_writer import RecordWriter
@@ -328,33 +327,19 @@ def _check_folder(text: str) -> None:
         )
 
 
-def log_of(log: LogOrPlaces, deprecated: dict[str, Any], *, every: int = 10) -> RunLog:
-    """The log passed as `log=`, or a log made from the deprecated keywords.
+def log_of(log: LogOrPlaces, *, every: int = 10) -> RunLog:
+    """The log passed as `log=`.
 
     Args:
         log: None for a log without sinks; a text that names no tracker is a folder.
-        deprecated: keywords that the call does not list; those of the older spelling are taken out.
-        every: windows between readings, if neither spelling says.
+        every: windows between readings of a log that is made here.
 
     Raises:
         ValueError: for something else than a log or places for records.
-        TypeError: for both at once.
     """
-    if log is not None and not isinstance(log, RunLog):
-        if isinstance(log, str) and log not in TRACKERS:
-            _check_folder(log)
-            log = Path(log)
-        log = RunLog(log, every=every)
-    old = {name: deprecated.pop(name) for name in ("sinks", "run", "metadata", "log_every") if name in deprecated}
-    if not old:
-        return RunLog(every=every) if log is None else log
-    names = [name.removeprefix("log_") for name in old]
-    if log is not None:
-        raise TypeError(
-            f"{next(iter(old))}= does not go beside log=: pass log=sonde.RunLog(..., {names[0]}=...), which has it"
-        )
-    words = ", ".join(f"{name}=…" for name in names)
-    warn_deprecated(", ".join(f"{name}=…" for name in old), f"log=sonde.RunLog({words})")
-    return RunLog(
-        old.get("sinks", ()), run=old.get("run", ""), metadata=old.get("metadata"), every=old.get("log_every", every)
-    )
+    if isinstance(log, RunLog):
+        return log
+    if isinstance(log, str) and log not in TRACKERS:
+        _check_folder(log)
+        log = Path(log)
+    return RunLog(() if log is None else log, every=every)

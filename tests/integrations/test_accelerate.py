@@ -347,7 +347,7 @@ def test_bad_arguments(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Mon
     with pytest.raises(ValueError, match=r"the optimizer is not one that accelerator\.prepare has returned: attach"):
         integration.attach(a, net, optimizer_of(net))
     model, optimizer = a.prepare(net, optimizer_of(net))
-    with pytest.raises(TypeError, match=r"attach\(\) has no argument 'budgt': did you mean 'budget'"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'budgt'"):
         integration.attach(a, model, optimizer, budgt=3)
     with pytest.raises(ValueError, match=r"a batch is counted in one unit, got unit=\('rows', 'tokens'\): pass units="):
         integration.attach(a, model, optimizer, unit=("rows", "tokens"))

@@ -49,6 +49,16 @@ def test_a_log_that_takes_no_records_is_refused_before_training() -> None:
         TrainerProbe({"unit": "rows"}, log=5)
 
 
+def test_options_that_a_trainer_does_not_take_are_refused_before_training() -> None:
+    for name, why in (
+        ("budgt", "unexpected keyword"),
+        ("grad_scaler", "unexpected keyword"),
+        ("units_per_piece", "multiple values"),
+    ):
+        with pytest.raises(TypeError, match=rf"{why} .*'{name}'"):
+            TrainerProbe({"unit": "rows", name: None})
+
+
 def test_a_backward_that_the_trainer_did_not_count_is_no_piece() -> None:
     """Its rows would count without the weights and the scale that only the trainer knows."""
     model = small_model()

@@ -210,7 +210,7 @@ def test_bad_arguments_are_refused_before_training(tmp_path: Path, caplog: pytes
     with pytest.raises(ValueError, match=r"trainer must be a transformers\.Trainer, got Linear"):
         integration.attach(nn.Linear(1, 1))
     trainer = trainer_of(tmp_path)
-    with pytest.raises(TypeError, match=r"attach\(\) has no argument 'budgt': did you mean 'budget'"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'budgt'"):
         integration.attach(trainer, budgt=3)
     with pytest.raises(ValueError, match="budget must be a part"):
         integration.attach(trainer, budget=0)

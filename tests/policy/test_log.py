@@ -183,13 +183,9 @@ def test_a_sink_that_fails_does_not_end_the_run(tmp_path: Path, caplog: pytest.L
     assert len(records(tmp_path)) == 4
 
 
-def test_the_older_spelling_warns_and_writes_the_same(tmp_path: Path) -> None:
-    with pytest.warns(DeprecationWarning, match=r"write log=sonde\.RunLog\(sinks=…, run=…\)"):
-        log = PolicyLog([JsonlSink(tmp_path)], run="r")
-    log.end("training ended")
-    assert (read_run(tmp_path).name, read_run(tmp_path).header.unit) == ("r", "prompts")
-    with pytest.raises(TypeError, match=r"PolicyLog\(\) has no argument 'run': give it to RunLog"):
-        PolicyLog(RunLog(), run="r")
+def test_a_folder_is_a_log_of_its_own(tmp_path: Path) -> None:
+    PolicyLog(tmp_path).end("training ended")
+    assert read_run(tmp_path).header.unit == "prompts"
 
 
 def test_a_collapse_is_found_without_forecasts() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from sonde.batch_size.setup import NoiseScaleOptions, check_partners, join_compa
 from sonde.batch_size.taps.ddp_buckets import CommHook
 from sonde.batch_size.taps.metric import MetricName
 from sonde.batch_size.taps.tap_choice import TapName
-from sonde.deprecation import warn_deprecated, with_deprecated
 from sonde.parallel.optimizers import Optimizers
 from sonde.probe import Partners
 from sonde.records import LogOrPlaces, RunLog, log_of
@@ -56,7 +55,6 @@ def attach(
     comm_state: object = None,
     log: LogOrPlaces = None,
     verbose: bool = True,
-    **deprecated: Any,
 ) -> NoiseScaleProbe:
     """Measure the gradient noise scale of a model while it trains.
 
@@ -98,7 +96,6 @@ def attach(
         log: of the run; give the same log to every probe of the run. Or what `RunLog` takes, for a log of its own: a
             folder as "runs/my-run", "wandb" or another tracker, a function, or several of these in a list.
         verbose: print the setup that was found, on rank 0.
-        **deprecated: `sinks`, `run`, `metadata` and `log_every`, which are arguments of `RunLog` now.
 
     Returns:
         The probe; close it at the end, or use it in a `with` statement.
@@ -121,9 +118,7 @@ def attach(
         20
         >>> probe.close()
     """
-    log = log_of(log, deprecated)
-    if deprecated.pop("horizon", None) is not None:
-        warn_deprecated("attach(…, horizon=…)", "attach() without horizon=, which has no effect any more")
+    log = log_of(log)
     try:
         options = NoiseScaleOptions(
             unit,
@@ -139,14 +134,14 @@ def attach(
             every,
             log_groups,
         )
-        check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler, log=log)
+        check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler)
     except ValueError as error:
         _refuse_on_all_ranks(model, RanksOfModel(process_group, mesh, pp_mesh, expert_mesh, cp_mesh), error)
         raise
     return NoiseScaleProbe(
         model,
         optimizer,
-        with_deprecated(attach, options, NoiseScaleOptions, deprecated),
+        options,
         grad_scaler=grad_scaler,
         process_group=process_group,
         mesh=mesh,

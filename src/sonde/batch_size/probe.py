@@ -62,7 +62,6 @@ from sonde.batch_size.unmeasured_parameters import UnmeasuredParameters
 from sonde.batch_size.window_clip import WindowClip, checked_clip
 from sonde.batch_size.window_ends import WindowEnds
 from sonde.console import tell
-from sonde.deprecation import with_deprecated
 from sonde.parallel.devices import exact_bits
 from sonde.parallel.optimizers import Optimizers
 from sonde.parallel.process_groups import n_summed
@@ -111,7 +110,6 @@ class NoiseScaleProbe:
         log: of the run; give the same log to every probe of the run. Or what `RunLog` takes, for a log of its own.
         verbose: print the setup that was found, on rank 0.
         fixed_weights: averages the windows of a model that does not train: `sonde.measure` passes it.
-        **deprecated: see `attach`.
 
     Raises:
         ValueError: for an argument outside its range, a model without trainable parameters or one that hides its
@@ -126,8 +124,8 @@ class NoiseScaleProbe:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizers = None,
-        options: NoiseScaleOptions | None = None,
+        optimizer: Optimizers,
+        options: NoiseScaleOptions,
         *,
         grad_scaler: torch.amp.GradScaler | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -140,11 +138,9 @@ class NoiseScaleProbe:
         log: LogOrPlaces = None,
         verbose: bool = True,
         fixed_weights: FixedWeights | None = None,
-        **deprecated: Any,
     ) -> None:
-        log = log_of(log, deprecated)
-        options = with_deprecated(NoiseScaleProbe, options, NoiseScaleOptions, deprecated)
-        check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler, log=log)
+        log = log_of(log)
+        check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler)
         ranks = RanksOfModel(process_group, mesh, pp_mesh, expert_mesh, cp_mesh)
         self._found = found = find_model(model, optimizer, options, ranks, has_comm_hook=comm_hook is not None)
         takes_no_hooks = found.in_pipeline or bool(why_no_hook(model))

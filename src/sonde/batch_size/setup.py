@@ -35,7 +35,6 @@ from sonde.parallel.same_on_ranks import check_same_on_ranks
 from sonde.parallel.stages import ModelParameters
 from sonde.parallel.wrappers import Wrapper
 from sonde.record_values import whole_number
-from sonde.records import RunLog
 from sonde.wording import number, percent, plural
 
 
@@ -150,13 +149,15 @@ class NoiseScaleOptions:
         return default_staging_bytes(device) if self.staging_mib is None else int(self.staging_mib * 2**20)
 
 
-def check_partners(options: NoiseScaleOptions, *, optimizer: Optimizers, grad_scaler: object, log: object) -> None:
+def check_partners(options: NoiseScaleOptions, *, optimizer: Optimizers, grad_scaler: object) -> None:
     """Refuse objects of the wrong kind before the model is inspected.
 
     Raises:
         ValueError: with the argument, the object that was given and the kind that is needed; in inference mode, whose
             tensors no later backward may change.
     """
+    if not isinstance(options, NoiseScaleOptions):
+        raise ValueError(f"options must be a sonde.NoiseScaleOptions, got {options!r:.60}")
     if torch.is_inference_mode_enabled():
         raise ValueError("sonde cannot be attached inside torch.inference_mode(): attach outside of it")
     if "adam" in options.metrics and not given_optimizers(optimizer):
@@ -168,11 +169,6 @@ def check_partners(options: NoiseScaleOptions, *, optimizer: Optimizers, grad_sc
         )
     refuse_lbfgs(optimizer)
     check_grad_scaler(grad_scaler)
-    if not isinstance(log, RunLog):
-        raise ValueError(
-            f"log must be a folder or a sonde.RunLog, got {log!r}: pass 'runs/my-run', or "
-            "sonde.RunLog(sonde.JsonlSink('runs/my-run'))"
-        )
 
 
 _IS_ACCEPTED = "whether the arguments were accepted"

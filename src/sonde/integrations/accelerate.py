@@ -99,7 +99,6 @@ def attach(
     options["unit"] = unit
     probe = TrainerProbe(
         options,
-        call=attach,
         units=units,
         weight=weight,
         log=log,

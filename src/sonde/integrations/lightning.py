@@ -67,7 +67,6 @@ class NoiseScale(Callback):  # type: ignore[misc]
         options["unit"] = unit
         self._probe = TrainerProbe(
             options,
-            call=NoiseScale,
             units=units,
             weight=weight,
             log=log,

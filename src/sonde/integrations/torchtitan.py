@@ -77,7 +77,7 @@ def attach(
         raise ValueError("this trainer has a probe already: close it first")
     warn_if_untested("torchtitan", importlib.metadata.version("torchtitan"), TESTED)
     options = {"unit": unit, **_meshes(trainer), **options}
-    probe = TrainerProbe(options, call=attach, units=units, log=log, on_error=on_error, verbose=verbose)
+    probe = TrainerProbe(options, units=units, log=log, on_error=on_error, verbose=verbose)
     return TorchtitanProbe(trainer, probe, units=units, clips=clips)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, TypedDict
 
 import torch
@@ -17,7 +17,6 @@ from sonde.batch_size.setup import NoiseScaleOptions
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.units import unit_names
 from sonde.console import tell
-from sonde.deprecation import refuse_unknown
 from sonde.integrations.on_error import OnError, checked_on_error
 from sonde.parallel.optimizers import Optimizers
 from sonde.records import LogOrPlaces, log_of, logger
@@ -74,7 +73,6 @@ class TrainerProbe:
 
     Args:
         options: of `sonde.attach`, by name; `unit` is one of them.
-        call: the function or class that the user has called with them.
         units: the user's function that counts the units, if there is one.
         weight: the user's function that weighs a micro-batch, if there is one.
         log: of the run, or what `RunLog` takes; None for none. One that is given ends with the first training.
@@ -91,7 +89,6 @@ class TrainerProbe:
         self,
         options: Mapping[str, Any],
         *,
-        call: Callable[..., Any] = attach,
         units: Callable[..., Any] | None = None,
         weight: Callable[..., Any] | None = None,
         log: LogOrPlaces = None,
@@ -99,20 +96,19 @@ class TrainerProbe:
         on_error: OnError = "warn",
         verbose: bool = True,
     ) -> None:
-        known = [field.name for field in fields(NoiseScaleOptions) if field.name != "units_per_piece"]
-        refuse_unknown(call, [name for name in options if name not in (*known, *_PARTNERS)], [*known, *_PARTNERS])
         if units is not None and not callable(units):
             raise ValueError(f"units must be a function of a batch, got {units!r:.60}: as units=lambda batch: 8")
         if weight is not None and not callable(weight):
             raise ValueError(f"weight must be a function of a batch, got {weight!r:.60}: as weight=lambda batch: 2.0")
-        names = unit_names(NoiseScaleOptions(**{n: v for n, v in options.items() if n not in _PARTNERS}).unit)
+        of_options = {name: value for name, value in options.items() if name not in _PARTNERS}
+        names = unit_names(NoiseScaleOptions(**of_options, units_per_piece=None).unit)  # each piece is counted here
         if len(names) > 1 and units is None:
             raise ValueError(
                 f"a batch is counted in one unit, got unit={names}: pass units=, a function that returns a number for "
                 "each of them by name"
             )
         self.probe: NoiseScaleProbe | None = None
-        self._options, self._log, self._run_log = dict(options), log, log_of(log, {})
+        self._options, self._log, self._run_log = dict(options), log, log_of(log)
         self._last: NoiseScaleReading | None = None
         self._final_state: dict[str, Any] | None = None
         self._unused: Counts = {"units": 1 if len(names) == 1 else dict.fromkeys(names, 1)}
@@ -147,12 +143,12 @@ class TrainerProbe:
         with self.forgiven("this training is not measured"):
             if refused is not None:
                 raise ValueError(refused)
-            self._run_log = log_of(self._log, {})
+            self._run_log = log_of(self._log)
             self.probe = attach(
                 model,
                 optimizer,
                 **self._options,
-                units_per_piece=None,  # each piece is counted here
+                units_per_piece=None,
                 grad_scaler=grad_scaler,
                 log=self._run_log,
                 verbose=self._verbose,

@@ -88,7 +88,6 @@ def attach(
     options["unit"] = unit or batches.unit
     probe = TrainerProbe(
         options,
-        call=attach,
         units=units,
         weight=weight,
         log=log,

@@ -14,7 +14,6 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor, nn
 
 from sonde.config import ProbesConfig, probes_from_config
-from sonde.deprecation import refuse_unknown
 from sonde.parallel.process_groups import data_parallel_group, gather_objects, together
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.policy.entropy_change import AroundStep, EntropyChangeProbe
@@ -66,7 +65,6 @@ def attach(
     rollouts: bool = False,
     on_error: OnError = "warn",
     log: LogOrPlaces = None,
-    **deprecated: Any,
 ) -> TrlProbes:
     """Measure a GRPO run. Call it before `trainer.train()`. Weights are bit for bit those of a run without it.
 
@@ -92,14 +90,12 @@ def attach(
             "raise" raises it, for tests.
         log: of the run, or what `RunLog` takes, such as a folder, of which `sonde report folder` makes a page. The
             policy's part ends when training ends.
-        **deprecated: `sinks` and `run`, which are arguments of `RunLog` now.
 
     Raises:
         ValueError: for a trainer whose samples are not the policy's (top_p < 1 and the like) or cannot be drawn without
             disturbing training (vLLM); for options out of range.
     """
-    log = log_of(log, deprecated)
-    refuse_unknown(attach, deprecated)
+    log = log_of(log)
     config = config if isinstance(config, ProbesConfig) else probes_from_config(config)
     config.warn_if_nothing_is_on()
     warn_if_untested("trl", trl_version, TESTED_TRL)

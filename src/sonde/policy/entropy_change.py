@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sonde.deprecation import with_deprecated
 from sonde.gradient_norm.fused_clip import scale_in_step
 from sonde.parallel.loss_scale import check_grad_scaler, loss_scale
 from sonde.parallel.process_groups import check_group, data_parallel_group, together
@@ -96,10 +95,8 @@ class EntropyChangeProbe:
         grad_scaler: the `torch.amp.GradScaler` in use, if there is one. Its scale is left out of the gradients, before
             and after its `unscale_`.
         process_group: the ranks that hold different responses; by default those of DDP or FSDP2.
-        deprecated: the options as single keywords, for one more release.
 
     Raises:
-        TypeError: for an unknown keyword.
         ValueError: for an option outside its range, a model without trainable parameters, or an optimizer that holds
             none of them.
 
@@ -119,9 +116,10 @@ class EntropyChangeProbe:
         sampler: Sampler | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         process_group: dist.ProcessGroup | None = None,
-        **deprecated: Any,
     ) -> None:
-        options = with_deprecated(EntropyChangeProbe, options, EntropyChangeOptions, deprecated)
+        options = EntropyChangeOptions() if options is None else options
+        if not isinstance(options, EntropyChangeOptions):
+            raise ValueError(f"options must be a sonde.EntropyChangeOptions, got {options!r:.60}")
         check_is_model(model)
         check_group(process_group)
         check_is_statistics(token_statistics)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from sonde.policy.entropy_change import EntropyChangeProbe
 from sonde.policy.policy_entropy import PolicyEntropyProbe
@@ -14,8 +13,7 @@ from sonde.policy.stats.forecast_point import Point, forecast_point
 from sonde.policy.stats.importance import Per
 from sonde.policy.stats.policy_alerts import PolicyAlerts
 from sonde.record_values import json_number, metric_values, step_number
-from sonde.records import RunLog, log_of, logger
-from sonde.sink import Sink
+from sonde.records import LogOrPlaces, log_of, logger
 from sonde.stats.intervals import LEVEL
 
 METRICS = {**EntropyChangeProbe.METRICS, **PolicyEntropyProbe.METRICS, **PromptNoiseProbe.METRICS}
@@ -30,10 +28,9 @@ class PolicyLog:
     """Writes measurements of a policy to the log of its run, and says when the policy's entropy collapses.
 
     Args:
-        log: of the run.
+        log: of the run, or what `RunLog` takes, for a log of its own.
         setup: how the probes measure, for people; JSON values. A report computes with the counts `ranks`, `parameters`
             and `log_every`, and with the number `level`.
-        **deprecated: `run` and `metadata`, which are arguments of `RunLog` now.
 
     Example:
         >>> import sonde
@@ -46,14 +43,7 @@ class PolicyLog:
         ...     log.end("training ended")
     """
 
-    def __init__(
-        self, log: RunLog | Sequence[Sink] = (), *, setup: Mapping[str, object] | None = None, **deprecated: Any
-    ) -> None:
-        if not isinstance(log, RunLog):  # the older spelling: PolicyJournal([sink], run=…)
-            deprecated = {"sinks": log, **deprecated}
-            log = log_of(None, deprecated)
-        if deprecated:
-            raise TypeError(f"PolicyLog() has no argument {next(iter(deprecated))!r}: give it to RunLog")
+    def __init__(self, log: LogOrPlaces, *, setup: Mapping[str, object] | None = None) -> None:
         self.alerts: dict[str, str] = {}
         """Alerts so far: the first message of each name."""
         self.points: list[Point] = []
@@ -61,9 +51,9 @@ class PolicyLog:
         self._alerts = PolicyAlerts()
         self._step = 0
         self._per: Per = "token"
-        self._log = log
+        self._log = log_of(log)
         self._has_ended = False
-        log.begin("policy", unit="prompts", setup=setup or {}, metrics=METRICS)
+        self._log.begin("policy", unit="prompts", setup=setup or {}, metrics=METRICS)
 
     def measured(
         self,

@@ -1,1 +1,0 @@
-"""Older places of public names, for one more release."""
