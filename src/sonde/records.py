@@ -45,9 +45,8 @@ from sonde.version import __version__
 
 logger = logging.getLogger("sonde")
 
-SCHEMA = 2
-"""Raised when a reader of older records could misunderstand newer ones. Since 2, readings are written in columns."""
-READABLE_SCHEMAS = (1, 2)
+SCHEMA = 3
+"""Of the records that this sonde writes, and the only one that it reads. Raised when a reader would misread others."""
 
 _DETAILS_EVERY = 10
 """Readings between two with details: groups, which take most of a reading's time, `dropped` and `alerts`."""

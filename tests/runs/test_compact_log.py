@@ -1,10 +1,9 @@
-"""The log of a long run: what does not change is written once, and old logs read as they did."""
+"""The log of a long run: what does not change is written once."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,73 +16,10 @@ from sonde.runs.reader import read_run
 from sonde.runs.sinks import JsonlSink
 from tests.batch_size.loops import Recording
 from tests.runs.report.plausible_run import GROUPS, end_record, header_record, known, reading_record, without, write_run
-from tests.runs.report.visible_text import visible_text
-
-LOGS = Path(__file__).parent / "logs"
 
 
 def _lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.parametrize("name", ["schema_1", "schema_1_policy"])
-@pytest.mark.parametrize("thinned", [False, True])
-def test_a_log_of_schema_1_reads_as_the_sonde_that_wrote_it_read_it(name: str, thinned: bool) -> None:
-    expected = json.loads((LOGS / name / "expected.json").read_text())
-    run = read_run(LOGS / name, thinned=thinned)
-    assert (run.name, run.ended, run.torn) == (expected["name"], expected["ended"], expected["torn"])
-    found = len(run.headers), len(run.readings), len(run.policy), len(run.own)
-    assert found == tuple(expected[key] for key in ("starts", "readings", "policy", "own"))
-    assert [[alert.window, alert.name] for alert in run.alerts] == expected["alerts"]
-    assert {metric: list(run.series(metric)) for metric in expected["series"]} == expected["series"]
-    assert [r.status for r in run.readings] == expected["statuses"]
-    assert [r.reason for r in run.readings] == expected["reasons"]
-    assert [dict(r.dropped) for r in run.readings] == expected["dropped"]
-    assert [sorted(r.alerts) for r in run.readings] == expected["alerts_of_readings"]
-    assert [dict(r.pieces) for r in run.readings] == expected["pieces"]
-    if run.readings:
-        assert {name: asdict(group) for name, group in run.readings[-1].groups.items()} == expected["groups"]
-    else:
-        last = run.policy[-1]
-        assert last.causes is not None
-        assert [[s.prompt, s.change, dict(s.parts)] for s in last.shares] == expected["shares"]
-        assert [[s.prompt, s.change, dict(s.parts)] for s in last.causes.prompts] == expected["causes"]
-
-
-def test_each_reading_of_schema_1_has_its_own_groups(tmp_path: Path) -> None:
-    """The first reading of a start too, also where that is the last reading of the log."""
-    log = LOGS / "schema_1" / "records.jsonl"
-    assert [sorted(reading.groups) for reading in read_run(log).readings] == [["0", "2"]] * 13
-    lines = log.read_text().splitlines(keepends=True)
-    first = next(i for i, line in enumerate(lines) if line.startswith('{"kind":"reading"'))
-    (tmp_path / "records.jsonl").write_text("".join(lines[: first + 1]))
-    for thinned in (False, True):
-        [reading] = read_run(tmp_path, thinned=thinned).readings
-        assert reading.groups["0"].trace_cov == json.loads(lines[first])["groups"]["0"]["trace_cov"]
-
-
-def test_the_report_of_a_log_of_schema_1_has_its_numbers(tmp_path: Path) -> None:
-    expected = json.loads((LOGS / "schema_1" / "expected.json").read_text())
-    text = visible_text(sonde.write_report(LOGS / "schema_1", tmp_path / "report.html"))
-    last = {metric: values[-1] for metric, (_, values) in expected["series"].items() if values}
-    assert f"{last['gns/b_simple']:.3g}" in text
-    assert "13 readings, one every 3 windows, up to window 39." in text
-    assert "window 39, after 1,248 rows" in text
-    assert "windows 8 to 9" in text  # the alert about a window that was not finite
-    assert "restarted 1 time" in text
-
-
-def test_a_log_of_schema_1_goes_on_in_the_present_schema(tmp_path: Path) -> None:
-    (tmp_path / "records.jsonl").write_bytes((LOGS / "schema_1" / "records.jsonl").read_bytes())
-    log = sonde.RunLog(sonde.JsonlSink(tmp_path), every=1)
-    model = nn.Linear(3, 1)
-    with sonde.attach(model, unit="rows", log=log, verbose=False) as probe:
-        for _ in range(2):
-            with probe.piece(units=4):
-                model(torch.randn(4, 3)).square().mean().backward()
-        probe.step()
-    run = read_run(tmp_path)
-    assert [reading.segment for reading in run.readings] == [0] * 8 + [1] * 5 + [2]
 
 
 def test_names_and_texts_that_do_not_change_are_written_once(tmp_path: Path) -> None:
@@ -227,3 +163,9 @@ def test_each_window_is_logged_on_request_and_can_be_computed_with_again(tmp_pat
         assert fit.b_simple == (None if own.b_simple is None else pytest.approx(own.b_simple, rel=1e-6))
     assert len(read_run(tmp_path).readings) == 3
     assert sum(line["kind"] == "columns" and line["of"] == "window" for line in _lines(tmp_path)) == 1
+
+
+def test_windows_of_another_schema_are_refused(tmp_path: Path) -> None:
+    write_run(tmp_path, 1, header=header_record(schema=2))
+    with pytest.raises(ValueError, match="was written with record schema 2, expected 3: read it with the version"):
+        list(sonde.read_windows(tmp_path))

@@ -7,23 +7,37 @@ from pathlib import Path
 import pytest
 
 from sonde.cli import main
+from sonde.runs.columns import LineWriter, encode_line
 from sonde.runs.reader import read_run
 from sonde.runs.report.write import write_report
-from tests.runs.report.plausible_run import alert_record, end_record, header_record, known, reading_record, write_run
+from tests.runs.report.plausible_run import (
+    Record,
+    alert_record,
+    end_record,
+    header_record,
+    known,
+    reading_record,
+    without,
+    write_run,
+)
 
 
-def _log(folder: Path, *lines: object, end: str = "\n") -> Path:
-    path = folder / "records.jsonl"
-    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + end)
+def _log(folder: Path, *lines: Record | str, end: str = "\n") -> Path:
+    """A log of whole records, as a sink writes them, and of other lines as they are."""
+    path, writer, written = folder / "records.jsonl", LineWriter(), list[str]()
+    for line in lines:
+        if isinstance(line, str):
+            written.append(line)
+        elif "metrics" in line:
+            written += writer.encode(line).decode().splitlines()
+            writer.commit()
+        else:
+            written.append(json.dumps(line))
+    path.write_text("\n".join(written) + end)
     return path
 
 
-def _header(**changes: object) -> str:
-    """The header of a log whose readings are of schema 1: those that `_log` writes."""
-    return '{"kind":"header",' + json.dumps(header_record(schema=1, **changes))[len('{"kind": "header", ') :]
-
-
-HEADER = _header()
+HEADER = header_record()
 
 
 def test_a_whole_run(tmp_path: Path) -> None:
@@ -80,7 +94,7 @@ def test_a_torn_last_line_is_left_out_and_said(tmp_path: Path, end: str) -> None
         _log(tmp_path, HEADER, reading_record(0, 2), whole[:length], end=end)
         run = read_run(tmp_path)
         assert [reading.window for reading in run.readings] == [10]
-        assert run.torn == "line 3, the last one, is cut off in the middle: the 2 before it were read"
+        assert run.torn == "line 4, the last one, is cut off in the middle: the 3 before it were read"
 
 
 def test_a_last_line_without_its_line_break_is_whole(tmp_path: Path) -> None:
@@ -94,12 +108,12 @@ def test_every_tear_is_said(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert (len(run.headers), len(run.readings)) == (2, 1)
     assert run.torn is not None
-    assert [part.split(" ")[1].rstrip(",") for part in run.torn.split("; ")] == ["2", "3", "6"]
+    assert [part.split(" ")[1].rstrip(",") for part in run.torn.split("; ")] == ["2", "3", "7"]
 
 
 def test_damage_in_the_middle_is_refused_with_its_line(tmp_path: Path) -> None:
     _log(tmp_path, HEADER, reading_record(0, 2), "Traceback (most recent call last):", reading_record(1, 2))
-    with pytest.raises(ValueError, match=r"is damaged: line 3 is not a JSON object, got b'Traceback"):
+    with pytest.raises(ValueError, match=r"is damaged: line 4 is not a JSON object, got b'Traceback"):
         read_run(tmp_path)
 
 
@@ -109,19 +123,23 @@ def test_records_of_a_kind_not_known_are_skipped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("second_line", "message"),
+    ("record", "message"),
     [
-        ({"time": 1.0}, "line 2 .* is not a record of schema 2: it lacks 'kind'"),
-        ({"kind": "reading", "window": 1}, "line 2 .*: it lacks 'metrics'. Was it written by another"),
-        (reading_record(0, 1, status="superb"), "line 2 .*: the status 'superb', which is none of resolved"),
-        (reading_record(0, 1) | {"groups": [1]}, r"line 2 .*: \[1\] where an object is expected"),
-        (reading_record(0, 1) | {"pieces": {"per_window": "8"}}, "line 2 .*: '8' where a count is .* the pieces of a"),
+        ({"time": 1.0}, "line 2 .* is not a record of schema 3: it lacks 'kind'"),
+        ({"kind": "reading", "window": 1}, "line 2 .*: it lacks 'time'. Was it written by another"),
+        (reading_record(0, 1, status="superb"), "line 3 .*: the status 'superb', which is none of resolved"),
+        (
+            {"kind": "reading", "window": 1, "time": 1.0, "values": [], "groups": [1]},
+            "line 2 .*: 1 groups for 0 columns",
+        ),
+        (reading_record(0, 1) | {"pieces": {"per_window": "8"}}, "line 3 .*: '8' where a count is .* the pieces of a"),
         (header_record(unit="tokens"), "measured in 'sequences' and in 'tokens', expected one unit"),
-        (header_record(schema=3), "record schema 3, expected 1 or 2: read it with the version of sonde that wrote it"),
+        (header_record(schema=2), "record schema 2, expected 3: read it with the version of sonde that wrote it"),
+        (without(HEADER, "writes"), "line 2 .*: it lacks 'writes'"),
     ],
 )
-def test_records_that_are_not_ours_are_refused(tmp_path: Path, second_line: object, message: str) -> None:
-    _log(tmp_path, HEADER, second_line)
+def test_records_that_are_not_ours_are_refused(tmp_path: Path, record: Record, message: str) -> None:
+    _log(tmp_path, HEADER, record)
     with pytest.raises(ValueError, match=message):
         read_run(tmp_path)
 
@@ -144,11 +162,11 @@ def test_damage_within_a_header_is_refused_with_its_line(
 ) -> None:
     own = {"kind": "metrics", "time": 1.0, "window": 1, "metrics": {"mine": 1.0}}
     section = {"title": "t", "text": "", "metrics": ["mine"]}
-    _log(tmp_path, _header(sections=[section], **changes), reading_record(0, 2), reading_record(1, 2), own)
+    _log(tmp_path, header_record(sections=[section], **changes), reading_record(0, 2), reading_record(1, 2), own)
     assert main(["report", str(tmp_path)]) == 2
     file = tmp_path / "records.jsonl"
     said = capsys.readouterr().err
-    assert said.startswith(f"sonde: error: line 1 of {file} is not a record of schema 2: {message}")
+    assert said.startswith(f"sonde: error: line 1 of {file} is not a record of schema 3: {message}")
 
 
 def test_what_is_not_a_run(tmp_path: Path) -> None:
@@ -165,7 +183,7 @@ def test_what_is_not_a_run(tmp_path: Path) -> None:
     _log(tmp_path, '{"step": 1, "loss": 2.0}')
     with pytest.raises(ValueError, match=r"is not a run's log: expected a header record first, got b'{"):
         read_run(tmp_path)
-    _log(tmp_path, HEADER[:30], end="")
+    _log(tmp_path, encode_line(HEADER).decode()[:30], end="")
     with pytest.raises(ValueError, match="holds no whole record yet"):
         read_run(tmp_path)
 
@@ -176,7 +194,8 @@ def _mutations() -> list[tuple[str, str, object]]:
         (kind, key, value)
         for kind, keys in (
             ("header", ("time", "versions", "setup", "metrics", "metadata", "schema")),
-            ("reading", ("time", "window", "status", "metrics", "groups", "dropped", "pieces")),
+            ("columns", ("of", "values", "groups", "group_values")),
+            ("reading", ("time", "window", "status", "values", "groups", "dropped", "pieces")),
         )
         for key in keys
         for value in odd
@@ -197,8 +216,9 @@ def _is_refused(folder: Path, reported: set[str]) -> bool:
 def test_a_hostile_log_is_refused_or_reported_without_a_traceback(tmp_path: Path) -> None:
     """Every field of every record replaced by something odd: a report, or a ValueError that names the line."""
     refused, reported = 0, set[str]()
+    lines = _log(tmp_path, HEADER, reading_record(0, 2), reading_record(1, 2)).read_text().splitlines()
     for kind, key, value in (mutations := _mutations()):
-        records: list[dict[str, object]] = [header_record(), reading_record(0, 2), reading_record(1, 2)]
+        records: list[dict[str, object]] = [json.loads(line) for line in lines]
         next(r for r in records if r["kind"] == kind)[key] = value
         (tmp_path / "records.jsonl").write_text("".join(json.dumps(r, separators=(",", ":")) + "\n" for r in records))
         refused += _is_refused(tmp_path, reported)

@@ -172,7 +172,7 @@ def test_names_that_stand_twice_and_windows_beyond_exact_numbers_are_refused(tmp
         with (tmp_path / str(n) / "records.jsonl").open("a") as log:
             log.write(damage + "\n")
         for thinned in (False, True):
-            with pytest.raises(ValueError, match=rf"is not a record of schema 2: .*{message}"):
+            with pytest.raises(ValueError, match=rf"is not a record of schema 3: .*{message}"):
                 read_run(tmp_path / str(n), thinned=thinned)
 
 

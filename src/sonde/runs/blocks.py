@@ -139,6 +139,18 @@ def refuse(file: Path, line: int, error: Exception) -> NoReturn:
     ) from error
 
 
+def refuse_schema(file: Path, schema: object) -> NoReturn:
+    """Refuse a log of another schema.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        f"{file} was written with record schema {schema!r}, expected {SCHEMA}: read it with the version of sonde that "
+        "wrote it"
+    )
+
+
 def add_each(
     records: Iterable[Mapping[str, Any]],
     add: Callable[[Mapping[str, Any], int], None],

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from sonde.probe import ReportSection
-from sonde.records import READABLE_SCHEMAS
+from sonde.records import SCHEMA
 from sonde.runs.blocks import (
     AllReadings,
     Block,
@@ -23,11 +23,11 @@ from sonde.runs.blocks import (
     group_readings,
     no_groups,
     refuse,
+    refuse_schema,
 )
 from sonde.runs.columns import Columns
-from sonde.runs.json_values import as_count, as_descriptions, as_list, as_mapping, as_numbers, as_setup, as_time
+from sonde.runs.json_values import as_count, as_descriptions, as_list, as_mapping, as_setup, as_time
 from sonde.runs.lines import parse_block
-from sonde.runs.older_names import are_older, with_present_names
 from sonde.runs.own_metrics import OwnMetrics
 from sonde.runs.policy_reading import PolicyReadings
 from sonde.runs.reading_rows import READING_START, ReadingRows, read_rows
@@ -87,12 +87,10 @@ class Contents:
         self._own.flush()
 
     def _add(self, record: Mapping[str, Any], line: int) -> None:
-        if "values" in record and record["kind"] == "reading":
+        if record["kind"] == "reading":
             self._add_row(record, line)
-        elif record["kind"] != "reading":
-            self._add_other(record, line)
         else:
-            self._add_reading_of_schema_1(record, line)
+            self._add_other(record, line)
 
     def add_lines(self, lines: Sequence[bytes], first_line: int) -> bool:
         """Add readings, and lines whose order beside readings does not matter, each kind at once.
@@ -154,9 +152,6 @@ class Contents:
     def _add_row(self, record: Mapping[str, Any], line: int) -> None:
         if len(record) != _BARE_READING:
             self._see_reading(record, line)
-        self._append(record, line)
-
-    def _append(self, record: Mapping[str, Any], line: int) -> None:
         block = self._block
         block.windows.append(record["window"])
         block.times.append(record["time"])
@@ -183,18 +178,6 @@ class Contents:
     def _groups_written(self, groups: WrittenGroups, window: int, line: int) -> None:
         self._groups, self._totals.last_groups, self._line_of_groups = groups, window, line
 
-    def _add_reading_of_schema_1(self, record: Mapping[str, Any], line: int) -> None:
-        """A reading that holds everything under its own names."""
-        metrics = as_numbers(record["metrics"])
-        if not metrics.keys() <= set(self._block.columns.values):
-            self._begin_block(Columns(tuple(dict.fromkeys([*self._block.columns.values, *metrics]))))
-        values = [metrics.get(name) for name in self._block.columns.values]
-        row: dict[str, Any] = {"window": record["window"], "time": record["time"], "values": values}
-        self._see_reading({key: record[key] for key in ("status", "reason", "dropped", "alerts", "pieces")}, line)
-        if groups := as_mapping(record["groups"]):
-            self._groups_written(lambda: groups, as_count(record["window"]), line)
-        self._append(row, line)
-
     def _begin_block(self, columns: Columns) -> None:
         """Rows that follow have these columns."""
         self._flush()
@@ -216,7 +199,6 @@ class Contents:
             case "header":
                 self._add_header(record)
             case "probe":
-                self._note_names(record)
                 self._add_probe(_probe(record))
             case "columns":
                 self._add_columns(record)
@@ -249,12 +231,8 @@ class Contents:
             self._readings.amend(self._state, self._groups)
 
     def _add_header(self, record: Mapping[str, Any]) -> None:
-        if record["schema"] not in READABLE_SCHEMAS:
-            raise ValueError(
-                f"{self._file} was written with record schema {record['schema']!r}, expected "
-                f"{' or '.join(map(str, READABLE_SCHEMAS))}: read it with the version of sonde that wrote it"
-            )
-        self._note_names(record)
+        if record["schema"] != SCHEMA:
+            refuse_schema(self._file, record["schema"])
         probe = _probe(record)
         self._note_probe(probe)
         self._flush()
@@ -275,11 +253,6 @@ class Contents:
         header = self._headers[-1]
         self._headers[-1] = replace(header, probes=(*header.probes, probe))
         self._begin_block(self._block.columns)
-
-    def _note_names(self, record: Mapping[str, Any]) -> None:
-        """Note whether the policy records that follow have older names."""
-        if (older := are_older(as_mapping(record["metrics"]))) is not None:
-            self._policy.has_older_names = older
 
     def _note_probe(self, probe: ProbeSetup) -> None:
         if (other := other_unit(self._units, probe.writes, probe.unit)) is not None:
@@ -328,12 +301,11 @@ def _parsed_groups(columns: Columns, written: bytes) -> dict[str, dict[str, Any]
 
 
 def _probe(record: Mapping[str, Any]) -> ProbeSetup:
-    metrics = as_descriptions(record["metrics"])
     return ProbeSetup(
-        writes=str(record.get("writes", "")),
+        writes=str(record["writes"]),
         unit=str(record["unit"]),
         setup=as_setup(record["setup"]),
-        metrics=with_present_names(metrics) if are_older(metrics) else metrics,
+        metrics=as_descriptions(record["metrics"]),
         sections=tuple(_section(as_mapping(section)) for section in as_list(record.get("sections", []))),
     )
 

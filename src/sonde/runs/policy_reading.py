@@ -10,7 +10,6 @@ from sonde.policy.stats.attribution import doubt_of_parts
 from sonde.policy.stats.forecast_point import Point, forecast_point
 from sonde.policy.stats.importance import Per
 from sonde.runs.json_values import as_count, as_list, as_mapping, as_number, as_numbers, as_time
-from sonde.runs.older_names import with_present_names
 
 
 @dataclass(frozen=True)
@@ -116,15 +115,13 @@ class PolicyReadings:
         self.readings: list[PolicyReading] = []
         self.effects: dict[str, PromptEffect] = {}
         """Of learning from each prompt, by its text; summed over steps whose prompts' parts are to be trusted."""
-        self.has_older_names = False
-        """Whether the present start's metrics have names that did not say which responses they are of."""
         self._thinned = thinned
         self._with_shares = self._with_causes = -1
         """Indices of the last readings with shares and with causes."""
 
     def add(self, record: Mapping[str, Any], segment: int) -> None:
         """Add one record; see `policy_reading`."""
-        reading = policy_reading(record, segment, has_older_names=self.has_older_names)
+        reading = policy_reading(record, segment)
         here = len(self.readings)
         self.readings.append(reading)
         if reading.shares:
@@ -151,24 +148,22 @@ class PolicyReadings:
             effect.n_steps += 1
 
 
-def policy_reading(record: Mapping[str, Any], segment: int, *, has_older_names: bool = False) -> PolicyReading:
+def policy_reading(record: Mapping[str, Any], segment: int) -> PolicyReading:
     """Read one record.
 
     Args:
         record: as it was written.
         segment: index of its start.
-        has_older_names: whether its metrics have names that did not say which responses they are of.
 
     Raises:
         KeyError: when something is missing.
         TypeError: when something is of another kind than its schema says.
     """
-    metrics = as_numbers(record["metrics"])
     return PolicyReading(
         segment=segment,
         window=as_count(record["window"]),
         time=as_time(record["time"]),
-        metrics=with_present_names(metrics) if has_older_names else metrics,
+        metrics=as_numbers(record["metrics"]),
         reason=str(record["reason"]),
         per="response" if record["per"] == "response" else "token",
         shares=_parts(record["shares"]),
@@ -187,6 +182,6 @@ def _part(value: Mapping[str, Any]) -> PromptPart:
 
 
 def _causes(value: Mapping[str, Any]) -> CausesReading:
-    momentum, batch, decay, explained = (as_number(value[name]) for name in ("momentum", "batch", "decay", "explained"))
-    cosine = as_number(value.get("cosine"))  # logs of 0.1 have none
+    names = ("momentum", "batch", "decay", "explained", "cosine")
+    momentum, batch, decay, explained, cosine = (as_number(value[name]) for name in names)
     return CausesReading(momentum, batch, decay, explained, cosine, _parts(value["prompts"]))

@@ -21,7 +21,7 @@ class ProbeSetup:
     """How one probe measured.
 
     Attributes:
-        writes: the kind of record that it writes; empty in logs of an older sonde, which do not say.
+        writes: the kind of record that it writes.
         unit: plural name of one independent sample, such as "sequences".
         setup: what was found and chosen: wrapper, ranks, groups in the model's order, budget, …
         metrics: unit and meaning of each metric that the probe writes.
@@ -55,7 +55,7 @@ class Header:
 
     def probe(self, writes: str) -> ProbeSetup | None:
         """The probe of this start that writes this kind of record, "reading" or "policy"; None if there is none."""
-        return next((probe for probe in self.probes if probe.writes in (writes, "")), None)
+        return next((probe for probe in self.probes if probe.writes == writes), None)
 
     @property
     def unit(self) -> str:
@@ -83,7 +83,7 @@ class Reading:
         time: seconds since 1970.
         status: how far B_simple is known, see `stats.intervals.RatioInterval`.
         reason: why B_simple is not resolved; empty when it is.
-        advice: what would make B_simple known better; empty when it is known well, and in logs of an older sonde.
+        advice: what would make B_simple known better; empty when it is known well.
         metrics: a number for each name, None where it is not known.
         groups: the noise scale of each group of parameters by name, as it was last written: it may be of one of the
             nine readings before. In a thinned run only the last reading has groups.

@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
-from sonde.records import READABLE_SCHEMAS
+from sonde.records import SCHEMA
 from sonde.runs.columns import LineWriter
 from sonde.runs.lines import HEADER_START, blocks_of_lines, parse_record
 from sonde.runs.locked_file import LockedFile
@@ -38,10 +38,10 @@ class JsonlSink:
         >>> import tempfile
         >>> folder = tempfile.mkdtemp()
         >>> sink = JsonlSink(folder)
-        >>> sink.write({"kind": "header", "schema": 2, "unit": "sequences"})
+        >>> sink.write({"kind": "header", "schema": 3, "writes": "reading", "unit": "sequences"})
         >>> sink.close()
         >>> (Path(folder) / "records.jsonl").read_text()
-        '{"kind":"header","schema":2,"unit":"sequences"}\\n'
+        '{"kind":"header","schema":3,"writes":"reading","unit":"sequences"}\\n'
     """
 
     must_begin: ClassVar[bool] = True
@@ -126,7 +126,7 @@ class JsonlSink:
     def _check_unit(self, probe: Mapping[str, object]) -> None:
         if self._units is None:
             self._units = _units_of_existing(self.path)
-        writes, unit = str(probe.get("writes", "")), str(probe["unit"])
+        writes, unit = str(probe["writes"]), str(probe["unit"])
         if (other := other_unit(self._units, writes, unit)) is not None:
             raise ValueError(
                 f"{self.path} holds a run measured in {other!r}, got a probe that measures in {unit!r}; numbers in "
@@ -139,16 +139,14 @@ def other_unit(units: Mapping[str, str], writes: str, unit: str) -> str | None:
     """The unit of earlier records of the same kind, if it is another unit.
 
     Args:
-        units: unit by the kind of record written in it; "" for a log of an older sonde, which does not say the kind.
-        writes: the kind of record that a probe writes, or "".
+        units: unit by the kind of record written in it.
+        writes: the kind of record that a probe writes.
         unit: the probe's unit.
     """
     if writes == "metrics":  # of the user's own probes, each with units of its own
         return None
-    for kind, known in units.items():
-        if kind != "metrics" and known != unit and (kind == writes or "" in (kind, writes)):
-            return known
-    return None
+    known = units.get(writes, unit)
+    return None if known == unit else known
 
 
 def _check_folder(folder: Path) -> None:
@@ -184,10 +182,10 @@ def _units_of_existing(path: Path) -> dict[str, str]:
 def _unit_of(probe: Mapping[str, Any], path: Path, number: int) -> str:
     """The unit in a header, or in the record of a further probe. Line `number` of the log holds it."""
     schema = probe.get("schema")
-    if probe["kind"] == "header" and schema not in READABLE_SCHEMAS:
+    if probe["kind"] == "header" and schema != SCHEMA:
         raise ValueError(
-            f"line {number} of {path} is a header of record schema {schema!r}, expected "
-            f"{' or '.join(map(str, READABLE_SCHEMAS))}; no sonde could read both that start and this one: {_ADVICE}"
+            f"line {number} of {path} is a header of record schema {schema!r}, expected {SCHEMA}; no sonde could read "
+            f"both that start and this one: {_ADVICE}"
         )
     if not isinstance(unit := probe.get("unit"), str):
         raise ValueError(

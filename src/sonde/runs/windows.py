@@ -8,8 +8,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
-from sonde.records import READABLE_SCHEMAS
-from sonde.runs.blocks import add_each
+from sonde.records import SCHEMA
+from sonde.runs.blocks import add_each, refuse_schema
 from sonde.runs.columns import Columns, check_length
 from sonde.runs.json_values import as_count, as_list, as_mapping, as_numbers, as_time
 
@@ -73,8 +73,8 @@ class WindowContents:
     def _add(self, record: Mapping[str, Any], line: int) -> None:
         match record["kind"]:
             case "header":
-                if record["schema"] not in READABLE_SCHEMAS:
-                    raise ValueError(f"{self._file} was written by another version of sonde: read it with that version")
+                if record["schema"] != SCHEMA:
+                    refuse_schema(self._file, record["schema"])
                 self._segment += 1
                 self._columns = Columns()
             case "columns" if record["of"] == "window":

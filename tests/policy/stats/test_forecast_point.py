@@ -25,9 +25,9 @@ def test_whether_an_interval_holds_the_truth(change: dict[str, object], holds: b
     assert points(change)[0].held is holds
 
 
-def test_metrics_make_a_point_and_rollouts_come_before_importance_sampling() -> None:
+def test_metrics_make_a_point_and_rollouts_come_before_the_finite_step() -> None:
     metrics = {"entropy/evaluation_per_token": 1.5, "entropy/delta_forecast": -0.1, "entropy/delta_low": -0.2}
-    metrics |= {"entropy/delta_high": 0.0, "entropy/is_valid": 1.0, "entropy/delta_importance": -0.11}
+    metrics |= {"entropy/delta_high": 0.0, "entropy/is_valid": 1.0, "entropy/delta_finite_step": -0.11}
     point = forecast_point(7, metrics)
     assert (point.step, point.truth, point.truth_se, point.is_independent) == (7, -0.11, 0.0, False)
     point = forecast_point(7, metrics | {"entropy/delta_rollouts": -0.12, "entropy/delta_rollouts_se": 0.01})
@@ -38,12 +38,9 @@ def test_metrics_make_a_point_and_rollouts_come_before_importance_sampling() -> 
     assert not empty.has_truth
 
 
-def test_a_truth_of_too_few_effective_responses_is_not_known() -> None:
-    """Older logs hold the number."""
-    metrics = {"entropy/delta_forecast": -0.1, "entropy/delta_importance": -0.258, "entropy/ess_fraction": 0.02}
-    assert (forecast_point(7, metrics).truth, forecast_point(7, metrics).ess_fraction) == (None, 0.02)
-    assert forecast_point(7, metrics | {"entropy/ess_fraction": 0.6}).truth == -0.258
-    assert forecast_point(7, metrics | {"entropy/delta_rollouts": -0.2}).truth == -0.2
+def test_a_change_by_weights_of_whole_responses_is_no_truth() -> None:
+    metrics = {"entropy/delta_forecast": -0.1, "entropy/delta_importance": -0.258, "entropy/ess_fraction": 0.6}
+    assert (forecast_point(7, metrics).truth, forecast_point(7, metrics).ess_fraction) == (None, 0.6)
 
 
 def test_entropy_on_the_steps_own_responses_stands_in_for_that_on_evaluation_responses() -> None:

@@ -103,6 +103,7 @@ def policy_record(i: int, *, has_truth: bool = True, has_noise: bool = True, **c
             "batch": 0.4 * delta,
             "decay": 0.0,
             "explained": 0.99,
+            "cosine": None,
             "prompts": [
                 {"prompt": f"{k}+3=", "change": part, "from_rewarded": 2 * part, "from_penalised": -part}
                 for k, part in enumerate(sorted(parts)[:8])

@@ -33,6 +33,7 @@ def header_record(**changes: Any) -> Record:
     record = {
         "kind": "header",
         "schema": SCHEMA,
+        "writes": "reading",
         "time": STARTED,
         "run": "small language model",
         "unit": "sequences",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sonde.policy.stats.entropy_forecast import TOO_LARGE
-from sonde.policy.stats.importance import LEAST_ESS_FRACTION, Per
+from sonde.policy.stats.importance import Per
 from sonde.policy.stats.near_uniform import is_near_uniform
 from sonde.policy.stats.own_policy import OwnPolicyTest
 
@@ -99,13 +99,7 @@ def forecast_point(
         value = metrics.get(f"entropy/{name}")
         return value if value is not None and abs(value) < _NO_MEASUREMENT else None  # nor is NaN below it
 
-    is_independent, ess_fraction = metric("delta_rollouts") is not None, metric("ess_fraction")
-    # Logs with forecasts to first order have the change on the forecast's own responses: by the finite step, or by
-    # importance sampling, in older ones however few responses count. A forecast by the finite step has nothing to
-    # compare with there.
-    on_own = metric("delta_finite_step")
-    if on_own is None and metric("support") is None and (ess_fraction is None or ess_fraction >= LEAST_ESS_FRACTION):
-        on_own = metric("delta_importance")
+    is_independent = metric("delta_rollouts") is not None
     entropy, entropy_se, surprise_sd = map(metric, _ON_EVALUATION)
     if entropy is None:
         entropy, entropy_se, surprise_sd = map(metric, _ON_UPDATE)
@@ -117,12 +111,14 @@ def forecast_point(
         low=metric("delta_low"),
         high=metric("delta_high"),
         is_valid=metric("is_valid") == 1.0,
-        truth=metric("delta_rollouts") if is_independent else on_own,
+        # Without rollouts, a forecast to first order has the finite step on its own responses to compare with. A
+        # forecast by the finite step has nothing.
+        truth=metric("delta_rollouts") if is_independent else metric("delta_finite_step"),
         truth_se=metric("delta_rollouts_se") if is_independent else 0.0,
         is_independent=is_independent,
         per=per,
         reason=reason,
-        ess_fraction=ess_fraction,
+        ess_fraction=metric("ess_fraction"),
         surprise_sd=surprise_sd,
         entropy_se=entropy_se,
         segment=segment,

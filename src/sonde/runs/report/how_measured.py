@@ -187,18 +187,15 @@ def _policy_rows(run: Run) -> list[Row]:
 
 
 def _forecast_method(forecasts: Sequence[PolicyReading]) -> str:
-    if any(r.metrics.get("entropy/support") is not None for r in forecasts):
+    method = (
+        "Responses to evaluation prompts are scored before and after the step. After it, each position counts as "
+        "often as the response up to there has become more likely."
+    )
+    if any(r.metrics.get("entropy/delta_finite_step") is not None for r in forecasts):
         method = (
-            "Responses to evaluation prompts are scored before and after the step. After it, each position counts as "
-            "often as the response up to there has become more likely."
+            "The first derivative of the entropy along the mean gradient of the update prompts, times the learning "
+            f"rate. For the step itself: {method[0].lower()}{method[1:]}"
         )
-        if any(r.metrics.get("entropy/delta_finite_step") is not None for r in forecasts):
-            method = (
-                "The first derivative of the entropy along the mean gradient of the update prompts, times the learning "
-                f"rate. For the step itself: {method[0].lower()}{method[1:]}"
-            )
-    else:  # a log of an older sonde
-        method = "The first derivative of the entropy along the optimizer's step, on responses to evaluation prompts."
     return f"{method} The standard error comes from the scatter over these prompts."
 
 

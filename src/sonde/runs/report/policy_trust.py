@@ -9,7 +9,6 @@ from bokeh.models import NumeralTickFormatter
 from bokeh.plotting import figure
 
 from sonde.policy.stats.entropy_forecast import LINEAR_BETWEEN
-from sonde.policy.stats.importance import LEAST_ESS_FRACTION
 from sonde.policy.stats.prefix_weights import LEAST_SUPPORT, MOST_UNSUPPORTED
 from sonde.runs.policy_reading import PolicyReading
 from sonde.runs.report.curve_style import STEP, TimeAxis, add_curve, add_triangles, new_curve, restart_legend
@@ -28,15 +27,13 @@ from sonde.runs.report.figures import (
 from sonde.runs.report.policy_curves import PolicyTimeline, timeline_with
 from sonde.wording import number, percent
 
-_SUPPORT, _UNSUPPORTED, _WHOLE, _RATIO = (
-    f"entropy/{name}" for name in ("support", "unsupported", "ess_fraction", "linear_over_true")
-)
+_SUPPORT, _UNSUPPORTED, _RATIO = (f"entropy/{name}" for name in ("support", "unsupported", "linear_over_true"))
 _OWN = "entropy/evaluation_own_policy_z"
 
 
 def trust_curves(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | str:
     """How well responses represent the policy after each step, and first order over truth where it was taken."""
-    line = timeline_with(readings, _SUPPORT, _WHOLE, _RATIO)
+    line = timeline_with(readings, _SUPPORT)
     if line is None:
         return "No true change was measured on the evaluation responses."
     figures, legend = _sample_size(line, axis)
@@ -52,15 +49,6 @@ def _sample_size(line: PolicyTimeline, axis: TimeAxis) -> tuple[list[figure], li
     fig = new_curve(line, axis, Scale("linear", -0.04, 1.04), y_label="Share of the whole", height=220)
     fig.yaxis[0].formatter = NumeralTickFormatter(format="0 %")
     support, lacks = line.metric(_SUPPORT), line.metric(_UNSUPPORTED)
-    if not any(map(math.isfinite, support)):  # a log of an older sonde
-        whole = line.metric(_WHOLE)
-        add_line_at(fig, LEAST_ESS_FRACTION, "width", ORANGE, "dashed")
-        add_curve(fig, line.x, whole, GREEN)
-        rows = [("effective sample size", "@y{0.[0] %}"), STEP]
-        add_hover(fig, {"x": line.x, "y": whole, "window": line.windows}, rows)
-        text = "effective sample size (ESS) of whole responses, as a share of their number"
-        limit = f"limit: at least {LEAST_ESS_FRACTION:.0%}"
-        return [fig], [LegendEntry("line", GREEN, text), LegendEntry("dashed", ORANGE, limit)]
     add_line_at(fig, MOST_UNSUPPORTED, "width", ORANGE, "dashed")
     add_curve(fig, line.x, support, GREEN)
     add_curve(fig, line.x, lacks, GREY)
