@@ -193,8 +193,8 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 6}, "version 6, but this sonde reads version 5: start without the state"),
-        ({"version": 4}, "version 4, but this sonde reads version 5: start without the state"),
+        ({"version": 7}, "version 7, but this sonde reads version 6: start without the state"),
+        ({"version": 5}, "version 5, but this sonde reads version 6: start without the state"),
         ({"json": "{"}, "no JSON"),
         ({"json": "[1]"}, "must be a mapping"),
         ({"json": None}, "no JSON"),

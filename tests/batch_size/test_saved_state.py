@@ -58,7 +58,7 @@ def test_foreign_state_is_refused_whole(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("missing", ["averages/run", "metrics", "frozen", "windows", "covered", "pace"])
-def test_a_state_from_before_something_was_saved_is_refused_whole(missing: str) -> None:
+def test_a_state_that_lacks_something_is_refused_whole(missing: str) -> None:
     model = small_model()
     with attached(model) as probe:
         train(model, probe, torch.optim.SGD(model.parameters(), lr=0.0), windows=3)

@@ -212,11 +212,11 @@ def others() -> dict[str, tuple[PromptNoiseProbe, str]]:
         "no horizon": (probe_of(policy(), horizon=math.inf), "a horizon of 4 windows, this probe uses inf"),
         "temperature": (
             probe_of(policy(), token_statistics=CausalLMStatistics(0.7)),
-            "with temperature 1.0, but this probe has temperature 0.7",
+            'with temperature "the responses\' own", but this probe has temperature 0.7',
         ),
         "statistics": (
             probe_of(policy(), token_statistics=lambda model, rollouts: (torch.empty(0), torch.empty(0))),
-            "with temperature 1.0, but this probe has temperature None",
+            "with temperature \"the responses' own\", but this probe has temperature 'not known'",
         ),
     }
 
@@ -280,7 +280,7 @@ def test_averages_that_do_not_fit_each_other_are_refused(half: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 4}, "prompt-noise probe state has version 4, but this sonde reads version 5"),
+        ({"version": 5}, "prompt-noise probe state has version 5, but this sonde reads version 6"),
         ({"version": None}, "version None"),
         ({"json": "[1]"}, "must be a mapping"),
         ({"json": None}, "no JSON"),

@@ -14,8 +14,9 @@ _LABEL = "noise-scale probe state"
 
 
 def identity(unit: str, metric: str, parameters: ModelParameters) -> dict[str, str]:
-    """The unit, metric and parameters that are measured. Averages of others must not be continued."""
+    """The probe, and what it measures: unit, metric and parameters. Averages of others must not be continued."""
     return {
+        "probe": "NoiseScaleProbe",
         "unit": unit,
         "metric": metric,
         "parameters": parameters_digest(parameters.names, parameters.shapes),

@@ -325,13 +325,18 @@ class PromptNoiseProbe:
 def _identity(model: nn.Module, statistics: TokenStatistics, weighs: str) -> dict[str, object]:
     """What is measured, for the saved state. Averages of something else must not be continued."""
     trained = [(clean_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
-    temperature = getattr(statistics, "temperature", None)
-    if temperature is None and isinstance(statistics, CausalLMStatistics):
-        temperature = 1.0  # as in states from before the responses' own temperature counted
+    temperature: float | str
+    match getattr(statistics, "temperature", "not known"):
+        case None:
+            temperature = "the responses' own"
+        case Real() as given:
+            temperature = float(given)
+        case _:
+            temperature = "not known"
     return {
         "probe": PromptNoiseProbe.__name__,
         "weighs": weighs,
-        "temperature": float(temperature) if isinstance(temperature, Real) else None,
+        "temperature": temperature,
         "parameters": parameters_digest(
             [name for name, _ in trained], [None if is_lazy(p) else tuple(p.shape) for _, p in trained]
         ),

@@ -13,10 +13,8 @@ from typing import Any
 
 from sonde.stats.state import check_keys
 
-VERSION = 5
-"""Of the form. States before it were nested mappings."""
-_UNNAMED = "NoiseScaleProbe"
-"""The probe whose states do not name it, since they were the first."""
+VERSION = 6
+"""Of the form."""
 
 
 def sealed(contents: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,13 +72,11 @@ def check_identity(label: str, saved: Any, own: Mapping[str, object]) -> None:
     Raises:
         ValueError: when the two differ, naming the first difference.
     """
-    if isinstance(saved, Mapping):
-        saver, loader = (identity.get("probe", _UNNAMED) for identity in (saved, own))
-        if saver != loader:
-            raise ValueError(
-                f"the state was saved by a {saver!s:.60}, but this is a {loader}: give each probe the state that it "
-                "saved itself"
-            )
+    if isinstance(saved, Mapping) and (saver := saved.get("probe", own["probe"])) != own["probe"]:
+        raise ValueError(
+            f"the state was saved by a {saver!s:.60}, but this is a {own['probe']}: give each probe the state that it "
+            "saved itself"
+        )
     check_keys(f"{label}, what", saved, set(own))
     for name, value in own.items():
         if type(saved[name]) is type(value) and saved[name] == value:
