@@ -21,7 +21,6 @@ OF_ITS_OWN_CLASS = {
     "batch_size/stats/averages.py": {"_load"},
     "batch_size/step_watch.py": {"_after_any_step", "_before_any_step", "_before_given_step"},
     "policy/entropy_change.py": {"_forecast"},
-    "termination.py": {"_before", "_is_on", "_pid", "_previous"},
 }
 """Names that a file defines, and takes from another object of the same class, not from `self`."""
 

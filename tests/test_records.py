@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -368,15 +367,3 @@ def test_a_metric_that_no_number_can_hold_is_refused_by_name() -> None:
 
     with pytest.raises(ValueError, match="the metric 'my/x' is larger than a 64-bit number can be"):
         sonde.RunLog([]).measure(Huge(), 1)  # type: ignore[arg-type]
-
-
-def test_a_log_that_another_thread_begins_says_that_it_hears_no_signal(caplog: pytest.LogCaptureFixture) -> None:
-    def begin() -> None:
-        sonde.attach(nn.Linear(3, 1), unit="rows", log=sonde.RunLog(Recording()), verbose=False).close()
-
-    begin()
-    assert "main thread" not in caplog.text
-    thread = threading.Thread(target=begin)
-    thread.start()
-    thread.join()
-    assert "SIGTERM will leave no end record" in caplog.text

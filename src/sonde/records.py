@@ -8,7 +8,7 @@ A run is a sequence of records, each a JSON object with a `kind`:
   last run of a log alone.
 - `reading`, every few windows: `metrics` (a number, or null where it is not known), `groups`, `status`, `reason`,
   `dropped`, and `alerts`: what looked wrong since the reading before, a message by name.
-- `details`, when the probe is closed or SIGTERM arrives: `groups` of the last reading, if it was written without them.
+- `details`, when the probe is closed: `groups` of the last reading, if it was written without them.
 - `window`, for each window that was averaged, if the log was asked for windows: `metrics` and `groups` of that window
   alone.
 - `policy`, around each optimizer step at which a policy's entropy was measured: `window`, `metrics`, `reason`, `per`
@@ -16,7 +16,7 @@ A run is a sequence of records, each a JSON object with a `kind`:
   nats; `causes` is null if they were not asked for), and `alerts`.
 - `metrics`, when a probe of the user's own is logged: `window` and `metrics`.
 - `alert`, when something looks wrong for the first time, with its `name` and a `message` in plain words.
-- `end`, when the last probe was closed, or the process was told to end; a run without it was cut off.
+- `end`, when the last probe was closed; a run without it was cut off.
 
 These are the records that sinks get. `JsonlSink` writes them in a compact form: see `sonde.runs.columns`.
 """
@@ -29,8 +29,7 @@ import logging
 import platform
 import re
 import time
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -73,11 +72,6 @@ class RunLog:
     fails gets no more records, the others go on, and training with them; `alerts` tells. A record that a sink refuses
     by a `ValueError` is left out of that sink; after 3 in a row the sink has failed.
 
-    When SIGTERM arrives, the windows since the last reading are read and an `end` record is written. Then a handler of
-    your own is called as before. If there is none, or if it raises or closes the probe, that `end` record stays the
-    only one, and a report follows before the process ends. If it returns, the run goes on, and so does the log; the
-    report is written when the log ends.
-
     Args:
         sinks: one place for the records, or several: a folder, for the log that reports are made from; "wandb",
             "mlflow", "trackio" or "tensorboard"; a run or writer of one of these; a function that takes metrics and a
@@ -112,7 +106,7 @@ class RunLog:
         checked = sinks_for(sinks, _folder_of(run))
         every = whole_number("every must be a whole number of windows", every)
         self.run, self.metadata, self.every, self.log_windows = run, dict(metadata or {}), every, log_windows
-        self._writer = RecordWriter(checked, every)
+        self._writer = RecordWriter(checked)
         self._metrics: dict[str, Writes] = {}
         """The kind of record that each metric is written in."""
         self._has_begun = self._has_ended = False
@@ -144,7 +138,6 @@ class RunLog:
         setup: Mapping[str, object],
         metrics: Mapping[str, Metric],
         sections: Sequence[ReportSection] = (),
-        write_rest: Callable[[], None] | None = None,
     ) -> None:
         """A probe begins to write: the first begins the log with its header, each further one adds a record.
 
@@ -154,8 +147,6 @@ class RunLog:
             setup: what was found, for people; names in `record_values.SETUP_KINDS` have values of these kinds, or None.
             metrics: the probe's metrics, by name.
             sections: further sections of the report.
-            write_rest: a method that writes what was measured since the probe's last record. It is called when SIGTERM
-                arrives, between any two lines of the main thread: it must wait for no device and no peer. Held weakly.
 
         Raises:
             RuntimeError: when the log has ended already, or another open probe writes the same kind of record.
@@ -174,8 +165,6 @@ class RunLog:
         self._check_metrics(writes, metrics)
         self._describe(writes, unit, setup, metrics, sections, raises=True)
         self._open.add(writes)
-        if write_rest is not None:
-            self._writer.write_rest[writes] = weakref.WeakMethod(write_rest)
 
     def _check_metrics(self, writes: Writes, metrics: Iterable[str]) -> None:
         for name in metrics:
@@ -267,7 +256,6 @@ class RunLog:
             window: number of the last optimizer step.
         """
         self._open.discard(writes)
-        self._writer.write_rest.pop(writes, None)
         if not self._open:
             self._end(reason, window)
 

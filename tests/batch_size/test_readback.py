@@ -99,27 +99,6 @@ def test_unfinished_collectives_are_abandoned_without_waiting() -> None:
     assert [value[0] for value in readback.arrived(wait=True)] == [[3.0]]
 
 
-def test_what_is_on_the_host_already_is_sent_alone_and_in_order() -> None:
-    """Nothing is waited for, and nothing is lost: the rest is sent later."""
-    readback: Readback[list[Any]] = Readback()
-    put(readback, 1.0, "done")
-    under_way = Work("under way")
-    readback.put([torch.full((1,), 2.0)], lambda host: host[0].tolist(), cast("dist.Work", under_way))
-    put(readback, 3.0, "done")
-    readback.send_what_is_on_the_host()
-    assert not under_way.waited
-    assert [value[0] for value in readback.arrived(wait=False)] == [[1.0]]
-    readback.send()
-    assert [value[0] for value in readback.arrived(wait=True)] == [2.0, [3.0]]
-
-
-def test_vectors_on_another_device_are_left_there() -> None:
-    readback: Readback[list[Any]] = Readback()
-    readback.put([torch.ones(1, device="meta")], lambda host: host[0].tolist())
-    readback.send_what_is_on_the_host()
-    assert readback.arrived(wait=False) == []
-
-
 def test_a_collective_that_completed_with_an_error_is_abandoned_silently() -> None:
     class Failed(Work):
         def is_completed(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -72,24 +71,6 @@ def test_transformers_trainer_is_measured_by_its_integration(ranks: int, tmp_pat
     )
     assert measured.numbers == pytest.approx(own.numbers, rel=1e-5)
     assert measured.run.header.unit == "sequences"
-
-
-def test_a_trainer_that_is_told_to_end_leaves_a_verdict(tmp_path: Path) -> None:
-    ends = """
-import os, signal, transformers
-class Ends(transformers.TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 6:
-            os.kill(os.getpid(), signal.SIGTERM)
-trainer.add_callback(Ends())
-"""
-    measured = with_run(TRANSFORMERS.replace("# (attach here)", ends), tmp_path, forks=True)
-    assert measured.status == -signal.SIGTERM
-    assert measured.run.ended == "the process was told to end (SIGTERM)"
-    reading, where = measured.err.splitlines()[-2:]
-    assert reading.startswith("sonde: B_simple")
-    assert ", 6 windows" in reading
-    assert where == f"sonde: log     {measured.folder}"
 
 
 @pytest.mark.parametrize("fit", [0, 12])

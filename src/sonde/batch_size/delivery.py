@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,6 @@ from sonde.batch_size.taps.further_metrics import Adds
 from sonde.batch_size.taps.further_sums import read_further
 from sonde.batch_size.taps.tap import ExamplesOfWindow, ExpertsOfWindow
 from sonde.batch_size.taps.window_sums import Window, as_vector, read_costs, read_row
-from sonde.parallel.devices import is_capturing
 
 RATE = "learning rate on the device"
 """The scalar that is one: no name of the user's has spaces."""
@@ -29,8 +27,7 @@ RATE = "learning rate on the device"
 class Delivery:
     """Hands over windows whose numbers have arrived on the host.
 
-    A thread that reads must not meet the thread that trains, so both work inside `alone`. A signal handler may
-    interrupt either of them anywhere, and uses `interrupting`.
+    A thread that reads must not meet the thread that trains, so both work inside `alone`.
 
     Args:
         take: called with each window, in order.
@@ -41,8 +38,7 @@ class Delivery:
     def __init__(self, take: Callable[[MeasuredWindow], None], device: torch.device, adds: Sequence[Adds] = ()) -> None:
         self._take, self._device, self._adds = take, device, tuple(adds)
         self._readback: Readback[MeasuredWindow] = Readback()
-        self._lock: Any = threading.RLock()  # typed without `_is_owned`
-        self._training_thread: int | None = None
+        self._lock = threading.RLock()
         self.n_put = 0
         """Windows put in."""
 
@@ -61,32 +57,7 @@ class Delivery:
 
         The lock itself: a KeyboardInterrupt on the way in or out of a context of our own could leave it held.
         """
-        lock: AbstractContextManager[object] = self._lock
-        return lock
-
-    @contextmanager
-    def interrupting(self) -> Iterator[bool]:
-        """Take in the windows whose numbers are on the host, from a signal handler; nothing is waited for.
-
-        Yields:
-            Whether the handler may go on. It may not if the signal has interrupted the probe itself, or while another
-            thread trains or reads.
-        """
-        # Private, as in threading.Condition: whether the code that the signal has interrupted is inside.
-        is_free = not self._lock._is_owned() and self._training_thread == threading.get_ident()
-        if not (is_free and self._lock.acquire(blocking=False)):
-            yield False
-            return
-        try:
-            with self.alone():
-                if is_capturing(self._device):
-                    yield False  # looking whether copies have arrived would spoil the graph
-                    return
-                self._readback.send_what_is_on_the_host()
-                self.receive(wait=False)
-                yield True
-        finally:
-            self._lock.release()
+        return self._lock
 
     def put_window(self, window: Window, scalars: Mapping[str, float | Tensor], known: KnownOfWindow) -> None:
         """Put in a window that has ended.
@@ -135,7 +106,6 @@ class Delivery:
     def put(self, vectors: list[Tensor], read: Read[MeasuredWindow], work: dist.Work | None) -> None:
         """Put a window in; see `Readback.put`."""
         self.n_put += 1
-        self._training_thread = threading.get_ident()
         self._readback.put(vectors, read, work)
 
     def send(self, *, abandon_unfinished: bool = False) -> None:

@@ -147,8 +147,6 @@ class NoiseScaleLog:
         tracker: where readings come from.
         log: of the run.
         setup: what was found at attach, for people.
-        write_rest: a method that calls `write_rest` of this log when SIGTERM arrives; see `RunLog.begin`. Without it,
-            the windows since the last reading are lost then.
         cost: what measuring costs now.
         further: trackers of the metrics after the headline, by name.
     """
@@ -158,7 +156,6 @@ class NoiseScaleLog:
         tracker: NoiseScaleTracker,
         log: RunLog,
         setup: Mapping[str, object],
-        write_rest: Callable[[], None] | None = None,
         cost: Callable[[], Cost] | None = None,
         further: Mapping[str, NoiseScaleTracker] | None = None,
     ) -> None:
@@ -182,7 +179,6 @@ class NoiseScaleLog:
             setup=setup,
             metrics=METRICS | _metrics_in(tracker.further_units, tracker.unit) | declared(self._further),
             sections=sections(self._further),
-            write_rest=write_rest,
         )
 
     def window(self, window: MeasuredWindow, drop: Drop | None, norm: float | None) -> None:
@@ -321,16 +317,11 @@ class NoiseScaleLog:
         self._log.write(kind, **content)
         self.alerts |= self._log.alerts  # of a sink that has failed
 
-    def write_rest(self) -> None:
-        """Write a reading of the windows since the last one, with its groups."""
+    def end(self, reason: str) -> None:
+        """Write a reading of the windows since the last one, with its groups, and end this probe's part of the log."""
         self.reading(time.time(), is_last=True)
         if self._lacks_groups and self._log.is_first_rank:
             self._write("details", window=self._window, groups=_groups_record(self._tracker.reading()))
-            self._lacks_groups = False
-
-    def end(self, reason: str) -> None:
-        """Write the last reading, and end this probe's part of the log."""
-        self.write_rest()
         self._log.leave("reading", reason, window=self._window)
 
     def state_dict(self) -> dict[str, float | int]:

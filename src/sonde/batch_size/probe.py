@@ -278,7 +278,7 @@ class NoiseScaleProbe:
             message="the log of the run could not be begun on another rank, whose error says why: no rank measures",
         )
         try:
-            begun = NoiseScaleLog(self._tracker, log, setup, self._write_rest, lambda: pace.cost, further)
+            begun = NoiseScaleLog(self._tracker, log, setup, lambda: pace.cost, further)
         except Exception:
             agree(has_failed=True)
             raise
@@ -588,16 +588,6 @@ class NoiseScaleProbe:
             self._ends.n_windows = contents["windows"]
             self._arrivals.n_covered = contents["covered"]
             self._pacing.pace.load_state_dict(contents["pace"])
-
-    def _write_rest(self) -> None:
-        """Write a reading of the windows since the last one, as far as their numbers are on the host.
-
-        Called by a signal handler. Nothing is written if the signal has interrupted the probe, or while another thread
-        trains.
-        """
-        with self._delivery.interrupting() as may_go_on:
-            if may_go_on and not self._closed:
-                self._log.write_rest()
 
     def _identity(self) -> dict[str, str]:
         return identity(self._tracker.unit, ", ".join(self._options.metrics), self._found.whole)

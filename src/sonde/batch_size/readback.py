@@ -93,19 +93,6 @@ class Readback(Generic[T]):
         while not all(work.is_completed() for work in works) and time.perf_counter() < deadline:
             time.sleep(0.001)
 
-    def send_what_is_on_the_host(self) -> None:
-        """Send the vectors that need no wait, for the device or for a peer, up to the first that does."""
-        n = 0
-        for work, vectors, _ in self._put:
-            if vectors[0].device.type != "cpu" or not (work is None or work.is_completed()):
-                break
-            n += 1
-        later, self._put = self._put[n:], self._put[:n]
-        try:
-            self.send()
-        finally:
-            self._put = later
-
     def _copy(self, finished: list[tuple[list[Tensor], Read[T]]]) -> None:
         packed = torch.cat([vector for vectors, _ in finished for vector in vectors])
         sizes = [[vector.numel() for vector in vectors] for vectors, _ in finished]

@@ -18,7 +18,7 @@ except ImportError:  # Windows has no flock
     fcntl = None  # type: ignore[assignment]
 
 SECONDS_TO_WAIT = 3.0
-"""How long to wait for another writer: after SIGTERM, a process may still be ending when its successor starts."""
+"""How long to wait for another writer: a process may still be ending when its successor starts."""
 
 _CANNOT_LOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 """Errors of file systems without locks."""
@@ -34,15 +34,14 @@ class LockedFile:
 
     Args:
         path: of the file; it and its folder are made if they do not exist.
-        n_bytes: the size that the file must have; None for any size.
         patience: seconds to wait for another writer; None for `SECONDS_TO_WAIT`.
 
     Raises:
-        ValueError: when another process, or this one, has the file open for writing, or the file has another size.
+        ValueError: when another process, or this one, has the file open for writing.
         OSError: when the file cannot be made.
     """
 
-    def __init__(self, path: Path, *, n_bytes: int | None = None, patience: float | None = None) -> None:
+    def __init__(self, path: Path, *, patience: float | None = None) -> None:
         self._path, self._absolute = path, path.absolute()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,11 +51,6 @@ class LockedFile:
             raise OSError(error.errno, why, str(path.parent)) from None
         try:
             self._lock(self._file, SECONDS_TO_WAIT if patience is None else patience)
-            if n_bytes not in (None, self.n_bytes):
-                raise ValueError(
-                    f"another run has written to {path} since this one was told to end (SIGTERM), so this run writes "
-                    "there no more: let only one of them go on"
-                )
         except BaseException:
             self._file.close()
             raise
@@ -81,11 +75,6 @@ class LockedFile:
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
-
-    @property
-    def n_bytes(self) -> int | None:
-        """Its size; None once it is closed."""
-        return None if self._file is None else os.fstat(self._file.fileno()).st_size
 
     def close(self) -> None:
         """Close the file, which unlocks it. A second call does nothing."""

@@ -26,7 +26,7 @@ class JsonlSink:
     Nothing in the file is ever changed. If a crash left its last line torn, that line is ended before anything else is
     written, so the torn rest cannot merge with a new record. Files are touched with the first record, so every rank may
     make a sink: a run's log writes on rank 0 only. From then on the file is locked until `close`, or until the process
-    ends. While the process writes its report because it was told to end, the file is not locked: a successor can start.
+    ends.
 
     Args:
         folder: the run's folder.
@@ -46,8 +46,6 @@ class JsonlSink:
 
     must_begin: ClassVar[bool] = True
     """A run without its log, or in the log of another, is an error of the user's that is seen before training."""
-    is_reentrant: ClassVar[bool] = True
-    """No lock is waited for, so a signal handler may call `write` while a call is interrupted: the process may end."""
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder) / RECORDS_NAME
@@ -57,8 +55,6 @@ class JsonlSink:
         """Units by kind of record; None until the log is read, which the first rank alone does."""
         self._lines = LineWriter()
         self._file: LockedFile | None = None
-        self._n_bytes: int | None = None
-        """Size of the log when it was unlocked for the report; None before that."""
         self._has_begun = self._closed = False
 
     def write(self, record: Mapping[str, object]) -> None:
@@ -69,8 +65,8 @@ class JsonlSink:
 
         Raises:
             ValueError: when a value is not JSON, NaN and infinity included; when a probe names another unit than the
-                run so far had for the same kind of record; when another process writes to the same log, or did so after
-                `write_report`; when the log is damaged, or of a newer sonde.
+                run so far had for the same kind of record; when another process writes to the same log; when the log is
+                damaged, or of another version of sonde.
             RuntimeError: after `close`, or when the first record is not a header.
             OSError: when the disk is full, or the folder cannot be written to.
         """
@@ -94,17 +90,6 @@ class JsonlSink:
         if self._file is not None:
             self._file.close()
 
-    def write_report(self) -> None:
-        """Write the report of the log so far beside it; see `sonde.write_report`.
-
-        Called when the process is told to end (SIGTERM). The log is unlocked first: a report takes longer than a
-        successor waits. If the process goes on nevertheless, the next record locks the log again.
-        """
-        from sonde.runs.report.write import write_report  # here, since the report reads the log that this file writes
-
-        self.unlock()
-        write_report(self.path.parent)
-
     def lock(self, *, patience: float | None = None) -> None:
         """Let no other process write to the log. The first record does this too.
 
@@ -112,14 +97,13 @@ class JsonlSink:
             patience: seconds to wait for a process that writes to it; None for `locked_file.SECONDS_TO_WAIT`.
 
         Raises:
-            ValueError: when another process writes to the log, or did so after `unlock`.
+            ValueError: when another process writes to the log.
         """
-        self._file = LockedFile(self.path, n_bytes=self._n_bytes, patience=patience)
+        self._file = LockedFile(self.path, patience=patience)
 
     def unlock(self) -> None:
-        """Let a successor write to the log. The next record locks it again, if no successor has written by then."""
+        """Let another process write to the log. The next record locks it again."""
         if self._file is not None:
-            self._n_bytes = self._file.n_bytes
             self._file.close()
             self._file = None
 

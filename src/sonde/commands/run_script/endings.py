@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import sonde
@@ -27,13 +27,11 @@ class LogOfScript(JsonlSink):
     Args:
         folder: the first to try.
         start: of `sonde run`, as in the metadata of its logs.
-        before_the_end: called when SIGTERM is about to end the process, where no exit handler runs; in place of writing
-            the report, which it may write.
     """
 
-    def __init__(self, folder: Path, start: str, before_the_end: Callable[[], None]) -> None:
+    def __init__(self, folder: Path, start: str) -> None:
         super().__init__(folder)
-        self._first, self._start, self._before_the_end = folder, start, before_the_end
+        self._first, self._start = folder, start
         self._held: list[Mapping[str, object]] = []
         """Records before the first reading."""
         self.folder: Path | None = None
@@ -75,11 +73,6 @@ class LogOfScript(JsonlSink):
     def _is_of_this_start(self) -> bool:
         header = last_header(self.path)
         return header is not None and header.get("metadata", {}).get("start") == self._start
-
-    def write_report(self) -> None:
-        """Let the script's log be ended; the file is unlocked first, as by other logs."""
-        self.unlock()
-        self._before_the_end()
 
 
 def say_where(file: LogOfScript | None, *, writes_report: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,24 +37,16 @@ class MeasuredModel:
     Args:
         found: the model, and the optimizers that step it.
         settings: of `sonde run`.
-        before_the_end: called when SIGTERM is about to end the process.
         n_steps: steps of all measured models so far.
 
     Raises:
         ValueError: when the model cannot be measured, with the reason.
     """
 
-    def __init__(
-        self,
-        found: ModelOfOptimizers,
-        settings: Settings,
-        before_the_end: Callable[[MeasuredModel], None],
-        *,
-        n_steps: int = 0,
-    ) -> None:
+    def __init__(self, found: ModelOfOptimizers, settings: Settings, *, n_steps: int = 0) -> None:
         self.name = type(unwrap_model(found.model)).__name__
         self._parameters = trainable(found.model.parameters()).keys()
-        log, self._file = settings.log(lambda: before_the_end(self))
+        log, self._file = settings.log()
         self._probe: sonde.NoiseScaleProbe | None = _attached(found, settings, log)
         self._reading: sonde.NoiseScaleReading | None = None
         """The last one, once the model is measured no more."""
@@ -66,8 +58,6 @@ class MeasuredModel:
         """Those that step the model. When all are gone, the script is done with its training."""
         self._stepped: set[int] = set()
         """Optimizers that have stepped since the last window was ended, by identity."""
-        self.is_closing = False
-        """Whether it is being closed, so that its reading is about to be known."""
         self._n_errors = self._n_ended = 0
         self._why_stopped = ""
         self.begins_at, self._last_step = n_steps, 0
@@ -168,11 +158,8 @@ class MeasuredModel:
         """
         probe, self._probe = self._probe, None
         if probe is not None:
-            # After a SIGTERM that the script has survived, this asks for the report. The reading is not said yet.
-            self.is_closing = True
             with contextlib.suppress(Exception):
                 probe.close(self._why_stopped or reason, patience=PATIENCE)
-            self.is_closing = False
             self._keep_reading(probe)
 
     def _keep_reading(self, probe: sonde.NoiseScaleProbe) -> None:
@@ -188,8 +175,6 @@ class MeasuredModel:
         Args:
             number: of the model among those of the script; None for a single one.
         """
-        if self._probe is not None:
-            self._keep_reading(self._probe)
         if not is_first_rank() or self._why_stopped or self._has_said:
             return
         self._has_said = True

@@ -21,13 +21,12 @@ class MeasuredTrainer:
     Args:
         trainer: that is about to train.
         settings: of `sonde run`.
-        before_the_end: called when SIGTERM is about to end the process.
 
     Raises:
         ValueError: for a trainer that cannot be measured, with the reason.
     """
 
-    def __init__(self, trainer: Any, settings: Settings, before_the_end: Callable[[MeasuredTrainer], None]) -> None:
+    def __init__(self, trainer: Any, settings: Settings) -> None:
         from sonde.integrations.transformers import TransformersProbe
         from sonde.integrations.transformers_batches import MicroBatches
 
@@ -35,7 +34,7 @@ class MeasuredTrainer:
         self.name = type(trainer).__name__
         self._writes_report, self._has_said = settings.report, False
         options = {"unit": settings.unit or batches.unit, **settings.averaging}
-        self._probe = _UnseenProbe(options, lambda: settings.log(lambda: before_the_end(self)))
+        self._probe = _UnseenProbe(options, settings.log)
         self._callback: TransformersProbe | None = TransformersProbe(trainer, batches, self._probe)
 
     def training_ended(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,13 +50,9 @@ class Settings:
     every: int | None = None
     report: bool = True
 
-    def log(self, before_the_end: Callable[[], None]) -> tuple[RunLog, LogOfScript]:
-        """The log of one model of the script, and its file.
-
-        Args:
-            before_the_end: called when SIGTERM is about to end the process.
-        """
-        file = LogOfScript(Path(self.folder), self.start, before_the_end)
+    def log(self) -> tuple[RunLog, LogOfScript]:
+        """The log of one model of the script, and its file."""
+        file = LogOfScript(Path(self.folder), self.start)
         return RunLog(file, metadata={"command": " ".join(self.command), "start": self.start}), file
 
     @property

@@ -201,7 +201,7 @@ class ScriptWatcher:
         """transformers' Trainer begins to train: its batches are known better than by the calls of its model."""
         self._trainings.append(None)
         try:
-            training = MeasuredTrainer(trainer, self._settings, self._told_to_end)
+            training = MeasuredTrainer(trainer, self._settings)
         except ValueError as error:
             say(f"not measured: {error}. The script runs on")
             return
@@ -236,27 +236,21 @@ class ScriptWatcher:
                 say("nothing was measured: the script made an optimizer, and took no step with a model that it called")
             for each in self._all:
                 each.close(reason)
-            self._say_ends(len(self._all))
+            self._say_ends()
         # Python ends by SIGINT if KeyboardInterrupt ended the last text that it has executed. The report executes some.
         with contextlib.suppress(KeyboardInterrupt):
             exec("raise KeyboardInterrupt" if kind is KeyboardInterrupt else "")
 
     # What is measured.
 
-    def _say_ends(self, n: int) -> None:
-        """Say the readings of the first n models and trainings.
+    def _say_ends(self) -> None:
+        """Say the readings of all models and trainings.
 
         Those that took no step were given up. They are passed over, unless none took any: then the last is named.
         """
         told = [each for each in self._all if each.has_stepped] or self._all[-1:]
         for number, each in enumerate(told, 1):
-            if each in self._all[:n]:
-                each.say_end(number if len(told) > 1 else None)
-
-    def _told_to_end(self, measured: MeasuredModel | MeasuredTrainer) -> None:
-        """SIGTERM is about to end the process: say what is known of all before this one, whose log is complete."""
-        if not (isinstance(measured, MeasuredModel) and measured.is_closing):
-            self._say_ends(self._all.index(measured) + 1)
+            each.say_end(number if len(told) > 1 else None)
 
     def _models_with(self, owner: Any) -> tuple[MeasuredModel, ...]:
         """The measured models that hold parameters of an optimizer or a module."""
@@ -283,7 +277,7 @@ class ScriptWatcher:
             self._refuse(found.optimizers, "another thread of the script trains or has trained, and one is measured")
             return
         try:
-            model = MeasuredModel(found, self._settings, self._told_to_end, n_steps=self._n_steps)
+            model = MeasuredModel(found, self._settings, n_steps=self._n_steps)
         except (ValueError, RuntimeError, OSError) as error:
             is_alone = NOT_ON_ALL_RANKS in getattr(error, "__notes__", ())
             self._refuse(found.optimizers, f"{error}", is_alone=is_alone)

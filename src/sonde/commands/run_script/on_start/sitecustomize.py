@@ -22,11 +22,8 @@ from typing import Any
 _FOLDER, _STARTED = os.getcwd(), sys.argv[0]
 """Where this process was started, and its script, or "-m": a script may change both."""
 _RUN_SCRIPT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_CALLERS = tuple(
-    os.path.normpath(os.path.join(_RUN_SCRIPT, os.pardir, os.pardir, *path))
-    for path in (("termination.py",), ("batch_size", "step_watch.py"))
-)
-"""Other files that call the script's own functions: its handler of SIGTERM, and the closure of a step."""
+_STEP_WATCH = os.path.normpath(os.path.join(_RUN_SCRIPT, os.pardir, os.pardir, "batch_size", "step_watch.py"))
+"""Another file that calls a function of the script's own: the closure of a step."""
 
 
 class _AfterImports:
@@ -253,7 +250,7 @@ def _leave_out_frames_of_sonde(error: BaseException) -> None:
 
 def _is_of_sonde(code: Any) -> bool:
     # The code that stands for that of torch's modules names torch's file.
-    is_own = code.co_filename.startswith((_RUN_SCRIPT, *_CALLERS))
+    is_own = code.co_filename.startswith((_RUN_SCRIPT, _STEP_WATCH))
     return is_own or "sonde.commands.run_script" in code.co_names
 
 
