@@ -32,7 +32,6 @@ from sonde.policy.stats.policy_entropy import PolicyEntropy
 from sonde.probe import Metric, Partners, Probe, ProbeConfig, ReportSection, RolloutProbe
 from sonde.records import RunLog
 from sonde.runs.reader import Run, WindowReading, read_run, read_windows
-from sonde.runs.replay import ReplayedReading, replay_windows
 from sonde.runs.report.write import write_report
 from sonde.runs.sinks import JsonlSink
 from sonde.runs.tensorboard import TensorBoardSink
@@ -72,7 +71,6 @@ __all__ = [
     "PromptNoiseProbe",
     "PromptNoiseReading",
     "RatioInterval",
-    "ReplayedReading",
     "ReportSection",
     "RolloutProbe",
     "Rollouts",
@@ -101,7 +99,6 @@ __all__ = [
     "probes_from_config",
     "read_run",
     "read_windows",
-    "replay_windows",
     "steps_and_examples",
     "write_report",
 ]

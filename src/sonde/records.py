@@ -6,8 +6,9 @@ A run is a sequence of records, each a JSON object with a `kind`:
 - `probe`, once for each further probe of the same log: which records it writes, its set-up, unit and metrics.
 - `fresh`, before the first reading of a start that has loaded no saved state: this start is a new run. Readers take the
   last run of a log alone.
-- `reading`, every few windows: `metrics` (a number, or null where it is not known), `groups`, `status`, `reason`,
-  `dropped`, and `alerts`: what looked wrong since the reading before, a message by name.
+- `reading`, every few windows: `metrics` (a number, or null where it is not known), `status`, `reason`, `advice`,
+  `pieces`, `dropped`, and `alerts`: what looked wrong since the reading before, a message by name. The first ten
+  readings and every tenth after that have `groups` too.
 - `details`, when the probe is closed: `groups` of the last reading, if it was written without them.
 - `window`, for each window that was averaged, if the log was asked for windows: `metrics` and `groups` of that window
   alone.
@@ -18,7 +19,7 @@ A run is a sequence of records, each a JSON object with a `kind`:
 - `alert`, when something looks wrong for the first time, with its `name` and a `message` in plain words.
 - `end`, when the last probe was closed; a run without it was cut off.
 
-These are the records that sinks get. `JsonlSink` writes them in a compact form: see `sonde.runs.columns`.
+These are the records that sinks get. `JsonlSink` writes each as a line of JSON.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ from sonde.version import __version__
 logger = logging.getLogger("sonde")
 
 SCHEMA = 3
-"""Of the records that this sonde writes, and the only one that it reads. Raised when a reader would misread others."""
+"""Raised when the records change. A log of another schema is refused."""
 
-_DETAILS_EVERY = 10
-"""Readings between two with details: groups, which take most of a reading's time, `dropped` and `alerts`."""
+MOST_READINGS = 2000
+"""Readings that the windows of a run would have at their last spacing. Where there would be more, it doubles."""
 
 Writes = Literal["reading", "policy", "metrics"]
 """The kind of record that a probe writes."""
@@ -60,9 +61,18 @@ METRIC_NAME = r"[A-Za-z0-9_/]+"
 """What every tracker accepts."""
 
 
-def has_details(n: int) -> bool:
-    """Whether the n-th reading of a start, from 1, has details. The first ten have, so that a short run has all."""
-    return n <= _DETAILS_EVERY or n % _DETAILS_EVERY == 0
+def spacing(every: int, window: int) -> int:
+    """Windows between two readings at a window of the run.
+
+    It depends on the window alone, so ranks agree, and a run that is resumed goes on as one that was not interrupted.
+
+    Args:
+        every: as the user gave it.
+        window: its number, from 1.
+    """
+    while window > MOST_READINGS * every:
+        every *= 2
+    return every
 
 
 class RunLog:
@@ -78,9 +88,10 @@ class RunLog:
             step; or an object with the methods of `Sink`. Beside all but the last, such a log is written in `runs/`.
         run: the run's name.
         metadata: anything worth remembering with the run, JSON values.
-        every: windows between two readings of the noise scale.
-        log_windows: also write tr Σ and |G|² of each window alone, for the whole model and for each group: about 300
-            bytes a window for 12 groups. `sonde.read_windows` reads them.
+        every: windows between two readings of the noise scale. It doubles after 2,000 readings, and each time that
+            the run is twice as long again, so that a log of 10 million windows has about 11,000 readings.
+        log_windows: also write tr Σ and |G|² of each window alone, for the whole model and for each group, a line
+            each. `sonde.read_windows` reads them.
 
     Raises:
         ValueError: for sinks that cannot write, or an `every` below 1.

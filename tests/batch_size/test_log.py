@@ -251,9 +251,7 @@ def test_groups_are_read_seldom_and_the_log_ends_with_those_of_the_last_window(n
     assert [r["window"] for r in details] == ([] if n_windows == 30 else [n_windows])
     written = (details or sink.of_kind("reading"))[-1]["groups"]
     assert written["4"]["b_simple"] == last.groups["4"].b_simple
-    for thinned in (False, True):
-        read = read_run(tmp_path, thinned=thinned).readings[-1].groups
-        assert read["4"].grad_sq == pytest.approx(last.groups["4"].grad_sq, rel=1e-6)
+    assert read_run(tmp_path).readings[-1].groups["4"].grad_sq == last.groups["4"].grad_sq
 
 
 def test_a_last_reading_whose_turn_has_not_come_has_groups() -> None:

@@ -178,7 +178,7 @@ import torch
 from torch import nn
 import sonde
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
+resource.setrlimit(resource.RLIMIT_FSIZE, (30000, 30000))
 model = nn.Linear(3, 1)
 log = sonde.RunLog(sonde.JsonlSink({str(tmp_path)!r}), every=1)
 probe = sonde.attach(model, unit="rows", log=log, every=1, verbose=False)
@@ -201,7 +201,7 @@ probe.close()
     assert windows == list(range(1, len(windows) + 1))
     assert 5 < len(windows) < 40
     assert run.torn is None or "is cut off in the middle" in run.torn
-    assert (tmp_path / "records.jsonl").stat().st_size <= 9000
+    assert (tmp_path / "records.jsonl").stat().st_size <= 30000
 
 
 def test_a_disk_that_is_full_from_the_start_is_said_before_training(tmp_path: Path) -> None:
@@ -323,9 +323,8 @@ def test_a_record_too_long_to_be_read_is_not_written(tmp_path: Path) -> None:
         ("gns/units_per_window", -1e308, r"expected at most 1e\+150 in size"),
     ],
 )
-@pytest.mark.parametrize("thinned", [False, True])
 def test_a_number_of_sondes_that_cannot_be_is_refused_with_file_and_line(
-    tmp_path: Path, name: str, value: float, expected: str, thinned: bool, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, name: str, value: float, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sink = JsonlSink(tmp_path)
     sink.write(header_record())
@@ -334,11 +333,11 @@ def test_a_number_of_sondes_that_cannot_be_is_refused_with_file_and_line(
     record = reading_record(1, 2, status="resolved")
     sink.write(record | {"metrics": record["metrics"] | {name: value}})
     sink.close()
-    with pytest.raises(ValueError, match=rf"line 5 of .*records\.jsonl holds {name} = .*, {expected}"):
-        read_run(tmp_path, thinned=thinned)
+    with pytest.raises(ValueError, match=rf"line 4 of .*records\.jsonl holds {name} = .*, {expected}"):
+        read_run(tmp_path)
     assert main(["report", str(tmp_path)]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("sonde: error: line 5 of")
+    assert said.startswith("sonde: error: line 4 of")
     assert "Traceback" not in said
 
 

@@ -64,7 +64,7 @@ def test_the_last_run_alone_is_read_with_its_own_restarts(tmp_path: Path) -> Non
     for batch in (64, 32):
         start(tmp_path, batch=batch, windows=10)
     start(tmp_path, batch=16, windows=10, state=start(tmp_path, batch=16, windows=5))
-    run = sonde.read_run(tmp_path, thinned=True)
+    run = sonde.read_run(tmp_path)
     assert [(reading.segment, reading.window) for reading in run.readings] == [(0, 5), (1, 10), (1, 15)]
     assert (len(run.headers), run.earlier_runs) == (2, 2)
     assert {window.segment for window in sonde.read_windows(tmp_path)} == {0, 1}

@@ -20,7 +20,7 @@ from sonde.batch_size.stats.window_row import Drop, WindowRow
 from sonde.batch_size.taps.further_sums import FurtherRow
 from sonde.probe import Metric
 from sonde.record_values import json_number
-from sonde.records import RunLog, has_details, logger
+from sonde.records import RunLog, logger, spacing
 from sonde.wording import percent
 
 METRICS: dict[str, Metric] = {
@@ -64,6 +64,8 @@ _EXPECTED = {"no_second_moment", "no_gradient"}
 _PASSING = {"loss_scale", "several_backwards"}
 """Reasons that are no cause for alarm as long as they pass: a GradScaler finds its scale by overflows, and what reads
 gradients learns from the first piece that has several backwards."""
+_GROUPS_EVERY = 10
+"""Readings between two with groups, which take most of a reading's time. The first ten have them too."""
 _NO_LONGER_PASSING = 10
 """Windows in a row with such a reason, from which on it is one."""
 
@@ -213,7 +215,8 @@ class NoiseScaleLog:
         self._last_drop = drop.kind if drop else ""
         if drop is not None and drop.kind not in _EXPECTED:
             self._alert_drop(window.known.number, drop)
-        if window.known.number // self._log.every > before // self._log.every:
+        every = spacing(self._log.every, window.known.number)
+        if window.known.number // every > before // every:
             self.reading(window.known.time)
 
     def passed(self, number: int, scalars: Mapping[str, float]) -> None:
@@ -268,7 +271,8 @@ class NoiseScaleLog:
         if not (self._n_readings or self._goes_on):
             self._write("fresh")
         self._n_readings += 1
-        is_due = self._has_groups and (is_last or has_details(self._n_readings))
+        has_turn = self._n_readings <= _GROUPS_EVERY or self._n_readings % _GROUPS_EVERY == 0
+        is_due = self._has_groups and (is_last or has_turn)
         self._lacks_groups = self._has_groups and not is_due
         # Ranks that write nothing need the total alone, for its alerts.
         with_groups = is_due and self._log.is_first_rank

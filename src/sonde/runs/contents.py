@@ -2,44 +2,37 @@
 
 from __future__ import annotations
 
-import functools
-import json
-from collections.abc import Mapping, Sequence
+import math
+import sys
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, NoReturn
 
+from sonde.batch_size.stats.reading import GroupReading
 from sonde.probe import ReportSection
 from sonde.records import SCHEMA
-from sonde.runs.blocks import (
-    AllReadings,
-    Block,
-    Readings,
-    State,
-    WrittenGroups,
-    add_each,
-    check_own_number,
-    group_readings,
-    no_groups,
-    refuse,
-    refuse_schema,
+from sonde.runs.json_values import (
+    as_count,
+    as_descriptions,
+    as_list,
+    as_mapping,
+    as_number,
+    as_numbers,
+    as_pieces,
+    as_setup,
+    as_status,
+    as_time,
 )
-from sonde.runs.columns import Columns
-from sonde.runs.json_values import as_count, as_descriptions, as_list, as_mapping, as_setup, as_time
-from sonde.runs.lines import parse_block
-from sonde.runs.own_metrics import OwnMetrics
-from sonde.runs.policy_reading import PolicyReadings
-from sonde.runs.reading_rows import READING_START, ReadingRows, read_rows
-from sonde.runs.run import Alert, Header, ProbeSetup, Reading, Run, Totals
+from sonde.runs.policy_reading import PolicyReading, policy_reading
+from sonde.runs.run import Alert, Header, MetricsReading, ProbeSetup, Reading, Run
 from sonde.runs.sinks import other_unit
-from sonde.runs.thinning import ThinnedReadings
 
-ANY_ORDER = (READING_START, b'{"kind":"metrics"', b'{"kind":"policy"', b'{"kind":"alert"')
-"""The beginnings of lines that can be read kind by kind. What a reading means depends on lines of other kinds alone."""
+LARGEST = 1e150
+"""Largest size of a number that sonde writes. The square of a larger number overflows."""
 
-_BARE_READING = 4
-"""Keys of a reading in which nothing but the numbers has changed: kind, window, time, values."""
+NEVER_NEGATIVE = ("gns/b_simple", "gns_prompts/b_simple")
+"""Beginnings of the names of metrics that are never negative."""
 
 
 class Contents:
@@ -47,195 +40,63 @@ class Contents:
 
     Args:
         file: the log, for messages.
-        thinned: keep only the readings that a figure can show.
     """
 
-    UNWANTED: ClassVar[bytes] = b'{"kind":"window"'
-    """The beginning of the lines of windows, which this class does not need."""
-
-    def __init__(self, file: Path, *, thinned: bool) -> None:
-        self._file, self._thinned = file, thinned
+    def __init__(self, file: Path) -> None:
+        self._file = file
         self._units: dict[str, str] = {}
         self._headers: list[Header] = []
+        self._readings: list[Reading] = []
+        self._policy: list[PolicyReading] = []
+        self._own: list[MetricsReading] = []
         self._alerts: list[Alert] = []
         self._ended: str | None = None
-        self._totals = Totals()
-        self._readings: Readings = ThinnedReadings(self._totals) if thinned else AllReadings(self._totals)
-        self._policy = PolicyReadings(thinned=thinned)
-        self._own = OwnMetrics(file, thinned=thinned)
-        self._state, self._state_of = State(), -1
-        """The texts and counts of the last reading, and the index of its start."""
-        self._groups: WrittenGroups = no_groups
-        """The groups that were written last."""
-        self._line_of_groups = 0
-        self._declared: frozenset[str] = frozenset()
+        self._declared: set[str] = set()
         """Names of the metrics that sonde wrote, of all starts."""
-        self._block = Block(file, -1, Columns(), self._declared)
 
-    def add(self, records: Sequence[Mapping[str, Any]], first_line: int) -> None:
-        """Add records that follow each other.
+    def add(self, record: Mapping[str, Any], line: int) -> None:
+        """Add a record as it was written.
 
         Args:
-            records: as they were written.
-            first_line: number of the line of the first one, from 1.
+            record: of any kind; one that this version does not know is skipped.
+            line: its number in the file, from 1.
 
         Raises:
             ValueError: for a record that cannot be, with its line.
         """
-        add_each(records, self._add, self._file, count(first_line))
-        self._flush()
-        self._own.flush()
+        try:
+            self._add(record, line)
+        except (KeyError, TypeError, OverflowError, AttributeError) as error:
+            refuse(self._file, line, error)
 
     def _add(self, record: Mapping[str, Any], line: int) -> None:
-        if record["kind"] == "reading":
-            self._add_row(record, line)
-        else:
-            self._add_other(record, line)
-
-    def add_lines(self, lines: Sequence[bytes], first_line: int) -> bool:
-        """Add readings, and lines whose order beside readings does not matter, each kind at once.
-
-        Args:
-            lines: lines that follow each other, with beginnings in `ANY_ORDER` or like `UNWANTED`.
-            first_line: number of the line of the first one, from 1.
-
-        Returns:
-            False if nothing was added: then the lines must be parsed, and given to `add`.
-
-        Raises:
-            ValueError: for a record that cannot be, with its line.
-        """
-        if not self._thinned:
-            return False
-        readings, others = list[int](), list[int]()
-        for i, line in enumerate(lines):
-            if line.startswith(READING_START):
-                readings.append(i)
-            elif not line.startswith(self.UNWANTED):
-                others.append(i)
-            elif not line.endswith(b"}"):
-                return False
-        records = parse_block([lines[i] for i in others])
-        whole = [record for record in records if record is not None]
-        if len(whole) < len(records) or (readings and not self._block.columns.values):
-            return False
-        rows = read_rows([lines[i] for i in readings], len(self._block.columns.values)) if readings else None
-        if readings and rows is None:
-            return False
-        add_each(whole, self._add, self._file, [first_line + i for i in others])
-        if rows is not None:
-            self._add_rows(rows, [first_line + i for i in readings])
-        self._flush()
-        self._own.flush()
-        return True
-
-    def _add_rows(self, rows: ReadingRows, numbers: list[int]) -> None:
-        """Add readings, with the numbers of their lines."""
-        block, states = self._block, list[State]()
-        for row, record in rows.more.items():
-            states += [self._state] * (row - len(states))
-            try:
-                self._see_reading(record, numbers[row])
-            except (KeyError, TypeError, OverflowError, AttributeError) as error:
-                refuse(self._file, numbers[row], error)
-            if row in rows.groups:
-                written = functools.partial(_parsed_groups, block.columns, rows.groups[row])
-                self._groups_written(written, rows.windows[row], numbers[row])
-        states += [self._state] * (len(numbers) - len(states))
-        self._flush()
-        self._block = Block(
-            self._file, block.segment, block.columns, block.declared, rows.windows, rows.times, states=states,
-            lines=numbers, matrix=rows.values,
-        )  # fmt: skip
-        self._ended = None
-
-    def _add_row(self, record: Mapping[str, Any], line: int) -> None:
-        if len(record) != _BARE_READING:
-            self._see_reading(record, line)
-        block = self._block
-        block.windows.append(record["window"])
-        block.times.append(record["time"])
-        block.values.append(record["values"])
-        block.states.append(self._state)
-        block.groups.append(self._groups)
-        block.lines.append(line)
-        self._ended = None
-
-    def _see_reading(self, record: Mapping[str, Any], line: int) -> None:
-        """Take the texts, counts and groups of a reading. The first reading of a start gives all of them."""
-        if self._block.segment != self._state_of:
-            self._state, self._groups, self._state_of = State(), no_groups, self._block.segment
-        self._see_state(record, line)
-
-    def _see_state(self, record: Mapping[str, Any], line: int) -> None:
-        self._state = self._state.changed(record)
-        if (tap := self._state.pieces.get("tap")) is not None:
-            self._totals.taps[str(tap)] = None
-        if "groups" in record:
-            groups = functools.partial(self._block.columns.by_name, as_list(record["groups"]))
-            self._groups_written(groups, as_count(record["window"]), line)
-
-    def _groups_written(self, groups: WrittenGroups, window: int, line: int) -> None:
-        self._groups, self._totals.last_groups, self._line_of_groups = groups, window, line
-
-    def _begin_block(self, columns: Columns) -> None:
-        """Rows that follow have these columns."""
-        self._flush()
-        self._block = Block(self._file, len(self._headers) - 1, columns, self._declared)
-
-    def _flush(self) -> None:
-        block = self._block
-        if not block.states:
-            return
-        self._readings.add(block)
-        self._totals.n_readings += len(block.states)
-        for state, window in zip(block.states, block.windows, strict=True):
-            if state.alerts:
-                self._totals.last_alerted |= dict.fromkeys(state.alerts, window)
-        self._block = Block(self._file, block.segment, block.columns, block.declared)
-
-    def _add_other(self, record: Mapping[str, Any], line: int) -> None:
+        segment = len(self._headers) - 1
         match record["kind"]:
             case "header":
                 self._add_header(record)
             case "probe":
-                self._add_probe(_probe(record))
-            case "columns":
-                self._add_columns(record)
+                self._add_probe(record)
+            case "reading":
+                self._add_reading(record, segment, line)
             case "details":
-                self._add_details(record, line)
-            case "metrics":
-                self._own.add(record, len(self._headers) - 1, line)
-                self._ended = None  # the run went on after all, as below
+                self._add_details(record)
             case "policy":
-                self._policy.add(record, len(self._headers) - 1)
-                for name, value in self._policy.readings[-1].metrics.items():
-                    if value is not None and name in self._block.declared:
-                        check_own_number(self._file, line, name, value)
-                self._ended = None
+                self._policy.append(policy_reading(record, segment))
+                self._check_own_numbers(self._policy[-1].metrics, line)
+            case "metrics":
+                window, time = as_count(record["window"]), as_time(record["time"])
+                self._own.append(MetricsReading(segment, window, time, _metrics(record), alerts={}))
             case "alert":
                 window, name, message = as_count(record["window"]), str(record["name"]), str(record["message"])
-                self._alerts.append(Alert(len(self._headers) - 1, window, name, message))
+                self._alerts.append(Alert(segment, window, name, message))
             case "end":
                 self._ended = str(record["reason"])
 
-    def _add_columns(self, record: Mapping[str, Any]) -> None:
-        if record["of"] == "reading":
-            self._begin_block(Columns.read(record))
-
-    def _add_details(self, record: Mapping[str, Any], line: int) -> None:
-        """Take the details of the last reading that were not written with it."""
-        self._flush()
-        self._see_state(record, line)
-        if self._totals.n_readings:
-            self._readings.amend(self._state, self._groups)
-
     def _add_header(self, record: Mapping[str, Any]) -> None:
         if record["schema"] != SCHEMA:
-            refuse_schema(self._file, record["schema"])
+            raise ValueError(other_schema(self._file, record["schema"]))
         probe = _probe(record)
         self._note_probe(probe)
-        self._flush()
         self._headers.append(
             Header(
                 time=as_time(record["time"]),
@@ -246,13 +107,12 @@ class Contents:
             )
         )
         self._ended = None
-        self._begin_block(Columns())
 
-    def _add_probe(self, probe: ProbeSetup) -> None:
+    def _add_probe(self, record: Mapping[str, Any]) -> None:
+        probe = _probe(record)
         self._note_probe(probe)
         header = self._headers[-1]
         self._headers[-1] = replace(header, probes=(*header.probes, probe))
-        self._begin_block(self._block.columns)
 
     def _note_probe(self, probe: ProbeSetup) -> None:
         if (other := other_unit(self._units, probe.writes, probe.unit)) is not None:
@@ -261,11 +121,60 @@ class Contents:
                 "expected one unit: log each run to its own folder"
             )
         self._units[probe.writes] = probe.unit
-        if not probe.metrics.keys() <= self._declared:
-            self._declared |= probe.metrics.keys()
+        self._declared |= probe.metrics.keys()
 
-    def run(self, torn: str | None) -> Run:
+    def _add_reading(self, record: Mapping[str, Any], segment: int, line: int) -> None:
+        metrics, window = _metrics(record), as_count(record["window"])
+        self._check_own_numbers(metrics, line)
+        groups, groups_window = self._groups_before(segment)
+        if "groups" in record:
+            groups, groups_window = _groups(record), window
+        reading = Reading(
+            segment=segment,
+            window=window,
+            time=as_time(record["time"]),
+            status=as_status(record["status"]),
+            reason=str(record["reason"]),
+            advice=str(record["advice"]),
+            metrics=metrics,
+            groups=groups,
+            groups_window=groups_window,
+            dropped={reason: as_count(n) for reason, n in as_mapping(record["dropped"]).items()},
+            alerts={name: str(message) for name, message in as_mapping(record["alerts"]).items()},
+            pieces=as_pieces(record["pieces"]),
+        )
+        self._readings.append(reading)
+
+    def _groups_before(self, segment: int) -> tuple[Mapping[str, GroupReading], int]:
+        """The groups that this start wrote last, and their window."""
+        last = self._readings[-1] if self._readings else None
+        return ({}, 0) if last is None or last.segment != segment else (last.groups, last.groups_window)
+
+    def _add_details(self, record: Mapping[str, Any]) -> None:
+        """The groups of the last reading, which was written without them."""
+        if self._readings:
+            last = self._readings[-1]
+            self._readings[-1] = replace(last, groups=_groups(record), groups_window=last.window)
+
+    def _check_own_numbers(self, metrics: Mapping[str, float | None], line: int) -> None:
+        """Refuse a number of sonde's own that cannot be."""
+        for name, value in metrics.items():
+            if value is None or name not in self._declared:
+                continue
+            is_negative = value < 0 and name.startswith(NEVER_NEGATIVE)
+            if abs(value) > LARGEST or is_negative:
+                expected = f"at most {LARGEST:g} in size" if abs(value) > LARGEST else "0 or more"
+                raise ValueError(
+                    f"line {line} of {self._file} holds {name} = {value:g}, expected {expected}: "
+                    "sonde writes no such number; was the log edited, or written by another program?"
+                )
+
+    def run(self, torn: str | None, *, earlier_runs: int) -> Run:
         """Everything that was collected.
+
+        Args:
+            torn: which lines a crash cut off, in words.
+            earlier_runs: runs in the same log that began before.
 
         Raises:
             ValueError: when there is no whole header.
@@ -275,29 +184,50 @@ class Contents:
         return Run(
             self._file,
             tuple(self._headers),
-            tuple(self._kept_readings()),
-            tuple(self._policy.readings),
-            tuple(self._own.readings()),
+            tuple(self._readings),
+            tuple(self._policy),
+            tuple(self._own),
             tuple(self._alerts),
             self._ended,
             torn,
-            self._totals,
-            self._policy.effects,
+            earlier_runs,
         )
 
-    def _kept_readings(self) -> list[Reading]:
-        readings = list(self._readings.readings())
-        if self._thinned and readings:
-            try:
-                readings[-1] = replace(readings[-1], groups=group_readings(self._groups()))
-            except (KeyError, TypeError, ValueError) as error:
-                refuse(self._file, self._line_of_groups, error)
-        return readings
+
+def refuse(file: Path, line: int, error: Exception) -> NoReturn:
+    """Refuse a record.
+
+    Raises:
+        ValueError: always.
+    """
+    found = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+    raise ValueError(
+        f"line {line} of {file} is not a record of schema {SCHEMA}: {found}. Was it written by another program?"
+    ) from error
 
 
-def _parsed_groups(columns: Columns, written: bytes) -> dict[str, dict[str, Any]]:
-    """Groups that were left as JSON, by their names."""
-    return columns.by_name(as_list(json.loads(written)))
+def other_schema(file: Path, schema: object) -> str:
+    """Says that a log is of another schema."""
+    return (
+        f"{file} was written with record schema {schema!r}, expected {SCHEMA}: read it with the version of sonde that "
+        "wrote it"
+    )
+
+
+def _metrics(record: Mapping[str, Any]) -> dict[str, float | None]:
+    """Numbers by name. Each line brings the same names: interned, they are held once."""
+    return {sys.intern(name): value for name, value in as_numbers(record["metrics"]).items()}
+
+
+def _groups(record: Mapping[str, Any]) -> dict[str, GroupReading]:
+    return {name: _group(as_mapping(group)) for name, group in as_mapping(record["groups"]).items()}
+
+
+def _group(group: Mapping[str, Any]) -> GroupReading:
+    status = as_status(group["status"])
+    high = math.inf if status == "lower_bound" else as_number(group["high"])
+    b_simple, low, grad_sq, trace_cov = (as_number(group[key]) for key in ("b_simple", "low", "grad_sq", "trace_cov"))
+    return GroupReading(status, b_simple, low, high, grad_sq, trace_cov)
 
 
 def _probe(record: Mapping[str, Any]) -> ProbeSetup:

@@ -34,7 +34,7 @@ def as_list(value: object) -> list[Any]:
 
 
 def as_count(value: object) -> int:
-    """A whole number from 0 up that is exact as a float too, as a thinned run holds it."""
+    """A whole number from 0 up that is exact as a float too, as a figure draws it."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < LARGEST_EXACT:
         raise TypeError(f"{value!r:.40} where a count is expected")
     return value

@@ -1,55 +1,69 @@
-"""Lines of a log, read a block at a time: neither a long log nor a file without line breaks fills the memory."""
+"""Lines of a log, one JSON object each. They are read one at a time: a file without line breaks fills no memory."""
 
 from __future__ import annotations
 
 import json
-import mmap
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any
 
 LONGEST_LINE = 16 * 2**20
 """Bytes. A longer line is neither written nor read."""
 
-_CHUNK = 2**20
-
 HEADER_START = b'{"kind":"header"'
-_FRESH = re.compile(rb'^\{"kind":"fresh"', re.MULTILINE)
+_FRESH_START = b'{"kind":"fresh"'
 
 
-def blocks_of_lines(file: BinaryIO, path: Path, *, advice: str) -> Iterator[list[bytes]]:
-    """The lines of a run's log without their line breaks, about a megabyte at a time.
+def encode_line(record: Mapping[str, object]) -> bytes:
+    """One record as a line of JSON.
+
+    Raises:
+        ValueError: when a value is not JSON, NaN and infinity included, or the line is too long.
+    """
+    try:
+        kind_first = {"kind": record["kind"], **record}
+        text = json.dumps(kind_first, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"a {record['kind']!r} record must hold JSON values only, with None for an unknown value; {error}: "
+            "convert or leave out that value"
+        ) from error
+    # Text from file names may hold lone surrogates, which UTF-8 has no bytes for; \udcXX is their JSON escape as well.
+    line = text.encode("utf-8", "backslashreplace") + b"\n"
+    if len(line) > LONGEST_LINE:
+        raise ValueError(
+            f"a {record['kind']!r} record may have {LONGEST_LINE >> 20} MiB, got {len(line) / 2**20:.0f} MiB: "
+            "log less at once"
+        )
+    return line
+
+
+def lines_of(path: Path, *, advice: str) -> Iterator[bytes]:
+    """The lines of a run's log without their line breaks.
 
     Args:
-        file: open at its beginning.
-        path: its name, for messages.
-        advice: what to do if it is not a run's log.
+        path: the log.
+        advice: what to do if it is not a run's log, for the message.
 
     Raises:
         ValueError: when the file does not begin like a log, or holds a line of more than `LONGEST_LINE` bytes.
     """
-    rest, n_lines = b"", 0
-    while chunk := file.read(_CHUNK):
-        lines = (rest + chunk).split(b"\n")
-        if n_lines == 0 and not begins_header(lines[0]):
-            raise ValueError(
-                f"{path} is not a run's log: expected a header record first, got {lines[0][:40]!r}: {advice}"
-            )
-        rest = lines.pop()
-        n_lines += len(lines)
-        if len(rest) > LONGEST_LINE:
-            raise ValueError(
-                f"line {n_lines + 1} of {path} is longer than {LONGEST_LINE >> 20} MiB, which no record is: "
-                "was the file damaged, or written by another program?"
-            )
-        if lines:
-            yield lines
-    if rest:
-        yield [rest]
-    elif n_lines == 0:
+    number = 0
+    with path.open("rb") as file:
+        while line := file.readline(LONGEST_LINE + 1):
+            number += 1
+            if number == 1 and not begins_header(line.removesuffix(b"\n")):
+                raise ValueError(
+                    f"{path} is not a run's log: expected a header record first, got {line[:40]!r}: {advice}"
+                )
+            if len(line) > LONGEST_LINE:
+                raise ValueError(
+                    f"line {number} of {path} is longer than {LONGEST_LINE >> 20} MiB, which no record is: "
+                    "was the file damaged, or written by another program?"
+                )
+            yield line.removesuffix(b"\n")
+    if number == 0:
         raise ValueError(f"{path} is not a run's log: expected a header record first, got an empty file: {advice}")
 
 
@@ -63,31 +77,12 @@ def begins_header(line: bytes) -> bool:
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
-    """The JSON object on one line; None for a torn line, since an object is whole only with its last brace.
-
-    Args:
-        line: with or without its line break.
-    """
+    """The JSON object on one line; None for a torn line, since an object is whole only with its last brace."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
-
-
-def parse_block(lines: list[bytes]) -> list[dict[str, Any] | None]:
-    """The JSON object on each line; None for each torn line.
-
-    A call of the parser costs as much as a short line, so all lines of a sound block are parsed by one call.
-    """
-    try:
-        records = _STRICT.decode(f"[{b','.join(lines).decode()}]")
-    except (ValueError, RecursionError):
-        records = []
-    # Lines that are not an object each may still join to sound JSON, but rarely to as many objects as there are lines.
-    if len(records) == len(lines) and all(type(record) is dict for record in records):
-        return records  # type: ignore[no-any-return]
-    return [parse_record(line) for line in lines]
 
 
 def last_header(path: Path) -> dict[str, Any] | None:
@@ -99,37 +94,36 @@ def last_header(path: Path) -> dict[str, Any] | None:
     if not path.exists() or path.stat().st_size == 0:
         return None
     last = None
-    with path.open("rb") as file:
-        for line in chain.from_iterable(blocks_of_lines(file, path, advice="log to another folder")):
-            if line.startswith(HEADER_START):
-                last = parse_record(line)
+    for line in lines_of(path, advice="log to another folder"):
+        if line.startswith(HEADER_START):
+            last = parse_record(line)
     return last
 
 
 @dataclass(frozen=True)
 class LastRun:
-    """Where the last run of a log begins, and how many lines and runs come before."""
+    """Where the last run of a log begins.
 
-    first_byte: int = 0
-    lines_before: int = 0
-    runs_before: int = 0
+    Attributes:
+        lines_before: lines of earlier runs.
+        runs_before: how many earlier runs there are.
+    """
 
-
-def last_run(path: Path) -> LastRun:
-    """Find the last run of a log: it begins with the header before the last `fresh` record."""
-    if path.stat().st_size == 0:
-        return LastRun()
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as log:
-        fresh = [found.start() for found in _FRESH.finditer(log)]
-        if len(fresh) < 2:
-            return LastRun()
-        first_byte = log.rfind(HEADER_START, 0, fresh[-1])
-        return LastRun(first_byte, log[:first_byte].count(b"\n"), len(fresh) - 1)
+    lines_before: int
+    runs_before: int
 
 
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
+def last_run(path: Path, *, advice: str) -> LastRun:
+    """Find the last run of a log: it begins with the header before the last `fresh` record.
 
-
-_STRICT = json.JSONDecoder(parse_constant=_refuse)
-"""Refuses NaN and infinities, so that a NaN in an array of numbers can only be a null."""
+    Raises:
+        ValueError: as `lines_of`.
+    """
+    header = first = n_fresh = 0
+    for number, line in enumerate(lines_of(path, advice=advice)):
+        if line.startswith(HEADER_START):
+            header = number
+        elif line.startswith(_FRESH_START):
+            first = header if n_fresh else 0  # starts before the first `fresh` record are of the first run
+            n_fresh += 1
+    return LastRun(first, max(n_fresh - 1, 0))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from sonde.policy.stats.attribution import doubt_of_parts
@@ -104,48 +104,22 @@ class PromptEffect:
     n_steps: int = 0
 
 
-class PolicyReadings:
-    """Collects the readings of a policy.
+def prompt_effects(readings: Iterable[PolicyReading]) -> dict[str, PromptEffect]:
+    """The effect of learning from each prompt on the entropy, by the prompt's text.
 
-    Args:
-        thinned: keep the parts of single prompts for the last reading only: these parts are most of a log.
+    Summed over the measured steps whose prompts' parts are to be trusted.
     """
-
-    def __init__(self, *, thinned: bool) -> None:
-        self.readings: list[PolicyReading] = []
-        self.effects: dict[str, PromptEffect] = {}
-        """Of learning from each prompt, by its text; summed over steps whose prompts' parts are to be trusted."""
-        self._thinned = thinned
-        self._with_shares = self._with_causes = -1
-        """Indices of the last readings with shares and with causes."""
-
-    def add(self, record: Mapping[str, Any], segment: int) -> None:
-        """Add one record; see `policy_reading`."""
-        reading = policy_reading(record, segment)
-        here = len(self.readings)
-        self.readings.append(reading)
-        if reading.shares:
-            self._forget(self._with_shares, shares=())
-            self._with_shares = here
-        if reading.causes is not None:
-            if self._with_causes >= 0 and (causes := self.readings[self._with_causes].causes) is not None:
-                self._forget(self._with_causes, causes=replace(causes, prompts=()))
-            self._with_causes = here
-            self._add_effects(reading.causes)
-
-    def _forget(self, index: int, **changes: Any) -> None:
-        if self._thinned and index >= 0:
-            self.readings[index] = replace(self.readings[index], **changes)
-
-    def _add_effects(self, causes: CausesReading) -> None:
-        if causes.doubt:
-            return
-        for part in causes.prompts:
-            effect = self.effects.setdefault(part.prompt, PromptEffect())
+    effects: dict[str, PromptEffect] = {}
+    for reading in readings:
+        if reading.causes is None or reading.causes.doubt:
+            continue
+        for part in reading.causes.prompts:
+            effect = effects.setdefault(part.prompt, PromptEffect())
             effect.change += part.change or 0.0
             effect.from_rewarded += part.parts.get("from_rewarded") or 0.0
             effect.from_penalised += part.parts.get("from_penalised") or 0.0
             effect.n_steps += 1
+    return effects
 
 
 def policy_reading(record: Mapping[str, Any], segment: int) -> PolicyReading:

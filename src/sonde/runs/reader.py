@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from sonde.runs.contents import ANY_ORDER, Contents
-from sonde.runs.lines import LastRun, begins_header, blocks_of_lines, last_run, parse_block
-from sonde.runs.run import Alert, Header, MetricsReading, ProbeSetup, Reading, Run, Totals
+from sonde.records import SCHEMA
+from sonde.runs.contents import Contents, other_schema, refuse
+from sonde.runs.lines import LastRun, begins_header, last_run, lines_of, parse_record
+from sonde.runs.run import Alert, Header, MetricsReading, ProbeSetup, Reading, Run
 from sonde.runs.sinks import RECORDS_NAME
-from sonde.runs.windows import WindowContents, WindowReading
+from sonde.runs.windows import WindowReading, window_reading
 
 __all__ = [
     "Alert",
@@ -23,26 +20,20 @@ __all__ = [
     "ProbeSetup",
     "Reading",
     "Run",
-    "Totals",
     "WindowReading",
     "find_records",
     "read_run",
     "read_windows",
 ]
 
-_STUB = b'{"kind":"unwanted"}'
+_ADVICE = "give a folder that sonde wrote"
 
 
-def read_run(path: str | Path, *, thinned: bool = False) -> Run:
+def read_run(path: str | Path) -> Run:
     """Read the last run of a log, whether it has ended, is being written, or was cut off.
 
     Args:
         path: the run's folder, or the `.jsonl` file itself.
-        thinned: keep only the readings that a figure of about 1,000 pixels can show: for each pixel the first, the
-            last, and those with the lowest and the highest value of each metric. Memory then depends on the figure, not
-            on the length of the run, but for the readings of a policy: its verdict needs all of them, and only the
-            parts of single prompts are left out. Damage in content that no figure shows, such as the groups of earlier
-            readings, may go unnoticed.
 
     Returns:
         A `Run`. A line that a crash tore is left out, and `torn` says so: it is the last line, or a restart's header
@@ -50,13 +41,15 @@ def read_run(path: str | Path, *, thinned: bool = False) -> Run:
 
     Raises:
         FileNotFoundError: when there is no such folder or no log in it.
-        ValueError: when the file is not a run's log, was written by a newer sonde, or is damaged other than by a crash.
+        ValueError: when the file is not a run's log, was written by another version of sonde, or is damaged other than
+            by a crash.
     """
     file = find_records(path)
-    last = last_run(file)
-    contents = Contents(file, thinned=thinned)
-    torn = _read_into(contents, file, last)
-    return replace(contents.run(torn), earlier_runs=last.runs_before)
+    last = last_run(file, advice=_ADVICE)
+    contents, torn = Contents(file), list[str]()
+    for number, record in _records(file, last, torn, unwanted=b'{"kind":"window"'):
+        contents.add(record, number)
+    return contents.run("; ".join(torn) or None, earlier_runs=last.runs_before)
 
 
 def read_windows(path: str | Path) -> Iterator[WindowReading]:
@@ -67,7 +60,8 @@ def read_windows(path: str | Path) -> Iterator[WindowReading]:
 
     Raises:
         FileNotFoundError: when there is no such folder or no log in it.
-        ValueError: when the file is not a run's log, was written by a newer sonde, or is damaged other than by a crash.
+        ValueError: when the file is not a run's log, was written by another version of sonde, or is damaged other than
+            by a crash.
 
     Example:
         >>> import tempfile
@@ -86,64 +80,46 @@ def read_windows(path: str | Path) -> Iterator[WindowReading]:
         [1, 2, 3]
     """
     file = find_records(path)
-    contents = WindowContents(file)
-    for _ in _blocks_read_into(contents, file, last_run(file)):
-        yield from contents.take()
+    segment = -1
+    for number, record in _records(file, last_run(file, advice=_ADVICE), [], unwanted=b'{"kind":"reading"'):
+        try:
+            if record["kind"] == "header":
+                segment += 1
+                if record["schema"] != SCHEMA:
+                    raise ValueError(other_schema(file, record["schema"]))
+            elif record["kind"] == "window":
+                yield window_reading(record, segment)
+        except (KeyError, TypeError, OverflowError, AttributeError) as error:
+            refuse(file, number, error)
 
 
-def _read_into(contents: Contents, file: Path, last: LastRun) -> str | None:
-    """Read the whole run. Returns which lines are torn, in words."""
-    with _without_cycle_collector():
-        torn = [words for found in _blocks_read_into(contents, file, last) for words in found]
-    return "; ".join(torn) or None
+def _records(file: Path, last: LastRun, torn: list[str], *, unwanted: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The records of the last run, each with the number of its line from 1.
 
+    Args:
+        file: the log.
+        last: where that run begins.
+        torn: gets which lines are torn, in words.
+        unwanted: the beginning of lines to pass over. Not parsing them saves most of the time that they take.
 
-@contextmanager
-def _without_cycle_collector() -> Iterator[None]:
-    """Each line makes a few objects and no cycles; looking for cycles among them took more time than all the rest."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def _blocks_read_into(contents: Contents | WindowContents, file: Path, last: LastRun) -> Iterator[list[str]]:
-    """Read the last run a block of lines at a time. Yields for each block which lines are torn, in words."""
-    number = last.lines_before
-    torn: tuple[int, bytes] | None = None  # a torn line whose next line was not read yet, with its number
-    in_any_order = (*ANY_ORDER, contents.UNWANTED)
-    with file.open("rb") as opened:
-        opened.seek(last.first_byte)
-        for block in blocks_of_lines(opened, file, advice="give a folder that sonde wrote"):
-            found: list[str] = []
-            for are_many, some in groupby(block, key=lambda line: line.startswith(in_any_order)):
-                lines = list(some)
-                first, number = number + 1, number + len(lines)
-                if are_many and torn is None and contents.add_lines(lines, first):
-                    continue
-                records = _parsed(lines, contents.UNWANTED)
-                if torn is None and None not in records:
-                    contents.add([record for record in records if record is not None], first)
-                    continue
-                for at, (line, record) in enumerate(zip(lines, records, strict=True), first):
-                    if torn is not None:
-                        found.append(_torn_within(file, torn, line))
-                        torn = None
-                    if record is None:
-                        torn = (at, line)
-                    else:
-                        contents.add([record], at)
-            yield found
-    if torn is not None:
-        yield [f"line {torn[0]}, the last one, is cut off in the middle: the {torn[0] - 1} before it were read"]
-
-
-def _parsed(lines: list[bytes], unwanted: bytes) -> list[dict[str, Any] | None]:
-    """The record on each line; a stub for a line that is not wanted, if it is whole; None for a torn line."""
-    return parse_block([_STUB if line.startswith(unwanted) and line.endswith(b"}") else line for line in lines])
+    Raises:
+        ValueError: when the file is damaged other than by a crash.
+    """
+    cut: tuple[int, bytes] | None = None  # a torn line whose next line was not read yet, with its number
+    for number, line in enumerate(lines_of(file, advice=_ADVICE), start=1):
+        if number <= last.lines_before:
+            continue
+        if cut is not None:
+            torn.append(_torn_within(file, cut, line))
+            cut = None
+        if line.startswith(unwanted) and line.endswith(b"}"):
+            continue
+        if (record := parse_record(line)) is None:
+            cut = number, line
+        else:
+            yield number, record
+    if cut is not None:
+        torn.append(f"line {cut[0]}, the last one, is cut off in the middle: the {cut[0] - 1} before it were read")
 
 
 def _torn_within(file: Path, torn: tuple[int, bytes], following: bytes) -> str:

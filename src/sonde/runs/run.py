@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from sonde.batch_size.stats.reading import GroupReading
 from sonde.probe import ReportSection
-from sonde.runs.policy_reading import PolicyReading, PromptEffect
+from sonde.runs.policy_reading import PolicyReading, PromptEffect, prompt_effects
 from sonde.stats.intervals import Status
 
 
@@ -86,9 +86,10 @@ class Reading:
         advice: what would make B_simple known better; empty when it is known well.
         metrics: a number for each name, None where it is not known.
         groups: the noise scale of each group of parameters by name, as it was last written: it may be of one of the
-            nine readings before. In a thinned run only the last reading has groups.
-        dropped: windows left out so far, by reason; the numbers may be those of one of the nine readings before.
-        alerts: what looked wrong since the reading before, a message by name; as with `dropped`, messages may be older.
+            nine readings before.
+        groups_window: the window that `groups` are of; 0 if none were written.
+        dropped: windows left out so far, by reason.
+        alerts: what looked wrong since the reading before, a message by name.
         pieces: how a window was cut into pieces, such as pieces per window.
     """
 
@@ -100,6 +101,7 @@ class Reading:
     advice: str
     metrics: Mapping[str, float | None]
     groups: Mapping[str, GroupReading]
+    groups_window: int
     dropped: Mapping[str, int]
     alerts: Mapping[str, str]
     pieces: Mapping[str, Any]
@@ -146,38 +148,6 @@ class Alert:
     message: str
 
 
-@dataclass
-class Totals:
-    """What is known of all readings of the noise scale in a log.
-
-    Attributes:
-        n_readings: how many the log holds.
-        n_known: readings that know a metric, by its name.
-        sums: the sum of a metric over these.
-        last_alerted: the window of the last reading in which something looked wrong, by the name of the check.
-        taps: where gradients were read, in the order in which these places first occur.
-        last_groups: window of the reading whose groups were written last; 0 if no groups were.
-    """
-
-    n_readings: int = 0
-    n_known: dict[str, int] = field(default_factory=dict)
-    sums: dict[str, float] = field(default_factory=dict)
-    last_alerted: dict[str, int] = field(default_factory=dict)
-    taps: dict[str, None] = field(default_factory=dict)
-    last_groups: int = 0
-
-    def add(self, names: Sequence[str], n_known: Sequence[int], sums: Sequence[float]) -> None:
-        """Count values of some metrics."""
-        for name, n, total in zip(names, n_known, sums, strict=True):
-            self.n_known[name] = self.n_known.get(name, 0) + n
-            self.sums[name] = self.sums.get(name, 0.0) + total
-
-    def mean(self, metric: str) -> float | None:
-        """The mean of a metric over all readings that know it; None if none does."""
-        n = self.n_known.get(metric, 0)
-        return self.sums[metric] / n if n else None
-
-
 @dataclass(frozen=True)
 class Run:
     """Everything that a log holds of its last run.
@@ -191,9 +161,6 @@ class Run:
         alerts: of all starts, in the order written.
         ended: why the last start ended; None while it goes on, or if it was cut off.
         torn: which lines a crash cut off, in words; None if no line is torn.
-        totals: what is known of all readings, also of those that a thinned run leaves out.
-        effects: of learning from each prompt on the entropy, by the prompt's text; summed over the measured steps whose
-            prompts' parts are to be trusted.
         earlier_runs: runs in the same log that began before this one; nothing of them is in here.
     """
 
@@ -205,8 +172,6 @@ class Run:
     alerts: tuple[Alert, ...]
     ended: str | None
     torn: str | None
-    totals: Totals
-    effects: Mapping[str, PromptEffect]
     earlier_runs: int = 0
 
     @property
@@ -262,10 +227,20 @@ class Run:
             first[each.segment] = min(first.get(each.segment, each.window), each.window)
         return first
 
+    @functools.cached_property
+    def effects(self) -> Mapping[str, PromptEffect]:
+        """Of learning from each prompt on the entropy; see `prompt_effects`."""
+        return prompt_effects(self.policy)
+
     @property
     def name(self) -> str:
         """The run's name; the name of its folder if the run was given none."""
         return self.header.run or self.path.resolve().parent.name
+
+    def mean(self, metric: str) -> float | None:
+        """The mean of a metric over all readings of the noise scale that know it; None if none does."""
+        known = [value for reading in self.readings if (value := reading.metrics.get(metric)) is not None]
+        return sum(known) / len(known) if known else None
 
     def series(self, metric: str) -> tuple[list[int], list[float]]:
         """One metric over the run. Readings that do not know the metric are left out.

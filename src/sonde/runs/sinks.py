@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
 from sonde.records import SCHEMA
-from sonde.runs.columns import LineWriter
-from sonde.runs.lines import HEADER_START, blocks_of_lines, parse_record
+from sonde.runs.lines import HEADER_START, encode_line, lines_of, parse_record
 from sonde.runs.locked_file import LockedFile
 
 RECORDS_NAME = "records.jsonl"
@@ -38,10 +36,10 @@ class JsonlSink:
         >>> import tempfile
         >>> folder = tempfile.mkdtemp()
         >>> sink = JsonlSink(folder)
-        >>> sink.write({"kind": "header", "schema": 3, "writes": "reading", "unit": "sequences"})
+        >>> sink.write({"kind": "header", "schema": 3, "unit": "sequences"})
         >>> sink.close()
         >>> (Path(folder) / "records.jsonl").read_text()
-        '{"kind":"header","schema":3,"writes":"reading","unit":"sequences"}\\n'
+        '{"kind":"header","schema":3,"unit":"sequences"}\\n'
     """
 
     must_begin: ClassVar[bool] = True
@@ -53,7 +51,6 @@ class JsonlSink:
         _check_beginning(self.path)
         self._units: dict[str, str] | None = None
         """Units by kind of record; None until the log is read, which the first rank alone does."""
-        self._lines = LineWriter()
         self._file: LockedFile | None = None
         self._has_begun = self._closed = False
 
@@ -76,12 +73,11 @@ class JsonlSink:
             self._check_unit(record)
         if record["kind"] != "header" and not self._has_begun:
             raise RuntimeError(f"a run starts with its header, got a {record['kind']!r} record: write the header first")
-        lines = self._lines.encode(record)
+        line = encode_line(record)
         if self._file is None:
             self.lock()
         assert self._file is not None
-        self._file.append(lines)  # killed here or later, the lines before stay whole
-        self._lines.commit()
+        self._file.append(line)  # killed here or later, the lines before stay whole
         self._has_begun = True
 
     def close(self) -> None:
@@ -144,10 +140,9 @@ def _check_folder(folder: Path) -> None:
 
 
 def _check_beginning(path: Path) -> None:
-    """Refuse a file that does not begin like a run's log; a megabyte of it is read, however long it is."""
+    """Refuse a file that does not begin like a run's log; its first line is read, however long it is."""
     if os.path.exists(path) and path.stat().st_size:
-        with path.open("rb") as file:
-            next(blocks_of_lines(file, path, advice=_ADVICE), None)
+        next(lines_of(path, advice=_ADVICE))
 
 
 def _units_of_existing(path: Path) -> dict[str, str]:
@@ -155,11 +150,9 @@ def _units_of_existing(path: Path) -> dict[str, str]:
     units: dict[str, str] = {}
     if not os.path.exists(path) or path.stat().st_size == 0:
         return units
-    with path.open("rb") as file:
-        blocks = blocks_of_lines(file, path, advice=_ADVICE)
-        for number, line in enumerate(chain.from_iterable(blocks), start=1):
-            if line.startswith((HEADER_START, _PROBE_START)) and (probe := parse_record(line)) is not None:
-                units[str(probe.get("writes", ""))] = _unit_of(probe, path, number)
+    for number, line in enumerate(lines_of(path, advice=_ADVICE), start=1):
+        if line.startswith((HEADER_START, _PROBE_START)) and (probe := parse_record(line)) is not None:
+            units[str(probe.get("writes", ""))] = _unit_of(probe, path, number)
     return units
 
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import count
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from sonde.records import SCHEMA
-from sonde.runs.blocks import add_each, refuse_schema
-from sonde.runs.columns import Columns, check_length
-from sonde.runs.json_values import as_count, as_list, as_mapping, as_numbers, as_time
+from sonde.runs.json_values import as_count, as_mapping, as_numbers, as_time
 
 
 @dataclass(frozen=True)
@@ -33,62 +28,21 @@ class WindowReading:
     groups: Mapping[str, Mapping[str, float | None]]
 
 
-class WindowContents:
-    """Collects the windows of one log.
+def window_reading(record: Mapping[str, Any], segment: int) -> WindowReading:
+    """Read one record.
 
     Args:
-        file: the log, for messages.
+        record: as it was written.
+        segment: index of its start.
+
+    Raises:
+        KeyError: when something is missing.
+        TypeError: when something is of another kind than its schema says.
     """
-
-    UNWANTED: ClassVar[bytes] = b'{"kind":"reading"'
-    """The beginning of the lines of readings, which this class does not need."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._segment = -1
-        self._columns = Columns()
-        self._windows: list[WindowReading] = []
-
-    def add(self, records: Sequence[Mapping[str, Any]], first_line: int) -> None:
-        """Add records that follow each other.
-
-        Args:
-            records: as they were written.
-            first_line: number of the line of the first one, from 1.
-
-        Raises:
-            ValueError: for a record that cannot be, with its line.
-        """
-        add_each(records, self._add, self._file, count(first_line))
-
-    def add_lines(self, lines: Sequence[bytes], first_line: int) -> bool:
-        """Adds nothing and returns False: each line is parsed, since windows keep all their values and groups."""
-        return False
-
-    def take(self) -> list[WindowReading]:
-        """The windows since the last call."""
-        windows, self._windows = self._windows, []
-        return windows
-
-    def _add(self, record: Mapping[str, Any], line: int) -> None:
-        match record["kind"]:
-            case "header":
-                if record["schema"] != SCHEMA:
-                    refuse_schema(self._file, record["schema"])
-                self._segment += 1
-                self._columns = Columns()
-            case "columns" if record["of"] == "window":
-                self._columns = Columns.read(record)
-            case "window":
-                names = self._columns.values
-                metrics = dict(zip(names, check_length(as_list(record["values"]), names, "values"), strict=True))
-                groups = self._columns.by_name(as_list(record["groups"])) if "groups" in record else {}
-                self._windows.append(
-                    WindowReading(
-                        self._segment,
-                        as_count(record["window"]),
-                        as_time(record["time"]),
-                        as_numbers(metrics),
-                        {name: as_numbers(as_mapping(group)) for name, group in groups.items()},
-                    )
-                )
+    return WindowReading(
+        segment,
+        as_count(record["window"]),
+        as_time(record["time"]),
+        as_numbers(record["metrics"]),
+        {name: as_numbers(group) for name, group in as_mapping(record["groups"]).items()},
+    )

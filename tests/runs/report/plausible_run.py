@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +104,6 @@ def reading_record(
         "pieces": {"per_window": 8},
     }
     return record | changes
-
-
-def known(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """Metrics without those that are not known."""
-    return {name: value for name, value in metrics.items() if value is not None}
 
 
 def alert_record(

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sonde.records import spacing
 from sonde.runs.policy_reading import PolicyReading
-from sonde.runs.reader import Run, Totals
+from sonde.runs.reader import Run
 from sonde.runs.report.logged_interval import PROMPT_NOISE, logged_interval
 from sonde.runs.report.timeline import place_in_words, step_noun
 from sonde.wording import count, duration, moment, number, percent, plural
@@ -65,7 +66,7 @@ def _setup_rows(run: Run) -> list[Row]:
     if run.readings or any(logged_interval(r.metrics, PROMPT_NOISE).status != "unresolved" for r in run.policy):
         meaning = f"{unit}. Batch sizes and noise scales are counted in {unit}, each taken as one independent sample."
         rows.append(Row("Unit", (meaning,)))
-    taps = list(run.totals.taps) or [str(setup["tap"])] if run.readings and setup.get("tap") is not None else []
+    taps = _taps(run)
     if taps:
         rows.append(Row("Where gradients were read", (", then ".join(taps),)))
     if setup.get("metric", "euclidean") != "euclidean":
@@ -89,12 +90,21 @@ def _setup_rows(run: Run) -> list[Row]:
     return rows
 
 
+def _taps(run: Run) -> list[str]:
+    """Where gradients were read, in the order in which these places first occur."""
+    of_setup = run.probe("reading").setup.get("tap")
+    if not run.readings or of_setup is None:
+        return []
+    of_readings = (reading.pieces.get("tap") for reading in run.readings)
+    return list(dict.fromkeys(str(tap) for tap in of_readings if tap is not None)) or [str(of_setup)]
+
+
 def _window_rows(run: Run) -> list[Row]:
     unit, setup, last = run.probe("reading").unit, run.probe("reading").setup, run.readings[-1]
     per_window, units = last.pieces.get("per_window"), last.metrics.get("gns/units_per_window")
     n_pieces = "not recorded" if per_window is None else plural(int(per_window), "piece")
-    every = f", one every {plural(int(setup['log_every']), 'window')}" if setup.get("log_every") else ""
-    readings = f"{plural(run.totals.n_readings, 'reading')}{every}, up to window {count(last.window)}."
+    every = _spacing_text(int(setup["log_every"]), last.window) if setup.get("log_every") else ""
+    readings = f"{plural(len(run.readings), 'reading')}{every}, up to window {count(last.window)}."
     level = setup.get("level")
     intervals = (
         f" Intervals are at {percent(float(level))} confidence, and open where noise or signal is not known."
@@ -115,6 +125,11 @@ def _window_rows(run: Run) -> list[Row]:
         "with the run. Nothing is clamped and no ratio is averaged."
     )
     return [*rows, Row("Now", (averaging + intervals,)), Row("Readings", (readings,))]
+
+
+def _spacing_text(every: int, last_window: int) -> str:
+    text, at_last = f", one every {plural(every, 'window')}", spacing(every, last_window)
+    return text if at_last == every else f"{text} at first and {count(at_last)} at last"
 
 
 def _fixed_weights_rows(n_pieces: str, batch: float | None, unit: str, intervals: str) -> list[Row]:
@@ -145,7 +160,7 @@ def _trust_rows(run: Run) -> list[Row]:
         rows.append(Row("Scale", (factor + rest,)))
     if last.metrics.get("cost/every") is not None:
         rows.append(Row("Measured windows", (_pace(run.probe("reading").setup, last.metrics),)))
-    rows.append(Row("Overhead", (_overhead(run.totals),)))
+    rows.append(Row("Overhead", (_overhead(run),)))
     return rows
 
 
@@ -245,8 +260,8 @@ def _alerts(run: Run) -> tuple[str, ...]:
     return tuple(lines) or ("None.",)
 
 
-def _overhead(totals: Totals) -> str:
-    fraction, seconds = totals.mean("cost/fraction"), totals.mean("cost/seconds_per_window")
+def _overhead(run: Run) -> str:
+    fraction, seconds = run.mean("cost/fraction"), run.mean("cost/seconds_per_window")
     if fraction is None and seconds is None:
         return "not measured"
     per_window = "" if seconds is None else f", {duration(seconds)} per window"

@@ -16,7 +16,8 @@ from bokeh.embed import components
 from bokeh.plotting import figure
 from bokeh.resources import Resources
 
-from sonde.runs.reader import Alert, Run
+from sonde.runs.policy_reading import PolicyReading
+from sonde.runs.reader import Alert, Reading, Run
 from sonde.runs.report.figures import LegendEntry, Mark, Plot, Table
 from sonde.runs.report.how_measured import Row, cut, how_measured
 from sonde.runs.report.policy_sections import policy_sections
@@ -116,8 +117,9 @@ def _verdict(panel: VerdictPanel) -> str:
 
 def _alerts(run: Run) -> str:
     """What looks wrong now, then what looked wrong earlier. A check that keeps failing is listed once."""
-    last_alerted = dict(run.totals.last_alerted)
-    for reading in run.policy:
+    last_alerted: dict[str, int] = {}
+    readings: list[Reading | PolicyReading] = [*run.readings, *run.policy]
+    for reading in readings:
         last_alerted |= dict.fromkeys(reading.alerts, reading.window)
     failing = run.alerts_now
     now: list[tuple[str, str]] = []

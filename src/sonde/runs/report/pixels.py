@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sonde.runs.thinning import extremes
-
 PIXELS = 800
 """The plotting area of the report is at most this wide."""
 
@@ -66,6 +64,23 @@ def envelope(
     last = ~np.isnan(middle) & np.append(np.isnan(middle[1:]), True)  # of each unbroken stretch: up to its end
     middle[last] = places[ends[last]]
     return middle.tolist(), lowest.tolist(), highest.tolist()
+
+
+def extremes(values: NDArray[np.float64], starts: NDArray[Any]) -> NDArray[np.bool_]:
+    """Marks the first of the lowest and the first of the highest values of each pixel. A NaN is neither.
+
+    Args:
+        values: [rows].
+        starts: the first row of each pixel; [pixels].
+    """
+    sizes = np.diff(np.append(starts, len(values)))
+    marked = np.zeros(len(values), dtype=bool)
+    for series in (values, -values):
+        lowest = np.repeat(np.fmin.reduceat(series, starts), sizes)
+        rows = np.flatnonzero(series == lowest)
+        pixels = np.searchsorted(starts, rows, side="right")
+        marked[rows[np.flatnonzero(np.diff(pixels, prepend=-1))]] = True
+    return marked
 
 
 def is_thinned(x: Sequence[float]) -> bool:

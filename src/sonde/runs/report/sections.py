@@ -91,13 +91,13 @@ def _noise_scale_text(run: Run, line: Timeline[Reading]) -> str:
         )
     if any(reading.status == "unresolved" for reading in run.readings):
         text += " A gap means that the noise scale was not known yet."
-    if run.totals.n_readings > PIXELS:
-        text += f" Of {count(run.totals.n_readings)} readings, each pixel shows the lowest and the highest."
+    if len(run.readings) > PIXELS:
+        text += f" Of {count(len(run.readings))} readings, each pixel shows the lowest and the highest."
     return text
 
 
 def _groups_text(run: Run, unit: str) -> str:
-    last, written = run.readings[-1], run.totals.last_groups
+    last, written = run.readings[-1], run.readings[-1].groups_window
     place = f"the last reading ({position_text(last, unit)})" if written == last.window else f"window {count(written)}"
     text = (
         f"Values of {place}, in the order of the model. A part far to the right "
@@ -123,8 +123,7 @@ def _values_section(run: Run, plots: list[Plot]) -> Section:
 
 def _losses_first(run: Run) -> list[str]:
     """The names of the user's own values. Names that contain "loss" come first."""
-    known = [name for name, n in run.totals.n_known.items() if n and name not in run.metrics]
-    return sorted(known, key=lambda name: "loss" not in name.lower())
+    return sorted(own_value_names(run, run.readings), key=lambda name: "loss" not in name.lower())
 
 
 def own_value_names(run: Run, readings: Sequence[Measured]) -> list[str]:

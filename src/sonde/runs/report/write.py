@@ -29,7 +29,7 @@ def write_report(run_path: str | Path, out: str | Path | None = None) -> Path:
         ImportError: without the `bokeh` package.
     """
     _check_bokeh()
-    run = read_run(run_path, thinned=True)
+    run = read_run(run_path)
     if run.is_empty:
         every = run.probe("reading").setup.get("log_every") or "few"
         raise ValueError(

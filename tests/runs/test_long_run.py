@@ -1,23 +1,18 @@
-"""A long run is read in little memory, and its figures still show every peak."""
+"""The report of a long run is small, and its figures still show every peak."""
 
 from __future__ import annotations
 
 import math
 import random
-import tracemalloc
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from bokeh.models.glyphs import VSpan
 from bokeh.plotting import figure
 
-from sonde.runs import contents
 from sonde.runs.reader import read_run
-from sonde.runs.reading_rows import ReadingRows, read_rows
 from sonde.runs.report.curve_style import add_bands, add_curve, new_curve, restart_legend, time_axis
 from sonde.runs.report.curves import noise_scale_curve
 from sonde.runs.report.figures import Plot, Scale
@@ -25,25 +20,24 @@ from sonde.runs.report.pixels import PIXELS, envelope, rows_shown
 from sonde.runs.report.timeline import timeline
 from sonde.runs.report.write import write_report
 from sonde.runs.sinks import JsonlSink
-from sonde.runs.thinning import MAX_BINS
-from tests.runs.report.plausible_run import alert_record, end_record, header_record, reading_record, write_run
+from tests.runs.report.plausible_run import end_record, header_record, reading_record, write_run
 from tests.runs.report.visible_text import visible_text
 
-N, RESTART = 40_010, 25_020
+N, RESTART = 11_010, 7_020
 
 
 def _series(seed: int) -> list[float | None]:
     """Noise with two lonely peaks, and stretches that are not known."""
     rng = random.Random(seed)
     values: list[float | None] = [rng.gauss(100, 1) for _ in range(N)]
-    values[12_345], values[23_456] = 900.0, 1.0
-    values[30_000:30_500] = [None] * 500
+    values[3_456], values[6_789] = 900.0, 1.0
+    values[8_000:8_500] = [None] * 500
     return values
 
 
 @pytest.fixture(scope="module")
 def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A log of two starts with 40,010 readings."""
+    """A log of two starts with 11,010 readings, as many as one of ten million windows has."""
     folder = tmp_path_factory.mktemp("long")
     losses, noise = _series(1), _series(2)
     base: dict[str, Any] = reading_record(5, 6, status="resolved", groups=["head"])
@@ -58,56 +52,17 @@ def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_thinned_run_keeps_ends_and_extremes_of_every_pixel(long_run: Path) -> None:
-    kept = read_run(long_run, thinned=True).readings
-    assert len(kept) < 12 * MAX_BINS
-    windows = [reading.window for reading in kept]
-    assert windows == sorted(windows)
-    assert {1, 12_346, 23_457, RESTART, RESTART + 1, N} <= set(windows)
-    # Naively: within any stretch of two bins there is a kept reading as low, and one as high, as any reading there.
-    whole, kept_at = {name: _series(seed) for name, seed in (("loss", 1), ("gns/b_simple", 2))}, np.array(windows)
-    width = 2 * N // (MAX_BINS // 2)
-    for name, values in whole.items():
-        for start in range(0, N - width, 997):
-            known = [v for v in values[start : start + width] if v is not None]
-            near = kept[np.searchsorted(kept_at, start - width) : np.searchsorted(kept_at, start + 2 * width)]
-            shown = [v for reading in near if (v := reading.metrics[name]) is not None]
-            assert not known or (min(shown) <= min(known) + 1e-4 and max(shown) >= max(known) - 1e-4)
-
-
-def test_what_is_left_out_is_counted(long_run: Path) -> None:
-    thinned, whole = read_run(long_run, thinned=True), read_run(long_run)
-    assert len(whole.readings) == N
-    assert thinned.totals.n_readings == whole.totals.n_readings == N
-    assert thinned.totals.n_known == whole.totals.n_known
-    assert thinned.totals.mean("cost/fraction") == pytest.approx(0.5 - 0.5 / N, rel=1e-6)
-    assert thinned.readings[-1] == whole.readings[-1]
-    assert (thinned.headers, thinned.ended, thinned.torn) == (whole.headers, whole.ended, whole.torn)
-
-
-def test_a_short_run_is_not_thinned(tmp_path: Path) -> None:
-    write_run(tmp_path, 300)
-    assert [r.metrics for r in read_run(tmp_path, thinned=True).readings] == [
-        r.metrics for r in read_run(tmp_path).readings
-    ]
-
-
 def test_the_report_of_a_long_run_is_small_and_shows_the_peaks(long_run: Path, tmp_path: Path) -> None:
     report = write_report(long_run, tmp_path / "report.html")
     assert report.stat().st_size < 2_000_000
-    assert "40,010 readings, one every 10 windows" in visible_text(report)
+    assert "11,010 readings, one every 10 windows, up to window 11,010" in visible_text(report)
 
 
-def test_reading_for_a_report_takes_memory_of_the_figure_not_of_the_run(long_run: Path) -> None:
-    read_run(long_run, thinned=True)  # imports
-    tracemalloc.start()
-    try:
-        read_run(long_run, thinned=True)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    # A chunk of lines as objects, the matrix, and the kept readings; all of them take 60 MB.
-    assert peak < 25e6
+def test_a_report_says_that_readings_have_become_rarer(tmp_path: Path) -> None:
+    write_run(tmp_path, 3, status="resolved", log_every=10_000, header=header_record())
+    assert "3 readings, one every 10 windows at first and 20 at last, up to window 30,000" in visible_text(
+        write_report(tmp_path)
+    )
 
 
 def test_a_curve_of_many_values_shows_the_extremes_of_every_pixel_and_its_ends() -> None:
@@ -160,33 +115,6 @@ def test_a_band_of_many_values_is_its_envelope() -> None:
     add_bands(fig, x, low, high, Scale("linear", 0.0, 3.0))
     ys = fig.renderers[0].data_source.data["ys"]  # type: ignore[attr-defined]
     assert (len(ys), min(ys[0]), max(ys[0])) == (1, 0.0, 3.0)
-
-
-def test_what_other_probes_write_between_readings_does_not_cost_the_stream(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Readings are still parsed many at once, and everything is what reading line by line gives."""
-    sink = JsonlSink(tmp_path)
-    sink.write(header_record())
-    for i in range(300):
-        sink.write(reading_record(i, 300))
-        sink.write({"kind": "metrics", "time": 2e9 + i, "window": 10 * i, "metrics": {"mine": 0.5 * i}})
-        if i % 100 == 7:
-            sink.write(alert_record())
-    sink.close()
-    lines: list[int] = []
-
-    def counted(rows: Sequence[bytes], n_columns: int) -> ReadingRows | None:
-        lines.append(len(rows))
-        return read_rows(rows, n_columns)
-
-    monkeypatch.setattr(contents, "read_rows", counted)
-    thinned, whole = read_run(tmp_path, thinned=True), read_run(tmp_path)
-    assert (len(lines), sum(lines)) == (1, 300)
-    assert thinned.alerts == whole.alerts
-    for name in ("mine", "gns/b_simple", "gns/trace_cov"):
-        assert thinned.series(name) == whole.series(name)
-    assert [r.status for r in thinned.readings] == [r.status for r in whole.readings]
 
 
 def test_breaks_narrower_than_a_pixel_are_not_drawn_and_wider_ones_are() -> None:

@@ -1,0 +1,209 @@
+"""A log holds each record as it was given, one a line; the longer the run, the rarer its readings."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import sonde
+from sonde import records
+from sonde.records import spacing
+from sonde.runs.reader import read_run
+from sonde.runs.sinks import JsonlSink
+from tests.batch_size.loops import Recording, windows_of_rows
+from tests.ranks import Ranks
+from tests.runs.report.plausible_run import (
+    GROUPS,
+    alert_record,
+    end_record,
+    header_record,
+    reading_record,
+    without,
+    write_run,
+)
+
+
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+
+
+def test_each_record_is_one_line_that_json_reads_back(tmp_path: Path) -> None:
+    records = [header_record(), *(reading_record(i, 3) for i in range(3)), alert_record(), end_record(30)]
+    sink = JsonlSink(tmp_path)
+    for record in records:
+        sink.write(record)
+        assert _lines(tmp_path)[-1] == record  # on disk at once, and exactly as it was given
+    sink.close()
+    assert _lines(tmp_path) == records
+
+
+def test_everything_is_read_back(tmp_path: Path) -> None:
+    write_run(tmp_path, 60)
+    for i, reading in enumerate(read_run(tmp_path).readings):
+        record = reading_record(i, 60)
+        for name in ("window", "time", "status", "reason", "advice", "metrics", "dropped", "alerts", "pieces"):
+            assert getattr(reading, name) == record[name]
+        written = i if i < 10 else i - (i + 1) % 10  # the last reading whose groups were written
+        groups = reading_record(written, 60)["groups"]
+        assert reading.groups_window == 10 * (written + 1)
+        assert [g.grad_sq for g in reading.groups.values()] == [g["grad_sq"] for g in groups.values()]
+        assert list(reading.groups) == list(GROUPS)
+
+
+@pytest.mark.parametrize("schema", [1, 2, 4])
+def test_a_log_of_another_schema_is_refused(schema: int, tmp_path: Path) -> None:
+    line = json.dumps({"kind": "header", **header_record(schema=schema)}, separators=(",", ":"))
+    (tmp_path / "records.jsonl").write_text(line + "\n")
+    for read in (read_run, lambda folder: list(sonde.read_windows(folder))):
+        with pytest.raises(ValueError, match=rf"record schema {schema}, expected 3: read it with the version of sonde"):
+            read(tmp_path)
+
+
+def test_the_last_reading_has_its_groups_though_its_turn_had_not_come(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path)
+    sink.write(header_record())
+    for i in range(25):
+        record = reading_record(i, 25, alerts={"unresolved": f"seen at reading {i}"}, dropped={"why": i})
+        sink.write(record if i < 10 or i == 19 else without(record, "groups"))
+    cut_off = read_run(tmp_path).readings[-1]  # if it were cut off here
+    assert (cut_off.groups["head"].trace_cov, cut_off.groups_window) == (_group_of(19), 200)
+    sink.write({"kind": "details", "time": 0.0, "window": 250, "groups": reading_record(24, 25)["groups"]})
+    sink.write(end_record(250))
+    sink.close()
+    last = read_run(tmp_path).readings[-1]
+    assert (last.groups["head"].trace_cov, last.groups_window) == (_group_of(24), 250)
+    assert (last.alerts, last.dropped) == ({"unresolved": "seen at reading 24"}, {"why": 24})
+
+
+def _group_of(i: int) -> float:
+    trace_cov: float = reading_record(i, 25)["groups"]["head"]["trace_cov"]
+    return trace_cov
+
+
+def test_groups_of_a_start_outlast_a_restart_that_wrote_none(tmp_path: Path) -> None:
+    write_run(tmp_path, 3)
+    sink = JsonlSink(tmp_path)
+    sink.write(header_record())  # and it crashed
+    sink.close()
+    assert list(read_run(tmp_path).readings[-1].groups) == list(GROUPS)
+    write_run(tmp_path, 3, groups=[])
+    assert read_run(tmp_path).readings[-1].groups == {}
+
+
+def test_metrics_of_any_name_come_and_go(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path)
+    sink.write(header_record())
+    given: list[dict[str, float | None]] = [
+        {"a": 1.5},
+        {"a": 2.5, "new/metric": 3.0},
+        {"new/metric": None},
+        {"a": 0.0, "b": 1e300},
+    ]
+    for i, metrics in enumerate(given):
+        sink.write(reading_record(i, 4, metrics=metrics))
+    sink.close()
+    read = [dict(reading.metrics) for reading in read_run(tmp_path).readings]
+    assert read == given
+
+
+def test_a_record_that_is_refused_leaves_the_next_lines_whole(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path)
+    sink.write(header_record())
+    with pytest.raises(ValueError, match="a 'reading' record must hold JSON values only"):
+        sink.write(reading_record(0, 2, metrics={"only here": math.nan}))
+    sink.write(reading_record(1, 2))
+    sink.close()
+    [reading] = read_run(tmp_path).readings
+    assert (reading.window, reading.status) == (20, "resolved")
+    assert "only here" not in reading.metrics
+
+
+def test_each_window_is_logged_on_request_and_can_be_computed_with_again(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, sink = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)), Recording()
+    log = sonde.RunLog([sonde.JsonlSink(tmp_path), sink], every=5, log_windows=True)
+    with sonde.attach(model, unit="rows", log=log, verbose=False) as probe:
+        for step in range(12):
+            for piece in range(2):
+                with probe.piece(units=4):
+                    loss = model(torch.randn(4, 3)).square().mean()
+                    (loss * math.nan if (step, piece) == (7, 0) else loss).backward()
+            probe.step()
+            model.zero_grad()
+        reading = probe.reading()
+    windows = list(sonde.read_windows(tmp_path))
+    assert [w.window for w in windows] == [1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12]  # window 8 was dropped
+    assert len(sink.of_kind("window")) == len(windows)
+    # So few windows are averaged as they are.
+    for name, own in (("gns/trace_cov", reading.trace_cov), ("gns/grad_sq", reading.grad_sq)):
+        values = [w.metrics[name] or 0.0 for w in windows]
+        assert sum(values) / len(values) == pytest.approx(own, rel=1e-12)
+        group_values = [w.groups["1"][name.removeprefix("gns/")] or 0.0 for w in windows]
+        own_group = getattr(reading.groups["1"], name.removeprefix("gns/"))
+        assert sum(group_values) / len(values) == pytest.approx(own_group, rel=1e-12)
+    assert len(read_run(tmp_path).readings) == 3
+
+
+@pytest.mark.parametrize("metrics", ["[1]", '{"gns/trace_cov":true}'])
+def test_a_window_that_is_none_is_refused_with_file_and_line(tmp_path: Path, metrics: str) -> None:
+    write_run(tmp_path, 2)
+    with (tmp_path / "records.jsonl").open("a") as log:
+        log.write(f'{{"kind":"window","window":1,"time":1790000001.0,"metrics":{metrics},"groups":{{}}}}\n')
+    n = len(_lines(tmp_path))
+    with pytest.raises(ValueError, match=rf"line {n} of .*records\.jsonl is not a record of schema 3"):
+        list(sonde.read_windows(tmp_path))
+
+
+@pytest.mark.parametrize(("every", "n", "is_at_most"), [(10, 10_000_000, 11_000), (1, 10_000_000, 14_300)])
+def test_the_log_of_ten_million_windows_has_about_eleven_thousand_readings(every: int, n: int, is_at_most: int) -> None:
+    ends = [2000 * every * 2**k for k in range(20)]
+    assert [spacing(every, end) for end in ends] == [every * 2**k for k in range(20)]
+    assert [spacing(every, end + 1) for end in ends] == [every * 2 ** (k + 1) for k in range(20)]
+    stretches = zip([0, *ends], [min(end, n) for end in ends], strict=False)
+    n_readings = sum(max(end - start, 0) // spacing(every, end) for start, end in stretches)
+    assert 2000 < n_readings <= is_at_most
+
+
+def _readings_of_starts(every: int, ends: Sequence[int]) -> list[list[int]]:
+    """The windows of the readings of each start; each goes on from the state of the one before."""
+    found, state = list[list[int]](), None
+    for begin, end in itertools.pairwise([0, *ends]):
+        model, sink = nn.Linear(3, 1), Recording()
+        log = sonde.RunLog(sink, every=every)
+        group = dist.group.WORLD if dist.is_initialized() else None
+        with sonde.attach(model, unit="rows", every=1, log=log, process_group=group, verbose=False) as probe:
+            if state is not None:
+                probe.load_state_dict(state)
+            windows_of_rows(probe, model, end - begin)
+            state = probe.state_dict()
+        found.append([record["window"] for record in sink.of_kind("reading")])
+    return found
+
+
+def test_readings_become_rarer_and_a_restart_goes_on_as_a_run_that_was_not_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(records, "MOST_READINGS", 4)
+    assert _readings_of_starts(2, [33]) == [[2, 4, 6, 8, 12, 16, 24, 32, 33]]
+    assert _readings_of_starts(2, [10, 33]) == [[2, 4, 6, 8, 10], [12, 16, 24, 32, 33]]
+
+
+def _on_ranks() -> list[list[int]]:
+    records.MOST_READINGS = 4
+    try:
+        return _readings_of_starts(2, [20])
+    finally:
+        records.MOST_READINGS = 2000
+
+
+def test_ranks_agree_beyond_the_doubling(ranks2: Ranks) -> None:
+    assert ranks2(_on_ranks) == [[[2, 4, 6, 8, 12, 16, 20]], [[]]]
