@@ -161,7 +161,7 @@ bench-entropy: $(VENV)/.dev
 	@$(BIN)/python -m benchmarks.entropy
 
 bench-log: $(VENV)/.dev
-	@echo "==> benchmarks of the log of a long run (about 10 minutes)"
+	@echo "==> benchmark of the log of a long run (less than a minute)"
 	@$(BIN)/python -m benchmarks.long_run
 
 gpu-check: $(VENV)/.created

@@ -1,4 +1,4 @@
-"""What the log of a long run costs: its size, the time that writing it takes, and what `sonde report` needs for it.
+"""What the log of a long run costs: its size, and what `sonde report` needs for it.
 
 python -m benchmarks.long_run
 """
@@ -6,16 +6,14 @@ python -m benchmarks.long_run
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +42,16 @@ sys.exit(status)
 
 
 class Kept:
-    """A sink that keeps the last readings, to be written again and again."""
+    """A sink that keeps readings, to be written again and again."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self) -> None:
         self.header: Mapping[str, object] = {}
         self.readings: list[Mapping[str, object]] = []
-        self._most = most
 
     def write(self, record: Mapping[str, object]) -> None:
         if record["kind"] == "header":
             self.header = record
-        elif record["kind"] == "reading" and len(self.readings) < self._most:
+        elif record["kind"] == "reading":
             self.readings.append(record)
 
     def close(self) -> None:
@@ -137,77 +134,50 @@ def report(folder: Path) -> dict[str, float]:
     return {"seconds": seconds, "cpu_seconds": float(cpu), "peak_bytes": float(peak), "page_bytes": float(size)}
 
 
-def as_markdown(results: Mapping[str, Any], before: Mapping[str, Any] | None) -> str:
-    """The results for people, beside those of the commit before the compact log."""
+def as_markdown(results: Mapping[str, Any]) -> str:
+    """The results for people."""
     lines = ["# What the log of a long run costs", ""]
     lines += [f"- {name}: {text}" for name, text in results["machine"].items() if name != "compared"]
-    lines += [f"- again: `{results['command']}`", ""]
+    found, n = results["found"], results["readings"]
+    size, peak, page = (found[name] / 1e6 for name in ("log_bytes", "peak_bytes", "page_bytes"))
     lines += [
-        f"Readings of {len(GROUPS)} groups of parameters and two values of the user's own, by the probe's own log. The "
-        "report is written by a process of its own: its seconds and its peak memory include the import of torch.",
+        f"- again: `{results['command']}`",
         "",
-        "| readings | commit | log, MB | bytes a reading | report, s | processor, s | peak memory, MB | page, MB |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        f"Readings of {len(GROUPS)} groups of parameters and two values of the user's own, as the probe's own log writes",
+        "them: a run of ten million windows has 11,000. The report is written by a process of its own: its seconds and",
+        "its peak memory include the import of torch.",
+        "",
+        "| readings | log, MB | bytes a reading | report, s | processor, s | peak memory, MB | page, MB |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        f"| {n:,} | {size:.1f} | {1e6 * size / n:,.0f} | {found['seconds']:.1f} | {found['cpu_seconds']:.1f} "
+        f"| {peak:.0f} | {page:.2f} |",
+        "",
+        "Goal: 10 s, 300 MB and 2 MB.",
+        "",
     ]
-    for run in filter(None, (before, results)):
-        for n, found in run["found"].items():
-            size, n_readings = found["log_bytes"], int(n.replace(",", ""))
-            processor = f"{found['cpu_seconds']:.1f}" if "cpu_seconds" in found else "–"
-            peak, page = f"{found['peak_bytes'] / 1e6:.0f}", f"{found['page_bytes'] / 1e6:.2f}"
-            lines.append(
-                f"| {n} | {run['machine']['commit']} | {size / 1e6:.1f} | {size / n_readings:.0f} | "
-                f"{found['seconds']:.1f} | {processor} | {peak} | {page} |"
-            )
-    goal = "Goal: 40 MB for 100,000 readings; a million windows in 10 s, 300 MB and 2 MB."
-    return "\n".join([*lines, "", goal, ""])
-
-
-def sizes_and_report(folder: Path, write: Callable[[Path], None]) -> dict[str, float]:
-    """What one log and its report take. A log that is there already is not written again."""
-    if not folder.exists():
-        unfinished = folder.with_suffix(".unfinished")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        write(unfinished)
-        unfinished.rename(folder)
-    return {"log_bytes": float((folder / "records.jsonl").stat().st_size), **report(folder)}
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)  # the tensors are small: more threads would only wait for each other
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--readings", type=int, default=100_000)
-    parser.add_argument("--again", type=int, default=10, help="the second log has this many times the readings")
-    parser.add_argument("--logs", type=Path, help="keep the logs here; logs that are here are not written again")
+    parser.add_argument("--readings", type=int, default=11_000)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
-    with contextlib.ExitStack() as stack:
-        folder = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        found = measure(folder, options.readings, options.again)
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(Path(folder), options.readings)
     command = "python -m benchmarks.long_run"
-    results = {"machine": describe("cpu", ()), "command": command, "found": found}
-    earlier = options.out / "long_run_before_cpu.json"
-    before = json.loads(earlier.read_text()) if earlier.exists() else None
+    results = {"machine": describe("cpu", ()), "command": command, "readings": options.readings, "found": found}
     (options.out / "long_run_cpu.json").write_text(json.dumps(results, indent=2) + "\n")
-    (options.out / "long_run_cpu.md").write_text(as_markdown(results, before))
+    (options.out / "long_run_cpu.md").write_text(as_markdown(results))
 
 
-def measure(folder: Path, n_readings: int, again: int) -> dict[str, dict[str, float]]:
-    """The log of a run, and one of many times its readings: what each takes, by the number of readings."""
-    kept, first, second = Kept(3_000), folder / "first", folder / "second"
-
-    def write_first(path: Path) -> None:
-        write_log(RunLog([JsonlSink(path), kept], run="long", every=1), n_readings)
-
-    def write_second(path: Path) -> None:
-        if not kept.readings:  # the first log was there already
-            write_log(RunLog([kept], run="long", every=1), 3_000)
-        write_again(path, again * n_readings, kept.readings, kept.header)
-
-    found = {f"{n_readings:,}": sizes_and_report(first, write_first)}
-    print(found, flush=True)
-    if again > 1:
-        found[f"{again * n_readings:,}"] = sizes_and_report(second, write_second)
-    return found
+def measure(folder: Path, n_readings: int) -> dict[str, float]:
+    """What a log and its report take."""
+    kept = Kept()
+    write_log(RunLog([kept], run="long", every=1), 2_000)
+    write_again(folder, n_readings, kept.readings, kept.header)
+    return {"log_bytes": float((folder / "records.jsonl").stat().st_size), **report(folder)}
 
 
 if __name__ == "__main__":
