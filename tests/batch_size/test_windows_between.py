@@ -227,22 +227,6 @@ def test_the_log_counts_windows_of_training_and_keeps_scalars_of_all() -> None:
     assert readings[-1]["metrics"]["cost/seconds_per_window"] > 0
 
 
-def test_a_log_of_sparse_windows_replays_to_the_same_reading() -> None:
-    sink = Recording()
-    log = sonde.RunLog([sink], every=1, log_windows=True)
-    model, probe, optimizer = at_fixed_weights(every=3, log=log)
-    with probe:
-        for _ in windows(model, probe, optimizer, 90):
-            pass
-    reading = sink.of_kind("reading")[-2]  # the last one is of the end of the run
-    logged = [sonde.WindowReading(0, r["window"], r["time"], r["metrics"], r["groups"]) for r in sink.of_kind("window")]
-    last = list(sonde.replay_windows(logged))[-1]
-    assert last.window == reading["window"]
-    expected = [reading["metrics"][f"gns/{name}"] for name in ("b_simple", "b_simple_low", "b_simple_high")]
-    interval = last.total.interval
-    assert [last.total.b_simple, interval.low, interval.high] == pytest.approx(expected, rel=1e-6)
-
-
 def test_a_cost_above_the_budget_at_the_slowest_pace_raises_an_alert() -> None:
     """Even windows that are not measured cost a fifth of the time here."""
     sink = Recording()
