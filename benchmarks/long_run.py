@@ -24,8 +24,8 @@ from sonde.batch_size.log import KnownOfWindow, MeasuredWindow, NoiseScaleLog
 from sonde.batch_size.stats.scale_witness import RoundingTolerance
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import WindowRow
+from sonde.log.sinks import JsonlSink
 from sonde.records import RunLog
-from sonde.runs.sinks import JsonlSink
 
 RESULTS = Path(__file__).parent / "results"
 GROUPS = ("embed", *(f"blocks.{i}" for i in range(10)), "head")
@@ -144,8 +144,8 @@ def as_markdown(results: Mapping[str, Any]) -> str:
         f"- again: `{results['command']}`",
         "",
         f"Readings of {len(GROUPS)} groups of parameters and two values of the user's own, as the probe's own log",
-        "writes them: a run of ten million windows has 11,000. The report is written by a process of its own: its seconds and",
-        "its peak memory include the import of torch.",
+        "writes them: a run of ten million windows has 11,000. The report is written by a process of its own: its",
+        "seconds and its peak memory include the import of torch.",
         "",
         "| readings | log, MB | bytes a reading | report, s | processor, s | peak memory, MB | page, MB |",
         "| --- | --- | --- | --- | --- | --- | --- |",

@@ -19,6 +19,9 @@ from sonde.config import ProbesConfig, probes_from_config
 from sonde.gradient_norm.clip import clip_grad_norm_, clip_grad_norm_distributed_, group_parameters_for_norm
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.two_steps import clip_grads_with_norm_, get_total_norm
+from sonde.log.sinks import JsonlSink
+from sonde.log.tensorboard import TensorBoardSink
+from sonde.log.trackers import FunctionSink, MlflowSink, TrackioSink, WandbSink
 from sonde.policy.entropy_change import EntropyChangeProbe
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.log import PolicyLog
@@ -33,9 +36,6 @@ from sonde.probe import Metric, Partners, Probe, ProbeConfig, ReportSection, Rol
 from sonde.records import RunLog
 from sonde.runs.reader import Run, WindowReading, read_run, read_windows
 from sonde.runs.report.write import write_report
-from sonde.runs.sinks import JsonlSink
-from sonde.runs.tensorboard import TensorBoardSink
-from sonde.runs.trackers import FunctionSink, MlflowSink, TrackioSink, WandbSink
 from sonde.sink import Sink
 from sonde.stats.intervals import RatioInterval, fieller_interval
 from sonde.version import __version__

@@ -10,6 +10,9 @@ from numbers import Integral, Real
 
 from torch import Tensor
 
+SCHEMA = 3
+"""Raised when the records change. A log of another schema is refused."""
+
 SETUP_KINDS: dict[str, type] = {
     **dict.fromkeys(("ranks", "parameters", "batch_norms", "log_every"), int),
     "level": float,

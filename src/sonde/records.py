@@ -37,16 +37,14 @@ from typing import Any, Literal
 
 import torch
 
+from sonde.log.trackers import sinks_for
 from sonde.probe import Metric, Probe, ReportSection, RolloutProbe
-from sonde.record_values import check_setup, metric_values, step_number, whole_number
+from sonde.record_values import SCHEMA, check_setup, metric_values, step_number, whole_number
 from sonde.record_writer import RecordWriter
-from sonde.sink import TRACKERS, sinks_for
+from sonde.sink import TRACKERS
 from sonde.version import __version__
 
 logger = logging.getLogger("sonde")
-
-SCHEMA = 3
-"""Raised when the records change. A log of another schema is refused."""
 
 MOST_READINGS = 2000
 """Readings that the windows of a run would have at their last spacing. Where there would be more, it doubles."""

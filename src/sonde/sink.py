@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Protocol
 
 logger = logging.getLogger("sonde")
@@ -29,13 +27,6 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """No record follows."""
-
-
-def sinks_for(given: object, folder: Path) -> tuple[Sink, ...]:
-    """`sonde.runs.trackers.sinks_for`, imported when needed: those sinks stand on a higher floor, and write reports."""
-    trackers = importlib.import_module("sonde.runs.trackers")
-    sinks: tuple[Sink, ...] = trackers.sinks_for(given, folder)
-    return sinks
 
 
 class GuardedSink:

@@ -8,7 +8,7 @@ import pytest
 
 import sonde
 from sonde.commands.run_script.endings import LogOfScript
-from sonde.records import SCHEMA
+from sonde.record_values import SCHEMA
 from tests.commands.scripts import DDP, START
 from tests.commands.unmodified import check_untouched, explicit, with_run
 from tests.runs.report.plausible_run import reading_record

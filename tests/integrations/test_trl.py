@@ -18,11 +18,11 @@ from trl import GRPOTrainer  # noqa: E402
 
 from sonde.integrations import trl as integration  # noqa: E402
 from sonde.integrations.trl_rollouts import GROUP, USED  # noqa: E402
+from sonde.log.sinks import JsonlSink  # noqa: E402
 from sonde.parallel.unwrap import unwrap_optimizer  # noqa: E402
 from sonde.policy.scoring.optimizer_step import StepMeter  # noqa: E402
 from sonde.records import RunLog  # noqa: E402
 from sonde.runs.reader import read_run  # noqa: E402
-from sonde.runs.sinks import JsonlSink  # noqa: E402
 from tests.integrations.grpo_trainer import trainer_of, weights  # noqa: E402
 
 

@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 def _trained(port: int, folder: str, watched: bool) -> dict[str, Any]:
     with as_launched(port):
         from sonde.integrations import trl as integration
+        from sonde.log.sinks import JsonlSink
         from sonde.records import RunLog
-        from sonde.runs.sinks import JsonlSink
         from tests.integrations.grpo_trainer import trainer_of, weights
 
         trainer = trainer_of(Path(tempfile.mkdtemp()), steps=4, per_device_train_batch_size=8)

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
+from sonde.log.sinks import JsonlSink
 from sonde.policy.log import PolicyLog
 from sonde.policy.stats.attribution import Cause, Causes, Share
 from sonde.policy.stats.entropy_forecast import EntropyForecast, unknown
 from sonde.records import RunLog
 from sonde.runs.reader import read_run
-from sonde.runs.sinks import JsonlSink
 
 FORECAST = dataclasses.replace(
     unknown("", "per_token", "step"),

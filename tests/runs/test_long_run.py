@@ -12,6 +12,7 @@ import pytest
 from bokeh.models.glyphs import VSpan
 from bokeh.plotting import figure
 
+from sonde.log.sinks import JsonlSink
 from sonde.runs.reader import read_run
 from sonde.runs.report.curve_style import add_bands, add_curve, new_curve, restart_legend, time_axis
 from sonde.runs.report.curves import noise_scale_curve
@@ -19,7 +20,6 @@ from sonde.runs.report.figures import Plot, Scale
 from sonde.runs.report.pixels import PIXELS, envelope, rows_shown
 from sonde.runs.report.timeline import timeline
 from sonde.runs.report.write import write_report
-from sonde.runs.sinks import JsonlSink
 from tests.runs.report.plausible_run import end_record, header_record, reading_record, write_run
 from tests.runs.report.visible_text import visible_text
 

@@ -16,9 +16,9 @@ from torch import nn
 
 import sonde
 from sonde.cli import main
-from sonde.runs import locked_file
+from sonde.log import locked_file
+from sonde.log.sinks import JsonlSink
 from sonde.runs.reader import read_run
-from sonde.runs.sinks import JsonlSink
 from tests.batch_size.loops import windows_of_rows
 from tests.new_process import Ended, Python
 from tests.runs.report.plausible_policy import policy_header, policy_record
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 WRITER = """
 import os, sys, time, pathlib
 import sonde
-from sonde.runs.sinks import JsonlSink
+from sonde.log.sinks import JsonlSink
 from tests.runs.report.plausible_run import header_record, reading_record
 sink = JsonlSink(pathlib.Path(sys.argv[1]))
 sink.write(header_record())

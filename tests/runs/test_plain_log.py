@@ -16,9 +16,9 @@ from torch import nn
 
 import sonde
 from sonde import records
+from sonde.log.sinks import JsonlSink
 from sonde.records import spacing
 from sonde.runs.reader import read_run
-from sonde.runs.sinks import JsonlSink
 from tests.batch_size.loops import Recording, windows_of_rows
 from tests.ranks import Ranks
 from tests.runs.report.plausible_run import (

@@ -10,8 +10,8 @@ import pytest
 from torch import nn
 
 import sonde
+from sonde.log.sinks import JsonlSink
 from sonde.runs.reader import read_run
-from sonde.runs.sinks import JsonlSink
 from tests.new_process import Python
 from tests.read_only import read_only_folder
 from tests.runs.report.plausible_run import end_record, header_record, reading_record, write_run
@@ -70,7 +70,7 @@ def test_a_header_torn_at_any_byte_is_survived(tmp_path: Path) -> None:
 def test_a_killed_writer_leaves_whole_lines(tmp_path: Path) -> None:
     code = (
         "import sys, pathlib\n"
-        "from sonde.runs.sinks import JsonlSink\n"
+        "from sonde.log.sinks import JsonlSink\n"
         "from tests.runs.report.plausible_run import header_record, reading_record\n"
         "groups = [f'layer {k}' for k in range(300)]\n"  # 40 kB a line: more than any buffer on the way
         "sink = JsonlSink(pathlib.Path(sys.argv[1]))\n"

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import sonde
-from sonde.runs.known_metrics import known_metrics
-from sonde.runs.trackers import FunctionSink, MlflowSink, TrackioSink, WandbSink, sinks_for
+from sonde.log.known_metrics import known_metrics
+from sonde.log.trackers import FunctionSink, MlflowSink, TrackioSink, WandbSink, sinks_for
 from tests.batch_size.loops import Recording, small_model, train
 from tests.new_process import in_new_process
 

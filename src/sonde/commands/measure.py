@@ -19,9 +19,9 @@ from sonde.batch_size.stats.critical_batch import ABOUT_RIGHT
 from sonde.batch_size.stats.reading import GroupReading
 from sonde.commands.measure_options import MeasureOptions, check_ranges
 from sonde.commands.text import read_documents, sequences
+from sonde.log.sinks import JsonlSink
 from sonde.parallel.devices import default_device
 from sonde.records import RunLog
-from sonde.runs.sinks import JsonlSink
 from sonde.wording import count, estimate, number, percent, plural
 
 _UNIT = "sequences"

@@ -1,1 +1,1 @@
-"""What a run leaves behind: where its records go, how they are read back, and the report on them."""
+"""What a run leaves behind: how its log is read back, and the report on it."""

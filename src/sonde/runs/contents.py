@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sonde.batch_size.stats.reading import GroupReading
+from sonde.log.sinks import other_unit
 from sonde.probe import ReportSection
-from sonde.records import SCHEMA
+from sonde.record_values import SCHEMA
 from sonde.runs.json_values import (
     as_count,
     as_descriptions,
@@ -26,7 +27,6 @@ from sonde.runs.json_values import (
 )
 from sonde.runs.policy_reading import PolicyReading, policy_reading
 from sonde.runs.run import Alert, Header, MetricsReading, ProbeSetup, Reading, Run
-from sonde.runs.sinks import other_unit
 
 LARGEST = 1e150
 """Largest size of a number that sonde writes. The square of a larger number overflows."""

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sonde.records import SCHEMA
+from sonde.log.lines import LastRun, begins_header, last_run, lines_of, parse_record
+from sonde.log.sinks import RECORDS_NAME
+from sonde.record_values import SCHEMA
 from sonde.runs.contents import Contents, other_schema, refuse
-from sonde.runs.lines import LastRun, begins_header, last_run, lines_of, parse_record
 from sonde.runs.run import Alert, Header, MetricsReading, ProbeSetup, Reading, Run
-from sonde.runs.sinks import RECORDS_NAME
 from sonde.runs.windows import WindowReading, window_reading
 
 __all__ = [

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from sonde.log.sinks import JsonlSink
 from sonde.policy.log import METRICS
-from sonde.runs.sinks import JsonlSink
 from tests.runs.report.plausible_run import STARTED, Record, end_record, header_record
 
 N_PROMPTS = 20

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sonde.batch_size.log import METRICS
-from sonde.records import SCHEMA
-from sonde.runs.sinks import JsonlSink
+from sonde.log.sinks import JsonlSink
+from sonde.record_values import SCHEMA
 
 STARTED = 1_790_000_000.0
 Record = dict[str, Any]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from bokeh.models import Line, Scatter
 
+from sonde.log.sinks import JsonlSink
 from sonde.runs.reader import read_run
 from sonde.runs.report.curve_style import time_axis
 from sonde.runs.report.figures import LIGHT_GREY
@@ -16,7 +17,6 @@ from sonde.runs.report.policy_curves import entropy_curve, prompt_noise_curve
 from sonde.runs.report.policy_sections import policy_sections
 from sonde.runs.report.timeline import timeline
 from sonde.runs.report.write import write_report
-from sonde.runs.sinks import JsonlSink
 from tests.runs.report.plausible_policy import policy_header, policy_record, write_policy_run
 from tests.runs.report.plausible_run import header_record, reading_record
 from tests.runs.report.visible_text import visible_text

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from sonde.log.sinks import JsonlSink
 from sonde.records import RunLog
 from sonde.runs.reader import read_run
 from sonde.runs.report.timeline import place_in_words
 from sonde.runs.report.write import write_report
-from sonde.runs.sinks import JsonlSink
 from tests.runs.report.plausible_run import alert_record, header_record, reading_record, write_run
 from tests.runs.report.visible_text import visible_text
 

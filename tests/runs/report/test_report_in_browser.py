@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from sonde.log.sinks import JsonlSink
 from sonde.runs.report.write import write_report
-from sonde.runs.sinks import JsonlSink
 from tests.chromium import chromium, in_browser
 from tests.runs.report.plausible_policy import policy_header, policy_record, write_policy_run
 from tests.runs.report.plausible_run import GROUPS, alert_record, end_record, header_record, reading_record, write_run

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from sonde.commands.run_script.endings import LogOfScript
+from sonde.log.lines import last_header
+from sonde.log.sinks import RECORDS_NAME
 from sonde.records import RunLog
-from sonde.runs.lines import last_header
-from sonde.runs.sinks import RECORDS_NAME
 
 VARIABLE = "SONDE_RUN"
 """The environment variable that holds the settings. Launchers hand it on to the processes that they start."""

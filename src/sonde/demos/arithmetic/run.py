@@ -17,10 +17,10 @@ from rich.console import Console
 from sonde.demos.arithmetic.options import COMPLETIONS, EntropyDemoOptions
 from sonde.demos.arithmetic.progress import ForecastLines
 from sonde.demos.console import PANEL_WIDTH, LastingConsole, choose_folder, leave_report, verdict_panel
+from sonde.log.sinks import JsonlSink
 from sonde.policy.stats.entropy_verdict import judge_entropy
 from sonde.records import RunLog
 from sonde.runs.reader import read_run
-from sonde.runs.sinks import JsonlSink
 
 INTERRUPTED = 128 + signal.SIGINT
 """The exit status that shells expect after Ctrl-C."""

@@ -13,9 +13,9 @@ from sonde.demos.byte_lm.interrupt import INTERRUPTED
 from sonde.demos.byte_lm.launch import TrainingFailed, launch
 from sonde.demos.byte_lm.options import DemoOptions, Setup, decide
 from sonde.demos.console import PANEL_WIDTH, LastingConsole, choose_folder, leave_report, verdict_panel
+from sonde.log.sinks import RECORDS_NAME
 from sonde.runs.reader import read_run
 from sonde.runs.report.verdicts import judge_reading
-from sonde.runs.sinks import RECORDS_NAME
 
 _VERDICT_STYLES = {"about_right": "green", "too_small": "yellow", "too_large": "yellow"}
 

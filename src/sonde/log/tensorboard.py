@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from sonde.runs.known_metrics import known_metrics
+from sonde.log.known_metrics import known_metrics
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from sonde.runs.known_metrics import known_metrics
-from sonde.runs.sinks import JsonlSink
-from sonde.runs.tensorboard import TensorBoardSink
+from sonde.log.known_metrics import known_metrics
+from sonde.log.sinks import JsonlSink
+from sonde.log.tensorboard import TensorBoardSink
 from sonde.sink import TRACKERS, Sink
 
 Log = Callable[[dict[str, float], int], object]

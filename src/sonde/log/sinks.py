@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from sonde.records import SCHEMA
-from sonde.runs.lines import HEADER_START, encode_line, lines_of, parse_record
-from sonde.runs.locked_file import LockedFile
+from sonde.log.lines import HEADER_START, encode_line, lines_of, parse_record
+from sonde.log.locked_file import LockedFile
+from sonde.record_values import SCHEMA
 
 RECORDS_NAME = "records.jsonl"
 """Name of the log in a run's folder."""

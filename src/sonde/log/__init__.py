@@ -1,0 +1,1 @@
+"""Where the records of a run go: the log on disk, and experiment trackers."""
