@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import errno
 import functools
+import logging
 import os
 import time
 import weakref
 from pathlib import Path
 from typing import BinaryIO
-
-from sonde.records import logger
 
 try:
     import fcntl
@@ -22,6 +21,8 @@ SECONDS_TO_WAIT = 3.0
 
 _CANNOT_LOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 """Errors of file systems without locks."""
+
+logger = logging.getLogger("sonde")
 
 _open_files: weakref.WeakSet[LockedFile] = weakref.WeakSet()
 
