@@ -15,6 +15,7 @@ from sonde.runs.report.curve_style import time_axis
 from sonde.runs.report.figures import LIGHT_GREY
 from sonde.runs.report.policy_curves import entropy_curve, prompt_noise_curve
 from sonde.runs.report.policy_sections import policy_sections
+from sonde.runs.report.sections import own_value_names
 from sonde.runs.report.timeline import timeline
 from sonde.runs.report.write import write_report
 from tests.runs.report.plausible_policy import policy_header, policy_record, write_policy_run
