@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 import sonde
 from sonde import NoiseScaleProbe
+from sonde.stats.sealed_state import unsealed
 from tests.oracles import window_by_hand
 
 
@@ -107,8 +107,7 @@ def attached(
 
 def contents_of(probe: NoiseScaleProbe) -> dict[str, Any]:
     """What the text of a probe's state says; `sealed` makes a state of it again."""
-    contents: dict[str, Any] = json.loads(probe.state_dict()["json"])
-    return contents
+    return unsealed("state", probe.state_dict())
 
 
 def counted(probe: NoiseScaleProbe) -> tuple[int, int]:

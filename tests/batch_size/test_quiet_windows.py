@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from typing import Any
@@ -14,7 +13,7 @@ from sonde.batch_size.budget import REVIEW, Pace
 from sonde.batch_size.measuring_cost import WindowCosts
 from sonde.batch_size.taps.tap_choice import TapChoice
 from sonde.batch_size.window_clip import WindowClip
-from tests.batch_size.loops import attached, batch, mean_loss, small_model
+from tests.batch_size.loops import attached, batch, contents_of, mean_loss, small_model
 from tests.batch_size.paces import timed
 
 
@@ -152,7 +151,7 @@ def test_quiet_windows_are_counted_and_paid_for() -> None:
             model.zero_grad()
             if number % 23 == 0 and probe._ends._n_quiet:
                 pace = probe._pacing.pace
-                assert json.loads(probe.state_dict()["json"])["pace"]["windows"] == pace.windows == number
+                assert contents_of(probe)["pace"]["windows"] == pace.windows == number
         pieces, quiet = probe._pieces.seconds, probe._ends._quiet_seconds
         assert 0 < quiet < 1
         assert 0 < pieces < 1

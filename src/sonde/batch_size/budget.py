@@ -11,13 +11,12 @@ from __future__ import annotations
 import math
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from sonde.batch_size.measuring_cost import (
     FEWEST,
     MOST_EVERY,
-    N_COSTS,
     Cost,
     CostRow,
     WindowCosts,
@@ -26,7 +25,6 @@ from sonde.batch_size.measuring_cost import (
     per_rank,
     since_change,
 )
-from sonde.stats.state import check_count, check_keys, check_number
 
 DEFAULT_BUDGET: float | None = 0.01
 """Part of the run's time that measuring may cost, unless the user says otherwise; None measures every window."""
@@ -254,46 +252,14 @@ class Pace:
         """Go on where another run stopped, if no window has ended yet.
 
         Later, a state is ignored: only some of the ranks may have loaded it, and they would choose other windows.
-
-        Raises:
-            ValueError: when keys are unknown or missing, or a value cannot be what its name says; nothing is changed
-                then.
         """
-        check_pace(state)
         if self._n_here:
             return
         self.windows, self._base = state["windows"], state["base"]
-        self._spent = float(state["spent"])
+        self._spent = state["spent"]
         self._every = self._fixed or (state["every"] if self.budget is not None else 1)
-        rows = (CostRow(int(row[0]), int(row[1]), WindowCosts(*map(float, row[2:]))) for row in state["costs"])
+        rows = (CostRow(number, every, WindowCosts(*costs)) for number, every, *costs in state["costs"])
         self._rows = deque(rows, maxlen=_REMEMBERED)
-
-
-def check_pace(state: Mapping[str, Any]) -> None:
-    """Refuse a state that cannot be that of a `Pace`.
-
-    Raises:
-        ValueError: when keys are unknown or missing, or a value cannot be what its name says.
-    """
-    label = "pace of the probe state"
-    check_keys(label, state, {"windows", "every", "base", "spent", "costs"})
-    for name in ("windows", "every", "base"):
-        check_count(label, state, name)
-    check_number(label, state, "spent", low=0)
-    if not state["every"] >= 1:
-        raise ValueError(f"{label}: 'every' must be from 1 up, got {state['every']!r}: is it damaged?")
-    if state["base"] > state["windows"]:
-        raise ValueError(
-            f"{label}: a stretch began at window {state['base']}, after window {state['windows']}: is it damaged?"
-        )
-    if not isinstance(state["costs"], Sequence):
-        raise ValueError(f"{label}: 'costs' must be a list of windows, got {state['costs']!r:.60}: is it damaged?")
-    for row in state["costs"]:
-        if not isinstance(row, Sequence) or len(row) != 2 + N_COSTS:
-            raise ValueError(f"{label}: a window must be {2 + N_COSTS} numbers, got {row!r:.60}: is it damaged?")
-        numbers = {str(i): value for i, value in enumerate(row)}
-        for name in numbers:
-            check_number(f"{label}, costs", numbers, name, low=0)
 
 
 def _place(stretch: int, every: int) -> int:

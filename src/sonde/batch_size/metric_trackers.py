@@ -11,7 +11,6 @@ from sonde.batch_size.metric_choice import ChosenMetrics
 from sonde.batch_size.stats.scale_witness import RoundingTolerance
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, WindowRow
-from sonde.stats.state import check_keys
 
 
 class MetricTrackers:
@@ -80,26 +79,8 @@ class MetricTrackers:
         """The averages of all but the headline, by metric."""
         return {name: tracker.state_dict() for name, tracker in self.further.items()}
 
-    def check_further(self, state: Any) -> None:
-        """Refuse a state that is not one of these metrics.
-
-        Raises:
-            ValueError: when keys differ.
-        """
-        check_keys("metrics of the probe state", state, set(self.further))
-
     def load_state_dict(self, averages: Mapping[str, Any], further: Mapping[str, Any]) -> None:
-        """Restore the averages of the headline, and what `state_dict` returned.
-
-        Raises:
-            ValueError: when one of them does not fit; nothing is changed then.
-        """
-        before = {name: tracker.state_dict() for name, tracker in self._all.items()}
-        states = [averages, *(further[name] for name in self.further)]
-        try:
-            for tracker, state in zip(self._all.values(), states, strict=True):
-                tracker.load_state_dict(state)
-        except ValueError:
-            for name, tracker in self._all.items():
-                tracker.load_state_dict(before[name])
-            raise
+        """Restore the averages of the headline, and what `state_dict` returned."""
+        self.headline.load_state_dict(averages)
+        for name, tracker in self.further.items():
+            tracker.load_state_dict(further[name])

@@ -39,7 +39,6 @@ from sonde.batch_size.module_hook import why_no_hook
 from sonde.batch_size.pacing import Pacing
 from sonde.batch_size.pieces import NOT_COUNTED, DeclaredPiece, Pieces, Units, UnitsOfPieces
 from sonde.batch_size.rounding import RoundingWatch
-from sonde.batch_size.saved_state import checked_contents, identity
 from sonde.batch_size.scalars import Scalars
 from sonde.batch_size.setup import (
     NoiseScaleOptions,
@@ -70,7 +69,7 @@ from sonde.probe import Metric
 from sonde.record_values import known
 from sonde.records import LogOrPlaces, RunLog, log_of
 from sonde.stats.intervals import LEVEL
-from sonde.stats.sealed_state import sealed
+from sonde.stats.sealed_state import check_identity, parameters_digest, sealed, unsealed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -425,14 +424,14 @@ class NoiseScaleProbe:
 
         Args:
             max_norm: the largest norm allowed, ≥ 0; None or `math.inf` only measures.
-            norm_type: p > 0 of the p-norm, `math.inf` for the largest element. The log has the norm for p = 2 alone.
+            norm_type: as for `sonde.clip_grad_norm_`. The log has the norm for p = 2 alone.
             error_if_nonfinite: raise when the norm is not finite; waits for the device.
 
         Returns:
             The norm before clipping, as `torch.nn.utils.clip_grad_norm_`, on every rank: a 0-dim tensor.
 
         Raises:
-            ValueError: when `max_norm` is negative or NaN, or `norm_type` is not above 0.
+            ValueError: when `max_norm` is negative or NaN, or `norm_type` is neither from above 0 to 6 nor infinite.
             RuntimeError: as `step()`; for a norm that is not finite, with `error_if_nonfinite`; and while a CUDA graph
                 is recorded.
         """
@@ -574,11 +573,11 @@ class NoiseScaleProbe:
         Ranks that began with different states measure every window.
 
         Raises:
-            ValueError: when it is of another version, unit, metric or of other parameters, has unknown or
-                missing keys, or a value that cannot be what its name says; nothing is changed then.
+            ValueError: when it is damaged, or of another version, unit, metric, of other parameters or groups;
+                nothing is changed then.
         """
-        contents = checked_contents(state, self._identity(), self._found.whole.names)
-        self._metrics.check_further(contents["metrics"])
+        contents = unsealed("noise-scale probe state", state)
+        check_identity(contents["what"], self._identity())
         with self._delivery.alone():
             self._ends.catch_up()
             self._delivery.receive_all()  # windows still on their way belong to the time before
@@ -589,8 +588,16 @@ class NoiseScaleProbe:
             self._arrivals.n_covered = contents["covered"]
             self._pacing.pace.load_state_dict(contents["pace"])
 
-    def _identity(self) -> dict[str, str]:
-        return identity(self._tracker.unit, ", ".join(self._options.metrics), self._found.whole)
+    def _identity(self) -> dict[str, object]:
+        """What is measured. Averages of something else must not be continued."""
+        whole = self._found.whole
+        return {
+            "probe": NoiseScaleProbe.__name__,
+            "unit": self._tracker.unit,
+            "metric": ", ".join(self._options.metrics),
+            "parameters": parameters_digest(whole.names, whole.shapes),
+            "groups": list(self._tracker.groups),
+        }
 
     def close(self, reason: str = "closed", *, patience: float = math.inf) -> None:
         """Remove every hook, write what is left and end this probe's part of the log. A second call does nothing.

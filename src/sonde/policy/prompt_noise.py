@@ -35,14 +35,10 @@ from sonde.policy.stats.prompt_noise import PromptNorms, RunningPromptNoise, sol
 from sonde.probe import Metric, Partners
 from sonde.stats.intervals import Status
 from sonde.stats.sealed_state import check_identity, parameters_digest, sealed, unsealed
-from sonde.stats.state import check_keys
 from sonde.wording import percent
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-_STATE = "prompt-noise probe state"
-"""What messages call the saved state."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +162,7 @@ class PromptNoiseProbe:
         self._ranks: PromptRanks | None = None
         self._scorer: Scorer | None = None
         # Of the parameters as they are now: they may be frozen later, before the state is saved or after it is loaded.
-        self._identity = _identity(model, self._statistics, weighs)
+        self._identity = _identity(model, self._statistics, weighs, horizon)
 
     def measure(self, rollouts: Rollouts) -> PromptNoiseReading:
         """Add one window: the responses that this rank learns from, with advantages.
@@ -297,13 +293,11 @@ class PromptNoiseProbe:
         or a model that was cut in another way.
 
         Raises:
-            ValueError: when it is of another version, of other parameters, or of another `weighs`, temperature or
-                horizon, has unknown or missing keys, or a value that cannot be what its name says; nothing is changed
-                then.
+            ValueError: when it is damaged, or of another version, of other parameters, or of another `weighs`,
+                temperature or horizon; nothing is changed then.
         """
-        contents = unsealed(_STATE, state)
-        check_identity(_STATE, contents.get("what"), self._identity)
-        check_keys(_STATE, contents, {"what", "averages"})
+        contents = unsealed("prompt-noise probe state", state)
+        check_identity(contents["what"], self._identity)
         self._running.load_state_dict(contents["averages"])
 
     def close(self) -> None:
@@ -322,7 +316,7 @@ class PromptNoiseProbe:
         return lengths
 
 
-def _identity(model: nn.Module, statistics: TokenStatistics, weighs: str) -> dict[str, object]:
+def _identity(model: nn.Module, statistics: TokenStatistics, weighs: str, horizon: float) -> dict[str, object]:
     """What is measured, for the saved state. Averages of something else must not be continued."""
     trained = [(clean_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
     temperature: float | str
@@ -336,6 +330,7 @@ def _identity(model: nn.Module, statistics: TokenStatistics, weighs: str) -> dic
     return {
         "probe": PromptNoiseProbe.__name__,
         "weighs": weighs,
+        "horizon": horizon,
         "temperature": temperature,
         "parameters": parameters_digest(
             [name for name, _ in trained], [None if is_lazy(p) else tuple(p.shape) for _, p in trained]

@@ -126,9 +126,3 @@ def test_a_short_horizon_can_still_prove_a_dependence() -> None:
     for _ in range(100):
         watch.update(NeighbourSums(products=1.0, variance=1.0, n_ranks=1))
     assert watch.doubt() is not None
-
-
-def test_a_state_that_is_damaged_is_refused() -> None:
-    watch = NeighbourWatch(decay=0.99)
-    with pytest.raises(ValueError, match="neighbouring"):
-        watch.load_state_dict({**watch.state_dict(), "weight": -1.0})

@@ -159,9 +159,3 @@ def test_the_fifth_repeat_is_the_first_to_be_judged_and_a_mended_sampler_is_beli
     for _ in range(200):
         watch.update(Repeats(n_ranks=1, n_repeating=0))
     assert watch.pieces_doubt() is None
-
-
-def test_a_state_that_is_damaged_is_refused() -> None:
-    watch = RepeatWatch(decay=0.99)
-    with pytest.raises(ValueError, match="repeated data"):
-        watch.load_state_dict({**watch.state_dict(), "pieces": {"times": -1.0, "windows": 0.0}})

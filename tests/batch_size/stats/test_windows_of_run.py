@@ -162,14 +162,6 @@ def test_a_state_replaces_what_was_measured() -> None:
     assert run.levels() == WindowsOfRun(GROUPS).levels()
 
 
-def test_states_of_other_groups_or_keys_are_refused() -> None:
-    run = run_of(windows(10))
-    with pytest.raises(ValueError, match=r"it has the groups \['first', 'second'\], this probe has \['first'\]"):
-        WindowsOfRun(["first"]).load_state_dict(run.state_dict())
-    with pytest.raises(ValueError, match="unknown keys"):
-        run.load_state_dict(run.state_dict() | {"more": 1})
-
-
 @pytest.mark.parametrize(
     ("rate_at", "expected"),
     [

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 import sonde
 from sonde.batch_size.taps.dual_norms import nuclear_norm, nuclear_norm_by_iteration
 from sonde.batch_size.taps.squared_norms import absolute_sum
-from sonde.stats.sealed_state import sealed
 from tests.batch_size import norms_by_hand as by_hand
-from tests.batch_size.loops import Recording, attached, contents_of, mean_loss, piece_losses, small_model, train
+from tests.batch_size.loops import Recording, attached, mean_loss, piece_losses, small_model, train
 
 ALL = ("euclidean", "adam", "sign", "spectral")
 UNITS, WEIGHTS = [4, 6, 3], [1.0, 2.0, 0.5]
@@ -213,16 +212,10 @@ def test_a_restart_goes_on_in_every_metric() -> None:
     names = ("sign", "adam")
     with attached(model, optimizer, metric=names) as probe:
         train(model, probe, optimizer, windows=8)
-        state, contents = probe.state_dict(), contents_of(probe)
+        state = probe.state_dict()
         readings = [probe.reading(name) for name in names]
     with attached(model, optimizer, metric=names) as again:
         again.load_state_dict(state)
-        assert [str(again.reading(name)) for name in names] == [str(reading) for reading in readings]
-        with pytest.raises(ValueError, match="metrics of the probe state"):
-            again.load_state_dict(sealed(contents | {"metrics": {}}))
-        damaged = {**contents, "metrics": {"adam": {**contents["metrics"]["adam"], "n_seen": -1}}}
-        with pytest.raises(ValueError, match="n_seen"):
-            again.load_state_dict(sealed(damaged))
         assert [str(again.reading(name)) for name in names] == [str(reading) for reading in readings]
     with attached(model, optimizer, metric="adam") as other, pytest.raises(ValueError, match="has metric 'adam'"):
         other.load_state_dict(state)

@@ -16,7 +16,6 @@ from sonde.batch_size.stats.scale_witness import ScaleReading
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.window_row import Drop
 from sonde.batch_size.stats.windows_of_run import WindowsOfRun
-from sonde.stats.state import check_count, check_keys, check_number
 
 _SAME = 1e-9
 """Ratio of noise to signal below which pieces hold the same data. Kernels without a fixed order of sums leave 1e-12."""
@@ -154,35 +153,7 @@ class NoiseScaleAverages:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            ValueError: when keys or groups differ, or a value cannot be what its name says; nothing is
-                changed then.
-        """
-        loaded = NoiseScaleAverages(self.run.groups, self.further_units, memory=self._memory)
-        loaded._load(state)
-        vars(self).update(vars(loaded))  # all or nothing
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        label = "noise-scale probe state"
-        numbers = ("units", "units_weight", "last_units", "squares")
-        last = ("effective_units", "u", "scale", "scale_residual")  # of the last window averaged, if there was one
-        running = {"run", "consistency", "changed_gradients", "neighbours", "order", "examples", "repeats"}
-        counts = ("n_seen", "windows", "n_equal")
-        known = {*running, *numbers, *last, *counts, "differences", "dropped", "further_units"}
-        check_keys(label, state, known)
-        for name in counts:
-            check_count(label, state, name)
-        for name in numbers:
-            check_number(label, state, name, low=0)
-        for name in ("differences", *(name for name in last if state[name] is not None)):
-            check_number(label, state, name)
-        if not isinstance(dropped := state["dropped"], Mapping):
-            raise ValueError(f"{label}: 'dropped' must map reasons to counts, got {dropped!r:.60}: is it damaged?")
-        for reason in dropped:
-            check_count(f"{label}, dropped", dropped, reason)
-        self._load_further(f"{label}, further_units", state["further_units"])
+        """Restore what `state_dict` returned, of averages with the same groups and memory, in averages just made."""
         self.run.load_state_dict(state["run"])
         self.n_seen, self.windows = state["n_seen"], state["windows"]
         self.within_between.load_state_dict(state["consistency"])
@@ -191,21 +162,13 @@ class NoiseScaleAverages:
         self.order.load_state_dict(state["order"])
         self.examples.load_state_dict(state["examples"])
         self.repeats.load_state_dict(state["repeats"])
-        self._units, self._units_weight = float(state["units"]), float(state["units_weight"])
-        self._last_units, self._n_equal = float(state["last_units"]), state["n_equal"]
-        self._squares, self._differences = float(state["squares"]), float(state["differences"])
-        self.effective_units, self.u, self.scale, self.scale_residual = (state[name] for name in last)
-        self.dropped = {str(reason): count for reason, count in dropped.items()}
-
-    def _load_further(self, label: str, state: object) -> None:
-        """Restore the further units that both runs count in. Others begin anew: they only convert the estimate."""
-        if not isinstance(state, Mapping):
-            raise ValueError(f"{label} must be a mapping, got {state!r:.60}: is it damaged?")
-        for name, sums in state.items():
-            if not isinstance(sums, Sequence) or len(sums) != 2:
-                raise ValueError(f"{label}: {name!r} must be two sums, got {sums!r:.60}: is it damaged?")
-            pair = dict(zip(("sum", "units"), sums, strict=True))
-            check_number(f"{label}, {name}", pair, "sum", low=0)
-            check_number(f"{label}, {name}", pair, "units", low=0)
+        self._units, self._units_weight = state["units"], state["units_weight"]
+        self._last_units, self._n_equal = state["last_units"], state["n_equal"]
+        self._squares, self._differences = state["squares"], state["differences"]
+        self.effective_units, self.u = state["effective_units"], state["u"]
+        self.scale, self.scale_residual = state["scale"], state["scale_residual"]
+        self.dropped = dict(state["dropped"])
+        # Further units that only one of the two runs counts in begin anew: they only convert the estimate.
+        for name, (n, n_units) in state["further_units"].items():
             if name in self._further:
-                self._further[name] = (float(sums[0]), float(sums[1]))
+                self._further[name] = (n, n_units)

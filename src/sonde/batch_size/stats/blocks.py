@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sonde.stats.state import check_keys
-
 _LENGTH = 0.2
 """Length of a block in log time."""
 _BEGINNING = 30.0
@@ -155,12 +153,7 @@ class Blocks:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            ValueError: when keys are unknown or missing.
-        """
-        check_keys("blocks of the state", state, set(self.state_dict()))
+        """Restore what `state_dict` returned."""
         self.complete = [Block(*block[:3], *map(on_host, block[3:6]), *block[6:]) for block in state["complete"]]
         self._end, self.rate, self.n_windows = state["end"], state["rate"], state["n_windows"]
         self._n, *sums = state["unfinished"]

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from sonde.batch_size.stats.scale_witness import ScaleReading
-from sonde.stats.state import check_count, check_keys, check_number
 
 _ACCIDENTS = 1.5
 """Changed windows, weighted by age, that are taken for accidents and raise no doubt."""
@@ -109,27 +108,6 @@ class ChangedGradients:
         return {"weight": self._weight, "changed": self._changed, "why": self._why, "suspects": pending}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            ValueError: when keys are unknown or missing, or a value cannot be what its name says; nothing is changed
-                then.
-        """
-        label = "state of changed gradients"
-        check_keys(label, state, {"weight", "changed", "why", "suspects"})
-        for name in ("weight", "changed"):
-            check_number(label, state, name, low=0)
-        if not isinstance(state["why"], str):
-            raise ValueError(f"{label}: 'why' must be text, got {state['why']!r:.60}: is it damaged?")
-        pending: dict[int, _Pending] = {}
-        if not isinstance(state["suspects"], Mapping):
-            raise ValueError(f"{label}: 'suspects' must map parameters to counts, got {state['suspects']!r:.60}")
-        for index, counts in state["suspects"].items():
-            if not str(index).isdigit():
-                raise ValueError(f"{label}: a suspect must be a parameter's index, got {index!r:.60}: is it damaged?")
-            check_keys(f"{label}, suspect {index}", counts, {"times", "since", "absences"})
-            for name in counts:
-                check_count(f"{label}, suspect {index}", counts, name)
-            pending[int(index)] = _Pending(**counts)
-        self._weight, self._changed, self._why = float(state["weight"]), float(state["changed"]), state["why"]
-        self._pending = pending
+        """Restore what `state_dict` returned."""
+        self._weight, self._changed, self._why = state["weight"], state["changed"], state["why"]
+        self._pending = {int(index): _Pending(**counts) for index, counts in state["suspects"].items()}

@@ -21,7 +21,6 @@ from typing import TypeVar
 from torch import Tensor
 
 from sonde.stats.intervals import TOO_FEW_WINDOWS, RatioInterval, fieller_interval, samples_for_precision
-from sonde.stats.state import check_count, check_keys, check_number
 
 T = TypeVar("T", float, Tensor)
 
@@ -279,47 +278,12 @@ class RunningNoiseScale:
 
     def state_dict(self) -> dict[str, float | int]:
         """Everything that `load_state_dict` needs, as JSON-safe numbers."""
-        state = {name: getattr(self, attribute) for name, attribute in _STATE.items()}
-        # JSON has no infinity.
-        return state | {"horizon": 0.0 if math.isinf(self.horizon) else self.horizon}
+        return {name: getattr(self, attribute) for name, attribute in _STATE.items()}
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            ValueError: when a key is unknown or missing, a value cannot be what its name says, or the horizon differs;
-                nothing is changed then.
-        """
-        check_keys("noise-scale state", state, {"horizon", *_STATE})
-        for name in state:
-            check_number("noise-scale state", state, name, low=None if name in _MAY_BE_NEGATIVE else 0)
-        check_count("noise-scale state", state, "windows")
-        if not math.isfinite(sum(float(state[name]) * float(state[name]) for name in ("trace_cov", "grad_sq"))):
-            raise ValueError("noise-scale state: trace_cov or grad_sq is too large to be squared: is it damaged?")
-        horizon = float(state["horizon"]) or math.inf
-        if horizon != self.horizon:
-            raise ValueError(
-                f"state was averaged over a horizon of {horizon:g} windows, this probe uses {self.horizon:g}"
-            )
-        expected = _sum_of_powers(self.decay, state["windows"]), _sum_of_powers(self.decay**2, state["windows"])
-        # They are sums of as many terms, each rounded once; 1e-6 is far above that rounding.
-        if not all(
-            math.isclose(state[name], total, rel_tol=1e-6)
-            for name, total in zip(("weight", "sq_weight"), expected, strict=True)
-        ):
-            raise ValueError(
-                f"noise-scale state of {state['windows']} windows has weights that do not fit: is it damaged?"
-            )
+        """Restore what `state_dict` returned, with the same horizon."""
         for name, attribute in _STATE.items():
-            setattr(self, attribute, int(state[name]) if name == "windows" else float(state[name]))
-
-
-def _sum_of_powers(ratio: float, n: float) -> float:
-    """Σ ratio^i for i < n."""
-    if ratio == 1.0:
-        return float(n)
-    # As 1 − ratioⁿ, exact also for a ratio so close to 1 that the powers hardly shrink.
-    return math.expm1(n * math.log(ratio)) / (ratio - 1.0)
+            setattr(self, attribute, state[name])
 
 
 _STATE = {
@@ -332,5 +296,3 @@ _STATE = {
     "dev_trace_grad": "_dev_trace_grad",
     "dev_grad_grad": "_dev_grad_grad",
 }
-
-_MAY_BE_NEGATIVE = {"grad_sq", "trace_cov", "dev_trace_grad"}

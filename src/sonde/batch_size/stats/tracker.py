@@ -177,7 +177,8 @@ class NoiseScaleTracker:
         return self._averages.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; see `NoiseScaleAverages.load_state_dict`."""
+        """Restore what `state_dict` returned."""
+        self._averages = NoiseScaleAverages(self.groups, self.further_units)
         self._averages.load_state_dict(state)
 
 

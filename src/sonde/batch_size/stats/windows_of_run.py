@@ -15,7 +15,6 @@ from sonde.batch_size.stats.group_estimates import estimates_table
 from sonde.batch_size.stats.run_average import average_of_run
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.stats.intervals import unresolved
-from sonde.stats.state import check_keys
 
 _RISES = 1.01
 """A learning rate that rises by more than this factor warms up. Rounding changes it by less."""
@@ -170,7 +169,6 @@ class WindowsOfRun:
     def state_dict(self) -> dict[str, Any]:
         """Everything that `load_state_dict` needs; numbers, strings and containers of them."""
         return {
-            "groups": list(self.groups),
             "gone": sorted(self.gone),
             "last_window": self.last_window,
             "origin": self._origin,
@@ -184,15 +182,7 @@ class WindowsOfRun:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            ValueError: when keys or groups differ.
-        """
-        label = "windows of the state"
-        check_keys(label, state, set(self.state_dict()))
-        if state["groups"] != list(self.groups):
-            raise ValueError(f"{label}: it has the groups {state['groups']}, this probe has {list(self.groups)}")
+        """Restore what `state_dict` returned, of a run with the same groups."""
         self.gone, self.last_window = frozenset(state["gone"]), state["last_window"]
         self._begin(state["origin"])
         self._peak_rate, self._peaked_at = state["peak_rate"], state["peaked_at"]
