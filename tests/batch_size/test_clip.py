@@ -54,8 +54,10 @@ def test_clip_takes_torchs_other_norms_and_only_measures_with_none(norm_type: fl
 
 def test_clip_refuses_a_bad_order() -> None:
     model = small_model()
-    with attached(model) as probe, pytest.raises(ValueError, match="norm_type must be > 0, got 0"):
-        probe.clip_grad_norm_(1.0, norm_type=0)
+    with attached(model) as probe:
+        for order, message in ((0, "norm_type must be > 0, got 0"), (7.0, "norm_type must be at most 6, or math.inf")):
+            with pytest.raises(ValueError, match=message):
+                probe.clip_grad_norm_(1.0, norm_type=order)
 
 
 @pytest.mark.parametrize("max_norm", [-1.0, math.nan])

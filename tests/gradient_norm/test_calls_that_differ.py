@@ -51,7 +51,7 @@ def _one_bad_option(name: str, bad: Any, norm_type: Any, *, with_mesh: bool) -> 
     return [*messages, _called(sonde.clip_grad_norm_, parameters, **good)]  # and the ranks are still in step
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 7.0, math.inf])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @pytest.mark.parametrize("with_mesh", [True, False])
 @pytest.mark.parametrize(
     ("name", "bad", "match"),
@@ -60,6 +60,7 @@ def _one_bad_option(name: str, bad: Any, norm_type: Any, *, with_mesh: bool) -> 
         ("nonfinite", "drop", "nonfinite must be one of"),
         ("norm_type", -1.0, "norm_type must be > 0, got -1.0"),
         ("norm_type", "two", "norm_type must be > 0, got 'two'"),
+        ("norm_type", 7.0, "norm_type must be at most 6, or math.inf, got 7.0"),
     ],
 )
 def test_a_bad_option_on_one_rank_leaves_no_rank_waiting(
@@ -70,8 +71,7 @@ def test_a_bad_option_on_one_rank_leaves_no_rank_waiting(
         assert "no error" in after
         for message in messages:
             if rank == 3 and not with_mesh:
-                # It hears of the error only above p = 6, where there are two sums: by the second.
-                assert ("no error" in message) == (norm_type != 7.0), message
+                assert "no error" in message
             else:
                 assert re.search(match if rank == 0 else OTHER_CALL, message) or "another rank" in message
 
@@ -92,7 +92,7 @@ def _orders_differ(scale: float, other: float) -> str:
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-25, 1e25])
-@pytest.mark.parametrize("other", [1.0, 3.0, 8.0, math.inf])
+@pytest.mark.parametrize("other", [1.0, 3.0, math.inf])
 def test_another_order_on_one_rank_is_refused_where_gradients_are_read_again(
     ranks2: Ranks, scale: float, other: float
 ) -> None:

@@ -89,27 +89,6 @@ def test_a_mesh_that_does_not_contain_the_gradients_is_refused(ranks2: Ranks) ->
         assert before == after
 
 
-def _bad_two_hops_away() -> str:
-    """Gradients over rows and over columns of a 2 × 2 mesh: the last rank shares no sum with the first."""
-    mesh = mesh_of((2, 2), ("dp", "tp"))
-    parameters = [placed(torch.ones(2), mesh[axis], [Shard(0)], (4,)) for axis in ("dp", "tp")]
-    if dist.get_rank() == 0:
-        stray = nn.Parameter(torch.ones(3))
-        stray.grad = torch.ones(3).to_sparse()
-        parameters.append(stray)
-    try:
-        sonde.clip_grad_norm_(parameters, 1.0, 7.0)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_above_the_sixth_order_an_error_leaves_no_rank_waiting(ranks4: Ranks) -> None:
-    first, *others = ranks4(_bad_two_hops_away)
-    assert "it is sparse" in first
-    assert all("another rank found a gradient that cannot be counted" in message for message in others)
-
-
 def _bad_among_partial() -> str:
     mesh, rank = mesh_of((2,)), dist.get_rank()
     p = placed(torch.ones(3), mesh, [Partial()], (3,), [Replicate()])
@@ -260,7 +239,7 @@ def _unreadable_on_one_rank(order: float) -> str:
         return str(error)
 
 
-@pytest.mark.parametrize("order", [2.0, 8.0, math.inf])
+@pytest.mark.parametrize("order", [2.0, math.inf])
 def test_an_unexpected_error_on_one_rank_leaves_no_rank_waiting(ranks2: Ranks, order: float) -> None:
     first, second = ranks2(_unreadable_on_one_rank, order)
     assert "another rank found a gradient that cannot be counted" in first

@@ -48,7 +48,7 @@ def _numbers_differ_without(*args: Any) -> list[str]:
     return _numbers_of_groups_differ(*args, with_mesh=False)
 
 
-@pytest.mark.parametrize("order", [2.0, 8.0, math.inf])
+@pytest.mark.parametrize("order", [2.0, math.inf])
 @pytest.mark.parametrize(
     ("few", "many"), [(3, 17), (17, 3), (ROOM, ROOM + 1), (ROOM + 1, 300), (300, 1)], ids=lambda n: str(n)
 )
@@ -70,7 +70,7 @@ def _other_groups_on_one_rank(names: Any, order: float) -> str:
     return outcome(sonde.get_total_norm, gradients, order, mesh=mesh_of((2,)), by_group=by_group)
 
 
-@pytest.mark.parametrize("order", [2.0, 8.0, math.inf])
+@pytest.mark.parametrize("order", [2.0, math.inf])
 @pytest.mark.parametrize(
     ("names", "on_0", "on_1"),
     [
@@ -106,17 +106,15 @@ def _many_groups(order: float, n: int, scale: float) -> tuple[list[float], list[
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e25])
-@pytest.mark.parametrize(("order", "n_sums"), [(1.0, 1), (2.0, 1), (8.0, 2), (math.inf, 1)])
+@pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
 @pytest.mark.parametrize("n", [ROOM, ROOM + 1, 300])
-def test_norms_of_any_number_of_groups_are_right(
-    ranks2: Ranks, n: int, order: float, n_sums: int, scale: float
-) -> None:
-    """More groups than there is room for take one more collective for each sum, once the ranks have agreed."""
+def test_norms_of_any_number_of_groups_are_right(ranks2: Ranks, n: int, order: float, scale: float) -> None:
+    """More groups than there is room for take one more collective, once the ranks have agreed."""
     results = ranks2(_many_groups, order, n, scale)
     for norms, exact, n_collectives in results:
         assert [float(x) for x in norms] == pytest.approx(exact, rel=1e-6)
         is_read_again = order == 2.0 and scale > 1.0
-        assert n_collectives == n_sums * (1 + (n > ROOM)) + is_read_again
+        assert n_collectives == 1 + (n > ROOM) + is_read_again
         assert norms == results[0][0]
 
 
@@ -131,7 +129,7 @@ def _nan_in_one_group(order: float, n: int) -> tuple[float, list[float]]:
 
 
 @pytest.mark.parametrize("n", [3, 100])
-@pytest.mark.parametrize("order", [1.0, 2.0, 8.0, math.inf])
+@pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
 def test_a_group_that_is_nan_leaves_the_others_as_they_are(ranks2: Ranks, order: float, n: int) -> None:
     for norm, by_group in ranks2(_nan_in_one_group, order, n):
         assert math.isnan(norm)
@@ -165,7 +163,7 @@ def _groups_of_stages_without(order: float) -> list[Any]:
     return _groups_of_stages(order, with_mesh=False)
 
 
-@pytest.mark.parametrize("order", [1.0, 2.0, 8.0, math.inf])
+@pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
 @pytest.mark.parametrize("call", [_groups_of_stages_with_mesh, _groups_of_stages_without], ids=["mesh", "no mesh"])
 def test_a_stage_joins_the_groups_of_other_stages_by_an_empty_tensor(ranks4: Ranks, call: Any, order: float) -> None:
     for refused, by_group, exact in ranks4(call, order):

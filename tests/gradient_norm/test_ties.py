@@ -49,7 +49,7 @@ def _chance(kind: str, order: float) -> Any:
     return _clipped(gradients[kind], order)[0]
 
 
-@pytest.mark.parametrize("order", [1.0, 2.0, 8.0])
+@pytest.mark.parametrize("order", [1.0, 2.0, 6.0])
 @pytest.mark.parametrize(
     "kind", ["equal squares", "turned round", "another order", "one element", "few nonzero", "constant size"]
 )
@@ -70,7 +70,7 @@ def _tied(kind: str, order: float) -> Any:
     return _clipped(gradients[kind], order)[0]
 
 
-@pytest.mark.parametrize("order", [1.0, 2.0, 8.0])
+@pytest.mark.parametrize("order", [1.0, 2.0, 6.0])
 @pytest.mark.parametrize("kind", ["few rows", "transposed", "bf16", "eight", "large", "3-D"])
 def test_tied_gradients_are_refused(ranks2: Ranks, kind: str, order: float) -> None:
     for stage, message in enumerate(ranks2(_tied, kind, order)):

@@ -27,7 +27,7 @@ def grads_of(parameters: list[nn.Parameter]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
 
 
-@pytest.mark.parametrize("order", [0.5, 1.0, 2.0, 3.0, 8.0, math.inf])
+@pytest.mark.parametrize("order", [0.5, 1.0, 2.0, 3.0, 6.0, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_norm_is_torchs_and_changes_nothing(order: float, dtype: torch.dtype) -> None:
     tensors = grads_of(gradients((7, 3), (), (300, 400), dtype=dtype))

@@ -55,7 +55,7 @@ def checked_clip(max_norm: float | None, norm_type: float, *, error_if_nonfinite
     """A clip with the arguments of `clip_grad_norm_`.
 
     Raises:
-        ValueError: when `max_norm` is negative or NaN, or `norm_type` is not above 0.
+        ValueError: when `max_norm` is negative or NaN, or `norm_type` is neither from above 0 to 6 nor infinite.
     """
     nonfinite: Nonfinite = "raise" if error_if_nonfinite else "ignore"
     max_norm, order = check_options(max_norm, nonfinite, None), check_order(norm_type)

@@ -40,8 +40,8 @@ _NOT_WHOLE = 1e-6
 _N_TIES, _N_TIE_STAGES = 16, 16
 """Slots for shapes and for pipeline stages. With more shapes or more stages, some of them share a slot."""
 
-KINDS = ("up to 6", "above 6", "inf")
-"""Kinds of norm_type. Each kind takes other collectives."""
+KINDS = ("sum", "maximum")
+"""Kinds of norm_type, by the collective that they take."""
 DIGESTS = ("norm_type", "max_norm", "nonfinite", "stages", "verify", "number", "groups", "parameters", "partial")
 """What digests stand for. The error message names the first difference in this order."""
 _COPIES = ("plain", "sharded")
@@ -256,12 +256,6 @@ def _tie_at(row: int, stage: Place) -> int:
 def _stage_slot(stage: Place) -> int:
     # Of more stages than slots, neighbours share a slot: the first and the last, which may tie embeddings, do not.
     return stage.index * _N_TIE_STAGES // max(stage.n_ranks, _N_TIE_STAGES)
-
-
-def second_sum_follows(slots: Tensor) -> bool:
-    """Whether all ranks with a usable norm_type make a second sum. Waits for the device."""
-    voted = dict(zip(KINDS, (slots[_KIND_AT:_DIGEST_AT] > 0).tolist(), strict=True))
-    return voted.pop("above 6") and not any(voted.values())
 
 
 def tie_slot(shape: Sequence[int]) -> int:

@@ -61,7 +61,7 @@ def clip_grad_norm_(
             use the names of the last two. Parameters without a gradient are skipped. A tensor that comes twice counts
             once.
         max_norm: the largest norm allowed, ≥ 0; 0 zeroes the gradients; None or `math.inf` only measures.
-        norm_type: p > 0 of the p-norm, `math.inf` for the largest element; above 6 it takes twice as many collectives.
+        norm_type: p of the p-norm, from above 0 to 6, or `math.inf` for the largest element.
         error_if_nonfinite: the same as nonfinite="raise".
         foreach: accepted so that calls written for torch run unchanged; it has no effect.
         mesh: all ranks that hold any of the model, pipeline stages included. One collective then does everything, and
@@ -89,8 +89,8 @@ def clip_grad_norm_(
         gradients'.
 
     Raises:
-        ValueError: for `max_norm` < 0 or NaN, `norm_type` ≤ 0, or a gradient that cannot be counted (sparse, with an
-            unknown placement, outside `mesh`), naming the gradient and the way out; and when ranks disagree: about
+        ValueError: for `max_norm` < 0 or NaN, another `norm_type`, or a gradient that cannot be counted (sparse, with
+            an unknown placement, outside `mesh`), naming the gradient and the way out; and when ranks disagree: about
             `max_norm`, `norm_type`, `nonfinite`, `pp_mesh` or their parameters, or when plain gradients or shards that
             should be copies differ. Gradients are unchanged. On the CPU every rank that shares a sum with this rank
             raises: with `mesh`, all ranks. Without it, sums that were under way when this rank failed to read a
@@ -175,7 +175,7 @@ def clip_grad_norm_distributed_(
     Args:
         parameter_groups: the plan that `group_parameters_for_norm` returned.
         max_norm: as for `clip_grad_norm_`, like the other arguments.
-        norm_type: p > 0, or `math.inf`.
+        norm_type: as for `clip_grad_norm_`.
         pp_mesh: the pipeline stages, unless the plan knows them.
         nonfinite: what to do when the norm is not finite.
         error_if_nonfinite: the same as nonfinite="raise".

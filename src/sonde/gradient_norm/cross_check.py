@@ -14,7 +14,6 @@ from torch import Tensor
 from sonde.gradient_norm.agreement import KINDS, Ballot, NormRequest, Place, digest
 from sonde.gradient_norm.gradient_groups import Key
 from sonde.gradient_norm.plan import NormPlan
-from sonde.gradient_norm.power_sums import LARGEST_PLAIN_ORDER
 from sonde.gradient_norm.ties import Candidate, tie_candidates
 from sonde.parallel.meshes import axes_over, place_along, ranks_of
 
@@ -153,8 +152,7 @@ def kind_of(order: float) -> str | None:
     """The kind of a norm_type, one of `KINDS`; None for NaN, which stands for a norm_type that cannot be used."""
     if math.isnan(order):
         return None
-    up_to_6, above_6, largest = KINDS
-    return largest if math.isinf(order) else above_6 if order > LARGEST_PLAIN_ORDER else up_to_6
+    return KINDS[math.isinf(order)]
 
 
 def add_copies(cast: Ballot, held: Holdings, key: Key, power: Tensor, tolerance: float, *, only_whole: bool) -> None:

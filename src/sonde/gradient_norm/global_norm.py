@@ -6,19 +6,17 @@ The same collectives carry the ranks' errors: a rank with an error takes part, a
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from sonde.gradient_norm.agreement import NormRequest, disagreements, second_sum_follows
+from sonde.gradient_norm.agreement import NormRequest, disagreements
 from sonde.gradient_norm.gradient_groups import Collected
 from sonde.gradient_norm.held_error import unexpected
 from sonde.gradient_norm.partial_gradients import reduce_partial
 from sonde.gradient_norm.plan import NormPlan
-from sonde.gradient_norm.power_sums import LARGEST_PLAIN_ORDER
 from sonde.gradient_norm.sum_over_ranks import Summed, error_of_sum, has_fp64, sum_over_ranks
 from sonde.gradient_norm.summed_vector import own_square_sum
 from sonde.parallel.devices import has_float64, is_at_hand, zero_sums
@@ -89,13 +87,12 @@ def global_norm(
 
     Args:
         plan: this rank's parameters; the same on every rank of a pipeline stage.
-        order: p > 0, or `math.inf`. Above 6 it takes twice as many collectives, first for the largest element. NaN if
-            it is not known, with a `problem`: then this rank follows its peers.
+        order: p from above 0 to 6, or `math.inf`; NaN if it is not known, with a `problem`.
         max_norm: what the gradients will be clipped to; the ranks compare it.
         nonfinite: what will be done when the norm is not finite; the ranks compare it.
         problem: an error found on this rank before; raised once the other ranks know that there is one.
         riding: other numbers to sum over the ranks of the plan's mesh, in place and in the same collective, if the
-            order is at most 6; fp64 or the widest dtype of the plan's device, 1-dim, of one length on all ranks.
+            order is finite; fp64 or the widest dtype of the plan's device, 1-dim, of one length on all ranks.
 
     Returns:
         A `GlobalNorm`.
@@ -111,20 +108,13 @@ def global_norm(
     problem = problem or plan.gradient_problem or error or _lacks_float64(plan)
     collected = _sum_partial(plan, collected)
     request = NormRequest(order, max_norm, nonfinite, wrong_call)
-    is_in_two = LARGEST_PLAIN_ORDER < order < math.inf
-    first_order = math.inf if is_in_two else 2.0 if math.isnan(order) else order
-    first = sum_over_ranks(plan, collected, request, first_order, problem, riding=riding)
-    measured = _unpack(first, first_order, collected, request)
-    error = first.error
-    if error is None and is_in_two and not is_at_hand(plan.device):
-        error = measured.error_of_peers(plan)
-    if error is not None:
-        # With a mesh, all ranks have heard of the error. Without, some ranks share no sum with the failed one: they go
-        # on, and wait for this rank's second sum.
-        if plan.mesh is None and second_sum_follows(first.total.slots):
-            sum_over_ranks(plan, collected, request, LARGEST_PLAIN_ORDER, error)
-        raise error
-    return _in_units_of_largest(plan, measured) if is_in_two else measured
+    if math.isnan(order):  # this rank raises after the sum, whatever its peers sum
+        order = 2.0
+    summed = sum_over_ranks(plan, collected, request, order, problem, riding=riding)
+    measured = _unpack(summed, order, collected, request)
+    if summed.error is not None:
+        raise summed.error
+    return measured
 
 
 @torch.no_grad()
@@ -161,31 +151,6 @@ def _lacks_float64(plan: NormPlan) -> ValueError | None:
         f"a norm over several ranks needs fp64, which {plan.device} has not: clip by torch.nn.utils.clip_grad_norm_, "
         "and end windows by probe.step()"
     )
-
-
-def _in_units_of_largest(plan: NormPlan, largest: GlobalNorm) -> GlobalNorm:
-    """The norm above order 6, by a second sum: large powers of elements leave the range of fp64.
-
-    So elements are divided by the largest element of their part first, and the part's norm is multiplied by it.
-
-    Args:
-        plan: the plan of this rank.
-        largest: the largest elements, from the first sum.
-    """
-    order, units = largest.request.order, _unit(largest.by_part)
-    second = sum_over_ranks(plan, largest.collected, largest.request, order, None, units)
-    if second.error is not None:
-        raise second.error
-    in_units = _unpack(second, order, largest.collected, largest.request)
-    by_part = in_units.by_part * units
-    unit = _unit(by_part.max())
-    norm = unit * (by_part / unit).pow(order).sum().pow(1.0 / order)
-    return dataclasses.replace(in_units, norm=norm, by_part=by_part)
-
-
-def _unit(largest: Tensor) -> Tensor:
-    """What to divide by, so that powers stay in the range of fp64: 1 where the largest element is 0 or not finite."""
-    return torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
 
 
 def _collect(plan: NormPlan) -> tuple[list[Collected], ValueError | None]:

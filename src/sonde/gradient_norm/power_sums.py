@@ -14,13 +14,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from sonde.parallel.devices import accumulation_dtype, to_device, widened, zero_sums
+from sonde.parallel.devices import accumulation_dtype, zero_sums
 from sonde.parallel.placements import cut_every
 
 _CHUNK = 2**17
 """Elements converted to fp64 at a time on the CPU: 1 MiB stays in a core's cache."""
-_CHUNK_ON_GPU = 2**24
-"""Elements converted at a time on a GPU: larger, since each kernel launch costs time."""
 
 _BLOCK = 256
 """Elements whose norm is taken in fp32: enough to be as fast as memory, few enough for 1e-9."""
@@ -32,19 +30,18 @@ _BLOCK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SMALLEST_EXACT = 1e-16
 """Sums of squares in blocks that are smaller may have lost elements below 1e-19, whose squares vanish in fp32."""
 
-LARGEST_PLAIN_ORDER = 6.0
-"""Up to this order, fp64 holds the power of every fp32 number. Above it, divide by the largest element first."""
+LARGEST_ORDER = 6.0
+"""Up to this order, fp64 holds the power of every fp32 number."""
 
 
-def power_sum(tensors: Sequence[Tensor], order: float, unit: Tensor | None = None) -> Tensor:
+def power_sum(tensors: Sequence[Tensor], order: float) -> Tensor:
     """Σ|x|^order over all elements of all tensors; the largest |x| for `math.inf`. No root is taken.
 
     Sums are in fp64 even on GPUs where fp64 is slow: in fp32, squares overflow at 1e19, and the sum depends on the cut.
 
     Args:
         tensors: plain, on one device, of any floating dtypes, strided or sparse COO; empty tensors add 0.
-        order: > 0.
-        unit: 0-dim, > 0; elements are divided by it first.
+        order: from above 0 to `LARGEST_ORDER`, or `math.inf`.
 
     Returns:
         0-dim, fp64 (fp32 on devices without it), on the tensors' device; NaN if an element is NaN.
@@ -58,17 +55,11 @@ def power_sum(tensors: Sequence[Tensor], order: float, unit: Tensor | None = Non
         return nothing
     if math.isinf(order):
         return torch.stack([_largest(t) for t in filled]).max()
-    if unit is not None:
-        unit = to_device(unit, device)
     if device.type == "cpu":
-        sums = [_power(chunk, order, unit) for chunk in _in_fp64(filled)]
+        sums = [_power(chunk, order) for chunk in _in_fp64(filled)]
         return torch.stack(sums).sum() if sums else nothing
-    # On a GPU, one fused kernel takes all norms in fp64 without a converted copy. It cannot divide by a unit.
-    dtype = accumulation_dtype(device)
-    if unit is None:
-        return torch.stack(torch._foreach_norm(filled, order, dtype=dtype)).pow(order).sum()
-    chunks = (chunk for t in filled for chunk in t.reshape(-1).split(_CHUNK_ON_GPU))
-    return torch.stack([_power(chunk.to(dtype, copy=True), order, unit) for chunk in chunks]).sum()
+    # On a GPU, one fused kernel takes all norms in fp64 without a converted copy.
+    return torch.stack(torch._foreach_norm(filled, order, dtype=accumulation_dtype(device))).pow(order).sum()
 
 
 def is_read_in_blocks(gradient: Tensor) -> bool:
@@ -162,10 +153,8 @@ def _dense_view(tensor: Tensor) -> Tensor:
     return view if view.is_contiguous() else tensor
 
 
-def _power(chunk: Tensor, order: float, unit: Tensor | None) -> Tensor:
+def _power(chunk: Tensor, order: float) -> Tensor:
     """Σ|x|^order of one chunk, which is overwritten."""
-    if unit is not None:
-        chunk.div_(unit)
     if order == 2.0:
         # BLAS adds in an order that depends on alignment. Every chunk starts where a buffer starts, aligned alike: so
         # equal gradients at different addresses give the same bits.

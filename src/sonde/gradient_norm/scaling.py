@@ -15,6 +15,7 @@ from sonde.gradient_norm.fused_clip import fold, unfold
 from sonde.gradient_norm.global_norm import GlobalNorm
 from sonde.gradient_norm.gradient_groups import Collected
 from sonde.gradient_norm.plan import NormPlan
+from sonde.gradient_norm.power_sums import LARGEST_ORDER
 from sonde.parallel.devices import is_at_hand, to_device, widened
 
 Nonfinite = Literal["ignore", "skip", "raise", "assert_async"]
@@ -190,7 +191,7 @@ def check_order(norm_type: object) -> float:
     """Refuse a p that cannot be used.
 
     Raises:
-        ValueError: when it is not a number above 0.
+        ValueError: when it is neither a number from above 0 to 6 nor infinite.
     """
     try:
         order = float(norm_type)  # type: ignore[arg-type]
@@ -198,6 +199,11 @@ def check_order(norm_type: object) -> float:
         order = math.nan
     if not order > 0:
         raise ValueError(f"norm_type must be > 0, got {norm_type!r}: use 2.0, or math.inf for the largest element")
+    if LARGEST_ORDER < order < math.inf:
+        raise ValueError(
+            f"norm_type must be at most {LARGEST_ORDER:g}, or math.inf, got {norm_type!r}: higher powers of gradients "
+            "overflow or vanish, even in fp64. Use math.inf for the largest element, which high powers approach"
+        )
     return order
 
 

@@ -55,19 +55,18 @@ def sum_over_ranks(
     request: NormRequest,
     order: float,
     problem: ValueError | None,
-    units: Tensor | None = None,
     riding: Tensor | None = None,
 ) -> Summed:
-    """The power sum of the collected gradients, in multiples of `units`, [parts]. It raises nothing."""
+    """The power sum of the collected gradients. It raises nothing."""
     device, operation, over_stages = plan.device, _operation(order), None
     if plan.n_stages > plan.n_stages_in_mesh:  # packed first, since all sums have to hear of an error
-        over_stages, error = _packed(plan, [], request, order, units, places_over_stages(plan))
+        over_stages, error = _packed(plan, [], request, order, places_over_stages(plan))
         problem = problem or error
     # Start the sum of one set of ranks, then read the gradients of the next set while that sum is under way.
     under_way: list[_UnderWay] = []
     is_single = not has_fp64(collected)
     for process_group, places, gradients in _by_collective(plan, collected):
-        packed, error = _packed(plan, gradients, request, order, units, places)
+        packed, error = _packed(plan, gradients, request, order, places)
         problem = problem or error
         packed.failed.fill_(problem is not None)
         packed.wrong_call.fill_(request.is_wrong)
@@ -101,12 +100,11 @@ def _packed(
     gradients: list[Collected],
     request: NormRequest,
     order: float,
-    units: Tensor | None,
     places: SumPlaces,
 ) -> tuple[SummedVector, ValueError | None]:
     """What this rank adds to a sum over ranks: nothing if an error prevents that, and the error."""
     try:
-        return pack(plan, gradients, request, order, units, places), None
+        return pack(plan, gradients, request, order, places), None
     except Exception as error:  # no such kernel, no memory, or a defect
         return SummedVector(plan), _cannot_sum(plan.device, error)
 

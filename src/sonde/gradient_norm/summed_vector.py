@@ -74,7 +74,6 @@ def pack(
     collected: list[Collected],
     request: NormRequest,
     order: float,
-    units: Tensor | None,
     places: SumPlaces,
 ) -> SummedVector:
     """The vector that this rank adds to one sum over ranks.
@@ -83,8 +82,7 @@ def pack(
         plan: the plan of this rank.
         collected: the gradients of this sum.
         request: the options of this rank, which are compared.
-        order: p > 0; infinite for the first of two sums too.
-        units: elements of each part are divided by its unit, [parts].
+        order: of the norm.
         places: the positions of this rank in this sum.
     """
     packed, uses_max = SummedVector(plan), math.isinf(order)
@@ -96,7 +94,7 @@ def pack(
     for gradients in collected:
         if not gradients.locals:
             continue
-        value = _add_group(packed, plan, gradients, order, units)
+        value = _add_group(packed, plan, gradients, order)
         # A maximum over ranks cannot compare the ranks of each stage apart.
         if cast is not None and held is not None and not (uses_max and has_stages):
             key, n_elements = gradients.group.key, sum(g.numel() for g in gradients.locals)
@@ -114,18 +112,15 @@ def pack(
     return packed
 
 
-def _add_group(
-    packed: SummedVector, plan: NormPlan, gradients: Collected, order: float, units: Tensor | None
-) -> Tensor:
+def _add_group(packed: SummedVector, plan: NormPlan, gradients: Collected, order: float) -> Tensor:
     """Add a group of gradients to its part of the model; returns this rank's power sum, 0-dim on the plan's device."""
     key = gradients.group.key
-    unit = None if units is None else units.select(0, key.part)
     part = packed.sums.select(0, key.part)
     if key.dtype == torch.float64:
         packed.is_double.fill_(1.0)
-    if _reads_in_blocks(gradients, order, unit):
+    if _reads_in_blocks(gradients, order):
         packed.in_blocks.select(0, key.part).fill_(1.0)
-    value = to_device(_read(gradients, order, unit), plan.device)
+    value = to_device(_read(gradients, order), plan.device)
     if math.isinf(order):
         torch.maximum(part, value, out=part)
     else:
@@ -135,7 +130,7 @@ def _add_group(
 
 def own_square_sum(plan: NormPlan, gradients: Collected) -> Tensor:
     """What this rank adds to the sum of squares of a group's gradients over all ranks: 0-dim, on the plan's device."""
-    return _weight(plan, gradients) * to_device(_read(gradients, 2.0, None), plan.device)
+    return _weight(plan, gradients) * to_device(_read(gradients, 2.0), plan.device)
 
 
 def pack_exact(plan: NormPlan, collected: list[Collected], parts: list[int]) -> Tensor:
@@ -156,14 +151,14 @@ def _weight(plan: NormPlan, gradients: Collected) -> float:
     return share(gradients.group.layout, n_ranks=n_ranks, n_stages=plan.n_stages_in_mesh, n_replicas=n_replicas)
 
 
-def _reads_in_blocks(gradients: Collected, order: float, unit: Tensor | None) -> bool:
-    return bool(gradients.group.in_blocks) and order == 2.0 and unit is None
+def _reads_in_blocks(gradients: Collected, order: float) -> bool:
+    return bool(gradients.group.in_blocks) and order == 2.0
 
 
-def _read(gradients: Collected, order: float, unit: Tensor | None) -> Tensor:
+def _read(gradients: Collected, order: float) -> Tensor:
     """The power sum of a group's gradients on this rank."""
-    if not _reads_in_blocks(gradients, order, unit):
-        return power_sum(gradients.locals, order, unit)
+    if not _reads_in_blocks(gradients, order):
+        return power_sum(gradients.locals, order)
     in_blocks: list[Tensor] = []
     others: list[Tensor] = []
     for index, local in zip(gradients.indices, gradients.locals, strict=True):

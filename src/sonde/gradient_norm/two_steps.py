@@ -72,7 +72,7 @@ def get_total_norm(
             `[p.grad for p in model.parameters() if p.grad is not None]`. Or a plan that `group_parameters_for_norm`
             returned: then it is the norm of its parameters' gradients, and nothing is planned anew. A tensor that is
             listed twice counts twice, as with torch: the norm is of the list that was passed. A module is refused.
-        norm_type: p > 0, or `math.inf`.
+        norm_type: as for `clip_grad_norm_`.
         error_if_nonfinite: raise when the norm is not finite; waits for the device.
         foreach: accepted so that calls written for torch run unchanged; it has no effect.
         mesh: as for `clip_grad_norm_`; a plan knows its own.
