@@ -40,8 +40,8 @@ _NOT_WHOLE = 1e-6
 _N_TIES, _N_TIE_STAGES = 16, 16
 """Slots for shapes and for pipeline stages. With more shapes or more stages, some of them share a slot."""
 
-KINDS = ("sum", "maximum")
-"""Kinds of norm_type, by the collective that they take."""
+KINDS = ("up to 6", "inf")
+"""Kinds of norm_type. Each kind takes another collective."""
 DIGESTS = ("norm_type", "max_norm", "nonfinite", "stages", "verify", "number", "groups", "parameters", "partial")
 """What digests stand for. The error message names the first difference in this order."""
 _COPIES = ("plain", "sharded")
