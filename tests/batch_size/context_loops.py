@@ -97,7 +97,6 @@ class Loop:
         in_order: layers are defined in the order of forward.
         twice: a piece has two backwards.
         declared: whether pieces are declared; otherwise each backward is a piece of 4 units.
-        rounds: second moments are gathered in bf16.
         windows: how many windows.
     """
 
@@ -108,7 +107,6 @@ class Loop:
     in_order: bool = True
     twice: bool = False
     declared: bool = True
-    rounds: bool = False
     windows: int = 2
     options: dict[str, Any] = field(default_factory=lambda: {"staging_mib": 0.0})
 
@@ -219,10 +217,9 @@ def further_squares(model: nn.Module, optimizer: torch.optim.Optimizer, loop: Lo
     """
     metrics = loop.options.get("metric", ())
     named = {n.removeprefix("module."): p for n, p in model.named_parameters() if "exp_avg_sq" in optimizer.state[p]}
-    rounded = torch.bfloat16 if loop.rounds else None
     squares = {"sign": norms_by_hand.sign}
     if "adam" in metrics and named:
-        squares["adam"] = norms_by_hand.adam(norms_by_hand.adam_weights(optimizer, named, rounded))
+        squares["adam"] = norms_by_hand.adam(norms_by_hand.adam_weights(optimizer, named))
     return {name: square for name, square in squares.items() if name in metrics}
 
 

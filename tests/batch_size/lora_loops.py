@@ -89,10 +89,6 @@ class Loop:
     def data_rank(self) -> int:
         return 0 if self.adapters == "one process" else dist.get_rank() // (1 + self.tp)
 
-    @property
-    def shards_what_is_trained(self) -> bool:
-        return self.adapters == "sharded" or (self.head and self.adapters in ("hooks", "loop"))
-
 
 def build(loop: Loop) -> nn.Module:
     torch.manual_seed(3)

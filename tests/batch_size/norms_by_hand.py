@@ -33,13 +33,8 @@ def adam(weights: Gradient) -> Square:
     return lambda gradient: sum(float((weights[n] * g.double().square()).sum()) for n, g in gradient.items())
 
 
-def adam_weights(
-    optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], rounded: torch.dtype | None = None
-) -> dict[str, Tensor]:
-    """P = 1/(√v̂ + ε) of every whole parameter, from the optimizer's own state; 0 where v̂ is 0. All ranks take part.
-
-    With `rounded`, v has been rounded to that dtype.
-    """
+def adam_weights(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """P = 1/(√v̂ + ε) of every whole parameter, from the optimizer's own state; 0 where v̂ is 0. All ranks take part."""
     weights = {}
     for group in optimizer.param_groups:
         for name, p in named.items():
@@ -47,8 +42,7 @@ def adam_weights(
                 continue
             state = optimizer.state[p]
             moment: Any = state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"]
-            v = (moment.full_tensor() if hasattr(moment, "full_tensor") else moment).detach()
-            v = (v if rounded is None else v.to(rounded)).double()
+            v = (moment.full_tensor() if hasattr(moment, "full_tensor") else moment).detach().double()
             root = (v / (1 - group["betas"][1] ** float(state["step"]))).sqrt()
             weights[name] = torch.where(v > 0, 1 / (root + group["eps"]), 0.0)
     return weights

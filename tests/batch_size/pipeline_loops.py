@@ -110,7 +110,6 @@ WIDER = {
     "TP": Pipeline("Schedule1F1B", tp=2, weighted=True),
     "SP": Pipeline("Schedule1F1B", tp=2, in_sequence=True, weighted=True),
     "SP, no clip": Pipeline("Schedule1F1B", tp=2, in_sequence=True, clips=False),
-    "FSDP2, Adam's metric": Pipeline("Schedule1F1B", dp=2, metric=TOO),
     "DDP, Adam's metric": Pipeline("Schedule1F1B", dp=2, ddp=True, weighted=True, metric=TOO),
     "TP, Adam's metric, no clip": Pipeline("Schedule1F1B", tp=2, clips=False, metric=TOO),
     "SP, Adam's metric": Pipeline("Schedule1F1B", tp=2, in_sequence=True, weighted=True, metric=TOO),

@@ -152,20 +152,17 @@ def test_refusals(ranks4: Ranks) -> None:
 
 BOTH, ALONE = {"metric": ("euclidean", "adam")}, {"metric": "adam"}
 IN_ADAMS_METRIC = {
-    "EP2 × FSDP2, weights, no clip": Loop(weighted=True, clips=False, windows=3, options=BOTH),
-    "EP2 × FSDP2, experts divided otherwise": Loop(averaged=False, windows=3, options=ALONE),
-    "EP4": Loop(n_feeding=4, weighted=True, windows=3, options=BOTH),
-    "EP4 beside FSDP2 × TP": Loop(n_feeding=4, dense="fsdp over tp", averaged=False, windows=3, options=BOTH),
     "EP2 beside plain parameters": Loop(dense="plain", weighted=True, windows=3, options=ALONE),
-    "EP1 × FSDP2": Loop(n_feeding=1, windows=3, options=BOTH),
+    "EP2 beside plain parameters, no clip": Loop(dense="plain", averaged=False, clips=False, windows=3, options=BOTH),
+    "EP4 beside plain parameters": Loop(n_feeding=4, dense="plain", weighted=True, windows=3, options=BOTH),
 }
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("EP4", marks=pytest.mark.shows("adam metric", "EP")),
-        *(name for name in IN_ADAMS_METRIC if name != "EP4"),
+        pytest.param("EP4 beside plain parameters", marks=pytest.mark.shows("adam metric", "EP")),
+        *(name for name in IN_ADAMS_METRIC if name != "EP4 beside plain parameters"),
     ],
 )
 def test_adams_metric(ranks4: Ranks, name: str) -> None:
@@ -185,11 +182,10 @@ def test_adams_metric(ranks4: Ranks, name: str) -> None:
         assert result["norms"] == without["norms"]
 
 
-@pytest.mark.parametrize("name", ["EP4", "EP2 beside plain parameters", "EP2 × FSDP2, weights, no clip"])
-def test_adams_metric_takes_no_collective_but_one_that_gathers(ranks4: Ranks, name: str) -> None:
-    """Besides those of the plain metric: what FSDP2 has cut is gathered after each step, over each set of ranks."""
+@pytest.mark.parametrize("name", IN_ADAMS_METRIC)
+def test_adams_metric_takes_no_collective(ranks4: Ranks, name: str) -> None:
+    """Besides those of the plain metric."""
     loop = IN_ADAMS_METRIC[name]
-    n_sets = {"fsdp": 1 if loop.n_feeding == 4 else 2, "plain": 0}[loop.dense]
     for with_probe, without in zip(ranks4(_trained, loop, True), ranks4(_trained, loop, False), strict=True):
         n_more = with_probe["collectives"] - without["collectives"]
-        assert n_more == loop.windows * (1 + (not loop.clips) + n_sets)
+        assert n_more == loop.windows * (1 + (not loop.clips))

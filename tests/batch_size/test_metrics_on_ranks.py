@@ -13,14 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import sonde
-from sonde.batch_size.taps.metric import AdamMetric
-from sonde.batch_size.taps.second_moments import SecondMoments
-from sonde.parallel.gathered import gathered_parameters
 from sonde.parallel.wrappers import block_of
 from tests.batch_size import norms_by_hand as by_hand
 from tests.batch_size.sharded_loops import (
@@ -33,10 +30,9 @@ from tests.batch_size.sharded_loops import (
     n_data_ranks,
     shard,
     tokens,
-    train,
     whole_parameters,
 )
-from tests.ranks import Ranks, mesh_of
+from tests.ranks import Ranks
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
@@ -62,10 +58,9 @@ class Case:
         metric: as for attach.
         optimizer: by name.
         options: further ones for attach.
-        n_more: collectives that the probe adds to a window: its sum unless that rides in the clip's, one that gathers
-            second moments, and under sequence parallelism those that sum partial gradients.
+        n_more: collectives that the probe adds to a window: its sum unless that rides in the clip's, and under sequence
+            parallelism those that sum partial gradients.
         attach_at: window before which the probe is attached.
-        rounds: second moments are gathered in bf16.
     """
 
     loop: Loop
@@ -74,33 +69,29 @@ class Case:
     options: tuple[tuple[str, Any], ...] = ()
     n_more: int = 0
     attach_at: int = 0
-    rounds: bool = False
 
 
-WHOLE, SUMS, ALL = ("euclidean", "adam", "sign"), ("euclidean", "adam"), ("euclidean", "adam", "sign", "spectral")
+SIGN, SUMS, ALL = ("euclidean", "sign"), ("euclidean", "adam"), ("euclidean", "adam", "sign", "spectral")
 TWO_RANKS = {
-    "FSDP2": Case(Loop(clips=False, weighted=True), WHOLE, n_more=2),
-    "FSDP2, clipped, every piece reduces": Case(Loop(sync="every", reshard=True), WHOLE, "fused", n_more=1),
-    "FSDP2, Adam alone": Case(Loop(reshard=False, tied=True), ("adam",), "amsgrad, one by one", n_more=1),
+    "FSDP2": Case(Loop(clips=False, weighted=True), SIGN, n_more=1),
+    "FSDP2, clipped, every piece reduces": Case(Loop(sync="every", reshard=True), SIGN, "fused"),
     "FSDP2, sign alone": Case(Loop(frozen=True), ("sign",)),
-    "FSDP2, offloaded": Case(Loop(offload=True, checkpoints=True), WHOLE, "NAdam", n_more=1),
-    "FSDP2, attached late": Case(Loop(clips=False), WHOLE, attach_at=1, n_more=2),
-    "FSDP2, moments in bf16": Case(Loop(), WHOLE, options=(("staging_mib", 2 / 1024),), n_more=1, rounds=True),
-    "FSDP2, two groups of parameters": Case(Loop(forwards=2), WHOLE, "two groups", n_more=1),
-    "tensor parallel": Case(Loop(cut="tp", clips=False), SUMS, n_more=1),
+    "FSDP2, offloaded": Case(Loop(offload=True, checkpoints=True), SIGN),
+    "FSDP2, attached late": Case(Loop(clips=False), SIGN, attach_at=1, n_more=1),
+    "FSDP2, two forwards": Case(Loop(forwards=2), SIGN),
+    "tensor parallel": Case(Loop(cut="tp", clips=False), SUMS, "NAdam", n_more=1),
     "tensor parallel, clipped": Case(Loop(cut="tp", weighted=True), ("adam",), "RAdam"),
     "sequence parallel": Case(Loop(cut="sp"), SUMS, n_more=3),
-    "DDP": Case(Loop(cut="ddp", weighted=True), ALL, options=(("tap", "leaf"),), n_more=1),
+    "DDP": Case(Loop(cut="ddp", weighted=True), ALL, "two groups", options=(("tap", "leaf"),), n_more=1),
     "DDP's buckets": Case(Loop(cut="ddp"), ALL, "fused", options=(("tap", "comm_hook"),), n_more=1),
-    "DDP, Adam alone": Case(Loop(cut="ddp"), ("adam",), options=(("tap", "leaf"),), n_more=1),
+    "DDP, Adam alone": Case(Loop(cut="ddp"), ("adam",), "amsgrad, one by one", options=(("tap", "leaf"),), n_more=1),
+    "DDP, attached late": Case(Loop(cut="ddp"), ALL, options=(("tap", "leaf"),), attach_at=1, n_more=1),
     "DDP's buckets, Adam alone": Case(Loop(cut="ddp"), ("adam",), options=(("tap", "comm_hook"),), n_more=1),
     "DDP's buckets, clipped before": Case(Loop(cut="ddp", clips=False), ALL, options=(("tap", "comm_hook"),), n_more=1),
 }
 FOUR_RANKS = {
-    "FSDP2": Case(Loop(), WHOLE, n_more=1),
-    "HSDP": Case(Loop(mesh=(2, 2), clips=False), WHOLE, n_more=2),
-    "FSDP2 over tensor parallelism": Case(Loop(cut="fsdp over tp", clips=False), SUMS, n_more=2),
-    "FSDP2 over sequence parallelism": Case(Loop(cut="fsdp over sp", weighted=True), SUMS, n_more=3),
+    "FSDP2": Case(Loop(), SIGN),
+    "HSDP": Case(Loop(mesh=(2, 2), clips=False), SIGN, n_more=1),
 }
 
 
@@ -129,8 +120,7 @@ def _train(case: Case, probed: bool) -> dict[str, Any]:
             probe = _attached(case, model, optimizer)
         whole = {n.removeprefix("module."): p for n, p in whole_parameters(model).items()} if probed else {}
         named = {n.removeprefix("module."): p for n, p in model.named_parameters() if p.requires_grad}
-        rounded = torch.bfloat16 if case.rounds else None
-        moments = by_hand.adam_weights(optimizer, named, rounded) if probed and optimizer.state else {}
+        moments = by_hand.adam_weights(optimizer, named) if probed and optimizer.state else {}
         before = n_collectives()
         for k in range(2):
             is_last = k == 1
@@ -241,9 +231,7 @@ def _check(ranks: Ranks, case: Case) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(
-            "FSDP2", marks=[pytest.mark.shows("adam metric", "FSDP2"), pytest.mark.shows("sign metric", "FSDP2")]
-        ),
+        pytest.param("FSDP2", marks=pytest.mark.shows("sign metric", "FSDP2")),
         pytest.param("tensor parallel", marks=pytest.mark.shows("adam metric", "TP")),
         pytest.param("sequence parallel", marks=pytest.mark.shows("adam metric", "SP")),
         pytest.param(
@@ -263,108 +251,33 @@ def test_two_ranks(ranks2: Ranks, name: str) -> None:
 
 def test_three_ranks(ranks3: Ranks) -> None:
     """Shards are uneven, and some are empty."""
-    _check(ranks3, Case(Loop(clips=False), WHOLE, n_more=2))
+    _check(ranks3, Case(Loop(clips=False), SIGN, n_more=1))
 
 
 @pytest.mark.parametrize(
     "name",
     [
         "FSDP2",
-        pytest.param(
-            "HSDP", marks=[pytest.mark.shows("adam metric", "HSDP"), pytest.mark.shows("sign metric", "HSDP")]
-        ),
-        pytest.param("FSDP2 over tensor parallelism", marks=pytest.mark.shows("adam metric", "FSDP2 over TP")),
-        pytest.param("FSDP2 over sequence parallelism", marks=pytest.mark.shows("adam metric", "FSDP2 over SP")),
+        pytest.param("HSDP", marks=pytest.mark.shows("sign metric", "HSDP")),
     ],
 )
 def test_four_ranks(ranks4: Ranks, name: str) -> None:
     _check(ranks4, FOUR_RANKS[name])
 
 
-def _unchanged(loop: Loop, probed: bool) -> dict[str, Any]:
-    return train(loop, probed=probed)
-
-
-def test_moments_are_gathered_before_measured_windows_alone(ranks2: Ranks) -> None:
-    loop = Loop(dropout=True, windows=40, options={"every": 3, "metric": "adam"})  # the first 16, and every third
-    for with_probe, without in zip(ranks2(_unchanged, loop, True), ranks2(_unchanged, loop, False), strict=True):
-        assert all(map(torch.equal, with_probe["weights"], without["weights"]))
-        n_measured = with_probe["reading"].windows + 1  # the first has no moments
-        assert 20 <= n_measured <= 30
-        # The window after the last one may be a measured one too.
-        assert with_probe["collectives"] - without["collectives"] - (n_measured - 1) in (0, 1)
-
-
-def _resumed() -> dict[str, int]:
-    """The optimizer's state is loaded after the probe was attached."""
-    model = shard(build(Loop()), Loop())
-    trained, optimizer = (torch.optim.AdamW(model.parameters(), lr=0.0) for _ in range(2))
-    loss_of(model, tokens(dist.get_rank(), 0, 0), Loop()).backward()
-    trained.step()
-    model.zero_grad()
-    with sonde.attach(model, optimizer, unit="sequences", metric="adam", every=1, verbose=False) as probe:
-        optimizer.load_state_dict(trained.state_dict())
-        for k in range(2):
-            with probe.piece(units=1):
-                loss_of(model, tokens(dist.get_rank(), 0, k), Loop()).backward()
-        probe.step()
-        return {"windows": probe.reading().windows, **probe.reading().dropped}
-
-
-def test_moments_that_are_loaded_are_gathered(ranks2: Ranks) -> None:
-    assert ranks2(_resumed) == [{"windows": 1}] * 2
-
-
-def _in_turns() -> tuple[int, list[float], list[float], float]:
-    """Turns, and in each the squared norm of one whole gradient by its leaf, and by the shards of all ranks."""
-    torch.manual_seed(0)
-    model = fully_shard(nn.Linear(64, 251), mesh=mesh_of((dist.get_world_size(),)))  # uneven over ranks and turns
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    model(torch.randn(8, 64)).square().sum().backward()
-    optimizer.step()
-    parameters = list(model.parameters())
-    leaves = [gathered_parameters(model)[id(p)] for p in parameters]
-    moments = SecondMoments(optimizer, parameters, leaves, most_bytes=8 * 1024)
-    metric = AdamMetric(moments)
-    whole = [p.grad.full_tensor() for p in parameters]  # type: ignore[union-attr]
-    by_leaf, by_shards = [], []
-    for _ in range(8):
-        moments.gather()
-        by_leaf.append(float(metric.norms([0, 1], whole).square().sum()))
-        shards = [metric.norm_of_shard(i, p.grad.to_local()).square() for i, p in enumerate(parameters)]  # type: ignore[union-attr]
-        total = torch.stack(shards).sum()
-        dist.all_reduce(total)
-        by_shards.append(float(total))
-    weights = by_hand.adam_weights(optimizer, dict(model.named_parameters()), torch.bfloat16)
-    named = dict(zip(("weight", "bias"), whole, strict=True))
-    return len(set(by_leaf)), by_leaf, by_shards, by_hand.adam(weights)(named)
-
-
-def test_moments_beyond_the_bound_are_gathered_in_turns(ranks2: Ranks) -> None:
-    """Each turn weighs the same rows for a piece and for the shards, and the mean of all turns is the whole norm."""
-    for n_turns, by_leaf, by_shards, exact in ranks2(_in_turns):
-        assert n_turns == 8
-        assert by_leaf == pytest.approx(by_shards, rel=1e-6)
-        assert sum(by_leaf) / 8 == pytest.approx(exact, rel=1e-6)
-
-
 REFUSED = {
-    "too little memory for Adam's moments": (
-        Loop(),
-        "adam",
-        1,
-        "even a 64th of them takes .* MiB on each rank.*staging_mib=1",
-    ),
-    "sign under tensor parallelism": (Loop(cut="tp"), "sign", 8, "needs the whole gradient of each piece on one rank"),
-    "spectral under FSDP2": (Loop(), "spectral", 8, "needs each matrix whole on one rank, got a model cut by FSDP2"),
+    "Adam's under FSDP2": (Loop(), "adam", "leaves each rank a part, got FSDP2: use metric='sign' or 'euclidean'"),
+    "Adam's under FSDP2 of one rank": (Loop(cut="fsdp over tp"), "adam", "no error"),  # which has the whole moment
+    "sign under tensor parallelism": (Loop(cut="tp"), "sign", "needs the whole gradient of each piece on one rank"),
+    "spectral under FSDP2": (Loop(), "spectral", "needs each matrix whole on one rank, got a model cut by FSDP2"),
 }
 
 
 def _refused(name: str) -> str:
-    loop, metric, kib, _ = REFUSED[name]
+    loop, metric, _ = REFUSED[name]
     model = shard(build(loop), loop)
     try:
-        sonde.attach(model, torch.optim.AdamW(model.parameters()), unit="rows", metric=metric, staging_mib=kib / 1024)  # type: ignore[arg-type]
+        sonde.attach(model, torch.optim.AdamW(model.parameters()), unit="rows", metric=metric, verbose=False).close()  # type: ignore[arg-type]
     except ValueError as error:
         return str(error)
     return "no error"
@@ -373,4 +286,4 @@ def _refused(name: str) -> str:
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(ranks2: Ranks, name: str) -> None:
     for message in ranks2(_refused, name):
-        assert re.search(REFUSED[name][3], message), message
+        assert re.search(REFUSED[name][2], message), message

@@ -97,6 +97,11 @@ def assert_refused(request: pytest.FixtureRequest, options: dict[str, Any], *rea
             assert any(reason in message for reason in reasons), (name, message)
 
 
+@pytest.mark.refuses("adam metric", "FSDP2", "HSDP", "FSDP2 over TP", "FSDP2 over SP", "PP with FSDP2", "FSDP2 over CP")
+def test_adams_metric(request: pytest.FixtureRequest) -> None:
+    assert_refused(request, {"metric": "adam"}, "of which FSDP2 leaves each rank a part")
+
+
 @pytest.mark.refuses("sign metric", "TP", "SP", "FSDP2 over TP", "FSDP2 over SP")
 @pytest.mark.refuses("sign metric", "PP", "PP with DDP", "PP with FSDP2", "PP with TP", "PP with FSDP2 over TP")
 @pytest.mark.refuses("sign metric", "EP")

@@ -229,7 +229,7 @@ ON_RANKS: dict[str, dict[str, Any]] = {
     "FSDP2, a clip": {"how": "fsdp2", "end": "clip"},
     "FSDP2, a clip folded into the optimizer": {"how": "fsdp2", "end": "fold"},
     "FSDP2, single examples": {"how": "fsdp2", "per_example": "always"},
-    "FSDP2, metrics together": {"how": "fsdp2", "metric": ("sign", "adam", "euclidean")},
+    "FSDP2, metrics together": {"how": "fsdp2", "metric": ("sign", "euclidean")},
     "HSDP": {"how": "hsdp"},
     "HSDP, a clip": {"how": "hsdp", "end": "clip"},
     "tensor parallelism": {"how": "tp"},

@@ -148,10 +148,7 @@ def find_model(
     except Exception as error:  # of the user's own function, or for this rank alone: its peers must not wait for it
         join_comparison(wrapper, error)
         raise
-    moments = metrics.moments
-    has_moments = moments.has_state if moments is not None else None
-    must_match = same_on_ranks(options, wrapper, whole, names, has_moments=has_moments)
-    compare_over_ranks(wrapper, must_match)
+    compare_over_ranks(wrapper, same_on_ranks(options, wrapper, whole, names))
     parameters: list[Tensor] = list(wrapper.parameters.values())
     return FoundModel(
         wrapper,
@@ -161,7 +158,6 @@ def find_model(
         metrics,
         sequences_axis=axis_of_sequences(parameters) if ranks.cp_mesh is None else None,
         facts={
-            "second_moments": moments.in_words if moments is not None else None,
             "optimizer": optimizer_in_words(optimizer, wrapper),
             "batch_norms": n_batch_norms(model),
             "sync_batch_norms": n_sync_batch_norms(model, wrapper.n_ranks),

@@ -15,6 +15,7 @@ from sonde.batch_size.taps.metric import AdamMetric, Euclidean, GradientMetric, 
 from sonde.batch_size.taps.second_moments import SecondMoments
 from sonde.parallel.devices import accumulation_dtype
 from sonde.parallel.optimizers import Optimizers, given_optimizers, parameters_of
+from sonde.parallel.placements import is_gathered
 from sonde.parallel.wrappers import Wrapper
 
 
@@ -37,11 +38,6 @@ class ChosenMetrics:
     def adds(self) -> dict[str, Adds]:
         """What adds up over parameters in each further metric, by name."""
         return {metric.name: metric.adds for metric in self.further.metrics} if self.further is not None else {}
-
-    @property
-    def moments(self) -> SecondMoments | None:
-        """Second moments that must be gathered; None if there are none."""
-        return self.further.moments if self.further is not None else None
 
 
 def metric_names(metric: object) -> tuple[MetricName, ...]:
@@ -82,7 +78,7 @@ def choose_metrics(
         ValueError: when the model, its optimizer or the bound do not allow a metric, with the way out.
     """
     given = given_optimizers(optimizer)
-    adam = _adam(wrapper, given, staging_bytes) if "adam" in names and given else None
+    adam = _adam(wrapper, given) if "adam" in names and given else None
     if adam is not None and names == ("adam",) and wrapper.mesh is None and wrapper.sequence_group is None:
         return ChosenMetrics(names, adam, None)
     further: list[FurtherMetric] = []
@@ -90,34 +86,35 @@ def choose_metrics(
         if name == "adam" and adam is not None:
             further.append(adam)
         elif name == "sign":
-            _check_norms_add_up(wrapper)
+            if reason := _norms_do_not_add_up(wrapper):
+                raise ValueError(f"metric='sign' {reason}: use metric='euclidean', or without FSDP2 metric='adam'")
             further.append(SignMetric())
         elif name == "spectral":
             further.append(_spectral(model, wrapper, given, staging_bytes))
-    moments = adam.moments if adam is not None and adam.moments.must_gather else None
-    return ChosenMetrics(names, Euclidean(), FurtherMetrics(tuple(further), moments) if further else None)
+    return ChosenMetrics(names, Euclidean(), FurtherMetrics(tuple(further)) if further else None)
 
 
-def _adam(wrapper: Wrapper, optimizers: Sequence[Any], staging_bytes: int) -> AdamMetric:
+def _adam(wrapper: Wrapper, optimizers: Sequence[Any]) -> AdamMetric:
     parameters = list(wrapper.parameters.values())
+    if any(map(is_gathered, parameters, wrapper.leaves)):
+        others = "'euclidean'" if _norms_do_not_add_up(wrapper) else "'sign' or 'euclidean'"
+        raise ValueError(
+            "metric='adam' weighs whole gradients by Adam's second moment, of which FSDP2 leaves each rank a part, got "
+            f"{wrapper.name}: use metric={others}"
+        )
     # The first that holds a measured parameter; it is refused if it does not hold them all.
     optimizer = next((each for each in optimizers if each in wrapper.optimizers), optimizers[0])
-    return AdamMetric(SecondMoments(optimizer, parameters, wrapper.leaves, most_bytes=staging_bytes))
+    return AdamMetric(SecondMoments(optimizer, parameters))
 
 
-def _check_norms_add_up(wrapper: Wrapper) -> None:
-    """Refuse models of which no rank sees the whole gradient of a piece: norms add up before they are squared."""
+def _norms_do_not_add_up(wrapper: Wrapper) -> str:
+    """Why no rank sees the whole gradient of a piece: norms add up before they are squared. Empty where one does."""
     if wrapper.experts is not None:
-        raise ValueError(
-            f"metric='sign' adds up the norms of all parameters, but experts have other pieces than the rest, got "
-            f"{wrapper.name}: use metric='adam' or 'euclidean', whose squares are solved apart"
-        )
+        return f"adds up the norms of all parameters, but experts have other pieces than the rest, got {wrapper.name}"
     # Ranks that share sequences share each piece too, and the first of them sees the sum of its gradients.
     if wrapper.pp_mesh is not None or (wrapper.data.n_sharing > 1 and wrapper.sequence_group is None):
-        raise ValueError(
-            f"metric='sign' needs the whole gradient of each piece on one rank, got a model cut by {wrapper.name}: use "
-            "metric='adam' or 'euclidean', whose squares add up over ranks"
-        )
+        return f"needs the whole gradient of each piece on one rank, got a model cut by {wrapper.name}"
+    return ""
 
 
 def _spectral(model: nn.Module, wrapper: Wrapper, optimizers: Sequence[Any], staging_bytes: int) -> SpectralMetric:

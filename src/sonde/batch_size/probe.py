@@ -52,7 +52,6 @@ from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.taps.ddp_buckets import CommHook, comm_hook_name, hook_label
-from sonde.batch_size.taps.second_moments import GatherAfterSteps
 from sonde.batch_size.taps.squared_norms import LEAST_SQ_NORM
 from sonde.batch_size.taps.tap_choice import TapChoice
 from sonde.batch_size.taps.window_reader import WindowReader
@@ -199,9 +198,6 @@ class NoiseScaleProbe:
             exact_bits=exact_bits(self._reader.device, n_summed_ranks),
         )
         self._pacing = Pacing(pace, self._taps, self._mechanism, self._reader)
-        self._gathers = (
-            GatherAfterSteps(metrics.moments, lambda: self._pacing.is_measured) if metrics.moments is not None else None
-        )
         self._scalars = Scalars(log)
         self._closed = False
         self._verbose = verbose and log.is_first_rank
@@ -639,8 +635,6 @@ class NoiseScaleProbe:
         self._pieces.close()
         self._taps.close()
         self._loop.close()
-        if self._gathers is not None:
-            self._gathers.close()
 
     def __enter__(self) -> Self:
         return self

@@ -192,8 +192,6 @@ def same_on_ranks(
     wrapper: Wrapper,
     whole: ModelParameters,
     names: Sequence[str],
-    *,
-    has_moments: bool | None = None,
 ) -> dict[str, object]:
     """What must be the same on all ranks: it decides how long their vectors are, and what is done with the sums.
 
@@ -202,7 +200,6 @@ def same_on_ranks(
         wrapper: of the model.
         whole: the parameters of the whole model.
         names: the group of each of them.
-        has_moments: whether the optimizer has second moments already; None if that does not matter.
     """
     names_of_units = unit_names(options.unit)
     return {
@@ -217,7 +214,6 @@ def same_on_ranks(
         "allowance": options.allowance,
         "per_example": options.per_example,
         "whether units are counted in forwards": is_of_forward(options.units_per_piece),
-        "whether the optimizer has second moments": has_moments,
         "the list of measured parameters": list(zip(whole.names, whole.shapes, strict=True)),
         "the groups of parameters": list(names),
         "the number of ranks that feed the same experts": wrapper.experts.n_ranks if wrapper.experts is not None else 1,

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from sonde.parallel.devices import accumulation_dtype, zero_sums
+from sonde.parallel.devices import accumulation_dtype, widened, zero_sums
 from sonde.parallel.placements import cut_every
 
 _CHUNK = 2**17

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -171,44 +170,25 @@ def shard_of(spec: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(shape), tuple(offset)
 
 
-@dataclass(frozen=True)
-class GatheredAxis:
-    """The mesh axis along which FSDP2 gathers a parameter.
-
-    Attributes:
-        dim: of the parameter, which is cut along that axis.
-        ranks: along the axis, in the order of their shards, by their global numbers; this rank is among them.
-        group: of these ranks.
-    """
-
-    dim: int
-    ranks: tuple[int, ...]
-    group: dist.ProcessGroup
-
-
-def gathered_axis(spec: Any, still_cut: Collection[int]) -> GatheredAxis | None:
-    """The axis along which FSDP2 gathers a parameter; None if every rank holds what it would gather.
+def is_gathered(parameter: Tensor, leaf: Tensor) -> bool:
+    """Whether FSDP2 gathers a parameter from several ranks for forward and backward; alike on all ranks.
 
     Args:
-        spec: of the parameter as the optimizer holds it.
-        still_cut: ranks over which it stays cut in forward and backward, as by tensor parallelism.
-
-    Raises:
-        ValueError: when there are several such axes.
+        parameter: as the optimizer holds it.
+        leaf: the tensor that backward makes its gradient for.
     """
-    layout, coordinate = layout_of_spec(spec), spec.mesh.get_coordinate()
-    found = []
-    for axis in layout.sharded:
+    if parameter is leaf or not is_dtensor(parameter):
+        return False
+    # Ranks over which it stays cut, as by tensor parallelism.
+    still_cut = ranks_of(cast(Any, leaf).device_mesh) if is_dtensor(leaf) else frozenset()
+    spec = spec_of(parameter)
+    coordinate = spec.mesh.get_coordinate()
+    for axis in layout_of_spec(spec).sharded:
         index = tuple(slice(None) if a == axis else at for a, at in enumerate(coordinate))
-        ranks = tuple(spec.mesh.mesh[index].reshape(-1).tolist())
-        if len(ranks) > 1 and not set(ranks) <= set(still_cut):
-            found.append(GatheredAxis(spec.placements[axis].dim, ranks, spec.mesh.get_group(axis)))
-    if len(found) > 1:
-        raise ValueError(
-            f"a parameter is gathered along {len(found)} mesh axes, got {tuple(spec.placements)}, where metric='adam' "
-            "knows how to gather along one: cut it along one axis, or use metric='euclidean'"
-        )
-    return found[0] if found else None
+        ranks = set(spec.mesh.mesh[index].reshape(-1).tolist())
+        if len(ranks) > 1 and not ranks <= still_cut:
+            return True
+    return False
 
 
 def holds_first_copy(layout: Layout, first_rank: int) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sonde.batch_size.taps.metric import AdamMetric
-from sonde.batch_size.taps.second_moments import MomentPart, SecondMoments
+from sonde.batch_size.taps.second_moments import SecondMoments
 from tests.batch_size.loops import (
     assert_same,
     attached,
@@ -90,23 +90,6 @@ def test_sums_are_kept_in_a_dtype_that_the_device_has() -> None:
         optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg_sq": torch.empty(6, device="mps")}
         got = metric.dot(0, gradient, gradient)
         assert (got.dtype, got.device.type) == (torch.float32, "mps")
-
-
-@pytest.mark.parametrize("shape", [(), (7,), (6, 5), (3, 4, 5)], ids=str)
-def test_second_moments_of_elements_that_follow_each_other(shape: tuple[int, ...]) -> None:
-    """Whichever dim is cut, and wherever the elements begin, each meets its own second moment once."""
-    whole = torch.arange(float(math.prod(shape))).view(shape)
-    for dim in range(max(len(shape), 1)):
-        parts = [MomentPart(dim, 0, whole)]
-        if shape and shape[dim] > 2:
-            parts = [MomentPart(dim, 0, whole.narrow(dim, 0, 2)), MomentPart(dim, 2, whole.narrow(dim, 2, 1))]
-        held = [float(v) for part in parts for v in part.values.flatten()]
-        for start in range(whole.numel()):
-            for stop in range(start + 1, whole.numel() + 1):
-                met = [pair for part in parts for pair in part.along(whole.shape, start, whole.flatten()[start:stop])]
-                assert all(torch.equal(elements, own) for elements, own in met)
-                found = sorted(float(v) for _, own in met for v in own)
-                assert found == sorted(v for v in held if start <= v < stop)
 
 
 def test_the_norm_of_a_whole_gradient_is_that_of_its_ranges() -> None:

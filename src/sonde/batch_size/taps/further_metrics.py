@@ -10,7 +10,6 @@ from typing import Literal, Protocol, final
 import torch
 from torch import Tensor
 
-from sonde.batch_size.taps.second_moments import SecondMoments
 from sonde.batch_size.taps.tap import Problem
 from sonde.parallel.devices import to_device, widened, zero_sums
 
@@ -55,20 +54,9 @@ class FurtherMetric(Protocol):
 @final
 @dataclass(frozen=True)
 class FurtherMetrics:
-    """The metrics beside the first, and what they take of a gradient.
-
-    Attributes:
-        metrics: in order.
-        moments: second moments that are gathered before a window; None if none are.
-    """
+    """The metrics beside the first, in order, and what they take of a gradient."""
 
     metrics: tuple[FurtherMetric, ...]
-    moments: SecondMoments | None = None
-
-    @property
-    def seconds(self) -> float:
-        """Host time spent gathering so far."""
-        return self.moments.seconds if self.moments is not None else 0.0
 
     def norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> Norms:
         """The norms of several gradients on one device, as hooks see them."""

@@ -13,7 +13,7 @@ from sonde.batch_size.taps.further_metrics import Adds, FurtherMetrics
 from sonde.batch_size.taps.tap import Number, Problem
 from sonde.parallel.devices import to_device, zero_sums
 
-_PROBLEMS = (Problem.NO_SECOND_MOMENT, Problem.MOMENT_CUT_APART)
+_PROBLEMS = (Problem.NO_SECOND_MOMENT,)
 """Problems that one metric may have alone."""
 
 

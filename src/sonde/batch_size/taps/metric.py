@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
 from sonde.batch_size.taps.further_metrics import Adds
-from sonde.batch_size.taps.second_moments import MomentPart, SecondMoments
+from sonde.batch_size.taps.second_moments import SecondMoments
 from sonde.batch_size.taps.squared_norms import Part, gradient_parts, norms, roots
 from sonde.batch_size.taps.tap import Problem
 from sonde.parallel.devices import to_device, zero_sums
@@ -91,11 +91,11 @@ class AdamMetric:
     is_plain = False
 
     def __init__(self, moments: SecondMoments) -> None:
-        self.moments = moments
+        self._moments = moments
         self._problems: dict[Problem, None] = {}
 
     def take_problems(self) -> list[Problem]:
-        """Whether a second moment was missing since the last call, or was cut in another way than its gradient."""
+        """Whether a second moment was missing since the last call."""
         problems, self._problems = list(self._problems), {}
         return problems
 
@@ -115,68 +115,58 @@ class AdamMetric:
 
     def dot(self, index: int, a: Tensor, b: Tensor) -> Tensor:
         """Σ P_j a_j b_j."""
-        return self._product(index, a, b, self.moments.of_leaf(index))
+        return self._product(index, a, b)
 
     def norm_of_sum(self, index: int, a: Tensor, b: Tensor) -> Tensor:
         """√(Σ P_j (a_j + b_j)²) of two dense gradients."""
-        parts = self.moments.of_leaf(index)
-        aa, ab, bb = (self._product(index, x, y, parts) for x, y in ((a, a), (a, b), (b, b)))
+        aa, ab, bb = (self._product(index, x, y) for x, y in ((a, a), (a, b), (b, b)))
         return (aa + 2 * ab + bb).clamp_(min=0.0).sqrt_()
 
     def norm_of_range(self, index: int, values: Tensor, start: int, shape: torch.Size, *, is_known: bool) -> Tensor:
         """√(Σ P_j g_j²) of some elements that follow each other in a gradient."""
-        total = zero_sums(device=values.device)
-        moments = self.moments.of_leaf(index)
-        if not moments and not is_known:  # a parameter that is never reached has no second moment, and needs none
-            return torch.where(values.any(), torch.nan, total)
-        if not self._may_weigh(moments, shape):
-            return total.fill_(torch.nan)
-        correction, eps = self.moments.scale(index)
-        for moment in moments:
-            for own, v_of_own in moment.along(shape, start, values):
-                for x, v in zip(own.split(CHUNK), v_of_own.split(CHUNK), strict=True):
-                    total += moment.weight * _weighted(x, x, v, moment.rounded_to, correction, eps, total.dtype)
-        return total.sqrt_()
+        zero = zero_sums(device=values.device)
+        moment = self._moments.of(index)
+        if moment is None and not is_known:  # a parameter that is never reached has no second moment, and needs none
+            return torch.where(values.any(), torch.nan, zero)
+        if not self._may_weigh(moment, shape):
+            return zero.fill_(torch.nan)
+        v = moment.reshape(-1)[start : start + len(values)]
+        return self._weighted(index, values, values, v).sqrt_()
 
     def norm_of_shard(self, index: int, grad: Tensor) -> Tensor:
         """√(Σ P_j g_j²) of the elements that this rank's optimizer holds."""
-        return self._product(index, grad, grad, self.moments.own(index)).sqrt_()
+        return self.roots(index, grad)
 
-    def _product(self, index: int, a: Tensor, b: Tensor, moments: Sequence[MomentPart]) -> Tensor:
+    def _product(self, index: int, a: Tensor, b: Tensor) -> Tensor:
         """Σ P_j a_j b_j; NaN where the second moment is not known."""
-        total = zero_sums(device=a.device)
-        if not self._may_weigh(moments, a.shape):
-            return total.fill_(torch.nan)
-        correction, eps = self.moments.scale(index)
-        for moment in moments:
-            part = torch.zeros_like(total)
-            # Chunk by chunk, so that no temporary has the size of a gradient.
-            chunks = (t.reshape(-1).split(CHUNK) for t in (moment.range_of(a), moment.range_of(b), moment.values))
-            for x, y, v in zip(*chunks, strict=True):
-                part += _weighted(x, x if a is b else y, v, moment.rounded_to, correction, eps, total.dtype)
-            total += moment.weight * part
-        return total
+        moment = self._moments.of(index)
+        if not self._may_weigh(moment, a.shape):
+            return zero_sums(device=a.device).fill_(torch.nan)
+        x = a.reshape(-1)
+        return self._weighted(index, x, x if a is b else b.reshape(-1), moment.reshape(-1))
 
-    def _may_weigh(self, moments: Sequence[MomentPart], shape: torch.Size) -> bool:
+    def _may_weigh(self, moment: Tensor | None, shape: torch.Size) -> TypeGuard[Tensor]:
         """Whether the second moment of a gradient of this shape is known; if not, that is noted as a problem."""
-        if not moments:
-            self._problems[Problem.NO_SECOND_MOMENT] = None
-        elif not all(moment.fits(shape) for moment in moments):
-            self._problems[Problem.MOMENT_CUT_APART] = None
-        else:
+        if moment is not None and moment.shape == shape:
             return True
+        self._problems[Problem.NO_SECOND_MOMENT] = None
         return False
 
+    def _weighted(self, index: int, a: Tensor, b: Tensor, moment: Tensor) -> Tensor:
+        """Σ P_j a_j b_j of elements with their second moments: [elements] each."""
+        correction, eps = self._moments.scale(index)
+        total = zero_sums(device=a.device)
+        # Chunk by chunk, so that no temporary has the size of a gradient.
+        for x, y, v in zip(*(t.split(CHUNK) for t in (a, b, moment)), strict=True):
+            root = widened(v).sqrt().div_(correction).add_(eps)  # not sqrt_: v belongs to the optimizer
+            root = to_device(root.masked_fill_(v == 0, torch.inf).sqrt_(), x.device)
+            # Each factor is divided by the fourth root of v̂ before they are multiplied, so that squares of small
+            # gradients do not vanish in fp32.
+            weighted = x / root
+            total += (weighted.square_() if a is b else weighted.mul_(y / root)).sum(dtype=total.dtype)
+        return total
 
-def _weighted(
-    x: Tensor, y: Tensor, v: Tensor, rounded_to: torch.dtype | None, correction: Any, eps: float, dtype: torch.dtype
-) -> Tensor:
-    """Σ P_j x_j y_j; 0-dim, in a dtype."""
-    v = v if rounded_to is None else v.to(rounded_to)
-    wide = v if v.dtype.itemsize >= 4 else v.float()
-    root = wide.sqrt().div_(correction).add_(eps)  # not sqrt_: v belongs to the optimizer
-    root = to_device(root.masked_fill_(v == 0, torch.inf).sqrt_(), x.device)
-    # Each factor is divided by the fourth root of v̂ before they are multiplied, so that squares of small gradients do
-    # not vanish in fp32.
-    weighted = x / root
-    return (weighted.square_() if x is y else weighted.mul_(y / root)).sum(dtype=dtype)
+
+def widened(values: Tensor) -> Tensor:
+    """The values in fp32, or in fp64 if they are."""
+    return values if values.dtype.itemsize >= 4 else values.float()

@@ -159,7 +159,7 @@ class Problem(IntEnum):
     UNITS_UNKNOWN = 32
     NOT_COUNTED = 36
     UNITS_ASKED = 38
-    FORWARD_ALONE = 39
+    FORWARD_ALONE = 25
     OUTSIDE_SCHEDULE = 33
     NO_SECOND_MOMENT = 1
     BAD_COUNTS = 2
@@ -187,7 +187,6 @@ class Problem(IntEnum):
     EXPERTS_DIFFER = 22
     CONTEXT_PARALLEL = 23
     OTHER_ORDER = 24
-    MOMENT_CUT_APART = 25
 
     @property
     def only_explains(self) -> bool:
@@ -272,6 +271,7 @@ _MESSAGES = {
     ),
     Problem.NO_SECOND_MOMENT: (
         "metric='adam' weighs gradients by the optimizer's second moment, which exists only after its first step"
+        ", and has to be cut as they are"
     ),
     Problem.BAD_COUNTS: (
         "a piece had a weight or a number of units that was not finite and positive, or that could not be counted"
@@ -362,10 +362,6 @@ _MESSAGES = {
     Problem.EXPERTS_DIFFER: (
         "ranks that feed the same experts had different numbers of pieces in the window, or more than 256: enter "
         "'with probe.piece():' around the backward of each micro-batch on all of these ranks"
-    ),
-    Problem.MOMENT_CUT_APART: (
-        "a gradient was cut over ranks in another way than the optimizer's second moment, so metric='adam' cannot "
-        "weigh it: use metric='euclidean'"
     ),
     Problem.OUTSIDE_PIECES: (
         "a backward outside piece() added to the gradients, and DDP's buckets hold its part too: "

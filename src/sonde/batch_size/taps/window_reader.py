@@ -135,8 +135,7 @@ class WindowReader:
     def seconds(self) -> float:
         """Host time spent reading so far, without the norm of a clip."""
         of_examples = self._examples.seconds if self._examples is not None else 0.0
-        of_further = self._further.seconds if self._further is not None else 0.0
-        return self._seconds - self.final.seconds_of_clip + self._taps.seconds + of_examples + of_further
+        return self._seconds - self.final.seconds_of_clip + self._taps.seconds + of_examples
 
     @property
     def tap_name(self) -> str:

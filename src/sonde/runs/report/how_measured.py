@@ -20,7 +20,7 @@ MAX_TEXT = 4000
 _MAX_ITEMS = 20
 _SETUP_SHOWN = (
     "wrapper", "ranks", "device", "tap", "parameters", "groups", "log_every", "level", "metric", "budget",
-    "allowance", "every", "further_units", "second_moments",
+    "allowance", "every", "further_units",
     "evaluation", "optimizer", "batch_norms", "sync_batch_norms", "fixed_weights",
 )  # fmt: skip
 
