@@ -18,7 +18,7 @@ from benchmarks.gpt import sequences
 from benchmarks.training import Run, Setup, draw_windows
 
 WARM_UP_WINDOWS = 6
-"""Windows until the optimizer has its state, DDP its second set of buckets, and sonde its bucket tap."""
+"""Windows until the optimizer has its state, and DDP its second set of buckets."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import torch
 from tests.gpu.set_ups import (
     ON_RANKS,
     ON_TWO_RANKS,
-    SETTLED_WINDOWS,
     SETUPS,
     WINDOWS,
     backends,
@@ -76,7 +75,7 @@ def check_ranks(ranks: Ranks, names: list[str]) -> None:
     for name in names:
         for reading, is_untouched in ranks(compared, CPU, ON_RANKS[name]):
             assert is_untouched, name
-            assert reading.windows == (SETTLED_WINDOWS if ON_RANKS[name].get("settled") else WINDOWS), name
+            assert reading.windows == WINDOWS, name
             assert reading.grad_sq > 0, name
 
 

@@ -94,7 +94,7 @@ def assert_one_collective(on: dict[str, Any], off: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("clip", [True, False])
-@pytest.mark.parametrize(("tap", "n_micro"), [("leaf", 1), ("leaf", 3), ("comm_hook", 1), ("auto", 1)])
+@pytest.mark.parametrize(("tap", "n_micro"), [("leaf", 1), ("leaf", 3), ("comm_hook", 1)])
 def test_one_collective_in_measured_windows_and_none_in_the_others(
     ranks2: Ranks, tap: str, n_micro: int, clip: bool
 ) -> None:

@@ -27,7 +27,6 @@ NOT_ALL_DECLARED = "a rank had backwards outside piece(), each counted as a piec
 UNKNOWN = "the number of units in a piece is not known"
 OUTSIDE = "a backward outside piece() added to the gradients, and DDP's buckets hold its part too"
 CHANGED = "the gradient is not a multiple of the sum of its pieces"
-LEAF, BUCKETS = "leaf hooks", "DDP's communication hook"
 
 
 @dataclass(frozen=True)
@@ -146,13 +145,9 @@ def test_a_rank_without_pieces_fills_up_from_the_first_window_on(
     cases = cases_of(*(TWO if n_ranks == 2 else THREE).values())
     if n_ranks == 2:
         cases += cases_of(TWO["none at first"], fills_last=True) + cases_of(TWO["fewer"], reduces_each=True)
-    if setup == "DDP":
-        leaf = [Case(case.plan, case.dropped, case.options | {"tap": "leaf"}) for case in cases[2:4]]
-        cases += leaf
     for results in request.getfixturevalue(f"ranks{n_ranks}")(_windows, setup, cases):
         for case, result in zip(cases, results, strict=True):
             check(case, result)
-            assert set(result["taps"]) == {LEAF}  # never one piece on each rank
 
 
 @pytest.mark.parametrize("setup", ["DDP", "FSDP2"])
@@ -166,17 +161,6 @@ def test_ranks_that_learn_at_different_times_drop_the_windows_between(ranks2: Ra
     late = Case(plan, dict.fromkeys(range(n_dropped), NOT_ALL_DECLARED), case.options, readers=(0,))
     check(late, first)
     assert second["dropped"] == first["dropped"]
-
-
-def test_buckets_are_left_where_a_rank_no_longer_has_a_piece(ranks2: Ranks) -> None:
-    """Two windows are read in buckets that also hold a backward outside pieces; then leaf hooks return."""
-    plan = ((1, 1),) * 4 + ((2, 0),) * 4
-    dropped = {4: OUTSIDE, 5: OUTSIDE}
-    cases = [Case(plan, dropped, {"units_per_piece": units}) for units in (None, UNITS)]
-    for results in ranks2(_windows, "DDP", cases):
-        for case, result in zip(cases, results, strict=True):
-            assert result["taps"] == [LEAF] * 4 + [BUCKETS] * 2 + [LEAF] * 2
-            check(case, result)
 
 
 def test_no_rank_raises_where_its_peers_would_wait(ranks2: Ranks) -> None:

@@ -40,7 +40,6 @@ SETUPS: dict[str, dict[str, Any]] = {
     "DDP, leaf hooks": {"tap": "leaf"},
     "DDP, buckets": {"tap": "comm_hook"},
     "DDP, a hook of the user's": {"tap": "comm_hook", "comm_hook": in_bf16, "clips": False},
-    "DDP, auto": {},
     "DDP, a GradScaler": {"scaled": True},
     "DDP, further metrics": {"metric": (*METRICS, "adam", "spectral"), "tap": "leaf"},
     "DDP, one window in three": {"every": 3},

@@ -95,8 +95,8 @@ def test_cost_counts_every_second_once() -> None:
     model = small_model()
     sink = Recording()
     with attached(model, sinks=[sink], log_every=1) as probe:
-        end_piece = probe._taps.tap.end_piece  # type: ignore[union-attr]
-        probe._taps.tap.end_piece = lambda: (time.sleep(0.2), end_piece())[1]  # type: ignore[union-attr,assignment]
+        end_piece = probe._tap.end_piece  # type: ignore[union-attr]
+        probe._tap.end_piece = lambda: (time.sleep(0.2), end_piece())[1]  # type: ignore[union-attr,assignment]
         for loss in piece_losses(model, [4, 4]):
             with probe.piece(units=4):
                 loss().backward()

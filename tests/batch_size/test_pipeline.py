@@ -170,7 +170,7 @@ def test_a_rank_without_micro_batches_fills_up_from_the_first_window_on(ranks4: 
             assert value == pytest.approx((trace_cov / 4, grad_sq / 4), abs=1e-5 * trace_cov / 4)
 
 
-def _refusal(name: str, axis: str | None = None, tap: Any = "auto") -> str:
+def _refusal(name: str, axis: str | None = None, tap: Any = "leaf") -> str:
     """What attach says, where `mesh=` is all ranks or one of their axes."""
     mesh, model, *_ = stages_of((PIPELINES | WIDER)[name])
     try:

@@ -11,7 +11,7 @@ import torch
 
 from sonde.batch_size.budget import REVIEW, Pace
 from sonde.batch_size.measuring_cost import WindowCosts
-from sonde.batch_size.taps.tap_choice import TapChoice
+from sonde.batch_size.taps.leaf_hooks import LeafHookTap
 from sonde.batch_size.window_clip import WindowClip
 from tests.batch_size.loops import attached, batch, contents_of, mean_loss, small_model
 from tests.batch_size.paces import timed
@@ -239,13 +239,13 @@ def test_calls_in_windows_that_are_not_measured_are_charged_with_the_way_into_th
 
 
 def test_the_time_to_switch_the_tap_off_is_a_cost_of_measured_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, pause = _with_clock(monkeypatch), TapChoice.pause
+    clock, pause = _with_clock(monkeypatch), LeafHookTap.pause
 
-    def slow_pause(taps: TapChoice) -> None:
+    def slow_pause(tap: LeafHookTap) -> None:
         clock.n_reads += 2**20  # a second
-        pause(taps)
+        pause(tap)
 
-    monkeypatch.setattr(TapChoice, "pause", slow_pause)
+    monkeypatch.setattr(LeafHookTap, "pause", slow_pause)
     model = small_model()
     with attached(model, every=1000) as probe:
         with probe.piece(units=4):

@@ -72,7 +72,7 @@ def test_refuses_a_model_without_trainable_parameters() -> None:
         ({"units_per_piece": 10**400}, "units_per_piece must be positive"),
         ({"mesh": 3}, "mesh must be a DeviceMesh, got 3"),
         ({"process_group": 3}, "process_group must be a torch.distributed.ProcessGroup that this rank is in, got 3"),
-        ({"tap": "hooks"}, "tap must be 'auto', 'leaf' or 'comm_hook'"),
+        ({"tap": "hooks"}, "tap must be 'leaf' or 'comm_hook'"),
         ({"tap": "comm_hook"}, "got a model of kind plain"),
         ({"comm_hook": print}, "needs tap='comm_hook'"),
         ({"staging_mib": -1}, "staging_mib must be"),

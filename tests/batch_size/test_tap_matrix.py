@@ -24,7 +24,7 @@ from tests.ranks import Ranks
 
 STEPS = 7
 CLOSED_AFTER = 5
-"""Steps with the probe. "auto" changes its tap after 4. The last steps show what a closed probe leaves behind."""
+"""Steps with the probe. The last steps show what a closed probe leaves behind."""
 LEAF, BUCKETS, REFUSED = "leaf hooks", "DDP's communication hook", "refused"
 
 
@@ -107,8 +107,7 @@ def compare(
 def tap_expected(case: Case, tap: str, n_ranks: int) -> str:
     if tap == "comm_hook":
         return REFUSED if case.bucket_view and n_ranks == 3 else BUCKETS
-    rounds_alike = n_ranks == 2 or not case.bucket_view
-    return BUCKETS if tap == "auto" and case.pieces == 1 and rounds_alike and not case.sparse else LEAF
+    return LEAF
 
 
 ON_RANKS = {3: CASES + SPARSE, 2: [case for case in CASES if case.bucket_view or case == Case()] + SPARSE}
@@ -122,8 +121,8 @@ def test_weights_are_those_without_a_probe(request: pytest.FixtureRequest, n_ran
     cases = ON_RANKS[n_ranks]
     for i in range(0, len(cases), 8):  # few at a time, well within the deadline of the ranks
         few = cases[i : i + 8]
-        for found in ranks(compare, few, ("leaf", "comm_hook", "auto")):
-            assert len(found) == 3 * len(few)
+        for found in ranks(compare, few, ("leaf", "comm_hook")):
+            assert len(found) == 2 * len(few)
             assert [row for row in found if not row[3]] == []
             assert [name for _, _, name, _ in found] == [tap_expected(c, tap, n_ranks) for c, tap, _, _ in found]
 
@@ -136,7 +135,7 @@ CHANGES_WEIGHTS = [
         Mutant(
             "divides where DDP multiplies",
             TAPS + "ddp_buckets:_Average.__call__",
-            "divided(buffer, n_ranks)",
+            "buffer.mul_(1.0 / n_ranks)",
             "buffer.div_(n_ranks)",
         ),
         Case(),

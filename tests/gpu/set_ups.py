@@ -23,7 +23,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import sonde
-from sonde.batch_size.taps.ddp_buckets import is_tapped
 from sonde.parallel.devices import runs_beside_host, stream_of
 from sonde.policy.entropy_change import EntropyChangeProbe
 from sonde.policy.entropy_options import EntropyChangeOptions
@@ -32,8 +31,6 @@ from tests.pretend_device import PretendDevice
 from tests.small_policy import STATISTICS, drawn, loss, optimizer_of, policy
 
 WINDOWS, PIECES, ROWS = 6, 3, 16
-SETTLED_WINDOWS = 12
-"""Windows where "auto" changes to DDP's buckets, which it does after some."""
 
 
 @contextlib.contextmanager
@@ -118,7 +115,6 @@ def train(
     every: int | None = 1,
     fused: bool = False,
     n_pieces: int = PIECES,
-    settled: bool = False,
     **options: Any,
 ) -> tuple[sonde.NoiseScaleReading | None, list[Tensor]]:
     """A reading, and the weights after some windows.
@@ -132,14 +128,13 @@ def train(
         every: as `attach`.
         fused: the optimizer's.
         n_pieces: of a window.
-        settled: let each window's numbers arrive before the next one begins, until DDP's buckets are read.
         **options: of `attach`.
     """
     model = wrapped(model_on(device), how, device)
     # With a smaller eps, Adam's metric weighs elements whose gradient is little more than rounding by far the most.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, fused=fused or end == "fold")
     rank = dist.get_rank() if how not in ("plain", "tp") else 0  # ranks of tensor parallelism share a micro-batch
-    data = rows_on(device, rank, SETTLED_WINDOWS if settled else WINDOWS)[:, :n_pieces]
+    data = rows_on(device, rank, WINDOWS)[:, :n_pieces]
     parameters = list(model.parameters())
     mesh = mesh_on(device, how) if how in ("fsdp2", "hsdp", "tp") else None
     plan = sonde.group_parameters_for_norm(parameters, mesh=mesh) if end != "step" else None
@@ -155,9 +150,6 @@ def train(
             end_window(probe, plan, end, optimizer)
             optimizer.step()
             optimizer.zero_grad()
-        if settled and device.type != "cpu":
-            torch.accelerator.synchronize()
-    assert not (settled and probe) or is_tapped(model)  # type: ignore[arg-type]
     reading = probe.reading() if probe else None
     if probe:
         probe.close()
@@ -220,7 +212,6 @@ SETUPS: dict[str, dict[str, Any]] = {
 ON_RANKS: dict[str, dict[str, Any]] = {
     "DDP, leaf hooks": {"how": "ddp", "tap": "leaf"},
     "DDP, buckets": {"how": "ddp", "tap": "comm_hook"},
-    "DDP, auto": {"how": "ddp", "tap": "auto", "n_pieces": 1, "per_example": "never", "settled": True},
     "DDP, buckets and a clip": {"how": "ddp", "tap": "comm_hook", "end": "clip"},
     "DDP, a clip": {"how": "ddp", "end": "clip"},
     "DDP, a clip folded into the optimizer": {"how": "ddp", "end": "fold"},
@@ -235,7 +226,7 @@ ON_RANKS: dict[str, dict[str, Any]] = {
     "tensor parallelism": {"how": "tp"},
     "tensor parallelism, a clip": {"how": "tp", "end": "clip"},
 }
-ON_TWO_RANKS = [name for name, setup in ON_RANKS.items() if setup.get("tap") in ("comm_hook", "auto")]
+ON_TWO_RANKS = [name for name, setup in ON_RANKS.items() if setup.get("tap") == "comm_hook"]
 """Set-ups that show nothing with one rank: there a whole window in DDP's buckets would be the only piece."""
 
 

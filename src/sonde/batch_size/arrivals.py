@@ -14,7 +14,7 @@ from sonde.batch_size.pacing import Pacing
 from sonde.batch_size.rounding import RoundingWatch
 from sonde.batch_size.setup import describe_window
 from sonde.batch_size.stats.window_row import WindowRow
-from sonde.batch_size.taps.tap_choice import TapChoice
+from sonde.batch_size.taps.tap import Tap
 from sonde.parallel.wrappers import Wrapper
 from sonde.wording import plural
 
@@ -29,7 +29,7 @@ class Arrivals:
         frozen: which parameters are no longer trained, on any rank.
         mechanism: solves windows from their pieces or from single examples.
         pacing: of the measured windows.
-        taps: the choice of the tap, which depends on what the windows showed.
+        tap: learns that only declared pieces count, once some rank has declared one.
         wrapper: of the model.
         late_wrapper: looks for one that came after attach.
         counted_in: gives the tensor whose rows are counted as units, in words; empty if none is.
@@ -45,21 +45,26 @@ class Arrivals:
         frozen: FrozenOnRanks,
         mechanism: Mechanism,
         pacing: Pacing,
-        taps: TapChoice,
+        tap: Tap,
         wrapper: Wrapper,
         late_wrapper: LateWrapper,
         counted_in: Callable[[], str],
         say: Callable[[str], None],
     ) -> None:
         self._metrics, self._tracker, self._log = metrics, metrics.headline, log
-        self._rounding, self._mechanism, self._pacing, self._taps = rounding, mechanism, pacing, taps
+        self._rounding, self._mechanism, self._pacing, self._tap = rounding, mechanism, pacing, tap
         self._wrapper, self._late_wrapper, self._say, self._frozen = wrapper, late_wrapper, say, frozen
         self._counted_in, self._has_seen_one = counted_in, False
+        # Numbers come to each rank at a time of its own. Ranks that share pieces sum parts of each, so all of them must
+        # take the same backwards for pieces: they learn it together, by the first piece that they declare.
+        self._shares_pieces = bool(
+            wrapper.data.n_sharing > 1 or wrapper.experts or wrapper.has_cut_leaves or wrapper.sequence_group
+        )
         self.n_covered: int | None = None
         """Parameters that the averages speak of; None before the first window."""
 
     def take(self, window: MeasuredWindow) -> None:
-        """Take in a window: the tracker averages it, the tap may change, the log writes."""
+        """Take in a window: the tracker averages it, the log writes."""
         if self._rounding.has_changed():
             self._metrics.set_rounding(self._rounding.now())
         read_examples = self._mechanism.reads_examples
@@ -84,7 +89,8 @@ class Arrivals:
         if self._mechanism.reads_examples != read_examples:
             self._pacing.measures_otherwise()
         self._pace(window)
-        self._taps.saw_row(window.row, is_sound=drop is None)
+        if window.row.n_ranks_declaring and not self._shares_pieces:
+            self._tap.only_declared = True
         self._say_first(window.row)
         plain = self._metrics.plain
         self._log.window(window, drop, plain.last_norm if plain is not None else None)

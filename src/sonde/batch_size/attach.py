@@ -37,7 +37,7 @@ def attach(
     units_per_piece: UnitsPerPiece = FIRST_DIM,
     groups: Groups = "blocks",
     metric: MetricName | Sequence[MetricName] = "euclidean",
-    tap: TapName = "auto",
+    tap: TapName = "leaf",
     staging_mib: float | None = None,
     per_example: Literal["auto", "always", "never"] = "auto",
     rules: Mapping[type[nn.Module], GradientsOf] | None = None,
@@ -74,7 +74,7 @@ def attach(
             "first dim" counts the rows that each forward is called with; None counts nothing.
         groups: "blocks", "kinds", "parameters", None, or a function from a parameter's name to its group's.
         metric: "euclidean", "adam", "sign" or "spectral"; or several of them, the headline first.
-        tap: "leaf", "comm_hook" or "auto".
+        tap: "leaf" or "comm_hook".
         staging_mib: limit of the memory for gradients that wait, in MiB; None for 8, or 128 on an accelerator.
         per_example: "auto", "always" or "never": whether the gradient of each example is read besides those of pieces.
         rules: rules for layers of your own, whose examples are to be read; see `PerExampleNorms`.

@@ -227,7 +227,7 @@ def _made(model: nn.Module, wrapper: Wrapper, options: NoiseScaleOptions) -> tup
     if options.metrics != ("euclidean",):
         return None, f"metric={options.metric!r} needs whole gradients: use metric='euclidean'"
     if options.tap == "comm_hook":
-        return None, "tap='comm_hook' reads whole windows: use tap='auto' or 'leaf'"
+        return None, "tap='comm_hook' reads whole windows: use tap='leaf'"
     shares_pieces = wrapper.data.n_sharing > 1 or wrapper.sequence_group is not None
     if wrapper.pp_mesh is not None or shares_pieces or wrapper.experts is not None:
         return None, f"a model cut by {wrapper.name} calls its layers with parts of examples or of parameters"

@@ -7,7 +7,7 @@ import time
 from sonde.batch_size.budget import Pace
 from sonde.batch_size.measuring_cost import WindowCosts
 from sonde.batch_size.mechanism import Mechanism
-from sonde.batch_size.taps.tap_choice import TapChoice
+from sonde.batch_size.taps.tap import Tap
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.window_clock import WindowClock, marks_of
 
@@ -29,14 +29,14 @@ class Pacing:
 
     Args:
         pace: chooses the windows.
-        taps: the choice of the tap, which is paused in windows that are not measured.
+        tap: is paused in windows that are not measured.
         mechanism: reads single examples in some of the measured windows.
         reader: of the windows.
     """
 
-    def __init__(self, pace: Pace, taps: TapChoice, mechanism: Mechanism, reader: WindowReader) -> None:
+    def __init__(self, pace: Pace, tap: Tap, mechanism: Mechanism, reader: WindowReader) -> None:
         self.pace = pace
-        self._taps, self._mechanism, self._reader = taps, mechanism, reader
+        self._tap, self._mechanism, self._reader = tap, mechanism, reader
         self._clock = WindowClock(marks_of(reader.device))
         self._has_changed = False
         self._spent = self._idle = self._in_all = 0.0
@@ -122,10 +122,10 @@ class Pacing:
             return
         # The tap's hooks are the first to come and the last to go: nothing of them stays behind then.
         if is_measured and not was_measured:
-            self._taps.resume()
+            self._tap.resume()
         self._mechanism.begin_window(is_measured=is_measured)
         if was_measured and not is_measured:
-            self._taps.pause()
+            self._tap.pause()
         self.spent(start, waited=self._reader.seconds - before)  # the reader counts its own time
 
     def measures_otherwise(self) -> None:

@@ -53,7 +53,7 @@ from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.taps.ddp_buckets import CommHook, comm_hook_name, hook_label
 from sonde.batch_size.taps.squared_norms import LEAST_SQ_NORM
-from sonde.batch_size.taps.tap_choice import TapChoice
+from sonde.batch_size.taps.tap_choice import choose_tap
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.taps.witness import Witness
 from sonde.batch_size.unmeasured_parameters import UnmeasuredParameters
@@ -159,10 +159,10 @@ class NoiseScaleProbe:
         self._metrics = MetricTrackers(found.metrics, functools.partial(self._new_tracker, fixed_weights))
         self._tracker = self._metrics.headline
         self._mechanism = Mechanism(model, wrapper, options)
-        # The taps install hooks, so they come after everything that may refuse the model.
+        # The tap installs hooks, so it comes after everything that may refuse the model.
         whole, metrics = found.whole, found.metrics
         witness = Witness(whole.shapes, whole.first, len(found.parameters), apart=found.experts)
-        self._taps = TapChoice(
+        self._tap = choose_tap(
             wrapper,
             witness,
             metrics.base,
@@ -178,7 +178,7 @@ class NoiseScaleProbe:
             found.group_names,
             metrics.base,
             witness,
-            self._taps,
+            self._tap,
             grad_scaler=self._grad_scaler,
             first=whole.first,
             further=metrics.further,
@@ -197,7 +197,7 @@ class NoiseScaleProbe:
             n_ranks=n_summed_ranks,
             exact_bits=exact_bits(self._reader.device, n_summed_ranks),
         )
-        self._pacing = Pacing(pace, self._taps, self._mechanism, self._reader)
+        self._pacing = Pacing(pace, self._tap, self._mechanism, self._reader)
         self._scalars = Scalars(log)
         self._closed = False
         self._verbose = verbose and log.is_first_rank
@@ -227,7 +227,6 @@ class NoiseScaleProbe:
             self._loop,
             self._pieces,
             self._pacing,
-            self._taps,
             self._mechanism,
             self._delivery,
             self._scalars,
@@ -250,7 +249,7 @@ class NoiseScaleProbe:
             frozen=self._frozen,
             mechanism=self._mechanism,
             pacing=self._pacing,
-            taps=self._taps,
+            tap=self._tap,
             wrapper=wrapper,
             late_wrapper=self._late_wrapper,
             counted_in=lambda: self._pieces.counted_in,
@@ -633,7 +632,7 @@ class NoiseScaleProbe:
     def _remove_hooks(self) -> None:
         self._mechanism.close()
         self._pieces.close()
-        self._taps.close()
+        self._tap.close()
         self._loop.close()
 
     def __enter__(self) -> Self:

@@ -59,10 +59,7 @@ class NoiseScaleOptions:
             the squared sum of the singular values of all matrices, which Muon's steps see. Several, as a tuple, are
             measured together: the first is the headline, of which the budget, the verdict and `reading()` speak.
         tap: "leaf" reads each micro-batch by hooks on parameters. "comm_hook" reads each rank's window in DDP's
-            buckets: cheaper, but blind to micro-batches. "auto" begins with "leaf" and changes to "comm_hook" when
-            every rank has had one piece in each of a few windows, without a communication hook of your own, and where
-            DDP has shown at attach that a hook divides by this number of ranks as DDP does, bit for bit. "auto" changes
-            back where buckets do not suffice.
+            buckets: cheaper, but blind to micro-batches.
         staging_mib: limit of the memory for gradients that wait, in MiB; None for 8, or 128 on an accelerator.
         per_example: whether the gradient of each example is read besides those of pieces, layer by layer, so that a
             window of a single piece gives a number too. "auto" reads it where windows are single pieces, "always" in
@@ -87,7 +84,7 @@ class NoiseScaleOptions:
     units_per_piece: UnitsPerPiece = FIRST_DIM
     groups: Groups = "blocks"
     metric: MetricName | Sequence[MetricName] = "euclidean"
-    tap: TapName = "auto"
+    tap: TapName = "leaf"
     staging_mib: float | None = None
     per_example: Literal["auto", "always", "never"] = "auto"
     rules: Mapping[type[nn.Module], GradientsOf] | None = None
@@ -109,7 +106,7 @@ class NoiseScaleOptions:
         if self.log_groups is not None and not isinstance(self.log_groups, bool):
             raise ValueError(f"log_groups must be True, False or None, got {self.log_groups!r}")
         if self.tap not in get_args(TapName):
-            raise ValueError(f"tap must be 'auto', 'leaf' or 'comm_hook', got {self.tap!r}")
+            raise ValueError(f"tap must be 'leaf' or 'comm_hook', got {self.tap!r}")
         if self.staging_mib is not None and not (is_number(self.staging_mib) and 0 <= self.staging_mib < math.inf):
             raise ValueError(f"staging_mib must be ≥ 0 and finite, got {self.staging_mib!r}")
         if self.per_example not in ("auto", "always", "never"):
@@ -206,7 +203,6 @@ def same_on_ranks(
         _IS_ACCEPTED: True,
         "unit": names_of_units[0],
         "the list of further units": names_of_units[1:],
-        "whether tap is 'auto'": options.tap == "auto",
         "metric": options.metrics,
         "staging_mib": options.staging_mib if options.metrics != ("euclidean",) else None,
         "every": options.every,

@@ -20,7 +20,6 @@ from sonde.batch_size.scalars import Scalars
 from sonde.batch_size.setup import describe_pace
 from sonde.batch_size.step_watch import Alert
 from sonde.batch_size.taps.tap import Problem
-from sonde.batch_size.taps.tap_choice import TapChoice
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.taps.window_sums import Window
 from sonde.batch_size.unmeasured_parameters import UnmeasuredParameters
@@ -38,7 +37,6 @@ class WindowEnds:
         loop: counts the end of each window.
         pieces: of the windows.
         pacing: chooses the windows that are measured, and adds up what each costs.
-        taps: the choice of the tap, which may change after a measured window.
         mechanism: may keep the tap as it is.
         delivery: brings the numbers of windows to the host.
         scalars: the user's own, which travel with a window.
@@ -56,7 +54,6 @@ class WindowEnds:
         loop: LoopWatch,
         pieces: Pieces,
         pacing: Pacing,
-        taps: TapChoice,
         mechanism: Mechanism,
         delivery: Delivery,
         scalars: Scalars,
@@ -69,7 +66,7 @@ class WindowEnds:
         say: Callable[[str], None],
     ) -> None:
         self._reader, self._loop, self._pieces, self._pacing = reader, loop, pieces, pacing
-        self._taps, self._mechanism, self._delivery, self._scalars = taps, mechanism, delivery, scalars
+        self._mechanism, self._delivery, self._scalars = mechanism, delivery, scalars
         self._unmeasured, self._late_wrapper, self._log_every = unmeasured, late_wrapper, log_every
         self._ddp = ddp
         self._alert, self._say = alert, say
@@ -209,8 +206,6 @@ class WindowEnds:
                 failure = error
         start = time.perf_counter()
         self._put(window, clip_scalars | self._scalars.take())
-        if not self._mechanism.reads_examples and (change := self._taps.change_if_due()):
-            self._say(change)
         self._pacing.spent(start)
         return norm, failure
 

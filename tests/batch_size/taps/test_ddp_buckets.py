@@ -40,14 +40,13 @@ def _without_accumulation(tap: str, ddp_options: dict[str, Any], clip: bool) -> 
 
 @pytest.mark.parametrize("clip", [True, False])
 @pytest.mark.parametrize("ddp_options", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.01}], ids=str)
-@pytest.mark.parametrize("tap", ["leaf", "comm_hook", "auto"])
+@pytest.mark.parametrize("tap", ["leaf", "comm_hook"])
 def test_one_piece_a_rank(ranks2: Ranks, tap: str, ddp_options: dict[str, Any], clip: bool) -> None:
     results = ranks2(_without_accumulation, tap, ddp_options, clip)
     assert_as_by_hand(results, windows=6)
     expected = "leaf hooks" if tap == "leaf" else "DDP's communication hook"
     assert [r["tap"] for r in results] == [expected] * 2
-    first, *_, last = results[0]["taps_logged"]  # rank 0 writes
-    assert (first, last) == ("leaf hooks" if tap == "auto" else expected, expected)
+    assert set(results[0]["taps_logged"]) == {expected}  # rank 0 writes
 
 
 def _buckets_with_accumulation(hook: str | None) -> dict[str, Any]:
@@ -86,9 +85,9 @@ def test_a_registered_hook_cannot_be_wrapped_and_the_message_says_what_to_do(ran
 
 
 def _attach_again(how: str) -> dict[str, Any]:
-    """After a probe with "auto" has changed to the communication hook and closed, the model can be measured again."""
+    """After a probe with a communication hook has closed, the model can be measured again."""
     plain, model = wrap({})
-    with attached(model, log_every=1) as probe:
+    with attached(model, tap="comm_hook", log_every=1) as probe:
         windows_of_one_piece(probe, model, first_batches(6))
         assert probe._reader.tap_name == "DDP's communication hook"
     if how != "same":
@@ -135,13 +134,13 @@ def _changed_behind_the_buckets(tap: str) -> tuple[str, dict[str, int], str]:
         return probe.reading().status, dict(probe.reading().dropped), probe._reader.tap_name
 
 
-@pytest.mark.parametrize("tap", ["auto", "comm_hook"])
+@pytest.mark.parametrize("tap", ["leaf", "comm_hook"])
 def test_changes_after_the_reduction_are_seen(ranks2: Ranks, tap: str) -> None:
     for status, dropped, tap_name in ranks2(_changed_behind_the_buckets, tap):
         assert status == "unresolved"
         assert sum(dropped.values()) == 30
         assert all("clipped by value" in reason for reason in dropped)
-        assert (tap_name == "leaf hooks") == (tap == "auto")  # "auto" has no reason to change to a tap that sees less
+        assert (tap_name == "leaf hooks") == (tap == "leaf")
 
 
 def _scaled_behind_the_buckets() -> list[tuple[float | None, float | None]]:
@@ -239,9 +238,9 @@ def _fails_halfway(model: nn.Module, x: torch.Tensor) -> None:
         handle.remove()
 
 
-def test_auto_reads_buckets_without_declared_pieces_too(ranks2: Ranks) -> None:
+def test_buckets_are_read_without_declared_pieces_too(ranks2: Ranks) -> None:
     expected = ranks2(_ungated, "plain", "leaf")[0]
-    for tap_name, trace_cov, windows, dropped in ranks2(_ungated, "plain", "auto"):
+    for tap_name, trace_cov, windows, dropped in ranks2(_ungated, "plain", "comm_hook"):
         assert (tap_name, windows, dropped) == ("DDP's communication hook", 12, [])
         assert trace_cov == pytest.approx(expected[1], rel=1e-5)
 

@@ -1,10 +1,9 @@
-"""When tap="auto" changes from leaf hooks to DDP's buckets, when it changes back, and when it stays."""
+"""Which tap reads a model: leaf hooks, unless DDP's buckets are asked for. The choice never changes during a run."""
 
 from __future__ import annotations
 
-import contextlib
-import io
-from typing import Any
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -12,104 +11,29 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sonde.batch_size.taps.ddp_buckets import is_power_of_two
-from sonde.batch_size.taps.ddp_division import why_division_differs
-from tests.batch_size.ddp_loops import (
-    assert_as_by_hand,
-    batches,
-    batches_of_four,
-    first_batches,
-    in_bf16,
-    train_on_rank,
-    windows_of_one_piece,
-    wrap,
-)
-from tests.batch_size.loops import (
-    attached,
-    batch,
-    mean_loss,
-    small_model,
-)
+from sonde.batch_size.taps.ddp_buckets import averages_alike
+from tests.batch_size.ddp_loops import batches_of_four, windows_of_one_piece, wrap
+from tests.batch_size.loops import attached, batch, mean_loss, small_model
 from tests.ranks import Ranks
 
 
-def _auto_when_accumulation_starts_later() -> tuple[list[str], int, int]:
-    """One piece per rank at first, later three without no_sync: then no bucket holds one rank's gradient."""
+def _by_default() -> tuple[list[str], int]:
+    """One piece per rank in each window."""
     _, model = wrap({})
-    names = []
     with attached(model, log_every=1) as probe:
-        for window in range(16):
-            for x, y in batches(dist.get_rank(), 1 if window < 6 else 3, window):
-                with probe.piece(units=len(x)):
-                    mean_loss(model, x, y).backward()
-            probe.step()
-            model.zero_grad()
-            names.append(probe._reader.tap_name)
-        reading = probe.reading()
-    return names, reading.windows, sum(reading.dropped.values())
+        names: list[str] = []
+        windows_of_one_piece(probe, model, batches_of_four(10), lambda: names.append(probe._reader.tap_name))
+        return names, len(model._comm_hooks)
 
 
-def test_auto_goes_back_to_leaf_hooks_when_buckets_fail(ranks2: Ranks) -> None:
-    for names, windows, dropped in ranks2(_auto_when_accumulation_starts_later):
-        assert "DDP's communication hook" in names
-        assert names[-1] == "leaf hooks"
-        assert (windows + dropped, dropped <= 3) == (16, True)
-
-
-def _auto_with_pieces_now_and_then() -> set[str]:
-    """Every third window has three pieces a rank, so there are never three windows of one piece in a row."""
-    _, model = wrap({})
-    names = set()
-    with attached(model, log_every=1) as probe:
-        for window in range(12):
-            data = batches(dist.get_rank(), 1 if window % 3 else 3, window)
-            for i, (x, y) in enumerate(data):
-                with probe.piece(units=len(x)), model.no_sync() if i < len(data) - 1 else contextlib.nullcontext():
-                    mean_loss(model, x, y).backward()
-            probe.step()
-            model.zero_grad()
-            names.add(probe._reader.tap_name)
-    return names
-
-
-def test_auto_waits_for_windows_of_one_piece_in_a_row(ranks2: Ranks) -> None:
-    assert ranks2(_auto_with_pieces_now_and_then) == [{"leaf hooks"}] * 2
-
-
-def _auto_with_two_backwards() -> tuple[set[str], dict[str, int]]:
-    _, model = wrap({})
-    names = set()
-    with attached(model, log_every=1) as probe:
-        for window in range(8):
-            with probe.piece(units=4):
-                for x, y in batches(dist.get_rank(), 2, window):
-                    mean_loss(model, x, y).backward()
-            probe.step()
-            model.zero_grad()
-            names.add(probe._reader.tap_name)
-        return names, dict(probe.reading().dropped)
-
-
-def test_auto_does_not_change_where_a_piece_has_several_backwards(ranks2: Ranks) -> None:
-    for names, dropped in ranks2(_auto_with_two_backwards):
-        assert names == {"leaf hooks"}  # not even for one window, whose buckets would be of no use
-        assert not any("more than once" in reason for reason in dropped)
-
-
-def _auto_with_accumulation() -> dict[str, Any]:
-    return train_on_rank({}, tap="auto", windows=6)
-
-
-def test_auto_keeps_leaf_hooks_under_accumulation(ranks2: Ranks) -> None:
-    results = ranks2(_auto_with_accumulation)
-    assert_as_by_hand(results, windows=6)
-    assert [r["tap"] for r in results] == ["leaf hooks"] * 2
+def test_leaf_hooks_read_by_default_and_ddp_gets_no_communication_hook(ranks2: Ranks) -> None:
+    assert ranks2(_by_default) == [(["leaf hooks"] * 10, 0)] * 2
 
 
 def _frozen_after_wrapping() -> tuple[str, int]:
     plain, model = wrap({"find_unused_parameters": True})
     plain[0].requires_grad_(False)  # type: ignore[index]
-    with attached(model, log_every=1) as probe:
+    with attached(model, tap="comm_hook", log_every=1) as probe:
         windows_of_one_piece(probe, model, batches_of_four(8))
         return probe._reader.tap_name, probe.reading().windows
 
@@ -134,7 +58,7 @@ def _two_ddp_modules() -> tuple[str, list[float | None], str]:
     return name, traces, "no error"
 
 
-def test_two_ddp_modules_stay_with_leaf_hooks(ranks2: Ranks) -> None:
+def test_two_ddp_modules_are_read_by_leaf_hooks_alone(ranks2: Ranks) -> None:
     for name, traces, message in ranks2(_two_ddp_modules):
         assert name == "leaf hooks"
         assert min(traces) > 0.3 * max(traces)
@@ -142,7 +66,7 @@ def test_two_ddp_modules_stay_with_leaf_hooks(ranks2: Ranks) -> None:
 
 
 def _a_tap_each() -> tuple[float | None, float | None, bool]:
-    """One rank reads leaf hooks, the other DDP's buckets, as when "auto" changes at different windows."""
+    """One rank reads leaf hooks, the other DDP's buckets."""
     model, plain = DistributedDataParallel(small_model()), DistributedDataParallel(small_model())
     generator = torch.Generator().manual_seed(dist.get_rank())
     with attached(model, tap="leaf" if dist.get_rank() == 0 else "comm_hook") as probe:
@@ -167,7 +91,7 @@ def _leaf_on_both() -> tuple[float | None, float | None]:
         return probe.reading().trace_cov, probe.reading().grad_sq
 
 
-def test_ranks_may_change_taps_at_different_windows(ranks2: Ranks) -> None:
+def test_ranks_may_have_other_taps(ranks2: Ranks) -> None:
     expected = ranks2(_leaf_on_both)[0]
     for trace_cov, grad_sq, same in ranks2(_a_tap_each):
         assert same
@@ -200,8 +124,8 @@ def _sparse_under_ddp(tap: str) -> tuple[str, int, list[str]]:
         return probe._reader.tap_name, probe.reading().windows, list(probe.reading().dropped)
 
 
-def test_sparse_gradients_stay_with_leaf_hooks(ranks2: Ranks) -> None:
-    for tap_name, windows, dropped in ranks2(_sparse_under_ddp, "auto"):
+def test_leaf_hooks_read_sparse_gradients(ranks2: Ranks) -> None:
+    for tap_name, windows, dropped in ranks2(_sparse_under_ddp, "leaf"):
         assert (tap_name, windows, dropped) == ("leaf hooks", 12, [])
     for _, windows, dropped in ranks2(_sparse_under_ddp, "comm_hook"):
         assert windows == 0
@@ -216,7 +140,7 @@ def _builtin_hook() -> tuple[str, int]:
         return probe._reader.tap_name, probe.reading().windows
 
 
-def test_leaf_hooks_stay_where_ddp_accepts_no_hook(ranks2: Ranks) -> None:
+def test_leaf_hooks_read_where_ddp_accepts_no_hook(ranks2: Ranks) -> None:
     for tap_name, windows in ranks2(_builtin_hook):
         assert (tap_name, windows) == ("leaf hooks", 10)
 
@@ -242,7 +166,7 @@ def _skipped() -> tuple[str, int, list[str]]:
     model = Blocks()
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
     generator, choose = torch.Generator().manual_seed(dist.get_rank()), torch.Generator().manual_seed(9)
-    with attached(ddp, units_per_piece=4, log_every=1, groups=None) as probe:
+    with attached(ddp, tap="comm_hook", units_per_piece=4, log_every=1, groups=None) as probe:
         for _ in range(30):
             model.kept = [True] * 6
             if float(torch.rand((), generator=choose)) < 0.5:
@@ -262,114 +186,13 @@ def test_blocks_skipped_at_random_do_not_count_as_empty_pieces(ranks2: Ranks) ->
         assert windows >= 25, dropped
 
 
-def _auto_with_one_piece_a_rank(bucket_view: bool) -> dict[str, Any]:
-    return train_on_rank({"gradient_as_bucket_view": bucket_view}, n_micro=1, tap="auto", windows=6)
+def test_a_hook_rounds_as_ddp_does_on_powers_of_two_ranks_or_without_a_bucket_view() -> None:
+    def is_alike(n_ranks: int, view: bool) -> bool:
+        model = SimpleNamespace(gradient_as_bucket_view=view, process_group=SimpleNamespace(size=lambda: n_ranks))
+        return averages_alike(cast(DistributedDataParallel, model))
 
-
-@pytest.mark.parametrize(("bucket_view", "tap"), [(False, "DDP's communication hook"), (True, "leaf hooks")])
-def test_auto_takes_the_buckets_of_three_ranks_where_ddp_rounds_in_one_way(
-    ranks3: Ranks, bucket_view: bool, tap: str
-) -> None:
-    """DDP's rounding of 1/3 depends on its options, and a tap must not change it."""
-    results = ranks3(_auto_with_one_piece_a_rank, bucket_view)
-    assert_as_by_hand(results, windows=6)
-    assert [r["tap"] for r in results] == [tap] * 3
-
-
-def _said(bucket_view: bool) -> str:
-    """What the probe prints while "auto" would change."""
-    _, model = wrap({"gradient_as_bucket_view": bucket_view})
-    with contextlib.redirect_stderr(io.StringIO()) as printed, attached(model, log_every=1, verbose=True) as probe:
-        windows_of_one_piece(probe, model, first_batches(6))
-    return printed.getvalue()
-
-
-def test_auto_says_why_it_keeps_leaf_hooks(ranks3: Ranks) -> None:
-    said, *_ = ranks3(_said, True)
-    assert said.count("leaf hooks keep reading the gradients: on 3 ranks DDP rounds the average of gradients") == 1
-    assert "DDP's communication hook reads the gradients from now on" in ranks3(_said, False)[0]
-
-
-def _divisions(n_ranks: int) -> list[str] | None:
-    """What DDP shows on the last ranks for several dtypes, without a bucket view and with one; and no random draw."""
-    n_before = dist.get_world_size() - n_ranks
-    group = dist.new_group(range(n_before, dist.get_world_size()))
-    if dist.get_rank() < n_before:
-        return None
-    model = small_model()
-    # 16 bits are rounded alike, since 32 bits are divided: the others must be tried too.
-    parameters = [torch.zeros(1, dtype=d) for d in (torch.bfloat16, torch.float16, torch.float32, torch.float64)]
-    before = torch.get_rng_state()
-    with torch.no_grad():  # as a user may attach
-        found = [
-            why_division_differs(
-                DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=view), parameters
-            )
-            for view in (False, True)
-        ]
-    assert torch.equal(torch.get_rng_state(), before)
-    return found
-
-
-def _assert_divides_as_expected(ranks: Ranks, n_ranks: int) -> None:
-    """A power of two divides exactly; otherwise a bucket view divides where a copy multiplies."""
-    exact = n_ranks in (2, 4)
-    other = f"on {n_ranks} ranks DDP rounds the average of gradients that lie in its buckets already"
-    for found in ranks(_divisions, n_ranks)[-n_ranks:]:
-        assert found is not None
-        alone, in_view = found
-        assert alone == ""
-        assert in_view.startswith("" if exact else other)
-        assert bool(in_view) != exact
-
-
-def test_powers_of_two_are_told_from_other_even_numbers() -> None:
-    assert [n for n in range(1, 20) if is_power_of_two(n)] == [1, 2, 4, 8, 16]
-
-
-@pytest.mark.parametrize("n_ranks", [2, 3])
-def test_ddp_shows_how_it_divides(request: pytest.FixtureRequest, n_ranks: int) -> None:
-    _assert_divides_as_expected(request.getfixturevalue(f"ranks{n_ranks}"), n_ranks)
-
-
-def test_some_of_eight_ranks_show_how_ddp_divides(ranks8: Ranks) -> None:
-    for n_ranks in (4, 5, 6, 7):
-        _assert_divides_as_expected(ranks8, n_ranks)
-    ranks8.stop(kill=True)  # DDP on some of the ranks leaves them with other numbers of process groups
-
-
-def _auto_beside(rival: str) -> tuple[str, int]:
-    """The user's hook is registered, or another probe reads the buckets, before "auto" would change."""
-    _, model = wrap({})
-    other: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    with attached(model, log_every=1) as probe:
-        if rival == "user's hook":
-            model.register_comm_hook(None, in_bf16)
-        else:
-            other = attached(model, tap="comm_hook")
-        with other:
-            windows_of_one_piece(probe, model, first_batches(8))
-        return probe._reader.tap_name, probe.reading().windows
-
-
-@pytest.mark.parametrize("rival", ["user's hook", "another probe"])
-def test_auto_keeps_leaf_hooks_where_the_buckets_are_taken(ranks2: Ranks, rival: str) -> None:
-    assert ranks2(_auto_beside, rival) == [("leaf hooks", 8)] * 2
-
-
-def _seconds_of_both_taps() -> tuple[str, float, float]:
-    _, model = wrap({})
-    with attached(model, log_every=1) as probe:
-        leaf = probe._taps.tap
-        windows_of_one_piece(probe, model, first_batches(8))
-        assert leaf.seconds > 0
-        return probe._reader.tap_name, probe._taps.seconds, leaf.seconds + probe._taps.tap.seconds
-
-
-def test_the_time_of_a_replaced_tap_still_counts(ranks2: Ranks) -> None:
-    for tap_name, seconds, seconds_of_both in ranks2(_seconds_of_both_taps):
-        assert tap_name == "DDP's communication hook"
-        assert seconds == pytest.approx(seconds_of_both)
+    assert [n for n in range(1, 20) if is_alike(n, True)] == [1, 2, 4, 8, 16]
+    assert all(is_alike(n, False) for n in range(1, 20))
 
 
 def _buckets_on_one_rank() -> str:

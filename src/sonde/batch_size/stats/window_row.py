@@ -63,7 +63,6 @@ class WindowRow:
         order: which of two pieces has the larger gradient.
         repeats: pieces and ranks with the same gradient.
         further_units: its size in each further unit.
-        n_ranks_with_one_piece: ranks with data of their own that had exactly one piece.
         n_ranks_declaring: ranks that take only declared pieces by now.
         ran_forward: whether the model's forward ran on a rank that had no piece.
         examples: the window's single examples; None if it is to be solved from its pieces.
@@ -93,7 +92,6 @@ class WindowRow:
     order: OrderSums = field(default_factory=OrderSums)
     repeats: Repeats = field(default_factory=Repeats)
     further_units: Sequence[float] = ()
-    n_ranks_with_one_piece: int = 0
     n_ranks_declaring: int = 0
     ran_forward: bool = False
     examples: ExampleSums | None = None

@@ -186,7 +186,7 @@ class ContextPiece:
         self._next += 1
 
     @torch.no_grad()
-    def summary(self, n_backwards: int) -> GradientSummary:
+    def summary(self) -> GradientSummary:
         """The squares and the witness's elements, on the first of the ranks; 0 on the others."""
         pieces = self._pieces
         while self._next < pieces.n_chunks:
@@ -201,4 +201,4 @@ class ContextPiece:
         sq_norms = add_squares(len(pieces.leaves), self._parts, pieces.device)
         further = pieces.further and pieces.further.join_ranges(self._further, len(pieces.leaves), pieces.device)
         # The parts of different ranks may nearly cancel, as those of a key's bias do: rounding is relative to them.
-        return GradientSummary(sq_norms, witness[0], n_backwards, witness_squares=witness[1], further=further)
+        return GradientSummary(sq_norms, witness[0], witness_squares=witness[1], further=further)

@@ -23,13 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sonde.batch_size.hook_failures import count_failure
 from sonde.batch_size.taps.autograd_internals import accumulates, in_backward, inside_another_backward
-from sonde.batch_size.taps.ddp_division import divided
 from sonde.batch_size.taps.further_metrics import FurtherMetrics, Norms
 from sonde.batch_size.taps.left_over import LeftOvers
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.squared_norms import Part, add_squares
 from sonde.batch_size.taps.switched_hooks import SwitchedHooks
-from sonde.batch_size.taps.tap import CountedBackwards, GradientSummary, Number, Problem, RankGradient
+from sonde.batch_size.taps.tap import GradientSummary, Number, Problem, RankGradient
 from sonde.batch_size.taps.witness import Witness
 from sonde.parallel.devices import is_capturing, keep_for_present_stream
 
@@ -60,10 +59,10 @@ def averages_alike(model: DistributedDataParallel) -> bool:
     multiplies any other by the reciprocal. The hook comes after DDP has moved all gradients into the bucket, and cannot
     see where each of them lay. The two round alike only for powers of 2.
     """
-    return not model.gradient_as_bucket_view or is_power_of_two(model.process_group.size())
+    return not model.gradient_as_bucket_view or _is_power_of_two(model.process_group.size())
 
 
-def is_power_of_two(n: int) -> bool:
+def _is_power_of_two(n: int) -> bool:
     """Whether n, a positive number of ranks, is 1, 2, 4, 8, …"""
     return n & (n - 1) == 0
 
@@ -87,14 +86,13 @@ class DDPBucketTap:
     """Reads every bucket before and after DDP's all-reduce.
 
     Args:
-        model: the wrapped model; must have no communication hook yet, except the relay of an earlier tap.
+        model: the wrapped model; must have no communication hook yet, except the relay of an earlier probe.
         parameters: its trainable parameters, in the order in which results are given.
         witness: elements to copy besides the norms.
         metric: how gradients are squared.
         further: metrics beside it; None without.
         comm_hook: the user's own hook, which does the reduction; None for DDP's average.
         comm_state: the state that the user's hook is called with.
-        counted: which backwards are pieces; shared with the taps before and after this one.
         on_backward_end: called when a backward outside `begin_piece` … `end_piece` has ended, and is a piece.
 
     Raises:
@@ -112,7 +110,6 @@ class DDPBucketTap:
         further: FurtherMetrics | None = None,
         comm_hook: CommHook | None = None,
         comm_state: object = None,
-        counted: CountedBackwards | None = None,
         on_backward_end: Callable[[], None],
     ) -> None:
         if is_tapped(model):
@@ -120,8 +117,8 @@ class DDPBucketTap:
         if comm_hook is None and comm_hook_name(model) is None and not averages_alike(model):
             raise ValueError(
                 "tap='comm_hook' cannot round as DDP does with gradient_as_bucket_view=True on "
-                f"{model.process_group.size()} ranks, so the weights would differ in their last bits: use tap='leaf' "
-                "or 'auto', gradient_as_bucket_view=False, or 2, 4, 8, … ranks"
+                f"{model.process_group.size()} ranks, so the weights would differ in their last bits: use tap='leaf', "
+                "gradient_as_bucket_view=False, or 2, 4, 8, … ranks"
             )
         self._relay = _relay_of(model)
         if comm_hook is not None:
@@ -134,7 +131,7 @@ class DDPBucketTap:
         self._size = len(parameters)
         self._problems = [0] * len(Problem)
         self._on_backward_end = on_backward_end
-        self._counted = CountedBackwards() if counted is None else counted
+        self.only_declared = False
         self._explicit = self._has_backward = False
         self._backward: int | None = None
         """Autograd's number of the running backward, if it is outside declared pieces."""
@@ -146,7 +143,7 @@ class DDPBucketTap:
 
     def begin_piece(self, *, is_first: bool) -> None:
         """From here until `end_piece` all backwards are one piece. Later backwards must not run outside pieces."""
-        self._explicit = self._counted.only_declared = True
+        self._explicit = self.only_declared = True
         self._has_backward = False
 
     def end_piece(self) -> None:
@@ -202,7 +199,7 @@ class DDPBucketTap:
     def _saw_backward(self, grad: Tensor) -> None:
         self._has_backward = True
         # With declared pieces, every backward must run inside a piece.
-        if self._counted.only_declared:
+        if self.only_declared:
             self._problems[Problem.OUTSIDE_PIECES] += not self._explicit
             return
         # Without declared pieces, each backward is a piece. Autograd's number of the backward shows a new one. There is
@@ -416,7 +413,7 @@ class _Average:
         if buffer.is_sparse:
             buffer.div_(n_ranks)
         else:
-            divided(buffer, n_ranks)
+            buffer.mul_(1.0 / n_ranks)
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
         assert work is not None
         averaged: torch.futures.Future[Tensor] = work.get_future().then(_first)

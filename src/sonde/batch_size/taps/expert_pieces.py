@@ -94,7 +94,7 @@ class ExpertPieces:
         self._sum_of_squares += of_experts.square()
         # Multiplied by 0, not left out: what is not finite stays so, and drops the window.
         further = None if gradient.further is None else gradient.further * self._is_own
-        return GradientSummary(gradient.sq_norms * self._is_own, own, gradient.n_backwards, further=further)
+        return GradientSummary(gradient.sq_norms * self._is_own, own, further=further)
 
     def _per_group(self, squares: Tensor) -> Tensor:
         """The experts' squares, added up per parameter group; [(further metrics,) parameters] → [(…,) groups]."""

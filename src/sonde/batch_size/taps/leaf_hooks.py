@@ -23,7 +23,7 @@ from sonde.batch_size.taps.left_over import LeftOvers
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.piece_gradient import STAGED_NUMEL, STAGED_NUMEL_ON_CPU, PieceGradient, Reading
 from sonde.batch_size.taps.switched_hooks import SwitchedHooks
-from sonde.batch_size.taps.tap import CountedBackwards, GradientSummary, Number, Problem
+from sonde.batch_size.taps.tap import GradientSummary, Number, Problem
 from sonde.batch_size.taps.witness import Witness
 from sonde.parallel.devices import is_capturing
 from sonde.parallel.own_passes import is_in_own_pass
@@ -41,7 +41,6 @@ class LeafHookTap:
         witness: elements to copy besides the norms.
         metric: how gradients are squared.
         further: metrics beside `metric`; None without.
-        counted: which backwards are pieces; shared with the taps before and after this one.
         on_backward_end: called when a backward outside `begin_piece` … `end_piece` has ended, and is a piece.
         n_collectives: counts the collectives that the ranks have issued so far; any of them may have reduced `.grad`.
         staging_bytes: bound of the memory for gradients that wait.
@@ -58,7 +57,6 @@ class LeafHookTap:
         cut: CutGradients | None = None,
         context: ContextPieces | None = None,
         further: FurtherMetrics | None = None,
-        counted: CountedBackwards | None = None,
         on_backward_end: Callable[[], None],
         n_collectives: Callable[[], int] = lambda: 0,
         staging_bytes: int = 8 * 2**20,
@@ -82,7 +80,7 @@ class LeafHookTap:
         )
         self._context = context
         self._problems = [0] * len(Problem)
-        self._counted = CountedBackwards() if counted is None else counted
+        self.only_declared = False
         self._explicit = False
         self._parameters = leaves if parameters is None else parameters
         self._leaves_have_grad = all(p is leaf for p, leaf in zip(self._parameters, leaves, strict=True))
@@ -107,13 +105,13 @@ class LeafHookTap:
             is_first: whether the piece is the first of its window on this rank, so that `.grad` holds nothing else.
         """
         self._reset()
-        self._explicit = self._counted.only_declared = True
+        self._explicit = self.only_declared = True
         self._grad_is_piece = is_first and not self._has_left_out
 
     def end_piece(self) -> GradientSummary:
         """The gradient of the piece that ends here; parameters that it did not reach count as 0."""
         self._problems[Problem.EMPTY_PIECE] += not self._backwards
-        summary = self._piece.summary(len(self._backwards))
+        summary = self._piece.summary()
         if summary.problem is not None:
             self._problems[summary.problem] += 1
         self._reset()
@@ -127,14 +125,14 @@ class LeafHookTap:
         parameter is of the k-th piece.
         """
         self._reset()
-        self._explicit = self._counted.only_declared = True
+        self._explicit = self.only_declared = True
         bound = self._reading.staging_bytes // n
         self._scheduled = [PieceGradient(self._reading, bound, clones=True) for _ in range(n)]
         self._turns = [0] * len(self._reading.leaves)
 
     def end_pieces(self) -> list[GradientSummary]:
         """The gradients of the pieces that end here, in their order."""
-        summaries = [piece.summary(1) for piece in self._scheduled]
+        summaries = [piece.summary() for piece in self._scheduled]
         # A stage that was frozen whole has no gradients. Its zeros are right, and the other stages' pieces count.
         is_trained = any(parameter.requires_grad for parameter in self._parameters)
         self._problems[Problem.EMPTY_PIECE] += is_trained and not any(self._turns)
@@ -212,7 +210,7 @@ class LeafHookTap:
         leaf = self._reading.leaves[index]
         if is_in_own_pass(leaf) or not accumulates(leaf):
             return False
-        if self._counted.only_declared and not self._explicit:
+        if self.only_declared and not self._explicit:
             self._pass_over(index, grad)
             return False
         if self._runs_in_graph(grad):

@@ -163,7 +163,7 @@ class PieceGradient:
         return index in reading.summed
 
     @torch.no_grad()
-    def summary(self, n_backwards: int) -> GradientSummary:
+    def summary(self) -> GradientSummary:
         """The part of the piece's gradient that is kept; parameters that it did not reach count as 0."""
         reading = self._reading
         if reading.cut is not None:
@@ -181,7 +181,7 @@ class PieceGradient:
             sq_norms[index] += to_device(twice_the_product, self._device)
         witness = reading.witness.join(self._witnessed, self._device)
         further = reading.further and reading.further.join(self._further, len(reading.leaves), self._device)
-        return GradientSummary(sq_norms, witness, n_backwards, further=further, problem=problem)
+        return GradientSummary(sq_norms, witness, further=further, problem=problem)
 
     def _stage(self, index: int, grad: Tensor) -> None:
         copies = self._clones or self._reading.copies or is_output_of_graph(grad)

@@ -19,7 +19,6 @@ class GradientSummary:
     Attributes:
         sq_norms: squared norm per parameter in some `GradientMetric`, 0 for a parameter without gradient; [parameters].
         witness: the witness's elements, [witness.size].
-        n_backwards: backwards that added up to this gradient.
         witness_squares: squares of the parts that were added up to the witness's elements, which rounding is relative
             to, [witness.size]; None for the squares of the elements themselves.
         further: norm per parameter in each further metric, not squared; [further metrics, parameters]. None without.
@@ -28,7 +27,6 @@ class GradientSummary:
 
     sq_norms: Tensor
     witness: Tensor
-    n_backwards: int = 1
     witness_squares: Tensor | None = None
     further: Tensor | None = None
     problem: Problem | None = None
@@ -38,7 +36,7 @@ class GradientSummary:
         square = factor.square()
         squares = None if self.witness_squares is None else self.witness_squares * square
         further = None if self.further is None else self.further * factor.abs()
-        return GradientSummary(self.sq_norms * square, self.witness * factor, self.n_backwards, squares, further)
+        return GradientSummary(self.sq_norms * square, self.witness * factor, squares, further)
 
 
 @dataclass(frozen=True)
@@ -86,14 +84,6 @@ class ExpertsOfWindow:
     further_big: Tensor
 
 
-class CountedBackwards:
-    """Which backwards are pieces: each of them, or only those in declared pieces. All taps of a probe share one."""
-
-    def __init__(self) -> None:
-        self.only_declared = False
-        """Whether this rank has declared a piece, or has learnt that another rank has."""
-
-
 class Tap(Protocol):
     """Reads the gradients of pieces and never changes them. A new way to read gradients is a new class of this kind."""
 
@@ -101,6 +91,9 @@ class Tap(Protocol):
     """The place where gradients are read, for people."""
     seconds: float
     """Host time spent reading so far."""
+    only_declared: bool
+    """Whether declared pieces alone count: this rank has declared one, or has learnt that another rank has. Before,
+    each backward is a piece."""
 
     def begin_piece(self, *, is_first: bool) -> None:
         """From here until `end_piece` all backwards are one piece. Later backwards outside pieces never count.

@@ -18,8 +18,15 @@ from sonde.batch_size.taps.final_gradient import FinalGradient
 from sonde.batch_size.taps.further_metrics import FurtherMetrics
 from sonde.batch_size.taps.further_sums import FurtherSums
 from sonde.batch_size.taps.metric import GradientMetric
-from sonde.batch_size.taps.tap import ExamplesOfWindow, ExpertsOfWindow, GradientSummary, Number, Problem, RankGradient
-from sonde.batch_size.taps.tap_choice import TapChoice
+from sonde.batch_size.taps.tap import (
+    ExamplesOfWindow,
+    ExpertsOfWindow,
+    GradientSummary,
+    Number,
+    Problem,
+    RankGradient,
+    Tap,
+)
 from sonde.batch_size.taps.window_sums import PieceCounts, Window, WindowSums
 from sonde.batch_size.taps.witness import Witness
 from sonde.gradient_norm.global_norm import GlobalNorm
@@ -69,7 +76,7 @@ class WindowReader:
         examples: reads single examples besides pieces; None where that is not possible or not wanted.
         metric: how gradients are squared.
         witness: which elements are compared.
-        taps: the choice of the tap that reads the pieces.
+        tap: reads the pieces.
         grad_scaler: the enabled GradScaler; a piece is divided by the scale that it was taken at.
         further: metrics beside `metric`; None without.
     """
@@ -80,7 +87,7 @@ class WindowReader:
         group_names: Sequence[str],
         metric: GradientMetric,
         witness: Witness,
-        taps: TapChoice,
+        tap: Tap,
         *,
         grad_scaler: torch.amp.GradScaler | None,
         first: int = 0,
@@ -92,7 +99,7 @@ class WindowReader:
         self.device = wrapper.leaves[0].device
         self.groups = tuple(dict.fromkeys(group_names))
         self._wrapper, self._metric, self._witness = wrapper, metric, witness
-        self._taps, self._grad_scaler, self._examples, self._further = taps, grad_scaler, examples, further
+        self._tap, self._grad_scaler, self._examples, self._further = tap, grad_scaler, examples, further
         self._seconds = 0.0
         own = group_names[first : first + len(self.parameters)]
         place = {name: i for i, name in enumerate(self.groups)}
@@ -135,12 +142,12 @@ class WindowReader:
     def seconds(self) -> float:
         """Host time spent reading so far, without the norm of a clip."""
         of_examples = self._examples.seconds if self._examples is not None else 0.0
-        return self._seconds - self.final.seconds_of_clip + self._taps.seconds + of_examples
+        return self._seconds - self.final.seconds_of_clip + self._tap.seconds + of_examples
 
     @property
     def tap_name(self) -> str:
         """Where gradients are read now."""
-        return self._taps.tap.name + (" and single examples" if self._reads_examples else "")
+        return self._tap.name + (" and single examples" if self._reads_examples else "")
 
     @property
     def _reads_examples(self) -> bool:
@@ -166,20 +173,20 @@ class WindowReader:
 
     def begin_piece(self) -> None:
         """From here until `end_piece` all backwards are one piece. Later backwards outside pieces never count."""
-        self._taps.tap.begin_piece(is_first=self._sums.n_pieces == 0)
+        self._tap.begin_piece(is_first=self._sums.n_pieces == 0)
         if self._examples is not None:
             self._examples.begin_piece()
 
     def discard_piece(self) -> None:
         """Forget the present piece."""
-        self._taps.tap.discard_piece()
+        self._tap.discard_piece()
         if self._examples is not None:
             self._examples.discard_piece()
 
     def leave_out_backward(self, problem: Problem) -> None:
         """Forget the backward outside pieces that has just ended, since it is no piece; `problem` says why."""
         self._outside[problem] += 1
-        self._taps.tap.leave_out_backward()
+        self._tap.leave_out_backward()
         if self._examples is not None:
             self._examples.discard_piece()
 
@@ -192,11 +199,10 @@ class WindowReader:
         """
         self._outside[Problem.NOT_ALL_DECLARED] += not is_declared
         start = time.perf_counter()
-        gradient = self._taps.tap.end_piece()
+        gradient = self._tap.end_piece()
         if gradient is None:  # the tap sees whole windows: end_window gets the gradient
             self._sums.count(counts)
         else:
-            self._taps.saw_piece(gradient)
             gradient = self._unscaled(gradient)
             if self._experts is not None:
                 gradient = self._experts.take_from(gradient, counts)
@@ -207,12 +213,12 @@ class WindowReader:
 
     def begin_pieces(self, n: int) -> None:
         """From here until `end_pieces` the backwards of a pipeline schedule are n pieces."""
-        self._taps.tap.begin_pieces(n)
+        self._tap.begin_pieces(n)
 
     def end_pieces(self, counts: Sequence[PieceCounts]) -> None:
         """Add the pieces that end here to the window."""
         start = time.perf_counter()
-        for gradient, of_piece in zip(self._taps.tap.end_pieces(), counts, strict=True):
+        for gradient, of_piece in zip(self._tap.end_pieces(), counts, strict=True):
             self._sums.add(self._unscaled(gradient), of_piece)
         self._seconds += time.perf_counter() - start
 
@@ -256,8 +262,7 @@ class WindowReader:
         if frozen is not None:
             self._sums.frozen = frozen
         grads = [p.grad for p in self.parameters]
-        self._taps.saw_final_gradients(grads)
-        rank_gradient = self._taps.tap.end_window()
+        rank_gradient = self._tap.end_window()
         if rank_gradient is not None and self._sums.n_pieces:
             self._sums.merge(self._unscaled(rank_gradient.local))
         if self._wrapper.mesh is not None:
@@ -358,7 +363,7 @@ class WindowReader:
             counts[problem] += 1
         for problem, count in (more or {}).items():
             counts[problem] += count
-        return self._sums.pack(counts, declares=self._taps.counted.only_declared)
+        return self._sums.pack(counts, declares=self._tap.only_declared)
 
     def forget_window(self) -> None:
         """Forget the pieces since the last window ended."""
@@ -372,10 +377,10 @@ class WindowReader:
         self._sums.pack(self._take_problems())
         if self._sums.further is not None:
             self._sums.further.pack()
-        self._taps.tap.end_window()
+        self._tap.end_window()
 
     def _take_problems(self) -> list[Number]:
-        problems = self._taps.tap.take_problems()
+        problems = self._tap.take_problems()
         self._saw_recording |= bool(problems[Problem.IN_CUDA_GRAPH])  # a number of the host
         if self._lost_in_graph or (self._saw_recording and (not self._sums.n_pieces or problems[Problem.EMPTY_PIECE])):
             problems[Problem.IN_CUDA_GRAPH] += 1

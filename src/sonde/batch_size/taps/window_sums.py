@@ -120,7 +120,7 @@ def _positive(name: str, value: Number) -> Number:
     return value
 
 
-_N_COUNTS = 13
+_N_COUNTS = 12
 """Length of the counts in `WindowSums.pack`."""
 _MOST_COMPARED = 32
 """Pieces of a rank and window, from the first on, that are compared with each other; bounds their memory."""
@@ -288,7 +288,6 @@ class WindowSums:
             self._units,
             self._sq_weight_over_units / self._weight if has_pieces else 0.0,
             float(may_compare),
-            float(self.n_pieces == 1),
             *order_of_pieces(self._sizes, self._units_of_pieces),
         ]
         further = self._further_units
@@ -370,7 +369,7 @@ def read_row(
     weight, weight_over_units, sq_weight_over_units, n_pieces, n_units, rank_sq_weight_over_units, *of_ranks = (
         counts.tolist()
     )
-    n_comparing, n_with_one_piece, by_place, n_by_place, by_units, n_by_units, n_declaring = of_ranks
+    n_comparing, by_place, n_by_place, by_units, n_by_units, n_declaring = of_ranks
     products, variance, n_repeating = compared.tolist()
     n_met = problems.tolist()
     found = [p for p in Problem if n_met[p] > 0] if any(n_met) else []
@@ -381,7 +380,6 @@ def read_row(
         weight_over_units=weight_over_units,
         sq_weight_over_units=sq_weight_over_units,
         n_pieces=round(n_pieces),
-        n_ranks_with_one_piece=round(n_with_one_piece),
         n_ranks_declaring=round(n_declaring),
         ran_forward=n_met[Problem.FORWARD_ALONE] > 0,
         n_units=n_units,
