@@ -66,11 +66,10 @@ def _windows(setup: str, cases: list[Case]) -> list[dict[str, Any]]:
     for case in cases:
         inner = small()
         model = cut(setup, inner)
-        result: dict[str, Any] = {"values": [], "taps": [], "collectives": set()}
+        result: dict[str, Any] = {"values": [], "collectives": set()}
         with attached(model, **{"units_per_piece": None} | case.options) as probe:
             for window in range(len(case.plan)):
                 run_window(probe, model, case, window)
-                result["taps"].append(probe._reader.tap_name)
                 before = n_collectives()
                 probe.step()
                 result["collectives"].add(n_collectives() - before)

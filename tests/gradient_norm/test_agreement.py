@@ -236,7 +236,6 @@ TWO_COLLECTIVES = {
     "partial, other order": "partial gradients are summed first",
     "towers, no mesh": "two sets of ranks share shards",
     "tied, no mesh": "the stages are summed last",
-    "p = 8 and 9, no mesh": "other ranks may wait for the second sum",
 }
 """Why these take two; all others take one."""
 
