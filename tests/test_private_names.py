@@ -18,7 +18,6 @@ OF_PYTHON = {"_getframe", "_exit"}
 
 OF_ITS_OWN_CLASS = {
     "batch_size/probe.py": {"_close"},
-    "batch_size/stats/averages.py": {"_load"},
     "batch_size/step_watch.py": {"_after_any_step", "_before_any_step", "_before_given_step"},
     "policy/entropy_change.py": {"_forecast"},
 }
