@@ -91,5 +91,5 @@ def test_the_quick_table_runs_end_to_end(tmp_path: Path) -> None:
     assert [row["tokens"] for row in found["rows"]["tokens"]] == [32, 32]
     assert [row["metric"] for row in found["rows"]["metric"]] == ["euclidean", "euclidean, adam, sign, spectral"]
     page = (tmp_path / "scaling_cpu.md").read_text()
-    assert "| 2 | sonde, tap=leaf |" in page
+    assert "| 2 | sonde, tap=comm_hook |" in page
     assert "| 2 | sonde, single examples |" in page
