@@ -247,7 +247,8 @@ def test_ranks_without_a_variable_have_one_verdict_after_their_process_group(tmp
 def test_starts_share_a_folder_and_models_of_one_start_do_not(tmp_path: Path) -> None:
     def log(start: str) -> Path | None:
         file = LogOfScript(tmp_path / "x", start)
-        file.write({"kind": "header", "schema": SCHEMA, "writes": "reading", "unit": "rows", "metadata": {"start": start}})
+        header = {"kind": "header", "schema": SCHEMA, "writes": "reading", "unit": "rows"}
+        file.write(header | {"metadata": {"start": start}})
         assert file.folder is None
         file.write(reading_record(0, 1))
         file.close()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sonde.parallel.devices import accumulation_dtype
+from sonde.parallel.devices import widened
 from sonde.parallel.placements import local_tensor
 
 
