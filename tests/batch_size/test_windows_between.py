@@ -258,25 +258,6 @@ def test_a_cost_above_the_budget_at_the_slowest_pace_raises_an_alert() -> None:
 # What a loop does wrong, and what it does not.
 
 
-def silent_loop(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """A window that nobody ends."""
-    for x, y in pieces(number):
-        mean_loss(model, x, y).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def test_a_loop_that_no_longer_ends_its_windows_is_noticed_between() -> None:
-    model, probe, optimizer = at_fixed_weights(every=1000)
-    with probe:
-        list(windows(model, probe, optimizer, 3))
-        assert not probe._pacing.is_measured
-        silent_loop(model, optimizer, 4)
-        assert probe.alerts == {}  # a window that was not measured has lost nothing
-        silent_loop(model, optimizer, 5)
-        assert "was not ended" in probe.alerts["never_called"]
-
-
 def test_sound_loops_raise_no_alert() -> None:
     """Two optimizers with a part of the model each, gradients that rest by turns, evaluation in between."""
     model = small_model()

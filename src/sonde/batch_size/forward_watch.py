@@ -26,22 +26,13 @@ class ForwardWatch:
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model, self._forwards = model, _ForwardCounter(device)
+        self._forwards = _ForwardCounter(device)
         self._may_be_recorded = runs_beside_host(device)
         self._handle: RemovableHandle | None = None
         self._backwards = 0
         self._had_more = False
-        self._register()
-
-    def _register(self) -> None:
-        if not why_no_hook(self._model):
-            self._handle = put_on(self._model.register_forward_hook, self._forwards)
-
-    def watch(self) -> None:
-        """Count forwards again, if they are not counted. Called after one that was not."""
-        if self._handle is None:
-            self._register()
-            self._forwards.n += self._handle is not None
+        if not why_no_hook(model):
+            self._handle = put_on(model.register_forward_hook, self._forwards)
 
     def backward_ended(self) -> None:
         """Count a backward outside `piece()`."""

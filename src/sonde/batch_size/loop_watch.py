@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -41,6 +41,8 @@ class LoopWatch:
         wrapper: of the model.
         frozen: tells all ranks which parameters are no longer trained.
         reader: the reader of the window.
+        has_peers: whether other ranks sum with this one.
+        end_window: ends the present window, at a step.
         alert: called with an alert's name and message; besides those of `StepWatch` with "batch_norm".
     """
 
@@ -52,13 +54,23 @@ class LoopWatch:
         frozen: FrozenOnRanks,
         reader: WindowReader,
         *,
+        has_peers: bool,
+        end_window: Callable[[], None],
         alert: Alert,
     ) -> None:
         parameters = list(wrapper.parameters.values())
         self._forwards = ForwardWatch(model, reader.device)
         self.n_passed_pieces = 0
         """Declared pieces of the present window, if it is not measured."""
-        self._steps = StepWatch(optimizer, wrapper, reader, n_runs=self._watched_runs, alert=alert)
+        self._steps = StepWatch(
+            optimizer,
+            wrapper,
+            reader,
+            has_peers=has_peers,
+            n_runs=lambda: self._forwards.n_forwards + self.n_passed_pieces,
+            end_window=end_window,
+            alert=alert,
+        )
         self._trained, self._frozen = FrozenWatch(parameters), frozen
         self._parameters, self._reader = parameters, reader
         self._n_hooks = n_post_accumulate_hooks(parameters)
@@ -69,6 +81,16 @@ class LoopWatch:
     def backward_ended(self) -> None:
         """Count a backward outside `piece()`."""
         self._forwards.backward_ended()
+        self._steps.piece_begins()
+
+    def piece_begins(self, *, is_measured: bool) -> None:
+        """Count a declared piece."""
+        self.n_passed_pieces += not is_measured
+        self._steps.piece_begins()
+
+    def is_ended_already(self) -> bool:
+        """Whether the call by which the loop ends a window comes right after the step that has ended it."""
+        return self._steps.is_ended_already()
 
     @property
     def seconds(self) -> float:
@@ -84,30 +106,20 @@ class LoopWatch:
         """Note whether the window that begins is measured."""
         self._steps.is_measured = is_measured
 
-    def _watched_runs(self) -> int:
-        """Forwards and declared pieces of the present window; forwards are counted from now on.
-
-        Asked at steps that were not announced: the loop may declare no pieces any more.
-        """
-        self._forwards.watch()
-        return self._forwards.n_forwards + self.n_passed_pieces
-
     def window_passes(self, number: int) -> None:
         """Note that a window is being ended that was not measured.
 
         Args:
             number: of the window.
         """
-        self.n_passed_pieces = 0
-        self._steps.window_passes()
-        self._forwards.window_passes()
+        self.window_is_left_out()
         if self._trained.is_undecided:
             self._trained.window_ends(number)
 
     def window_is_left_out(self) -> None:
         """Note that a step follows whose window is not counted."""
         self.n_passed_pieces = 0
-        self._steps.window_passes()
+        self._steps.window_ended()
         self._forwards.window_passes()
 
     def window_ends(self, number: int) -> LoopNotes:
@@ -120,10 +132,10 @@ class LoopWatch:
         if self._forwards.were_recorded:
             self._reader.saw_recording()
         has_pieces = self._reader.n_pieces > 0
+        self._steps.window_ended()
         found = {
             Problem.FORWARD_ALONE: self._forwards.n_forwards > 0 and not has_pieces,
             Problem.EVALUATED_AGAIN: self._steps.has_evaluated_again,
-            Problem.ENDED_LATE: self._steps.window_ends(),
             Problem.STEPPED_IN_BACKWARD: self._steps.take_stepped_in_backward(),
             Problem.TAKEN_IN_BACKWARD: self._gradients_were_taken(),
             Problem.MORE_BACKWARDS: self._forwards.window_ends(has_pieces=has_pieces),
@@ -159,10 +171,6 @@ class LoopWatch:
     def restore(self, frozen: Collection[str]) -> None:
         """Go on after a state was loaded; see `FrozenOnRanks.restore`."""
         self._trained.restore(self._frozen.restore(frozen))
-
-    def alert_if_due(self) -> None:
-        """Report a window that was not ended, once it can no longer be ended late."""
-        self._steps.alert_if_due()
 
     def close(self) -> None:
         """Remove every hook."""

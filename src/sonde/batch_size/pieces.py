@@ -155,7 +155,7 @@ class Pieces:
             if is_counted and not is_counted_later:
                 first, further = self._counted(units, has_weights=unit_weights is not None)
                 check_counts(first, weight, unit_weights, further)
-            self.loop.n_passed_pieces += not self._pacing.is_measured
+            self.loop.piece_begins(is_measured=self._pacing.is_measured)
             self._pacing.spent_idle(start)
             self.is_open = True
             return None
@@ -175,6 +175,7 @@ class Pieces:
             first, further = self._counted(units, has_weights=unit_weights is not None)
             counts = piece_counts(first, weight, unit_weights, further)
         self._units_unknown = False
+        self.loop.piece_begins(is_measured=True)
         self._reader.begin_piece()
         self._pacing.spent(start)
         self.is_open = True

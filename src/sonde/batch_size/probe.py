@@ -210,7 +210,16 @@ class NoiseScaleProbe:
             n_stages=1 if wrapper.pp_mesh is None else wrapper.pp_mesh.size(),
             device=self._reader.device,
         )
-        self._loop = LoopWatch(model, optimizer, wrapper, self._frozen, self._reader, alert=self._alert)
+        self._loop = LoopWatch(
+            model,
+            optimizer,
+            wrapper,
+            self._frozen,
+            self._reader,
+            has_peers=n_summed_ranks > 1,
+            end_window=self._end_at_step,
+            alert=self._alert,
+        )
         units = options.units_per_piece
         self._pieces = Pieces(
             found.units,
@@ -383,10 +392,11 @@ class NoiseScaleProbe:
         return DeclaredPiece(self._pieces, NOT_COUNTED, 1.0, None, start)
 
     def step(self) -> None:
-        """End the window: call once per optimizer step, after the last backward and before `optimizer.step()`.
+        """End the window by hand, after the last backward and before the optimizer's step, which ends it otherwise.
 
-        Gradients may have been unscaled, divided or clipped by norm before. If they were clipped by value, the window
-        is dropped.
+        Call it for a window that no optimizer of torch ends, and on several ranks where a rank may leave out a step
+        that others take. Right after a step that has ended the window it does nothing. Gradients may have been
+        unscaled, divided or clipped by norm before. If they were clipped by value, the window is dropped.
 
         Raises:
             RuntimeError: inside a piece; in one process, also when the number of units is not known. Peers would wait
@@ -396,9 +406,21 @@ class NoiseScaleProbe:
         """
         start = time.perf_counter()
         with self._alone:
-            if not self._ends.pass_quiet(start):
+            if not (self._loop.is_ended_already() or self._ends.pass_quiet(start)):
                 self._check_open()
                 self._ends.end(None)
+
+    def _end_at_step(self) -> None:
+        """End the window at the optimizer's step, which goes on whatever is wrong with the window."""
+        start = time.perf_counter()
+        with self._alone:
+            if self._ends.pass_quiet(start):
+                return
+            try:
+                self._ends.end(None)
+            except RuntimeError as error:
+                self._alert("not_ended", f"a window could not be ended at optimizer.step(): {error}")
+                self.discard()
 
     def discard(self) -> None:
         """Forget the pieces of the present window, when its gradients were zeroed without a step.
@@ -622,7 +644,6 @@ class NoiseScaleProbe:
                 self._delivery.send(abandon_unfinished=abandon_unfinished)
             finally:  # also of a run whose peers failed: take what has arrived
                 self._delivery.receive(wait=not abandon_unfinished)
-                self._loop.alert_if_due()
                 if not abandon_unfinished:
                     self._log.passed(self._ends.n_windows, {name: float(v) for name, v in self._scalars.take().items()})
         finally:

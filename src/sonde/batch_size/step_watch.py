@@ -1,4 +1,4 @@
-"""Notices windows that are not ended before the optimizer steps on them, whichever optimizer that is."""
+"""Ends the window when the model's optimizer steps, unless the loop has ended it by itself."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ T = TypeVar("T")
 Alert = Callable[[str, str], None]
 """Takes the name of an alert and its message."""
 
-_PASSED_OVER_AFTER = 3
-"""Windows without a step, after which another optimizer that steps the same parameters takes the place."""
-_UNSEEN_AFTER = 20
-"""Windows without any step that could be seen, after which the check is said to be blind."""
+_RECENT = 3
+"""Windows for which an optimizer that has stepped is one of the model's now."""
+_SETTLED_AFTER = 20
+"""Windows after which measured parameters that never change are reported."""
 _OFTEN_AFTER = 5
 """Steps in a row that ended several windows each, after which the windows are certainly ended too often. A GradScaler
 that finds its scale may leave out a few steps."""
-_UNENDED_AFTER = 2
-"""Steps after a forward pass, without the end of a window between them, after which a window that is not measured was
-certainly not ended. Two optimizers that share a model's parameters may step once each."""
+_MANY_PIECES = 16
+"""Pieces without a step, after which parameters that change show that no optimizer of torch steps them."""
 
 
 class StepWatch:
-    """Listens to the steps of the model's optimizers: every window must be ended before the first of its steps.
+    """Ends each window at the first step of an optimizer that uses its gradients.
 
-    The optimizer is the given one. Where none was given, or the given one no longer steps, it is the one that steps the
-    measured parameters, or those that share them out. The check says so if several step the same parameters, if the
-    given one does not step, or if none was given and parameters change without a step. Steps with a closure are not
-    judged. No optimizer is kept alive: a script may be done with its model before the probe is closed.
+    Any optimizer of torch that holds measured parameters does, given or not. A loop may end its windows by itself,
+    before the step; a call that comes right after the step is one too many, and ends nothing. Optimizers that step the
+    same window one after another (Muon and AdamW) end one window. In a step with a closure, the window ends after the
+    closure's first run. No optimizer is kept alive: a script may be done with its model before the probe is closed.
 
     Args:
         optimizer: the optimizer of the loop, or several in a list; None to find them by their steps.
         wrapper: of the model. Optimizers that step what is not measured join its own.
-        reader: the reader of the window, which is forgotten when the optimizer steps before the window was ended.
-        n_runs: counts the forward passes and the declared pieces of the present window. Where nothing is measured, they
-            show that gradients are new.
-        alert: called with "never_called" when it is certain that a window was not ended, not even late; with
-            "steps_unwatched" when the check is blind; with "optimizer_replaced" when it follows another optimizer; with
-            "not_stepped" when measured parameters are in no optimizer that steps.
+        reader: the reader of the window.
+        has_peers: whether other ranks sum with this one. Then each step ends a window, since they may have pieces.
+        n_runs: counts the forward passes and the declared pieces of the present window.
+        end_window: ends the present window.
+        alert: called with "called_often" when windows are ended with each micro-batch; with "steps_unseen" when
+            parameters change, and no step ends a window; with "optimizer_replaced" when another optimizer than those
+            given steps the parameters; with "not_stepped" when measured parameters are in no optimizer that steps.
     """
 
     def __init__(
@@ -62,39 +62,39 @@ class StepWatch:
         wrapper: Wrapper,
         reader: WindowReader,
         *,
+        has_peers: bool,
         n_runs: Callable[[], int],
+        end_window: Callable[[], None],
         alert: Alert,
     ) -> None:
-        self._reader, self._n_runs, self._alert = reader, n_runs, alert
+        self._reader, self._has_peers, self._n_runs = reader, has_peers, n_runs
+        self._end_window, self._alert = end_window, alert
         self.seconds = 0.0
-        """Host time spent in hooks of optimizers so far."""
+        """Host time spent in hooks of optimizers so far, without the windows that they have ended."""
         self.is_measured = True
         """Whether the present window is measured."""
-        self._n_runs_stepped = self._n_unended = self._n_often = 0
         self._parameters, self._optimizers = wrapper.parameters, wrapper.optimizers
+        self._ids = frozenset(id(p) for p in self._parameters.values())
         self._left_out = frozenset(id(p) for p in wrapper.frozen.values() if p.requires_grad)
-        self._ids = self._left_out.union(id(p) for p in self._parameters.values())
         self._versions = [p._version for p in self._parameters.values()]
-        self._n_ended = 0
+        self._n_writes = self._written()
+        self._n_ended = self._n_by_loop = self._n_often = 0
+        """Windows ended so far; those that the loop has ended since the last step; steps in a row with several."""
+        self._is_ending = self._is_ended_by_loop = self._is_ended_by_step = self._stepped_in_backward = False
+        self.has_evaluated_again = False
+        """Whether an optimizer of the model has ever evaluated its closure several times in one step."""
+        self._stepping: list[Any] = []
+        """Optimizers inside whose step we are, the outermost first."""
+        self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Optimizers of the model that have stepped since the last window was ended."""
+        self._last_steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """By optimizer of the model: how many windows had ended when it stepped last."""
         self._held: weakref.WeakKeyDictionary[Any, tuple[int, frozenset[int]]] = weakref.WeakKeyDictionary()
         """By optimizer that has stepped: how many parameters it has, and the model's among them."""
         self._handles: list[Any] = []
         given = [each for each in given_optimizers(optimizer) if self._has_hooks(each)]
         self._given: weakref.WeakSet[Any] = weakref.WeakSet(given)
-        self._watched: weakref.WeakSet[Any] = weakref.WeakSet(given)
-        self._has_given = self._has_watched = bool(given)
-        self._watches_one_given = len(given) == 1
-        self._others: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Other optimizers of these parameters that have stepped since one of the watched did."""
-        self._windows_unstepped = 0
-        self._n_writes = self._written()
-        self._windows_written = 0
-        """Windows in which parameters changed, while no optimizer is watched."""
-        self.has_evaluated_again = False
-        """Whether an optimizer of the model has ever evaluated its closure several times in one step."""
-        self._stepped_unended = self._ended_since_step = self._stepped_in_backward = False
-        self._stepping: list[Any] = []
-        """Optimizers inside whose step we are, the outermost first."""
+        self._has_given = bool(given)
         self._handles.append(register_optimizer_step_pre_hook(self._while_alive(StepWatch._before_any_step)))
         self._handles.append(register_optimizer_step_post_hook(self._while_alive(StepWatch._after_any_step)))
 
@@ -112,11 +112,12 @@ class StepWatch:
 
     @property
     def rate(self) -> float | Tensor | None:
-        """The largest learning rate of the watched optimizers: on the device if one of them is; None if none is known.
+        """The largest learning rate of the model's optimizers: on the device if one of them is; None if none is known.
 
         A compiled or capturable optimizer may keep it as a tensor, which a scheduler fills with other values.
         """
-        rates = [group.get("lr") for optimizer in self._watched for group in optimizer.param_groups]
+        recent = [o for o, n in self._last_steps.items() if self._n_ended - n <= _RECENT] or list(self._given)
+        rates = [group.get("lr") for optimizer in recent for group in optimizer.param_groups]
         on_device = [rate.detach().reshape(()).float() for rate in rates if _is_on_device(rate)]
         on_host = [float(rate) for rate in rates if isinstance(rate, int | float | Tensor) and not _is_on_device(rate)]
         if not rates or len(on_device) + len(on_host) < len(rates):
@@ -126,50 +127,42 @@ class StepWatch:
         largest = torch.stack(on_device).amax()
         return largest.clamp(min=max(on_host)) if on_host else largest
 
-    def window_ends(self) -> bool:
-        """Note that a measured window is being ended.
+    def is_ended_already(self) -> bool:
+        """Whether the call by which the loop ends a window comes right after the step that has ended it."""
+        was_ended, self._is_ended_by_step = self._is_ended_by_step, False
+        return was_ended and not self._reader.n_pieces and not self._n_runs()
 
-        Returns:
-            Whether the window is ended late: the optimizer has stepped already.
-        """
-        self._stepping.clear()  # a step that raised an exception has no end
-        is_late = self._stepped_unended and self._reader.n_pieces == 0
-        if not is_late:
-            self.alert_if_due()
-        self._stepped_unended, self._ended_since_step = False, not is_late
-        self._windows_unstepped += 1
+    def window_ended(self) -> None:
+        """Note that a window is being ended, measured or not."""
         self._n_ended += 1
-        self._find_optimizer()
-        if self._n_ended == _UNSEEN_AFTER:
+        self._stepped.clear()
+        if not self._is_ending:
+            self._stepping.clear()  # a step that raised an exception has no end
+            self._is_ended_by_loop, self._is_ended_by_step = True, False
+            self._n_by_loop += 1
+        if self._n_ended == _SETTLED_AFTER:
             self._alert_not_stepped()
-        return is_late
-
-    def window_passes(self) -> None:
-        """Note that a window is being ended that was not measured."""
-        self._stepping.clear()
-        self._stepped_unended, self._stepped_in_backward = False, False
-        self._ended_since_step = self._n_unended == 0  # otherwise it is ended late
-        self._n_runs_stepped = self._n_unended = 0
-        self._windows_unstepped += 1
-        if self._windows_unstepped > _PASSED_OVER_AFTER and (self._watched or self._others):
-            self._find_optimizer()
 
     def take_stepped_in_backward(self) -> bool:
         """Whether an optimizer has stepped inside a backward since the last call."""
         stepped, self._stepped_in_backward = self._stepped_in_backward, False
         return stepped
 
-    def alert_if_due(self) -> None:
-        """Report a window that was not ended, once it can no longer be ended late."""
-        if self._stepped_unended:
-            self._alert_never_called()
+    def piece_begins(self) -> None:
+        """Notice a loop whose steps cannot be seen, and end no window."""
+        n = self._reader.n_pieces
+        if n == _MANY_PIECES:
+            self._n_writes = self._written()
+        elif n == 2 * _MANY_PIECES and self._written() != self._n_writes:
+            self._alert(
+                "steps_unseen",
+                "the parameters change, but no optimizer of torch steps them, so no window ends: call probe.step() "
+                "before each step",
+            )
 
-    def _alert_never_called(self) -> None:
-        self._alert(
-            "never_called",
-            "optimizer.step() ran, but the window was not ended: "
-            "call probe.step() or probe.clip_grad_norm_() before it",
-        )
+    def _written(self) -> int:
+        """How often the parameters were written to. Not counted: writes through `.data`, and by foreign kernels."""
+        return sum(p._version for p in self._parameters.values())
 
     def _alert_not_stepped(self) -> None:
         """Report measured parameters that no optimizer holds, while others are stepped."""
@@ -189,152 +182,117 @@ class StepWatch:
             handle.remove()
         self._handles = []
 
-    def _find_optimizer(self) -> None:
-        """Follow another optimizer if the present one does not step; say it if there is none to follow."""
-        others = sorted(self._others, key=lambda optimizer: type(optimizer).__name__)
-        if self._windows_unstepped > _PASSED_OVER_AFTER and others:
-            if self._share_out(others):
-                self._follow(others)
-            else:
-                self._say_blind(
-                    f"{len(others)} optimizers step the same parameters, and none of them was given to attach"
-                )
-        elif self._has_watched:
-            if self._windows_unstepped > _UNSEEN_AFTER:
-                self._say_blind(f"the optimizer has not stepped in {_UNSEEN_AFTER} windows")
-        elif self._written_unseen():
-            self._say_blind("no optimizer was given, and the parameters change without a step that can be seen")
-
-    def _written(self) -> int:
-        """How often the parameters were written to. Not counted: writes through `.data`, and by foreign kernels."""
-        return sum(p._version for p in self._parameters.values())
-
-    def _written_unseen(self) -> bool:
-        """Whether parameters have changed in so many windows that someone must step them."""
-        n_before, self._n_writes = self._n_writes, self._written()
-        self._windows_written += self._n_writes != n_before
-        return self._windows_written > _UNSEEN_AFTER
-
-    def _follow(self, others: list[Any]) -> None:
-        """Watch other optimizers beside those whose parameters they leave alone, or in their place."""
-        is_of_these = any(map(self._held_by, self._watched))
-        if is_of_these and self._share_out([*self._watched, *others]):
-            self._watched.update(others)
-        else:
-            if self._has_given:
-                self._alert(
-                    "optimizer_replaced",
-                    f"{', '.join(type(o).__name__ for o in others)} steps these parameters, not the optimizer given to "
-                    "attach. Windows are checked against its steps from now on. With metric='adam', attach again with "
-                    "it",
-                )
-            self._watched = weakref.WeakSet(others)
-        self._watches_one_given, self._has_watched = False, True
-        self._windows_unstepped = 0
-        self._others.clear()
-
-    def _share_out(self, optimizers: Sequence[Any]) -> bool:
-        """Whether no measured parameter is in two of the optimizers."""
-        held = [self._held_by(optimizer) for optimizer in optimizers]
-        return len(frozenset().union(*held)) == sum(map(len, held))
-
-    def _say_blind(self, why: str) -> None:
-        self._alert(
-            "steps_unwatched",
-            f"{why}. So it cannot be checked that each window is ended before its step: pass the optimizer to attach "
-            "as optimizer=",
-        )
-
     def _before_any_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         self._stepping.append(optimizer)
-        followed = self._followed(optimizer, args, kwargs)
-        if optimizer in self._given:  # it has a hook of its own
-            return followed
         start = time.perf_counter()
-        # An optimizer that wraps another (ZeroRedundancyOptimizer) steps it inside its own step.
-        is_inner = any(map(self._held_by, self._stepping[:-1]))
-        if self._held_by(optimizer) and not is_inner:
-            self._before_step(optimizer, args, kwargs)
+        followed = self._followed(optimizer, args, kwargs)
         self.seconds += time.perf_counter() - start
+        if followed is None and optimizer not in self._given:  # which has a hook of its own
+            self._before_step(optimizer)
         return followed
 
-    def _followed(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """The arguments of a step of the model's optimizer, whose closure notes how often it runs; None without one."""
-        closure = kwargs.get("closure") or next(iter(args[1:]), None)
-        if not callable(closure) or isinstance(closure, nn.Module) or not self._held_by(optimizer):
-            return None
-        counted = self._counted(closure)
-        return (
-            (args, {**kwargs, "closure": counted}) if "closure" in kwargs else ((args[0], counted, *args[2:]), kwargs)
-        )
-
-    def _counted(self, closure: Callable[..., Any]) -> Callable[..., Any]:
-        n = 0
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            nonlocal n
-            n += 1
-            self.has_evaluated_again |= n > 1
-            return closure(*args, **kwargs)
-
-        return counted
-
     def _before_given_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        start = time.perf_counter()
-        is_usual = self._ended_since_step and not self._others and self._watches_one_given
-        if is_usual and not in_backward():  # nearly all steps, so this is short
-            if self._windows_unstepped > 1 or self._n_often:
-                self._count_windows()
-            self._windows_unstepped, self._ended_since_step = 0, False
-        else:
-            self._before_step(optimizer, args, kwargs)
-        self.seconds += time.perf_counter() - start
+        if kwargs.get("closure") is None and not any(map(callable, args[1:])):
+            self._before_step(optimizer)
 
     def _after_any_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if self._stepping and self._stepping[-1] is optimizer:
             self._stepping.pop()
 
+    def _followed(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """The arguments of a step of the model's optimizer, with another closure; None without one."""
+        closure = kwargs.get("closure") or next(iter(args[1:]), None)
+        if not callable(closure) or isinstance(closure, nn.Module) or not self._held_by(optimizer):
+            return None
+        closure = self._ending(closure, optimizer)
+        return (args, kwargs | {"closure": closure}) if "closure" in kwargs else ((args[0], closure, *args[2:]), kwargs)
+
+    def _ending(self, closure: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
+        """A closure that ends the window after its first run, and notices others."""
+        n, gradients_are_ready = 0, self._while_alive(StepWatch._before_step)
+
+        def ending(*args: Any, **kwargs: Any) -> Any:
+            nonlocal n
+            n += 1
+            self.has_evaluated_again |= n > 1
+            loss = closure(*args, **kwargs)
+            if n == 1:
+                gradients_are_ready(optimizer)
+            return loss
+
+        return ending
+
     def _held_by(self, optimizer: Any) -> frozenset[int]:
-        """The model's parameters that an optimizer holds, by id."""
+        """The measured parameters that an optimizer holds, by id."""
         n = 0
         for group in optimizer.param_groups:  # more after `add_param_group`
             n += len(group["params"])
         known = self._held.get(optimizer)
         if known is None or known[0] != n:
-            held = (id(p) for group in optimizer.param_groups for p in group["params"])
-            self._held[optimizer] = known = n, self._ids.intersection(held)
-            if not known[1].isdisjoint(self._left_out):
+            held = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
+            self._held[optimizer] = known = n, self._ids & held
+            if not self._left_out.isdisjoint(held):
                 self._optimizers.add(optimizer)
         return known[1]
 
-    def _before_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        # With a closure, backward runs inside the step, and the window may be ended there: it cannot be judged here.
-        has_closure = kwargs.get("closure") is not None or any(map(callable, args[1:]))
+    def _before_step(self, optimizer: Any) -> None:
+        """End the window whose gradients an optimizer is about to use, unless that was done."""
+        start = time.perf_counter()
+        # An optimizer that wraps another (ZeroRedundancyOptimizer) steps it inside its own step.
+        is_inner = any(o is not optimizer and self._held_by(o) for o in self._stepping)
+        if is_inner or not self._held_by(optimizer):
+            return
         if in_backward():
-            self._stepped_in_backward, self._windows_written = True, 0
-        elif optimizer not in self._watched:
-            self._others.add(optimizer)
-        elif self._held_by(optimizer) or not self._others:  # another model's gives way to one of this model
-            if self._windows_unstepped:  # not at the step of the second of several optimizers
-                self._count_windows()
-            self._windows_unstepped = 0
-            self._others.clear()
-            if not (self._ended_since_step or has_closure):
-                self._step_was_not_announced()
-            self._ended_since_step = False
+            self._stepped_in_backward = True
+            return
+        if self._n_by_loop:
+            self._count_windows()
+        is_due = not self._is_ended_by_loop and self._has_window(optimizer)
+        self._is_ended_by_loop, self._n_by_loop = False, 0
+        self.seconds += time.perf_counter() - start
+        if is_due:
+            self._is_ending = True
+            try:
+                self._end_window()
+            finally:
+                self._is_ending = False
+            self._is_ended_by_step = True
+        self._stepped.add(optimizer)
+        self._last_steps[optimizer] = self._n_ended
+        if self._has_given and optimizer not in self._given:
+            self._notice_replaced(optimizer)
+
+    def _has_window(self, optimizer: Any) -> bool:
+        """Whether an optimizer steps on gradients of a window that was not ended."""
+        if self._stepped and optimizer not in self._stepped:  # another one of the same window, or of the next
+            return self._reader.n_pieces > 0 or (not self.is_measured and self._n_runs() > 0)
+        return self._has_peers or not self.is_measured or self._reader.n_pieces > 0 or self._n_runs() > 0
 
     def _count_windows(self) -> None:
-        """Notice that a window is ended with each micro-batch: several windows before each step."""
-        self._n_often = self._n_often + 1 if self._windows_unstepped > 1 else 0
+        """Notice that the loop ends a window with each micro-batch: several windows before each step."""
+        self._n_often = self._n_often + 1 if self._n_by_loop > 1 else 0
         if self._n_often == _OFTEN_AFTER:
             self._alert(
                 "called_often",
-                f"probe.step() was called {self._windows_unstepped} times between optimizer steps, {_OFTEN_AFTER} "
-                "steps in a row: call it once, after the last backward and before optimizer.step()",
+                f"probe.step() was called {self._n_by_loop} times between optimizer steps, {_OFTEN_AFTER} steps in a "
+                "row: call it once, after the last backward and before optimizer.step(), or leave it out",
+            )
+
+    def _notice_replaced(self, optimizer: Any) -> None:
+        """Notice that other optimizers step the parameters, and the given ones no longer do."""
+        last = max((self._last_steps.get(given, 0) for given in self._given), default=0)
+        if self._n_ended - last > _RECENT:
+            self._alert(
+                "optimizer_replaced",
+                f"{type(optimizer).__name__} steps these parameters, not the optimizer given to attach. With "
+                "metric='adam', attach again with it",
             )
 
     def _while_alive(self, method: Callable[..., T]) -> Callable[..., T | None]:
-        """A method as a hook that does not keep its object alive: a hook for all optimizers outlives every model."""
+        """A method as a hook that does not keep its object alive: a hook for all optimizers outlives every model.
+
+        A step that is compiled calls it outside its graph.
+        """
         reference, pid = weakref.ref(self), os.getpid()
 
         def hook(*args: Any) -> T | None:
@@ -346,18 +304,8 @@ class StepWatch:
                     log_failure(error)
             return None
 
-        return hook
-
-    def _step_was_not_announced(self) -> None:
-        """Note a step without the end of a window since the step before."""
-        if self._reader.n_pieces:
-            self.alert_if_due()
-            self._stepped_unended = True
-            self._reader.forget_window()
-        elif not self.is_measured and (n := self._n_runs()) > self._n_runs_stepped:
-            self._n_runs_stepped, self._n_unended = n, self._n_unended + 1
-            if self._n_unended >= _UNENDED_AFTER:
-                self._alert_never_called()
+        outside_graphs: Callable[..., T | None] = torch.compiler.disable(hook)
+        return outside_graphs
 
 
 def _is_on_device(rate: Any) -> TypeIs[Tensor]:

@@ -147,12 +147,11 @@ class Problem(IntEnum):
     REPLACED = 26
     IN_CUDA_GRAPH = 27
     EVALUATED_AGAIN = 34
-    ENDED_LATE = 0
     NOT_ALL_DECLARED = 31
     UNITS_UNKNOWN = 32
     NOT_COUNTED = 36
-    UNITS_ASKED = 38
-    FORWARD_ALONE = 25
+    UNITS_ASKED = 25
+    FORWARD_ALONE = 0
     OUTSIDE_SCHEDULE = 33
     NO_SECOND_MOMENT = 1
     BAD_COUNTS = 2
@@ -241,9 +240,6 @@ _MESSAGES = {
     Problem.EVALUATED_AGAIN: (
         "the optimizer evaluates its closure several times a step, as LBFGS does, so that a step has no single "
         "gradient: measure a run with another optimizer"
-    ),
-    Problem.ENDED_LATE: (
-        "the window was ended after optimizer.step(): call probe.step() or probe.clip_grad_norm_() before it"
     ),
     Problem.NOT_ALL_DECLARED: (
         "a rank had backwards outside piece(), each counted as a piece of units_per_piece, while it or another rank "
