@@ -1,4 +1,4 @@
-"""A loop in the style of nanoGPT's train.py: three lines of sonde, and the verdict is printed when the script ends.
+"""A loop in the style of nanoGPT's train.py: two lines of sonde, and the verdict is printed when the script ends.
 
 python examples/nanogpt_loop.py
 """
@@ -42,7 +42,7 @@ torch.manual_seed(0)
 model = Model()
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 # 2: each forward shows how many contexts it has. A run this short measures every window, and has a log.
-probe = sonde.attach(model, optimizer, unit="contexts", every=1, log="runs/nanogpt-loop")
+sonde.attach(model, optimizer, unit="contexts", every=1, log="runs/nanogpt-loop")
 
 X, Y = get_batch()
 for iter_num in range(MAX_ITERS):
@@ -52,7 +52,6 @@ for iter_num in range(MAX_ITERS):
         X, Y = get_batch()
         loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    probe.step()  # 3
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     if iter_num % 50 == 0:

@@ -57,7 +57,6 @@ for step in range(150):
     loss = nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
     loss.backward()
     probe.log(loss=loss)
-    probe.step()
     optimizer.step()
     optimizer.zero_grad()
     if step % 50 == 49:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -87,6 +88,24 @@ def test_the_step_ends_the_window(loop: str, are_given: bool, call: str) -> None
         assert (reading.trace_cov, reading.grad_sq) == (expected.trace_cov, expected.grad_sq)
     assert reading.trace_cov == pytest.approx(expected.trace_cov, rel=1e-6)
     assert all(map(torch.equal, weights, rested))
+
+
+def test_a_probe_that_nobody_keeps_lives_as_long_as_its_model() -> None:
+    model = small_model()
+    optimizer = sgd(model)
+    probe = weakref.ref(attached(model, optimizer, units_per_piece="first dim", every=10))
+    for _ in range(25):  # most windows are not measured, and have no hook on a parameter
+        for loss in piece_losses(model, [4, 4]):
+            loss().backward()
+        optimizer.step()
+        model.zero_grad()
+        gc.collect()
+    alive = probe()
+    assert alive is not None
+    assert alive.reading().windows == 3
+    del alive, model, optimizer, loss
+    gc.collect()
+    assert probe() is None
 
 
 @pytest.mark.parametrize("call", ["never", "before", "after"])

@@ -23,10 +23,11 @@ class ForwardWatch:
     Args:
         model: as the user calls it.
         device: of the model.
+        owner: lives as long as the model while forwards are watched: a loop that calls no probe need not keep it.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._forwards = _ForwardCounter(device)
+    def __init__(self, model: nn.Module, device: torch.device, owner: object) -> None:
+        self._forwards = _ForwardCounter(device, owner)
         self._may_be_recorded = runs_beside_host(device)
         self._handle: RemovableHandle | None = None
         self._backwards = 0
@@ -86,8 +87,8 @@ class ForwardWatch:
 class _ForwardCounter(ModuleHook):
     """A forward hook that counts."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.n = 0
+    def __init__(self, device: torch.device, owner: object) -> None:
+        self.n, self._owner = 0, owner
         self.seconds = 0.0
         self.was_compiled = self.were_recorded = False
         self._device, self._may_be_recorded = device, runs_beside_host(device)

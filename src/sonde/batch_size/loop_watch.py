@@ -59,7 +59,7 @@ class LoopWatch:
         alert: Alert,
     ) -> None:
         parameters = list(wrapper.parameters.values())
-        self._forwards = ForwardWatch(model, reader.device)
+        self._forwards = ForwardWatch(model, reader.device, self)
         self.n_passed_pieces = 0
         """Declared pieces of the present window, if it is not measured."""
         self._steps = StepWatch(
