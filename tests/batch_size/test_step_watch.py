@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
@@ -203,6 +204,24 @@ def test_a_step_that_a_grad_scaler_leaves_out_ends_no_window() -> None:
     assert all(map(torch.equal, weights, plain))
     assert reading is not None
     assert (reading.windows, sum(reading.dropped.values())) == (18, 1)
+
+
+def state_made_on_rank() -> tuple[int, int, list[str]]:
+    """torch.distributed.checkpoint makes an optimizer's state by a step without gradients."""
+    model = DistributedDataParallel(small_model())
+    optimizer, generator = torch.optim.AdamW(model.parameters()), torch.Generator().manual_seed(dist.get_rank())
+    with attached(model, optimizer, units_per_piece=4) as probe:
+        get_state_dict(model, optimizer)
+        for _ in range(4):
+            mean_loss(model, *batch(4, generator)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        reading = probe.reading()
+        return reading.windows, sum(reading.dropped.values()), list(probe.alerts)
+
+
+def test_a_step_that_makes_the_optimizers_state_raises_no_alarm(ranks2: Ranks) -> None:
+    assert ranks2(state_made_on_rank) == [(4, 1, [])] * 2
 
 
 def windows_on_rank(empty: bool) -> tuple[int, dict[str, int], list[str]]:

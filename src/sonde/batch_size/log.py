@@ -59,7 +59,7 @@ METRICS: dict[str, Metric] = {
 NORM, CLIP_FRACTION = "grad/norm", "grad/clip_fraction"
 """Metrics that reach the log as scalars of a window, and are averaged as the user's own."""
 
-_EXPECTED = {"no_second_moment", "no_gradient"}
+_EXPECTED = {"no_second_moment", "no_gradient", "step_alone"}
 """Reasons to drop a window that are no cause for alarm."""
 _PASSING = {"loss_scale", "several_backwards"}
 """Reasons that are no cause for alarm as long as they pass: a GradScaler finds its scale by overflows, and what reads

@@ -135,6 +135,7 @@ class LoopWatch:
         self._steps.window_ended()
         found = {
             Problem.FORWARD_ALONE: self._forwards.n_forwards > 0 and not has_pieces,
+            Problem.STEP_ALONE: self._steps.is_ending and not (self._forwards.n_forwards or has_pieces),
             Problem.EVALUATED_AGAIN: self._steps.has_evaluated_again,
             Problem.STEPPED_IN_BACKWARD: self._steps.take_stepped_in_backward(),
             Problem.TAKEN_IN_BACKWARD: self._gradients_were_taken(),

@@ -80,7 +80,9 @@ class StepWatch:
         self._n_writes = self._written()
         self._n_ended = self._n_by_loop = self._n_often = 0
         """Windows ended so far; those that the loop has ended since the last step; steps in a row with several."""
-        self._is_ending = self._is_ended_by_loop = self._is_ended_by_step = self._stepped_in_backward = False
+        self.is_ending = False
+        """Whether a step is ending the present window."""
+        self._is_ended_by_loop = self._is_ended_by_step = self._stepped_in_backward = False
         self.has_evaluated_again = False
         """Whether an optimizer of the model has ever evaluated its closure several times in one step."""
         self._stepping: list[Any] = []
@@ -136,7 +138,7 @@ class StepWatch:
         """Note that a window is being ended, measured or not."""
         self._n_ended += 1
         self._stepped.clear()
-        if not self._is_ending:
+        if not self.is_ending:
             self._stepping.clear()  # a step that raised an exception has no end
             self._is_ended_by_loop, self._is_ended_by_step = True, False
             self._n_by_loop += 1
@@ -251,11 +253,11 @@ class StepWatch:
         self._is_ended_by_loop, self._n_by_loop = False, 0
         self.seconds += time.perf_counter() - start
         if is_due:
-            self._is_ending = True
+            self.is_ending = True
             try:
                 self._end_window()
             finally:
-                self._is_ending = False
+                self.is_ending = False
             self._is_ended_by_step = True
         self._stepped.add(optimizer)
         self._last_steps[optimizer] = self._n_ended

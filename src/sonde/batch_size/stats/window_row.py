@@ -65,6 +65,7 @@ class WindowRow:
         further_units: its size in each further unit.
         n_ranks_declaring: ranks that take only declared pieces by now.
         ran_forward: whether the model's forward ran on a rank that had no piece.
+        stepped_alone: whether an optimizer stepped on a rank that had neither a forward nor a piece.
         examples: the window's single examples; None if it is to be solved from its pieces.
         experts: of experts that several ranks feed, and the other numbers are of the rest; None without experts.
         whole: Σ |h_k|²/w_k and |F|² of the whole model, in a metric in which squares of groups do not add up to them;
@@ -94,6 +95,7 @@ class WindowRow:
     further_units: Sequence[float] = ()
     n_ranks_declaring: int = 0
     ran_forward: bool = False
+    stepped_alone: bool = False
     examples: ExampleSums | None = None
     experts: ExpertSums | None = None
     whole: tuple[float, float] | None = None
@@ -135,6 +137,8 @@ def why_unusable(
 def _pieces_unusable(row: WindowRow) -> Drop | None:
     if row.problems:
         return row.problems[0]
+    if row.n_pieces == 0 and row.stepped_alone and not row.ran_forward:
+        return Drop("step_alone", "an optimizer stepped without a backward, as where it makes its state")
     if row.n_pieces == 0 and row.n_ranks_declaring:
         return Drop(
             "no_backward",

@@ -152,6 +152,7 @@ class Problem(IntEnum):
     NOT_COUNTED = 36
     UNITS_ASKED = 25
     FORWARD_ALONE = 0
+    STEP_ALONE = 38
     OUTSIDE_SCHEDULE = 33
     NO_SECOND_MOMENT = 1
     BAD_COUNTS = 2
@@ -191,7 +192,7 @@ class Problem(IntEnum):
         Args:
             are_declared: whether any rank declares pieces.
         """
-        if self is Problem.FORWARD_ALONE:  # no problem by itself: where no rank had a piece, it tells the cause
+        if self in (Problem.FORWARD_ALONE, Problem.STEP_ALONE):  # where no rank had a piece, they tell the cause
             return False
         if self is Problem.NOT_ALL_DECLARED:
             return are_declared

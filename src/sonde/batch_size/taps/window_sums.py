@@ -382,6 +382,7 @@ def read_row(
         n_pieces=round(n_pieces),
         n_ranks_declaring=round(n_declaring),
         ran_forward=n_met[Problem.FORWARD_ALONE] > 0,
+        stepped_alone=n_met[Problem.STEP_ALONE] > 0,
         n_units=n_units,
         further_units=further.tolist(),
         in_fp32=packed.dtype == torch.float32,
