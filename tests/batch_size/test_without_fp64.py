@@ -100,7 +100,7 @@ def _on_ranks(how: str, clips: bool) -> Any:
         torch.manual_seed(0)
         model: nn.Module = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2))
         model = DistributedDataParallel(model) if how != "fsdp2" else fully_shard(model, mesh=mesh_of((2,)))
-        tap: Any = "comm_hook" if how == "ddp buckets" else "auto"
+        tap: Any = "comm_hook" if how == "ddp buckets" else "leaf"
         generator = torch.Generator().manual_seed(dist.get_rank())
         with no_float64(on=on), attached(model, groups=str, tap=tap) as probe:
             for _ in range(4):

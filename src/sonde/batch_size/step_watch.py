@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import TypeIs
 
 from sonde.batch_size.hook_failures import log_failure
@@ -41,7 +41,8 @@ class StepWatch:
 
     Any optimizer of torch that holds measured parameters does, given or not. A loop may end its windows by itself,
     before the step; a call that comes right after the step is one too many, and ends nothing. Optimizers that step the
-    same window one after another (Muon and AdamW) end one window. In a step with a closure, the window ends after the
+    same window one after another (Muon and AdamW), or one inside the other's step (ZeroRedundancyOptimizer), end one
+    window. In a step with a closure, the window ends after the
     closure's first run. No optimizer is kept alive: a script may be done with its model before the probe is closed.
 
     Args:
@@ -85,8 +86,6 @@ class StepWatch:
         self._is_ended_by_loop = self._is_ended_by_step = self._stepped_in_backward = False
         self.has_evaluated_again = False
         """Whether an optimizer of the model has ever evaluated its closure several times in one step."""
-        self._stepping: list[Any] = []
-        """Optimizers inside whose step we are, the outermost first."""
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()
         """Optimizers of the model that have stepped since the last window was ended."""
         self._last_steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -98,7 +97,6 @@ class StepWatch:
         self._given: weakref.WeakSet[Any] = weakref.WeakSet(given)
         self._has_given = bool(given)
         self._handles.append(register_optimizer_step_pre_hook(self._while_alive(StepWatch._before_any_step)))
-        self._handles.append(register_optimizer_step_post_hook(self._while_alive(StepWatch._after_any_step)))
 
     def _has_hooks(self, given: Any) -> bool:
         """Put a hook on a given optimizer, if it can have any.
@@ -139,7 +137,6 @@ class StepWatch:
         self._n_ended += 1
         self._stepped.clear()
         if not self.is_ending:
-            self._stepping.clear()  # a step that raised an exception has no end
             self._is_ended_by_loop, self._is_ended_by_step = True, False
             self._n_by_loop += 1
         if self._n_ended == _SETTLED_AFTER:
@@ -185,21 +182,15 @@ class StepWatch:
         self._handles = []
 
     def _before_any_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        self._stepping.append(optimizer)
-        start = time.perf_counter()
-        followed = self._followed(optimizer, args, kwargs)
-        self.seconds += time.perf_counter() - start
-        if followed is None and optimizer not in self._given:  # which has a hook of its own
+        if (kwargs or len(args) > 1) and (followed := self._followed(optimizer, args, kwargs)) is not None:
+            return followed
+        if optimizer not in self._given:  # which has a hook of its own
             self._before_step(optimizer)
-        return followed
+        return None
 
     def _before_given_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if kwargs.get("closure") is None and not any(map(callable, args[1:])):
             self._before_step(optimizer)
-
-    def _after_any_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if self._stepping and self._stepping[-1] is optimizer:
-            self._stepping.pop()
 
     def _followed(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """The arguments of a step of the model's optimizer, with another closure; None without one."""
@@ -240,9 +231,7 @@ class StepWatch:
     def _before_step(self, optimizer: Any) -> None:
         """End the window whose gradients an optimizer is about to use, unless that was done."""
         start = time.perf_counter()
-        # An optimizer that wraps another (ZeroRedundancyOptimizer) steps it inside its own step.
-        is_inner = any(o is not optimizer and self._held_by(o) for o in self._stepping)
-        if is_inner or not self._held_by(optimizer):
+        if not self._held_by(optimizer):
             return
         if in_backward():
             self._stepped_in_backward = True

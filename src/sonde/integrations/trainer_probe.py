@@ -298,7 +298,7 @@ class TrainerProbe:
     def _read(self, probe: NoiseScaleProbe) -> NoiseScaleReading:
         """The probe's reading; where no window could be ended, with the reason."""
         reading = probe.reading()
-        if self._why_none is not None and not reading.windows and not reading.dropped:
+        if self._why_none is not None and not reading.windows:
             return replace(reading, reason=self._why_none)
         return reading
 

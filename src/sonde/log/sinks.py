@@ -36,10 +36,10 @@ class JsonlSink:
         >>> import tempfile
         >>> folder = tempfile.mkdtemp()
         >>> sink = JsonlSink(folder)
-        >>> sink.write({"kind": "header", "schema": 3, "unit": "sequences"})
+        >>> sink.write({"kind": "header", "schema": 3, "writes": "reading", "unit": "sequences"})
         >>> sink.close()
         >>> (Path(folder) / "records.jsonl").read_text()
-        '{"kind":"header","schema":3,"unit":"sequences"}\\n'
+        '{"kind":"header","schema":3,"writes":"reading","unit":"sequences"}\\n'
     """
 
     must_begin: ClassVar[bool] = True

@@ -77,7 +77,7 @@ REMEDIES: Mapping[str, str] = {
     "clipped by value before probe.step(): clip by norm, or clip after probe.step()": (
         "clipped by value before the step: clip by norm"
     ),
-    "steps these parameters, not the optimizer given to attach. Windows are checked against its steps from now on. "
+    "steps these parameters, not the optimizer given to attach. "
     "With metric='adam', attach again with it": "steps these parameters now, in place of an earlier optimizer",
 }
 """By what `sonde.attach` says. The order matters: what is replaced first is no longer there for the lines below."""
