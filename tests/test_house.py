@@ -14,7 +14,7 @@ from tests.house import ROOT, TOTAL
 from tests.ranks import Ranks
 
 PRESENT = {
-    "lines of code: batch_size": 11_292,
+    "lines of code: batch_size": 11_293,
     "lines of code: commands": 1_616,
     "lines of code: demos": 897,
     "lines of code: files outside folders": 853,

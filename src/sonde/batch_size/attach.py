@@ -54,6 +54,7 @@ def attach(
     comm_hook: CommHook | None = None,
     comm_state: object = None,
     log: LogOrPlaces = None,
+    horizon: float | None = None,
     verbose: bool = True,
 ) -> NoiseScaleProbe:
     """Measure the gradient noise scale of a model while it trains.
@@ -65,9 +66,8 @@ def attach(
             its final `requires_grad`. A model of FSDP2 is attached on all its ranks together: its parameters are
             gathered once.
         optimizer: whose steps end the windows, or several in a list that step the model together, as Muon and AdamW do.
-            What they hold is measured, and nothing else. The probe warns about windows that are not measured, or
-            measured twice. Without it, all trainable parameters are measured, and the probe looks for the optimizers
-            that step them.
+            What they hold is measured, and nothing else. Without it, all trainable parameters are measured, and the
+            step of any optimizer that holds some of them ends a window.
         unit: plural name of the independent sample ("sequences", "images"); results are in it. With several names,
             ("sequences", "tokens"), they are converted to those after the first.
         units_per_piece: units in a micro-batch, by name if there are several, unless `piece(units=...)` gives them.
@@ -95,6 +95,7 @@ def attach(
         comm_state: the state that the hook is called with.
         log: of the run; give the same log to every probe of the run. Or what `RunLog` takes, for a log of its own: a
             folder as "runs/my-run", "wandb" or another tracker, a function, or several of these in a list.
+        horizon: not used: the noise scale now has no horizon. Loops that were written for averages over one pass it.
         verbose: print the setup that was found, on rank 0.
 
     Returns:
