@@ -175,7 +175,7 @@ def test_trackers_by_name_are_no_folders(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_options_that_do_not_exist_are_refused() -> None:
-    for wrong in ("budgt", "sinks", "horizon"):
+    for wrong in ("budgt", "sinks", "log_every"):
         with pytest.raises(TypeError, match=rf"attach\(\) got an unexpected keyword argument '{wrong}'"):
             sonde.attach(nn.Linear(3, 1), unit="rows", **{wrong: 3})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"options must be a sonde\.NoiseScaleOptions, got {'unit': 'rows'}"):

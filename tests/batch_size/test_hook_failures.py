@@ -115,7 +115,7 @@ def test_single_examples(
 def test_a_step_of_the_optimizer(caplog: pytest.LogCaptureFixture) -> None:
     expected = _trained(small_model(), None, declared=False)
     model = small_model()
-    with _failing(StepWatch, "_after_any_step"), attached(model) as probe:
+    with _failing(StepWatch, "_before_step"), attached(model) as probe:
         _assert_same(_trained(model, probe, declared=True), expected)
         assert probe.reading().windows == 3
     assert "sonde failed inside a hook" in caplog.text
