@@ -113,7 +113,7 @@ def test_levels_are_those_of_a_naive_filter() -> None:
     [
         ("_shifted", "- steps", "+ steps"),
         ("_spread", 'mode="replicate"', 'mode="constant"'),
-        ("_moved", "_spread(total, on_host((_JUMP,)))", "total"),
+        ("_moved", "total @ _jumped()", "total"),
         ("NoiseScaleFilter._with", "half = block.log_time / 2", "half = block.log_time"),
         ("NoiseScaleFilter._with", "_spread(density, on_host((by_rate,)))", "density"),
         ("NoiseScaleFilter.update", "self._rate = block.rate", "self._rate = self._rate or block.rate"),

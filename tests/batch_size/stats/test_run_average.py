@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from sonde.batch_size.stats.blocks import Block, Blocks
-from sonde.batch_size.stats.run_average import average_of_run
+from sonde.batch_size.stats.filter import Level
+from sonde.batch_size.stats.run_average import RunAverage
 from sonde.stats.intervals import RatioInterval, fieller_interval
 from tests.batch_size.stats.windows import gaussian_windows
 from tests.mutants import Mutant
@@ -34,8 +35,15 @@ def exact(path: Callable[[int], float]) -> float:
     return sum(trace_cov / size for size in sizes) / sum(y / size for y, size in zip(grad_sq, sizes, strict=True))
 
 
+def level_of(blocks: Sequence[Block]) -> Level:
+    so_far = RunAverage()
+    for each in blocks[:-1]:
+        so_far.add(each)
+    return so_far.level(*blocks[-1:])
+
+
 def average(blocks: Sequence[Block]) -> tuple[float | None, RatioInterval]:
-    level = average_of_run(blocks)
+    level = level_of(blocks)
     return level.b_simple, level.interval
 
 
@@ -100,14 +108,12 @@ def test_a_plain_mean_of_windows_would_be_wrong() -> None:
     """Of 145 windows, 100 are of the first 100 steps of 1,000, in which the noise scale was small."""
     of_windows = Mutant(
         "weighs by windows",
-        "sonde.batch_size.stats.run_average:average_of_run",
-        "[b.n_steps for b in blocks]",
-        "[b.n_windows for b in blocks]",
+        "sonde.batch_size.stats.run_average:RunAverage._with",
+        "n, steps = block.n_windows, float(block.n_steps)",
+        "n = steps = block.n_windows",
     )
     with of_windows.applied():
-        from sonde.batch_size.stats import run_average
-
-        wrong = run_average.average_of_run(blocks_of_one_run()).b_simple
+        wrong = level_of(blocks_of_one_run()).b_simple
     right, interval = average(blocks_of_one_run())
     truth = exact(PATHS["grows from almost 0"])
     assert right is not None
@@ -153,7 +159,7 @@ def test_too_few_windows_give_a_reason() -> None:
         assert (interval.status, interval.low) == ("unresolved", None)
         assert interval.reason == "too few windows for an interval: measure more"
     known = block(8, 8, (8.0, 2.0), (1.0, 0.04), 8)
-    assert average_of_run([known, one]) == average_of_run([known])  # one window shows no scatter
+    assert level_of([known, one]) == level_of([known])  # one window shows no scatter
 
 
 def test_a_signal_that_is_not_known_gives_a_bound() -> None:

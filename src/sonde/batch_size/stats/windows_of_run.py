@@ -12,7 +12,7 @@ import torch
 from sonde.batch_size.stats.blocks import Block, Blocks, on_host
 from sonde.batch_size.stats.filter import Level, NoiseScaleFilter
 from sonde.batch_size.stats.group_estimates import estimates_table
-from sonde.batch_size.stats.run_average import average_of_run
+from sonde.batch_size.stats.run_average import RunAverage
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.stats.intervals import unresolved
 
@@ -77,6 +77,7 @@ class WindowsOfRun:
     def _begin(self, number: int) -> None:
         self._blocks = Blocks()
         self._filter: NoiseScaleFilter | None = None
+        self._average = RunAverage()
         self._batch = 0.0
         self._origin = number
 
@@ -100,6 +101,7 @@ class WindowsOfRun:
         block = self._blocks.add(number - self._origin, estimates, 1 / window.effective_units, rate)
         if block is not None:
             self._filter.update(block)
+            self._average.add(block)
         if rate is not None:
             self._see_rate(rate, number)
 
@@ -151,8 +153,8 @@ class WindowsOfRun:
         return self._filter.levels(self._blocks.unfinished, n_series=None if with_groups else 1)
 
     def average(self) -> Level:
-        """The noise scale of the whole model over the run so far; see `average_of_run`."""
-        return average_of_run(self._blocks.all)
+        """The noise scale of the whole model over the run so far; see `RunAverage`."""
+        return self._average.level(self._blocks.unfinished)
 
     def recent(self) -> Recent | None:
         """The last windows; None before the first."""
@@ -193,6 +195,7 @@ class WindowsOfRun:
             self._batch, self._filter = batch, NoiseScaleFilter(1 + len(self.groups), batch)
             for block in self._blocks.complete:
                 self._filter.update(block)
+                self._average.add(block)
 
 
 def _log_scatter(blocks: Sequence[Block]) -> float | None:
