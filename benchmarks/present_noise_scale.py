@@ -441,6 +441,23 @@ def table(found: Sequence[Judged], key: Callable[[Judged], str], title: str) -> 
     return "\n".join(lines)
 
 
+def cells(found: Sequence[Judged], pace: str) -> str:
+    """How often the filter's interval held the level, in each cell: task, optimizer and steps by schedule."""
+    of_cell: dict[tuple[str, str, str, str], list[bool]] = {}
+    for r in found:
+        if r.by == "filter" and r.pace == pace:
+            task, optimizer, schedule, steps, _seed = r.run.split("-")
+            of_cell.setdefault((task, optimizer, steps, schedule), []).append(r.holds)
+    lines = [f"| {pace} | {' | '.join(SCHEDULES)} |", "|---" * (1 + len(SCHEDULES)) + "|"]
+    for row in dict.fromkeys(cell[:3] for cell in of_cell):
+        held = [of_cell.get((*row, schedule), []) for schedule in SCHEDULES]
+        counts = [f"{sum(each)} of {len(each)}" if each else "–" for each in held]
+        lines.append(f"| {' '.join(row)} | {' | '.join(counts)} |")
+    missed = [" ".join(cell) for cell, held in of_cell.items() if sum(held) < 0.9 * len(held)]
+    names = f": {', '.join(missed)}" if missed else ""
+    return "\n".join([*lines, "", f"{len(missed)} of {len(of_cell)} cells below 90 %{names}."])
+
+
 def share(values: Iterator[bool] | Sequence[bool]) -> str:
     """A part in per cent."""
     known = list(values)
@@ -512,12 +529,14 @@ def main() -> None:
         ("All", lambda r: "all", ""),
     )
     tables = "\n\n".join(f"## {title}\n\n{table(found, key, head)}" for title, key, head in parts)
+    of_cells = "\n\n".join(cells(found, pace) for pace in PACES)
     text = (
         f"{n_runs} trainings. A reading holds the level if its interval overlaps the level's own, "
         "which is as wide as the exact values of few steps make it; it contains the level if that itself is inside. "
         "Estimate over level, and width (the upper over the lower end): medians over two-sided intervals. Last, this "
         "width over that of the plain mean of the last half, where the latter is two-sided and holds the level.\n\n"
-        f"{tables}\n\n## The last reading\n\n{last_readings(found)}\n\n"
+        f"{tables}\n\n## By cell\n\nReadings whose interval held the level.\n\n{of_cells}\n\n"
+        f"## The last reading\n\n{last_readings(found)}\n\n"
         f"## The run's average\n\nIts interval overlaps the exact one's:\n\n{average_lines(of_runs)}"
     )
     made = page("Does the interval hold the noise scale now?", "python -m benchmarks.present_noise_scale", text)
