@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-VERSION = 6
+VERSION = 7
 """Of the form and of the contents: raise it with any change of their names or meanings."""
 
 

@@ -50,6 +50,7 @@ def test_averages_by_hand() -> None:
     assert averages.units_per_window == pytest.approx((0.9 * 8 + 16) / 1.9)  # the decay is 1 − 1/memory
     for trace_cov, grad_sq in ((30.0, 14.0), (34.0, 18.0)):
         averages.n_seen += 1
+        averages.see_units(8)
         averages.add(solved(trace_cov, grad_sq), SOUND)
     recent = averages.run.recent()
     assert recent is not None
@@ -58,18 +59,21 @@ def test_averages_by_hand() -> None:
     assert recent.grad_sq == pytest.approx([16.0, 4.0, 12.0])
     assert averages.consistency == pytest.approx(2.0)
     assert averages.pieces_differ
-    last_window = (averages.effective_units, averages.u, averages.scale, averages.scale_residual)
+    assert averages.effective(16.0) == 16.0  # units weigh alike
+    last_window = (averages.effective(8.0), averages.u, averages.scale, averages.scale_residual)
     assert last_window == (8.0, 0.25, 0.5, 1e-8)
 
 
 def test_ranks_that_do_not_differ_have_an_infinite_consistency() -> None:
     averages = NoiseScaleAverages(["a", "b"], memory=10.0)
+    averages.see_units(8)
     averages.add(solved(30.0, 14.0, between=1e-12), SOUND)
     assert averages.consistency == math.inf
 
 
 def test_pieces_that_differ_by_rounding_only_do_not_differ() -> None:
     averages = NoiseScaleAverages(["a", "b"], memory=10.0)
+    averages.see_units(8)
     averages.add(solved(30.0, 14.0, differences=1e-11), SOUND)
     assert not averages.pieces_differ
 

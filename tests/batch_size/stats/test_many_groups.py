@@ -35,6 +35,7 @@ def averaged(of: list[SolvedWindow], n_groups: int) -> NoiseScaleAverages:
     averages = NoiseScaleAverages([f"g{i}" for i in range(n_groups)])
     for number, window in enumerate(of, start=1):
         averages.n_seen = number
+        averages.see_units(64)
         averages.add(window, ScaleReading(1.0, 0.0, "scaled"))
     return averages
 
@@ -67,6 +68,7 @@ def test_the_state_of_many_groups_goes_on_alike() -> None:
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for number, window in enumerate(of_all[40:], start=41):
         second.n_seen = number
+        second.see_units(64)
         second.add(window, ScaleReading(1.0, 0.0, "scaled"))
     assert second.state_dict() == whole.state_dict()
 

@@ -14,6 +14,7 @@ from sonde.batch_size.stats.scale_witness import ScaleReading
 from sonde.batch_size.stats.solved_window import SolvedWindow, solve_window
 from sonde.batch_size.stats.summary import summarise
 from sonde.batch_size.stats.window_row import Drop
+from sonde.runs.report.logged_interval import logged_batch
 from tests.batch_size.stats.windows import gaussian_windows, window_row
 
 SOUND = ScaleReading(1.0, 0.0, "scaled", sound=frozenset({0}))
@@ -45,6 +46,24 @@ def test_a_resolved_reading() -> None:
     assert reading.low < reading.b_simple < reading.high
     assert reading.groups["signal"].trace_cov == pytest.approx(0.0, abs=1e-12)
     assert reading.groups["noise"].trace_cov == pytest.approx(reading.trace_cov)
+
+
+def test_a_batch_is_judged_by_as_many_units_as_the_noise_scale_counts() -> None:
+    """Half of the units weigh nothing: the noise scale is in effective units, so the batch must be too."""
+    averages, generator = NoiseScaleAverages(["a", "b"]), torch.Generator().manual_seed(0)
+    for _ in range(400):
+        averages.see_units(16)
+        averages.n_seen += 1
+        pieces = (torch.randn(2, 2, generator=generator) / 2).add(0.25).tolist()
+        averages.add(solve_window(window_row([pieces], units=4), scale=1.0, n_ranks=1), SOUND)
+    reading = summarise(averages, unit="rows")
+    assert (reading.units_per_window, reading.effective_units) == (16, 8)
+    assert reading.b_simple == pytest.approx(16, rel=0.4)  # 2 elements, 4 · 1/4 of noise and 1/16 of signal each
+    assert reading.verdict is not None
+    assert "the batch of 8 effective rows" in reading.verdict.headline
+    metrics = reading.metrics()
+    assert logged_batch(metrics, "rows") == (8, "effective rows")
+    assert logged_batch(metrics | {"gns/effective_units": 15.9}, "rows") == (16, "rows")
 
 
 @pytest.mark.parametrize("are_dropped", [True, False])
@@ -169,7 +188,7 @@ def test_a_reading_of_the_total_has_no_groups() -> None:
 @pytest.mark.parametrize(("n_windows", "batch"), [(20, 8.0), (300, 4.0), (300, 1e4)])
 def test_a_reading_in_words_gives_the_advice_of_its_verdict(n_windows: int, batch: float) -> None:
     """In the first steps there is none, for a small batch none is needed, and a large one may be anything."""
-    reading = replace(summarise(averages_of(n_windows), unit="rows"), units_per_window=batch)
+    reading = replace(summarise(averages_of(n_windows), unit="rows"), units_per_window=batch, effective_units=batch)
     reading = replace(reading, status="lower_bound", low=20.0, high=math.inf, b_simple=None, advice="measure more")
     assert reading.verdict is not None
     ending = "; measure more" if batch == 1e4 else ""

@@ -56,7 +56,8 @@ class NoiseScaleAverages:
         """Why the last window that was dropped was; not kept in the state."""
         self.n_missing = 0
         """Windows that were dropped since the last one that was averaged; not kept in the state."""
-        self.effective_units: float | None = None
+        self._effective: float | None = None
+        """Effective units over units, in the last window."""
         self.u: float | None = None
         self.scale: float | None = None
         self.scale_residual: float | None = None
@@ -95,7 +96,7 @@ class NoiseScaleAverages:
         decay = self._decay
         self._squares = decay * self._squares + window.witness_squares
         self._differences = decay * self._differences + window.witness_differences
-        self.effective_units, self.u = window.effective_units, window.u
+        self._effective, self.u = window.effective_units / self._last_units, window.u
         self.scale, self.scale_residual = scale.scale, scale.residual
 
     @property
@@ -106,6 +107,10 @@ class NoiseScaleAverages:
     def units_per_window(self) -> float | None:
         """Average units of a window; None before the first."""
         return self._units if self._units_weight else None
+
+    def effective(self, n_units: float | None) -> float | None:
+        """The effective number of so many units (Kish), if they weigh as those of the last window do."""
+        return None if n_units is None or self._effective is None else n_units * self._effective
 
     @property
     def further_per_unit(self) -> dict[str, float | None]:
@@ -139,7 +144,7 @@ class NoiseScaleAverages:
             "n_equal": self._n_equal,
             "squares": self._squares,
             "differences": self._differences,
-            "effective_units": self.effective_units,
+            "effective": self._effective,
             "u": self.u,
             "scale": self.scale,
             "scale_residual": self.scale_residual,
@@ -165,7 +170,7 @@ class NoiseScaleAverages:
         self._units, self._units_weight = state["units"], state["units_weight"]
         self._last_units, self._n_equal = state["last_units"], state["n_equal"]
         self._squares, self._differences = state["squares"], state["differences"]
-        self.effective_units, self.u = state["effective_units"], state["u"]
+        self._effective, self.u = state["effective"], state["u"]
         self.scale, self.scale_residual = state["scale"], state["scale_residual"]
         self.dropped = dict(state["dropped"])
         # Further units that only one of the two runs counts in begin anew: they only convert the estimate.

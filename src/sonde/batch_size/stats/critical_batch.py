@@ -64,6 +64,8 @@ def steps_and_examples(batch: float, critical_batch: float) -> Tradeoff:
 Kind = Literal[
     "too_small", "about_right_or_too_small", "about_right", "about_right_or_too_large", "too_large", "unknown"
 ]
+_ALIKE = 0.01
+"""Units weigh alike if their effective number is smaller than their number by no more than this part."""
 FEWEST_STEPS = 100
 """Steps of training before a verdict: in the first ones the noise scale grows by tens of times."""
 
@@ -124,6 +126,19 @@ _WORDS: dict[Kind, str] = {
     "too_large": "is large",
     "unknown": "may be too small, about right or too large",
 }
+
+
+def as_weighed(batch: float, effective: float | None, unit: str) -> tuple[float, str]:
+    """A batch as the noise scale counts it: in effective units, where these are fewer, and the name of what it counts.
+
+    Args:
+        batch: units per optimizer step.
+        effective: their effective number (Kish); None where it is not known.
+        unit: plural name of the unit.
+    """
+    if effective is None or effective > (1 - _ALIKE) * batch:
+        return batch, unit
+    return effective, f"effective {unit}"
 
 
 def judge_batch(

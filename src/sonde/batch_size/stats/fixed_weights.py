@@ -123,7 +123,7 @@ class FixedWeights:
             advice="" if why else self._advice(total, unit),
             scatter=None,
             average=None if grad_sq is None else estimate_of(total),
-            units_per_window=self.batch,
+            batch=self.batch,
             windows_needed=self._windows_needed(total.log_error),
         )
 

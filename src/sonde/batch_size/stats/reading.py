@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sonde.batch_size.stats.critical_batch import Estimate, Verdict, judge_batch
+from sonde.batch_size.stats.critical_batch import Estimate, Verdict, as_weighed, judge_batch
 from sonde.batch_size.stats.example_sums import Coverage
 from sonde.stats.intervals import Status
 from sonde.wording import number, plural
@@ -72,7 +72,7 @@ class NoiseScaleReading:
         trace_cov: tr Σ per unit, likewise. Their ratio lags behind `b_simple` while training moves.
         units_per_window: the batch size: average units in a window; None before the first window. In a measurement at
             fixed weights, the batch size that it was told to judge.
-        effective_units: effective number of units (Kish) in the last window.
+        effective_units: effective number of units (Kish) in such a batch, if units weigh as in the last window.
         u: Σ a_k/n_k of the last window, the mean of 1/n_k over its pieces; other systems report tr Σ·u/|G|².
         windows: windows measured, without those that were dropped.
         dropped: windows left out because they could not be used, by reason.
@@ -171,9 +171,10 @@ class NoiseScaleReading:
         """A judgement of the batch size; None before the first window. `sonde.judge_batch` judges another batch."""
         if self.units_per_window is None:
             return None
+        batch, unit = as_weighed(self.units_per_window, self.effective_units, self.unit)
         return judge_batch(
-            self.units_per_window,
-            unit=self.unit,
+            batch,
+            unit=unit,
             now=Estimate(self.b_simple, self.low, self.high),
             of_run=self.average if self.n_steps else None,
             n_steps=self.n_steps,

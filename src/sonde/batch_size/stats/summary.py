@@ -47,13 +47,14 @@ def summarise(averages: NoiseScaleAverages, *, unit: str, with_groups: bool = Tr
     # A window that was dropped was measured.
     used = averages.windows / max(averages.windows + sum(averages.dropped.values()), 1)
     every = max(recent.steps_per_window * used, 1.0) if recent else 1.0
+    n_units = averages.effective(averages.units_per_window)
     advice = advise(
         status,
         log_error,
         n_steps=run.n_steps,
         every=every,
-        n_pieces=averages.u * averages.effective_units if averages.u and averages.effective_units else None,
-        n_units=averages.effective_units,
+        n_pieces=averages.u * n_units if averages.u and n_units else None,
+        n_units=n_units,
     )
     return make_reading(
         averages,
@@ -64,7 +65,7 @@ def summarise(averages: NoiseScaleAverages, *, unit: str, with_groups: bool = Tr
         advice=advice if recent else "",
         scatter=recent.scatter if recent and status == "resolved" else None,
         average=estimate_of(run.average()) if recent else None,
-        units_per_window=averages.units_per_window,
+        batch=averages.units_per_window,
         windows_needed=windows_needed(log_error, recent.n_windows) if recent else None,
         n_steps=run.n_steps,
         first_step=run.first_step,
@@ -81,6 +82,7 @@ def make_reading(
     unit: str,
     doubts: Mapping[str, str],
     why: str,
+    batch: float | None,
     **facts: Any,
 ) -> NoiseScaleReading:
     """A reading of the whole model and of its groups.
@@ -91,6 +93,7 @@ def make_reading(
         unit: plural name of the unit.
         doubts: reasons not to trust the numbers, by name.
         why: why there is no number, whatever the windows say; empty where there may be one.
+        batch: the batch size to judge, in units.
         facts: the other fields of the reading, by name.
     """
     own, *groups = [group_reading(*each) for each in series]
@@ -98,7 +101,8 @@ def make_reading(
     return NoiseScaleReading(
         **vars(own),
         reason=why or _reason(averages, series[0][0].interval),
-        effective_units=averages.effective_units,
+        units_per_window=batch,
+        effective_units=averages.effective(batch),
         u=averages.u,
         windows=averages.windows,
         dropped=dict(averages.dropped),

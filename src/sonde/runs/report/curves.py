@@ -32,6 +32,7 @@ from sonde.runs.report.figures import (
     noise_scale_axis,
     scale_for,
 )
+from sonde.runs.report.logged_interval import logged_batch
 from sonde.runs.report.pixels import is_thinned
 from sonde.runs.report.timeline import R, Timeline
 from sonde.wording import estimate, number, shorten
@@ -43,7 +44,8 @@ def noise_scale_curve(line: Timeline[Reading], axis: TimeAxis) -> Plot | str:
     If only a bound is known, the band is hatched and open to the top or to the bottom. If nothing is known, there is a
     gap. A dotted curve shows the average over the run.
     """
-    low, batch = line.metric("gns/b_simple_low"), line.metric("gns/units_per_window")
+    low = line.metric("gns/b_simple_low")
+    batch = line.column(lambda r: logged_batch(r.metrics, line.unit)[0])
     if all(map(math.isnan, low)):
         return "No reading has an estimate or a lower bound of the noise scale yet: measure more windows."
     resolved = line.column(lambda r: r.metrics.get("gns/b_simple") if r.status == "resolved" else None)

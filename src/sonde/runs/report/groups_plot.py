@@ -26,6 +26,7 @@ from sonde.runs.report.figures import (
     new_figure,
     noise_scale_axis,
 )
+from sonde.runs.report.logged_interval import logged_batch
 from sonde.wording import estimate, number, shorten
 
 MAX_GROUPS = 400
@@ -58,7 +59,7 @@ def groups_plot(reading: Reading, order: Sequence[str], unit: str) -> Plot | str
         return "The log holds no values of groups of parameters: sonde.attach(log_groups=True) writes them."
     if all(group.status == "unresolved" for group in groups.values()):
         return "No group of parameters has a known noise scale yet: measure more windows."
-    batch = reading.metrics.get("gns/units_per_window")
+    batch, _ = logged_batch(reading.metrics, unit)
     overall = reading.metrics.get("gns/b_simple") if reading.status == "resolved" else None
     known = [v for g in groups.values() for v in (g.b_simple, g.low) if v]
     lines = [v for v in (batch, overall) if v is not None]

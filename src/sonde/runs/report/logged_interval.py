@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from sonde.batch_size.stats.critical_batch import as_weighed
 from sonde.stats.intervals import RatioInterval
 
 PROMPT_NOISE = "gns_prompts/b_simple"
@@ -29,3 +30,9 @@ def logged_interval(metrics: Mapping[str, float | None], name: str) -> RatioInte
     if high is None:
         return RatioInterval("lower_bound", low, math.inf)
     return RatioInterval("upper_bound", low, high)
+
+
+def logged_batch(metrics: Mapping[str, float | None], unit: str) -> tuple[float | None, str]:
+    """The batch size as the noise scale counts it, and the name of what it counts; see `as_weighed`."""
+    batch = metrics.get("gns/units_per_window")
+    return as_weighed(batch, metrics.get("gns/effective_units"), unit) if batch else (None, unit)

@@ -25,7 +25,7 @@ from sonde.runs.report.figures import (
     log_ticks,
     new_figure,
 )
-from sonde.runs.report.logged_interval import logged_interval
+from sonde.runs.report.logged_interval import logged_batch, logged_interval
 from sonde.wording import number
 
 
@@ -40,7 +40,7 @@ def tradeoff_plot(reading: Reading, unit: str) -> Plot | str:
         The figure, or a sentence that says why there is none. Curves are dashed if only a bound of the noise scale is
         known.
     """
-    batch = reading.metrics.get("gns/units_per_window")
+    batch, unit = logged_batch(reading.metrics, unit)
     # Whole runs are compared by their average; a checkpoint has no other noise scale than now.
     metric, known = "gns/b_simple_average", logged_interval(reading.metrics, "gns/b_simple_average")
     if known.status == "unresolved":

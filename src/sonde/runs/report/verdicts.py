@@ -12,7 +12,7 @@ from sonde.policy.stats.coverage import coverage
 from sonde.policy.stats.entropy_verdict import judge_entropy
 from sonde.policy.stats.steps_kept import steps_kept
 from sonde.runs.reader import Reading, Run
-from sonde.runs.report.logged_interval import PROMPT_NOISE, logged_interval
+from sonde.runs.report.logged_interval import PROMPT_NOISE, logged_batch, logged_interval
 from sonde.runs.report.timeline import position_text
 from sonde.stats.intervals import RatioInterval
 from sonde.wording import estimate, number, percent, plural
@@ -136,7 +136,7 @@ def judge_reading(reading: Reading, unit: str, *, trains: bool = True) -> Verdic
         unit: plural name of the unit.
         trains: whether it is of a training, and not of a model at fixed weights.
     """
-    batch = reading.metrics.get("gns/units_per_window")
+    batch, judged = logged_batch(reading.metrics, unit)
     low = reading.metrics.get("gns/b_simple_low")
     if not batch and reading.status != "unresolved":  # of a checkpoint, without a batch to judge
         known = estimate(reading.status, reading.metrics.get("gns/b_simple"), low, reading.high)
@@ -150,7 +150,7 @@ def judge_reading(reading: Reading, unit: str, *, trains: bool = True) -> Verdic
     first_step = round(reading.metrics.get("gns/first_step") or 1)
     return judge_batch(
         batch,
-        unit=unit,
+        unit=judged,
         now=Estimate(reading.metrics.get("gns/b_simple"), low, reading.high),
         of_run=Estimate(reading.metrics.get("gns/b_simple_average"), average.low, average.high) if trains else None,
         n_steps=reading.window - first_step + 1 if trains else None,
@@ -164,6 +164,7 @@ def judge_reading(reading: Reading, unit: str, *, trains: bool = True) -> Verdic
 def _batch_tiles(last: Reading, unit: str) -> Iterator[Tile]:
     metrics = last.metrics
     batch = metrics.get("gns/units_per_window")
+    effective, _ = logged_batch(metrics, unit)
     yield _now_tile(last, unit)
     yield _noise_scale_tile("Average over the run", metrics, "gns/b_simple_average", unit)
     yield Tile("Batch size", number(batch, 4), f"{unit} per step")
@@ -173,10 +174,10 @@ def _batch_tiles(last: Reading, unit: str) -> Iterator[Tile]:
         known = RatioInterval(last.status, metrics.get("gns/b_simple_low"), last.high)
     used = f"{unit[:1].upper()}{unit[1:]} used"
     for name, title in (("steps", "Steps"), ("examples", used)):
-        if not batch or known.low is None or known.high is None:
+        if not effective or known.low is None or known.high is None:
             yield Tile(title, "–", "relative to the fewest possible")
         else:
-            yield Tile(title, _cost(batch, known.low, known.high, name), "the fewest possible")
+            yield Tile(title, _cost(effective, known.low, known.high, name), "the fewest possible")
 
 
 def _now_tile(last: Reading, unit: str) -> Tile:
