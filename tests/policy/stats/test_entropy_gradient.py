@@ -13,8 +13,8 @@ from sonde.policy.stats.entropy_gradient import (
     Responses,
     along_tokens,
     covariance,
-    entropy_rate,
     per_token_coefficients,
+    weighted_entropy_rate,
 )
 from tests import tiny_policy as tiny
 
@@ -75,15 +75,14 @@ def test_all_prompts_weigh_the_same_in_the_rate_whatever_the_size_of_their_group
     responses, _, h = batch([0, 0, 0, 1], [3, 5, 7, 9])
     by_prompt = [h[:3].sum(1).mean(), h[3].sum()]
     lengths = [tiny.LENGTH[[3, 5, 7]].mean(), tiny.LENGTH[9]]
-    rate, length = entropy_rate(h, responses)
-    assert length == pytest.approx(float(sum(lengths)) / 2, rel=1e-14)
+    rate, _ = weighted_entropy_rate(h, responses, None)
     assert rate == pytest.approx(float(sum(by_prompt) / sum(lengths)), rel=1e-14)
 
 
 def test_values_outside_the_mask_do_not_matter() -> None:
     responses, _, h = batch([0, 1], [0, 4])  # one token and two tokens
     spoiled = torch.where(tiny.MASK[[0, 4]], h, torch.nan)
-    assert entropy_rate(spoiled, responses) == entropy_rate(h, responses)
+    assert weighted_entropy_rate(spoiled, responses, None) == weighted_entropy_rate(h, responses, None)
 
 
 def test_a_baseline_does_not_depend_on_its_own_prompt() -> None:
@@ -103,15 +102,19 @@ def test_the_covariance_is_over_tokens() -> None:
     assert covariance(s, advantage, responses) == pytest.approx(float((flat * a).mean() - flat.mean() * a.mean()))
 
 
+def rate_of(entropy: torch.Tensor) -> tuple[float, float | None]:
+    return weighted_entropy_rate(entropy, Responses(torch.ones(2, 2), torch.zeros(2)), None)
+
+
 @pytest.mark.parametrize(
     ("make", "match"),
     [
         (lambda: Responses(torch.ones(3), torch.ones(3)), r"mask must be \[responses, tokens\]"),
         (lambda: Responses(torch.ones(3, 2), torch.ones(2)), r"got \(3, 2\) and \(2,\)"),
         (lambda: Responses(torch.tensor([[1, 0], [0, 0]]), torch.zeros(2)), "response 1 has no token"),
-        (lambda: entropy_rate(torch.ones(2, 3), Responses(torch.ones(2, 2), torch.zeros(2))), "the mask's shape"),
+        (lambda: rate_of(torch.ones(2, 3)), "the mask's shape"),
         (
-            lambda: entropy_rate(torch.full((2, 2), torch.nan), Responses(torch.ones(2, 2), torch.zeros(2))),
+            lambda: rate_of(torch.full((2, 2), torch.nan)),
             "entropy must be finite wherever a token was sampled",
         ),
     ],

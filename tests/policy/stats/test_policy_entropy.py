@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sonde.policy.stats.entropy_gradient import Responses, entropy_rate, entropy_rate_se
+from sonde.policy.stats.entropy_gradient import Responses, weighted_entropy_rate
 from sonde.policy.stats.policy_entropy import Correlation, correlate, policy_entropy
 
 # Two prompts and three responses. One response is as long as the mask is wide.
@@ -43,10 +43,10 @@ def test_the_standard_errors_are_those_of_prompts_drawn_again() -> None:
         h = (of_prompt + 3.0 / length[:, None]).expand(-1, 6) + torch.rand(2 * n_prompts, 6, generator=generator)
         responses = Responses(mask, torch.arange(n_prompts).repeat_interleave(2))
         summary = policy_entropy(-h, h, responses)
-        se = entropy_rate_se(h, responses)
+        rate, se = weighted_entropy_rate(h, responses, None)
         assert se is not None
         assert summary.token_weighted_se is not None
-        rates.append(entropy_rate(h, responses)[0])
+        rates.append(rate)
         weighted.append(summary.token_weighted)
         squares += se**2
         squares_weighted += summary.token_weighted_se**2
@@ -60,8 +60,8 @@ def test_one_prompt_has_no_standard_error_and_prompts_that_agree_have_none_left(
     alone = Responses(MASK, torch.tensor([7, 7, 7]))
     assert policy_entropy(S, H, alone).token_weighted_se is None
     assert policy_entropy(S[:1], H[:1], Responses(MASK[:1], torch.tensor([7]))).response_sd is None
-    assert entropy_rate_se(H, alone) is None
-    assert entropy_rate_se(torch.ones(3, 3), RESPONSES) == 0.0
+    assert weighted_entropy_rate(H, alone, None)[1] is None
+    assert weighted_entropy_rate(torch.ones(3, 3), RESPONSES, None)[1] == 0.0
     # Two prompts: Σ H − R·T is 7 − 2·5 = −3 and 5 − 2·1 = 3, over 6 tokens in all.
     assert policy_entropy(S, H, RESPONSES).token_weighted_se == pytest.approx((2 * (9 + 9)) ** 0.5 / 6)
 

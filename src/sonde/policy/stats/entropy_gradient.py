@@ -164,27 +164,6 @@ def along_tokens(d_entropy: Tensor, d_log_prob: Tensor, responses: Responses) ->
     return along
 
 
-def entropy_rate(entropy: Tensor, responses: Responses) -> tuple[float, float]:
-    """R = E[Σ H]/E[T] in nats a token, and E[T] in tokens.
-
-    Args:
-        entropy: H_k in nats, [responses, tokens].
-        responses: which tokens count.
-    """
-    h, t = weighted_sums(entropy, responses, responses.mask.double())
-    return float(h.mean() / t.mean()), float(t.mean())
-
-
-def entropy_rate_se(entropy: Tensor, responses: Responses) -> float | None:
-    """Standard error of R over prompts, of which R is a ratio of two means; None with fewer than 2 prompts.
-
-    Args:
-        entropy: H_k in nats, [responses, tokens].
-        responses: which tokens count.
-    """
-    return weighted_entropy_rate(entropy, responses, None)[1]
-
-
 def weighted_entropy_rate(
     entropy: Tensor, responses: Responses, prefix_weights: Tensor | None
 ) -> tuple[float, float | None]:

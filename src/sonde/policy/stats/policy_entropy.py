@@ -99,7 +99,7 @@ def policy_entropy(
         correlation = correlate(mean_entropy, per_response, responses.index, level=level)
         log_prob_advantage = covariance(log_prob, per_token, responses)
     token_weighted = float(h.sum() / length.sum())
-    # Σ H − R·Σ T of all responses to a prompt; see `entropy_rate_se`.
+    # Σ H − R·Σ T of all responses to a prompt; see `weighted_entropy_rate`.
     departure = torch.zeros(responses.n_prompts, dtype=torch.float64)
     departure.index_add_(0, responses.index, h.sum(1) - token_weighted * length)
     return PolicyEntropy(
