@@ -1,7 +1,7 @@
 """How often the interval of the noise scale holds the present level while weights move, on recorded trainings.
 
-    python -m benchmarks.present_noise_scale [--seeds 2] [--jobs 1] [--runs FOLDER] [--trend 73d8a48]
-        [--out benchmarks/results]
+    python -m benchmarks.present_noise_scale [--seeds 2] [--only TRAINING…] [--jobs 1] [--runs FOLDER]
+        [--trend 73d8a48] [--out benchmarks/results]
 
 Trains what `recorded_runs` trains, with both optimizers and five schedules of the rate, unless it was recorded before.
 Each training is read as sonde would read it: with every window measured, at the default pace, and after the allowance
@@ -104,13 +104,14 @@ def plan(n_seeds: int) -> Iterator[tuple[str, str, str, int, int]]:
                 yield from ((task, optimizer, schedule, LONG[1], 0) for schedule in ("constant", "decay"))
 
 
-def recorded(n_seeds: int, folder: Path, *, jobs: int) -> Iterator[Recorded]:
+def recorded(n_seeds: int, folder: Path, only: Sequence[str] | None, *, jobs: int) -> Iterator[Recorded]:
     """All trainings. Those that were not recorded before are, each in a process of its own, some at a time."""
 
     def record(words: Sequence[str]) -> None:
         subprocess.run([sys.executable, "-m", "benchmarks.recorded_runs", *words, "--out", str(folder)], check=True)
 
     planned = [[str(word) for word in arguments] for arguments in plan(n_seeds)]
+    planned = [words for words in planned if only is None or "-".join(words[:-1]) in only]
     files = [folder / f"{'-'.join(words)}.json" for words in planned]
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(record, [words for words, file in zip(planned, files, strict=True) if not file.exists()]))
@@ -508,6 +509,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
+    parser.add_argument("--only", nargs="*", help="trainings to judge, such as mlp-adamw-constant-300; all by default")
     parser.add_argument("--runs", type=Path, default=FOLDER)
     parser.add_argument("--trend", default="73d8a48")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
@@ -515,7 +517,7 @@ def main() -> None:
     torch.set_num_threads(1)
     trend = Trend(options.trend) if options.trend else None
     found, of_runs, n_runs = [], [], 0
-    for run in recorded(options.seeds, options.runs, jobs=options.jobs):
+    for run in recorded(options.seeds, options.runs, options.only, jobs=options.jobs):
         found += list(judge(run, trend))
         of_runs += list(averages(run))
         n_runs += 1
