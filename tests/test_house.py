@@ -32,7 +32,7 @@ PRESENT = {
     "calls of one measured window": 733,
     "files of one measured window": 43,
     "words of docs": 37_945,
-    "lines of tests": 56_352,  # + 31: their tests
+    "lines of tests": 56_355,  # + 34: their tests
 }
 """What `python -m tests.house` prints. A change may lower a number. A line that raises one says why, beside it."""
 
