@@ -12,14 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sonde.batch_size.log import KnownOfWindow, MeasuredWindow
+from sonde.batch_size.measuring_cost import WindowCosts
 from sonde.batch_size.per_example.window import read_examples
 from sonde.batch_size.readback import Read, Readback
-from sonde.batch_size.taps.expert_pieces import with_experts
-from sonde.batch_size.taps.further_metrics import Adds
-from sonde.batch_size.taps.further_sums import read_further
-from sonde.batch_size.taps.tap import ExamplesOfWindow, ExpertsOfWindow
-from sonde.batch_size.taps.window_sums import Window, as_vector, read_costs, read_row
+from sonde.batch_size.taps.metric import Adds
+from sonde.batch_size.taps.named import named, packed, those_under
+from sonde.batch_size.taps.window_reader import Window
+from sonde.batch_size.taps.window_sums import as_vector, read_rows
 
+_SCALARS = "scalars"
 RATE = "learning rate on the device"
 """The scalar that is one: no name of the user's has spaces."""
 
@@ -32,10 +33,10 @@ class Delivery:
     Args:
         take: called with each window, in order.
         device: of the numbers.
-        adds: what adds up over parameters in each further metric.
+        adds: what adds up over parameters in each metric.
     """
 
-    def __init__(self, take: Callable[[MeasuredWindow], None], device: torch.device, adds: Sequence[Adds] = ()) -> None:
+    def __init__(self, take: Callable[[MeasuredWindow], None], device: torch.device, adds: Sequence[Adds]) -> None:
         self._take, self._device, self._adds = take, device, tuple(adds)
         self._readback: Readback[MeasuredWindow] = Readback()
         self._lock = threading.RLock()
@@ -67,41 +68,23 @@ class Delivery:
             scalars: by name; they travel with the numbers. The one called `RATE` takes the place of `known.rate`.
             known: what the host knows of it.
         """
+        own, own_shapes = packed({**window.own, _SCALARS: as_vector(list(scalars.values()), self._device)})
         # `read` must not hold the window itself, so that its memory is freed once it is sent.
-        names, sizes, adds = tuple(scalars), window.witness_sizes, self._adds
+        names, sizes, adds, shapes = tuple(scalars), window.witness_sizes, self._adds, window.shapes
         # As the host knows them: a device without fp64 rounds them.
         on_host = {name: n for name, n in scalars.items() if not isinstance(n, Tensor)}
-        n_further_units, n_frozen = window.n_further_units, window.n_frozen
-        has_examples, has_experts = window.examples is not None, window.experts is not None
 
         def read(vectors: list[Tensor]) -> MeasuredWindow:
-            packed, sq_norm_big, witness_final, values, *more = vectors
-            packed, frozen = packed.split([len(packed) - n_frozen, n_frozen])
-            row = read_row(packed, sq_norm_big, witness_final, sizes, n_further_units)
-            costs = read_costs(packed, len(sq_norm_big))
-            further = read_further(more[0], more[1], adds) if adds else ()
-            example_row = None
-            of_part = more[2:] if adds else more
-            if has_examples:
-                vector, covered, *big = of_part
-                examples = ExamplesOfWindow(vector, big[0] if big else None, covered)
-                example_row = read_examples(examples, row.sq_norm_big, weight=row.weight, n_pieces=row.n_pieces)
-            elif has_experts:
-                row, further = with_experts(row, further, ExpertsOfWindow(*of_part))
-            by_name = dict(zip(names, values.tolist(), strict=True)) | on_host
+            numbers = named(vectors[0], shapes) | named(vectors[1], own_shapes)
+            rows = read_rows(numbers, adds, sizes)
+            by_name = dict(zip(names, numbers[_SCALARS].tolist(), strict=True)) | on_host
             of_window = replace(known, rate=by_name.pop(RATE)) if RATE in by_name else known
-            return MeasuredWindow(row, of_window, by_name, costs, frozen, example_row, further)
+            of_examples = those_under("examples", numbers)
+            examples = read_examples(of_examples, rows[0]) if of_examples else None
+            costs = WindowCosts(*numbers["costs"].tolist())
+            return MeasuredWindow(rows, of_window, by_name, costs, numbers["frozen"], examples)
 
-        vectors = [window.packed, window.sq_norm_big, window.witness_final]
-        vectors += [as_vector(list(scalars.values()), self._device), *(window.further or ())]
-        if window.examples is not None:
-            vectors += [window.examples.vector, window.examples.covered]
-            if window.examples.sq_norm_big is not None:
-                vectors.append(window.examples.sq_norm_big)
-        elif window.experts is not None:
-            experts = window.experts
-            vectors += [experts.vector, experts.sq_norm_big, experts.witness_final, experts.further_big]
-        self.put(vectors, read, window.work)
+        self.put([window.sums, own], read, window.work)
 
     def put(self, vectors: list[Tensor], read: Read[MeasuredWindow], work: dist.Work | None) -> None:
         """Put a window in; see `Readback.put`."""

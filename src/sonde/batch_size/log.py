@@ -17,7 +17,6 @@ from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, WindowRow
-from sonde.batch_size.taps.further_sums import FurtherRow
 from sonde.probe import Metric
 from sonde.record_values import json_number
 from sonde.records import RunLog, logger, spacing
@@ -98,22 +97,25 @@ class MeasuredWindow:
     """One window with all of its numbers on the host.
 
     Attributes:
-        row: the numbers that were measured.
+        rows: the numbers that were measured, in each metric; the first is the one that checks use.
         known: what the host knew of it.
         scalars: by name: the user's own, and those of a clip, under their metric names.
         costs: what ranks have spent since the measured window before, summed over ranks.
         frozen: which parameters are no longer trained, as `FrozenOnRanks` packed it, summed over ranks; 1-D.
         examples: what its single examples gave; None where the probe does not read them.
-        further: the numbers in each further metric that is measured.
     """
 
-    row: WindowRow
+    rows: Sequence[WindowRow]
     known: KnownOfWindow
     scalars: Mapping[str, float]
     costs: WindowCosts = field(default_factory=WindowCosts)
     frozen: Tensor | None = None
     examples: ExampleRow | None = None
-    further: tuple[FurtherRow, ...] = ()
+
+    @property
+    def row(self) -> WindowRow:
+        """The numbers in the first metric."""
+        return self.rows[0]
 
 
 @dataclass

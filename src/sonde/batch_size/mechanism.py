@@ -160,7 +160,7 @@ class Mechanism:
         self._n_failures = 0
         if is_sound and scale is not None:
             self._covered.update(
-                found.sums, row.pieces(sum(row.sq_norm_over_weight)), sum(row.sq_norm_big), scale=scale
+                found.sums, row.pieces(float(row.sq_norm_over_weight.sum())), float(row.sq_norm_big.sum()), scale=scale
             )
             self._say_coverage(found.covered)
 

@@ -10,8 +10,7 @@ from typing import Any, get_args
 from torch import Tensor, nn
 
 from sonde.batch_size.taps.dual_norms import SignMetric, SpectralMetric, nuclear_norm_bytes
-from sonde.batch_size.taps.further_metrics import Adds, FurtherMetric, FurtherMetrics
-from sonde.batch_size.taps.metric import AdamMetric, Euclidean, GradientMetric, MetricName
+from sonde.batch_size.taps.metric import AdamMetric, Euclidean, GradientMetric, MetricName, Metrics
 from sonde.batch_size.taps.second_moments import SecondMoments
 from sonde.parallel.devices import accumulation_dtype
 from sonde.parallel.optimizers import Optimizers, given_optimizers, parameters_of
@@ -25,19 +24,12 @@ class ChosenMetrics:
 
     Attributes:
         names: those that were asked for, the headline first.
-        base: whose squares the checks of every window use. It is the plain metric, or Adam's where nothing else was
-            asked for.
-        further: the others; None without.
+        measured: the first is the plain metric, whose squares the checks of every window use, or Adam's where nothing
+            else was asked for.
     """
 
     names: tuple[MetricName, ...]
-    base: GradientMetric
-    further: FurtherMetrics | None
-
-    @property
-    def adds(self) -> dict[str, Adds]:
-        """What adds up over parameters in each further metric, by name."""
-        return {metric.name: metric.adds for metric in self.further.metrics} if self.further is not None else {}
+    measured: Metrics
 
 
 def metric_names(metric: object) -> tuple[MetricName, ...]:
@@ -80,18 +72,18 @@ def choose_metrics(
     given = given_optimizers(optimizer)
     adam = _adam(wrapper, given) if "adam" in names and given else None
     if adam is not None and names == ("adam",) and wrapper.mesh is None and wrapper.sequence_group is None:
-        return ChosenMetrics(names, adam, None)
-    further: list[FurtherMetric] = []
+        return ChosenMetrics(names, Metrics([adam]))
+    metrics: list[GradientMetric] = [Euclidean()]
     for name in names:
         if name == "adam" and adam is not None:
-            further.append(adam)
+            metrics.append(adam)
         elif name == "sign":
             if reason := _norms_do_not_add_up(wrapper):
                 raise ValueError(f"metric='sign' {reason}: use metric='euclidean', or without FSDP2 metric='adam'")
-            further.append(SignMetric())
+            metrics.append(SignMetric())
         elif name == "spectral":
-            further.append(_spectral(model, wrapper, given, staging_bytes))
-    return ChosenMetrics(names, Euclidean(), FurtherMetrics(tuple(further)) if further else None)
+            metrics.append(_spectral(model, wrapper, given, staging_bytes))
+    return ChosenMetrics(names, Metrics(metrics))
 
 
 def _adam(wrapper: Wrapper, optimizers: Sequence[Any]) -> AdamMetric:

@@ -22,7 +22,7 @@ class MetricTrackers:
     """
 
     def __init__(self, metrics: ChosenMetrics, make: Callable[[str], NoiseScaleTracker]) -> None:
-        self._order = list(metrics.adds)
+        self._row: dict[str, int] = {name: metrics.measured.names.index(name) for name in metrics.names}
         self._all: dict[str, NoiseScaleTracker] = {name: make(name) for name in metrics.names}
         self.headline = next(iter(self._all.values()))
         self.further = {name: tracker for name, tracker in self._all.items() if tracker is not self.headline}
@@ -63,11 +63,11 @@ class MetricTrackers:
         Returns:
             Why the headline's tracker dropped it; None when it was averaged.
         """
-        rows = dict(zip(self._order, window.further, strict=True))
-        known, drops = window.known, []
-        for name, tracker in self._all.items():
-            own = rows[name].in_place_of(row) if name in rows else row
-            drops.append(tracker.update(own, number=known.number, rate=known.rate))
+        known, rows = window.known, [row, *window.rows[1:]]
+        drops = [
+            tracker.update(rows[self._row[name]], number=known.number, rate=known.rate)
+            for name, tracker in self._all.items()
+        ]
         return drops[0]
 
     def parameters_changed(self, change: TrainedChange) -> None:

@@ -165,8 +165,7 @@ class NoiseScaleProbe:
         self._tap = choose_tap(
             wrapper,
             witness,
-            metrics.base,
-            further=metrics.further,
+            metrics.measured,
             name=options.tap,
             comm_hook=comm_hook,
             comm_state=comm_state,
@@ -176,17 +175,18 @@ class NoiseScaleProbe:
         self._reader = WindowReader(
             wrapper,
             found.group_names,
-            metrics.base,
+            metrics.measured,
             witness,
             self._tap,
             grad_scaler=self._grad_scaler,
             first=whole.first,
-            further=metrics.further,
             n_further_units=len(found.units) - 1,
             examples=self._mechanism.examples,
         )
         self._delivery = Delivery(
-            lambda window: self._arrivals.take(window), self._reader.device, list(metrics.adds.values())
+            lambda window: self._arrivals.take(window),
+            self._reader.device,
+            metrics.measured.adds,
         )
         self._alone = self._delivery.alone()
         n_summed_ranks = n_summed(wrapper.group)

@@ -20,8 +20,7 @@ from sonde.batch_size.scalars import Scalars
 from sonde.batch_size.setup import describe_pace
 from sonde.batch_size.step_watch import Alert
 from sonde.batch_size.taps.tap import Problem
-from sonde.batch_size.taps.window_reader import WindowReader
-from sonde.batch_size.taps.window_sums import Window
+from sonde.batch_size.taps.window_reader import Window, WindowReader
 from sonde.batch_size.unmeasured_parameters import UnmeasuredParameters
 from sonde.batch_size.window_clip import WindowClip
 

@@ -24,7 +24,7 @@ def window_row(ranks: Sequence[Sequence[Sequence[float]]], *, units: float, kapp
     rank_sums = [torch.tensor(rank, dtype=torch.float64).sum(0) for rank in ranks]
     n_pieces = len(pieces)
     return WindowRow(
-        sq_norm_over_weight=squares.tolist(),
+        sq_norm_over_weight=squares,
         weight=float(n_pieces),
         weight_over_units=n_pieces / units,
         sq_weight_over_units=n_pieces / units,
@@ -38,7 +38,7 @@ def window_row(ranks: Sequence[Sequence[Sequence[float]]], *, units: float, kapp
         witness_sizes={0: len(summed)},
         witness_sum=summed,
         witness_squares=squares,
-        sq_norm_big=(kappa * summed).square().tolist(),
+        sq_norm_big=(kappa * summed).square(),
         witness_final=kappa * summed,
     )
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from sonde.batch_size.taps.further_metrics import FurtherMetric
 from torch import Tensor
 
 from sonde.batch_size.stats.noise_scale import noise_scale
 from sonde.batch_size.taps.dual_norms import SignMetric, SpectralMetric
-from sonde.batch_size.taps.further_metrics import FurtherMetric
 
 N_PIECES, UNITS, WINDOWS = 4, 6, 300
 

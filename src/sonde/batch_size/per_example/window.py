@@ -14,7 +14,8 @@ from sonde.batch_size.per_example.norms import PerExampleNorms
 from sonde.batch_size.per_example.rules import GradientsOf
 from sonde.batch_size.stats.example_order import N_SCORES, OrderScores, order_scores
 from sonde.batch_size.stats.example_sums import ExampleSums
-from sonde.batch_size.taps.tap import ExamplesOfWindow
+from sonde.batch_size.stats.window_row import WindowRow
+from sonde.batch_size.taps.named import Named
 from sonde.batch_size.taps.window_sums import PieceCounts, WindowSums, as_vector
 from sonde.parallel.devices import exact_bits, to_device, widened, zero_sums
 from sonde.wording import plural
@@ -56,20 +57,20 @@ class _Counts:
         n_scores: pieces that have such scores.
     """
 
-    sq_weight: float | Tensor
-    n_examples: float | Tensor
-    n_pieces: float | Tensor
-    n_covered: float | Tensor
-    digest: float | Tensor
-    sq_digest: float | Tensor
-    n_reading: float | Tensor
-    n_parameters: float | Tensor
-    n_idle: float | Tensor
-    n_without: float | Tensor
-    next: float | Tensor
-    opposite: float | Tensor
-    half: float | Tensor
-    n_scores: float | Tensor
+    sq_weight: float | Tensor = 0.0
+    n_examples: float | Tensor = 0.0
+    n_pieces: float | Tensor = 0.0
+    n_covered: float | Tensor = 0.0
+    digest: float | Tensor = 0.0
+    sq_digest: float | Tensor = 0.0
+    n_reading: float | Tensor = 0.0
+    n_parameters: float | Tensor = 0.0
+    n_idle: float | Tensor = 0.0
+    n_without: float | Tensor = 0.0
+    next: float | Tensor = 0.0
+    opposite: float | Tensor = 0.0
+    half: float | Tensor = 0.0
+    n_scores: float | Tensor = 0.0
 
 
 @dataclass(frozen=True)
@@ -124,15 +125,15 @@ class ExampleWindow:
         self._n_digests = 2 ** min(_MOST_DIGEST_BITS, exact_bits(self._device, _MOST_RANKS) // 2)
         keys = torch.randint(self._n_digests, (len(self._names),), generator=generator, device="cpu")
         self._keys = widened(to_device(keys, self._device))
-        self._small = zero_sums(len(self._names), device=self._device)
-        self._sq_weight = self._small.new_zeros(())
-        self._scores = self._small.new_zeros(N_SCORES)
         self.reasons: dict[str, str] = {}
         """Why parameters, by name, are not covered, as far as the host knows; "" holds a reason for all of them."""
         self._own_seconds = 0.0
         self._reset()
 
     def _reset(self) -> None:
+        self._small = zero_sums(len(self._names), device=self._device)
+        self._sq_weight = self._small.new_zeros(())
+        self._scores = self._small.new_zeros(N_SCORES)
         self._n_examples = self._n_pieces = 0
 
     @property
@@ -225,54 +226,48 @@ class ExampleWindow:
         if self._norms.is_open:
             self._norms.discard()
 
-    def end_window(self, sums: WindowSums, sq_norms_big: Tensor | None) -> ExamplesOfWindow:
-        """The numbers of the window; starts the next one.
+    def end_window(self, sums: WindowSums, sq_norms_big: Tensor | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The numbers of the window by name; starts the next one.
 
         Args:
-            sums: of the window's pieces, not packed yet.
+            sums: of the window's pieces, not taken yet.
             sq_norms_big: |F|² per parameter, of a sharded model this rank's share of it, [parameters]; None if examples
                 were not read.
+
+        Returns:
+            The numbers to be summed over ranks, and this rank's own.
         """
-        n_groups = sums.n_groups
-        if not (self._n_pieces or self._norms.is_open):
-            nothing = None if self._is_sharded else self._small.new_zeros(n_groups)
-            return ExamplesOfWindow(self._without_examples(n_groups), nothing, self._small.new_zeros(0))
         has_read = self._n_pieces > 0 and sq_norms_big is not None
-        big = self._small if sq_norms_big is None else sq_norms_big
-        covered = torch.isfinite(self._small) & has_read
-        small, of_pieces, of_window = (
-            sums.per_group(values.where(covered, 0.0)) for values in (self._small, sums.sq_norms_over_weight, big)
-        )
+        counts = _Counts(n_without=float(not has_read), n_idle=float(self._norms.is_open and not has_read))
+        squares, covered = self._small.new_zeros(3, sums.n_groups), self._small.new_zeros(0)
+        if has_read:
+            assert sq_norms_big is not None
+            is_covered = torch.isfinite(self._small)
+            values = torch.stack([self._small, sums.sq_norms_over_weight, sq_norms_big]).where(is_covered, 0.0)
+            squares, covered = sums.per_group(values)[:, :-1], widened(is_covered)
+            counts = self._counts(covered)
+        small, of_pieces, of_window = squares
+        of_ranks = {"small": small, "of_pieces": of_pieces, "counts": as_vector(_values(counts), self._device)}
+        own = {"covered": covered}
+        (of_ranks if self._is_sharded else own)["big"] = of_window
+        self._reset()
+        return of_ranks, own
+
+    def _counts(self, covered: Tensor) -> _Counts:
+        """What is counted in a window whose examples were read; `covered` as 1 or 0, [parameters]."""
         digest = (self._keys * covered).sum().remainder(self._n_digests)
-        counts = _Counts(
+        scores = dict(zip(("next", "opposite", "half", "n_scores"), self._scores.unbind(), strict=True))
+        return _Counts(
             sq_weight=self._sq_weight,
-            n_examples=float(self._n_examples) * has_read,
-            n_pieces=float(self._n_pieces) * has_read,  # reading may have been given up since the first piece
+            n_examples=float(self._n_examples),
+            n_pieces=float(self._n_pieces),
             n_covered=covered.sum(),
             digest=digest,
             sq_digest=digest.square(),
-            n_reading=float(has_read),
-            n_parameters=float(len(self._names)) * has_read,
-            n_idle=float(self._norms.is_open and not has_read),
-            n_without=float(not has_read),
-            **dict(zip(("next", "opposite", "half", "n_scores"), self._scores.unbind(), strict=True)),
+            n_reading=1.0,
+            n_parameters=float(len(self._names)),
+            **scores,
         )
-        numbers = as_vector(_values(counts), self._device)
-        mask = widened(covered) if has_read else numbers.new_zeros(0)
-        vector = torch.cat([small, of_pieces, numbers, *([of_window] if self._is_sharded else [])])
-        # The vector is a copy, so the sums can be zeroed in place.
-        self._small.zero_()
-        self._sq_weight.zero_()
-        self._scores = torch.zeros_like(self._scores)
-        self._reset()
-        return ExamplesOfWindow(vector, None if self._is_sharded else of_window, mask)
-
-    def _without_examples(self, n_groups: int) -> Tensor:
-        """The vector of a rank that reads no examples in the window: it says so, and the rest is 0."""
-        vector = self._small.new_zeros(n_numbers(n_groups, is_sharded=self._is_sharded))
-        # fill_, since `vector[i] = 1.0` waits for a GPU.
-        vector[2 * n_groups + [each.name for each in fields(_Counts)].index("n_without")].fill_(1.0)
-        return vector
 
 
 def _weights_of_examples(counts: PieceCounts, n: int, like: Tensor) -> Tensor:
@@ -289,34 +284,26 @@ def _values(row: object) -> list[float | Tensor]:
     return [getattr(row, each.name) for each in fields(row)]  # type: ignore[arg-type]
 
 
-def read_examples(
-    examples: ExamplesOfWindow, sq_norm_big: Sequence[float], *, weight: float, n_pieces: int
-) -> ExampleRow:
+def read_examples(sums: Named, row: WindowRow) -> ExampleRow:
     """Name the numbers of a window's examples once they are on the host.
 
     Args:
-        examples: summed over ranks; on the CPU.
-        sq_norm_big: |F|² of all parameters, [groups].
-        weight: Σ w_k of the window's pieces.
-        n_pieces: the window's pieces on all ranks.
+        sums: by name, summed over ranks; on the CPU.
+        row: of the window's pieces.
     """
-    n_groups = len(sq_norm_big)
-    lengths = [n_groups, n_groups, len(fields(_Counts))]
-    lengths.append(len(examples.vector) - sum(lengths))  # of a sharded model, the covered parameters' |F|²
-    small, of_pieces, numbers, covered_big = (part.tolist() for part in examples.vector.split(lengths))
-    counts = _Counts(*numbers)
+    counts = _Counts(*sums["counts"].tolist())
     n_reading, n_read = round(float(counts.n_reading)), round(float(counts.n_pieces))
-    covered = [bool(each) for each in examples.covered.tolist()]
+    covered = [bool(each) for each in sums["covered"].tolist()]
     if not n_reading:
         # Where examples were not wanted in this window, no rank was idle.
-        is_idle = n_pieces and round(float(counts.n_idle))
+        is_idle = row.n_pieces and round(float(counts.n_idle))
         why_not = "in no piece could one example be told from another" if is_idle else ""
         return ExampleRow(None, why_not, covered)
     n_covered = round(float(counts.n_covered) / n_reading)
     n_parameters = round(float(counts.n_parameters) / n_reading)
     why_not = ""
-    if n_read != n_pieces:
-        why_not = f"examples were read in {n_read} of {plural(n_pieces, 'piece')} only"
+    if n_read != row.n_pieces:
+        why_not = f"examples were read in {n_read} of {plural(row.n_pieces, 'piece')} only"
     elif n_reading * round(float(counts.sq_digest)) != round(float(counts.digest)) ** 2:
         why_not = "other parameters were covered on other ranks"
     elif not n_covered:
@@ -326,21 +313,14 @@ def read_examples(
         why_not = "a rank read no examples, so it does not know which parameters are covered"
     if why_not:
         return ExampleRow(None, why_not, covered)
-    if examples.sq_norm_big is not None:
-        covered_big = examples.sq_norm_big.tolist()
-    sums = ExampleSums(
-        sq_norm_over_weight=small,
-        weight=weight,
+    of_examples = ExampleSums(
+        sq_norm_over_weight=sums["small"].double(),
+        weight=row.weight,
         sq_weight=float(counts.sq_weight),
         n_examples=round(float(counts.n_examples)),
-        of_pieces=of_pieces,
-        sq_norm_big=sq_norm_big if n_covered == n_parameters else covered_big,
+        of_pieces=sums["of_pieces"].double(),
+        sq_norm_big=row.sq_norm_big if n_covered == n_parameters else sums["big"].double(),
         n_covered=n_covered,
         order=OrderScores(*(float(each) for each in (counts.next, counts.opposite, counts.half, counts.n_scores))),
     )
-    return ExampleRow(sums, "", covered or [True] * n_parameters)
-
-
-def n_numbers(n_groups: int, *, is_sharded: bool) -> int:
-    """Length of a window's vector."""
-    return (3 if is_sharded else 2) * n_groups + len(fields(_Counts))
+    return ExampleRow(of_examples, "", covered or [True] * n_parameters)

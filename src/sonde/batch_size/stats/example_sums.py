@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+
+from torch import Tensor
 
 from sonde.batch_size.stats.example_order import OrderScores
 from sonde.batch_size.stats.noise_scale import PieceSums, estimate_window
@@ -39,12 +40,12 @@ class ExampleSums:
         order: whether examples in certain places of their batches are more alike than others.
     """
 
-    sq_norm_over_weight: Sequence[float]
+    sq_norm_over_weight: Tensor
     weight: float
     sq_weight: float
     n_examples: int
-    of_pieces: Sequence[float]
-    sq_norm_big: Sequence[float]
+    of_pieces: Tensor
+    sq_norm_big: Tensor
     n_covered: int
     order: OrderScores = field(default_factory=OrderScores)
 
@@ -60,9 +61,9 @@ class ExampleSums:
         """
         if pieces.n_pieces < 2 or not pieces.u > pieces.v:
             return None
-        big = math.fsum(self.sq_norm_big) / scale**2
-        p = estimate_window(replace(pieces, sq_norm_over_weight=math.fsum(self.of_pieces)), big).trace_cov
-        e = estimate_window(self.pieces(math.fsum(self.sq_norm_over_weight)), big).trace_cov
+        big = float(self.sq_norm_big.sum()) / scale**2
+        p = estimate_window(replace(pieces, sq_norm_over_weight=float(self.of_pieces.sum())), big).trace_cov
+        e = estimate_window(self.pieces(float(self.sq_norm_over_weight.sum())), big).trace_cov
         return (p - e) / (p + e) if p > 0 and e > 0 else None
 
     def pieces(self, sq_norm_over_weight: float) -> PieceSums:
@@ -115,14 +116,14 @@ class CoveredPart:
         """
         if sums.n_covered != self._n_parameters:  # of other parameters: begin again
             self._n_parameters, self._parts, self._windows, self._sums = sums.n_covered, 0.0, 0, [0.0] * 4
-        covered_big = math.fsum(sums.sq_norm_big)
+        covered_big = float(sums.sq_norm_big.sum())
         if sq_norm_big > 0:
             self._parts += covered_big / sq_norm_big
             self._windows += 1
         if pieces.n_pieces < 2 or not pieces.u > pieces.v:
             return
         whole = estimate_window(pieces, sq_norm_big / scale**2)
-        part = estimate_window(replace(pieces, sq_norm_over_weight=math.fsum(sums.of_pieces)), covered_big / scale**2)
+        part = estimate_window(replace(pieces, sq_norm_over_weight=float(sums.of_pieces.sum())), covered_big / scale**2)
         for i, value in enumerate((part.trace_cov, part.grad_sq, whole.trace_cov, whole.grad_sq)):
             self._sums[i] += value
 

@@ -9,7 +9,7 @@ expert's gradient. The expert's gradients scatter the more: uneven routing shows
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -38,12 +38,12 @@ class ExpertSums:
         witness_final: F, likewise; [witness].
     """
 
-    sq_norm_over_weight: Sequence[float]
+    sq_norm_over_weight: Tensor
     weight: float
     weight_over_units: float
     sq_weight_over_units: float
     n_pieces: int
-    sq_norm_big: Sequence[float]
+    sq_norm_big: Tensor
     witness_sum: Tensor
     witness_squares: Tensor
     witness_final: Tensor
@@ -82,7 +82,7 @@ class ExpertSums:
         pieces = self.pieces(0.0)
         if not pieces.u - pieces.v > 1e-9 * pieces.u:
             return ("weights", "one piece of the experts has all the weight of its window")
-        small, big = self.weight * math.fsum(self.sq_norm_over_weight), math.fsum(self.sq_norm_big)
+        small, big = self.weight * float(self.sq_norm_over_weight.sum()), float(self.sq_norm_big.sum())
         if not math.isfinite(small) or not math.isfinite(big):
             return ("not_finite", "the experts' gradient was not finite")
         if scale.kind == "zero":

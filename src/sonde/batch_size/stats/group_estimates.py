@@ -54,8 +54,8 @@ def estimates_table(estimates: Sequence[WindowEstimate]) -> Tensor:
 
 def estimate_groups(
     pieces: PieceSums,
-    sq_norm_over_weight: Sequence[float],
-    sq_norm_big: Sequence[float],
+    sq_norm_over_weight: Tensor,
+    sq_norm_big: Tensor,
     *,
     scale: float,
     to_unit: float,
@@ -73,5 +73,4 @@ def estimate_groups(
         ValueError: with fewer than 2 pieces, since noise cannot then be told from signal.
     """
     check_pieces(pieces)
-    small, big = on_host([list(sq_norm_over_weight), list(sq_norm_big)])
-    return GroupEstimates(torch.stack(solve(pieces, small, big * to_unit, scale)))
+    return GroupEstimates(torch.stack(solve(pieces, sq_norm_over_weight, sq_norm_big * to_unit, scale)))

@@ -60,7 +60,7 @@ def solve_window(row: WindowRow, *, scale: float, n_ranks: int, expert_scale: fl
     per_group = estimate_groups(
         pieces, measured.sq_norm_over_weight, measured.sq_norm_big, scale=unit_scale, to_unit=to_unit
     )
-    sq_norm_big = math.fsum(row.sq_norm_big)
+    sq_norm_big = float(row.sq_norm_big.sum())
     if row.experts is not None:
         # Experts' pieces are others, and so may their κ be: solved apart, then added.
         of_experts = estimate_groups(
@@ -71,7 +71,7 @@ def solve_window(row: WindowRow, *, scale: float, n_ranks: int, expert_scale: fl
             to_unit=to_unit,
         )
         per_group = GroupEstimates(per_group.table + of_experts.table)
-        sq_norm_big += math.fsum(row.experts.sq_norm_big)
+        sq_norm_big += float(row.experts.sq_norm_big.sum())
     total = WindowEstimate(*per_group.table.sum(1).tolist())
     if row.whole is not None:
         small, sq_norm_big = row.whole

@@ -43,7 +43,7 @@ class WindowRow:
     """Everything one window measured. Sums run over all pieces of all ranks.
 
     Attributes:
-        sq_norm_over_weight: Σ |h_k|²/w_k per parameter group, [groups].
+        sq_norm_over_weight: Σ |h_k|²/w_k per parameter group; float64, [groups].
         weight: Σ w_k.
         weight_over_units: Σ w_k/n_k.
         sq_weight_over_units: Σ w_k²/n_k.
@@ -57,7 +57,7 @@ class WindowRow:
         witness_sizes: how many elements the witness has of each parameter it reads, by index; zeros follow the last.
         witness_sum: H = Σ h_k, the witness's elements, float64; [witness].
         witness_squares: Σ h_k² of each of these elements; [witness].
-        sq_norm_big: |F|² per parameter group, [groups].
+        sq_norm_big: |F|² per parameter group; float64, [groups].
         witness_final: F, the witness's elements, float64; [witness].
         neighbours: neighbouring pieces compared with distant ones.
         order: which of two pieces has the larger gradient.
@@ -73,7 +73,7 @@ class WindowRow:
         in_fp32: whether its sums were kept in fp32, on a device without fp64.
     """
 
-    sq_norm_over_weight: Sequence[float]
+    sq_norm_over_weight: Tensor
     weight: float
     weight_over_units: float
     sq_weight_over_units: float
@@ -87,7 +87,7 @@ class WindowRow:
     witness_sizes: Mapping[int, int]
     witness_sum: Tensor
     witness_squares: Tensor
-    sq_norm_big: Sequence[float]
+    sq_norm_big: Tensor
     witness_final: Tensor
     neighbours: NeighbourSums = field(default_factory=NeighbourSums)
     order: OrderSums = field(default_factory=OrderSums)
@@ -173,7 +173,7 @@ def _why_no_backward(row: WindowRow) -> str:
             "neither a forward nor a backward of the model was seen in this window: the same window was ended twice. "
             "Call probe.step() or probe.clip_grad_norm_() once per optimizer step"
         )
-    if sum(row.sq_norm_big):
+    if row.sq_norm_big.sum():
         return (
             "measured parameters have gradients that no backward of this window has added: gradients are set by hand, "
             "as those of torch.autograd.grad, which no hook sees. Call loss.backward()"
@@ -185,9 +185,9 @@ def _why_no_backward(row: WindowRow) -> str:
 
 
 def _gradient_unusable(row: WindowRow, scale: ScaleReading, least_sq_norm: float, likely_cause: str) -> Drop | None:
-    big = sum(row.sq_norm_big)
+    big = float(row.sq_norm_big.sum())
     # |Σ h_k|² ≤ Σ w_k · Σ |h_k|²/w_k (Cauchy–Schwarz).
-    largest_possible = row.weight * sum(row.sq_norm_over_weight)
+    largest_possible = row.weight * float(row.sq_norm_over_weight.sum())
     has_overflowed = math.isinf(big) and math.isfinite(largest_possible) and bool(row.witness_final.isfinite().all())
     if not math.isfinite(big) and not has_overflowed:
         return Drop("not_finite", "the gradient at the end of the window was not finite")
@@ -235,5 +235,5 @@ def _gradient_unusable(row: WindowRow, scale: ScaleReading, least_sq_norm: float
 
 def _is_lost_in_fp32(row: WindowRow | ExampleSums, scale: float) -> bool:
     """Whether rounding hides the noise of pieces, or of examples: too small a part of S is left in S − B."""
-    small = row.weight * sum(row.sq_norm_over_weight)
-    return small - sum(row.sq_norm_big) / scale**2 < _LEAST_IN_FP32 * small
+    small = row.weight * float(row.sq_norm_over_weight.sum())
+    return small - float(row.sq_norm_big.sum()) / scale**2 < _LEAST_IN_FP32 * small

@@ -16,9 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from sonde.batch_size.taps.further_metrics import FurtherMetrics, Norms
-from sonde.batch_size.taps.metric import GradientMetric
-from sonde.batch_size.taps.squared_norms import Part, add_squares
+from sonde.batch_size.taps.metric import GradientTerms, Metrics
 from sonde.batch_size.taps.tap import GradientSummary, Problem
 from sonde.batch_size.taps.witness import Witness
 from sonde.parallel.devices import to_device
@@ -54,8 +52,7 @@ class ContextPieces:
         leaves: the tensors that backward makes gradients for.
         group: the ranks that share the sequences.
         witness: elements to copy besides the norms.
-        metric: how gradients are squared; the plain one.
-        further: metrics beside it; None without.
+        metrics: in which gradients are measured.
         staging_bytes: length of a chunk in bytes.
     """
 
@@ -64,13 +61,11 @@ class ContextPieces:
         leaves: Sequence[Tensor],
         group: dist.ProcessGroup,
         witness: Witness,
-        metric: GradientMetric,
+        metrics: Metrics,
         *,
-        further: FurtherMetrics | None = None,
         staging_bytes: int,
     ) -> None:
-        self.leaves, self.group, self.witness, self.metric = list(leaves), group, witness, metric
-        self.further = further
+        self.leaves, self.group, self.witness, self.metrics = list(leaves), group, witness, metrics
         self.n_ranks, self.is_first, self.device = group.size(), group.rank() == 0, leaves[0].device
         self.dtype = torch.float64 if any(leaf.dtype == torch.float64 for leaf in leaves) else torch.float32
         self.chunk_numel = max(staging_bytes // self.dtype.itemsize, _SHORTEST_CHUNK)
@@ -124,8 +119,7 @@ class ContextPiece:
         self._next = 0
         self._is_lost = False
         self._arrived: dict[int, None] = {}
-        self._parts: list[Part] = []
-        self._further: list[Norms] = []
+        self._terms = GradientTerms(pieces.metrics, len(pieces.leaves), pieces.device)
         self._witnessed: dict[int, Tensor] = {}
 
     def take(self, index: int, grad: Tensor, *, grad_is_sum: bool = False) -> Problem | None:
@@ -178,11 +172,8 @@ class ContextPiece:
             buffer /= pieces.n_ranks
             for segment in pieces.of_chunk[self._next]:
                 index, values = segment.index, buffer[segment.place : segment.place + segment.stop - segment.start]
-                self._parts.append(((index,), pieces.metric.roots(index, values)))
-                if pieces.further is not None:
-                    shape, is_known = pieces.leaves[index].shape, index in self._arrived
-                    norms = pieces.further.norms_of_range(index, values, segment.start, shape, is_known=is_known)
-                    self._further.append(norms)
+                shape, is_known = pieces.leaves[index].shape, index in self._arrived
+                self._terms.take_range(index, values, segment.start, shape, is_known=is_known)
         self._next += 1
 
     @torch.no_grad()
@@ -198,7 +189,5 @@ class ContextPiece:
             witness.zero_()
         if not pieces.order_is_known:
             pieces.learn(list(self._arrived))
-        sq_norms = add_squares(len(pieces.leaves), self._parts, pieces.device)
-        further = pieces.further and pieces.further.join_ranges(self._further, len(pieces.leaves), pieces.device)
         # The parts of different ranks may nearly cancel, as those of a key's bias do: rounding is relative to them.
-        return GradientSummary(sq_norms, witness[0], witness_squares=witness[1], further=further)
+        return GradientSummary(self._terms.sum(), witness[0], witness_squares=witness[1])

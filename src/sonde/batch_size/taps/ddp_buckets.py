@@ -23,10 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sonde.batch_size.hook_failures import count_failure
 from sonde.batch_size.taps.autograd_internals import accumulates, in_backward, inside_another_backward
-from sonde.batch_size.taps.further_metrics import FurtherMetrics, Norms
 from sonde.batch_size.taps.left_over import LeftOvers
-from sonde.batch_size.taps.metric import GradientMetric
-from sonde.batch_size.taps.squared_norms import Part, add_squares
+from sonde.batch_size.taps.metric import GradientTerms, Metrics
+from sonde.batch_size.taps.squared_norms import Part
 from sonde.batch_size.taps.switched_hooks import SwitchedHooks
 from sonde.batch_size.taps.tap import GradientSummary, Number, Problem, RankGradient
 from sonde.batch_size.taps.witness import Witness
@@ -74,12 +73,10 @@ def hook_label(hook: object) -> str:
 
 @dataclass(frozen=True)
 class _BucketSummary:
-    """The part of one bucket that is kept: the roots of its parameters' squared norms, the witness's elements, and the
-    norms in further metrics."""
+    """The part of one bucket that is kept: its parameters' parts in each metric, and the witness's elements."""
 
-    parts: list[Part]
+    parts: list[list[Part]]
     witness: dict[int, Tensor]
-    further: Norms | None
 
 
 class DDPBucketTap:
@@ -89,8 +86,7 @@ class DDPBucketTap:
         model: the wrapped model; must have no communication hook yet, except the relay of an earlier probe.
         parameters: its trainable parameters, in the order in which results are given.
         witness: elements to copy besides the norms.
-        metric: how gradients are squared.
-        further: metrics beside it; None without.
+        metrics: in which gradients are measured.
         comm_hook: the user's own hook, which does the reduction; None for DDP's average.
         comm_state: the state that the user's hook is called with.
         on_backward_end: called when a backward outside `begin_piece` … `end_piece` has ended, and is a piece.
@@ -105,9 +101,8 @@ class DDPBucketTap:
         model: DistributedDataParallel,
         parameters: Sequence[Tensor],
         witness: Witness,
-        metric: GradientMetric,
+        metrics: Metrics,
         *,
-        further: FurtherMetrics | None = None,
         comm_hook: CommHook | None = None,
         comm_state: object = None,
         on_backward_end: Callable[[], None],
@@ -125,7 +120,7 @@ class DDPBucketTap:
             self._relay.wrap(comm_hook, comm_state)
         self.name = "DDP's communication hook"
         self.seconds = 0.0
-        self._witness, self._metric, self._further = witness, metric, further
+        self._witness, self._metrics = witness, metrics
         self._index = {id(p): i for i, p in enumerate(parameters)}
         self._device = parameters[0].device
         self._size = len(parameters)
@@ -313,29 +308,21 @@ class DDPBucketTap:
 
     def _reduce(self, indices: list[int], grads: list[Tensor]) -> _BucketSummary:
         return _BucketSummary(
-            parts=self._metric.parts(indices, grads),
+            parts=[metric.parts(indices, grads) for metric in self._metrics.all],
             witness={
                 i: self._witness.read(i, g).clone() for i, g in zip(indices, grads, strict=True) if i in self._witness
             },
-            further=self._further.norms(indices, grads) if self._further and indices else None,
         )
 
     def _assemble(self, buckets: dict[int, _BucketSummary]) -> GradientSummary:
         """The buckets' results in the parameters' order, zeros for parameters that no bucket held."""
-        parts: list[Part] = []
+        terms = GradientTerms(self._metrics, self._size, self._device)
         witness: dict[int, Tensor] = {}
-        norms = [bucket.further for bucket in buckets.values() if bucket.further is not None]
         for bucket in buckets.values():
-            parts += bucket.parts
             witness |= bucket.witness
-            of_further = [] if bucket.further is None else [bucket.further[1]]
-            for result in (*(roots for _, roots in bucket.parts), *bucket.witness.values(), *of_further):
+            for result in (*terms.add(bucket.parts), *bucket.witness.values()):
                 keep_for_present_stream(result)  # on a GPU, a callback's results belong to the stream it ran on
-        return GradientSummary(
-            add_squares(self._size, parts, self._device),
-            self._witness.join(witness, self._device),
-            further=self._further and self._further.join(norms, self._size, self._device),
-        )
+        return GradientSummary(terms.sum(), self._witness.join(witness, self._device))
 
 
 class _Relay:

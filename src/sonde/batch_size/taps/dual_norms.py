@@ -12,15 +12,13 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from sonde.batch_size.taps.further_metrics import Adds
-from sonde.batch_size.taps.metric import CHUNK
-from sonde.batch_size.taps.squared_norms import ROW, absolute_sum, norms
+from sonde.batch_size.taps.metric import CHUNK, Adds
+from sonde.batch_size.taps.squared_norms import ROW, Part, absolute_sum, norms
 from sonde.batch_size.taps.tap import Problem
 from sonde.parallel.devices import widened, zero_sums
 
 _ITERATIONS = {torch.float64: 20, torch.float32: 14}
 """Newton–Schulz iterations. More of them would let rounding grow: negative eigenvalues, by 2.25 in each."""
-_NEEDS_ALL = "the nuclear norm of a matrix needs all of it on one rank: use metric='euclidean'"
 _MATRICES_HELD = 5
 """Square matrices of the smaller dim that are held at once, in the dtype of sums."""
 
@@ -31,29 +29,28 @@ class SignMetric:
     name = "sign"
     adds: Adds = "norms"
 
-    def norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> Tensor:
+    def parts(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Part]:
         """Σ |g_j| of each gradient; small ones share a kernel."""
-        small = [i for i, g in enumerate(grads) if not g.is_sparse and g.numel() and not (g.is_cpu and g.numel() > ROW)]
-        if len(small) == len(grads):
-            return widened(norms(grads, 1))
-        found = dict(zip(small, widened(norms([grads[i] for i in small], 1)), strict=True)) if small else {}
-        return torch.stack([found[i] if i in found else absolute_sum(g) for i, g in enumerate(grads)])
+        small: dict[int, Tensor] = {}
+        parts: list[Part] = []
+        for i, grad in zip(indices, grads, strict=True):
+            if grad.is_sparse or not grad.numel() or (grad.is_cpu and grad.numel() > ROW):
+                parts.append(((i,), absolute_sum(grad)))
+            else:
+                small[i] = grad
+        return [*parts, (tuple(small), widened(norms(list(small.values()), 1)))] if small else parts
 
-    def norm_of_sum(self, index: int, a: Tensor, b: Tensor) -> Tensor:
-        """Σ |a_j + b_j|."""
+    def part_of_range(self, index: int, values: Tensor, start: int, shape: torch.Size, *, is_known: bool) -> Part:
+        """Σ |g_j| of some elements."""
+        return (index,), absolute_sum(values)
+
+    def excess_of_sum(self, index: int, a: Tensor, b: Tensor) -> Tensor:
+        """Σ |a_j + b_j| − |a_j| − |b_j|."""
         total = zero_sums(device=a.device)
         # Chunk by chunk, so that no temporary has the size of a gradient.
         for x, y in zip(a.reshape(-1).split(CHUNK), b.reshape(-1).split(CHUNK), strict=True):
-            total += absolute_sum(x + y)
+            total += absolute_sum(x + y) - absolute_sum(x) - absolute_sum(y)
         return total
-
-    def norm_of_range(self, index: int, values: Tensor, start: int, shape: torch.Size, *, is_known: bool) -> Tensor:
-        """Σ |g_j| of some elements."""
-        return absolute_sum(values)
-
-    def norm_of_shard(self, index: int, grad: Tensor) -> Tensor:
-        """Σ |g_j| of what this rank holds."""
-        return absolute_sum(grad)
 
     def take_problems(self) -> list[Problem]:
         """Always empty: every gradient has a norm."""
@@ -62,6 +59,8 @@ class SignMetric:
 
 class SpectralMetric:
     """The nuclear norm of each matrix, the sum of its singular values. Norms add up, and their sum is squared.
+
+    Every matrix has to be whole on one rank: attach refuses others.
 
     Args:
         matrices: indices of the parameters that count; the others are left out.
@@ -73,31 +72,19 @@ class SpectralMetric:
     def __init__(self, matrices: Collection[int]) -> None:
         self._matrices = frozenset(matrices)
 
-    def norms(self, indices: Sequence[int], grads: Sequence[Tensor]) -> Tensor:
-        """The nuclear norm of each matrix that counts, 0 for every other parameter."""
-        zero = zero_sums(device=grads[0].device)
-        counted = [nuclear_norm(g) if i in self._matrices else zero for i, g in zip(indices, grads, strict=True)]
-        return torch.stack(counted)
+    def parts(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Part]:
+        """The nuclear norm of each matrix that counts."""
+        return [((i,), nuclear_norm(g)) for i, g in zip(indices, grads, strict=True) if i in self._matrices]
 
-    def norm_of_sum(self, index: int, a: Tensor, b: Tensor) -> Tensor:
-        """The nuclear norm of a + b."""
-        return nuclear_norm(a, b) if index in self._matrices else zero_sums(device=a.device)
+    def part_of_range(self, index: int, values: Tensor, start: int, shape: torch.Size, *, is_known: bool) -> Part:
+        """Not for some elements of a matrix."""
+        raise AssertionError("a matrix in ranges is refused at attach")
 
-    def norm_of_range(self, index: int, values: Tensor, start: int, shape: torch.Size, *, is_known: bool) -> Tensor:
-        """Not for some elements of a matrix.
-
-        Raises:
-            RuntimeError: always; attach refuses models whose gradients come in ranges.
-        """
-        raise RuntimeError(_NEEDS_ALL)
-
-    def norm_of_shard(self, index: int, grad: Tensor) -> Tensor:
-        """Not for matrices that are cut over ranks.
-
-        Raises:
-            RuntimeError: always; attach refuses models that are cut.
-        """
-        raise RuntimeError(_NEEDS_ALL)
+    def excess_of_sum(self, index: int, a: Tensor, b: Tensor) -> Tensor:
+        """‖a + b‖ − ‖a‖ − ‖b‖."""
+        if index not in self._matrices:
+            return zero_sums(device=a.device)
+        return nuclear_norm(a, b) - nuclear_norm(a) - nuclear_norm(b)
 
     def take_problems(self) -> list[Problem]:
         """Always empty."""

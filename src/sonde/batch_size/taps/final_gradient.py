@@ -8,14 +8,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from sonde.batch_size.taps.expert_pieces import ExpertPieces
-from sonde.batch_size.taps.further_metrics import FurtherMetrics
-from sonde.batch_size.taps.metric import GradientMetric
-from sonde.batch_size.taps.squared_norms import Part, add_squares
+from sonde.batch_size.taps.metric import GradientTerms, Metrics
 from sonde.batch_size.taps.tap import RankGradient
-from sonde.batch_size.taps.window_sums import WindowSums
 from sonde.batch_size.taps.witness import Witness
-from sonde.gradient_norm.global_norm import GlobalNorm, global_norm, own_square_sums
+from sonde.gradient_norm.global_norm import GlobalNorm, global_norm
 from sonde.gradient_norm.partial_gradients import reduce_partial
 from sonde.gradient_norm.plan import NormPlan
 from sonde.parallel.devices import to_device, widened
@@ -30,10 +26,8 @@ class FinalGradient:
         wrapper: the model.
         group_names: the groups, [groups].
         group_index: the group of each parameter of this rank, [parameters].
-        metric: how gradients are squared.
+        metrics: in which gradients are measured.
         witness: which elements are compared.
-        sums: adds up parameters to groups.
-        further: metrics beside `metric`; None without.
     """
 
     def __init__(
@@ -41,12 +35,10 @@ class FinalGradient:
         wrapper: Wrapper,
         group_names: Sequence[str],
         group_index: Sequence[int],
-        metric: GradientMetric,
+        metrics: Metrics,
         witness: Witness,
-        sums: WindowSums,
-        further: FurtherMetrics | None,
     ) -> None:
-        self._wrapper, self._metric, self._witness, self._sums, self._further = wrapper, metric, witness, sums, further
+        self._wrapper, self._metrics, self._witness = wrapper, metrics, witness
         self._parameters, self._device = list(wrapper.parameters.values()), wrapper.leaves[0].device
         self._groups, self._group_index = list(group_names), list(group_index)
         self._unmeasured: list[int] | None = None
@@ -104,98 +96,63 @@ class FinalGradient:
         self.seconds_of_clip += time.perf_counter() - start
         return norm
 
-    def own_squares(self) -> Tensor:
-        """This rank's part of |F|² of each part of the model, to be summed over ranks; [parts]."""
-        return widened(to_device(own_square_sums(self.plan)[: self._n_squares], self._device))
+    def squares(self, norm: GlobalNorm) -> Tensor:
+        """|F|² per group and, last, of all from a measured norm: of the model, or of it without experts and of experts.
 
-    def squared(self, norm: GlobalNorm) -> Tensor:
-        """|F|² per group from a measured norm; [groups]."""
-        return widened(to_device(norm.by_part[: self._n_squares], self._device)).square()
+        Returns:
+            [1 or 2, groups + 1]
+        """
+        squares = widened(to_device(norm.by_part[: self._n_squares], self._device)).square().view(-1, len(self._groups))
+        return torch.cat([squares, squares.sum(1, keepdim=True)], 1)
 
     def witness(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """The elements that are compared, where every rank holds all of them; [elements]."""
-        elements = {i: self._witness.read(i, g) for i in self._witness.indices if (g := grads[i]) is not None}
-        return self._witness.join(elements, self._device)
+        """The elements that are compared; where ranks hold parts, those that this rank is the first to hold, and 0.
 
-    def witness_of_shards(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """The compared elements that this rank is the first to hold; 0 for the others; [elements]."""
-        assert self._wrapper.mesh is not None
-        first = min(self.plan.in_stage)
-        elements = {}
+        Returns:
+            [elements]
+        """
+        elements, first = {}, min(self.plan.in_stage, default=0)
         for i in self._witness.indices:
-            if (grad := grads[i]) is not None and holds_first_copy(layout_of(grad), first):
+            grad = grads[i]
+            if grad is None:
+                continue
+            if self._wrapper.mesh is None:
+                elements[i] = self._witness.read(i, grad)
+            elif holds_first_copy(layout_of(grad), first):
                 elements[i] = self._witness.read_shard(i, local_tensor(grad), spec_of(grad))
         return self._witness.join(elements, self._device)
 
-    def scaled_since_reduction(self, rank_gradient: RankGradient, witness: Tensor) -> Tensor:
-        """|F|² per group from DDP's buckets, without another read of `.grad`.
+    def since_reduction(self, rank_gradient: RankGradient, witness: Tensor) -> Tensor:
+        """The terms of the gradient from DDP's buckets, without another read of `.grad`; [metrics, parameters].
 
         The buckets show the gradient as the reduction left it. A later scaling (a clip, a GradScaler) has scaled the
         witness by the same factor, so the witness gives the factor. Any other change shows in the witness and drops the
         window later.
         """
-        return self._sums.per_group(rank_gradient.reduced.sq_norms) * self._scaling_since_reduction(
-            rank_gradient, witness
-        )
-
-    @staticmethod
-    def _scaling_since_reduction(rank_gradient: RankGradient, witness: Tensor) -> Tensor:
-        """The square of what the gradient was scaled by since the reduction; 0-dim."""
         before, now = rank_gradient.reduced.witness.square().sum(), witness.square().sum()
-        return torch.where(before > 0, now / before, 1.0)
+        factor = torch.where(before > 0, now / before, 1.0).sqrt()
+        return rank_gradient.reduced.scaled(factor, self._metrics.n_squares).terms
 
-    def sq_norms(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """|F|² per parameter in the metric, [parameters].
+    def terms(self, grads: Sequence[Tensor | None], metrics: Metrics) -> Tensor:
+        """The terms of what this rank counts of the gradient; [metrics, parameters].
 
         In fp32, at half the cost of a clip's norm: |F|² is only compared with the pieces, which are squared alike.
         """
-        present = [(i, g) for i, g in enumerate(grads) if g is not None]
-        parts: list[Part] = []
-        for device in dict.fromkeys(g.device for _, g in present):
-            on_device = [(i, g) for i, g in present if g.device == device]
-            parts += self._metric.parts([i for i, _ in on_device], [g for _, g in on_device])
-        return add_squares(len(grads), parts, self._device)
+        counted = self._counted(grads) if metrics.all else {}
+        terms = GradientTerms(metrics, len(grads), self._device)
+        for device in dict.fromkeys(g.device for g in counted.values()):
+            on_device = {i: g for i, g in counted.items() if g.device == device}
+            terms.take(tuple(on_device), tuple(on_device.values()))
+        return terms.sum()
 
-    def further(
-        self, grads: Sequence[Tensor | None], rank_gradient: RankGradient | None, witness: Tensor
-    ) -> Tensor | None:
-        """The final gradient in further metrics, where every rank holds all of it; flat. None without such metrics."""
-        if self._further is None or self._sums.further is None:
-            return None
-        if rank_gradient is not None and rank_gradient.reduced.further is not None:
-            factor = self._scaling_since_reduction(rank_gradient, witness).sqrt()
-            norms = rank_gradient.reduced.further * factor
-        else:
-            present = {i: g for i, g in enumerate(grads) if g is not None}
-            by_device: dict[torch.device, list[int]] = {}
-            for i, grad in present.items():
-                by_device.setdefault(grad.device, []).append(i)
-            parts = [self._further.norms(own, [present[i] for i in own]) for own in by_device.values()]
-            norms = self._further.join(parts, len(grads), self._device)
-        return self._sums.further.per_group(norms).view(-1)
-
-    def further_of_shards(self, grads: Sequence[Tensor | None], experts: ExpertPieces | None) -> list[Tensor]:
-        """The pieces in further metrics, this rank's part of the final gradient, and that of experts if there are any.
-
-        Empty without such metrics.
-        """
-        if self._further is None or self._sums.further is None:
-            return []
-        shards = self.counted_shards(grads)
-        norms = [self._further.norms_of_shard(i, shard) for i, shard in enumerate(shards) if shard is not None]
-        joined, more = self._further.join(norms, len(grads), self._device), []
-        if experts is not None:
-            joined, of_experts = experts.split_further(joined)
-            more = [of_experts.view(-1)]
-        return [self._sums.further.pack(), self._sums.further.per_group(joined).view(-1), *more]
-
-    def counted_shards(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """What this rank counts of each gradient, so that every element of it counts once; [parameters]."""
-        first = min(self.plan.in_stage)
-        present = [(i, g) for i, g in enumerate(grads) if g is not None]
-        shards: list[Tensor | None] = [None] * len(grads)
-        for (i, _), grad in zip(present, reduce_partial([g for _, g in present]), strict=True):
+    def _counted(self, grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
+        """What this rank counts of each gradient, by index: all, or a part, so that every element counts once."""
+        present = {i: g for i, g in enumerate(grads) if g is not None}
+        if self._wrapper.mesh is None:
+            return present
+        first, counted = min(self.plan.in_stage), {}
+        for i, grad in zip(present, reduce_partial([*present.values()]), strict=True):
             part = counted_part(spec_of(grad), first, like=spec_of(self._parameters[i]))
             if part is not None:
-                shards[i] = part.of(local_tensor(grad))
-        return shards
+                counted[i] = part.of(local_tensor(grad))
+        return counted

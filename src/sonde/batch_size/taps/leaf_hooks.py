@@ -18,9 +18,8 @@ from sonde.batch_size.hook_failures import count_failure
 from sonde.batch_size.taps.autograd_internals import accumulates, inside_another_backward
 from sonde.batch_size.taps.context_pieces import ContextPieces, is_context_parallel
 from sonde.batch_size.taps.cut_gradients import CutGradients
-from sonde.batch_size.taps.further_metrics import FurtherMetrics
 from sonde.batch_size.taps.left_over import LeftOvers
-from sonde.batch_size.taps.metric import GradientMetric
+from sonde.batch_size.taps.metric import Metrics
 from sonde.batch_size.taps.piece_gradient import STAGED_NUMEL, STAGED_NUMEL_ON_CPU, PieceGradient, Reading
 from sonde.batch_size.taps.switched_hooks import SwitchedHooks
 from sonde.batch_size.taps.tap import GradientSummary, Number, Problem
@@ -39,8 +38,7 @@ class LeafHookTap:
         cut: what this rank counts of a gradient that it shares with other ranks; None if every rank has its own pieces.
         context: reads pieces whose gradients are means over ranks that share sequences; None without.
         witness: elements to copy besides the norms.
-        metric: how gradients are squared.
-        further: metrics beside `metric`; None without.
+        metrics: in which gradients are measured.
         on_backward_end: called when a backward outside `begin_piece` … `end_piece` has ended, and is a piece.
         n_collectives: counts the collectives that the ranks have issued so far; any of them may have reduced `.grad`.
         staging_bytes: bound of the memory for gradients that wait.
@@ -51,12 +49,11 @@ class LeafHookTap:
         self,
         leaves: Sequence[Tensor],
         witness: Witness,
-        metric: GradientMetric,
+        metrics: Metrics,
         *,
         parameters: Sequence[Tensor] | None = None,
         cut: CutGradients | None = None,
         context: ContextPieces | None = None,
-        further: FurtherMetrics | None = None,
         on_backward_end: Callable[[], None],
         n_collectives: Callable[[], int] = lambda: 0,
         staging_bytes: int = 8 * 2**20,
@@ -70,13 +67,12 @@ class LeafHookTap:
         self._reading = Reading(
             list(leaves),
             witness,
-            metric,
+            metrics,
             cut,
             staged_numel=default if staged_numel is None else staged_numel,
             staging_bytes=staging_bytes,
             device=device,
             one_device=all(leaf.device == device for leaf in leaves),
-            further=further,
         )
         self._context = context
         self._problems = [0] * len(Problem)

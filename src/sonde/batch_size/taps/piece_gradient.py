@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,13 +10,12 @@ from torch import Tensor
 
 from sonde.batch_size.model_checks import n_post_accumulate_hooks
 from sonde.batch_size.taps.cut_gradients import CutGradients
-from sonde.batch_size.taps.further_metrics import FurtherMetrics, Norms
 from sonde.batch_size.taps.graph_memory import is_output_of_graph, is_same_memory, says_overwritten
-from sonde.batch_size.taps.metric import GradientMetric
-from sonde.batch_size.taps.squared_norms import ROW, Part, add_squares
+from sonde.batch_size.taps.metric import GradientTerms, Metrics
+from sonde.batch_size.taps.squared_norms import ROW
 from sonde.batch_size.taps.tap import GradientSummary, Problem
 from sonde.batch_size.taps.witness import Witness
-from sonde.parallel.devices import keep_for_present_stream, stream_of, to_device
+from sonde.parallel.devices import keep_for_present_stream, stream_of
 
 STAGED_NUMEL = 2**22
 STAGED_NUMEL_ON_CPU = ROW
@@ -35,7 +34,7 @@ class Reading:
     Attributes:
         leaves: the tensors that backward makes gradients for.
         witness: elements to copy besides the norms.
-        metric: how gradients are squared.
+        metrics: in which gradients are measured.
         cut: what this rank counts of a gradient that it shares with other ranks; None if every rank has its own pieces.
         staged_numel: gradients up to this many elements wait for shared kernels.
         staging_bytes: bound of the memory for gradients that wait.
@@ -44,12 +43,11 @@ class Reading:
         summed: leaves whose gradients wait until the piece ends, since several backwards of a piece have reached them.
         summed_bytes: of their gradients.
         copies: whether gradients that wait are copied, since the pieces' backwards write to the same memory.
-        further: metrics beside the first; None without.
     """
 
     leaves: Sequence[Tensor]
     witness: Witness
-    metric: GradientMetric
+    metrics: Metrics
     cut: CutGradients | None
     staged_numel: int
     staging_bytes: int
@@ -58,7 +56,6 @@ class Reading:
     summed: set[int] = field(default_factory=set)
     summed_bytes: int = 0
     copies: bool = False
-    further: FurtherMetrics | None = None
 
 
 class PieceGradient:
@@ -74,9 +71,7 @@ class PieceGradient:
     def __init__(self, reading: Reading, staging_bytes: int | None = None, *, clones: bool = False) -> None:
         self._reading, self._device, self._clones = reading, reading.device, clones
         self._staging_bytes = reading.staging_bytes if staging_bytes is None else staging_bytes
-        self._parts: list[Part] = []
-        self._cross: list[tuple[int, Tensor]] = []
-        self._further: list[Norms] = []
+        self._terms = GradientTerms(reading.metrics, len(reading.leaves), reading.device)
         self._witnessed: dict[int, Tensor] = {}
         # Gradients that wait, by stream: a kernel on one stream must not read a tensor that another still writes.
         self._staged: dict[torch.Stream | None, dict[int, Tensor]] = {None: {}}
@@ -119,13 +114,13 @@ class PieceGradient:
         if index in reading.summed or (not grad.is_sparse and grad.numel() <= reading.staged_numel):
             self._stage(index, grad)
         else:
-            self._keep((index,), (grad,), reading.metric.roots(index, grad))
+            self._keep({index: grad})
         return None
 
     def _take_again(self, index: int, grad: Tensor, so_far: Tensor | None) -> Problem | None:
         """Take a second gradient h₂ of the same parameter in one piece: |h₁ + h₂|² needs both gradients at once."""
         # h₁ may still wait for its kernel.
-        staged, reading = self._staged.get(stream_of(grad), {}), self._reading
+        staged = self._staged.get(stream_of(grad), {})
         if index in staged:
             if is_same_memory(staged[index], grad):
                 return self._was_overwritten(index)
@@ -134,10 +129,8 @@ class PieceGradient:
         if so_far is not None and is_same_memory(so_far, grad):
             return self._was_overwritten(index)
         if so_far is not None and not (grad.is_sparse or so_far.is_sparse):
-            # h₁ has been squared, but `.grad` still holds it: |h₁ + h₂|² = |h₁|² + |h₂|² + 2⟨h₁, h₂⟩.
-            self._cross.append((index, 2 * reading.metric.dot(index, so_far, grad)))
-            further = reading.further and reading.further.norms_of_sum(index, so_far, grad)
-            self._keep((index,), (grad,), reading.metric.roots(index, grad), further)
+            # h₁ has been squared, but `.grad` still holds it.
+            self._keep({index: grad}, self._terms.take_again(index, so_far, grad))
             return None
         return Problem.SEVERAL_BACKWARDS if self._sums_from_now_on(index) else Problem.TOO_LARGE_TO_SUM
 
@@ -168,20 +161,15 @@ class PieceGradient:
         reading = self._reading
         if reading.cut is not None:
             for index, part in reading.cut.sum_partial(self._partial).items():
-                self._keep((index,), (part,), reading.metric.roots(index, part))
+                self._keep({index: part})
         problem = None
         try:  # gradients that still wait come first: they add to the parts and to the witness
             self._flush()
         except RuntimeError as error:
             problem = self._cannot_read(error)
         self._adopt_results()
-        sq_norms = add_squares(len(reading.leaves), self._parts, self._device)
-        # Where a piece had several backwards, the parts hold their squares, and these are the cross terms.
-        for index, twice_the_product in self._cross:
-            sq_norms[index] += to_device(twice_the_product, self._device)
         witness = reading.witness.join(self._witnessed, self._device)
-        further = reading.further and reading.further.join(self._further, len(reading.leaves), self._device)
-        return GradientSummary(sq_norms, witness, further=further, problem=problem)
+        return GradientSummary(self._terms.sum(), witness, problem=problem)
 
     def _stage(self, index: int, grad: Tensor) -> None:
         copies = self._clones or self._reading.copies or is_output_of_graph(grad)
@@ -199,44 +187,31 @@ class PieceGradient:
             if not staged:
                 continue
             if stream is None:
-                self._reduce(staged)
+                self._keep(staged)
                 continue
             with stream:
-                self._reduce(staged)
+                self._keep(staged)
             present = torch.accelerator.current_stream(stream.device)
             present.wait_stream(stream)  # the results are read on the present stream
 
-    def _reduce(self, grads: dict[int, Tensor]) -> None:
-        metric, most = self._reading.metric, self._reading.staged_numel
-        small = {i: g for i, g in grads.items() if g.numel() <= most and not g.is_sparse}
-        if small:
-            self._keep(tuple(small), tuple(small.values()), metric.norms(tuple(small), tuple(small.values())))
+    def _keep(self, grads: Mapping[int, Tensor], results: list[Tensor] | None = None) -> None:
+        """Keep the terms of some gradients, by index, and the witness's elements of them."""
+        if results is None:
+            results = self._terms.take(tuple(grads), tuple(grads.values()))
+        witness, cut = self._reading.witness, self._reading.cut
         for index, grad in grads.items():
-            if index not in small:
-                self._keep((index,), (grad,), metric.roots(index, grad))
-
-    def _keep(
-        self, indices: tuple[int, ...], grads: Sequence[Tensor], roots: Tensor, further: Norms | None = None
-    ) -> None:
-        """Keep the roots of some gradients, the witness's elements of them, and their norms in further metrics."""
-        self._parts.append((indices, roots))
-        results, witness, cut = [roots], self._reading.witness, self._reading.cut
-        if self._reading.further is not None:
-            self._further.append(further or self._reading.further.norms(indices, grads))
-            results.append(self._further[-1][1])
-        for index, grad in zip(indices, grads, strict=True):
             if index in witness:
                 elements = witness.read_shard(index, grad, cut.specs[index] if cut is not None else None)
                 # Cloned: the elements are a view of the gradient, which autograd may write to once the hook returns.
                 sum_of_elements = self._witnessed[index] + elements if index in self._witnessed else elements.clone()
                 self._witnessed[index] = sum_of_elements
                 results.append(sum_of_elements)
-        if (stream := stream_of(roots)) is not None:
+        if (stream := stream_of(results[0])) is not None:
             self._results.append((stream, results))
 
     def _adopt_results(self) -> None:
         """Check the device of the hooks' results and keep them alive on this stream."""
-        if self._reading.one_device and self._parts and (device := self._parts[0][1].device) != self._device:
+        if self._reading.one_device and (device := self._terms.device) not in (None, self._device):
             raise RuntimeError(
                 f"the model was on {self._device} when the probe was attached and is on {device} now: "
                 "attach after moving it"

@@ -24,7 +24,7 @@ LEAST_SQ_NORM = 1e-30
 """Squared norm per element below which squares may have lost digits to underflow in fp32."""
 
 Part = tuple[tuple[int, ...], Tensor]
-"""Owners and roots: a single owner has all the roots; otherwise each owner has one."""
+"""Owners and values, such as roots: a single owner has all the values; otherwise each owner has one."""
 
 
 def roots(grad: Tensor) -> Tensor:
@@ -65,13 +65,14 @@ def _norms_of_rows(grad: Tensor, order: int) -> Tensor:
     return row_norms if whole == n else torch.cat([row_norms, _norm(flat[whole:], order, dtype).view(1)])
 
 
-def add_squares(n_owners: int, parts: Sequence[Part], device: torch.device) -> Tensor:
-    """Sum the squares of roots by owner.
+def add_parts(n_owners: int, parts: Sequence[Part], device: torch.device, *, squares: bool = True) -> Tensor:
+    """Sum the values of parts, or their squares, by owner.
 
     Args:
         n_owners: number of owners.
         parts: on any devices.
         device: where the sums go.
+        squares: whether the values are roots, whose squares add up.
 
     Returns:
         [owners], 0 for an owner without a part.
@@ -79,9 +80,10 @@ def add_squares(n_owners: int, parts: Sequence[Part], device: torch.device) -> T
     total = zero_sums(n_owners, device=device)
     if not parts:
         return total
-    # Squared after the upcast: fp32 squares of small numbers would underflow.
     flat = [r if r.dim() == 1 else r.reshape(-1) for _, r in parts]
-    values = widened(torch.cat([to_device(r, device) for r in flat])).square()
+    values = widened(torch.cat([to_device(r, device) for r in flat]))
+    if squares:  # after the upcast: fp32 squares of small numbers would underflow
+        values = values.square()
     owners = _owners(tuple((owners, r.numel()) for owners, r in parts), device)
     return total.index_add_(0, owners, values)
 
@@ -115,7 +117,7 @@ def gradient_parts(indices: Sequence[int], grads: Sequence[Tensor]) -> list[Part
         grads: on one device, of any dtypes and layouts that `roots` takes.
 
     Returns:
-        Parts for `add_squares`.
+        Parts for `add_parts`.
     """
     parts: list[Part] = []
     shared: dict[int, Tensor] = {}

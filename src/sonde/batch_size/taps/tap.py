@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum, unique
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 Number = float | Tensor
@@ -17,71 +18,32 @@ class GradientSummary:
     """The part of one gradient that is kept.
 
     Attributes:
-        sq_norms: squared norm per parameter in some `GradientMetric`, 0 for a parameter without gradient; [parameters].
+        terms: what adds up over parameters in each metric, squares before norms, 0 for a parameter without gradient;
+            [metrics, parameters].
         witness: the witness's elements, [witness.size].
         witness_squares: squares of the parts that were added up to the witness's elements, which rounding is relative
             to, [witness.size]; None for the squares of the elements themselves.
-        further: norm per parameter in each further metric, not squared; [further metrics, parameters]. None without.
         problem: why the gradient could not be read, if so.
     """
 
-    sq_norms: Tensor
+    terms: Tensor
     witness: Tensor
     witness_squares: Tensor | None = None
-    further: Tensor | None = None
     problem: Problem | None = None
 
-    def scaled(self, factor: Tensor) -> GradientSummary:
-        """The summary of `factor` times the gradient; factor: 0-dim."""
+    def scaled(self, factor: Tensor, n_squares: int) -> GradientSummary:
+        """The summary of `factor` times the gradient; factor: 0-dim. The first `n_squares` metrics add squares."""
         square = factor.square()
+        terms = torch.cat([self.terms[:n_squares] * square, self.terms[n_squares:] * factor.abs()])
         squares = None if self.witness_squares is None else self.witness_squares * square
-        further = None if self.further is None else self.further * factor.abs()
-        return GradientSummary(self.sq_norms * square, self.witness * factor, squares, further)
+        return GradientSummary(terms, self.witness * factor, squares)
 
 
-@dataclass(frozen=True)
-class RankGradient:
-    """One rank's gradient of a whole window, as a tap reads it that cannot see single pieces.
-
-    Attributes:
-        local: the sum of this rank's pieces, before the reduction over ranks.
-        reduced: the gradient after the reduction.
-    """
+class RankGradient(NamedTuple):
+    """One rank's gradient of a whole window, from a tap that cannot see single pieces: before and after reduction."""
 
     local: GradientSummary
     reduced: GradientSummary
-
-
-@dataclass(frozen=True)
-class ExamplesOfWindow:
-    """The numbers of a window whose single examples were read, or zeros in another.
-
-    Attributes:
-        vector: to be summed over ranks; 1-D, equally long on all of them.
-        sq_norm_big: |F|² of the covered parameters, [groups]; None where ranks hold parts of it: it is in the vector.
-        covered: 1 for each parameter that is covered on this rank, else 0, [parameters]; empty if nothing was read.
-    """
-
-    vector: Tensor
-    sq_norm_big: Tensor | None
-    covered: Tensor
-
-
-@dataclass(frozen=True)
-class ExpertsOfWindow:
-    """The numbers of a window of experts that several ranks feed.
-
-    Attributes:
-        vector: sums over their pieces, as `ExpertPieces.pack` returned them; 1-D, equally long on all ranks.
-        sq_norm_big: |F|² of experts, [groups].
-        witness_final: the witness's elements of F, 0 for those of other parameters; [witness].
-        further_big: |F|² of experts in further metrics, [further metrics · groups].
-    """
-
-    vector: Tensor
-    sq_norm_big: Tensor
-    witness_final: Tensor
-    further_big: Tensor
 
 
 class Tap(Protocol):

@@ -10,9 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from sonde.batch_size.taps.context_pieces import ContextPieces
 from sonde.batch_size.taps.cut_gradients import CutGradients
 from sonde.batch_size.taps.ddp_buckets import CommHook, DDPBucketTap
-from sonde.batch_size.taps.further_metrics import FurtherMetrics
 from sonde.batch_size.taps.leaf_hooks import LeafHookTap
-from sonde.batch_size.taps.metric import GradientMetric
+from sonde.batch_size.taps.metric import Metrics
 from sonde.batch_size.taps.tap import Tap
 from sonde.batch_size.taps.witness import Witness
 from sonde.parallel.wrappers import Wrapper, n_collectives
@@ -23,9 +22,8 @@ TapName = Literal["leaf", "comm_hook"]
 def choose_tap(
     wrapper: Wrapper,
     witness: Witness,
-    metric: GradientMetric,
+    metrics: Metrics,
     *,
-    further: FurtherMetrics | None,
     name: TapName,
     comm_hook: CommHook | None,
     comm_state: object,
@@ -37,8 +35,7 @@ def choose_tap(
     Args:
         wrapper: the model.
         witness: elements to copy besides the norms.
-        metric: how gradients are squared.
-        further: metrics beside it; None without.
+        metrics: in which gradients are measured.
         name: "leaf" or "comm_hook".
         comm_hook: the user's DDP communication hook, for "comm_hook" to wrap.
         comm_state: the state that the hook is called with.
@@ -54,27 +51,25 @@ def choose_tap(
             _ddp_of(wrapper),
             leaves,
             witness,
-            metric,
-            further=further,
+            metrics,
             comm_hook=comm_hook,
             comm_state=comm_state,
             on_backward_end=on_backward,
         )
     context = None
     if (group := wrapper.sequence_group) is not None:
-        context = ContextPieces(leaves, group, witness, metric, further=further, staging_bytes=staging_bytes)
+        context = ContextPieces(leaves, group, witness, metrics, staging_bytes=staging_bytes)
     cut = None
     if data.n_sharing > 1 or wrapper.experts or wrapper.has_cut_leaves:
         # Adam's second moments are cut as parameters are.
-        cut = CutGradients(leaves, data.first_sharing, as_leaves=further is not None)
+        cut = CutGradients(leaves, data.first_sharing, as_leaves=len(metrics.all) > 1)
     return LeafHookTap(
         leaves,
         witness,
-        metric,
+        metrics,
         parameters=list(wrapper.parameters.values()),
         cut=cut,
         context=context,
-        further=further,
         on_backward_end=on_backward,
         n_collectives=lambda: n_collectives(wrapper.group),
         staging_bytes=staging_bytes,

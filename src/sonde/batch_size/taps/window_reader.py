@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,24 +15,37 @@ from torch import Tensor
 from sonde.batch_size.measuring_cost import WindowCosts
 from sonde.batch_size.taps.expert_pieces import ExpertPieces
 from sonde.batch_size.taps.final_gradient import FinalGradient
-from sonde.batch_size.taps.further_metrics import FurtherMetrics
-from sonde.batch_size.taps.further_sums import FurtherSums
-from sonde.batch_size.taps.metric import GradientMetric
-from sonde.batch_size.taps.tap import (
-    ExamplesOfWindow,
-    ExpertsOfWindow,
-    GradientSummary,
-    Number,
-    Problem,
-    RankGradient,
-    Tap,
-)
-from sonde.batch_size.taps.window_sums import PieceCounts, Window, WindowSums
+from sonde.batch_size.taps.metric import Metrics
+from sonde.batch_size.taps.named import Shapes, named, packed, under
+from sonde.batch_size.taps.tap import GradientSummary, Number, Problem, Tap
+from sonde.batch_size.taps.window_sums import PieceCounts, WindowSums, as_vector
 from sonde.batch_size.taps.witness import Witness
 from sonde.gradient_norm.global_norm import GlobalNorm
 from sonde.parallel.devices import is_capturing, runs_beside_host, widened
 from sonde.parallel.process_groups import start_reduce
 from sonde.parallel.wrappers import Wrapper
+
+_BIG = ("big", "experts/big")
+"""|F|² of the model, and of experts apart."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """The numbers of one window on the device, on their way to the host.
+
+    Attributes:
+        sums: those that are summed over ranks, in one vector; a collective may still be adding other ranks'.
+        shapes: of each of them, by name.
+        own: the others, by name: this rank's, or the same on every rank. A name may take the place of one of the sums.
+        witness_sizes: elements that the witness read of each parameter, in order, by index.
+        work: the collective; None with a single rank.
+    """
+
+    sums: Tensor
+    shapes: Shapes
+    own: Mapping[str, Tensor]
+    witness_sizes: Mapping[int, int]
+    work: dist.Work | None
 
 
 class Examples(Protocol):
@@ -55,8 +68,8 @@ class Examples(Protocol):
     def discard_piece(self) -> None:
         """Forget the present piece."""
 
-    def end_window(self, sums: WindowSums, sq_norms_big: Tensor | None) -> ExamplesOfWindow:
-        """The numbers of the window; starts the next one.
+    def end_window(self, sums: WindowSums, sq_norms_big: Tensor | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The numbers of the window by name, those to be summed over ranks and this rank's; starts the next window.
 
         Args:
             sums: of the window's pieces, not packed yet.
@@ -74,63 +87,59 @@ class WindowReader:
         first: where this rank's parameters begin in that list.
         n_further_units: how many further units pieces are counted in.
         examples: reads single examples besides pieces; None where that is not possible or not wanted.
-        metric: how gradients are squared.
+        metrics: in which gradients are measured.
         witness: which elements are compared.
         tap: reads the pieces.
         grad_scaler: the enabled GradScaler; a piece is divided by the scale that it was taken at.
-        further: metrics beside `metric`; None without.
     """
 
     def __init__(
         self,
         wrapper: Wrapper,
         group_names: Sequence[str],
-        metric: GradientMetric,
+        metrics: Metrics,
         witness: Witness,
         tap: Tap,
         *,
         grad_scaler: torch.amp.GradScaler | None,
         first: int = 0,
-        further: FurtherMetrics | None = None,
         n_further_units: int = 0,
         examples: Examples | None = None,
     ) -> None:
         self.parameters = list(wrapper.parameters.values())
         self.device = wrapper.leaves[0].device
         self.groups = tuple(dict.fromkeys(group_names))
-        self._wrapper, self._metric, self._witness = wrapper, metric, witness
-        self._tap, self._grad_scaler, self._examples, self._further = tap, grad_scaler, examples, further
+        self._wrapper, self._metrics, self._witness = wrapper, metrics, witness
+        self._tap, self._grad_scaler, self._examples = tap, grad_scaler, examples
         self._seconds = 0.0
         own = group_names[first : first + len(self.parameters)]
         place = {name: i for i, name in enumerate(self.groups)}
-        self._group_index = [place[name] for name in own]
+        group_index = [place[name] for name in own]
         self._sums = WindowSums(
-            self._group_index,
+            group_index,
             n_groups=len(self.groups),
             n_witness=witness.size,
+            metrics=metrics,
             device=self.device,
             data=wrapper.data,
             has_loss_scale=grad_scaler is not None,
-            further=FurtherSums(further, self._group_index, n_groups=len(self.groups), device=self.device)
-            if further is not None
-            else None,
             n_further_units=n_further_units,
         )
         self._experts: ExpertPieces | None = None
         if wrapper.experts is not None:
             self._experts = ExpertPieces(
                 wrapper.experts,
-                self._group_index,
-                n_groups=len(self.groups),
-                witness=witness,
+                self._sums,
+                witness,
+                n_parameters=len(own),
+                n_metrics=len(metrics.all),
                 counts_pieces=wrapper.data.counts_pieces,
-                n_further=0 if further is None else len(further.metrics),
                 device=self.device,
             )
         self._may_be_recorded = runs_beside_host(self.device)
         self._saw_recording = self._lost_in_graph = False
         self._outside: Counter[Problem] = Counter()
-        self.final = FinalGradient(wrapper, self.groups, self._group_index, metric, witness, self._sums, further)
+        self.final = FinalGradient(wrapper, self.groups, group_index, metrics, witness)
         """Reads the gradient at the end of a window."""
 
     @property
@@ -225,7 +234,7 @@ class WindowReader:
     def _unscaled(self, gradient: GradientSummary) -> GradientSummary:
         """The gradient divided by the GradScaler's present scale, which stays on the device."""
         unscale = self._unscale()
-        return gradient if unscale is None else gradient.scaled(unscale)
+        return gradient if unscale is None else gradient.scaled(unscale, self._metrics.n_squares)
 
     def _unscale(self) -> Tensor | None:
         """The factor that undoes the GradScaler's present scale; it stays on the device."""
@@ -249,7 +258,7 @@ class WindowReader:
         A rank without pieces takes part too: only all ranks together know whether a window was ended twice.
 
         Args:
-            reads_grad: read `.grad` itself, as a clip needs it, even where DDP's buckets gave its norm.
+            reads_grad: measure the norm of `.grad` that a clip needs.
             problems: those of the window that no tap can see.
             costs: what this rank has spent since the window before; rides along in the sum over ranks.
             frozen: what this rank knows of frozen parameters; rides along too. 1-D, equally long on all ranks.
@@ -258,112 +267,62 @@ class WindowReader:
             The window; and the plain norm of its gradient, including parameters given to `clip_also`, if `reads_grad`.
         """
         start = time.perf_counter()
-        self._sums.costs = costs or WindowCosts()
-        if frozen is not None:
-            self._sums.frozen = frozen
         grads = [p.grad for p in self.parameters]
         rank_gradient = self._tap.end_window()
         if rank_gradient is not None and self._sums.n_pieces:
             self._sums.merge(self._unscaled(rank_gradient.local))
-        if self._wrapper.mesh is not None:
-            window, norm = self._end_window_of_shards(grads, problems, reads_grad=reads_grad)
-        else:
-            window, norm = self._end_window_of_whole(grads, rank_gradient, problems, reads_grad=reads_grad)
-        self._witness.move()  # once per window on every rank, so that all ranks compare the same elements
-        self._seconds += time.perf_counter() - start
-        n_frozen = len(self._sums.frozen)
-        return replace(window, n_further_units=self._sums.n_further_units, n_frozen=n_frozen), norm
-
-    def _end_window_of_whole(
-        self,
-        grads: Sequence[Tensor | None],
-        rank_gradient: RankGradient | None,
-        problems: Collection[Problem],
-        *,
-        reads_grad: bool,
-    ) -> tuple[Window, GlobalNorm | None]:
-        """Every rank holds the whole gradient: only the pieces are summed over ranks."""
+        is_cut = self._wrapper.mesh is not None
+        norm = self.final.norm_of_clip() if reads_grad and not is_cut else None
         witness = self.final.witness(grads)
         # |F|² comes from the cheapest source: DDP's buckets, the norm that a clip needs anyway, or a read of `.grad`.
-        norm = self.final.norm_of_clip() if reads_grad else None
-        sq_norms = self.final.sq_norms(grads) if self._reads_examples else None
-        if sq_norms is None and rank_gradient is not None and norm is None:
-            sq_norm_big = self.final.scaled_since_reduction(rank_gradient, witness)
-        elif norm is not None and self._metric.is_plain:
-            sq_norm_big = self.final.squared(norm)
+        has_norm = reads_grad and self._metrics.is_plain and not (self._reads_examples or rank_gradient)
+        if rank_gradient is not None:
+            terms = self.final.since_reduction(rank_gradient, witness)
         else:
-            sq_norm_big = self._sums.per_group(self.final.sq_norms(grads) if sq_norms is None else sq_norms)
-        examples = self._examples.end_window(self._sums, sq_norms) if self._examples is not None else None
-        big = self.final.further(grads, rank_gradient, witness)
-        packed, sizes = self._pack(problems), dict(self._witness.sizes)
-        riding = [] if examples is None else [examples.vector]
-        riding += [] if self._sums.further is None else [self._sums.further.pack()]
-        vector = torch.cat([packed, *riding]) if riding else packed
-        work = start_reduce(vector, self._wrapper.group)
-        packed, *riding = vector.split([len(packed), *map(len, riding)])
-        further = None if big is None else (riding[-1], big)
-        return Window(packed, sq_norm_big, witness, sizes, work, _summed(examples, riding), further=further), norm
-
-    def _end_window_of_shards(
-        self, grads: Sequence[Tensor | None], problems: Collection[Problem], *, reads_grad: bool
-    ) -> tuple[Window, GlobalNorm | None]:
-        """Each rank holds a part of the gradient: its elements and squares are summed over ranks with the pieces.
-
-        One collective does it all. A clip waits for that collective, as it has to.
-        """
-        witness = self.final.witness_of_shards(grads)
-        shares = self.final.sq_norms(self.final.counted_shards(grads)) if self._reads_examples else None
-        examples = self._examples.end_window(self._sums, shares) if self._examples is not None else None
-        further = self.final.further_of_shards(grads, self._experts)
-        if self._experts is not None:
-            own = witness * self._experts.own_elements
-            of_experts, differ = self._experts.pack()
-            parts = [self._pack(problems, {Problem.EXPERTS_DIFFER: differ}), own, of_experts, witness - own, *further]
-        else:
-            parts = [self._pack(problems), witness, *([] if examples is None else [examples.vector]), *further]
-        lengths = list(map(len, parts))
-        if reads_grad:
-            vector = torch.cat(parts)
+            terms = self.final.terms(grads, self._metrics.without_first() if has_norm else self._metrics)
+        final = self._of_final(witness, terms)
+        sums, own = self._of_pieces(problems, terms)
+        sums["costs"] = as_vector((costs or WindowCosts()).numbers(), self.device)
+        sums["frozen"] = terms.new_zeros(0) if frozen is None else frozen
+        # Where ranks hold parts of the gradient, the sum over ranks takes in its squares and elements.
+        (sums if is_cut else own).update(final)
+        vector, shapes = packed(sums)
+        work = None
+        if is_cut and reads_grad:
             norm = self.final.norm_of_clip(riding=vector)
-            squares, work = self.final.squared(norm), None
         else:
-            norm = None
-            squares = self.final.own_squares()
-            vector = torch.cat([*parts, squares])
             work = start_reduce(vector, self._wrapper.group)
-            squares = vector[-len(squares) :]
-        summed = vector[: sum(lengths)].split(lengths)
-        return self._window_of_shards(summed, squares, examples, has_further=bool(further), work=work), norm
-
-    def _window_of_shards(
-        self,
-        summed: Sequence[Tensor],
-        squares: Tensor,
-        examples: ExamplesOfWindow | None,
-        *,
-        has_further: bool,
-        work: dist.Work | None,
-    ) -> Window:
-        """The window from its parts, while `work` may still be summing them."""
-        packed, witness, *more = summed
-        experts = None
-        if self._experts is not None:
-            vector, witness_of_experts, *more = more
-            further_big = more.pop() if has_further else vector.new_zeros(0)
-            experts = ExpertsOfWindow(vector, squares[len(self.groups) :], witness_of_experts, further_big)
+        if has_norm:
+            assert norm is not None
+            others = named(vector, shapes) if is_cut else final
+            for name, squares in zip(_BIG, self.final.squares(norm), strict=False):
+                own[name] = torch.cat([squares[None], others[name]])
         sizes = dict(self._witness.sizes)
-        further = (more[-2], more[-1]) if has_further else None
-        of_groups = squares[: len(self.groups)]
-        return Window(packed, of_groups, witness, sizes, work, _summed(examples, more), experts, further)
+        self._witness.move()  # once per window on every rank, so that all ranks compare the same elements
+        self._seconds += time.perf_counter() - start
+        return Window(vector, shapes, own, sizes, work), norm
 
-    def _pack(self, problems: Collection[Problem], more: Mapping[Problem, Number] | None = None) -> Tensor:
-        """This rank's sums. They are packed after all reading, since the metric may have met problems too."""
-        counts = self._take_problems()
-        for problem in problems:
-            counts[problem] += 1
-        for problem, count in (more or {}).items():
-            counts[problem] += count
-        return self._sums.pack(counts, declares=self._tap.only_declared)
+    def _of_pieces(self, problems: Collection[Problem], terms: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The numbers of the window's pieces by name: those that are summed over ranks, and this rank's own."""
+        sums: dict[str, Tensor] = {}
+        own: dict[str, Tensor] = {}
+        if self._examples is not None:
+            of_examples, own = self._examples.end_window(self._sums, terms[0] if self._reads_examples else None)
+            sums, own = under("examples", of_examples), under("examples", own)
+        counts = self._take_problems(problems)
+        if self._experts is not None:
+            of_experts, counts[Problem.EXPERTS_DIFFER] = self._experts.take()
+            sums |= under("experts", of_experts)
+        return self._sums.take(counts, declares=self._tap.only_declared) | sums, own
+
+    def _of_final(self, witness: Tensor, terms: Tensor) -> dict[str, Tensor]:
+        """The elements and the squares of the final gradient by name, and those of experts apart."""
+        if self._experts is None:
+            return {"witness_final": witness, "big": self._sums.per_group(terms)}
+        is_own, elements = self._experts.is_own, witness * self._experts.own_elements
+        own = {"witness_final": elements, "big": self._sums.per_group(terms * is_own)}
+        big = self._sums.per_group(terms * (1.0 - is_own))
+        return own | under("experts", {"witness_final": witness - elements, "big": big})
 
     def forget_window(self) -> None:
         """Forget the pieces since the last window ended."""
@@ -374,25 +333,16 @@ class WindowReader:
             self._examples.end_window(self._sums, None)
         if self._experts is not None:
             self._experts.forget()
-        self._sums.pack(self._take_problems())
-        if self._sums.further is not None:
-            self._sums.further.pack()
+        self._sums.take(self._take_problems())
         self._tap.end_window()
 
-    def _take_problems(self) -> list[Number]:
+    def _take_problems(self, of_window: Collection[Problem] = ()) -> list[Number]:
         problems = self._tap.take_problems()
         self._saw_recording |= bool(problems[Problem.IN_CUDA_GRAPH])  # a number of the host
         if self._lost_in_graph or (self._saw_recording and (not self._sums.n_pieces or problems[Problem.EMPTY_PIECE])):
             problems[Problem.IN_CUDA_GRAPH] += 1
         self._lost_in_graph = False
-        for problem in self._metric.take_problems():
-            problems[problem] += 1
-        for problem, n in self._outside.items():
+        for problem, n in (self._outside + Counter(of_window)).items():
             problems[problem] += n
         self._outside.clear()
         return problems
-
-
-def _summed(examples: ExamplesOfWindow | None, vectors: Sequence[Tensor]) -> ExamplesOfWindow | None:
-    """The examples with their vector as the collective sums it, if there is one."""
-    return replace(examples, vector=vectors[0]) if examples is not None else None

@@ -1,28 +1,25 @@
-"""The sums of one window on the device, packed into one vector: one collective, no host synchronisation.
-
-The device keeps a window as `WindowSums`, then as `Window`. The host gets it back as a `WindowRow`.
-"""
+"""The sums of one window by name: on the device without host synchronisation, then on the host as its rows."""
 
 from __future__ import annotations
 
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from sonde.batch_size.measuring_cost import N_COSTS, WindowCosts
+from sonde.batch_size.stats.expert_sums import ExpertSums
 from sonde.batch_size.stats.neighbours import FEWEST_PIECES, NeighbourSums, neighbour_products
 from sonde.batch_size.stats.noise_scale import effective_units
 from sonde.batch_size.stats.piece_order import OrderSums, order_of_pieces
 from sonde.batch_size.stats.repeats import FEWEST_RANKS, Repeats, rank_mark, repeats_piece, same_ranks
 from sonde.batch_size.stats.window_row import Drop, WindowRow
-from sonde.batch_size.taps.further_sums import FurtherSums
-from sonde.batch_size.taps.tap import ExamplesOfWindow, ExpertsOfWindow, GradientSummary, Number, Problem
+from sonde.batch_size.taps.metric import Adds, Metrics
+from sonde.batch_size.taps.named import Named, those_under
+from sonde.batch_size.taps.tap import GradientSummary, Number, Problem
 from sonde.parallel.data_ranks import DataRanks
 from sonde.parallel.devices import is_at_hand, to_device, widened, zero_sums
 
@@ -120,56 +117,40 @@ def _positive(name: str, value: Number) -> Number:
     return value
 
 
-_N_COUNTS = 12
-"""Length of the counts in `WindowSums.pack`."""
+_COUNTS = (
+    "weight",
+    "weight_over_units",
+    "sq_weight_over_units",
+    "n_pieces",
+    "n_units",
+    "rank_sq_weight_over_units",
+    "n_comparing",
+    "by_place",
+    "n_by_place",
+    "by_units",
+    "n_by_units",
+    "n_declaring",
+)
+"""The numbers that a rank counts its pieces by, as the row names them."""
 _MOST_COMPARED = 32
 """Pieces of a rank and window, from the first on, that are compared with each other; bounds their memory."""
 _N_COMPARISONS = 3
-"""Length of the comparison of a rank's pieces in `WindowSums.pack`."""
+"""Numbers that the comparison of a rank's pieces gives."""
 _MOST_MARKED = 256
 """Ranks, from the first on, that are compared with each other; bounds the vector that is summed."""
 
 
-@dataclass(frozen=True)
-class Window:
-    """The numbers of one window on the device, on their way to the host.
-
-    Attributes:
-        packed: the pieces' sums, as `WindowSums.pack` returned them; a collective may still be adding other ranks'.
-        sq_norm_big: |F|² of the gradient at the end of the window per parameter group, in the metric; [groups].
-        witness_final: the witness's elements of that gradient; [witness].
-        witness_sizes: elements that the witness read of each parameter, in order, by index.
-        work: the collective that is adding to `packed`; None with a single rank.
-        n_further_units: how many further units pieces are counted in.
-        n_frozen: how many numbers about frozen parameters `packed` ends with.
-        examples: of the window's single examples, if the probe may read them.
-        experts: of experts that several ranks feed, if the model has any; the other numbers are then of the rest.
-        further: what `FurtherSums` packed, and its sums of the final gradient; None without further metrics.
-    """
-
-    packed: Tensor
-    sq_norm_big: Tensor
-    witness_final: Tensor
-    witness_sizes: Mapping[int, int]
-    work: dist.Work | None
-    examples: ExamplesOfWindow | None = None
-    experts: ExpertsOfWindow | None = None
-    further: tuple[Tensor, Tensor] | None = None
-    n_further_units: int = 0
-    n_frozen: int = 0
-
-
 class WindowSums:
-    """Adds up the pieces of one window on this rank, then over ranks.
+    """Adds up the pieces of one window on this rank.
 
     Args:
         group_index: the parameter group of each parameter, [parameters].
         n_groups: number of groups.
         n_witness: elements of the witness.
+        metrics: in which gradients are measured.
         device: where the sums live.
         data: this rank's place among those that have data of their own; None for a single process.
         has_loss_scale: whether gradients were multiplied by a GradScaler's scale.
-        further: adds up the norms in further metrics; None without.
         n_further_units: how many further units pieces are counted in.
     """
 
@@ -179,37 +160,39 @@ class WindowSums:
         *,
         n_groups: int,
         n_witness: int,
+        metrics: Metrics,
         device: torch.device,
         data: DataRanks | None = None,
         has_loss_scale: bool = False,
-        further: FurtherSums | None = None,
         n_further_units: int = 0,
     ) -> None:
-        self.further, self.n_further_units = further, n_further_units
-        self._device = device
+        self._metrics, self._n_further_units, self._device = metrics, n_further_units, device
         self._group_index = to_device(torch.tensor(group_index, device="cpu"), device)
-        self.n_groups, self._n_witness, self._has_loss_scale = n_groups, n_witness, has_loss_scale
+        self.n_groups, self._has_loss_scale = n_groups, has_loss_scale
         self._data = data = data if data is not None else DataRanks()
         self._n_marked = min(data.n_ranks, _MOST_MARKED) if data.n_ranks > 1 else 0
-        self._small = zero_sums(len(group_index), device=device)
-        self._witness = zero_sums(n_witness, device=device)
-        self._witness_squares = zero_sums(n_witness, device=device)
+        self._n_parameters, self._n_witness = len(group_index), n_witness
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a window."""
+        metrics, device = self._metrics, self._device
+        self._small = zero_sums(metrics.n_squares, self._n_parameters, device=device)
+        """Σ |h_k|²/w_k per parameter, in the metrics whose squares add up over parameters."""
+        n_norms = len(metrics.all) - metrics.n_squares
+        self._small_of_norms = zero_sums(n_norms, self.n_groups + 1, device=device) if n_norms else None
+        """The same per group and, last, of the whole model, in the others: norms add up before they are squared."""
+        self._witness = zero_sums(self._n_witness, device=device)
+        self._witness_squares = zero_sums(self._n_witness, device=device)
         self._witness_small = zero_sums(device=device)
         self._squares = zero_sums(device=device)
         self._bad_counts = zero_sums(device=device)
-        self.costs = WindowCosts()
-        """What this rank has spent since the window before; rides along with the sums."""
-        self.frozen = zero_sums(0, device=device)
-        """What this rank knows of frozen parameters; rides along at the end of the sums, [numbers]."""
-        self._reset_counts()
-
-    def _reset_counts(self) -> None:
         self.n_pieces = 0
         self._weight: Number = 0.0
         self._weight_over_units: Number = 0.0
         self._sq_weight_over_units: Number = 0.0
         self._units: Number = 0.0
-        self._further_units: list[Number] = [0.0] * self.n_further_units
+        self._further_units: list[Number] = [0.0] * self._n_further_units
         self._compared: list[Tensor] = []
         self._sizes: list[Tensor] = []
         """|h_k|²/w_k² of the pieces, on the device."""
@@ -246,29 +229,32 @@ class WindowSums:
         self.n_pieces = 1
 
     def _add_gradient(self, gradient: GradientSummary, weight: Number) -> Tensor:
-        """Add |h|² and the witness's elements; returns |h|², 0-dim."""
-        self._small += gradient.sq_norms / weight
+        """Add |h|² and the witness's elements; returns |h|² in the first metric, 0-dim."""
+        n = self._metrics.n_squares
+        self._small += gradient.terms[:n] / weight
+        if self._small_of_norms is not None:
+            self._small_of_norms += self.per_group(gradient.terms[n:]).square() / weight
         squares = gradient.witness.square()
         self._witness += gradient.witness
         self._witness_squares += squares if gradient.witness_squares is None else gradient.witness_squares
         self._witness_small += squares.sum() / weight
-        sq_norm = gradient.sq_norms.sum()
+        sq_norm = gradient.terms[0].sum()
         self._squares += sq_norm
-        if self.further is not None and gradient.further is not None:
-            self.further.add(gradient.further, weight)
         return sq_norm
 
     @property
     def sq_norms_over_weight(self) -> Tensor:
-        """Σ |h_k|²/w_k of this rank's pieces so far, per parameter; [parameters]."""
-        return self._small
+        """Σ |h_k|²/w_k of this rank's pieces so far in the first metric, per parameter; [parameters]."""
+        return self._small[0]
 
-    def per_group(self, sq_norms: Tensor) -> Tensor:
-        """Sums of [parameters] over parameter groups: [groups]."""
-        return zero_sums(self.n_groups, device=self._device).index_add_(0, self._group_index, sq_norms)
+    def per_group(self, terms: Tensor) -> Tensor:
+        """Sums over the parameters of each group and, last, over all; [metrics, parameters] → [metrics, groups + 1]."""
+        sums = zero_sums(len(terms), self.n_groups + 1, device=self._device).index_add_(1, self._group_index, terms)
+        sums[:, -1] = terms.sum(1)
+        return sums
 
-    def pack(self, problems: Sequence[Number], *, declares: bool = False) -> Tensor:
-        """This rank's sums as the vector that is summed over ranks; starts the next window.
+    def take(self, problems: Sequence[Number], *, declares: bool = False) -> dict[str, Tensor]:
+        """This rank's sums by name; starts the next window.
 
         Args:
             problems: count per `Problem`.
@@ -292,32 +278,26 @@ class WindowSums:
         ]
         further = self._further_units
         if not counts_pieces:
-            counts, further = [0.0] * len(counts), [0.0] * self.n_further_units
-        counts.append(float(declares))
-        numbers = as_vector([*self.costs.numbers(), *counts, *problems], self._device)
-        self._add_not_finite(numbers[N_COSTS + _N_COUNTS :])
-        rank_sum = self._witness.square().sum() / self._weight if has_pieces else no_rank_sum
-        compared = self._compare_pieces() if may_compare else rank_sum.new_zeros(_N_COMPARISONS)
-        # `Delivery` splits off what is known of frozen parameters, and `read_row` the rest, in this order.
-        packed = torch.cat(
-            [
-                self.per_group(self._small),
-                numbers,  # costs, counts, problems
-                torch.stack([self._witness_small, rank_sum]),
-                compared,
-                self._witness,
-                self._witness_squares,
-                self._mark(),
-                as_vector(further, self._device),
-                self.frozen,
-            ]
-        )
-        # `packed` is a copy, so the accumulators can be zeroed in place for the next window.
-        sums = (self._small, self._witness, self._witness_squares, self._witness_small, self._squares, self._bad_counts)
-        for accumulator in sums:
-            accumulator.zero_()
-        self._reset_counts()
-        return packed
+            counts, further = [0.0] * len(counts), [0.0] * self._n_further_units
+        numbers = as_vector([*counts, float(declares), *further, *problems], self._device)
+        of_counts, of_units, of_problems = numbers.split([len(_COUNTS), len(further), len(Problem)])
+        self._add_not_finite(of_problems)
+        small = self.per_group(self._small)
+        sums = {
+            "small": small if self._small_of_norms is None else torch.cat([small, self._small_of_norms]),
+            "counts": of_counts,
+            "further_units": of_units,
+            "problems": of_problems,
+            "problems_of_metrics": as_vector([float(bool(met)) for met in self._metrics.take_problems()], self._device),
+            "witness_small": self._witness_small,
+            "witness_ranks": self._witness.square().sum() / self._weight if has_pieces else no_rank_sum,
+            "compared": self._compare_pieces() if may_compare else no_rank_sum.new_zeros(_N_COMPARISONS),
+            "witness": self._witness,
+            "witness_squares": self._witness_squares,
+            "marks": self._mark(),
+        }
+        self._begin()
+        return sums
 
     def _add_not_finite(self, problems: Tensor) -> None:
         """Add to the problems, [problems], what is known about sums that are not finite."""
@@ -337,89 +317,110 @@ class WindowSums:
         return torch.cat([neighbour_products(pieces), repeats_piece(pieces).view(1)])
 
     def _mark(self) -> Tensor:
-        """This rank's mark in its own place, so that the sum over ranks holds the marks of all; [2 · marked ranks]."""
+        """This rank's mark in its own place, so that the sum over ranks holds the marks of all; [marked ranks, 2]."""
         marks = self._witness.new_zeros(self._n_marked, 2)
         if self._data.counts_pieces and self._data.rank < self._n_marked:
             marks[self._data.rank] = rank_mark(self._witness)
-        return marks.view(-1)
+        return marks
 
 
-def read_row(
-    packed: Tensor,
-    sq_norm_big: Tensor,
-    witness_final: Tensor,
-    witness_sizes: Mapping[int, int],
-    n_further_units: int = 0,
-) -> WindowRow:
-    """Name the numbers of a window once they are on the host.
+def read_rows(sums: Named, metrics: Sequence[Adds], witness_sizes: Mapping[int, int]) -> list[WindowRow]:
+    """The row of a window in each metric, once its numbers are on the host.
 
     Args:
-        packed: as in `Window`, summed over ranks, without what is known of frozen parameters; on the CPU.
-        sq_norm_big: as in `Window`, [groups]; on the CPU.
-        witness_final: as in `Window`, [witness]; on the CPU.
-        witness_sizes: as in `Window`.
-        n_further_units: as in `Window`.
+        sums: by name, summed over ranks; on the CPU.
+        metrics: what each adds.
+        witness_sizes: elements that the witness read of each parameter, in order, by index.
     """
-    packed, further = packed.split([len(packed) - n_further_units, n_further_units])
-    n_groups, n_witness = len(sq_norm_big), len(witness_final)
-    lengths = [n_groups, N_COSTS, _N_COUNTS, len(Problem), 2, _N_COMPARISONS, n_witness, n_witness]
-    small, _, counts, problems, (witness_small, witness_ranks), compared, witness, squares, marks = packed.split(
-        [*lengths, len(packed) - sum(lengths)]
-    )
-    weight, weight_over_units, sq_weight_over_units, n_pieces, n_units, rank_sq_weight_over_units, *of_ranks = (
-        counts.tolist()
-    )
-    n_comparing, by_place, n_by_place, by_units, n_by_units, n_declaring = of_ranks
-    products, variance, n_repeating = compared.tolist()
-    n_met = problems.tolist()
-    found = [p for p in Problem if n_met[p] > 0] if any(n_met) else []
-    drops = {p: Drop(p.name.lower(), p.message) for p in found if p.applies(are_declared=n_declaring > 0)}
-    return WindowRow(
-        sq_norm_over_weight=small.tolist(),
+    counts = dict(zip(_COUNTS, sums["counts"].tolist(), strict=True))
+    n_met = sums["problems"].tolist()
+    products, variance, n_repeating = sums["compared"].tolist()
+    witness, marks = sums["witness"].double(), sums["marks"].double()
+    weight, witness_small, witness_ranks = counts["weight"], *map(float, (sums["witness_small"], sums["witness_ranks"]))
+    n_comparing = round(counts["n_comparing"])
+    is_declared = counts["n_declaring"] > 0
+    small, big = sums["small"].double(), sums["big"].double()
+    experts = those_under("experts", sums)
+    plain = WindowRow(
+        sq_norm_over_weight=small[0, :-1],
         weight=weight,
-        weight_over_units=weight_over_units,
-        sq_weight_over_units=sq_weight_over_units,
-        n_pieces=round(n_pieces),
-        n_ranks_declaring=round(n_declaring),
+        weight_over_units=counts["weight_over_units"],
+        sq_weight_over_units=counts["sq_weight_over_units"],
+        n_pieces=round(counts["n_pieces"]),
+        n_ranks_declaring=round(counts["n_declaring"]),
         ran_forward=n_met[Problem.FORWARD_ALONE] > 0,
         stepped_alone=n_met[Problem.STEP_ALONE] > 0,
-        n_units=n_units,
-        further_units=further.tolist(),
-        in_fp32=packed.dtype == torch.float32,
-        rank_sq_weight_over_units=rank_sq_weight_over_units,
-        problems=[drop for p, drop in drops.items() if not p.only_explains],
-        explanations=[drop for p, drop in drops.items() if p.only_explains],
-        witness_small=float(witness_small),
-        witness_ranks=float(witness_ranks),
+        n_units=counts["n_units"],
+        further_units=sums["further_units"].tolist(),
+        in_fp32=sums["small"].dtype == torch.float32,
+        rank_sq_weight_over_units=counts["rank_sq_weight_over_units"],
+        problems=[],
+        explanations=_drops(n_met, is_declared=is_declared, explain=True),
+        witness_small=witness_small,
+        witness_ranks=witness_ranks,
         witness_sizes=witness_sizes,
-        witness_sum=witness.double(),
-        witness_squares=squares.double(),
-        sq_norm_big=sq_norm_big.tolist(),
-        witness_final=witness_final.double(),
+        witness_sum=witness,
+        witness_squares=sums["witness_squares"].double(),
+        sq_norm_big=big[0, :-1],
+        witness_final=sums["witness_final"].double(),
         neighbours=NeighbourSums(
             products=products,
             variance=variance,
-            n_ranks=round(n_comparing),
-            mean_square=float(witness_small) / weight if weight else 0.0,
+            n_ranks=n_comparing,
+            mean_square=witness_small / weight if weight else 0.0,
         ),
-        order=OrderSums(by_place, round(n_by_place), by_units, round(n_by_units)),
+        order=OrderSums(
+            counts["by_place"], round(counts["n_by_place"]), counts["by_units"], round(counts["n_by_units"])
+        ),
         repeats=Repeats(
-            n_ranks=round(n_comparing),
+            n_ranks=n_comparing,
             n_repeating=round(n_repeating),
-            same_ranks=same_ranks(marks.double().view(-1, 2), spread=_spread(weight * float(witness_ranks), witness)),
-            n_compared=len(marks) // 2 if len(marks) >= 2 * FEWEST_RANKS else 0,
+            same_ranks=same_ranks(marks, spread=_spread(weight * witness_ranks, witness)),
+            n_compared=len(marks) if len(marks) >= FEWEST_RANKS else 0,
         ),
     )
+    rows = []
+    for i, (adds, n_problems) in enumerate(zip(metrics, sums["problems_of_metrics"].tolist(), strict=True)):
+        own = list(n_met)
+        own[Problem.NO_SECOND_MOMENT] += n_problems
+        of_window = big[i] if adds == "squares" else big[i].square()
+        rows.append(
+            replace(
+                plain,
+                sq_norm_over_weight=small[i, :-1],
+                sq_norm_big=of_window[:-1],
+                whole=(float(small[i, -1]), float(of_window[-1])) if adds == "norms" else None,
+                problems=_drops(own, is_declared=is_declared, explain=False),
+                experts=_of_experts(experts, plain, i) if experts else None,
+            )
+        )
+    return rows
 
 
-def read_costs(packed: Tensor, n_groups: int) -> WindowCosts:
-    """The costs that rode along with a window, summed over ranks.
+def _drops(n_met: Sequence[float], *, is_declared: bool, explain: bool) -> list[Drop]:
+    """The problems that were met, or those that only explain a changed gradient."""
+    found = [p for p in Problem if n_met[p] > 0] if any(n_met) else []
+    return [
+        Drop(p.name.lower(), p.message)
+        for p in found
+        if p.only_explains == explain and p.applies(are_declared=is_declared)
+    ]
 
-    Args:
-        packed: as in `Window`, summed over ranks; on the CPU.
-        n_groups: number of groups.
-    """
-    return WindowCosts(*packed[n_groups : n_groups + N_COSTS].tolist())
+
+def _of_experts(sums: Named, row: WindowRow, metric: int) -> ExpertSums:
+    """What experts' pieces give in one metric, whose squares add up."""
+    weight_over_units, n_pieces = sums["counts"].tolist()
+    return ExpertSums(
+        sq_norm_over_weight=sums["small"][metric, :-1].double(),
+        weight=row.weight,
+        weight_over_units=weight_over_units,
+        sq_weight_over_units=row.sq_weight_over_units,
+        n_pieces=round(n_pieces),
+        sq_norm_big=sums["big"][metric, :-1].double(),
+        witness_sum=sums["witness"].double(),
+        witness_squares=sums["witness_squares"].double(),
+        witness_final=sums["witness_final"].double(),
+    )
 
 
 def _spread(mean_square: float, rank_total: Tensor) -> float:
