@@ -159,9 +159,7 @@ class Mechanism:
             return
         self._n_failures = 0
         if is_sound and scale is not None:
-            self._covered.update(
-                found.sums, row.pieces(float(row.sq_norm_over_weight.sum())), float(row.sq_norm_big.sum()), scale=scale
-            )
+            self._covered.update(found.sums, row.pieces(float(row.sq_norm_over_weight.sum())), row.big, scale=scale)
             self._say_coverage(found.covered)
 
     def _give_up(self, reason: str) -> None:

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from sonde.batch_size.stats.averages import NoiseScaleAverages
+from sonde.batch_size.stats.blocks import on_host
 from sonde.batch_size.stats.group_estimates import GroupEstimates
 from sonde.batch_size.stats.noise_scale import PieceSums, WindowEstimate, estimate_window
+from sonde.batch_size.stats.piece_class import PieceClass
 from sonde.batch_size.stats.scale_witness import ScaleReading
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.summary import summarise
@@ -74,14 +76,11 @@ def test_the_state_of_many_groups_goes_on_alike() -> None:
 
 
 def test_estimates_of_groups_are_those_of_one_by_one() -> None:
-    from sonde.batch_size.stats.blocks import on_host
-    from sonde.batch_size.stats.group_estimates import estimate_groups
-
     small, big = [3.0, 0.5, 7.0], [1.0, 0.1, 2.0]
     sums: dict[str, Any] = {
         "weight": 4.0, "weight_over_units": 1.5, "sq_weight_over_units": 1.0, "n_pieces": 3,
     }  # fmt: skip
-    got = estimate_groups(PieceSums(0.0, **sums), on_host(small), on_host(big), scale=0.5, to_unit=0.25)
+    got = GroupEstimates(PieceClass(on_host(small), on_host(big), **sums).estimates(scale=0.5, to_unit=0.25))
     expected = [estimate_window(PieceSums(s, **sums), 0.25 * b, scale=0.5) for s, b in zip(small, big, strict=True)]
     assert got == tuple(expected)
     assert (len(got), got[1], got[-1]) == (3, expected[1], expected[2])

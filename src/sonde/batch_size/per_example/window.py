@@ -316,8 +316,9 @@ def read_examples(sums: Named, row: WindowRow) -> ExampleRow:
     of_examples = ExampleSums(
         sq_norm_over_weight=sums["small"].double(),
         weight=row.weight,
-        sq_weight=float(counts.sq_weight),
-        n_examples=round(float(counts.n_examples)),
+        weight_over_units=row.weight,  # n_b = 1 throughout
+        sq_weight_over_units=float(counts.sq_weight),
+        n_pieces=round(float(counts.n_examples)),
         of_pieces=sums["of_pieces"].double(),
         sq_norm_big=row.sq_norm_big if n_covered == n_parameters else sums["big"].double(),
         n_covered=n_covered,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sonde.batch_size.stats.example_order import OrderScores
 from sonde.batch_size.stats.noise_scale import PieceSums, estimate_window
+from sonde.batch_size.stats.piece_class import PieceClass
 
 ENOUGH_COVERED = 0.995
 """Part of |F|² from which on no alert is raised. At most 0.5 % of |F|² = |G|² (1 + B_simple/B) are left out then. Where
@@ -26,26 +27,16 @@ def in_percent(part: float) -> str:
 
 
 @dataclass(frozen=True)
-class ExampleSums:
-    """Sums over all examples of a window, of all ranks. Squares are those of the covered parameters alone.
+class ExampleSums(PieceClass):
+    """Sums over all examples of a window: each is a piece of one unit. Squares are of the covered parameters alone.
 
     Attributes:
-        sq_norm_over_weight: Σ |h_b|²/w_b per parameter group, [groups]; w_b is an example's part of its piece's weight.
-        weight: Σ w_b.
-        sq_weight: Σ w_b².
-        n_examples: examples.
         of_pieces: Σ |h_k|²/w_k of the window's pieces, likewise of the covered parameters; [groups].
-        sq_norm_big: |F|² of the covered parameters, [groups].
         n_covered: covered parameters.
         order: whether examples in certain places of their batches are more alike than others.
     """
 
-    sq_norm_over_weight: Tensor
-    weight: float
-    sq_weight: float
-    n_examples: int
     of_pieces: Tensor
-    sq_norm_big: Tensor
     n_covered: int
     order: OrderScores = field(default_factory=OrderScores)
 
@@ -61,14 +52,10 @@ class ExampleSums:
         """
         if pieces.n_pieces < 2 or not pieces.u > pieces.v:
             return None
-        big = float(self.sq_norm_big.sum()) / scale**2
+        big = self.big / scale**2
         p = estimate_window(replace(pieces, sq_norm_over_weight=float(self.of_pieces.sum())), big).trace_cov
         e = estimate_window(self.pieces(float(self.sq_norm_over_weight.sum())), big).trace_cov
         return (p - e) / (p + e) if p > 0 and e > 0 else None
-
-    def pieces(self, sq_norm_over_weight: float) -> PieceSums:
-        """The sums that the noise scale is solved from, for one parameter group's Σ |h_b|²/w_b. n_b = 1 throughout."""
-        return PieceSums(sq_norm_over_weight, self.weight, self.weight, self.sq_weight, self.n_examples)
 
 
 @dataclass(frozen=True)
@@ -116,7 +103,7 @@ class CoveredPart:
         """
         if sums.n_covered != self._n_parameters:  # of other parameters: begin again
             self._n_parameters, self._parts, self._windows, self._sums = sums.n_covered, 0.0, 0, [0.0] * 4
-        covered_big = float(sums.sq_norm_big.sum())
+        covered_big = sums.big
         if sq_norm_big > 0:
             self._parts += covered_big / sq_norm_big
             self._windows += 1

@@ -9,96 +9,43 @@ expert's gradient. The expert's gradients scatter the more: uneven routing shows
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from torch import Tensor
-
-from sonde.batch_size.stats.noise_scale import PieceSums
-from sonde.batch_size.stats.scale_witness import ScaleReading, read_scale
+from sonde.batch_size.stats.piece_class import WitnessedPieces
+from sonde.batch_size.stats.scale_witness import ScaleReading
 
 _KINDS = ("scaled", "zero", "clipped by value", "changed")
 """What may have become of a gradient, the worst last."""
 _ROUNDING_OF_SQUARES = 1e-2
 
 
-@dataclass(frozen=True)
-class ExpertSums:
-    """Sums over all pieces of experts of all ranks.
-
-    Attributes:
-        sq_norm_over_weight: Σ |h_k|²/w_k per parameter group, [groups].
-        weight: Σ w_k, which is that of all other parameters.
-        weight_over_units: Σ w_k/n_k.
-        sq_weight_over_units: Σ w_k²/n_k, likewise that of all other parameters.
-        n_pieces: pieces.
-        sq_norm_big: |F|² per parameter group, [groups].
-        witness_sum: H = Σ h_k, the witness's elements, 0 for those of other parameters; [witness].
-        witness_squares: Σ h_k² of each of these elements; [witness].
-        witness_final: F, likewise; [witness].
-    """
-
-    sq_norm_over_weight: Tensor
-    weight: float
-    weight_over_units: float
-    sq_weight_over_units: float
-    n_pieces: int
-    sq_norm_big: Tensor
-    witness_sum: Tensor
-    witness_squares: Tensor
-    witness_final: Tensor
-
-    def pieces(self, sq_norm_over_weight: float) -> PieceSums:
-        """The sums that the noise scale is solved from, for one parameter group's Σ |h_k|²/w_k."""
-        return PieceSums(
-            sq_norm_over_weight, self.weight, self.weight_over_units, self.sq_weight_over_units, self.n_pieces
+def why_experts_unusable(experts: WitnessedPieces, scale: ScaleReading) -> tuple[str, str] | None:
+    """Why the window cannot be used for experts: a short name, and a message; None when it can."""
+    if experts.n_pieces < 2:
+        return (
+            "single_expert_piece",
+            "the experts had a single piece in the window, since one backward of all ranks feeds them all: "
+            "accumulate gradients over 2 or more micro-batches, or spread the experts over fewer ranks",
         )
-
-    def read_scale(self, sizes: Mapping[int, int], *, tolerance: float, floor: float) -> ScaleReading:
-        """How the experts' gradient relates to the sum of their pieces.
-
-        Args:
-            sizes: how many elements each parameter has in the witness, in order, by index.
-            tolerance: the residual that rounding alone explains.
-            floor: elements up to this size may have been lost to underflow.
-        """
-        return read_scale(
-            self.witness_final,
-            self.witness_sum,
-            tolerance=tolerance,
-            squares=self.witness_squares,
-            sizes=sizes,
-            floor=floor,
+    if experts.one_has_all:
+        return ("weights", "one piece of the experts has all the weight of its window")
+    small, big = experts.small, experts.big
+    if not math.isfinite(small) or not math.isfinite(big):
+        return ("not_finite", "the experts' gradient was not finite")
+    if scale.kind == "zero":
+        if not (small or big):
+            return None  # no token reached a trained expert
+        return ("not_seen", "the elements of experts' gradients that are compared were all 0 in this window")
+    if scale.kind != "scaled":
+        return (
+            "changed",
+            "the experts' gradient is not a multiple of the sum of their pieces: did something change it, or do "
+            "experts get tokens from other ranks than those over which they are spread?",
         )
-
-    def why_unusable(self, scale: ScaleReading) -> tuple[str, str] | None:
-        """Why the window cannot be used for experts: a short name, and a message; None when it can."""
-        if self.n_pieces < 2:
-            return (
-                "single_expert_piece",
-                "the experts had a single piece in the window, since one backward of all ranks feeds them all: "
-                "accumulate gradients over 2 or more micro-batches, or spread the experts over fewer ranks",
-            )
-        pieces = self.pieces(0.0)
-        if not pieces.u - pieces.v > 1e-9 * pieces.u:
-            return ("weights", "one piece of the experts has all the weight of its window")
-        small, big = self.weight * float(self.sq_norm_over_weight.sum()), float(self.sq_norm_big.sum())
-        if not math.isfinite(small) or not math.isfinite(big):
-            return ("not_finite", "the experts' gradient was not finite")
-        if scale.kind == "zero":
-            if not (small or big):
-                return None  # no token reached a trained expert
-            return ("not_seen", "the elements of experts' gradients that are compared were all 0 in this window")
-        if scale.kind != "scaled":
-            return (
-                "changed",
-                "the experts' gradient is not a multiple of the sum of their pieces: did something change it, or do "
-                "experts get tokens from other ranks than those over which they are spread?",
-            )
-        assert scale.scale is not None
-        if big / scale.scale**2 > small * (1 + _ROUNDING_OF_SQUARES):
-            return ("changed", "the experts' gradient is larger than the sum of their pieces can be")
-        return None
+    assert scale.scale is not None
+    if big / scale.scale**2 > small * (1 + _ROUNDING_OF_SQUARES):
+        return ("changed", "the experts' gradient is larger than the sum of their pieces can be")
+    return None
 
 
 def joint_scale(own: ScaleReading, experts: ScaleReading) -> ScaleReading:

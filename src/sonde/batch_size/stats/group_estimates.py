@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import overload
 
-import torch
 from torch import Tensor
 
 from sonde.batch_size.stats.blocks import on_host
-from sonde.batch_size.stats.noise_scale import PieceSums, WindowEstimate, check_pieces, solve
+from sonde.batch_size.stats.noise_scale import WindowEstimate
 
 
 class GroupEstimates(Sequence[WindowEstimate]):
@@ -50,27 +49,3 @@ def estimates_table(estimates: Sequence[WindowEstimate]) -> Tensor:
         return estimates.table
     pairs = [[estimate.trace_cov for estimate in estimates], [estimate.grad_sq for estimate in estimates]]
     return on_host(pairs)
-
-
-def estimate_groups(
-    pieces: PieceSums,
-    sq_norm_over_weight: Tensor,
-    sq_norm_big: Tensor,
-    *,
-    scale: float,
-    to_unit: float,
-) -> GroupEstimates:
-    """Solve one window for tr Σ and |G|² of each parameter group, as `estimate_window` does for one.
-
-    Args:
-        pieces: sums over the window's pieces, whatever their `sq_norm_over_weight`.
-        sq_norm_over_weight: Σ |h_k|²/w_k of each group, [groups].
-        sq_norm_big: |F|² of each group, [groups].
-        scale: brings Σ h_k to the units of the estimates.
-        to_unit: brings |F|² to these units.
-
-    Raises:
-        ValueError: with fewer than 2 pieces, since noise cannot then be told from signal.
-    """
-    check_pieces(pieces)
-    return GroupEstimates(torch.stack(solve(pieces, sq_norm_over_weight, sq_norm_big * to_unit, scale)))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sonde.batch_size.stats.group_estimates import GroupEstimates, estimate_groups
+from sonde.batch_size.stats.group_estimates import GroupEstimates
 from sonde.batch_size.stats.noise_scale import WindowEstimate, estimate_window
 from sonde.batch_size.stats.window_row import WindowRow
 
@@ -56,23 +56,14 @@ def solve_window(row: WindowRow, *, scale: float, n_ranks: int, expert_scale: fl
     unit_scale = 1.0 / n_ranks
     to_unit = (unit_scale / scale) ** 2
     measured = row.examples or row
-    pieces = measured.pieces(0.0)
-    per_group = estimate_groups(
-        pieces, measured.sq_norm_over_weight, measured.sq_norm_big, scale=unit_scale, to_unit=to_unit
-    )
-    sq_norm_big = float(row.sq_norm_big.sum())
+    estimates = measured.estimates(scale=unit_scale, to_unit=to_unit)
+    sq_norm_big = row.big
     if row.experts is not None:
         # Experts' pieces are others, and so may their κ be: solved apart, then added.
-        of_experts = estimate_groups(
-            row.experts.pieces(0.0),
-            row.experts.sq_norm_over_weight,
-            row.experts.sq_norm_big,
-            scale=unit_scale * (1.0 if expert_scale is None else expert_scale / scale),
-            to_unit=to_unit,
-        )
-        per_group = GroupEstimates(per_group.table + of_experts.table)
-        sq_norm_big += float(row.experts.sq_norm_big.sum())
-    total = WindowEstimate(*per_group.table.sum(1).tolist())
+        relative = 1.0 if expert_scale is None else expert_scale / scale
+        estimates = estimates + row.experts.estimates(scale=unit_scale * relative, to_unit=to_unit)
+        sq_norm_big += row.experts.big
+    total, pieces = WindowEstimate(*estimates.sum(1).tolist()), measured.pieces()
     if row.whole is not None:
         small, sq_norm_big = row.whole
         total = estimate_window(row.pieces(small), sq_norm_big * to_unit, scale=unit_scale)
@@ -82,7 +73,7 @@ def solve_window(row: WindowRow, *, scale: float, n_ranks: int, expert_scale: fl
     witness_differences = witness_squares - float(row.witness_sum @ row.witness_sum) if row.n_pieces > 1 else 0.0
     return SolvedWindow(
         total=total,
-        per_group=per_group,
+        per_group=GroupEstimates(estimates),
         within_between=_within_between(row, n_ranks),
         norm=math.sqrt(sq_norm_big * to_unit),
         effective_units=1.0 / pieces.v,
@@ -98,7 +89,7 @@ def _within_between(row: WindowRow, n_ranks: int) -> WindowEstimate | None:
     The ranks' sums are pieces of their own, with u' = Σ_r (W_r/W)/n_r and S' = Σ_r (W_r/W)|g_r|². So S − S' shows the
     noise within ranks, and S' − B the noise between them.
     """
-    pieces = row.pieces(row.witness_small)
+    pieces = row.pieces()
     u, v, u_ranks = pieces.u, pieces.v, row.rank_sq_weight_over_units / row.weight
     if n_ranks < 2 or row.n_pieces <= n_ranks or not u > u_ranks > v:
         return None

@@ -12,7 +12,7 @@ from sonde.batch_size.stats.example_sums import Coverage
 from sonde.batch_size.stats.expert_sums import joint_scale
 from sonde.batch_size.stats.fixed_weights import FixedWeights
 from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading
-from sonde.batch_size.stats.scale_witness import RoundingTolerance, read_scale, rounding_of_sums
+from sonde.batch_size.stats.scale_witness import RoundingTolerance, rounding_of_sums
 from sonde.batch_size.stats.solved_window import SolvedWindow, solve_window
 from sonde.batch_size.stats.summary import summarise
 from sonde.batch_size.stats.window_row import Drop, WindowRow, why_unusable
@@ -76,14 +76,7 @@ class NoiseScaleTracker:
         # to 16 bits.
         n_additions = row.n_pieces / self._n_ranks + self._n_ranks
         tolerance, floor = rounding_of_sums(self.rounding.tolerance, n_additions), self.rounding.floor
-        scale = read_scale(
-            row.witness_final,
-            row.witness_sum,
-            tolerance=tolerance,
-            squares=row.witness_squares,
-            sizes=row.witness_sizes,
-            floor=floor,
-        )
+        scale = row.read_scale(row.witness_sizes, tolerance=tolerance, floor=floor)
         experts = None
         if row.experts is not None:
             experts = row.experts.read_scale(row.witness_sizes, tolerance=tolerance, floor=floor)
@@ -110,7 +103,7 @@ class NoiseScaleTracker:
         self._averages.order.update(row.order)
         self._averages.repeats.update(row.repeats)
         if row.examples is not None:
-            excess = row.examples.excess_of_pieces(row.pieces(0.0), scale=scale.scale)
+            excess = row.examples.excess_of_pieces(row.pieces(), scale=scale.scale)
             self._averages.examples.update(row.examples.order, excess)
         self.last, self.last_norm = solved, solved.norm
         return None

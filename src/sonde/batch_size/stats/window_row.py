@@ -6,12 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from sonde.batch_size.stats.example_sums import ExampleSums
-from sonde.batch_size.stats.expert_sums import ExpertSums
+from sonde.batch_size.stats.expert_sums import why_experts_unusable
 from sonde.batch_size.stats.neighbours import NeighbourSums
-from sonde.batch_size.stats.noise_scale import PieceSums
+from sonde.batch_size.stats.piece_class import PieceClass, WitnessedPieces
 from sonde.batch_size.stats.piece_order import OrderSums
 from sonde.batch_size.stats.repeats import Repeats
 from sonde.batch_size.stats.scale_witness import ScaleReading
@@ -39,15 +37,10 @@ class Drop:
 
 
 @dataclass(frozen=True)
-class WindowRow:
-    """Everything one window measured. Sums run over all pieces of all ranks.
+class WindowRow(WitnessedPieces):
+    """Everything one window measured in one metric. Its own sums are those of all parameters, or of all but experts.
 
     Attributes:
-        sq_norm_over_weight: Σ |h_k|²/w_k per parameter group; float64, [groups].
-        weight: Σ w_k.
-        weight_over_units: Σ w_k/n_k.
-        sq_weight_over_units: Σ w_k²/n_k.
-        n_pieces: pieces.
         n_units: units as counted, not effective.
         problems: why its pieces cannot be used; empty for a sound window.
         explanations: the likely causes if its gradient turns out to be changed.
@@ -55,10 +48,6 @@ class WindowRow:
         witness_ranks: Σ_r |R_r|²/W_r over these elements; R_r and W_r are the sums of h_k and w_k within rank r.
         rank_sq_weight_over_units: Σ_r (Σ_{k in r} w_k²/n_k)/W_r.
         witness_sizes: how many elements the witness has of each parameter it reads, by index; zeros follow the last.
-        witness_sum: H = Σ h_k, the witness's elements, float64; [witness].
-        witness_squares: Σ h_k² of each of these elements; [witness].
-        sq_norm_big: |F|² per parameter group; float64, [groups].
-        witness_final: F, the witness's elements, float64; [witness].
         neighbours: neighbouring pieces compared with distant ones.
         order: which of two pieces has the larger gradient.
         repeats: pieces and ranks with the same gradient.
@@ -73,11 +62,6 @@ class WindowRow:
         in_fp32: whether its sums were kept in fp32, on a device without fp64.
     """
 
-    sq_norm_over_weight: Tensor
-    weight: float
-    weight_over_units: float
-    sq_weight_over_units: float
-    n_pieces: int
     n_units: float
     problems: Sequence[Drop]
     explanations: Sequence[Drop]
@@ -85,10 +69,6 @@ class WindowRow:
     witness_ranks: float
     rank_sq_weight_over_units: float
     witness_sizes: Mapping[int, int]
-    witness_sum: Tensor
-    witness_squares: Tensor
-    sq_norm_big: Tensor
-    witness_final: Tensor
     neighbours: NeighbourSums = field(default_factory=NeighbourSums)
     order: OrderSums = field(default_factory=OrderSums)
     repeats: Repeats = field(default_factory=Repeats)
@@ -97,15 +77,9 @@ class WindowRow:
     ran_forward: bool = False
     stepped_alone: bool = False
     examples: ExampleSums | None = None
-    experts: ExpertSums | None = None
+    experts: WitnessedPieces | None = None
     whole: tuple[float, float] | None = None
     in_fp32: bool = False
-
-    def pieces(self, sq_norm_over_weight: float) -> PieceSums:
-        """The sums that the noise scale is solved from, for one parameter group's Σ |h_k|²/w_k."""
-        return PieceSums(
-            sq_norm_over_weight, self.weight, self.weight_over_units, self.sq_weight_over_units, self.n_pieces
-        )
 
 
 def why_unusable(
@@ -130,7 +104,7 @@ def why_unusable(
     """
     drop = _pieces_unusable(row) or _gradient_unusable(row, scale, least_sq_norm, likely_cause)
     if drop is None and row.experts is not None and expert_scale is not None:
-        drop = Drop(*why) if (why := row.experts.why_unusable(expert_scale)) is not None else None
+        drop = Drop(*why) if (why := why_experts_unusable(row.experts, expert_scale)) is not None else None
     return drop
 
 
@@ -155,11 +129,11 @@ def _pieces_unusable(row: WindowRow) -> Drop | None:
         )
     if not all(_MIN < x < _MAX for x in (row.weight, row.weight_over_units, row.sq_weight_over_units)):
         return Drop("weights", "weights or units are too large or too small to add up: scale all of them alike")
-    if row.examples is not None and row.examples.n_examples < 2:
+    if row.examples is not None and row.examples.n_pieces < 2:
         message = f"the window held a single example, which cannot separate noise from signal. {WITHOUT_EXAMPLES}"
         return Drop("single_example", message)
-    pieces, each = (row.pieces(0.0), "piece") if row.examples is None else (row.examples.pieces(0.0), "example")
-    if not pieces.u - pieces.v > 1e-9 * pieces.u:
+    pieces, each = (row, "piece") if row.examples is None else (row.examples, "example")
+    if pieces.one_has_all:
         return Drop(
             "weights", f"one {each} has all the weight of its window, so no other {each} can be compared with it"
         )
@@ -173,7 +147,7 @@ def _why_no_backward(row: WindowRow) -> str:
             "neither a forward nor a backward of the model was seen in this window: the same window was ended twice. "
             "Call probe.step() or probe.clip_grad_norm_() once per optimizer step"
         )
-    if row.sq_norm_big.sum():
+    if row.big:
         return (
             "measured parameters have gradients that no backward of this window has added: gradients are set by hand, "
             "as those of torch.autograd.grad, which no hook sees. Call loss.backward()"
@@ -185,9 +159,9 @@ def _why_no_backward(row: WindowRow) -> str:
 
 
 def _gradient_unusable(row: WindowRow, scale: ScaleReading, least_sq_norm: float, likely_cause: str) -> Drop | None:
-    big = float(row.sq_norm_big.sum())
+    big = row.big
     # |Σ h_k|² ≤ Σ w_k · Σ |h_k|²/w_k (Cauchy–Schwarz).
-    largest_possible = row.weight * float(row.sq_norm_over_weight.sum())
+    largest_possible = row.small
     has_overflowed = math.isinf(big) and math.isfinite(largest_possible) and bool(row.witness_final.isfinite().all())
     if not math.isfinite(big) and not has_overflowed:
         return Drop("not_finite", "the gradient at the end of the window was not finite")
@@ -233,7 +207,6 @@ def _gradient_unusable(row: WindowRow, scale: ScaleReading, least_sq_norm: float
     return None
 
 
-def _is_lost_in_fp32(row: WindowRow | ExampleSums, scale: float) -> bool:
+def _is_lost_in_fp32(pieces: PieceClass, scale: float) -> bool:
     """Whether rounding hides the noise of pieces, or of examples: too small a part of S is left in S − B."""
-    small = row.weight * float(row.sq_norm_over_weight.sum())
-    return small - float(row.sq_norm_big.sum()) / scale**2 < _LEAST_IN_FP32 * small
+    return pieces.small - pieces.big / scale**2 < _LEAST_IN_FP32 * pieces.small

@@ -11,9 +11,9 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from sonde.batch_size.stats.expert_sums import ExpertSums
 from sonde.batch_size.stats.neighbours import FEWEST_PIECES, NeighbourSums, neighbour_products
 from sonde.batch_size.stats.noise_scale import effective_units
+from sonde.batch_size.stats.piece_class import WitnessedPieces
 from sonde.batch_size.stats.piece_order import OrderSums, order_of_pieces
 from sonde.batch_size.stats.repeats import FEWEST_RANKS, Repeats, rank_mark, repeats_piece, same_ranks
 from sonde.batch_size.stats.window_row import Drop, WindowRow
@@ -407,19 +407,17 @@ def _drops(n_met: Sequence[float], *, is_declared: bool, explain: bool) -> list[
     ]
 
 
-def _of_experts(sums: Named, row: WindowRow, metric: int) -> ExpertSums:
-    """What experts' pieces give in one metric, whose squares add up."""
+def _of_experts(sums: Named, row: WindowRow, metric: int) -> WitnessedPieces:
+    """What experts' pieces give in one metric, whose squares add up. Their Σ w_k and Σ w_k²/n_k are the others'."""
     weight_over_units, n_pieces = sums["counts"].tolist()
-    return ExpertSums(
-        sq_norm_over_weight=sums["small"][metric, :-1].double(),
-        weight=row.weight,
-        weight_over_units=weight_over_units,
-        sq_weight_over_units=row.sq_weight_over_units,
-        n_pieces=round(n_pieces),
-        sq_norm_big=sums["big"][metric, :-1].double(),
-        witness_sum=sums["witness"].double(),
-        witness_squares=sums["witness_squares"].double(),
-        witness_final=sums["witness_final"].double(),
+    return WitnessedPieces(
+        sums["small"][metric, :-1].double(),
+        sums["big"][metric, :-1].double(),
+        row.weight,
+        weight_over_units,
+        row.sq_weight_over_units,
+        round(n_pieces),
+        *(sums[name].double() for name in ("witness", "witness_squares", "witness_final")),
     )
 
 
