@@ -92,29 +92,26 @@ class PieceGradient:
         Returns:
             Why the piece is lost, if it is.
         """
+        reading = self._reading
         try:
-            return self._take(index, grad, grad_is_sum=grad_is_sum)
+            if reading.cut is not None:
+                part = reading.cut.take(index, grad, self._partial)
+                if part is None:
+                    return None
+                grad, grad_is_sum = part, False
+            if self._fired[index]:
+                leaf = reading.leaves[index]
+                is_sum = grad_is_sum and not n_post_accumulate_hooks([leaf])
+                return self._take_again(index, grad, leaf.grad if is_sum else None)
+            self._fired[index] = 1
+            if grad.is_sparse and not grad.is_cpu:
+                return Problem.SPARSE_ON_GPU
+            if index in reading.summed or (not grad.is_sparse and grad.numel() <= reading.staged_numel):
+                self._stage(index, grad)
+            else:
+                self._keep({index: grad})
         except RuntimeError as error:
             return self._cannot_read(error)
-
-    def _take(self, index: int, grad: Tensor, *, grad_is_sum: bool) -> Problem | None:
-        reading = self._reading
-        if reading.cut is not None:
-            part = reading.cut.take(index, grad, self._partial)
-            if part is None:
-                return None
-            grad, grad_is_sum = part, False
-        if self._fired[index]:
-            leaf = reading.leaves[index]
-            is_sum = grad_is_sum and not n_post_accumulate_hooks([leaf])
-            return self._take_again(index, grad, leaf.grad if is_sum else None)
-        self._fired[index] = 1
-        if grad.is_sparse and not grad.is_cpu:
-            return Problem.SPARSE_ON_GPU
-        if index in reading.summed or (not grad.is_sparse and grad.numel() <= reading.staged_numel):
-            self._stage(index, grad)
-        else:
-            self._keep({index: grad})
         return None
 
     def _take_again(self, index: int, grad: Tensor, so_far: Tensor | None) -> Problem | None:
@@ -172,8 +169,9 @@ class PieceGradient:
         return GradientSummary(self._terms.sum(), witness, problem=problem)
 
     def _stage(self, index: int, grad: Tensor) -> None:
-        copies = self._clones or self._reading.copies or is_output_of_graph(grad)
-        self._staged.setdefault(stream_of(grad), {})[index] = grad.clone() if copies else grad
+        copies = self._clones or self._reading.copies or (not grad.is_cpu and is_output_of_graph(grad))
+        stream = None if grad.is_cpu else stream_of(grad)
+        self._staged.setdefault(stream, {})[index] = grad.clone() if copies else grad
         if index not in self._reading.summed:
             self._staged_bytes += grad.numel() * grad.element_size()
             if self._staged_bytes + self._reading.summed_bytes > self._staging_bytes:
@@ -201,7 +199,8 @@ class PieceGradient:
         witness, cut = self._reading.witness, self._reading.cut
         for index, grad in grads.items():
             if index in witness:
-                elements = witness.read_shard(index, grad, cut.specs[index] if cut is not None else None)
+                spec = None if cut is None else cut.specs[index]
+                elements = witness.read(index, grad) if spec is None else witness.read_shard(index, grad, spec)
                 # Cloned: the elements are a view of the gradient, which autograd may write to once the hook returns.
                 sum_of_elements = self._witnessed[index] + elements if index in self._witnessed else elements.clone()
                 self._witnessed[index] = sum_of_elements

@@ -81,7 +81,7 @@ def add_parts(n_owners: int, parts: Sequence[Part], device: torch.device, *, squ
     if not parts:
         return total
     flat = [r if r.dim() == 1 else r.reshape(-1) for _, r in parts]
-    values = widened(torch.cat([to_device(r, device) for r in flat]))
+    values = widened(torch.cat([r if r.device == device else to_device(r, device) for r in flat]))
     if squares:  # after the upcast: fp32 squares of small numbers would underflow
         values = values.square()
     owners = _owners(tuple((owners, r.numel()) for owners, r in parts), device)

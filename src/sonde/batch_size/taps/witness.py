@@ -138,10 +138,11 @@ class Witness:
         """
         zeros = torch.zeros(self.size, dtype=torch.float32, device=device)
         parts = [
-            to_device(elements[own].reshape(-1), device) if (own := i - self._first) in elements else zeros[:n]
+            elements[own].reshape(-1) if (own := i - self._first) in elements else zeros[:n]
             for i, n in self.sizes.items()
         ]
-        return widened(torch.cat([*parts, zeros[sum(self.sizes.values()) :]]))
+        on_device = [part if part.device == device else to_device(part, device) for part in parts]
+        return widened(torch.cat([*on_device, zeros[sum(self.sizes.values()) :]]))
 
 
 def _split(items: list[int], most: int) -> tuple[list[int], list[int]]:
