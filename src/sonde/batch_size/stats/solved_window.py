@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from sonde.batch_size.stats.group_estimates import GroupEstimates
 from sonde.batch_size.stats.noise_scale import WindowEstimate, estimate_window
@@ -42,14 +43,16 @@ class SolvedWindow:
         return self.norm**2
 
 
-def solve_window(row: WindowRow, *, scale: float, n_ranks: int, expert_scale: float | None = None) -> SolvedWindow:
+def solve_window(
+    row: WindowRow, *, scale: float, n_ranks: int, apart: Mapping[str, float | None] = MappingProxyType({})
+) -> SolvedWindow:
     """Solve a window that can be used.
 
     Args:
         row: what it measured.
         scale: κ, the gradient that the optimizer sees over the sum of its pieces.
         n_ranks: data-parallel ranks.
-        expert_scale: κ of experts; None without experts, or if no token reached them.
+        apart: κ of each class apart, by name; None if no piece reached it.
     """
     # Everything is brought to the units of the rank-averaged sum of the pieces: S by its definition, B by κ. Otherwise
     # a clip that came first would weigh windows, since its coefficient differs from window to window.
@@ -58,11 +61,12 @@ def solve_window(row: WindowRow, *, scale: float, n_ranks: int, expert_scale: fl
     measured = row.examples or row
     estimates = measured.estimates(scale=unit_scale, to_unit=to_unit)
     sq_norm_big = row.big
-    if row.experts is not None:
-        # Experts' pieces are others, and so may their κ be: solved apart, then added.
-        relative = 1.0 if expert_scale is None else expert_scale / scale
-        estimates = estimates + row.experts.estimates(scale=unit_scale * relative, to_unit=to_unit)
-        sq_norm_big += row.experts.big
+    for name, others in row.apart.items():
+        # Their pieces are others, and so may their κ be: solved apart, then added.
+        own_scale = apart[name]
+        relative = 1.0 if own_scale is None else own_scale / scale
+        estimates = estimates + others.estimates(scale=unit_scale * relative, to_unit=to_unit)
+        sq_norm_big += others.big
     total, pieces = WindowEstimate(*estimates.sum(1).tolist()), measured.pieces()
     if row.whole is not None:
         small, sq_norm_big = row.whole

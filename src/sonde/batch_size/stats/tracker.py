@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -77,25 +78,22 @@ class NoiseScaleTracker:
         n_additions = row.n_pieces / self._n_ranks + self._n_ranks
         tolerance, floor = rounding_of_sums(self.rounding.tolerance, n_additions), self.rounding.floor
         scale = row.read_scale(row.witness_sizes, tolerance=tolerance, floor=floor)
-        experts = None
-        if row.experts is not None:
-            experts = row.experts.read_scale(row.witness_sizes, tolerance=tolerance, floor=floor)
+        apart = {
+            name: pieces.read_scale(row.witness_sizes, tolerance=tolerance, floor=floor)
+            for name, pieces in row.apart.items()
+        }
         drop = why_unusable(
-            row,
-            scale,
-            least_sq_norm=self._least_sq_norm,
-            likely_cause=self.rounding.likely_cause,
-            expert_scale=experts,
+            row, scale, apart, least_sq_norm=self._least_sq_norm, likely_cause=self.rounding.likely_cause
         )
         if math.isfinite(row.n_units) and row.n_pieces and not (drop is not None and drop.kind in _OF_OTHER_STEPS):
             self._averages.see_units(row.n_units, row.further_units)
-        scale = scale if experts is None else joint_scale(scale, experts)
+        scale = functools.reduce(joint_scale, apart.values(), scale)
         if drop is not None:
             self._averages.drop(drop, scale)
             return drop
         assert scale.scale is not None
-        expert_scale = None if experts is None else experts.scale
-        solved = solve_window(row, scale=scale.scale, n_ranks=self._n_ranks, expert_scale=expert_scale)
+        of_apart = {name: own.scale for name, own in apart.items()}
+        solved = solve_window(row, scale=scale.scale, n_ranks=self._n_ranks, apart=of_apart)
         self._averages.add(solved, scale, rate)
         if self._fixed_weights is not None:
             self._fixed_weights.add(solved, weight=row.weight / self._n_ranks)

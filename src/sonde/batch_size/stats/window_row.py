@@ -24,6 +24,9 @@ _MIN, _MAX = 1e-100, 1e100
 """Range in which weights, units and squares can be multiplied without overflow or underflow in float64."""
 
 
+CLASSES = {"experts": why_experts_unusable}
+"""The classes of parameters that other pieces feed than the rest, and what makes a window unusable for each."""
+
 WITHOUT_EXAMPLES = "Accumulate gradients over 2 or more micro-batches, or train on 2 or more data-parallel ranks"
 """What to do about a window of one piece whose examples are not read."""
 
@@ -56,7 +59,7 @@ class WindowRow(WitnessedPieces):
         ran_forward: whether the model's forward ran on a rank that had no piece.
         stepped_alone: whether an optimizer stepped on a rank that had neither a forward nor a piece.
         examples: the window's single examples; None if it is to be solved from its pieces.
-        experts: of experts that several ranks feed, and the other numbers are of the rest; None without experts.
+        apart: classes of parameters that other pieces feed, by name: experts. The row's own numbers are of the rest.
         whole: Σ |h_k|²/w_k and |F|² of the whole model, in a metric in which squares of groups do not add up to them;
             None otherwise.
         in_fp32: whether its sums were kept in fp32, on a device without fp64.
@@ -77,7 +80,7 @@ class WindowRow(WitnessedPieces):
     ran_forward: bool = False
     stepped_alone: bool = False
     examples: ExampleSums | None = None
-    experts: WitnessedPieces | None = None
+    apart: Mapping[str, WitnessedPieces] = field(default_factory=dict)
     whole: tuple[float, float] | None = None
     in_fp32: bool = False
 
@@ -85,26 +88,27 @@ class WindowRow(WitnessedPieces):
 def why_unusable(
     row: WindowRow,
     scale: ScaleReading,
+    apart: Mapping[str, ScaleReading],
     *,
     least_sq_norm: float,
     likely_cause: str,
-    expert_scale: ScaleReading | None = None,
 ) -> Drop | None:
     """Judge a window.
 
     Args:
         row: the numbers it measured.
         scale: how its gradient relates to the sum of its pieces, on the witness's elements.
+        apart: the same for each class apart, by name.
         least_sq_norm: below it, squares of gradients have lost digits to underflow.
         likely_cause: named in the message when the gradient was changed by something unknown.
-        expert_scale: how the experts' gradient relates to the sum of their pieces; None without experts.
 
     Returns:
         Why it cannot be used; None when it can.
     """
     drop = _pieces_unusable(row) or _gradient_unusable(row, scale, least_sq_norm, likely_cause)
-    if drop is None and row.experts is not None and expert_scale is not None:
-        drop = Drop(*why) if (why := why_experts_unusable(row.experts, expert_scale)) is not None else None
+    for name, pieces in row.apart.items():
+        if drop is None and (why := CLASSES[name](pieces, apart[name])) is not None:
+            drop = Drop(*why)
     return drop
 
 

@@ -25,9 +25,6 @@ from sonde.parallel.devices import is_capturing, runs_beside_host, widened
 from sonde.parallel.process_groups import start_reduce
 from sonde.parallel.wrappers import Wrapper
 
-_BIG = ("big", "experts/big")
-"""|F|² of the model, and of experts apart."""
-
 
 @dataclass(frozen=True)
 class Window:
@@ -125,9 +122,9 @@ class WindowReader:
             has_loss_scale=grad_scaler is not None,
             n_further_units=n_further_units,
         )
-        self._experts: ExpertPieces | None = None
+        self._apart: dict[str, ExpertPieces] = {}
         if wrapper.experts is not None:
-            self._experts = ExpertPieces(
+            self._apart["experts"] = ExpertPieces(
                 wrapper.experts,
                 self._sums,
                 witness,
@@ -213,8 +210,8 @@ class WindowReader:
             self._sums.count(counts)
         else:
             gradient = self._unscaled(gradient)
-            if self._experts is not None:
-                gradient = self._experts.take_from(gradient, counts)
+            for pieces in self._apart.values():
+                gradient = pieces.take_from(gradient, counts)
             self._sums.add(gradient, counts)
         self._seconds += time.perf_counter() - start
         if self._examples is not None and self._examples.is_open:
@@ -295,7 +292,8 @@ class WindowReader:
         if has_norm:
             assert norm is not None
             others = named(vector, shapes) if is_cut else final
-            for name, squares in zip(_BIG, self.final.squares(norm), strict=False):
+            names = ["big", *(f"{name}/big" for name in self._apart)]
+            for name, squares in zip(names, self.final.squares(norm), strict=True):
                 own[name] = torch.cat([squares[None], others[name]])
         sizes = dict(self._witness.sizes)
         self._witness.move()  # once per window on every rank, so that all ranks compare the same elements
@@ -310,19 +308,22 @@ class WindowReader:
             of_examples, own = self._examples.end_window(self._sums, terms[0] if self._reads_examples else None)
             sums, own = under("examples", of_examples), under("examples", own)
         counts = self._take_problems(problems)
-        if self._experts is not None:
-            of_experts, counts[Problem.EXPERTS_DIFFER] = self._experts.take()
-            sums |= under("experts", of_experts)
+        for name, pieces in self._apart.items():
+            of_pieces, differ = pieces.take()
+            sums |= under(name, of_pieces)
+            counts[Problem.EXPERTS_DIFFER] += differ
         return self._sums.take(counts, declares=self._tap.only_declared) | sums, own
 
     def _of_final(self, witness: Tensor, terms: Tensor) -> dict[str, Tensor]:
-        """The elements and the squares of the final gradient by name, and those of experts apart."""
-        if self._experts is None:
-            return {"witness_final": witness, "big": self._sums.per_group(terms)}
-        is_own, elements = self._experts.is_own, witness * self._experts.own_elements
-        own = {"witness_final": elements, "big": self._sums.per_group(terms * is_own)}
-        big = self._sums.per_group(terms * (1.0 - is_own))
-        return own | under("experts", {"witness_final": witness - elements, "big": big})
+        """The elements and the squares of the final gradient by name, and those of classes apart."""
+        final: dict[str, Tensor] = {}
+        for name, pieces in self._apart.items():
+            elements, own = witness * pieces.own_elements, terms * pieces.is_own
+            # Multiplied by 0, not left out: what is not finite stays so, and drops the window.
+            of_class = {"witness_final": witness - elements, "big": self._sums.per_group(terms * (1.0 - pieces.is_own))}
+            final |= under(name, of_class)
+            witness, terms = elements, own
+        return {"witness_final": witness, "big": self._sums.per_group(terms)} | final
 
     def forget_window(self) -> None:
         """Forget the pieces since the last window ended."""
@@ -331,8 +332,8 @@ class WindowReader:
             return
         if self._examples is not None:
             self._examples.end_window(self._sums, None)
-        if self._experts is not None:
-            self._experts.forget()
+        for pieces in self._apart.values():
+            pieces.forget()
         self._sums.take(self._take_problems())
         self._tap.end_window()
 

@@ -16,7 +16,7 @@ from sonde.batch_size.stats.noise_scale import effective_units
 from sonde.batch_size.stats.piece_class import WitnessedPieces
 from sonde.batch_size.stats.piece_order import OrderSums, order_of_pieces
 from sonde.batch_size.stats.repeats import FEWEST_RANKS, Repeats, rank_mark, repeats_piece, same_ranks
-from sonde.batch_size.stats.window_row import Drop, WindowRow
+from sonde.batch_size.stats.window_row import CLASSES, Drop, WindowRow
 from sonde.batch_size.taps.metric import Adds, Metrics
 from sonde.batch_size.taps.named import Named, those_under
 from sonde.batch_size.taps.tap import GradientSummary, Number, Problem
@@ -340,7 +340,7 @@ def read_rows(sums: Named, metrics: Sequence[Adds], witness_sizes: Mapping[int, 
     n_comparing = round(counts["n_comparing"])
     is_declared = counts["n_declaring"] > 0
     small, big = sums["small"].double(), sums["big"].double()
-    experts = those_under("experts", sums)
+    apart = {name: found for name in CLASSES if (found := those_under(name, sums))}
     plain = WindowRow(
         sq_norm_over_weight=small[0, :-1],
         weight=weight,
@@ -391,7 +391,7 @@ def read_rows(sums: Named, metrics: Sequence[Adds], witness_sizes: Mapping[int, 
                 sq_norm_big=of_window[:-1],
                 whole=(float(small[i, -1]), float(of_window[-1])) if adds == "norms" else None,
                 problems=_drops(own, is_declared=is_declared, explain=False),
-                experts=_of_experts(experts, plain, i) if experts else None,
+                apart={name: _apart(found, plain, i) for name, found in apart.items()},
             )
         )
     return rows
@@ -407,8 +407,8 @@ def _drops(n_met: Sequence[float], *, is_declared: bool, explain: bool) -> list[
     ]
 
 
-def _of_experts(sums: Named, row: WindowRow, metric: int) -> WitnessedPieces:
-    """What experts' pieces give in one metric, whose squares add up. Their Σ w_k and Σ w_k²/n_k are the others'."""
+def _apart(sums: Named, row: WindowRow, metric: int) -> WitnessedPieces:
+    """What a class apart gives in one metric, whose squares add up. Its Σ w_k and Σ w_k²/n_k are those of the rest."""
     weight_over_units, n_pieces = sums["counts"].tolist()
     return WitnessedPieces(
         sums["small"][metric, :-1].double(),
