@@ -17,7 +17,7 @@ import sonde
 from sonde.policy.scoring.scorer import Scored, Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.stats.entropy_change import EntropyObjective
-from sonde.policy.stats.entropy_gradient import Responses, entropy_rate, entropy_rate_se
+from sonde.policy.stats.entropy_gradient import Responses, weighted_entropy_rate
 from sonde.policy.stats.finite_step import FiniteStep, Scores, change_by_finite_step
 from sonde.policy.stats.importance import importance_sampled_change
 
@@ -86,7 +86,7 @@ def _row(before: Scored, after: Scored, fresh: Scored, n: int) -> dict[str, Any]
     truth, truth_se = whole.change.delta, whole.change.se
     held = [abs(f.change.delta - truth) <= math.hypot(f.change.high - f.change.delta, 1.96 * truth_se) for f in found]
     trusted = [is_held for f, is_held in zip(found, held, strict=True) if f.support.is_enough]
-    r = [entropy_rate(s.entropy, s.responses)[0] for s in (before, fresh)]
+    r = [weighted_entropy_rate(s.entropy, s.responses, None)[0] for s in (before, fresh)]
     importance = importance_sampled_change(
         before.entropy, after.entropy, before.log_prob, after.log_prob, before.responses
     )
@@ -95,7 +95,7 @@ def _row(before: Scored, after: Scored, fresh: Scored, n: int) -> dict[str, Any]
         "truth": truth,
         "truth_se": truth_se,
         "fresh": r[1] - r[0],
-        "fresh_se": math.hypot(*(entropy_rate_se(s.entropy, s.responses) for s in (before, fresh))),
+        "fresh_se": math.hypot(*(weighted_entropy_rate(s.entropy, s.responses, None)[1] for s in (before, fresh))),
         "median_se": statistics.median(f.change.se for f in found),
         "support": statistics.fmean(f.support.ess_fraction for f in found),
         "whole": importance.ess_fraction,

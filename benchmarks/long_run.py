@@ -69,7 +69,7 @@ def window_row(rng: random.Random, done: float) -> WindowRow:
         big.append((grad_sq + trace / (N_PIECES * UNITS_PER_PIECE)) * N_PIECES**2)
     summed = torch.full((4,), math.sqrt(signal), dtype=torch.float64)
     return WindowRow(
-        sq_norm_over_weight=small,
+        sq_norm_over_weight=torch.tensor(small, dtype=torch.float64),
         weight=float(N_PIECES),
         weight_over_units=N_PIECES / UNITS_PER_PIECE,
         sq_weight_over_units=N_PIECES / UNITS_PER_PIECE,
@@ -83,7 +83,7 @@ def window_row(rng: random.Random, done: float) -> WindowRow:
         witness_sizes={0: 4},
         witness_sum=summed,
         witness_squares=summed.square(),
-        sq_norm_big=big,
+        sq_norm_big=torch.tensor(big, dtype=torch.float64),
         witness_final=summed,
     )
 
@@ -103,7 +103,7 @@ def write_log(log: RunLog, n_windows: int) -> None:
         loss = 2 + 8 * math.exp(-3 * number / n_windows) + rng.gauss(0, 0.1)
         scalars = {"loss": loss, "learning_rate": 3e-4 * (1 - number / n_windows), "grad/clip_fraction": 0.0}
         known = KnownOfWindow(number, began + 0.5 * number, 2e-4 * rng.gauss(1, 0.1), "leaf hooks")
-        window = MeasuredWindow(row, known, scalars)
+        window = MeasuredWindow([row], known, scalars)
         noise.window(window, drop, tracker.last.norm if tracker.last is not None else None)
     noise.end("training ended")
 

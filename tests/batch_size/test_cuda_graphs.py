@@ -206,17 +206,17 @@ def test_graphed_callables(make: str, n_backwards: int, declared: bool) -> None:
 
 def test_gradients_that_torch_refuses_to_read_drop_one_window() -> None:
     """A compiled graph's first runs mark what they returned; torch says so where it is read. (Seen on an H200.)"""
-    reduce, refusals = (
-        PieceGradient._reduce,
+    keep, refusals = (
+        PieceGradient._keep,
         ["Error: accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run."],
     )
 
-    def refuses_once(piece: PieceGradient, grads: dict[int, Tensor]) -> None:
+    def refuses_once(piece: PieceGradient, grads: dict[int, Tensor], results: list[Tensor] | None = None) -> None:
         if refusals:
             raise RuntimeError(refusals.pop())
-        reduce(piece, grads)
+        keep(piece, grads, results)
 
-    with mock.patch.object(PieceGradient, "_reduce", refuses_once):
+    with mock.patch.object(PieceGradient, "_keep", refuses_once):
         measured, by_hand, reading = windows_of(small_model(), CPU)
     assert measured.pop(0) is None
     assert [OVERWRITTEN in reason for reason in reading.dropped] == [True]

@@ -140,14 +140,14 @@ READS = [
     Mutant(
         "a norm is looked at in a hook",
         "sonde.batch_size.taps.piece_gradient:PieceGradient._keep",
-        "self._parts.append((indices, roots))",
-        "self._parts.append((indices, roots)); bool(roots.sum() > 0)",
+        "witness, cut = self._reading.witness, self._reading.cut",
+        "witness, cut = self._reading.witness, self._reading.cut; bool(results[0].sum() > 0)",
     ),
     Mutant(
         "elements are chosen by a mask",
-        "sonde.batch_size.taps.window_reader:WindowReader._pack",
-        "counts = self._take_problems()",
-        "counts = self._take_problems(); self._sums._small[self._sums._small > 0]",
+        "sonde.batch_size.taps.window_reader:WindowReader._of_pieces",
+        "counts = self._take_problems(problems)",
+        "counts = self._take_problems(problems); self._sums._small[self._sums._small > 0]",
     ),
     Mutant(
         "the copy to the host waits",
@@ -192,8 +192,8 @@ FLOAT64 = [
     Mutant(
         "a piece's squares are summed in fp64",
         "sonde.batch_size.taps.window_sums:WindowSums._add_gradient",
-        "gradient.sq_norms.sum()",
-        "gradient.sq_norms.sum(dtype=torch.float64)",
+        "gradient.terms[0].sum()",
+        "gradient.terms[0].sum(dtype=torch.float64)",
     ),
     Mutant(
         "a 0-dim number of the host widens another",

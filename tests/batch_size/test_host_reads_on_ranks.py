@@ -310,14 +310,14 @@ READS = [
     Mutant(
         "buckets",
         "sonde.batch_size.taps.ddp_buckets:DDPBucketTap._assemble",
-        "parts: list[Part] = []",
-        "parts: list[Part] = []; [float(r.sum()) for b in buckets.values() for r in b.witness.values()]",
+        "witness: dict[int, Tensor] = {}",
+        "witness: dict[int, Tensor] = {}; [float(r.sum()) for b in buckets.values() for r in b.witness.values()]",
     ),
     Mutant(
         "shards",
-        "sonde.batch_size.taps.final_gradient:FinalGradient.witness_of_shards",
-        "elements = {}",
-        "elements = {}; [bool(g.to_local().any()) for g in grads if g is not None]",
+        "sonde.batch_size.taps.final_gradient:FinalGradient.witness",
+        "elements, first = {}, min(self.plan.in_stage, default=0)",
+        "elements, first = {}, min(self.plan.in_stage, default=0)\n    [bool(g.to_local().any()) for g in grads if g is not None]",
     ),
     Mutant(
         "single examples",

@@ -7,16 +7,21 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from sonde.batch_size.taps.further_metrics import FurtherMetric
 from torch import Tensor
 
 from sonde.batch_size.stats.noise_scale import noise_scale
 from sonde.batch_size.taps.dual_norms import SignMetric, SpectralMetric
+from sonde.batch_size.taps.metric import GradientMetric
+from sonde.batch_size.taps.squared_norms import add_parts
 
 N_PIECES, UNITS, WINDOWS = 4, 6, 300
 
 
-METRICS: dict[str, FurtherMetric] = {"sign": SignMetric(), "spectral": SpectralMetric([0])}
+METRICS: dict[str, GradientMetric] = {"sign": SignMetric(), "spectral": SpectralMetric([0])}
+
+
+def _norm(metric: str, gradient: Tensor) -> Tensor:
+    return add_parts(1, METRICS[metric].parts([0], [gradient]), torch.device("cpu"), squares=False)
 
 
 def _measured(metric: str, signal: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor]:
@@ -26,8 +31,8 @@ def _measured(metric: str, signal: Tensor, deviation: Tensor) -> tuple[Tensor, T
     for _ in range(WINDOWS):
         noise = torch.randn(N_PIECES, *signal.shape, generator=generator, dtype=torch.float64) / math.sqrt(UNITS)
         pieces = (signal + deviation * noise).float()
-        small = METRICS[metric].norms([0] * N_PIECES, list(pieces)).square().mean()
-        big = METRICS[metric].norms([0], [pieces.mean(0)]).square()
+        small = torch.stack([_norm(metric, piece) for piece in pieces]).square().mean()
+        big = _norm(metric, pieces.mean(0)).square()
         solved = noise_scale(float(small), float(big), n_small=UNITS, n_big=UNITS * N_PIECES)
         found.append((solved.trace_cov, solved.grad_sq))
     table = torch.tensor(found, dtype=torch.float64)

@@ -13,7 +13,7 @@ from torch.autograd import Variable
 import sonde
 from sonde.batch_size.taps.autograd_internals import accumulates
 from sonde.batch_size.taps.leaf_hooks import LeafHookTap
-from sonde.batch_size.taps.metric import Euclidean
+from sonde.batch_size.taps.metric import Euclidean, Metrics
 from sonde.batch_size.taps.piece_gradient import STAGED_NUMEL
 from sonde.batch_size.taps.witness import Witness
 
@@ -42,7 +42,7 @@ def test_a_large_gradient_is_not_copied_even_by_autograd() -> None:
         seen: list[int] = []
         weight.register_hook(lambda g: seen.append(g.data_ptr()))
         tap = (
-            LeafHookTap([weight], Witness([weight.shape]), Euclidean(), on_backward_end=lambda: None)
+            LeafHookTap([weight], Witness([weight.shape]), Metrics([Euclidean()]), on_backward_end=lambda: None)
             if tapped
             else None
         )
@@ -62,13 +62,13 @@ def test_a_large_gradient_is_not_copied_even_by_autograd() -> None:
 def test_the_hook_creates_no_tensor_of_gradient_size() -> None:
     weight = nn.Parameter(torch.randn(512, 512))
     weight.grad = torch.zeros(512, 512)  # added to in place: autograd makes nothing of that size either
-    tap = LeafHookTap([weight], Witness([weight.shape]), Euclidean(), on_backward_end=lambda: None)
+    tap = LeafHookTap([weight], Witness([weight.shape]), Metrics([Euclidean()]), on_backward_end=lambda: None)
     grad = torch.randn(512, 512)
     tap.begin_piece(is_first=False)
     with Watch() as watch:
         weight.backward(grad)
         piece = tap.end_piece()
-    assert float(piece.sq_norms[0]) == pytest.approx(float(grad.double().square().sum()))
+    assert float(piece.terms[0, 0]) == pytest.approx(float(grad.double().square().sum()))
     assert 0 < watch.largest <= 1024
     tap.close()
 
@@ -78,7 +78,7 @@ def test_small_gradients_are_staged_within_a_bound() -> None:
     tap = LeafHookTap(
         parameters,
         Witness([p.shape for p in parameters]),
-        Euclidean(),
+        Metrics([Euclidean()]),
         on_backward_end=lambda: None,
         staging_bytes=200_000,
         staged_numel=20_000,
@@ -100,11 +100,13 @@ def test_small_gradients_are_staged_within_a_bound() -> None:
 def test_staged_gradients_are_reduced_before_anything_can_write_to_them() -> None:
     """After backward has ended, a write to `.grad` must not change a gradient that waits."""
     small = nn.Parameter(torch.ones(10))
-    tap = LeafHookTap([small], Witness([small.shape]), Euclidean(), on_backward_end=lambda: None, staged_numel=100)
+    tap = LeafHookTap(
+        [small], Witness([small.shape]), Metrics([Euclidean()]), on_backward_end=lambda: None, staged_numel=100
+    )
     tap.begin_piece(is_first=False)
     (small * 3).sum().backward()
     small.grad.zero_()  # type: ignore[union-attr]
-    assert float(tap.end_piece().sq_norms[0]) == pytest.approx(90)
+    assert float(tap.end_piece().terms[0, 0]) == pytest.approx(90)
     tap.close()
 
 
@@ -121,7 +123,7 @@ def test_staging_changes_no_result(staging_bytes: int) -> None:
         tap = LeafHookTap(
             parameters,
             witness,
-            Euclidean(),
+            Metrics([Euclidean()]),
             on_backward_end=lambda: None,
             staging_bytes=staging_bytes,
             staged_numel=staged_numel,
@@ -135,7 +137,7 @@ def test_staging_changes_no_result(staging_bytes: int) -> None:
         model.zero_grad()
         pieces.append(summaries)
     for direct, waited in zip(*pieces, strict=True):
-        assert torch.equal(direct.sq_norms, waited.sq_norms)
+        assert torch.equal(direct.terms, waited.terms)
         assert torch.equal(direct.witness, waited.witness)
 
 

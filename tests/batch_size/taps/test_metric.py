@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sonde.batch_size.taps.metric import AdamMetric
 from sonde.batch_size.taps.second_moments import SecondMoments
+from sonde.batch_size.taps.squared_norms import add_parts
 from tests.batch_size.loops import (
     assert_same,
     attached,
@@ -86,9 +87,9 @@ def test_sums_are_kept_in_a_dtype_that_the_device_has() -> None:
         optimizer = torch.optim.AdamW([parameter])
         metric = AdamMetric(SecondMoments(optimizer, [parameter]))
         gradient = torch.empty(6, device="mps")
-        assert metric.dot(0, gradient, gradient).dtype == torch.float32  # before a second moment
+        assert metric.excess_of_sum(0, gradient, gradient).dtype == torch.float32  # before a second moment
         optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg_sq": torch.empty(6, device="mps")}
-        got = metric.dot(0, gradient, gradient)
+        got = metric.excess_of_sum(0, gradient, gradient)
         assert (got.dtype, got.device.type) == (torch.float32, "mps")
 
 
@@ -100,8 +101,9 @@ def test_the_norm_of_a_whole_gradient_is_that_of_its_ranges() -> None:
     optimizer.step()
     metric, grad = AdamMetric(SecondMoments(optimizer, list(model.parameters()))), torch.randn(17, 300)
     ranges = [(0, 7), (7, 2000), (2000, 5100)]
-    squares = [metric.norm_of_range(0, grad.flatten()[a:b], a, grad.shape, is_known=True).square() for a, b in ranges]
-    assert float(sum(squares)) == pytest.approx(float(metric.norms([0], [grad]).square()), rel=1e-12)
+    of_ranges = [metric.part_of_range(0, grad.flatten()[a:b], a, grad.shape, is_known=True) for a, b in ranges]
+    whole, cut = (add_parts(1, parts, torch.device("cpu")) for parts in (metric.parts([0], [grad]), of_ranges))
+    assert float(cut) == pytest.approx(float(whole), rel=1e-12)
     assert metric.take_problems() == []
 
 
@@ -109,8 +111,8 @@ def test_a_parameter_that_no_rank_has_reached_needs_no_second_moment() -> None:
     model = torch.nn.Linear(3, 2)
     metric = AdamMetric(SecondMoments(torch.optim.AdamW(model.parameters()), list(model.parameters())))
     shape = torch.Size((2, 3))
-    assert float(metric.norm_of_range(0, torch.zeros(6), 0, shape, is_known=False)) == 0.0
-    assert math.isnan(metric.norm_of_range(0, torch.ones(6), 0, shape, is_known=False))
+    assert float(metric.part_of_range(0, torch.zeros(6), 0, shape, is_known=False)[1]) == 0.0
+    assert math.isnan(metric.part_of_range(0, torch.ones(6), 0, shape, is_known=False)[1])
     assert metric.take_problems() == []
-    assert math.isnan(metric.norm_of_range(0, torch.zeros(6), 0, shape, is_known=True))
+    assert math.isnan(metric.part_of_range(0, torch.zeros(6), 0, shape, is_known=True)[1])
     assert len(metric.take_problems()) == 1

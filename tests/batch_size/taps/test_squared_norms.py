@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sonde.batch_size.taps.squared_norms import add_squares, gradient_parts, roots
+from sonde.batch_size.taps.squared_norms import add_parts, gradient_parts, roots
 
 
 def sq_norm(grad: Tensor) -> float:
@@ -14,7 +14,7 @@ def sq_norm(grad: Tensor) -> float:
 
 
 def sq_norms(grads: list[Tensor]) -> Tensor:
-    return add_squares(len(grads), gradient_parts(range(len(grads)), grads), torch.device("cpu"))
+    return add_parts(len(grads), gradient_parts(range(len(grads)), grads), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -83,8 +83,8 @@ def test_squares_are_added_by_owner() -> None:
         ((0, 4), torch.tensor([5.0, 6.0])),
         ((2,), torch.tensor(1.0)),
     ]
-    assert add_squares(5, parts, torch.device("cpu")).tolist() == [25.0, 0.0, 15.0, 0.0, 36.0]
-    assert add_squares(2, [], torch.device("cpu")).tolist() == [0.0, 0.0]
+    assert add_parts(5, parts, torch.device("cpu")).tolist() == [25.0, 0.0, 15.0, 0.0, 36.0]
+    assert add_parts(2, [], torch.device("cpu")).tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("shape", [(64, 512), (8, 4, 1024), (3, 100_000), (100_000, 3), (8192,), (5, 257)], ids=str)
