@@ -317,7 +317,7 @@ READS = [
         "shards",
         "sonde.batch_size.taps.final_gradient:FinalGradient.witness",
         "elements, first = {}, min(self.plan.in_stage, default=0)",
-        "elements, first = {}, min(self.plan.in_stage, default=0)\n    [bool(g.to_local().any()) for g in grads if g is not None]",
+        "[g.to_local().any().item() for g in grads]; elements, first = {}, min(self.plan.in_stage, default=0)",
     ),
     Mutant(
         "single examples",

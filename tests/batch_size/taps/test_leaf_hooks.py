@@ -100,9 +100,8 @@ def test_small_gradients_are_staged_within_a_bound() -> None:
 def test_staged_gradients_are_reduced_before_anything_can_write_to_them() -> None:
     """After backward has ended, a write to `.grad` must not change a gradient that waits."""
     small = nn.Parameter(torch.ones(10))
-    tap = LeafHookTap(
-        [small], Witness([small.shape]), Metrics([Euclidean()]), on_backward_end=lambda: None, staged_numel=100
-    )
+    metrics = Metrics([Euclidean()])
+    tap = LeafHookTap([small], Witness([small.shape]), metrics, on_backward_end=lambda: None, staged_numel=100)
     tap.begin_piece(is_first=False)
     (small * 3).sum().backward()
     small.grad.zero_()  # type: ignore[union-attr]
