@@ -47,7 +47,7 @@ def test_a_package_index_takes_the_metadata(wheel: Path) -> None:
     assert (metadata.name, str(metadata.version)) == (DISTRIBUTION, __version__)
     # hatchling resolves extras that refer to the project itself. Another name would be a stranger's package.
     assert "sonde" not in {requirement.name for requirement in metadata.requires_dist or ()}
-    assert b"sonde = sonde.cli:main" in ZipFile(wheel).read(f"{folder}/entry_points.txt")
+    assert b"sonde = sonde.cli:main" in ZipFile(wheel).read(f"{folder}/entry_points.txt").splitlines()
     assert metadata.description_content_type == "text/markdown"
     assert metadata.description is not None
     assert "## What works where" in metadata.description
