@@ -1,6 +1,6 @@
 """A training script that knows nothing of sonde, in the style of nanoGPT's train.py. `sonde run` measures it as it is.
 
-sonde run --unit sequences --every 1 -- examples/unmodified_script.py --lr 1e-3
+sonde run --unit sequences --every 1 -- examples/unmodified_script.py
 """
 
 from __future__ import annotations

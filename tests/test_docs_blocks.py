@@ -79,8 +79,6 @@ def check(command: list[str]) -> None:
         case ["pip", "install", what] if found := re.fullmatch(r"\.\[(.+)\]", what):
             extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
             assert set(found[1].split(",")) <= set(extras), command
-        case ["pip", "install", "sonde"]:  # a page says not to do this
-            pass
         case ["make", target, *variables]:
             makefile = (ROOT / "Makefile").read_text()
             assert re.search(rf"^{re.escape(target)}:", makefile, flags=re.M), command

@@ -133,7 +133,7 @@ def test_without_transformers_the_error_names_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     said = error(capsys, gpt, "--data", TEXT)
-    assert said == "sonde: error: sonde measure needs transformers: pip install 'transformers>=5.23,<6'\n"
+    assert said == "sonde: error: sonde measure needs transformers: pip install 'gradsonde[transformers]'\n"
 
 
 def test_help_names_its_options(capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,7 +126,7 @@ def test_without_bokeh_the_end_says_how_to_get_the_report(
     conclude(setup, Console(file=screen, width=100))
     assert "No verdict yet on the batch of 32 sequences" in screen.getvalue()  # after 12 steps
     assert (
-        f"report  the report needs bokeh: pip install 'bokeh>=3.6,<4', then run: sonde report {folder}"
+        f"report  the report needs bokeh: pip install 'gradsonde[report]', then run: sonde report {folder}"
         in screen.getvalue()
     )
 

@@ -71,5 +71,5 @@ def test_without_tensorboard_the_error_names_an_install_that_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ImportError, match=r"TensorBoardSink needs tensorboard: pip install tensorboard"):
+    with pytest.raises(ImportError, match=r"TensorBoardSink needs tensorboard: pip install 'gradsonde\[tensorboard\]'"):
         TensorBoardSink(tmp_path)

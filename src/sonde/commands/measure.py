@@ -22,6 +22,7 @@ from sonde.commands.text import read_documents, sequences
 from sonde.log.sinks import JsonlSink
 from sonde.parallel.devices import default_device
 from sonde.records import RunLog
+from sonde.version import install_hint
 from sonde.wording import count, estimate, number, percent, plural
 
 _UNIT = "sequences"
@@ -95,7 +96,7 @@ def _load(options: MeasureOptions, device: torch.device) -> tuple[Any, Any]:
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
     except ImportError as error:
-        raise ImportError("sonde measure needs transformers: pip install 'transformers>=5.23,<6'") from error
+        raise ImportError(f"sonde measure needs transformers: {install_hint('transformers')}") from error
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:

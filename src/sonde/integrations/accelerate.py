@@ -20,13 +20,14 @@ from sonde.integrations.trainer_probe import Counts, TrainerProbe, as_counts
 from sonde.integrations.versions import warn_if_untested
 from sonde.integrations.wrapped_methods import WrappedMethods, is_wrapped
 from sonde.records import LogOrPlaces, logger
+from sonde.version import install_hint
 
 try:
     import accelerate
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
 except ImportError as error:
-    raise ImportError("this needs accelerate: run pip install '.[accelerate]' in the checkout of sonde") from error
+    raise ImportError(f"this needs accelerate: {install_hint('accelerate')}") from error
 
 TESTED = ("1.15", "1.16")
 """The first version that the tests ran with, and the first one above it that they did not."""

@@ -15,12 +15,13 @@ from sonde.integrations.on_error import OnError
 from sonde.integrations.trainer_probe import Counts, TrainerProbe, as_counts
 from sonde.integrations.versions import warn_if_untested
 from sonde.records import LogOrPlaces
+from sonde.version import install_hint
 
 try:
     import lightning
     from lightning.pytorch import Callback, LightningModule, Trainer
 except ImportError as error:
-    raise ImportError("this needs lightning: run pip install '.[lightning]' in the checkout of sonde") from error
+    raise ImportError(f"this needs lightning: {install_hint('lightning')}") from error
 
 TESTED = ("2.6.6", "2.7")
 """The first version that the tests ran with, and the first one above it that they did not."""

@@ -16,6 +16,7 @@ from sonde.integrations.trainer_probe import Counts, TrainerProbe
 from sonde.integrations.versions import TESTED_TRL, warn_if_untested
 from sonde.integrations.wrapped_methods import WrappedMethods
 from sonde.records import LogOrPlaces
+from sonde.version import install_hint
 
 try:
     import transformers
@@ -23,7 +24,7 @@ try:
 
     from sonde.integrations.transformers_batches import MicroBatches, UnitsOfBatch, WeightOfBatch
 except ImportError as error:
-    raise ImportError("this needs transformers: run pip install '.[transformers]' in the checkout of sonde") from error
+    raise ImportError(f"this needs transformers: {install_hint('transformers')}") from error
 
 TESTED = ("5.23", "5.24")
 """The first version that the tests ran with, and the first one above it that they did not."""

@@ -26,6 +26,7 @@ from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.scoring.training_state import preserve_training_state, seed_everything
 from sonde.policy.stats.entropy_forecast import EntropyForecast
 from sonde.records import LogOrPlaces, RunLog, log_of, logger
+from sonde.version import install_hint
 
 try:
     from transformers import TrainerCallback
@@ -39,7 +40,7 @@ try:
     from sonde.integrations.versions import TESTED_TRL, warn_if_untested
     from sonde.integrations.wrapped_methods import WrappedMethods
 except ImportError as error:
-    raise ImportError("this needs trl: run pip install '.[trl]' in the checkout of sonde") from error
+    raise ImportError(f"this needs trl: {install_hint('trl')}") from error
 
 T = TypeVar("T")
 DEFAULT = {name: {"enabled": True} for name in ("entropy_probe", "policy_entropy_probe")}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from packaging.version import Version
-
 from sonde.records import logger
 
 TESTED_TRL = ("1.16", "1.17")
@@ -18,6 +16,8 @@ def warn_if_untested(package: str, version: str, tested: tuple[str, str]) -> Non
         version: installed.
         tested: the first version that the tests ran with, and the first one above it that they did not.
     """
+    from packaging.version import Version  # comes with the trainers' packages, whose absence has a message of its own
+
     first, beyond = tested
     if not Version(first).release <= Version(version).release < Version(beyond).release:
         logger.warning(

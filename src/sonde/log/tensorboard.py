@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from sonde.log.known_metrics import known_metrics
+from sonde.version import install_hint
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -41,7 +42,7 @@ class TensorBoardSink:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ImportError("TensorBoardSink needs tensorboard: pip install tensorboard") from error
+            raise ImportError(f"TensorBoardSink needs tensorboard: {install_hint('tensorboard')}") from error
         # Made with the first record: a writer makes a file at once, and every rank may make a sink.
         self._open = lambda: SummaryWriter(str(log_dir), flush_secs=flush_secs)
 

@@ -17,6 +17,7 @@ from sonde.log.known_metrics import known_metrics
 from sonde.log.sinks import JsonlSink
 from sonde.log.tensorboard import TensorBoardSink
 from sonde.sink import TRACKERS, Sink
+from sonde.version import install_hint
 
 Log = Callable[[dict[str, float], int], object]
 """Takes metrics by name, and the step they belong to."""
@@ -124,7 +125,7 @@ class MlflowSink(_TrackerSink):
         try:
             import mlflow
         except ImportError as error:
-            raise ImportError("MlflowSink needs mlflow: pip install mlflow-skinny, or mlflow") from error
+            raise ImportError(f"MlflowSink needs mlflow: {install_hint('mlflow')}") from error
         self._mlflow: Any = mlflow
         self._run_id, self._is_own, self._new_name = run_id, False, name
 
@@ -166,7 +167,7 @@ class TrackioSink(_TrackerSink):
         try:
             import trackio
         except ImportError as error:
-            raise ImportError("TrackioSink needs trackio: pip install trackio") from error
+            raise ImportError(f"TrackioSink needs trackio: {install_hint('trackio')}") from error
         self._trackio: Any = trackio
         self._run, self._is_own, self._new_name = run, False, name
 
@@ -209,7 +210,7 @@ class WandbSink(_TrackerSink):
         try:
             import wandb
         except ImportError as error:
-            raise ImportError("WandbSink needs wandb: pip install wandb") from error
+            raise ImportError(f"WandbSink needs wandb: {install_hint('wandb')}") from error
         self._wandb: Any = wandb
         self._run, self._is_own, self._new_name = run, False, name
         self._has_axis: set[str] = set()

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from sonde.runs.reader import Run, read_run
+from sonde.version import install_hint
 
 GENERATOR = '<meta name="generator" content="sonde '
 """A report contains this text. Other HTML files do not."""
@@ -46,7 +47,7 @@ def _check_bokeh() -> None:
     try:
         import bokeh  # noqa: F401
     except ImportError as error:
-        raise ImportError("the report needs bokeh: pip install 'bokeh>=3.6,<4'") from error
+        raise ImportError(f"the report needs bokeh: {install_hint('report')}") from error
 
 
 def _render(run: Run) -> str:
