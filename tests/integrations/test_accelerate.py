@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -203,7 +204,7 @@ def test_units_that_cannot_be_counted_do_not_stop_training(clips: bool, caplog: 
     assert "a micro-batch is not measured, so its window is left out: KeyError: 'length'" in caplog.text
     reading = attached.probe.reading()
     # Nothing else is said of these windows, so the others stay trusted.
-    assert [why for why in reading.dropped if "could not be counted" not in why] == []
+    assert [why for why in reading.dropped if "the units of a piece are not clear" not in why] == []
     assert (reading.windows, sum(reading.dropped.values())) == (7, 2)
     assert reading.trace_cov is not None
     without = weights(loop(accelerator()))
@@ -226,33 +227,55 @@ def test_a_checkpoint_that_cannot_be_written_or_read_does_not_stop_training(
     assert attached.probe.reading().windows == 9
 
 
-@pytest.mark.parametrize(
-    ("n_forwards", "why"),
-    [(0, "no forward of the model was seen before a backward"), (2, "a backward follows 2 forwards of the model")],
-)
-def test_a_backward_without_a_forward_of_its_own_is_named(
-    n_forwards: int, why: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As of a second loss of one forward, of another model's loss, and of a loss over two forwards."""
-    a = accelerator()
-    model, optimizer = a.prepare(net := network(), optimizer_of(net))
-    other = torch.nn.Parameter(torch.ones(()))
-    integration.attach(a, model, optimizer, **BY_PIECES)
-    with caplog.at_level(logging.ERROR):
-        a.backward(sum((loss_of(model, batches()[k]) for k in range(n_forwards)), other.square()))
-    assert why in caplog.text
+def test_a_backward_over_two_forwards_is_named_and_may_be_counted_by_hand() -> None:
+    """As of two views of a batch. Each of the two remedies that the alert names gives a number."""
+
+    def measured(**options: Any) -> Any:
+        a = accelerator(gradient_accumulation_steps=2)
+        model, optimizer = a.prepare(net := network(), optimizer_of(net))
+        attached = integration.attach(a, model, optimizer, on_error="raise", **BY_PIECES | options)
+        by_hand = attached.probe if options.get("units_per_piece", "") is None else None
+        for views in zip(batches()[::2] * 2, batches()[1::2] * 2, strict=True):
+            n = len(views[0]) + len(views[1])
+            with a.accumulate(model), by_hand.piece(units=n) if by_hand else contextlib.nullcontext():
+                a.backward(loss_of(model, views[0]) + loss_of(model, views[1]))
+            optimizer.step()
+            optimizer.zero_grad()
+        return attached
+
+    asked = measured()
+    assert "a backward follows 2 forwards of the model. Pass units_per_piece= a number" in asked.probe.alerts["units"]
+    assert asked.reading().windows == 0
+    assert measured(units_per_piece=8).reading().units_per_window == 16
+    assert measured(units_per_piece=None).reading().windows == 4
 
 
-def test_a_loop_without_accelerator_backward_is_told_of_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_backward_of_another_model_is_no_piece() -> None:
     a = accelerator(gradient_accumulation_steps=1)
     model, optimizer = a.prepare(net := network(), optimizer_of(net))
-    integration.attach(a, model, optimizer, every=1)
-    for batch in batches()[:2]:
+    attached = integration.attach(a, model, optimizer, on_error="raise", every=1, per_example="always", verbose=False)
+    other = torch.nn.Parameter(torch.ones(()))
+    for batch in batches():
+        a.backward(loss_of(model, batch))
+        a.backward(other.square())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert attached.probe is not None
+    assert attached.probe.alerts == {}
+
+
+def test_a_loop_without_accelerator_backward_is_measured_all_the_same() -> None:
+    a = accelerator(gradient_accumulation_steps=1)
+    model, optimizer = a.prepare(net := network(), optimizer_of(net))
+    by_examples = BY_PIECES | {"per_example": "always"}
+    attached = integration.attach(a, model, optimizer, unit="rows", units=tokens, on_error="raise", **by_examples)
+    for batch in batches():
         loss_of(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-    why = "no backward of the window went through accelerator.backward(loss): use it for each backward"
-    assert caplog.text.count(why) == 1
+    windows = [[Piece({"batch": b}, {"unit_weights": tokens(b).tolist()}, 1.0)] for b in batches()]
+    expected = plain_loop(network(), windows, loss_of_piece, max_norm=1e9, **by_examples)
+    assert same_numbers(attached.reading(), expected)
 
 
 def test_a_window_whose_gradients_are_zeroed_without_a_step_does_not_count() -> None:

@@ -9,10 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from sonde.batch_size.batch_dim import units_in_batch
-from sonde.batch_size.probe import NoiseScaleProbe
-from sonde.batch_size.stats.reading import NoiseScaleReading
+from sonde.integrations.guarded import Attached, GuardedProbe
 from sonde.integrations.on_error import OnError
-from sonde.integrations.trainer_probe import Counts, TrainerProbe, as_counts
 from sonde.integrations.versions import warn_if_untested
 from sonde.records import LogOrPlaces
 from sonde.version import install_hint
@@ -27,7 +25,7 @@ TESTED = ("2.6.6", "2.7")
 """The first version that the tests ran with, and the first one above it that they did not."""
 
 
-class NoiseScale(Callback):  # type: ignore[misc]
+class NoiseScale(Attached, Callback):  # type: ignore[misc]
     """Measures the gradient noise scale of a Lightning run: `L.Trainer(callbacks=[NoiseScale(unit="images")])`.
 
     Weights are bit for bit those of a run without it, with automatic and with manual optimization. The probe is
@@ -66,40 +64,18 @@ class NoiseScale(Callback):  # type: ignore[misc]
     ) -> None:
         warn_if_untested("lightning", lightning.__version__, TESTED)
         options["unit"] = unit
-        self._probe = TrainerProbe(
-            options,
-            units=units,
-            weight=weight,
-            log=log,
-            on_error=on_error,
-            verbose=verbose,
-        )
-        self._units, self._weight = units, weight
-        self._saved: dict[str, Any] | None = None
+        super().__init__(GuardedProbe(options, units=units, weight=weight, log=log, on_error=on_error, verbose=verbose))
+        self._saved: Any = None
         self._batch: Any = None
         self._piece = contextlib.ExitStack()
-        self._is_open = self._has_stepped = False
-
-    @property
-    def probe(self) -> NoiseScaleProbe | None:
-        """The probe while training goes on."""
-        return self._probe.probe
-
-    def reading(self) -> NoiseScaleReading | None:
-        """The present reading, or that of the end of training; None before training, or if nothing is measured."""
-        return self._probe.reading()
-
-    def _counts(self) -> Counts:
-        remedy = "pass units= to NoiseScale, a function of the batch"
-        found: Any = units_in_batch(self._batch, remedy) if self._units is None else self._units(self._batch)
-        return as_counts(found, None if self._weight is None else self._weight(self._batch))
+        self._has_stepped = False
 
     # Hooks of Lightning, in their order.
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach to the model in its wrapper."""
-        refused, loaders = None, trainer.train_dataloader
-        if self._units is None and isinstance(loaders, Mapping | list | tuple) and len(loaders) > 1:
+        refused, loaders = "", trainer.train_dataloader
+        if self._guarded.units is None and isinstance(loaders, Mapping | list | tuple) and len(loaders) > 1:
             refused = (
                 f"each batch comes from {len(loaders)} dataloaders, so its rows do not show all of its units: "
                 "pass units= to NoiseScale, a function of the batch"
@@ -110,65 +86,57 @@ class NoiseScale(Callback):  # type: ignore[misc]
                 "one, or optimize manually with sonde.attach(part, its optimizer, units_per_piece='first dim') for the "
                 "part that each of them steps, and with step() of that probe before the optimizer's"
             )
-        self._probe.backward = None if pl_module.automatic_optimization else "self.manual_backward(loss)"
+        self._guarded.backward = None if pl_module.automatic_optimization else "self.manual_backward(loss)"
         state, self._saved = self._saved, None  # of this training's checkpoint: a later one may have none
-        self._probe.begin(
-            trainer.model,
-            trainer.optimizers[0] if trainer.optimizers else None,
-            grad_scaler=getattr(trainer.precision_plugin, "scaler", None),
-            state=state,
-            refused=refused,
-        )
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self._guarded.begin(trainer.model, trainer.optimizers, state=state, refused=refused, grad_scaler=scaler)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Keep the batch, whose units are counted if its window is measured."""
         self._batch, self._has_stepped = batch, False
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Begin the piece, unless it is a further backward of the same batch."""
-        if not self._is_open:
-            self._piece.enter_context(self._probe.piece(self._counts))
-            self._is_open = True
+        """Begin the piece, which further backwards of the same batch join."""
+        self._piece.enter_context(self._guarded.piece(lambda: self._guarded.counts(_rows, self._batch)))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """End the piece, whose backward ran in the optimizer's closure, and the window: gradients are unscaled."""
-        self._end_piece()
-        self._probe.end_window()
+        self._piece.close()
+        self._guarded.step()
         self._has_stepped = True
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """End the piece of a batch without a step; after steps, log."""
-        self._end_piece()
+        self._piece.close()
         if isinstance(outputs, Mapping) and isinstance(loss := outputs.get("loss"), Tensor):
-            self._probe.log(loss=loss * trainer.accumulate_grad_batches)  # Lightning has divided it
+            self._guarded.log(loss=loss * trainer.accumulate_grad_batches)  # Lightning has divided it
         self._batch = None
         every = trainer.log_every_n_steps  # 0 for a Trainer that never logs
         if self._has_stepped and every and trainer.global_step % every == 0:
-            pl_module.log_dict(self._probe.metrics())
+            pl_module.log_dict(self._guarded.metrics())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the log."""
-        self._probe.end("training ended")
+        self._guarded.end("training ended")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """End the log, without waiting for ranks that may be gone."""
-        self._piece.pop_all()  # the backward of this piece may have failed
-        self._is_open = False
-        self._probe.fail(exception)
-
-    def _end_piece(self) -> None:
-        self._piece.close()
-        self._is_open = False
+        self._piece.__exit__(type(exception), exception, None)  # the backward of this piece may have failed
+        self._guarded.fail(exception)
 
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
         """The averages so far."""
-        averages = self._probe.state_dict()
+        averages = self._guarded.state_dict()
         return {} if averages is None else {"averages": averages}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with these averages when training starts."""
         self._saved = state_dict.get("averages")
+
+
+def _rows(batch: Any) -> int:
+    return units_in_batch(batch, "pass units= to NoiseScale, a function of the batch")

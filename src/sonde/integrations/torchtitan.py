@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from sonde.batch_size.probe import NoiseScaleProbe
-from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.gradient_norm.clip import clip_grad_norm_
+from sonde.integrations.guarded import Attached, GuardedProbe
 from sonde.integrations.on_error import OnError
 from sonde.integrations.torchtitan_batches import UnitsOfBatch, counts_of, counts_of_each
-from sonde.integrations.trainer_probe import TrainerProbe
 from sonde.integrations.versions import warn_if_untested
 from sonde.integrations.wrapped_methods import WrappedMethods, is_wrapped
 from sonde.records import LogOrPlaces, logger
@@ -77,8 +76,8 @@ def attach(
         raise ValueError("this trainer has a probe already: close it first")
     warn_if_untested("torchtitan", importlib.metadata.version("torchtitan"), TESTED)
     options = {"unit": unit, **_meshes(trainer), **options}
-    probe = TrainerProbe(options, units=units, log=log, on_error=on_error, verbose=verbose)
-    return TorchtitanProbe(trainer, probe, units=units, clips=clips)
+    guarded = GuardedProbe(options, units=units, log=log, on_error=on_error, verbose=verbose)
+    return TorchtitanProbe(trainer, guarded, clips=clips)
 
 
 def measured(config: Trainer.Config, **arguments: Any) -> Trainer.Config:
@@ -104,83 +103,41 @@ def measured(config: Trainer.Config, **arguments: Any) -> Trainer.Config:
     return Measured.Config(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.init})
 
 
-class TorchtitanProbe:
-    """The probe of a torchtitan run, as `attach` returns it."""
+class TorchtitanProbe(Attached):
+    """The probe of a torchtitan run, as `attach` returns it. Checkpoints go on holding the averages after `close`."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        probe: TrainerProbe,
-        *,
-        units: UnitsOfBatch | None,
-        clips: bool,
-    ) -> None:
-        self._trainer, self._probe, self._units = trainer, probe, units
-        self._has_ended = False
-        parts = trainer.model_parts
-        probe.begin(
-            parts[0] if len(parts) == 1 else nn.ModuleList(parts),
-            list(trainer.optimizers),
-            refused=_why_refused(trainer),
-        )
-        of_trainer: dict[str, Callable[..., Any]] = {
-            "forward_backward_step": self._forward_backward_step,
-            "train": self._train,
-        }
-        if clips:
-            of_trainer["train_step"] = self._train_step
-        self._wrapped = [
-            WrappedMethods(trainer, **of_trainer),
-            WrappedMethods(trainer.optimizers, step=self._step),
-            WrappedMethods(trainer.metrics_processor, log=self._log),
-        ]
+    def __init__(self, trainer: Trainer, guarded: GuardedProbe, *, clips: bool) -> None:
+        super().__init__(guarded)
+        self._trainer, parts = trainer, trainer.model_parts
+        model = parts[0] if len(parts) == 1 else nn.ModuleList(parts)
+        guarded.begin(model, list(trainer.optimizers), refused=_why_refused(trainer))
+        wrappers: dict[str, Any] = {"train_step": self._train_step} if clips else {}
+        wrappers |= {"forward_backward_step": self._forward_backward_step, "train": self._train}
+        self._undo.enter_context(WrappedMethods(trainer, **wrappers))
+        self._undo.enter_context(WrappedMethods(trainer.metrics_processor, log=self._log))
         checkpointer = trainer.checkpointer
         if self.probe is not None and isinstance(checkpointer, CheckpointManager) and checkpointer.enable:
             checkpointer.states[SAVED_AS] = self
-            self._wrapped.append(WrappedMethods(checkpointer, dcp_load=self._dcp_load))
+            self._undo.enter_context(WrappedMethods(checkpointer, dcp_load=self._dcp_load))
 
-    @property
-    def probe(self) -> NoiseScaleProbe | None:
-        """The probe while it measures."""
-        return self._probe.probe
-
-    def reading(self) -> NoiseScaleReading | None:
-        """The present reading, or that of the end; None if nothing is measured."""
-        return self._probe.reading()
-
-    def close(self, reason: str = "closed") -> None:
-        """End the log, and leave the trainer as it was. Checkpoints go on holding the averages."""
-        self._probe.end(reason)
-        for wrapped in self._wrapped:
-            wrapped.restore()
-
-    # Wrappers of the trainer's methods, in the order in which a step calls them.
+    # Wrappers of the trainer's methods, in the order in which a step calls them. The optimizers' step ends the window.
 
     def _train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        try:
-            result = original(*args, **kwargs)
-        except BaseException as error:
-            self._probe.fail(error)
-            raise
+        result = super()._train(original, *args, **kwargs)
         self.close("training ended")
         return result
 
     def _train_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """torchtitan clips by a function of a module, so that function is replaced while this trainer steps."""
-        clip = WrappedMethods(dist_utils, clip_grad_norm_=self._clip_grad_norm_)
-        try:
+        with WrappedMethods(dist_utils, clip_grad_norm_=self._clip_grad_norm_):
             return original(*args, **kwargs)
-        finally:
-            clip.restore()
 
     def _forward_backward_step(
         self, original: Callable[..., Any], *, input_dict: Any, labels: Any, **kwargs: Any
     ) -> Any:
-        if isinstance(labels, Tensor):
-            pieces = self._probe.piece(lambda: counts_of(self._units, input_dict, labels))
-        else:  # a step of a pipeline schedule
-            pieces = self._probe.pieces(len(labels), lambda: counts_of_each(self._units, input_dict, labels))
-        with pieces:
+        units, is_one = self._guarded.units, isinstance(labels, Tensor)  # not so for a step of a pipeline schedule
+        count = functools.partial(counts_of if is_one else counts_of_each, units, input_dict, labels)
+        with self._guarded.piece(count, None if is_one else len(labels)):
             return original(input_dict=input_dict, labels=labels, **kwargs)
 
     def _clip_grad_norm_(
@@ -196,39 +153,24 @@ class TorchtitanProbe:
             mesh = self._trainer.parallel_dims.world_mesh
             return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, mesh=mesh, **kwargs)
 
-        self._has_ended = self.probe is not None
-        return self._probe.clip(clip_alone, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        return self._guarded.clip(clip_alone, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
-    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._has_ended:
-            self._probe.end_window()
-        self._has_ended = False
-        return original(*args, **kwargs)
-
-    def _log(
-        self,
-        original: Callable[..., Any],
-        step: int,
-        global_avg_loss: float,
-        *args: Any,
-        extra_metrics: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def _log(self, original: Callable[..., Any], step: int, global_avg_loss: float, *args: Any, **kwargs: Any) -> Any:
         if not self._trainer.parallel_dims.pp_enabled:  # there, other stages than the last one know no loss
-            self._probe.log(loss=global_avg_loss)
-        extra_metrics = {**(extra_metrics or {}), **self._probe.metrics()}
-        return original(step, global_avg_loss, *args, extra_metrics=extra_metrics, **kwargs)
+            self._guarded.log(loss=global_avg_loss)
+        kwargs["extra_metrics"] = {**(kwargs.get("extra_metrics") or {}), **self._guarded.metrics()}
+        return original(step, global_avg_loss, *args, **kwargs)
 
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
         """The averages so far."""
-        return self._probe.state_dict() or {}
+        return self._guarded.state_dict() or {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with these averages."""
         if state_dict:
-            self._probe.resume(state_dict)
+            self._guarded.resume(state_dict)
 
     def _dcp_load(
         self, original: Callable[..., Any], state_dict: dict[str, Any], checkpoint_id: str, **kwargs: Any
@@ -248,8 +190,8 @@ def _meshes(trainer: Trainer) -> dict[str, Any]:
     return {"mesh": dims.world_mesh} | stages
 
 
-def _why_refused(trainer: Trainer) -> str | None:
-    """What of this trainer cannot be measured, with the way out."""
+def _why_refused(trainer: Trainer) -> str:
+    """What of this trainer cannot be measured, with the way out; empty if it can be."""
     dims = trainer.parallel_dims
     if getattr(trainer.fwd_bwd_fn, "__func__", None) is not type(trainer)._forward_backward_body:
         return "backwards are replayed in CUDA graphs, which run no hook: train with --training.disable_cuda_graphs"
@@ -263,4 +205,4 @@ def _why_refused(trainer: Trainer) -> str | None:
             "context and expert parallelism of torchtitan were never compared with one process: measure a training "
             "without them, or try sonde.attach with cp_mesh= or expert_mesh="
         )
-    return None
+    return ""

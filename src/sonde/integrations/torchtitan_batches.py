@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sonde.integrations.trainer_probe import Counts, as_counts
+from sonde.integrations.guarded import Counts, as_counts
 
 IGNORE_INDEX = -100
 """torchtitan's label of a position that is not in the loss."""
@@ -68,7 +68,7 @@ def counts_of(units: UnitsOfBatch | None, input_dict: Batch, labels: Tensor) -> 
         labels: of its tokens, on the device.
     """
     found = (units or rows)(input_dict, labels)
-    counts = as_counts(found, labels.ne(IGNORE_INDEX).sum().clamp(min=_LEAST))
+    counts = as_counts(found) | {"weight": labels.ne(IGNORE_INDEX).sum().clamp(min=_LEAST)}
     if isinstance(of_each := counts.get("unit_weights"), Tensor):
         counts["units"] = of_each.gt(0).sum().clamp(min=1)
         counts["unit_weights"] = of_each.clamp(min=_LEAST / len(of_each))

@@ -9,10 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from sonde.batch_size.probe import NoiseScaleProbe
-from sonde.batch_size.stats.reading import NoiseScaleReading
+from sonde.integrations.guarded import Attached, Counts, GuardedProbe
 from sonde.integrations.on_error import OnError
-from sonde.integrations.trainer_probe import Counts, TrainerProbe
 from sonde.integrations.versions import TESTED_TRL, warn_if_untested
 from sonde.integrations.wrapped_methods import WrappedMethods
 from sonde.records import LogOrPlaces
@@ -87,26 +85,18 @@ def attach(
     if batches.has_pairs:
         options.setdefault("per_example", "never")  # a pair has two rows, and each row's gradient is a part of its own
     options["unit"] = unit or batches.unit
-    probe = TrainerProbe(
-        options,
-        units=units,
-        weight=weight,
-        log=log,
-        backward="self.accelerator.backward(loss)",
-        on_error=on_error,
-        verbose=verbose,
-    )
-    return TransformersProbe(trainer, batches, probe)
+    guarded = GuardedProbe(options, units=units, weight=weight, log=log, on_error=on_error, verbose=verbose)
+    return TransformersProbe(trainer, batches, guarded)
 
 
-class TransformersProbe(TrainerCallback):  # type: ignore[misc]
+class TransformersProbe(Attached, TrainerCallback):  # type: ignore[misc]
     """The probe of a trainer, as `attach` returns it: already a callback of the trainer."""
 
-    def __init__(self, trainer: Trainer, batches: MicroBatches, probe: TrainerProbe) -> None:
-        self._trainer, self._batches, self._probe = trainer, batches, probe
-        self._micro_batch: tuple[contextlib.ExitStack, Mapping[str, Any], Any] | None = None
-        """The training step that goes on, until its backward: its context, inputs and number of items."""
-        self._of_trainer = WrappedMethods(
+    def __init__(self, trainer: Trainer, batches: MicroBatches, guarded: GuardedProbe) -> None:
+        super().__init__(guarded)
+        self._trainer, self._batches = trainer, batches
+        guarded.backward = "self.accelerator.backward(loss)"
+        wrapped = WrappedMethods(
             trainer,
             train=self._train,
             training_step=self._training_step,
@@ -114,68 +104,40 @@ class TransformersProbe(TrainerCallback):  # type: ignore[misc]
             _save_checkpoint=self._save_checkpoint,
             _load_callback_state=self._load_callback_state,
         )
-        self._accelerator = trainer.accelerator
-        self._of_accelerator = WrappedMethods(self._accelerator, backward=self._backward)
+        self._undo.enter_context(wrapped)
+        self._undo.callback(trainer.pop_callback, self)
         trainer.add_callback(self)
 
-    @property
-    def probe(self) -> NoiseScaleProbe | None:
-        """The probe while training goes on."""
-        return self._probe.probe
-
-    def reading(self) -> NoiseScaleReading | None:
-        """The present reading, or that of the end of training; None before training, or if nothing is measured."""
-        return self._probe.reading()
-
-    def close(self) -> None:
-        """Stop measuring, and leave the trainer as it was."""
-        self._probe.end("closed")
-        self._of_trainer.restore()
-        self._of_accelerator.restore()
-        self._trainer.pop_callback(self)
-
-    # Wrappers of the trainer's methods, and of its accelerator's.
-
-    def _train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Trainer has no event for a training that raises."""
-        try:
-            return original(*args, **kwargs)
-        except BaseException as error:
-            self._probe.fail(error)
-            raise
+    # Wrappers of the trainer's methods.
 
     def _training_step(
         self, original: Callable[..., Any], model: Any, inputs: Mapping[str, Any], num_items_in_batch: Any = None
     ) -> Any:
-        with contextlib.ExitStack() as piece:
-            self._micro_batch = piece, dict(inputs), num_items_in_batch
-            try:
-                return original(model, inputs, num_items_in_batch)
-            finally:
-                self._micro_batch = None
+        """The first backward begins the piece, since its loss shows how it is normalised."""
+        inputs_of_piece, piece = dict(inputs), contextlib.ExitStack()  # a loss may take some of the inputs out
 
-    def _backward(self, original: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The first backward of a training step begins its piece, whose loss shows how it is normalised."""
-        if self._micro_batch is not None:
-            (piece, inputs, n_items), self._micro_batch = self._micro_batch, None
-            piece.enter_context(self._probe.piece(lambda: self._count(inputs, loss, n_items)))
-        return original(loss, *args, **kwargs)
+        def backward(original: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+            piece.enter_context(self._guarded.piece(lambda: self._count(inputs_of_piece, loss, num_items_in_batch)))
+            return original(loss, *args, **kwargs)
+
+        with WrappedMethods(self._trainer.accelerator, backward=backward), piece:
+            return original(model, inputs, num_items_in_batch)
 
     def _count(self, inputs: Mapping[str, Any], loss: Tensor, n_items: Any) -> Counts:
         counts = self._batches.count(inputs, loss, n_items)
         if self._batches.weighting is not None:
-            self._probe.say_once(self._batches.weighting)
+            self._guarded.say_once(self._batches.weighting)
         return counts
 
     def _log(self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         if "loss" in logs:  # not of an evaluation, nor the summary at the end
-            self._probe.log(**{name: logs[name] for name in ("loss", "learning_rate") if name in logs})
-            logs = {**logs, **self._probe.metrics()}
+            self._guarded.log(**{name: logs[name] for name in ("loss", "learning_rate") if name in logs})
+            logs = {**logs, **self._guarded.metrics()}
         return original(logs, *args, **kwargs)
 
     def _save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Add the averages to the trainer's state. A callback after this one may have asked for the checkpoint."""
-        if (averages := self._probe.state_dict()) is not None:
+        if (averages := self._guarded.state_dict()) is not None:
             self._trainer.state.stateful_callbacks[SAVED_AS] = averages
         return original(*args, **kwargs)
 
@@ -193,23 +155,15 @@ class TransformersProbe(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach: the model has its wrapper, and the optimizer exists."""
-        trainer = self._trainer
-        if trainer.accelerator is not self._accelerator:  # a search of hyperparameters makes a new one for each run
-            self._of_accelerator.restore()
-            self._accelerator = trainer.accelerator
-            self._of_accelerator = WrappedMethods(self._accelerator, backward=self._backward)
-        self._probe.begin(
-            trainer.model_wrapped,
-            trainer.optimizer,
-            grad_scaler=trainer.accelerator.scaler,
-            state=state.stateful_callbacks.get(SAVED_AS),
-        )
+        trainer, averages = self._trainer, state.stateful_callbacks.get(SAVED_AS)
+        scaler = trainer.accelerator.scaler
+        self._guarded.begin(trainer.model_wrapped, trainer.optimizer, state=averages, grad_scaler=scaler)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the window: gradients are whole, and clipped."""
-        self._probe.end_window()
+        self._guarded.step()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the log."""
         is_whole = state.global_step >= state.max_steps
-        self._probe.end("training ended" if is_whole else f"stopped at step {state.global_step} of {state.max_steps}")
+        self._guarded.end("training ended" if is_whole else f"stopped at step {state.global_step} of {state.max_steps}")

@@ -13,7 +13,7 @@ from torch.autograd.function import BackwardCFunction
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
 
 from sonde.batch_size.batch_dim import units_in_batch
-from sonde.integrations.trainer_probe import Counts, as_counts
+from sonde.integrations.guarded import Counts, as_counts
 
 UnitsOfBatch = Callable[[Mapping[str, Any]], Any]
 """Given a micro-batch, it returns its units (a number, or one for each name), or the weights of each, [units]."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 _MARK = "is_wrapped_by_sonde"
 """Attribute of a wrapper."""
 
 
 class WrappedMethods:
-    """Methods of one object, each replaced by a wrapper until `restore`.
+    """Methods of one object, each replaced by a wrapper until `restore`, or the end of a `with` block.
 
     Args:
         owner: the object, or a module. An object's class stays as it is, and so do other objects.
@@ -24,6 +24,12 @@ class WrappedMethods:
         self._wrapped = {name: _wrapped(getattr(owner, name), wrapper) for name, wrapper in wrappers.items()}
         for name, wrapped in self._wrapped.items():
             setattr(owner, name, wrapped)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
 
     def restore(self) -> None:
         """Put the methods back. One that was wrapped again since keeps its newer wrapper."""

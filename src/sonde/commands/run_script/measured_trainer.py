@@ -11,7 +11,7 @@ from sonde.commands.run_script.counted_units import units_in_batch
 from sonde.commands.run_script.endings import PATIENCE, LogOfScript, say_where
 from sonde.commands.run_script.messages import is_first_rank, say
 from sonde.commands.run_script.settings import Settings
-from sonde.integrations.trainer_probe import TrainerProbe
+from sonde.integrations.guarded import GuardedProbe
 from sonde.records import RunLog
 
 
@@ -69,7 +69,7 @@ class MeasuredTrainer:
         say_where(self._probe.file, writes_report=self._writes_report)
 
 
-class _UnseenProbe(TrainerProbe):
+class _UnseenProbe(GuardedProbe):
     """A probe that adds nothing to the trainer's own logs, which some print, or to its checkpoints.
 
     Its last reading is said when the script ends.

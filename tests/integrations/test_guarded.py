@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from sonde.integrations.trainer_probe import TrainerProbe
+from sonde.integrations.guarded import GuardedProbe
 from tests.batch_size.loops import batch, mean_loss, small_model
 from tests.integrations.plain_loop import optimizer_of
 from tests.ranks import Ranks
@@ -20,7 +20,7 @@ def _fails_alone() -> int | None:
     group = dist.new_group(timeout=timedelta(seconds=20))
     model = DistributedDataParallel(small_model(), process_group=group)
     optimizer, generator = optimizer_of(model), torch.Generator().manual_seed(dist.get_rank())
-    probe = TrainerProbe({"unit": "rows", "every": 1}, verbose=False, on_error="raise")
+    probe = GuardedProbe({"unit": "rows", "every": 1}, verbose=False, on_error="raise")
     probe.begin(model, optimizer)
     for window in range(4):
         for _ in range(2):
@@ -29,7 +29,7 @@ def _fails_alone() -> int | None:
         if window == 3 and dist.get_rank() == 1:
             dist.barrier()  # until rank 0 has failed; if that waited for this rank, the sum would run into its timeout
             return None
-        probe.end_window()
+        probe.step()
         optimizer.step()
         optimizer.zero_grad()
     probe.fail(KeyError("of the user's own"))
@@ -46,7 +46,7 @@ def test_a_rank_that_fails_keeps_its_reading_and_waits_for_nobody(ranks2: Ranks)
 
 def test_a_log_that_takes_no_records_is_refused_before_training() -> None:
     with pytest.raises(ValueError, match="a log needs places for records, got 5"):
-        TrainerProbe({"unit": "rows"}, log=5)
+        GuardedProbe({"unit": "rows"}, log=5)
 
 
 def test_options_that_a_trainer_does_not_take_are_refused_before_training() -> None:
@@ -56,18 +56,19 @@ def test_options_that_a_trainer_does_not_take_are_refused_before_training() -> N
         ("units_per_piece", "multiple values"),
     ):
         with pytest.raises(TypeError, match=rf"{why} .*'{name}'"):
-            TrainerProbe({"unit": "rows", name: None})
+            GuardedProbe({"unit": "rows", name: None})
 
 
 def test_a_backward_that_the_trainer_did_not_count_is_no_piece() -> None:
     """Its rows would count without the weights and the scale that only the trainer knows."""
     model = small_model()
-    probe = TrainerProbe({"unit": "rows", "every": 1}, backward="trainer.backward(loss)", verbose=False)
+    probe = GuardedProbe({"unit": "rows", "every": 1}, verbose=False)
+    probe.backward = "trainer.backward(loss)"
     probe.begin(model, optimizer_of(model))
     assert not model._forward_pre_hooks
     for _ in range(2):
         mean_loss(model, *batch(4, torch.Generator())).backward()
-    probe.end_window()
+    probe.step()
     probe.end("training ended")
     reading = probe.reading()
     assert reading is not None

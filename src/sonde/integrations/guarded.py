@@ -1,0 +1,348 @@
+"""What all trainers share: a noise-scale probe that is never the reason why a training stops."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from sonde.batch_size.attach import attach
+from sonde.batch_size.probe import NoiseScaleProbe
+from sonde.batch_size.setup import NoiseScaleOptions
+from sonde.batch_size.stats.reading import NoiseScaleReading
+from sonde.batch_size.units import unit_names
+from sonde.console import tell
+from sonde.integrations.on_error import OnError, checked_on_error
+from sonde.parallel.optimizers import Optimizers
+from sonde.records import LogOrPlaces, log_of, logger
+
+Counts = dict[str, Any]
+"""The arguments of `NoiseScaleProbe.piece`."""
+T = TypeVar("T")
+_Context = contextlib.AbstractContextManager[None]
+
+_PARTNERS = ("comm_hook", "comm_state", "cp_mesh", "expert_mesh", "mesh", "pp_mesh", "process_group")
+"""Arguments of `sonde.attach` that are not in `NoiseScaleOptions`."""
+NOT_MEASURED = "a micro-batch is not measured, so its window is left out"
+_WINDOW_NOT_MEASURED = "a window is not measured"
+LOGGED = (
+    "gns/b_simple",
+    "gns/b_simple_low",
+    "gns/b_simple_high",
+    "gns/b_simple_average",
+    "gns/grad_sq",
+    "gns/trace_cov",
+    "gns/units_per_window",
+)
+"""What trainers' own logs get, which many print whole. The log of the run has all metrics."""
+
+
+def as_counts(units: Any) -> Counts:
+    """The counts of a piece by what a user's function has returned.
+
+    Args:
+        units: a number or 0-dim tensor, one for each name, or the weight of each unit, [units].
+
+    Raises:
+        ValueError: for a function that has returned nothing.
+    """
+    if units is None:
+        raise ValueError("units= has returned None for a batch: it must return the number of its units")
+    return {"unit_weights" if isinstance(units, Tensor) and units.dim() else "units": units}
+
+
+class GuardedProbe:
+    """A `NoiseScaleProbe` for as long as a trainer trains.
+
+    An error of the probe is logged, and the training goes on without the probe, or without that window.
+
+    Args:
+        options: of `sonde.attach`, by name; `unit` is one of them.
+        units: the user's function that counts the units, if there is one.
+        weight: the user's function that weighs a micro-batch, if there is one.
+        log: of the run, or what `RunLog` takes; None for none. One that is given ends with the first training.
+        on_error: "warn" logs errors of the probe; "raise" raises them.
+        verbose: print the set-up that was found, and the reading when training ends, on rank 0.
+
+    Attributes:
+        probe: while it measures.
+        backward: the method that must run each backward of a piece, as the user calls it; None if the trainer calls it.
+
+    Raises:
+        TypeError: for an option that does not exist.
+        ValueError: for an option outside its range, or a `log` that takes no records.
+    """
+
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        *,
+        units: Callable[..., Any] | None = None,
+        weight: Callable[..., Any] | None = None,
+        log: LogOrPlaces = None,
+        on_error: OnError = "warn",
+        verbose: bool = True,
+    ) -> None:
+        for name, function, number in (("units", units, 8), ("weight", weight, 2.0)):
+            if function is not None and not callable(function):
+                example = f"as {name}=lambda batch: {number}"
+                raise ValueError(f"{name} must be a function of a batch, got {function!r:.60}: {example}")
+        of_options = {name: value for name, value in options.items() if name not in _PARTNERS}
+        names = unit_names(NoiseScaleOptions(**of_options, units_per_piece=None).unit)
+        if len(names) > 1 and units is None:
+            raise ValueError(
+                f"a batch is counted in one unit, got unit={names}: pass units=, a function that returns a number for "
+                "each of them by name"
+            )
+        self.probe: NoiseScaleProbe | None = None
+        self.units, self.weight = units, weight
+        self.backward: str | None = None
+        self._options = {"units_per_piece": None, "verbose": verbose, **options}
+        self._log, self._run_log = log, log_of(log)
+        self._on_error, self._verbose = checked_on_error(on_error), verbose
+        self._last: NoiseScaleReading | None = None
+        self._final_state: dict[str, Any] | None = None
+        self._is_open = self._has_pieces = self._is_clipped = False
+        """Whether a piece goes on; whether the present window has pieces; whether a clip has ended it."""
+        self._why_none: str | None = None
+        """Why windows could not be ended so far, if none was."""
+        self._said: set[str] = set()
+
+    def begin(
+        self, model: nn.Module, optimizer: Optimizers, *, state: Any = None, refused: str = "", **more: Any
+    ) -> None:
+        """Attach the probe to the model as the trainer calls it. All ranks call this together.
+
+        Args:
+            model: in its wrapper.
+            optimizer: of the model; or several in a list.
+            state: of a checkpoint, to continue from; None without one.
+            refused: why this trainer cannot be measured, the same on all ranks; empty if it can.
+            **more: arguments of `sonde.attach`, such as `units_per_piece` where backwards are no `piece`.
+        """
+        self.end("training began again")
+        with self.forgiven("this training is not measured"):
+            if refused:
+                raise ValueError(refused)
+            self._run_log = log_of(self._log)
+            self.probe = attach(model, optimizer, log=self._run_log, **(self._options | more))
+        if state is not None:
+            self.resume(state)
+
+    def counts(self, by_default: Callable[..., Any], *batch: Any, **named: Any) -> Counts:
+        """The counts of a micro-batch by the user's functions, which are called with the other arguments.
+
+        Args:
+            by_default: counts the units where the user does not.
+            *batch: the micro-batch, or what the model is called with.
+            **named: likewise.
+
+        Raises:
+            ValueError: for a function that has returned nothing.
+        """
+        counts = as_counts((self.units or by_default)(*batch, **named))
+        return counts if self.weight is None else {**counts, "weight": self.weight(*batch, **named)}
+
+    @contextlib.contextmanager
+    def piece(self, count: Callable[[], Counts], n: int | None = None) -> Iterator[None]:
+        """A context around the backwards of one micro-batch; inside another one it does nothing.
+
+        Args:
+            count: called in measured windows only, it returns the piece's units and weights.
+            n: for a step of a pipeline schedule, its micro-batches. `count` then returns what `NoiseScaleProbe.pieces`
+                takes.
+        """
+        if self.probe is None or self._is_open:
+            yield
+            return
+        self._has_pieces, self._is_clipped = True, False
+        entered, error = self._entered(self.probe, count, n), None
+        self._is_open = True
+        try:
+            yield
+        except BaseException as of_training:
+            error = of_training
+            raise
+        finally:
+            self._is_open = False
+            with self.forgiven(NOT_MEASURED):
+                entered.__exit__(type(error) if error else None, error, None)
+
+    def _entered(self, probe: NoiseScaleProbe, count: Callable[[], Counts], n: int | None) -> _Context:
+        """The context of a piece, entered."""
+        with self.forgiven(NOT_MEASURED):
+            if probe.measures_now:
+                counts = count()
+                piece = probe.piece(**counts) if n is None else probe.pieces(n, **counts)
+                piece.__enter__()
+                return piece
+        with self.forgiven(NOT_MEASURED):
+            piece = probe.uncounted(n)
+            piece.__enter__()
+            return piece
+        return contextlib.nullcontext()
+
+    def step(self) -> None:
+        """End the window before the optimizer steps, unless the clip has ended it.
+
+        The optimizer's own step would end it too. But a GradScaler may leave that out, where gradients are cut over
+        ranks on some ranks alone, and all ranks must end the same windows.
+        """
+        is_clipped, self._is_clipped = self._is_clipped, False
+        if not is_clipped:
+            self._end_window(lambda probe: probe.step())
+
+    def clip(self, clip_alone: Callable[[], Tensor], max_norm: float, norm_type: float = 2, **options: bool) -> Tensor:
+        """Clip and end the window in one collective.
+
+        Args:
+            clip_alone: clips in the same way, where nothing is measured, the window has ended, or the probe raises an
+                error.
+            max_norm: of torch's function, as are the others.
+            norm_type: likewise.
+            **options: likewise, `error_if_nonfinite`.
+
+        Raises:
+            RuntimeError: if the norm is not finite and `error_if_nonfinite` is set.
+        """
+        norm = None
+        if not self._is_clipped:
+            self._is_clipped = True
+            norm = self._end_window(lambda probe: probe.clip_grad_norm_(max_norm, norm_type, **options))
+        return clip_alone() if norm is None else norm
+
+    def zeroed(self) -> None:
+        """Gradients are zeroed. Where no step came first, the pieces before do not count."""
+        self._has_pieces = self._is_clipped = False
+        self._try(_WINDOW_NOT_MEASURED, lambda probe: probe.discard())
+
+    def _end_window(self, end: Callable[[NoiseScaleProbe], T]) -> T | None:
+        if self.backward and not self._has_pieces and self.probe is not None and self.probe.measures_now:
+            self._why_none = f"no backward of the window went through {self.backward}: use it for each backward"
+            with self.forgiven(_WINDOW_NOT_MEASURED):
+                raise RuntimeError(self._why_none)
+            self.probe.discard()  # or the probe names the backwards that it saw, in words of its own loop
+        self._has_pieces = False
+        return self._try(_WINDOW_NOT_MEASURED, end)
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Go on with the averages of a checkpoint."""
+        begin_anew = "the averages of the checkpoint are not used, and begin anew"
+        self._try(begin_anew, lambda probe: probe.load_state_dict(state))
+
+    def log(self, **scalars: float | Tensor) -> None:
+        """Give scalars of the present window to the log of the run: see `NoiseScaleProbe.log`."""
+        self._try("the log of the run lacks what the trainer logs", lambda probe: probe.log(**scalars))
+
+    def metrics(self) -> Mapping[str, float]:
+        """Those of `LOGGED` that are known now, for the trainer's own logs. Waits for the device."""
+        known = self._try("the trainer's log lacks the noise scale", lambda probe: probe.metrics(known_only=True)) or {}
+        return {name: known[name] for name in LOGGED if name in known}
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """The averages so far, for a checkpoint, also after training; None if nothing is measured."""
+        if self.probe is None:
+            return self._final_state
+        return self._try("the checkpoint lacks the averages of the noise scale", lambda probe: probe.state_dict())
+
+    def reading(self) -> NoiseScaleReading | None:
+        """The present reading, or the last one of a training that has ended. Waits for the device."""
+        return self._last if self.probe is None else self._read(self.probe)
+
+    def _read(self, probe: NoiseScaleProbe) -> NoiseScaleReading:
+        """The probe's reading; where no window could be ended, with the reason."""
+        reading = probe.reading()
+        return reading if reading.windows or self._why_none is None else replace(reading, reason=self._why_none)
+
+    def end(self, reason: str, *, patience: float = math.inf) -> None:
+        """Close the probe, and print its last reading.
+
+        Args:
+            reason: how the run ended, for its log.
+            patience: seconds to wait for other ranks: none after an error of the training, Ctrl-C among them, since
+                they may be gone.
+        """
+        probe, self.probe = self.probe, None
+        if probe is not None:
+            with self.forgiven("the log of the noise scale has no proper end"):
+                try:
+                    probe.close(reason, patience=patience)
+                finally:
+                    self.keep(probe)
+
+    def fail(self, error: BaseException) -> None:
+        """End after an error of the training."""
+        self.end(f"stopped by {type(error).__name__}", patience=0.0)
+
+    def keep(self, probe: NoiseScaleProbe) -> None:
+        """Keep the last reading and state of a probe that is closed, and print the reading."""
+        self._last, self._final_state = self._read(probe), probe.state_dict()
+        if self._verbose and self._run_log.is_first_rank:
+            tell(str(self._last))
+
+    def say_once(self, text: str) -> None:
+        """Print a sentence about what was found, on rank 0."""
+        if self._verbose and self._run_log.is_first_rank and text not in self._said:
+            self._said.add(text)
+            tell(text)
+
+    def _try(self, consequence: str, use: Callable[[NoiseScaleProbe], T]) -> T | None:
+        """What this returns; None if nothing is measured, or after an error."""
+        if self.probe is not None:
+            with self.forgiven(consequence):
+                return use(self.probe)
+        return None
+
+    @contextlib.contextmanager
+    def forgiven(self, consequence: str) -> Iterator[None]:
+        """Log an error once, unless errors are to be raised."""
+        try:
+            yield
+        except Exception as error:
+            if self._on_error == "raise":
+                raise
+            self._log_once(f"{consequence}: {type(error).__name__}: {error}")
+
+    def _log_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            logger.error("sonde: %s", text)
+
+
+class Attached:
+    """A trainer's probe, as `attach` returns it.
+
+    Args:
+        guarded: the probe.
+    """
+
+    def __init__(self, guarded: GuardedProbe) -> None:
+        self._guarded = guarded
+        self._undo = contextlib.ExitStack()
+        """What leaves the trainer as it was."""
+
+    @property
+    def probe(self) -> NoiseScaleProbe | None:
+        """The probe while it measures."""
+        return self._guarded.probe
+
+    def reading(self) -> NoiseScaleReading | None:
+        """The present reading, or that of the end of training; None before training, or if nothing is measured."""
+        return self._guarded.reading()
+
+    def close(self, reason: str = "closed") -> None:
+        """End the log, and leave the trainer as it was."""
+        self._guarded.end(reason)
+        self._undo.close()
+
+    def _train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Wraps the training of a trainer that has no event for one that raises."""
+        try:
+            return original(*args, **kwargs)
+        except BaseException as error:
+            self._guarded.fail(error)
+            raise
