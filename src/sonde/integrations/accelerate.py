@@ -149,14 +149,9 @@ class AccelerateProbe(Attached):
     ) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         self._accelerator.unscale_gradients()
-
-        def clip_alone() -> Tensor:
-            return clip_grad_norm_(parameters, max_norm, norm_type)
-
         is_whole = {id(p) for p in parameters} == {id(p) for p in self._model.parameters()}
-        if not (is_whole and self._accelerator.sync_gradients):
-            return clip_alone()
-        return self._guarded.clip(clip_alone, max_norm, norm_type)
+        clip = self._guarded.clip if is_whole and self._accelerator.sync_gradients else clip_grad_norm_
+        return clip(parameters, max_norm, norm_type)
 
     def _step(self, original: Callable[..., Any], closure: Callable[[], Any] | None = None) -> Any:
         if not self._accelerator.sync_gradients:

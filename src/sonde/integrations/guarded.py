@@ -16,6 +16,7 @@ from sonde.batch_size.setup import NoiseScaleOptions
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.units import unit_names
 from sonde.console import tell
+from sonde.gradient_norm.clip import clip_grad_norm_
 from sonde.integrations.on_error import OnError, checked_on_error
 from sonde.parallel.optimizers import Optimizers
 from sonde.records import LogOrPlaces, log_of, logger
@@ -196,24 +197,23 @@ class GuardedProbe:
         if not is_clipped:
             self._end_window(lambda probe: probe.step())
 
-    def clip(self, clip_alone: Callable[[], Tensor], max_norm: float, norm_type: float = 2, **options: bool) -> Tensor:
-        """Clip and end the window in one collective.
+    def clip(self, parameters: Any, max_norm: float, norm_type: float = 2, **options: Any) -> Tensor:
+        """Clip by sonde's norm. Where a window is measured, the same collective ends it.
 
         Args:
-            clip_alone: clips in the same way, where nothing is measured, the window has ended, or the probe raises an
-                error.
-            max_norm: of torch's function, as are the others.
+            parameters: all that the optimizer holds, as for `sonde.clip_grad_norm_`, as are the others.
+            max_norm: likewise.
             norm_type: likewise.
-            **options: likewise, `error_if_nonfinite`.
+            **options: likewise.
 
         Raises:
             RuntimeError: if the norm is not finite and `error_if_nonfinite` is set.
         """
-        norm = None
-        if not self._is_clipped:
-            self._is_clipped = True
-            norm = self._end_window(lambda probe: probe.clip_grad_norm_(max_norm, norm_type, **options))
-        return clip_alone() if norm is None else norm
+        norm, is_first, self._is_clipped = None, not self._is_clipped, True
+        if is_first:
+            raises = options.get("error_if_nonfinite", False)
+            norm = self._end_window(lambda probe: probe.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite=raises))
+        return clip_grad_norm_(parameters, max_norm, norm_type, **options) if norm is None else norm
 
     def zeroed(self) -> None:
         """Gradients are zeroed. Where no step came first, the pieces before do not count."""

@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from sonde.gradient_norm.clip import clip_grad_norm_
 from sonde.integrations.guarded import Attached, GuardedProbe
 from sonde.integrations.on_error import OnError
 from sonde.integrations.torchtitan_batches import UnitsOfBatch, counts_of, counts_of_each
@@ -140,20 +139,8 @@ class TorchtitanProbe(Attached):
         with self._guarded.piece(count, None if is_one else len(labels)):
             return original(input_dict=input_dict, labels=labels, **kwargs)
 
-    def _clip_grad_norm_(
-        self,
-        original: Callable[..., Any],
-        parameters: Any,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        def clip_alone() -> Tensor:
-            mesh = self._trainer.parallel_dims.world_mesh
-            return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, mesh=mesh, **kwargs)
-
-        return self._guarded.clip(clip_alone, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+    def _clip_grad_norm_(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._guarded.clip(*args, mesh=self._trainer.parallel_dims.world_mesh, **kwargs)
 
     def _log(self, original: Callable[..., Any], step: int, global_avg_loss: float, *args: Any, **kwargs: Any) -> Any:
         if not self._trainer.parallel_dims.pp_enabled:  # there, other stages than the last one know no loss

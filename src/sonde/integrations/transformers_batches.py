@@ -28,6 +28,11 @@ _MOST_NODES = 64
 """Operations of a loss that are looked at, the last ones first."""
 _MOST_UNDECIDED = 8
 """Micro-batches that may leave it open how they weigh. If all hold equal shares, they weigh the same either way."""
+_BY_TOKENS = "pieces weigh by their loss tokens: the loss is divided by those of the whole window"
+_THE_SAME = (
+    "each piece weighs the same, since the loss shows no division by the tokens of the whole window. If it is divided "
+    "by them, pass weight= to attach, a function of the batch that returns its loss tokens"
+)
 _REMEDY = "pass units= to attach, a function of the batch"
 _LEAST = 1e-6
 """Tokens of a sample without any: it counts for nothing, and the samples' weights stay positive."""
@@ -45,6 +50,7 @@ class MicroBatches:
         unit: the plural name of what is counted, if the user does not name it.
         has_pairs: whether a batch has two rows for each pair, so that a row is no independent sample.
         is_trl_trainer: whether the trainer is one of TRL's.
+        weighting: how micro-batches weigh in the loss, in words; None if the user says it, and while it is not known.
 
     Raises:
         ValueError: for a trainer of TRL whose independent samples are not known.
@@ -69,8 +75,7 @@ class MicroBatches:
         reads_tokens = getattr(self._model, "main_input_name", "input_ids") == "input_ids"
         self.unit = "pairs" if self.has_pairs else "sequences" if reads_tokens else "examples"
         self._trainer, self._is_sft = trainer, trl_kind == "SFTTrainer"
-        self._has_items = False
-        """Whether the trainer counts the tokens of the whole window."""
+        self.weighting: str | None = None
         self._n_undecided = 0
         self._is_over_window: bool | None = None
         """Whether the loss is divided by the tokens of the whole window; None until the first micro-batch shows it."""
@@ -90,17 +95,20 @@ class MicroBatches:
             ValueError: for a batch that does not show its units, and a loss that does not show how they weigh.
         """
         counts, n_own = self._units_of(inputs, loss, n_items)
-        self._has_items |= n_items is not None
         if self._weight is not None:
             counts["weight"] = self._weight(inputs)
-        elif n_own is not None and n_items is not None and self._divides_by(loss, n_items, n_own):
+        elif n_own is None or n_items is None:
+            self.weighting = "each piece weighs the same: the loss is a mean over its own batch"
+        elif self._divides_by(loss, n_items, n_own):
             counts["weight"] = n_own / torch.as_tensor(n_items, device=n_own.device).sum()
         return counts
 
     def _units_of(self, inputs: Mapping[str, Any], loss: Tensor, n_items: Any) -> tuple[Counts, Tensor | None]:
         """The units of a micro-batch, and its loss tokens or rows, 0-dim; None for pairs."""
         if self.has_pairs and self._units is None:
-            return {"units": n_pairs(inputs)}, None
+            if (n_rows := units_in_batch(inputs, _REMEDY)) % 2:
+                raise ValueError(f"a batch of pairs has two rows for each, got {n_rows} rows: pass units= to attach")
+            return {"units": n_rows // 2}, None
         n_units, tokens = samples(inputs, shifts=self._shifts)
         if tokens is not None and not self._weigh_by(tokens, loss, len(inputs["labels"]), n_items):
             n_units, tokens = len(inputs["labels"]), None
@@ -138,6 +146,7 @@ class MicroBatches:
                 if total.item() % own.item() == 0 and self._n_undecided <= _MOST_UNDECIDED:
                     return True  # or multiplied by 1/micro-batches, as a mean is: now both weigh alike
             self._is_over_window = self._is_by_the_code() if found is None else found
+            self.weighting = _BY_TOKENS if self._is_over_window else _THE_SAME
         return self._is_over_window
 
     def _is_by_the_code(self) -> bool:
@@ -172,21 +181,6 @@ class MicroBatches:
         names: tuple[str, ...] = inspect.unwrap(type(self._model).forward).__code__.co_names
         return names
 
-    @property
-    def weighting(self) -> str | None:
-        """How micro-batches weigh in the loss, in words; None if the user says it, and while it is not known."""
-        is_open = self._is_over_window is None and self._has_items and not self.has_pairs
-        if self._weight is not None or is_open:
-            return None
-        if self._is_over_window:
-            return "pieces weigh by their loss tokens: the loss is divided by those of the whole window"
-        if not self._has_items or self.has_pairs:
-            return "each piece weighs the same: the loss is a mean over its own batch"
-        return (
-            "each piece weighs the same, since the loss shows no division by the tokens of the whole window. If it is "
-            "divided by them, pass weight= to attach, a function of the batch that returns its loss tokens"
-        )
-
 
 def shifts_labels(model: nn.Module) -> bool:
     """Whether the model's loss compares position i with label i + 1.
@@ -195,17 +189,6 @@ def shifts_labels(model: nn.Module) -> bool:
     """
     is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     return getattr(model, "loss_function", None) is ForCausalLMLoss and not is_encoder_decoder
-
-
-def n_pairs(inputs: Mapping[str, Any]) -> int:
-    """The pairs of a preference batch, [2 · pairs, tokens].
-
-    Raises:
-        ValueError: for an odd number of rows.
-    """
-    if (n := units_in_batch(inputs, _REMEDY)) % 2:
-        raise ValueError(f"a batch of pairs has two rows for each, got {n} rows: pass units= to attach")
-    return n // 2
 
 
 def samples(inputs: Mapping[str, Any], *, shifts: bool) -> tuple[float | Tensor, Tensor | None]:
