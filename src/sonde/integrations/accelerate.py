@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sonde.batch_size.batch_dim import UnclearUnitsError
-from sonde.batch_size.forward_units import FIRST_DIM, CountsOfForward, UnitsPerPiece
+from sonde.batch_size.forward_units import FIRST_DIM, CountsOfForward
 from sonde.batch_size.module_hook import why_no_hook
 from sonde.gradient_norm.clip import clip_grad_norm_
 from sonde.integrations.guarded import NOT_MEASURED, Attached, GuardedProbe
@@ -100,7 +100,7 @@ def attach(
         raise ValueError("units_per_piece= counts every micro-batch, so units= and weight= do nothing: leave them out")
     options["unit"] = unit
     guarded = GuardedProbe(options, units=units, weight=weight, log=log, on_error=on_error, verbose=verbose)
-    return AccelerateProbe(accelerator, model, optimizer, guarded, units_per_piece, clips=clips)
+    return AccelerateProbe(accelerator, model, optimizer, guarded, units_per_piece, clips)
 
 
 class _NotCountedError(UnclearUnitsError):
@@ -113,18 +113,11 @@ class AccelerateProbe(Attached):
     """The probe of a loop with Accelerate, as `attach` returns it; `accelerator.end_training()` closes it too."""
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        model: nn.Module,
-        optimizer: Any,
-        guarded: GuardedProbe,
-        units_per_piece: UnitsPerPiece,
-        *,
-        clips: bool,
+        self, accelerator: Accelerator, model: nn.Module, optimizer: Any, guarded: GuardedProbe, how: Any, clips: bool
     ) -> None:
         super().__init__(guarded)
         self._accelerator, self._model, self._has_news = accelerator, model, False
-        guarded.begin(model, optimizer, grad_scaler=accelerator.scaler, units_per_piece=units_per_piece or self._counts)
+        guarded.begin(model, optimizer, grad_scaler=accelerator.scaler, units_per_piece=how or self._counts)
         wrappers: dict[str, Any] = {"clip_grad_norm_": self._clip_grad_norm_} if clips else {}
         wrappers |= {"backward": self._backward, "log": self._log, "end_training": self._end_training}
         self._undo.enter_context(WrappedMethods(accelerator, **wrappers))

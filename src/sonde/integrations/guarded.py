@@ -30,15 +30,8 @@ _PARTNERS = ("comm_hook", "comm_state", "cp_mesh", "expert_mesh", "mesh", "pp_me
 """Arguments of `sonde.attach` that are not in `NoiseScaleOptions`."""
 NOT_MEASURED = "a micro-batch is not measured, so its window is left out"
 _WINDOW_NOT_MEASURED = "a window is not measured"
-LOGGED = (
-    "gns/b_simple",
-    "gns/b_simple_low",
-    "gns/b_simple_high",
-    "gns/b_simple_average",
-    "gns/grad_sq",
-    "gns/trace_cov",
-    "gns/units_per_window",
-)
+_NAMES = ("b_simple", "b_simple_low", "b_simple_high", "b_simple_average", "grad_sq", "trace_cov", "units_per_window")
+LOGGED = tuple(f"gns/{name}" for name in _NAMES)
 """What trainers' own logs get, which many print whole. The log of the run has all metrics."""
 
 

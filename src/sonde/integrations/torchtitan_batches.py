@@ -77,13 +77,9 @@ def counts_of(units: UnitsOfBatch | None, input_dict: Batch, labels: Tensor) -> 
 
 def counts_of_each(units: UnitsOfBatch | None, batches: Sequence[Batch], labels: Sequence[Tensor]) -> dict[str, Any]:
     """The counts of the micro-batches of one step of a pipeline schedule, for `NoiseScaleProbe.pieces`."""
-    each: list[Any] = [counts_of(units, batch, label) for batch, label in zip(batches, labels, strict=True)]
-    first = each[0]["units"]
-    counts: dict[str, Any] = {"weights": [of_piece["weight"] for of_piece in each]}
-    if isinstance(first, Mapping):
-        counts["units"] = {name: [of_piece["units"][name] for of_piece in each] for name in first}
-    else:
-        counts["units"] = [of_piece["units"] for of_piece in each]
-    if "unit_weights" in each[0]:
-        counts["unit_weights"] = [of_piece["unit_weights"] for of_piece in each]
+    each = [counts_of(units, batch, label) for batch, label in zip(batches, labels, strict=True)]
+    counts: dict[str, Any] = {name: [of_piece[name] for of_piece in each] for name in each[0]}
+    counts["weights"] = counts.pop("weight")
+    if isinstance(first := each[0]["units"], Mapping):
+        counts["units"] = {name: [of_piece[name] for of_piece in counts["units"]] for name in first}
     return counts

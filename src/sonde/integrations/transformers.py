@@ -96,15 +96,9 @@ class TransformersProbe(Attached, TrainerCallback):  # type: ignore[misc]
         super().__init__(guarded)
         self._trainer, self._batches = trainer, batches
         guarded.backward = "self.accelerator.backward(loss)"
-        wrapped = WrappedMethods(
-            trainer,
-            train=self._train,
-            training_step=self._training_step,
-            log=self._log,
-            _save_checkpoint=self._save_checkpoint,
-            _load_callback_state=self._load_callback_state,
-        )
-        self._undo.enter_context(wrapped)
+        methods: dict[str, Any] = {"train": self._train, "training_step": self._training_step, "log": self._log}
+        methods |= {"_save_checkpoint": self._save_checkpoint, "_load_callback_state": self._load_callback_state}
+        self._undo.enter_context(WrappedMethods(trainer, **methods))
         self._undo.callback(trainer.pop_callback, self)
         trainer.add_callback(self)
 

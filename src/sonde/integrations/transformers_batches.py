@@ -155,29 +155,26 @@ class MicroBatches:
         Raises:
             ValueError: for a `compute_loss` of the user's own.
         """
-        if self._has_foreign_loss():
+        if (names := self._names_in_forward()) is None:
             raise ValueError(
                 "the graph of the loss is compiled or made by a function of its own, so it does not show how micro-"
                 "batches weigh: pass weight= to attach. It is a function of the batch: 'lambda batch: 1.0' where each "
                 "micro-batch's loss is a mean, or the batch's loss tokens where the loss is divided by those of the "
                 "whole window"
             )
-        return self._is_sft or "loss_function" in self._names_in_forward()
+        return self._is_sft or "loss_function" in names
 
     def _has_token_loss(self) -> bool:
         """Whether a loss whose graph does not show it is a mean over tokens, by the code of transformers or TRL."""
-        if self._has_foreign_loss():
-            return False
         names = self._names_in_forward()
-        loss = getattr(self._model, "loss_function", None) if "loss_function" in names else None
-        return self._is_sft or loss in _TOKEN_LOSSES or "CrossEntropyLoss" in names
+        loss = getattr(self._model, "loss_function", None) if names and "loss_function" in names else None
+        return names is not None and (self._is_sft or loss in _TOKEN_LOSSES or "CrossEntropyLoss" in names)
 
-    def _has_foreign_loss(self) -> bool:
-        """Whether the trainer's loss is neither transformers' nor TRL's."""
+    def _names_in_forward(self) -> tuple[str, ...] | None:
+        """What the code of the model's forward names; None if the trainer's loss is neither transformers' nor TRL's."""
         module = inspect.unwrap(type(self._trainer).compute_loss).__module__
-        return not module.startswith(("transformers.", "trl.")) or self._trainer.compute_loss_func is not None
-
-    def _names_in_forward(self) -> tuple[str, ...]:
+        if not module.startswith(("transformers.", "trl.")) or self._trainer.compute_loss_func is not None:
+            return None
         names: tuple[str, ...] = inspect.unwrap(type(self._model).forward).__code__.co_names
         return names
 
