@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import GradientState
 from torch import Tensor, nn
 
-from tests.integrations.plain_loop import optimizer_of
+from sonde.integrations import accelerate as integration
+from tests.integrations.plain_loop import BY_PIECES, optimizer_of
 
 ROWS, WIDTH = (4, 4, 2, 3, 4, 4, 4, 3), 5
 """Rows of the micro-batches of each epoch: two windows of three and one of two."""
@@ -63,3 +65,19 @@ def loop(
                 optimizer.zero_grad()
                 accelerator.log({"loss": loss.item()}, step=7)
     return model
+
+
+def accelerator(**options: Any) -> Accelerator:
+    GradientState._reset_state()
+    return Accelerator(**({"gradient_accumulation_steps": 3, "cpu": True} | options))
+
+
+class Attached:
+    """Attaches, and keeps what it gets."""
+
+    def __init__(self, to: Accelerator, **options: Any) -> None:
+        self._to, self._options = to, {"unit": "rows", "on_error": "raise", **BY_PIECES} | options
+        self.probe: Any = None
+
+    def __call__(self, model: Any, optimizer: Any) -> None:
+        self.probe = integration.attach(self._to, model, optimizer, **self._options)

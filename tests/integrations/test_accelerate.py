@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,13 +16,12 @@ pytest.importorskip("accelerate", reason="needs accelerate: pip install '.[accel
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 import accelerate  # noqa: E402
-from accelerate import Accelerator  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from accelerate.tracking import GeneralTracker  # noqa: E402
 
 import sonde  # noqa: E402
 from sonde.integrations import accelerate as integration  # noqa: E402
-from tests.integrations.accelerate_loop import batches, loop, loss_of, network, tokens  # noqa: E402
+from tests.integrations.accelerate_loop import Attached, accelerator, batches, loop, loss_of, network, tokens  # noqa: E402
 from tests.integrations.plain_loop import BY_PIECES, Piece, optimizer_of, plain_loop, same_numbers, weights  # noqa: E402
 
 
@@ -33,22 +31,6 @@ def no_state() -> Iterator[None]:
     yield
     GradientState._reset_state()
     AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def accelerator(**options: Any) -> Accelerator:
-    GradientState._reset_state()
-    return Accelerator(**({"gradient_accumulation_steps": 3, "cpu": True} | options))
-
-
-class Attached:
-    """Attaches, and keeps what it gets."""
-
-    def __init__(self, to: Accelerator, **options: Any) -> None:
-        self._to, self._options = to, {"unit": "rows", "on_error": "raise", **BY_PIECES} | options
-        self.probe: Any = None
-
-    def __call__(self, model: Any, optimizer: Any) -> None:
-        self.probe = integration.attach(self._to, model, optimizer, **self._options)
 
 
 def windows_of(epochs: int = 3, weight: Any = lambda batch: 1.0) -> list[list[Piece]]:
@@ -186,31 +168,6 @@ def test_a_checkpoint_takes_the_averages_along(tmp_path: Path, caplog: pytest.Lo
     assert begun.probe.reading().windows == 3
 
 
-@pytest.mark.parametrize("clips", [False, True], ids=["clipped by torch", "clipped by sonde"])
-def test_units_that_cannot_be_counted_do_not_stop_training(clips: bool, caplog: pytest.LogCaptureFixture) -> None:
-    n_calls = 0
-
-    def units(batch: Tensor) -> int:
-        nonlocal n_calls
-        n_calls += 1
-        if n_calls in (2, 9, 10):
-            raise KeyError("length")
-        return len(batch)
-
-    a = accelerator()
-    attached = Attached(a, units=units, on_error="warn", clips=clips)
-    with caplog.at_level(logging.ERROR):
-        model = loop(a, attached)
-    assert "a micro-batch is not measured, so its window is left out: KeyError: 'length'" in caplog.text
-    reading = attached.probe.reading()
-    # Nothing else is said of these windows, so the others stay trusted.
-    assert [why for why in reading.dropped if "the units of a piece are not clear" not in why] == []
-    assert (reading.windows, sum(reading.dropped.values())) == (7, 2)
-    assert reading.trace_cov is not None
-    without = weights(loop(accelerator()))
-    assert torch.allclose(weights(model), without, rtol=1e-6) if clips else torch.equal(weights(model), without)
-
-
 def test_a_checkpoint_that_cannot_be_written_or_read_does_not_stop_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -225,82 +182,6 @@ def test_a_checkpoint_that_cannot_be_written_or_read_does_not_stop_training(
     a.load_state(str(tmp_path / "torn"))
     assert "the averages of the checkpoint are not used, and begin anew: JSONDecodeError" in caplog.text
     assert attached.probe.reading().windows == 9
-
-
-def test_a_backward_over_two_forwards_is_named_and_may_be_counted_by_hand() -> None:
-    """As of two views of a batch. Each of the two remedies that the alert names gives a number."""
-
-    def measured(**options: Any) -> Any:
-        a = accelerator(gradient_accumulation_steps=2)
-        model, optimizer = a.prepare(net := network(), optimizer_of(net))
-        attached = integration.attach(a, model, optimizer, on_error="raise", **BY_PIECES | options)
-        by_hand = attached.probe if options.get("units_per_piece", "") is None else None
-        for views in zip(batches()[::2] * 2, batches()[1::2] * 2, strict=True):
-            n = len(views[0]) + len(views[1])
-            with a.accumulate(model), by_hand.piece(units=n) if by_hand else contextlib.nullcontext():
-                a.backward(loss_of(model, views[0]) + loss_of(model, views[1]))
-            optimizer.step()
-            optimizer.zero_grad()
-        return attached
-
-    asked = measured()
-    assert "a backward follows 2 forwards of the model. Pass units_per_piece= a number" in asked.probe.alerts["units"]
-    assert asked.reading().windows == 0
-    assert measured(units_per_piece=8).reading().units_per_window == 16
-    assert measured(units_per_piece=None).reading().windows == 4
-
-
-def test_a_backward_of_another_model_is_no_piece() -> None:
-    a = accelerator(gradient_accumulation_steps=1)
-    model, optimizer = a.prepare(net := network(), optimizer_of(net))
-    attached = integration.attach(a, model, optimizer, on_error="raise", every=1, per_example="always", verbose=False)
-    other = torch.nn.Parameter(torch.ones(()))
-    for batch in batches():
-        a.backward(loss_of(model, batch))
-        a.backward(other.square())
-        optimizer.step()
-        optimizer.zero_grad()
-    assert attached.probe is not None
-    assert attached.probe.alerts == {}
-
-
-def test_a_loop_without_accelerator_backward_is_measured_all_the_same() -> None:
-    a = accelerator(gradient_accumulation_steps=1)
-    model, optimizer = a.prepare(net := network(), optimizer_of(net))
-    by_examples = BY_PIECES | {"per_example": "always"}
-    attached = integration.attach(a, model, optimizer, unit="rows", units=tokens, on_error="raise", **by_examples)
-    for batch in batches():
-        loss_of(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    windows = [[Piece({"batch": b}, {"unit_weights": tokens(b).tolist()}, 1.0)] for b in batches()]
-    expected = plain_loop(network(), windows, loss_of_piece, max_norm=1e9, **by_examples)
-    assert same_numbers(attached.reading(), expected)
-
-
-def test_a_window_whose_gradients_are_zeroed_without_a_step_does_not_count() -> None:
-    """As where a loss has a spike. The pieces of the next window are measured from the first on."""
-    a = accelerator(gradient_accumulation_steps=2)
-    model, optimizer = a.prepare(net := network(), optimizer_of(net))
-    probe = integration.attach(a, model, optimizer, unit="rows", units=len, on_error="raise", **BY_PIECES)
-    windows = [[Piece({"batch": b}, {"units": len(b)}, 0.5) for b in batches()[k : k + 2]] for k in (0, 2, 4, 1, 3)]
-    for number, window in enumerate(windows):
-        for piece in window:
-            with a.accumulate(model):
-                a.backward(loss_of(model, piece.inputs["batch"]))
-                if number not in (1, 3):
-                    optimizer.step()
-                optimizer.zero_grad()
-    expected = plain_loop(
-        network(),
-        [windows[0], windows[2], windows[4]],
-        lambda net, piece: loss_of(net, piece.inputs["batch"]) * piece.weight,
-        max_norm=1e9,
-    )
-    reading = probe.reading()
-    assert reading is not None
-    assert reading.dropped == {}
-    assert same_numbers(reading, expected)
 
 
 def test_the_window_of_a_step_with_a_closure_ends_after_its_backward() -> None:

@@ -120,21 +120,21 @@ class AccelerateProbe(Attached):
         guarded.begin(model, optimizer, grad_scaler=accelerator.scaler, units_per_piece=how or self._counts)
         wrappers: dict[str, Any] = {"clip_grad_norm_": self._clip_grad_norm_} if clips else {}
         wrappers |= {"backward": self._backward, "log": self._log, "end_training": self._end_training}
-        self._undo.enter_context(WrappedMethods(accelerator, **wrappers))
-        self._undo.enter_context(WrappedMethods(optimizer, step=self._step, zero_grad=self._zero_grad))
-        self._undo.callback(accelerator.register_save_state_pre_hook(self._save).remove)
-        self._undo.callback(accelerator.register_load_state_pre_hook(self._load).remove)
+        self.undo.enter_context(WrappedMethods(accelerator, **wrappers))
+        self.undo.enter_context(WrappedMethods(optimizer, step=self._step, zero_grad=self._zero_grad))
+        self.undo.callback(accelerator.register_save_state_pre_hook(self._save).remove)
+        self.undo.callback(accelerator.register_load_state_pre_hook(self._load).remove)
 
     def _counts(self, *args: Any, **kwargs: Any) -> CountsOfForward:
         """The counts of a micro-batch, by what the model is called with."""
-        with self._guarded.forgiven(NOT_MEASURED):
-            return CountsOfForward(**self._guarded.counts(lambda *a, **k: FIRST_DIM, *args, **kwargs))
+        with self.guarded.forgiven(NOT_MEASURED):
+            return CountsOfForward(**self.guarded.counts(lambda *a, **k: FIRST_DIM, *args, **kwargs))
         raise _NotCountedError("units= or weight= could not count a micro-batch")
 
     # Wrappers of the accelerator's methods, and of its optimizer's.
 
     def _backward(self, original: Callable[..., Any], loss: Tensor, **kwargs: Any) -> Any:
-        self._guarded.log(loss=loss.detach())
+        self.guarded.log(loss=loss.detach())
         return original(loss, **kwargs)
 
     def _clip_grad_norm_(
@@ -143,7 +143,7 @@ class AccelerateProbe(Attached):
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         self._accelerator.unscale_gradients()
         is_whole = {id(p) for p in parameters} == {id(p) for p in self._model.parameters()}
-        clip = self._guarded.clip if is_whole and self._accelerator.sync_gradients else clip_grad_norm_
+        clip = self.guarded.clip if is_whole and self._accelerator.sync_gradients else clip_grad_norm_
         return clip(parameters, max_norm, norm_type)
 
     def _step(self, original: Callable[..., Any], closure: Callable[[], Any] | None = None) -> Any:
@@ -151,21 +151,21 @@ class AccelerateProbe(Attached):
             return original(closure)
         self._has_news = True
         if closure is None:
-            self._guarded.step()
+            self.guarded.step()
             return original()
         loss = original(closure)  # whose backward comes now: the probe has ended the window after it
-        self._guarded.step()
+        self.guarded.step()
         return loss
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """A loop may zero gradients without a step, as where the loss has a spike."""
         if self._accelerator.sync_gradients:  # otherwise Accelerate leaves the gradients as they are
-            self._guarded.zeroed()
+            self.guarded.zeroed()
         original(*args, **kwargs)
 
     def _log(self, original: Callable[..., Any], values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         if self._has_news:
-            self._has_news, values = False, {**values, **self._guarded.metrics()}
+            self._has_news, values = False, {**values, **self.guarded.metrics()}
         return original(values, *args, **kwargs)
 
     def _end_training(self, original: Callable[..., Any]) -> Any:
@@ -175,9 +175,9 @@ class AccelerateProbe(Attached):
     # Checkpoints.
 
     def _save(self, models: Any, weights: Any, folder: str) -> None:
-        state = self._guarded.state_dict()
+        state = self.guarded.state_dict()
         if state is not None and self._accelerator.is_main_process:
-            with self._guarded.forgiven("the checkpoint lacks the averages of the noise scale"):
+            with self.guarded.forgiven("the checkpoint lacks the averages of the noise scale"):
                 (Path(folder) / SAVED_AS).write_text(json.dumps(state))
 
     def _load(self, models: Any, folder: str) -> None:
@@ -185,5 +185,5 @@ class AccelerateProbe(Attached):
         if not file.exists():
             logger.warning("sonde: the checkpoint has no %s: the averages of the noise scale begin anew", SAVED_AS)
             return
-        with self._guarded.forgiven("the averages of the checkpoint are not used, and begin anew"):
-            self._guarded.resume(json.loads(file.read_text()))
+        with self.guarded.forgiven("the averages of the checkpoint are not used, and begin anew"):
+            self.guarded.resume(json.loads(file.read_text()))

@@ -271,6 +271,14 @@ class GuardedProbe:
         """End after an error of the training."""
         self.end(f"stopped by {type(error).__name__}", patience=0.0)
 
+    def train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Wraps the training of a trainer that has no event for one that raises."""
+        try:
+            return original(*args, **kwargs)
+        except BaseException as error:
+            self.fail(error)
+            raise
+
     def keep(self, probe: NoiseScaleProbe) -> None:
         """Keep the last reading and state of a probe that is closed, and print the reading."""
         self._last, self._final_state = self._read(probe), probe.state_dict()
@@ -309,33 +317,25 @@ class GuardedProbe:
 class Attached:
     """A trainer's probe, as `attach` returns it.
 
-    Args:
-        guarded: the probe.
+    Attributes:
+        guarded: the probe, as the trainer drives it.
+        undo: leaves the trainer as it was.
     """
 
     def __init__(self, guarded: GuardedProbe) -> None:
-        self._guarded = guarded
-        self._undo = contextlib.ExitStack()
-        """What leaves the trainer as it was."""
+        self.guarded = guarded
+        self.undo = contextlib.ExitStack()
 
     @property
     def probe(self) -> NoiseScaleProbe | None:
         """The probe while it measures."""
-        return self._guarded.probe
+        return self.guarded.probe
 
     def reading(self) -> NoiseScaleReading | None:
         """The present reading, or that of the end of training; None before training, or if nothing is measured."""
-        return self._guarded.reading()
+        return self.guarded.reading()
 
     def close(self, reason: str = "closed") -> None:
         """End the log, and leave the trainer as it was."""
-        self._guarded.end(reason)
-        self._undo.close()
-
-    def _train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Wraps the training of a trainer that has no event for one that raises."""
-        try:
-            return original(*args, **kwargs)
-        except BaseException as error:
-            self._guarded.fail(error)
-            raise
+        self.guarded.end(reason)
+        self.undo.close()

@@ -75,7 +75,7 @@ class NoiseScale(Attached, Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach to the model in its wrapper."""
         refused, loaders = "", trainer.train_dataloader
-        if self._guarded.units is None and isinstance(loaders, Mapping | list | tuple) and len(loaders) > 1:
+        if self.guarded.units is None and isinstance(loaders, Mapping | list | tuple) and len(loaders) > 1:
             refused = (
                 f"each batch comes from {len(loaders)} dataloaders, so its rows do not show all of its units: "
                 "pass units= to NoiseScale, a function of the batch"
@@ -86,10 +86,10 @@ class NoiseScale(Attached, Callback):  # type: ignore[misc]
                 "one, or optimize manually with sonde.attach(part, its optimizer, units_per_piece='first dim') for the "
                 "part that each of them steps, and with step() of that probe before the optimizer's"
             )
-        self._guarded.backward = None if pl_module.automatic_optimization else "self.manual_backward(loss)"
+        self.guarded.backward = None if pl_module.automatic_optimization else "self.manual_backward(loss)"
         state, self._saved = self._saved, None  # of this training's checkpoint: a later one may have none
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self._guarded.begin(trainer.model, trainer.optimizers, state=state, refused=refused, grad_scaler=scaler)
+        self.guarded.begin(trainer.model, trainer.optimizers, state=state, refused=refused, grad_scaler=scaler)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Keep the batch, whose units are counted if its window is measured."""
@@ -97,12 +97,12 @@ class NoiseScale(Attached, Callback):  # type: ignore[misc]
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Begin the piece, which further backwards of the same batch join."""
-        self._piece.enter_context(self._guarded.piece(lambda: self._guarded.counts(_rows, self._batch)))
+        self._piece.enter_context(self.guarded.piece(lambda: self.guarded.counts(_rows, self._batch)))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """End the piece, whose backward ran in the optimizer's closure, and the window: gradients are unscaled."""
         self._piece.close()
-        self._guarded.step()
+        self.guarded.step()
         self._has_stepped = True
 
     def on_train_batch_end(
@@ -111,26 +111,26 @@ class NoiseScale(Attached, Callback):  # type: ignore[misc]
         """End the piece of a batch without a step; after steps, log."""
         self._piece.close()
         if isinstance(outputs, Mapping) and isinstance(loss := outputs.get("loss"), Tensor):
-            self._guarded.log(loss=loss * trainer.accumulate_grad_batches)  # Lightning has divided it
+            self.guarded.log(loss=loss * trainer.accumulate_grad_batches)  # Lightning has divided it
         self._batch = None
         every = trainer.log_every_n_steps  # 0 for a Trainer that never logs
         if self._has_stepped and every and trainer.global_step % every == 0:
-            pl_module.log_dict(self._guarded.metrics())
+            pl_module.log_dict(self.guarded.metrics())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the log."""
-        self._guarded.end("training ended")
+        self.guarded.end("training ended")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """End the log, without waiting for ranks that may be gone."""
         self._piece.__exit__(type(exception), exception, None)  # the backward of this piece may have failed
-        self._guarded.fail(exception)
+        self.guarded.fail(exception)
 
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
         """The averages so far."""
-        averages = self._guarded.state_dict()
+        averages = self.guarded.state_dict()
         return {} if averages is None else {"averages": averages}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -112,17 +112,17 @@ class TorchtitanProbe(Attached):
         guarded.begin(model, list(trainer.optimizers), refused=_why_refused(trainer))
         wrappers: dict[str, Any] = {"train_step": self._train_step} if clips else {}
         wrappers |= {"forward_backward_step": self._forward_backward_step, "train": self._train}
-        self._undo.enter_context(WrappedMethods(trainer, **wrappers))
-        self._undo.enter_context(WrappedMethods(trainer.metrics_processor, log=self._log))
+        self.undo.enter_context(WrappedMethods(trainer, **wrappers))
+        self.undo.enter_context(WrappedMethods(trainer.metrics_processor, log=self._log))
         checkpointer = trainer.checkpointer
         if self.probe is not None and isinstance(checkpointer, CheckpointManager) and checkpointer.enable:
             checkpointer.states[SAVED_AS] = self
-            self._undo.enter_context(WrappedMethods(checkpointer, dcp_load=self._dcp_load))
+            self.undo.enter_context(WrappedMethods(checkpointer, dcp_load=self._dcp_load))
 
     # Wrappers of the trainer's methods, in the order in which a step calls them. The optimizers' step ends the window.
 
     def _train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = super()._train(original, *args, **kwargs)
+        result = self.guarded.train(original, *args, **kwargs)
         self.close("training ended")
         return result
 
@@ -134,30 +134,30 @@ class TorchtitanProbe(Attached):
     def _forward_backward_step(
         self, original: Callable[..., Any], *, input_dict: Any, labels: Any, **kwargs: Any
     ) -> Any:
-        units, is_one = self._guarded.units, isinstance(labels, Tensor)  # not so for a step of a pipeline schedule
+        units, is_one = self.guarded.units, isinstance(labels, Tensor)  # not so for a step of a pipeline schedule
         count = functools.partial(counts_of if is_one else counts_of_each, units, input_dict, labels)
-        with self._guarded.piece(count, None if is_one else len(labels)):
+        with self.guarded.piece(count, None if is_one else len(labels)):
             return original(input_dict=input_dict, labels=labels, **kwargs)
 
     def _clip_grad_norm_(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._guarded.clip(*args, mesh=self._trainer.parallel_dims.world_mesh, **kwargs)
+        return self.guarded.clip(*args, mesh=self._trainer.parallel_dims.world_mesh, **kwargs)
 
     def _log(self, original: Callable[..., Any], step: int, global_avg_loss: float, *args: Any, **kwargs: Any) -> Any:
         if not self._trainer.parallel_dims.pp_enabled:  # there, other stages than the last one know no loss
-            self._guarded.log(loss=global_avg_loss)
-        kwargs["extra_metrics"] = {**(kwargs.get("extra_metrics") or {}), **self._guarded.metrics()}
+            self.guarded.log(loss=global_avg_loss)
+        kwargs["extra_metrics"] = {**(kwargs.get("extra_metrics") or {}), **self.guarded.metrics()}
         return original(step, global_avg_loss, *args, **kwargs)
 
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
         """The averages so far."""
-        return self._guarded.state_dict() or {}
+        return self.guarded.state_dict() or {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with these averages."""
         if state_dict:
-            self._guarded.resume(state_dict)
+            self.guarded.resume(state_dict)
 
     def _dcp_load(
         self, original: Callable[..., Any], state_dict: dict[str, Any], checkpoint_id: str, **kwargs: Any

@@ -96,10 +96,10 @@ class TransformersProbe(Attached, TrainerCallback):  # type: ignore[misc]
         super().__init__(guarded)
         self._trainer, self._batches = trainer, batches
         guarded.backward = "self.accelerator.backward(loss)"
-        methods: dict[str, Any] = {"train": self._train, "training_step": self._training_step, "log": self._log}
+        methods: dict[str, Any] = {"train": guarded.train, "training_step": self._training_step, "log": self._log}
         methods |= {"_save_checkpoint": self._save_checkpoint, "_load_callback_state": self._load_callback_state}
-        self._undo.enter_context(WrappedMethods(trainer, **methods))
-        self._undo.callback(trainer.pop_callback, self)
+        self.undo.enter_context(WrappedMethods(trainer, **methods))
+        self.undo.callback(trainer.pop_callback, self)
         trainer.add_callback(self)
 
     # Wrappers of the trainer's methods.
@@ -111,7 +111,7 @@ class TransformersProbe(Attached, TrainerCallback):  # type: ignore[misc]
         inputs_of_piece, piece = dict(inputs), contextlib.ExitStack()  # a loss may take some of the inputs out
 
         def backward(original: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-            piece.enter_context(self._guarded.piece(lambda: self._count(inputs_of_piece, loss, num_items_in_batch)))
+            piece.enter_context(self.guarded.piece(lambda: self._count(inputs_of_piece, loss, num_items_in_batch)))
             return original(loss, *args, **kwargs)
 
         with WrappedMethods(self._trainer.accelerator, backward=backward), piece:
@@ -120,18 +120,18 @@ class TransformersProbe(Attached, TrainerCallback):  # type: ignore[misc]
     def _count(self, inputs: Mapping[str, Any], loss: Tensor, n_items: Any) -> Counts:
         counts = self._batches.count(inputs, loss, n_items)
         if self._batches.weighting is not None:
-            self._guarded.say_once(self._batches.weighting)
+            self.guarded.say_once(self._batches.weighting)
         return counts
 
     def _log(self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         if "loss" in logs:  # not of an evaluation, nor the summary at the end
-            self._guarded.log(**{name: logs[name] for name in ("loss", "learning_rate") if name in logs})
-            logs = {**logs, **self._guarded.metrics()}
+            self.guarded.log(**{name: logs[name] for name in ("loss", "learning_rate") if name in logs})
+            logs = {**logs, **self.guarded.metrics()}
         return original(logs, *args, **kwargs)
 
     def _save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Add the averages to the trainer's state. A callback after this one may have asked for the checkpoint."""
-        if (averages := self._guarded.state_dict()) is not None:
+        if (averages := self.guarded.state_dict()) is not None:
             self._trainer.state.stateful_callbacks[SAVED_AS] = averages
         return original(*args, **kwargs)
 
@@ -151,13 +151,13 @@ class TransformersProbe(Attached, TrainerCallback):  # type: ignore[misc]
         """Attach: the model has its wrapper, and the optimizer exists."""
         trainer, averages = self._trainer, state.stateful_callbacks.get(SAVED_AS)
         scaler = trainer.accelerator.scaler
-        self._guarded.begin(trainer.model_wrapped, trainer.optimizer, state=averages, grad_scaler=scaler)
+        self.guarded.begin(trainer.model_wrapped, trainer.optimizer, state=averages, grad_scaler=scaler)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the window: gradients are whole, and clipped."""
-        self._guarded.step()
+        self.guarded.step()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the log."""
         is_whole = state.global_step >= state.max_steps
-        self._guarded.end("training ended" if is_whole else f"stopped at step {state.global_step} of {state.max_steps}")
+        self.guarded.end("training ended" if is_whole else f"stopped at step {state.global_step} of {state.max_steps}")
