@@ -69,8 +69,8 @@ def attach(
         log: of the run, the folder for a log of its own, or whatever else `RunLog` takes: "wandb", a function, several.
         on_error: "warn" logs errors of the probe, and training goes on; "raise" raises them, for tests.
         verbose: print the set-up that was found, and the reading at the end, on rank 0.
-        **options: others of `sonde.attach`: `units_per_piece` (a number, where forwards do not show it), `groups`,
-            `metric`, `per_example`, `budget`, `allowance`, `every` and the like.
+        **options: others of `sonde.attach`: `units_per_piece` (a number, without `units` and `weight`, where
+            forwards do not show it), `groups`, `metric`, `per_example`, `budget`, `allowance`, `every` and the like.
 
     Returns:
         The probe: `reading()` is the present reading, `close()` ends it, and so does `accelerator.end_training()`.
@@ -95,12 +95,10 @@ def attach(
     if why := why_no_hook(model):
         raise ValueError(f"units are counted in the forwards of the model, and {why}: prepare a module around it")
     warn_if_untested("accelerate", accelerate.__version__, TESTED)
-    units_per_piece = options.pop("units_per_piece", None if units or weight else FIRST_DIM)
-    if units_per_piece is not None and (units or weight):
-        raise ValueError("units_per_piece= counts every micro-batch, so units= and weight= do nothing: leave them out")
+    how = None if units or weight else options.pop("units_per_piece", FIRST_DIM)
     options["unit"] = unit
     guarded = GuardedProbe(options, units=units, weight=weight, log=log, on_error=on_error, verbose=verbose)
-    return AccelerateProbe(accelerator, model, optimizer, guarded, units_per_piece, clips)
+    return AccelerateProbe(accelerator, model, optimizer, guarded, how, clips)
 
 
 class _NotCountedError(UnclearUnitsError):

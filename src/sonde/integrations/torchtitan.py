@@ -74,7 +74,8 @@ def attach(
     if is_wrapped(trainer, "forward_backward_step"):
         raise ValueError("this trainer has a probe already: close it first")
     warn_if_untested("torchtitan", importlib.metadata.version("torchtitan"), TESTED)
-    options = {"unit": unit, **_meshes(trainer), **options}
+    dims = trainer.parallel_dims
+    options = {"unit": unit, "mesh": dims.world_mesh, "pp_mesh": dims.get_optional_mesh("pp"), **options}
     guarded = GuardedProbe(options, units=units, log=log, on_error=on_error, verbose=verbose)
     return TorchtitanProbe(trainer, guarded, clips=clips)
 
@@ -168,13 +169,6 @@ class TorchtitanProbe(Attached):
                 logger.warning("sonde: the checkpoint has no entry %r: the averages begin anew", SAVED_AS)
                 state_dict = {name: state for name, state in state_dict.items() if name != SAVED_AS}
         return original(state_dict, checkpoint_id=checkpoint_id, **kwargs)
-
-
-def _meshes(trainer: Trainer) -> dict[str, Any]:
-    """The ranks that hold the model, as `sonde.attach` wants to know them."""
-    dims = trainer.parallel_dims
-    stages = {"pp_mesh": dims.get_mesh("pp")} if dims.pp_enabled else {}
-    return {"mesh": dims.world_mesh} | stages
 
 
 def _why_refused(trainer: Trainer) -> str:

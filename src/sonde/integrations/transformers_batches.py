@@ -209,31 +209,28 @@ def samples(inputs: Mapping[str, Any], *, shifts: bool) -> tuple[float | Tensor,
     if not isinstance(labels, Tensor) or labels.dim() < 2 or labels.is_floating_point():
         return units_in_batch(inputs, _REMEDY), None
     is_in_loss = labels.ne(-100).flatten(1)
-    document, n_documents = _documents(inputs) if "attention_mask" not in inputs else (None, 0)
-    if document is None:
+    if (document := _documents(inputs)) is None:
         return len(is_in_loss), is_in_loss.sum(1).clamp(min=_LEAST)
     of_label = document[:, document.shape[1] - is_in_loss.shape[1] :].flatten()
-    tokens = torch.zeros(n_documents, device=document.device)
-    tokens.index_add_(0, of_label, is_in_loss.flatten().to(tokens))
-    return tokens.gt(0).sum().clamp(min=1), tokens.clamp(min=_LEAST / n_documents)
+    n_most = document.numel()  # their number is known to the device alone
+    tokens = torch.zeros(n_most, device=document.device).index_add_(0, of_label, is_in_loss.flatten().float())
+    return tokens.gt(0).sum().clamp(min=1), tokens.clamp(min=_LEAST / n_most)
 
 
-def _documents(inputs: Mapping[str, Any]) -> tuple[Tensor | None, int]:
-    """The number of the document that each token is of, from 0, [rows, tokens]; None if nothing is packed.
-
-    Also a number that no document reaches: their number, or that of tokens where only the device knows it.
-    """
+def _documents(inputs: Mapping[str, Any]) -> Tensor | None:
+    """The number of the document that each token is of, from 0, [rows, tokens]; None if nothing is packed."""
     borders, positions = inputs.get("cu_seq_lens_q"), inputs.get("position_ids")
+    if "attention_mask" in inputs:
+        return None
     if borders is not None:
         ids = inputs["input_ids"]
         places = torch.arange(ids.numel(), device=borders.device)
-        document = torch.bucketize(places, borders[1:], right=True).view(ids.shape[0], -1)
-        return document.to(ids.device), len(borders) - 1
+        return torch.bucketize(places, borders[1:], right=True).view(ids.shape[0], -1).to(ids.device)
     if isinstance(positions, Tensor) and positions.dim() == 2:
         begins = positions == 0
         begins[:, 0] = True
-        return begins.flatten().cumsum(0).sub(1).view(positions.shape), positions.numel()
-    return None, 0
+        return begins.flatten().cumsum(0).sub(1).view(positions.shape)
+    return None
 
 
 def is_over_tokens(loss: Tensor, n_rows: int, n_own: Tensor, n_items: Tensor) -> bool | None:
