@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
 
 import pytest
@@ -76,3 +77,47 @@ def test_a_backward_that_the_trainer_did_not_count_is_no_piece() -> None:
         0,
         "no backward of the window went through trainer.backward(loss): use it for each backward",
     )
+
+
+def test_units_are_counted_in_measured_windows_alone() -> None:
+    """A second backward of a micro-batch joins its piece."""
+    model, n_counted = small_model(), 0
+
+    def count() -> dict[str, int]:
+        nonlocal n_counted
+        n_counted += 1
+        return {"units": 4}
+
+    optimizer, generator = optimizer_of(model), torch.Generator().manual_seed(0)
+    probe = GuardedProbe({"unit": "rows", "every": 2}, verbose=False, on_error="raise")
+    probe.begin(model, optimizer)
+    for _ in range(8):
+        for _ in range(3):
+            with probe.piece(count), probe.piece(count):
+                mean_loss(model, *batch(4, generator)).backward()
+        probe.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    reading = probe.reading()
+    assert reading is not None
+    assert 0 < reading.windows < 8
+    assert (reading.dropped, reading.units_per_window, n_counted) == ({}, 12, 3 * reading.windows)
+
+
+def test_an_error_of_the_training_inside_a_piece_is_raised_as_it_is() -> None:
+    model = small_model()
+    optimizer, generator = optimizer_of(model), torch.Generator().manual_seed(0)
+    probe = GuardedProbe({"unit": "rows", "every": 1}, verbose=False, on_error="raise")
+    probe.begin(model, optimizer)
+    for window in range(3):
+        for _ in range(2):
+            with contextlib.suppress(KeyError), probe.piece(lambda: {"units": 4}):
+                if window == 1:
+                    raise KeyError("of the user's own")
+                mean_loss(model, *batch(4, generator)).backward()
+        probe.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    reading = probe.reading()
+    assert reading is not None
+    assert reading.windows == 2
