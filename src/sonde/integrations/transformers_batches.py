@@ -246,12 +246,11 @@ def is_over_tokens(loss: Tensor, n_rows: int, n_own: Tensor, n_items: Tensor) ->
         None if the last operations of the loss do not show it.
     """
     nodes = list(_last_operations(loss))
-    names = [node.name() for node in nodes]
-    of_classes = [node for node, name in zip(nodes, names, strict=True) if name.startswith("NllLoss")]
-    if any(node._saved_reduction and node._saved_target.numel() > n_rows for node in of_classes):
+    of_classes = [node for node in nodes if node.name().startswith("NllLoss")]
+    of_tokens = [node for node in of_classes if node._saved_target.numel() > n_rows]
+    if any(node._saved_reduction for node in of_tokens):  # without, it has terms that other operations weigh
         return True
-    has_terms = any(node._saved_target.numel() > n_rows for node in of_classes)  # which other operations weigh
-    if not has_terms and (of_classes or any(name.startswith(_LOSSES_OF_SAMPLES) for name in names)):
+    if not of_tokens and (of_classes or any(node.name().startswith(_LOSSES_OF_SAMPLES) for node in nodes)):
         return False
     # A loss by hand, as with smoothed labels. Where each sample has one token, both are the same.
     is_divided = n_own > n_rows and (is_divided_by(loss, n_own) or is_divided_by(loss, n_items))
@@ -260,14 +259,11 @@ def is_over_tokens(loss: Tensor, n_rows: int, n_own: Tensor, n_items: Tensor) ->
 
 def _last_operations(loss: Tensor) -> Iterator[Any]:
     """The nodes of a loss's graph, the last operations first."""
-    nodes, n_seen = deque([loss.grad_fn]), 0
-    while nodes and n_seen < _MOST_NODES:
-        node, n_seen = nodes.popleft(), n_seen + 1
-        if node is None:
-            continue
-        yield node
-        if not _is_opaque(node):
-            nodes.extend(parent for parent, _ in node.next_functions)
+    nodes = deque([loss.grad_fn])
+    for _ in range(_MOST_NODES):
+        if nodes and (node := nodes.popleft()) is not None:
+            yield node
+            nodes.extend(() if _is_opaque(node) else (parent for parent, _ in node.next_functions))
 
 
 def _is_opaque(node: Any) -> bool:
