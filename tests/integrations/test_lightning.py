@@ -106,8 +106,17 @@ def test_bf16(tmp_path: Path) -> None:
     assert same_numbers(probe.reading(), plain_loop(network(), windows_of(), loss_in_bf16, max_norm=1e9))
 
 
-def test_a_grad_scalers_skipped_steps_are_no_windows(tmp_path: Path) -> None:
-    """The first scales are too large for fp16, and these steps are left out without an alert."""
+class NotFused(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("kind", [Module, NotFused])
+def test_a_grad_scalers_skipped_steps_are_no_windows(kind: type[Module], tmp_path: Path) -> None:
+    """The first scales are too large for fp16, and these steps are left out without an alert.
+
+    A fused optimizer is called, and leaves out the step itself. Another one is not even called.
+    """
     probe = integration.NoiseScale(unit="rows", log=tmp_path / "log", on_error="raise", **BY_PIECES)
     options: dict[str, Any] = {"gradient_clip_val": None, "max_epochs": 4}
 
@@ -115,8 +124,8 @@ def test_a_grad_scalers_skipped_steps_are_no_windows(tmp_path: Path) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19)  # type: ignore[attr-defined]
         return [MixedPrecision("16-mixed", "cpu", scaler=scaler)]
 
-    with_probe, _ = trained(tmp_path, probe, plugins=in_fp16(), **options)
-    assert torch.equal(with_probe, trained(tmp_path, plugins=in_fp16(), **options)[0])
+    with_probe, _ = trained(tmp_path, probe, module=kind(), plugins=in_fp16(), **options)
+    assert torch.equal(with_probe, trained(tmp_path, module=kind(), plugins=in_fp16(), **options)[0])
     reading = probe.reading()
     assert reading is not None
     assert reading.windows + sum(reading.dropped.values()) == 20
