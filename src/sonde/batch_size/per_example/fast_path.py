@@ -13,14 +13,12 @@ module is compiled: in its graph they would do nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from sonde.batch_size.module_hook import LiftableHooks, ModuleHook, put_on
-from sonde.batch_size.per_example.layer_hooks import LayerHook
+from sonde.batch_size.module_hook import LiftableHooks, ModuleHook, put_on, takes_fast_path
 
 
 class FastPaths:
@@ -28,47 +26,27 @@ class FastPaths:
 
     Args:
         model: with its hooks.
-        layers: those of its modules that have a fast path.
         handles: of the hooks.
-        before_layer: to be called before each such layer's forward, with the layer; it calls `lift`.
-        before_parent: to be called before the forward of each module around them; it calls `put_back`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Sequence[nn.Module],
-        handles: Sequence[RemovableHandle],
-        before_layer: Callable[..., None],
-        before_parent: Callable[..., None],
-    ) -> None:
-        self.handles = [put_on(layer.register_forward_pre_hook, _BeforeLayer(before_layer)) for layer in layers]
-        """Of the hooks that call the two functions."""
+    def __init__(self, model: nn.Module, handles: Sequence[RemovableHandle]) -> None:
+        layers = [layer for layer in model.modules() if takes_fast_path(layer)]
+        parts = {part for layer in layers for part in layer.modules()}
+        around = [m for m in model.modules() if parts and m not in parts and not parts.isdisjoint(m.modules())]
+        hooks = [(layer, self._before_layer) for layer in layers] + [(m, self._before_parent) for m in around]
+        self.handles = [put_on(m.register_forward_pre_hook, _Hook(function)) for m, function in hooks]
+        """Of the hooks that are put on here."""
         numbers = {handle.id for handle in (*handles, *self.handles)}
         self._hooks = {layer: LiftableHooks(layer, numbers) for layer in layers}
         self._lifted: list[LiftableHooks] = []
-        parts = {part for layer in layers for part in layer.modules()}
-        for parent in model.modules():
-            if parent not in parts and not parts.isdisjoint(parent.modules()):
-                hook = _BeforeParent(before_parent, self._lift_all)
-                self.handles.append(put_on(parent.register_forward_pre_hook, hook))
 
-    def lift(self, layer: nn.Module) -> None:
-        """Before a layer's forward: take its hooks off if it may take its fast path now."""
-        # With a graph it takes the fast path only if it is frozen. A wrapper in it may hold trained parameters that the
-        # layer does not look at, so one of them is no proof.
-        if layer.training or (torch.is_grad_enabled() and all(p.requires_grad for p in layer.parameters())):
-            return
-        self._lift(self._hooks[layer])
+        def lift_all() -> int:
+            for layer in layers:
+                self._lift(layer)
+            return 0
 
-    def _lift_all(self) -> None:
-        for hooks in self._hooks.values():
-            self._lift(hooks)
-
-    def _lift(self, hooks: LiftableHooks) -> None:
-        if hooks not in self._lifted:
-            hooks.lift()
-            self._lifted.append(hooks)
+        # The compiler itself calls what it takes for a constant, when it comes here.
+        self._lift_while_compiled = torch.compiler.assume_constant_result(lift_all)
 
     def put_back(self) -> None:
         """Put all hooks on again."""
@@ -76,33 +54,31 @@ class FastPaths:
             hooks.put_back()
         self._lifted = []
 
+    def _before_layer(self, layer: nn.Module, args: object) -> None:
+        """Take its hooks off if it may take its fast path now."""
+        # With a graph it takes the fast path only if it is frozen. A wrapper in it may hold trained parameters that the
+        # layer does not look at, so one of them is no proof.
+        has_graph = torch.is_grad_enabled() and all(p.requires_grad for p in layer.parameters())
+        if not (torch.compiler.is_compiling() or layer.training or has_graph):
+            self._lift(layer)
 
-class _BeforeLayer(ModuleHook):
-    """A hook before a layer's forward, also in a trace and in a pass of sonde's own: the layer would see it there."""
+    def _before_parent(self, parent: nn.Module, args: object) -> None:
+        if torch.compiler.is_compiling():
+            self._lift_while_compiled()
+        elif torch.is_grad_enabled():
+            self.put_back()
 
-    def __init__(self, function: Callable[..., None]) -> None:
+    def _lift(self, layer: nn.Module) -> None:
+        if (hooks := self._hooks[layer]) not in self._lifted:
+            hooks.lift()
+            self._lifted.append(hooks)
+
+
+class _Hook(ModuleHook):
+    """A hook that works in a trace and in a pass of sonde's own too: the layer would see others there."""
+
+    def __init__(self, function: Callable[[nn.Module, object], None]) -> None:
         self._function = function
 
-    def __call__(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
-        if not torch.compiler.is_compiling():
-            self._function(layer)
-
-
-class _BeforeParent(LayerHook):
-    """A hook before the forward of a module around such layers."""
-
-    def __init__(self, function: Callable[..., None], lift_all: Callable[[], None]) -> None:
-        super().__init__(function)
-
-        def constant() -> int:
-            lift_all()
-            return 0
-
-        # The compiler itself calls what it takes for a constant, when it comes here.
-        self._while_compiled = torch.compiler.assume_constant_result(constant)
-
-    def __call__(self, *args: Any) -> None:
-        if torch.compiler.is_compiling():
-            self._while_compiled()
-        else:
-            super().__call__(*args)
+    def __call__(self, module: nn.Module, args: object) -> None:
+        self._function(module, args)

@@ -11,7 +11,7 @@ projections tell whether examples in certain places of a batch are more alike th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from sonde.batch_size.per_example.gradients import (
     OuterProducts,
     PerExample,
     RowSums,
-    chunks,
+    by_chunks,
     examples_of,
     tensors_of,
     wide,
@@ -45,7 +45,7 @@ _TF32_TOLERANCE = 8e-3
 """The same where matrix products keep the 10 bits of TF32."""
 
 
-def tolerance(dtypes: Sequence[torch.dtype], device: torch.device) -> float:
+def tolerance(dtypes: Collection[torch.dtype], device: torch.device) -> float:
     """Largest part of a gradient that may be rounding.
 
     Args:
@@ -58,7 +58,7 @@ def tolerance(dtypes: Sequence[torch.dtype], device: torch.device) -> float:
     return max(largest, _TF32_TOLERANCE) if is_tf32 else largest
 
 
-def rounding(dtypes: Sequence[torch.dtype]) -> float:
+def rounding(dtypes: Collection[torch.dtype]) -> float:
     """Rounding of a gradient as a part of the products that it adds: some times that of one product.
 
     Args:
@@ -108,25 +108,18 @@ class Projections:
             staging_bytes: memory for intermediate results.
         """
         shape = _matrix_shape(parameter)
-        tensors = tensors_of(gradients)
-        parts = [
-            self._of_chunk(examples_of(gradients, s), *shape)
-            for s in chunks(len(tensors[0]), sum(map(_bytes, tensors)), staging_bytes)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        n_bytes = sum(map(_bytes, tensors_of(gradients)))
+        return by_chunks(lambda s: self._of_chunk(examples_of(gradients, s), *shape), gradients, n_bytes, staging_bytes)
 
     def _of_chunk(self, gradients: PerExample, n_rows: int, n_columns: int) -> Tensor:
         if isinstance(gradients, RowSums):
             u, v = self._of(gradients.values, n_rows, n_columns)
             return _sum_products(u.T[gradients.rows], linear(gradients.values, v), 1)
         if isinstance(gradients, OuterProducts):
-            left, right = gradients.left, gradients.right
+            left, right = (t if t.dim() == 4 else t[:, None] for t in (gradients.left, gradients.right))
             (u, _), (_, v) = self._of(left, n_rows, n_columns), self._of(right, n_rows, n_columns)
-            if left.dim() == 3:
-                return _sum_products(linear(left, u), linear(right, v), 1)
-            parts = zip(left.unbind(1), right.unbind(1), u.chunk(left.shape[1], dim=1), strict=True)
-            sums = [_sum_products(linear(x, w), linear(y, v), 1) for x, y, w in parts]
-            return torch.stack(sums).sum(0)
+            groups = zip(left.unbind(1), right.unbind(1), u.chunk(left.shape[1], dim=1), strict=True)
+            return torch.stack([_sum_products(linear(x, w), linear(y, v), 1) for x, y, w in groups]).sum(0)
         u, v = self._of(gradients, n_rows, n_columns)
         if n_columns == 1:  # a vector: without a copy for each projection
             vectors = wide(gradients).reshape(-1, n_rows)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from sonde.batch_size.per_example.projection import rounding, tolerance
+from sonde.batch_size.per_example.uses import Uses
 from sonde.parallel.devices import to_device
 
 
@@ -54,53 +56,42 @@ class PerExampleSquares:
         return self.sq_norms.nansum(0)
 
 
-@dataclass(frozen=True)
-class Row:
-    """What one parameter has in a piece.
-
-    Attributes:
-        sq_norms: |h_b|², [examples].
-        whole: projections of its whole gradient, [projections].
-        seen: the same of what the rules have seen.
-        tolerance: the largest part of its gradient that may be rounding.
-        rounding: the same as a part of the largest gradient in its layer. A bias of attention's keys, for one, has a
-            gradient that is nothing but rounding.
-    """
-
-    sq_norms: Tensor
-    whole: Tensor
-    seen: Tensor
-    tolerance: float
-    rounding: float
-
-
-def assemble(
-    names: tuple[str, ...], rows: list[Row], reasons: Mapping[str, str], projections: Tensor
+def compared(
+    names: tuple[str, ...], uses: Sequence[Uses], reasons: Mapping[str, str], projections: Tensor
 ) -> PerExampleSquares:
     """Compare what the rules have seen with the whole gradients, and blank the rows that are not covered.
 
     Args:
         names: the parameters.
-        rows: one for each, on one device.
+        uses: what the piece has of each.
         reasons: why parameters are not covered, as far as known.
         projections: of each example's gradient, [examples, projections].
     """
-    squares = torch.stack([row.sq_norms for row in rows])
-    whole, seen = torch.stack([row.whole for row in rows]), torch.stack([row.seen for row in rows])
+    n_examples, n_projections = projections.shape
+
+    def column(values: Iterable[Tensor | None], n: int) -> Tensor:
+        nothing = projections.new_zeros(n)
+        return torch.stack([nothing if v is None else to_device(v, projections.device) for v in values])
 
     def on_device(values: list[float]) -> Tensor:
-        return to_device(torch.tensor(values, dtype=squares.dtype, device="cpu"), squares.device)
+        return to_device(torch.tensor(values, dtype=projections.dtype, device="cpu"), projections.device)
 
-    tolerances, rounding = on_device([row.tolerance for row in rows]), on_device([row.rounding for row in rows])
+    # A parameter without a gradient adds nothing, whatever its layers did: `backward(inputs=…)` leaves it out.
+    has_row = [each.whole is not None and each.sizes == {n_examples} for each in uses]
+    squares = column((each.sq_norms if has else None for each, has in zip(uses, has_row, strict=True)), n_examples)
+    whole = column((each.whole for each in uses), n_projections)
+    seen = column((None if each.whole is None else each.seen for each in uses), n_projections)
+    tolerances = on_device([tolerance(each.dtypes, each.parameter.device) for each in uses])
+    # A bias of attention's keys, for one, has a gradient that is nothing but rounding of the layer's largest gradient.
+    part_of_layer = on_device([rounding(each.dtypes) for each in uses]) / tolerances
     is_known = on_device([float(name not in reasons) for name in names]) > 0
     # A projection has the variance |H|². Where examples cancel, rounding goes by their own norms, not by the sum's.
-    scale = whole.square().sum(1) + whole.shape[1] * squares.sum(1)
-    of_layer = _largest_in_layer(names, scale)
+    scale = whole.square().sum(1) + n_projections * squares.sum(1)
     difference = (whole - seen).square().sum(1)
-    part = (difference / (scale + (rounding / tolerances).square() * of_layer)).sqrt()
+    part = (difference / (scale + part_of_layer.square() * _largest_in_layer(names, scale))).sqrt()
     # |Σ h_b|² ≤ B Σ |h_b|², and a projection is hardly ever ten times as large as expected. If it is, squares have
     # vanished.
-    has_vanished = whole.square().sum(1) > 100 * whole.shape[1] * squares.shape[1] * squares.sum(1)
+    has_vanished = whole.square().sum(1) > 100 * n_projections * n_examples * squares.sum(1)
     is_out_of_range = has_vanished | ~squares.isfinite().all(1)
     unexplained = torch.where(difference == 0, 0.0, part).masked_fill(is_out_of_range, float("nan"))
     is_covered = is_known & (unexplained <= tolerances)
