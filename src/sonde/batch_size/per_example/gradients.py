@@ -10,7 +10,7 @@ below one weight gradient where a single example needs more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,11 +64,18 @@ def tensors_of(gradients: PerExample) -> tuple[Tensor, ...]:
 
 def examples_of(gradients: Any, s: slice) -> Any:
     """Some examples, in the same form."""
-    if isinstance(gradients, OuterProducts):
-        return OuterProducts(gradients.left[s], gradients.right[s])
-    if isinstance(gradients, RowSums):
-        return RowSums(gradients.rows[s], gradients.values[s], gradients.n_rows)
-    return gradients[s]
+    return _in_form_of(gradients, [tensor[s] for tensor in tensors_of(gradients)])
+
+
+def joined(parts: Sequence[PerExample]) -> PerExample:
+    """Chunks of examples as one."""
+    return _in_form_of(parts[0], [torch.cat(tensors) for tensors in zip(*map(tensors_of, parts), strict=True)])
+
+
+def _in_form_of(like: PerExample, tensors: list[Tensor]) -> PerExample:
+    if isinstance(like, OuterProducts):
+        return OuterProducts(*tensors)
+    return RowSums(*tensors, like.n_rows) if isinstance(like, RowSums) else tensors[0]
 
 
 def n_bytes_of(gradients: PerExample) -> int:

@@ -119,7 +119,7 @@ class PerExampleNorms:
         named = dict(zip(parameters, measured, strict=True))
         self._piece = PieceSums(named, staging_bytes or default_staging_bytes(self._device))
         if several_backwards:
-            self._piece.add_backwards_up()
+            self.add_backwards_up()
         # Between forwards, FSDP2 shows its shards in the layers; in forward, what it has gathered.
         self._uses = dict(zip(map(id, parameters.values()), self._piece.uses, strict=True))
         self._uses |= dict(zip(map(id, measured), self._piece.uses, strict=True))
@@ -131,7 +131,7 @@ class PerExampleNorms:
         self._forget_piece()
 
     def _forget_piece(self) -> None:
-        self._piece.new_piece()
+        self._piece.forget(refusals=True)
         self._backwards: set[int] = set()
         self._n_backwards = 0
         self._coupled: str | None = None
@@ -254,7 +254,9 @@ class PerExampleNorms:
 
     def add_backwards_up(self) -> None:
         """From the next piece on, its backwards are of the same examples, as `several_backwards=True` says."""
-        self._piece.add_backwards_up()
+        self._piece.several_backwards = True
+        for uses in self._piece.uses:
+            uses.keeps_all = True
 
     def discard(self) -> None:
         """Forget what backward has added since the last `take`."""
@@ -264,7 +266,7 @@ class PerExampleNorms:
         """Forget backwards since the last `take`, but not forwards whose backward is still to come."""
         self._put_back()
         if self._backwards:
-            self._piece.forget_gradients()
+            self._piece.forget(refusals=False)
             self._backwards, self._n_backwards = set(), 0
 
     def close(self) -> None:

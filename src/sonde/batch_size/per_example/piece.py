@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sonde.batch_size.batch_dim import LayerSaw, is_time_first
-from sonde.batch_size.per_example.gradients import OuterProducts, PerExample, RowSums, sq_norms, tensors_of
+from sonde.batch_size.per_example.gradients import PerExample, joined, sq_norms, tensors_of
 from sonde.batch_size.per_example.projection import N_PROJECTIONS, Projections
 from sonde.batch_size.per_example.result import PerExampleSquares, compared
 from sonde.batch_size.per_example.rules import Inputs, NotCoveredError, layer_gradients
@@ -32,29 +33,19 @@ class PieceSums:
         self._device = self.uses[0].parameter.device
         self._projections = Projections(list(parameters.values()))
         self.several_backwards = False
-        self.new_piece()
+        self.forget(refusals=True)
 
-    def add_backwards_up(self) -> None:
-        """From the next piece on, more uses may follow at any time."""
-        self.several_backwards = True
+    def forget(self, *, refusals: bool) -> None:
+        """Forget what backward has added. Calls whose backward is still to come stay.
+
+        Args:
+            refusals: whether to forget too what forward has refused and seen. Its backward may be still to come.
+        """
         for uses in self.uses:
-            uses.keeps_all = True
-
-    def new_piece(self) -> None:
-        """Forget the present piece. Calls whose backward is still to come stay."""
-        self.saw: list[LayerSaw] = []
-        """What layers were called with that know which dim is the batch."""
-        for uses in self.uses:
-            uses.new_piece()
-        self._forget()
-
-    def forget_gradients(self) -> None:
-        """Forget what backward has added. What forward has refused stays: its backward may be still to come."""
-        for uses in self.uses:
-            uses.forget_gradient()
-        self._forget()
-
-    def _forget(self) -> None:
+            uses.forget(refusals=refusals)
+        if refusals:
+            self.saw: list[LayerSaw] = []
+            """What layers were called with that know which dim is the batch."""
         self._squares: set[int] = set()
         """Numbers of examples that are numbers of positions too."""
         self._projected: dict[int, Tensor] = {}
@@ -152,27 +143,23 @@ class PieceSums:
                 uses.sizes.add(0)
             return
         alone = {uses for uses in call.layer.parameters.values() if uses.is_alone()}
-        squares: defaultdict[Uses, list[Tensor]] = defaultdict(list)
-        parts: defaultdict[Uses, list[PerExample]] = defaultdict(list)
+        parts: defaultdict[Uses, list[Any]] = defaultdict(list)
         projected: defaultdict[Uses, list[Tensor]] = defaultdict(list)
         found = layer_gradients(call.layer.rule, call.layer.module, call.examples_first(), grad, self._staging_bytes)
         for examples, of_chunk in found:
             for uses, gradients in _measured(call.layer, of_chunk, examples.stop - examples.start):
                 projected[uses].append(self._projections.of_examples(gradients, uses.parameter, self._staging_bytes))
-                if uses in alone:
-                    squares[uses].append(sq_norms(gradients, self._staging_bytes))
-                else:
-                    parts[uses].append(gradients)
+                parts[uses].append(sq_norms(gradients, self._staging_bytes) if uses in alone else gradients)
         if grad.dim() == 3 and grad.shape[1] == len(grad):
             self._squares.add(len(grad))
-        for uses, of_rows in projected.items():
+        for uses, of_chunks in parts.items():
             uses.sizes.add(len(grad))
             uses.is_looked_up |= call.layer.rule.rows is not None and grad.dim() == 2
-            self._add_projections(uses, torch.cat(of_rows))
+            self._add_projections(uses, torch.cat(projected[uses]))
             if uses in alone:
-                uses.add_alone(torch.cat(squares[uses]))
+                uses.add_alone(torch.cat(of_chunks))
             else:
-                uses.add(call, _join(parts[uses]))
+                uses.add(call, of_chunks[0] if len(of_chunks) == 1 else joined(of_chunks))
 
     def _add_projections(self, uses: Uses, of_rows: Tensor) -> None:
         seen = of_rows.sum(0)
@@ -184,7 +171,7 @@ class PieceSums:
     def take(
         self, n_examples: int, reason_for_unseen: Mapping[str, str], reason_for_all: str | None
     ) -> PerExampleSquares:
-        """The squared norms of the piece. `new_piece` follows.
+        """The squared norms of the piece. `forget` follows.
 
         Args:
             n_examples: examples in the piece.
@@ -225,14 +212,3 @@ def _has(layer: nn.Module, name: str) -> bool:
     owner, _, last = name.rpartition(".")
     found = dict(layer.named_modules()).get(owner)
     return name in dict(layer.named_parameters()) or (found is not None and last in dir(found))
-
-
-def _join(parts: list[PerExample]) -> PerExample:
-    """Chunks of examples as one."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    joined = [torch.cat(tensors) for tensors in zip(*map(tensors_of, parts), strict=True)]
-    if isinstance(first, OuterProducts):
-        return OuterProducts(*joined)
-    return RowSums(joined[0], joined[1], first.n_rows) if isinstance(first, RowSums) else joined[0]

@@ -109,17 +109,14 @@ class Uses:
         """The calls whose backward may still come."""
         self.keeps_all = False
         """Whether a use may follow that forward has not shown."""
-        self.new_piece()
+        self.forget(refusals=True)
 
-    def new_piece(self) -> None:
-        """Forget the present piece. Calls whose backward is still to come stay."""
-        self.forget_gradient()
-        self._reason: str | None = None
-        self.is_replaced = False
-        """Whether its layer holds another parameter in its place."""
-
-    def forget_gradient(self) -> None:
-        """Forget what backward has added. What forward has refused stays: its backward may be still to come."""
+    def forget(self, *, refusals: bool) -> None:
+        """Forget what backward has added, and what forward has refused if that is said too."""
+        if refusals:
+            self._reason: str | None = None
+            self.is_replaced = False
+            """Whether its layer holds another parameter in its place."""
         self.sq_norms: Tensor | None = None
         """|Σ over uses so far|² of each example; None before the first use."""
         self._kept: list[tuple[PerExample, tuple[int, ...]]] = []
