@@ -18,11 +18,10 @@ from torch.utils.hooks import RemovableHandle
 
 from sonde.batch_size.batch_dim import layers_that_know, seen_by
 from sonde.batch_size.module_hook import put_on, takes_fast_path
-from sonde.batch_size.per_example.fast_path import FastPaths
-from sonde.batch_size.per_example.layer_hooks import LayerHook, Stage, arranged, hook_gradient_of, stage
+from sonde.batch_size.per_example.covered import PerExampleSquares
+from sonde.batch_size.per_example.layer_hooks import FastPaths, LayerHook, Stage, arranged, hook_gradient_of, stage
 from sonde.batch_size.per_example.layers import refuse_cut, refuse_model, rule_of, rules_by_type
 from sonde.batch_size.per_example.piece import PieceSums
-from sonde.batch_size.per_example.result import PerExampleSquares
 from sonde.batch_size.per_example.rules import (
     BATCH_NORMS,
     COUPLES_EXAMPLES,
@@ -169,8 +168,7 @@ class PerExampleNorms:
                 f"the model has lost {plural(len(gone), 'parameter')} ({some_of(gone)}): attach anew (or make a new "
                 "PerExampleNorms)"
             )
-        for layer in layers_that_know(self._model):
-            self._put_on(layer.register_forward_pre_hook, self._note_batch)
+        know_the_batch = layers_that_know(self._model)
         for name, layer in self._model.named_modules():
             rule = rule_of(layer, self._rules)
             # Only layers with a rule are asked for their parameters: containers would go through all of the model's.
@@ -178,8 +176,8 @@ class PerExampleNorms:
                 watched = Layer(clean_name(name), layer, rule, held)
                 self._put_on(layer.register_forward_hook, self._called, watched, prepend=True)
                 self._put_on(layer.register_forward_pre_hook, self._about_to_be_called, watched)
-            if isinstance(layer, BATCH_NORMS):
-                self._put_on(layer.register_forward_hook, self._batch_norm_called, clean_name(name))
+            if layer in know_the_batch or isinstance(layer, BATCH_NORMS):
+                self._put_on(layer.register_forward_pre_hook, self._note_batch, clean_name(name))
         self._fast_paths = FastPaths(self._model, self._handles)
         self._handles += self._fast_paths.handles
         for uses in self._piece.uses:
@@ -334,9 +332,13 @@ class PerExampleNorms:
         self._piece.expect(call)
         hook_gradient_of(output, inputs, self._harmless(self._returned, call))
 
-    def _note_batch(self, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Before the forward of a layer that knows which dim is the batch."""
-        if torch.is_grad_enabled() and (saw := seen_by(layer, args, keywords)) is not None:
+    def _note_batch(self, name: str, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Before the forward of a layer that knows which dim is the batch, or that may couple the examples in it."""
+        if not torch.is_grad_enabled():
+            return
+        if couples_examples(layer):
+            self._coupled = f"{name}: {COUPLES_EXAMPLES}"
+        elif not isinstance(layer, BATCH_NORMS) and (saw := seen_by(layer, args, keywords)) is not None:
             self._piece.saw.append(saw)
 
     def _about_to_be_called(
@@ -358,10 +360,8 @@ class PerExampleNorms:
             call.layer.refuse(_IN_CUDA_GRAPH)
             return
         self._note_backward(grad)
-        kind = grad.device.type
-        dtype = torch.get_autocast_dtype(kind) if _is_autocast(grad.device) else grad.dtype
-        with _plain_arithmetic(grad.device):
-            self._piece.add_use(call, grad, dtype)
+        with _plain_arithmetic(grad.device) as dtype:
+            self._piece.add_use(call, grad, dtype or grad.dtype)
 
     def _whole(self, uses: Uses, grad: Tensor | None) -> None:
         """In backward, with the whole gradient of a parameter."""
@@ -371,10 +371,6 @@ class PerExampleNorms:
             self._note_backward(grad)
             with _plain_arithmetic(grad.device):
                 self._piece.add_whole(uses, grad)
-
-    def _batch_norm_called(self, name: str, layer: nn.Module, args: object, keywords: object, output: object) -> None:
-        if torch.is_grad_enabled() and couples_examples(layer):
-            self._coupled = f"{name}: {COUPLES_EXAMPLES}"
 
     def _note_backward(self, grad: Tensor) -> None:
         """Count the backwards of the piece, but for those that a reentrant checkpoint runs inside another."""
@@ -399,16 +395,13 @@ _OR_CALLED_ALONE = (
 )
 
 
-def _is_autocast(device: torch.device) -> bool:
-    """Whether autocast is on for a device."""
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-
-
 @contextlib.contextmanager
-def _plain_arithmetic(device: torch.device) -> Iterator[None]:
-    """Without a graph, as in a backward with create_graph, and without autocast."""
-    with (
-        torch.no_grad(),
-        torch.autocast(device.type, enabled=False) if _is_autocast(device) else contextlib.nullcontext(),
-    ):
-        yield
+def _plain_arithmetic(device: torch.device) -> Iterator[torch.dtype | None]:
+    """Without a graph, as in a backward with create_graph, and without autocast, whose dtype it gives."""
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        with torch.no_grad(), torch.autocast(kind, enabled=False):
+            yield torch.get_autocast_dtype(kind)
+    else:
+        with torch.no_grad():
+            yield None

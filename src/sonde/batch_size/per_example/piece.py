@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from sonde.batch_size.batch_dim import LayerSaw, is_time_first
+from sonde.batch_size.per_example.covered import N_PROJECTIONS, PerExampleSquares, Projections, compared
 from sonde.batch_size.per_example.gradients import PerExample, joined, sq_norms, tensors_of
-from sonde.batch_size.per_example.projection import N_PROJECTIONS, Projections
-from sonde.batch_size.per_example.result import PerExampleSquares, compared
 from sonde.batch_size.per_example.rules import Inputs, NotCoveredError, layer_gradients
 from sonde.batch_size.per_example.uses import CHANGED_IN_PLACE, Call, Layer, Uses, versions_of
 from sonde.parallel.devices import to_device, zero_sums
