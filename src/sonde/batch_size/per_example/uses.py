@@ -148,7 +148,7 @@ class Uses:
 
     def add(self, call: Call, gradients: PerExample) -> None:
         """Add one use of several: |x + y|² = |x|² + |y|² + 2⟨x, y⟩."""
-        if self._reason is not None or len(self.sizes) > 1:
+        if self._reason is not None:
             return
         if self._last_call is not None and call.number > self._last_call:
             self.keeps_all = True
@@ -157,7 +157,7 @@ class Uses:
             )
         elif any(versions_of(*tensors_of(kept)) != versions for kept, versions in self._kept):
             self.refuse(CHANGED_IN_PLACE)
-        else:
+        elif len(self.sizes) == 1:
             squares = sq_norms(gradients, self._staging_bytes)
             for kept, _ in self._kept:
                 squares += 2 * inner_products(gradients, kept, self._staging_bytes)
