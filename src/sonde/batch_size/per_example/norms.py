@@ -174,8 +174,7 @@ class PerExampleNorms:
             # Only layers with a rule are asked for their parameters: containers would go through all of the model's.
             if rule is not None and (held := self._held_by(layer)):
                 watched = Layer(clean_name(name), layer, rule, held)
-                self._put_on(layer.register_forward_hook, self._called, watched, prepend=True)
-                self._put_on(layer.register_forward_pre_hook, self._about_to_be_called, watched)
+                self._put_on(layer.register_forward_hook, self._called, watched, prepend=True, always_call=True)
             if layer in know_the_batch or isinstance(layer, BATCH_NORMS):
                 self._put_on(layer.register_forward_pre_hook, self._note_batch, clean_name(name))
         self._fast_paths = FastPaths(self._model, self._handles)
@@ -301,9 +300,19 @@ class PerExampleNorms:
     def _called(
         self, layer: Layer, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], output: Any
     ) -> None:
-        """After a layer's forward: keep what it was called with, and wait for the gradient of what it returned."""
+        """After a layer's forward: keep what it was called with, and wait for the gradient of what it returned.
+
+        Without an output if forward was left by an error, as a checkpoint does inside its last layer.
+        """
+        if not torch.is_grad_enabled():
+            return
+        now = stage()
+        if now is Stage.AGAIN and in_backward():
+            with contextlib.suppress(NotCoveredError):  # the first call has noted the reason
+                self._piece.run_again(layer, arranged(layer.rule, module, args, keywords))
         output = output[0] if isinstance(output, tuple) and output else output
-        if not (torch.is_grad_enabled() and isinstance(output, Tensor) and output.requires_grad):
+        # The graph of a forward that is run again has no backward.
+        if now in (Stage.AGAIN, Stage.NEITHER) or not isinstance(output, Tensor) or not output.requires_grad:
             return
         if is_capturing(output.device):
             layer.refuse(_IN_CUDA_GRAPH)
@@ -317,8 +326,6 @@ class PerExampleNorms:
             for uses in replaced:
                 uses.is_replaced = True
             return
-        if (now := stage()) in (Stage.AGAIN, Stage.NEITHER):
-            return  # the graph of a forward that is run again has no backward
         try:
             inputs = arranged(layer.rule, module, args, keywords)
         except NotCoveredError as reason:
@@ -340,17 +347,6 @@ class PerExampleNorms:
             self._coupled = f"{name}: {COUPLES_EXAMPLES}"
         elif not isinstance(layer, BATCH_NORMS) and (saw := seen_by(layer, args, keywords)) is not None:
             self._piece.saw.append(saw)
-
-    def _about_to_be_called(
-        self, layer: Layer, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> None:
-        """Before a layer's forward: if a checkpoint runs it again, keep what it is called with.
-
-        A checkpoint may stop inside its last layer, whose forward hook then never runs.
-        """
-        if in_backward() and torch.is_grad_enabled() and stage() is Stage.AGAIN:
-            with contextlib.suppress(NotCoveredError):  # the first call has noted the reason
-                self._piece.run_again(layer, arranged(layer.rule, module, args, keywords))
 
     def _returned(self, call: Call, grad: Tensor) -> None:
         """In backward, with the gradient of what a layer has returned."""
