@@ -75,7 +75,7 @@ def joined(parts: Sequence[PerExample]) -> PerExample:
 def _in_form_of(like: PerExample, tensors: list[Tensor]) -> PerExample:
     if isinstance(like, OuterProducts):
         return OuterProducts(*tensors)
-    return RowSums(*tensors, like.n_rows) if isinstance(like, RowSums) else tensors[0]
+    return RowSums(tensors[0], tensors[1], like.n_rows) if isinstance(like, RowSums) else tensors[0]
 
 
 def n_bytes_of(gradients: PerExample) -> int:

@@ -30,21 +30,20 @@ def rules_by_type(own: Mapping[type[nn.Module], GradientsOf]) -> dict[type[nn.Mo
     return {**RULES, **convolution.RULES, **attention.RULES, **{kind: own_rule(rule) for kind, rule in own.items()}}
 
 
-def rule_of(layer: nn.Module, rules: Mapping[type[nn.Module], LayerRule]) -> LayerRule | None:
+def rule_of(layer: nn.Module, rules: dict[type[nn.Module], LayerRule]) -> LayerRule | None:
     """The rule of a layer's type, or of the type that it has its forward from; None without one.
 
     Args:
         layer: of any type.
         rules: the result of `rules_by_type`.
     """
-    kind = type(layer)
-    for each in kind.__mro__:
-        if each in rules:
-            return rules[each] if type(layer).forward is each.forward else None
-    if kind.__module__.startswith("transformers."):
+    for kind in type(layer).__mro__:
+        if kind in rules:
+            return rules[kind] if type(layer).forward is kind.forward else None
+    if type(layer).__module__.startswith("transformers."):
         held = {name for name, _ in layer.named_parameters()}
         for pattern, (names, rule) in BY_NAME.items():
-            if fnmatch.fnmatchcase(kind.__name__, pattern) and held == names:
+            if fnmatch.fnmatchcase(type(layer).__name__, pattern) and held == names:
                 return rule
     return None
 
