@@ -127,14 +127,7 @@ class PerExampleNorms:
         self._fast_paths: FastPaths | None = None
         self.seconds = 0.0
         """Host time spent in hooks and in `open` so far."""
-        self._forget_piece()
-
-    def _forget_piece(self) -> None:
-        self._piece.forget(refusals=True)
-        self._backwards: set[int] = set()
-        self._n_backwards = 0
-        self._coupled: str | None = None
-        self._failure: Exception | None = None
+        self.discard()
 
     @property
     def without_rule(self) -> dict[str, str]:
@@ -241,7 +234,7 @@ class PerExampleNorms:
             )
         with _plain_arithmetic(self._device):
             squares = self._piece.take(n_examples, self._unseen, reason)
-        self._forget_piece()
+        self.discard()
         return squares
 
     @property
@@ -257,7 +250,11 @@ class PerExampleNorms:
 
     def discard(self) -> None:
         """Forget what backward has added since the last `take`."""
-        self._forget_piece()
+        self._piece.forget(refusals=True)
+        self._backwards: set[int] = set()
+        self._n_backwards = 0
+        self._coupled: str | None = None
+        self._failure: Exception | None = None
 
     def forget_backwards(self) -> None:
         """Forget backwards since the last `take`, but not forwards whose backward is still to come."""
@@ -272,7 +269,7 @@ class PerExampleNorms:
             handle.remove()
         self._handles, self._fast_paths = [], None
         self._piece.forget_calls()
-        self._forget_piece()
+        self.discard()
 
     def __enter__(self) -> Self:
         self.open()
@@ -309,7 +306,7 @@ class PerExampleNorms:
         now = stage()
         if now is Stage.AGAIN and in_backward():
             with contextlib.suppress(NotCoveredError):  # the first call has noted the reason
-                self._piece.run_again(layer, arranged(layer.rule, module, args, keywords))
+                self._piece.again[layer].append(arranged(layer.rule, module, args, keywords))
         output = output[0] if isinstance(output, tuple) and output else output
         # The graph of a forward that is run again has no backward.
         if now in (Stage.AGAIN, Stage.NEITHER) or not isinstance(output, Tensor) or not output.requires_grad:

@@ -49,10 +49,10 @@ class PieceSums:
         """Numbers of examples that are numbers of positions too."""
         self._projected: dict[int, Tensor] = {}
         """Projections of each row's gradient over all parameters, by the number of rows; [rows, projections]."""
-        self._again: defaultdict[Layer, list[Inputs]] = defaultdict(list)
+        self.again: defaultdict[Layer, list[Inputs]] = defaultdict(list)
         """What layers were called with when a checkpoint ran them again, until their first calls get it."""
         self._early: list[tuple[Call, Tensor]] = []
-        """Calls in checkpoints whose gradient has come, and their input has not."""
+        """Calls whose gradient has come. In checkpoints, their input may not have."""
 
     def forget_calls(self) -> None:
         """Let go of what layers were called with."""
@@ -66,13 +66,9 @@ class PieceSums:
         for uses in call.layer.parameters.values():
             uses.waiting.add(call)
 
-    def run_again(self, layer: Layer, inputs: Inputs) -> None:
-        """Take what a layer is called with when a checkpoint runs it again in backward."""
-        self._again[layer].append(inputs)
-
     def add_whole(self, uses: Uses, grad: Tensor) -> None:
         """Take a parameter's gradient, as autograd is about to add it to `.grad`."""
-        self._give_inputs()
+        self._settle()
         projected = self._projections.of_gradient(grad)
         uses.whole = projected if uses.whole is None else uses.whole + projected
 
@@ -86,31 +82,26 @@ class PieceSums:
         """
         for uses in call.layer.parameters.values():
             uses.dtypes |= {grad.dtype, dtype}
-        self._give_inputs()
-        if call.is_run_again:  # backward runs a checkpoint's last layer again only after its hook
-            self._early.append((call, grad))
-        else:
-            self._use(call, grad)
+        self._early.append((call, grad))
+        self._settle()
 
-    def _give_inputs(self) -> None:
-        """Give calls in checkpoints their inputs, now that no checkpoint is being run again.
+    def _settle(self) -> None:
+        """Use the gradients whose calls have their inputs, now that no checkpoint is being run again.
 
         A checkpoint runs its own calls again, in the order of the first forward, and backward comes to the last
         checkpoint first. So k calls of a layer that were run again are the last k of those without an input. Where that
         is wrong, as in branches that backward takes in another order, the check of the gradients' sum shows it.
         """
-        if not self._again:
-            return
-        for layer, again in self._again.items():
+        for layer, again in self.again.items():
             waiting = next(iter(layer.parameters.values())).waiting
             missing = [call for call in waiting if call.layer is layer and call.is_run_again]
             missing.sort(key=lambda call: call.number)
             for call, inputs in zip(reversed(missing), reversed(again), strict=False):
                 call.receive(inputs)
-        self._again.clear()
+        self.again.clear()
         early, self._early = self._early, []
         for call, grad in early:
-            if call.is_run_again:
+            if call.is_run_again:  # backward runs a checkpoint's last layer again only after its hook
                 self._early.append((call, grad))
             else:
                 self._use(call, grad)
@@ -177,7 +168,7 @@ class PieceSums:
             reason_for_unseen: why a parameter's gradient may be seen by no rule.
             reason_for_all: why nothing is covered, if so.
         """
-        self._give_inputs()
+        self._settle()
         for call, _ in self._early:
             call.layer.refuse("its checkpoint did not run it again in backward")
         reasons: dict[str, str] = {}
