@@ -129,6 +129,14 @@ class PerExampleNorms:
         """Host time spent in hooks and in `open` so far."""
         self.discard()
 
+    def discard(self) -> None:
+        """Forget what backward has added since the last `take`."""
+        self._piece.forget(refusals=True)
+        self._backwards: set[int] = set()
+        self._n_backwards = 0
+        self._coupled: str | None = None
+        self._failure: Exception | None = None
+
     @property
     def without_rule(self) -> dict[str, str]:
         """Parameters that no layer with a rule holds, and why. Others may turn out not to be covered in a piece."""
@@ -247,14 +255,6 @@ class PerExampleNorms:
         self._piece.several_backwards = True
         for uses in self._piece.uses:
             uses.keeps_all = True
-
-    def discard(self) -> None:
-        """Forget what backward has added since the last `take`."""
-        self._piece.forget(refusals=True)
-        self._backwards: set[int] = set()
-        self._n_backwards = 0
-        self._coupled: str | None = None
-        self._failure: Exception | None = None
 
     def forget_backwards(self) -> None:
         """Forget backwards since the last `take`, but not forwards whose backward is still to come."""
