@@ -22,15 +22,15 @@ _CHECKPOINTS = "torch.utils.checkpoint"
 class LayerHook(ModuleHook):
     """A hook on a layer."""
 
-    def __init__(self, function: Callable[..., None]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[..., None], *, always: bool = False) -> None:
+        self._function, self._always = function, always
 
     def __call__(self, *args: Any) -> None:
-        """Do nothing in a pass of sonde's own, nor in a graph that is being made.
+        """Do nothing in a pass of sonde's own, nor in a graph that is being made, unless `always` is set.
 
         What the layer's parameters miss in a graph is noticed in backward.
         """
-        if not is_in_graph() and not is_in_own_pass(args[0]):
+        if self._always or not (is_in_graph() or is_in_own_pass(args[0])):
             self._function(*args)
 
 
@@ -120,7 +120,8 @@ class FastPaths:
         parts = {part for layer in layers for part in layer.modules()}
         around = [m for m in model.modules() if parts and m not in parts and not parts.isdisjoint(m.modules())]
         hooks = [(layer, self._before_layer) for layer in layers] + [(m, self._before_parent) for m in around]
-        self.handles = [put_on(m.register_forward_pre_hook, _FastPathHook(function)) for m, function in hooks]
+        # The layer would see other hooks in a trace and in a pass of sonde's own too.
+        self.handles = [put_on(m.register_forward_pre_hook, LayerHook(hook, always=True)) for m, hook in hooks]
         """Of the hooks that are put on here."""
         numbers = {handle.id for handle in (*handles, *self.handles)}
         self._hooks = {layer: LiftableHooks(layer, numbers) for layer in layers}
@@ -158,13 +159,3 @@ class FastPaths:
         if (hooks := self._hooks[layer]) not in self._lifted:
             hooks.lift()
             self._lifted.append(hooks)
-
-
-class _FastPathHook(ModuleHook):
-    """A hook that works in a trace and in a pass of sonde's own too: the layer would see others there."""
-
-    def __init__(self, function: Callable[[nn.Module, object], None]) -> None:
-        self._function = function
-
-    def __call__(self, module: nn.Module, args: object) -> None:
-        self._function(module, args)
