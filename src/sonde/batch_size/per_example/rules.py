@@ -229,18 +229,16 @@ def group_norm(layer: nn.GroupNorm, inputs: Inputs, grad: Tensor) -> dict[str, P
     return of_scale_and_shift(layer, F.group_norm(wide(inputs[0]), layer.num_groups, eps=layer.eps), grad, (1,))
 
 
-def instance_norm(n_dims: int, layer: Any, inputs: Inputs, grad: Tensor) -> dict[str, PerExample]:
-    """`nn.InstanceNorm1d` to `3d`: each channel of each example is normalised by itself, or by running statistics."""
+def channel_norm(n_dims: int, layer: Any, inputs: Inputs, grad: Tensor) -> dict[str, PerExample]:
+    """`nn.InstanceNorm1d` to `3d` and `nn.BatchNorm1d` to `3d`: channels normalised by running statistics, or now.
+
+    Instance normalisation takes each channel of each example by itself. Batch normalisation couples the examples then.
+    """
     needs_examples(grad, n_dims + 2)
-    if layer.training or tensor_of(layer, "running_mean") is None:
-        return of_scale_and_shift(layer, F.instance_norm(wide(inputs[0]), eps=layer.eps), grad, (1,))
-    return of_scale_and_shift(layer, _by_running_statistics(layer, inputs[0]), grad, (1,))
-
-
-def batch_norm(layer: Any, inputs: Inputs, grad: Tensor) -> dict[str, PerExample]:
-    """`nn.BatchNorm1d` to `3d` in evaluation mode. In train mode no example has a gradient of its own."""
     if couples_examples(layer):
         raise NotCoveredError(COUPLES_EXAMPLES)
+    if layer.training or tensor_of(layer, "running_mean") is None:
+        return of_scale_and_shift(layer, F.instance_norm(wide(inputs[0]), eps=layer.eps), grad, (1,))
     return of_scale_and_shift(layer, _by_running_statistics(layer, inputs[0]), grad, (1,))
 
 
@@ -290,8 +288,8 @@ RULES: dict[type[nn.Module], LayerRule] = {
     nn.LayerNorm: LayerRule(layer_norm, norm_bytes, adds_over_dim_1=_has_positions, may_read_time_first=True),
     nn.RMSNorm: LayerRule(rms_norm, norm_bytes, adds_over_dim_1=_has_positions, may_read_time_first=True),
     nn.GroupNorm: LayerRule(group_norm, norm_bytes),
-    **{kind: LayerRule(batch_norm, norm_bytes) for kind in BATCH_NORMS},
-    **{k: LayerRule(functools.partial(instance_norm, n), norm_bytes) for n, k in enumerate(_INSTANCE_NORMS, start=1)},
+    **{kind: LayerRule(functools.partial(channel_norm, 0), norm_bytes) for kind in BATCH_NORMS},
+    **{kind: LayerRule(functools.partial(channel_norm, n), norm_bytes) for n, kind in enumerate(_INSTANCE_NORMS, 1)},
 }
 """Rules of torch's layers, but for convolutions and attention."""
 
