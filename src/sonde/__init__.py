@@ -6,9 +6,9 @@ from typing import Any
 from sonde.batch_size.attach import attach
 from sonde.batch_size.checkpoint.measure import measure
 from sonde.batch_size.checkpoint.measurement import Measurement
+from sonde.batch_size.per_example.covered import PerExampleSquares
 from sonde.batch_size.per_example.gradients import OuterProducts
 from sonde.batch_size.per_example.norms import PerExampleNorms
-from sonde.batch_size.per_example.result import PerExampleSquares
 from sonde.batch_size.per_example.rules import NotCoveredError
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.setup import NoiseScaleOptions

@@ -34,7 +34,8 @@ def saved(whole: Any) -> bytes:
 
 
 def tables(model: nn.Module) -> list[Any]:
-    names = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+    hooks = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+    names = (*hooks, "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
     return [(type(vars(m)[name]), dict(vars(m)[name])) for m in model.modules() for name in names]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sonde.batch_size.per_example.covered import PerExampleSquares
 from sonde.batch_size.per_example.norms import PerExampleNorms
-from sonde.batch_size.per_example.result import PerExampleSquares
 
 Shares = Callable[[nn.Module], Tensor]
 """Each example's share of the loss, [examples]: the terms that are its own, divided as the whole loss is."""

@@ -186,7 +186,7 @@ def test_checkpoints_of_overlapping_pieces_are_right_or_named() -> None:
 
 def test_guard_the_functions_of_torchs_checkpoints_are_on_the_stack() -> None:
     """`stage` reads these names: without them, inputs in checkpoints are kept, and layers run again are counted."""
-    from sonde.batch_size.per_example.checkpoints import Stage, stage
+    from sonde.batch_size.per_example.layer_hooks import Stage, stage
 
     seen: dict[bool, list[Stage]] = {True: [], False: []}
     for reentrant, stages in seen.items():

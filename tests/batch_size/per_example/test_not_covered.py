@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sonde.batch_size.per_example.covered import PerExampleSquares
 from sonde.batch_size.per_example.norms import PerExampleNorms
-from sonde.batch_size.per_example.result import PerExampleSquares
 from tests.batch_size.per_example.oracle import assert_exact, measure, shares_of
 
 B, T, WIDTH = 4, 6, 8
@@ -56,9 +56,9 @@ def test_a_use_outside_its_layer(then: Callable[..., Tensor], names: tuple[str, 
 
 
 def test_without_the_check_such_a_use_would_be_a_wrong_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sonde.batch_size.per_example import piece
+    from sonde.batch_size.per_example import covered
 
-    monkeypatch.setattr(piece, "tolerance", lambda dtypes, device: float("inf"))
+    monkeypatch.setattr(covered, "tolerance", lambda dtypes, device: float("inf"))
     model = Model(USES["a weight in F.linear"][0]).double()
     with pytest.raises(AssertionError, match=r"first\.weight"):
         assert_exact(model, shares_of(X), not_covered=())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from sonde.batch_size.per_example.rules import COMPUTED, Inputs, LayerRule, NotC
 
 
 def _arrange(layer: nn.MultiheadAttention, args: Inputs, keywords: dict[str, Any]) -> Inputs:
-    """Query, key, value [examples, positions, features]; mask of keys and mask of pairs, or None."""
+    """Query, key, value [examples, positions, features]; masks [examples, heads or 1, queries or 1, keys]."""
     call = inspect.signature(nn.MultiheadAttention.forward).bind(layer, *args, **keywords)
     call.apply_defaults()
     given = call.arguments
@@ -31,7 +32,9 @@ def _arrange(layer: nn.MultiheadAttention, args: Inputs, keywords: dict[str, Any
     if pairs is not None:
         n = len(query)
         pairs = pairs.expand(n, 1, *pairs.shape) if pairs.dim() == 2 else pairs.unflatten(0, (n, layer.num_heads))
-    return query, key, value, given["key_padding_mask"], pairs
+    keys = given["key_padding_mask"]
+    masks = (pairs, None if keys is None else keys[:, None, None, :])
+    return query, key, value, *(mask for mask in masks if mask is not None)
 
 
 def _refuse(layer: nn.MultiheadAttention, query: Tensor) -> None:
@@ -50,17 +53,16 @@ def _refuse(layer: nn.MultiheadAttention, query: Tensor) -> None:
 
 def attention(layer: nn.MultiheadAttention, inputs: Inputs, grad: Tensor) -> dict[str, PerExample]:
     """Computes the attention again, then its gradients by hand: at the projections of query, key, value, and output."""
-    query, key, value, key_mask, pair_mask = inputs
+    query, key, value, *masks = inputs
     dtype = grad.dtype  # under autocast, that of every projection
     given = [t.to(dtype) for t in (query, key, value)]
-    weights, biases = _projections(layer)
     # [examples, heads, positions, features of a head]
     q, k, v = (
         _split(layer, wide(F.linear(x, w.to(dtype), None if b is None else b.to(dtype))))
-        for x, w, b in zip(given, weights, biases, strict=True)
+        for x, (w, b) in zip(given, _projections(layer), strict=True)
     )
     scale = 1 / math.sqrt(layer.head_dim)
-    attended = _softmax(scale * (q @ k.mT), key_mask, pair_mask)
+    attended = _softmax(scale * (q @ k.mT), masks)
     output = _join(attended @ v).to(dtype)
     g = _split(layer, wide(grad @ layer.out_proj.weight.to(dtype)))
     # With P = softmax(s q kᵀ): ∂L/∂v = Pᵀ g, ∂L/∂P = g vᵀ, ∂L/∂(s q kᵀ) = P (∂L/∂P − Σ P ∂L/∂P).
@@ -87,19 +89,19 @@ def _of_inputs(layer: nn.MultiheadAttention, grads: list[Tensor], given: list[Te
     return {"in_proj_weight": OuterProducts(torch.cat(parts, dim=1), torch.cat(given, dim=1))}
 
 
-def _projections(layer: nn.MultiheadAttention) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-    packed = layer.in_proj_weight
-    weights = (
-        (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight) if packed is None else tuple(packed.chunk(3))
+def _projections(layer: nn.MultiheadAttention) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Weight and bias of query, key and value."""
+    packed, biases = layer.in_proj_weight, layer.in_proj_bias
+    apart = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
+    return zip(
+        apart if packed is None else packed.chunk(3), [None] * 3 if biases is None else biases.chunk(3), strict=True
     )
-    return weights, (None, None, None) if layer.in_proj_bias is None else tuple(layer.in_proj_bias.chunk(3))
 
 
-def _softmax(scores: Tensor, key_mask: Tensor | None, pair_mask: Tensor | None) -> Tensor:
+def _softmax(scores: Tensor, masks: list[Tensor]) -> Tensor:
     """Attention of every query to every key; a query that may attend to none gets zeros."""
-    for mask in (pair_mask, None if key_mask is None else key_mask[:, None, None, :]):
-        if mask is not None:
-            scores = scores.masked_fill(mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    for mask in masks:
+        scores = scores.masked_fill(mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     return scores.softmax(-1).masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
 
 
@@ -119,5 +121,6 @@ def _bytes(layer: nn.MultiheadAttention, inputs: Inputs, grad: Tensor) -> int:
     return 4 * (4 * n_scores + 9 * n_features)
 
 
-ATTENTION = LayerRule(attention, _bytes, arrange=_arrange, example_dim=batch_dim)
-RULES: dict[type[nn.Module], LayerRule] = {nn.MultiheadAttention: ATTENTION}
+RULES: dict[type[nn.Module], LayerRule] = {
+    nn.MultiheadAttention: LayerRule(attention, _bytes, arrange=_arrange, example_dim=batch_dim)
+}

@@ -35,16 +35,10 @@ def convolution(layer: Any, inputs: Inputs, grad: Tensor) -> dict[str, PerExampl
         found["weight"] = OuterProducts(g.flatten(2).unflatten(1, (layer.groups, -1)).mT, _patches(layer, x))
         return found
     n = len(g)
-    formed = _WEIGHT_GRADIENTS[
-        n_dims
-    ](  # type: ignore[no-untyped-call]
-        x.flatten(0, 1)[None],
-        (n * weight.shape[0], *weight.shape[1:]),
-        g.flatten(0, 1)[None],
-        stride=layer.stride,
-        dilation=layer.dilation,
-        groups=n * layer.groups,
-    )
+    weight_gradient: Any = _WEIGHT_GRADIENTS[n_dims]
+    shape = (n * weight.shape[0], *weight.shape[1:])
+    options = {"stride": layer.stride, "dilation": layer.dilation, "groups": n * layer.groups}
+    formed = weight_gradient(x.flatten(0, 1)[None], shape, g.flatten(0, 1)[None], **options)
     found["weight"] = formed.unflatten(0, (n, -1))
     return found
 
@@ -94,5 +88,6 @@ def _bytes(layer: Any, inputs: Inputs, grad: Tensor) -> int:
     return 4 * (n_rows * n_columns + of_input + (grad[0].numel() if grad.dtype.itemsize < 4 else 0))
 
 
-CONVOLUTION = LayerRule(convolution, _bytes)
-RULES: dict[type[nn.Module], LayerRule] = {kind: CONVOLUTION for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
+RULES: dict[type[nn.Module], LayerRule] = {
+    kind: LayerRule(convolution, _bytes) for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+}

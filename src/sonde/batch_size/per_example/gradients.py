@@ -10,7 +10,7 @@ below one weight gradient where a single example needs more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,11 +64,18 @@ def tensors_of(gradients: PerExample) -> tuple[Tensor, ...]:
 
 def examples_of(gradients: Any, s: slice) -> Any:
     """Some examples, in the same form."""
-    if isinstance(gradients, OuterProducts):
-        return OuterProducts(gradients.left[s], gradients.right[s])
-    if isinstance(gradients, RowSums):
-        return RowSums(gradients.rows[s], gradients.values[s], gradients.n_rows)
-    return gradients[s]
+    return _in_form_of(gradients, [tensor[s] for tensor in tensors_of(gradients)])
+
+
+def joined(parts: Sequence[PerExample]) -> PerExample:
+    """Chunks of examples as one."""
+    return _in_form_of(parts[0], [torch.cat(tensors) for tensors in zip(*map(tensors_of, parts), strict=True)])
+
+
+def _in_form_of(like: PerExample, tensors: list[Tensor]) -> PerExample:
+    if isinstance(like, OuterProducts):
+        return OuterProducts(*tensors)
+    return RowSums(tensors[0], tensors[1], like.n_rows) if isinstance(like, RowSums) else tensors[0]
 
 
 def n_bytes_of(gradients: PerExample) -> int:
@@ -88,6 +95,21 @@ def chunks(n: int, n_bytes_each: int, staging_bytes: int) -> Iterator[slice]:
         yield slice(start, min(start + size, n))
 
 
+def by_chunks(
+    of_chunk: Callable[[slice], Tensor], gradients: PerExample, n_bytes_each: int, staging_bytes: int
+) -> Tensor:
+    """What a function gives for some examples at a time, joined: [examples, …].
+
+    Args:
+        of_chunk: the function.
+        gradients: of all examples.
+        n_bytes_each: memory that the function takes for each example.
+        staging_bytes: memory that it may take.
+    """
+    n_examples = len(tensors_of(gradients)[0])
+    return torch.cat([of_chunk(s) for s in chunks(n_examples, n_bytes_each, staging_bytes)])
+
+
 def sq_norms(gradients: PerExample, staging_bytes: int) -> Tensor:
     """|h_b|² of every example b: [examples], in fp64 where the device has it.
 
@@ -99,11 +121,11 @@ def sq_norms(gradients: PerExample, staging_bytes: int) -> Tensor:
         return inner_products(gradients, gradients, staging_bytes)
     if isinstance(gradients, RowSums):
         n_bytes = _sq_of_row_sums_bytes(gradients)
-        return _by_chunks(lambda s: _sq_of_row_sums(examples_of(gradients, s)), gradients, n_bytes, staging_bytes)
+        return by_chunks(lambda s: _sq_of_row_sums(examples_of(gradients, s)), gradients, n_bytes, staging_bytes)
     n_bytes = _upcast_bytes(gradients)
     # A matrix is squared row by row: fp32 norms of very long rows lose digits.
     rows = gradients.flatten(min(2, gradients.dim() - 1))
-    return _by_chunks(lambda s: _sq(wide(rows[s])), rows, n_bytes, staging_bytes)
+    return by_chunks(lambda s: _sq(wide(rows[s])), rows, n_bytes, staging_bytes)
 
 
 def inner_products(x: PerExample, y: PerExample, staging_bytes: int) -> Tensor:
@@ -114,40 +136,57 @@ def inner_products(x: PerExample, y: PerExample, staging_bytes: int) -> Tensor:
         y: the same parameter's gradients by another use, of the same examples.
         staging_bytes: memory for intermediate results.
     """
-    kinds = (Tensor, OuterProducts, RowSums)
-    if _kind(x, kinds) < _kind(y, kinds):
-        x, y = y, x
     if isinstance(x, OuterProducts) and isinstance(y, OuterProducts):
         return _dot_of_outer_products(x, y, staging_bytes)
-    function, n_bytes = _dot_function(x, y)
-    return _by_chunks(lambda s: function(examples_of(x, s), examples_of(y, s)), x, n_bytes, staging_bytes)
+    if isinstance(x, Tensor) or isinstance(y, RowSums):
+        x, y = y, x
+    n_bytes = 16 * sum(t[0].numel() for t in (*tensors_of(x), *tensors_of(y)))
+    if isinstance(x, RowSums):
+        n_bytes += 8 * x.rows.shape[1] * tensors_of(y)[0].shape[1]
+    return by_chunks(lambda s: _dot_of_forms(examples_of(x, s), examples_of(y, s)), x, n_bytes, staging_bytes)
 
 
-def at_rows(gradients: Tensor | OuterProducts, rows: Tensor) -> Tensor:
-    """Some rows of each example's gradient, [examples, positions, columns] in fp32 or better.
+def _dot_of_forms(x: PerExample, y: PerExample) -> Tensor:
+    """⟨x_b, y_b⟩ of any two forms but two `OuterProducts`. Row sums come first, a plain tensor last."""
+    if isinstance(x, RowSums):
+        if not isinstance(y, RowSums):
+            return _dot(wide(x.values), _at_rows(y, x.rows))
+        rows, values = torch.cat((x.rows, y.rows), 1), torch.cat((wide(x.values), wide(y.values)), 1)
+        # |x + y|² = |x|² + |y|² + 2⟨x, y⟩
+        return (_sq_of_row_sums(RowSums(rows, values, x.n_rows)) - _sq_of_row_sums(x) - _sq_of_row_sums(y)) / 2
+    assert isinstance(y, Tensor)
+    return _dot(formed(x, y.shape[1:]), wide(y))
+
+
+def only_rows(gradients: Tensor | OuterProducts, rows: Tensor, n_rows: int, staging_bytes: int) -> RowSums:
+    """Some rows of each example's gradient, each of them once.
 
     Args:
         gradients: of a matrix.
-        rows: which rows of which example, [examples, positions].
+        rows: which rows of which example, [examples, positions]; a row may occur several times.
+        n_rows: rows of the matrix.
+        staging_bytes: memory for intermediate results.
     """
+    rows = rows.sort(1).values
+    n, n_positions = rows.shape
+    n_columns = tensors_of(gradients)[-1].shape[-1]
+    values = wide(tensors_of(gradients)[-1][:0]).new_empty(n, n_positions, n_columns)
+    n_bytes = 4 * n_columns + 8 * tensors_of(gradients)[0].shape[1]
+    for s in chunks(n, n_positions * n_bytes, staging_bytes):
+        for t in chunks(n_positions, n_bytes, staging_bytes // (s.stop - s.start)):
+            values[s, t] = _at_rows(examples_of(gradients, s), rows[s, t])
+    values[:, 1:].masked_fill_((rows[:, 1:] == rows[:, :-1])[:, :, None], 0.0)
+    return RowSums(rows, values, n_rows)
+
+
+def _at_rows(gradients: Tensor | OuterProducts, rows: Tensor) -> Tensor:
+    """Some rows of each example's gradient of a matrix, [examples, positions, columns] in fp32 or better."""
     if isinstance(gradients, Tensor):
         return wide(gradients.gather(1, rows[:, :, None].expand(*rows.shape, gradients.shape[2])))
     left, right = gradients.left, gradients.right
     # Only the elements of `left` that are looked up: [examples, positions of the factors, positions of the rows].
     looked_up = left.gather(2, rows[:, None, :].expand(len(left), left.shape[1], rows.shape[1]))
     return wide(looked_up).mT @ wide(right)
-
-
-def at_rows_by_chunks(gradients: Tensor | OuterProducts, rows: Tensor, staging_bytes: int) -> Tensor:
-    """`at_rows`, without intermediate results beyond the staging area."""
-    n, n_positions = rows.shape
-    n_columns = tensors_of(gradients)[-1].shape[-1]
-    found = wide(tensors_of(gradients)[-1][:0]).new_empty(n, n_positions, n_columns)
-    n_bytes = 4 * n_columns + 8 * tensors_of(gradients)[0].shape[1]
-    for s in chunks(n, n_positions * n_bytes, staging_bytes):
-        for t in chunks(n_positions, n_bytes, staging_bytes // (s.stop - s.start)):
-            found[s, t] = at_rows(examples_of(gradients, s), rows[s, t])
-    return found
 
 
 def formed(gradients: PerExample, shape: torch.Size) -> Tensor:
@@ -162,31 +201,8 @@ def formed(gradients: PerExample, shape: torch.Size) -> Tensor:
     if isinstance(gradients, OuterProducts):
         return (wide(gradients.left).mT @ wide(gradients.right)).reshape(-1, *shape)
     values = wide(gradients.values)
-    rows = gradients.rows[:, :, None].expand_as(values).long()
+    rows = gradients.rows[:, :, None].expand_as(values)
     return values.new_zeros(len(values), *shape).scatter_add_(1, rows, values)
-
-
-def dot_at_rows(x: RowSums, values: Tensor, staging_bytes: int) -> Tensor:
-    """⟨x_b, y_b⟩ of every example, where `values` are y's rows at `x.rows`: [examples]."""
-    n_bytes = 8 * x.values[0].numel()
-    return _by_chunks(lambda s: _dot(wide(x.values[s]), values[s]), x, n_bytes, staging_bytes)
-
-
-def _kind(gradients: PerExample, kinds: tuple[type, ...]) -> int:
-    return next(i for i, kind in enumerate(kinds) if isinstance(gradients, kind))
-
-
-def _dot_function(x: PerExample, y: PerExample) -> tuple[Callable[..., Tensor], int]:
-    """What multiplies two gradients of some examples, and the bytes it needs for each example."""
-    if isinstance(x, RowSums):
-        if isinstance(y, RowSums):
-            return _dot_of_row_sums, 5 * x.rows.shape[1] * y.rows.shape[1] + _upcast_bytes(x.values, y.values)
-        n_bytes = 8 * x.values[0].numel() + 8 * x.rows.shape[1] * tensors_of(y)[0].shape[1]
-        return (lambda part_x, part_y: _dot(wide(part_x.values), at_rows(part_y, part_x.rows))), n_bytes
-    if isinstance(x, OuterProducts):
-        return _dot_of_outer_products_and_dense, 8 * x.left[0].numel() + _upcast_bytes(x.left, x.right)
-    assert isinstance(y, Tensor)
-    return (lambda part_x, part_y: _dot(wide(part_x), wide(part_y))), 4 * x[0].numel() + _upcast_bytes(x, y)
 
 
 def _dot_of_outer_products(x: OuterProducts, y: OuterProducts, staging_bytes: int) -> Tensor:
@@ -208,7 +224,7 @@ def _gram(x: OuterProducts, y: OuterProducts, staging_bytes: int) -> Tensor:
         # Terms of both signs would lose digits in one long sum: rows are summed in fp32, their sums in fp64.
         return _total(of_left.mul_(of_right).sum(-1))
 
-    return _by_chunks(of_chunk, x, n_bytes, staging_bytes)
+    return by_chunks(of_chunk, x, n_bytes, staging_bytes)
 
 
 def _formed(x: OuterProducts, y: OuterProducts, staging_bytes: int) -> Tensor:
@@ -225,12 +241,10 @@ def _formed(x: OuterProducts, y: OuterProducts, staging_bytes: int) -> Tensor:
 
     def of_chunk(s: slice) -> Tensor:
         # The gradient of a single example that is larger than the staging area is formed in blocks of rows.
-        return torch.stack([of_rows(s, rows) for rows in chunks(n_rows, n_bytes_of_row, staging_bytes)]).sum(0)
+        blocks = chunks(n_rows, n_bytes_of_row * (s.stop - s.start), staging_bytes)
+        return torch.stack([of_rows(s, rows) for rows in blocks]).sum(0)
 
-    if n_bytes_of_row * n_rows > staging_bytes:
-        return torch.cat([of_chunk(slice(b, b + 1)) for b in range(len(x.left))])
-    examples = chunks(len(x.left), n_bytes_of_row * n_rows, staging_bytes)
-    return torch.cat([of_rows(s, slice(None)) for s in examples])
+    return by_chunks(of_chunk, x, n_bytes_of_row * n_rows, staging_bytes)
 
 
 def _form(x: OuterProducts, examples: slice, rows: slice, staging_bytes: int) -> Tensor:
@@ -246,12 +260,6 @@ def _form(x: OuterProducts, examples: slice, rows: slice, staging_bytes: int) ->
         formed = part if formed is None else formed.add_(part)
     assert formed is not None
     return formed
-
-
-def _dot_of_outer_products_and_dense(x: OuterProducts, y: Tensor) -> Tensor:
-    left, right = (wide(t if t.dim() == 4 else t[:, None]) for t in (x.left, x.right))
-    matrix = wide(y).reshape(len(left), left.shape[1], left.shape[-1], right.shape[-1])
-    return _dot(right @ matrix.mT, left)
 
 
 def _sq_of_row_sums(x: RowSums) -> Tensor:
@@ -278,11 +286,6 @@ def _sq_of_row_sums_bytes(x: RowSums) -> int:
     return n_bytes_of_sums + 6 * 8 * n_positions + _upcast_bytes(x.values)
 
 
-def _dot_of_row_sums(x: RowSums, y: RowSums) -> Tensor:
-    equal = x.rows[:, :, None] == y.rows[:, None, :]
-    return _total((wide(x.values) @ wide(y.values).mT).mul_(equal).sum(-1))
-
-
 def _n_groups(x: OuterProducts) -> int:
     return x.left.shape[1] if x.left.dim() == 4 else 1
 
@@ -290,13 +293,6 @@ def _n_groups(x: OuterProducts) -> int:
 def _upcast_bytes(*tensors: Tensor) -> int:
     """Bytes that one example of the 16-bit tensors takes in fp32."""
     return sum(4 * t[0].numel() for t in tensors if t.dtype.itemsize < 4)
-
-
-def _by_chunks(
-    of_chunk: Callable[[slice], Tensor], gradients: PerExample, n_bytes_each: int, staging_bytes: int
-) -> Tensor:
-    n_examples = len(tensors_of(gradients)[0])
-    return torch.cat([of_chunk(s) for s in chunks(n_examples, n_bytes_each, staging_bytes)])
 
 
 def _sq(values: Tensor) -> Tensor:

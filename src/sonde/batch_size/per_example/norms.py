@@ -8,34 +8,28 @@ reduces the two at once. A leaf hook on each parameter sees the whole gradient, 
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from sonde.batch_size.batch_dim import LayerSaw, is_time_first, layers_that_know, seen_by
+from sonde.batch_size.batch_dim import layers_that_know, seen_by
 from sonde.batch_size.module_hook import put_on, takes_fast_path
-from sonde.batch_size.per_example.call import Call, versions_of
-from sonde.batch_size.per_example.checkpoints import Checkpoints, Stage, stage
-from sonde.batch_size.per_example.fast_path import FastPaths
-from sonde.batch_size.per_example.layer_hooks import LayerHook, arranged, hook_gradient_of
+from sonde.batch_size.per_example.covered import PerExampleSquares
+from sonde.batch_size.per_example.layer_hooks import FastPaths, LayerHook, Stage, arranged, hook_gradient_of, stage
+from sonde.batch_size.per_example.layers import refuse_cut, refuse_model, rule_of, rules_by_type
 from sonde.batch_size.per_example.piece import PieceSums
-from sonde.batch_size.per_example.refused_models import refuse_cut, refuse_model
-from sonde.batch_size.per_example.result import PerExampleSquares
-from sonde.batch_size.per_example.rule_choice import rule_of, rules_by_type
 from sonde.batch_size.per_example.rules import (
     BATCH_NORMS,
     COUPLES_EXAMPLES,
     GradientsOf,
-    LayerRule,
     NotCoveredError,
     couples_examples,
 )
+from sonde.batch_size.per_example.uses import Call, Layer, Uses
 from sonde.batch_size.taps.autograd_internals import (
     accumulates,
     backward_number,
@@ -48,40 +42,8 @@ from sonde.parallel.own_passes import is_in_own_pass
 from sonde.parallel.wrappers import clean_name, find_wrapper
 from sonde.wording import plural, some_of
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 PLAIN: tuple[type[Tensor], ...] = (Tensor, nn.Parameter)
 """Classes of tensors whose elements are what they look like."""
-
-
-def _timed(method: Callable[Concatenate[PerExampleNorms, P], T]) -> Callable[Concatenate[PerExampleNorms, P], T]:
-    """Add the host time of a method to `seconds`. No such method calls another."""
-
-    @functools.wraps(method)
-    def timed(self: PerExampleNorms, /, *args: P.args, **keywords: P.kwargs) -> T:
-        start = time.perf_counter()
-        try:
-            return method(self, *args, **keywords)
-        finally:
-            self.seconds += time.perf_counter() - start
-
-    return timed
-
-
-def _harmless(
-    hook: Callable[Concatenate[PerExampleNorms, P], None],
-) -> Callable[Concatenate[PerExampleNorms, P], None]:
-    """A hook whose error does not end the user's forward or backward: `take` raises it."""
-
-    @functools.wraps(hook)
-    def harmless(self: PerExampleNorms, /, *args: P.args, **keywords: P.kwargs) -> None:
-        try:
-            hook(self, *args, **keywords)
-        except Exception as error:  # a bug, a mistake in a rule of the user's, or no memory left
-            self._failure = self._failure or error
-
-    return harmless
 
 
 class PerExampleNorms:
@@ -148,35 +110,31 @@ class PerExampleNorms:
         if parameters is None:
             wrapper = find_wrapper(model)
             parameters, leaves = wrapper.parameters, wrapper.leaves
-        measured = dict(parameters)
-        if not measured:
+        if not parameters:
             raise ValueError("there are no parameters to measure: give at least one that is trained")
-        self._model = model
-        self._rules = rules_by_type(rules or {})
-        self._parameters: list[Tensor] = list(measured.values() if leaves is None else leaves)
-        refuse_cut(measured, self._parameters)
+        measured: list[Tensor] = list(parameters.values() if leaves is None else leaves)
+        refuse_cut(parameters, measured)
+        self._model, self._rules, self._device = model, rules_by_type(rules or {}), measured[0].device
+        named = dict(zip(parameters, measured, strict=True))
+        self._piece = PieceSums(named, staging_bytes or default_staging_bytes(self._device))
+        if several_backwards:
+            self.add_backwards_up()
         # Between forwards, FSDP2 shows its shards in the layers; in forward, what it has gathered.
-        self._indices = {id(p): i for i, p in enumerate(measured.values())}
-        self._indices |= {id(p): i for i, p in enumerate(self._parameters)}
-        self._several_backwards = several_backwards
-        named = dict(zip(measured, self._parameters, strict=True))
-        if staging_bytes is None:
-            staging_bytes = default_staging_bytes(self._parameters[0].device)
-        self._piece = PieceSums(named, staging_bytes, several_backwards)
-        self._checkpoints = Checkpoints()
-        self._unseen = self._reasons_for_unseen(list(measured))
+        self._uses = dict(zip(map(id, parameters.values()), self._piece.uses, strict=True))
+        self._uses |= dict(zip(map(id, measured), self._piece.uses, strict=True))
+        self._unseen = self._reasons_for_unseen(list(parameters))
         self._handles: list[RemovableHandle] = []
         self._fast_paths: FastPaths | None = None
         self.seconds = 0.0
-        """Host time spent in hooks and methods so far."""
-        self._forget_piece()
+        """Host time spent in hooks and in `open` so far."""
+        self.discard()
 
-    def _forget_piece(self) -> None:
+    def discard(self) -> None:
+        """Forget what backward has added since the last `take`."""
+        self._piece.forget(refusals=True)
         self._backwards: set[int] = set()
         self._n_backwards = 0
         self._coupled: str | None = None
-        self._saw: list[LayerSaw] = []
-        """What layers were called with in this piece that know which dim is the batch."""
         self._failure: Exception | None = None
 
     @property
@@ -189,7 +147,6 @@ class PerExampleNorms:
         """Whether the hooks are installed."""
         return bool(self._handles)
 
-    @_timed
     def open(self, *, watches_batch_norms: bool = False) -> None:
         """Install the hooks: before the first forward that is measured.
 
@@ -202,43 +159,51 @@ class PerExampleNorms:
             ValueError: for compiled and graphed models, for batch normalisation in train mode, and for parameters that
                 are not in the model any more.
         """
+        start = time.perf_counter()
         if self._handles:
             raise RuntimeError("the hooks are installed already: close() comes before another open()")
         refuse_model(self._model, batch_norms=not watches_batch_norms)
-        present = {self._indices[id(p)] for p in self._model.parameters() if id(p) in self._indices}
-        if gone := [name for i, name in enumerate(self._unseen) if i not in present]:
+        present = {self._uses[id(p)] for p in self._model.parameters() if id(p) in self._uses}
+        if gone := [name for name, uses in zip(self._unseen, self._piece.uses, strict=True) if uses not in present]:
             raise ValueError(
                 f"the model has lost {plural(len(gone), 'parameter')} ({some_of(gone)}): attach anew (or make a new "
                 "PerExampleNorms)"
             )
-        for layer in layers_that_know(self._model):
-            note = LayerHook(self._note_batch)
-            self._handles.append(put_on(layer.register_forward_pre_hook, note, with_kwargs=True))
-        fast = []
+        know_the_batch = layers_that_know(self._model)
         for name, layer in self._model.named_modules():
-            if isinstance(layer, torch.jit.ScriptModule):
-                continue
-            if takes_fast_path(layer):
-                fast.append(layer)
             rule = rule_of(layer, self._rules)
             # Only layers with a rule are asked for their parameters: containers would go through all of the model's.
             if rule is not None and (held := self._held_by(layer)):
-                hook = LayerHook(functools.partial(self._called, clean_name(name), rule, held))
-                self._handles.append(put_on(layer.register_forward_hook, hook, prepend=True, with_kwargs=True))
-                again = LayerHook(functools.partial(self._about_to_be_called, rule))
-                self._handles.append(put_on(layer.register_forward_pre_hook, again, with_kwargs=True))
-            if isinstance(layer, BATCH_NORMS):
-                watch = LayerHook(functools.partial(self._batch_norm_called, clean_name(name)))
-                self._handles.append(put_on(layer.register_forward_hook, watch, with_kwargs=True))
-        if fast:
-            hooks = self._before_fast_path, self._before_parent
-            self._fast_paths = FastPaths(self._model, fast, self._handles, *hooks)
-            self._handles += self._fast_paths.handles
-        for i, p in enumerate(self._parameters):
-            if p.requires_grad:  # it may have been frozen since
-                self._handles.append(p.register_hook(functools.partial(self._whole, i)))
+                watched = Layer(clean_name(name), layer, rule, held)
+                self._put_on(layer.register_forward_hook, self._called, watched, prepend=True, always_call=True)
+            if layer in know_the_batch or isinstance(layer, BATCH_NORMS):
+                self._put_on(layer.register_forward_pre_hook, self._note_batch, clean_name(name))
+        self._fast_paths = FastPaths(self._model, self._handles)
+        self._handles += self._fast_paths.handles
+        for uses in self._piece.uses:
+            if uses.parameter.requires_grad:  # it may have been frozen since
+                self._handles.append(uses.parameter.register_hook(self._harmless(self._whole, uses)))
+        self.seconds += time.perf_counter() - start
 
-    @_timed
+    def _put_on(
+        self, register: Callable[..., RemovableHandle], hook: Callable[..., None], *first: Any, **how: bool
+    ) -> None:
+        self._handles.append(put_on(register, LayerHook(self._harmless(hook, *first)), with_kwargs=True, **how))
+
+    def _harmless(self, hook: Callable[..., None], *first: Any) -> Callable[..., None]:
+        """A hook whose time counts, and whose error does not end the user's forward or backward: `take` raises it."""
+
+        def harmless(*args: Any) -> None:
+            start = time.perf_counter()
+            try:
+                hook(*first, *args)
+            except Exception as error:  # a bug, a mistake in a rule of the user's, or no memory left
+                self._failure = self._failure or error
+            finally:
+                self.seconds += time.perf_counter() - start
+
+        return harmless
+
     def take(self, n_examples: int) -> PerExampleSquares:
         """The squared norms of the piece: of all that backward has added since the last call.
 
@@ -260,10 +225,10 @@ class PerExampleNorms:
         if (failure := self._failure) is not None:
             self.discard()
             raise failure
-        if is_capturing(self._parameters[0].device):
+        if is_capturing(self._device):
             raise RuntimeError(f"take() was called while a CUDA graph is recorded: {_IN_CUDA_GRAPH}")
         reason = self._coupled
-        if square := next((saw for saw in self._saw if saw.is_square), None):
+        if square := next((saw for saw in self._piece.saw if saw.is_square), None):
             reason = (
                 f"{square.kind} with batch_first=False was called with as many examples as positions, so that either "
                 "may be the rows of other layers: take another number of examples"
@@ -275,215 +240,130 @@ class PerExampleNorms:
                 f"the piece had {self._n_backwards} backwards: call take() after each if they have different examples, "
                 "or say several_backwards=True"
             )
-        self._take_early_gradients()
-        for call in self._checkpoints.forget_gradients():
-            self._piece.refuse(list(call.indices.values()), "its checkpoint did not run it again in backward")
-        squares = self._piece.take(n_examples, self._unseen, reason)
-        self._forget_piece()
+        with _plain_arithmetic(self._device):
+            squares = self._piece.take(n_examples, self._unseen, reason)
+        self.discard()
         return squares
 
     @property
     def had_unexpected_backwards(self) -> bool:
         """Whether the piece has had several backwards, which `several_backwards=False` excludes."""
-        return self._n_backwards > 1 and not self._several_backwards
+        return self._n_backwards > 1 and not self._piece.several_backwards
 
     def add_backwards_up(self) -> None:
         """From the next piece on, its backwards are of the same examples, as `several_backwards=True` says."""
-        self._several_backwards = True
-        self._piece.add_backwards_up()
+        self._piece.several_backwards = True
+        for uses in self._piece.uses:
+            uses.keeps_all = True
 
-    def discard(self) -> None:
-        """Forget what backward has added since the last `take`."""
-        self._checkpoints.forget_gradients()
-        self._piece.new_piece()
-        self._forget_piece()
-
-    @_timed
     def forget_backwards(self) -> None:
         """Forget backwards since the last `take`, but not forwards whose backward is still to come."""
         self._put_back()
         if self._backwards:
-            self._checkpoints.forget_gradients()
-            self._piece.forget_gradients()
+            self._piece.forget(refusals=False)
             self._backwards, self._n_backwards = set(), 0
 
-    @_timed
     def close(self) -> None:
         """Remove every hook, and let go of everything that was kept."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._fast_paths = [], None
-        self._piece.new_piece()
         self._piece.forget_calls()
-        self._checkpoints.forget()
-        self._forget_piece()
+        self.discard()
 
     def __enter__(self) -> Self:
         self.open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _held_by(self, layer: nn.Module) -> dict[str, int]:
-        return {name: self._indices[id(p)] for name, p in layer.named_parameters() if id(p) in self._indices}
+    def _held_by(self, layer: nn.Module, *, recurse: bool = True) -> dict[str, Uses]:
+        return {n: self._uses[id(p)] for n, p in layer.named_parameters(recurse=recurse) if id(p) in self._uses}
 
     def _reasons_for_unseen(self, names: Sequence[str]) -> dict[str, str]:
         """For each parameter, what it means if no rule sees it."""
-        types: dict[int, str] = {}
-        has_rule: set[int] = set()
-        has_fast_path: set[int] = set()
+        elsewhere = _USED_ELSEWHERE + _OR_CALLED_ALONE * any(map(takes_fast_path, self._model.modules()))
+        reasons: dict[Uses, str] = {}
         for layer in self._model.modules():
-            if takes_fast_path(layer):
-                has_fast_path.update(self._held_by(layer).values())
-            if rule_of(layer, self._rules) is not None:
-                has_rule.update(self._held_by(layer).values())
-            for p in layer.parameters(recurse=False):
-                if id(p) in self._indices:
-                    types.setdefault(self._indices[id(p)], type(layer).__name__)
-        return {
-            name: _USED_ELSEWHERE + _OR_CALLED_ALONE * (i in has_fast_path)
-            if i in has_rule
-            else f"{types.get(i, 'its layer')} has no rule: give one in rules=, or leave the parameter out"
-            for i, name in enumerate(names)
-        }
+            has_rule = rule_of(layer, self._rules) is not None
+            for uses in self._held_by(layer, recurse=has_rule).values():
+                if has_rule:
+                    reasons[uses] = elsewhere
+                reasons.setdefault(uses, _NO_RULE.format(type(layer).__name__))
+        of_each = (reasons.get(uses, _NO_RULE.format("its layer")) for uses in self._piece.uses)
+        return dict(zip(names, of_each, strict=True))
 
-    @_harmless
-    @_timed
     def _called(
-        self,
-        name: str,
-        rule: LayerRule,
-        indices: Mapping[str, int],
-        layer: nn.Module,
-        args: tuple[Any, ...],
-        keywords: dict[str, Any],
-        output: Any,
+        self, layer: Layer, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], output: Any
     ) -> None:
-        """After a layer's forward: keep what it was called with, and wait for the gradient of what it returned."""
+        """After a layer's forward: keep what it was called with, and wait for the gradient of what it returned.
+
+        Without an output if forward was left by an error, as a checkpoint does inside its last layer.
+        """
+        if not torch.is_grad_enabled():
+            return
+        now = stage()
+        if now is Stage.AGAIN and in_backward():
+            with contextlib.suppress(NotCoveredError):  # the first call has noted the reason
+                self._piece.again[layer].append(arranged(layer.rule, module, args, keywords))
         output = output[0] if isinstance(output, tuple) and output else output
-        if not (torch.is_grad_enabled() and isinstance(output, Tensor) and output.requires_grad):
+        # The graph of a forward that is run again has no backward.
+        if now in (Stage.AGAIN, Stage.NEITHER) or not isinstance(output, Tensor) or not output.requires_grad:
             return
         if is_capturing(output.device):
-            self._piece.refuse(list(indices.values()), _IN_CUDA_GRAPH)
+            layer.refuse(_IN_CUDA_GRAPH)
             return
-        if self._is_refused(layer, indices, output):
-            return
-        if (now := stage()) in (Stage.AGAIN, Stage.NEITHER):
-            return  # the graph of a forward that is run again has no backward
-        call = Call(name, layer, rule, indices)
-        try:
-            with torch.no_grad():
-                inputs = arranged(rule, layer, args, keywords)
-                if rule.rows is not None and "weight" in indices:
-                    call.table, call.rows = indices["weight"], rule.rows(layer, inputs)
-        except NotCoveredError as reason:
-            self._piece.refuse(list(indices.values()), str(reason))
-            return
-        if now is Stage.FIRST:
-            call.is_run_again = True
-            self._checkpoints.expect(call)
-        else:
-            call.inputs, call.versions = inputs, versions_of(inputs)
-        self._piece.expect(call)
-        hook_gradient_of(output, inputs, functools.partial(self._returned, call))
-
-    def _is_refused(self, layer: nn.Module, indices: Mapping[str, int], output: Tensor) -> bool:
-        """Whether a call cannot be measured, whatever its rule; the reason is noted."""
         if type(output) not in PLAIN or output.is_nested or output.layout is not torch.strided:
             kind = "nested" if output.is_nested else f"{type(output).__name__} with layout {output.layout}"
-            self._piece.refuse(list(indices.values()), f"its layer returned a {kind} tensor: give it plain ones")
-            return True
-        held = dict(layer.named_parameters(remove_duplicate=False))  # under functional_call, any tensors
-        replaced = [i for name, i in indices.items() if held.get(name) is not self._parameters[i]]
-        self._piece.note_replaced(replaced)
-        return bool(replaced)
+            layer.refuse(f"its layer returned a {kind} tensor: give it plain ones")
+            return
+        held = dict(module.named_parameters(remove_duplicate=False))  # under functional_call, any tensors
+        if replaced := [uses for name, uses in layer.parameters.items() if held.get(name) is not uses.parameter]:
+            for uses in replaced:
+                uses.is_replaced = True
+            return
+        try:
+            inputs = arranged(layer.rule, module, args, keywords)
+        except NotCoveredError as reason:
+            layer.refuse(str(reason))
+            return
+        call = Call(layer, output.shape)
+        # What a table looks up is small, and other uses of the table may ask for it: it is kept in checkpoints too.
+        call.is_run_again = now is Stage.FIRST and layer.rule.rows is None
+        if not call.is_run_again:
+            call.receive(inputs)
+        self._piece.expect(call)
+        hook_gradient_of(output, inputs, self._harmless(self._returned, call))
 
-    @_harmless
-    @_timed
-    def _note_batch(self, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Before the forward of a layer that knows which dim is the batch."""
-        if torch.is_grad_enabled() and (saw := seen_by(layer, args, keywords)) is not None:
-            self._saw.append(saw)
+    def _note_batch(self, name: str, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Before the forward of a layer that knows which dim is the batch, or that may couple the examples in it."""
+        if not torch.is_grad_enabled():
+            return
+        if couples_examples(layer):
+            self._coupled = f"{name}: {COUPLES_EXAMPLES}"
+        elif not isinstance(layer, BATCH_NORMS) and (saw := seen_by(layer, args, keywords)) is not None:
+            self._piece.saw.append(saw)
 
-    @_harmless
-    @_timed
-    def _before_fast_path(self, layer: nn.Module) -> None:
-        """Before the forward of a layer that looks for hooks."""
-        if self._fast_paths is not None:
-            self._fast_paths.lift(layer)
-
-    @_harmless
-    @_timed
-    def _before_parent(self, parent: nn.Module, args: object) -> None:
-        """Before the forward of a module around such layers."""
-        if torch.is_grad_enabled():
-            self._put_back()
-
-    def _put_back(self) -> None:
-        if self._fast_paths is not None:
-            self._fast_paths.put_back()
-
-    @_harmless
-    @_timed
-    def _about_to_be_called(
-        self, rule: LayerRule, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> None:
-        """Before a layer's forward: if a checkpoint runs it again, keep what it is called with.
-
-        A checkpoint may stop inside its last layer, whose forward hook then never runs.
-        """
-        if in_backward() and torch.is_grad_enabled() and stage() is Stage.AGAIN:
-            with contextlib.suppress(NotCoveredError), torch.no_grad():  # the first call has noted the reason
-                self._checkpoints.run_again(layer, arranged(rule, layer, args, keywords))
-
-    @_harmless
-    @_timed
     def _returned(self, call: Call, grad: Tensor) -> None:
         """In backward, with the gradient of what a layer has returned."""
-        if not self._handles or not any(will_accumulate(self._parameters[i]) for i in call.indices.values()):
+        if not self._handles or not any(will_accumulate(uses.parameter) for uses in call.layer.parameters.values()):
             return
         if is_capturing(grad.device):
-            self._piece.refuse(list(call.indices.values()), _IN_CUDA_GRAPH)
+            call.layer.refuse(_IN_CUDA_GRAPH)
             return
         self._note_backward(grad)
-        self._take_early_gradients()
-        if call.is_run_again:
-            self._checkpoints.keep_gradient(call, grad)
-        else:
-            self._add_use(call, grad)
+        with _plain_arithmetic(grad.device) as dtype:
+            self._piece.add_use(call, grad, dtype or grad.dtype)
 
-    def _take_early_gradients(self) -> None:
-        for call, grad in self._checkpoints.settle():
-            self._add_use(call, grad)
-
-    def _add_use(self, call: Call, grad: Tensor) -> None:
-        if _is_autocast(grad):
-            self._piece.note_dtype(call, torch.get_autocast_dtype(grad.device.type))
-        with _plain_arithmetic(grad):
-            dim = call.rule.example_dim(call.layer)
-            if call.rule.may_read_time_first and is_time_first(grad.shape[:-1], self._saw):
-                self._piece.read_time_first(call, self._saw)
-                dim = 1
-            self._piece.add_use(call, grad.movedim(dim, 0) if dim and grad.dim() > dim else grad)
-
-    @_harmless
-    @_timed
-    def _whole(self, index: int, grad: Tensor | None) -> None:
+    def _whole(self, uses: Uses, grad: Tensor | None) -> None:
         """In backward, with the whole gradient of a parameter."""
-        if grad is None or is_in_own_pass(self._parameters[index]):
+        if grad is None or is_in_own_pass(uses.parameter):
             return
-        if accumulates(self._parameters[index]) and not is_capturing(grad.device):
+        if accumulates(uses.parameter) and not is_capturing(grad.device):
             self._note_backward(grad)
-            self._take_early_gradients()
-            with _plain_arithmetic(grad):
-                self._piece.add_whole(index, grad)
-
-    def _batch_norm_called(self, name: str, layer: nn.Module, args: object, keywords: object, output: object) -> None:
-        if torch.is_grad_enabled() and couples_examples(layer):
-            self._coupled = f"{name}: {COUPLES_EXAMPLES}"
+            with _plain_arithmetic(grad.device):
+                self._piece.add_whole(uses, grad)
 
     def _note_backward(self, grad: Tensor) -> None:
         """Count the backwards of the piece, but for those that a reentrant checkpoint runs inside another."""
@@ -492,7 +372,12 @@ class PerExampleNorms:
             self._backwards.add(number)
             self._n_backwards += not inside_another_backward(grad)
 
+    def _put_back(self) -> None:
+        if self._fast_paths is not None:
+            self._fast_paths.put_back()
 
+
+_NO_RULE = "{} has no rule: give one in rules=, or leave the parameter out"
 _IN_CUDA_GRAPH = "its layer ran inside a CUDA graph, whose replays run no hooks: measure outside of the graph"
 _USED_ELSEWHERE = (
     "it had a gradient that no rule has seen: it is used outside its layer's forward, or that forward is not the one "
@@ -503,16 +388,13 @@ _OR_CALLED_ALONE = (
 )
 
 
-def _is_autocast(grad: Tensor) -> bool:
-    """Whether a backward runs inside autocast for its device."""
-    return torch.amp.is_autocast_available(grad.device.type) and torch.is_autocast_enabled(grad.device.type)
-
-
 @contextlib.contextmanager
-def _plain_arithmetic(grad: Tensor) -> Iterator[None]:
-    """Without a graph, as in a backward with create_graph, and without autocast."""
-    without_autocast = (
-        torch.autocast(grad.device.type, enabled=False) if _is_autocast(grad) else contextlib.nullcontext()
-    )
-    with torch.no_grad(), without_autocast:
-        yield
+def _plain_arithmetic(device: torch.device) -> Iterator[torch.dtype | None]:
+    """Without a graph, as in a backward with create_graph, and without autocast, whose dtype it gives."""
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        with torch.no_grad(), torch.autocast(kind, enabled=False):
+            yield torch.get_autocast_dtype(kind)
+    else:
+        with torch.no_grad():
+            yield None

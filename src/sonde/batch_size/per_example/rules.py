@@ -1,7 +1,7 @@
 """Rules: how a layer's input and the gradient of its output give each example's gradient of its parameters.
 
-A rule is one small function for each type of layer. `RULES` lists those that are built in. Convolutions, attention and
-the layers of transformers have files of their own.
+A rule is one small function for each type of layer. `RULES` lists those that are built in. Convolutions and attention
+have files of their own. `BY_NAME` lists those of layers of transformers.
 """
 
 from __future__ import annotations
@@ -156,6 +156,13 @@ def linear(layer: nn.Linear, inputs: Inputs, grad: Tensor) -> dict[str, PerExamp
     return {"weight": OuterProducts(g, a), **({"bias": add_positions(g, [1])} if has_bias else {})}
 
 
+def transposed_linear(layer: Any, inputs: Inputs, grad: Tensor) -> dict[str, PerExample]:
+    """`Conv1D` of GPT-2: a linear layer whose weight is [in, out]."""
+    needs_examples(grad, 2)
+    g, a = by_position(grad), by_position(inputs[0].to(grad.dtype))
+    return {"weight": OuterProducts(a, g), "bias": add_positions(g, [1])}
+
+
 def embedding(layer: nn.Embedding, inputs: Inputs, grad: Tensor) -> dict[str, PerExample]:
     """`nn.Embedding`: h_b adds g[b, t] to row ids[b, t]; a row `padding_idx` gets nothing."""
     if layer.scale_grad_by_freq:
@@ -173,13 +180,13 @@ def _rows(layer: nn.Embedding, inputs: Inputs) -> Tensor:
     ids: Tensor = inputs[0]
     if ids.dim() == 0:
         raise NotCoveredError("it looks up a single row: call it with the examples in the first dim")
-    return ids.flatten(1) if ids.dim() > 1 else ids[:, None]
+    return (ids.flatten(1) if ids.dim() > 1 else ids[:, None]).long()
 
 
 def layer_norm(layer: nn.LayerNorm, inputs: Inputs, grad: Tensor) -> dict[str, PerExample]:
     """`nn.LayerNorm`: h_b = Σ_t g[b, t] x̂[b, t]."""
     normalised = F.layer_norm(wide(inputs[0]), layer.normalized_shape, eps=layer.eps)
-    return _of_scale_and_shift(layer, normalised, grad, len(layer.normalized_shape))
+    return of_scale_and_shift(layer, normalised, grad, range(-len(layer.normalized_shape), 0))
 
 
 def rms_norm(layer: nn.RMSNorm, inputs: Inputs, grad: Tensor) -> dict[str, PerExample]:
@@ -187,24 +194,28 @@ def rms_norm(layer: nn.RMSNorm, inputs: Inputs, grad: Tensor) -> dict[str, PerEx
     # The default eps depends on the input's dtype, so a 16-bit input stays as it is.
     x = inputs[0] if layer.eps is None else wide(inputs[0])
     normalised = F.rms_norm(x, layer.normalized_shape, eps=layer.eps)
-    return _of_scale_and_shift(layer, normalised, grad, len(layer.normalized_shape))
+    return of_scale_and_shift(layer, normalised, grad, range(-len(layer.normalized_shape), 0))
 
 
-def _of_scale_and_shift(layer: Any, normalised: Tensor, grad: Tensor, n_dims: int) -> dict[str, PerExample]:
-    """A layer that multiplies and shifts its last `n_dims` dims."""
-    needs_examples(grad, n_dims + 1)
-    return of_scale_and_shift(layer, normalised, grad, range(1, grad.dim() - n_dims))
+def rms_norm_of_transformers(layer: Any, inputs: Inputs, grad: Tensor) -> dict[str, PerExample]:
+    """`LlamaRMSNorm` and its likes: the input over its root mean square, times `weight` (or 1 + `weight`)."""
+    eps = vars(layer).get("variance_epsilon", vars(layer).get("eps"))
+    if eps is None:
+        raise NotCoveredError("it has neither variance_epsilon nor eps, so no rule fits it: give one in rules=")
+    return of_scale_and_shift(layer, F.rms_norm(wide(inputs[0]), inputs[0].shape[-1:], eps=eps), grad, (-1,))
 
 
-def of_scale_and_shift(layer: Any, normalised: Tensor, grad: Tensor, dims: Sequence[int]) -> dict[str, PerExample]:
+def of_scale_and_shift(layer: Any, normalised: Tensor, grad: Tensor, own: Sequence[int]) -> dict[str, PerExample]:
     """Gradients of `weight` and `bias` of a layer that returns `weight` × a normalised input + `bias`.
 
     Args:
         layer: has `weight` and `bias`, or one of them, or none.
         normalised: the normalised input.
         grad: gradient of the output.
-        dims: dims over which the parameters are the same.
+        own: dims of the output that are the parameters' own; they are the same over the others.
     """
+    needs_examples(grad, 1 + len(own))
+    dims = [dim for dim in range(1, grad.dim()) if dim not in own and dim - grad.dim() not in own]
     found: dict[str, PerExample] = {}
     if tensor_of(layer, "weight") is not None:
         found["weight"] = add_positions(wide(grad) * normalised, dims)
@@ -215,22 +226,20 @@ def of_scale_and_shift(layer: Any, normalised: Tensor, grad: Tensor, dims: Seque
 
 def group_norm(layer: nn.GroupNorm, inputs: Inputs, grad: Tensor) -> dict[str, PerExample]:
     """`nn.GroupNorm`: a scale and a shift for each channel."""
-    return _of_channels(layer, F.group_norm(wide(inputs[0]), layer.num_groups, eps=layer.eps), grad)
+    return of_scale_and_shift(layer, F.group_norm(wide(inputs[0]), layer.num_groups, eps=layer.eps), grad, (1,))
 
 
-def instance_norm(n_dims: int, layer: Any, inputs: Inputs, grad: Tensor) -> dict[str, PerExample]:
-    """`nn.InstanceNorm1d` to `3d`: each channel of each example is normalised by itself, or by running statistics."""
+def channel_norm(n_dims: int, layer: Any, inputs: Inputs, grad: Tensor) -> dict[str, PerExample]:
+    """`nn.InstanceNorm1d` to `3d` and `nn.BatchNorm1d` to `3d`: channels normalised by running statistics, or now.
+
+    Instance normalisation takes each channel of each example by itself. Batch normalisation couples the examples then.
+    """
     needs_examples(grad, n_dims + 2)
-    if layer.training or tensor_of(layer, "running_mean") is None:
-        return _of_channels(layer, F.instance_norm(wide(inputs[0]), eps=layer.eps), grad)
-    return _of_channels(layer, _by_running_statistics(layer, inputs[0]), grad)
-
-
-def batch_norm(layer: Any, inputs: Inputs, grad: Tensor) -> dict[str, PerExample]:
-    """`nn.BatchNorm1d` to `3d` in evaluation mode. In train mode no example has a gradient of its own."""
     if couples_examples(layer):
         raise NotCoveredError(COUPLES_EXAMPLES)
-    return _of_channels(layer, _by_running_statistics(layer, inputs[0]), grad)
+    if layer.training or tensor_of(layer, "running_mean") is None:
+        return of_scale_and_shift(layer, F.instance_norm(wide(inputs[0]), eps=layer.eps), grad, (1,))
+    return of_scale_and_shift(layer, _by_running_statistics(layer, inputs[0]), grad, (1,))
 
 
 COUPLES_EXAMPLES = (
@@ -253,11 +262,6 @@ def _by_running_statistics(layer: Any, x: Tensor) -> Tensor:
     return (wide(x) - mean.view(per_channel)) * scale.view(per_channel)
 
 
-def _of_channels(layer: Any, normalised: Tensor, grad: Tensor) -> dict[str, PerExample]:
-    needs_examples(grad, 2)
-    return of_scale_and_shift(layer, normalised, grad, range(2, grad.dim()))
-
-
 def norm_bytes(layer: Any, inputs: Inputs, grad: Tensor) -> int:
     """What `of_scale_and_shift` takes: the input in fp32, the normalised input, and its product with the gradient."""
     return 4 * 4 * grad[0].numel()
@@ -278,14 +282,22 @@ def _has_positions(layer: Any, grad: Tensor) -> bool:
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
-LINEAR = LayerRule(linear, _linear_bytes, may_read_time_first=True)
 RULES: dict[type[nn.Module], LayerRule] = {
-    nn.Linear: LINEAR,
+    nn.Linear: LayerRule(linear, _linear_bytes, may_read_time_first=True),
     nn.Embedding: LayerRule(embedding, _embedding_bytes, may_read_time_first=True, rows=_rows),
     nn.LayerNorm: LayerRule(layer_norm, norm_bytes, adds_over_dim_1=_has_positions, may_read_time_first=True),
     nn.RMSNorm: LayerRule(rms_norm, norm_bytes, adds_over_dim_1=_has_positions, may_read_time_first=True),
     nn.GroupNorm: LayerRule(group_norm, norm_bytes),
-    **{kind: LayerRule(batch_norm, norm_bytes) for kind in BATCH_NORMS},
-    **{k: LayerRule(functools.partial(instance_norm, n), norm_bytes) for n, k in enumerate(_INSTANCE_NORMS, start=1)},
+    **{kind: LayerRule(functools.partial(channel_norm, 0), norm_bytes) for kind in BATCH_NORMS},
+    **{kind: LayerRule(functools.partial(channel_norm, n), norm_bytes) for n, kind in enumerate(_INSTANCE_NORMS, 1)},
 }
 """Rules of torch's layers, but for convolutions and attention."""
+
+BY_NAME: dict[str, tuple[set[str], LayerRule]] = {
+    "Conv1D": ({"weight", "bias"}, LayerRule(transposed_linear, _linear_bytes)),
+    "*RMSNorm": (
+        {"weight"},
+        LayerRule(rms_norm_of_transformers, norm_bytes, adds_over_dim_1=lambda layer, grad: grad.dim() > 2),
+    ),
+}
+"""Rules of layers of transformers, by their names and parameters: nothing is imported for them."""

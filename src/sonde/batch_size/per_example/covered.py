@@ -1,4 +1,4 @@
-"""A few projections of a gradient, which tell whether the rules have seen all of it.
+"""Which parameters are covered: whether what the rules have seen adds up to the whole gradient.
 
 A leaf hook sees a parameter's whole gradient, Σ_b h_b. The rules see it use by use. Four random projections of both are
 compared: a use of the parameter that no rule has seen, such as `F.linear(x, layer.weight)` outside the layer, makes
@@ -11,7 +11,8 @@ projections tell whether examples in certain places of a batch are more alike th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,11 +22,12 @@ from sonde.batch_size.per_example.gradients import (
     OuterProducts,
     PerExample,
     RowSums,
-    chunks,
+    by_chunks,
     examples_of,
     tensors_of,
     wide,
 )
+from sonde.batch_size.per_example.uses import Uses
 from sonde.parallel.devices import accumulation_dtype, to_device, widened
 
 N_PROJECTIONS = 4
@@ -45,7 +47,7 @@ _TF32_TOLERANCE = 8e-3
 """The same where matrix products keep the 10 bits of TF32."""
 
 
-def tolerance(dtypes: Sequence[torch.dtype], device: torch.device) -> float:
+def tolerance(dtypes: Collection[torch.dtype], device: torch.device) -> float:
     """Largest part of a gradient that may be rounding.
 
     Args:
@@ -58,13 +60,109 @@ def tolerance(dtypes: Sequence[torch.dtype], device: torch.device) -> float:
     return max(largest, _TF32_TOLERANCE) if is_tf32 else largest
 
 
-def rounding(dtypes: Sequence[torch.dtype]) -> float:
+def rounding(dtypes: Collection[torch.dtype]) -> float:
     """Rounding of a gradient as a part of the products that it adds: some times that of one product.
 
     Args:
         dtypes: as in `tolerance`.
     """
     return 8 * max(torch.finfo(torch.float32).eps, *(torch.finfo(dtype).eps for dtype in dtypes))
+
+
+@dataclass(frozen=True)
+class PerExampleSquares:
+    """Squared norms of each example's own gradient, for every parameter.
+
+    Attributes:
+        names: the parameters, in the model's order.
+        sq_norms: |h_b|², [parameters, examples], in fp64 where the device has it. h_b is what example b has added to
+            `.grad` in this piece: under a GradScaler still scaled, under a mean over B examples already divided by B.
+            A row is NaN if its parameter is not covered, and 0 if it had no gradient.
+        unexplained: the part of each parameter's gradient that no rule has seen, [parameters]: 0 to rounding for a
+            parameter that is covered, NaN where its gradient or its squares are out of range.
+        tolerances: how large `unexplained` may be, [parameters].
+        reasons: why parameters are not covered, as far as that is known without waiting for the device.
+        projections: random projections of each example's gradient, as far as a rule has seen it; [examples, 4].
+    """
+
+    names: tuple[str, ...]
+    sq_norms: Tensor
+    unexplained: Tensor
+    tolerances: Tensor
+    reasons: Mapping[str, str]
+    projections: Tensor
+
+    def not_covered(self) -> dict[str, str]:
+        """The parameters that are not covered, and why. This waits for the device."""
+        found = dict(self.reasons)
+        of_each = zip(self.names, self.unexplained.tolist(), self.tolerances.tolist(), strict=True)
+        for name, part, most in of_each:
+            if name in found or part <= most:
+                continue
+            found[name] = (
+                f"{100 * part:.2g} % of its gradient is not what the rules have seen: it is used outside its layer's "
+                "forward, or a hook changed its gradient, or its layer's backward lost as much to rounding in 16 bits"
+                if part == part
+                else "its gradient is not finite, or its squares are beyond the range of fp32"
+            )
+        return {name: found[name] for name in self.names if name in found}
+
+    def totals(self) -> Tensor:
+        """|h_b|² over all covered parameters, [examples]. Say what `not_covered()` says beside it."""
+        return self.sq_norms.nansum(0)
+
+
+def compared(
+    names: tuple[str, ...], uses: Sequence[Uses], reasons: Mapping[str, str], projections: Tensor
+) -> PerExampleSquares:
+    """Compare what the rules have seen with the whole gradients, and blank the rows that are not covered.
+
+    Args:
+        names: the parameters.
+        uses: what the piece has of each.
+        reasons: why parameters are not covered, as far as known.
+        projections: of each example's gradient, [examples, projections].
+    """
+    n_examples, n_projections = projections.shape
+
+    def column(values: Iterable[Tensor | None], n: int) -> Tensor:
+        nothing = projections.new_zeros(n)
+        return torch.stack([nothing if v is None else to_device(v, projections.device) for v in values])
+
+    def on_device(values: list[float]) -> Tensor:
+        return to_device(torch.tensor(values, dtype=projections.dtype, device="cpu"), projections.device)
+
+    # A parameter without a gradient adds nothing, whatever its layers did: `backward(inputs=…)` leaves it out.
+    has_row = [each.whole is not None and each.sizes == {n_examples} for each in uses]
+    squares = column((each.sq_norms if has else None for each, has in zip(uses, has_row, strict=True)), n_examples)
+    whole = column((each.whole for each in uses), n_projections)
+    seen = column((None if each.whole is None else each.seen for each in uses), n_projections)
+    tolerances = on_device([tolerance(each.dtypes, each.parameter.device) for each in uses])
+    # A bias of attention's keys, for one, has a gradient that is nothing but rounding of the layer's largest gradient.
+    part_of_layer = on_device([rounding(each.dtypes) for each in uses]) / tolerances
+    is_known = on_device([float(name not in reasons) for name in names]) > 0
+    # A projection has the variance |H|². Where examples cancel, rounding goes by their own norms, not by the sum's.
+    scale = whole.square().sum(1) + n_projections * squares.sum(1)
+    difference = (whole - seen).square().sum(1)
+    part = (difference / (scale + part_of_layer.square() * _largest_in_layer(names, scale))).sqrt()
+    # |Σ h_b|² ≤ B Σ |h_b|², and a projection is hardly ever ten times as large as expected. If it is, squares have
+    # vanished.
+    has_vanished = whole.square().sum(1) > 100 * n_projections * n_examples * squares.sum(1)
+    is_out_of_range = has_vanished | ~squares.isfinite().all(1)
+    unexplained = torch.where(difference == 0, 0.0, part).masked_fill(is_out_of_range, float("nan"))
+    is_covered = is_known & (unexplained <= tolerances)
+    return PerExampleSquares(
+        names, squares.where(is_covered[:, None], float("nan")), unexplained, tolerances, dict(reasons), projections
+    )
+
+
+def _largest_in_layer(names: tuple[str, ...], values: Tensor) -> Tensor:
+    """For each parameter, the largest finite value in its layer, by the names: [parameters]."""
+    numbers: dict[str, int] = {}
+    layers = [numbers.setdefault(name.rpartition(".")[0], len(numbers)) for name in names]
+    index = to_device(torch.tensor(layers, device="cpu"), values.device)
+    finite = values.nan_to_num(nan=0.0, posinf=0.0)
+    return torch.zeros_like(values).scatter_reduce(0, index, finite, "amax")[index]
 
 
 class Projections:
@@ -108,25 +206,18 @@ class Projections:
             staging_bytes: memory for intermediate results.
         """
         shape = _matrix_shape(parameter)
-        tensors = tensors_of(gradients)
-        parts = [
-            self._of_chunk(examples_of(gradients, s), *shape)
-            for s in chunks(len(tensors[0]), sum(map(_bytes, tensors)), staging_bytes)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        n_bytes = sum(map(_bytes, tensors_of(gradients)))
+        return by_chunks(lambda s: self._of_chunk(examples_of(gradients, s), *shape), gradients, n_bytes, staging_bytes)
 
     def _of_chunk(self, gradients: PerExample, n_rows: int, n_columns: int) -> Tensor:
         if isinstance(gradients, RowSums):
             u, v = self._of(gradients.values, n_rows, n_columns)
             return _sum_products(u.T[gradients.rows], linear(gradients.values, v), 1)
         if isinstance(gradients, OuterProducts):
-            left, right = gradients.left, gradients.right
+            left, right = (t if t.dim() == 4 else t[:, None] for t in (gradients.left, gradients.right))
             (u, _), (_, v) = self._of(left, n_rows, n_columns), self._of(right, n_rows, n_columns)
-            if left.dim() == 3:
-                return _sum_products(linear(left, u), linear(right, v), 1)
-            parts = zip(left.unbind(1), right.unbind(1), u.chunk(left.shape[1], dim=1), strict=True)
-            sums = [_sum_products(linear(x, w), linear(y, v), 1) for x, y, w in parts]
-            return torch.stack(sums).sum(0)
+            groups = zip(left.unbind(1), right.unbind(1), u.chunk(left.shape[1], dim=1), strict=True)
+            return torch.stack([_sum_products(linear(x, w), linear(y, v), 1) for x, y, w in groups]).sum(0)
         u, v = self._of(gradients, n_rows, n_columns)
         if n_columns == 1:  # a vector: without a copy for each projection
             vectors = wide(gradients).reshape(-1, n_rows)
