@@ -9,30 +9,17 @@ are not seen here, but where a window has several pieces: these then differ more
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import astuple, dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from sonde.batch_size.stats.neighbours import NeighbourSums, NeighbourWatch
+from sonde.batch_size.stats.neighbours import Numbers, standard_score
 
 _FEWEST_EXAMPLES = 8
 """Fewest examples of a piece that are compared."""
 _LEAST_DIFFERENCE = 1e-10
 """Mean square of the examples' differences over that of their gradients. Below it, differences are rounding."""
-_AFTER = 10
-"""Windows before pieces are first held against examples."""
-_STANDARD_ERRORS = 6.0
-"""As for neighbouring pieces: beyond it, chance is no explanation."""
-_LEAST_EXCESS = 0.05
-"""Smallest (p − e)/(p + e) that matters, p and e being tr Σ from pieces and from examples: p is 1.1 times e."""
-_MEMORY = 100.0
-"""Windows that are remembered at least."""
-_NOT_SORTED = "not_sorted"
-_SURE = 3.0
-"""Standard errors beyond which rows were not sorted."""
 
 
 @dataclass(frozen=True)
@@ -51,22 +38,21 @@ class OrderScores:
     half: float = 0.0
     n: float = 0.0
 
-    @property
-    def not_sorted(self) -> float:
-        """Positive where rows share samples, but not where they were sorted, by length for one.
+    def numbers(self) -> Numbers:
+        """Each in standard errors; and together, positive where rows share samples, but not where they were sorted.
 
-        Sorted rows may be independent. Their neighbours are alike, and distant rows differ the more.
+        Sorted rows, by length for one, may be independent. Their neighbours are alike, and distant rows differ the
+        more.
         """
-        return (self.next + 2 * self.opposite + self.half) / math.sqrt(6)
+        if not self.n:
+            return {}
+        of_places = {"opposite": self.opposite, "half": self.half, "next": self.next}
+        of_places["not_sorted"] = (self.next + 2 * self.opposite + self.half) / math.sqrt(6)
+        return {name: standard_score(total, self.n, round(self.n)) for name, total in of_places.items()}
 
 
 N_SCORES = len(fields(OrderScores))
 """Length of `order_scores`."""
-_IN_WORDS = {
-    "opposite": "the first row of a batch and the last one, the second and the last but one, and so on",
-    "half": "rows half a batch apart",
-    "next": "neighbouring rows of a batch",
-}
 
 
 def order_scores(gradients: Tensor) -> Tensor:
@@ -101,72 +87,3 @@ def order_scores(gradients: Tensor) -> Tensor:
     is_known = differs & (variance > 0)
     scores = torch.where(is_known, scores * variance.rsqrt(), 0.0)
     return torch.cat([scores, is_known.to(scores.dtype).view(1)])
-
-
-class ExampleWatch:
-    """Averages over windows what speaks against independent examples.
-
-    Args:
-        decay: factor by which a window's weight shrinks with each later window.
-    """
-
-    def __init__(self, decay: float) -> None:
-        self._decay = max(decay, 1.0 - 1.0 / _MEMORY)
-        self._orders = {name: NeighbourWatch(decay) for name in (*_IN_WORDS, _NOT_SORTED)}
-        self._pieces = dict.fromkeys(("windows", "weight", "sq_weight", "sum", "squares"), 0.0)
-
-    def update(self, order: OrderScores, excess: float | None) -> None:
-        """Take one window.
-
-        Args:
-            order: of its examples.
-            excess: (p − e)/(p + e), p and e being tr Σ from its pieces and from its examples; None without two pieces.
-                It is at most 1 in size, so that no window outweighs the others.
-        """
-        if order.n and all(map(math.isfinite, astuple(order))):
-            for name, watch in self._orders.items():
-                watch.update(NeighbourSums(getattr(order, name), order.n, round(order.n)))
-        if excess is None:
-            return
-        sums = self._pieces
-        sums["windows"] += 1
-        for name, value in (("weight", 1.0), ("sum", excess), ("squares", excess**2)):
-            sums[name] = self._decay * sums[name] + value
-        sums["sq_weight"] = self._decay**2 * sums["sq_weight"] + 1.0
-
-    def doubt(self) -> str | None:
-        """Why examples are not independent; None when nothing looks wrong."""
-        likeness = "are more alike than chance allows"
-        found = [f"{rows} {likeness}" for name, rows in _IN_WORDS.items() if self._orders[name].lean > 0]
-        if self._orders[_NOT_SORTED].standard_errors < _SURE:
-            found = []
-        if (times := self._excess_of_pieces()) is not None:
-            found.insert(0, f"pieces have {times:.2g} times the noise that single examples say")
-        if not found:
-            return None
-        return (
-            f"the examples of a batch are not independent: {found[0]}. If rows share samples, as after mixup, cutmix "
-            "or repeated augmentation, read no single examples: accumulate gradients over 2 or more micro-batches that "
-            "share none, or train on 2 or more ranks, with per_example='auto'. If batches come in a fixed order of "
-            "classes, do the same, or draw their rows at random"
-        )
-
-    def _excess_of_pieces(self) -> float | None:
-        """tr Σ from pieces over that from examples, where it is larger beyond chance."""
-        sums = self._pieces
-        if sums["windows"] < _AFTER or not sums["weight"]:
-            return None
-        mean = sums["sum"] / sums["weight"]
-        variance = max(sums["squares"] / sums["weight"] - mean * mean, 0.0)
-        error = math.sqrt(variance * sums["sq_weight"]) / sums["weight"]
-        return (1 + mean) / (1 - mean) if mean > max(_LEAST_EXCESS, _STANDARD_ERRORS * error) and mean < 1 else None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that `load_state_dict` needs."""
-        return {"pieces": dict(self._pieces), **{name: watch.state_dict() for name, watch in self._orders.items()}}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        for name, watch in self._orders.items():
-            watch.load_state_dict(state[name])
-        self._pieces = dict(state["pieces"])

@@ -8,13 +8,12 @@ the larger one, unless losses are sums, and their weights were not passed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
-from sonde.batch_size.stats.neighbours import NeighbourSums, NeighbourWatch
+from sonde.batch_size.stats.neighbours import Numbers, standard_score
 
 _UNEQUAL = 1.25
 """Pieces with this many times the units are unequal."""
@@ -37,6 +36,11 @@ class OrderSums:
     by_units: float = 0.0
     n_by_units: int = 0
 
+    def numbers(self) -> Numbers:
+        """Both in standard errors: if either piece is as likely to be the larger, a rank's sign has the variance 1."""
+        both = {"place": (self.by_place, self.n_by_place), "units": (self.by_units, self.n_by_units)}
+        return {name: standard_score(total, n, n) for name, (total, n) in both.items() if n}
+
 
 def order_of_pieces(sq_norms: Sequence[Tensor], units: Sequence[float]) -> list[float | Tensor]:
     """What a rank adds to `OrderSums`, in its order.
@@ -53,46 +57,3 @@ def order_of_pieces(sq_norms: Sequence[Tensor], units: Sequence[float]) -> list[
     if len(units) > 2 or units[0] != units[1]:
         return [0.0] * 4
     return [(sq_norms[0] - sq_norms[1]).sign(), 1.0, 0.0, 0.0]
-
-
-class OrderWatch:
-    """Averages over windows, and judges whether pieces are of one kind.
-
-    Args:
-        decay: factor by which a window's weight shrinks with each later window.
-    """
-
-    def __init__(self, decay: float) -> None:
-        self._watches = {"place": NeighbourWatch(decay), "units": NeighbourWatch(decay)}
-
-    def update(self, window: OrderSums) -> None:
-        """Take one window."""
-        # If either piece is as likely to have the larger gradient, a rank's sign has the mean 0 and the variance 1.
-        place, units = window.n_by_place, window.n_by_units
-        self._watches["place"].update(NeighbourSums(window.by_place, place, place))
-        self._watches["units"].update(NeighbourSums(window.by_units, units, units))
-
-    def doubt(self) -> str | None:
-        """Why pieces are no samples of one kind; None when nothing looks wrong."""
-        if lean := self._watches["place"].lean:
-            size = "larger" if lean > 0 else "smaller"
-            return (
-                f"the first of a window's two pieces has the {size} gradient nearly always, so they are of two kinds, "
-                "or the same in every window. If each is another kind of data or of loss, put both backwards into one "
-                "'with probe.piece():'"
-            )
-        if self._watches["units"].lean > 0:
-            return (
-                "pieces with more units have the larger gradient nearly always, as if their losses were sums. Then "
-                "pass each one's units as weight= to 'probe.piece()', or make each loss a mean"
-            )
-        return None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that `load_state_dict` needs."""
-        return {name: watch.state_dict() for name, watch in self._watches.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        for name, watch in self._watches.items():
-            watch.load_state_dict(state[name])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from sonde.batch_size.stats.neighbours import Numbers
 
 FEWEST_RANKS = 3
 """Fewest ranks of which two can be the same while another differs."""
@@ -19,16 +20,6 @@ _FEWEST_ELEMENTS = 4
 """Elements other than 0 that a gradient must have. Fewer may coincide by chance, as those of a sum of signs do."""
 _LEAST_DIFFERENCE = 1e-3
 """Mean squared difference of all pairs over a piece's square. Below it, rounding to 16 bits can make pieces equal."""
-_MEMORY = 100.0
-"""Windows that are remembered at least."""
-_FEWEST_REPEATS = 4.5
-"""Repeats, weighted by age, before the first judgement: the fifth in a row."""
-_FEW_RANKS = 16
-"""Ranks of which some two are as unlikely to be the same by chance as two pieces are."""
-_IN_A_ROW = 3
-"""Windows in a row in which the same two of more ranks must be the same."""
-_LEAST_SHARE = 0.2
-"""Share of windows with a repeat. Sampling with replacement, or the seam of two epochs, repeats data now and then."""
 
 
 def repeats_piece(pieces: Tensor) -> Tensor:
@@ -119,84 +110,6 @@ class Repeats:
     same_ranks: frozenset[tuple[int, int]] = frozenset()
     n_compared: int = 0
 
-
-class _Share:
-    """How often something occurs in the last windows."""
-
-    def __init__(self, decay: float) -> None:
-        self._decay = decay
-        self._times = self._windows = 0.0
-
-    def update(self, share: float) -> None:
-        """Take one window, or the share of its ranks."""
-        self._times = self._decay * self._times + share
-        self._windows = self._decay * self._windows + 1.0
-
-    @property
-    def in_words(self) -> str | None:
-        """The share, where it is too large for chance."""
-        if self._times < _FEWEST_REPEATS or self._times < _LEAST_SHARE * self._windows:
-            return None
-        return f"{100 * self._times / self._windows:.0f} %"
-
-    def state_dict(self) -> dict[str, float]:
-        return {"times": self._times, "windows": self._windows}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self._times, self._windows = state["times"], state["windows"]
-
-
-class RepeatWatch:
-    """Counts repeats over windows, and judges whether they are chance.
-
-    Args:
-        decay: factor by which a window's weight shrinks with each later window.
-    """
-
-    def __init__(self, decay: float) -> None:
-        decay = max(decay, 1.0 - 1.0 / _MEMORY)
-        self._pieces, self._ranks = _Share(decay), _Share(decay)
-        self._in_a_row: dict[tuple[int, int], int] = {}
-        self._pair = ""
-
-    def update(self, window: Repeats) -> None:
-        """Take one window."""
-        if window.n_ranks:
-            self._pieces.update(window.n_repeating / window.n_ranks)
-        if window.n_compared:
-            # Among many ranks some two may be the same by chance, but not the same two again and again.
-            in_a_row = _IN_A_ROW if window.n_compared > _FEW_RANKS else 1
-            self._in_a_row = {pair: self._in_a_row.get(pair, 0) + 1 for pair in sorted(window.same_ranks)}
-            lasting = [pair for pair, n in self._in_a_row.items() if n >= in_a_row]
-            self._ranks.update(float(bool(lasting)))
-            if lasting:
-                self._pair = f" ({lasting[0][0]} and {lasting[0][1]})"
-
-    def pieces_doubt(self) -> str | None:
-        """Why pieces are not independent samples; None when nothing looks wrong."""
-        if (share := self._pieces.in_words) is None:
-            return None
-        return (
-            f"two pieces of a rank had the same gradient in {share} of the windows, so they are not independent "
-            "samples: does the sampler give one micro-batch twice, does one batch run backward twice, or does the "
-            "gradient not depend on the inputs, as when all units of a layer are dead? Check the sampler, and put all "
-            "backwards of one batch into one 'with probe.piece():'"
-        )
-
-    def ranks_doubt(self) -> str | None:
-        """Why ranks do not have data of their own; None when nothing looks wrong."""
-        if (share := self._ranks.in_words) is None:
-            return None
-        return (
-            f"two ranks{self._pair} had the same gradient in {share} of the windows: do they get the same data? "
-            "Check that the sampler knows the rank"
-        )
-
-    def state_dict(self) -> dict[str, dict[str, float]]:
-        """Everything that `load_state_dict` needs."""
-        return {"pieces": self._pieces.state_dict(), "ranks": self._ranks.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Restore what `state_dict` returned."""
-        self._pieces.load_state_dict(state["pieces"])
-        self._ranks.load_state_dict(state["ranks"])
+    def numbers(self) -> Numbers:
+        """The share of ranks that repeat a piece."""
+        return {"pieces": (self.n_repeating / self.n_ranks, 1.0)} if self.n_ranks else {}
