@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 import sonde
+from sonde.batch_size.stats.comparisons import OrderSums, order_of_pieces
 from sonde.batch_size.stats.dependence import Dependence
-from sonde.batch_size.stats.piece_order import OrderSums, order_of_pieces
 from tests.batch_size.loops import attached
 
 TRUTH = torch.randn(16, 1, generator=torch.Generator().manual_seed(5)) / 4

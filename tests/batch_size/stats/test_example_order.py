@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from sonde.batch_size.stats.comparisons import OrderScores, order_scores
 from sonde.batch_size.stats.dependence import Dependence
-from sonde.batch_size.stats.example_order import OrderScores, order_scores
 
 
 def rows(n: int, seed: int = 0, power: int = 3) -> Tensor:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from sonde.batch_size.stats.comparisons import NeighbourSums, neighbour_products
 from sonde.batch_size.stats.dependence import Dependence
-from sonde.batch_size.stats.neighbours import NeighbourSums, neighbour_products
 
 ELEMENTS = 20
 

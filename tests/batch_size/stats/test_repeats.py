@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from sonde.batch_size.stats.comparisons import Repeats, rank_mark, repeats_piece, same_ranks
 from sonde.batch_size.stats.dependence import Dependence
-from sonde.batch_size.stats.repeats import Repeats, rank_mark, repeats_piece, same_ranks
 
 ELEMENTS = 40
 

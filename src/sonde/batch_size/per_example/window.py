@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sonde.batch_size.hook_failures import log_failure
 from sonde.batch_size.per_example.norms import PerExampleNorms
 from sonde.batch_size.per_example.rules import GradientsOf
-from sonde.batch_size.stats.example_order import N_SCORES, OrderScores, order_scores
+from sonde.batch_size.stats.comparisons import N_SCORES, OrderScores, order_scores
 from sonde.batch_size.stats.example_sums import ExampleSums
 from sonde.batch_size.stats.window_row import WindowRow
 from sonde.batch_size.taps.named import Named

@@ -9,11 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from sonde.batch_size.stats.example_order import OrderScores
-from sonde.batch_size.stats.neighbours import NeighbourSums, Numbers
-from sonde.batch_size.stats.piece_order import OrderSums
+from sonde.batch_size.stats.comparisons import NeighbourSums, Numbers, OrderScores, OrderSums, Repeats
 from sonde.batch_size.stats.ratio_average import RatioAverage
-from sonde.batch_size.stats.repeats import Repeats
 from sonde.stats.sealed_state import Stateful
 
 _MEMORY = 100.0
