@@ -47,7 +47,3 @@ def test_an_uncertain_judgement_is_not_given() -> None:
     assert watch.consistency is not None
     assert watch.consistency > 3
     assert not watch.doubts()
-
-
-def test_ranks_that_cannot_be_compared_have_no_consistency() -> None:
-    assert Dependence(50.0).consistency is None

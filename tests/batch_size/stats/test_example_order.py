@@ -69,7 +69,7 @@ def doubt_of(watch: Dependence) -> str | None:
 def watched(kind: str, n: int, windows: int = 200) -> Dependence:
     watch = Dependence(50.0)
     for seed in range(windows):
-        watch.update(OrderScores(*order_scores(shared(kind, n, seed)).tolist()), None)
+        watch.update(OrderScores(*order_scores(shared(kind, n, seed)).tolist()))
     return watch
 
 
@@ -104,7 +104,7 @@ def test_independent_rows_are_not_accused_in_any_order(kind: str, n: int) -> Non
 def test_pieces_that_differ_more_than_examples_say(excess: float, is_doubted: bool) -> None:
     watch, generator = Dependence(50.0), torch.Generator().manual_seed(0)
     for _ in range(200):
-        watch.update(OrderScores(), max(-1.0, min(1.0, excess + 0.2 * float(torch.randn((), generator=generator)))))
+        watch.update(excess=max(-1.0, min(1.0, excess + 0.2 * float(torch.randn((), generator=generator)))))
     doubt = doubt_of(watch)
     assert (doubt is not None) == is_doubted
     if doubt is not None:

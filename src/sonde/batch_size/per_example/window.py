@@ -51,7 +51,7 @@ class _Counts:
         n_parameters: measured parameters of these ranks.
         n_idle: ranks that would have read examples, and had no piece.
         n_without: ranks that read no examples, whether they would have or not.
-        next: score of neighbours in the batch; see `example_order.py`.
+        next: score of neighbours in the batch; see `comparisons.py`.
         opposite: of the first example and the last one, the second and the last but one, and so on.
         half: of the first example of either half, the second of either half, and so on.
         n_scores: pieces that have such scores.

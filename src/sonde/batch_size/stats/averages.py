@@ -45,8 +45,6 @@ class NoiseScaleAverages(Stateful):
         """The number of the last measured window in training, used or dropped."""
         self.changed = ChangedGradients(self._decay)
         self.dependence = Dependence(memory)
-        # The tracker knows each comparison by a name of its own.
-        self.neighbours = self.order = self.repeats = self.examples = self.dependence
         self.dropped: dict[str, int] = {}
         self.last_drop = ""
         """Why the last window that was dropped was; not kept in the state."""

@@ -100,20 +100,20 @@ class Dependence(Stateful):
         self._in_a_row: dict[tuple[int, int], int] = {}
         self._pair = ""
 
-    def update(self, window: NeighbourSums | OrderSums | OrderScores | Repeats, excess: float | None = None) -> None:
-        """Take one comparison of a window.
+    def update(self, *compared: NeighbourSums | OrderSums | OrderScores | Repeats, excess: float | None = None) -> None:
+        """Take a window.
 
         Args:
-            window: what was compared.
+            compared: what was compared.
             excess: (p − e)/(p + e), p and e being tr Σ from its pieces and from its examples; None without two pieces.
                 It is at most 1 in size, so that no window outweighs the others.
         """
-        numbers = window.numbers()
+        for each in compared:
+            self.add(each.numbers())
+            if isinstance(each, Repeats) and each.n_compared:
+                self.add({"ranks": (float(self._ranks_stay_the_same(each)), 1.0)})
         if excess is not None:
-            numbers["excess"] = (excess, 1.0)
-        if isinstance(window, Repeats) and window.n_compared:
-            numbers["ranks"] = (float(self._ranks_stay_the_same(window)), 1.0)
-        self.add(numbers)
+            self.add({"excess": (excess, 1.0)})
 
     def add(self, numbers: Numbers) -> None:
         """Take numbers of a window, but those that are not finite."""
