@@ -29,11 +29,6 @@ def doubt_of(watch: Dependence) -> str | None:
     return watch.doubts().get("dependent_pieces")
 
 
-def standard_errors(watch: Dependence) -> float:
-    score = watch._of["neighbours"]
-    return score.x * math.sqrt(score.effective_windows)
-
-
 @pytest.mark.parametrize("n", [3, 4, 5, 6])
 def test_over_all_orders_the_score_has_mean_0_and_variance_1(n: int) -> None:
     pieces = random(n, 7, seed=n) ** 3 + 1
@@ -94,7 +89,7 @@ def test_healthy_runs_raise_no_alarm(kind: str, n: int) -> None:
     for part in range(5):
         for score in scores_of(healthy(kind, 20_000, n, seed=part)).tolist():
             watch.update(NeighbourSums(score, 1.0, 1))
-            worst = max(worst, abs(standard_errors(watch)))
+            worst = max(worst, abs(watch._errors("neighbours")))
         assert doubt_of(watch) is None
     assert worst < 5.5  # standard errors; 6 and a mean score of 0.25 are needed for a doubt
 
@@ -127,7 +122,7 @@ def test_many_ranks_do_not_turn_a_weak_dependence_into_an_alarm() -> None:
     watch = Dependence(100.0)
     for _ in range(500):  # 0.1 standard errors on each of 1,024 ranks: 3.2 on all together
         watch.update(NeighbourSums(products=0.1 * 1024, variance=1024.0, n_ranks=1024))
-    assert standard_errors(watch) > 6
+    assert watch._errors("neighbours") > 6
     assert doubt_of(watch) is None
 
 

@@ -114,24 +114,16 @@ def test_two_ranks_with_the_same_data_are_named(kind: str) -> None:
         assert same_ranks(marks, spread=spread) == {(a, b)}
 
 
-def pieces_doubt(watch: Dependence) -> str | None:
-    return watch.doubts().get("dependent_pieces")
-
-
-def ranks_doubt(watch: Dependence) -> str | None:
-    return watch.doubts().get("same_data")
-
-
 def test_one_repeat_in_five_windows_is_doubted_and_one_in_ten_is_chance() -> None:
     for every, is_doubted in ((1, True), (4, True), (10, False)):
         watch = Dependence(50.0)
         for window in range(400):
             is_repeat = window % every == 0
             watch.update(Repeats(n_ranks=2, n_repeating=2 * is_repeat))
-        assert (pieces_doubt(watch) is not None) == is_doubted
+        assert (watch.doubts().get("dependent_pieces") is not None) == is_doubted
         restored = Dependence(50.0)
         restored.load_state_dict(watch.state_dict())
-        assert pieces_doubt(restored) == pieces_doubt(watch)
+        assert restored.doubts().get("dependent_pieces") == watch.doubts().get("dependent_pieces")
 
 
 @pytest.mark.parametrize("is_lasting", [True, False])
@@ -140,8 +132,8 @@ def test_only_ranks_that_are_the_same_again_and_again_are_doubted(is_lasting: bo
     for window in range(50):
         pair = (1, 2) if is_lasting else (window % 7, 7)
         watch.update(Repeats(same_ranks=frozenset({pair}), n_compared=17))
-    assert ("two ranks (1 and 2)" in (ranks_doubt(watch) or "")) == is_lasting
-    assert (ranks_doubt(watch) is not None) == is_lasting
+    assert ("two ranks (1 and 2)" in (watch.doubts().get("same_data") or "")) == is_lasting
+    assert (watch.doubts().get("same_data") is not None) == is_lasting
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -150,7 +142,7 @@ def test_among_few_ranks_any_two_that_are_the_same_count(every: int) -> None:
     for window in range(60):
         pairs = frozenset({((0, 1), (0, 2), (1, 2))[window % 3]} if window % every == 0 else set())
         watch.update(Repeats(same_ranks=pairs, n_compared=3))
-    assert f"in {100 / every:.0f} % of the windows" in (ranks_doubt(watch) or "").replace("34 %", "33 %")
+    assert f"in {100 / every:.0f} % of the windows" in (watch.doubts().get("same_data") or "").replace("34 %", "33 %")
 
 
 def test_three_equal_ranks_are_two_pairs() -> None:
@@ -163,8 +155,8 @@ def test_the_fifth_repeat_is_the_first_to_be_judged_and_a_mended_sampler_is_beli
     watch = Dependence(2.0)
     for window in range(1, 6):
         watch.update(Repeats(n_ranks=1, n_repeating=1))
-        assert (pieces_doubt(watch) is not None) == (window == 5)
-    assert "100 % of the windows" in (pieces_doubt(watch) or "")
+        assert (watch.doubts().get("dependent_pieces") is not None) == (window == 5)
+    assert "100 % of the windows" in (watch.doubts().get("dependent_pieces") or "")
     for _ in range(200):
         watch.update(Repeats(n_ranks=1, n_repeating=0))
-    assert pieces_doubt(watch) is None
+    assert watch.doubts().get("dependent_pieces") is None
