@@ -89,7 +89,7 @@ def test_healthy_runs_raise_no_alarm(kind: str, n: int) -> None:
     for part in range(5):
         for score in scores_of(healthy(kind, 20_000, n, seed=part)).tolist():
             watch.update(NeighbourSums(score, 1.0, 1))
-            worst = max(worst, abs(watch._errors("neighbours")))
+            worst = max(worst, abs(watch._of["neighbours"].standard_errors))
         assert doubt_of(watch) is None
     assert worst < 5.5  # standard errors; 6 and a mean score of 0.25 are needed for a doubt
 
@@ -122,7 +122,7 @@ def test_many_ranks_do_not_turn_a_weak_dependence_into_an_alarm() -> None:
     watch = Dependence(100.0)
     for _ in range(500):  # 0.1 standard errors on each of 1,024 ranks: 3.2 on all together
         watch.update(NeighbourSums(products=0.1 * 1024, variance=1024.0, n_ranks=1024))
-    assert watch._errors("neighbours") > 6
+    assert watch._of["neighbours"].standard_errors > 6
     assert doubt_of(watch) is None
 
 

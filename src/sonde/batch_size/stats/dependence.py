@@ -151,14 +151,10 @@ class Dependence(Stateful):
         }
         return {name: message for name, message in found.items() if message}
 
-    def _errors(self, name: str) -> float:
-        """The average score over its standard error."""
-        return self._of[name].x * math.sqrt(self._of[name].effective_windows)
-
     def _lean(self, name: str) -> int:
         """The sign of a score; 0 where chance explains it."""
         score = self._of[name]
-        if score.windows < _AFTER or abs(self._errors(name)) < _STANDARD_ERRORS:
+        if score.windows < _AFTER or abs(score.standard_errors) < _STANDARD_ERRORS:
             return 0
         return 0 if abs(score.x) < _LEAST_SCORE * score.y else 1 if score.x > 0 else -1
 
@@ -174,7 +170,7 @@ class Dependence(Stateful):
 
     def _dependent_examples(self) -> str | None:
         found = [f"{rows} are more alike than chance allows" for name, rows in _ROWS.items() if self._lean(name) > 0]
-        if self._errors("not_sorted") < _SURE:
+        if self._of["not_sorted"].standard_errors < _SURE:
             found = []
         excess = self._of["excess"]
         is_certain = excess.x > max(_LEAST_EXCESS, _STANDARD_ERRORS * excess.error_of_x)

@@ -58,6 +58,11 @@ class RatioAverage(Stateful):
         """Standard error of the mean of x, from the scatter of the windows."""
         return math.sqrt(self._xx / self.weight / self.effective_windows) if self.windows else math.inf
 
+    @property
+    def standard_errors(self) -> float:
+        """The mean of x over its standard error, if x has the variance 1 in each window."""
+        return self.x * self.weight / math.sqrt(self._sq_weight) if self.windows else 0.0
+
     def interval(self, level: float = 0.95) -> RatioInterval:
         """Fieller's interval for the ratio of x to y; with fewer than 2 effective windows it is unresolved."""
         n = self.effective_windows
