@@ -35,7 +35,8 @@ from benchmarks.machine import page
 from benchmarks.recorded_runs import FOLDER, Recorded, load
 from sonde.batch_size.budget import Pace
 from sonde.batch_size.measuring_cost import WindowCosts
-from sonde.batch_size.stats.noise_scale import RunningNoiseScale, WindowEstimate
+from sonde.batch_size.stats.noise_scale import WindowEstimate
+from sonde.batch_size.stats.ratio_average import RatioAverage
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.windows_of_run import WindowsOfRun
 from sonde.stats.intervals import RatioInterval
@@ -193,18 +194,17 @@ def solved(run: Recorded, step: int) -> SolvedWindow:
     return SolvedWindow(total, (), None, norm, run.batch, 4 / run.batch, 1.0, 1.0)
 
 
-Reader = Callable[[int], tuple[float | None, RatioInterval]]
+Reader = Callable[[int], RatioInterval]
 
 
 def by_filter(run: Recorded, chosen: Sequence[int]) -> Reader:
     """The noise scale now, as a probe gives it."""
     windows, waiting = WindowsOfRun(()), list(chosen)
 
-    def read(step: int) -> tuple[float | None, RatioInterval]:
+    def read(step: int) -> RatioInterval:
         while waiting and waiting[0] <= step:
             windows.add(solved(run, waiting[0]), waiting[0], run.rate_at(waiting.pop(0)))
-        level = windows.levels()[0]
-        return level.b_simple, level.interval
+        return windows.levels()[0]
 
     return read
 
@@ -212,14 +212,12 @@ def by_filter(run: Recorded, chosen: Sequence[int]) -> Reader:
 def by_last_half(run: Recorded, chosen: Sequence[int]) -> Reader:
     """Fieller's interval of the plain mean of the last half of the run."""
 
-    def read(step: int) -> tuple[float | None, RatioInterval]:
-        average = RunningNoiseScale(math.inf)
+    def read(step: int) -> RatioInterval:
+        average = RatioAverage(math.inf)
         for i in chosen:
             if step / 2 < i <= step:
-                average.update(WindowEstimate(*run.windows[i - 1]))
-        interval = average.interval()
-        is_resolved = interval.status == "resolved"
-        return (average.trace_cov or 0.0) / (average.grad_sq or 1.0) if is_resolved else None, interval
+                average.update(*run.windows[i - 1])
+        return average.interval()
 
     return read
 
@@ -228,9 +226,10 @@ def by_trend(answers: Sequence[Sequence[object]]) -> Reader:
     """What the local trend of an older commit has answered, in the order of the readings."""
     waiting = iter(answers)
 
-    def read(step: int) -> tuple[float | None, RatioInterval]:
+    def read(step: int) -> RatioInterval:
         ratio, status, low, high = next(waiting)
-        return ratio, RatioInterval(status, low, math.inf if high is None and low is not None else high)  # type: ignore[arg-type]
+        high = math.inf if high is None and low is not None else high
+        return RatioInterval(status, low, high, ratio=ratio)  # type: ignore[arg-type]
 
     return read
 
@@ -314,10 +313,9 @@ def judge(run: Recorded, trend: Trend | None) -> Iterator[Judged]:
             readers["trend"] = trend.reader(run, chosen)
         for step, level in zip(steps, levels, strict=True):
             for by, read in readers.items():
-                b_simple, interval = read(step)
-                if level is None:
-                    continue
-                yield judged(run, pace, by, step, level, b_simple, interval)
+                interval = read(step)
+                if level is not None:
+                    yield judged(run, pace, by, step, level, interval)
 
 
 def judged(
@@ -326,13 +324,13 @@ def judged(
     by: str,
     step: int,
     level: tuple[float, float],
-    b_simple: float | None,
     interval: RatioInterval,
 ) -> Judged:
     """Hold one reading against the level."""
     log_level, slack = level[0], 1.96 * level[1]
     low = -math.inf if not interval.low else math.log(interval.low)
     high = math.inf if interval.high is None else math.log(interval.high)
+    b_simple = interval.ratio
     is_two_sided = interval.status == "resolved" and b_simple is not None and b_simple > 0
     return Judged(
         run.name,
@@ -407,7 +405,7 @@ def averages(run: Recorded) -> Iterator[Average]:
         windows = WindowsOfRun(())
         for step in measured(run, allowance):
             windows.add(solved(run, step), step, run.rate_at(step))
-        interval = windows.average().interval
+        interval = windows.average()
         low, high = interval.low or 0.0, math.inf if interval.high is None else interval.high
         slack = math.exp(1.96 * exact[1])
         yield Average(run.name, pace, low, high, low / slack <= math.exp(exact[0]) <= high * slack)

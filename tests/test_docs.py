@@ -14,7 +14,7 @@ import torch
 import yaml
 
 import sonde
-from sonde.batch_size.stats.noise_scale import RunningNoiseScale
+from sonde.batch_size.stats.ratio_average import RatioAverage
 from tests.docs_blocks import DOCS, PAGES
 
 METRICS = {metric for name in sonde.__all__ for metric in getattr(getattr(sonde, name), "METRICS", ())}
@@ -109,11 +109,11 @@ def metrics_named(page: Path) -> set[str]:
 def test_a_moving_window_as_a_horizon() -> None:
     """An average of horizon (n + 1)/2 is worth n windows, and has the mean age (n − 1)/2 of a moving window of n."""
     n = 99
-    running = RunningNoiseScale(horizon=(n + 1) / 2)
+    running = RatioAverage(horizon=(n + 1) / 2)
     for age in range(2000, -1, -1):  # long enough for the oldest weights to vanish: 0.98^2000 is 3e-18
-        running.update(sonde.WindowEstimate(trace_cov=float(age), grad_sq=1.0))
+        running.update(float(age))
     assert running.effective_windows == pytest.approx(n)
-    assert running.trace_cov == pytest.approx((n - 1) / 2)
+    assert running.x == pytest.approx((n - 1) / 2)
 
 
 # The reference of the configuration.

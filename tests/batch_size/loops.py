@@ -113,7 +113,7 @@ def contents_of(probe: NoiseScaleProbe) -> dict[str, Any]:
 def counted(probe: NoiseScaleProbe) -> tuple[int, int]:
     """How many windows the noise scale rests on, and the steps of training up to the last of them."""
     run = probe._tracker._averages.run
-    return run.n_windows, run.n_steps
+    return run.blocks.n_windows, run.blocks.n_steps
 
 
 def n_recent(probe: NoiseScaleProbe) -> int:

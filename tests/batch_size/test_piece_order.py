@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 import sonde
-from sonde.batch_size.stats.piece_order import OrderSums, OrderWatch, order_of_pieces
+from sonde.batch_size.stats.comparisons import OrderSums, order_of_pieces
+from sonde.batch_size.stats.dependence import Dependence
 from tests.batch_size.loops import attached
 
 TRUTH = torch.randn(16, 1, generator=torch.Generator().manual_seed(5)) / 4
@@ -94,10 +95,10 @@ def test_an_order_by_chance_raises_no_doubt() -> None:
     """Over 20 runs of 500 windows, at each window."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
-        watch = OrderWatch(0.99)
+        watch = Dependence(100.0)
         for sign in torch.randint(0, 2, (500,), generator=generator) * 2 - 1:
             watch.update(OrderSums(float(sign), 1, float(sign), 1))
-            assert watch.doubt() is None
+            assert not watch.doubts()
 
 
 def test_only_pieces_that_can_be_compared_are() -> None:
@@ -111,9 +112,9 @@ def test_only_pieces_that_can_be_compared_are() -> None:
 
 
 def test_a_restart_remembers_the_order() -> None:
-    watch, other = OrderWatch(0.99), OrderWatch(0.99)
+    watch, other = Dependence(100.0), Dependence(100.0)
     for _ in range(100):
         watch.update(OrderSums(-1.0, 1))
     other.load_state_dict(watch.state_dict())
-    assert other.doubt() == watch.doubt()
-    assert "smaller gradient" in (other.doubt() or "")
+    assert other.doubts() == watch.doubts()
+    assert "smaller gradient" in other.doubts()["dependent_pieces"]

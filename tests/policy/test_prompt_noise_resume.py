@@ -246,12 +246,12 @@ def test_contents_with_other_keys_have_another_version(half: dict[str, Any]) -> 
     averages = contents["averages"]
     names = [list(each) for each in (contents, contents["what"], averages, averages["noise"])]
     of_contents = hashlib.sha256(repr(names).encode()).hexdigest()[:8]
-    assert (VERSION, of_contents) == (6, "8a3dd334"), "raise VERSION: states with other keys must be refused"
+    assert (VERSION, of_contents) == (8, "a61448f0"), "raise VERSION: states with other keys must be refused"
 
 
 def test_a_measurement_that_failed_leaves_a_state_that_loads() -> None:
     probe = probe_of(policy())
     with pytest.raises(ValueError, match="need at least 2 prompts"):
         probe.measure(drawn(policy(), 0, 1, seed=1))
-    assert unsealed("state", probe.state_dict())["averages"]["prompts"] == 0
+    assert unsealed("state", probe.state_dict())["averages"]["n_prompts"] == 0
     probe_of(policy()).load_state_dict(probe.state_dict())

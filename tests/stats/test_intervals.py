@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import scipy.stats
 import torch
 
-from sonde.stats.intervals import fieller_interval, samples_for_precision, student_t_quantile
+from sonde.stats.intervals import RatioInterval, fieller_interval, signed_ratio_interval, student_t_quantile
 
 
 @pytest.mark.parametrize("probability", [0.025, 0.5, 0.6, 0.9, 0.975, 0.995, 0.99995])
@@ -90,15 +91,11 @@ def test_fieller_refuses(change: dict[str, float], message: str) -> None:
         fieller_interval(1.0, 1.0, **arguments)
 
 
-def test_samples_for_precision_by_hand() -> None:
-    # Relative variance of the ratio is 4 % at 10 samples, i.e. ±39 % at 95 %; ±20 % takes 0.4·(1.96/0.2)² samples.
-    got = samples_for_precision(
-        2.0, 4.0, var_numerator=0.04, var_denominator=0.48, covariance=0.0, n_samples=10, precision=0.2
-    )
-    assert got == pytest.approx(10 * 0.04 * (1.959964 / 0.2) ** 2, rel=1e-6)
-
-
-def test_samples_for_precision_says_nothing_without_signal() -> None:
-    spread = {"var_numerator": 1.0, "var_denominator": 1.0, "covariance": 0.0, "n_samples": 10}
-    assert samples_for_precision(1.0, 0.0, **spread) is None
-    assert samples_for_precision(1.0, -1.0, **spread) is None
+@pytest.mark.parametrize("interval", [fieller_interval, signed_ratio_interval])
+def test_only_a_resolved_ratio_is_given(interval: Callable[..., RatioInterval]) -> None:
+    spread = {"var_numerator": 0.01, "var_denominator": 0.01, "covariance": 0.0, "n_samples": 100}
+    assert interval(8.0, 2.0, **spread).ratio == 4.0
+    assert interval(8.0, 0.1, **spread).ratio is None
+    if interval is signed_ratio_interval:
+        assert interval(-8.0, 2.0, **spread).ratio == -4.0
+        assert interval(-0.1, 2.0, **spread).ratio == -0.05

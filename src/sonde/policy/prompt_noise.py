@@ -243,10 +243,9 @@ class PromptNoiseProbe:
         """The noise scale so far."""
         noise = self._running.noise
         interval, share = noise.interval(), self._running.within.interval()
-        is_resolved = interval.status == "resolved"
-        trace_cov, grad_sq = noise.trace_cov, noise.grad_sq
+        trace_cov, grad_sq = (noise.x, noise.y) if noise.windows else (None, None)
         return PromptNoiseReading(
-            b_simple=trace_cov / grad_sq if is_resolved and trace_cov is not None and grad_sq else None,
+            b_simple=interval.ratio,
             low=interval.low,
             high=interval.high,
             status=interval.status,

@@ -1,4 +1,4 @@
-"""Confidence intervals for a ratio of two means, and how many more samples a given precision takes."""
+"""Confidence intervals for a ratio of two means."""
 
 from __future__ import annotations
 
@@ -25,12 +25,16 @@ class RatioInterval:
         low: lower end; None when unresolved.
         high: upper end, `math.inf` for a lower bound; None when unresolved.
         reason: why the ratio is not resolved; empty when it is.
+        ratio: the estimate; None unless it is resolved.
+        log_error: standard error of the log of the estimate; None where it is not known.
     """
 
     status: Status
     low: float | None
     high: float | None
     reason: str = ""
+    ratio: float | None = None
+    log_error: float | None = None
 
 
 def unresolved(reason: str) -> RatioInterval:
@@ -105,7 +109,7 @@ def fieller_interval(
         low, high = max((b - root) / a, 0.0), max((b + root) / a, 0.0)
         if not numerator_resolved:
             return RatioInterval("upper_bound", 0.0, high, "the numerator cannot yet be distinguished from 0")
-        return RatioInterval("resolved", low, high)
+        return RatioInterval("resolved", low, high, ratio=numerator / denominator)
     if not numerator_resolved:
         return unresolved("neither numerator nor denominator can yet be distinguished from 0: measure more windows")
     # a ≤ 0 < c: one root on each side of 0, and every ratio beyond the positive one is accepted.
@@ -164,49 +168,12 @@ def signed_ratio_interval(
         assert high is not None
         a, c = denominator**2 - t_sq * var_denominator, numerator**2 - t_sq * var_numerator
         low = c / (a * high) if high else 0.0  # the product of both ends is c/a
-        return RatioInterval("resolved", min(sign * low, sign * high), max(sign * low, sign * high))
+        low, high = sorted((sign * low, sign * high))
+        return RatioInterval("resolved", low, high, ratio=numerator / denominator)
     if low is None or high is None or sign > 0:
         return found
     status: Status = "upper_bound" if found.status == "lower_bound" else found.status
-    return RatioInterval(status, -high, -low, found.reason)
-
-
-def samples_for_precision(
-    numerator: float,
-    denominator: float,
-    *,
-    var_numerator: float,
-    var_denominator: float,
-    covariance: float,
-    n_samples: float,
-    precision: float = 0.2,
-    level: float = 0.95,
-) -> float | None:
-    """Total number of samples at which the ratio's interval is about ± `precision` of it wide.
-
-    Args:
-        numerator: mean of X.
-        denominator: mean of Y.
-        var_numerator: variance of the mean of X.
-        var_denominator: variance of the mean of Y.
-        covariance: covariance of the two means.
-        n_samples: effective number of samples behind these means.
-        precision: the half width that is wanted, relative to the ratio.
-        level: confidence level.
-
-    Returns:
-        The total, not the remainder; None when one of the means is not positive, since the ratio then has no size.
-
-    Reference:
-        First-order (delta-method) variance of a ratio: var(X̄/Ȳ)/(X̄/Ȳ)² = var(X̄)/X̄² + var(Ȳ)/Ȳ² − 2cov/(X̄Ȳ).
-    """
-    if numerator <= 0 or denominator <= 0:
-        return None
-    relative_variance = (
-        var_numerator / numerator**2 + var_denominator / denominator**2 - 2 * covariance / (numerator * denominator)
-    )
-    normal = student_t_quantile(0.5 + level / 2, math.inf)
-    return n_samples * max(relative_variance, 0.0) * (normal / precision) ** 2
+    return RatioInterval(status, -high, -low, found.reason, None if found.ratio is None else -found.ratio)
 
 
 @functools.lru_cache(maxsize=256)  # every group of a reading asks for the same one

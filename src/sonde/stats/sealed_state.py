@@ -7,13 +7,33 @@ are not checked one by one.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-VERSION = 7
+VERSION = 8
 """Of the form and of the contents: raise it with any change of their names or meanings."""
+
+
+class Stateful:
+    """An object whose state is the attributes that `STATE` names: JSON values, and other objects with a state."""
+
+    STATE: ClassVar[tuple[str, ...]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that `load_state_dict` needs, as JSON values."""
+        values = {name: getattr(self, name) for name in self.STATE}
+        return {n: v.state_dict() if isinstance(v, Stateful) else copy.deepcopy(v) for n, v in values.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, in an object made with the same arguments."""
+        for name in self.STATE:
+            if isinstance(own := getattr(self, name), Stateful):
+                own.load_state_dict(state[name])
+            else:
+                setattr(self, name, copy.deepcopy(state[name]))
 
 
 def sealed(contents: Mapping[str, Any]) -> dict[str, Any]:

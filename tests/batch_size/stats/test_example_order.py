@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sonde.batch_size.stats.example_order import ExampleWatch, OrderScores, order_scores
+from sonde.batch_size.stats.comparisons import OrderScores, order_scores
+from sonde.batch_size.stats.dependence import Dependence
 
 
 def rows(n: int, seed: int = 0, power: int = 3) -> Tensor:
@@ -61,10 +62,14 @@ def shared(kind: str, n: int, seed: int) -> Tensor:
     return fresh
 
 
-def watched(kind: str, n: int, windows: int = 200) -> ExampleWatch:
-    watch = ExampleWatch(0.98)
+def doubt_of(watch: Dependence) -> str | None:
+    return watch.doubts().get("dependent_examples")
+
+
+def watched(kind: str, n: int, windows: int = 200) -> Dependence:
+    watch = Dependence(50.0)
     for seed in range(windows):
-        watch.update(OrderScores(*order_scores(shared(kind, n, seed)).tolist()), None)
+        watch.update(OrderScores(*order_scores(shared(kind, n, seed)).tolist()))
     return watch
 
 
@@ -82,7 +87,7 @@ def watched(kind: str, n: int, windows: int = 200) -> ExampleWatch:
     ],
 )
 def test_rows_that_share_samples_are_named(kind: str, words: str, n: int) -> None:
-    doubt = watched(kind, n).doubt()
+    doubt = doubt_of(watched(kind, n))
     assert doubt is not None
     assert words in doubt
     assert "mixup, cutmix or repeated augmentation" in doubt
@@ -92,18 +97,18 @@ def test_rows_that_share_samples_are_named(kind: str, words: str, n: int) -> Non
 @pytest.mark.parametrize("kind", ["fresh", "sorted"])
 def test_independent_rows_are_not_accused_in_any_order(kind: str, n: int) -> None:
     """Rows of a batch may be sorted, by length for one: the batch is of independent rows all the same."""
-    assert watched(kind, n, 1000).doubt() is None
+    assert doubt_of(watched(kind, n, 1000)) is None
 
 
 @pytest.mark.parametrize(("excess", "is_doubted"), [(0.3, True), (0.0, False), (-0.3, False), (0.03, False)])
 def test_pieces_that_differ_more_than_examples_say(excess: float, is_doubted: bool) -> None:
-    watch, generator = ExampleWatch(0.98), torch.Generator().manual_seed(0)
+    watch, generator = Dependence(50.0), torch.Generator().manual_seed(0)
     for _ in range(200):
-        watch.update(OrderScores(), max(-1.0, min(1.0, excess + 0.2 * float(torch.randn((), generator=generator)))))
-    doubt = watch.doubt()
+        watch.update(excess=max(-1.0, min(1.0, excess + 0.2 * float(torch.randn((), generator=generator)))))
+    doubt = doubt_of(watch)
     assert (doubt is not None) == is_doubted
     if doubt is not None:
         assert "pieces have 1." in doubt
-    restored = ExampleWatch(0.98)
+    restored = Dependence(50.0)
     restored.load_state_dict(json.loads(json.dumps(watch.state_dict())))
-    assert restored.doubt() == doubt
+    assert doubt_of(restored) == doubt

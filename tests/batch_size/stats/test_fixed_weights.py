@@ -109,7 +109,8 @@ def test_a_doubt_takes_all_numbers_away() -> None:
     fixed, averages = FixedWeights(), averages_of(5, ("a", "b"))
     for estimates, units in WINDOWS:
         fixed.add(solved(estimates, units), weight=1.0)
-    averages._squares = 1.0  # pieces that differ by nothing
+    for _ in range(5):
+        averages.dependence.add({"differences": (0.0, 1.0)})
     reading = fixed.reading(averages, unit="rows")
     assert set(reading.doubts) == {"same_data"}
     assert reading.status == "unresolved"

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sonde.batch_size.stats.neighbours import NeighbourSums, NeighbourWatch, neighbour_products
+from sonde.batch_size.stats.comparisons import NeighbourSums, neighbour_products
+from sonde.batch_size.stats.dependence import Dependence
 
 ELEMENTS = 20
 
@@ -20,7 +21,12 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 def score_of(pieces: Tensor) -> float | None:
     products, variance = neighbour_products(pieces).tolist()
-    return NeighbourSums(products, variance, 1, float(pieces.square().sum(1).mean())).score
+    numbers = NeighbourSums(products, variance, 1, float(pieces.square().sum(1).mean())).numbers()
+    return numbers["neighbours"][0] if numbers else None
+
+
+def doubt_of(watch: Dependence) -> str | None:
+    return watch.doubts().get("dependent_pieces")
 
 
 @pytest.mark.parametrize("n", [3, 4, 5, 6])
@@ -78,14 +84,13 @@ def healthy(kind: str, windows: int, n: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("n", [3, 4, 8])
 def test_healthy_runs_raise_no_alarm(kind: str, n: int) -> None:
     """100,000 windows: 1,000 times as many as the watch remembers."""
-    watch = NeighbourWatch(decay=0.99)
+    watch = Dependence(100.0)
     worst = 0.0
     for part in range(5):
         for score in scores_of(healthy(kind, 20_000, n, seed=part)).tolist():
             watch.update(NeighbourSums(score, 1.0, 1))
-            state = watch.state_dict()
-            worst = max(worst, abs(state["score"]) / math.sqrt(state["variance"]))
-        assert watch.doubt() is None
+            worst = max(worst, abs(watch._of["neighbours"].standard_errors))
+        assert doubt_of(watch) is None
     assert worst < 5.5  # standard errors; 6 and a mean score of 0.25 are needed for a doubt
 
 
@@ -101,28 +106,28 @@ DEPENDENT = {
 @pytest.mark.parametrize("kind", DEPENDENT)
 def test_dependent_pieces_are_doubted_within_a_hundred_windows(kind: str) -> None:
     pieces = DEPENDENT[kind](healthy("gaussian", 100, 5, seed=1))
-    watch = NeighbourWatch(decay=0.99)
+    watch = Dependence(100.0)
     for score in scores_of(pieces).tolist():
         watch.update(NeighbourSums(score, 1.0, 1))
-    assert "independent" in (watch.doubt() or "")
-    restored = NeighbourWatch(decay=0.99)
+    assert "independent" in (doubt_of(watch) or "")
+    restored = Dependence(100.0)
     restored.load_state_dict(watch.state_dict())
-    assert restored.doubt() == watch.doubt()
+    assert doubt_of(restored) == doubt_of(watch)
     for score in scores_of(healthy("gaussian", 500, 4, seed=2)).tolist():  # mended: the doubt goes
         restored.update(NeighbourSums(score, 1.0, 1))
-    assert restored.doubt() is None
+    assert doubt_of(restored) is None
 
 
 def test_many_ranks_do_not_turn_a_weak_dependence_into_an_alarm() -> None:
-    watch = NeighbourWatch(decay=0.99)
+    watch = Dependence(100.0)
     for _ in range(500):  # 0.1 standard errors on each of 1,024 ranks: 3.2 on all together
         watch.update(NeighbourSums(products=0.1 * 1024, variance=1024.0, n_ranks=1024))
-    assert watch.state_dict()["score"] > 6 * math.sqrt(watch.state_dict()["variance"])
-    assert watch.doubt() is None
+    assert watch._of["neighbours"].standard_errors > 6
+    assert doubt_of(watch) is None
 
 
 def test_a_short_horizon_can_still_prove_a_dependence() -> None:
-    watch = NeighbourWatch(decay=0.5)
+    watch = Dependence(2.0)
     for _ in range(100):
         watch.update(NeighbourSums(products=1.0, variance=1.0, n_ranks=1))
-    assert watch.doubt() is not None
+    assert doubt_of(watch) is not None

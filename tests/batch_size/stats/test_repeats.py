@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sonde.batch_size.stats.repeats import Repeats, RepeatWatch, rank_mark, repeats_piece, same_ranks
+from sonde.batch_size.stats.comparisons import Repeats, rank_mark, repeats_piece, same_ranks
+from sonde.batch_size.stats.dependence import Dependence
 
 ELEMENTS = 40
 
@@ -115,33 +116,33 @@ def test_two_ranks_with_the_same_data_are_named(kind: str) -> None:
 
 def test_one_repeat_in_five_windows_is_doubted_and_one_in_ten_is_chance() -> None:
     for every, is_doubted in ((1, True), (4, True), (10, False)):
-        watch = RepeatWatch(decay=0.98)
+        watch = Dependence(50.0)
         for window in range(400):
             is_repeat = window % every == 0
             watch.update(Repeats(n_ranks=2, n_repeating=2 * is_repeat))
-        assert (watch.pieces_doubt() is not None) == is_doubted
-        restored = RepeatWatch(decay=0.98)
+        assert (watch.doubts().get("dependent_pieces") is not None) == is_doubted
+        restored = Dependence(50.0)
         restored.load_state_dict(watch.state_dict())
-        assert restored.pieces_doubt() == watch.pieces_doubt()
+        assert restored.doubts().get("dependent_pieces") == watch.doubts().get("dependent_pieces")
 
 
 @pytest.mark.parametrize("is_lasting", [True, False])
 def test_only_ranks_that_are_the_same_again_and_again_are_doubted(is_lasting: bool) -> None:
-    watch = RepeatWatch(decay=0.98)
+    watch = Dependence(50.0)
     for window in range(50):
         pair = (1, 2) if is_lasting else (window % 7, 7)
         watch.update(Repeats(same_ranks=frozenset({pair}), n_compared=17))
-    assert ("two ranks (1 and 2)" in (watch.ranks_doubt() or "")) == is_lasting
-    assert (watch.ranks_doubt() is not None) == is_lasting
+    assert ("two ranks (1 and 2)" in (watch.doubts().get("same_data") or "")) == is_lasting
+    assert (watch.doubts().get("same_data") is not None) == is_lasting
 
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_among_few_ranks_any_two_that_are_the_same_count(every: int) -> None:
-    watch = RepeatWatch(decay=0.98)
+    watch = Dependence(50.0)
     for window in range(60):
         pairs = frozenset({((0, 1), (0, 2), (1, 2))[window % 3]} if window % every == 0 else set())
         watch.update(Repeats(same_ranks=pairs, n_compared=3))
-    assert f"in {100 / every:.0f} % of the windows" in (watch.ranks_doubt() or "").replace("34 %", "33 %")
+    assert f"in {100 / every:.0f} % of the windows" in (watch.doubts().get("same_data") or "").replace("34 %", "33 %")
 
 
 def test_three_equal_ranks_are_two_pairs() -> None:
@@ -151,11 +152,11 @@ def test_three_equal_ranks_are_two_pairs() -> None:
 
 
 def test_the_fifth_repeat_is_the_first_to_be_judged_and_a_mended_sampler_is_believed_again() -> None:
-    watch = RepeatWatch(decay=0.5)
+    watch = Dependence(2.0)
     for window in range(1, 6):
         watch.update(Repeats(n_ranks=1, n_repeating=1))
-        assert (watch.pieces_doubt() is not None) == (window == 5)
-    assert "100 % of the windows" in (watch.pieces_doubt() or "")
+        assert (watch.doubts().get("dependent_pieces") is not None) == (window == 5)
+    assert "100 % of the windows" in (watch.doubts().get("dependent_pieces") or "")
     for _ in range(200):
         watch.update(Repeats(n_ranks=1, n_repeating=0))
-    assert watch.pieces_doubt() is None
+    assert watch.doubts().get("dependent_pieces") is None

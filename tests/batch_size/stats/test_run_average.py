@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from sonde.batch_size.stats.blocks import Block, Blocks
-from sonde.batch_size.stats.filter import Level
 from sonde.batch_size.stats.run_average import RunAverage
 from sonde.stats.intervals import RatioInterval, fieller_interval
 from tests.batch_size.stats.windows import gaussian_windows
@@ -35,7 +34,7 @@ def exact(path: Callable[[int], float]) -> float:
     return sum(trace_cov / size for size in sizes) / sum(y / size for y, size in zip(grad_sq, sizes, strict=True))
 
 
-def level_of(blocks: Sequence[Block]) -> Level:
+def level_of(blocks: Sequence[Block]) -> RatioInterval:
     so_far = RunAverage()
     for each in blocks[:-1]:
         so_far.add(each)
@@ -44,7 +43,7 @@ def level_of(blocks: Sequence[Block]) -> Level:
 
 def average(blocks: Sequence[Block]) -> tuple[float | None, RatioInterval]:
     level = level_of(blocks)
-    return level.b_simple, level.interval
+    return level.ratio, level
 
 
 def averages(
@@ -113,7 +112,7 @@ def test_a_plain_mean_of_windows_would_be_wrong() -> None:
         "n = steps = block.n_windows",
     )
     with of_windows.applied():
-        wrong = level_of(blocks_of_one_run()).b_simple
+        wrong = level_of(blocks_of_one_run()).ratio
     right, interval = average(blocks_of_one_run())
     truth = exact(PATHS["grows from almost 0"])
     assert right is not None

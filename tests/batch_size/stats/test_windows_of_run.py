@@ -35,41 +35,41 @@ def run_of(made: list[SolvedWindow], *, first: int = 1, every: int = 1) -> Windo
 
 def test_a_run_without_windows_says_so() -> None:
     run = WindowsOfRun(GROUPS)
-    assert [each.interval.reason for each in run.levels()] == ["no window has ended yet"] * 3
-    assert (run.n_windows, run.n_steps, run.last_window, run.recent()) == (0, 0, 0, None)
+    assert [each.reason for each in run.levels()] == ["no window has ended yet"] * 3
+    assert (run.blocks.n_windows, run.blocks.n_steps, run.last_window, run.recent()) == (0, 0, 0, None)
     average = run.average()
-    assert (average.b_simple, average.interval.status) == (None, "unresolved")
+    assert (average.ratio, average.status) == (None, "unresolved")
 
 
 def test_levels_are_of_the_model_and_then_of_each_group() -> None:
     levels = run_of(windows(200)).levels()
     assert len(levels) == 3
     for level in levels:
-        assert level.b_simple == pytest.approx(128, rel=0.3)
-        assert level.interval.low is not None
-        assert level.interval.high is not None
-        assert level.interval.low < 128 < level.interval.high
+        assert level.ratio == pytest.approx(128, rel=0.3)
+        assert level.low is not None
+        assert level.high is not None
+        assert level.low < 128 < level.high
     # Two groups tell more than one.
     total, first, second = (each.log_error or 0.0 for each in levels)
     assert total < min(first, second)
     only = run_of(windows(200)).levels(with_groups=False)
-    assert [each.b_simple for each in only] == pytest.approx([levels[0].b_simple], rel=1e-9)
+    assert [each.ratio for each in only] == pytest.approx([levels[0].ratio], rel=1e-9)
 
 
 def test_windows_of_the_block_under_way_count() -> None:
     """The noise scale falls with the first window after the last complete block."""
     run = run_of(windows(200))
     for number in range(201, 400):
-        if run._blocks.unfinished is None:
+        if run.blocks.unfinished is None:
             break
         run.add(windows(1, seed=number)[0], number)
     [before] = run.levels(with_groups=False)
     for i, window in enumerate(windows(8, b_simple=2.0, seed=1)):
         run.add(window, number + i)
-    assert run._blocks.unfinished is not None
+    assert run.blocks.unfinished is not None
     [after] = run.levels(with_groups=False)
-    assert before.b_simple == pytest.approx(128, rel=0.3)
-    assert after.b_simple is None or after.b_simple < 20
+    assert before.ratio == pytest.approx(128, rel=0.3)
+    assert after.ratio is None or after.ratio < 20
 
 
 def test_the_last_windows_are_averaged_as_they_are() -> None:
@@ -79,7 +79,6 @@ def test_the_last_windows_are_averaged_as_they_are() -> None:
     recent = run.recent()
     assert recent is not None
     assert recent.n_steps == 10 * recent.n_windows
-    assert recent.steps_per_window == 10
     assert 60 < recent.n_windows < 120
     totals = [[w.total.trace_cov, w.total.grad_sq] for w in made[-recent.n_windows :]]
     last = torch.tensor(totals, dtype=torch.float64)
@@ -95,7 +94,7 @@ def test_the_last_windows_are_averaged_as_they_are() -> None:
 def test_what_is_forgotten_no_longer_counts() -> None:
     run = run_of(windows(100, b_simple=1000.0))
     run.begin_anew(101)
-    assert (run.n_windows, run.n_steps, run.recent()) == (0, 0, None)
+    assert (run.blocks.n_windows, run.blocks.n_steps, run.recent()) == (0, 0, None)
     made = windows(60, b_simple=8.0, seed=1)
     for number, window in enumerate(made, 101):
         run.add(window, number)
@@ -103,7 +102,7 @@ def test_what_is_forgotten_no_longer_counts() -> None:
     assert run.levels() == fresh.levels()
     assert run.average() == fresh.average()
     assert run.recent() == fresh.recent()
-    assert (run.n_windows, run.n_steps, run.last_window) == (60, 60, 160)
+    assert (run.blocks.n_windows, run.blocks.n_steps, run.last_window) == (60, 60, 160)
 
 
 def test_windows_of_before_that_arrive_late_do_not_count() -> None:
@@ -112,7 +111,7 @@ def test_windows_of_before_that_arrive_late_do_not_count() -> None:
     run.begin_anew(25)
     for number in range(21, 25):
         run.add(windows(1, b_simple=1e6, seed=number)[0], number)
-    assert (run.n_windows, run.n_steps) == (0, 0)
+    assert (run.blocks.n_windows, run.blocks.n_steps) == (0, 0)
     for number, window in enumerate(made, 25):
         run.add(window, number)
     assert run.levels() == run_of(made).levels()
@@ -128,8 +127,8 @@ def test_groups_that_are_gone_are_known_by_name() -> None:
         total = WindowEstimate(*table.sum(1).tolist())
         run.add(SolvedWindow(**(vars(window) | {"total": total, "per_group": GroupEstimates(table)})), number)
     total_level, first, second = run.levels()
-    assert total_level.b_simple == pytest.approx(first.b_simple, rel=1e-9)
-    assert second.interval.status == "unresolved"
+    assert total_level.ratio == pytest.approx(first.ratio, rel=1e-9)
+    assert second.status == "unresolved"
     run.begin_anew(90)
     assert run.gone == set()
 
@@ -151,7 +150,7 @@ def test_a_state_goes_on_bit_for_bit(n_before: int, begins_anew: bool) -> None:
     assert other.levels() == run.levels()
     assert other.average() == run.average()
     assert other.recent() == run.recent()
-    assert (other.gone, other.n_steps) == (run.gone, run.n_steps)
+    assert other.gone == run.gone
 
 
 def test_a_state_replaces_what_was_measured() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sonde.batch_size.hook_failures import log_failure
 from sonde.batch_size.per_example.norms import PerExampleNorms
 from sonde.batch_size.per_example.rules import GradientsOf
-from sonde.batch_size.stats.example_order import N_SCORES, OrderScores, order_scores
+from sonde.batch_size.stats.comparisons import N_SCORES, OrderScores, order_scores
 from sonde.batch_size.stats.example_sums import ExampleSums
 from sonde.batch_size.stats.window_row import WindowRow
 from sonde.batch_size.taps.named import Named
@@ -51,7 +51,7 @@ class _Counts:
         n_parameters: measured parameters of these ranks.
         n_idle: ranks that would have read examples, and had no piece.
         n_without: ranks that read no examples, whether they would have or not.
-        next: score of neighbours in the batch; see `example_order.py`.
+        next: score of neighbours in the batch; see `comparisons.py`.
         opposite: of the first example and the last one, the second and the last but one, and so on.
         half: of the first example of either half, the second of either half, and so on.
         n_scores: pieces that have such scores.

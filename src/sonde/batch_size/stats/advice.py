@@ -19,19 +19,20 @@ _MOST_LONGER = 4.0
 """More training than so many times the present is no advice."""
 
 
-def windows_needed(log_error: float | None, n_windows: int) -> int | None:
+def windows_needed(log_error: float | None, n_windows: int, *, power: int = 2) -> int | None:
     """How many more windows until the standard error of log B_simple is that of ± 20 %.
 
     Args:
         log_error: the standard error now; None where it is not known.
-        n_windows: recent windows that it rests on.
+        n_windows: windows that it rests on.
+        power: of the error's ratio by which the number of windows grows.
 
     Returns:
         The number, 0 when it is reached; None when it is not known.
     """
     if log_error is None or log_error > GUESSED or not n_windows:
         return None
-    return max(math.ceil(n_windows * ((log_error / WELL_KNOWN) ** 2 - 1) - 1e-9), 0)
+    return max(math.ceil(n_windows * ((log_error / WELL_KNOWN) ** power - 1) - 1e-9), 0)
 
 
 def advise(

@@ -7,25 +7,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sonde.batch_size.stats.changed_gradients import ChangedGradients
-from sonde.batch_size.stats.example_order import ExampleWatch
-from sonde.batch_size.stats.neighbours import NeighbourWatch
-from sonde.batch_size.stats.noise_scale import RunningNoiseScale
-from sonde.batch_size.stats.piece_order import OrderWatch
-from sonde.batch_size.stats.repeats import RepeatWatch
+from sonde.batch_size.stats.dependence import Dependence
 from sonde.batch_size.stats.scale_witness import ScaleReading
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.window_row import Drop
 from sonde.batch_size.stats.windows_of_run import WindowsOfRun
+from sonde.stats.sealed_state import Stateful
 
-_SAME = 1e-9
-"""Ratio of noise to signal below which pieces hold the same data. Kernels without a fixed order of sums leave 1e-12."""
 _FIXED = 5
 """Measured windows in turn of as many units that show that batches have this size now."""
 _MEMORY = 50.0
 """Measured windows over which units and the checks of data are averaged."""
 
 
-class NoiseScaleAverages:
+class NoiseScaleAverages(Stateful):
     """The windows of a run, exponential averages beside them, and counts of the windows that were left out.
 
     Args:
@@ -34,23 +29,22 @@ class NoiseScaleAverages:
         memory: of the exponential averages, in measured windows.
     """
 
+    STATE = (
+        *("run", "windows", "n_seen", "changed", "dependence", "dropped", "u", "scale", "scale_residual"),
+        *("_effective", "_units", "_units_weight", "_last_units", "_n_equal", "_further"),
+    )
+
     def __init__(self, groups: Sequence[str], further_units: Sequence[str] = (), *, memory: float = _MEMORY) -> None:
-        self._memory = memory
-        self.further_units = tuple(further_units)
-        self._further: dict[str, tuple[float, float]] = dict.fromkeys(further_units, (0.0, 0.0))
+        self._decay = 1.0 - 1.0 / memory
+        self._further: dict[str, list[float]] = {name: [0.0, 0.0] for name in further_units}
         """Of each further unit: its sum over windows, and the sum of units over the same windows."""
         self.run = WindowsOfRun(groups)
         self.windows = 0
         """Windows that were averaged."""
         self.n_seen = 0
         """The number of the last measured window in training, used or dropped."""
-        self.within_between = RunningNoiseScale(memory)
-        """tr Σ within ranks (as its trace) and between ranks (as its signal): the ratio is the consistency."""
         self.changed = ChangedGradients(self._decay)
-        self.neighbours = NeighbourWatch(self._decay)
-        self.order = OrderWatch(self._decay)
-        self.examples = ExampleWatch(self._decay)
-        self.repeats = RepeatWatch(self._decay)
+        self.dependence = Dependence(memory)
         self.dropped: dict[str, int] = {}
         self.last_drop = ""
         """Why the last window that was dropped was; not kept in the state."""
@@ -64,14 +58,13 @@ class NoiseScaleAverages:
         self._units = self._units_weight = 0.0
         self._last_units, self._n_equal = 0.0, 0
         """Units of the last window, and how many windows in turn had as many."""
-        self._squares = self._differences = 0.0
 
     def see_units(self, n_units: float, further_units: Sequence[float] = ()) -> None:
         """Average the units of a window, whether the window is used or dropped."""
         decay = self._decay
         for (name, sums), n in zip(self._further.items(), further_units, strict=True):
             if math.isfinite(n):
-                self._further[name] = (decay * sums[0] + n, decay * sums[1] + n_units)
+                self._further[name] = [decay * sums[0] + n, decay * sums[1] + n_units]
         self._n_equal = self._n_equal + 1 if n_units == self._last_units else 1
         self._last_units = n_units
         if self._n_equal == _FIXED and n_units != self._units:  # a changed batch is not averaged with the one before
@@ -91,17 +84,12 @@ class NoiseScaleAverages:
         self.changed.update(scale, why_changed=None, averaged=True)
         self.run.add(window, self.n_seen, rate)
         self.windows, self.n_missing = self.windows + 1, 0
-        if window.within_between is not None:
-            self.within_between.update(window.within_between)
-        decay = self._decay
-        self._squares = decay * self._squares + window.witness_squares
-        self._differences = decay * self._differences + window.witness_differences
+        numbers = {"differences": (window.witness_differences, window.witness_squares)}
+        if (ranks := window.within_between) is not None:
+            numbers["consistency"] = ranks.trace_cov, ranks.grad_sq
+        self.dependence.add(numbers)
         self._effective, self.u = window.effective_units / self._last_units, window.u
         self.scale, self.scale_residual = scale.scale, scale.residual
-
-    @property
-    def _decay(self) -> float:
-        return 1.0 - 1.0 / self._memory
 
     @property
     def units_per_window(self) -> float | None:
@@ -119,61 +107,17 @@ class NoiseScaleAverages:
 
     @property
     def consistency(self) -> float | None:
-        """tr Σ within ranks over tr Σ between ranks; infinite where ranks do not differ; None if not measurable."""
-        within, between = self.within_between.trace_cov, self.within_between.grad_sq
-        if within is None or between is None:
-            return None
-        # Ranks with the same data differ by rounding only.
-        return within / between if between > _SAME * within else math.inf
+        """As `Dependence.consistency`."""
+        return self.dependence.consistency
 
-    @property
-    def pieces_differ(self) -> bool:
-        """Whether the pieces of a window differ by more than rounding."""
-        return self._squares == 0.0 or self._differences > _SAME * self._squares
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that `load_state_dict` needs; numbers, strings and containers of them."""
-        return {
-            "run": self.run.state_dict(),
-            "windows": self.windows,
-            "n_seen": self.n_seen,
-            "consistency": self.within_between.state_dict(),
-            "units": self._units,
-            "units_weight": self._units_weight,
-            "last_units": self._last_units,
-            "n_equal": self._n_equal,
-            "squares": self._squares,
-            "differences": self._differences,
-            "effective": self._effective,
-            "u": self.u,
-            "scale": self.scale,
-            "scale_residual": self.scale_residual,
-            "changed_gradients": self.changed.state_dict(),
-            "neighbours": self.neighbours.state_dict(),
-            "order": self.order.state_dict(),
-            "examples": self.examples.state_dict(),
-            "repeats": self.repeats.state_dict(),
-            "dropped": dict(self.dropped),
-            "further_units": {name: list(sums) for name, sums in self._further.items()},
-        }
+    def doubts(self) -> dict[str, str]:
+        """Reasons not to trust the averages, however narrow their interval: messages by name."""
+        changed = self.changed.doubt()
+        return ({} if changed is None else {"changed": changed}) | self.dependence.doubts()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, of averages with the same groups and memory, in averages just made."""
-        self.run.load_state_dict(state["run"])
-        self.n_seen, self.windows = state["n_seen"], state["windows"]
-        self.within_between.load_state_dict(state["consistency"])
-        self.changed.load_state_dict(state["changed_gradients"])
-        self.neighbours.load_state_dict(state["neighbours"])
-        self.order.load_state_dict(state["order"])
-        self.examples.load_state_dict(state["examples"])
-        self.repeats.load_state_dict(state["repeats"])
-        self._units, self._units_weight = state["units"], state["units_weight"]
-        self._last_units, self._n_equal = state["last_units"], state["n_equal"]
-        self._squares, self._differences = state["squares"], state["differences"]
-        self._effective, self.u = state["effective"], state["u"]
-        self.scale, self.scale_residual = state["scale"], state["scale_residual"]
-        self.dropped = dict(state["dropped"])
+        own = self._further
+        super().load_state_dict(state)
         # Further units that only one of the two runs counts in begin anew: they only convert the estimate.
-        for name, (n, n_units) in state["further_units"].items():
-            if name in self._further:
-                self._further[name] = (n, n_units)
+        self._further = {name: self._further.get(name, sums) for name, sums in own.items()}

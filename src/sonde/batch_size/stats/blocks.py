@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sonde.stats.sealed_state import Stateful
+
 _LENGTH = 0.2
 """Length of a block in log time."""
 _BEGINNING = 30.0
 """Steps that are added to the time: log time begins slowly, since the first steps do not resemble each other."""
 _FEWEST = 8
 """Fewest windows of a block."""
-_JUMPS = 1.5
-"""A learning rate that changes by this factor from a window to the next ends a block, which would be of two levels."""
+_JUMPS = math.log(1.5)
+"""A change of the log of the learning rate between two windows that ends a block, which would be of two levels."""
 _SHORTEST, _FEWEST_BEFORE_JUMP = _LENGTH / 4, 2
 """Log time and windows of a block that ends so; they bound the number of blocks."""
 
@@ -58,23 +60,24 @@ def _log_time(n_steps: int, end: int) -> float:
     return math.log((end + _BEGINNING) / (end - n_steps + _BEGINNING))
 
 
-def _has_jumped(before: float | None, now: float | None) -> bool:
-    """Whether a learning rate has changed so much that the noise scale may do so at once; False if it is unknown."""
-    if before is None or now is None:
-        return False
+def change_of_rate(before: float | None, now: float | None) -> float:
+    """By how much the log of a learning rate has changed, up or down; 0 where it is not known."""
+    if before is None or now is None or before == now:
+        return 0.0
     low, high = sorted((before, now))
-    return high > _JUMPS * low
+    return math.log(high / low) if low > 0 else math.inf
 
 
-class Blocks:
+class Blocks(Stateful):
     """Collects windows, and makes a block of them when it is long enough."""
+
+    STATE = ("n_steps", "rate", "n_windows", "_n")
 
     def __init__(self) -> None:
         self.complete: list[Block] = []
         """In order."""
-        self.n_windows = 0
-        """All windows so far."""
-        self._end = 0
+        self.n_windows = self.n_steps = 0
+        """All windows so far, and steps of training up to the last of them, from where the series begin."""
         self.rate: float | None = None
         """The learning rate of the last window; None where it is not known."""
         self._n = 0
@@ -94,12 +97,13 @@ class Blocks:
         Returns:
             The block that it completes, or that ends before it, if one does.
         """
-        ended = self._complete(_SHORTEST, _FEWEST_BEFORE_JUMP) if _has_jumped(self.rate, rate) else None
+        has_jumped = change_of_rate(self.rate, rate) > _JUMPS
+        ended = self._complete(_SHORTEST, _FEWEST_BEFORE_JUMP) if has_jumped else None
         sizes = (estimates[:, 1] + v * estimates[:, 0]).clamp(min=0.0)
         window = torch.cat([estimates, sizes[:, None]], 1)
         if self._n == 0:
             self._means, self._scatter = torch.zeros_like(window), estimates.new_zeros(len(estimates), 2, 2)
-        self._end, self.rate, self._n, self.n_windows = end, rate, self._n + 1, self.n_windows + 1
+        self.n_steps, self.rate, self._n, self.n_windows = end, rate, self._n + 1, self.n_windows + 1
         # Means and sums of products as each window comes, without the cancellation that sums of squares would have:
         # B. P. Welford, "Note on a method for calculating corrected sums of squares and products", Technometrics 4
         # (1962) 419–420.
@@ -110,7 +114,7 @@ class Blocks:
 
     def _complete(self, shortest: float, fewest: int) -> Block | None:
         """End the block under way, if it is as long as this in log time and has windows enough."""
-        if self._n < fewest or _log_time(self._end - self._before, self._end) < shortest:
+        if self._n < fewest or _log_time(self.n_steps - self._before, self.n_steps) < shortest:
             return None
         block = self.unfinished
         assert block is not None
@@ -127,7 +131,7 @@ class Blocks:
         # A group whose parameters got no gradient has no size, and nothing to be divided.
         scale = torch.where(sizes > 0, sizes, 1.0)
         means, scatter = self._means[:, :2] / scale[:, None], self._scatter / scale.square()[:, None, None]
-        return Block(self._end, self._end - self._before, self._n, sizes, means, scatter, self.rate)
+        return Block(self.n_steps, self.n_steps - self._before, self._n, sizes, means, scatter, self.rate)
 
     @property
     def _before(self) -> int:
@@ -140,24 +144,18 @@ class Blocks:
         return self.complete if (last := self.unfinished) is None else [*self.complete, last]
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that `load_state_dict` needs; numbers and lists of them."""
-        return {
-            "complete": [
-                [b.end, b.n_steps, b.n_windows, b.sizes.tolist(), b.means.tolist(), b.scatter.tolist(), b.rate]
-                for b in self.complete
-            ],
-            "end": self._end,
-            "rate": self.rate,
-            "n_windows": self.n_windows,
-            "unfinished": [self._n, self._means.tolist(), self._scatter.tolist()],
-        }
+        """Everything that `load_state_dict` needs, as JSON values."""
+        blocks = [[b.sizes.tolist(), b.means.tolist(), b.scatter.tolist()] for b in self.complete]
+        numbers = [[b.end, b.n_steps, b.n_windows, b.rate] for b in self.complete]
+        under_way = [self._means.tolist(), self._scatter.tolist()]
+        return super().state_dict() | {"blocks": blocks, "numbers": numbers, "under_way": under_way}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self.complete = [Block(*block[:3], *map(on_host, block[3:6]), *block[6:]) for block in state["complete"]]
-        self._end, self.rate, self.n_windows = state["end"], state["rate"], state["n_windows"]
-        self._n, *sums = state["unfinished"]
-        self._means, self._scatter = map(on_host, sums)
+        super().load_state_dict(state)
+        pairs = zip(state["numbers"], state["blocks"], strict=True)
+        self.complete = [Block(*n[:3], *map(on_host, tensors), *n[3:]) for n, tensors in pairs]
+        self._means, self._scatter = map(on_host, state["under_way"])
 
 
 def on_host(numbers: Sequence[Any]) -> Tensor:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from sonde.batch_size.stats.scale_witness import ScaleReading
+from sonde.stats.sealed_state import Stateful
 
 _ACCIDENTS = 1.5
 """Changed windows, weighted by age, that are taken for accidents and raise no doubt."""
@@ -16,7 +17,7 @@ _ABSENCES = 3
 """Checks in a row without a gradient, after which a parameter counts as no longer used."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Pending:
     """A parameter that was changed when it was last compared.
 
@@ -31,7 +32,7 @@ class _Pending:
     absences: int = 0
 
 
-class ChangedGradients:
+class ChangedGradients(Stateful):
     """Remembers changed windows, and changed parameters until they are seen sound again.
 
     Each window compares few elements of few parameters. A window that is found changed is dropped. Windows before and
@@ -43,10 +44,11 @@ class ChangedGradients:
         decay: factor by which a window's weight shrinks with each later window.
     """
 
+    STATE = ("_weight", "_changed", "_why")
+
     def __init__(self, decay: float) -> None:
         self._decay = decay
-        self._weight = 0.0
-        self._changed = 0.0
+        self._weight = self._changed = 0.0
         self._why = ""
         self._pending: dict[int, _Pending] = {}
 
@@ -67,19 +69,17 @@ class ChangedGradients:
             self._changed, self._why = self._changed + 1.0, why_changed
             # In the first window `.grad` may hold gradients from before. A lasting change is met again later.
             for index in scale.changed if not is_first else ():
-                before = self._pending.get(index, _Pending())
-                self._pending[index] = replace(before, times=before.times + 1, absences=0)
-        for index in sorted(scale.sound & self._pending.keys()):
-            if index in self._pending:  # clearing one parameter may clear others
-                self._clear(index)
-        for index in sorted(scale.absent & self._pending.keys()):
-            if (pending := self._pending.get(index)) is None:
+                pending = self._pending.setdefault(index, _Pending())
+                pending.times, pending.absences = pending.times + 1, 0
+        for index in (*sorted(scale.sound), *sorted(scale.absent)):
+            if (seen := self._pending.get(index)) is None:  # clearing one parameter may clear others
                 continue
-            self._pending[index] = replace(pending, absences=pending.absences + 1)
-            if pending.absences + 1 >= _ABSENCES:
+            seen.absences += 1
+            if index in scale.sound or seen.absences >= _ABSENCES:
                 self._clear(index)
         if averaged:
-            self._pending = {index: replace(p, since=p.since + 1) for index, p in self._pending.items()}
+            for pending in self._pending.values():
+                pending.since += 1
 
     def _clear(self, index: int) -> None:
         """The parameter is sound again, or no longer used."""
@@ -103,11 +103,10 @@ class ChangedGradients:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that `load_state_dict` needs."""
-        pending = {str(index): asdict(counts) for index, counts in self._pending.items()}
-        return {"weight": self._weight, "changed": self._changed, "why": self._why, "suspects": pending}
+        """Everything that `load_state_dict` needs, as JSON values."""
+        return super().state_dict() | {"pending": {str(i): asdict(p) for i, p in self._pending.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self._weight, self._changed, self._why = state["weight"], state["changed"], state["why"]
-        self._pending = {int(index): _Pending(**counts) for index, counts in state["suspects"].items()}
+        super().load_state_dict(state)
+        self._pending = {int(i): _Pending(**counts) for i, counts in state["pending"].items()}

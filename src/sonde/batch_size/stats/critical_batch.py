@@ -181,12 +181,10 @@ def judge_batch(
         raise ValueError(f"batch must be positive and finite, got {batch}: pass the units of one optimizer step")
     size = f"{number(batch, 4)} {unit}"
     of_run = of_run if of_run is not None and of_run.is_known else None
-    if early := _too_early(n_steps, first_step, warms_up=warms_up):
-        why = "" if now.is_known else reason
-        return Verdict("unknown", f"No verdict yet on the batch of {size}.", _sentences(why, early))
-    if not (now.is_known or of_run):
-        detail = _sentences(reason, advice)
-        return Verdict("unknown", f"No verdict yet on the batch of {size}.", detail, advice=advice)
+    early = _too_early(n_steps, first_step, warms_up=warms_up)
+    if early or not (now.is_known or of_run):
+        detail = _sentences("" if now.is_known else reason, early or advice)
+        return Verdict("unknown", f"No verdict yet on the batch of {size}.", detail, advice="" if early else advice)
     if now.high == 0:
         return Verdict(
             "unknown",
@@ -208,12 +206,9 @@ def judge_batch(
         in_short = f"for {run}, the batch {_WORDS[kind]}"
         costs = f"In {run}, {_trade_off(batch, of_run, kind, unit)}"
         if now.is_known:
-            same = kind_now == kind
-            verdict_now = "too" if same else f"it {_WORDS[kind_now]}"
-            headline += (
-                f" From here on{'' if same else ','} {verdict_now}: the noise scale is {now.in_words(unit)} now."
-            )
-            in_short += "; from here on too" if same else f"; from here on, it {_WORDS[kind_now]}"
+            again = " too" if kind_now == kind else f", it {_WORDS[kind_now]}"
+            headline += f" From here on{again}: the noise scale is {now.in_words(unit)} now."
+            in_short += f"; from here on{again}"
             costs += f". From here on, {_trade_off(batch, now, kind_now, unit)}"
     if kind_now in ("too_small", "about_right", "too_large"):
         advice = ""  # the interval is narrow enough to decide

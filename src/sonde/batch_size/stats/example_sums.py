@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from sonde.batch_size.stats.example_order import OrderScores
+from sonde.batch_size.stats.comparisons import OrderScores
 from sonde.batch_size.stats.noise_scale import PieceSums, estimate_window
 from sonde.batch_size.stats.piece_class import PieceClass
 

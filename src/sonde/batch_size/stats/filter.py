@@ -32,13 +32,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sonde.batch_size.stats.blocks import Block, on_host
+from sonde.batch_size.stats.blocks import Block, change_of_rate, on_host
 from sonde.stats.intervals import TOO_FEW_WINDOWS, RatioInterval, unresolved
 
 DRIFTS = (-1.0, 0.0, 1.0, 2.5)
@@ -75,21 +74,6 @@ _WIDEST = math.log(30)
 is flat, the density falls by what was seen before, and ends with the grid."""
 
 
-@dataclass(frozen=True)
-class Level:
-    """The noise scale of one series, now or on average.
-
-    Attributes:
-        interval: of B_simple, in units.
-        b_simple: in units, now the median within the interval; None unless resolved.
-        log_error: standard error of log B_simple; None where it is not known.
-    """
-
-    interval: RatioInterval
-    b_simple: float | None = None
-    log_error: float | None = None
-
-
 class NoiseScaleFilter:
     """A density over log B for each of several series, such as the whole model and its groups of parameters.
 
@@ -116,8 +100,8 @@ class NoiseScaleFilter:
         self._scatter, self._freedom = self._scatter_with(block)
         self._rate = block.rate
 
-    def levels(self, unfinished: Block | None = None, *, n_series: int | None = None) -> list[Level]:
-        """The noise scale now.
+    def levels(self, unfinished: Block | None = None, *, n_series: int | None = None) -> list[RatioInterval]:
+        """The noise scale now: of each series its interval and, as the ratio, the median within the interval.
 
         Args:
             unfinished: the block under way, which counts as far as it has come.
@@ -125,7 +109,7 @@ class NoiseScaleFilter:
         """
         freedom = self._freedom if unfinished is None else self._scatter_with(unfinished)[1]
         if freedom < _FEWEST:
-            return [Level(TOO_FEW_WINDOWS)] * (len(self._density) if n_series is None else n_series)
+            return [TOO_FEW_WINDOWS] * (len(self._density) if n_series is None else n_series)
         density = self._density[:n_series] if unfinished is None else self._with(unfinished, n_series)
         # Lists, since a few hundred numbers take longer as tensors.
         lowest = float(self._log_b[0])
@@ -135,7 +119,7 @@ class NoiseScaleFilter:
         # The means of a block speak of its middle. Taken for its end, they would lag by half a block.
         half = block.log_time / 2
         density = _moved(self._density[:n_series], self._prior, half)
-        if (by_rate := _change_of_rate(self._rate, block.rate)) > _STEP:
+        if (by_rate := min(change_of_rate(self._rate, block.rate), _MOST_BY_RATE)) > _STEP:
             density = _spread(density, on_host((by_rate,)))
         density = density * self._likelihood(block, n_series)[:, None, None]
         density = _moved(density, self._prior, half)
@@ -159,14 +143,6 @@ class NoiseScaleFilter:
         # Over its maximum: of many windows, or of windows that hardly scatter, every point of the grid is so far from B
         # that L itself would be 0.
         return torch.exp(log_l - log_l.amax(-1, keepdim=True))
-
-
-def _change_of_rate(before: float | None, now: float | None) -> float:
-    """By how much log B may have changed with the learning rate; 0 where the rate is not known."""
-    if before is None or now is None or before == now:
-        return 0.0
-    low, high = sorted((before, now))
-    return min(math.log(high / low), _MOST_BY_RATE) if low > 0 else _MOST_BY_RATE
 
 
 def _moved(density: Tensor, prior: Tensor, time: float) -> Tensor:
@@ -206,7 +182,7 @@ def _spread(density: Tensor, deviations: Tensor) -> Tensor:
     return F.conv1d(rows, kernels, groups=n).view(density.shape)
 
 
-def _level(lowest: float, density: Sequence[float]) -> Level:
+def _level(lowest: float, density: Sequence[float]) -> RatioInterval:
     """Read one series.
 
     Args:
@@ -219,15 +195,15 @@ def _level(lowest: float, density: Sequence[float]) -> Level:
     high = _crossing(density, inside[-1], inside[-1] + 1, limit) if inside[-1] < len(density) - 1 else None
     if low is not None and high is not None and _STEP * (high - low) > _WIDEST:
         low, high = (low, None) if density[0] < density[-1] else (None, high)
-    ends = [None if at is None else math.exp(lowest + _STEP * at) for at in (low, high)]
-    interval = _interval(*ends)
-    if low is None or high is None:
-        return Level(interval)
-    return Level(
-        interval,
-        b_simple=math.exp(lowest + _STEP * min(max(_median(density, inside), low), high)),
-        log_error=_STEP * (high - low) / (2 * _NORMAL),
-    )
+    lower, upper = (math.exp(lowest + _STEP * (at or 0.0)) for at in (low, high))
+    if low is not None and high is not None:
+        median = math.exp(lowest + _STEP * min(max(_median(density, inside), low), high))
+        return RatioInterval("resolved", lower, upper, "", median, _STEP * (high - low) / (2 * _NORMAL))
+    if low is not None:
+        return RatioInterval("lower_bound", lower, math.inf, "|G|² cannot yet be distinguished from 0")
+    if high is not None:
+        return RatioInterval("upper_bound", 0.0, upper, "the noise tr Σ cannot yet be distinguished from 0")
+    return unresolved("neither the noise tr Σ nor |G|² can yet be distinguished from 0")
 
 
 def _crossing(density: Sequence[float], inside: int, outside: int, limit: float) -> float:
@@ -245,13 +221,3 @@ def _median(density: Sequence[float], inside: Sequence[int]) -> float:
             return i - 0.5 + (half - below) / density[i]
         below += density[i]
     return float(inside[-1])
-
-
-def _interval(low: float | None, high: float | None) -> RatioInterval:
-    if low is not None and high is not None:
-        return RatioInterval("resolved", low, high)
-    if low is not None:
-        return RatioInterval("lower_bound", low, math.inf, "|G|² cannot yet be distinguished from 0")
-    if high is not None:
-        return RatioInterval("upper_bound", 0.0, high, "the noise tr Σ cannot yet be distinguished from 0")
-    return unresolved("neither the noise tr Σ nor |G|² can yet be distinguished from 0")

@@ -22,25 +22,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from sonde.batch_size.stats.advice import BARELY_KNOWN, GUESSED, WELL_KNOWN
+from sonde.batch_size.stats.advice import BARELY_KNOWN, GUESSED, WELL_KNOWN, windows_needed
 from sonde.batch_size.stats.averages import NoiseScaleAverages
 from sonde.batch_size.stats.blocks import on_host
-from sonde.batch_size.stats.filter import Level
 from sonde.batch_size.stats.group_estimates import estimates_table
 from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading
 from sonde.batch_size.stats.solved_window import SolvedWindow
-from sonde.batch_size.stats.summary import (
-    Series,
-    doubts_of,
-    estimate_of,
-    group_reading,
-    make_reading,
-)
-from sonde.stats.intervals import TOO_FEW_WINDOWS, fieller_interval, unresolved
+from sonde.batch_size.stats.summary import Series, estimate_of, group_reading, make_reading
+from sonde.stats.intervals import TOO_FEW_WINDOWS, RatioInterval, fieller_interval, unresolved
 from sonde.wording import number
 
 _MIN_WINDOWS = 4
@@ -108,56 +102,38 @@ class FixedWeights:
             unit: plural name of the unit.
             with_groups: also read each group of parameters.
         """
-        doubts = doubts_of(averages)
-        why = next(iter(doubts.values()), "")
         series = self._series(len(averages.run.groups) if with_groups else 0)
-        if why:
-            series = [(Level(unresolved(why)), None, None)] * len(series)
-        total, grad_sq, _ = series[0]
+        total = series[0][0]
         return make_reading(
             averages,
             series,
             unit=unit,
-            doubts=doubts,
-            why=why,
-            advice="" if why else self._advice(total, unit),
-            scatter=None,
-            average=None if grad_sq is None else estimate_of(total),
             batch=self.batch,
-            windows_needed=self._windows_needed(total.log_error),
+            advice=self._advice(total, unit),
+            average=estimate_of(total) if self._units else None,
+            # Windows grow, so their number grows as the root of that of units.
+            windows_needed=windows_needed(total.log_error, self.n_windows, power=1),
         )
 
     def _series(self, n_groups: int) -> list[Series]:
         """The averages of the total and, after it, of each group."""
         if not self._units:
-            return [(Level(unresolved("no window has ended yet")), None, None)] * (1 + n_groups)
+            return [(unresolved("no window has ended yet"), None, None)] * (1 + n_groups)
         units = on_host(self._units)
         table = torch.stack(self._estimates)  # [windows, 2, groups]
         series = [table.sum(2), *(table[:, :, i] for i in range(n_groups))]
         return [_average(each, units / units.sum()) for each in series]
 
-    def _units_needed(self, log_error: float, target: float) -> float:
-        """How many more units until the standard error of log B_simple is `target`."""
-        return math.fsum(self._units) * ((log_error / target) ** 2 - 1.0)
-
-    def _advice(self, total: Level, unit: str) -> str:
-        status, error = total.interval.status, total.log_error
+    def _advice(self, total: RatioInterval, unit: str) -> str:
+        status, error = total.status, total.log_error
         if not self._units or (status == "resolved" and error is not None and error <= WELL_KNOWN):
             return ""
-        target = WELL_KNOWN if status == "resolved" else BARELY_KNOWN
         if error is None or error > GUESSED:
             what = "tr Σ" if status == "upper_bound" else "|G|²"
             return f"measure more {unit}; how many cannot be computed before {what} is known better"
-        needed = self._units_needed(error, target)
+        target = WELL_KNOWN if status == "resolved" else BARELY_KNOWN
+        needed = math.fsum(self._units) * ((error / target) ** 2 - 1.0)
         return f"measure about {number(needed, 2)} more {unit}" if needed > 0 else f"measure more {unit}"
-
-    def _windows_needed(self, log_error: float | None) -> int | None:
-        """Windows still needed for ± 20 %. Windows grow, so their number grows as the root of that of units."""
-        if log_error is None or log_error > GUESSED:
-            return None
-        n_windows, n_units = len(self._units), math.fsum(self._units)
-        needed = max(self._units_needed(log_error, WELL_KNOWN), 0.0)
-        return math.ceil(n_windows * (math.sqrt(1.0 + needed / n_units) - 1.0) - 1e-9)
 
 
 def _average(windows: Tensor, weights: Tensor) -> Series:
@@ -171,10 +147,9 @@ def _average(windows: Tensor, weights: Tensor) -> Series:
     trace_cov, grad_sq = mean.tolist()
     n_effective = float(1.0 / weights.square().sum())
     if len(weights) < _MIN_WINDOWS or n_effective < 2:
-        return Level(TOO_FEW_WINDOWS), grad_sq, trace_cov
-    residuals = windows - mean
-    scattered = residuals * (weights.square() / (1.0 - weights))[:, None]
-    (var_x, covariance), (_, var_y) = (scattered.T @ residuals).tolist()
+        return TOO_FEW_WINDOWS, grad_sq, trace_cov
+    residuals, of_mean = windows - mean, weights.square() / (1.0 - weights)
+    (var_x, covariance), (_, var_y) = ((residuals * of_mean[:, None]).T @ residuals).tolist()
     interval = fieller_interval(
         trace_cov,
         grad_sq,
@@ -183,11 +158,8 @@ def _average(windows: Tensor, weights: Tensor) -> Series:
         covariance=covariance,
         n_samples=n_effective,
     )
-    b_simple = trace_cov / grad_sq if interval.status == "resolved" else None
-    log_error = None
     if trace_cov > 0 and grad_sq > 0:
         # Delta method: log(x̄/ȳ) changes by dx̄/x̄ − dȳ/ȳ.
-        relative = residuals / mean
-        of_window = relative[:, 0] - relative[:, 1]
-        log_error = math.sqrt(max(float((weights.square() / (1.0 - weights)) @ of_window.square()), 0.0))
-    return Level(interval, b_simple, log_error), grad_sq, trace_cov
+        variance = float(of_mean @ (residuals / mean).diff(dim=1).square().squeeze(1))
+        interval = replace(interval, log_error=math.sqrt(max(variance, 0.0)))
+    return interval, grad_sq, trace_cov

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import overload
+from typing import Any
 
 from torch import Tensor
 
@@ -21,15 +21,8 @@ class GroupEstimates(Sequence[WindowEstimate]):
     def __init__(self, table: Tensor) -> None:
         self.table = table
 
-    @overload
-    def __getitem__(self, index: int) -> WindowEstimate: ...
-    @overload
-    def __getitem__(self, index: slice) -> GroupEstimates: ...
-    def __getitem__(self, index: int | slice) -> WindowEstimate | GroupEstimates:
-        if isinstance(index, slice):
-            return GroupEstimates(self.table[:, index])
-        trace_cov, grad_sq = self.table[:, range(len(self))[index]].tolist()
-        return WindowEstimate(trace_cov, grad_sq)
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self)[index]
 
     def __len__(self) -> int:
         return self.table.shape[1]

@@ -13,14 +13,12 @@ gradient, summed over parameters). For equal pieces they are those of McCandlish
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import TypeVar
 
 from torch import Tensor
-
-from sonde.stats.intervals import TOO_FEW_WINDOWS, RatioInterval, fieller_interval, samples_for_precision
 
 T = TypeVar("T", float, Tensor)
 
@@ -164,135 +162,3 @@ def effective_units(unit_weights: Sequence[float]) -> float:
 
 def _is_weight(value: object) -> bool:
     return isinstance(value, Real) and 0 <= float(value) < math.inf
-
-
-class RunningNoiseScale:
-    """Exponential averages of tr Σ and |G|², kept apart, with the covariance that their ratio's interval needs.
-
-    The window before last counts `decay` = 1 − 1/horizon times as much as the last one; the averages are normalised by
-    the weights seen so far, so they are unbiased from the first window on. `horizon=math.inf` is the plain average.
-    """
-
-    def __init__(self, horizon: float = 100.0) -> None:
-        if not horizon > 1:
-            raise ValueError(f"horizon must be more than 1 window, got {horizon}: use 100, or math.inf to average all")
-        self.horizon = float(horizon)
-        self.windows = 0
-        self._weight = 0.0  # Σ d^i
-        self._sq_weight = 0.0  # Σ d^2i
-        self._trace_cov = 0.0
-        self._grad_sq = 0.0
-        # Weighted sums of products of deviations from the means.
-        self._dev_trace_trace = 0.0
-        self._dev_trace_grad = 0.0
-        self._dev_grad_grad = 0.0
-
-    @property
-    def decay(self) -> float:
-        """The factor by which a window's weight shrinks with each later one."""
-        return 1.0 - 1.0 / self.horizon
-
-    def update(self, window: WindowEstimate) -> None:
-        """Add one window.
-
-        Raises:
-            ValueError: when it is not finite: one such value would stay in the average for ever.
-        """
-        x, y = window.trace_cov, window.grad_sq
-        if not (math.isfinite(x) and math.isfinite(y)):
-            raise ValueError(f"a window must be finite to be averaged, got {window}: drop it and count it")
-        old = self.decay * self._weight
-        self._weight = old + 1.0
-        self._sq_weight = self.decay**2 * self._sq_weight + 1.0
-        self.windows += 1
-        # West's update for weighted moments: stable where Σx² − (Σx)² would cancel.
-        dx, dy = x - self._trace_cov, y - self._grad_sq
-        gain = old / self._weight
-        self._dev_trace_trace = self.decay * self._dev_trace_trace + gain * dx * dx
-        self._dev_trace_grad = self.decay * self._dev_trace_grad + gain * dx * dy
-        self._dev_grad_grad = self.decay * self._dev_grad_grad + gain * dy * dy
-        self._trace_cov += dx / self._weight
-        self._grad_sq += dy / self._weight
-
-    @property
-    def trace_cov(self) -> float | None:
-        """Running tr Σ, or None before the first window."""
-        return self._trace_cov if self.windows else None
-
-    @property
-    def grad_sq(self) -> float | None:
-        """Running |G|², unclamped, or None before the first window."""
-        return self._grad_sq if self.windows else None
-
-    @property
-    def effective_windows(self) -> float:
-        """1/Σω² for the weights ω of the average: how many equally weighted windows it is worth."""
-        return self._weight**2 / self._sq_weight if self.windows else 0.0
-
-    def _moments(self) -> dict[str, float]:
-        """The means, their covariances and the effective sample size, as the interval's arguments."""
-        # Unbiased for weights of unit sum: Σω(x−x̄)²/(1−Σω²); the mean's variance is Σω² times that.
-        n = self.effective_windows
-        of_mean = 1.0 / (self._weight * (n - 1.0))
-        return {
-            "numerator": self._trace_cov,
-            "denominator": self._grad_sq,
-            "var_numerator": self._dev_trace_trace * of_mean,
-            "var_denominator": self._dev_grad_grad * of_mean,
-            "covariance": self._dev_trace_grad * of_mean,
-            "n_samples": n,
-        }
-
-    def interval(self, level: float = 0.95) -> RatioInterval:
-        """Fieller's interval for B_simple = tr Σ/|G|², in units.
-
-        Returns:
-            A `RatioInterval`; with fewer than 2 effective windows it is unresolved.
-        """
-        if self.effective_windows < 2:
-            return TOO_FEW_WINDOWS
-        return fieller_interval(**self._moments(), level=level)
-
-    def windows_needed(self, precision: float = 0.2, level: float = 0.95) -> int | None:
-        """How many more windows until the interval is about ± `precision` of B_simple.
-
-        Returns:
-            The number, 0 when it is reached; None when it cannot be said (|G|² is not positive so far) or when this
-            horizon is too short ever to reach it.
-        """
-        if self.effective_windows < 2:
-            return None
-        total = samples_for_precision(**self._moments(), precision=precision, level=level)
-        if total is None:
-            return None
-        if total <= self.effective_windows:
-            return 0
-        if math.isinf(self.horizon):
-            return math.ceil(total - self.windows)
-        # After n windows the weights are worth  m (1 − dⁿ)/(1 + dⁿ)  windows, m = (1 + d)/(1 − d); solve for n.
-        most = (1 + self.decay) / (1 - self.decay)
-        if total >= most:
-            return None
-        n = math.log((most - total) / (most + total)) / math.log(self.decay)
-        return max(math.ceil(n) - self.windows, 1)
-
-    def state_dict(self) -> dict[str, float | int]:
-        """Everything that `load_state_dict` needs, as JSON-safe numbers."""
-        return {name: getattr(self, attribute) for name, attribute in _STATE.items()}
-
-    def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """Restore what `state_dict` returned, with the same horizon."""
-        for name, attribute in _STATE.items():
-            setattr(self, attribute, state[name])
-
-
-_STATE = {
-    "windows": "windows",
-    "weight": "_weight",
-    "sq_weight": "_sq_weight",
-    "trace_cov": "_trace_cov",
-    "grad_sq": "_grad_sq",
-    "dev_trace_trace": "_dev_trace_trace",
-    "dev_trace_grad": "_dev_trace_grad",
-    "dev_grad_grad": "_dev_grad_grad",
-}

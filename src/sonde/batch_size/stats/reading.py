@@ -140,15 +140,15 @@ class NoiseScaleReading:
 
     def metrics(self) -> dict[str, float | None]:
         """The numbers by metric name; None where a number is unknown or unbounded."""
-        average = self.average
+        average = self.average or Estimate()
         numbers = {
             "gns/b_simple": self.b_simple,
             "gns/b_simple_low": self.low,
             "gns/b_simple_high": self.high,
             "gns/scatter": self.scatter,
-            "gns/b_simple_average": average.b_simple if average else None,
-            "gns/b_simple_average_low": average.low if average else None,
-            "gns/b_simple_average_high": average.high if average else None,
+            "gns/b_simple_average": average.b_simple,
+            "gns/b_simple_average_low": average.low,
+            "gns/b_simple_average_high": average.high,
             "gns/first_step": self.first_step,
             "gns/grad_sq": self.grad_sq,
             "gns/trace_cov": self.trace_cov,
@@ -167,6 +167,10 @@ class NoiseScaleReading:
         return {name: value if value is None or math.isfinite(value) else None for name, value in numbers.items()}
 
     @property
+    def _now(self) -> Estimate:
+        return Estimate(self.b_simple, self.low, self.high)
+
+    @property
     def verdict(self) -> Verdict | None:
         """A judgement of the batch size; None before the first window. `sonde.judge_batch` judges another batch."""
         if self.units_per_window is None:
@@ -175,7 +179,7 @@ class NoiseScaleReading:
         return judge_batch(
             batch,
             unit=unit,
-            now=Estimate(self.b_simple, self.low, self.high),
+            now=self._now,
             of_run=self.average if self.n_steps else None,
             n_steps=self.n_steps,
             first_step=self.first_step,
@@ -198,12 +202,10 @@ class NoiseScaleReading:
         if average is not None and average.b_simple is not None and self.n_steps:
             over = "over the run" if self.first_step == 1 else f"from step {self.first_step:,} on"
             seen = f"{number(average.b_simple)} {over}, {seen}"
+        if self.status == "unresolved":
+            return f"B_simple not known yet ({self.reason}), {seen}"
         if self.status == "resolved":
-            known = f"{number(self.b_simple)} {self.unit} [{number(self.low)} – {number(self.high)}]"
             also = "".join(f" = {number(c.b_simple)} {c.unit}" for c in map(self.in_unit, self.further_units))
-            return f"B_simple {known}{also}, {seen}{judged}"
-        if self.status == "lower_bound":
-            return f"B_simple > {number(self.low)} {self.unit}, {seen}{judged}"
-        if self.status == "upper_bound":
-            return f"B_simple < {number(self.high)} {self.unit}, {seen}{judged}"
-        return f"B_simple not known yet ({self.reason}), {seen}"
+            return f"B_simple {self._now.in_words(self.unit)}{also}, {seen}{judged}"
+        sign, end = (">", self.low) if self.status == "lower_bound" else ("<", self.high)
+        return f"B_simple {sign} {number(end)} {self.unit}, {seen}{judged}"

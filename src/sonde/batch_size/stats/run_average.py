@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from sonde.batch_size.stats.blocks import Block
-from sonde.batch_size.stats.filter import Level
-from sonde.stats.intervals import TOO_FEW_WINDOWS, fieller_interval
+from sonde.stats.intervals import TOO_FEW_WINDOWS, RatioInterval, fieller_interval
 
 _FEWEST = 4
 """Fewest windows."""
@@ -24,7 +23,7 @@ class RunAverage:
         """Take the next block."""
         self._sums = self._with(block)
 
-    def level(self, unfinished: Block | None = None) -> Level:
+    def level(self, unfinished: Block | None = None) -> RatioInterval:
         """B_simple so far with Fieller's interval.
 
         Args:
@@ -32,10 +31,10 @@ class RunAverage:
         """
         n_steps, n_windows, n_blocks, x, y, xx, xy, yy, spread = self._with(unfinished)
         if n_windows < _FEWEST:
-            return Level(TOO_FEW_WINDOWS)
+            return TOO_FEW_WINDOWS
         # Satterthwaite's degrees of freedom of a sum of variances, here that of |G|².
         freedom = yy * yy / spread if spread > 0 else n_windows - n_blocks
-        interval = fieller_interval(
+        return fieller_interval(
             x / n_steps,
             y / n_steps,
             var_numerator=xx / n_steps**2,
@@ -43,7 +42,6 @@ class RunAverage:
             covariance=xy / n_steps**2,
             n_samples=max(freedom + 1.0, 2.0),
         )
-        return Level(interval, x / y if interval.status == "resolved" and y > 0 else None)
 
     def _with(self, block: Block | None) -> list[float]:
         """Steps, windows, blocks; tr Σ and |G|² over all steps; their variances; and what Satterthwaite needs."""

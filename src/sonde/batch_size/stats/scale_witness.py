@@ -95,10 +95,8 @@ def read_scale(
     if power == 0.0 or final_power == 0.0:
         return ScaleReading(None, None, "zero")
     scale = float(final @ summed) / power
-    if (
-        abs(scale - 1.0) < _ONE_ROUNDING
-    ):  # |G|² is a small difference of squares that κ scales: 1e-8 there is 1e-5 of it
-        scale = 1.0
+    # |G|² is a small difference of squares that κ scales: 1e-8 there is 1e-5 of it.
+    scale = 1.0 if abs(scale - 1.0) < _ONE_ROUNDING else scale
     sizes = sizes if sizes is not None else {0: len(final)}
     parts = _Parts(final, summed, summed.square() if squares is None else squares, sizes, floor / tolerance)
     residual, residuals = parts.residuals(scale)
@@ -125,36 +123,38 @@ class _Parts:
     def __init__(
         self, final: Tensor, summed: Tensor, squares: Tensor, sizes: Mapping[int, int], least_size: float
     ) -> None:
-        self._final, self._summed, self._squares, self._sizes = final, summed, squares, sizes
-        self._least_square = least_size**2
+        self._final, self._summed, self._squares, self._least_square = final, summed, squares, least_size**2
+        self._indices, self._sizes = list(sizes), torch.tensor([*sizes.values()], device="cpu")
+        self._owners = torch.arange(len(sizes), device="cpu").repeat_interleave(self._sizes)
 
-    def _left_over(self, scale: float) -> tuple[Tensor, Tensor]:
+    def _by_parameter(self, elements: Tensor) -> Tensor:
+        """Sums over the elements of each parameter; [2, parameters]."""
+        n = len(self._owners)
+        return elements.new_zeros(2, len(self._indices)).index_add_(1, self._owners, elements[:, :n])
+
+    def _left_over(self, scale: float) -> Tensor:
         """(F − κH)² of each element, and the square of the size that rounding is relative to: F, κH or the pieces."""
-        left = (self._final - scale * self._summed).square()
         added = scale**2 * torch.maximum(self._summed.square(), self._squares)
-        return left, torch.maximum(self._final.square(), added) + self._least_square
+        size = torch.maximum(self._final.square(), added) + self._least_square
+        return torch.stack([(self._final - scale * self._summed).square(), size])
 
     def residuals(self, scale: float) -> tuple[float, dict[int, float]]:
         """|F − κH| over the size of F, of all elements together, and of each parameter that has a gradient.
 
         A parameter's is NaN where its gradient is not finite.
         """
-        both = torch.stack(self._left_over(scale))
+        both = self._left_over(scale)
         whole, size_of_whole = both.sum(1).tolist()
-        sizes = torch.tensor([*self._sizes.values()], device="cpu")
-        owners = torch.arange(len(sizes), device="cpu").repeat_interleave(sizes)
-        sums = both.new_zeros(2, len(sizes)).index_add_(1, owners, both[:, : len(owners)])
-        floors = (sizes * self._least_square).tolist()
-        by_parameter = zip(self._sizes, *sums.tolist(), floors, strict=True)
+        floors = (self._sizes * self._least_square).tolist()
+        by_parameter = zip(self._indices, *self._by_parameter(both).tolist(), floors, strict=True)
         return math.sqrt(whole / max(size_of_whole, 1e-300)), {
             i: math.sqrt(a / b) for i, a, b, floor in by_parameter if not b - floor <= _NOT_DENORMAL**2
         }
 
     def usual_scale(self) -> float:
         """The median of the parameters' own κ: a few changed parameters with large gradients do not move it."""
-        n, sizes = sum(self._sizes.values()), list(self._sizes.values())
-        pairs = zip(self._final[:n].split(sizes), self._summed[:n].split(sizes), strict=True)
-        ratios = sorted(float(f @ h) / power for f, h in pairs if (power := float(h @ h)) > 0.0)
+        products = self._by_parameter(torch.stack([self._final, self._summed]) * self._summed)
+        ratios = sorted(fh / power for fh, power in products.T.tolist() if power > 0.0)
         return ratios[len(ratios) // 2] if ratios else 0.0
 
     def is_clipped(self, tolerance: float) -> bool:
@@ -173,5 +173,5 @@ class _Parts:
         if not bool((uncut[cut] > value * (1 - tolerance)).all()) or not bool((uncut > value * (1 + tolerance)).any()):
             return False
         # The elements that are not cut must be a multiple of H.
-        left, whole = (x[rest].sum() for x in self._left_over(scale))
-        return math.sqrt(float(left) / max(float(whole), 1e-300)) <= tolerance
+        left, whole = self._left_over(scale)[:, rest].sum(1).tolist()
+        return math.sqrt(left / max(whole, 1e-300)) <= tolerance

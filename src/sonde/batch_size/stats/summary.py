@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from sonde.batch_size.stats.advice import advise, windows_needed
 from sonde.batch_size.stats.averages import NoiseScaleAverages
-from sonde.batch_size.stats.consistency import same_data
 from sonde.batch_size.stats.critical_batch import Estimate
-from sonde.batch_size.stats.filter import Level
 from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading
+from sonde.batch_size.stats.windows_of_run import Recent
 from sonde.stats.intervals import RatioInterval, unresolved
 from sonde.wording import plural
 
 _MOST_MISSING = 5
 """Windows in a row that may be dropped before nothing is known about now; or a tenth of those used, if that is more."""
-_CERTAINTY = 0.99
-"""Confidence level of the check that pieces hold different data."""
+_NOTHING: dict[str, Any] = {"advice": "", "scatter": None, "average": None, "windows_needed": None, "every": 1.0}
+"""What a reading says of windows before there are any, or where they cannot be trusted."""
 
-Series = tuple[Level, float | None, float | None]
+Series = tuple[RatioInterval, float | None, float | None]
 """The noise scale of the whole model or of a group, its |G|² and its tr Σ."""
 
 
@@ -32,47 +31,46 @@ def summarise(averages: NoiseScaleAverages, *, unit: str, with_groups: bool = Tr
         unit: plural name of the unit.
         with_groups: also read each group of parameters.
     """
-    run, doubts = averages.run, doubts_of(averages)
-    why = next(iter(doubts.values()), "") or _stale(averages)
-    levels = run.levels(with_groups=with_groups)
-    if why:
-        levels = [Level(unresolved(why))] * len(levels)
-    recent = None if why else run.recent()
+    run = averages.run
+    levels, recent = run.levels(with_groups=with_groups), run.recent()
     series: Sequence[Series] = [(level, None, None) for level in levels]
-    if recent:
-        series = list(zip(levels, recent.grad_sq, recent.trace_cov, strict=False))  # all groups, or none, are read
-    status, log_error = levels[0].interval.status, levels[0].log_error
-    if recent and not log_error and recent.scatter is not None:
-        log_error = recent.scatter / math.sqrt(recent.n_windows)
-    # A window that was dropped was measured.
-    used = averages.windows / max(averages.windows + sum(averages.dropped.values()), 1)
-    every = max(recent.steps_per_window * used, 1.0) if recent else 1.0
-    n_units = averages.effective(averages.units_per_window)
-    advice = advise(
-        status,
-        log_error,
-        n_steps=run.n_steps,
-        every=every,
-        n_pieces=averages.u * n_units if averages.u and n_units else None,
-        n_units=n_units,
-    )
+    facts: dict[str, Any] = {}
+    if recent is not None:
+        # All groups, or none, are read.
+        series = list(zip(levels, recent.grad_sq, recent.trace_cov, strict=False))
+        facts = _known_of(averages, levels[0], recent)
     return make_reading(
         averages,
         series,
         unit=unit,
-        doubts=doubts,
-        why=why,
-        advice=advice if recent else "",
-        scatter=recent.scatter if recent and status == "resolved" else None,
-        average=estimate_of(run.average()) if recent else None,
         batch=averages.units_per_window,
-        windows_needed=windows_needed(log_error, recent.n_windows) if recent else None,
-        n_steps=run.n_steps,
+        stale=_stale(averages),
+        n_steps=run.blocks.n_steps,
         first_step=run.first_step,
         warms_up=run.warms_up,
-        every=every,
         further_units=averages.further_per_unit,
+        **facts,
     )
+
+
+def _known_of(averages: NoiseScaleAverages, level: RatioInterval, recent: Recent) -> dict[str, Any]:
+    """How well the noise scale of a run is known, what would make it known better, and its average."""
+    log_error = level.log_error
+    if not log_error and recent.scatter is not None:
+        log_error = recent.scatter / math.sqrt(recent.n_windows)
+    # A window that was dropped was measured.
+    used = averages.windows / max(averages.windows + sum(averages.dropped.values()), 1)
+    every = max(recent.n_steps / recent.n_windows * used, 1.0)
+    n_units = averages.effective(averages.units_per_window)
+    n_pieces = averages.u * n_units if averages.u and n_units else None
+    n_steps = averages.run.blocks.n_steps
+    return {
+        "advice": advise(level.status, log_error, n_steps=n_steps, every=every, n_pieces=n_pieces, n_units=n_units),
+        "scatter": recent.scatter if level.status == "resolved" else None,
+        "average": estimate_of(averages.run.average()),
+        "windows_needed": windows_needed(log_error, recent.n_windows),
+        "every": every,
+    }
 
 
 def make_reading(
@@ -80,27 +78,29 @@ def make_reading(
     series: Sequence[Series],
     *,
     unit: str,
-    doubts: Mapping[str, str],
-    why: str,
     batch: float | None,
+    stale: str = "",
     **facts: Any,
 ) -> NoiseScaleReading:
-    """A reading of the whole model and of its groups.
+    """A reading of the whole model and of its groups; without numbers if there is a doubt.
 
     Args:
         averages: of all windows so far.
         series: of the whole model and, after it, of each group that is read.
         unit: plural name of the unit.
-        doubts: reasons not to trust the numbers, by name.
-        why: why there is no number, whatever the windows say; empty where there may be one.
         batch: the batch size to judge, in units.
+        stale: why there is no number, whatever the windows say; empty where there may be one.
         facts: the other fields of the reading, by name.
     """
+    doubts = averages.doubts()
+    if why := next(iter(doubts.values()), stale):
+        series, facts = [(unresolved(why), None, None)] * len(series), facts | _NOTHING
     own, *groups = [group_reading(*each) for each in series]
     run = averages.run
     return NoiseScaleReading(
         **vars(own),
-        reason=why or _reason(averages, series[0][0].interval),
+        **(_NOTHING | facts),
+        reason=why or _reason(averages, series[0][0]),
         units_per_window=batch,
         effective_units=averages.effective(batch),
         u=averages.u,
@@ -112,19 +112,17 @@ def make_reading(
         scale_residual=averages.scale_residual,
         unit=unit,
         groups={name: group for name, group in zip(run.groups, groups, strict=False) if name not in run.gone},
-        **facts,
     )
 
 
-def group_reading(level: Level, grad_sq: float | None, trace_cov: float | None) -> GroupReading:
+def group_reading(known: RatioInterval, grad_sq: float | None, trace_cov: float | None) -> GroupReading:
     """The reading of one series."""
-    known = level.interval
-    return GroupReading(known.status, level.b_simple, known.low, known.high, grad_sq, trace_cov)
+    return GroupReading(known.status, known.ratio, known.low, known.high, grad_sq, trace_cov)
 
 
-def estimate_of(level: Level) -> Estimate:
+def estimate_of(known: RatioInterval) -> Estimate:
     """A noise scale as a verdict takes it."""
-    return Estimate(level.b_simple, level.interval.low, level.interval.high)
+    return Estimate(known.ratio, known.low, known.high)
 
 
 def _stale(averages: NoiseScaleAverages) -> str:
@@ -134,28 +132,6 @@ def _stale(averages: NoiseScaleAverages) -> str:
         return ""
     last = f": {averages.last_drop}" if averages.last_drop else ""
     return f"the last {plural(missing, 'window')} could not be used{last}"
-
-
-def doubts_of(averages: NoiseScaleAverages) -> dict[str, str]:
-    """Reasons not to trust the averages, however narrow their interval: messages by name."""
-    doubts = {}
-    if (changed := averages.changed.doubt()) is not None:
-        doubts["changed"] = changed
-    same = same_data(
-        averages.windows,
-        pieces_differ=averages.pieces_differ,
-        consistency=averages.consistency,
-        interval=averages.within_between.interval(_CERTAINTY),
-    )
-    # If all data are the same, pieces repeat too.
-    repeated = None if same else averages.repeats.pieces_doubt()
-    if (dependent := repeated or averages.order.doubt() or averages.neighbours.doubt()) is not None:
-        doubts["dependent_pieces"] = dependent
-    if (shared := averages.examples.doubt()) is not None:
-        doubts["dependent_examples"] = shared
-    if (same := same or averages.repeats.ranks_doubt()) is not None:
-        doubts["same_data"] = same
-    return doubts
 
 
 def _reason(averages: NoiseScaleAverages, interval: RatioInterval) -> str:

@@ -97,12 +97,11 @@ class NoiseScaleTracker:
         self._averages.add(solved, scale, rate)
         if self._fixed_weights is not None:
             self._fixed_weights.add(solved, weight=row.weight / self._n_ranks)
-        self._averages.neighbours.update(row.neighbours)
-        self._averages.order.update(row.order)
-        self._averages.repeats.update(row.repeats)
+        dependence = self._averages.dependence
+        dependence.update(row.neighbours, row.order, row.repeats)
         if row.examples is not None:
             excess = row.examples.excess_of_pieces(row.pieces(), scale=scale.scale)
-            self._averages.examples.update(row.examples.order, excess)
+            dependence.update(row.examples.order, excess=excess)
         self.last, self.last_norm = solved, solved.norm
         return None
 

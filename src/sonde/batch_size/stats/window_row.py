@@ -6,12 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from sonde.batch_size.stats.comparisons import NeighbourSums, OrderSums, Repeats
 from sonde.batch_size.stats.example_sums import ExampleSums
 from sonde.batch_size.stats.expert_sums import why_experts_unusable
-from sonde.batch_size.stats.neighbours import NeighbourSums
 from sonde.batch_size.stats.piece_class import PieceClass, WitnessedPieces
-from sonde.batch_size.stats.piece_order import OrderSums
-from sonde.batch_size.stats.repeats import Repeats
 from sonde.batch_size.stats.scale_witness import ScaleReading
 
 _ROUNDING_OF_SQUARES = 1e-2

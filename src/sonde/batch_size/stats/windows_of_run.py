@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from sonde.batch_size.stats.blocks import Block, Blocks, on_host
-from sonde.batch_size.stats.filter import Level, NoiseScaleFilter
+from sonde.batch_size.stats.blocks import Blocks, on_host
+from sonde.batch_size.stats.filter import NoiseScaleFilter
 from sonde.batch_size.stats.group_estimates import estimates_table
 from sonde.batch_size.stats.run_average import RunAverage
 from sonde.batch_size.stats.solved_window import SolvedWindow
-from sonde.stats.intervals import unresolved
+from sonde.stats.intervals import RatioInterval, unresolved
+from sonde.stats.sealed_state import Stateful
 
 _RISES = 1.01
 """A learning rate that rises by more than this factor warms up. Rounding changes it by less."""
@@ -45,18 +46,18 @@ class Recent:
     n_steps: int
     scatter: float | None
 
-    @property
-    def steps_per_window(self) -> float:
-        """Steps of training for each measured window."""
-        return self.n_steps / self.n_windows
 
-
-class WindowsOfRun:
+class WindowsOfRun(Stateful):
     """Takes windows; knows the noise scale now, and on average over the run.
 
     Args:
         groups: names of the parameter groups, in the order of a window's entries.
     """
+
+    STATE = (
+        *("last_window", "_origin", "_batch", "blocks"),
+        *("_peak_rate", "_peaked_at", "_n_rises", "_longest_stay", "_has_fallen"),
+    )
 
     def __init__(self, groups: Sequence[str]) -> None:
         self.groups = tuple(groups)
@@ -64,10 +65,8 @@ class WindowsOfRun:
         """The groups in which no parameter is trained now."""
         self.last_window = 0
         """Number of the last window that was used."""
-        self._peak_rate = 0.0
-        """The highest learning rate so far."""
-        self._peaked_at = 0
-        """Number of the first window with that rate."""
+        self._peak_rate, self._peaked_at = 0.0, 0
+        """The highest learning rate so far, and the number of the first window with it."""
         self._n_rises, self._longest_stay = 0, 0
         """How often a rate was the highest so far, the first included; and most steps between two of them."""
         self._has_fallen = False
@@ -75,11 +74,9 @@ class WindowsOfRun:
         self._begin(0)
 
     def _begin(self, number: int) -> None:
-        self._blocks = Blocks()
+        self.blocks, self._average = Blocks(), RunAverage()
         self._filter: NoiseScaleFilter | None = None
-        self._average = RunAverage()
-        self._batch = 0.0
-        self._origin = number
+        self._batch, self._origin = 0.0, number
 
     def add(self, window: SolvedWindow, number: int, rate: float | None = None) -> None:
         """Add a window.
@@ -98,7 +95,7 @@ class WindowsOfRun:
         if self._filter is None:
             self._batch = window.effective_units
             self._filter = NoiseScaleFilter(len(estimates), self._batch)
-        block = self._blocks.add(number - self._origin, estimates, 1 / window.effective_units, rate)
+        block = self.blocks.add(number - self._origin, estimates, 1 / window.effective_units, rate)
         if block is not None:
             self._filter.update(block)
             self._average.add(block)
@@ -116,7 +113,7 @@ class WindowsOfRun:
     def warms_up(self) -> bool:
         """Whether the learning rate has only risen, and has not stayed level since for longer than before."""
         stays = self.last_window - self._peaked_at
-        if self._has_fallen or self._n_rises < 2 or self._blocks.rate is None:
+        if self._has_fallen or self._n_rises < 2 or self.blocks.rate is None:
             return False
         return stays <= max(_LEVEL_AT_LEAST, _LEVEL_FOR * self.last_window, _LONGER * self._longest_stay)
 
@@ -131,79 +128,50 @@ class WindowsOfRun:
         self._begin(max(first - 1, 0))
 
     @property
-    def n_windows(self) -> int:
-        """Windows that are kept, in blocks."""
-        return self._blocks.n_windows
-
-    @property
-    def n_steps(self) -> int:
-        """Steps of training up to the last window, from the beginning or from where everything began anew."""
-        return max(self.last_window - self._origin, 0)
-
-    @property
     def first_step(self) -> int:
-        """The first of these steps, from 1."""
+        """The first step of training that counts, from 1."""
         return self._origin + 1
 
-    def levels(self, *, with_groups: bool = True) -> list[Level]:
+    def levels(self, *, with_groups: bool = True) -> list[RatioInterval]:
         """The noise scale now: of the whole model and, after it, of each group."""
         if self._filter is None:
             since = f" since step {self._origin:,}, where it began anew" if self._origin else ""
-            return [Level(unresolved(f"no window has ended yet{since}"))] * (1 + len(self.groups) * with_groups)
-        return self._filter.levels(self._blocks.unfinished, n_series=None if with_groups else 1)
+            return [unresolved(f"no window has ended yet{since}")] * (1 + len(self.groups) * with_groups)
+        return self._filter.levels(self.blocks.unfinished, n_series=None if with_groups else 1)
 
-    def average(self) -> Level:
+    def average(self) -> RatioInterval:
         """The noise scale of the whole model over the run so far; see `RunAverage`."""
-        return self._average.level(self._blocks.unfinished)
+        return self._average.level(self.blocks.unfinished)
 
     def recent(self) -> Recent | None:
         """The last windows; None before the first."""
-        blocks = self._blocks.all[-_RECENT:]
+        blocks = self.blocks.all[-_RECENT:]
         if not blocks:
             return None
-        n = [block.n_windows for block in blocks]
-        n_windows, n_steps = sum(n), sum(block.n_steps for block in blocks)
-        parts = on_host(n) / n_windows
-        means = torch.stack([b.means * torch.where(b.sizes > 0, b.sizes, 1.0)[:, None] for b in blocks])
-        trace_cov, grad_sq = (parts[:, None, None] * means).sum(0).T.tolist()
-        return Recent(trace_cov, grad_sq, n_windows, n_steps, _log_scatter(blocks))
+        n_windows, n_steps = sum(b.n_windows for b in blocks), sum(b.n_steps for b in blocks)
+        parts = on_host([b.n_windows for b in blocks]) / n_windows
+        over_size = torch.stack([b.means for b in blocks])  # [blocks, series, 2]
+        sizes = torch.stack([torch.where(b.sizes > 0, b.sizes, 1.0) for b in blocks])
+        trace_cov, grad_sq = torch.einsum("b,bs,bsi->is", parts, sizes, over_size).tolist()
+        # The standard deviation of log(x/y), to first order, of the first series.
+        x, y = (parts @ over_size[:, 0]).tolist()
+        freedom, scatter = n_windows - len(blocks), None
+        if freedom > 0 and x > 0 and y > 0:
+            (xx, xy), (_, yy) = (torch.stack([b.scatter[0] for b in blocks]).sum(0) / freedom).tolist()
+            scatter = math.sqrt(max(xx / x**2 - 2 * xy / (x * y) + yy / y**2, 0.0))
+        return Recent(trace_cov, grad_sq, n_windows, n_steps, scatter)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that `load_state_dict` needs; numbers, strings and containers of them."""
-        return {
-            "gone": sorted(self.gone),
-            "last_window": self.last_window,
-            "origin": self._origin,
-            "batch": self._batch,
-            "peak_rate": self._peak_rate,
-            "peaked_at": self._peaked_at,
-            "n_rises": self._n_rises,
-            "longest_stay": self._longest_stay,
-            "has_fallen": self._has_fallen,
-            "blocks": self._blocks.state_dict(),
-        }
+        """Everything that `load_state_dict` needs, as JSON values."""
+        return super().state_dict() | {"gone": sorted(self.gone)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, of a run with the same groups."""
-        self.gone, self.last_window = frozenset(state["gone"]), state["last_window"]
-        self._begin(state["origin"])
-        self._peak_rate, self._peaked_at = state["peak_rate"], state["peaked_at"]
-        self._n_rises, self._longest_stay = state["n_rises"], state["longest_stay"]
-        self._has_fallen = state["has_fallen"]
-        self._blocks.load_state_dict(state["blocks"])
-        if (batch := state["batch"]) > 0:
-            self._batch, self._filter = batch, NoiseScaleFilter(1 + len(self.groups), batch)
-            for block in self._blocks.complete:
+        self._begin(0)
+        super().load_state_dict(state)
+        self.gone = frozenset(state["gone"])
+        if self._batch > 0:
+            self._filter = NoiseScaleFilter(1 + len(self.groups), self._batch)
+            for block in self.blocks.complete:
                 self._filter.update(block)
                 self._average.add(block)
-
-
-def _log_scatter(blocks: Sequence[Block]) -> float | None:
-    """Standard deviation of log(tr Σ/|G|²) of single windows of the first series, to first order."""
-    n_windows = sum(block.n_windows for block in blocks)
-    freedom = n_windows - len(blocks)
-    x, y = (sum(b.n_windows * float(b.means[0, i]) for b in blocks) / n_windows for i in (0, 1))
-    if freedom < 1 or x <= 0 or y <= 0:
-        return None
-    (xx, xy), (_, yy) = (sum(b.scatter[0] for b in blocks) / freedom).tolist()  # type: ignore[union-attr]
-    return math.sqrt(max(xx / x**2 - 2 * xy / (x * y) + yy / y**2, 0.0))

@@ -11,11 +11,20 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from sonde.batch_size.stats.neighbours import FEWEST_PIECES, NeighbourSums, neighbour_products
+from sonde.batch_size.stats.comparisons import (
+    FEWEST_PIECES,
+    FEWEST_RANKS,
+    NeighbourSums,
+    OrderSums,
+    Repeats,
+    neighbour_products,
+    order_of_pieces,
+    rank_mark,
+    repeats_piece,
+    same_ranks,
+)
 from sonde.batch_size.stats.noise_scale import effective_units
 from sonde.batch_size.stats.piece_class import WitnessedPieces
-from sonde.batch_size.stats.piece_order import OrderSums, order_of_pieces
-from sonde.batch_size.stats.repeats import FEWEST_RANKS, Repeats, rank_mark, repeats_piece, same_ranks
 from sonde.batch_size.stats.window_row import CLASSES, Drop, WindowRow
 from sonde.batch_size.taps.metric import Adds, Metrics
 from sonde.batch_size.taps.named import Named, those_under

@@ -14,11 +14,12 @@ too large then, by a fraction of about 1/n.)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from sonde.batch_size.stats.noise_scale import PieceSums, RunningNoiseScale, WindowEstimate, estimate_window
+from sonde.batch_size.stats.noise_scale import PieceSums, WindowEstimate, estimate_window
+from sonde.batch_size.stats.ratio_average import RatioAverage
+from sonde.stats.sealed_state import Stateful
 
 
 @dataclass(frozen=True)
@@ -96,43 +97,31 @@ def _within(prompt: PromptNorms) -> float:
     return (w1**2 * q1 + w2**2 * q2) / (q1 + q2) * sq_difference
 
 
-class RunningPromptNoise:
+class RunningPromptNoise(Stateful):
     """Averages over windows: the noise scale in prompts, and the completions' share of it.
 
     Args:
         horizon: length of the exponential average, in windows.
     """
 
+    STATE = ("noise", "within", "n_prompts")
+
     def __init__(self, horizon: float = 100.0) -> None:
-        self.noise = RunningNoiseScale(horizon)
+        self.noise = RatioAverage(horizon)
+        """tr Σ over |G|²."""
         self.n_prompts = 0
         """Prompts of the last window."""
-        self.within = RunningNoiseScale(horizon)
-        """The completions' part of tr Σ (as its trace) and tr Σ (as its signal), of windows that have both."""
+        self.within = RatioAverage(horizon)
+        """The completions' part of tr Σ over tr Σ, of windows that have both."""
 
     def update(self, window: PromptWindow) -> None:
         """Add one window."""
-        self.noise.update(window.noise)
+        self.noise.update(window.noise.trace_cov, window.noise.grad_sq)
         self.n_prompts = window.n_prompts
         if window.from_completions is not None:
-            self.within.update(WindowEstimate(window.from_completions, window.noise.trace_cov))
+            self.within.update(window.from_completions, window.noise.trace_cov)
 
     @property
     def completions_share(self) -> float | None:
         """The part of tr Σ from completions; None before it is known. It is not clamped, and may exceed 1."""
-        part, whole = self.within.trace_cov, self.within.grad_sq
-        return part / whole if part is not None and whole else None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that `load_state_dict` needs, as JSON values."""
-        return {
-            "noise": self.noise.state_dict(),
-            "completions": self.within.state_dict(),
-            "prompts": self.n_prompts,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, with the same horizon."""
-        self.noise.load_state_dict(state["noise"])
-        self.within.load_state_dict(state["completions"])
-        self.n_prompts = state["prompts"]
+        return self.within.x / self.within.y if self.within.y else None
