@@ -7,7 +7,7 @@ ranks no longer train it. Several of these counts share one number, so that they
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -144,11 +144,9 @@ class FrozenOnRanks:
         n_moves, ages, sq_ages, n_parameters = map(round, moves.tolist())
         # n Σ x² = (Σ x)² holds for equal numbers alone. Changes that began at different windows count from this one.
         first = number - (ages // n_moves if has_moves and n_moves * sq_ages == ages**2 else 0)
-        changes = []
-        if more:
-            changes.append(self._change(more, first, "frozen", "no longer trained", "without them"))
-        if fewer:
-            changes.append(self._change(fewer, first, "unfrozen", "trained again", "with them"))
+        changes = [
+            self._change(alert, moved, first) for alert, moved in (("frozen", more), ("unfrozen", fewer)) if moved
+        ]
         n_seen = sum(abs(new - old) for old, new in zip(before, self._counts, strict=True))
         if has_moves and n_parameters != n_seen:
             changes.append(self._hidden_change(first))
@@ -160,15 +158,15 @@ class FrozenOnRanks:
         counts = [value >> self._bits * turn & mask for value in numbers for turn in range(self._each)]
         return counts[: len(self._names)]
 
-    @property
-    def _alive(self) -> set[str]:
-        """The groups in which a parameter is trained on some rank."""
-        return {g for g, n in zip(self._group_names, self._counts, strict=True) if n < self._n_holding}
-
-    def _change(self, indices: Sequence[int], first: int, alert: str, what: str, how: str) -> TrainedChange:
+    def _groups_of(self, indices: Iterable[int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The groups that parameters are in, and those of them in which no parameter is trained now, on any rank."""
         groups = tuple(dict.fromkeys(self._group_names[i] for i in indices))
-        alive = self._alive
-        gone = tuple(name for name in groups if name not in alive)
+        alive = {g for g, n in zip(self._group_names, self._counts, strict=True) if n < self._n_holding}
+        return groups, tuple(name for name in groups if name not in alive)
+
+    def _change(self, alert: str, indices: Sequence[int], first: int) -> TrainedChange:
+        groups, gone = self._groups_of(indices)
+        what, how = _IN_WORDS[alert]
         follows = f"the noise scale begins anew {how}"
         if gone:
             follows += f", and {some_of(gone, 4)} {'leaves' if len(gone) == 1 else 'leave'} it"
@@ -180,9 +178,11 @@ class FrozenOnRanks:
 
     def _hidden_change(self, first: int) -> TrainedChange:
         """A change that the counts do not show: as many ranks as before have a parameter frozen, but not the same."""
-        groups, alive = tuple(dict.fromkeys(self._group_names)), self._alive
         message = (
             "measured parameters were frozen and trained again between two measured windows, or frozen on one rank and "
             "trained again on another: the noise scale begins anew"
         )
-        return TrainedChange(groups, tuple(name for name in groups if name not in alive), first, "frozen", message)
+        return TrainedChange(*self._groups_of(range(len(self._names))), first, "frozen", message)
+
+
+_IN_WORDS = {"frozen": ("no longer trained", "without them"), "unfrozen": ("trained again", "with them")}
