@@ -180,9 +180,7 @@ def measured_share(rows: Sequence[CostRow]) -> tuple[float | None, float | None]
     """Cost over time, each summed over measured windows, and the standard error of that ratio."""
     if len(rows) < 2:
         return None, None
-    costs = _mean_costs(rows)
-    untimed = _untimed(rows, costs.measured - costs.idle)
-    cost = [row.costs.seconds + untimed * row.costs.n_measured for row in rows]
+    cost = [row.costs.seconds for row in rows]
     times = [row.costs.idle_time + row.costs.measured_time for row in rows]
     if not (total := math.fsum(times)) > 0:
         return None, None
