@@ -15,19 +15,6 @@ _SHARE_PRESENT = 0.9
 """Share of the windows before, at least as many, in which it had one. Experts that rest now and then have less."""
 
 
-@dataclass(frozen=True)
-class Move:
-    """Parameters of this rank that have stopped, or have started, to be trained.
-
-    Attributes:
-        n_parameters: how many they are.
-        first: number of the first window that was seen with the change.
-    """
-
-    n_parameters: int
-    first: int
-
-
 class FrozenWatch:
     """Looks at the end of each measured window which parameters are trained.
 
@@ -47,7 +34,7 @@ class FrozenWatch:
         """Of the parameters that are not trained, and of those that are again, by position."""
         self._absences = [0] * len(self._parameters)
         self._gone: set[int] = set()
-        self._moves: list[Move] = []
+        self._moves: list[int] = []
         self.is_undecided = False
         """Whether `requires_grad` may have changed, so that the next window is looked at even if it is not measured."""
 
@@ -64,8 +51,8 @@ class FrozenWatch:
         """
         self._gone, self._spells, self._moves, self.is_undecided = set(gone), {}, [], False
 
-    def take_moves(self) -> list[Move]:
-        """What has changed since the last call."""
+    def take_moves(self) -> list[int]:
+        """For each change since the last call, the number of the first window that was seen with it."""
         moves, self._moves = self._moves, []
         return moves
 
@@ -114,7 +101,7 @@ class FrozenWatch:
         return spell.length >= _ABSENT_FOR <= before and n_present >= _SHARE_PRESENT * before
 
     def _note(self, indices: Collection[int]) -> None:
-        self._moves.append(Move(len(indices), min(self._spells[i].first for i in indices)))
+        self._moves.append(min(self._spells[i].first for i in indices))
 
 
 @dataclass(frozen=True)

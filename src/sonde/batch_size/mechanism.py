@@ -50,7 +50,10 @@ class Mechanism:
         self.why_not = "per_example='never' leaves them out" if options.per_example == "never" else ""
         """Why examples are not read where a window is a single piece, for people; empty where they may be."""
         if self._is_asked or (options.per_example == "auto" and wrapper.n_ranks == 1):
-            self.examples, self.why_not = _made(model, wrapper, options)
+            try:
+                self.examples = _example_window(model, wrapper, options)
+            except ValueError as error:
+                self.why_not = str(error)
             can_read = self.examples is not None  # all or none: ranks must send vectors of one length
             if not holds_on_all(wrapper.group, wrapper.leaves[0].device, here=can_read) and can_read:
                 self.examples, self.why_not = None, "another rank cannot read them"
@@ -206,28 +209,30 @@ def _is_one_unit(row: WindowRow) -> bool:
     return row.weight**2 < 1.5 * row.sq_weight_over_units
 
 
-def _made(model: nn.Module, wrapper: Wrapper, options: NoiseScaleOptions) -> tuple[ExampleWindow | None, str]:
-    """What reads single examples; or None, and why they cannot be read."""
+def _example_window(model: nn.Module, wrapper: Wrapper, options: NoiseScaleOptions) -> ExampleWindow:
+    """What reads single examples.
+
+    Raises:
+        ValueError: with the reason why they cannot be read.
+    """
     if options.metrics != ("euclidean",):
-        return None, f"metric={options.metric!r} needs whole gradients: use metric='euclidean'"
+        raise ValueError(f"metric={options.metric!r} needs whole gradients: use metric='euclidean'")
     if options.tap == "comm_hook":
-        return None, "tap='comm_hook' reads whole windows: use tap='leaf'"
+        raise ValueError("tap='comm_hook' reads whole windows: use tap='leaf'")
     shares_pieces = wrapper.data.n_sharing > 1 or wrapper.sequence_group is not None
     if wrapper.pp_mesh is not None or shares_pieces or wrapper.experts is not None:
-        return None, f"a model cut by {wrapper.name} calls its layers with parts of examples or of parameters"
-    try:
-        window = ExampleWindow(
-            model,
-            wrapper.parameters,
-            wrapper.leaves,
-            staging_bytes=options.staging_bytes(wrapper.leaves[0].device),
-            rules=options.rules,
-            is_sharded=wrapper.mesh is not None,
-        )
-        if len(window.without_rule) == len(wrapper.parameters):
-            return None, "no layer of the model has a rule for them: pass rules= to attach, see sonde.PerExampleNorms"
-        window.open()
-        window.close()
-    except ValueError as error:
-        return None, str(error)
-    return window, ""
+        raise ValueError(f"a model cut by {wrapper.name} calls its layers with parts of examples or of parameters")
+    staging_bytes, is_sharded = options.staging_bytes(wrapper.leaves[0].device), wrapper.mesh is not None
+    window = ExampleWindow(
+        model,
+        wrapper.parameters,
+        wrapper.leaves,
+        staging_bytes=staging_bytes,
+        rules=options.rules,
+        is_sharded=is_sharded,
+    )
+    if len(window.without_rule) == len(wrapper.parameters):
+        raise ValueError("no layer of the model has a rule for them: pass rules= to attach, see sonde.PerExampleNorms")
+    window.open()
+    window.close()
+    return window
