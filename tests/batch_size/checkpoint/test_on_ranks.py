@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -88,6 +89,20 @@ def test_two_ranks_give_what_one_process_gives(ranks2: Ranks) -> None:
     assert alone.reading.windows == on_ranks.reading.windows
     assert alone.reading.trace_cov == pytest.approx(on_ranks.reading.trace_cov, rel=1e-5)
     assert alone.reading.low == pytest.approx(on_ranks.reading.low, rel=1e-4)
+
+
+def in_small_chunks_here() -> tuple[sonde.Measurement, int]:
+    before = n_collectives(dist.group.WORLD)
+    with patch("sonde.batch_size.checkpoint.ranks._CHUNK_BYTES", 200):
+        measurement = measured(model_of(), data_of(dist.get_rank(), 30), process_group=dist.group.WORLD)
+    return measurement, n_collectives(dist.group.WORLD) - before
+
+
+def test_gradients_are_added_up_in_several_collectives_where_they_are_large(ranks2: Ranks) -> None:
+    expected = assert_as_one_process(ranks2(measure_here, (30, 30), (4,), False, {}))
+    for measurement, n in ranks2(in_small_chunks_here):
+        assert measurement.reading.trace_cov == expected.reading.trace_cov
+        assert n == 4 + 6 * 8 + 2  # tensors of 512, 64, 128 and 8 bytes go in three collectives, not in one
 
 
 def test_three_ranks_with_other_numbers_of_batches_of_other_sizes(ranks3: Ranks) -> None:
