@@ -28,6 +28,7 @@ from sonde.batch_size.checkpoint.batches import (
 )
 from sonde.batch_size.checkpoint.measurement import Ending, Measurement, beginning, precision
 from sonde.batch_size.checkpoint.model import MeasuredModel
+from sonde.batch_size.checkpoint.ranks import sum_numbers
 from sonde.batch_size.parameter_groups import Groups
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.setup import NoiseScaleOptions, is_number
@@ -35,6 +36,7 @@ from sonde.batch_size.stats.fixed_weights import FixedWeights, window_lengths
 from sonde.console import tell
 from sonde.parallel.process_groups import gather_objects
 from sonde.parallel.refused_models import refuse_stage_alone
+from sonde.parallel.same_on_ranks import holds_on_all
 from sonde.parallel.wrappers import find_wrapper
 from sonde.record_values import whole_number
 from sonde.records import RunLog
@@ -163,7 +165,7 @@ def measure(
             target.module, None, options, process_group=target.group, log=log, verbose=False, fixed_weights=fixed
         ) as probe:
             says = verbose and log.is_first_rank
-            for line in beginning(model, target.parameters, n_ranks=target.ranks.n, unit=unit) if says else ():
+            for line in beginning(model, target.parameters, n_ranks=target.n_ranks, unit=unit) if says else ():
                 tell(line)
             measuring = _Measuring(target, probe, fixed, loss, counted, ahead, until=until, usual_weight=max(weights))
             measurement = measuring.run(most_batches, on_window, says=says)
@@ -219,7 +221,7 @@ class _Measuring:
         until: float,
         usual_weight: float,
     ) -> None:
-        self._target, self._ranks, self._probe, self._fixed = target, target.ranks, probe, fixed
+        self._target, self._probe, self._fixed = target, probe, fixed
         self._loss, self._batches, self._ahead = loss, batches, ahead
         self._until, self._usual_weight = until, usual_weight
         self._start = time.perf_counter()
@@ -244,15 +246,14 @@ class _Measuring:
                 tell(str(so_far))
             if on_window is not None and so_far is not None:
                 on_window(so_far)
-            if self._ranks.agree(on_all=self._is_precise()):
+            if self._on_all(self._is_precise()):
                 return self._so_far("precise")
         if not self._n_windows:
             raise ValueError(
                 "a noise scale compares batches, and there was only one: pass two or more, such as smaller batches of "
                 "the same data"
             )
-        reached_most = self._ranks.agree(on_all=self._n_taken == most_batches)
-        return self._so_far("limit" if reached_most else "data ended")
+        return self._so_far("limit" if self._on_all(self._n_taken == most_batches) else "data ended")
 
     def _window(self, length: int) -> bool:
         """Measure a window. If a rank fails, all raise.
@@ -267,7 +268,8 @@ class _Measuring:
         except Exception as error:
             failure = error
         has_gradient = [float(p.grad is not None) for p in self._target.parameters]
-        n_failed, *summed = self._ranks.sum([float(failure is not None), *own, *has_gradient])
+        numbers = [float(failure is not None), *own, *has_gradient]
+        n_failed, *summed = sum_numbers(numbers, self._target.ranks, self._target.device)
         if failure is not None:
             raise failure
         if n_failed:
@@ -304,7 +306,7 @@ class _Measuring:
         try:
             batch = self._ahead.pop() if self._ahead else next(self._batches, None)
         finally:  # a rank whose data fail takes part too
-            all_have_one = self._on_all(batch is not None)
+            all_have_one = self._on_ranks_in_step(batch is not None)
         if not all_have_one:
             return None
         self._n_taken += 1
@@ -320,7 +322,7 @@ class _Measuring:
         try:
             loss = checked_loss(self._loss(self._target.module, batch.data), batch)
         finally:  # a rank whose loss fails takes part too
-            all_have_one = self._on_all(loss is not None)
+            all_have_one = self._on_ranks_in_step(loss is not None)
         if not all_have_one:
             raise RuntimeError("another rank failed while measuring: see its error")
         # Rounded to the loss's dtype as backward rounds it, so that the piece counts exactly as its gradient does.
@@ -330,8 +332,12 @@ class _Measuring:
         return loss.detach()
 
     def _on_all(self, here: bool) -> bool:
+        """Whether something holds on all ranks."""
+        return holds_on_all(self._target.ranks, self._target.device, here=here)
+
+    def _on_ranks_in_step(self, here: bool) -> bool:
         """Whether something holds on this rank or, where every pass communicates, on all of them."""
-        return self._ranks.agree(on_all=here) if self._target.in_step else here
+        return self._on_all(here) if self._target.in_step else here
 
     def _end_window(self, sums: Sequence[float]) -> None:
         _, _, weighted, weights = sums

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sonde.batch_size.checkpoint.ranks import MeasuringRanks
+from sonde.batch_size.checkpoint.ranks import sum_gradients
 from sonde.batch_size.model_checks import n_sync_batch_norms
 from sonde.parallel.model_state import preserve_gradients_and_buffers, preserve_modes_and_randomness
 from sonde.parallel.placements import is_fully_sharded
@@ -21,7 +21,7 @@ class MeasuredModel:
     """What is measured, and how its ranks work together.
 
     DDP's reduction is left out: it would need as many batches on every rank, run the user's communication hook, and
-    rebuild DDP's buckets. The module inside is run, and `MeasuringRanks` adds the gradients up.
+    rebuild DDP's buckets. The module inside is run, and its gradients are added up afterwards.
 
     Args:
         model: as the user passes it.
@@ -45,19 +45,21 @@ class MeasuredModel:
             )
         self._is_cut = wrapper.mesh is not None
         _refuse_unreduced_gradients(wrapper)
-        self._communicates = (
+        self.ranks, self.device = wrapper.group, self.parameters[0].device
+        self.n_ranks = 1 if wrapper.group is None else wrapper.group.size()
+        communicates = (
             self._is_cut
             or (wrapper.ddp is not None and self._ddp is None)
             or any(is_fully_sharded(m) for m in self.module.modules())
         )
-        self.ranks = MeasuringRanks(wrapper.group, self.parameters[0].device)
+        self._reduces = self.n_ranks > 1 and not communicates
         self.counts_pieces = wrapper.data.counts_pieces
         """Whether this rank counts its micro-batches; of ranks that share them, one does."""
         self.n_data_ranks = wrapper.n_ranks
         """Ranks that have data of their own."""
         self.group = None if self._is_cut else wrapper.group
         """The ranks over which a plain model's gradients are added up; a cut model knows its own."""
-        self.in_step = self._communicates or n_sync_batch_norms(self.module, self.ranks.n) > 0
+        self.in_step = communicates or n_sync_batch_norms(self.module, self.n_ranks) > 0
         """Whether every pass communicates, so that all ranks must take as many batches."""
 
     @contextlib.contextmanager
@@ -97,11 +99,8 @@ class MeasuredModel:
                 "measuring, so that FSDP2 reduces gradients"
             )
         if self._reduces:
-            self.ranks.sum_gradients([p for p, is_there in zip(self.parameters, has_gradient, strict=True) if is_there])
-
-    @property
-    def _reduces(self) -> bool:
-        return self.ranks.n > 1 and not self._communicates
+            held = [p for p, is_there in zip(self.parameters, has_gradient, strict=True) if is_there]
+            sum_gradients(held, self.ranks)
 
     def zero_grad(self) -> None:
         """Begin anew in `.grad`."""

@@ -1,4 +1,4 @@
-"""Ranks that measure one model together: sums of what each has done, and of their gradients.
+"""Sums over ranks that measure one model together: of what each has done, and of their gradients.
 
 Each rank takes its own batches, and ranks may have different numbers of them. So no backward may start a collective:
 all collectives are here, in the same order on every rank, whatever its data.
@@ -15,59 +15,47 @@ from torch import Tensor
 
 from sonde.parallel.devices import to_device
 from sonde.parallel.process_groups import start_reduce
-from sonde.parallel.same_on_ranks import holds_on_all
 
 _CHUNK_BYTES = 25 * 2**20
 """Gradients are summed over ranks in pieces of about this size, copied to one buffer each."""
 
 
-class MeasuringRanks:
-    """The ranks of a measurement.
+def sum_numbers(numbers: list[float], ranks: dist.ProcessGroup | None, device: torch.device) -> list[float]:
+    """Numbers added up over ranks, by one small collective. Waits.
 
     Args:
-        group: of the ranks; None for this process alone.
+        numbers: as many on every rank.
+        ranks: None for this process alone.
         device: of the model.
     """
+    if ranks is None or ranks.size() == 1:
+        return numbers
+    vector = to_device(torch.tensor(numbers, dtype=torch.float64, device="cpu"), device)
+    _add_up(vector, ranks)
+    return vector.tolist()
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._group, self._device = group, device
-        self.n = 1 if group is None else group.size()
 
-    def agree(self, *, on_all: bool) -> bool:
-        """Whether something holds on every rank.
+@torch.no_grad()
+def sum_gradients(parameters: Sequence[Tensor], ranks: dist.ProcessGroup | None) -> None:
+    """Add the gradients of all ranks up in `.grad`; a rank without one adds zero.
 
-        Args:
-            on_all: whether it holds on this one.
-        """
-        return holds_on_all(self._group, self._device, here=on_all)
+    Args:
+        parameters: of which any rank has a gradient.
+        ranks: None for this process alone.
+    """
+    for p in parameters:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    for chunk in _chunks([p.grad for p in parameters if p.grad is not None]):
+        flat = torch.cat([grad.reshape(-1) for grad in chunk])
+        _add_up(flat, ranks)
+        for grad, summed in zip(chunk, flat.split([grad.numel() for grad in chunk]), strict=True):
+            grad.copy_(summed.view(grad.shape))
 
-    def sum(self, numbers: list[float]) -> list[float]:
-        """Numbers added up over ranks, by one small collective. Waits."""
-        if self.n == 1:
-            return numbers
-        vector = to_device(torch.tensor(numbers, dtype=torch.float64, device="cpu"), self._device)
-        self._add_up(vector)
-        return vector.tolist()
 
-    def _add_up(self, vector: Tensor) -> None:
-        if (work := start_reduce(vector, self._group)) is not None:
-            work.wait()
-
-    @torch.no_grad()
-    def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Add the gradients of all ranks up in `.grad`; a rank without one adds zero.
-
-        Args:
-            parameters: of which any rank has a gradient.
-        """
-        for p in parameters:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        for chunk in _chunks([p.grad for p in parameters if p.grad is not None]):
-            flat = torch.cat([grad.reshape(-1) for grad in chunk])
-            self._add_up(flat)
-            for grad, summed in zip(chunk, flat.split([grad.numel() for grad in chunk]), strict=True):
-                grad.copy_(summed.view(grad.shape))
+def _add_up(vector: Tensor, ranks: dist.ProcessGroup | None) -> None:
+    if (work := start_reduce(vector, ranks)) is not None:
+        work.wait()
 
 
 def _chunks(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
