@@ -318,13 +318,11 @@ def test_a_change_counts_from_the_window_in_which_it_began_on_all_ranks() -> Non
     nothing: list[set[int]] = [set()] * 4
     ranks = four_ranks()
     assert exchange(ranks, nothing, [[]] * 4, 10) == []
-    moves = [[8]] * 4
-    (change,) = exchange(ranks, everything, moves, 11)
+    (change,) = exchange(ranks, everything, [[8]] * 4, 11)
     assert (change.alert, change.first, set(change.gone)) == ("frozen", 8, set(GROUPS))
     assert exchange(ranks, everything, [[]] * 4, 12) == []  # said once
     # Ranks that began at different windows agree on the one in which they say so.
-    moves = [[17 + rank] for rank in range(4)]
-    (change,) = exchange(ranks, nothing, moves, 21)
+    (change,) = exchange(ranks, nothing, [[17 + rank] for rank in range(4)], 21)
     assert (change.alert, change.first, change.gone) == ("unfrozen", 21, ())
     # A rank that came and went between two measured windows leaves no count behind.
     (change,) = exchange(ranks, nothing, [[30, 34], [], [], []], 40)

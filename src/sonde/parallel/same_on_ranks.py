@@ -34,29 +34,8 @@ def holds_on_all(group: dist.ProcessGroup | None, device: torch.device, *, here:
     return bool(answer.cpu())
 
 
-def check_all_succeeded(
-    group: dist.ProcessGroup | None, device: torch.device, *, has_failed: bool, message: str
-) -> None:
-    """See that no rank has failed, by one all-reduce that all ranks of the group have to join. Waits.
-
-    Args:
-        group: the ranks; None for this process alone.
-        device: one that the group's backend accepts.
-        has_failed: whether this rank has, which then raises an error of its own.
-        message: for the other ranks.
-
-    Raises:
-        RuntimeError: on the ranks that have not failed, when another has.
-    """
-    if not holds_on_all(group, device, here=not has_failed) and not has_failed:
-        raise RuntimeError(message)
-
-
 def check_same_on_ranks(
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-    values: Mapping[str, object] | None,
-    refused_elsewhere: str,
+    group: dist.ProcessGroup | None, device: torch.device, values: Mapping[str, object] | None, refused_elsewhere: str
 ) -> None:
     """Compare values over ranks, by one all-reduce that all ranks of the group have to join. Waits.
 

@@ -36,7 +36,8 @@ def measure_here(
     before = n_collectives(dist.group.WORLD)
     dist.barrier()  # DDP's construction is over on all ranks
     extra: dict[str, Any] = {} if wrapped else {"process_group": dist.group.WORLD}
-    measurement = measured(ddp, data_of(rank, n_batches[rank], sizes), **extra, **options)
+    with patch("sonde.batch_size.checkpoint.ranks._CHUNK_BYTES", options.pop("chunk_bytes", 2**20)):
+        measurement = measured(ddp, data_of(rank, n_batches[rank], sizes), **extra, **options)
     return {
         "measurement": measurement,
         "expected": by_hand(model_of(), [data_of(r, n_batches[r], sizes) for r in range(world)]),
@@ -61,16 +62,17 @@ def assert_as_one_process(results: list[dict[str, Any]]) -> sonde.Measurement:
     return first
 
 
-@pytest.mark.parametrize("wrapped", [True, False])
-def test_two_ranks(ranks2: Ranks, wrapped: bool) -> None:
-    results = ranks2(measure_here, (30, 30), (4,), wrapped, {})
+@pytest.mark.parametrize(("wrapped", "chunk_bytes", "n_chunks"), [(True, 2**20, 1), (False, 200, 3)])
+def test_two_ranks(ranks2: Ranks, wrapped: bool, chunk_bytes: int, n_chunks: int) -> None:
+    """Tensors of 512, 64, 128 and 8 bytes are added up by one collective, or by three of about 200 bytes."""
+    results = ranks2(measure_here, (30, 30), (4,), wrapped, {"chunk_bytes": chunk_bytes})
     measurement = assert_as_one_process(results)
     assert (measurement.ended, measurement.n_batches, measurement.n_units) == ("data ended", 60, 240)
     assert measurement.reading.windows == 8
     # In each window: what all did, the gradients, the probe's sums, whether to stop. Two objects are gathered at the
     # beginning, the probe compares its options, and then whether all have begun; at the end a window is empty, and the
     # ranks agree why.
-    assert {r["n_collectives"] - r["n_before"] for r in results} == {4 + 4 * 8 + 2}
+    assert {r["n_collectives"] - r["n_before"] for r in results} == {4 + (3 + n_chunks) * 8 + 2}
 
 
 @pytest.mark.shows("measure", "DDP")
@@ -89,20 +91,6 @@ def test_two_ranks_give_what_one_process_gives(ranks2: Ranks) -> None:
     assert alone.reading.windows == on_ranks.reading.windows
     assert alone.reading.trace_cov == pytest.approx(on_ranks.reading.trace_cov, rel=1e-5)
     assert alone.reading.low == pytest.approx(on_ranks.reading.low, rel=1e-4)
-
-
-def in_small_chunks_here() -> tuple[sonde.Measurement, int]:
-    before = n_collectives(dist.group.WORLD)
-    with patch("sonde.batch_size.checkpoint.ranks._CHUNK_BYTES", 200):
-        measurement = measured(model_of(), data_of(dist.get_rank(), 30), process_group=dist.group.WORLD)
-    return measurement, n_collectives(dist.group.WORLD) - before
-
-
-def test_gradients_are_added_up_in_several_collectives_where_they_are_large(ranks2: Ranks) -> None:
-    expected = assert_as_one_process(ranks2(measure_here, (30, 30), (4,), False, {}))
-    for measurement, n in ranks2(in_small_chunks_here):
-        assert measurement.reading.trace_cov == expected.reading.trace_cov
-        assert n == 4 + 6 * 8 + 2  # tensors of 512, 64, 128 and 8 bytes go in three collectives, not in one
 
 
 def test_three_ranks_with_other_numbers_of_batches_of_other_sizes(ranks3: Ranks) -> None:
