@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.machine import describe
 from sonde.batch_size.log import KnownOfWindow, MeasuredWindow, NoiseScaleLog
+from sonde.batch_size.measuring_cost import Cost
 from sonde.batch_size.stats.scale_witness import RoundingTolerance
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import WindowRow
@@ -95,7 +96,7 @@ def write_log(log: RunLog, n_windows: int) -> None:
         unit="sequences", groups=GROUPS, n_ranks=1, rounding=RoundingTolerance(1e-3, 0.0, "rounding")
     )
     setup = {"wrapper": "plain", "ranks": 1, "groups": list(GROUPS), "log_every": log.every}
-    noise = NoiseScaleLog(tracker, log, setup)
+    noise = NoiseScaleLog(tracker, log, setup, lambda: Cost(1, None, None, None), {})
     began = time.time()
     for number in range(1, n_windows + 1):
         row = window_row(rng, number / n_windows)

@@ -289,7 +289,7 @@ def test_all_windows_are_measured_where_the_budget_allows_it() -> None:
         ("self._spent < self._allowance", "True"),
         ("self.windows * math.log(2)", "self.windows"),
         ("max(min(wanted, int(", "max(max(wanted, int("),
-        ("costs.of_measuring", "costs.seconds"),
+        ("row.costs.of_measuring", "row.costs.seconds"),
     ],
 )
 def test_a_mistake_of_the_spread_is_noticed(old: str, new: str) -> None:

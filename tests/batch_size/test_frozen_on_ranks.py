@@ -14,7 +14,6 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from sonde.batch_size.frozen_on_ranks import FrozenOnRanks, TrainedChange
-from sonde.batch_size.frozen_watch import Move
 from sonde.parallel.stages import ModelParameters
 from tests.batch_size.loops import attached, contents_of, counted, small_model
 from tests.ranks import Ranks, mesh_of
@@ -281,7 +280,7 @@ def four_ranks(n_ranks: int = 4) -> list[FrozenOnRanks]:
 
 
 def exchange(
-    ranks: list[FrozenOnRanks], gone: list[set[int]], moves: list[list[Move]], number: int
+    ranks: list[FrozenOnRanks], gone: list[set[int]], moves: list[list[int]], number: int
 ) -> list[TrainedChange]:
     """What the first rank makes of the sum; the others have to make the same of it."""
     numbers = [one.numbers(frozenset(own), its, number) for one, own, its in zip(ranks, gone, moves, strict=True)]
@@ -300,7 +299,7 @@ def test_the_sum_says_of_each_parameter_whether_any_rank_trains_it() -> None:
             n_own = STAGES[rank % 2 + 1] - STAGES[rank % 2]
             gone.append({i for i in range(n_own) if torch.rand((), generator=generator) < 0.6})
         before = ranks[0].frozen
-        changes = exchange(ranks, gone, [[Move(1, number)]] * 4, number)
+        changes = exchange(ranks, gone, [[number]] * 4, number)
         expected = [
             name
             for i, name in enumerate(NAMES)
@@ -319,16 +318,14 @@ def test_a_change_counts_from_the_window_in_which_it_began_on_all_ranks() -> Non
     nothing: list[set[int]] = [set()] * 4
     ranks = four_ranks()
     assert exchange(ranks, nothing, [[]] * 4, 10) == []
-    moves = [[Move(len(own), 8)] for own in everything]
-    (change,) = exchange(ranks, everything, moves, 11)
+    (change,) = exchange(ranks, everything, [[8]] * 4, 11)
     assert (change.alert, change.first, set(change.gone)) == ("frozen", 8, set(GROUPS))
     assert exchange(ranks, everything, [[]] * 4, 12) == []  # said once
     # Ranks that began at different windows agree on the one in which they say so.
-    moves = [[Move(len(own), 17 + rank)] for rank, own in enumerate(everything)]
-    (change,) = exchange(ranks, nothing, moves, 21)
+    (change,) = exchange(ranks, nothing, [[17 + rank] for rank in range(4)], 21)
     assert (change.alert, change.first, change.gone) == ("unfrozen", 21, ())
     # A rank that came and went between two measured windows leaves no count behind.
-    (change,) = exchange(ranks, nothing, [[Move(2, 30), Move(2, 34)], [], [], []], 40)
+    (change,) = exchange(ranks, nothing, [[30, 34], [], [], []], 40)
     assert (change.groups, change.gone, change.first) == (tuple(dict.fromkeys(GROUPS)), (), 40)
 
 
@@ -340,4 +337,4 @@ def test_counts_fit_into_a_number_on_any_number_of_ranks() -> None:
         lengths.add(len(own))
         one.arrived(own * (n_ranks // 2), 1)  # all ranks of the stage; exact, as the sum over ranks is
         assert one.frozen == NAMES[: STAGES[1]]
-    assert lengths == {4 + 8}  # 22 parameters, three to a number
+    assert lengths == {3 + 8}  # 22 parameters, three to a number

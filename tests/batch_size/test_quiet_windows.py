@@ -38,7 +38,7 @@ def _chosen(pace: Pace, n_windows: int) -> list[tuple[bool, int]]:
 @pytest.mark.parametrize("options", [{"every": 2}, {"every": 16}, {"every": 1000}, {"budget": 0.01}, {"budget": 0.04}])
 def test_quiet_windows_change_no_choice(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = _chosen(Pace(**options), 6000)
-    monkeypatch.setattr(Pace, "_count_quiet", lambda _: 0)
+    monkeypatch.setattr(Pace, "n_quiet", property(lambda _: 0, lambda _, n: None), raising=False)
     assert chosen == _chosen(Pace(**options), 6000)
     assert len({every for _, every in chosen}) > 1 or "every" in options
 

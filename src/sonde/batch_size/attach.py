@@ -120,6 +120,7 @@ def attach(
         >>> probe.close()
     """
     log = log_of(log)
+    ranks = RanksOfModel(process_group, mesh, pp_mesh, expert_mesh, cp_mesh)
     try:
         options = NoiseScaleOptions(
             unit,
@@ -137,18 +138,14 @@ def attach(
         )
         check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler)
     except ValueError as error:
-        _refuse_on_all_ranks(model, RanksOfModel(process_group, mesh, pp_mesh, expert_mesh, cp_mesh), error)
+        _refuse_on_all_ranks(model, ranks, error)
         raise
     return NoiseScaleProbe(
         model,
         optimizer,
         options,
+        **vars(ranks),
         grad_scaler=grad_scaler,
-        process_group=process_group,
-        mesh=mesh,
-        pp_mesh=pp_mesh,
-        expert_mesh=expert_mesh,
-        cp_mesh=cp_mesh,
         comm_hook=comm_hook,
         comm_state=comm_state,
         log=log,

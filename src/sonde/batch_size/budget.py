@@ -87,6 +87,8 @@ class Pace:
         """Windows ended, those before a restart included."""
         self.is_measured = True
         """Whether the present window is measured."""
+        self.n_quiet = 0
+        """How many windows, from the present one on, are not measured, nor the next, with no decision between them."""
         self.disagrees = False
         """Whether ranks began with different options or states. Then every window is measured."""
         self._digest_bits = min(_DIGEST_BITS, exact_bits // 2)
@@ -99,12 +101,6 @@ class Pace:
         """Measured windows whose costs have not been taken: their number, and N at that time."""
         self._agrees = n_ranks == 1
         self._start: int | None = None
-        self._n_quiet = 0
-
-    @property
-    def n_quiet(self) -> int:
-        """How many windows, from the present one on, are not measured, nor the next, with no decision between them."""
-        return self._n_quiet
 
     @property
     def every(self) -> int:
@@ -122,14 +118,18 @@ class Pace:
     @property
     def cost(self) -> Cost:
         """What measuring costs: at the present N, or, so soon after a change of N, since windows are left out."""
-        rows = [row for row in self._rows if row.every == self.every]
-        alike = [row for row in self._rows if (row.every > 1) == (self.every > 1)]
+        alike = self._alike(self.every)
+        rows = [row for row in alike if row.every == self.every]
         if len(rows) < FEWEST and self.every < MOST_EVERY:
             rows = alike
         share, error = measured_share(rows)
         if share is None:  # at the slowest pace, too few windows so far
             share, _ = measured_share(alike)
         return Cost(self.every, share, error, self.budget)
+
+    def _alike(self, every: int) -> list[CostRow]:
+        """The rows that tell of a pace: costs depend on whether windows are left out before, not on how many."""
+        return [row for row in self._rows if (row.every > 1) == (every > 1)]
 
     def take(self, number: int, costs: WindowCosts) -> None:
         """Take the costs of a measured window, summed over ranks, once they are on the host; in order.
@@ -142,7 +142,7 @@ class Pace:
         """
         if self._awaited and self._awaited[0][0] == number:
             _, every = self._awaited.popleft()
-            self._arrived.append(CostRow(number, every, costs))
+            self._arrived.append(CostRow(number, every, per_rank(costs, self._n_ranks)))
 
     @property
     def awaits(self) -> int | None:
@@ -170,13 +170,13 @@ class Pace:
         Args:
             n: how many, at most `n_quiet`.
         """
-        self._n_quiet -= n
+        self.n_quiet -= n
         self.windows += n
         self._n_here += n
 
     def window_ends(self) -> None:
         """Note the end of the present window, and choose whether the next one is measured."""
-        if self._n_quiet:
+        if self.n_quiet:
             self.quiet_windows_end(1)
             return
         up_to, decides = self._decided_up_to, self._decides_next
@@ -186,20 +186,16 @@ class Pace:
             self._awaited.append((self.windows, self.every))
         if decides:
             self._decide(up_to)
-        self.is_measured = self._falls_on(self.windows)
-        self._n_quiet = 0 if self.is_measured else self._count_quiet()
+        n_before = self._next_measured() - self.windows
+        self.is_measured = n_before == 0
+        self.n_quiet = max(min(n_before - 1, REVIEW - 1 - self._n_here % REVIEW), 0)
 
-    def _falls_on(self, window: int) -> bool:
-        """Whether a window, the present one or a later one, is at the place of its stretch that is measured."""
-        stretch = self._base + (window - self._base) // self.every * self.every
-        return window - stretch == _place(stretch, self.every)
-
-    def _count_quiet(self) -> int:
-        """How many windows, from the present one on, end before another is measured or something is decided."""
-        n, before_decision = 0, REVIEW - 1 - self._n_here % REVIEW
-        while n < before_decision and not self._falls_on(self.windows + n + 1):
-            n += 1
-        return n
+    def _next_measured(self) -> int:
+        """The next window that is measured, from the present one on: each stretch has one."""
+        every = self.every
+        stretch = self._base + (self.windows - self._base) // every * every
+        here = stretch + _place(stretch, every)
+        return here if here >= self.windows else stretch + every + _place(stretch + every, every)
 
     def _decide(self, up_to: int) -> None:
         """Choose N from the costs of the windows up to a number that all ranks have."""
@@ -208,18 +204,18 @@ class Pace:
         while self._arrived and self._arrived[0].number <= up_to:
             row = self._arrived.popleft()
             self._compare_starts(row.costs)
-            costs = per_rank(row.costs, self._n_ranks)
-            self._spent += costs.of_measuring
-            self._rows.append(CostRow(row.number, row.every, costs))
+            self._spent += row.costs.of_measuring
+            self._rows.append(row)
         self._rows = deque(since_change(self._rows), maxlen=_REMEMBERED)
         if self.budget is None or not self._agrees:
             return
-        # What a measured window costs depends on whether others were left out before it, not on how many.
-        alike = [row for row in self._rows if (row.every > 1) == (self._every > 1)]
-        if (wanted := affordable_every(alike if len(alike) >= FEWEST else self._rows, self.budget)) is None:
+        rows, alike = list(self._rows), self._alike(self._every)
+        # Where few rows are alike, the last ones may show already that windows are dearer now.
+        looked_at = [alike] if len(alike) >= FEWEST else [rows, rows[-FEWEST:]]
+        affordable = [n for each in looked_at if (n := affordable_every(each, self.budget)) is not None]
+        if not affordable:
             return
-        if len(alike) < FEWEST:  # the last ones may show already that they are dearer now
-            wanted = max(wanted, affordable_every(list(self._rows)[-FEWEST:], self.budget) or 1)
+        wanted = max(affordable)
         if self._every > 1:  # a few windows may have been dear by accident, and a slow pace learns it late
             wanted = min(wanted, _MOST_SLOWER * self._every)
         per_doubling = PER_DOUBLING if self._spent < self._allowance else FEWEST_PER_DOUBLING
@@ -231,21 +227,20 @@ class Pace:
             self._base = self.windows
 
     def _compare_starts(self, costs: WindowCosts) -> None:
-        """Let the pace slow down only if all ranks began alike: n Σ x² = (Σ x)² holds for equal numbers alone."""
-        if self._agrees or self.disagrees:
-            return
-        self._agrees = self._n_ranks * round(costs.sq_start) == round(costs.start) ** 2
-        self.disagrees = not self._agrees
+        """Let the pace slow down only if all ranks began alike: only equal numbers have a mean square of (mean)²."""
+        if not (self._agrees or self.disagrees):
+            self._agrees = costs.sq_start == costs.start**2
+            self.disagrees = not self._agrees
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that `load_state_dict` needs; numbers and lists of them."""
-        arrived = [CostRow(r.number, r.every, per_rank(r.costs, self._n_ranks)) for r in self._arrived]
+        rows = since_change([*self._rows, *self._arrived])
         return {
             "windows": self.windows,
             "every": self._every,
             "base": self._base,
-            "spent": self._spent + math.fsum(row.costs.of_measuring for row in arrived),
-            "costs": [[row.number, row.every, *row.costs.numbers()] for row in since_change([*self._rows, *arrived])],
+            "spent": self._spent + math.fsum(row.costs.of_measuring for row in self._arrived),
+            "costs": [[row.number, row.every, *row.costs.numbers()] for row in rows],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -7,13 +7,12 @@ ranks no longer train it. Several of these counts share one number, so that they
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from sonde.batch_size.frozen_watch import Move
 from sonde.batch_size.taps.window_sums import as_vector
 from sonde.parallel.devices import exact_bits
 from sonde.parallel.stages import ModelParameters
@@ -21,8 +20,8 @@ from sonde.wording import plural, some_of
 
 _MOST_EACH = 3
 """Counts in a number. So the vector does not grow with ranks: in fp64, sums over 100,000 ranks are still exact."""
-_N_MOVES = 4
-"""Numbers before the counts: of changes, of windows since they began, of these windows' squares, of parameters."""
+_N_MOVES = 3
+"""Numbers before the counts: of changes, of windows since they began, of these windows' squares."""
 
 
 @dataclass(frozen=True)
@@ -101,22 +100,21 @@ class FrozenOnRanks:
 
     # On the way to the other ranks.
 
-    def numbers(self, gone: frozenset[int], moves: Sequence[Move], number: int) -> Tensor:
+    def numbers(self, gone: frozenset[int], began: Sequence[int], number: int) -> Tensor:
         """What this rank adds to the sum of a window, 1-D and equally long on all ranks.
 
         Args:
             gone: which of this rank's parameters are no longer trained.
-            moves: what has changed since the measured window before.
+            began: for each change since the measured window before, the first window that was seen with it.
             number: of the window.
         """
         if gone != self._gone:
             self._gone = gone
             self._without_moves = self._vector(gone, [0.0] * _N_MOVES)
-        if not moves:
+        if not began:
             return self._without_moves
-        ages = [float(number - move.first) for move in moves]
-        n_parameters = sum(move.n_parameters for move in moves)
-        return self._vector(gone, [len(moves), sum(ages), sum(age * age for age in ages), n_parameters])
+        ages = [float(number - first) for first in began]
+        return self._vector(gone, [len(began), sum(ages), sum(age * age for age in ages)])
 
     def _vector(self, gone: Collection[int], moves: Sequence[float]) -> Tensor:
         counts = [0] * -(-len(self._names) // self._each)
@@ -141,18 +139,13 @@ class FrozenOnRanks:
         before, self._counts, self._packed = self._counts, self._unpacked(packed), packed.clone()
         more = [i for i, (old, new) in enumerate(zip(before, self._counts, strict=True)) if new > old]
         fewer = [i for i, (old, new) in enumerate(zip(before, self._counts, strict=True)) if new < old]
-        n_moves, ages, sq_ages, n_parameters = map(round, moves.tolist())
+        n_moves, ages, sq_ages = map(round, moves.tolist())
         # n Σ x² = (Σ x)² holds for equal numbers alone. Changes that began at different windows count from this one.
         first = number - (ages // n_moves if has_moves and n_moves * sq_ages == ages**2 else 0)
-        changes = []
-        if more:
-            changes.append(self._change(more, first, "frozen", "no longer trained", "without them"))
-        if fewer:
-            changes.append(self._change(fewer, first, "unfrozen", "trained again", "with them"))
-        n_seen = sum(abs(new - old) for old, new in zip(before, self._counts, strict=True))
-        if has_moves and n_parameters != n_seen:
-            changes.append(self._hidden_change(first))
-        return changes
+        changes = [
+            self._change(alert, moved, first) for alert, moved in (("frozen", more), ("unfrozen", fewer)) if moved
+        ]
+        return [self._hidden_change(first)] if has_moves and not changes else changes
 
     def _unpacked(self, packed: Tensor) -> list[int]:
         mask = (1 << self._bits) - 1
@@ -160,15 +153,15 @@ class FrozenOnRanks:
         counts = [value >> self._bits * turn & mask for value in numbers for turn in range(self._each)]
         return counts[: len(self._names)]
 
-    @property
-    def _alive(self) -> set[str]:
-        """The groups in which a parameter is trained on some rank."""
-        return {g for g, n in zip(self._group_names, self._counts, strict=True) if n < self._n_holding}
-
-    def _change(self, indices: Sequence[int], first: int, alert: str, what: str, how: str) -> TrainedChange:
+    def _groups_of(self, indices: Iterable[int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The groups that parameters are in, and those of them in which no parameter is trained now, on any rank."""
         groups = tuple(dict.fromkeys(self._group_names[i] for i in indices))
-        alive = self._alive
-        gone = tuple(name for name in groups if name not in alive)
+        alive = {g for g, n in zip(self._group_names, self._counts, strict=True) if n < self._n_holding}
+        return groups, tuple(name for name in groups if name not in alive)
+
+    def _change(self, alert: str, indices: Sequence[int], first: int) -> TrainedChange:
+        groups, gone = self._groups_of(indices)
+        what, how = _IN_WORDS[alert]
         follows = f"the noise scale begins anew {how}"
         if gone:
             follows += f", and {some_of(gone, 4)} {'leaves' if len(gone) == 1 else 'leave'} it"
@@ -180,9 +173,11 @@ class FrozenOnRanks:
 
     def _hidden_change(self, first: int) -> TrainedChange:
         """A change that the counts do not show: as many ranks as before have a parameter frozen, but not the same."""
-        groups, alive = tuple(dict.fromkeys(self._group_names)), self._alive
         message = (
             "measured parameters were frozen and trained again between two measured windows, or frozen on one rank and "
             "trained again on another: the noise scale begins anew"
         )
-        return TrainedChange(groups, tuple(name for name in groups if name not in alive), first, "frozen", message)
+        return TrainedChange(*self._groups_of(range(len(self._names))), first, "frozen", message)
+
+
+_IN_WORDS = {"frozen": ("no longer trained", "without them"), "unfrozen": ("trained again", "with them")}

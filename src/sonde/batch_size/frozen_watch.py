@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -13,19 +13,6 @@ _ABSENT_FOR = 20
 """Windows looked at in a row, after which a parameter without a gradient counts as no longer trained."""
 _SHARE_PRESENT = 0.9
 """Share of the windows before, at least as many, in which it had one. Experts that rest now and then have less."""
-
-
-@dataclass(frozen=True)
-class Move:
-    """Parameters of this rank that have stopped, or have started, to be trained.
-
-    Attributes:
-        n_parameters: how many they are.
-        first: number of the first window that was seen with the change.
-    """
-
-    n_parameters: int
-    first: int
 
 
 class FrozenWatch:
@@ -43,12 +30,13 @@ class FrozenWatch:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = list(parameters)
         self._n_windows = 0
-        self._off: dict[int, _Spell] = {}
-        self._absent: dict[int, _Spell] = {}
-        self._back: dict[int, _Spell] = {}
+        self._spells: dict[int, _Spell] = {}
+        """Of the parameters that are not trained, and of those that are again, by position."""
         self._absences = [0] * len(self._parameters)
         self._gone: set[int] = set()
-        self._moves: list[Move] = []
+        self._moves: list[int] = []
+        self.is_undecided = False
+        """Whether `requires_grad` may have changed, so that the next window is looked at even if it is not measured."""
 
     @property
     def gone(self) -> frozenset[int]:
@@ -61,21 +49,12 @@ class FrozenWatch:
         Args:
             gone: positions of the parameters that were no longer trained.
         """
-        self._gone = set(gone)
-        self._off, self._absent, self._back, self._moves = {}, {}, {}, []
+        self._gone, self._spells, self._moves, self.is_undecided = set(gone), {}, [], False
 
-    def take_moves(self) -> list[Move]:
-        """What has changed since the last call."""
+    def take_moves(self) -> list[int]:
+        """For each change since the last call, the number of the first window that was seen with it."""
         moves, self._moves = self._moves, []
         return moves
-
-    @property
-    def is_undecided(self) -> bool:
-        """Whether `requires_grad` may have changed, so that the next window is looked at even if it is not measured."""
-        if not (self._off or self._back):
-            return False
-        off = any(i not in self._gone and spell.length < _OFF_FOR for i, spell in self._off.items())
-        return off or any(spell.length < _OFF_FOR for spell in self._back.values())
 
     def window_ends(self, number: int) -> None:
         """Look at a window that ends, before the gradients are zeroed.
@@ -84,45 +63,57 @@ class FrozenWatch:
             number: of the window.
         """
         self._n_windows += 1
-        idle = [i for i, p in enumerate(self._parameters) if p.grad is None or not p.requires_grad]
-        if not (idle or self._off or self._absent or self._gone):
+        kinds = {i: "absent" for i, p in enumerate(self._parameters) if p.grad is None or not p.requires_grad}
+        if not (kinds or self._spells or self._gone):
             return
-        off = [i for i in idle if not self._parameters[i].requires_grad]
-        absent = [i for i in idle if self._parameters[i].requires_grad]
-        self._off = _extended(self._off, off, number)
-        self._absent = _extended(self._absent, absent, number)
-        for i in absent:
-            self._absences[i] += 1
-        self._back = _extended(self._back, self._gone.difference(idle), number)
-        gone = {i for i, spell in self._off.items() if spell.length >= _OFF_FOR}
-        gone |= {i for i, s in self._absent.items() if s.length >= _ABSENT_FOR and self._was_present(i, s.length)}
-        if new := gone - self._gone:
-            self._gone |= new
-            self._note(new)
-        if returned := {i for i, spell in self._back.items() if spell.length >= _OFF_FOR}:
-            self._gone -= returned
+        for i in kinds:
+            if self._parameters[i].requires_grad:
+                self._absences[i] += 1
+            else:
+                kinds[i] = "off"
+        kinds |= dict.fromkeys(self._gone.difference(kinds), "back")
+        self._spells = {i: self._extended(i, kind, number) for i, kind in kinds.items()}
+        if gone := [i for i in self._spells if i not in self._gone and self._is_over(i)]:
+            self._gone.update(gone)
+            self._note(gone)
+        if returned := [i for i, s in self._spells.items() if s.kind == "back" and s.length >= _OFF_FOR]:
+            self._gone.difference_update(returned)
             self._note(returned)
+        self.is_undecided = any(
+            s.kind != "absent" and s.length < _OFF_FOR and (s.kind == "back" or i not in self._gone)
+            for i, s in self._spells.items()
+        )
 
-    def _was_present(self, index: int, absent_for: int) -> bool:
-        before = self._n_windows - absent_for
-        present = before - (self._absences[index] - absent_for)
-        return before >= _ABSENT_FOR and present >= _SHARE_PRESENT * before
+    def _extended(self, index: int, kind: str, number: int) -> _Spell:
+        """A parameter's spell with one more window; a new one if it was in another state, or in none."""
+        before = self._spells.get(index)
+        if before is None or before.kind != kind:
+            return _Spell(kind, number, 1)
+        return _Spell(kind, before.first, before.length + 1)
+
+    def _is_over(self, index: int) -> bool:
+        """Whether a parameter counts as no longer trained."""
+        spell = self._spells[index]
+        if spell.kind == "off":
+            return spell.length >= _OFF_FOR
+        before = self._n_windows - spell.length
+        n_present = before - (self._absences[index] - spell.length)
+        return spell.length >= _ABSENT_FOR <= before and n_present >= _SHARE_PRESENT * before
 
     def _note(self, indices: Collection[int]) -> None:
-        spells = (self._off, self._absent, self._back)
-        first = min(of_kind[i].first for of_kind in spells for i in indices if i in of_kind)
-        self._moves.append(Move(len(indices), first))
+        self._moves.append(min(self._spells[i].first for i in indices))
 
 
 @dataclass(frozen=True)
 class _Spell:
-    """Windows in a row: the number of the first, and how many were looked at."""
+    """Windows in a row in which a parameter was frozen, had no gradient, or is trained again.
 
+    Attributes:
+        kind: "off", "absent" or "back".
+        first: number of the first of them.
+        length: how many were looked at.
+    """
+
+    kind: str
     first: int
     length: int
-
-
-def _extended(spells: Mapping[int, _Spell], indices: Iterable[int], number: int) -> dict[int, _Spell]:
-    """The spells of some parameters with one more window, and no others."""
-    before = {i: spells.get(i, _Spell(number, 0)) for i in indices}
-    return {i: _Spell(spell.first, spell.length + 1) for i, spell in before.items()}

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
 from torch import Tensor
 
-from sonde.batch_size.further_log import declared, of_readings, of_windows, sections
 from sonde.batch_size.measuring_cost import Cost, WindowCosts
 from sonde.batch_size.per_example.window import ExampleRow
 from sonde.batch_size.stats.example_sums import ENOUGH_COVERED
-from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading
+from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, WindowRow
-from sonde.probe import Metric
+from sonde.probe import Metric, ReportSection
 from sonde.record_values import json_number
 from sonde.records import RunLog, logger, spacing
 from sonde.wording import percent
@@ -55,6 +55,17 @@ METRICS: dict[str, Metric] = {
     "run/units_per_second": Metric("{unit} per second", "units consumed per second of wall time"),
 }
 
+IN_EACH_METRIC = (
+    "b_simple",
+    "b_simple_low",
+    "b_simple_high",
+    "b_simple_average",
+    "b_simple_average_low",
+    "b_simple_average_high",
+    "grad_sq",
+    "trace_cov",
+)
+"""What is logged, each below gns/, in every metric that gradients are measured in."""
 NORM, CLIP_FRACTION = "grad/norm", "grad/clip_fraction"
 """Metrics that reach the log as scalars of a window, and are averaged as the user's own."""
 
@@ -119,20 +130,6 @@ class MeasuredWindow:
 
 
 @dataclass
-class _Mean:
-    total: float = 0.0
-    n: int = 0
-
-    def add(self, value: float) -> None:
-        self.total += value
-        self.n += 1
-
-    @property
-    def value(self) -> float | None:
-        return self.total / self.n if self.n else None
-
-
-@dataclass
 class _Interval:
     """Sums since the last reading was written."""
 
@@ -140,7 +137,7 @@ class _Interval:
     windows: int = 0
     seconds: float = 0.0
     units: float = 0.0
-    scalars: dict[str, _Mean] = field(default_factory=dict)
+    scalars: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     alerts: dict[str, str] = field(default_factory=dict)
 
 
@@ -160,29 +157,27 @@ class NoiseScaleLog:
         tracker: NoiseScaleTracker,
         log: RunLog,
         setup: Mapping[str, object],
-        cost: Callable[[], Cost] | None = None,
-        further: Mapping[str, NoiseScaleTracker] | None = None,
+        cost: Callable[[], Cost],
+        further: Mapping[str, NoiseScaleTracker],
     ) -> None:
         self.alerts: dict[str, str] = {}
-        self._tracker, self._log, self._further = tracker, log, further or {}
+        self._tracker, self._log, self._cost, self._further = tracker, log, cost, further
         self._units_seen = 0.0
         self._pieces: dict[str, object] = {}
-        self._window = 0
+        self._window = self._n_readings = 0
         self._last_drop, self._n_same_drops = "", 0
-        self._n_readings = 0
         self._goes_on = False
         """Whether a saved state was loaded, so that this start goes on with the run before it."""
         self._lacks_groups = False
         """Whether the last reading was written without its groups."""
         self._has_groups = bool(setup.get("groups"))
-        self._cost = cost
         self._interval = _Interval(start=time.time())
         log.begin(
             "reading",
             unit=tracker.unit,
             setup=setup,
-            metrics=METRICS | _metrics_in(tracker.further_units, tracker.unit) | declared(self._further),
-            sections=sections(self._further),
+            metrics=METRICS | _in_units(tracker.further_units, tracker.unit) | _in_metrics(further),
+            sections=_sections(further),
         )
 
     def window(self, window: MeasuredWindow, drop: Drop | None, norm: float | None) -> None:
@@ -197,22 +192,13 @@ class NoiseScaleLog:
         before, n_windows = self._window, max(window.known.number - self._window, 1)
         n_units = n_windows * window.row.n_units
         self._window, self._pieces = window.known.number, {"per_window": window.row.n_pieces, "tap": window.known.tap}
-        interval = self._interval
-        interval.windows += n_windows
-        interval.seconds += window.known.seconds
-        if math.isfinite(n_units):
-            interval.units += n_units
-            self._units_seen += n_units
+        self._interval.seconds += window.known.seconds
         # The norm that a clip measured wins: it covers parameters that the probe does not measure.
         scalars: dict[str, float | None] = {NORM: norm, **window.scalars}
-        for name, value in scalars.items():
-            if value is not None and (name != NORM or math.isfinite(value)):
-                interval.scalars.setdefault(name, _Mean()).add(value)
+        known = {name: v for name, v in scalars.items() if v is not None and (name != NORM or math.isfinite(v))}
+        self._count(n_windows, n_units if math.isfinite(n_units) else 0.0, known)
         if drop is None and self._log.log_windows and self._tracker.last is not None:
-            further = of_windows({name: tracker.last for name, tracker in self._further.items()})
-            groups = self._tracker.groups if self._has_groups else ()
-            record = _window_record(window, self._tracker.last, groups, further)
-            self._write("window", **record)
+            self._write("window", **self._window_record(window, self._tracker.last))
         self._n_same_drops = self._n_same_drops + 1 if drop and drop.kind == self._last_drop else 1
         self._last_drop = drop.kind if drop else ""
         if drop is not None and drop.kind not in _EXPECTED:
@@ -231,12 +217,14 @@ class NoiseScaleLog:
         if (n_windows := number - self._window) <= 0 or not self._window:  # no window's numbers have come
             return
         self._window = number
+        self._count(n_windows, n_windows * (self._tracker.units_per_window or 0.0), scalars)
+
+    def _count(self, n_windows: int, n_units: float, scalars: Mapping[str, float]) -> None:
         self._interval.windows += n_windows
-        units = n_windows * (self._tracker.units_per_window or 0.0)
-        self._interval.units += units
-        self._units_seen += units
+        self._interval.units += n_units
+        self._units_seen += n_units
         for name, value in scalars.items():
-            self._interval.scalars.setdefault(name, _Mean()).add(value)
+            self._interval.scalars[name].append(value)
 
     def _alert_drop(self, number: int, drop: Drop) -> None:
         # The last window of an epoch may be short.
@@ -284,27 +272,25 @@ class NoiseScaleLog:
             alerts["not_covered"] = f"the noise scale is {covered}"
         for name, message in alerts.items():
             self.alert(name, message)
-        cost = self._cost() if self._cost is not None else None
-        if cost is not None and cost.is_over:
+        cost = self._cost()
+        if cost.is_over:
             self.alert(*_over_budget(cost))
         elapsed = now - interval.start
-        others = {name: tracker.reading(with_groups=False) for name, tracker in self._further.items()}
-        metrics = (
-            reading.metrics()
-            | of_readings(others)
-            | {
-                NORM: None,
-                CLIP_FRACTION: None,
-                "cost/seconds_per_window": interval.seconds / interval.windows,
-                "cost/fraction": interval.seconds / elapsed if elapsed > 0 else None,
-                "cost/share": cost.share if cost else None,
-                "cost/share_error": cost.error if cost else None,
-                "cost/every": cost.every if cost else None,
-                "run/units_seen": self._units_seen,
-                "run/units_per_second": interval.units / elapsed if elapsed > 0 else None,
-            }
-        )
-        metrics |= {name: json_number(mean.value) for name, mean in interval.scalars.items()}
+        metrics = reading.metrics() | {
+            NORM: None,
+            CLIP_FRACTION: None,
+            "cost/seconds_per_window": interval.seconds / interval.windows,
+            "cost/fraction": interval.seconds / elapsed if elapsed > 0 else None,
+            "cost/share": cost.share,
+            "cost/share_error": cost.error,
+            "cost/every": cost.every,
+            "run/units_seen": self._units_seen,
+            "run/units_per_second": interval.units / elapsed if elapsed > 0 else None,
+        }
+        for name, tracker in self._further.items():
+            of_metric = tracker.reading(with_groups=False).metrics()
+            metrics |= {f"gns/{name}/{key}": of_metric[f"gns/{key}"] for key in IN_EACH_METRIC}
+        metrics |= {name: json_number(sum(values) / len(values)) for name, values in interval.scalars.items()}
         self._write(
             "reading",
             window=self._window,
@@ -330,6 +316,22 @@ class NoiseScaleLog:
             self._write("details", window=self._window, groups=_groups_record(self._tracker.reading()))
         self._log.leave("reading", reason, window=self._window)
 
+    def _window_record(self, window: MeasuredWindow, solved: SolvedWindow) -> dict[str, object]:
+        """A window on its own, from which readings can be made again."""
+        metrics = {
+            **_of_window("gns", solved),
+            "gns/effective_units": json_number(solved.effective_units),
+            "gns/learning_rate": json_number(window.known.rate),
+            "cost/every": window.known.every,
+        }
+        for name, tracker in self._further.items():
+            metrics |= _of_window(f"gns/{name}", tracker.last)
+        groups = {
+            name: {"trace_cov": json_number(group.trace_cov), "grad_sq": json_number(group.grad_sq)}
+            for name, group in zip(self._tracker.groups, solved.per_group if self._has_groups else (), strict=False)
+        }
+        return {"window": window.known.number, "time": window.known.time, "metrics": metrics, "groups": groups}
+
     def state_dict(self) -> dict[str, float | int]:
         """How far the run has come."""
         return {"window": self._window, "units_seen": self._units_seen}
@@ -340,18 +342,45 @@ class NoiseScaleLog:
         self._goes_on = True
 
 
-def _metrics_in(units: Sequence[str], first: str) -> dict[str, Metric]:
+def _of_window(below: str, solved: SolvedWindow | None) -> dict[str, float | None]:
+    """tr Σ and |G|² of one window; None where it was dropped."""
+    total = None if solved is None else solved.total
+    return {
+        f"{below}/trace_cov": None if total is None else json_number(total.trace_cov),
+        f"{below}/grad_sq": None if total is None else json_number(total.grad_sq),
+    }
+
+
+def _in_units(units: Iterable[str], first: str) -> dict[str, Metric]:
     """The metrics that say the noise scale again in further units."""
     metrics: dict[str, Metric] = {}
     for unit in units:
-        converted = f"at the average {unit} of one of the {first}"
-        metrics |= {
-            f"gns/b_simple_{unit}": Metric(unit, f"gns/b_simple {converted}"),
-            f"gns/b_simple_low_{unit}": Metric(unit, f"gns/b_simple_low {converted}"),
-            f"gns/b_simple_high_{unit}": Metric(unit, f"gns/b_simple_high {converted}"),
-            f"gns/units_per_window_{unit}": Metric(unit, f"{unit} in a window"),
-        }
+        for key in ("b_simple", "b_simple_low", "b_simple_high"):
+            metrics[f"gns/{key}_{unit}"] = Metric(unit, f"gns/{key} at the average {unit} of one of the {first}")
+        metrics[f"gns/units_per_window_{unit}"] = Metric(unit, f"{unit} in a window")
     return metrics
+
+
+def _in_metrics(names: Iterable[str]) -> dict[str, Metric]:
+    """The metrics that say the noise scale in another metric of the gradients."""
+    metrics: dict[str, Metric] = {}
+    for name in names:
+        for key in IN_EACH_METRIC:
+            of_first = METRICS[f"gns/{key}"]
+            meaning = "noise scale now" if key == "b_simple" else of_first.meaning
+            unit = of_first.unit.replace("gradient²", "norm²")
+            metrics[f"gns/{name}/{key}"] = Metric(unit, f"{meaning}, metric {name!r}")
+    return metrics
+
+
+def _sections(names: Iterable[str]) -> tuple[ReportSection, ...]:
+    """The report's section with the noise scale in each further metric; none without them."""
+    curves = tuple(f"gns/{name}/b_simple" for name in names)
+    text = (
+        "The noise scale of the same gradients in other metrics, now, as above. The "
+        "verdict speaks of the first metric alone."
+    )
+    return (ReportSection("Noise scale in other metrics", text, curves),) if curves else ()
 
 
 def _over_budget(cost: Cost) -> tuple[str, str]:
@@ -364,42 +393,5 @@ def _over_budget(cost: Cost) -> tuple[str, str]:
     )
 
 
-def _window_record(
-    window: MeasuredWindow,
-    solved: SolvedWindow,
-    groups: Sequence[str],
-    further: Mapping[str, float | None],
-) -> dict[str, object]:
-    """A window on its own, from which readings can be made again."""
-    total = solved.total
-    return {
-        "window": window.known.number,
-        "time": window.known.time,
-        "metrics": {
-            "gns/trace_cov": json_number(total.trace_cov),
-            "gns/grad_sq": json_number(total.grad_sq),
-            "gns/effective_units": json_number(solved.effective_units),
-            "gns/learning_rate": json_number(window.known.rate),
-            "cost/every": window.known.every,
-            **further,
-        },
-        "groups": {
-            name: {"trace_cov": json_number(group.trace_cov), "grad_sq": json_number(group.grad_sq)}
-            for name, group in zip(groups, solved.per_group, strict=False)
-        },
-    }
-
-
 def _groups_record(reading: NoiseScaleReading) -> dict[str, object]:
-    return {name: _group_record(group) for name, group in reading.groups.items()}
-
-
-def _group_record(group: GroupReading) -> dict[str, object]:
-    return {
-        "status": group.status,
-        "b_simple": group.b_simple,
-        "low": group.low,
-        "high": json_number(group.high),
-        "grad_sq": group.grad_sq,
-        "trace_cov": group.trace_cov,
-    }
+    return {name: asdict(group) | {"high": json_number(group.high)} for name, group in reading.groups.items()}

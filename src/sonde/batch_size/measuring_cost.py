@@ -112,15 +112,6 @@ def since_change(rows: Iterable[CostRow]) -> list[CostRow]:
     return kept
 
 
-@dataclass(frozen=True)
-class _Costs:
-    """Mean costs in seconds: what a measured window and any other window cost, and how long a window is without."""
-
-    measured: float
-    idle: float
-    window: float
-
-
 def affordable_every(rows: Sequence[CostRow], budget: float) -> int | None:
     """The smallest N at which measuring one window in N costs nine tenths of the budget; None if it is not known.
 
@@ -130,14 +121,15 @@ def affordable_every(rows: Sequence[CostRow], budget: float) -> int | None:
     """
     if len(rows) < FEWEST or not any(_lengths(rows)):  # a device may be so far behind that no window was timed
         return None
-    costs, aim = _mean_costs(rows), _AIM * budget
-    room = costs.window * aim / (1 - aim) - costs.idle
-    if room <= 0 or (costs.measured - costs.idle) > MOST_EVERY * room:
+    (measured, idle, window), aim = _mean_costs(rows), _AIM * budget
+    room = window * aim / (1 - aim) - idle
+    if room <= 0 or (measured - idle) > MOST_EVERY * room:
         return MOST_EVERY
-    return max(math.ceil((costs.measured - costs.idle) / room), 1)
+    return max(math.ceil((measured - idle) / room), 1)
 
 
-def _mean_costs(rows: Sequence[CostRow]) -> _Costs:
+def _mean_costs(rows: Sequence[CostRow]) -> tuple[float, float, float]:
+    """What a measured window and any other window cost, and how long a window is without, in seconds: c, i and w."""
     of_measured = [row.costs.of_measuring for row in rows]
     most = _OUTLIER * statistics.median(of_measured)
     if sum(seconds > most for seconds in of_measured) > _MOST_OUTLIERS:
@@ -151,7 +143,7 @@ def _mean_costs(rows: Sequence[CostRow]) -> _Costs:
         window = statistics.median(idle_lengths) - idle
     else:
         window = statistics.median(measured_lengths) - statistics.median(of_measured) if measured_lengths else 0.0
-    return _Costs(measured + _untimed(rows, measured - idle), idle, max(window, 0.0))
+    return measured + _untimed(rows, measured - idle), idle, max(window, 0.0)
 
 
 def _lengths(rows: Sequence[CostRow]) -> tuple[list[float], list[float]]:
@@ -180,9 +172,7 @@ def measured_share(rows: Sequence[CostRow]) -> tuple[float | None, float | None]
     """Cost over time, each summed over measured windows, and the standard error of that ratio."""
     if len(rows) < 2:
         return None, None
-    costs = _mean_costs(rows)
-    untimed = _untimed(rows, costs.measured - costs.idle)
-    cost = [row.costs.seconds + untimed * row.costs.n_measured for row in rows]
+    cost = [row.costs.seconds for row in rows]
     times = [row.costs.idle_time + row.costs.measured_time for row in rows]
     if not (total := math.fsum(times)) > 0:
         return None, None

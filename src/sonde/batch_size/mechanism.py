@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from sonde.batch_size.log import MeasuredWindow
@@ -14,6 +12,7 @@ from sonde.batch_size.per_example.window import NOTHING_COVERED, SEVERAL_BACKWAR
 from sonde.batch_size.setup import NoiseScaleOptions
 from sonde.batch_size.stats.example_sums import ENOUGH_COVERED, CoveredPart
 from sonde.batch_size.stats.window_row import WITHOUT_EXAMPLES, Drop, WindowRow
+from sonde.parallel.same_on_ranks import holds_on_all
 from sonde.parallel.wrappers import Wrapper
 
 _IN_A_ROW = 3
@@ -51,23 +50,23 @@ class Mechanism:
         self.why_not = "per_example='never' leaves them out" if options.per_example == "never" else ""
         """Why examples are not read where a window is a single piece, for people; empty where they may be."""
         if self._is_asked or (options.per_example == "auto" and wrapper.n_ranks == 1):
-            self.examples, self.why_not = _made(model, wrapper, options)
-            if not _all_can(wrapper, can=self.examples is not None) and self.examples is not None:
+            try:
+                self.examples = _example_window(model, wrapper, options)
+            except ValueError as error:
+                self.why_not = str(error)
+            can_read = self.examples is not None  # all or none: ranks must send vectors of one length
+            if not holds_on_all(wrapper.group, wrapper.leaves[0].device, here=can_read) and can_read:
                 self.examples, self.why_not = None, "another rank cannot read them"
         if self._is_asked and self.examples is None:
             raise ValueError(f"per_example='always' needs the gradients of single examples, but {self.why_not}")
         self.reads_examples = self.examples is not None
         """Whether examples are read in measured windows, besides pieces, which leaf hooks must read then."""
+        self.covered = CoveredPart(len(self._names))
+        """What the covered parameters are of the whole model, where windows are solved from examples."""
         self._has_chosen = False
-        self._covered = CoveredPart(len(self._names))
         self._n_failures = self._n_otherwise = 0
         self._news: list[tuple[str, str]] = []
         self._said_of: tuple[bool, ...] = ()
-
-    @property
-    def covered(self) -> CoveredPart:
-        """What the covered parameters are of the whole model, where windows are solved from examples."""
-        return self._covered
 
     def take_news(self) -> list[tuple[str, str]]:
         """What has changed since the last call: the name of an alert, or nothing, and a message."""
@@ -109,7 +108,7 @@ class Mechanism:
             return row
         if found.sums is not None:
             return replace(row, examples=found.sums)
-        if row.n_pieces >= 2 and not self._is_asked and self._covered.coverage is None:
+        if row.n_pieces >= 2 and not self._is_asked and self.covered.coverage is None:
             return row  # both mechanisms speak of the whole model
         why = self._in_words(found.why_not) if found.why_not else self.why_not
         if row.n_pieces < 2:
@@ -121,24 +120,23 @@ class Mechanism:
         """Let the first window choose between pieces and examples, and later ones if they say otherwise."""
         if self.why_not or not n_pieces:
             return
-        if self._is_asked:
-            if has_examples and not self._has_chosen:
-                self._has_chosen = True
-                self._tell(f"the gradient of each example is read; {_SHARE_NO_SAMPLES}")
-        elif self._has_chosen:
-            self._n_otherwise = self._n_otherwise + 1 if (n_pieces == 1) != self.reads_examples else 0
-            if self._n_otherwise >= _IN_A_ROW:
-                self.reads_examples, self._n_otherwise = n_pieces == 1, 0
-                self._tell(
-                    f"windows are single pieces now, so the gradient of each example is read; {_SHARE_NO_SAMPLES}"
-                    if self.reads_examples
-                    else "windows have several pieces now, which are compared in place of single examples"
-                )
-        elif n_pieces >= 2:
-            self._has_chosen, self.reads_examples = True, False
-        elif has_examples:
-            self._has_chosen = True
-            self._tell(f"a window is a single piece, so the gradient of each example is read; {_SHARE_NO_SAMPLES}")
+        needs_examples = self._is_asked or n_pieces == 1
+        if not self._has_chosen:
+            self._has_chosen = has_examples or not needs_examples
+            self.reads_examples = needs_examples
+            if needs_examples and has_examples:
+                self._tell_reading("" if self._is_asked else "a window is a single piece, so ")
+            return
+        self._n_otherwise = self._n_otherwise + 1 if needs_examples != self.reads_examples else 0
+        if self._n_otherwise >= _IN_A_ROW:
+            self.reads_examples, self._n_otherwise = needs_examples, 0
+            if needs_examples:
+                self._tell_reading("windows are single pieces now, so ")
+            else:
+                self._tell("windows have several pieces now, which are compared in place of single examples")
+
+    def _tell_reading(self, why: str) -> None:
+        self._tell(f"{why}the gradient of each example is read; {_SHARE_NO_SAMPLES}")
 
     def saw(self, window: MeasuredWindow, *, is_sound: bool, scale: float | None) -> None:
         """Note a window that was solved or dropped.
@@ -159,7 +157,7 @@ class Mechanism:
             return
         self._n_failures = 0
         if is_sound and scale is not None:
-            self._covered.update(found.sums, row.pieces(float(row.sq_norm_over_weight.sum())), row.big, scale=scale)
+            self.covered.update(found.sums, row.pieces(float(row.sq_norm_over_weight.sum())), row.big, scale=scale)
             self._say_coverage(found.covered)
 
     def _give_up(self, reason: str) -> None:
@@ -173,15 +171,15 @@ class Mechanism:
     def _say_coverage(self, covered: Sequence[bool]) -> None:
         """Name the parameters that are not covered, once for each set of them."""
         mask = tuple(covered)
-        if self._covered.coverage is None or mask == self._said_of:
+        if self.covered.coverage is None or mask == self._said_of:
             return
         self._said_of = mask
         missing = [name for name, is_covered in zip(self._names, mask, strict=True) if not is_covered]
         assert self.examples is not None
         named = [f"{name} ({self.examples.reasons.get(name, _UNSEEN)})" for name in missing]
         more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
-        message = f"the noise scale is {self._covered.coverage}; not covered: {', '.join(named[:_MOST_NAMED])}{more}"
-        is_enough = self._covered.coverage.part >= ENOUGH_COVERED
+        message = f"the noise scale is {self.covered.coverage}; not covered: {', '.join(named[:_MOST_NAMED])}{more}"
+        is_enough = self.covered.coverage.part >= ENOUGH_COVERED
         self._news.append(("" if is_enough else "not_covered", message))
 
     def _in_words(self, why_not: str) -> str:
@@ -211,37 +209,30 @@ def _is_one_unit(row: WindowRow) -> bool:
     return row.weight**2 < 1.5 * row.sq_weight_over_units
 
 
-def _all_can(wrapper: Wrapper, *, can: bool) -> bool:
-    """Whether all ranks can read examples: they must send vectors of one length."""
-    if wrapper.group is None:
-        return can
-    answer = torch.tensor([float(can)], device="cpu").to(wrapper.leaves[0].device)
-    dist.all_reduce(answer, dist.ReduceOp.MIN, group=wrapper.group)
-    return bool(answer.item())
+def _example_window(model: nn.Module, wrapper: Wrapper, options: NoiseScaleOptions) -> ExampleWindow:
+    """What reads single examples.
 
-
-def _made(model: nn.Module, wrapper: Wrapper, options: NoiseScaleOptions) -> tuple[ExampleWindow | None, str]:
-    """What reads single examples; or None, and why they cannot be read."""
+    Raises:
+        ValueError: with the reason why they cannot be read.
+    """
     if options.metrics != ("euclidean",):
-        return None, f"metric={options.metric!r} needs whole gradients: use metric='euclidean'"
+        raise ValueError(f"metric={options.metric!r} needs whole gradients: use metric='euclidean'")
     if options.tap == "comm_hook":
-        return None, "tap='comm_hook' reads whole windows: use tap='leaf'"
+        raise ValueError("tap='comm_hook' reads whole windows: use tap='leaf'")
     shares_pieces = wrapper.data.n_sharing > 1 or wrapper.sequence_group is not None
     if wrapper.pp_mesh is not None or shares_pieces or wrapper.experts is not None:
-        return None, f"a model cut by {wrapper.name} calls its layers with parts of examples or of parameters"
-    try:
-        window = ExampleWindow(
-            model,
-            wrapper.parameters,
-            wrapper.leaves,
-            staging_bytes=options.staging_bytes(wrapper.leaves[0].device),
-            rules=options.rules,
-            is_sharded=wrapper.mesh is not None,
-        )
-        if len(window.without_rule) == len(wrapper.parameters):
-            return None, "no layer of the model has a rule for them: pass rules= to attach, see sonde.PerExampleNorms"
-        window.open()
-        window.close()
-    except ValueError as error:
-        return None, str(error)
-    return window, ""
+        raise ValueError(f"a model cut by {wrapper.name} calls its layers with parts of examples or of parameters")
+    staging_bytes, is_sharded = options.staging_bytes(wrapper.leaves[0].device), wrapper.mesh is not None
+    window = ExampleWindow(
+        model,
+        wrapper.parameters,
+        wrapper.leaves,
+        staging_bytes=staging_bytes,
+        rules=options.rules,
+        is_sharded=is_sharded,
+    )
+    if len(window.without_rule) == len(wrapper.parameters):
+        raise ValueError("no layer of the model has a rule for them: pass rules= to attach, see sonde.PerExampleNorms")
+    window.open()
+    window.close()
+    return window

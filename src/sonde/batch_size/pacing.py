@@ -50,7 +50,12 @@ class Pacing:
     @property
     def seconds(self) -> float:
         """Host time that the probe has cost so far."""
-        return self._spent + self._reader.seconds
+        return self._spent + self._idle_seconds + self._reader.seconds
+
+    @property
+    def _idle_seconds(self) -> float:
+        """The part of it that is spent in windows which are not measured, and as much in each that is."""
+        return (self._idle + self._in_all) * _COST_OVER_TIMED
 
     def spent(self, start: float, *, waited: float = 0.0) -> None:
         """Count the time since a moment as a cost of measured windows.
@@ -63,7 +68,7 @@ class Pacing:
 
     def spent_idle(self, start: float) -> None:
         """Count the time since a moment as a cost of windows that are not measured."""
-        self._spent_on_calls(time.perf_counter() - start)
+        self._idle += time.perf_counter() - start
 
     def spent_in_all_windows(self, seconds: float) -> None:
         """Count time that is spent in every window, measured or not.
@@ -71,16 +76,11 @@ class Pacing:
         Args:
             seconds: since the probe was attached.
         """
-        self._spent_on_calls(seconds - self._in_all)
         self._in_all = seconds
-
-    def _spent_on_calls(self, seconds: float) -> None:
-        self._spent += seconds * _COST_OVER_TIMED
-        self._idle += seconds * _COST_OVER_TIMED
 
     def take_costs(self) -> WindowCosts:
         """This rank's costs since the last call, and what it has seen. They ride in the sum over ranks."""
-        times, seconds, idle = self._clock.take(), self.seconds, self._idle
+        times, seconds, idle = self._clock.take(), self.seconds, self._idle_seconds
         start = self.pace.start
         costs = WindowCosts(
             seconds=seconds - self._taken,

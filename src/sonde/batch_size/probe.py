@@ -63,7 +63,7 @@ from sonde.console import tell
 from sonde.parallel.devices import exact_bits
 from sonde.parallel.optimizers import Optimizers
 from sonde.parallel.process_groups import n_summed
-from sonde.parallel.same_on_ranks import check_all_succeeded
+from sonde.parallel.same_on_ranks import holds_on_all
 from sonde.probe import Metric
 from sonde.record_values import known
 from sonde.records import LogOrPlaces, RunLog, log_of
@@ -274,22 +274,17 @@ class NoiseScaleProbe:
     def _begun_log(self, log: RunLog) -> NoiseScaleLog:
         """The log of all that is measured, begun. If one rank cannot begin it, none measures, so that none waits."""
         setup, further, pace = self._setup(), self._metrics.further, self._pacing.pace
-        agree = functools.partial(
-            check_all_succeeded,
-            self._wrapper.group,
-            self._wrapper.leaves[0].device,
-            message="the log of the run could not be begun on another rank, whose error says why: no rank measures",
-        )
+        on_all = functools.partial(holds_on_all, self._wrapper.group, self._wrapper.leaves[0].device)
         try:
             begun = NoiseScaleLog(self._tracker, log, setup, lambda: pace.cost, further)
         except Exception:
-            agree(has_failed=True)
+            on_all(here=False)
             raise
-        try:
-            agree(has_failed=False)
-        except RuntimeError:
+        if not on_all(here=True):
             log.leave("reading", "the log could not be begun on another rank", window=0)
-            raise
+            raise RuntimeError(
+                "the log of the run could not be begun on another rank, whose error says why: no rank measures"
+            )
         return begun
 
     def _new_tracker(self, fixed_weights: FixedWeights | None, metric: str) -> NoiseScaleTracker:

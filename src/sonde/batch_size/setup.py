@@ -168,7 +168,6 @@ def check_partners(options: NoiseScaleOptions, *, optimizer: Optimizers, grad_sc
     check_grad_scaler(grad_scaler)
 
 
-_IS_ACCEPTED = "whether the arguments were accepted"
 NOT_ON_ALL_RANKS = "Other ranks had no such error. They raise one too, since this rank did."
 """A note of an error in `attach`."""
 
@@ -200,7 +199,6 @@ def same_on_ranks(
     """
     names_of_units = unit_names(options.unit)
     return {
-        _IS_ACCEPTED: True,
         "unit": names_of_units[0],
         "the list of further units": names_of_units[1:],
         "metric": options.metrics,
@@ -216,8 +214,12 @@ def same_on_ranks(
     }
 
 
-def compare_over_ranks(wrapper: Wrapper, values: Mapping[str, object]) -> None:
+def compare_over_ranks(wrapper: Wrapper, values: Mapping[str, object] | None) -> None:
     """See that `same_on_ranks` is the same on all ranks of the model.
+
+    Args:
+        wrapper: of the model.
+        values: of this rank; None where its arguments were refused.
 
     Raises:
         ValueError: on all ranks, when it is not.
@@ -226,7 +228,7 @@ def compare_over_ranks(wrapper: Wrapper, values: Mapping[str, object]) -> None:
         "another rank refused to attach, and its own error says why: attach with the same arguments, to the same "
         "model, on every rank"
     )
-    check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, values, {_IS_ACCEPTED: refused_elsewhere})
+    check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, values, refused_elsewhere)
 
 
 def join_comparison(wrapper: Wrapper, error: Exception) -> None:
@@ -236,9 +238,8 @@ def join_comparison(wrapper: Wrapper, error: Exception) -> None:
         wrapper: of the model.
         error: of this rank; it gets a note if other ranks had no such error.
     """
-    names = same_on_ranks(NoiseScaleOptions("refused"), wrapper, ModelParameters([], [], []), [])
     try:
-        compare_over_ranks(wrapper, dict.fromkeys(names))
+        compare_over_ranks(wrapper, None)
     except ValueError:  # this rank raises its own error
         error.add_note(NOT_ON_ALL_RANKS)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sonde.batch_size.batch_dim import units_in_batch
@@ -36,7 +36,9 @@ class CountedBatch:
     weight: float
 
 
-class MeasuredBatches:
+def counted_batches(
+    batches: Any, *, units: NumberOf | None, weight: NumberOf | None, most: int | None
+) -> Iterator[CountedBatch]:
     """This rank's batches, each taken from the user's iterable no sooner than it is asked for.
 
     Args:
@@ -46,52 +48,21 @@ class MeasuredBatches:
         most: most batches to take; None for all.
 
     Raises:
-        ValueError: when `batches` is not iterable.
+        ValueError: when `batches` is not iterable, or for a number that cannot be.
     """
-
-    def __init__(self, batches: Any, *, units: NumberOf | None, weight: NumberOf | None, most: int | None) -> None:
-        if isinstance(batches, (str, bytes, Tensor)) or not isinstance(batches, Iterable):
-            raise ValueError(
-                f"batches must be an iterable of micro-batches, got {type(batches).__name__}: pass a DataLoader or a "
-                "list of batches"
-            )
-        self._iterator: Iterator[Any] = iter(batches)
-        self._units, self._weight, self._most = units, weight, most
-        self._next: CountedBatch | None = None
-        self._is_exhausted = False
-        self.n_taken = 0
-
-    def peek(self) -> CountedBatch | None:
-        """The next batch, which stays the next; None at the end of the data, or of the batches that may be taken."""
-        if self._next is None and not self._is_exhausted and not self.reached_most:
-            for data in self._iterator:
-                self._next = self._counted(data)
-                return self._next
-            self._is_exhausted = True
-        return self._next
-
-    def take(self) -> CountedBatch | None:
-        """The next batch; None at the end."""
-        batch = self.peek()
-        if batch is not None:
-            self._next = None
-            self.n_taken += 1
-        return batch
-
-    @property
-    def reached_most(self) -> bool:
-        """Whether as many batches were taken as may be."""
-        return self._most is not None and self.n_taken >= self._most
-
-    def _counted(self, data: Any) -> CountedBatch:
-        index = self.n_taken
-        units = self._units(data) if callable(self._units) else self._units
-        if units is None:
+    if isinstance(batches, (str, bytes, Tensor)) or not isinstance(batches, Iterable):
+        raise ValueError(
+            f"batches must be an iterable of micro-batches, got {type(batches).__name__}: pass a DataLoader or a "
+            "list of batches"
+        )
+    for index, data in enumerate(itertools.islice(batches, most)):
+        n_units = units(data) if callable(units) else units
+        if n_units is None:
             remedy = f"pass units= a number, or a function of a batch that returns its number of units (batch {index})"
-            units = units_in_batch(data, remedy)
-        n_units = _positive("units", units, index)
-        weight = self._weight(data) if callable(self._weight) else self._weight
-        return CountedBatch(data, index, n_units, n_units if weight is None else _positive("weight", weight, index))
+            n_units = units_in_batch(data, remedy)
+        n_units = _positive("units", n_units, index)
+        counts = weight(data) if callable(weight) else weight
+        yield CountedBatch(data, index, n_units, n_units if counts is None else _positive("weight", counts, index))
 
 
 def _positive(name: str, value: object, index: int) -> float:
@@ -129,18 +100,18 @@ def checked_loss(loss: object, batch: CountedBatch) -> Tensor:
     return loss
 
 
-def check_finite(losses: Sequence[tuple[CountedBatch, Tensor]]) -> None:
-    """Refuse losses that are not finite. Waits for the device.
+def finite_losses(losses: Iterable[tuple[CountedBatch, Tensor]]) -> list[float]:
+    """The losses of batches. Waits for the device.
 
     Raises:
-        ValueError: with the first batch whose loss is not.
+        ValueError: with the first batch whose loss is not finite.
     """
-    if not losses:
-        return
-    values = torch.stack([loss.detach().float() for _, loss in losses]).tolist()
-    for (batch, _), value in zip(losses, values, strict=True):
-        if not math.isfinite(value):
+    values = []
+    for batch, loss in losses:
+        values.append(float(loss))
+        if not math.isfinite(values[-1]):
             raise ValueError(
-                f"the loss of batch {batch.index} is {value}, so it has no usable gradient: look at that batch, and at "
-                "the range of the dtype"
+                f"the loss of batch {batch.index} is {values[-1]}, so it has no usable gradient: look at that batch, "
+                "and at the range of the dtype"
             )
+    return values

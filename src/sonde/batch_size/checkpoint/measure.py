@@ -1,16 +1,16 @@
 """The noise scale of a model as it is now, at a checkpoint: windows without any update, until the interval is narrow.
 
 The story of a measurement, from top to bottom: `measure` sees to it that nothing is changed; `_Measuring.run` goes from
-window to window; `_Measuring.window` takes the pieces of one; the ranks agree, the probe solves it, and the average of
+window to window; `_Measuring._pieces` takes the pieces of one; the ranks agree, the probe solves it, and the average of
 all windows decides whether another one is needed.
 """
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,22 +21,23 @@ from torch import Tensor, nn
 from sonde.batch_size.checkpoint.batches import (
     CountedBatch,
     LossOf,
-    MeasuredBatches,
     NumberOf,
-    check_finite,
     checked_loss,
+    counted_batches,
+    finite_losses,
 )
-from sonde.batch_size.checkpoint.measurement import Ending, Measurement, Progress, precision
+from sonde.batch_size.checkpoint.measurement import Ending, Measurement, beginning, precision
 from sonde.batch_size.checkpoint.model import MeasuredModel
-from sonde.batch_size.checkpoint.ranks import WindowTotals
-from sonde.batch_size.parameter_groups import Groups, group_names
+from sonde.batch_size.checkpoint.ranks import sum_numbers
+from sonde.batch_size.parameter_groups import Groups
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.setup import NoiseScaleOptions, is_number
 from sonde.batch_size.stats.fixed_weights import FixedWeights, window_lengths
-from sonde.parallel.parameter_roles import parameter_roles
+from sonde.console import tell
+from sonde.parallel.process_groups import gather_objects
 from sonde.parallel.refused_models import refuse_stage_alone
-from sonde.parallel.stages import model_parameters
-from sonde.parallel.wrappers import Wrapper, find_wrapper
+from sonde.parallel.same_on_ranks import holds_on_all
+from sonde.parallel.wrappers import find_wrapper
 from sonde.record_values import whole_number
 from sonde.records import RunLog
 
@@ -46,6 +47,7 @@ _LONGEST_IN_16_BITS = 64
 """Pieces of a rank's window whose gradients are added up in 16 bits. Longer sums would round too much."""
 _MOST_USELESS = 3
 """First windows that may all be unusable before that is an error."""
+_SECONDS_BETWEEN_LINES = 5.0
 
 
 def measure(
@@ -137,22 +139,22 @@ def measure(
         )
     target = MeasuredModel(model, wrapper)
     log = RunLog() if log is None else log
+    counted = counted_batches(batches, units=units, weight=weight, most=most_batches)
+    ahead: list[CountedBatch] = []
+    options: NoiseScaleOptions
+
+    def begin() -> tuple[float, dict[str, object]]:
+        """The weight of this rank's first batch, and what must be the same on all ranks."""
+        nonlocal options
+        _check_options(loss, until, most_batches, batch)
+        options = NoiseScaleOptions(unit, None, groups, per_example="never", every=1)
+        ahead.extend(itertools.islice(counted, 1))
+        alike = {"unit": unit, "until": until, "most_batches": most_batches, "batch": batch}
+        return sum(each.weight for each in ahead), alike
+
     with target.left_as_it_is():
-        failure: Exception | None = None
-        facts: dict[str, object] = {"unit": unit, "until": until, "most_batches": most_batches, "batch": batch}
-        weight_of_first = 0.0
-        try:
-            _check_options(loss, until, most_batches, batch)
-            options = NoiseScaleOptions(
-                unit=unit, units_per_piece=None, groups=groups, tap="leaf", per_example="never", every=1
-            )
-            facts["digest of the names of parameters and groups"] = _digest(model, wrapper, groups)
-            source = MeasuredBatches(batches, units=units, weight=weight, most=most_batches)
-            if (first := source.peek()) is not None:
-                weight_of_first = first.weight
-        except Exception as error:  # raised on all ranks together
-            failure = error
-        weights = target.ranks.compare(facts, weight_of_first, failure)
+        weights, facts = zip(*gather_objects(wrapper.group, begin), strict=True)
+        _check_alike(facts)
         if not any(weights):
             raise ValueError(
                 "batches gave no batch: pass data, or a new iterator if this one was used before, such as the "
@@ -163,14 +165,13 @@ def measure(
             target.module, None, options, process_group=target.group, log=log, verbose=False, fixed_weights=fixed
         ) as probe:
             says = verbose and log.is_first_rank
-            progress = Progress(model, target.parameters, n_ranks=target.ranks.n, says=says, unit=unit)
-            return _Measuring(target, probe, fixed, loss, source, until, max(weights)).run(progress, on_window)
-
-
-def _digest(model: nn.Module, wrapper: Wrapper, groups: Groups) -> str:
-    whole = model_parameters(wrapper.parameters, parameter_roles(model, wrapper.parameters), None)
-    names = [*whole.names, *group_names(groups, whole)]
-    return hashlib.sha256(repr(names).encode()).hexdigest()[:12]
+            for line in beginning(model, target.parameters, n_ranks=target.n_ranks, unit=unit) if says else ():
+                tell(line)
+            measuring = _Measuring(target, probe, fixed, loss, counted, ahead, until=until, usual_weight=max(weights))
+            measurement = measuring.run(most_batches, on_window, says=says)
+            if says:
+                tell(str(measurement))
+            return measurement
 
 
 def _check_options(loss: object, until: object, most_batches: object, batch: object) -> None:
@@ -184,6 +185,16 @@ def _check_options(loss: object, until: object, most_batches: object, batch: obj
         raise ValueError(f"batch must be a positive number of units, got {batch!r}: leave it out for no verdict")
 
 
+def _check_alike(of_ranks: Sequence[dict[str, object]]) -> None:
+    for rank, theirs in enumerate(of_ranks):
+        for name, value in of_ranks[0].items():
+            if theirs[name] != value:
+                raise ValueError(
+                    f"ranks must measure alike, got {name} {value!r:.80} on rank 0 and {theirs[name]!r:.80} on rank "
+                    f"{rank}: pass the same arguments on every rank, but for the data"
+                )
+
+
 class _Measuring:
     """One measurement.
 
@@ -192,7 +203,8 @@ class _Measuring:
         probe: attached to it.
         fixed: the averages that the probe adds to.
         loss: of a batch.
-        source: this rank's batches.
+        batches: of this rank.
+        ahead: the first of them, if it was taken already.
         until: the precision that is wanted.
         usual_weight: that weights are divided by, so that losses keep their size; the same on all ranks.
     """
@@ -203,75 +215,102 @@ class _Measuring:
         probe: NoiseScaleProbe,
         fixed: FixedWeights,
         loss: LossOf,
-        source: MeasuredBatches,
+        batches: Iterator[CountedBatch],
+        ahead: list[CountedBatch],
+        *,
         until: float,
         usual_weight: float,
     ) -> None:
-        self._target, self._ranks, self._probe, self._fixed = target, target.ranks, probe, fixed
-        self._loss, self._source, self._until, self._usual_weight = loss, source, until, usual_weight
+        self._target, self._probe, self._fixed = target, probe, fixed
+        self._loss, self._batches, self._ahead = loss, batches, ahead
+        self._until, self._usual_weight = until, usual_weight
         self._start = time.perf_counter()
         self._n_written = target.written()
-        self._n_windows = self._n_batches = 0
-        self._n_units = self._sum_of_losses = self._sum_of_weights = 0.0
+        self._n_taken = self._n_windows = 0
+        self._sums = [0.0] * 4
+        """Micro-batches, units, losses times weights, and weights, on all ranks."""
 
-    def run(self, progress: Progress, on_window: Callable[[Measurement], object] | None) -> Measurement:
+    def run(
+        self, most_batches: int | None, on_window: Callable[[Measurement], object] | None, *, says: bool
+    ) -> Measurement:
         """Measure windows until the interval is narrow, or nothing is left to measure."""
-        progress.begin()
         in_16_bits = any(p.dtype.itemsize == 2 for p in self._target.parameters)
-        for length in window_lengths(
-            self._target.n_data_ranks, longest=_LONGEST_IN_16_BITS if in_16_bits else math.inf
-        ):
-            totals = self._window(length)
-            if totals.n_pieces < 2:  # what is left cannot be compared with anything
-                return self._finish(self._ending_without_data(), progress)
-            self._end_window(totals)
-            if on_window is not None or progress.is_due():
-                so_far = self._so_far(None)
-                progress.window(so_far)
-                if on_window is not None:
-                    on_window(so_far)
-            if self._ranks.agree(on_all=self._is_precise()):
-                return self._finish("precise", progress)
-        raise AssertionError("window lengths never end")
+        longest, last_said = _LONGEST_IN_16_BITS if in_16_bits else math.inf, time.monotonic()
+        for length in window_lengths(self._target.n_data_ranks, longest=longest):
+            if not self._window(length):
+                break
+            is_due = says and time.monotonic() - last_said >= _SECONDS_BETWEEN_LINES
+            so_far = self._so_far(None) if is_due or on_window is not None else None
+            if is_due:
+                last_said = time.monotonic()
+                tell(str(so_far))
+            if on_window is not None and so_far is not None:
+                on_window(so_far)
+            if self._on_all(self._is_precise()):
+                return self._so_far("precise")
+        if not self._n_windows:
+            raise ValueError(
+                "a noise scale compares batches, and there was only one: pass two or more, such as smaller batches of "
+                "the same data"
+            )
+        return self._so_far("limit" if self._on_all(self._n_taken == most_batches) else "data ended")
 
-    def _window(self, length: int) -> WindowTotals:
-        """Take the pieces of a window. If a rank fails, all raise."""
+    def _window(self, length: int) -> bool:
+        """Measure a window. If a rank fails, all raise.
+
+        Returns:
+            Whether there were pieces enough: what is left cannot be compared with anything otherwise.
+        """
         failure: Exception | None = None
-        losses: list[tuple[CountedBatch, Tensor]] = []
+        own = [0.0] * len(self._sums)
         try:
-            while len(losses) < length and (batch := self._take()) is not None:
-                losses.append((replace(batch, data=None), self._piece(batch)))  # so that its memory is freed
-            check_finite(losses)
-            self._ranks.check_gradients()
-            if not self._target.in_step and self._target.written() != self._n_written:
-                raise RuntimeError(
-                    "the weights changed while they were measured: leave optimizer steps and other updates out of "
-                    "loss() and of hooks"
-                )
+            own = self._pieces(length)
         except Exception as error:
             failure = error
-        numbers = [0.0, 0.0, 0.0]
-        if failure is None and losses:
-            weighted = [float(loss) * batch.weight for batch, loss in losses]
-            weights, n_units = [batch.weight for batch, _ in losses], [batch.n_units for batch, _ in losses]
-            numbers = [math.fsum(n_units), math.fsum(weighted), math.fsum(weights)]
-        totals = self._ranks.end_window(len(losses), numbers, failed=failure is not None)
+        has_gradient = [float(p.grad is not None) for p in self._target.parameters]
+        numbers = [float(failure is not None), *own, *has_gradient]
+        n_failed, *summed = sum_numbers(numbers, self._target.ranks, self._target.device)
         if failure is not None:
             raise failure
-        if totals.n_failed:
-            raise RuntimeError(f"{totals.n_failed} other ranks failed while measuring: see their errors")
-        return totals
+        if n_failed:
+            raise RuntimeError(f"{round(n_failed)} other ranks failed while measuring: see their errors")
+        sums, n_holding = summed[: len(own)], summed[len(own) :]
+        if sums[0] < 2:
+            return False
+        self._target.reduce_gradients([n > 0 for n in n_holding])
+        self._end_window(sums)
+        return True
+
+    def _pieces(self, length: int) -> list[float]:
+        """Take this rank's pieces of a window.
+
+        Returns:
+            What they add to the sums; zeros on a rank whose pieces another one counts.
+        """
+        taken: list[tuple[CountedBatch, Tensor]] = []
+        while len(taken) < length and (batch := self._take()) is not None:
+            taken.append((replace(batch, data=None), self._piece(batch)))  # so that its memory is freed
+        losses = finite_losses(taken)
+        self._target.check_pieces()
+        if not self._target.in_step and self._target.written() != self._n_written:
+            raise RuntimeError(
+                "the weights changed while they were measured: leave optimizer steps and other updates out of "
+                "loss() and of hooks"
+            )
+        rows = [(1.0, b.n_units, loss * b.weight, b.weight) for (b, _), loss in zip(taken, losses, strict=True)]
+        return [math.fsum(column) * self._target.counts_pieces for column in zip(*rows, strict=True)] or [0.0] * 4
 
     def _take(self) -> CountedBatch | None:
         """The next batch of this rank; None where none is left or, if ranks go in step, where any rank has none."""
-        if not self._target.in_step:
-            return self._source.take()
-        has_one = False
+        batch = None
         try:
-            has_one = self._source.peek() is not None
+            batch = self._ahead.pop() if self._ahead else next(self._batches, None)
         finally:  # a rank whose data fail takes part too
-            all_have_one = self._ranks.agree(on_all=has_one)
-        return self._source.take() if all_have_one else None
+            all_have_one = self._on_ranks_in_step(batch is not None)
+        if not all_have_one:
+            return None
+        self._n_taken += 1
+        return batch
 
     def _piece(self, batch: CountedBatch) -> Tensor:
         """Run one batch forward and backward.
@@ -279,37 +318,30 @@ class _Measuring:
         Returns:
             Its loss, without a graph.
         """
-        loss = self._loss_of(batch)
-        # Rounded to the loss's dtype as backward rounds it, so that the piece counts exactly as its gradient does.
-        weight = torch.tensor(batch.weight / self._usual_weight, dtype=loss.dtype, device="cpu").item()
-        with self._probe.piece(units=batch.n_units, weight=weight):
-            if weight == 1.0:
-                loss.backward()
-            else:
-                loss.backward(gradient=torch.full_like(loss, weight))
-        return loss.detach()
-
-    def _loss_of(self, batch: CountedBatch) -> Tensor:
-        """The loss of a batch. Where backward communicates, it begins only if all ranks have one."""
-        if not self._target.in_step:
-            return checked_loss(self._loss(self._target.module, batch.data), batch)
         loss = None
         try:
             loss = checked_loss(self._loss(self._target.module, batch.data), batch)
         finally:  # a rank whose loss fails takes part too
-            all_have_one = self._ranks.agree(on_all=loss is not None)
+            all_have_one = self._on_ranks_in_step(loss is not None)
         if not all_have_one:
             raise RuntimeError("another rank failed while measuring: see its error")
-        return loss
+        # Rounded to the loss's dtype as backward rounds it, so that the piece counts exactly as its gradient does.
+        weight = torch.tensor(batch.weight / self._usual_weight, dtype=loss.dtype, device="cpu").item()
+        with self._probe.piece(units=batch.n_units, weight=weight):
+            loss.backward(gradient=None if weight == 1.0 else torch.full_like(loss, weight))
+        return loss.detach()
 
-    def _end_window(self, totals: WindowTotals) -> None:
-        self._ranks.sum_gradients(totals)
-        self._target.check_reduced(totals.has_gradient)
-        n_units, weighted, weights = totals.sums
-        self._n_units += n_units
-        self._n_batches += totals.n_pieces
-        self._sum_of_losses += weighted
-        self._sum_of_weights += weights
+    def _on_all(self, here: bool) -> bool:
+        """Whether something holds on all ranks."""
+        return holds_on_all(self._target.ranks, self._target.device, here=here)
+
+    def _on_ranks_in_step(self, here: bool) -> bool:
+        """Whether something holds on this rank or, where every pass communicates, on all of them."""
+        return self._on_all(here) if self._target.in_step else here
+
+    def _end_window(self, sums: Sequence[float]) -> None:
+        _, _, weighted, weights = sums
+        self._sums = [before + more for before, more in zip(self._sums, sums, strict=True)]
         self._probe.log(loss=weighted / weights)
         self._probe.step()
         self._target.zero_grad()
@@ -324,26 +356,14 @@ class _Measuring:
         reached = precision(total.b_simple, total.low, total.high)
         return self._fixed.n_windows >= _FEWEST_WINDOWS and reached is not None and reached <= self._until
 
-    def _ending_without_data(self) -> Ending:
-        if self._n_windows == 0:
-            raise ValueError(
-                "a noise scale compares batches, and there was only one: pass two or more, such as smaller batches of "
-                "the same data"
-            )
-        return "limit" if self._ranks.agree(on_all=self._source.reached_most) else "data ended"
-
-    def _finish(self, ended: Ending, progress: Progress) -> Measurement:
-        measurement = self._so_far(ended)
-        progress.end(measurement)
-        return measurement
-
     def _so_far(self, ended: Ending | None) -> Measurement:
+        n_batches, n_units, weighted, weights = self._sums
         return Measurement(
             reading=self._probe.reading(),
             ended=ended,
             until=self._until,
-            n_units=self._n_units,
-            n_batches=self._n_batches,
-            loss=self._sum_of_losses / self._sum_of_weights if self._sum_of_weights else None,
+            n_units=n_units,
+            n_batches=round(n_batches),
+            loss=weighted / weights if weights else None,
             seconds=time.perf_counter() - self._start,
         )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,10 +11,7 @@ from torch import Tensor, nn
 
 from sonde.batch_size.model_checks import BATCH_NORM, n_batch_norms
 from sonde.batch_size.stats.reading import NoiseScaleReading
-from sonde.console import tell
 from sonde.wording import duration, number, plural
-
-_SECONDS_BETWEEN_LINES = 5.0
 
 Ending = Literal["precise", "data ended", "limit"]
 """Why a measurement ended: the interval is as narrow as was asked for, or there was no more to take."""
@@ -77,53 +73,23 @@ def precision(b_simple: float | None, low: float | None, high: float | None) -> 
     return max(high / b_simple - 1.0, 1.0 - low / b_simple)
 
 
-class Progress:
-    """What a measurement prints.
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def beginning(model: nn.Module, parameters: Sequence[Tensor], *, n_ranks: int, unit: str) -> Iterator[str]:
+    """What is measured, line by line, for people.
 
     Args:
         model: as the user passed it.
         parameters: that are measured.
         n_ranks: that measure together.
-        says: whether to print anything.
         unit: plural name of the unit.
     """
-
-    def __init__(self, model: nn.Module, parameters: Sequence[Tensor], *, n_ranks: int, says: bool, unit: str) -> None:
-        self._model, self._parameters, self._n_ranks = model, parameters, n_ranks
-        self._says, self._unit = says, unit
-        self._last = time.monotonic()
-
-    def begin(self) -> None:
-        """Say what is measured."""
-        n_parameters = sum(p.numel() for p in self._parameters)
-        self._say(
-            f"measuring {plural(n_parameters, 'trainable parameter')} on {self._parameters[0].device}"
-            + (f", {self._n_ranks} ranks" if self._n_ranks > 1 else "")
-            + f", in {self._unit}"
-        )
-        if n := sum(m.training and m.p > 0 for m in self._model.modules() if isinstance(m, _DROPOUTS)):
-            layers = plural(n, "dropout layer")
-            self._say(f"{layers} in train mode: this adds noise, as in training. model.eval() turns dropout off")
-        if n := n_batch_norms(self._model):
-            self._say(f"{plural(n, 'layer')}: {BATCH_NORM}")
-
-    def is_due(self) -> bool:
-        """Whether the next window is to be printed."""
-        return self._says and time.monotonic() - self._last >= _SECONDS_BETWEEN_LINES
-
-    def window(self, measurement: Measurement) -> None:
-        """Print how far it has come, now and then."""
-        if self.is_due():
-            self._last = time.monotonic()
-            self._say(str(measurement))
-
-    def end(self, measurement: Measurement) -> None:
-        """Print the result."""
-        self._say(str(measurement))
-
-    def _say(self, text: str) -> None:
-        if self._says:
-            tell(text)
-
-
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+    n_parameters = plural(sum(p.numel() for p in parameters), "trainable parameter")
+    on_ranks = f", {n_ranks} ranks" if n_ranks > 1 else ""
+    yield f"measuring {n_parameters} on {parameters[0].device}{on_ranks}, in {unit}"
+    if n := sum(m.training and m.p > 0 for m in model.modules() if isinstance(m, _DROPOUTS)):
+        layers = plural(n, "dropout layer")
+        yield f"{layers} in train mode: this adds noise, as in training. model.eval() turns dropout off"
+    if n := n_batch_norms(model):
+        yield f"{plural(n, 'layer')}: {BATCH_NORM}"

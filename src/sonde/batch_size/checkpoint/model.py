@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sonde.batch_size.checkpoint.ranks import MeasuringRanks
+from sonde.batch_size.checkpoint.ranks import sum_gradients
 from sonde.batch_size.model_checks import n_sync_batch_norms
 from sonde.parallel.model_state import preserve_gradients_and_buffers, preserve_modes_and_randomness
 from sonde.parallel.placements import is_fully_sharded
@@ -21,7 +21,7 @@ class MeasuredModel:
     """What is measured, and how its ranks work together.
 
     DDP's reduction is left out: it would need as many batches on every rank, run the user's communication hook, and
-    rebuild DDP's buckets. The module inside is run, and `MeasuringRanks` adds the gradients up.
+    rebuild DDP's buckets. The module inside is run, and its gradients are added up afterwards.
 
     Args:
         model: as the user passes it.
@@ -45,16 +45,21 @@ class MeasuredModel:
             )
         self._is_cut = wrapper.mesh is not None
         _refuse_unreduced_gradients(wrapper)
-        communicates = self._is_cut or (wrapper.ddp is not None and self._ddp is None)
-        communicates |= any(is_fully_sharded(m) for m in self.module.modules())
-        self.ranks = MeasuringRanks(
-            wrapper.group, self.parameters, reduces=not communicates, counts_pieces=wrapper.data.counts_pieces
+        self.ranks, self.device = wrapper.group, self.parameters[0].device
+        self.n_ranks = 1 if wrapper.group is None else wrapper.group.size()
+        communicates = (
+            self._is_cut
+            or (wrapper.ddp is not None and self._ddp is None)
+            or any(is_fully_sharded(m) for m in self.module.modules())
         )
+        self._reduces = self.n_ranks > 1 and not communicates
+        self.counts_pieces = wrapper.data.counts_pieces
+        """Whether this rank counts its micro-batches; of ranks that share them, one does."""
         self.n_data_ranks = wrapper.n_ranks
         """Ranks that have data of their own."""
         self.group = None if self._is_cut else wrapper.group
         """The ranks over which a plain model's gradients are added up; a cut model knows its own."""
-        self.in_step = communicates or n_sync_batch_norms(self.module, self.ranks.n) > 0
+        self.in_step = communicates or n_sync_batch_norms(self.module, self.n_ranks) > 0
         """Whether every pass communicates, so that all ranks must take as many batches."""
 
     @contextlib.contextmanager
@@ -68,20 +73,34 @@ class MeasuredModel:
         ):
             yield
 
-    def check_reduced(self, has_gradient: Sequence[bool]) -> None:
-        """Refuse a cut model whose backwards leave no gradient on any rank.
+    def check_pieces(self) -> None:
+        """Refuse gradients of this rank that cannot be added up over ranks.
+
+        Raises:
+            ValueError: for sparse gradients on several ranks.
+        """
+        if self._reduces and any(p.grad is not None and p.grad.is_sparse for p in self.parameters):
+            raise ValueError("sparse gradients cannot be added up over ranks: use Embedding(sparse=False), or one rank")
+
+    def reduce_gradients(self, has_gradient: Sequence[bool]) -> None:
+        """Make `.grad` what an optimizer would get: the sum over ranks, unless backward has added it up.
+
+        A parameter that no rank has a gradient of keeps none.
 
         Args:
             has_gradient: whether any rank has a gradient of each parameter; [parameters].
 
         Raises:
-            ValueError: with what to turn on again.
+            ValueError: for a cut model whose backwards leave no gradient on any rank, with what to turn on again.
         """
         if self._is_cut and not any(has_gradient):
             raise ValueError(
                 "no backward has left a gradient on any rank: call model.set_requires_gradient_sync(True) before "
                 "measuring, so that FSDP2 reduces gradients"
             )
+        if self._reduces:
+            held = [p for p, is_there in zip(self.parameters, has_gradient, strict=True) if is_there]
+            sum_gradients(held, self.ranks)
 
     def zero_grad(self) -> None:
         """Begin anew in `.grad`."""
