@@ -29,7 +29,7 @@ OF_A_MESH = {
     "parallel/placements.py:shard_of",
     # A mesh's ranks are a tensor on the CPU.
     "parallel/meshes.py:axes_over",
-    "parallel/placements.py:sharding_ranks",
+    "parallel/meshes.py:ranks_along",
 }
 COPIES = {"parallel/devices.py:start_copy_to_host"}
 """Copies at once where no device works beside the host. (Of a GPU, it starts a copy that does not wait.)"""

@@ -15,12 +15,12 @@ from torch import Tensor
 from sonde.gradient_norm.agreement import NormRequest, disagreements
 from sonde.gradient_norm.gradient_groups import Collected
 from sonde.gradient_norm.held_error import unexpected
-from sonde.gradient_norm.partial_gradients import reduce_partial
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.sum_over_ranks import Summed, error_of_sum, has_fp64, sum_over_ranks
 from sonde.gradient_norm.summed_vector import own_square_sum
 from sonde.parallel.devices import has_float64, is_at_hand, zero_sums
 from sonde.parallel.placements import local_tensor
+from sonde.parallel.shares import reduce_partial
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def own_square_sums(plan: NormPlan) -> Tensor:
 
 def _lacks_float64(plan: NormPlan) -> ValueError | None:
     """Ranks are compared by sums of whole numbers that must be exact, for which fp32 is too short."""
-    has_peers = plan.mesh is not None or plan.n_stages > 1 or any(layout.sharding_ranks for layout in plan.layouts)
+    has_peers = plan.mesh is not None or plan.n_stages > 1 or any(layout.ranks for layout in plan.layouts)
     if has_float64(plan.device) or not has_peers:
         return None
     return ValueError(

@@ -14,7 +14,8 @@ from torch.nn.parameter import is_lazy
 from sonde.gradient_norm.held_error import HeldError
 from sonde.gradient_norm.power_sums import is_read_in_blocks
 from sonde.gradient_norm.refused_gradients import check_elements, check_layout, check_stages
-from sonde.parallel.placements import WHOLE, Layout, layout_of_spec, local_tensor
+from sonde.parallel.placements import local_tensor
+from sonde.parallel.shares import Share, share_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -61,7 +62,7 @@ class ParameterGroup:
     """
 
     key: Key
-    layout: Layout
+    layout: Share
     indices: tuple[int, ...]
     in_blocks: frozenset[int] = frozenset()
 
@@ -102,7 +103,7 @@ class Grouping:
     """
 
     groups: tuple[ParameterGroup, ...] = ()
-    layouts: list[Layout] = field(default_factory=list)
+    layouts: list[Share] = field(default_factory=list)
     meshes: list[DeviceMesh] = field(default_factory=list)
     devices: list[torch.device] = field(default_factory=list)
     dtypes: list[torch.dtype] = field(default_factory=list)
@@ -254,41 +255,34 @@ def _check_attributes(parameter: Tensor, *, is_declared: bool) -> None:
         )
 
 
-def same_placement(a: Any, b: Any) -> bool:
-    """Whether two DTensor specs, or None for plain tensors, place elements alike; shapes do not matter."""
-    if a is None or b is None:
-        return a is b
-    return bool(a.placements == b.placements and (a.mesh is b.mesh or a.mesh == b.mesh))
-
-
 def _is_left_out(parameter: Tensor) -> bool:
     """Whether a parameter is frozen and has no gradient from before."""
     return parameter.grad is None and not parameter.requires_grad
 
 
 def _groups(
-    members: Mapping[tuple[Any, ...], list[int]], layouts: Sequence[Layout], in_blocks: Set[int]
+    members: Mapping[tuple[Any, ...], list[int]], layouts: Sequence[Share], in_blocks: Set[int]
 ) -> tuple[ParameterGroup, ...]:
     """Layouts on different meshes may have the same ranks: their members become one group."""
     groups: dict[Key, ParameterGroup] = {}
     for (number, device, dtype, part, n_replicas), indices in members.items():
         layout = layouts[number]
-        key = Key(layout.sharding_ranks, layout.n_shards, n_replicas, part, device, dtype, bool(layout.partial))
+        key = Key(layout.ranks, layout.n_shards, n_replicas, part, device, dtype, bool(layout.partial))
         earlier = groups[key].indices if key in groups else ()
         together = tuple(sorted((*earlier, *indices)))
         groups[key] = ParameterGroup(key, layout, together, frozenset(in_blocks & set(together)))
     return tuple(groups[key] for key in sorted(groups, key=lambda key: key.order))
 
 
-def _by_ranks(layouts: Sequence[Layout]) -> list[Layout]:
-    by_ranks: dict[tuple[int, ...], Layout] = {}
+def _by_ranks(layouts: Sequence[Share]) -> list[Share]:
+    by_ranks: dict[tuple[int, ...], Share] = {}
     for layout in layouts:
-        if layout.sharding_ranks:
-            by_ranks.setdefault(layout.sharding_ranks, layout)
+        if layout.ranks:
+            by_ranks.setdefault(layout.ranks, layout)
     return list(by_ranks.values())
 
 
-def _meshes_of_this_rank(layouts: Sequence[Layout]) -> list[DeviceMesh]:
+def _meshes_of_this_rank(layouts: Sequence[Share]) -> list[DeviceMesh]:
     meshes = dict.fromkeys(layout.mesh for layout in layouts if layout.mesh is not None)
     return [mesh for mesh in meshes if mesh.get_coordinate() is not None]
 
@@ -297,7 +291,7 @@ class _DistinctLayouts:
     """The layouts of DTensor specs, each once and numbered: hashing a placement costs as much as all other planning."""
 
     def __init__(self, mesh: DeviceMesh | None, pp_mesh: DeviceMesh | None, in_stage: Collection[int]) -> None:
-        self.all: list[Layout] = []
+        self.all: list[Share] = []
         self._mesh, self._pp_mesh, self._in_stage = mesh, pp_mesh, in_stage
         self._numbers: dict[tuple[Any, ...], int] = {}
 
@@ -315,7 +309,7 @@ class _DistinctLayouts:
         placed = () if spec is None else (spec.mesh, *spec.placements)
         number = self._numbers.get(placed)
         if number is None:
-            self.all.append(WHOLE if spec is None else layout_of_spec(spec))
+            self.all.append(share_of(spec))
             number = self._numbers[placed] = len(self.all) - 1
         return number
 

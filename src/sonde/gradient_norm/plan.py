@@ -20,12 +20,12 @@ from sonde.gradient_norm.gradient_groups import (
     ParameterGroup,
     SeenSpecs,
     group_gradients,
-    same_placement,
 )
 from sonde.gradient_norm.held_error import HeldError, unexpected
 from sonde.parallel.inventory import Inventory
 from sonde.parallel.meshes import check_mesh, ranks_of, stage_ranks
-from sonde.parallel.placements import Layout, from_local, local_tensor, shard_of
+from sonde.parallel.placements import from_local, local_tensor, shard_of
+from sonde.parallel.shares import Share, same_placement
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -224,7 +224,7 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         return self._grouping.groups
 
     @property
-    def layouts(self) -> list[Layout]:
+    def layouts(self) -> list[Share]:
         """One for each set of ranks that gradients are cut over; without a mesh one collective each, in this order."""
         return self._grouping.layouts
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sonde.parallel.meshes import list_ranks, ranks_of
-from sonde.parallel.placements import Layout, local_tensor
+from sonde.parallel.placements import local_tensor
+from sonde.parallel.shares import Share
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -35,7 +36,7 @@ def check_elements(gradient: Tensor, *, allow_sparse: bool) -> None:
 
 
 def check_layout(
-    layout: Layout, device: torch.device, mesh: DeviceMesh | None, *, n_replicas: int | None = None
+    layout: Share, device: torch.device, mesh: DeviceMesh | None, *, n_replicas: int | None = None
 ) -> None:
     """Refuse a gradient that cannot be summed with the others.
 
@@ -84,7 +85,7 @@ def check_layout(
         )
 
 
-def check_stages(layout: Layout, pp_mesh: DeviceMesh | None, in_stage: Collection[int]) -> None:
+def check_stages(layout: Share, pp_mesh: DeviceMesh | None, in_stage: Collection[int]) -> None:
     """Refuse a `pp_mesh` whose ranks are not pipeline stages: stages have parameters of their own.
 
     Args:
@@ -97,12 +98,12 @@ def check_stages(layout: Layout, pp_mesh: DeviceMesh | None, in_stage: Collectio
     """
     if pp_mesh is None or layout.mesh is None:
         return
-    if len(shared := ranks_of(pp_mesh) & set(layout.sharding_ranks)) > 1:
+    if len(shared := ranks_of(pp_mesh) & set(layout.ranks)) > 1:
         raise ValueError(
             f"it is cut over ranks {list_ranks(shared)} of pp_mesh=, whose ranks are pipeline stages with parameters "
             "of their own: pass the mesh axis of the stages alone"
         )
-    if in_stage and (others := set(layout.sharding_ranks).difference(in_stage)):
+    if in_stage and (others := set(layout.ranks).difference(in_stage)):
         raise ValueError(
             f"it is cut over ranks {list_ranks(others)} too, which are in other pipeline stages than this "
             "rank: pass a mesh= that has the pipeline stages as an axis, and that axis as pp_mesh="

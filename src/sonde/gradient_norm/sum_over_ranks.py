@@ -28,8 +28,8 @@ from sonde.gradient_norm.held_error import OTHER_CALL, OTHER_GRADIENT, OTHER_PLA
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.summed_vector import SummedVector, pack, pack_exact
 from sonde.parallel.devices import is_at_hand
-from sonde.parallel.placements import Layout
 from sonde.parallel.process_groups import group_of_mesh, group_over, is_fake, start_reduce
+from sonde.parallel.shares import Share
 
 
 @dataclass(frozen=True)
@@ -230,18 +230,18 @@ def _by_collective(
         group = group_of_mesh(plan.mesh)
         yield group, ALONE if group is None else places_in_mesh(plan), collected
         return
-    by_ranks: dict[tuple[int, ...], list[Collected]] = {layout.sharding_ranks: [] for layout in plan.layouts}
+    by_ranks: dict[tuple[int, ...], list[Collected]] = {layout.ranks: [] for layout in plan.layouts}
     for gradients in collected:
         by_ranks.setdefault(gradients.group.key.ranks, []).append(gradients)
     for layout in plan.layouts:
-        ranks = layout.sharding_ranks
+        ranks = layout.ranks
         yield _process_group(layout), places_among(ranks), by_ranks.pop(ranks)
     yield None, ALONE, by_ranks.pop((), [])
 
 
-def _process_group(layout: Layout) -> dist.ProcessGroup:
+def _process_group(layout: Share) -> dist.ProcessGroup:
     assert layout.mesh is not None
-    return layout.mesh.get_group(layout.sharded[0]) if len(layout.sharded) == 1 else group_over(layout.sharding_ranks)
+    return layout.mesh.get_group(layout.sharded[0]) if len(layout.sharded) == 1 else group_over(layout.ranks)
 
 
 def _operation(order: float) -> dist.ReduceOp.RedOpType:

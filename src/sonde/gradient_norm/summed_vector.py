@@ -14,7 +14,6 @@ from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.power_sums import SMALLEST_EXACT, power_sum, square_sum_in_blocks
 from sonde.gradient_norm.ties import add_ties
 from sonde.parallel.devices import to_device, zero_sums
-from sonde.parallel.placements import share
 
 _N_FLAGS = 4
 _MAX_PARTS = 64
@@ -148,7 +147,7 @@ def _weight(plan: NormPlan, gradients: Collected) -> float:
     if plan.mesh is None:
         return 1.0
     n_ranks, n_replicas = plan.mesh.size(), gradients.group.key.n_replicas
-    return share(gradients.group.layout, n_ranks=n_ranks, n_stages=plan.n_stages_in_mesh, n_replicas=n_replicas)
+    return gradients.group.layout.weight(n_ranks, n_stages=plan.n_stages_in_mesh, n_replicas=n_replicas)
 
 
 def _reads_in_blocks(gradients: Collected, order: float) -> bool:

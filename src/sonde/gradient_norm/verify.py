@@ -14,8 +14,9 @@ from sonde.gradient_norm.cross_check import holdings, places_in_mesh
 from sonde.gradient_norm.disagreement import disagreement
 from sonde.gradient_norm.held_error import OTHER_PLAN
 from sonde.gradient_norm.plan import NormPlan
-from sonde.parallel.placements import is_dtensor, layout_of, local_tensor
+from sonde.parallel.placements import is_dtensor, local_tensor, spec_of
 from sonde.parallel.process_groups import group_of_mesh, is_fake, start_reduce
+from sonde.parallel.shares import share_of
 
 Fingerprint = tuple[tuple[int, ...], float, float]
 Held = tuple[str, tuple[Fingerprint, Fingerprint | None], int]
@@ -85,7 +86,7 @@ def check_replicas(plan: NormPlan) -> None:
     for parameter_group in plan.groups:
         for i in parameter_group.indices:
             parameter = plan.parameters[i]
-            counted = parameter_group.key.n_replicas or n_same // layout_of(parameter).n_shards
+            counted = parameter_group.key.n_replicas or n_same // share_of(spec_of(parameter)).n_shards
             held = sharded if is_dtensor(parameter) else plain
             held.append((plan.name_of(i), _fingerprints(parameter), counted))
     by_rank: list[Any] = [None] * group.size()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.parallel.meshes import axes_over, ranks_of
+from sonde.parallel.meshes import axes_over, ranks_along, ranks_of
 from sonde.parallel.placements import is_dtensor
 from sonde.parallel.process_groups import group_over
 
@@ -98,9 +98,5 @@ def find_experts(
 def _gathered_over(parameter: Tensor, leaf: Tensor) -> frozenset[int]:
     """The ranks from which FSDP2 gathers a parameter on this rank."""
     mesh: DeviceMesh = cast(Any, parameter).device_mesh
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None  # FSDP2 has gathered the parameter on this rank
     still_cut = ranks_of(cast(Any, leaf).device_mesh) if is_dtensor(leaf) else frozenset()
-    fixed = axes_over(mesh, still_cut) or ()
-    index = tuple(at if axis in fixed else slice(None) for axis, at in enumerate(coordinate))
-    return frozenset(mesh.mesh[index].reshape(-1).tolist())
+    return frozenset(ranks_along(mesh, set(range(mesh.ndim)).difference(axes_over(mesh, still_cut) or ())))
