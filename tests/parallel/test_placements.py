@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from sonde.gradient_norm.refused_gradients import check_layout
+from sonde.gradient_norm.refused_gradients import check_share
 from sonde.parallel.meshes import ranks_of
 from sonde.parallel.placements import local_tensor, spec_of
 from sonde.parallel.shares import Share, share_of
@@ -42,12 +42,12 @@ def test_a_gradient_elsewhere_than_its_mesh_is_refused_unless_it_is_offloaded() 
     mesh: Any = SimpleNamespace(device_type="cuda", get_coordinate=lambda: [0])  # no GPU is needed for this
     cpu, gpu, other = torch.device("cpu"), torch.device("cuda"), torch.device("mps")
     for device in (cpu, gpu):
-        check_layout(Share(mesh, sharded=(0,)), device, None)
+        check_share(Share(mesh, sharded=(0,)), device, None)
     with pytest.raises(ValueError, match="it is on mps and its mesh on cuda"):
-        check_layout(Share(mesh, sharded=(0,)), other, None)
-    check_layout(Share(mesh, partial=((0, "sum"),)), gpu, None)
+        check_share(Share(mesh, sharded=(0,)), other, None)
+    check_share(Share(mesh, partial=((0, "sum"),)), gpu, None)
     with pytest.raises(ValueError, match="must still be summed on cuda, but is on cpu: move it to cuda"):
-        check_layout(Share(mesh, partial=((0, "sum"),)), cpu, None)
+        check_share(Share(mesh, partial=((0, "sum"),)), cpu, None)
 
 
 def _placed() -> dict[str, Any]:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from sonde.call_site import stack_level
 from sonde.gradient_norm.global_norm import global_norm
 from sonde.gradient_norm.held_error import HeldError
 from sonde.gradient_norm.plan import NormPlan
-from sonde.gradient_norm.plan_cache import PlanCache, PlanRequest
+from sonde.gradient_norm.refused_gradients import marks_of
 from sonde.gradient_norm.scaling import Nonfinite, check_options, check_order, clip_measured_
 from sonde.gradient_norm.sum_over_ranks import warm_up
 from sonde.gradient_norm.verify import check_replicas, compare_plans
+from sonde.parallel.placements import spec_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -27,9 +29,11 @@ if TYPE_CHECKING:
 Parameters = Tensor | nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 """What may be clipped. A module, or pairs of a name and a tensor, give messages their names."""
 
-_plan_cache = PlanCache()
-"""Module-level because a function has nowhere else to cache. A cached plan behaves exactly like a new one."""
-
+_cached_plans: dict[tuple[object, ...], tuple[NormPlan, list[Any]]] = {}
+"""The plans of the last few calls, and the specs of their parameters, whose `id` is in the key. Module-level because a
+function has nowhere else to cache. A cached plan behaves exactly like a new one, since everything that a new plan would
+look at is in its key: so ranks need not have the same plans cached."""
+_MAX_CACHED = 8
 
 _GENERATORS_OF_A_MODULE = (nn.Module.parameters.__code__, nn.Module.named_parameters.__code__)
 
@@ -103,11 +107,16 @@ def clip_grad_norm_(
         >>> clip_grad_norm_(weight, 1.0), weight.grad
         (tensor(5.), tensor([0.6000, 0.8000]))
     """
-    request = plan_request(parameters, mesh, pp_mesh)
-    may_cache = replicas is None and request.problem is None
-    plan = _plan_cache.take(request) if may_cache else None
+    tensors, names, problem = tensors_of(parameters)
+    may_cache = replicas is None and problem is None
+    specs = [spec_of(p) for p in tensors]
+    key = _cache_key(tensors, specs, names, mesh, pp_mesh) if may_cache else ()
+    # A plan leaves the cache while it is in use: no other thread can take it.
+    plan, _ = _cached_plans.pop(key, (None, None))
     if plan is None:
-        plan = request.plan(replicas)
+        plan = NormPlan(tensors, names, mesh=mesh, pp_mesh=pp_mesh, replicas=replicas, problem=problem)
+    else:
+        plan.rebind(tensors, mesh, pp_mesh)
     norm = clip_grad_norm_distributed_(
         plan,
         max_norm,
@@ -117,8 +126,36 @@ def clip_grad_norm_(
         fold_into=fold_into,
     )
     if may_cache:
-        _plan_cache.keep(request, plan)
+        plan.rebind([], mesh, pp_mesh)
+        _cached_plans[key] = plan, specs
+        for oldest in list(_cached_plans)[:-_MAX_CACHED]:
+            _cached_plans.pop(oldest, None)
     return norm
+
+
+def _cache_key(
+    tensors: Sequence[Tensor],
+    specs: Sequence[object],
+    names: Sequence[str] | None,
+    mesh: DeviceMesh | None,
+    pp_mesh: DeviceMesh | None,
+) -> tuple[object, ...]:
+    """What a new plan would look at.
+
+    Tensors are known by their addresses, without any reference to them. A strong reference would keep them alive; a
+    weak one would break `model.to()`, as torch does not swap sharded tensors that have weak references. Another tensor
+    may come to an old address: so the rest of what a plan knows of a tensor is in the key too. Meshes are compared by
+    value, since mesh["pp"] is another object at every call, but specs by `is`: a new process group's may be equal.
+    """
+    return (
+        tuple(map(id, tensors)),
+        tuple(map(id, specs)),
+        tuple([None if is_lazy(p) else p.shape for p in tensors]),
+        tuple([(p.requires_grad, p.grad is None, p.dtype, marks_of(p) if vars(p) else None) for p in tensors]),
+        None if names is None else tuple(names),
+        mesh,
+        pp_mesh,
+    )
 
 
 def group_parameters_for_norm(
@@ -152,7 +189,8 @@ def group_parameters_for_norm(
             or when ranks of `mesh` have different parameters, and neither `pp_mesh` nor `replicas` explains it.
     """
     module = _module_of(parameters)
-    plan = plan_request(parameters, mesh, pp_mesh).plan(replicas, module=module)
+    tensors, names, problem = tensors_of(parameters)
+    plan = NormPlan(tensors, names, mesh=mesh, pp_mesh=pp_mesh, replicas=replicas, module=module, problem=problem)
     compare_plans(plan, verify=verify)
     warm_up(plan)
     if verify:
@@ -207,12 +245,12 @@ def clip_grad_norm_distributed_(
     return clip_measured_(parameter_groups, measured, threshold, nonfinite=nonfinite, fold_into=fold_into)
 
 
-def plan_request(parameters: Parameters, mesh: DeviceMesh | None, pp_mesh: DeviceMesh | None) -> PlanRequest:
-    """What a plan is to be made for, with the first thing in it that is no parameter as its problem."""
+def tensors_of(parameters: Parameters) -> tuple[list[Tensor], list[str] | None, ValueError | None]:
+    """The tensors that are meant, their names if they have any, and what is wrong with the first that is none."""
     if isinstance(parameters, nn.Module):
         parameters = parameters.named_parameters()
     if isinstance(parameters, (Mapping, torch.optim.Optimizer)) or not isinstance(parameters, (Tensor, Iterable)):
-        return PlanRequest([], None, mesh, pp_mesh, ValueError(_not_parameters(parameters)))
+        return [], None, ValueError(_not_parameters(parameters))
     listed: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not listed and isinstance(parameters, Iterator):
         warnings.warn(
@@ -226,7 +264,7 @@ def plan_request(parameters: Parameters, mesh: DeviceMesh | None, pp_mesh: Devic
     if not_tensors := [item for item in listed if not isinstance(item, Tensor)]:
         problem = ValueError(_not_a_tensor(not_tensors[0]))
         names, listed = None, [item for item in listed if isinstance(item, Tensor)]
-    return PlanRequest(listed, names, mesh, pp_mesh, problem)
+    return listed, names, problem
 
 
 def _module_of(parameters: Parameters) -> nn.Module | None:

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sonde.gradient_norm.agreement import KINDS, Ballot, NormRequest, Place, digest
-from sonde.gradient_norm.gradient_groups import Key
-from sonde.gradient_norm.plan import NormPlan
+from sonde.gradient_norm.plan import Key, NormPlan
 from sonde.gradient_norm.ties import Candidate, tie_candidates
 from sonde.parallel.meshes import axes_over, place_along, ranks_of
 
@@ -103,7 +102,7 @@ class Holdings:
 
 def holdings(plan: NormPlan) -> Holdings:
     """The parameters of this rank, for comparison."""
-    return plan.remembered("holdings", _holdings)
+    return plan.remembered(_holdings)
 
 
 def _holdings(plan: NormPlan) -> Holdings:
@@ -111,11 +110,13 @@ def _holdings(plan: NormPlan) -> Holdings:
     for group in plan.groups:
         is_compared = plan.mesh is not None and group.key.n_replicas is None
         copies[group.key] = _copies_place(plan, group.key.ranks) if is_compared else None
+    descriptions = [plan.description(i) for i, _ in plan.with_shapes() if i not in plan.n_replicas]
+    partial = sorted(i for group in plan.groups if group.key.is_partial for i in group.indices)
     return Holdings(
-        number=len(plan.descriptions),
-        parameters=digest(sorted(plan.descriptions)),
-        partial=digest(plan.partial_descriptions),
-        n_distinct=sum(1.0 / n for n in plan.declared_replicas),
+        number=len(descriptions),
+        parameters=digest(sorted(descriptions)),
+        partial=digest([plan.description(i) for i in partial]),
+        n_distinct=sum(1.0 / n for n in plan.n_replicas.values()),
         ties=tie_candidates(plan),
         copies=copies,
     )

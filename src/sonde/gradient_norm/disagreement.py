@@ -64,7 +64,7 @@ def _of_options(name: str, plan: NormPlan, request: NormRequest) -> str:
         "nonfinite": f"nonfinite or error_if_nonfinite differs between ranks, got nonfinite={request.nonfinite!r}",
         "stages": f"pp_mesh= differs between ranks, got {given}",
         "groups": f"by_group= differs between ranks, got {groups}",
-        "replicas": f"replicas= does not fit over all ranks, got {sorted(set(plan.declared_replicas)) or 'none'}",
+        "replicas": f"replicas= does not fit over all ranks, got {sorted(set(plan.n_replicas.values())) or 'none'}",
     }
     if name not in options:
         return ""
@@ -85,7 +85,7 @@ def first_names(names: Sequence[str]) -> str:
 
 
 def _different_parameters(plan: NormPlan, *, same_number: bool) -> str:
-    n, ranks, declare, stages = len(plan.descriptions), "ranks of mesh=", "replicas=", "pass pp_mesh= if they are"
+    n, ranks, declare, stages = holdings(plan).number, "ranks of mesh=", "replicas=", "pass pp_mesh= if they are"
     if plan.pp_mesh is not None:
         ranks, stages = "ranks of one pipeline stage", "check that pp_mesh= is the axis of the"
     elif plan.mesh is None:

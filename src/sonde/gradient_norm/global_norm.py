@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from sonde.gradient_norm.agreement import NormRequest, disagreements
-from sonde.gradient_norm.gradient_groups import Collected
 from sonde.gradient_norm.held_error import unexpected
-from sonde.gradient_norm.plan import NormPlan
+from sonde.gradient_norm.plan import Collected, NormPlan
 from sonde.gradient_norm.sum_over_ranks import Summed, error_of_sum, has_fp64, sum_over_ranks
 from sonde.gradient_norm.summed_vector import own_square_sum
 from sonde.parallel.devices import has_float64, is_at_hand, zero_sums
@@ -144,7 +143,7 @@ def own_square_sums(plan: NormPlan) -> Tensor:
 
 def _lacks_float64(plan: NormPlan) -> ValueError | None:
     """Ranks are compared by sums of whole numbers that must be exact, for which fp32 is too short."""
-    has_peers = plan.mesh is not None or plan.n_stages > 1 or any(layout.ranks for layout in plan.layouts)
+    has_peers = plan.mesh is not None or plan.n_stages > 1 or any(share.ranks for share in plan.shares)
     if has_float64(plan.device) or not has_peers:
         return None
     return ValueError(

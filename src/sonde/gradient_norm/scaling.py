@@ -13,8 +13,7 @@ from torch import Tensor
 from sonde.gradient_norm.disagreement import first_names
 from sonde.gradient_norm.fused_clip import fold, unfold
 from sonde.gradient_norm.global_norm import GlobalNorm
-from sonde.gradient_norm.gradient_groups import Collected
-from sonde.gradient_norm.plan import NormPlan
+from sonde.gradient_norm.plan import Collected, NormPlan
 from sonde.gradient_norm.power_sums import LARGEST_ORDER
 from sonde.parallel.devices import is_at_hand, to_device, widened
 

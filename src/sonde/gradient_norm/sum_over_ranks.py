@@ -23,9 +23,8 @@ from sonde.gradient_norm.cross_check import (
     places_over_stages,
 )
 from sonde.gradient_norm.disagreement import disagreement
-from sonde.gradient_norm.gradient_groups import Collected
 from sonde.gradient_norm.held_error import OTHER_CALL, OTHER_GRADIENT, OTHER_PLAN, unexpected
-from sonde.gradient_norm.plan import NormPlan
+from sonde.gradient_norm.plan import Collected, NormPlan
 from sonde.gradient_norm.summed_vector import SummedVector, pack, pack_exact
 from sonde.parallel.devices import is_at_hand
 from sonde.parallel.process_groups import group_of_mesh, group_over, is_fake, start_reduce
@@ -206,7 +205,8 @@ def warm_up(plan: NormPlan) -> None:
     if plan.pp_mesh is not None and plan.n_stages > plan.n_stages_in_mesh:
         process_groups.append(group_of_mesh(plan.pp_mesh))
     # Partial gradients are summed over single axes of their meshes.
-    process_groups += [mesh.get_group(axis) for mesh in plan.meshes for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    meshes = dict.fromkeys(s.mesh for s in plan.shares if s.mesh is not None and s.mesh.get_coordinate() is not None)
+    process_groups += [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     problem = plan.request_problem or plan.gradient_problem
     failed = torch.zeros(1, device=plan.device)
     for process_group in dict.fromkeys(process_groups):
@@ -230,18 +230,18 @@ def _by_collective(
         group = group_of_mesh(plan.mesh)
         yield group, ALONE if group is None else places_in_mesh(plan), collected
         return
-    by_ranks: dict[tuple[int, ...], list[Collected]] = {layout.ranks: [] for layout in plan.layouts}
+    by_ranks: dict[tuple[int, ...], list[Collected]] = {share.ranks: [] for share in plan.shares if share.ranks}
+    shares = {share.ranks: share for share in reversed(plan.shares)}  # one for each set of ranks
     for gradients in collected:
         by_ranks.setdefault(gradients.group.key.ranks, []).append(gradients)
-    for layout in plan.layouts:
-        ranks = layout.ranks
-        yield _process_group(layout), places_among(ranks), by_ranks.pop(ranks)
+    for ranks in [ranks for ranks in by_ranks if ranks]:
+        yield _process_group(shares[ranks]), places_among(ranks), by_ranks.pop(ranks)
     yield None, ALONE, by_ranks.pop((), [])
 
 
-def _process_group(layout: Share) -> dist.ProcessGroup:
-    assert layout.mesh is not None
-    return layout.mesh.get_group(layout.sharded[0]) if len(layout.sharded) == 1 else group_over(layout.ranks)
+def _process_group(share: Share) -> dist.ProcessGroup:
+    assert share.mesh is not None
+    return share.mesh.get_group(share.sharded[0]) if len(share.sharded) == 1 else group_over(share.ranks)
 
 
 def _operation(order: float) -> dist.ReduceOp.RedOpType:

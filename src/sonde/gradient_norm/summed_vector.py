@@ -9,8 +9,7 @@ from torch import Tensor
 
 from sonde.gradient_norm.agreement import N_SLOTS, NormRequest, copies_tolerance, disagreements
 from sonde.gradient_norm.cross_check import SumPlaces, add_copies, ballot, holdings, places_over_stages
-from sonde.gradient_norm.gradient_groups import Collected
-from sonde.gradient_norm.plan import NormPlan
+from sonde.gradient_norm.plan import Collected, NormPlan
 from sonde.gradient_norm.power_sums import SMALLEST_EXACT, power_sum, square_sum_in_blocks
 from sonde.gradient_norm.ties import add_ties
 from sonde.parallel.devices import to_device, zero_sums
@@ -105,7 +104,7 @@ def pack(
         packed.sums.nan_to_num_(nan=0.0, posinf=math.inf)
     if cast is not None and held is not None:
         if has_stages and not uses_max:
-            weighed = [(gradients, _weight(plan, gradients)) for gradients in collected]
+            weighed = [(gradients, plan.weight(gradients.group)) for gradients in collected]
             add_ties(cast, held.ties, weighed, places_over_stages(plan).everyone, plan.device)
         packed.slots.copy_(cast.slots(plan.device))
     return packed
@@ -123,13 +122,13 @@ def _add_group(packed: SummedVector, plan: NormPlan, gradients: Collected, order
     if math.isinf(order):
         torch.maximum(part, value, out=part)
     else:
-        part.add_(_weight(plan, gradients) * value)
+        part.add_(plan.weight(gradients.group) * value)
     return value
 
 
 def own_square_sum(plan: NormPlan, gradients: Collected) -> Tensor:
     """What this rank adds to the sum of squares of a group's gradients over all ranks: 0-dim, on the plan's device."""
-    return _weight(plan, gradients) * to_device(_read(gradients, 2.0), plan.device)
+    return plan.weight(gradients.group) * to_device(_read(gradients, 2.0), plan.device)
 
 
 def pack_exact(plan: NormPlan, collected: list[Collected], parts: list[int]) -> Tensor:
@@ -138,16 +137,8 @@ def pack_exact(plan: NormPlan, collected: list[Collected], parts: list[int]) -> 
     for gradients in collected:
         if gradients.group.key.part in parts:
             value = to_device(power_sum(gradients.locals, 2.0), plan.device)
-            sums[parts.index(gradients.group.key.part)] += _weight(plan, gradients) * value
+            sums[parts.index(gradients.group.key.part)] += plan.weight(gradients.group) * value
     return sums
-
-
-def _weight(plan: NormPlan, gradients: Collected) -> float:
-    """The part of its power sum that this rank counts, so that every element counts once in the sum over ranks."""
-    if plan.mesh is None:
-        return 1.0
-    n_ranks, n_replicas = plan.mesh.size(), gradients.group.key.n_replicas
-    return gradients.group.layout.weight(n_ranks, n_stages=plan.n_stages_in_mesh, n_replicas=n_replicas)
 
 
 def _reads_in_blocks(gradients: Collected, order: float) -> bool:

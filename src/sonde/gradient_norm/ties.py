@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from sonde.gradient_norm.agreement import Ballot, Place, tie_slot
-from sonde.gradient_norm.gradient_groups import Collected
-from sonde.gradient_norm.plan import NormPlan
+from sonde.gradient_norm.plan import Collected, NormPlan
 from sonde.parallel.devices import to_device
 
 _SAMPLE = 4096
@@ -51,9 +50,9 @@ def tie_candidates(plan: NormPlan) -> dict[int, Candidate]:
         return {}
     by_shape: dict[tuple[int, ...], list[int]] = {}
     for i, parameter in plan.with_shapes():
-        if parameter.dim() > 0 and not plan.is_declared(i):
+        if parameter.dim() > 0 and i not in plan.n_replicas:
             by_shape.setdefault(tuple(parameter.shape), []).append(i)
-    declared = {tuple(p.shape) for i, p in plan.with_shapes() if plan.is_declared(i)}
+    declared = {tuple(p.shape) for i, p in plan.with_shapes() if i in plan.n_replicas}
     # A slot takes the largest of its parameters alone: the numbers of two parameters would be added up.
     by_slot: dict[int, tuple[int, Candidate]] = {}
     for shape, indices in sorted(by_shape.items(), key=lambda item: math.prod(item[0])):

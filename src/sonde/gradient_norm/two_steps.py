@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast, overload
 import torch
 from torch import Tensor, nn
 
-from sonde.gradient_norm.clip import Parameters, plan_request
+from sonde.gradient_norm.clip import Parameters, tensors_of
 from sonde.gradient_norm.global_norm import global_norm
 from sonde.gradient_norm.held_error import HeldError
 from sonde.gradient_norm.plan import NormPlan
@@ -155,10 +155,9 @@ def clip_grads_with_norm_(
     if isinstance(parameters, NormPlan):
         tensors: Sequence[Tensor] = parameters.parameters
     else:
-        request = plan_request(parameters, None, None)
-        if request.problem is not None:
-            raise request.problem
-        tensors = request.parameters
+        tensors, _, problem = tensors_of(parameters)
+        if problem is not None:
+            raise problem
     if isinstance(total_norm, Tensor) and is_dtensor(total_norm):
         total_norm = cast(Any, total_norm).full_tensor()
     alike: dict[Hashable, list[Tensor]] = {}
@@ -200,38 +199,27 @@ def _plan_of_tensors(
     by_group: Sequence[str] | None,
     groups: Sequence[str],
 ) -> NormPlan:
-    """A plan whose gradients are these tensors: each tensor is the `.grad` of a view of itself."""
-    problem = HeldError()
-    if isinstance(tensors, nn.Module):
-        problem.keep(ValueError(_MODULE.format(type(tensors).__name__)))
-        tensors = []
-    request = plan_request(tensors, mesh, pp_mesh)
-    if request.problem is not None:
-        problem.keep(request.problem)
-    views = [tensor.detach() for tensor in request.parameters]
-    views_of: dict[int, list[Tensor]] = {}
-    for tensor, view in zip(request.parameters, views, strict=True):
-        view.grad = tensor.detach()
-        views_of.setdefault(id(tensor), []).append(view)
+    """A plan whose gradients are these tensors."""
+    is_module = isinstance(tensors, nn.Module)
+    listed, names, problem = tensors_of([] if is_module else tensors)
+    if is_module:
+        problem = ValueError(_MODULE.format(type(tensors).__name__))
     parts = None
-    with problem.hold():
-        if by_group is not None:
-            if len(by_group) != len(request.parameters):
-                raise ValueError(
-                    f"by_group must name the group of each tensor, got {len(by_group)} names for "
-                    f"{len(request.parameters)} tensors: pass one name each"
-                )
-            parts = [groups.index(name) for name in by_group]
-    declared = replicas
-    if isinstance(replicas, Mapping):
-        declared = {view: n for key, n in replicas.items() for view in views_of.get(id(key), [key])}
+    if by_group is not None and len(by_group) == len(listed):
+        parts = [groups.index(name) for name in by_group]
+    elif by_group is not None:
+        problem = problem or ValueError(
+            f"by_group must name the group of each tensor, got {len(by_group)} names for {len(listed)} tensors: pass "
+            "one name each"
+        )
     return NormPlan(
-        views,
-        request.names,
+        listed,
+        names,
         mesh=mesh,
         pp_mesh=pp_mesh,
-        replicas=declared,
+        replicas=replicas,
         parts=parts,
         part_names=groups,
-        problem=problem.first,
+        problem=problem,
+        are_gradients=True,
     )

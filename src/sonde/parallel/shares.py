@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Share:
     """How a gradient is spread over the ranks of its mesh.
 
