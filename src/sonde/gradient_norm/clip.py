@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from sonde.call_site import stack_level
-from sonde.gradient_norm.global_norm import global_norm
+from sonde.gradient_norm.global_norm import global_norm, warm_up
 from sonde.gradient_norm.held_error import HeldError
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.refused_gradients import marks_of
 from sonde.gradient_norm.scaling import Nonfinite, check_options, check_order, clip_measured_
-from sonde.gradient_norm.sum_over_ranks import warm_up
 from sonde.gradient_norm.verify import check_replicas, compare_plans
 from sonde.parallel.placements import spec_of
 
