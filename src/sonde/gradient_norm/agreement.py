@@ -84,23 +84,25 @@ def contrast(ranks: Sequence[int], holders: Collection[int]) -> Contrast:
             a whole.
     """
     n, m = len(ranks), len(set(holders))
-    rows = _coefficients(n)
+    rows, mean_square = _coefficients(n)
     at = [bisect.bisect_left(ranks, rank) for rank in set(holders)]
     # The mean square of the sum of m of n numbers that sum to 0, over all ways to choose them.
     spread = m * (n - m) / max(n - 1, 1)
-    mean_square = sum(c * c for row in rows for c in row) / (n * len(rows))
     return Contrast(tuple(sum(row[i] for i in at) for row in rows), math.sqrt(mean_square * spread) or 1.0, n)
 
 
 @functools.lru_cache(maxsize=64)
-def _coefficients(n: int) -> tuple[tuple[int, ...], ...]:
-    """[contrasts][n]: odd whole numbers below 2^17, the same on every rank. The last number makes its row sum to 0."""
+def _coefficients(n: int) -> tuple[list[list[int]], float]:
+    """[contrasts][n]: odd whole numbers below 2^17, the same on every rank; and their mean square.
+
+    The last number of a row makes the row sum to 0.
+    """
     numbers = random.Random(n)
     rows = []
     for _ in range(_N_CONTRASTS):
         row = [(numbers.getrandbits(_COEFFICIENT_BITS) - 2 ** (_COEFFICIENT_BITS - 1)) | 1 for _ in range(n - 1)]
-        rows.append((*row, -sum(row)))
-    return tuple(rows)
+        rows.append([*row, -sum(row)])
+    return rows, sum(c * c for row in rows for c in row) / (n * len(rows))
 
 
 def digest(*parts: object) -> int:
