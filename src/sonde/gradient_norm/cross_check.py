@@ -120,20 +120,17 @@ def compared_numbers(
     if peers.stage is not None and not (uses_max and has_stages):
         for name, value in {"number": held.number, **held.digests}.items():
             ballot.add_digest(name, value, peers.stage)
-        largest: tuple[Tensor, Contrast, float] | None = None
+        copies = []
         for gradients, power in powers:
             key, among = gradients.group.key, held.copies[gradients.group.key]
-            if among is None or (uses_max and key.ranks):
-                continue
-            tolerance = copies_tolerance(request.order, key.dtype, sum(g.numel() for g in gradients.locals))
-            if not uses_max:
-                ballot.add_copies("sharded" if key.ranks else "plain", power, among, tolerance)
-            elif largest is None:
-                largest = power, among, tolerance
-            else:
-                largest = torch.maximum(largest[0], power), among, max(largest[2], tolerance)
-        if largest is not None:
-            ballot.add_copies("plain", *largest)
+            if among is not None and not (uses_max and key.ranks):
+                tolerance = copies_tolerance(request.order, key.dtype, sum(g.numel() for g in gradients.locals))
+                copies.append(("sharded" if key.ranks else "plain", power, among, tolerance))
+        if uses_max and copies:  # the largest elements of all groups are compared at once
+            largest = torch.stack([power for _, power, _, _ in copies]).max()
+            copies = [("plain", largest, copies[0][2], max(tolerance for *_, tolerance in copies))]
+        for each in copies:
+            ballot.add_copies(*each)
     if has_stages and not uses_max:
         add_ties(ballot, plan, held.ties, [gradients for gradients, _ in powers])
     return ballot.slots(plan.device)

@@ -144,12 +144,15 @@ def _where_not_finite(plan: NormPlan, measured: GlobalNorm, norm: Tensor, max_no
         for index, local in zip(gradients.indices, gradients.locals, strict=True)
         if not bool(torch.isfinite(_stored_values(local)).all())
     ]
-    remedy = "Find the loss that is not finite, or pass nonfinite='skip'"
+    otherwise = "nonfinite='skip'" if max_norm is not None else "nonfinite='ignore' (error_if_nonfinite=False)"
+    remedy = f"Find the loss that is not finite, or pass {otherwise}"
     if bad_names:
         where = f"not finite in {first_names(bad_names)}"
     elif not measured.has_peers:
         where = f"every gradient is finite, but their norm overflows in {str(norm.dtype).removeprefix('torch.')}"
-        remedy = "Make the loss smaller, or pass nonfinite='skip'"
+        remedy = f"Make the loss smaller, or pass {otherwise}"
+    elif norm.isfinite():
+        where = "it overflows in fp32, the dtype in which another rank returns it"
     elif norm.isnan() or not measured.collected:
         where = "not finite on another rank, whose message names the parameters"
     else:

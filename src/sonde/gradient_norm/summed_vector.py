@@ -91,7 +91,7 @@ class SummedVector:
         key = gradients.group.key
         if key.dtype == torch.float64:
             self.is_double.fill_(1.0)
-        if gradients.group.in_blocks and order == 2.0:
+        if key.in_blocks and order == 2.0:
             self.in_blocks.select(0, key.part).fill_(1.0)
         value, part = to_device(_read(gradients, order), plan.device), self.sums.select(0, key.part)
         if self.uses_max:
@@ -115,10 +115,6 @@ def own_square_sum(plan: NormPlan, gradients: Collected, *, is_exact: bool = Fal
 
 def _read(gradients: Collected, order: float) -> Tensor:
     """The power sum of a group's gradients on this rank."""
-    if not gradients.group.in_blocks or order != 2.0:
-        return power_sum(gradients.locals, order)
-    in_blocks: list[Tensor] = []
-    others: list[Tensor] = []
-    for index, local in zip(gradients.indices, gradients.locals, strict=True):
-        (in_blocks if index in gradients.group.in_blocks and local.layout is torch.strided else others).append(local)
-    return square_sum_in_blocks(in_blocks) + power_sum(others, order)
+    if gradients.group.key.in_blocks and order == 2.0:
+        return square_sum_in_blocks(gradients.locals)
+    return power_sum(gradients.locals, order)
