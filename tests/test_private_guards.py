@@ -318,7 +318,7 @@ def _strided() -> list[type]:
 
 
 def test_guard_fsdp_over_tensor_parallelism_places_by_strided_shard(ranks4: Ranks) -> None:
-    """layout_of knows this placement by its type."""
+    """share_of knows this placement by its type."""
     assert ranks4(_strided) == [[_StridedShard, Shard]] * 4
 
 

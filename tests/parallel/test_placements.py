@@ -14,39 +14,40 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from sonde.gradient_norm.refused_gradients import check_layout
+from sonde.gradient_norm.refused_gradients import check_share
 from sonde.parallel.meshes import ranks_of
-from sonde.parallel.placements import Layout, layout_of, local_tensor, share
+from sonde.parallel.placements import local_tensor, spec_of
+from sonde.parallel.shares import Share, share_of
 from tests.ranks import Ranks, mesh_of
 
 
-def _summary(layout: Layout) -> dict[str, Any]:
+def _summary(share: Share) -> dict[str, Any]:
     return {
-        "sharded": layout.sharded,
-        "partial": layout.partial,
-        "n_shards": layout.n_shards,
-        "sharding_ranks": layout.sharding_ranks,
+        "sharded": share.sharded,
+        "partial": share.partial,
+        "n_shards": share.n_shards,
+        "ranks": share.ranks,
     }
 
 
 def test_a_plain_tensor_is_whole() -> None:
-    layout = layout_of(torch.ones(3))
-    assert _summary(layout) == {"sharded": (), "partial": (), "n_shards": 1, "sharding_ranks": ()}
-    assert share(layout, n_ranks=1) == 1.0
-    assert share(layout, n_ranks=8) == 1 / 8
-    assert share(layout, n_ranks=8, n_stages=2) == 1 / 4
+    whole = share_of(None)
+    assert _summary(whole) == {"sharded": (), "partial": (), "n_shards": 1, "ranks": ()}
+    assert whole.weight(1) == 1.0
+    assert whole.weight(8) == 1 / 8
+    assert whole.weight(8, n_stages=2) == 1 / 4
 
 
 def test_a_gradient_elsewhere_than_its_mesh_is_refused_unless_it_is_offloaded() -> None:
     mesh: Any = SimpleNamespace(device_type="cuda", get_coordinate=lambda: [0])  # no GPU is needed for this
     cpu, gpu, other = torch.device("cpu"), torch.device("cuda"), torch.device("mps")
     for device in (cpu, gpu):
-        check_layout(Layout(mesh, sharded=(0,)), device, None)
+        check_share(Share(mesh, sharded=(0,)), device, None)
     with pytest.raises(ValueError, match="it is on mps and its mesh on cuda"):
-        check_layout(Layout(mesh, sharded=(0,)), other, None)
-    check_layout(Layout(mesh, partial=((0, "sum"),)), gpu, None)
+        check_share(Share(mesh, sharded=(0,)), other, None)
+    check_share(Share(mesh, partial=((0, "sum"),)), gpu, None)
     with pytest.raises(ValueError, match="must still be summed on cuda, but is on cpu: move it to cuda"):
-        check_layout(Layout(mesh, partial=((0, "sum"),)), cpu, None)
+        check_share(Share(mesh, partial=((0, "sum"),)), cpu, None)
 
 
 def _placed() -> dict[str, Any]:
@@ -60,7 +61,7 @@ def _placed() -> dict[str, Any]:
         "replicate": distribute_tensor(whole, mesh, [Replicate()]),
         "plain": whole,
     }.items():
-        mine = share(layout_of(tensor), n_ranks=total) * local_tensor(tensor).square().sum()
+        mine = share_of(spec_of(tensor)).weight(total) * local_tensor(tensor).square().sum()
         dist.all_reduce(mine)
         counted[name] = float(mine)
     return counted | {"exact": float(whole.square().sum())}
@@ -77,7 +78,7 @@ def _unknown() -> str:
     mesh = mesh_of((dist.get_world_size(),))
     tensor = DTensor.from_local(torch.ones(2), mesh, [Partial("max")], run_check=False)
     try:
-        return str(layout_of(tensor))
+        return str(share_of(spec_of(tensor)))
     except ValueError as error:
         return str(error)
 
@@ -114,15 +115,15 @@ def _tensor_parallel(embedding: str) -> dict[str, dict[str, Any]]:
     }
     parallelize_module(model, mesh, plan)
     model(torch.randint(16, (3, 6))).square().sum().backward()
-    return {name: _summary(layout_of(p.grad)) for name, p in model.named_parameters()}  # type: ignore[arg-type]
+    return {name: _summary(share_of(spec_of(p.grad))) for name, p in model.named_parameters()}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("embedding", ["rowwise", "colwise"])
 def test_guard_what_tensor_parallel_gradients_are(ranks2: Ranks, embedding: str) -> None:
     """torch's choice: a row-wise embedding's gradient is whole though its parameter is cut, a norm's is partial."""
     for layouts in ranks2(_tensor_parallel, embedding):
-        cut = {"sharded": (0,), "partial": (), "n_shards": 2, "sharding_ranks": (0, 1)}
-        whole = {"sharded": (), "partial": (), "n_shards": 1, "sharding_ranks": ()}
+        cut = {"sharded": (0,), "partial": (), "n_shards": 2, "ranks": (0, 1)}
+        whole = {"sharded": (), "partial": (), "n_shards": 1, "ranks": ()}
         partial = whole | {"partial": ((0, "sum"),)}
         assert layouts["embed.weight"] == (whole if embedding == "rowwise" else cut)
         assert layouts["norm.weight"] == layouts["norm.bias"] == partial
@@ -137,10 +138,10 @@ def _fsdp() -> tuple[dict[str, Any], bool]:
     grad = model.weight.grad
     assert grad is not None
     again = init_device_mesh("cpu", (2,))
-    return _summary(layout_of(grad)), ranks_of(again) == ranks_of(grad.device_mesh)  # type: ignore[attr-defined]
+    return _summary(share_of(spec_of(grad))), ranks_of(again) == ranks_of(grad.device_mesh)  # type: ignore[attr-defined]
 
 
 def test_fully_sharded_gradients(ranks2: Ranks) -> None:
     for layout, same in ranks2(_fsdp):
-        assert layout == {"sharded": (0,), "partial": (), "n_shards": 2, "sharding_ranks": (0, 1)}
+        assert layout == {"sharded": (0,), "partial": (), "n_shards": 2, "ranks": (0, 1)}
         assert same  # meshes made apart are compared by value

@@ -14,7 +14,7 @@ from sonde.batch_size.taps.metric import AdamMetric, Euclidean, GradientMetric, 
 from sonde.batch_size.taps.second_moments import SecondMoments
 from sonde.parallel.devices import accumulation_dtype
 from sonde.parallel.optimizers import Optimizers, given_optimizers, parameters_of
-from sonde.parallel.placements import is_gathered
+from sonde.parallel.shares import is_gathered
 from sonde.parallel.wrappers import Wrapper
 
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from sonde.call_site import stack_level
-from sonde.gradient_norm.global_norm import global_norm
+from sonde.gradient_norm.global_norm import GlobalNorm, global_norm, warm_up
 from sonde.gradient_norm.held_error import HeldError
 from sonde.gradient_norm.plan import NormPlan
-from sonde.gradient_norm.plan_cache import PlanCache, PlanRequest
+from sonde.gradient_norm.refused_gradients import marks_of
 from sonde.gradient_norm.scaling import Nonfinite, check_options, check_order, clip_measured_
-from sonde.gradient_norm.sum_over_ranks import warm_up
 from sonde.gradient_norm.verify import check_replicas, compare_plans
+from sonde.parallel.placements import spec_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -27,9 +28,11 @@ if TYPE_CHECKING:
 Parameters = Tensor | nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 """What may be clipped. A module, or pairs of a name and a tensor, give messages their names."""
 
-_plan_cache = PlanCache()
-"""Module-level because a function has nowhere else to cache. A cached plan behaves exactly like a new one."""
-
+_cached_plans: dict[tuple[object, ...], tuple[NormPlan, list[Any]]] = {}
+"""The plans of the last few calls, and the specs of their parameters, whose `id` is in the key. Module-level because a
+function has nowhere else to cache. A cached plan behaves exactly like a new one, since everything that a new plan would
+look at is in its key: so ranks need not have the same plans cached."""
+_MAX_CACHED = 8
 
 _GENERATORS_OF_A_MODULE = (nn.Module.parameters.__code__, nn.Module.named_parameters.__code__)
 
@@ -103,22 +106,49 @@ def clip_grad_norm_(
         >>> clip_grad_norm_(weight, 1.0), weight.grad
         (tensor(5.), tensor([0.6000, 0.8000]))
     """
-    request = plan_request(parameters, mesh, pp_mesh)
-    may_cache = replicas is None and request.problem is None
-    plan = _plan_cache.take(request) if may_cache else None
+    tensors, names, problem = tensors_of(parameters)
+    may_cache = replicas is None and problem is None
+    specs = [spec_of(p) for p in tensors]
+    key = _cache_key(tensors, specs, names, mesh, pp_mesh) if may_cache else ()
+    # A plan leaves the cache while it is in use: no other thread can take it.
+    plan, _ = _cached_plans.pop(key, (None, None))
     if plan is None:
-        plan = request.plan(replicas)
-    norm = clip_grad_norm_distributed_(
-        plan,
-        max_norm,
-        norm_type,
-        nonfinite=nonfinite,
-        error_if_nonfinite=error_if_nonfinite,
-        fold_into=fold_into,
-    )
+        plan = NormPlan(tensors, names, mesh=mesh, pp_mesh=pp_mesh, replicas=replicas, problem=problem)
+    else:
+        plan.rebind(tensors, mesh, pp_mesh)
+    nonfinite = "raise" if error_if_nonfinite else nonfinite
+    _, norm = measure_and_clip(plan, max_norm, norm_type, None, nonfinite, fold_into)
     if may_cache:
-        _plan_cache.keep(request, plan)
+        plan.rebind([], mesh, pp_mesh)
+        _cached_plans[key] = plan, specs
+        for oldest in list(_cached_plans)[:-_MAX_CACHED]:
+            _cached_plans.pop(oldest, None)
     return norm
+
+
+def _cache_key(
+    tensors: Sequence[Tensor],
+    specs: Sequence[object],
+    names: Sequence[str] | None,
+    mesh: DeviceMesh | None,
+    pp_mesh: DeviceMesh | None,
+) -> tuple[object, ...]:
+    """What a new plan would look at.
+
+    Tensors are known by their addresses, without any reference to them. A strong reference would keep them alive; a
+    weak one would break `model.to()`, as torch does not swap sharded tensors that have weak references. Another tensor
+    may come to an old address: so the rest of what a plan knows of a tensor is in the key too. Meshes are compared by
+    value, since mesh["pp"] is another object at every call, but specs by `is`: a new process group's may be equal.
+    """
+    return (
+        tuple(map(id, tensors)),
+        tuple(map(id, specs)),
+        tuple([None if is_lazy(p) else p.shape for p in tensors]),
+        tuple([(p.requires_grad, p.grad is None, p.dtype, marks_of(p) if vars(p) else None) for p in tensors]),
+        None if names is None else tuple(names),
+        mesh,
+        pp_mesh,
+    )
 
 
 def group_parameters_for_norm(
@@ -152,7 +182,8 @@ def group_parameters_for_norm(
             or when ranks of `mesh` have different parameters, and neither `pp_mesh` nor `replicas` explains it.
     """
     module = _module_of(parameters)
-    plan = plan_request(parameters, mesh, pp_mesh).plan(replicas, module=module)
+    tensors, names, problem = tensors_of(parameters)
+    plan = NormPlan(tensors, names, mesh=mesh, pp_mesh=pp_mesh, replicas=replicas, module=module, problem=problem)
     compare_plans(plan, verify=verify)
     warm_up(plan)
     if verify:
@@ -193,26 +224,39 @@ def clip_grad_norm_distributed_(
             f"parameter_groups must be the plan that group_parameters_for_norm returned, got {parameter_groups!r:.60}: "
             "pass parameters to clip_grad_norm_ instead"
         )
+    nonfinite = "raise" if error_if_nonfinite else nonfinite
+    return measure_and_clip(parameter_groups, max_norm, norm_type, pp_mesh, nonfinite, fold_into)[1]
+
+
+def measure_and_clip(
+    plan: NormPlan,
+    max_norm: float | None,
+    norm_type: float,
+    pp_mesh: DeviceMesh | None,
+    nonfinite: Nonfinite,
+    fold_into: torch.optim.Optimizer | None = None,
+    problem: HeldError | None = None,
+) -> tuple[GlobalNorm, Tensor]:
+    """`clip_grad_norm_distributed_`, with all that was measured; `problem` is what is wrong with the call already."""
     # The order decides which collectives follow. So it is read whatever else is wrong; if it is wrong itself, this rank
     # follows its peers.
-    problem, order, threshold = HeldError(), math.nan, None
+    problem, order, threshold = problem or HeldError(), math.nan, None
     with problem.hold():
         order = check_order(norm_type)
     with problem.hold():
-        parameter_groups.use_stages(pp_mesh)
+        plan.use_stages(pp_mesh)
     with problem.hold():
         threshold = check_options(max_norm, nonfinite, fold_into)
-    nonfinite = "raise" if error_if_nonfinite else nonfinite
-    measured = global_norm(parameter_groups, order, max_norm=threshold, nonfinite=nonfinite, problem=problem.first)
-    return clip_measured_(parameter_groups, measured, threshold, nonfinite=nonfinite, fold_into=fold_into)
+    measured = global_norm(plan, order, max_norm=threshold, nonfinite=nonfinite, problem=problem.first)
+    return measured, clip_measured_(plan, measured, threshold, nonfinite=nonfinite, fold_into=fold_into)
 
 
-def plan_request(parameters: Parameters, mesh: DeviceMesh | None, pp_mesh: DeviceMesh | None) -> PlanRequest:
-    """What a plan is to be made for, with the first thing in it that is no parameter as its problem."""
+def tensors_of(parameters: Parameters) -> tuple[list[Tensor], list[str] | None, ValueError | None]:
+    """The tensors that are meant, their names if they have any, and what is wrong with the first that is none."""
     if isinstance(parameters, nn.Module):
         parameters = parameters.named_parameters()
     if isinstance(parameters, (Mapping, torch.optim.Optimizer)) or not isinstance(parameters, (Tensor, Iterable)):
-        return PlanRequest([], None, mesh, pp_mesh, ValueError(_not_parameters(parameters)))
+        return [], None, _no_tensors(parameters, is_listed=False)
     listed: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not listed and isinstance(parameters, Iterator):
         warnings.warn(
@@ -224,9 +268,9 @@ def plan_request(parameters: Parameters, mesh: DeviceMesh | None, pp_mesh: Devic
         names, listed = [str(name) for name, _ in listed], [tensor for _, tensor in listed]
     problem = None
     if not_tensors := [item for item in listed if not isinstance(item, Tensor)]:
-        problem = ValueError(_not_a_tensor(not_tensors[0]))
+        problem = _no_tensors(not_tensors[0], is_listed=True)
         names, listed = None, [item for item in listed if isinstance(item, Tensor)]
-    return PlanRequest(listed, names, mesh, pp_mesh, problem)
+    return listed, names, problem
 
 
 def _module_of(parameters: Parameters) -> nn.Module | None:
@@ -244,31 +288,22 @@ def _module_of(parameters: Parameters) -> nn.Module | None:
     return module if isinstance(module, nn.Module) and arguments.get("recurse") is True else None
 
 
-def _not_parameters(got: object) -> str:
-    if isinstance(got, torch.optim.Optimizer):
-        return (
-            f"parameters must be tensors, got the optimizer {type(got).__name__}: pass "
-            "[p for group in optimizer.param_groups for p in group['params']]"
-        )
-    if isinstance(got, Mapping) and "params" in got:
-        return "parameters must be tensors, got one group of an optimizer: pass its tensors, group['params']"
-    if isinstance(got, Mapping):
-        return f"parameters must be tensors, got a {type(got).__name__}: pass its items(), names and tensors"
-    return f"parameters must be tensors, got {got!r:.60}: pass model.parameters() or model.named_parameters()"
-
-
-def _not_a_tensor(got: object) -> str:
-    if isinstance(got, Mapping) and "params" in got:
-        return (
-            "parameters must be tensors, got the groups of an optimizer: pass "
-            "[p for group in optimizer.param_groups for p in group['params']]"
-        )
-    if got is None or (isinstance(got, tuple) and len(got) == 2 and got[1] is None):
-        return (
+def _no_tensors(got: object, *, is_listed: bool) -> ValueError:
+    """What to say of parameters that are none, or (`is_listed`) of something among them that is none."""
+    if is_listed and (got is None or (isinstance(got, tuple) and len(got) == 2 and got[1] is None)):
+        return ValueError(
             "gradients or parameters must be tensors, got None among them: leave out gradients that are None, "
             "[p.grad for p in model.parameters() if p.grad is not None]"
         )
-    return (
-        f"parameters must be tensors, or pairs of a name and a tensor, got {got!r:.60}: "
-        "pass model.parameters() or model.named_parameters()"
-    )
+    of_optimizer = "[p for group in optimizer.param_groups for p in group['params']]"
+    pairs = ", or pairs of a name and a tensor" if is_listed and not isinstance(got, Mapping) else ""
+    what, instead = f"{got!r:.60}", "model.parameters() or model.named_parameters()"
+    if isinstance(got, torch.optim.Optimizer):
+        what, instead = f"the optimizer {type(got).__name__}", of_optimizer
+    elif isinstance(got, Mapping) and "params" in got and is_listed:
+        what, instead = "the groups of an optimizer", of_optimizer
+    elif isinstance(got, Mapping) and "params" in got:
+        what, instead = "one group of an optimizer", "its tensors, group['params']"
+    elif isinstance(got, Mapping):
+        what, instead = f"a {type(got).__name__}", "its items(), names and tensors"
+    return ValueError(f"parameters must be tensors{pairs}, got {what}: pass {instead}")

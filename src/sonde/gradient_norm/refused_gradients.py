@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sonde.parallel.meshes import list_ranks, ranks_of
-from sonde.parallel.placements import Layout, local_tensor
+from sonde.parallel.placements import local_tensor
+from sonde.parallel.shares import Share
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,13 +35,44 @@ def check_elements(gradient: Tensor, *, allow_sparse: bool) -> None:
         raise ValueError("it is on the meta device, which holds no values: materialise the model first")
 
 
-def check_layout(
-    layout: Layout, device: torch.device, mesh: DeviceMesh | None, *, n_replicas: int | None = None
-) -> None:
+def marks_of(parameter: Tensor) -> tuple[bool, bool, bool]:
+    """The attributes by which other frameworks mark parameters that they have cut: of FSDP's first version, of
+    DeepSpeed's ZeRO-3, and of Megatron's tensor parallelism."""
+    return (
+        bool(getattr(parameter, "_fsdp_flattened", False)),
+        hasattr(parameter, "ds_id"),
+        bool(getattr(parameter, "tensor_model_parallel", False)),
+    )
+
+
+def check_marks(parameter: Tensor, *, is_declared: bool) -> None:
+    """Refuse plain tensors whose attributes say that other frameworks have cut them.
+
+    Raises:
+        ValueError: for a parameter of FSDP's first version, of DeepSpeed's ZeRO-3, or of Megatron's tensor parallelism.
+    """
+    is_flattened, is_partitioned, is_shard = marks_of(parameter)
+    if is_flattened:
+        raise ValueError(
+            "FSDP's first version does not tell how it cuts parameters: use fully_shard, or FSDP's own clip_grad_norm_"
+        )
+    if is_partitioned:
+        raise ValueError(
+            "DeepSpeed's ZeRO-3 holds it in parts that it does not show: set gradient_clipping in DeepSpeed's "
+            "configuration, and read engine.get_global_grad_norm()"
+        )
+    if is_shard and not is_declared and not hasattr(parameter, "_spec"):
+        raise ValueError(
+            "its attribute tensor_model_parallel says that it is a shard, and a plain tensor does not show over which "
+            "ranks: pass mesh= of all ranks, and replicas= (how many of them hold the same shard)"
+        )
+
+
+def check_share(share: Share, device: torch.device, mesh: DeviceMesh | None, *, n_replicas: int | None = None) -> None:
     """Refuse a gradient that cannot be summed with the others.
 
     Args:
-        layout: of the gradient.
+        share: of the gradient.
         device: of its local part.
         mesh: all ranks that hold any of the model, if it was given.
         n_replicas: how many of these ranks hold the same values, if it was declared.
@@ -48,61 +80,61 @@ def check_layout(
     Raises:
         ValueError: when the gradient is on ranks outside `mesh`; when this rank is outside the gradient's mesh; when it
             is on another kind of device than its mesh (the CPU is allowed, since gradients may be offloaded, unless
-            they must still be summed); when its layout contradicts `n_replicas`.
+            they must still be summed); when its placements contradict `n_replicas`.
     """
-    gradient_mesh = layout.mesh if layout.mesh is not None else mesh
+    gradient_mesh = share.mesh if share.mesh is not None else mesh
     if gradient_mesh is not None and device.type not in (gradient_mesh.device_type, "cpu"):
         raise ValueError(
             f"it is on {device.type} and its mesh on {gradient_mesh.device_type}: move the gradient to the mesh's "
             "device, or make the mesh on the gradient's"
         )
-    if layout.mesh is None:
+    if share.mesh is None:
         return
-    if layout.partial and device.type != layout.mesh.device_type:
+    if share.partial and device.type != share.mesh.device_type:
         raise ValueError(
-            f"it must still be summed on {layout.mesh.device_type}, but is on {device.type}: move it to "
-            f"{layout.mesh.device_type}"
+            f"it must still be summed on {share.mesh.device_type}, but is on {device.type}: move it to "
+            f"{share.mesh.device_type}"
         )
-    if layout.mesh.get_coordinate() is None and n_replicas is None:
+    if share.mesh.get_coordinate() is None and n_replicas is None:
         raise ValueError(
-            f"it is on ranks {list_ranks(ranks_of(layout.mesh))}, and this rank, which is not among them, cannot know "
+            f"it is on ranks {list_ranks(ranks_of(share.mesh))}, and this rank, which is not among them, cannot know "
             "how many ranks hold the same values: pass the mesh of all ranks, and replicas= for this parameter"
         )
     if mesh is None:
         return
-    if not ranks_of(layout.mesh) <= ranks_of(mesh):
+    if not ranks_of(share.mesh) <= ranks_of(mesh):
         raise ValueError(
-            f"it is on ranks {list_ranks(ranks_of(layout.mesh))}, which mesh= ({list_ranks(ranks_of(mesh))}) does "
+            f"it is on ranks {list_ranks(ranks_of(share.mesh))}, which mesh= ({list_ranks(ranks_of(mesh))}) does "
             "not contain: pass the mesh of all ranks that hold the model"
         )
     # Each shard is on at least as many ranks as its own mesh has copies, and on at most as many as all ranks allow.
-    least, most = layout.mesh.size() // layout.n_shards, mesh.size() // layout.n_shards
+    least, most = share.mesh.size() // share.n_shards, mesh.size() // share.n_shards
     if n_replicas is not None and (n_replicas % least or n_replicas > most):
         raise ValueError(
-            f"it is cut into {layout.n_shards} shards over {layout.mesh.size()} of {mesh.size()} ranks, so replicas= "
+            f"it is cut into {share.n_shards} shards over {share.mesh.size()} of {mesh.size()} ranks, so replicas= "
             f"must be a multiple of {least}, at most {most}, got {n_replicas}: pass how many ranks hold the same values"
         )
 
 
-def check_stages(layout: Layout, pp_mesh: DeviceMesh | None, in_stage: Collection[int]) -> None:
+def check_stages(share: Share, pp_mesh: DeviceMesh | None, in_stage: Collection[int]) -> None:
     """Refuse a `pp_mesh` whose ranks are not pipeline stages: stages have parameters of their own.
 
     Args:
-        layout: of the gradient.
+        share: of the gradient.
         pp_mesh: the stages, if they were given.
         in_stage: the ranks of this rank's stage; empty if they are not known.
 
     Raises:
         ValueError: when the gradient is cut over ranks of `pp_mesh`, or over ranks of several stages.
     """
-    if pp_mesh is None or layout.mesh is None:
+    if pp_mesh is None or share.mesh is None:
         return
-    if len(shared := ranks_of(pp_mesh) & set(layout.sharding_ranks)) > 1:
+    if len(shared := ranks_of(pp_mesh) & set(share.ranks)) > 1:
         raise ValueError(
             f"it is cut over ranks {list_ranks(shared)} of pp_mesh=, whose ranks are pipeline stages with parameters "
             "of their own: pass the mesh axis of the stages alone"
         )
-    if in_stage and (others := set(layout.sharding_ranks).difference(in_stage)):
+    if in_stage and (others := set(share.ranks).difference(in_stage)):
         raise ValueError(
             f"it is cut over ranks {list_ranks(others)} too, which are in other pipeline stages than this "
             "rank: pass a mesh= that has the pipeline stages as an axis, and that axis as pp_mesh="

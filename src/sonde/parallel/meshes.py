@@ -44,19 +44,21 @@ def check_mesh(name: str, mesh: Any, *, n_axes: int | None = None) -> None:
 
 def axes_over(mesh: DeviceMesh, ranks: Collection[int]) -> tuple[int, ...] | None:
     """The axes of a mesh along which these ranks lie, seen from this rank; None if they are no whole axes of it."""
+    if mesh.get_coordinate() is None:
+        return None
+    wanted = set(ranks)
+    axes = [a for a in range(mesh.ndim) if mesh.size(a) > 1 and wanted.issuperset(ranks_along(mesh, [a]))]
+    along = set(ranks_along(mesh, axes))
+    return tuple(axes) if along == wanted or (len(wanted) < 2 and not axes) else None
+
+
+def ranks_along(mesh: DeviceMesh, axes: Collection[int]) -> tuple[int, ...]:
+    """This rank and the others that it reaches along some axes of a mesh, in the mesh's order; none from outside it."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return None
-    grid, wanted = mesh.mesh, set(ranks)
-    axes = []
-    for axis, at in enumerate(coordinate):
-        neighbour = [*coordinate]
-        neighbour[axis] = (at + 1) % grid.shape[axis]
-        if grid.shape[axis] > 1 and int(grid[tuple(neighbour)]) in wanted:
-            axes.append(axis)
+        return ()
     index = tuple(slice(None) if axis in axes else at for axis, at in enumerate(coordinate))
-    along = set(grid[index].reshape(-1).tolist())
-    return tuple(axes) if along == wanted or (len(wanted) < 2 and not axes) else None
+    return tuple(mesh.mesh[index].reshape(-1).tolist())
 
 
 def place_along(mesh: DeviceMesh, axes: Collection[int]) -> tuple[int, int]:
@@ -80,10 +82,9 @@ def stage_ranks(mesh: DeviceMesh, pp_mesh: DeviceMesh) -> tuple[int, ...]:
     Raises:
         ValueError: when the meshes do not show which ranks these are.
     """
-    coordinate, axes = mesh.get_coordinate(), axes_over(mesh, ranks_of(pp_mesh))
-    if coordinate is not None and axes is not None:
-        index = tuple(at if axis in axes else slice(None) for axis, at in enumerate(coordinate))
-        return tuple(sorted(mesh.mesh[index].reshape(-1).tolist()))
+    axes = axes_over(mesh, ranks_of(pp_mesh))
+    if axes is not None:
+        return tuple(sorted(ranks_along(mesh, set(range(mesh.ndim)).difference(axes))))
     # The stages are an axis of another grid of these ranks. In a regular grid, the same number of ranks is between all
     # neighbouring stages.
     ranks, pipeline = sorted(ranks_of(mesh)), pp_mesh.mesh.tolist()

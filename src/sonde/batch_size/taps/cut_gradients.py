@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from sonde.gradient_norm.gradient_groups import same_placement
-from sonde.gradient_norm.partial_gradients import reduce_partial
-from sonde.parallel.placements import CountedPart, counted_part, from_local, layout_of_spec, local_tensor, spec_of
+from sonde.parallel.placements import from_local, local_tensor, spec_of
+from sonde.parallel.shares import CountedPart, counted_part, reduce_partial, same_placement, share_of
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class CutGradients:
         """
         spec, placed = spec_of(gradient), self._placed[index]
         if placed is None or (spec is not placed.spec and not same_placement(spec, placed.spec)):
-            is_partial = spec is not None and bool(layout_of_spec(spec).partial)
+            is_partial = bool(share_of(spec).partial)
             part = counted_part(spec, self._first_rank, like=self._like[index])
             placed = self._placed[index] = _Placed(spec, is_partial, part)
         if placed.is_partial:

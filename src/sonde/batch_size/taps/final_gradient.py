@@ -12,10 +12,10 @@ from sonde.batch_size.taps.metric import GradientTerms, Metrics
 from sonde.batch_size.taps.tap import RankGradient
 from sonde.batch_size.taps.witness import Witness
 from sonde.gradient_norm.global_norm import GlobalNorm, global_norm
-from sonde.gradient_norm.partial_gradients import reduce_partial
 from sonde.gradient_norm.plan import NormPlan
 from sonde.parallel.devices import to_device, widened
-from sonde.parallel.placements import counted_part, holds_first_copy, layout_of, local_tensor, spec_of
+from sonde.parallel.placements import local_tensor, spec_of
+from sonde.parallel.shares import counted_part, reduce_partial, share_of
 from sonde.parallel.wrappers import Wrapper
 
 
@@ -118,7 +118,7 @@ class FinalGradient:
                 continue
             if self._wrapper.mesh is None:
                 elements[i] = self._witness.read(i, grad)
-            elif holds_first_copy(layout_of(grad), first):
+            elif share_of(spec_of(grad)).is_first_copy(first):
                 elements[i] = self._witness.read_shard(i, local_tensor(grad), spec_of(grad))
         return self._witness.join(elements, self._device)
 

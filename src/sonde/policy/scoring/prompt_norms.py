@@ -17,19 +17,11 @@ from torch import Tensor, nn
 
 from sonde.batch_size.taps.squared_norms import roots
 from sonde.gradient_norm.global_norm import global_norm
-from sonde.gradient_norm.partial_gradients import reduce_partial
 from sonde.gradient_norm.plan import NormPlan
 from sonde.parallel.gathered import gathered_parameters
-from sonde.parallel.placements import (
-    from_local,
-    holds_first_copy,
-    is_dtensor,
-    is_fully_sharded,
-    layout_of,
-    local_tensor,
-    spec_of,
-)
+from sonde.parallel.placements import from_local, is_dtensor, is_fully_sharded, local_tensor, spec_of
 from sonde.parallel.process_groups import gather_from_all_ranks, start_reduce
+from sonde.parallel.shares import reduce_partial, share_of
 from sonde.policy.scoring.fsdp_reduction import check_nothing_waits, divisors_of, reduces_every_backward
 from sonde.policy.scoring.prompt_ranks import PromptRanks
 from sonde.policy.scoring.summed_gradient import check_no_other_hook, gradients_set_aside, gradients_taken
@@ -262,7 +254,7 @@ class _PartReader:
         self._leaves = list(leaves)
         is_shared = ranks.data.n_sharing > 1
         self._counts = [
-            not is_shared or holds_first_copy(layout_of(leaf), ranks.data.first_sharing) for leaf in self._leaves
+            not is_shared or share_of(spec_of(leaf)).is_first_copy(ranks.data.first_sharing) for leaf in self._leaves
         ]
         self._partial: dict[int, Tensor] = {}
 
@@ -270,7 +262,7 @@ class _PartReader:
         """This rank's part of a gradient; None for a partial one, which waits."""
         if not is_dtensor(grad):
             return grad
-        if layout_of(grad).partial:
+        if share_of(spec_of(grad)).partial:
             # A copy of the local part, since autograd goes on with the gradient; to clone a DTensor may reduce it.
             self._partial[index] = from_local(local_tensor(grad).clone(), spec_of(grad))
             return None
