@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -133,6 +133,8 @@ class Pieces:
         self._has_run = False
         """Whether a piece has ended in the present window, or a backward that was none."""
         self._question = ""
+        self.why_not_another: Callable[[], str] = str
+        """Asked at a second backward outside `piece()`: why it is no micro-batch; empty if it is one."""
         self._error: Exception | None = None
         self._has_logged = False
         """Whether an error of `units_per_piece` was logged. Its text may be another one for each piece."""
@@ -196,7 +198,7 @@ class Pieces:
         """
         has_run, self._has_run = self._has_run and not self.is_open, False
         if has_run:
-            self._error, self._units_unknown, self._ran_outside = None, False, False
+            self._error, self._units_unknown, self._ran_outside, self._question = None, False, False, ""
         return has_run
 
     def end(self, counts: PieceCounts | CountedByForward | NotCounted, *, failed: bool) -> None:
@@ -321,6 +323,9 @@ class Pieces:
         if self._in_pipeline:
             self._reader.leave_out_backward(Problem.OUTSIDE_SCHEDULE)
             self._ran_outside = not self._has_peers
+        elif self._reader.n_pieces and (why_not := self.why_not_another()):
+            self._question = why_not
+            self._reader.leave_out_backward(Problem.UNITS_ASKED)
         elif self._forwards is not None:
             counts = self._counted_by_forward(None)
             if isinstance(counts, Problem):
