@@ -326,6 +326,8 @@ class Pieces:
         elif self._reader.n_pieces and (why_not := self.why_not_another()):
             self._question = why_not
             self._reader.leave_out_backward(Problem.UNITS_ASKED)
+            if self._forwards is not None:
+                self._forwards.forget()
         elif self._forwards is not None:
             counts = self._counted_by_forward(None)
             if isinstance(counts, Problem):

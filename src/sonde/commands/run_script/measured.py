@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import sonde
+from sonde.batch_size.attach import refuse_on_all_ranks
+from sonde.batch_size.found_model import RanksOfModel
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.commands.run_script.counted_units import units_in_batch, units_of
 from sonde.commands.run_script.endings import PATIENCE, LogOfScript
@@ -56,19 +58,25 @@ class MeasuredModel:
         self._others_train = others_train
         if not settings.micro_batches:
             self._probe.judge_further_backwards(self._why_no_micro_batch)
-        self._optimizers = weakref.WeakSet(found.optimizers)
+        self.optimizers = weakref.WeakSet(found.optimizers)
         """Those that step the model. When all are gone, the script is done with its training."""
         self._n_windows = 0
         self._verdict: Sequence[str] = ()
 
     def _why_no_micro_batch(self) -> str:
-        if self._probe is None or not self._others_train(self):
+        if not self._others_train(self):
             return ""
         return (
-            f"the script trains several models, and a step of {self.name} has {self._probe.n_pieces + 1} backwards. "
+            f"the script trains several models, and a step of {self.name} has {self.probe.n_pieces + 1} backwards. "
             "Losses of different kinds (of real and of generated images) are no micro-batches of one batch: if these "
             "are, pass --micro-batches"
         )
+
+    @property
+    def probe(self) -> NoiseScaleProbe:
+        """Of a model that is still measured."""
+        assert self._probe is not None
+        return self._probe
 
     def holds(self, tensors: Mapping[int, object]) -> bool:
         """Whether any of these tensors, by identity, is a parameter of the model."""
@@ -77,7 +85,7 @@ class MeasuredModel:
     @property
     def is_over(self) -> bool:
         """Whether the script has let go of all its optimizers."""
-        return not self._optimizers
+        return not self.optimizers
 
     @property
     def n_windows(self) -> int:
@@ -93,25 +101,10 @@ class MeasuredModel:
         """Whether it has taken its last step before the other model was attached, as that of an earlier fold has."""
         return 0 < self.n_windows == other.n_windows_before.get(self)
 
-    def is_stepped_by(self, optimizer: Any) -> None:
-        """Note a new optimizer of the model."""
-        self._optimizers.add(optimizer)
-
-    def step_has_begun(self, optimizer: Any) -> None:
-        """End the window of a step in whose closure the model was found."""
-        if self._probe is not None:
-            self._probe.step_has_begun(optimizer)
-
-    def zeroed(self) -> None:
-        """Forget backwards whose gradients the script has zeroed without a step."""
-        if self._probe is not None:
-            self._probe.discard()
-
     def clipped(self, tensors: Mapping[int, object], norm: Any, max_norm: float) -> None:
         """Note a clip of these tensors, by identity, if it is one of all of the model's gradients."""
-        is_whole = self._parameters <= tensors.keys()
-        if self._probe is not None and is_whole and isinstance(norm, Tensor) and not is_dtensor(norm):
-            self._probe.note_clip(norm, max_norm)
+        if self._parameters <= tensors.keys() and isinstance(norm, Tensor) and not is_dtensor(norm):
+            self.probe.note_clip(norm, max_norm)
 
     def close(self, reason: str) -> None:
         """Remove all hooks, end the log and let go of the model. Other ranks may be gone: they are not waited for long.
@@ -148,18 +141,14 @@ def _attached(found: ModelOfOptimizers, settings: Settings, log: sonde.RunLog) -
         ValueError: on all ranks of the model, when it cannot be measured on one of them.
     """
     model = found.model
+    group = dist.group.WORLD if is_reduced_by_hand(model) else None
     try:
         if why := why_not_reduced(model, settings):
             raise ValueError(why)
         units = units_of(settings.units_from, settings.weights_from, model)
         scaler = enabled_grad_scaler()
     except ValueError as error:
-        # With a unit that attach refuses, its peers raise too: they would wait for this rank.
-        try:
-            sonde.attach(model, unit=(), verbose=False)
-        except ValueError as of_attach:
-            for note in getattr(of_attach, "__notes__", ()):
-                error.add_note(note)
+        refuse_on_all_ranks(model, error, RanksOfModel(group))
         raise
     device = next(model.parameters()).device.type
     with torch.autocast("cpu", enabled=False), torch.autocast(device, enabled=False):
@@ -170,7 +159,7 @@ def _attached(found: ModelOfOptimizers, settings: Settings, log: sonde.RunLog) -
             units_per_piece=units,
             **settings.averaging,
             grad_scaler=scaler,
-            process_group=dist.group.WORLD if is_reduced_by_hand(model) else None,
+            process_group=group,
             log=log,
         )
 

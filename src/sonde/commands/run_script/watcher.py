@@ -71,7 +71,7 @@ class ScriptWatcher:
     def optimizer_made(self, optimizer: Any) -> None:
         """An optimizer was made: look for its model in the calls that follow."""
         for model in (models := self._models_with(optimizer)):
-            model.is_stepped_by(optimizer)
+            model.optimizers.add(optimizer)
         if not models:
             self._search.add(optimizer)
 
@@ -111,7 +111,7 @@ class ScriptWatcher:
     def closure_has_run(self, optimizer: Any) -> None:
         """The closure of a step has run whose optimizer had no model when the step began."""
         for model in (models := self._models_with(optimizer)):
-            model.step_has_begun(optimizer)
+            model.probe.step_has_begun(optimizer)
         if not models and optimizer not in self._refused:
             self._search.stepped_unseen(optimizer)
 
@@ -126,7 +126,7 @@ class ScriptWatcher:
     def zeroes(self, owner: Any) -> None:
         """An optimizer or a module zeroes its gradients: backwards since the last step no longer count."""
         for model in self._models_with(owner):
-            model.zeroed()
+            model.probe.discard()
 
     def clipped(self, tensors: Sequence[Tensor], norm: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Gradients were clipped by `torch.nn.utils.clip_grad_norm_`."""
@@ -158,8 +158,7 @@ class ScriptWatcher:
     def process_group_ends(self) -> None:
         """The script destroys its process group. A collective of ours that is under way then could end the process."""
         rank()  # which is remembered
-        for each in self._all:
-            each.close("the script ended")
+        self._close_all("the script ended")
 
     def fail(self, error: Exception) -> None:
         """Nothing more is measured, after an error of sonde's own."""
@@ -177,8 +176,7 @@ class ScriptWatcher:
             reason = "the script ended" if kind is None else f"the script was stopped by {kind.__name__}"
             if not (self._all or self._has_refused or self._has_failed or self._settings.has_log):
                 say("nothing was measured: the script made an optimizer, and took no step with a model that it called")
-            for each in self._all:
-                each.close(reason)
+            self._close_all(reason)
             # Trainings that took no step were given up. They are passed over, unless none took any.
             told = [each for each in self._all if each.has_stepped] or self._all[-1:]
             if self._has_failed:
@@ -227,6 +225,14 @@ class ScriptWatcher:
         self._models_of.clear()
         atexit.unregister(self.script_ends)
         atexit.register(self.script_ends)  # the last one comes first: before the probe closes itself
+
+    def _close_all(self, reason: str) -> None:
+        for each in self._all:
+            each.close(reason)
+        for model in self._models:
+            self._refused.update(model.optimizers)
+        self._models = []
+        self._models_of.clear()
 
     def _close_ended(self) -> None:
         """Close models whose training is over, where hooks may be removed."""

@@ -27,8 +27,6 @@ REMEDIES: Mapping[str, str] = {
     "every must be a whole number of windows": "--every must be a whole number of steps",
     " has no rule: give one in rules=, or leave the parameter out": " has no rule",
     ": pass rules= to attach, see sonde.PerExampleNorms": "",
-    "use tap='leaf', or Embedding(sparse=False)": "use Embedding(sparse=False)",
-    ", or use tap='leaf'": "",
     "pass cp_mesh= to attach, the mesh axis of the ranks that share sequences": (
         "'sonde run' does not know these ranks: use sonde.attach(cp_mesh=...)"
     ),
@@ -44,7 +42,6 @@ REMEDIES: Mapping[str, str] = {
     "another rank refused to attach, and its own error says why: attach with the same arguments, to the same model, on "
     "every rank": "another rank could not be measured, and says why",
     ": where the loop zeroes them without a step, call probe.discard() on every rank": "",
-    "; where the loop zeroes gradients without a step, call probe.discard()": "",
     ", put every backward into a piece, and end a window before each optimizer.step() only, not after each "
     "micro-batch": "",
     "Wrap the model in DDP before attach and pass the wrapped one, or pass process_group= if you average them "

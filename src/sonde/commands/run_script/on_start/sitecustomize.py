@@ -216,28 +216,27 @@ def _show_tracebacks_of_the_script() -> None:
     show = sys.excepthook
 
     def show_without_sonde(kind: Any, error: BaseException, trace: Any) -> None:
-        seen: dict[int, BaseException] = {}
+        seen: set[int] = set()
         waiting: list[BaseException | None] = [error]
         while waiting:
             if (each := waiting.pop()) is not None and id(each) not in seen:
-                seen[id(each)] = each
-                _leave_out_frames_of_sonde(each)
+                seen.add(id(each))
+                each.__traceback__ = _without_sonde(each.__traceback__)
                 waiting += [each.__cause__, each.__context__, *getattr(each, "exceptions", ())]
         show(kind, error, error.__traceback__)
 
     sys.excepthook = show_without_sonde
 
 
-def _leave_out_frames_of_sonde(error: BaseException) -> None:
-    before, trace = None, error.__traceback__
+def _without_sonde(trace: Any) -> Any:
+    kept = []
     while trace is not None:
         if not _is_of_sonde(trace.tb_frame.f_code):
-            before = trace
-        elif before is None:
-            error.__traceback__ = trace.tb_next
-        else:
-            before.tb_next = trace.tb_next
+            kept.append(trace)
         trace = trace.tb_next
+    for each, following in itertools.pairwise([*kept, None]):
+        each.tb_next = following
+    return kept[0] if kept else None
 
 
 def _is_of_sonde(code: Any) -> bool:
