@@ -26,23 +26,6 @@ class InParts(nn.Module):
         return self.head(torch.tanh(self.body(rows))).square().mean()
 
 
-def test_a_step_without_a_backward_since_the_last_one_is_named() -> None:
-    model = small_model()
-    optimizers = [torch.optim.SGD(part.parameters(), lr=0.01) for part in (model[:2], model[2:])]
-    with attached(model, optimizers, units_per_piece="first dim") as probe:
-        for again in (False, True):
-            for _ in range(2):
-                mean_loss(model, ROWS, TARGETS).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-            assert ("stepped_again" in probe.alerts) is False
-            if again:
-                optimizers[0].step()
-            model.zero_grad()
-        assert "on an old gradient or on none: call optimizer.step() once" in probe.alerts["stepped_again"]
-        assert probe.reading().windows == 2
-
-
 @pytest.mark.parametrize("units", ["first dim", 4])
 def test_a_model_that_is_called_in_parts_needs_a_number_of_units(units: UnitsPerPiece) -> None:
     model = InParts()

@@ -53,10 +53,10 @@ class StepWatch:
         has_peers: whether other ranks sum with this one. Then each step ends a window, since they may have pieces.
         n_runs: counts the forward passes, backwards and declared pieces of the present window.
         end_window: ends the present window.
-        alert: called with "called_often" when windows are ended with each micro-batch; with "stepped_again" and
-            "stepped_in_backward" when an optimizer steps without a backward, or in one; with "steps_unseen" when
-            parameters change, and no step ends a window; with "optimizer_replaced" when another optimizer than those
-            given steps the parameters; with "not_stepped" when measured parameters are in no optimizer that steps.
+        alert: called with "called_often" when windows are ended with each micro-batch; with "stepped_in_backward" when
+            an optimizer steps there; with "steps_unseen" when parameters change, and no step ends a window; with
+            "optimizer_replaced" when another optimizer than those given steps the parameters; with "not_stepped" when
+            measured parameters are in no optimizer that steps.
     """
 
     def __init__(
@@ -238,12 +238,6 @@ class StepWatch:
             return
         if self._n_by_loop:
             self._count_windows()
-        if optimizer in self._stepped and self.is_measured and not (self._reader.n_pieces or self._n_runs()):
-            self._alert(
-                "stepped_again",
-                "the optimizer stepped again without a backward in between, on an old gradient or on none: call "
-                "optimizer.step() once, after the last backward of a batch",
-            )
         is_due = not self._is_ended_by_loop and self._has_window(optimizer)
         self._is_ended_by_loop, self._n_by_loop = False, 0
         self.seconds += time.perf_counter() - start
