@@ -41,19 +41,20 @@ class _AfterImports:
         if (callback := self._callbacks.pop(name, None)) is None:  # also while the others look for it
             return None
         spec = importlib.util.find_spec(name)
-        if spec is None or spec.loader is None:
-            self._callbacks[name] = callback
-            return spec
-        loader: Any = spec.loader
+        self._callbacks[name] = callback
+        if spec is not None and spec.loader is not None:
+            self._call_after(name, spec.loader)
+        return spec
+
+    def _call_after(self, name: str, loader: Any) -> None:
         exec_module = loader.exec_module
 
         def exec_and_call(module: Any) -> None:
             del loader.exec_module  # the loader is as it was
             exec_module(module)
-            callback()
+            self._callbacks.pop(name)()
 
         loader.exec_module = exec_and_call
-        return spec
 
 
 def _watch_torch() -> None:
