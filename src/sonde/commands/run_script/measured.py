@@ -83,19 +83,9 @@ class MeasuredModel:
         return not self._parameters.isdisjoint(tensors)
 
     @property
-    def is_over(self) -> bool:
-        """Whether the script has let go of all its optimizers."""
-        return not self.optimizers
-
-    @property
     def n_windows(self) -> int:
         """Windows that its optimizers have ended, measured or not."""
         return self._n_windows if self._probe is None else self._probe.n_windows
-
-    @property
-    def has_stepped(self) -> bool:
-        """Whether an optimizer of the model has taken a step."""
-        return self.n_windows > 0
 
     def was_done_before(self, other: MeasuredModel) -> bool:
         """Whether it has taken its last step before the other model was attached, as that of an earlier fold has."""
@@ -210,10 +200,10 @@ class MeasuredTrainer(TrainerProbe):
             callback.close()
 
     @property
-    def has_stepped(self) -> bool:
-        """Whether a step was taken, measured or not."""
+    def n_windows(self) -> int:
+        """Measured windows so far, those without a number among them."""
         reading = self.reading()
-        return reading is not None and bool(reading.windows or reading.dropped)
+        return 0 if reading is None else reading.windows + sum(reading.dropped.values())
 
     def close(self, reason: str) -> None:
         """Measure no more. Other ranks may be gone, so they are not waited for long."""

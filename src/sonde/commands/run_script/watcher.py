@@ -178,7 +178,7 @@ class ScriptWatcher:
                 say("nothing was measured: the script made an optimizer, and took no step with a model that it called")
             self._close_all(reason)
             # Trainings that took no step were given up. They are passed over, unless none took any.
-            told = [each for each in self._all if each.has_stepped] or self._all[-1:]
+            told = [each for each in self._all if each.n_windows] or self._all[-1:]
             if self._has_failed:
                 told = []
             for number, each in enumerate(told, 1):
@@ -235,12 +235,12 @@ class ScriptWatcher:
         self._models_of.clear()
 
     def _close_ended(self) -> None:
-        """Close models whose training is over, where hooks may be removed."""
+        """Close models whose optimizers the script has let go of, where hooks may be removed."""
         if not in_backward():
             for model in self._models:
-                if model.is_over:
+                if not model.optimizers:
                     model.close("the script was done with its optimizers")
-            self._models = [model for model in self._models if not model.is_over]
+            self._models = [model for model in self._models if model.optimizers]
             self._models_of.clear()
 
     def _refuse(self, optimizers: Sequence[Any], why: str, *, is_alone: bool = False) -> None:
