@@ -135,7 +135,7 @@ class Pieces:
         self._question = ""
         self.why_not_another: Callable[[], str] = str
         """Asked at a second backward outside `piece()`: why it is no micro-batch; empty if it is one."""
-        self._is_doubted = False
+        self.is_doubted = False
         """Whether a further backward of the present window is no micro-batch."""
         self._error: Exception | None = None
         self._has_logged = False
@@ -188,7 +188,7 @@ class Pieces:
     def begin_window(self, *, is_measured: bool) -> None:
         """Note whether the window that begins is measured."""
         self.is_quiet = not is_measured and len(self._names) == 1
-        self._has_run = False
+        self._has_run = self.is_doubted = False
         if self._forwards is not None:
             self._forwards.begin_window(is_measured=is_measured)
 
@@ -201,7 +201,7 @@ class Pieces:
         has_run, self._has_run = self._has_run and not self.is_open, False
         if has_run:
             self._error, self._units_unknown, self._ran_outside = None, False, False
-            self._question, self._is_doubted = "", False
+            self._question, self.is_doubted = "", False
         return has_run
 
     def end(self, counts: PieceCounts | CountedByForward | NotCounted, *, failed: bool) -> None:
@@ -324,7 +324,7 @@ class Pieces:
         self._has_run = True
         self.loop.backward_ended()
         if self._reader.n_pieces and (why_not := self.why_not_another()):
-            self._question, self._is_doubted = why_not, True
+            self._question, self.is_doubted = why_not, True
         if self._in_pipeline:
             self._reader.leave_out_backward(Problem.OUTSIDE_SCHEDULE)
             self._ran_outside = not self._has_peers
@@ -365,11 +365,6 @@ class Pieces:
         """What was seen in a forward since the last call that does not show its units; empty if all did."""
         question, self._question = self._question, ""
         return question
-
-    def take_problems(self) -> tuple[Problem, ...]:
-        """Why the pieces since the last call cannot be used, besides what their reader knows."""
-        is_doubted, self._is_doubted = self._is_doubted, False
-        return (Problem.UNITS_ASKED,) if is_doubted else ()
 
     @property
     def counted_in(self) -> str:
