@@ -110,7 +110,10 @@ class Tee:
 sys.stderr = Tee()
 """,
     1,
-) + PLAIN.removeprefix(START).replace("optimizer.step()\n", "optimizer.step()\n    optimizer.step()\n")
+) + PLAIN.removeprefix(START).replace(
+    "optimizer.step()\n",
+    "nn.utils.clip_grad_value_(model.parameters(), 1.0 if step % 2 else 1e-4)\n    optimizer.step()\n",
+)
 
 STOPS_ITSELF = (
     PLAIN.replace("import torch\n", "import os, signal\nimport torch\n", 1)

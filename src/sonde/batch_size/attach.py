@@ -138,7 +138,7 @@ def attach(
         )
         check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler)
     except ValueError as error:
-        _refuse_on_all_ranks(model, ranks, error)
+        refuse_on_all_ranks(model, error, ranks)
         raise
     return NoiseScaleProbe(
         model,
@@ -153,7 +153,7 @@ def attach(
     )
 
 
-def _refuse_on_all_ranks(model: nn.Module, ranks: RanksOfModel, error: ValueError) -> None:
+def refuse_on_all_ranks(model: nn.Module, error: ValueError, ranks: RanksOfModel) -> None:
     """Let peers raise too, whose own arguments may have been accepted: they wait for this rank."""
     with contextlib.suppress(ValueError):  # of the model: all ranks refuse it
         wrapper, _ = find_parameters(model, ranks)

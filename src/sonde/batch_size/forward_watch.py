@@ -30,14 +30,15 @@ class ForwardWatch:
         self._forwards = _ForwardCounter(device, owner)
         self._may_be_recorded = runs_beside_host(device)
         self._handle: RemovableHandle | None = None
-        self._backwards = 0
+        self.n_backwards = 0
+        """Backwards outside `piece()` in the present window."""
         self._had_more = False
         if not why_no_hook(model):
             self._handle = put_on(model.register_forward_hook, self._forwards)
 
     def backward_ended(self) -> None:
         """Count a backward outside `piece()`."""
-        self._backwards += 1
+        self.n_backwards += 1
 
     @property
     def n_forwards(self) -> int:
@@ -56,7 +57,7 @@ class ForwardWatch:
 
     def window_passes(self) -> None:
         """Note the end of a window that was not measured: its backwards were not counted."""
-        self._forwards.n = self._backwards = 0
+        self._forwards.n = self.n_backwards = 0
 
     def window_ends(self, *, has_pieces: bool) -> bool:
         """Note the end of a measured window. If all its pieces were declared, forwards are no longer watched.
@@ -69,8 +70,8 @@ class ForwardWatch:
             nothing: a forward may have come before attach or in the window before, or the others have gone through
             submodules.
         """
-        forwards, backwards = self._forwards.n, self._backwards
-        self._forwards.n = self._backwards = 0
+        forwards, backwards = self._forwards.n, self.n_backwards
+        self._forwards.n = self.n_backwards = 0
         had_more, self._had_more = self._had_more, 0 < forwards < backwards and not self._forwards.was_compiled
         # Whether graphs are recorded is asked in each forward, on devices that have graphs.
         if has_pieces and not (backwards or self._may_be_recorded or self._forwards.was_compiled):

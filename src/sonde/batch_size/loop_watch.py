@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -67,7 +68,7 @@ class LoopWatch:
             wrapper,
             reader,
             has_peers=has_peers,
-            n_runs=lambda: self._forwards.n_forwards + self.n_passed_pieces,
+            n_runs=lambda: self._forwards.n_forwards + self._forwards.n_backwards + self.n_passed_pieces,
             end_window=end_window,
             alert=alert,
         )
@@ -91,6 +92,10 @@ class LoopWatch:
     def is_ended_already(self) -> bool:
         """Whether the call by which the loop ends a window comes right after the step that has ended it."""
         return self._steps.is_ended_already()
+
+    def step_has_begun(self, optimizer: Any) -> None:
+        """End the window of a step that began before attach, and whose closure has run now."""
+        self._steps.step_has_begun(optimizer)
 
     @property
     def seconds(self) -> float:

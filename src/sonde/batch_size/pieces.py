@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -133,6 +133,10 @@ class Pieces:
         self._has_run = False
         """Whether a piece has ended in the present window, or a backward that was none."""
         self._question = ""
+        self.why_not_another: Callable[[], str] = str
+        """Asked at a second backward outside `piece()`: why it is no micro-batch; empty if it is one."""
+        self.is_doubted = False
+        """Whether a further backward of the present window is no micro-batch."""
         self._error: Exception | None = None
         self._has_logged = False
         """Whether an error of `units_per_piece` was logged. Its text may be another one for each piece."""
@@ -184,7 +188,7 @@ class Pieces:
     def begin_window(self, *, is_measured: bool) -> None:
         """Note whether the window that begins is measured."""
         self.is_quiet = not is_measured and len(self._names) == 1
-        self._has_run = False
+        self._has_run = self.is_doubted = False
         if self._forwards is not None:
             self._forwards.begin_window(is_measured=is_measured)
 
@@ -197,6 +201,7 @@ class Pieces:
         has_run, self._has_run = self._has_run and not self.is_open, False
         if has_run:
             self._error, self._units_unknown, self._ran_outside = None, False, False
+            self._question, self.is_doubted = "", False
         return has_run
 
     def end(self, counts: PieceCounts | CountedByForward | NotCounted, *, failed: bool) -> None:
@@ -318,6 +323,8 @@ class Pieces:
         """End the piece that was a backward outside `piece()`."""
         self._has_run = True
         self.loop.backward_ended()
+        if self._reader.n_pieces and (why_not := self.why_not_another()):
+            self._question, self.is_doubted = why_not, True
         if self._in_pipeline:
             self._reader.leave_out_backward(Problem.OUTSIDE_SCHEDULE)
             self._ran_outside = not self._has_peers

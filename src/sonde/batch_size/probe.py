@@ -13,7 +13,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, overload
@@ -417,6 +417,21 @@ class NoiseScaleProbe:
                 self._alert("not_ended", f"a window could not be ended at optimizer.step(): {error}")
                 self.discard()
 
+    def step_has_begun(self, optimizer: torch.optim.Optimizer) -> None:
+        """End the window of a step that began before attach, once its closure has run: no hook has seen its begin."""
+        self._loop.step_has_begun(optimizer)
+
+    def judge_further_backwards(self, why_not: Callable[[], str]) -> None:
+        """Have it said at a second backward of a window, outside `piece()`, whether it is a micro-batch.
+
+        Losses of several kinds, as of real and of generated images, may each have a backward. Then they are none.
+
+        Args:
+            why_not: returns why it is none, and what to do, so that the window is left out; empty if it is one. All
+                ranks must say the same.
+        """
+        self._pieces.why_not_another = why_not
+
     def discard(self) -> None:
         """Forget the pieces of the present window, when its gradients were zeroed without a step.
 
@@ -539,6 +554,11 @@ class NoiseScaleProbe:
     def n_pieces(self) -> int:
         """Pieces of the present window on this rank so far; 0 in windows that are not measured."""
         return self._reader.n_pieces
+
+    @property
+    def n_windows(self) -> int:
+        """Windows that have ended so far, measured or not."""
+        return self._ends.n_windows
 
     @property
     def measures_now(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 import weakref
@@ -50,11 +51,12 @@ class StepWatch:
         wrapper: of the model. Optimizers that step what is not measured join its own.
         reader: the reader of the window.
         has_peers: whether other ranks sum with this one. Then each step ends a window, since they may have pieces.
-        n_runs: counts the forward passes and the declared pieces of the present window.
+        n_runs: counts the forward passes, backwards and declared pieces of the present window.
         end_window: ends the present window.
-        alert: called with "called_often" when windows are ended with each micro-batch; with "steps_unseen" when
-            parameters change, and no step ends a window; with "optimizer_replaced" when another optimizer than those
-            given steps the parameters; with "not_stepped" when measured parameters are in no optimizer that steps.
+        alert: called with "called_often" when windows are ended with each micro-batch; with "stepped_in_backward" when
+            an optimizer steps there; with "steps_unseen" when parameters change, and no step ends a window; with
+            "optimizer_replaced" when another optimizer than those given steps the parameters; with "not_stepped" when
+            measured parameters are in no optimizer that steps.
     """
 
     def __init__(
@@ -147,12 +149,16 @@ class StepWatch:
         stepped, self._stepped_in_backward = self._stepped_in_backward, False
         return stepped
 
+    def step_has_begun(self, optimizer: Any) -> None:
+        """End the window of a step that began before attach, and whose closure has run now."""
+        self._while_alive(StepWatch._before_step)(optimizer)
+
     def piece_begins(self) -> None:
         """Notice a loop whose steps cannot be seen, and end no window."""
         n = self._reader.n_pieces
         if n == _MANY_PIECES:
             self._n_writes = self._written()
-        elif n == 2 * _MANY_PIECES and self._written() != self._n_writes:
+        elif n == 2 * _MANY_PIECES and self._written() != self._n_writes and not self._stepped_in_backward:
             self._alert(
                 "steps_unseen",
                 "the parameters change, but no optimizer of torch steps them, so no window ends: call probe.step() "
@@ -182,8 +188,10 @@ class StepWatch:
         self._handles = []
 
     def _before_any_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        if (kwargs or len(args) > 1) and (followed := self._followed(optimizer, args, kwargs)) is not None:
-            return followed
+        if (kwargs or len(args) > 1) and self._held_by(optimizer):
+            followed = with_closure(args, kwargs, functools.partial(self._ending, optimizer))
+            if followed is not None:
+                return followed
         if optimizer not in self._given:  # which has a hook of its own
             self._before_step(optimizer)
         return None
@@ -192,15 +200,7 @@ class StepWatch:
         if kwargs.get("closure") is None and not any(map(callable, args[1:])):
             self._before_step(optimizer)
 
-    def _followed(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """The arguments of a step of the model's optimizer, with another closure; None without one."""
-        closure = kwargs.get("closure") or next(iter(args[1:]), None)
-        if not callable(closure) or isinstance(closure, nn.Module) or not self._held_by(optimizer):
-            return None
-        closure = self._ending(closure, optimizer)
-        return (args, kwargs | {"closure": closure}) if "closure" in kwargs else ((args[0], closure, *args[2:]), kwargs)
-
-    def _ending(self, closure: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
+    def _ending(self, optimizer: Any, closure: Callable[..., Any]) -> Callable[..., Any]:
         """A closure that ends the window after its first run, and notices others."""
         n, gradients_are_ready = 0, self._while_alive(StepWatch._before_step)
 
@@ -234,7 +234,7 @@ class StepWatch:
         if not self._held_by(optimizer):
             return
         if in_backward():
-            self._stepped_in_backward = True
+            self._note_step_in_backward()
             return
         if self._n_by_loop:
             self._count_windows()
@@ -252,6 +252,15 @@ class StepWatch:
         self._last_steps[optimizer] = self._n_ended
         if self._has_given and optimizer not in self._given:
             self._notice_replaced(optimizer)
+
+    def _note_step_in_backward(self) -> None:
+        """Say it at once, since a loop whose steps are all inside backward ends no window."""
+        self._stepped_in_backward = True
+        self._alert(
+            "stepped_in_backward",
+            "an optimizer steps inside backward, so a window's gradient is gone before its pieces can be compared with "
+            "it: step after the last backward while you measure",
+        )
 
     def _has_window(self, optimizer: Any) -> bool:
         """Whether an optimizer steps on gradients of a window that was not ended."""
@@ -297,6 +306,18 @@ class StepWatch:
 
         outside_graphs: Callable[..., T | None] = torch.compiler.disable(hook)
         return outside_graphs
+
+
+def with_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], other: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Arguments | None:
+    """The arguments of an optimizer's step with another closure, made of the one that it got; None without one."""
+    closure = kwargs.get("closure") or next(iter(args[1:]), None)
+    if not callable(closure) or isinstance(closure, nn.Module):
+        return None
+    if "closure" in kwargs:
+        return args, kwargs | {"closure": other(closure)}
+    return (args[0], other(closure), *args[2:]), kwargs
 
 
 def _is_on_device(rate: Any) -> TypeIs[Tensor]:

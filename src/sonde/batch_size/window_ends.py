@@ -185,7 +185,7 @@ class WindowEnds:
         """
         start = time.perf_counter()
         notes = self._loop.window_ends(self.n_windows + 1)
-        problems = notes.problems + self._late_wrapper.problems()
+        problems = notes.problems + self._late_wrapper.problems() + (Problem.UNITS_ASKED,) * self._pieces.is_doubted
         if question := self._pieces.take_question():
             self._alert("units", question)
         self._pacing.spent(start)

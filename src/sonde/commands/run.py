@@ -41,11 +41,12 @@ def split_command(args: Sequence[str]) -> tuple[list[str], list[str]]:
     Raises:
         ValueError: when there is no command.
     """
-    own, dashes, command = _partition(list(args), "--")
+    at = list(args).index("--") if "--" in args else len(args)
+    own, command = list(args[:at]), list(args[at + 1 :])
     if not command and not {"--help", "-h"} & set(own):
         begins = next((i for i, word in enumerate(own) if _begins_command(word)), None)
-        if dashes or begins is None:
-            got = "nothing after --" if dashes else f"no -- in {' '.join(args)!r:.80}"
+        if at < len(args) or begins is None:
+            got = "nothing after --" if at < len(args) else f"no -- in {' '.join(args)!r:.80}"
             raise ValueError(f"the script comes after two dashes, got {got}: {USAGE}")
         right = shlex.join(["sonde", "run", *own[:begins], "--", *own[begins:]])
         raise ValueError(f"two dashes come before the script, since what follows them is the script's own: {right}")
@@ -54,13 +55,6 @@ def split_command(args: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _begins_command(word: str) -> bool:
     return word.endswith(".py") or word == "-m" or Path(word).name.startswith(_STARTERS)
-
-
-def _partition(args: list[str], at: str) -> tuple[list[str], bool, list[str]]:
-    if at not in args:
-        return args, False, []
-    place = args.index(at)
-    return args[:place], True, args[place + 1 :]
 
 
 def run_script(options: RunOptions, command: Sequence[str]) -> int:
@@ -196,20 +190,9 @@ def environment_of(options: RunOptions, command: Sequence[str], environment: Map
         environment: of this process.
     """
     folder = options.out or Path("runs") / f"{_name_of(command)}-{time.strftime('%Y-%m-%d_%H-%M-%S')}"
-    settings = Settings(
-        command=tuple(command),
-        folder=str(folder.absolute()),
-        start=f"{datetime.datetime.now()}, process {os.getpid()}",
-        unit=options.unit,
-        units_from=options.units_from,
-        weights_from=options.weights_from,
-        reduced_by_hand=options.reduced_by_hand,
-        micro_batches=options.micro_batches,
-        budget=options.budget,
-        allowance=options.allowance,
-        every=options.every,
-        report=options.report,
-    )
+    start = f"{datetime.datetime.now()}, process {os.getpid()}"
+    handed_on = {name: value for name, value in vars(options).items() if name not in ("nproc", "out")}
+    settings = Settings(tuple(command), str(folder.absolute()), start, **handed_on)
     before = environment.get("PYTHONPATH")
     path = str(_ON_START) if not before else f"{_ON_START}{os.pathsep}{before}"
     return dict(environment) | {VARIABLE: settings.in_environment(), "PYTHONPATH": path}

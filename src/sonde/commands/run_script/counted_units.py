@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from sonde.batch_size.forward_units import FIRST_DIM, CountsOfForward, UnitsPerPiece
+from sonde.batch_size.forward_units import FIRST_DIM, CountsOfForward, FirstDim, UnitsPerPiece
 from sonde.parallel.unwrap import unwrap_model
 
 FIRST_DIM_OPTION = "first-dim"
@@ -44,12 +44,21 @@ def units_of(text: str, weights_from: str, model: nn.Module) -> UnitsPerPiece:
         ValueError: when the text is of no known form, or names a function that is not there.
     """
     units = _units_of(text, model)
-    if weights_from == "units":
-        return _weighed_by_units(units)
-    if weights_from == "labels":
-        return _weighed(units, model, always=True)
     is_of_transformers = any(kind.__module__.startswith("transformers.") for kind in type(unwrap_model(model)).__mro__)
-    return _weighed(units, model, always=False) if weights_from == "auto" and is_of_transformers else units
+    if weights_from == "equal" or (weights_from == "auto" and not is_of_transformers):
+        return units
+
+    def counts(*args: Any, **kwargs: Any) -> CountsOfForward:
+        own = units(*args, **kwargs) if callable(units) else units
+        if weights_from == "units":
+            return CountsOfForward(own, weight=None)
+        if weights_from == "auto" and kwargs.get("num_items_in_batch") is None:
+            return CountsOfForward(own)  # the model divides by the tokens of the step only when it is told their number
+        labels = _argument("labels", model, args, kwargs, "--weights-from labels")
+        tokens = labels[..., 1:].ne(-100).flatten(1).sum(1)  # each label is predicted by the token before
+        return CountsOfForward(own, tokens.sum(), tokens.clamp(min=_LEAST) if own == FIRST_DIM else None)
+
+    return counts
 
 
 def units_in_batch(text: str) -> Callable[[Mapping[str, Any]], Any] | None:
@@ -61,59 +70,36 @@ def units_in_batch(text: str) -> Callable[[Mapping[str, Any]], Any] | None:
     Raises:
         ValueError: when the text is of no known form, or names a function that is not there.
     """
-    check_units_from(text)
-    if text == FIRST_DIM_OPTION:  # the trainer's own batches show more than rows: packed documents, pairs
-        return None
-    if (number := _number(text)) is not None:
-        return lambda batch: number
-    name, _, last = text.partition(":")
-    if last.isdigit():
-        return lambda batch: batch[name].shape[int(last)]
-    function = _function(name, last)
-    return lambda batch: function(**batch)
+    match _read(text):
+        case "first dim":  # the trainer's own batches show more than rows: packed documents, pairs
+            return None
+        case (str(name), int(dim)):
+            return lambda batch: batch[name].shape[dim]
+        case float(number):
+            return lambda batch: number
+        case function:
+            return lambda batch: function(**batch)
 
 
 def _units_of(text: str, model: nn.Module) -> UnitsPerPiece:
+    match _read(text):
+        case (str(name), int(dim)):
+            return lambda *args, **kwargs: _argument(name, model, args, kwargs, f"--units-from {text}").shape[dim]
+        case units:
+            return cast("UnitsPerPiece", units)
+
+
+def _read(text: str) -> FirstDim | float | tuple[str, int] | Callable[..., Any]:
+    """What a text of `--units-from` says: rows, a number, a dim of an argument, or a function."""
     check_units_from(text)
     if text == FIRST_DIM_OPTION:
         return "first dim"
     if (number := _number(text)) is not None:
         return number
     name, _, last = text.partition(":")
-    if not last.isdigit():
-        return _function(name, last)
-    argument = _argument(name, model, f"--units-from {text}")
-    return lambda *args, **kwargs: argument(args, kwargs).shape[int(last)]
-
-
-def _weighed_by_units(units: UnitsPerPiece) -> Callable[..., CountsOfForward]:
-    """Units, by which micro-batches weigh: for a loss that is added up over them, and divided by those of the step."""
-
-    def counts(*args: Any, **kwargs: Any) -> CountsOfForward:
-        return CountsOfForward(units(*args, **kwargs) if callable(units) else units, None)
-
-    return counts
-
-
-def _weighed(units: UnitsPerPiece, model: nn.Module, *, always: bool) -> Callable[..., CountsOfForward]:
-    """Units with weights: the labels that are not -100, after the shift by which each predicts the next.
-
-    Args:
-        units: as without weights.
-        model: that the script calls.
-        always: whether all micro-batches are weighed. Otherwise those alone whose loss the model divides by the tokens
-            of the whole step, as models of transformers do when they are called with their number.
-    """
-    labels = _argument("labels", model, "--weights-from labels")
-
-    def counts(*args: Any, **kwargs: Any) -> CountsOfForward:
-        own = units(*args, **kwargs) if callable(units) else units
-        if not always and kwargs.get("num_items_in_batch") is None:
-            return CountsOfForward(own)
-        tokens = labels(args, kwargs)[..., 1:].ne(-100).flatten(1).sum(1)
-        return CountsOfForward(own, tokens.sum(), tokens.clamp(min=_LEAST) if own == FIRST_DIM else None)
-
-    return counts
+    if last.isdigit():
+        return name, int(last)
+    return _function(name, last)
 
 
 def _number(text: str) -> float | None:
@@ -123,17 +109,12 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _argument(name: str, model: nn.Module, option: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Tensor]:
-    """A function that finds a tensor by its name in the arguments of the model's forward."""
-    signature = inspect.signature(unwrap_model(model).forward)
-
-    def find(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        given = kwargs if name in kwargs else signature.bind_partial(*args, **kwargs).arguments
-        if not isinstance(value := given.get(name), Tensor):
-            raise ValueError(f"the model is called without a tensor {name!r}, which {option} needs")
-        return value
-
-    return find
+def _argument(name: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], option: str) -> Tensor:
+    """A tensor by its name in the arguments of the model's forward, which an option needs."""
+    given = kwargs if name in kwargs else inspect.signature(unwrap_model(model).forward).bind_partial(*args).arguments
+    if not isinstance(value := given.get(name), Tensor):
+        raise ValueError(f"the model is called without a tensor {name!r}, which {option} needs")
+    return value
 
 
 def _function(module: str, name: str) -> Callable[..., Any]:

@@ -1,13 +1,14 @@
-"""The log of one model of a script, and what is left to do when the script ends."""
+"""The log of one model of a script, and what is said of it when the script ends."""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import sonde
-from sonde.commands.run_script.messages import say
+from sonde.commands.run_script.words import say
 from sonde.log.lines import last_header
 from sonde.log.locked_file import SECONDS_TO_WAIT
 from sonde.log.sinks import RECORDS_NAME, JsonlSink
@@ -39,50 +40,51 @@ class LogOfScript(JsonlSink):
 
     def write(self, record: Mapping[str, object]) -> None:
         """Append a record; the first reading takes a folder, and brings what came before it."""
-        if self.folder is None:
-            self._held.append(record)
-            if record["kind"] != "reading":
-                return
-            folder = self._take_folder()
-            for held in self._held:
-                super().write({**held, "run": folder.name} if held["kind"] == "header" else held)
-            self.folder, self._held = folder, []
+        if self.folder is not None:
+            super().write(record)
             return
-        super().write(record)
+        self._held.append(record)
+        if record["kind"] == "reading":
+            self.folder = self._take_folder()
+            for held in self._held:
+                super().write({**held, "run": self.folder.name} if held["kind"] == "header" else held)
+            self._held = []
 
     def _take_folder(self) -> Path:
         deadline = time.monotonic() + SECONDS_TO_WAIT
-        n = 0
-        while True:
-            n += 1
+        for n in itertools.count(1):
             folder = self._first if n == 1 else self._first.with_name(f"{self._first.name}-{n}")
             self.path = folder / RECORDS_NAME
-            while not self._is_of_this_start():
+            while not is_of_start(folder, self._start):
                 try:
-                    self.lock(patience=0.0)
+                    self.lock(patience=0.05)
                 except ValueError:  # a process that has just begun its log, or one of an earlier start that is ending
                     if time.monotonic() > deadline:
                         raise
-                    time.sleep(0.05)
                     continue
-                if self._is_of_this_start():  # begun and ended meanwhile
-                    self.unlock()
-                    break
-                return folder
-
-    def _is_of_this_start(self) -> bool:
-        header = last_header(self.path)
-        return header is not None and header.get("metadata", {}).get("start") == self._start
+                if not is_of_start(folder, self._start):
+                    return folder
+                self.unlock()  # begun and ended meanwhile
+        raise AssertionError("unreachable")
 
 
-def say_where(file: LogOfScript | None, *, writes_report: bool) -> None:
-    """Write the report, and say where it and the log lie. Without a log there is nothing to say.
+def is_of_start(folder: Path, start: str) -> bool:
+    """Whether the last run of a folder's log, if it has one, is of this start of `sonde run`."""
+    header = last_header(folder / RECORDS_NAME)
+    return header is not None and header.get("metadata", {}).get("start") == start
+
+
+def say_end(verdict: Sequence[str], file: LogOfScript | None, *, writes_report: bool) -> None:
+    """Say what was measured of one model, and where its log and its report lie, which is written now.
 
     Args:
+        verdict: in lines.
         file: the log.
         writes_report: whether a report is wanted.
     """
-    if file is None or (folder := file.folder) is None:
+    for line in verdict:
+        say(line)
+    if not verdict or file is None or (folder := file.folder) is None:
         return
     say(f"log     {folder}")
     if not writes_report:

@@ -43,19 +43,16 @@ def watch(before_call: Callable[[nn.Module], None]) -> Callable[[], None]:
         before_call: gets the module. It must not raise.
 
     Returns:
-        A function that ends it; a second call of it does nothing.
+        A function that ends it.
 
     Raises:
-        RuntimeError: when another tool has replaced `nn.Module.__call__` by something of another kind, and when the
-            calls are watched already.
+        RuntimeError: when another tool has replaced `nn.Module.__call__` by something of another kind.
     """
     global unwatched, callback
     call: Any = nn.Module.__call__
     if not isinstance(call, types.FunctionType) or call.__closure__ is not None:
         raise RuntimeError("nn.Module.__call__ has been replaced by another tool")
     code = call.__code__
-    if "first_forward" in code.co_names:
-        raise RuntimeError("the calls of modules are watched already")
     # torch's compiler looks at every call that is made inside a compiled model, and must not look at ours.
     callback = torch.compiler.disable(before_call)
     unwatched = types.FunctionType(code, call.__globals__, call.__name__, call.__defaults__)
@@ -64,12 +61,8 @@ def watch(before_call: Callable[[nn.Module], None]) -> Callable[[], None]:
     first_line = own.co_firstlineno + _last_line(code) - _last_line(own)
     call.__code__ = own.replace(co_filename=code.co_filename, co_name=code.co_name, co_firstlineno=first_line)
 
-    is_on = True
-
     def end() -> None:
-        nonlocal is_on
-        if is_on:
-            is_on, call.__code__ = False, code
+        call.__code__ = code
 
     return end
 

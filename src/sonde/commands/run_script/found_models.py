@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,14 +19,8 @@ _ENOUGH = 0.99
 """Part of an optimizer's elements that its model must hold. The rest may be a temperature, or an entropy's weight."""
 
 
-@dataclass(frozen=True)
-class ModelOfOptimizers:
-    """A model, and the optimizers that step it together.
-
-    Attributes:
-        model: as the script calls it, wrappers included.
-        optimizers: in the order in which they were made.
-    """
+class ModelOfOptimizers(NamedTuple):
+    """A model as the script calls it, and the optimizers that step it, in the order in which they were made."""
 
     model: nn.Module
     optimizers: tuple[Any, ...]
@@ -41,28 +34,6 @@ def trainable(tensors: Iterable[Tensor]) -> dict[int, int]:
 def stepped_by(optimizer: Any) -> dict[int, int]:
     """The number of elements of each tensor that an optimizer steps, by its identity."""
     return trainable(parameters_of(optimizer))
-
-
-def why_not_reduced(model: nn.Module, *, by_hand: bool) -> str:
-    """Why a model cannot be measured in this job of several processes; empty if it can.
-
-    Args:
-        model: as the script calls it.
-        by_hand: whether the script averages gradients over all ranks by itself.
-    """
-    n_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if n_ranks == 1 or by_hand or is_reduced(model):
-        return ""
-    return (
-        f"the model is neither in DDP nor cut by FSDP2, and this is a job of {n_ranks} processes: pass "
-        "--reduced-by-hand if the script averages or adds up the gradients over all of them by itself"
-    )
-
-
-def is_reduced(model: nn.Module) -> bool:
-    """Whether DDP or FSDP2 averages the gradients of a model, or of a part of it."""
-    has_ddp = any(isinstance(module, DistributedDataParallel) for module in model.modules())
-    return has_ddp or any(map(is_dtensor, model.parameters()))
 
 
 def models_in(called: nn.Module, optimizers: Sequence[Any]) -> list[ModelOfOptimizers]:
@@ -84,8 +55,12 @@ def models_in(called: nn.Module, optimizers: Sequence[Any]) -> list[ModelOfOptim
     if inside and _holds(stepped, held):
         return [ModelOfOptimizers(called, tuple(inside))]
     modules = list(called.modules())
-    parts = [(part, o) for o in inside if (part := _smallest(modules, stepped_by(o))) is not None]
-    return _merged([(_outermost_alike(part, modules), o) for part, o in parts])
+    parts = [(part, o) for o in inside if (part := _model_of(o, modules)) is not None]
+    outer = dict.fromkeys(part for part, _ in parts if not any(_is_inside(part, other) for other, _ in parts))
+    return [
+        ModelOfOptimizers(model, tuple(o for part, o in parts if part is model or _is_inside(part, model)))
+        for model in outer
+    ]
 
 
 def model_among_living(optimizer: Any) -> nn.Module | None:
@@ -93,10 +68,21 @@ def model_among_living(optimizer: Any) -> nn.Module | None:
 
     This looks at every living object, which takes some hundredths of a second.
     """
-    modules = list(living_of(kinds_of(nn.Module)))
-    stepped = stepped_by(optimizer)
-    smallest = _smallest(modules, stepped)
-    return None if smallest is None else _outermost_alike(smallest, modules)
+    return _model_of(optimizer, list(living_of(kinds_of(nn.Module))))
+
+
+def _model_of(optimizer: Any, modules: Sequence[nn.Module]) -> nn.Module | None:
+    """The module with the fewest trained elements of those that hold an optimizer's; of equals the outermost.
+
+    The outermost is DDP's, or that of `torch.compile`.
+    """
+    wanted = stepped_by(optimizer)
+    holding = [(m, held) for m in modules if _holds(held := trainable(m.parameters()), wanted)]
+    if not holding:
+        return None
+    smallest, own = min(holding, key=lambda each: sum(each[1].values()))
+    alike = [m for m, held in holding if held.keys() == own.keys()]
+    return next((m for m in alike if not any(_is_inside(m, other) for other in alike)), smallest)
 
 
 def _holds(held: dict[int, int], wanted: dict[int, int]) -> bool:
@@ -105,48 +91,31 @@ def _holds(held: dict[int, int], wanted: dict[int, int]) -> bool:
     return n_held > 0 and n_held >= _ENOUGH * sum(wanted.values())
 
 
-def _smallest(modules: Iterable[nn.Module], wanted: dict[int, int]) -> nn.Module | None:
-    """The module with the fewest trained elements of those that hold the wanted ones; the first of equals."""
-    best: nn.Module | None = None
-    n_best = 0
-    for module in modules:
-        held = trainable(module.parameters())
-        n = sum(held.values())
-        if (best is None or n < n_best) and _holds(held, wanted):
-            best, n_best = module, n
-    return best
+def _is_inside(module: nn.Module, other: nn.Module) -> bool:
+    return module is not other and any(m is module for m in other.modules())
 
 
-def _outermost_alike(module: nn.Module, modules: Iterable[nn.Module]) -> nn.Module:
-    """The module around which all others are that train the same parameters: DDP's, or that of `torch.compile`."""
-    own = trainable(module.parameters()).keys()
-    alike = [m for m in modules if trainable(m.parameters()).keys() == own]
-    inner = {id(child) for m in alike for child in m.modules() if child is not m}
-    return next((m for m in alike if id(m) not in inner), module)
+def is_reduced_by_hand(model: nn.Module) -> bool:
+    """Whether neither DDP nor FSDP2 averages the gradients of a model, or of a part of it, over the ranks of a job."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return False
+    has_ddp = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+    return not has_ddp and not any(map(is_dtensor, model.parameters()))
 
 
-def _merged(parts: Sequence[tuple[nn.Module, Any]]) -> list[ModelOfOptimizers]:
-    """One model for optimizers whose parts lie inside each other."""
-    merged: list[tuple[nn.Module, list[Any]]] = []
-    for module, optimizer in parts:
-        around = next(
-            (i for i, (other, _) in enumerate(merged) if _is_in(module, other) or _is_in(other, module)), None
+def enabled_grad_scaler() -> torch.amp.GradScaler | None:
+    """The GradScaler that the script uses; None without one.
+
+    Raises:
+        ValueError: when there are several, since nothing shows which of them scales a model's loss.
+    """
+    scalers = [scaler for scaler in living_of(kinds_of(torch.amp.GradScaler)) if scaler.is_enabled()]
+    if len(scalers) > 1:
+        raise ValueError(
+            f"the script uses {len(scalers)} GradScalers, and nothing shows which of them scales this model's loss: "
+            "use one for all models, as torch allows, or attach by sonde.attach(grad_scaler=...)"
         )
-        if around is None:
-            merged.append((module, [optimizer]))
-        else:
-            other, optimizers = merged[around]
-            merged[around] = (module if _is_in(other, module) else other, [*optimizers, optimizer])
-    return [ModelOfOptimizers(module, tuple(optimizers)) for module, optimizers in merged]
-
-
-def _is_in(module: nn.Module, other: nn.Module) -> bool:
-    return any(m is module for m in other.modules())
-
-
-def enabled_grad_scalers() -> list[torch.amp.GradScaler]:
-    """The GradScalers of the script that are in use."""
-    return [scaler for scaler in living_of(kinds_of(torch.amp.GradScaler)) if scaler.is_enabled()]
+    return scalers[0] if scalers else None
 
 
 def reshard(called: nn.Module) -> bool:

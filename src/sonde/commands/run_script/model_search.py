@@ -23,6 +23,13 @@ _MOST_STEPS = 100
 """Steps of other optimizers after which a model is no longer looked for. Its optimizer's first step begins it again."""
 _MOST_UNSEEN = 3
 """Steps of an optimizer, after which its model is certainly not called as a module."""
+_HOMELESS = (
+    "no module holds the parameters that {} steps: put its modules into one nn.Module, or attach by sonde.attach"
+)
+_NOT_CALLED = (
+    "the script does not call the model of {} as a module, model(...), so that no forward can be seen: attach by "
+    "sonde.attach"
+)
 
 
 class ModelSearch:
@@ -44,26 +51,19 @@ class ModelSearch:
     ) -> None:
         self._before_call, self._attach, self._refuse = before_call, attach, refuse
         self._why_not_reduced = why_not_reduced
-        self._pending: list[weakref.ref[Any]] = []
-        """Optimizers whose model has not been called yet, in the order in which they were made."""
+        self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """Steps of optimizers whose model has not been called yet, in the order in which they were made."""
         self._n_steps = 0
         """Steps of any optimizer since the search began."""
-        self._n_unseen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """Steps of optimizers whose model was not called."""
         self._end_watch: Callable[[], None] | None = None
 
     def pending(self) -> list[Any]:
         """Optimizers whose model has not been called yet."""
-        self._pending = [reference for reference in self._pending if reference() is not None]
-        return [optimizer for reference in self._pending if (optimizer := reference()) is not None]
+        return list(self._steps)
 
-    def add(self, optimizer: Any) -> None:
-        """Look for the model of an optimizer."""
-        self._pending.append(weakref.ref(optimizer))
-        self.watch()
-
-    def watch(self) -> None:
-        """Have `before_call` called before each call of a module."""
+    def add(self, optimizer: Any, n_steps: int = 0) -> None:
+        """Look for the model of an optimizer that has taken so many steps."""
+        self._steps[optimizer] = n_steps
         self._n_steps = 0
         if self._end_watch is None:
             with contextlib.suppress(RuntimeError):  # another tool has replaced the calls of modules
@@ -77,39 +77,38 @@ class ModelSearch:
 
     def look_in(self, called: nn.Module) -> None:
         """Attach to the models of optimizers whose parameters a module holds, before the module is called."""
-        pending = self.pending()
-        if not pending:
+        if not self._steps:  # the script has let go of them
             self.stop()
             return
-        touched = _touched(called, pending)
+        touched = self._touched(called)
         found = models_in(called, touched)
         if not found and reshard(called):
-            touched = _touched(called, pending)
+            touched = self._touched(called)
             found = models_in(called, touched)
         if self._why_not_reduced(called):
             # One rank alone may call what is not wrapped yet, or what DDP holds, as to show its layers. Attaching takes
             # all ranks, so the call is passed over. If the optimizer steps without another, its model is refused then.
             return
-        if touched and not found:  # the script calls a part of a model
-            found = self._whole_models(touched)
+        if not found:  # the script may call a part of a model
+            for optimizer in touched:
+                if (model := model_among_living(optimizer)) is not None:
+                    found.append(ModelOfOptimizers(model, (optimizer,)))
+                else:
+                    self._give_up(optimizer, _HOMELESS)
         for each in found:
             self._attach(each)
         self.done_with([optimizer for each in found for optimizer in each.optimizers])
 
-    def _whole_models(self, touched: Sequence[Any]) -> list[ModelOfOptimizers]:
-        found = []
-        for optimizer in touched:
-            if (model := model_among_living(optimizer)) is not None:
-                found.append(ModelOfOptimizers(model, (optimizer,)))
-            else:
-                self._refuse_homeless(optimizer)
-        return found
+    def _touched(self, called: nn.Module) -> list[Any]:
+        """The optimizers that step any parameter of a module."""
+        held = trainable(called.parameters()).keys()
+        return [optimizer for optimizer in self._steps if not held.isdisjoint(stepped_by(optimizer))]
 
     def done_with(self, optimizers: Sequence[Any]) -> None:
         """Look no more for the models of these optimizers."""
-        done = {id(optimizer) for optimizer in optimizers}
-        self._pending = [reference for reference in self._pending if id(reference()) not in done]
-        if not self.pending():
+        for optimizer in optimizers:
+            self._steps.pop(optimizer, None)
+        if not self._steps:
             self.stop()
 
     def any_stepped(self) -> None:
@@ -123,33 +122,18 @@ class ModelSearch:
 
         Nothing can be attached here: torch goes through the hooks of steps, and another hook would be an error.
         """
-        n_unseen = self._n_unseen[optimizer] = self._n_unseen.get(optimizer, 0) + 1
-        if n_unseen == 1:
-            self.done_with([optimizer])
-            if (model := model_among_living(optimizer)) is None:
-                self._refuse_homeless(optimizer)
-            elif why := self._why_not_reduced(model):
-                self._refuse([optimizer], why)
-            else:
-                self.add(optimizer)
-        elif n_unseen == _MOST_UNSEEN:
-            self.done_with([optimizer])
-            self._refuse(
-                [optimizer],
-                f"the script does not call the model of {type(optimizer).__name__} as a module, model(...), so that no "
-                "forward can be seen: attach by sonde.attach",
-            )
+        n_steps = self._steps.get(optimizer, 0) + 1
+        if n_steps == _MOST_UNSEEN:
+            self._give_up(optimizer, _NOT_CALLED)
+        elif n_steps > 1:
+            self._steps[optimizer] = n_steps
+        elif (model := model_among_living(optimizer)) is None:
+            self._give_up(optimizer, _HOMELESS)
+        elif why := self._why_not_reduced(model):
+            self._give_up(optimizer, why)
+        else:
+            self.add(optimizer, n_steps)
 
-    def _refuse_homeless(self, optimizer: Any) -> None:
+    def _give_up(self, optimizer: Any, why: str) -> None:
         self.done_with([optimizer])
-        self._refuse(
-            [optimizer],
-            f"no module holds the parameters that {type(optimizer).__name__} steps: put its modules into one "
-            "nn.Module, or attach by sonde.attach",
-        )
-
-
-def _touched(called: nn.Module, optimizers: Sequence[Any]) -> list[Any]:
-    """The optimizers that step any parameter of a module."""
-    held = trainable(called.parameters()).keys()
-    return [optimizer for optimizer in optimizers if not held.isdisjoint(stepped_by(optimizer))]
+        self._refuse([optimizer], why.format(type(optimizer).__name__))

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sonde.commands.run_script.endings import LogOfScript
-from sonde.log.lines import last_header
-from sonde.log.sinks import RECORDS_NAME
+from sonde.commands.run_script.endings import LogOfScript, is_of_start
 from sonde.records import RunLog
 
 VARIABLE = "SONDE_RUN"
@@ -58,8 +56,7 @@ class Settings:
     @property
     def has_log(self) -> bool:
         """Whether any process of the script has begun the first log, or gone on with it."""
-        header = last_header(Path(self.folder) / RECORDS_NAME)
-        return header is not None and header.get("metadata", {}).get("start") == self.start
+        return is_of_start(Path(self.folder), self.start)
 
     @property
     def averaging(self) -> dict[str, Any]:

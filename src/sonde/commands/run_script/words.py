@@ -1,10 +1,13 @@
-"""The remedies of `sonde.attach` in the words of `sonde run`, whose user has a script and no probe."""
+"""What `sonde run` says, on stderr: the remedies of `sonde.attach` for a user who has a script and no probe."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from typing import TextIO
+
+import torch.distributed as dist
 
 from sonde.batch_size.taps.tap import HOW_TO_COUNT
 from sonde.console import tell, write_to
@@ -24,8 +27,6 @@ REMEDIES: Mapping[str, str] = {
     "every must be a whole number of windows": "--every must be a whole number of steps",
     " has no rule: give one in rules=, or leave the parameter out": " has no rule",
     ": pass rules= to attach, see sonde.PerExampleNorms": "",
-    "use tap='leaf', or Embedding(sparse=False)": "use Embedding(sparse=False)",
-    ", or use tap='leaf'": "",
     "pass cp_mesh= to attach, the mesh axis of the ranks that share sequences": (
         "'sonde run' does not know these ranks: use sonde.attach(cp_mesh=...)"
     ),
@@ -41,7 +42,6 @@ REMEDIES: Mapping[str, str] = {
     "another rank refused to attach, and its own error says why: attach with the same arguments, to the same model, on "
     "every rank": "another rank could not be measured, and says why",
     ": where the loop zeroes them without a step, call probe.discard() on every rank": "",
-    "; where the loop zeroes gradients without a step, call probe.discard()": "",
     ", put every backward into a piece, and end a window before each optimizer.step() only, not after each "
     "micro-batch": "",
     "Wrap the model in DDP before attach and pass the wrapped one, or pass process_group= if you average them "
@@ -90,29 +90,15 @@ def in_words_of_run(text: str) -> str:
     return text
 
 
-class _Own(logging.Handler):
-    """Writes what sonde's logger says where all of sonde's sentences go, as they are for this user."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, and the traceback that it may have."""
-        text = record.getMessage().removeprefix("sonde: ")
-        trace = "" if record.exc_info is None else "\n" + self.format(_only_trace(record))
-        tell(text + trace)
-
-
-def _only_trace(record: logging.LogRecord) -> logging.LogRecord:
-    return logging.makeLogRecord(vars(record) | {"msg": "with this traceback:", "args": ()})
-
-
-class _AlwaysHeard(logging.Logger):
-    """A logger whose warnings no configuration of the script's loggers turns off."""
+class _Told(logging.Logger):
+    """sonde's logger: its warnings go where all of sonde's sentences go, whatever the script does to its loggers."""
 
     def isEnabledFor(self, level: int) -> bool:
         return level >= logging.WARNING
 
     def handle(self, record: logging.LogRecord) -> None:
-        for handler in self.handlers:
-            handler.handle(record)
+        trace = record.exc_info and f"\nwith this traceback:\n{logging.Formatter().formatException(record.exc_info)}"
+        tell(record.getMessage().removeprefix("sonde: ") + (trace or ""))
 
 
 def say_in_words_of_run(stream: TextIO) -> None:
@@ -121,6 +107,27 @@ def say_in_words_of_run(stream: TextIO) -> None:
     The script's own loggers may write to stdout, which is the script's.
     """
     write_to(stream, in_words_of_run)
-    logger = logging.getLogger("sonde")
-    logger.__class__ = _AlwaysHeard
-    logger.handlers, logger.propagate = [_Own()], False
+    logging.getLogger("sonde").__class__ = _Told
+
+
+_rank: int | None = None
+"""Of this process in the script's process group, which may be gone."""
+
+
+def rank() -> int:
+    """The number of this process. The first speaks and writes for all."""
+    global _rank
+    if dist.is_available() and dist.is_initialized():
+        _rank = dist.get_rank()
+    return int(os.environ.get("RANK", "0")) if _rank is None else _rank
+
+
+def say(text: str, *, on_every_rank: bool = False) -> None:
+    """Write a sentence for the user.
+
+    Args:
+        text: the sentence.
+        on_every_rank: whether other ranks than the first write it too, with their number.
+    """
+    if rank() == 0 or on_every_rank:
+        tell(f"rank {rank()}: {text}" if rank() else text)

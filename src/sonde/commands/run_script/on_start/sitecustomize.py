@@ -35,17 +35,13 @@ class _AfterImports:
 
     def __init__(self, callbacks: dict[str, Callable[[], None]]) -> None:
         self._callbacks = callbacks
-        self._is_looking = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """The specification of such a module, as others find it; None for any other module."""
-        if name not in self._callbacks or self._is_looking:
+        if (callback := self._callbacks.pop(name, None)) is None:  # also while the others look for it
             return None
-        self._is_looking = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._is_looking = False
+        spec = importlib.util.find_spec(name)
+        self._callbacks[name] = callback
         if spec is not None and spec.loader is not None:
             self._call_after(name, spec.loader)
         return spec
@@ -56,126 +52,123 @@ class _AfterImports:
         def exec_and_call(module: Any) -> None:
             del loader.exec_module  # the loader is as it was
             exec_module(module)
-            if (callback := self._callbacks.pop(name, None)) is not None:
-                callback()
+            self._callbacks.pop(name)()
 
         loader.exec_module = exec_and_call
 
 
 def _watch_torch() -> None:
-    """Tell sonde of each optimizer that the script makes, of each clip, and of the end of its process group."""
+    """Tell sonde of the script's optimizers, of what it zeroes and clips, and of the end of its process group."""
     import torch.distributed
-
-    _watch_optimizers()
-    _watch_clips()
-    _watch_scripting()
-    if torch.distributed.is_available():
-        _watch_process_group()
-
-
-def _watch_optimizers() -> None:
-    from torch.optim import Optimizer
-
-    init = Optimizer.__init__
-
-    @functools.wraps(init)
-    def watched_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        _Watcher.tell("optimizer_made", self)
-
-    Optimizer.__init__ = watched_init  # type: ignore[method-assign]
-
-
-def _watch_clips() -> None:
+    import torch.jit
     import torch.nn.utils.clip_grad
 
-    clip = torch.nn.utils.clip_grad.clip_grad_norm_
+    def watched_init(init: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        init(optimizer, *args, **kwargs)
+        _tell("optimizer_made", optimizer)
 
-    @functools.wraps(clip)
-    def watched_clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _Watcher.is_on or torch.compiler.is_compiling():
+    def watched_zero_grad(zero_grad: Any, owner: Any, *args: Any, **kwargs: Any) -> None:
+        if _Watcher.is_on:
+            _tell("zeroes", owner)
+        zero_grad(owner, *args, **kwargs)
+
+    def watched_clip(clip: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _Watcher.is_on:
             return clip(parameters, *args, **kwargs)
         clipped = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if not isinstance(parameters, torch.Tensor | list | tuple):  # it may be used up now
             parameters = (p for p in clipped)
         norm = clip(parameters, *args, **kwargs)
-        _Watcher.tell("clipped", clipped, norm, args, kwargs)
+        _tell("clipped", clipped, norm, args, kwargs)
         return norm
 
-    torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = watched_clip
-
-
-def _watch_scripting() -> None:
-    import torch.jit
-
-    script = torch.jit.script
-
-    @functools.wraps(script)
-    def watched_script(obj: Any, *args: Any, **kwargs: Any) -> Any:
+    def watched_script(script: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         # Names in a scripted class are those of the frame that scripts it.
-        kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + 1
+        kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + 2
         if not (_Watcher.is_on and isinstance(obj, torch.nn.Module)):
             return script(obj, *args, **kwargs)
         with importlib.import_module("sonde.batch_size.module_hook").lifted(obj):
             return script(obj, *args, **kwargs)
 
-    torch.jit.script = watched_script
+    _replace("__init__", watched_init, torch.optim.Optimizer)
+    _replace("zero_grad", watched_zero_grad, torch.optim.Optimizer)
+    _replace("zero_grad", watched_zero_grad, torch.nn.Module)
+    _replace("clip_grad_norm_", watched_clip, torch.nn.utils.clip_grad, torch.nn.utils)
+    _replace("script", watched_script, torch.jit)
+    if torch.distributed.is_available():
+        from torch.distributed import distributed_c10d
 
+        def watched_destroy(destroy: Any, group: Any = None) -> None:
+            if _Watcher.is_on and group in (None, torch.distributed.group.WORLD):
+                _tell("process_group_ends")
+            destroy(group)
 
-def _watch_process_group() -> None:
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d
-
-    destroy = distributed_c10d.destroy_process_group
-
-    @functools.wraps(destroy)
-    def watched_destroy(group: Any = None) -> None:
-        if _Watcher.is_on and group in (None, dist.group.WORLD):
-            _Watcher.tell("process_group_ends")
-        destroy(group)
-
-    dist.destroy_process_group = distributed_c10d.destroy_process_group = watched_destroy
+        _replace("destroy_process_group", watched_destroy, distributed_c10d, torch.distributed)
 
 
 def _watch_trainer() -> None:
     """Tell sonde of each training of transformers' Trainer, before it begins and when it has ended."""
     from transformers.trainer import Trainer
 
-    train = Trainer.train
-
-    @functools.wraps(train)
-    def watched_train(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _Watcher.tell("trainer_begins", self)
+    def watched_train(train: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        _tell("trainer_begins", trainer)
         try:
-            return train(self, *args, **kwargs)
+            return train(trainer, *args, **kwargs)
         finally:
-            _Watcher.tell("trainer_ends")
+            _tell("trainer_ends")
 
-    Trainer.train = watched_train
+    _replace("train", watched_train, Trainer)
+
+
+def _replace(name: str, watched: Callable[..., Any], *owners: Any) -> None:
+    """Put a function in the place of another, with which it is called first. Compiled code is left alone.
+
+    Args:
+        name: of the function.
+        watched: takes its place.
+        owners: modules or classes that have it.
+    """
+    import torch
+
+    original = getattr(owners[0], name)
+
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        return watched(original, *args, **kwargs)
+
+    for owner in owners:
+        setattr(owner, name, replaced)
 
 
 class _Watcher:
-    """sonde's own watcher of this process, imported at the first optimizer."""
+    """What is known of sonde's own watcher of this process, imported at the first optimizer."""
 
     is_on = False
-    _watcher: Any = None
     has_failed = False
-    _lock = threading.RLock()
+    watcher: Any = None
+    lock = threading.RLock()
 
-    @classmethod
-    def tell(cls, method: str, *args: Any) -> None:
-        """Call a method of the watcher. No error of it reaches the script."""
-        if cls.has_failed:
-            return
+
+def _tell(method: str, *args: Any) -> Any:
+    """Call a method of the watcher, one thread at a time. No error of it reaches the script."""
+    if _Watcher.has_failed:
+        return None
+    with _Watcher.lock:
         try:
-            with cls._lock:
-                if cls._watcher is None:
-                    cls._watcher = importlib.import_module("sonde.commands.run_script.watcher").watcher_of_process()
-                    cls.is_on = True
-            getattr(cls._watcher, method)(*args)
+            if _Watcher.watcher is None:
+                _Watcher.watcher = importlib.import_module("sonde.commands.run_script.watcher").ScriptWatcher(_tell)
+                _Watcher.is_on = True
+            if _Watcher.watcher.pid != os.getpid():
+                return _Watcher.watcher.forked(method)
+            return getattr(_Watcher.watcher, method)(*args)
         except Exception as error:
-            cls.has_failed, cls.is_on = True, False
-            _say(f"not measured, since sonde failed ({type(error).__name__}: {error})")
+            _Watcher.has_failed, _Watcher.is_on = True, False
+            if _Watcher.watcher is None:
+                _say(f"not measured, since sonde failed ({type(error).__name__}: {error})")
+            else:
+                _Watcher.watcher.fail(error)
 
 
 def _say_that_no_optimizer_was_made() -> None:
@@ -224,28 +217,27 @@ def _show_tracebacks_of_the_script() -> None:
     show = sys.excepthook
 
     def show_without_sonde(kind: Any, error: BaseException, trace: Any) -> None:
-        seen: dict[int, BaseException] = {}
+        seen: set[int] = set()
         waiting: list[BaseException | None] = [error]
         while waiting:
             if (each := waiting.pop()) is not None and id(each) not in seen:
-                seen[id(each)] = each
-                _leave_out_frames_of_sonde(each)
+                seen.add(id(each))
+                each.__traceback__ = _without_sonde(each.__traceback__)
                 waiting += [each.__cause__, each.__context__, *getattr(each, "exceptions", ())]
         show(kind, error, error.__traceback__)
 
     sys.excepthook = show_without_sonde
 
 
-def _leave_out_frames_of_sonde(error: BaseException) -> None:
-    before, trace = None, error.__traceback__
+def _without_sonde(trace: Any) -> Any:
+    kept = []
     while trace is not None:
         if not _is_of_sonde(trace.tb_frame.f_code):
-            before = trace
-        elif before is None:
-            error.__traceback__ = trace.tb_next
-        else:
-            before.tb_next = trace.tb_next
+            kept.append(trace)
         trace = trace.tb_next
+    for each, following in itertools.pairwise([*kept, None]):
+        each.tb_next = following
+    return kept[0] if kept else None
 
 
 def _is_of_sonde(code: Any) -> bool:
