@@ -41,29 +41,29 @@ def word_by_word(layers: Any, x: Tensor) -> Tensor:
 
 
 SINGLE: dict[str, tuple[Any, Callable[[], Any], int | None]] = {
-    "an image alone": (By(lambda m, x: m.conv(x), **CONV), lambda: (torch.randn(3, 8, 8),), 1),
+    "an image alone": (By(lambda m, x: m.conv(x), **CONV), lambda: (torch.randn(3, 8, 8),), ASKED),
     "an image alone, a class": (
         By(lambda m, x: m.head(m.conv(x).mean((1, 2))), **CONV),
         lambda: (torch.randn(3, 8, 8),),
-        1,
+        ASKED,
     ),
     "an image alone, given a batch of its own inside": (
         By(lambda m, x: m.head(m.conv(x[None]).mean((2, 3)))[0], **CONV),
         lambda: (torch.randn(3, 8, 8),),
-        1,
+        ASKED,
     ),
-    "a volume alone": (nn.Conv3d(2, 3, 3), lambda: (torch.randn(2, 8, 8, 8),), 1),
-    "a signal alone, as many channels back": (nn.Conv1d(4, 4, 3), lambda: (torch.randn(4, 20),), 1),
-    "features alone": (nn.Linear(5, 2), lambda: (torch.randn(5),), 1),
-    "features alone, one number": (nn.Linear(5, 1), lambda: (torch.randn(5),), 1),
-    "a sentence alone, a tag of each word": (By(tagger, **embedded(rnn=nn.LSTM(8, 8))), lambda: (ids(T),), 1),
+    "a volume alone": (nn.Conv3d(2, 3, 3), lambda: (torch.randn(2, 8, 8, 8),), ASKED),
+    "a signal alone, as many channels back": (nn.Conv1d(4, 4, 3), lambda: (torch.randn(4, 20),), ASKED),
+    "features alone": (nn.Linear(5, 2), lambda: (torch.randn(5),), ASKED),
+    "features alone, one number": (nn.Linear(5, 1), lambda: (torch.randn(5),), ASKED),
+    "a sentence alone, a tag of each word": (By(tagger, **embedded(rnn=nn.LSTM(8, 8))), lambda: (ids(T),), ASKED),
     "a sentence alone, batch first": (
         recurrent(True, lambda m, y, s: m.head(y), nn.GRU),
         lambda: (ids(T),),
-        1,
+        ASKED,
     ),
-    "a sentence alone, a transformer": (language_model(True), lambda: (ids(T),), 1),
-    "a sentence alone, a transformer, time first": (language_model(False), lambda: (ids(T),), 1),
+    "a sentence alone, a transformer": (language_model(True), lambda: (ids(T),), ASKED),
+    "a sentence alone, a transformer, time first": (language_model(False), lambda: (ids(T),), ASKED),
     "a sentence alone, cell by cell": (
         By(lambda m, x: m.head(unrolled(m, x, torch.zeros(8))), cell=nn.GRUCell(5, 8), head=nn.Linear(8, 2)),
         lambda: (torch.randn(T, 5),),
