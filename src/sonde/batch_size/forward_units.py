@@ -8,7 +8,7 @@ import inspect
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from sonde.batch_size.batch_dim import (
 )
 from sonde.batch_size.module_hook import ModuleHook, is_in_graph, put_on, why_no_hook
 from sonde.parallel.unwrap import unwrap_model
+
+if TYPE_CHECKING:
+    from sonde.batch_size.step_watch import StepWatch
 
 FirstDim = Literal["first dim"]
 """The rows of a micro-batch, as `count_units` finds them in what the model is called with and returns."""
@@ -94,16 +97,17 @@ class ForwardUnits:
     Args:
         model: as the user calls it.
         count: called as the model is, it returns the units; None if nothing is to be counted.
-        on_forward: called after each forward, in all windows.
+        steps: count each forward, in all windows. The hook on the model keeps them alive, and so the probe: a loop that
+            calls no probe need not keep it.
     """
 
     def __init__(
         self,
         model: nn.Module,
         count: UnitsOfForward | FirstDim | None,
-        on_forward: Callable[[], None] = lambda: None,
+        steps: StepWatch | None = None,
     ) -> None:
-        self._model, self._count, self._on_forward = model, count, on_forward
+        self._model, self._count, self._steps = model, count, steps
         self.seconds = 0.0
         """Host time spent in the hooks so far."""
         self.counted_in = ""
@@ -207,7 +211,8 @@ class ForwardUnits:
 
     def _begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note what the model is called with, before it takes anything out of it."""
-        self._ask_no_more()  # where the forward before has failed
+        if self._on_layers:  # the forward before has failed
+            self._ask_no_more()
         if not (self._is_measured and torch.is_grad_enabled()):
             return
         names = [*self._names[: len(args)], *map(str, range(len(self._names), len(args)))]
@@ -245,7 +250,10 @@ class ForwardUnits:
         """Count the units, with what the model has returned as a witness."""
         if not torch.is_grad_enabled():
             return
-        self._on_forward()
+        if self._steps is not None:
+            self._steps.n_runs += 1
+            if self._steps.may_be_recorded:
+                self._steps.note_recording()
         if not (self._is_measured and self._counts):
             return
         self._ask_no_more()

@@ -24,7 +24,6 @@ from sonde.batch_size.taps.tap import Problem
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.taps.window_sums import PieceCounts, check_counts, piece_counts
 from sonde.batch_size.units import counted_in
-from sonde.parallel.devices import runs_beside_host
 from sonde.record_values import whole_number
 
 Units = float | Tensor | Mapping[str, float | Tensor] | None
@@ -115,10 +114,10 @@ class Pieces:
         self._by_forward = is_of_forward(units_per_piece)
         self._units_per_piece: Any = None if self._by_forward else units_per_piece
         self._reader, self.steps, self._pacing = reader, steps, pacing
-        self._may_be_recorded = runs_beside_host(reader.device)
         self.is_open = False
         """Whether a declared piece has begun, and not ended."""
-        self._is_scheduled = False
+        self._is_scheduled = self._gives_counts = False
+        """Whether the last declared piece was of a pipeline's schedule; whether its counts were given."""
         self._counts: PieceCounts | list[PieceCounts] | Problem | None = None
         """Of the declared piece, or why there are none; None if its forward shows them."""
         self._weight: float | Tensor = 1.0
@@ -172,11 +171,9 @@ class Pieces:
 
     def _begin_reading(self, n: int | None, *, by_forward: bool) -> None:
         self._forwards.forget()  # of before the piece
-        if by_forward or self._may_be_recorded:
+        if self._gives_counts == by_forward:  # otherwise than the piece before
             self._forwards.open(counts=by_forward)
-        else:  # whoever counts pieces pays for no hook
-            self._forwards.close()
-        self._error_outside, self._is_scheduled = None, n is not None
+        self._error_outside, self._is_scheduled, self._gives_counts = None, n is not None, not by_forward
         self.steps.piece_begins()
         if n is None:
             self._reader.begin_piece()
@@ -297,6 +294,8 @@ class Pieces:
         """Note whether the window that begins is measured."""
         self.is_quiet = not is_measured and len(self._names) == 1
         self._has_run = False
+        if self._gives_counts and not self.steps.may_be_recorded:  # whoever counts pieces pays for no hook
+            self._forwards.close()
         self._forwards.begin_window(is_measured=is_measured)
 
     def discard(self) -> bool:

@@ -218,8 +218,7 @@ class NoiseScaleProbe:
             alert=self._alert,
         )
         units = options.units_per_piece
-        # The hook of forwards keeps the probe alive as long as the model: a loop that calls no probe need not keep it.
-        forwards = ForwardUnits(model, units if is_of_forward(units) else None, self._steps.forward_ended)
+        forwards = ForwardUnits(model, units if is_of_forward(units) else None, self._steps)
         self._pieces = Pieces(
             found.units,
             units,

@@ -18,6 +18,7 @@ from sonde.batch_size.pacing import Pacing
 from sonde.batch_size.taps.autograd_internals import in_backward
 from sonde.batch_size.taps.tap import Problem
 from sonde.batch_size.taps.window_reader import WindowReader
+from sonde.parallel.devices import runs_beside_host
 from sonde.parallel.optimizers import Optimizers, given_optimizers
 from sonde.parallel.wrappers import Wrapper
 from sonde.wording import plural, some_of
@@ -77,6 +78,8 @@ class StepWatch:
         self.n_runs = 0
         """Forward passes of the present window, as far as they are watched; if it is not measured, also its declared
         pieces."""
+        self.may_be_recorded = runs_beside_host(reader.device)
+        """Whether the device records CUDA graphs."""
         self._parameters, self._optimizers = wrapper.parameters, wrapper.optimizers
         self._ids = frozenset(id(p) for p in self._parameters.values())
         self._left_out = frozenset(id(p) for p in wrapper.frozen.values() if p.requires_grad)
@@ -136,9 +139,8 @@ class StepWatch:
     def _has_run(self) -> bool:
         return self._reader.n_pieces > 0 or self.n_runs > 0
 
-    def forward_ended(self) -> None:
-        """Count a forward pass, and have the reader notice whether it is recorded into a CUDA graph."""
-        self.n_runs += 1
+    def note_recording(self) -> None:
+        """Have the reader notice whether a forward is recorded into a CUDA graph."""
         self._reader.is_recorded()
 
     def window_ended(self) -> None:
@@ -206,7 +208,7 @@ class StepWatch:
         return None
 
     def _before_given_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _closure_in(args, kwargs) is None:
+        if not (kwargs or len(args) > 1) or _closure_in(args, kwargs) is None:
             self._before_step(optimizer)
 
     def _ending(self, closure: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
