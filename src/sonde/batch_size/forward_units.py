@@ -193,20 +193,17 @@ class ForwardUnits:
         Raises:
             SecondBackwardError: where their backward has come before.
         """
-        reached = [forward for forward in self._seen if forward.is_reached]
-        if not reached and any(forward.is_reached for forward in self._taken):
-            for forward in self._taken:
-                forward.is_reached = False
+        again = any(forward.is_reached for forward in self._taken)
+        seen = [forward for forward in self._seen if forward.is_reached] or self._seen
+        self._seen = [forward for forward in self._seen if forward not in seen]  # whose backward may still come
+        self._taken += (found := [forward for forward in seen if forward.is_training] or seen)
+        for forward in self._taken:
+            forward.is_reached = False
+        if again and not found:
             raise SecondBackwardError(
                 "a forward of the model had a second backward",
                 "Put all backwards of one batch into one 'with probe.piece():'",
             )
-        seen = reached or self._seen
-        self._seen = [forward for forward in self._seen if forward not in seen]  # whose backward may still come
-        found = [forward for forward in seen if forward.is_training] or seen
-        self._taken += found
-        for forward in self._taken:
-            forward.is_reached = False
         return found
 
     def _begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
