@@ -14,7 +14,7 @@ from sonde.batch_size.batch_dim import UnclearUnitsError, count_units, units_in_
 from sonde.batch_size.taps.tap import Problem
 from tests.batch_size.loops import attached
 from tests.batch_size.single_units import SINGLE
-from tests.batch_size.usual_calls import ASKED, CALLS, LOSS, By, N, T, causal, giving, ids, images, recurrent, state
+from tests.batch_size.usual_calls import ASKED, CALLS, LOSS, By, N, T, causal, giving, ids, images, state
 
 USUAL = CALLS | SINGLE
 CASES = USUAL | {
@@ -147,29 +147,6 @@ def test_units_of_usual_calls(case: str) -> None:
     else:
         assert (reading.units_per_window, reading.dropped) == (2 * expected, {})
         assert "units" not in alerts
-
-
-@pytest.mark.parametrize(
-    ("batch_first", "shapes", "n"),
-    [
-        (False, [(N, N), (T, 4)], N + 4),  # as many positions as units do not settle which dim it is
-        (False, [(T, 1), (1, N), (T, N)], 1 + N + N),
-        (True, [(1, T), (N, T)], 1 + N),
-        (True, [(1,), (T,)], ASKED),  # a sentence of one word, and another one
-    ],
-)
-def test_what_layers_have_shown_holds_for_later_calls(
-    batch_first: bool, shapes: list[tuple[int, ...]], n: int | None
-) -> None:
-    model = recurrent(batch_first, lambda m, y, s: m.head(y))
-    with attached(model, units_per_piece="first dim", per_example="never") as probe:
-        for shape in shapes:
-            mean_of(model(ids(*shape))).backward()
-        probe.step()
-        reading = probe.reading()
-    assert reading.windows == (n is not ASKED)
-    if n is not ASKED:
-        assert (reading.units_per_window, reading.dropped) == (n, {})
 
 
 @dataclass
