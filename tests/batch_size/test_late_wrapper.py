@@ -109,8 +109,8 @@ def test_a_wrapper_that_comes_in_mid_run(ranks2: Ranks) -> None:
 def _without_a_look() -> list[str]:
     never = Mutant(
         "no look at what wraps the model",
-        "sonde.batch_size.late_wrapper:LateWrapper.problems",
-        "self._found is not None and",
+        "sonde.batch_size.model_watch:ModelWatch._is_wrapped",
+        "self._late_wrapper is not None and",
         "False and",
     )
     with never.applied():

@@ -239,7 +239,7 @@ def test_another_optimizer_than_the_given_one_is_followed(is_replaced: bool) -> 
         assert list(probe.alerts) == ["optimizer_replaced"]
         reading = probe.reading()
         assert (reading.windows, reading.dropped) == (9 if is_replaced else 6, {})
-        assert probe._loop.rate == 0.002
+        assert probe._steps.rate == 0.002
 
 
 def test_of_several_optimizers_of_the_same_parameters_the_first_step_ends_the_window() -> None:

@@ -26,13 +26,13 @@ class DeviceMoment:
     def __init__(self, device: Device) -> None:
         self.device, self.at = device, device.given[-1]
 
-    def has_passed(self) -> bool:
+    def query(self) -> bool:
         return self.device.now >= self.at
 
-    def seconds_since(self, earlier: DeviceMoment) -> float:
-        assert self.has_passed()
-        assert earlier.has_passed()
-        return self.at - earlier.at
+    def elapsed_time(self, later: DeviceMoment, /) -> float:
+        assert self.query()
+        assert later.query()
+        return (later.at - self.at) * 1e3
 
 
 def test_each_duration_is_given_once_when_the_device_has_come_so_far() -> None:
@@ -73,5 +73,5 @@ def test_a_device_that_has_done_nothing_gives_nothing() -> None:
 def test_the_hosts_clock_is_read_where_the_host_does_the_work() -> None:
     assert marks_of(torch.device("cpu")) is HostMark
     first, second = HostMark(), HostMark()
-    assert first.has_passed()
-    assert second.seconds_since(first) >= 0
+    assert first.query()
+    assert first.elapsed_time(second) >= 0

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import sonde
-from sonde.batch_size.window_clock import DeviceMark, WindowClock, marks_of
+from sonde.batch_size.window_clock import WindowClock, marks_of
+from sonde.parallel.devices import record_event
 from tests.gpu.set_ups import no_waiting
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -22,7 +23,7 @@ def work(seconds: float) -> None:
 
 def test_events_time_the_device_and_are_not_waited_for() -> None:
     clock = WindowClock(marks_of(DEVICE))
-    assert marks_of(DEVICE).func is DeviceMark  # type: ignore[attr-defined]
+    assert marks_of(DEVICE).func is record_event  # type: ignore[attr-defined]
     clock.window_ended(was_measured=False)
     work(0.02)
     clock.window_ended(was_measured=True)

@@ -11,30 +11,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from sonde.batch_size.module_hook import is_compiled
+from sonde.batch_size.module_hook import is_compiled, takes_fast_path
 from sonde.batch_size.taps.tap import HOW_TO_COUNT
 from sonde.wording import plural
 
-_N_DIMS: dict[type[nn.Module], int] = {
-    nn.RNNBase: 3,
-    nn.MultiheadAttention: 3,
-    nn.RNNCellBase: 2,
-    nn.Conv1d: 3,
-    nn.Conv2d: 4,
-    nn.Conv3d: 5,
-    nn.ConvTranspose1d: 3,
-    nn.ConvTranspose2d: 4,
-    nn.ConvTranspose3d: 5,
-    nn.Linear: 2,
+_KINDS: dict[int, tuple[type[nn.Module], ...]] = {
+    2: (nn.Linear, nn.RNNCellBase),
+    3: (nn.RNNBase, nn.MultiheadAttention, nn.Conv1d, nn.ConvTranspose1d),
+    4: (nn.Conv2d, nn.ConvTranspose2d),
+    5: (nn.Conv3d, nn.ConvTranspose3d),
 }
-"""How many dims each layer's input has. With one dim less, it is a single unit."""
+"""Layers by the number of dims of their input. With one dim less, it is a single unit."""
 
 
 class UnclearUnitsError(ValueError):
-    """Raised where the witnesses contradict each other. The message says what was seen."""
+    """Raised where the witnesses contradict each other.
 
-    remedy = HOW_TO_COUNT
-    """What to do in a loop that calls the probe."""
+    Args:
+        seen: what was seen.
+        remedy: what to do in a loop that calls the probe.
+    """
+
+    def __init__(self, seen: str, remedy: str = HOW_TO_COUNT) -> None:
+        super().__init__(seen)
+        self.remedy = remedy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,24 +52,43 @@ class Counted:
 
 @dataclasses.dataclass(frozen=True)
 class LayerSaw:
-    """What a layer was called with that knows which dim of its input is the batch.
+    """What a layer was called with that shows how many units there are.
 
     Attributes:
         kind: the layer's type, in words.
         n: size of the batch; 1 for an input without this dim.
         unit: shape of one unit in it; empty if units differ in length.
         is_step: whether it was one of a unit's positions.
+        knows: whether the layer is one of those that may read time first; see `layers_that_know`.
     """
 
     kind: str
     n: int
     unit: tuple[int, ...] = ()
     is_step: bool = False
+    knows: bool = False
 
     @property
     def is_square(self) -> bool:
         """Whether there are as many positions as units."""
         return len(self.unit) > 1 and self.unit[0] == self.n
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """What the layers of a forward have shown of its first tensor: the same for all tensors of as many dims.
+
+    Attributes:
+        dim: that is the batch, 0 or 1; None if no layer that may read time first shows it.
+        kind: the type of a layer that shows it, in words.
+        are_hidden: whether there are such layers, and none was seen.
+        may_be_single: whether the tensor may be one unit without a dim for the batch.
+    """
+
+    dim: int | None = None
+    kind: str = ""
+    are_hidden: bool = False
+    may_be_single: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,32 +119,62 @@ def batch_dim(layer: nn.Module) -> int:
     return int(isinstance(layer, nn.RNNBase | nn.MultiheadAttention) and not layer.batch_first)
 
 
+def _knows(layer: nn.Module) -> bool:
+    return bool(batch_dim(layer)) or isinstance(layer, nn.RNNCellBase)
+
+
 def layers_that_know(model: nn.Module) -> list[nn.Module]:
     """The layers whose input shows whether a model that reads time first is called with time first."""
-    return [layer for layer in model.modules() if batch_dim(layer) or isinstance(layer, nn.RNNCellBase)]
+    return [layer for layer in model.modules() if _knows(layer)]
 
 
-def layers_with_batch_first(model: nn.Module) -> list[nn.Module]:
-    """The other layers whose input shows whether there is a dim for the batch, and that may have a hook for a while."""
-    # A hook inside an encoder layer that is in evaluation mode would keep torch from computing the layer in one kernel,
-    # and change its rounding. One inside a compiled module would have it compiled again.
-    closed = [e for e in model.modules() if isinstance(e, nn.TransformerEncoderLayer) and not e.training]
-    left_out = {*layers_that_know(model), *compiled_layers(model), *(m for each in closed for m in each.modules())}
-    return [layer for layer in model.modules() if isinstance(layer, tuple(_N_DIMS)) and layer not in left_out]
+def layers_that_show(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The layers whose input shows how many units there are: those that may have a hook, and those that are compiled.
+
+    A hook inside an encoder layer in evaluation mode would keep torch from computing the layer in one kernel, and
+    change its rounding. One inside a compiled module would have it compiled again.
+    """
+    compiled = {m for each in model.modules() if is_compiled(each) for m in each.modules()}
+    closed = {m for each in model.modules() if takes_fast_path(each) and not each.training for m in each.modules()}
+    layers = [layer for layer in model.modules() if _n_dims(layer)]
+    return [x for x in layers if x not in compiled | closed], [x for x in layers if x in compiled]
 
 
-def compiled_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that know the batch, and whose calls cannot be seen, as they are compiled."""
-    inside = {m for compiled in model.modules() if is_compiled(compiled) for m in compiled.modules()}
-    return [layer for layer in inside if isinstance(layer, tuple(_N_DIMS))]
+def shown_by(
+    parts: Mapping[str, object], layers: Sequence[LayerSaw], hidden: Sequence[nn.Module], *, may_read_time_first: bool
+) -> Shown:
+    """What the layers of a forward show of its first part.
+
+    Args:
+        parts: what the model is called with.
+        layers: what they have seen.
+        hidden: layers whose calls cannot be seen.
+        may_read_time_first: whether the model has layers that may.
+    """
+    shape = first_shape(parts)
+    knowing = [saw for saw in layers if saw.knows]
+    dim = next((d for d, n in enumerate(shape[:2]) if n in {saw.n for saw in knowing}), None)
+    kind = next((saw.kind for saw in knowing if dim is not None and saw.n == shape[dim]), "")
+    is_hidden = may_read_time_first and not knowing
+    return Shown(dim, kind, is_hidden, bool(shape) and _may_be_single_unit(parts, layers, hidden))
 
 
-def may_be_single_unit(parts: Mapping[str, object], layers: Sequence[nn.Module]) -> bool:
-    """Whether layers whose calls cannot be seen could take the first part for one unit without a dim for the batch."""
+def _may_be_single_unit(parts: Mapping[str, object], layers: Sequence[LayerSaw], hidden: Sequence[nn.Module]) -> bool:
+    """Whether the first part may be one unit without a dim for the batch.
+
+    It may be if all layers have seen one unit, and the tensor's first dim is one of that unit's dims. Layers that were
+    called with something that all units share, such as a grid, have seen one unit too, and so have those in a loop over
+    units: these see fewer dims than the batch has.
+    """
     first, *others = [witness for name, part in parts.items() for witness in _witnesses(part, name)]
+    n = next(iter(first.shape), 1)
+    if n == 1 or any(saw.n != 1 for saw in layers):
+        return False
+    if any(saw.is_step or (n in saw.unit and len(saw.unit) >= len(first.shape)) for saw in layers):
+        return True
     if any(w.shape[:1] == first.shape[:1] and len(w.shape) > len(first.shape) for w in others):
         return False
-    return any(_could_take(layer, first) for layer in layers)
+    return any(_could_take(layer, first) for layer in hidden)
 
 
 def _could_take(layer: nn.Module, unit: _Witness) -> bool:
@@ -138,7 +187,8 @@ def _could_take(layer: nn.Module, unit: _Witness) -> bool:
 
 
 def _n_dims(layer: nn.Module) -> int:
-    return next(n_dims for kind, n_dims in _N_DIMS.items() if isinstance(layer, kind))
+    """How many dims a layer's input has with one for the batch; 0 for layers that do not show it."""
+    return next((n_dims for n_dims, kinds in _KINDS.items() if isinstance(layer, kinds)), 0)
 
 
 def seen_by(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LayerSaw | None:
@@ -146,7 +196,7 @@ def seen_by(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     first = args[0] if args else kwargs.get("query", kwargs.get("input"))
     kind = f"nn.{type(layer).__name__}"
     if isinstance(first, PackedSequence):
-        return LayerSaw(kind, int(first.batch_sizes[0]))
+        return LayerSaw(kind, int(first.batch_sizes[0]), knows=_knows(layer))
     shape = _shape(first) if isinstance(first, Tensor) else ()
     n, unit, n_dims = 1, shape, _n_dims(layer)
     if len(shape) == n_dims and not isinstance(layer, nn.Linear):  # whose rows may be units or positions
@@ -155,27 +205,7 @@ def seen_by(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     elif len(shape) != n_dims - 1:
         return None
     is_step = isinstance(layer, nn.RNNCellBase) or (isinstance(layer, nn.RNNBase) and unit[0] == 1)
-    return LayerSaw(kind, n, unit, is_step)
-
-
-def is_single_unit(shape: Sequence[int], layers: Sequence[LayerSaw]) -> bool | None:
-    """Whether a tensor is one unit without a dim for the batch; None if that is not clear.
-
-    It is if all layers that know the batch have seen one unit, and a layer has found the tensor's dims in that unit.
-    Other layers that have seen one unit were called with something that all units share, such as a grid.
-
-    Args:
-        shape: of the tensor.
-        layers: what they have seen.
-    """
-    n = next(iter(shape), 1)
-    if n == 1 or any(saw.n != 1 for saw in layers):
-        return False
-    # In a loop over units, a layer sees fewer dims than the batch has.
-    whole = [saw.unit for saw in layers if n in saw.unit and len(saw.unit) >= len(shape)]
-    if any(set(shape) <= set(unit) for unit in whole):
-        return True
-    return None if whole or any(saw.is_step for saw in layers) else False
+    return LayerSaw(kind, n, unit, is_step, _knows(layer))
 
 
 def is_time_first(shape: Sequence[int], layers: Sequence[LayerSaw]) -> bool:
@@ -187,14 +217,7 @@ def is_time_first(shape: Sequence[int], layers: Sequence[LayerSaw]) -> bool:
     return len(shape) > 1 and shape[0] not in sizes and shape[1] in sizes
 
 
-def count_units(
-    parts: Mapping[str, object],
-    output: object = None,
-    *,
-    layers: Sequence[LayerSaw] = (),
-    may_be_time_first: bool = False,
-    is_single: bool | None = False,
-) -> Counted | None:
+def count_units(parts: Mapping[str, object], output: object = None, shown: Shown | None = None) -> Counted | None:
     """The number of units in a batch.
 
     Dim 0 of the first tensor is taken for the batch, or dim 1 if a layer with `batch_first=False` was called with that.
@@ -204,9 +227,7 @@ def count_units(
     Args:
         parts: what the model is called with, or the parts of a batch, by name.
         output: what the model has returned; None if it is not known.
-        layers: what layers were called with that know which dim is the batch.
-        may_be_time_first: whether the model has such layers, but what they were called with was not seen.
-        is_single: whether layers take the first tensor for one unit without a dim for the batch; None if not clear.
+        shown: what layers have shown of the first tensor; None without a model.
 
     Returns:
         The units; None where there is no tensor with a dim.
@@ -222,18 +243,24 @@ def count_units(
     if not witnesses:
         return None
     first, *others = witnesses
+    shown = shown or Shown()
     returned = [_shape(tensor) for tensor in tensors_in(output)]
-    candidates = _candidates(first, layers, may_be_time_first)
+    candidates = _candidates(first, shown)
     if not first.is_certain:
-        candidates = _agreeing(candidates, first, others, returned, layers)
-        if first.shape and is_single is not False and (not candidates or first.shape[0] in candidates):
-            # Otherwise the model returns rows of another part, and the first one is what these share.
-            candidates = {1: f"{first.text}, which layers take for one unit"} if is_single else {}
-        if any(w.mixes_rows for w in witnesses):
-            raise UnclearUnitsError(f"rows may be no units here: {_seen(witnesses, returned, layers)}")
+        candidates = _agreeing(candidates, first, others, returned, is_shown=shown.dim is not None)
+    what = f"the batch has {'; '.join(f'{w.name} {w.text}' for w in witnesses[:5])}"
+    if returned:
+        what += f", and the model returned {', '.join(str(list(shape)) for shape in returned[:3])}"
+    if shown.dim is not None:
+        what += f"; its {shown.kind} saw {plural(first.shape[shown.dim], 'unit')}"
+    if not first.is_certain and any(w.mixes_rows for w in witnesses):
+        raise UnclearUnitsError(f"rows may be no units here: {what}")
+    if shown.may_be_single and first.sizes[0] in candidates:
+        # Otherwise the model returns rows of another part, and the first one is what these share.
+        raise UnclearUnitsError(f"the first tensor may be a single unit, without a dim for the batch: {what}")
     is_contradicted = any(w.is_certain and w.sizes[0] not in candidates for w in others)
     if len(candidates) != 1 or is_contradicted:
-        raise UnclearUnitsError(f"which dim is the batch is not clear: {_seen(witnesses, returned, layers)}")
+        raise UnclearUnitsError(f"which dim is the batch is not clear: {what}")
     [(n, where)] = candidates.items()
     if n == 1 and len(first.shape) == 2 and first.is_of_tokens:
         where += "; if documents are packed in it, count them by units_per_piece="
@@ -269,17 +296,16 @@ def units_in_batch(batch: object, remedy: str) -> int:
     return counted.n
 
 
-def _candidates(first: _Witness, layers: Sequence[LayerSaw], may_be_time_first: bool) -> dict[int, str]:
+def _candidates(first: _Witness, shown: Shown) -> dict[int, str]:
     """The numbers of units that the first part of a batch may show, each with what is counted, in words."""
     shape = first.shape
     found = {n: f"dim 0 of {first.text}" if shape else first.text for n in first.sizes}
     if len(shape) < 2:
         return found
     of_dim_1 = f"dim 1 of {first.text}"
-    if is_time_first(shape, layers):
-        kind = next(saw.kind for saw in layers if saw.n == shape[1])
-        return {shape[1]: f"{of_dim_1}, since its {kind} reads time first"}
-    return {shape[1]: of_dim_1} | found if may_be_time_first else found
+    if shown.dim == 1:
+        return {shape[1]: f"{of_dim_1}, since its {shown.kind} reads time first"}
+    return {shape[1]: of_dim_1} | found if shown.are_hidden else found
 
 
 def _agreeing(
@@ -287,17 +313,17 @@ def _agreeing(
     first: _Witness,
     others: Sequence[_Witness],
     returned: Sequence[tuple[int, ...]],
-    layers: Sequence[LayerSaw],
+    *,
+    is_shown: bool,
 ) -> dict[int, str]:
-    """The candidates that no other witness contradicts."""
+    """The candidates that no other witness contradicts. A layer that has shown which dim it is settles disputes."""
     # A loss says nothing. Nor does a vector beside a batch of more dims: it may hold several losses.
     predicted = [shape for shape in returned if len(shape) > 1 or (len(shape) == 1 == len(first.shape) != shape[0])]
     with_rows = [shape for shape in returned if shape not in ((), (1,))]
-    known = {saw.n for saw in layers}
     fitting = {
         n: where
         for n, where in candidates.items()
-        if any(_fits(n, shape, first, () if n in known else others) for shape in with_rows)
+        if any(_fits(n, shape, first, () if is_shown else others) for shape in with_rows)
     }
     is_disputed = any(_supporters(n, others) for n in candidates)
     if fitting:
@@ -309,7 +335,7 @@ def _agreeing(
         return {predicted[0][0]: f"dim 0 of {agree[0].text}"}
     elif predicted and all(returned):  # no loss among them
         return {}
-    elif known.isdisjoint(candidates):
+    elif not is_shown:
         candidates = {n: where for n, where in candidates.items() if not _is_outvoted(n, others)}
     if len(candidates) > 1:  # a square is a mask of positions: it supports the wrong one of batch and time
         voters = [w for w in others if len(w.shape) != 2 or w.shape[0] != w.shape[1]]
@@ -363,13 +389,6 @@ def _is_outvoted(n: int, witnesses: Sequence[_Witness]) -> bool:
     """
     against = [w for w in witnesses if n not in w.sizes and w.sizes[0] > 1 and w.shape[1:] != w.shape[:1]]
     return len(against) > len(_supporters(n, witnesses))
-
-
-def _seen(witnesses: Sequence[_Witness], returned: Sequence[tuple[int, ...]], layers: Sequence[LayerSaw]) -> str:
-    text = f"the batch has {'; '.join(f'{w.name} {w.text}' for w in witnesses[:5])}"
-    if returned:
-        text += f", and the model returned {', '.join(str(list(shape)) for shape in returned[:3])}"
-    return text + "".join(f"; its {kind} saw {plural(n, 'unit')}" for n, kind in {s.n: s.kind for s in layers}.items())
 
 
 def _witnesses(value: object, name: str) -> Iterator[_Witness]:

@@ -45,14 +45,9 @@ def _without_ours(table: OrderedDict[Any, Any]) -> tuple[Any, ...]:
     return made, given, state, items, (pair for pair in pairs if not isinstance(pair[1], ModuleHook))
 
 
-def is_traced() -> bool:
-    """Whether `torch.jit.trace` follows the forward that goes on."""
-    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
-
-
 def is_in_graph() -> bool:
     """Whether torch compiles or traces the forward that goes on: whatever a hook does would become part of it."""
-    return torch.compiler.is_compiling() or is_traced()
+    return torch.compiler.is_compiling() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
 
 
 def is_compiled(layer: nn.Module) -> bool:

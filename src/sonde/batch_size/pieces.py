@@ -5,17 +5,21 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from sonde.batch_size.batch_dim import UnclearUnitsError
-from sonde.batch_size.forward_units import CountsOfForward, ForwardUnits
-from sonde.batch_size.loop_watch import LoopWatch
+from sonde.batch_size.forward_units import (
+    CountsOfForward,
+    ForwardUnits,
+    SecondBackwardError,
+    UnitsPerPiece,
+    is_of_forward,
+)
 from sonde.batch_size.pacing import Pacing
+from sonde.batch_size.step_watch import StepWatch
 from sonde.batch_size.taps.tap import Problem
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.taps.window_sums import PieceCounts, check_counts, piece_counts
@@ -33,63 +37,50 @@ _MANY = 2**53
 
 
 class DeclaredPiece:
-    """A context around the backwards of one piece. No generator: every micro-batch enters it, measured or not.
+    """A context around the backwards of one piece, or of the n pieces of a pipeline's schedule.
+
+    No generator: every micro-batch enters it, measured or not.
 
     Args:
         pieces: of the window.
-        units: see `NoiseScaleProbe.piece`, as for the others.
+        units: see `NoiseScaleProbe.piece` and `pieces`, as for the others; NOT_COUNTED where they are not known.
         weight: in the loss.
         unit_weights: within the piece.
         start: when the user called for it, of `time.perf_counter`.
+        n: pieces of the schedule; None without a pipeline.
     """
 
-    __slots__ = ("_counts", "_given", "_is_usual", "_pieces")
+    __slots__ = ("_given", "_is_read", "_is_usual", "_pieces")
 
-    def __init__(
-        self,
-        pieces: Pieces,
-        units: Units | NotCounted,
-        weight: float | Tensor,
-        unit_weights: Sequence[float] | Tensor | None,
-        start: float,
-    ) -> None:
-        self._pieces, self._given = pieces, (units, weight, unit_weights)
+    def __init__(self, pieces: Pieces, units: Any, weight: Any, unit_weights: Any, start: float, n: Any = None) -> None:
+        self._pieces, self._given = pieces, (units, weight, unit_weights, n)
         has_units = pieces.knows_units if units is None else type(units) is int and 0 < units < _MANY
-        self._is_usual = has_units and unit_weights is None and type(weight) is float and 0 < weight < math.inf
+        is_plain = unit_weights is None and n is None
+        self._is_usual = has_units and is_plain and type(weight) is float and 0 < weight < math.inf
         pieces.seconds += time.perf_counter() - start
 
     def __enter__(self) -> None:
         start, pieces = time.perf_counter(), self._pieces
         if self._is_usual and pieces.is_quiet and not pieces.is_open:  # nearly all pieces, so this is short
-            self._counts = None
-            pieces.loop.n_passed_pieces += 1
+            self._is_read = False
+            pieces.steps.n_runs += 1
             pieces.seconds += time.perf_counter() - start
             pieces.is_open = True  # last: if Ctrl-C comes before this line, __exit__ never runs
         else:
-            self._counts = pieces.begin(*self._given)
+            self._is_read = pieces.begin(*self._given)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if self._counts is None:
+        if self._is_read:
+            self._pieces.end(failed=kind is not None)
+        else:
             start, pieces = time.perf_counter(), self._pieces
             pieces.is_open = False
             pieces.seconds += time.perf_counter() - start
-        else:
-            self._pieces.end(self._counts, failed=kind is not None)
 
 
-@dataclass(frozen=True)
-class CountedByForward:
-    """A declared piece whose units its forward will show; `weight` is its weight in the loss."""
-
-    weight: float | Tensor
-
-
-@dataclass(frozen=True)
-class NotCounted:
-    """A declared piece whose units are not known: its window is left out."""
-
-
-NOT_COUNTED = NotCounted()
+NOT_COUNTED = Problem.BAD_COUNTS
+"""The units of declared pieces whose units are not known: their window is left out."""
+_NOT_KNOWN = "the number of units in a piece is not known: pass units_per_piece= to attach, or units= to piece()"
 
 
 class Pieces:
@@ -98,9 +89,9 @@ class Pieces:
     Args:
         names: of the units, the independent sample first.
         units_per_piece: units in a piece whose number the user does not give; None if it is not known.
-        forwards: counts the units of such a piece in its forward, in place of `units_per_piece`; None if it does not.
+        forwards: of the model, which count the units of such a piece where `units_per_piece` says so.
         reader: of the pieces.
-        loop: counts pieces of windows that are not measured.
+        steps: count the pieces of windows that are not measured.
         pacing: says whether a window is measured.
         in_pipeline: whether the model is a pipeline's stage, so that a backward alone is no piece.
         has_peers: whether other ranks sum with this one. They would wait for a rank that raises alone, so a window
@@ -110,22 +101,29 @@ class Pieces:
     def __init__(
         self,
         names: Sequence[str],
-        units_per_piece: float | Mapping[str, float] | None,
-        forwards: ForwardUnits | None = None,
+        units_per_piece: UnitsPerPiece,
+        forwards: ForwardUnits,
         *,
         reader: WindowReader,
-        loop: LoopWatch,
+        steps: StepWatch,
         pacing: Pacing,
         in_pipeline: bool = False,
         has_peers: bool = False,
     ) -> None:
-        self._names, self._units_per_piece, self._forwards = tuple(names), units_per_piece, forwards
-        self._reader, self.loop, self._pacing = reader, loop, pacing
+        self._names, self._forwards = tuple(names), forwards
+        self._by_forward = is_of_forward(units_per_piece)
+        self._units_per_piece: Any = None if self._by_forward else units_per_piece
+        self._reader, self.steps, self._pacing = reader, steps, pacing
         self.is_open = False
         """Whether a declared piece has begun, and not ended."""
+        self._is_scheduled = self._gives_counts = False
+        """Whether the last declared piece was of a pipeline's schedule; whether its counts were given."""
+        self._counts: PieceCounts | list[PieceCounts] | Problem | None = None
+        """Of the declared piece, or why there are none; None if its forward shows them."""
+        self._weight: float | Tensor = 1.0
         self.is_quiet = False
         """Whether the present window is not measured, and a piece's number of units alone says its size."""
-        self.knows_units = units_per_piece is not None or forwards is not None
+        self.knows_units = units_per_piece is not None
         """Whether the number of units need not be given for each piece."""
         self.seconds = 0.0
         """Host time spent so far on declared pieces in all windows, in measured ones without their reading."""
@@ -137,94 +135,108 @@ class Pieces:
         """Asked at a second backward outside `piece()`: why it is no micro-batch; empty if it is one."""
         self.is_doubted = False
         """Whether a further backward of the present window is no micro-batch."""
-        self._error: Exception | None = None
         self._has_logged = False
         """Whether an error of `units_per_piece` was logged. Its text may be another one for each piece."""
-        self._units_unknown = self._ran_outside = False
-        """Errors that are raised from the user's own call, not inside autograd."""
+        self._error: Exception | None = None
+        self._error_outside: Exception | None = None
+        """Errors of pieces, and of backwards that are none and count nothing beside declared pieces.
 
-    def begin(
-        self, units: Units | NotCounted, weight: float | Tensor, unit_weights: Sequence[float] | Tensor | None
-    ) -> PieceCounts | CountedByForward | NotCounted | None:
-        """Begin a declared piece; see `NoiseScaleProbe.piece`. NOT_COUNTED as its units stands for unknown ones.
+        They are raised from the user's own call, not inside autograd."""
+
+    def begin(self, units: Any, weight: Any, unit_weights: Any, n: int | None) -> bool:
+        """Begin a declared piece, or n of them; see `DeclaredPiece`.
 
         Returns:
-            Its counts; None in a window that is not measured, and while a CUDA graph is recorded.
+            Whether it is read: not in a window that is not measured, nor while a CUDA graph is recorded.
         """
         start = time.perf_counter()
-        self._check_closed("piece()")
-        is_counted_later = self._forwards is not None and units is None and unit_weights is None
-        is_counted = units is not NOT_COUNTED
-        if not self._pacing.is_measured or self._reader.is_recorded():
-            if is_counted and not is_counted_later:
-                first, further = self._counted(units, has_weights=unit_weights is not None)
-                check_counts(first, weight, unit_weights, further)
-            self.loop.piece_begins(is_measured=self._pacing.is_measured)
-            self._pacing.spent_idle(start)
-            self.is_open = True
-            return None
-        counts: PieceCounts | CountedByForward | NotCounted
-        if self._forwards is not None:
-            self._forwards.forget()  # of before the piece
-            if is_counted_later:
-                self._forwards.open()
-            else:  # whoever counts pieces pays for no hook
-                self._forwards.close()
-        if not is_counted:
-            counts = NOT_COUNTED
-        elif is_counted_later:
+        if self.is_open:
+            called = "piece()" if n is None else "pieces()"
+            raise RuntimeError(
+                f"{called} was entered inside another piece: open one 'with probe.piece():' per micro-batch, or one "
+                "'with probe.pieces(n):' per step of a pipeline schedule"
+            )
+        is_read = self._pacing.is_measured and not self._reader.is_recorded()
+        by_forward = self._by_forward and n is None and units is None and unit_weights is None
+        if by_forward:
             check_counts(1.0, weight, None)
-            counts = CountedByForward(weight)
+            self._counts, self._weight = None, weight
+        elif units is NOT_COUNTED:
+            self._counts = NOT_COUNTED
         else:
-            first, further = self._counted(units, has_weights=unit_weights is not None)
-            counts = piece_counts(first, weight, unit_weights, further)
-        self._units_unknown = False
-        self.loop.piece_begins(is_measured=True)
-        self._reader.begin_piece()
-        self._pacing.spent(start)
+            self._counts = self._given(units, weight, unit_weights, n, is_read=is_read)
+        if is_read:
+            self._begin_reading(n, by_forward=by_forward)
+        else:
+            self.steps.n_runs += not self._pacing.is_measured
+        (self._pacing.spent if is_read else self._pacing.spent_idle)(start)
         self.is_open = True
-        return counts
+        return is_read
 
-    def begin_window(self, *, is_measured: bool) -> None:
-        """Note whether the window that begins is measured."""
-        self.is_quiet = not is_measured and len(self._names) == 1
-        self._has_run = self.is_doubted = False
-        if self._forwards is not None:
-            self._forwards.begin_window(is_measured=is_measured)
+    def _begin_reading(self, n: int | None, *, by_forward: bool) -> None:
+        self._forwards.forget()  # of before the piece
+        if self._gives_counts == by_forward:  # otherwise than the piece before
+            self._forwards.open(counts=by_forward)
+        self._error_outside, self._is_scheduled, self._gives_counts = None, n is not None, not by_forward
+        self.steps.piece_begins()
+        if n is None:
+            self._reader.begin_piece()
+        else:
+            self._reader.begin_pieces(n)
 
-    def discard(self) -> bool:
-        """Forget what was wrong with the pieces of the present window, whose gradients were zeroed without a step.
-
-        Returns:
-            Whether there are any to forget: none where nothing is measured.
-        """
-        has_run, self._has_run = self._has_run and not self.is_open, False
-        if has_run:
-            self._error, self._units_unknown, self._ran_outside = None, False, False
-            self._question, self.is_doubted = "", False
-        return has_run
-
-    def end(self, counts: PieceCounts | CountedByForward | NotCounted, *, failed: bool) -> None:
-        """End a declared piece of a measured window.
+    def end(self, *, failed: bool) -> None:
+        """End a declared piece that is read, or several.
 
         Args:
-            counts: what `begin` has returned.
             failed: whether an exception ended it.
         """
         self.is_open, self._has_run = False, True
         if failed or self._reader.is_recorded():
             self._reader.discard_piece()
             return
-        if isinstance(counts, NotCounted):
+        counts = self._counted_by_forward(self._weight) if self._counts is None else self._counts
+        if isinstance(counts, list):
+            self._reader.end_pieces(counts)
+        elif isinstance(counts, PieceCounts):
+            self._reader.end_piece(counts)
+        else:
+            if self._is_scheduled:
+                self._reader.discard_piece()
             self._reader.leave_out_backward(Problem.BAD_COUNTS)
-            return
-        if isinstance(counts, CountedByForward):
-            by_forward = self._counted_by_forward(counts.weight)
-            if isinstance(by_forward, Problem):
-                self._reader.leave_out_backward(Problem.BAD_COUNTS)
-                return
-            counts = by_forward
-        self._reader.end_piece(counts)
+
+    def backward_ended(self) -> None:
+        """End the piece that was a backward outside `piece()`."""
+        self._has_run = True
+        self.steps.n_runs += 1
+        self.steps.piece_begins()
+        if self._reader.n_pieces and (why_not := self.why_not_another()):
+            self._question, self.is_doubted = why_not, True
+        counts = self._counts_outside()
+        if isinstance(counts, Problem):
+            self._reader.leave_out_backward(counts)
+        else:
+            self._reader.end_piece(counts, is_declared=False)
+
+    def _counts_outside(self) -> PieceCounts | Problem:
+        """The counts of a backward outside `piece()`, or why it is no piece."""
+        if self._in_pipeline:
+            self._raise_later(RuntimeError(Problem.OUTSIDE_SCHEDULE.message))
+            return Problem.OUTSIDE_SCHEDULE
+        if self._by_forward:
+            return self._counted_by_forward(None)
+        if self._units_per_piece is None:
+            self._raise_later(RuntimeError(_NOT_KNOWN))
+            return Problem.UNITS_UNKNOWN
+        try:
+            self._forwards.of_backward()
+        except SecondBackwardError:
+            return Problem.MORE_BACKWARDS
+        first, further = self._counted(None, has_weights=False)
+        return piece_counts(first, 1.0, None, further)
+
+    def _raise_later(self, error: Exception) -> None:
+        """Have an error raised when the window ends, unless peers would wait, or pieces are declared until then."""
+        self._error_outside = None if self._has_peers else error
 
     def _counted_by_forward(self, weight: float | Tensor | None) -> PieceCounts | Problem:
         """The counts of a piece that is ending, by its forward, or why its forward does not show them.
@@ -232,7 +244,6 @@ class Pieces:
         Args:
             weight: in the loss; None where the forward may show that too.
         """
-        assert self._forwards is not None
         try:
             units = self._forwards.take()
             counts = units if isinstance(units, CountsOfForward) else CountsOfForward(units)
@@ -245,56 +256,28 @@ class Pieces:
             self._question = f"{question}. {question.remedy}"
             return Problem.UNITS_ASKED
         except Exception as error:  # of the user's function, or a number that cannot be
-            if self._has_peers:  # they would wait for a rank that raises: the window is dropped
-                if not self._has_logged:
-                    logger.error("sonde: units_per_piece= could not count a piece: %s: %s", type(error).__name__, error)
+            if not self._has_peers:
+                self._error = RuntimeError(
+                    f"the units of a piece could not be counted by units_per_piece= ({type(error).__name__}: {error}): "
+                    "it is called as the model is, and must return a number of units > 0"
+                )
+                self._error.__cause__ = error
+            elif not self._has_logged:  # peers would wait for a rank that raises: the window is dropped
+                logger.error("sonde: units_per_piece= could not count a piece: %s: %s", type(error).__name__, error)
                 self._has_logged = True
-            else:
-                self._error = error  # raised when the window ends
             return Problem.NOT_COUNTED
 
-    @contextmanager
-    def scheduled(
-        self,
-        n: int,
-        units: UnitsOfPieces | NotCounted,
-        weights: float | Sequence[float | Tensor] = 1.0,
-        unit_weights: Sequence[Sequence[float] | Tensor] | None = None,
-    ) -> Iterator[None]:
-        """A context around a pipeline schedule's step; see `NoiseScaleProbe.pieces`."""
-        start = time.perf_counter()
-        counts = None if isinstance(units, NotCounted) else self._counts_of(n, units, weights, unit_weights)
-        self._check_closed("pieces()")
-        self.is_open, self._units_unknown = True, False
-        is_measured = self._pacing.is_measured and not self._reader.is_recorded()
-        if is_measured:
-            self._reader.begin_pieces(n)
-        else:
-            self.loop.n_passed_pieces += not self._pacing.is_measured
-        (self._pacing.spent if is_measured else self._pacing.spent_idle)(start)
-        try:
-            yield
-        except BaseException:
-            if is_measured:
-                self._reader.discard_piece()
-            raise
-        finally:
-            self.is_open = False
-        if is_measured and self._reader.is_recorded():
-            self._reader.discard_piece()
-        elif is_measured and counts is not None:
-            self._reader.end_pieces(counts)
-        elif is_measured:
-            self._reader.discard_piece()
-            self._reader.leave_out_backward(Problem.BAD_COUNTS)
+    def _given(self, units: Any, weight: Any, unit_weights: Any, n: Any, *, is_read: bool) -> Any:
+        """The counts of a declared piece or of n; None where one is not read: its numbers are only checked."""
+        if n is not None:
+            return self._counts_of(n, units, weight, unit_weights)
+        first, further = self._counted(units, has_weights=unit_weights is not None)
+        if is_read:
+            return piece_counts(first, weight, unit_weights, further)
+        check_counts(first, weight, unit_weights, further)
+        return None
 
-    def _counts_of(
-        self,
-        n: int,
-        units: UnitsOfPieces,
-        weights: float | Sequence[float | Tensor],
-        unit_weights: Sequence[Sequence[float] | Tensor] | None,
-    ) -> list[PieceCounts]:
+    def _counts_of(self, n: int, units: UnitsOfPieces, weights: Any, unit_weights: Any) -> list[PieceCounts]:
         n = whole_number("n must be the schedule's number of micro-batches", n, ": pass n_microbatches")
         first, further = self._counted(units, has_weights=unit_weights is not None)
         each = [list(v) if isinstance(v, Sequence) else [v] * n for v in (weights, unit_weights, first, *further)]
@@ -307,39 +290,32 @@ class Pieces:
         """A piece's count in the first unit, None if its `unit_weights` have it, and in each of the further ones."""
         if units is None and has_weights and len(self._names) == 1:
             return None, ()
-        first, further = counted_in(self._names, self._known_units() if units is None else units)
+        if units is None and (units := self._units_per_piece) is None:
+            raise RuntimeError(_NOT_KNOWN)
+        first, further = counted_in(self._names, units)
         if first is None and not has_weights:
             raise ValueError(f"units must be counted in {self._names[0]} too, got {units!r:.60}")
         return first, further
 
-    def _check_closed(self, called: str) -> None:
-        if self.is_open:
-            raise RuntimeError(
-                f"{called} was entered inside another piece: open one 'with probe.piece():' per micro-batch, or one "
-                "'with probe.pieces(n):' per step of a pipeline schedule"
-            )
+    def begin_window(self, *, is_measured: bool) -> None:
+        """Note whether the window that begins is measured."""
+        self.is_quiet = not is_measured and len(self._names) == 1
+        self._has_run = self.is_doubted = False
+        if self._gives_counts and not self.steps.may_be_recorded:  # whoever counts pieces pays for no hook
+            self._forwards.close()
+        self._forwards.begin_window(is_measured=is_measured)
 
-    def backward_ended(self) -> None:
-        """End the piece that was a backward outside `piece()`."""
-        self._has_run = True
-        self.loop.backward_ended()
-        if self._reader.n_pieces and (why_not := self.why_not_another()):
-            self._question, self.is_doubted = why_not, True
-        if self._in_pipeline:
-            self._reader.leave_out_backward(Problem.OUTSIDE_SCHEDULE)
-            self._ran_outside = not self._has_peers
-        elif self._forwards is not None:
-            counts = self._counted_by_forward(None)
-            if isinstance(counts, Problem):
-                self._reader.leave_out_backward(counts)
-            else:
-                self._reader.end_piece(counts, is_declared=False)
-        elif self._units_per_piece is None:
-            self._reader.leave_out_backward(Problem.UNITS_UNKNOWN)
-            self._units_unknown = not self._has_peers
-        else:
-            first, further = self._counted(None, has_weights=False)
-            self._reader.end_piece(piece_counts(first, 1.0, None, further), is_declared=False)
+    def discard(self) -> bool:
+        """Forget what was wrong with the pieces of the present window, whose gradients were zeroed without a step.
+
+        Returns:
+            Whether there are any to forget: none where nothing is measured.
+        """
+        has_run, self._has_run = self._has_run and not self.is_open, False
+        if has_run:
+            self._error = self._error_outside = None
+            self._question, self.is_doubted = "", False
+        return has_run
 
     def check_ended(self) -> None:
         """Refuse to end a window that cannot end here.
@@ -349,17 +325,9 @@ class Pieces:
         """
         if self.is_open:
             raise RuntimeError("the window was ended inside a piece: leave 'with probe.piece():' first")
-        if self._ran_outside:
-            self._ran_outside = False
-            raise RuntimeError(Problem.OUTSIDE_SCHEDULE.message)
-        if self._units_unknown:
-            self._known_units()
-        if (error := self._error) is not None:
-            self._error = None
-            raise RuntimeError(
-                f"the units of a piece could not be counted by units_per_piece= ({type(error).__name__}: {error}): it "
-                "is called as the model is, and must return a number of units > 0"
-            ) from error
+        error, self._error, self._error_outside = self._error or self._error_outside, None, None
+        if error is not None:
+            raise error
 
     def take_question(self) -> str:
         """What was seen in a forward since the last call that does not show its units; empty if all did."""
@@ -369,21 +337,13 @@ class Pieces:
     @property
     def counted_in(self) -> str:
         """The tensor whose rows were counted first, in words; empty where no rows are counted."""
-        return "" if self._forwards is None else self._forwards.counted_in
+        return self._forwards.counted_in
 
     @property
     def seconds_in_all_windows(self) -> float:
         """Host time spent on pieces and in hooks of forwards so far, measured or not; see `seconds`."""
-        return self.seconds + (self._forwards.seconds if self._forwards is not None else 0.0)
+        return self.seconds + self._forwards.seconds
 
     def close(self) -> None:
-        """Remove the hook of forwards."""
-        if self._forwards is not None:
-            self._forwards.close()
-
-    def _known_units(self) -> float | Mapping[str, float]:
-        if self._units_per_piece is None:
-            raise RuntimeError(
-                "the number of units in a piece is not known: pass units_per_piece= to attach, or units= to piece()"
-            )
-        return self._units_per_piece
+        """Remove the hooks of forwards."""
+        self._forwards.close()

@@ -28,13 +28,12 @@ from sonde.batch_size.delivery import Delivery
 from sonde.batch_size.forward_units import FIRST_DIM, ForwardUnits, is_of_forward
 from sonde.batch_size.found_model import RanksOfModel, find_model
 from sonde.batch_size.frozen_on_ranks import FrozenOnRanks
-from sonde.batch_size.late_wrapper import LateWrapper
 from sonde.batch_size.log import METRICS as LOG_METRICS
 from sonde.batch_size.log import NoiseScaleLog
-from sonde.batch_size.loop_watch import LoopWatch
 from sonde.batch_size.measuring_cost import Cost
 from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.metric_trackers import MetricTrackers
+from sonde.batch_size.model_watch import ModelWatch
 from sonde.batch_size.module_hook import why_no_hook
 from sonde.batch_size.pacing import Pacing
 from sonde.batch_size.pieces import NOT_COUNTED, DeclaredPiece, Pieces, Units, UnitsOfPieces
@@ -51,12 +50,12 @@ from sonde.batch_size.stats.fixed_weights import FixedWeights
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
+from sonde.batch_size.step_watch import StepWatch
 from sonde.batch_size.taps.ddp_buckets import CommHook, comm_hook_name, hook_label
 from sonde.batch_size.taps.squared_norms import LEAST_SQ_NORM
 from sonde.batch_size.taps.tap_choice import choose_tap
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.taps.witness import Witness
-from sonde.batch_size.unmeasured_parameters import UnmeasuredParameters
 from sonde.batch_size.window_clip import WindowClip, checked_clip
 from sonde.batch_size.window_ends import WindowEnds
 from sonde.console import tell
@@ -151,8 +150,6 @@ class NoiseScaleProbe:
         if options.units_per_piece == FIRST_DIM and (takes_no_hooks or len(found.units) > 1):
             options = replace(options, units_per_piece=None)
         self._wrapper, self._options = (wrapper := found.wrapper), options
-        self._unmeasured = UnmeasuredParameters(model, wrapper)
-        self._late_wrapper = LateWrapper(model, wrapper, self._unmeasured)
         self._grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         hook_name = hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
         self._rounding = RoundingWatch(wrapper, hook_name)
@@ -210,37 +207,37 @@ class NoiseScaleProbe:
             n_stages=1 if wrapper.pp_mesh is None else wrapper.pp_mesh.size(),
             device=self._reader.device,
         )
-        self._loop = LoopWatch(
-            model,
+        self._model = ModelWatch(model, wrapper, self._frozen, self._reader, alert=self._alert, say=self._say)
+        self._steps = StepWatch(
             optimizer,
             wrapper,
-            self._frozen,
             self._reader,
+            self._pacing,
             has_peers=n_summed_ranks > 1,
             end_window=self._end_at_step,
             alert=self._alert,
         )
         units = options.units_per_piece
+        forwards = ForwardUnits(model, units if is_of_forward(units) else None, self._steps)
         self._pieces = Pieces(
             found.units,
-            None if is_of_forward(units) else units,
-            ForwardUnits(model, units) if is_of_forward(units) else None,
+            units,
+            forwards,
             reader=self._reader,
-            loop=self._loop,
+            steps=self._steps,
             pacing=self._pacing,
             in_pipeline=found.in_pipeline,
             has_peers=n_summed_ranks > 1,
         )
         self._ends = WindowEnds(
             self._reader,
-            self._loop,
+            self._steps,
+            self._model,
             self._pieces,
             self._pacing,
             self._mechanism,
             self._delivery,
             self._scalars,
-            unmeasured=self._unmeasured,
-            late_wrapper=self._late_wrapper,
             ddp=self._wrapper.ddp,
             log_every=log.every,
             alert=self._alert,
@@ -260,7 +257,7 @@ class NoiseScaleProbe:
             pacing=self._pacing,
             tap=self._tap,
             wrapper=wrapper,
-            late_wrapper=self._late_wrapper,
+            model=self._model,
             counted_in=lambda: self._pieces.counted_in,
             say=self._say,
         )
@@ -354,6 +351,7 @@ class NoiseScaleProbe:
             ValueError: for numbers that are not positive and finite, or not n of them.
             RuntimeError: inside another piece, without a pipeline, or when the number of units is not known.
         """
+        start = time.perf_counter()
         self._check_open()
         if self._wrapper.experts is not None or self._wrapper.sequence_group is not None:
             raise RuntimeError(
@@ -366,7 +364,7 @@ class NoiseScaleProbe:
                 "attach, the axis of the mesh along which stages lie, or enter 'with probe.piece():' around each "
                 "micro-batch"
             )
-        return self._pieces.scheduled(n, units, weights, unit_weights)
+        return DeclaredPiece(self._pieces, units, weights, unit_weights, start, n)
 
     def uncounted(self, n: int | None = None) -> AbstractContextManager[None]:
         """A context like `piece()`, for a micro-batch whose units could not be counted.
@@ -382,9 +380,7 @@ class NoiseScaleProbe:
         """
         start = time.perf_counter()
         self._check_open()
-        if n is not None:
-            return self._pieces.scheduled(n, NOT_COUNTED)
-        return DeclaredPiece(self._pieces, NOT_COUNTED, 1.0, None, start)
+        return DeclaredPiece(self._pieces, NOT_COUNTED, 1.0, None, start, n)
 
     def step(self) -> None:
         """End the window by hand, after the last backward and before the optimizer's step, which ends it otherwise.
@@ -401,7 +397,7 @@ class NoiseScaleProbe:
         """
         start = time.perf_counter()
         with self._alone:
-            if not (self._loop.is_ended_already() or self._ends.pass_quiet(start)):
+            if not (self._steps.is_ended_already() or self._ends.pass_quiet(start)):
                 self._check_open()
                 self._ends.end(None)
 
@@ -419,7 +415,7 @@ class NoiseScaleProbe:
 
     def step_has_begun(self, optimizer: torch.optim.Optimizer) -> None:
         """End the window of a step that began before attach, once its closure has run: no hook has seen its begin."""
-        self._loop.step_has_begun(optimizer)
+        self._steps.step_has_begun(optimizer)
 
     def judge_further_backwards(self, why_not: Callable[[], str]) -> None:
         """Have it said at a second backward of a window, outside `piece()`, whether it is a micro-batch.
@@ -614,7 +610,7 @@ class NoiseScaleProbe:
             self._ends.catch_up()
             self._delivery.receive_all()  # windows still on their way belong to the time before
             self._metrics.load_state_dict(contents["averages"], contents["metrics"])
-            self._loop.restore(contents["frozen"])
+            self._model.restore(contents["frozen"])
             self._log.load_state_dict(contents["run"])
             self._ends.n_windows = contents["windows"]
             self._arrivals.n_covered = contents["covered"]
@@ -669,7 +665,7 @@ class NoiseScaleProbe:
         self._mechanism.close()
         self._pieces.close()
         self._tap.close()
-        self._loop.close()
+        self._steps.close()
 
     def __enter__(self) -> Self:
         return self

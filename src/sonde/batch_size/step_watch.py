@@ -15,8 +15,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import TypeIs
 
 from sonde.batch_size.hook_failures import log_failure
+from sonde.batch_size.pacing import Pacing
 from sonde.batch_size.taps.autograd_internals import in_backward
+from sonde.batch_size.taps.tap import Problem
 from sonde.batch_size.taps.window_reader import WindowReader
+from sonde.parallel.devices import runs_beside_host
 from sonde.parallel.optimizers import Optimizers, given_optimizers
 from sonde.parallel.wrappers import Wrapper
 from sonde.wording import plural, some_of
@@ -50,8 +53,8 @@ class StepWatch:
         optimizer: the optimizer of the loop, or several in a list; None to find them by their steps.
         wrapper: of the model. Optimizers that step what is not measured join its own.
         reader: the reader of the window.
+        pacing: says whether a window is measured.
         has_peers: whether other ranks sum with this one. Then each step ends a window, since they may have pieces.
-        n_runs: counts the forward passes, backwards and declared pieces of the present window.
         end_window: ends the present window.
         alert: called with "called_often" when windows are ended with each micro-batch; with "stepped_in_backward" when
             an optimizer steps there; with "steps_unseen" when parameters change, and no step ends a window; with
@@ -64,34 +67,35 @@ class StepWatch:
         optimizer: Optimizers,
         wrapper: Wrapper,
         reader: WindowReader,
+        pacing: Pacing,
         *,
         has_peers: bool,
-        n_runs: Callable[[], int],
         end_window: Callable[[], None],
         alert: Alert,
     ) -> None:
-        self._reader, self._has_peers, self._n_runs = reader, has_peers, n_runs
+        self._reader, self._pacing, self._has_peers = reader, pacing, has_peers
         self._end_window, self._alert = end_window, alert
         self.seconds = 0.0
         """Host time spent in hooks of optimizers so far, without the windows that they have ended."""
-        self.is_measured = True
-        """Whether the present window is measured."""
+        self.n_runs = 0
+        """Forward passes of the present window, as far as they are watched, and backwards outside pieces; if it is not
+        measured, also its declared pieces."""
+        self.may_be_recorded = runs_beside_host(reader.device)
+        """Whether the device records CUDA graphs."""
         self._parameters, self._optimizers = wrapper.parameters, wrapper.optimizers
         self._ids = frozenset(id(p) for p in self._parameters.values())
         self._left_out = frozenset(id(p) for p in wrapper.frozen.values() if p.requires_grad)
         self._versions = [p._version for p in self._parameters.values()]
-        self._n_writes = self._written()
+        self._n_writes = 0
         self._n_ended = self._n_by_loop = self._n_often = 0
         """Windows ended so far; those that the loop has ended since the last step; steps in a row with several."""
-        self.is_ending = False
-        """Whether a step is ending the present window."""
-        self._is_ended_by_loop = self._is_ended_by_step = self._stepped_in_backward = False
-        self.has_evaluated_again = False
-        """Whether an optimizer of the model has ever evaluated its closure several times in one step."""
-        self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Optimizers of the model that have stepped since the last window was ended."""
+        self._is_ending = self._is_ended_by_step = False
+        self._problems: set[Problem] = set()
+        """What steps have shown since the last measured window ended."""
+        self._last_step = -1
+        """How many windows had ended when an optimizer of the model stepped last."""
         self._last_steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """By optimizer of the model: how many windows had ended when it stepped last."""
+        """Likewise, by optimizer."""
         self._held: weakref.WeakKeyDictionary[Any, tuple[int, frozenset[int]]] = weakref.WeakKeyDictionary()
         """By optimizer that has stepped: how many parameters it has, and the model's among them."""
         self._handles: list[Any] = []
@@ -132,22 +136,33 @@ class StepWatch:
     def is_ended_already(self) -> bool:
         """Whether the call by which the loop ends a window comes right after the step that has ended it."""
         was_ended, self._is_ended_by_step = self._is_ended_by_step, False
-        return was_ended and not self._reader.n_pieces and not self._n_runs()
+        return was_ended and not self._has_run()
+
+    def _has_run(self) -> bool:
+        return self._reader.n_pieces > 0 or self.n_runs > 0
+
+    def note_recording(self) -> None:
+        """Have the reader notice whether a forward is recorded into a CUDA graph."""
+        self._reader.is_recorded()
 
     def window_ended(self) -> None:
         """Note that a window is being ended, measured or not."""
+        self.n_runs = 0
         self._n_ended += 1
-        self._stepped.clear()
-        if not self.is_ending:
-            self._is_ended_by_loop, self._is_ended_by_step = True, False
+        if not self._is_ending:
+            self._is_ended_by_step = False
             self._n_by_loop += 1
         if self._n_ended == _SETTLED_AFTER:
             self._alert_not_stepped()
 
-    def take_stepped_in_backward(self) -> bool:
-        """Whether an optimizer has stepped inside a backward since the last call."""
-        stepped, self._stepped_in_backward = self._stepped_in_backward, False
-        return stepped
+    def take_problems(self) -> set[Problem]:
+        """Why the pieces of a measured window that is being ended cannot be used, as its forwards and steps show it."""
+        problems, self._problems = self._problems, set()
+        if self.n_runs and not self._reader.n_pieces:
+            problems.add(Problem.FORWARD_ALONE)
+        if self._is_ending and not self._has_run():
+            problems.add(Problem.STEP_ALONE)
+        return problems
 
     def step_has_begun(self, optimizer: Any) -> None:
         """End the window of a step that began before attach, and whose closure has run now."""
@@ -158,7 +173,11 @@ class StepWatch:
         n = self._reader.n_pieces
         if n == _MANY_PIECES:
             self._n_writes = self._written()
-        elif n == 2 * _MANY_PIECES and self._written() != self._n_writes and not self._stepped_in_backward:
+        elif (
+            n == 2 * _MANY_PIECES
+            and self._written() != self._n_writes
+            and Problem.STEPPED_IN_BACKWARD not in self._problems
+        ):
             self._alert(
                 "steps_unseen",
                 "the parameters change, but no optimizer of torch steps them, so no window ends: call probe.step() "
@@ -188,6 +207,7 @@ class StepWatch:
         self._handles = []
 
     def _before_any_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """End the window of a step, or have its closure end it; called for all optimizers of torch."""
         if (kwargs or len(args) > 1) and self._held_by(optimizer):
             followed = with_closure(args, kwargs, functools.partial(self._ending, optimizer))
             if followed is not None:
@@ -196,8 +216,8 @@ class StepWatch:
             self._before_step(optimizer)
         return None
 
-    def _before_given_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if kwargs.get("closure") is None and not any(map(callable, args[1:])):
+    def _before_given_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not (kwargs or len(args) > 1) or _closure_in(args, kwargs) is None:
             self._before_step(optimizer)
 
     def _ending(self, optimizer: Any, closure: Callable[..., Any]) -> Callable[..., Any]:
@@ -207,10 +227,11 @@ class StepWatch:
         def ending(*args: Any, **kwargs: Any) -> Any:
             nonlocal n
             n += 1
-            self.has_evaluated_again |= n > 1
             loss = closure(*args, **kwargs)
             if n == 1:
                 gradients_are_ready(optimizer)
+            else:
+                self._problems.add(Problem.EVALUATED_AGAIN)
             return loss
 
         return ending
@@ -236,26 +257,24 @@ class StepWatch:
         if in_backward():
             self._note_step_in_backward()
             return
+        is_due = not self._n_by_loop and self._has_window(optimizer)
         if self._n_by_loop:
             self._count_windows()
-        is_due = not self._is_ended_by_loop and self._has_window(optimizer)
-        self._is_ended_by_loop, self._n_by_loop = False, 0
         self.seconds += time.perf_counter() - start
         if is_due:
-            self.is_ending = True
+            self._is_ending = True
             try:
                 self._end_window()
             finally:
-                self.is_ending = False
+                self._is_ending = False
             self._is_ended_by_step = True
-        self._stepped.add(optimizer)
-        self._last_steps[optimizer] = self._n_ended
+        self._last_step = self._last_steps[optimizer] = self._n_ended
         if self._has_given and optimizer not in self._given:
             self._notice_replaced(optimizer)
 
     def _note_step_in_backward(self) -> None:
         """Say it at once, since a loop whose steps are all inside backward ends no window."""
-        self._stepped_in_backward = True
+        self._problems.add(Problem.STEPPED_IN_BACKWARD)
         self._alert(
             "stepped_in_backward",
             "an optimizer steps inside backward, so a window's gradient is gone before its pieces can be compared with "
@@ -264,18 +283,21 @@ class StepWatch:
 
     def _has_window(self, optimizer: Any) -> bool:
         """Whether an optimizer steps on gradients of a window that was not ended."""
-        if self._stepped and optimizer not in self._stepped:  # another one of the same window, or of the next
-            return self._reader.n_pieces > 0 or (not self.is_measured and self._n_runs() > 0)
-        return self._has_peers or not self.is_measured or self._reader.n_pieces > 0 or self._n_runs() > 0
+        is_measured = self._pacing.is_measured
+        if self._last_step == self._n_ended != self._last_steps.get(optimizer):
+            # Another one of the same window, or of the next.
+            return self._reader.n_pieces > 0 or (not is_measured and self.n_runs > 0)
+        return self._has_peers or not is_measured or self._has_run()
 
     def _count_windows(self) -> None:
         """Notice that the loop ends a window with each micro-batch: several windows before each step."""
-        self._n_often = self._n_often + 1 if self._n_by_loop > 1 else 0
+        n, self._n_by_loop = self._n_by_loop, 0
+        self._n_often = self._n_often + 1 if n > 1 else 0
         if self._n_often == _OFTEN_AFTER:
             self._alert(
                 "called_often",
-                f"probe.step() was called {self._n_by_loop} times between optimizer steps, {_OFTEN_AFTER} steps in a "
-                "row: call it once, after the last backward and before optimizer.step(), or leave it out",
+                f"probe.step() was called {n} times between optimizer steps, {_OFTEN_AFTER} steps in a row: call it "
+                "once, after the last backward and before optimizer.step(), or leave it out",
             )
 
     def _notice_replaced(self, optimizer: Any) -> None:
@@ -312,12 +334,18 @@ def with_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any], other: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Arguments | None:
     """The arguments of an optimizer's step with another closure, made of the one that it got; None without one."""
-    closure = kwargs.get("closure") or next(iter(args[1:]), None)
-    if not callable(closure) or isinstance(closure, nn.Module):
+    closure = _closure_in(args, kwargs)
+    if closure is None:
         return None
     if "closure" in kwargs:
         return args, kwargs | {"closure": other(closure)}
     return (args[0], other(closure), *args[2:]), kwargs
+
+
+def _closure_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """The closure that a step is called with. Some optimizers are called with the model instead."""
+    closure = kwargs.get("closure") or next(iter(args[1:]), None)
+    return closure if callable(closure) and not isinstance(closure, nn.Module) else None
 
 
 def _is_on_device(rate: Any) -> TypeIs[Tensor]:

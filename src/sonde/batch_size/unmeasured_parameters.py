@@ -23,46 +23,41 @@ class UnmeasuredParameters:
 
     def __init__(self, model: nn.Module, wrapper: Wrapper) -> None:
         self._model, self._inventory, self._optimizers = model, Inventory(model), wrapper.optimizers
-        self._shown: dict[str, nn.Parameter] | None = None
-        self._named: dict[str, nn.Parameter] = {}
         measured = list(wrapper.parameters.values())
         self._measured = {id(p) for p in (*measured, *wrapper.stand_ins)}
         self._left_out = {id(p) for p in wrapper.frozen.values() if p.requires_grad}
         self._shown_as = [{id(p), id(leaf)} for p, leaf in zip(measured, wrapper.leaves, strict=True)]
         self._was_cut = any(map(is_dtensor, measured))
-        self._judged: dict[str, nn.Parameter] | None = None
-        """The parameters of the model when `late_change` was last worked out."""
+        self._looked_at: tuple[dict[str, nn.Parameter], int] | None = None
+        self._of_model: dict[str, nn.Parameter] = {}
+        self._of_optimizers: dict[str, Tensor] = {}
         self._change: Problem | None = None
-        self._stepped: dict[int, Tensor] = {}
-        self._n_stepped = 0
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters that the model has now, by name; the same dictionary until they change."""
+    def _look(self) -> None:
+        """Look again if the model has other parameters, or its optimizers have more after `add_param_group`."""
         shown = self._inventory.parameters()
-        if shown is not self._shown:
-            own = shown_after_forward(self._model)
-            self._shown, self._named = shown, {name: own.get(id(p), p) for name, p in shown.items()}
-        return self._named
-
-    def _stepped_now(self) -> dict[int, Tensor]:
-        """What the optimizers hold now, by id: more after `add_param_group`."""
-        n = sum(len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups)
-        if n != self._n_stepped:
-            self._n_stepped = n
-            self._stepped = {id(p): p for p in parameters_of(*self._optimizers)}
-        return self._stepped
-
-    def _of_model(self) -> dict[str, nn.Parameter]:
-        """Those of the model, by name, but for what no optimizer steps."""
-        unknown = self._measured | (self._left_out - self._stepped_now().keys())
-        return {name: p for name, p in self._parameters().items() if id(p) not in unknown}
+        n_stepped = sum(len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups)
+        if self._looked_at is not None and self._looked_at[0] is shown and self._looked_at[1] == n_stepped:
+            return
+        self._looked_at = shown, n_stepped
+        own = shown_after_forward(self._model)
+        named = {name: own.get(id(p), p) for name, p in shown.items()}
+        stepped = {id(p): p for p in parameters_of(*self._optimizers)}
+        known = self._measured | (self._left_out - stepped.keys())  # what no optimizer steps is left out for good
+        self._of_model = {name: p for name, p in named.items() if id(p) not in known}
+        known = self._measured.union(map(id, self._of_model.values()))
+        others = [p for key, p in stepped.items() if key not in known]
+        self._of_optimizers = {f"parameter {i} that only the optimizer holds": p for i, p in enumerate(others)}
+        present = {id(p) for p in named.values()}
+        has_lost = any(present.isdisjoint(shown_as) for shown_as in self._shown_as)
+        new = [p for p in self._of_model.values() if p.requires_grad] if has_lost else []
+        is_cut = not self._was_cut and any(map(is_dtensor, new))
+        self._change = (Problem.CUT_LATE if is_cut else Problem.REPLACED) if new else None
 
     def now(self) -> dict[str, Tensor]:
         """Those of the model and of its optimizers, by name, which a clip takes besides."""
-        of_model = self._of_model()
-        known = self._measured.union(map(id, of_model.values()))
-        others = [p for key, p in self._stepped_now().items() if key not in known]
-        return of_model | {f"parameter {i} that only the optimizer holds": p for i, p in enumerate(others)}
+        self._look()
+        return self._of_model | self._of_optimizers
 
     def late_change(self) -> Problem | None:
         """What has become of a model that has lost a measured parameter, and trains one that is not measured instead.
@@ -70,19 +65,13 @@ class UnmeasuredParameters:
         Returns:
             None if it has not.
         """
-        named = self._parameters()
-        if named is not self._judged:
-            present = {id(p) for p in named.values()}
-            has_lost = any(present.isdisjoint(shown) for shown in self._shown_as)
-            new = [p for p in self._of_model().values() if p.requires_grad] if has_lost else []
-            is_cut = not self._was_cut and any(map(is_dtensor, new))
-            self._change = (Problem.CUT_LATE if is_cut else Problem.REPLACED) if new else None
-            self._judged = named
+        self._look()
         return self._change
 
     def alert(self) -> str:
         """What to say if some of them are trainable; empty if none is."""
-        trainable = {clean_name(name): p for name, p in self._of_model().items() if p.requires_grad}
+        self._look()
+        trainable = {clean_name(name): p for name, p in self._of_model.items() if p.requires_grad}
         if not trainable:
             return ""
         n, some = plural(len(trainable), "parameter"), some_of(list(trainable))

@@ -15,13 +15,13 @@ from sonde.parallel.devices import has_timed_events, record_event
 
 
 class Mark(Protocol):
-    """A moment in the work of a device."""
+    """A moment in the work of a device, such as a `torch.Event`."""
 
-    def has_passed(self) -> bool:
+    def query(self) -> bool:
         """Whether the device has come to that moment; never waits."""
 
-    def seconds_since(self, earlier: Self) -> float:
-        """Seconds between two moments that have passed."""
+    def elapsed_time(self, later: Self, /) -> float:
+        """Milliseconds from this moment to a later one, when both have passed."""
 
 
 class HostMark:
@@ -30,32 +30,13 @@ class HostMark:
     def __init__(self) -> None:
         self.at = time.perf_counter()
 
-    def has_passed(self) -> bool:
+    def query(self) -> bool:
         """Always."""
         return True
 
-    def seconds_since(self, earlier: Self) -> float:
-        """Seconds between the two."""
-        return self.at - earlier.at
-
-
-class DeviceMark:
-    """The end of the work that a device's present stream has been given so far.
-
-    Args:
-        device: of the model.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.event = record_event(device, enable_timing=True)
-
-    def has_passed(self) -> bool:
-        """Whether the device has come so far; it is asked, not waited for."""
-        return self.event.query()
-
-    def seconds_since(self, earlier: Self) -> float:
-        """Seconds between the two, on the device's own clock."""
-        return float(earlier.event.elapsed_time(self.event)) / 1e3
+    def elapsed_time(self, later: Self, /) -> float:
+        """Milliseconds between the two."""
+        return (later.at - self.at) * 1e3
 
 
 @dataclass(frozen=True)
@@ -106,18 +87,14 @@ class WindowClock:
 
     def take(self) -> WindowTimes:
         """The durations that have become known since the last call."""
-        idle = measured = 0.0
-        n_idle = n_measured = 0
-        while self._marks and self._marks[0][0].has_passed():
+        seconds, n_windows = {False: 0.0, True: 0.0}, {False: 0, True: 0}
+        while self._marks and self._marks[0][0].query():
             mark, n, was_measured = self._marks.popleft()
             if self._last is not None:
-                seconds = mark.seconds_since(self._last)
-                if was_measured:
-                    measured, n_measured = measured + seconds, n_measured + n
-                else:
-                    idle, n_idle = idle + seconds, n_idle + n
+                seconds[was_measured] += self._last.elapsed_time(mark) / 1e3
+                n_windows[was_measured] += n
             self._last = mark
-        return WindowTimes(idle, n_idle, measured, n_measured)
+        return WindowTimes(seconds[False], n_windows[False], seconds[True], n_windows[True])
 
 
 def marks_of(device: torch.device) -> Callable[[], Mark]:
@@ -125,4 +102,4 @@ def marks_of(device: torch.device) -> Callable[[], Mark]:
 
     Asks the device once whether its events can be timed, and waits for its answer.
     """
-    return functools.partial(DeviceMark, device) if has_timed_events(device) else HostMark
+    return functools.partial(record_event, device, enable_timing=True) if has_timed_events(device) else HostMark

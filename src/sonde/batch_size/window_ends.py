@@ -10,18 +10,16 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from sonde.batch_size.delivery import RATE, Delivery
-from sonde.batch_size.late_wrapper import LateWrapper
 from sonde.batch_size.log import KnownOfWindow
-from sonde.batch_size.loop_watch import LoopWatch
 from sonde.batch_size.mechanism import Mechanism
+from sonde.batch_size.model_watch import ModelWatch
 from sonde.batch_size.pacing import Pacing
 from sonde.batch_size.pieces import Pieces
 from sonde.batch_size.scalars import Scalars
 from sonde.batch_size.setup import describe_pace
-from sonde.batch_size.step_watch import Alert
+from sonde.batch_size.step_watch import Alert, StepWatch
 from sonde.batch_size.taps.tap import Problem
 from sonde.batch_size.taps.window_reader import Window, WindowReader
-from sonde.batch_size.unmeasured_parameters import UnmeasuredParameters
 from sonde.batch_size.window_clip import WindowClip
 
 _WINDOWS_HELD = 8
@@ -33,14 +31,13 @@ class WindowEnds:
 
     Args:
         reader: of the windows.
-        loop: counts the end of each window.
+        steps: of the optimizers; they count the end of each window.
+        model: looks at the model at the end of each window.
         pieces: of the windows.
         pacing: chooses the windows that are measured, and adds up what each costs.
         mechanism: may keep the tap as it is.
         delivery: brings the numbers of windows to the host.
         scalars: the user's own, which travel with a window.
-        unmeasured: parameters that a clip takes besides.
-        late_wrapper: a wrapper that came after attach, which makes windows unusable.
         ddp: the DDP module around the model; None without DDP.
         log_every: windows from one reading in the log to the next.
         alert: takes an alert's name and message.
@@ -50,25 +47,22 @@ class WindowEnds:
     def __init__(
         self,
         reader: WindowReader,
-        loop: LoopWatch,
+        steps: StepWatch,
+        model: ModelWatch,
         pieces: Pieces,
         pacing: Pacing,
         mechanism: Mechanism,
         delivery: Delivery,
         scalars: Scalars,
         *,
-        unmeasured: UnmeasuredParameters,
-        late_wrapper: LateWrapper,
         ddp: DistributedDataParallel | None,
         log_every: int,
         alert: Alert,
         say: Callable[[str], None],
     ) -> None:
-        self._reader, self._loop, self._pieces, self._pacing = reader, loop, pieces, pacing
+        self._reader, self._steps, self._model, self._pieces, self._pacing = reader, steps, model, pieces, pacing
         self._mechanism, self._delivery, self._scalars = mechanism, delivery, scalars
-        self._unmeasured, self._late_wrapper, self._log_every = unmeasured, late_wrapper, log_every
-        self._ddp = ddp
-        self._alert, self._say = alert, say
+        self._ddp, self._log_every, self._alert, self._say = ddp, log_every, alert, say
         self.n_windows = 0
         """Windows ended so far, those before a restart included."""
         self._n_checked = 0
@@ -90,7 +84,8 @@ class WindowEnds:
             return False
         self._n_quiet -= 1
         self.n_windows += 1
-        self._loop.window_passes(self.n_windows)
+        self._steps.window_ended()
+        self._model.window_passes(self.n_windows)
         self._quiet_seconds += time.perf_counter() - start
         return True
 
@@ -131,17 +126,17 @@ class WindowEnds:
         if self._pacing.is_measured:
             self._pieces.discard()
             self._reader.forget_window()
-        self._loop.window_is_left_out()
+        self._steps.window_ended()
         return None if clip is None else clip.apply(self._reader.final.plan_without_groups)
 
     def _end_checked(self, clip: WindowClip | None) -> Tensor | None:
         self.catch_up()
         self._pacing.spent_in_all_windows(
-            self._loop.seconds + self._pieces.seconds_in_all_windows + self._quiet_seconds
+            self._steps.seconds + self._pieces.seconds_in_all_windows + self._quiet_seconds
         )
         self._deliver()
         if clip is not None:
-            self._reader.final.clip_also(self._unmeasured.now())
+            self._reader.final.clip_also(self._model.unmeasured.now())
         if self._pacing.is_measured:
             norm, failure = self._measure(clip)
         else:
@@ -150,7 +145,6 @@ class WindowEnds:
         if not (self._pacing.is_measured or self._has_paused):
             self._has_paused = True
             self._say(describe_pace(self._pacing.pace.cost))
-        self._loop.begin_window(is_measured=self._pacing.is_measured)
         self._pieces.begin_window(is_measured=self._pacing.is_measured)
         if self._delivery.is_empty:
             self._n_quiet = self._n_quiet_begun = self._pacing.pace.n_quiet
@@ -184,8 +178,9 @@ class WindowEnds:
             The norm, if it was asked for; and an error to raise after the window has ended.
         """
         start = time.perf_counter()
-        notes = self._loop.window_ends(self.n_windows + 1)
-        problems = notes.problems + self._late_wrapper.problems() + (Problem.UNITS_ASKED,) * self._pieces.is_doubted
+        problems, frozen = self._model.window_ends(self.n_windows + 1)
+        problems |= self._steps.take_problems() | ({Problem.UNITS_ASKED} if self._pieces.is_doubted else set())
+        self._steps.window_ended()
         if question := self._pieces.take_question():
             self._alert("units", question)
         self._pacing.spent(start)
@@ -193,7 +188,7 @@ class WindowEnds:
             reads_grad=clip is not None,
             problems=problems,
             costs=self._pacing.take_costs(),
-            frozen=notes.frozen,
+            frozen=frozen,
         )
         norm, failure = None, None
         clip_scalars: dict[str, float | Tensor] = {}
@@ -212,7 +207,8 @@ class WindowEnds:
         """End a window that was not measured: only the clip has work to do."""
         start = time.perf_counter()
         self.n_windows += 1
-        self._loop.window_passes(self.n_windows)
+        self._steps.window_ended()
+        self._model.window_passes(self.n_windows)
         self._pacing.spent_idle(start)
         try:
             return (clip.apply(self._reader.final.plan_without_groups) if clip is not None else None), None
@@ -224,7 +220,7 @@ class WindowEnds:
         self.n_windows += 1
         seconds, before = self._pacing.seconds, self._seconds_put
         pace, self._seconds_put = self._pacing.pace, seconds
-        rate = self._loop.rate
+        rate = self._steps.rate
         known = KnownOfWindow(
             self.n_windows,
             time.time(),
@@ -243,10 +239,7 @@ class WindowEnds:
         is_later = self.n_windows // self._log_every > self._n_checked // self._log_every
         if self._pacing.is_measured and (is_later or self._delivery.n_put <= 1):
             self._n_checked = self.n_windows
-            if unmeasured := self._unmeasured.alert():
-                self._alert("not_watched", unmeasured)
-            if hooks := self._loop.hooks_in_words():
-                self._say(hooks)
+            self._model.tell_news()
         if not self._delivery.is_empty:
             if self._delivery.n_put == 1 or is_due:
                 self._delivery.send()
