@@ -154,9 +154,10 @@ class Dependence(Stateful):
     def _lean(self, name: str) -> int:
         """The sign of a score; 0 where chance explains it."""
         score = self._of[name]
-        if score.windows < _AFTER or abs(score.standard_errors) < _STANDARD_ERRORS:
+        is_chance = score.windows < _AFTER or abs(score.standard_errors) < _STANDARD_ERRORS
+        if is_chance or abs(score.x) < _LEAST_SCORE * score.y:
             return 0
-        return 0 if abs(score.x) < _LEAST_SCORE * score.y else 1 if score.x > 0 else -1
+        return 1 if score.x > 0 else -1
 
     def _dependent_pieces(self) -> str | None:
         return next((message for (name, sign), message in _PIECES.items() if self._lean(name) == sign), None)
