@@ -23,6 +23,7 @@ from sonde.batch_size.taps.metric import MetricName
 from sonde.batch_size.taps.tap_choice import TapName
 from sonde.parallel.optimizers import Optimizers
 from sonde.probe import Partners
+from sonde.record_values import whole_number
 from sonde.records import LogOrPlaces, RunLog, log_of
 
 if TYPE_CHECKING:
@@ -176,8 +177,7 @@ class GnsProbeConfig(NoiseScaleOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.log_every < 1:
-            raise ValueError(f"log_every must be a whole number of windows from 1 up, got {self.log_every!r}")
+        whole_number("log_every must be a whole number of windows", self.log_every)
 
     def attach(self, partners: Partners) -> NoiseScaleProbe:
         """Make the probe."""
