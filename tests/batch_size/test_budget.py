@@ -162,7 +162,7 @@ def test_windows_that_are_longer_by_more_than_was_timed_count_as_dearer() -> Non
         feed(pace, costs)
     share = pace.cost.share
     assert share is not None
-    assert share < 0.012
+    assert 0.006 < share < 0.012  # by the host's clock alone it would be 0.0003
     assert pace.every > 20  # by the host's clock alone it would be 3
 
 

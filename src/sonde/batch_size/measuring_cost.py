@@ -122,6 +122,7 @@ def affordable_every(rows: Sequence[CostRow], budget: float) -> int | None:
     if len(rows) < FEWEST or not any(_lengths(rows)):  # a device may be so far behind that no window was timed
         return None
     (measured, idle, window), aim = _mean_costs(rows), _AIM * budget
+    measured += _untimed(rows, measured - idle)
     room = window * aim / (1 - aim) - idle
     if room <= 0 or (measured - idle) > MOST_EVERY * room:
         return MOST_EVERY
@@ -129,7 +130,7 @@ def affordable_every(rows: Sequence[CostRow], budget: float) -> int | None:
 
 
 def _mean_costs(rows: Sequence[CostRow]) -> tuple[float, float, float]:
-    """What a measured window and any other window cost, and how long a window is without, in seconds: c, i and w."""
+    """What a measured window and any other one cost, as timed, and how long a window is without, in seconds."""
     of_measured = [row.costs.of_measuring for row in rows]
     most = _OUTLIER * statistics.median(of_measured)
     if sum(seconds > most for seconds in of_measured) > _MOST_OUTLIERS:
@@ -143,7 +144,7 @@ def _mean_costs(rows: Sequence[CostRow]) -> tuple[float, float, float]:
         window = statistics.median(idle_lengths) - idle
     else:
         window = statistics.median(measured_lengths) - statistics.median(of_measured) if measured_lengths else 0.0
-    return measured + _untimed(rows, measured - idle), idle, max(window, 0.0)
+    return measured, idle, max(window, 0.0)
 
 
 def _lengths(rows: Sequence[CostRow]) -> tuple[list[float], list[float]]:
@@ -172,7 +173,9 @@ def measured_share(rows: Sequence[CostRow]) -> tuple[float | None, float | None]
     """Cost over time, each summed over measured windows, and the standard error of that ratio."""
     if len(rows) < 2:
         return None, None
-    cost = [row.costs.seconds for row in rows]
+    measured, idle, _ = _mean_costs(rows)
+    untimed = _untimed(rows, measured - idle)  # as on a device that does extra work
+    cost = [row.costs.seconds + untimed * row.costs.n_measured for row in rows]
     times = [row.costs.idle_time + row.costs.measured_time for row in rows]
     if not (total := math.fsum(times)) > 0:
         return None, None
