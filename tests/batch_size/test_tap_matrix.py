@@ -174,7 +174,7 @@ CHANGES_WEIGHTS = [
     (
         Mutant(
             "squares the gradient in place",
-            TAPS + "piece_gradient:PieceGradient._take",
+            TAPS + "piece_gradient:PieceGradient.take",
             "self._stage(index, grad)",
             "self._stage(index, grad.square_())",
         ),
