@@ -50,7 +50,10 @@ class Case:
 CUT = ("euclidean", "sign")
 CASES = [
     *(Case("plain", clips=clips) for clips in ("", "torch", "sonde")),
-    Case("plain", metrics=("adam",)),
+    *(
+        pytest.param(Case("plain", metrics=(name,)), marks=pytest.mark.shows(f"{name} metric", "one process"))
+        for name in ("adam", "sign", "spectral")
+    ),
     Case("plain", metrics=("sign", "adam")),
     *(Case("plain", "examples", ("euclidean",), clips) for clips in ("", "torch", "sonde")),
 ]
