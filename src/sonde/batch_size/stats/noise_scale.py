@@ -101,7 +101,10 @@ def check_pieces(pieces: PieceSums) -> None:
 
 
 def solve(pieces: PieceSums, sq_norm_over_weight: T, sq_norm_big: T, scale: float) -> tuple[T, T]:
-    """tr Σ and |G|² from Σ |h_k|²/w_k and |F|²: the equations of `estimate_window`, also for tensors of many groups."""
+    """tr Σ and |G|² from Σ |h_k|²/w_k and |F|²: the equations of `estimate_window`, also for tensors of many groups.
+
+    With `scale` = κ the result is in the units of F. `solve_window` divides |F|² by κ² first, and passes 1/ranks.
+    """
     u, v = pieces.u, pieces.v
     sq_norm_small = scale**2 * pieces.weight * sq_norm_over_weight  # S
     return (sq_norm_small - sq_norm_big) / (u - v), (u * sq_norm_big - v * sq_norm_small) / (u - v)

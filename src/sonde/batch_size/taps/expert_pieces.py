@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.batch_size.taps.tap import GradientSummary, Number
+from sonde.batch_size.taps.tap import GradientSummary, Number, Problem
 from sonde.batch_size.taps.window_sums import PieceCounts, WindowSums, as_vector
 from sonde.batch_size.taps.witness import Witness
 from sonde.parallel.devices import widened, zero_sums
@@ -48,7 +48,9 @@ class ExpertPieces:
     ) -> None:
         self._experts, self._sums, self._witness, self._device = experts, sums, witness, device
         self._counts_pieces, self._n_metrics = counts_pieces and experts.is_first, n_metrics
-        self.is_own = as_vector([float(i not in experts.indices) for i in range(n_parameters)], device)
+        self.indices = experts.indices
+        """Which parameters they are."""
+        self.is_own = as_vector([float(i not in self.indices) for i in range(n_parameters)], device)
         """1 for other parameters than experts', 0 for those of experts; [parameters]."""
         self.forget()
 
@@ -64,7 +66,7 @@ class ExpertPieces:
     def own_elements(self) -> Tensor:
         """1 for the witness's elements of other parameters than experts', 0 for those of experts; [witness]."""
         if self._own_elements is None:  # the witness moves on with every window
-            own = [float(i not in self._witness.apart) for i, size in self._witness.sizes.items() for _ in range(size)]
+            own = [float(i not in self.indices) for i, size in self._witness.sizes.items() for _ in range(size)]
             own += [1.0] * (self._witness.size - len(own))
             self._own_elements = as_vector(own, self._device)
         return self._own_elements
@@ -84,13 +86,13 @@ class ExpertPieces:
         self._sum_of_squares += of_experts.square()
         return replace(gradient, terms=gradient.terms * self.is_own, witness=own)
 
-    def take(self) -> tuple[dict[str, Tensor], Tensor]:
+    def take(self) -> tuple[dict[str, Tensor], dict[Problem, Number]]:
         """The sums of the window by name, to be summed over ranks; starts the next window.
 
         All ranks that feed the experts have to call this, also one without pieces.
 
         Returns:
-            The sums; and whether these ranks had different numbers of pieces, or too many, 1 or 0, 0-dim.
+            The sums; and counts of problems: whether these ranks had different numbers of pieces, or too many.
         """
         n = min(len(self._squares), _MOST_PIECES)
         table = zero_sums(3, _MOST_PIECES, device=self._device)
@@ -109,4 +111,4 @@ class ExpertPieces:
         counts *= float(self._counts_pieces)
         sums = {"small": small, "counts": counts, "witness": self._sum, "witness_squares": self._sum_of_squares}
         self.forget()
-        return sums, differs
+        return sums, {Problem.EXPERTS_DIFFER: differs}

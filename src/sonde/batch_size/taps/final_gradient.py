@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ class FinalGradient:
         group_index: the group of each parameter of this rank, [parameters].
         metrics: in which gradients are measured.
         witness: which elements are compared.
+        apart: by class of parameters that other pieces feed, which parameters it has, by index.
     """
 
     def __init__(
@@ -37,8 +38,9 @@ class FinalGradient:
         group_index: Sequence[int],
         metrics: Metrics,
         witness: Witness,
+        apart: Mapping[str, Collection[int]],
     ) -> None:
-        self._wrapper, self._metrics, self._witness = wrapper, metrics, witness
+        self._wrapper, self._metrics, self._witness, self._apart = wrapper, metrics, witness, apart
         self._parameters, self._device = list(wrapper.parameters.values()), wrapper.leaves[0].device
         self._groups, self._group_index = list(group_names), list(group_index)
         self._unmeasured: list[int] | None = None
@@ -55,10 +57,9 @@ class FinalGradient:
             return
         self._unmeasured = ids
         measured, parts, names = self._wrapper.parameters, self._group_index, list(self._groups)
-        if self._wrapper.experts is not None:
-            are_experts = self._wrapper.experts.indices
-            parts = [group + len(self._groups) * (i in are_experts) for i, group in enumerate(parts)]
-            names += [f"experts of {group}" for group in self._groups]
+        for n, (name, indices) in enumerate(self._apart.items(), start=1):
+            parts = [self._group_index[i] + n * len(self._groups) if i in indices else p for i, p in enumerate(parts)]
+            names += [f"{name} of {group}" for group in self._groups]
         self._unmeasured_by_name, self._plain_plan = dict(unmeasured), None
         self.plan = NormPlan(
             [*measured.values(), *unmeasured.values()],
@@ -86,8 +87,8 @@ class FinalGradient:
 
     @property
     def _n_squares(self) -> int:
-        """Parts of the model whose |F|² is measured: the groups and, if there are any, the experts of each group."""
-        return len(self._groups) * (1 if self._wrapper.experts is None else 2)
+        """Parts of the model whose |F|² is measured: the groups and, after them, those of each class apart."""
+        return len(self._groups) * (1 + len(self._apart))
 
     def norm_of_clip(self, riding: Tensor | None = None) -> GlobalNorm:
         """The plain norm as a clip takes it, waiting for all ranks; `riding` is summed over them besides."""
@@ -97,10 +98,10 @@ class FinalGradient:
         return norm
 
     def squares(self, norm: GlobalNorm) -> Tensor:
-        """|F|² per group and, last, of all from a measured norm: of the model, or of it without experts and of experts.
+        """|F|² per group and, last, of all from a measured norm: of the model but for classes apart, then of each.
 
         Returns:
-            [1 or 2, groups + 1]
+            [1 + classes, groups + 1]
         """
         squares = widened(to_device(norm.by_part[: self._n_squares], self._device)).square().view(-1, len(self._groups))
         return torch.cat([squares, squares.sum(1, keepdim=True)], 1)

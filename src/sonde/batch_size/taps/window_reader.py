@@ -136,7 +136,8 @@ class WindowReader:
         self._may_be_recorded = runs_beside_host(self.device)
         self._saw_recording = self._lost_in_graph = False
         self._outside: Counter[Problem] = Counter()
-        self.final = FinalGradient(wrapper, self.groups, group_index, metrics, witness)
+        of_classes = {name: pieces.indices for name, pieces in self._apart.items()}
+        self.final = FinalGradient(wrapper, self.groups, group_index, metrics, witness, of_classes)
         """Reads the gradient at the end of a window."""
 
     @property
@@ -309,9 +310,10 @@ class WindowReader:
             sums, own = under("examples", of_examples), under("examples", own)
         counts = self._take_problems(problems)
         for name, pieces in self._apart.items():
-            of_pieces, differ = pieces.take()
+            of_pieces, found = pieces.take()
             sums |= under(name, of_pieces)
-            counts[Problem.EXPERTS_DIFFER] += differ
+            for problem, n in found.items():
+                counts[problem] += n
         return self._sums.take(counts, declares=self._tap.only_declared) | sums, own
 
     def _of_final(self, witness: Tensor, terms: Tensor) -> dict[str, Tensor]:
