@@ -16,12 +16,12 @@ from sonde.parallel import devices
 from tests.pretend_device import reads_host, sonde_functions
 
 OF_A_CLIP = {
-    "gradient_norm/sum_over_ranks.py:error_of_sum",
+    "gradient_norm/global_norm.py:error_of_peers",
     "gradient_norm/scaling.py:_coefficient",
     "gradient_norm/scaling.py:is_one",
     "gradient_norm/fused_clip.py:fold",
     "gradient_norm/summed_vector.py:parts_to_read_again",
-    "gradient_norm/disagreement.py:disagreement",
+    "gradient_norm/cross_check.py:disagreement",
 }
 """A clip looks at its norm and at its ranks' errors, if these are at hand: not on a GPU."""
 OF_A_MESH = {

@@ -327,14 +327,14 @@ def test_digests_survive_the_sum_over_ranks_exactly(n: int, uses_max: bool) -> N
         ranks = torch.randperm(n, generator=generator).tolist() if n < 5000 else range(n)
         for rank in ranks:
             ballot = agreement.Ballot("up to 6", uses_max=uses_max)
-            ballot.add_digest("parameters", 2**20 - 1 - (rank == odd), agreement.Place(rank, n))
+            ballot.add_digest("parameters", 2**20 - 1 - (rank == odd), agreement.contrast(range(n), [rank]))
             own = ballot.slots(torch.device("cpu"))
             total = torch.maximum(total, own) if uses_max else total + own
         return agreement.disagreements(total, uses_max=uses_max).tolist()
 
     assert not any(reduced(None))
     for odd in (0, n // 2, n - 1):
-        assert agreement.first_disagreement(reduced(odd)) == ("parameters", -1)
+        assert agreement.first_disagreement(reduced(odd)) == ("parameters", 0)
 
 
 @pytest.mark.parametrize("n_stages", [2, 5, 16, 33])
@@ -344,10 +344,10 @@ def test_ties_are_found_among_many_stages_and_nowhere_else(n_stages: int) -> Non
         for stage, power in enumerate(powers):
             ballot = agreement.Ballot("up to 6", uses_max=False)
             for part in (0.25, 0.75):  # shards
-                ballot.add_tie((8, 6), part * power, stage=agreement.Place(stage, n_stages))
+                ballot.add_tie(agreement.tie_row((8, 6)), part * power, stage=stage, n_stages=n_stages)
             total += ballot.slots(torch.device("cpu"))
         return bool(agreement.disagreements(total, uses_max=False).any()), agreement.tied_stages(
-            total, agreement.tie_slot((8, 6)), agreement.Place(0, n_stages)
+            total, agreement.tie_row((8, 6)), 0, n_stages
         )[0]
 
     powers = torch.rand(n_stages, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.1

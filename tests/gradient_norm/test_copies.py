@@ -189,12 +189,11 @@ def test_copies_in_any_sets_of_ranks_are_compared_as_wholes(n: int, m: int, kind
             powers = torch.rand(m, dtype=torch.float64, generator=generator)
             powers *= (factor if which == 1 else 1.0) / powers.sum()
             for rank, power in zip(ranks, powers, strict=True):
-                place = agreement.Place(rank, n, tuple(r for r in ranks if r != rank))
                 ballot = agreement.Ballot("up to 6", uses_max=False)
-                ballot.add_copies(power, place, 1e-4, is_sharded=True)
+                ballot.add_copies("sharded", power, agreement.contrast(range(n), {rank, *ranks}), 1e-4)
                 total += ballot.slots(torch.device("cpu"))
         return agreement.disagreements(total, uses_max=False).tolist()
 
     assert not any(names(1.0))
     assert not any(names(1.0 + 1e-6))
-    assert agreement.first_disagreement(names(1.01)) == ("sharded", -1)
+    assert agreement.first_disagreement(names(1.01)) == ("sharded", 0)

@@ -6,28 +6,33 @@ import pytest
 import torch
 from torch import nn
 
-from sonde.gradient_norm.agreement import Ballot, NormRequest, Place, digest
+from sonde.gradient_norm.agreement import Ballot, contrast, digest, disagreements
+from sonde.gradient_norm.cross_check import NormRequest
 from sonde.gradient_norm.global_norm import GlobalNorm
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.scaling import clip_measured_
-from sonde.gradient_norm.sum_over_ranks import Summed
 from sonde.gradient_norm.summed_vector import SummedVector
 
 
 def measured(plan: NormPlan, thresholds: tuple[float, float], *, failed: float, wrong_call: float) -> GlobalNorm:
     """A norm as two ranks with these thresholds leave it after their sum; `failed` and `wrong_call` count ranks."""
-    total = SummedVector(plan)
+    total = SummedVector(plan, uses_max=False)
     for rank, threshold in enumerate(thresholds):
         ballot = Ballot("up to 6", uses_max=False)
-        ballot.add_digest("max_norm", digest(threshold), Place(rank, 2))
+        ballot.add_digest("max_norm", digest(threshold), contrast(range(2), [rank]))
         total.slots.add_(ballot.slots(plan.device))
+    total.sums.fill_(25.0)
     total.failed.fill_(failed)
     total.wrong_call.fill_(wrong_call)
-    norm = torch.tensor(5.0, dtype=torch.float64)
-    n_failed = total.failed + float(thresholds[0] != thresholds[1])
-    request = NormRequest(2.0, thresholds[0], "raise")
-    summed = Summed(total, uses_max=False, has_peers=True, error=None)
-    return GlobalNorm(norm, norm[None], n_failed, torch.zeros(()), torch.ones(()), plan.collect(), request, summed)
+    return OnAGpu(total, NormRequest(2.0, thresholds[0], "raise"), plan.collect(), has_peers=True)
+
+
+class OnAGpu(GlobalNorm):
+    """A norm that cannot be read without waiting, so that no rank has raised yet."""
+
+    @property
+    def failed(self) -> torch.Tensor:  # type: ignore[override]
+        return self.total.failed + disagreements(self.total.slots, uses_max=False).any()
 
 
 @pytest.mark.parametrize(

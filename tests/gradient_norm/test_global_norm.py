@@ -85,7 +85,7 @@ def test_nothing_at_all() -> None:
 
 def _order_of_events() -> list[str]:
     """Without a mesh: gradients cut over two sets of ranks."""
-    from sonde.gradient_norm import sum_over_ranks as module
+    from sonde.gradient_norm import global_norm as module
     from sonde.gradient_norm import summed_vector
 
     mesh = mesh_of((2, 2), ("dp", "tp"))

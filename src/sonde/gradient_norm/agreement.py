@@ -1,31 +1,34 @@
 """Compares the options and gradients of the ranks of a norm, inside the sum over ranks that the norm needs anyway.
 
-Each rank has a digest d, a whole number that stands for its options or its parameters. It adds d times a coefficient of
-its own, and the coefficients of the ranks that should agree sum to 0. So the sum over ranks is 0 if all digests are
-equal. If some differ, the sum is 0 by chance about once in 100,000 cases. Sums are exact in fp64: a digest has 20 bits,
-a coefficient 18, and 16,383 ranks add 15. With more ranks, digests have fewer bits. The local power sums of gradients
-that should be copies are compared in the same way. If the shards of a copy are on several ranks, each of these ranks
-multiplies its power sum by the sum of their coefficients: so the sum is 0 if all copies are equal, whichever ranks hold
-the shards of the other copies.
+Each rank has a number that should be the same on some ranks: a digest d, a whole number that stands for its options or
+its parameters, or the power sum of gradients that should be copies. It adds the number times a coefficient of its own,
+and the coefficients of the ranks that should agree sum to 0. So the sum over ranks is 0 if all numbers are equal. If
+some differ, the sum is 0 by chance about once in 100,000 cases. Sums of digests are exact in fp64: a digest has 20
+bits, a coefficient 18, and 16,383 ranks add 15. With more ranks, digests have fewer bits. If the shards of a copy are
+on several ranks, each of these ranks multiplies its power sum by the sum of their coefficients: so the sum is 0 if all
+copies are equal, whichever ranks hold the shards of the other copies.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
-import hashlib
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sonde.parallel.devices import to_device
+from sonde.parallel.same_on_ranks import digest as long_digest
 
 _N_CONTRASTS = 4
 _COEFFICIENT_BITS, _DIGEST_BITS = 18, 20
 _MAX_EXACT_BITS = 53
+_LARGE = 2.0 ** (_DIGEST_BITS + 1)
+"""Larger than any number that a maximum over ranks compares."""
 
 _MIN_TOLERANCE = 1e-4
 """For a large group. Kernels on GPUs that add in a random order leave differences of 1e-5. Undeclared experts differ by
@@ -42,54 +45,69 @@ _N_TIES, _N_TIE_STAGES = 16, 16
 
 KINDS = ("up to 6", "inf")
 """Kinds of norm_type. Each kind takes another collective."""
-DIGESTS = ("norm_type", "max_norm", "nonfinite", "stages", "verify", "number", "groups", "parameters", "partial")
-"""What digests stand for. The error message names the first difference in this order."""
-_COPIES = ("plain", "sharded")
-_KIND_AT, _DIGEST_AT = 0, len(KINDS)
-_COPIES_AT = _DIGEST_AT + 2 * len(DIGESTS)
-_REPLICAS_AT = _COPIES_AT + (_N_CONTRASTS + 1) * len(_COPIES)
+COMPARED = (
+    *("norm_type", "max_norm", "nonfinite", "stages", "verify", "number", "groups", "parameters", "partial"),
+    *("plain", "sharded"),
+)
+"""What is compared: digests, and power sums of copies. The error message names the first difference in this order."""
+_WIDTH = _N_CONTRASTS + 1
+_COMPARED_AT = len(KINDS)
+_REPLICAS_AT = _COMPARED_AT + _WIDTH * len(COMPARED)
 _TIES_AT = _REPLICAS_AT + 1
-_WHOLE, _PROOF, _FIRST_SHAPE = 0, 1, 2
-N_SLOTS = _TIES_AT + (_FIRST_SHAPE + _N_TIES) * _N_TIE_STAGES
+WHOLE_STAGE, PROOFS = 0, 1 + _N_TIES
+"""Rows of ties: all gradients of a stage together, and how many of them prove something if another has them too."""
+N_SLOTS = _TIES_AT + (2 + _N_TIES) * _N_TIE_STAGES
 """How many numbers a rank adds to the summed vector. The number is fixed, so that ranks that disagree do not hang."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """The position of this rank among the ranks that should agree.
+class Contrast:
+    """The coefficients by which this rank multiplies its numbers, among the ranks that should agree.
 
     Attributes:
-        index: the position, from 0.
-        n_ranks: the number of these ranks.
-        partners: the positions of the ranks that hold the other shards of a copy. The copy is compared as a whole.
+        coefficients: of this rank, one for each contrast.
+        scale: of coefficients, their root mean square over ranks: what a relative difference is multiplied by.
+        n_ranks: how many ranks should agree.
     """
 
-    index: int
+    coefficients: tuple[int, ...]
+    scale: float
     n_ranks: int
-    partners: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class NormRequest:
-    """The options of a rank's call.
+def contrast(ranks: Sequence[int], holders: Collection[int]) -> Contrast:
+    """The coefficients of a rank.
 
-    Attributes:
-        order: p of the norm.
-        max_norm: the threshold; None only measures.
-        nonfinite: how a norm that is not finite is treated.
-        is_wrong: whether the call cannot be served, because of its options or parameters.
+    Args:
+        ranks: that should agree, in ascending order.
+        holders: the rank and, if it holds a shard of a copy, those that hold the other shards. The copy is compared as
+            a whole.
     """
+    n, m = len(ranks), len(set(holders))
+    rows, mean_square = _coefficients(n)
+    at = [bisect.bisect_left(ranks, rank) for rank in set(holders)]
+    # The mean square of the sum of m of n numbers that sum to 0, over all ways to choose them.
+    spread = m * (n - m) / max(n - 1, 1)
+    return Contrast(tuple(sum(row[i] for i in at) for row in rows), math.sqrt(mean_square * spread) or 1.0, n)
 
-    order: float
-    max_norm: float | None = None
-    nonfinite: str = "ignore"
-    is_wrong: bool = False
+
+@functools.lru_cache(maxsize=64)
+def _coefficients(n: int) -> tuple[list[list[int]], float]:
+    """[contrasts][n]: odd whole numbers below 2^17, the same on every rank; and their mean square.
+
+    The last number of a row makes the row sum to 0.
+    """
+    numbers = random.Random(n)
+    rows = []
+    for _ in range(_N_CONTRASTS):
+        row = [(numbers.getrandbits(_COEFFICIENT_BITS) - 2 ** (_COEFFICIENT_BITS - 1)) | 1 for _ in range(n - 1)]
+        rows.append([*row, -sum(row)])
+    return rows, sum(c * c for row in rows for c in row) / (n * len(rows))
 
 
 def digest(*parts: object) -> int:
     """A whole number from 1 to 2**20 - 1 that stands for these values. Other values share it in 1e-6 of cases."""
-    hashed = hashlib.blake2b("\0".join(map(repr, parts)).encode(), digest_size=8).digest()
-    return 1 + int.from_bytes(hashed, "little") % int(2**_DIGEST_BITS - 1)
+    return 1 + long_digest(parts) % int(2**_DIGEST_BITS - 1)
 
 
 def copies_tolerance(order: float, dtype: torch.dtype, n_elements: int) -> float:
@@ -125,115 +143,97 @@ class Ballot:
         self._uses_max = uses_max
         self._numbers = [0.0] * N_SLOTS
         if kind is not None:
-            self._numbers[_KIND_AT + KINDS.index(kind)] = 1.0
-        self._powers: dict[int, list[tuple[Tensor, Place, float]]] = {}
-        self._ties: list[tuple[int, Tensor]] = []
+            self._numbers[KINDS.index(kind)] = 1.0
+        self._on_device: list[tuple[int, Tensor]] = []
 
-    def add_digest(self, name: str, value: int, place: Place) -> None:
-        """Compare a digest over the ranks of `place`; with a maximum, these must be all ranks of the collective."""
-        at = _DIGEST_AT + 2 * DIGESTS.index(name)
-        value %= 2 ** _digest_bits(place.n_ranks)
-        if self._uses_max:  # the largest d and the largest 2^20 − d: they add up to more than 2^20 if any two differ
-            self._numbers[at], self._numbers[at + 1] = value, 2**_DIGEST_BITS - value
+    def add_digest(self, name: str, value: int, among: Contrast) -> None:
+        """Compare a digest over the ranks of `among`; with a maximum, these must be all ranks of the collective."""
+        # The last coefficient is minus the sum of the others. So all products together are below 2·n·2^(bits of both).
+        bits = min(_DIGEST_BITS, _MAX_EXACT_BITS - _COEFFICIENT_BITS - 1 - among.n_ranks.bit_length())
+        at = _COMPARED_AT + _WIDTH * COMPARED.index(name)
+        value %= 2**bits
+        # Of a maximum, the largest d and the largest 2^21 − d: they add up to more than 2^21 if any two differ.
+        numbers = [value, _LARGE - value] if self._uses_max else [c * value for c in among.coefficients]
+        self._numbers[at : at + len(numbers)] = numbers
+
+    def add_copies(self, name: str, power: Tensor, among: Contrast, tolerance: float) -> None:
+        """Compare the power sum of gradients that all these ranks should have, up to this relative difference.
+
+        With a maximum, call it once, with the largest element.
+        """
+        at = _COMPARED_AT + _WIDTH * COMPARED.index(name)
+        if self._uses_max:  # logarithms, whose difference is relative: of an fp64 number, above 0
+            value = (power.log() + 1024).clamp(min=0)
+            numbers = [value, _LARGE - value, torch.full_like(value, math.log1p(tolerance))]
         else:
-            for k in range(2):
-                self._numbers[at + k] = _coefficients(place.n_ranks)[k][place.index] * value
-
-    def add_copies(self, power: Tensor, place: Place, tolerance: float, *, is_sharded: bool) -> None:
-        """Compare the power sum of gradients that all ranks of `place` should have, up to this relative difference."""
-        self._powers.setdefault(int(is_sharded), []).append((power, place, tolerance))
+            numbers = [*(c * power for c in among.coefficients), (tolerance * among.scale * power).square()]
+        self._on_device += [(at + k, number) for k, number in enumerate(numbers)]
 
     def add_replicas(self, n_distinct: float) -> None:
         """Check the declared `replicas=`: each rank adds 1/n for each of them, which must add up to a whole number."""
         if not self._uses_max:
             self._numbers[_REPLICAS_AT] = n_distinct
 
-    def add_tie(self, shape: Sequence[int], number: Tensor, *, stage: Place) -> None:
+    def add_tie(self, row: int, number: Tensor, *, stage: int, n_stages: int) -> None:
         """Look for an equal gradient on other pipeline stages.
 
         Args:
-            shape: the shape of the whole gradient. No other gradient of this stage uses its slot.
+            row: the row of the gradient's shape, which no other gradient of this stage uses; `WHOLE_STAGE`; `PROOFS`.
             number: this rank's part of the number that stands for the gradient.
             stage: the position of this stage among all stages.
+            n_stages: how many these are.
         """
-        self._ties.append((_tie_at(_FIRST_SHAPE + tie_slot(shape), stage), number))
-
-    def add_whole_stage(self, number: Tensor, n_proofs: Tensor, *, stage: Place) -> None:
-        """Look for another stage that has the same gradients throughout.
-
-        Args:
-            number: this rank's part of the number that stands for all of them.
-            n_proofs: how many of them prove something if another stage has them too; without any, nothing is compared.
-            stage: the position of this stage among all stages.
-        """
-        self._ties += [(_tie_at(_WHOLE, stage), number), (_tie_at(_PROOF, stage), n_proofs)]
+        self._on_device.append((_TIES_AT + row * _N_TIE_STAGES + _stage_slot(stage, n_stages), number))
 
     def slots(self, device: torch.device) -> Tensor:
         """The numbers, [N_SLOTS], for the vector that is reduced."""
         slots = to_device(torch.tensor(self._numbers, dtype=torch.float64, device="cpu"), device)
-        for kind, powers in self._powers.items():
-            start = _COPIES_AT + kind * (_N_CONTRASTS + 1)
-            if self._uses_max:
-                # Of the root, since the inverse of an fp64 number below 6e-309 is infinite.
-                largest = torch.stack([power for power, _, _ in powers]).max().sqrt()
-                slots[start], slots[start + 1] = largest, largest.reciprocal()
-                slots[start + 2] = max(tolerance for _, _, tolerance in powers)
-                continue
-            for power, place, tolerance in powers:
-                for k, coefficient in enumerate(_normalised(place)):
-                    slots[start + k] += coefficient * power
-                slots[start + _N_CONTRASTS] += (tolerance * power).square()
-        for at, power in self._ties:
-            slots[at] += power
+        for at, number in self._on_device:
+            slots[at] += number
         return slots
 
 
 def disagreements(slots: Tensor, *, uses_max: bool) -> Tensor:
-    """The comparisons that failed, [1 + digests + 2 + 1 + 1 + ties]; `first_disagreement` has their names.
+    """The comparisons that failed, [1 + compared + 1 + ties]; `first_disagreement` has their names.
 
     Args:
         slots: the numbers after the reduction, [N_SLOTS].
         uses_max: the reduction was a maximum, not a sum.
     """
-    digests = slots[_DIGEST_AT:_COPIES_AT].view(-1, 2)
-    kinds = (slots[_KIND_AT:_DIGEST_AT] > 0).sum(0, keepdim=True) > 1
-    copies = slots[_COPIES_AT:_REPLICAS_AT].view(-1, _N_CONTRASTS + 1)
+    kinds = (slots[:_COMPARED_AT] > 0).sum(0, keepdim=True) > 1
+    compared = slots[_COMPARED_AT:_REPLICAS_AT].view(-1, _WIDTH)
+    # Of numbers that are not finite, nothing is known.
     if uses_max:
-        differ = digests.sum(1) > 2**_DIGEST_BITS
-        # The largest element over the smallest of the ranks' largest; NaN, where all are 0, is not above anything.
-        changed = (copies[:, 0] * copies[:, 1]).square() > 1.0 + copies[:, 2]
+        differ = (compared[:, 0] + compared[:, 1] > _LARGE + compared[:, 2]) & (compared[:, 0] < math.inf)
         tied = torch.zeros(1 + _N_TIES, dtype=torch.bool, device=slots.device)
     else:
-        differ = (digests != 0).any(1)
-        changed = copies[:, :_N_CONTRASTS].square().sum(1) > _N_CONTRASTS * copies[:, _N_CONTRASTS]
+        differ = compared[:, :-1].square().sum(1) > _N_CONTRASTS * compared[:, -1]
         tied = _neighbours_are_equal(slots).any(1)
-    finite = copies.isfinite().all() if not uses_max else copies[:, 0].isfinite().all()
     distinct = slots[_REPLICAS_AT:_TIES_AT]
-    return torch.cat([kinds, differ, changed & finite, (distinct - distinct.round()).abs() > _NOT_WHOLE, tied])
+    return torch.cat([kinds, differ, (distinct - distinct.round()).abs() > _NOT_WHOLE, tied])
 
 
 def first_disagreement(disagreeing: Sequence[bool]) -> tuple[str, int]:
-    """The name of the first comparison that failed, and its slot if it is a tie.
+    """The name of the first comparison that failed, and the row of a tie.
 
     Args:
         disagreeing: the result of `disagreements`, on the host; at least one entry is true.
     """
-    names = ["kind", *DIGESTS, *_COPIES, "replicas", "whole stages"]
+    names = ["kind", *COMPARED, "replicas"]
     first = list(disagreeing).index(True)
-    return (names[first], -1) if first < len(names) else ("tie", first - len(names))
+    return (names[first], 0) if first < len(names) else ("tie", first - len(names))
 
 
-def tied_stages(slots: Tensor, tie: int, stage: Place) -> tuple[int, bool]:
+def tied_stages(slots: Tensor, row: int, stage: int, n_stages: int) -> tuple[int, bool]:
     """How many pipeline stages have the gradient of a tie, and whether this stage has it. Waits for the device."""
     longest = length = 1
     tied = 0.0
-    row = 1 + tie
     numbers = _tie_numbers(slots)[row].tolist()
     for number, is_equal in zip(sorted(numbers)[1:], _neighbours_are_equal(slots)[row].tolist(), strict=True):
         length = length + 1 if is_equal else 1
         if length > longest:
             longest, tied = length, number
-    return longest, abs(numbers[_stage_slot(stage)] - tied) <= 2 * _TIE_TOLERANCE * tied
+    return longest, abs(numbers[_stage_slot(stage, n_stages)] - tied) <= 2 * _TIE_TOLERANCE * tied
 
 
 def _neighbours_are_equal(slots: Tensor) -> Tensor:
@@ -244,50 +244,16 @@ def _neighbours_are_equal(slots: Tensor) -> Tensor:
 
 
 def _tie_numbers(slots: Tensor) -> Tensor:
-    """The numbers of whole stages, then those of each slot for shapes, [1 + shapes, stages]."""
-    rows = slots[_TIES_AT:].view(_FIRST_SHAPE + _N_TIES, _N_TIE_STAGES)
-    return torch.cat([(rows[_WHOLE] * (rows[_PROOF] > 0)).unsqueeze(0), rows[_FIRST_SHAPE:]])
+    """The numbers of whole stages, then those of each row for shapes, [1 + shapes, stages]."""
+    rows = slots[_TIES_AT:].view(2 + _N_TIES, _N_TIE_STAGES)
+    return torch.cat([(rows[WHOLE_STAGE] * (rows[PROOFS] > 0)).unsqueeze(0), rows[1:PROOFS]])
 
 
-def _tie_at(row: int, stage: Place) -> int:
-    return _TIES_AT + row * _N_TIE_STAGES + _stage_slot(stage)
-
-
-def _stage_slot(stage: Place) -> int:
+def _stage_slot(stage: int, n_stages: int) -> int:
     # Of more stages than slots, neighbours share a slot: the first and the last, which may tie embeddings, do not.
-    return stage.index * _N_TIE_STAGES // max(stage.n_ranks, _N_TIE_STAGES)
+    return stage * _N_TIE_STAGES // max(n_stages, _N_TIE_STAGES)
 
 
-def tie_slot(shape: Sequence[int]) -> int:
-    """The slot in which gradients of this shape are compared over pipeline stages."""
-    return digest("tie", tuple(shape)) % _N_TIES
-
-
-def _digest_bits(n: int) -> int:
-    # The last coefficient is minus the sum of the others. So all products together are below 2·n·2^(bits of both).
-    return min(_DIGEST_BITS, _MAX_EXACT_BITS - _COEFFICIENT_BITS - 1 - n.bit_length())
-
-
-@functools.lru_cache(maxsize=64)
-def _coefficients(n: int) -> tuple[tuple[int, ...], ...]:
-    """[contrasts][n]: odd whole numbers below 2^17, the same on every rank. The last number makes its row sum to 0."""
-    numbers = random.Random(n)
-    rows = []
-    for _ in range(_N_CONTRASTS):
-        row = [(numbers.getrandbits(_COEFFICIENT_BITS) - 2 ** (_COEFFICIENT_BITS - 1)) | 1 for _ in range(n - 1)]
-        rows.append((*row, -sum(row)))
-    return tuple(rows)
-
-
-@functools.lru_cache(maxsize=256)
-def _normalised(place: Place) -> tuple[float, ...]:
-    """The coefficients of this rank and its partners, added up and scaled to a mean square of 1 over the copies.
-
-    With partners, the mean square is 1 over all ways to choose them.
-    """
-    n, n_shards = place.n_ranks, 1 + len(place.partners)
-    # The mean square of the sum of m of n numbers that sum to 0 and whose mean square is 1.
-    spread = math.sqrt(n_shards * (n - n_shards) / max(n - 1, 1)) or 1.0
-    sums = [sum(row[at] for at in (place.index, *place.partners)) for row in _coefficients(n)]
-    scales = [math.sqrt(sum(c * c for c in row) / n) or 1.0 for row in _coefficients(n)]
-    return tuple(total / (scale * spread) for total, scale in zip(sums, scales, strict=True))
+def tie_row(shape: Sequence[int]) -> int:
+    """The row in which gradients of this shape are compared over pipeline stages."""
+    return 1 + digest("tie", tuple(shape)) % _N_TIES

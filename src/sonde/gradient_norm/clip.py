@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from sonde.call_site import stack_level
-from sonde.gradient_norm.global_norm import global_norm
+from sonde.gradient_norm.global_norm import GlobalNorm, global_norm, warm_up
 from sonde.gradient_norm.held_error import HeldError
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.refused_gradients import marks_of
 from sonde.gradient_norm.scaling import Nonfinite, check_options, check_order, clip_measured_
-from sonde.gradient_norm.sum_over_ranks import warm_up
 from sonde.gradient_norm.verify import check_replicas, compare_plans
 from sonde.parallel.placements import spec_of
 
@@ -231,18 +230,31 @@ def clip_grad_norm_distributed_(
             f"parameter_groups must be the plan that group_parameters_for_norm returned, got {parameter_groups!r:.60}: "
             "pass parameters to clip_grad_norm_ instead"
         )
+    nonfinite = "raise" if error_if_nonfinite else nonfinite
+    return measure_and_clip(parameter_groups, max_norm, norm_type, pp_mesh, nonfinite, fold_into)[1]
+
+
+def measure_and_clip(
+    plan: NormPlan,
+    max_norm: float | None,
+    norm_type: float,
+    pp_mesh: DeviceMesh | None,
+    nonfinite: Nonfinite,
+    fold_into: torch.optim.Optimizer | None = None,
+    problem: HeldError | None = None,
+) -> tuple[GlobalNorm, Tensor]:
+    """`clip_grad_norm_distributed_`, with all that was measured; `problem` is what is wrong with the call already."""
     # The order decides which collectives follow. So it is read whatever else is wrong; if it is wrong itself, this rank
     # follows its peers.
-    problem, order, threshold = HeldError(), math.nan, None
+    problem, order, threshold = problem or HeldError(), math.nan, None
     with problem.hold():
         order = check_order(norm_type)
     with problem.hold():
-        parameter_groups.use_stages(pp_mesh)
+        plan.use_stages(pp_mesh)
     with problem.hold():
         threshold = check_options(max_norm, nonfinite, fold_into)
-    nonfinite = "raise" if error_if_nonfinite else nonfinite
-    measured = global_norm(parameter_groups, order, max_norm=threshold, nonfinite=nonfinite, problem=problem.first)
-    return clip_measured_(parameter_groups, measured, threshold, nonfinite=nonfinite, fold_into=fold_into)
+    measured = global_norm(plan, order, max_norm=threshold, nonfinite=nonfinite, problem=problem.first)
+    return measured, clip_measured_(plan, measured, threshold, nonfinite=nonfinite, fold_into=fold_into)
 
 
 def tensors_of(parameters: Parameters) -> tuple[list[Tensor], list[str] | None, ValueError | None]:

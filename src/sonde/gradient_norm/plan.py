@@ -40,6 +40,7 @@ class Key:
         device: where they are.
         dtype: of their elements.
         is_partial: whether they must still be summed over some ranks.
+        in_blocks: whether their squares are summed in blocks.
     """
 
     ranks: tuple[int, ...]
@@ -49,12 +50,13 @@ class Key:
     device: torch.device
     dtype: torch.dtype
     is_partial: bool
+    in_blocks: bool
 
     @property
     def order(self) -> tuple[object, ...]:
         """A sort key that puts sharded groups first: their sums over ranks run while other groups are read."""
-        rest = (self.n_shards, self.n_replicas or 0, self.part, str(self.device), str(self.dtype), self.is_partial)
-        return (not self.ranks, self.ranks, *rest)
+        reading = (str(self.device), str(self.dtype), self.is_partial, self.in_blocks)
+        return (not self.ranks, self.ranks, self.n_shards, self.n_replicas or 0, self.part, *reading)
 
 
 @dataclass(frozen=True)
@@ -65,13 +67,11 @@ class ParameterGroup:
         key: what the gradients have in common.
         share: of one of its gradients; the shares of the others have the same ranks.
         indices: which parameters these are, in the plan's order.
-        in_blocks: those of them whose squares are summed in blocks.
     """
 
     key: Key
     share: Share
     indices: tuple[int, ...]
-    in_blocks: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -381,7 +381,7 @@ class NormPlan(Mapping[Key, list[Tensor]]):
                     local = local_tensor(gradient)  # a collective may still be writing to it
                 if local.device != seen.device or local.dtype is not seen.dtype:
                     return None
-                if local.layout is not torch.strided and not self.allow_sparse:
+                if local.layout is not torch.strided and (group.key.in_blocks or not self.allow_sparse):
                     return None
                 of_group.indices.append(i)
                 of_group.gradients.append(gradient)
@@ -413,7 +413,6 @@ class NormPlan(Mapping[Key, list[Tensor]]):
                 with contextlib.suppress(ValueError):  # if a gradient has this share too, the error names that gradient
                     _share(spec, shares)
         members: dict[tuple[Any, ...], list[int]] = {}
-        in_blocks: set[int] = set()
         countable: set[tuple[Any, ...]] = set()
         for i, (parameter, gradient, seen) in enumerate(zip(self.parameters, gradients, self._seen, strict=True)):
             if gradient is None and (not parameter.requires_grad or is_lazy(parameter)):
@@ -442,15 +441,14 @@ class NormPlan(Mapping[Key, list[Tensor]]):
             except ValueError as error:
                 problem.keep(ValueError(f"gradient of {self.name_of(i)}: {error}"))
                 seen.is_usable = False  # it stays in its group: if it is partial, its peers sum theirs, this rank zeros
-            if is_read_in_blocks(tensor):
-                in_blocks.add(i)
-            members.setdefault((share, seen.device, seen.dtype, self._parts[i], n_replicas), []).append(i)
+            alike = (share, n_replicas, self._parts[i], seen.device, seen.dtype, is_read_in_blocks(tensor))
+            members.setdefault(alike, []).append(i)
         groups: dict[Key, ParameterGroup] = {}
-        for (share, device, dtype, part, n_replicas), indices in members.items():
-            key = Key(share.ranks, share.n_shards, n_replicas, part, device, dtype, bool(share.partial))
+        for (share, n_replicas, part, device, dtype, in_blocks), indices in members.items():
+            key = Key(share.ranks, share.n_shards, n_replicas, part, device, dtype, bool(share.partial), in_blocks)
             # Shares on different meshes may have the same ranks: their members become one group.
             together = tuple(sorted((*(groups[key].indices if key in groups else ()), *indices)))
-            groups[key] = ParameterGroup(key, share, together, frozenset(in_blocks.intersection(together)))
+            groups[key] = ParameterGroup(key, share, together)
         self.groups = tuple(groups[key] for key in sorted(groups, key=lambda key: key.order))
         self.shares, self._left_out = list(shares.values()), left_out
 

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from sonde.gradient_norm.disagreement import first_names
+from sonde.gradient_norm.cross_check import first_names
 from sonde.gradient_norm.fused_clip import fold, unfold
 from sonde.gradient_norm.global_norm import GlobalNorm
 from sonde.gradient_norm.plan import Collected, NormPlan
@@ -94,7 +94,7 @@ def _coefficient(max_norm: float, measured: GlobalNorm) -> Tensor:
     In fp32, unless a rank has fp64 gradients, or the norm of finite gradients is too large for fp32.
     """
     exact, rounded = measured.norm, measured.norm.to(torch.float32)
-    uses_exact = (measured.is_double > 0) | rounded.isinf()
+    uses_exact = (measured.total.is_double > 0) | rounded.isinf()
     if is_at_hand(exact.device):  # to read it costs less than to compute both
         return widened(clip_coefficient(max_norm, exact if uses_exact.item() else rounded))
     in_fp32 = widened(clip_coefficient(max_norm, rounded))
@@ -144,12 +144,15 @@ def _where_not_finite(plan: NormPlan, measured: GlobalNorm, norm: Tensor, max_no
         for index, local in zip(gradients.indices, gradients.locals, strict=True)
         if not bool(torch.isfinite(_stored_values(local)).all())
     ]
-    remedy = "Find the loss that is not finite, or pass nonfinite='skip'"
+    otherwise = "nonfinite='skip'" if max_norm is not None else "nonfinite='ignore' (error_if_nonfinite=False)"
+    remedy = f"Find the loss that is not finite, or pass {otherwise}"
     if bad_names:
         where = f"not finite in {first_names(bad_names)}"
-    elif not measured.summed.has_peers:
+    elif not measured.has_peers:
         where = f"every gradient is finite, but their norm overflows in {str(norm.dtype).removeprefix('torch.')}"
-        remedy = "Make the loss smaller, or pass nonfinite='skip'"
+        remedy = f"Make the loss smaller, or pass {otherwise}"
+    elif norm.isfinite():
+        where = "it overflows in fp32, the dtype in which another rank returns it"
     elif norm.isnan() or not measured.collected:
         where = "not finite on another rank, whose message names the parameters"
     else:

@@ -7,17 +7,17 @@ import math
 import torch
 from torch import Tensor
 
-from sonde.gradient_norm.agreement import N_SLOTS, NormRequest, copies_tolerance, disagreements
-from sonde.gradient_norm.cross_check import SumPlaces, add_copies, ballot, holdings, places_over_stages
+from sonde.gradient_norm.agreement import N_SLOTS, disagreements
+from sonde.gradient_norm.cross_check import NormRequest, Peers, compared_numbers
 from sonde.gradient_norm.plan import Collected, NormPlan
 from sonde.gradient_norm.power_sums import SMALLEST_EXACT, power_sum, square_sum_in_blocks
-from sonde.gradient_norm.ties import add_ties
 from sonde.parallel.devices import to_device, zero_sums
 
 _N_FLAGS = 4
 _MAX_PARTS = 64
 """How many parts of the model have room in the vector. The vector has the same length on every rank, even if ranks were
 given different parts: vectors of different lengths hang or abort the collective."""
+_LENGTH = 2 * _MAX_PARTS + _N_FLAGS + N_SLOTS
 
 
 class SummedVector:
@@ -25,6 +25,8 @@ class SummedVector:
 
     Args:
         plan: the plan of this rank.
+        uses_max: the ranks take the maximum of their vectors, not the sum.
+        riding: other numbers to sum in the same collective; of one length on all ranks.
 
     Attributes:
         vector: everything except `overflow`, on the plan's device; the same length on every rank.
@@ -38,119 +40,81 @@ class SummedVector:
         is_double: how many ranks have fp64 gradients, 0-dim.
         is_single: how many ranks have no fp64 gradients, 0-dim.
         slots: the numbers that are compared; see `agreement`.
+        riding: the other numbers.
     """
 
-    def __init__(self, plan: NormPlan) -> None:
-        n = plan.n_parts
-        self.vector = zero_sums(2 * _MAX_PARTS + _N_FLAGS + N_SLOTS, device=plan.device)
-        parts, flags, self.slots = self.vector.split([2 * _MAX_PARTS, _N_FLAGS, N_SLOTS])
+    def __init__(self, plan: NormPlan, *, uses_max: bool, riding: Tensor | None = None) -> None:
+        n, n_riding = plan.n_parts, 0 if riding is None else len(riding)
+        self.uses_max = uses_max
+        self.failed: Tensor
+        self.is_single: Tensor
+        self.vector = zero_sums(_LENGTH + n_riding, device=plan.device)
+        parts, flags, self.slots, self.riding = self.vector.split([2 * _MAX_PARTS, _N_FLAGS, N_SLOTS, n_riding])
+        if riding is not None:
+            self.riding.copy_(riding)
         self.overflow = zero_sums(2 * n, device=plan.device) if n > _MAX_PARTS else None
         of_parts: Tensor = (parts if self.overflow is None else self.overflow)[: 2 * n].view(2, n)
         self.sums, self.in_blocks = of_parts[0], of_parts[1]
         self.is_nan = self.in_blocks
         self.failed, self.wrong_call, self.is_double, self.is_single = flags.unbind()
 
-    def add(self, other: SummedVector, order: float) -> None:
+    def add(self, other: SummedVector) -> None:
         """Add the vector of another set of gradients."""
-        combine = torch.maximum if math.isinf(order) else torch.add
-        combine(self.vector, other.vector, out=self.vector)
+        combine = torch.maximum if self.uses_max else torch.add
+        own = self.vector[:_LENGTH]
+        combine(own, other.vector[:_LENGTH], out=own)
         if self.overflow is not None and other.overflow is not None:
             combine(self.overflow, other.overflow, out=self.overflow)
 
-    def is_refused(self, *, uses_max: bool) -> bool:
+    def is_refused(self) -> bool:
         """Whether a rank has failed or the ranks disagree; after the sum, the same on all its ranks. Waits."""
-        return bool(self.failed > 0) or bool(disagreements(self.slots, uses_max=uses_max).any())
+        return bool(self.failed > 0) or bool(disagreements(self.slots, uses_max=self.uses_max).any())
 
     def parts_to_read_again(self) -> list[int]:
         """Parts of the model whose squares may have left the range of fp32 in blocks. Waits for the device."""
         read = enumerate(zip(self.in_blocks.tolist(), self.sums.tolist(), strict=True))
         return [part for part, (n_ranks, total) in read if n_ranks and not SMALLEST_EXACT <= total < math.inf]
 
+    def fill(self, plan: NormPlan, collected: list[Collected], request: NormRequest, peers: Peers) -> None:
+        """Put in what this rank adds to one sum over ranks: its gradients, and the numbers that are compared."""
+        order = 2.0 if math.isnan(request.order) else request.order
+        powers = [(gradients, self._add_group(plan, gradients, order)) for gradients in collected if gradients.locals]
+        if self.uses_max:
+            # A maximum over ranks loses NaN. So flags carry NaN, and the sums are sent without it.
+            self.is_nan.copy_(self.sums.isnan())
+            self.sums.nan_to_num_(nan=0.0, posinf=math.inf)
+        if (numbers := compared_numbers(plan, request, peers, powers)) is not None:
+            self.slots.copy_(numbers)
 
-def pack(
-    plan: NormPlan,
-    collected: list[Collected],
-    request: NormRequest,
-    order: float,
-    places: SumPlaces,
-) -> SummedVector:
-    """The vector that this rank adds to one sum over ranks.
+    def _add_group(self, plan: NormPlan, gradients: Collected, order: float) -> Tensor:
+        """Add a group of gradients to its part of the model; returns this rank's power sum, 0-dim on plan's device."""
+        key = gradients.group.key
+        if key.dtype == torch.float64:
+            self.is_double.fill_(1.0)
+        if key.in_blocks and order == 2.0:
+            self.in_blocks.select(0, key.part).fill_(1.0)
+        value, part = to_device(_read(gradients, order), plan.device), self.sums.select(0, key.part)
+        if self.uses_max:
+            torch.maximum(part, value, out=part)
+        else:
+            part.add_(plan.weight(gradients.group) * value)
+        return value
+
+
+def own_square_sum(plan: NormPlan, gradients: Collected, *, is_exact: bool = False) -> Tensor:
+    """What this rank adds to the sum of squares of a group's gradients over all ranks: 0-dim, on the plan's device.
 
     Args:
-        plan: the plan of this rank.
-        collected: the gradients of this sum.
-        request: the options of this rank, which are compared.
-        order: of the norm.
-        places: the positions of this rank in this sum.
+        plan: of this rank.
+        gradients: of one group.
+        is_exact: read everything in fp64, also large gradients on the CPU.
     """
-    packed, uses_max = SummedVector(plan), math.isinf(order)
-    has_peers, has_stages = places.everyone.n_ranks > 1, plan.n_stages > 1
-    cast = held = None
-    if has_peers or (has_stages and not uses_max):
-        held = holdings(plan)
-        cast = ballot(plan, held, request, places, uses_max=uses_max)
-    for gradients in collected:
-        if not gradients.locals:
-            continue
-        value = _add_group(packed, plan, gradients, order)
-        # A maximum over ranks cannot compare the ranks of each stage apart.
-        if cast is not None and held is not None and not (uses_max and has_stages):
-            key, n_elements = gradients.group.key, sum(g.numel() for g in gradients.locals)
-            tolerance = copies_tolerance(order, key.dtype, n_elements)
-            add_copies(cast, held, key, value, tolerance, only_whole=uses_max)
-    if uses_max:
-        # A maximum over ranks loses NaN. So flags carry NaN, and the sums are sent without it.
-        packed.is_nan.copy_(packed.sums.isnan())
-        packed.sums.nan_to_num_(nan=0.0, posinf=math.inf)
-    if cast is not None and held is not None:
-        if has_stages and not uses_max:
-            weighed = [(gradients, plan.weight(gradients.group)) for gradients in collected]
-            add_ties(cast, held.ties, weighed, places_over_stages(plan).everyone, plan.device)
-        packed.slots.copy_(cast.slots(plan.device))
-    return packed
-
-
-def _add_group(packed: SummedVector, plan: NormPlan, gradients: Collected, order: float) -> Tensor:
-    """Add a group of gradients to its part of the model; returns this rank's power sum, 0-dim on the plan's device."""
-    key = gradients.group.key
-    part = packed.sums.select(0, key.part)
-    if key.dtype == torch.float64:
-        packed.is_double.fill_(1.0)
-    if _reads_in_blocks(gradients, order):
-        packed.in_blocks.select(0, key.part).fill_(1.0)
-    value = to_device(_read(gradients, order), plan.device)
-    if math.isinf(order):
-        torch.maximum(part, value, out=part)
-    else:
-        part.add_(plan.weight(gradients.group) * value)
-    return value
-
-
-def own_square_sum(plan: NormPlan, gradients: Collected) -> Tensor:
-    """What this rank adds to the sum of squares of a group's gradients over all ranks: 0-dim, on the plan's device."""
-    return plan.weight(gradients.group) * to_device(_read(gradients, 2.0), plan.device)
-
-
-def pack_exact(plan: NormPlan, collected: list[Collected], parts: list[int]) -> Tensor:
-    """Sums of squares of some parts of the model, all read in fp64, [parts]."""
-    sums = zero_sums(len(parts), device=plan.device)
-    for gradients in collected:
-        if gradients.group.key.part in parts:
-            value = to_device(power_sum(gradients.locals, 2.0), plan.device)
-            sums[parts.index(gradients.group.key.part)] += plan.weight(gradients.group) * value
-    return sums
-
-
-def _reads_in_blocks(gradients: Collected, order: float) -> bool:
-    return bool(gradients.group.in_blocks) and order == 2.0
+    value = power_sum(gradients.locals, 2.0) if is_exact else _read(gradients, 2.0)
+    return plan.weight(gradients.group) * to_device(value, plan.device)
 
 
 def _read(gradients: Collected, order: float) -> Tensor:
     """The power sum of a group's gradients on this rank."""
-    if not _reads_in_blocks(gradients, order):
-        return power_sum(gradients.locals, order)
-    in_blocks: list[Tensor] = []
-    others: list[Tensor] = []
-    for index, local in zip(gradients.indices, gradients.locals, strict=True):
-        (in_blocks if index in gradients.group.in_blocks and local.layout is torch.strided else others).append(local)
-    return square_sum_in_blocks(in_blocks) + power_sum(others, order)
+    if gradients.group.key.in_blocks and order == 2.0:
+        return square_sum_in_blocks(gradients.locals)
+    return power_sum(gradients.locals, order)

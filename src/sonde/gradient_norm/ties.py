@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from sonde.gradient_norm.agreement import Ballot, Place, tie_slot
+from sonde.gradient_norm.agreement import PROOFS, WHOLE_STAGE, Ballot, tie_row
 from sonde.gradient_norm.plan import Collected, NormPlan
 from sonde.parallel.devices import to_device
 
@@ -30,73 +29,54 @@ bf16, an element has 8 bits without its exponent."""
 _SIGN = 0.3
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A parameter that may be tied over pipeline stages.
+def tie_candidates(plan: NormPlan) -> dict[int, int]:
+    """Parameters that may be tied over pipeline stages, by index, at most one for each slot; and their rows.
 
-    Attributes:
-        shape: of the whole parameter; its slot is derived from it.
-        is_unique: whether no other parameter of this rank has this shape. Otherwise it only counts for the comparison
-            of whole stages.
+    A parameter whose shape is not unique on this rank only counts for the comparison of whole stages.
     """
-
-    shape: tuple[int, ...]
-    is_unique: bool
-
-
-def tie_candidates(plan: NormPlan) -> dict[int, Candidate]:
-    """Parameters that may be tied over pipeline stages, by index: at most one for each slot."""
     if plan.n_stages == 1:
         return {}
     by_shape: dict[tuple[int, ...], list[int]] = {}
+    declared = {tuple(p.shape) for i, p in plan.with_shapes() if i in plan.n_replicas}
     for i, parameter in plan.with_shapes():
         if parameter.dim() > 0 and i not in plan.n_replicas:
             by_shape.setdefault(tuple(parameter.shape), []).append(i)
-    declared = {tuple(p.shape) for i, p in plan.with_shapes() if i in plan.n_replicas}
     # A slot takes the largest of its parameters alone: the numbers of two parameters would be added up.
-    by_slot: dict[int, tuple[int, Candidate]] = {}
+    by_slot: dict[int, tuple[int, int]] = {}
     for shape, indices in sorted(by_shape.items(), key=lambda item: math.prod(item[0])):
-        candidate = Candidate(shape, len(indices) == 1 and shape not in declared)
-        slot = tie_slot(shape)
-        if candidate.is_unique or slot not in by_slot or not by_slot[slot][1].is_unique:
-            by_slot[slot] = indices[0], candidate
+        slot, is_unique = tie_row(shape), len(indices) == 1 and shape not in declared
+        if is_unique or by_slot.get(slot, (0, WHOLE_STAGE))[1] == WHOLE_STAGE:
+            by_slot[slot] = indices[0], slot if is_unique else WHOLE_STAGE
     return dict(by_slot.values())
 
 
-def add_ties(
-    cast: Ballot,
-    candidates: dict[int, Candidate],
-    gradients: Iterable[tuple[Collected, float]],
-    stage: Place,
-    device: torch.device,
-) -> None:
+def add_ties(ballot: Ballot, plan: NormPlan, candidates: Mapping[int, int], collected: Sequence[Collected]) -> None:
     """Look for gradients that another pipeline stage has too, and for stages whose gradients are all the same.
 
     Args:
-        cast: the ballot of this rank; changed.
-        candidates: the parameters to look at.
-        gradients: of one sum over ranks, by group, and the weight with which this rank counts each group.
-        stage: the position of this stage among all stages.
-        device: of the sum.
+        ballot: of this rank; changed.
+        plan: with pipeline stages.
+        candidates: the rows of parameters to look at, by index.
+        collected: the gradients of one sum over ranks.
     """
+    assert plan.pp_mesh is not None
+    add = functools.partial(ballot.add_tie, stage=plan.pp_mesh.get_local_rank(), n_stages=plan.pp_mesh.size())
     whole: list[Tensor] = []
     proofs: list[Tensor] = []
-    for group, weight in gradients:
-        weights = None
-        for index, local in zip(group.indices, group.locals, strict=True):
-            candidate = candidates.get(index)
-            if candidate is None or local.is_sparse or not local.numel():
+    for gradients in collected:
+        for index, local in zip(gradients.indices, gradients.locals, strict=True):
+            if index not in candidates or local.is_sparse or not local.numel():
                 continue
-            if weights is None:
-                weights = _weights(local.device)
-            number, is_telling = _number(local, weights)
-            number, is_telling = to_device(weight * number, device), to_device(is_telling, device)
+            number, is_telling = _number(local, _weights(local.device))
+            number = to_device(plan.weight(gradients.group) * number, plan.device)
+            is_telling = to_device(is_telling, plan.device)
             whole.append(number)
             proofs.append(is_telling)
-            if candidate.is_unique:
-                cast.add_tie(candidate.shape, torch.where(is_telling, number, 0.0), stage=stage)
-    if whole:
-        cast.add_whole_stage(torch.stack(whole).sum(), torch.stack(proofs).sum(), stage=stage)
+            if (row := candidates[index]) != WHOLE_STAGE:
+                add(row, torch.where(is_telling, number, 0.0))
+    if whole:  # if no gradient proves anything, nothing is compared
+        add(WHOLE_STAGE, torch.stack(whole).sum())
+        add(PROOFS, torch.stack(proofs).sum())
 
 
 @functools.lru_cache(maxsize=8)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 from torch import Tensor, nn
 
-from sonde.gradient_norm.clip import Parameters, tensors_of
-from sonde.gradient_norm.global_norm import global_norm
+from sonde.gradient_norm.clip import Parameters, measure_and_clip, tensors_of
 from sonde.gradient_norm.held_error import HeldError
 from sonde.gradient_norm.plan import NormPlan
-from sonde.gradient_norm.scaling import check_max_norm, check_order, clip_coefficient, is_one, scale_
+from sonde.gradient_norm.scaling import Nonfinite, check_max_norm, clip_coefficient, is_one, scale_
 from sonde.parallel.placements import is_dtensor, local_tensor
 
 if TYPE_CHECKING:
@@ -96,33 +94,65 @@ def get_total_norm(
         >>> get_total_norm(gradients, by_group=["embed", "blocks"])[1]
         {'blocks': tensor(12.), 'embed': tensor(5.)}
     """
-    problem, order = HeldError(), math.nan
-    with problem.hold():
-        order = check_order(norm_type)
-    groups = _group_names(by_group, problem)
-    with problem.hold():
-        if isinstance(tensors, NormPlan) and (mesh is not None or replicas is not None or by_group is not None):
-            raise ValueError("a plan knows its mesh and replicas, and has no groups: pass tensors in its place")
+    problem = HeldError()
     if isinstance(tensors, NormPlan):
-        plan = tensors
-        with problem.hold():
-            plan.use_stages(pp_mesh)
+        plan, groups = tensors, list[str]()
+        if mesh is not None or replicas is not None or by_group is not None:
+            problem.keep(ValueError("a plan knows its mesh and replicas, and has no groups: pass tensors in its place"))
     else:
-        usable = by_group if problem.first is None else None
-        plan = _plan_of_tensors(tensors, mesh, pp_mesh, replicas, usable, groups)
-    nonfinite = "raise" if error_if_nonfinite else "ignore"
-    measured = global_norm(plan, order, nonfinite=nonfinite, problem=problem.first)
-    norm, by_part = measured.rounded(measured.norm), measured.rounded(measured.by_part)
-    if error_if_nonfinite and not bool(measured.is_usable):
-        if error := measured.error_of_peers(plan):
-            raise error
-        what = "overflows in fp32, the dtype in which another rank returns it" if norm.isfinite() else "is not finite"
-        raise RuntimeError(
-            f"the norm is {norm:g}, which {what}: find the loss that is not finite, or pass error_if_nonfinite=False"
+        listed, names, error = tensors_of([] if isinstance(tensors, nn.Module) else tensors)
+        if isinstance(tensors, nn.Module):
+            error = ValueError(_MODULE.format(type(tensors).__name__))
+        groups, parts = list[str](), None
+        with problem.hold():
+            groups, parts = _groups(by_group, listed, error)
+        plan = NormPlan(
+            listed,
+            names,
+            mesh=mesh,
+            pp_mesh=pp_mesh,
+            replicas=replicas,
+            parts=parts,
+            part_names=groups,
+            problem=error,
+            are_gradients=True,
         )
+    nonfinite: Nonfinite = "raise" if error_if_nonfinite else "ignore"
+    measured, norm = measure_and_clip(plan, None, norm_type, pp_mesh, nonfinite, problem=problem)
     if by_group is None:
         return norm
+    by_part = measured.rounded(measured.by_part)
     return norm, dict(zip(groups, by_part.unbind() if groups else (), strict=True))
+
+
+def _groups(
+    by_group: object, tensors: Sequence[Tensor], error: ValueError | None
+) -> tuple[list[str], list[int] | None]:
+    """The names of the groups in order, and which of them each tensor is in; none without groups.
+
+    Args:
+        by_group: as passed.
+        tensors: that were passed.
+        error: what is wrong with them; then their number does not matter.
+    """
+    if by_group is None:
+        return [], None
+    if isinstance(by_group, str) or not isinstance(by_group, Sequence):
+        kind = "a string" if isinstance(by_group, str) else f"{by_group!r:.60}"
+        raise ValueError(
+            f"by_group must be a list with the name of each tensor's group, got {kind}: pass a list of names"
+        )
+    if wrong := [name for name in by_group if not isinstance(name, str)]:
+        raise ValueError(f"by_group must hold names, got {wrong[0]!r:.60} among them: pass a string for each tensor")
+    names = sorted(set(by_group))
+    if len(by_group) == len(tensors):
+        return names, [names.index(name) for name in by_group]
+    if error is None:
+        raise ValueError(
+            f"by_group must name the group of each tensor, got {len(by_group)} names for {len(tensors)} tensors: pass "
+            "one name each"
+        )
+    return names, None
 
 
 @torch.no_grad()
@@ -169,57 +199,3 @@ def clip_grads_with_norm_(
         norm = torch.as_tensor(total_norm, device=gradients[0].device)
         coefficient = clip_coefficient(max_norm, norm)
         scale_(gradients, None if is_one(coefficient, max_norm) else coefficient)
-
-
-def _group_names(by_group: object, problem: HeldError) -> list[str]:
-    """The names of the groups in order; none if they cannot be used."""
-    if by_group is None:
-        return []
-    if isinstance(by_group, str) or not isinstance(by_group, Sequence):
-        kind = "a string" if isinstance(by_group, str) else f"{by_group!r:.60}"
-        problem.keep(
-            ValueError(
-                f"by_group must be a list with the name of each tensor's group, got {kind}: pass a list of names"
-            )
-        )
-        return []
-    if wrong := [name for name in by_group if not isinstance(name, str)]:
-        problem.keep(
-            ValueError(f"by_group must hold names, got {wrong[0]!r:.60} among them: pass a string for each tensor")
-        )
-        return []
-    return sorted(set(by_group))
-
-
-def _plan_of_tensors(
-    tensors: Parameters,
-    mesh: DeviceMesh | None,
-    pp_mesh: DeviceMesh | None,
-    replicas: Mapping[Any, int] | None,
-    by_group: Sequence[str] | None,
-    groups: Sequence[str],
-) -> NormPlan:
-    """A plan whose gradients are these tensors."""
-    is_module = isinstance(tensors, nn.Module)
-    listed, names, problem = tensors_of([] if is_module else tensors)
-    if is_module:
-        problem = ValueError(_MODULE.format(type(tensors).__name__))
-    parts = None
-    if by_group is not None and len(by_group) == len(listed):
-        parts = [groups.index(name) for name in by_group]
-    elif by_group is not None:
-        problem = problem or ValueError(
-            f"by_group must name the group of each tensor, got {len(by_group)} names for {len(listed)} tensors: pass "
-            "one name each"
-        )
-    return NormPlan(
-        listed,
-        names,
-        mesh=mesh,
-        pp_mesh=pp_mesh,
-        replicas=replicas,
-        parts=parts,
-        part_names=groups,
-        problem=problem,
-        are_gradients=True,
-    )

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.gradient_norm.agreement import KINDS, Ballot, NormRequest, digest
-from sonde.gradient_norm.cross_check import holdings, places_in_mesh
-from sonde.gradient_norm.disagreement import disagreement
+from sonde.gradient_norm.cross_check import NormRequest, disagreement
+from sonde.gradient_norm.global_norm import rank_sums
 from sonde.gradient_norm.held_error import OTHER_PLAN
 from sonde.gradient_norm.plan import NormPlan
+from sonde.gradient_norm.summed_vector import SummedVector
 from sonde.parallel.placements import is_dtensor, local_tensor, spec_of
 from sonde.parallel.process_groups import group_of_mesh, is_fake, start_reduce
 from sonde.parallel.shares import share_of
@@ -42,22 +42,18 @@ def compare_plans(plan: NormPlan, *, verify: bool) -> None:
     group = group_of_mesh(plan.mesh) if plan.mesh is not None else None
     if group is None or is_fake(group):
         return
-    places, held, cast = places_in_mesh(plan), holdings(plan), Ballot(KINDS[0], uses_max=False)
-    cast.add_digest("verify", digest(verify), places.everyone)
-    if places.stage is not None:
-        cast.add_digest("number", held.number, places.stage)
-        cast.add_digest("parameters", held.parameters, places.stage)
-        cast.add_replicas(held.n_distinct)
+    ((_, peers),) = plan.remembered(rank_sums)
+    request, total = NormRequest(2.0, verify=verify), SummedVector(plan, uses_max=False)
+    total.fill(plan, [], request, peers)
     problem = plan.request_problem or plan.gradient_problem
-    slots = cast.slots(plan.device)
-    total = torch.cat([slots, slots.new_full((1,), float(problem is not None))])
-    if work := start_reduce(total, group):
+    total.failed.fill_(problem is not None)
+    if work := start_reduce(total.vector, group):
         work.wait()
     if problem is not None:
         raise problem
-    if total[-1].item():
+    if total.failed.item():
         raise ValueError(OTHER_PLAN)
-    if problem := disagreement(plan, NormRequest(2.0), total[:-1], uses_max=False):
+    if problem := disagreement(plan, request, total.slots):
         raise problem
 
 
