@@ -257,7 +257,7 @@ def test_a_cpu_multiplies_by_nothing_that_is_one() -> None:
             sonde.clip_grad_norm_(parameters, max_norm)
         assert Multiplications.count == 0
         sonde.clip_grad_norm_(parameters, 1.0)
-        assert Multiplications.count == 1
+        assert Multiplications.count == 2  # one for small gradients, one for those that are read in blocks
 
 
 def test_high_orders_are_refused_since_their_powers_leave_the_range_of_fp64() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import hashlib
 import math
 import random
 from collections.abc import Collection, Sequence
@@ -22,7 +23,6 @@ import torch
 from torch import Tensor
 
 from sonde.parallel.devices import to_device
-from sonde.parallel.same_on_ranks import digest as long_digest
 
 _N_CONTRASTS = 4
 _COEFFICIENT_BITS, _DIGEST_BITS = 18, 20
@@ -107,7 +107,8 @@ def _coefficients(n: int) -> tuple[list[list[int]], float]:
 
 def digest(*parts: object) -> int:
     """A whole number from 1 to 2**20 - 1 that stands for these values. Other values share it in 1e-6 of cases."""
-    return 1 + long_digest(parts) % int(2**_DIGEST_BITS - 1)
+    hashed = hashlib.blake2b("\0".join(map(repr, parts)).encode(), digest_size=8).digest()
+    return 1 + int.from_bytes(hashed, "little") % int(2**_DIGEST_BITS - 1)
 
 
 def copies_tolerance(order: float, dtype: torch.dtype, n_elements: int) -> float:

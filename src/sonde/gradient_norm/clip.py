@@ -116,14 +116,8 @@ def clip_grad_norm_(
         plan = NormPlan(tensors, names, mesh=mesh, pp_mesh=pp_mesh, replicas=replicas, problem=problem)
     else:
         plan.rebind(tensors, mesh, pp_mesh)
-    norm = clip_grad_norm_distributed_(
-        plan,
-        max_norm,
-        norm_type,
-        nonfinite=nonfinite,
-        error_if_nonfinite=error_if_nonfinite,
-        fold_into=fold_into,
-    )
+    nonfinite = "raise" if error_if_nonfinite else nonfinite
+    _, norm = measure_and_clip(plan, max_norm, norm_type, None, nonfinite, fold_into)
     if may_cache:
         plan.rebind([], mesh, pp_mesh)
         _cached_plans[key] = plan, specs

@@ -267,10 +267,10 @@ def _sum_over_ranks(
         packed.wrong_call.fill_(request.is_wrong)
         packed.is_single.fill_(not _has_fp64(collected))
         group = process_group(plan, share)
-        under_way.append((packed, gradients, group, _start(packed, group)))
+        under_way.append((packed, gradients, group, packed.start(group)))
     has_peers = False
     for packed, gradients, group, work in under_way:
-        has_peers |= _wait(packed, group, work)
+        has_peers |= packed.wait(work, group)
         if riding is not None and work is not None:
             riding.copy_(packed.riding)
         if request.order == 2.0 and is_at_hand(plan.device):
@@ -282,7 +282,7 @@ def _sum_over_ranks(
     if plan.pp_mesh is not None and over_stages is not None:
         total.add(over_stages)
         stages = group_of_mesh(plan.pp_mesh)
-        has_peers |= _wait(total, stages, _start(total, stages))
+        has_peers |= total.wait(total.start(stages), stages)
     has_peers = has_peers and not any(is_fake(group) for _, _, group, _ in under_way)
     return GlobalNorm(total, request, collected, has_peers), problem
 
@@ -298,25 +298,6 @@ def _packed(
     except Exception as error:  # no such kernel, no memory, or a defect
         return SummedVector(plan, uses_max=uses_max, riding=riding), _cannot_sum(plan.device, error)
     return packed, None
-
-
-def _start(packed: SummedVector, group: dist.ProcessGroup | None) -> dist.Work | None:
-    return start_reduce(packed.vector, group, dist.ReduceOp.MAX if packed.uses_max else dist.ReduceOp.SUM)
-
-
-def _wait(packed: SummedVector, group: dist.ProcessGroup | None, work: dist.Work | None) -> bool:
-    """Wait for a sum, and sum the overflow too; returns whether there were other ranks to wait for.
-
-    If the ranks disagree, their overflows may differ in length: then none of them is summed.
-    """
-    if work is None:
-        return False
-    work.wait()
-    if packed.overflow is not None and not packed.is_refused():
-        more = start_reduce(packed.overflow, group, dist.ReduceOp.MAX if packed.uses_max else dist.ReduceOp.SUM)
-        assert more is not None  # as there was work before
-        more.wait()
-    return True
 
 
 def _measure_again(

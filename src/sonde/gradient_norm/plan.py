@@ -208,17 +208,40 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         self._left_out: list[int] = []
         self.gradient_problem: ValueError | None = None
         if replicas is not None:
-            indices_of: dict[int | str, list[int]] = {}
+            indices_of: dict[object, list[int]] = {}
             for i, parameter in enumerate(self.parameters):
                 indices_of.setdefault(id(parameter), []).append(i)
             if names is not None:  # a tied weight goes by any of its names
                 indices_of |= {name: indices_of[id(p)] for name, p in zip(names, parameters, strict=True)}
             with self._request_problem.hold():
-                self.n_replicas = _count_replicas(replicas, mesh, indices_of, self.name_of)
+                self._declare(replicas, indices_of)
         with self._request_problem.hold():
             self.use_stages(pp_mesh)
         if self.pp_mesh is None:
             self._regroup()
+
+    def _declare(self, replicas: Mapping[Any, int], indices_of: Mapping[object, Sequence[int]]) -> None:
+        """Note the declared replicas by parameter; `indices_of` knows parameters by `id` and by name."""
+        if not isinstance(replicas, Mapping):
+            raise ValueError(
+                f"replicas must be a mapping from parameters or their names to numbers of ranks, got {replicas!r:.60}: "
+                "pass {name: how many ranks hold the same values}"
+            )
+        if replicas and self.mesh is None:
+            raise ValueError("replicas= counts ranks of a mesh, got mesh=None: pass the mesh of all ranks")
+        counts: dict[int, int] = {}
+        for key, n in replicas.items():
+            indices = indices_of.get(key if isinstance(key, str) else id(key))
+            if indices is None:
+                got = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
+                raise ValueError(f"replicas= has {got}, which is not among the parameters: pass it with the others")
+            if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= len(self.in_stage):
+                raise ValueError(
+                    f"replicas of {self.name_of(indices[0])} must be a number of the mesh's {len(self.in_stage)} "
+                    f"ranks, got {n!r}: pass how many ranks hold the same values"
+                )
+            counts |= dict.fromkeys(indices, n)
+        self.n_replicas = counts
 
     def rebind(self, parameters: Sequence[Tensor], mesh: DeviceMesh | None, pp_mesh: DeviceMesh | None) -> None:
         """Plan for a list of tensors like the one that was passed, and for equal meshes.
@@ -460,34 +483,3 @@ def _share(spec: Any, shares: dict[tuple[Any, ...], Share]) -> Share:
     if share is None:
         share = shares[placed] = share_of(spec)
     return share
-
-
-def _count_replicas(
-    replicas: Mapping[Any, int],
-    mesh: DeviceMesh | None,
-    indices_of: Mapping[int | str, Sequence[int]],
-    name_of: Callable[[int], str],
-) -> dict[int, int]:
-    """Declared replicas by parameter; `indices_of` knows parameters by `id` and by name."""
-    if not isinstance(replicas, Mapping):
-        raise ValueError(
-            f"replicas must be a mapping from parameters or their names to numbers of ranks, got {replicas!r:.60}: "
-            "pass {name: how many ranks hold the same values}"
-        )
-    if not replicas:
-        return {}
-    if mesh is None:
-        raise ValueError("replicas= counts ranks of a mesh, got mesh=None: pass the mesh of all ranks")
-    counts: dict[int, int] = {}
-    for key, count in replicas.items():
-        indices = indices_of.get(key if isinstance(key, str) else id(key))
-        if indices is None:
-            got = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
-            raise ValueError(f"replicas= has {got}, which is not among the parameters: pass it with the others")
-        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= mesh.size():
-            raise ValueError(
-                f"replicas of {name_of(indices[0])} must be a number of the mesh's {mesh.size()} ranks, got {count!r}: "
-                "pass how many ranks hold the same values"
-            )
-        counts |= dict.fromkeys(indices, count)
-    return counts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from sonde.gradient_norm.agreement import N_SLOTS, disagreements
@@ -12,6 +13,7 @@ from sonde.gradient_norm.cross_check import NormRequest, Peers, compared_numbers
 from sonde.gradient_norm.plan import Collected, NormPlan
 from sonde.gradient_norm.power_sums import SMALLEST_EXACT, power_sum, square_sum_in_blocks
 from sonde.parallel.devices import to_device, zero_sums
+from sonde.parallel.process_groups import start_reduce
 
 _N_FLAGS = 4
 _MAX_PARTS = 64
@@ -46,6 +48,7 @@ class SummedVector:
     def __init__(self, plan: NormPlan, *, uses_max: bool, riding: Tensor | None = None) -> None:
         n, n_riding = plan.n_parts, 0 if riding is None else len(riding)
         self.uses_max = uses_max
+        self._operation = dist.ReduceOp.MAX if uses_max else dist.ReduceOp.SUM
         self.failed: Tensor
         self.is_single: Tensor
         self.vector = zero_sums(_LENGTH + n_riding, device=plan.device)
@@ -65,6 +68,24 @@ class SummedVector:
         combine(own, other.vector[:_LENGTH], out=own)
         if self.overflow is not None and other.overflow is not None:
             combine(self.overflow, other.overflow, out=self.overflow)
+
+    def start(self, group: dist.ProcessGroup | None) -> dist.Work | None:
+        """Start the sum over ranks; None if this rank is alone."""
+        return start_reduce(self.vector, group, self._operation)
+
+    def wait(self, work: dist.Work | None, group: dist.ProcessGroup | None) -> bool:
+        """Wait for the sum, and sum the overflow too; returns whether there were other ranks to wait for.
+
+        If the ranks disagree, their overflows may differ in length: then none of them is summed.
+        """
+        if work is None:
+            return False
+        work.wait()
+        if self.overflow is not None and not self.is_refused():
+            more = start_reduce(self.overflow, group, self._operation)
+            assert more is not None  # as there was work before
+            more.wait()
+        return True
 
     def is_refused(self) -> bool:
         """Whether a rank has failed or the ranks disagree; after the sum, the same on all its ranks. Waits."""

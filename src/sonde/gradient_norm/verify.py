@@ -15,7 +15,7 @@ from sonde.gradient_norm.held_error import OTHER_PLAN
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.summed_vector import SummedVector
 from sonde.parallel.placements import is_dtensor, local_tensor, spec_of
-from sonde.parallel.process_groups import group_of_mesh, is_fake, start_reduce
+from sonde.parallel.process_groups import group_of_mesh, is_fake
 from sonde.parallel.shares import share_of
 
 Fingerprint = tuple[tuple[int, ...], float, float]
@@ -47,8 +47,7 @@ def compare_plans(plan: NormPlan, *, verify: bool) -> None:
     total.fill(plan, [], request, peers)
     problem = plan.request_problem or plan.gradient_problem
     total.failed.fill_(problem is not None)
-    if work := start_reduce(total.vector, group):
-        work.wait()
+    total.wait(total.start(group), group)
     if problem is not None:
         raise problem
     if total.failed.item():

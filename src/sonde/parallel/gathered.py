@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+
+from sonde.parallel.placements import fsdp_modules, reshard
 
 
 def gathered_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
@@ -22,11 +23,10 @@ def gathered_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
     Raises:
         ValueError: for parameters on the meta device.
     """
-    modules = _fsdp_modules(model)
+    modules = fsdp_modules(model)
     if modules and (meta := next((name for name, p in model.named_parameters() if p.is_meta), None)):
         raise ValueError(f"{meta!r} is on the meta device, which holds no values: attach after to_empty() and loading")
-    for module in modules:
-        module.reshard()  # after a forward, the outermost module shows its gathered parameters
+    reshard(model)  # after a forward, the outermost module shows its gathered parameters
     gathered: dict[int, nn.Parameter] = {}
     for module in modules:
         sharded = list(_own_parameters(module))
@@ -72,12 +72,7 @@ def fsdp_groups(model: nn.Module) -> list[Any]:
 
 def fsdp_states(model: nn.Module) -> list[Any]:
     """FSDP2's own records of the modules that `fully_shard` was called on."""
-    return [module._get_fsdp_state() for module in _fsdp_modules(model)]
-
-
-def _fsdp_modules(model: nn.Module) -> list[Any]:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return [] if fsdp is None else [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
+    return [module._get_fsdp_state() for module in fsdp_modules(model)]
 
 
 def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -27,16 +27,20 @@ def is_fsdp1(kind: type) -> bool:
     return fsdp is not None and issubclass(kind, fsdp.FullyShardedDataParallel)
 
 
-def reshard(model: Any) -> None:
+def reshard(model: nn.Module) -> None:
     """Make FSDP2 show the sharded parameters again, and gather them anew at the next forward.
 
     After a forward, FSDP2 leaves the outermost module's parameters gathered. Those stand in place of the shards, and
     would not follow a change of the shards.
     """
-    if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
-        for module in model.modules():
-            if isinstance(module, fsdp.FSDPModule):
-                module.reshard()
+    for module in fsdp_modules(model):
+        module.reshard()
+
+
+def fsdp_modules(model: nn.Module) -> list[Any]:
+    """The modules that `fully_shard` was called on, outermost first."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return [] if fsdp is None else [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
 
 
 def cut_every(tensor: Tensor, dim: int) -> int:

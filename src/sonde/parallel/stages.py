@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
 from torch import Tensor
 
 from sonde.parallel.meshes import check_mesh
+from sonde.parallel.process_groups import gather_objects, group_of_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -49,8 +49,7 @@ def refuse_on_all_stages(why: str, pp_mesh: DeviceMesh) -> None:
         ValueError: naming the stages; also when `pp_mesh` is no mesh of one axis that contains this rank.
     """
     check_mesh("pp_mesh", pp_mesh, n_axes=1)
-    reasons: list[Any] = [None] * pp_mesh.size()
-    dist.all_gather_object(reasons, why, group=pp_mesh.get_group())
+    reasons = gather_objects(group_of_mesh(pp_mesh), lambda: why)
     if why:
         raise ValueError(why)
     if refused := [f"stage {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]:
@@ -75,8 +74,7 @@ def model_parameters(own: Mapping[str, Tensor], roles: Sequence[str], pp_mesh: D
     if pp_mesh is None:
         return ModelParameters(list(own), [shape for _, shape, _ in mine], list(roles))
     check_mesh("pp_mesh", pp_mesh, n_axes=1)
-    stages: list[Any] = [None] * pp_mesh.size()
-    dist.all_gather_object(stages, mine, group=pp_mesh.get_group())
+    stages = gather_objects(group_of_mesh(pp_mesh), lambda: mine)
     every_name = [name for stage in stages for name, *_ in stage]
     are_numbered = len(set(every_name)) < len(every_name)
     prefixes = [f"stages.{rank}." if are_numbered else "" for rank in range(len(stages))]

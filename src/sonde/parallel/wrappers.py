@@ -110,12 +110,7 @@ def find_wrapper(
     check_group(process_group)
     if mesh is not None:
         check_mesh("mesh", mesh)
-    if expert_mesh is not None:
-        check_mesh("expert_mesh", expert_mesh, n_axes=1)
-        expert_mesh = expert_mesh if expert_mesh.size() > 1 else None
-    if cp_mesh is not None:
-        check_mesh("cp_mesh", cp_mesh, n_axes=1)
-        cp_mesh = cp_mesh if cp_mesh.size() > 1 else None
+    expert_mesh, cp_mesh = _axis("expert_mesh", expert_mesh), _axis("cp_mesh", cp_mesh)
     ddp = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
     gathered = gathered_parameters(model)
     parameters = _by_name(model, requires_grad=True)
@@ -178,6 +173,13 @@ def find_wrapper(
         reduced_in=reduction_dtypes(model),
         stand_ins=list(gathered.values()),
     )
+
+
+def _axis(name: str, mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """One axis of several ranks, as given; None for one rank, which shares nothing."""
+    if mesh is not None:
+        check_mesh(name, mesh, n_axes=1)
+    return mesh if mesh is not None and mesh.size() > 1 else None
 
 
 def _refuse_beside_ddp(ddp: nn.Module, parameters: Mapping[str, nn.Parameter], cut: Sequence[str]) -> NoReturn:
