@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sonde.gradient_norm.cross_check import NormRequest, disagreement
@@ -15,13 +14,24 @@ from sonde.gradient_norm.held_error import OTHER_PLAN
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.summed_vector import SummedVector
 from sonde.parallel.placements import is_dtensor, local_tensor, spec_of
-from sonde.parallel.process_groups import group_of_mesh, is_fake
+from sonde.parallel.process_groups import gather_objects, group_of_mesh, is_fake
 from sonde.parallel.shares import share_of
 
 Fingerprint = tuple[tuple[int, ...], float, float]
-Held = tuple[str, tuple[Fingerprint, Fingerprint | None], int]
-"""A parameter's name, the fingerprints of its values and gradient, and how many ranks it is counted on."""
 _CONSTANT = 0.0
+
+
+class _Held(NamedTuple):
+    """A parameter of a rank: whether it is cut, on how many ranks it is counted, and what it holds.
+
+    `gradient` is of a plain tensor.
+    """
+
+    name: str
+    is_cut: bool
+    counted: int
+    value: Fingerprint
+    gradient: Fingerprint | None
 
 
 def compare_plans(plan: NormPlan, *, verify: bool) -> None:
@@ -76,28 +86,25 @@ def check_replicas(plan: NormPlan) -> None:
     if group is None:
         return
     n_same = group.size() // plan.n_stages_in_mesh
-    plain: list[Held] = []
-    sharded: list[Held] = []
+    own: list[_Held] = []
     for parameter_group in plan.groups:
-        for i in parameter_group.indices:
-            parameter = plan.parameters[i]
+        for parameter, i in ((plan.parameters[i], i) for i in parameter_group.indices):
             counted = parameter_group.key.n_replicas or n_same // share_of(spec_of(parameter)).n_shards
-            held = sharded if is_dtensor(parameter) else plain
-            held.append((plan.name_of(i), _fingerprints(parameter), counted))
-    by_rank: list[Any] = [None] * group.size()
-    dist.all_gather_object(by_rank, (plain, sharded), group=group)
+            # A DTensor's gradient may be placed otherwise, or partial.
+            is_cut = is_dtensor(parameter)
+            gradient = None if is_cut or parameter.grad is None else _fingerprint(parameter.grad)
+            own.append(_Held(plan.name_of(i), is_cut, counted, _fingerprint(local_tensor(parameter)), gradient))
+    by_rank = gather_objects(group, lambda: own)
     # If one plain gradient is missing anywhere, compare by values alone: equal parameters would seem to differ.
-    if any(gradient is None for plain, _ in by_rank for _, (_, gradient), _ in plain):
-        by_rank = [([(n, (value, None), counted) for n, (value, _), counted in p], s) for p, s in by_rank]
-    by_rank = [[*plain, *sharded] for plain, sharded in by_rank]
+    if any(held.gradient is None and not held.is_cut for every in by_rank for held in every):
+        by_rank = [[held._replace(gradient=None) for held in every] for every in by_rank]
     # Equal values under different names may be counted together: weights that are tied over pipeline stages have two
     # names, and experts may have begun as copies of each other. Only the declaration can tell.
-    n_by_name = Counter(key for held in by_rank for key in {(name, values) for name, values, _ in held})
-    n_by_values = Counter(values for held in by_rank for values in {values for _, values, _ in held})
-    for rank, held in enumerate(by_rank):
-        for name, values, counted in held:
-            n_ranks, n_at_most = n_by_name[name, values], n_by_values[values]
-            value, gradient = values
+    n_by_name = Counter(key for every in by_rank for key in {(h.name, h.value, h.gradient) for h in every})
+    n_by_values = Counter(key for every in by_rank for key in {(h.value, h.gradient) for h in every})
+    for rank, every in enumerate(by_rank):
+        for name, _, counted, value, gradient in every:
+            n_ranks, n_at_most = n_by_name[name, value, gradient], n_by_values[value, gradient]
             is_telling = value[2] != _CONSTANT or (gradient is not None and gradient[2] != _CONSTANT)
             if is_telling and (counted > n_at_most or (counted < n_ranks and gradient is not None)):
                 raise ValueError(
@@ -105,12 +112,6 @@ def check_replicas(plan: NormPlan) -> None:
                     f"as being on {counted}: pass replicas={{{name!r}: {n_ranks}}}, or make it a DTensor on all of the "
                     f"mesh (the sum of its values on rank {rank} is {value[1]:g})"
                 )
-
-
-def _fingerprints(parameter: Tensor) -> tuple[Fingerprint, Fingerprint | None]:
-    """Of the local values, and of the gradient of a plain tensor: a DTensor's may be placed otherwise, or partial."""
-    gradient = None if parameter.grad is None or is_dtensor(parameter) else _fingerprint(parameter.grad)
-    return _fingerprint(local_tensor(parameter)), gradient
 
 
 @torch.no_grad()
