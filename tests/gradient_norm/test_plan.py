@@ -44,6 +44,20 @@ def test_a_plan_follows_gradients_that_come_and_go(ranks2: Ranks) -> None:
         assert [n for _, n in norms_and_counts] == [1, 1, 2, 2]
 
 
+def _planned_while_missing() -> list[float]:
+    """When the plan is made, rank 1 has no gradient yet where rank 0 has a partial one."""
+    mesh, rank = mesh_of((2,)), dist.get_rank()
+    p = placed(torch.ones(3), mesh, [Partial()], (3,), [Replicate()])
+    partial, p.grad = p.grad, p.grad if rank == 0 else None
+    plan = sonde.group_parameters_for_norm([p], mesh=mesh)
+    p.grad = partial
+    return [float(sonde.clip_grad_norm_distributed_(plan, None))]
+
+
+def test_a_partial_gradient_may_be_missing_on_a_rank_while_planning(ranks2: Ranks) -> None:
+    assert ranks2(_planned_while_missing) == [[pytest.approx(math.sqrt(12))]] * 2
+
+
 def _twice_a_step() -> list[float]:
     """The second clip finds the gradient summed; in the next step it is missing on one rank."""
     mesh, rank = mesh_of((2,)), dist.get_rank()

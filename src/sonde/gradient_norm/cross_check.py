@@ -66,7 +66,8 @@ class Holdings:
 
     Attributes:
         number: the number of parameters.
-        digests: of names, shapes and dtypes in any order, and of the parameters whose gradients must still be summed.
+        parameters: digest of their names, shapes and dtypes, in any order.
+        partial: digest of those whose gradients must still be summed, in their order.
         n_distinct: 1/n for each parameter that the caller declared to be on n ranks, added up.
         ties: the parameters that may be tied over pipeline stages, by index, and their rows.
         copies: for each group, the ranks that should hold the same values; None if no other rank should, or if the
@@ -74,7 +75,8 @@ class Holdings:
     """
 
     number: int
-    digests: dict[str, int]
+    parameters: int
+    partial: int
     n_distinct: float
     ties: dict[int, int]
     copies: dict[Key, Contrast | None]
@@ -89,7 +91,8 @@ def _holdings(plan: NormPlan) -> Holdings:
     partial = sorted(i for group in plan.groups if group.key.is_partial for i in group.indices)
     return Holdings(
         len(descriptions),
-        {"parameters": digest(sorted(descriptions)), "partial": digest([plan.description(i) for i in partial])},
+        digest(sorted(descriptions)),
+        digest([plan.description(i) for i in partial]),
         sum(1.0 / n for n in plan.n_replicas.values()),
         tie_candidates(plan),
         copies,
@@ -97,7 +100,7 @@ def _holdings(plan: NormPlan) -> Holdings:
 
 
 def compared_numbers(
-    plan: NormPlan, request: NormRequest, peers: Peers, powers: Sequence[tuple[Collected, Tensor]]
+    plan: NormPlan, request: NormRequest, peers: Peers, powers: Sequence[tuple[Collected, Tensor]] | None
 ) -> Tensor | None:
     """The numbers that this rank adds to one sum over ranks, to be compared; None if there is nobody to compare with.
 
@@ -105,7 +108,8 @@ def compared_numbers(
         plan: of this rank.
         request: its options.
         peers: the ranks of the sum.
-        powers: the gradients of this sum, and the power sum of each group of them.
+        powers: the gradients of this sum, and the power sum of each group of them; None to compare plans, when a
+            gradient that is partial may still be missing on some ranks.
     """
     uses_max, has_stages = math.isinf(request.order), plan.n_stages > 1
     if peers.everyone.n_ranks == 1 and (uses_max or not has_stages):
@@ -118,10 +122,12 @@ def compared_numbers(
         ballot.add_replicas(held.n_distinct)
     # A maximum over ranks cannot compare the ranks of each stage apart, nor those of each copy.
     if peers.stage is not None and not (uses_max and has_stages):
-        for name, value in {"number": held.number, **held.digests}.items():
-            ballot.add_digest(name, value, peers.stage)
+        ballot.add_digest("number", held.number, peers.stage)
+        ballot.add_digest("parameters", held.parameters, peers.stage)
+        if powers is not None:
+            ballot.add_digest("partial", held.partial, peers.stage)
         copies = []
-        for gradients, power in powers:
+        for gradients, power in powers or ():
             key, among = gradients.group.key, held.copies[gradients.group.key]
             if among is not None and not (uses_max and key.ranks):
                 tolerance = copies_tolerance(request.order, key.dtype, sum(g.numel() for g in gradients.locals))
@@ -132,7 +138,7 @@ def compared_numbers(
         for each in copies:
             ballot.add_copies(*each)
     if has_stages and not uses_max:
-        add_ties(ballot, plan, held.ties, [gradients for gradients, _ in powers])
+        add_ties(ballot, plan, held.ties, [gradients for gradients, _ in powers or ()])
     return ballot.slots(plan.device)
 
 

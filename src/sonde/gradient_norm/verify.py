@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from sonde.gradient_norm.cross_check import NormRequest, disagreement
+from sonde.gradient_norm.cross_check import NormRequest, compared_numbers, disagreement
 from sonde.gradient_norm.global_norm import rank_sums
 from sonde.gradient_norm.held_error import OTHER_PLAN
 from sonde.gradient_norm.plan import NormPlan
@@ -54,7 +54,7 @@ def compare_plans(plan: NormPlan, *, verify: bool) -> None:
         return
     ((_, peers),) = plan.remembered(rank_sums)
     request, total = NormRequest(2.0, verify=verify), SummedVector(plan, uses_max=False)
-    total.fill(plan, [], request, peers)
+    total.slots.copy_(cast(Tensor, compared_numbers(plan, request, peers, None)))  # there are peers, as in any group
     problem = plan.request_problem or plan.gradient_problem
     total.failed.fill_(problem is not None)
     total.wait(total.start(group), group)
