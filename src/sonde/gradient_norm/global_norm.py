@@ -20,8 +20,9 @@ from sonde.gradient_norm.agreement import Contrast, contrast, disagreements
 from sonde.gradient_norm.cross_check import NormRequest, Peers, disagreement
 from sonde.gradient_norm.held_error import OTHER_CALL, OTHER_GRADIENT, OTHER_PLAN, unexpected
 from sonde.gradient_norm.plan import Collected, NormPlan
-from sonde.gradient_norm.summed_vector import SummedVector, own_square_sum
-from sonde.parallel.devices import has_float64, is_at_hand, zero_sums
+from sonde.gradient_norm.power_sums import power_sum
+from sonde.gradient_norm.summed_vector import SummedVector
+from sonde.parallel.devices import has_float64, is_at_hand, to_device, zero_sums
 from sonde.parallel.meshes import ranks_of
 from sonde.parallel.placements import local_tensor
 from sonde.parallel.process_groups import group_of_mesh, group_over, is_fake, start_reduce
@@ -141,31 +142,6 @@ def global_norm(
     if problem is not None:
         raise problem
     return measured
-
-
-@torch.no_grad()
-def own_square_sums(plan: NormPlan) -> Tensor:
-    """This rank's part of the sum of squares of each part of the model, to be summed over the ranks of the plan's mesh.
-
-    Partial gradients are summed over their own ranks here: one all-reduce for each kind. All ranks have to call this.
-
-    Args:
-        plan: this rank's parameters, with a mesh.
-
-    Returns:
-        [parts], on the plan's device; each element of the model counts once in the sum over ranks.
-
-    Raises:
-        ValueError: for a gradient that cannot be counted.
-    """
-    collected = _sum_partial(plan, plan.collect())
-    if plan.gradient_problem is not None:
-        raise plan.gradient_problem
-    sums = zero_sums(plan.n_parts, device=plan.device)
-    for gradients in collected:
-        if gradients.locals:
-            sums[gradients.group.key.part] += own_square_sum(plan, gradients)
-    return sums
 
 
 def _has_fp64(collected: list[Collected]) -> bool:
@@ -319,7 +295,8 @@ def _measure_again(
     try:
         for each in gradients:
             if each.group.key.part in lost:
-                sums[each.group.key.part] += own_square_sum(plan, each, is_exact=True)
+                value = to_device(power_sum(each.locals, 2.0), plan.device)
+                sums[each.group.key.part] += plan.weight(each.group) * value
     except Exception as error:  # no memory, or a defect: this rank still has to join the sum
         problem, failed = _cannot_sum(plan.device, error), 1.0
     sums[-1] = failed

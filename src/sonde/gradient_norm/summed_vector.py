@@ -122,18 +122,6 @@ class SummedVector:
         return value
 
 
-def own_square_sum(plan: NormPlan, gradients: Collected, *, is_exact: bool = False) -> Tensor:
-    """What this rank adds to the sum of squares of a group's gradients over all ranks: 0-dim, on the plan's device.
-
-    Args:
-        plan: of this rank.
-        gradients: of one group.
-        is_exact: read everything in fp64, also large gradients on the CPU.
-    """
-    value = power_sum(gradients.locals, 2.0) if is_exact else _read(gradients, 2.0)
-    return plan.weight(gradients.group) * to_device(value, plan.device)
-
-
 def _read(gradients: Collected, order: float) -> Tensor:
     """The power sum of a group's gradients on this rank."""
     if gradients.group.key.in_blocks and order == 2.0:
