@@ -256,7 +256,7 @@ def tensors_of(parameters: Parameters) -> tuple[list[Tensor], list[str] | None, 
     if isinstance(parameters, nn.Module):
         parameters = parameters.named_parameters()
     if isinstance(parameters, (Mapping, torch.optim.Optimizer)) or not isinstance(parameters, (Tensor, Iterable)):
-        return [], None, ValueError(_not_parameters(parameters))
+        return [], None, _no_tensors(parameters, is_listed=False)
     listed: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not listed and isinstance(parameters, Iterator):
         warnings.warn(
@@ -268,7 +268,7 @@ def tensors_of(parameters: Parameters) -> tuple[list[Tensor], list[str] | None, 
         names, listed = [str(name) for name, _ in listed], [tensor for _, tensor in listed]
     problem = None
     if not_tensors := [item for item in listed if not isinstance(item, Tensor)]:
-        problem = ValueError(_not_a_tensor(not_tensors[0]))
+        problem = _no_tensors(not_tensors[0], is_listed=True)
         names, listed = None, [item for item in listed if isinstance(item, Tensor)]
     return listed, names, problem
 
@@ -288,31 +288,22 @@ def _module_of(parameters: Parameters) -> nn.Module | None:
     return module if isinstance(module, nn.Module) and arguments.get("recurse") is True else None
 
 
-def _not_parameters(got: object) -> str:
-    if isinstance(got, torch.optim.Optimizer):
-        return (
-            f"parameters must be tensors, got the optimizer {type(got).__name__}: pass "
-            "[p for group in optimizer.param_groups for p in group['params']]"
-        )
-    if isinstance(got, Mapping) and "params" in got:
-        return "parameters must be tensors, got one group of an optimizer: pass its tensors, group['params']"
-    if isinstance(got, Mapping):
-        return f"parameters must be tensors, got a {type(got).__name__}: pass its items(), names and tensors"
-    return f"parameters must be tensors, got {got!r:.60}: pass model.parameters() or model.named_parameters()"
-
-
-def _not_a_tensor(got: object) -> str:
-    if isinstance(got, Mapping) and "params" in got:
-        return (
-            "parameters must be tensors, got the groups of an optimizer: pass "
-            "[p for group in optimizer.param_groups for p in group['params']]"
-        )
-    if got is None or (isinstance(got, tuple) and len(got) == 2 and got[1] is None):
-        return (
+def _no_tensors(got: object, *, is_listed: bool) -> ValueError:
+    """What to say of parameters that are none, or (`is_listed`) of something among them that is none."""
+    if is_listed and (got is None or (isinstance(got, tuple) and len(got) == 2 and got[1] is None)):
+        return ValueError(
             "gradients or parameters must be tensors, got None among them: leave out gradients that are None, "
             "[p.grad for p in model.parameters() if p.grad is not None]"
         )
-    return (
-        f"parameters must be tensors, or pairs of a name and a tensor, got {got!r:.60}: "
-        "pass model.parameters() or model.named_parameters()"
-    )
+    of_optimizer = "[p for group in optimizer.param_groups for p in group['params']]"
+    pairs = ", or pairs of a name and a tensor" if is_listed and not isinstance(got, Mapping) else ""
+    what, instead = f"{got!r:.60}", "model.parameters() or model.named_parameters()"
+    if isinstance(got, torch.optim.Optimizer):
+        what, instead = f"the optimizer {type(got).__name__}", of_optimizer
+    elif isinstance(got, Mapping) and "params" in got and is_listed:
+        what, instead = "the groups of an optimizer", of_optimizer
+    elif isinstance(got, Mapping) and "params" in got:
+        what, instead = "one group of an optimizer", "its tensors, group['params']"
+    elif isinstance(got, Mapping):
+        what, instead = f"a {type(got).__name__}", "its items(), names and tensors"
+    return ValueError(f"parameters must be tensors{pairs}, got {what}: pass {instead}")
