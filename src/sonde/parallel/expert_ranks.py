@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.parallel.meshes import axes_over, ranks_along, ranks_of
+from sonde.parallel.meshes import ranks_along, ranks_of
 from sonde.parallel.placements import is_dtensor
 from sonde.parallel.process_groups import group_over
+from sonde.parallel.shares import gathered_axes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -74,7 +75,8 @@ def find_experts(
             for p, leaf in zip(parameters, leaves, strict=True)
             if leaf is not p
         }
-        with_data = frozenset[int]().union(*(_gathered_over(p, leaf) for p, leaf in of_meshes.values()))
+        gathered = [ranks_along(cast(Any, p).device_mesh, gathered_axes(p, leaf)) for p, leaf in of_meshes.values()]
+        with_data = frozenset[int]().union(*gathered)
     feeding: dict[int, frozenset[int]] = {}
     for index, leaf in enumerate(leaves[:n_trainable]):
         if is_dtensor(leaf) and len(ranks := (ranks_of(cast(Any, leaf).device_mesh) & with_data) | {me}) > 1:
@@ -93,10 +95,3 @@ def find_experts(
             "experts over one mesh axis"
         )
     return ExpertRanks(frozenset(feeding), group_over(sorted(ranks)), len(ranks), min(ranks) == me)
-
-
-def _gathered_over(parameter: Tensor, leaf: Tensor) -> frozenset[int]:
-    """The ranks from which FSDP2 gathers a parameter on this rank."""
-    mesh: DeviceMesh = cast(Any, parameter).device_mesh
-    still_cut = ranks_of(cast(Any, leaf).device_mesh) if is_dtensor(leaf) else frozenset()
-    return frozenset(ranks_along(mesh, set(range(mesh.ndim)).difference(axes_over(mesh, still_cut) or ())))

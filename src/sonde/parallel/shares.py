@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.parallel.meshes import ranks_along, ranks_of
+from sonde.parallel.meshes import axes_over, ranks_along, ranks_of
 from sonde.parallel.placements import from_local, is_dtensor, local_tensor, shard_of, spec_of
 
 if TYPE_CHECKING:
@@ -192,18 +192,21 @@ def reduce_partial(gradients: Sequence[Tensor]) -> list[Tensor]:
     return reduced
 
 
-def is_gathered(parameter: Tensor, leaf: Tensor) -> bool:
-    """Whether FSDP2 gathers a parameter from several ranks for forward and backward; alike on all ranks.
+def gathered_axes(parameter: Tensor, leaf: Tensor) -> list[int]:
+    """The axes of a parameter's mesh from which FSDP2 gathers it for forward and backward, also those of copies.
 
     Args:
-        parameter: as the optimizer holds it.
-        leaf: the tensor that backward makes its gradient for.
+        parameter: a DTensor, as the optimizer holds it.
+        leaf: the tensor that backward makes its gradient for. It may stay cut over some axes, as by tensor parallelism.
     """
+    mesh = spec_of(parameter).mesh
+    still_cut = axes_over(mesh, ranks_of(spec_of(leaf).mesh)) if is_dtensor(leaf) else ()
+    return [axis for axis in range(mesh.ndim) if axis not in (still_cut or ())]
+
+
+def is_gathered(parameter: Tensor, leaf: Tensor) -> bool:
+    """Whether FSDP2 gathers a parameter from several ranks; alike on all ranks. Arguments as `gathered_axes`."""
     if parameter is leaf or not is_dtensor(parameter):
         return False
-    # Ranks over which it stays cut, as by tensor parallelism.
-    still_cut = ranks_of(spec_of(leaf).mesh) if is_dtensor(leaf) else frozenset()
-    share = share_of(spec_of(parameter))
-    assert share.mesh is not None
-    along = [set(ranks_along(share.mesh, [axis])) for axis in share.sharded]
-    return any(len(ranks) > 1 and not ranks <= still_cut for ranks in along)
+    spec = spec_of(parameter)
+    return any(spec.mesh.size(axis) > 1 for axis in gathered_axes(parameter, leaf) if axis in share_of(spec).sharded)
