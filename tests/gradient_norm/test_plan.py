@@ -19,6 +19,23 @@ from tests.gradient_norm.placed_gradients import placed
 from tests.ranks import Ranks, mesh_of
 
 
+def _cut_over_stages() -> list[str]:
+    """Shards that lie on ranks of two pipeline stages."""
+    mesh = mesh_of((2, 2), ("pp", "dp"))
+    p = placed(torch.ones(1), mesh_of((4,)), [Shard(0)], (4,))
+    q = placed(torch.ones(2), mesh["dp"], [Shard(0)], (4,))
+    with pytest.raises(ValueError, match=r"it is cut over ranks .* of pp_mesh=") as planned:
+        sonde.group_parameters_for_norm([p, q], mesh=mesh, pp_mesh=mesh["pp"])
+    with pytest.raises(ValueError, match=r"it is cut over ranks .* of pp_mesh=") as clipped:
+        sonde.clip_grad_norm_([p, q], 1.0, mesh=mesh, pp_mesh=mesh["pp"])
+    return [str(planned.value), str(clipped.value)]
+
+
+def test_shards_over_several_stages_are_refused_on_all_ranks(ranks4: Ranks) -> None:
+    for messages in ranks4(_cut_over_stages):
+        assert all("pass the mesh axis of the stages alone" in message for message in messages)
+
+
 def _plan_that_learns() -> list[tuple[float, int]]:
     """The plan is made before any gradient exists, and used while gradients come, go and change their placement."""
     mesh, rank = mesh_of((2,)), dist.get_rank()

@@ -83,9 +83,10 @@ def contrast(ranks: Sequence[int], holders: Collection[int]) -> Contrast:
         holders: the rank and, if it holds a shard of a copy, those that hold the other shards. The copy is compared as
             a whole.
     """
-    n, m = len(ranks), len(set(holders))
-    rows, mean_square = _coefficients(n)
-    at = [bisect.bisect_left(ranks, rank) for rank in set(holders)]
+    rows, mean_square = _coefficients(len(ranks))
+    # A gradient that is cut over ranks of other stages is refused later: these ranks have no place here.
+    at = [bisect.bisect_left(ranks, rank) for rank in set(holders).intersection(ranks)]
+    n, m = len(ranks), len(at)
     # The mean square of the sum of m of n numbers that sum to 0, over all ways to choose them.
     spread = m * (n - m) / max(n - 1, 1)
     return Contrast(tuple(sum(row[i] for i in at) for row in rows), math.sqrt(mean_square * spread) or 1.0, n)

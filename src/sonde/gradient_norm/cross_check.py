@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -184,8 +185,7 @@ def _options(plan: NormPlan, request: NormRequest) -> Mapping[str, tuple[object,
     stages = f"one of {plan.n_stages} stages" if plan.pp_mesh is not None else "none"
     groups = first_names(plan.part_names) or "none"
     # None and infinity both only measure, and 0.1 is the same as torch.tensor(0.1).
-    most = math.inf if request.max_norm is None else request.max_norm
-    in_fp32 = torch.tensor(most, dtype=torch.float32, device="cpu").item()
+    in_fp32 = ctypes.c_float(math.inf if request.max_norm is None else request.max_norm).value
     return {
         "norm_type": (request.order, f"norm_type differs between ranks, got {request.order:g} {same}"),
         "max_norm": (in_fp32, f"max_norm differs between ranks, got {request.max_norm} {same}"),

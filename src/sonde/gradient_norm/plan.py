@@ -182,8 +182,8 @@ class NormPlan(Mapping[Key, list[Tensor]]):
     ) -> None:
         if mesh is not None:
             check_mesh("mesh", mesh)
-        first = range(len(parameters)) if are_gradients else {id(p): i for i, p in reversed([*enumerate(parameters)])}
-        self._positions = sorted(first.values() if isinstance(first, dict) else first)
+        first = {id(p): i for i, p in reversed([*enumerate(parameters)])}
+        self._positions = list(range(len(parameters))) if are_gradients else sorted(first.values())
         self._are_gradients = are_gradients
         self.parameters = [parameters[i] for i in self._positions]
         self.mesh = mesh

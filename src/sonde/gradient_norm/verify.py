@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ Fingerprint = tuple[tuple[int, ...], float, float]
 _CONSTANT = 0.0
 
 
-class _Held(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Held:
     """A parameter of a rank: whether it is cut, on how many ranks it is counted, and what it holds.
 
     `gradient` is of a plain tensor.
@@ -97,13 +99,14 @@ def check_replicas(plan: NormPlan) -> None:
     by_rank = gather_objects(group, lambda: own)
     # If one plain gradient is missing anywhere, compare by values alone: equal parameters would seem to differ.
     if any(held.gradient is None and not held.is_cut for every in by_rank for held in every):
-        by_rank = [[held._replace(gradient=None) for held in every] for every in by_rank]
+        by_rank = [[dataclasses.replace(held, gradient=None) for held in every] for every in by_rank]
     # Equal values under different names may be counted together: weights that are tied over pipeline stages have two
     # names, and experts may have begun as copies of each other. Only the declaration can tell.
     n_by_name = Counter(key for every in by_rank for key in {(h.name, h.value, h.gradient) for h in every})
     n_by_values = Counter(key for every in by_rank for key in {(h.value, h.gradient) for h in every})
     for rank, every in enumerate(by_rank):
-        for name, _, counted, value, gradient in every:
+        for held in every:
+            name, counted, value, gradient = held.name, held.counted, held.value, held.gradient
             n_ranks, n_at_most = n_by_name[name, value, gradient], n_by_values[value, gradient]
             is_telling = value[2] != _CONSTANT or (gradient is not None and gradient[2] != _CONSTANT)
             if is_telling and (counted > n_at_most or (counted < n_ranks and gradient is not None)):
