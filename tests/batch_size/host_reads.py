@@ -28,7 +28,6 @@ OF_A_MESH = {
     # torch works out a shard's place with tensors of its own, on the CPU, once for each placement.
     "parallel/placements.py:shard_of",
     # A mesh's ranks are a tensor on the CPU.
-    "parallel/meshes.py:axes_over",
     "parallel/meshes.py:ranks_along",
 }
 COPIES = {"parallel/devices.py:start_copy_to_host"}
