@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -63,13 +65,8 @@ def ranks_along(mesh: DeviceMesh, axes: Collection[int]) -> tuple[int, ...]:
 
 def place_along(mesh: DeviceMesh, axes: Collection[int]) -> tuple[int, int]:
     """This rank's position among the ranks along some axes of a mesh, and how many these are."""
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None  # check_mesh refused other ranks
-    at, of = 0, 1
-    for axis in axes:
-        size = mesh.size(axis)
-        at, of = at * size + coordinate[axis], of * size
-    return at, of
+    ranks = ranks_along(mesh, axes)
+    return ranks.index(dist.get_rank()), len(ranks)
 
 
 def stage_ranks(mesh: DeviceMesh, pp_mesh: DeviceMesh) -> tuple[int, ...]:
