@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from benchmarks import gpu_check, waiting
+from sonde.version import DISTRIBUTION
 
 ROOT = Path(__file__).parents[2]
 ON_THE_MACHINE = {"torch", "transformers", "accelerate", "peft", "pytest", "hypothesis", "numpy"}
@@ -121,7 +122,7 @@ def test_the_wheels_are_all_that_the_machine_lacks() -> None:
     assert named
     needed: set[str] = set()
     missing = ["tyro", "rich", "pyyaml", "typing-extensions", "pytest-timeout"]
-    own = [Requirement(line) for line in requires("sonde") or ()]
+    own = [Requirement(line) for line in requires(DISTRIBUTION) or ()]
     assert {r.name for r in own if r.marker is None} - ON_THE_MACHINE <= set(missing)
     while missing:
         name = canonicalize_name(missing.pop())
