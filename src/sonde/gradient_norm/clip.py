@@ -32,6 +32,7 @@ _cached_plans: dict[tuple[object, ...], tuple[NormPlan, list[Any]]] = {}
 """The plans of the last few calls, and the specs of their parameters, whose `id` is in the key. Module-level because a
 function has nowhere else to cache. A cached plan behaves exactly like a new one, since everything that a new plan would
 look at is in its key: so ranks need not have the same plans cached."""
+_PLAIN = {Tensor, nn.Parameter}
 _MAX_CACHED = 8
 
 _GENERATORS_OF_A_MODULE = (nn.Module.parameters.__code__, nn.Module.named_parameters.__code__)
@@ -108,7 +109,8 @@ def clip_grad_norm_(
     """
     tensors, names, problem = tensors_of(parameters)
     may_cache = replicas is None and problem is None
-    specs = [spec_of(p) for p in tensors]
+    # Plain tensors, asked all at once, have no spec.
+    specs = [None] * len(tensors) if {type(p) for p in tensors} <= _PLAIN else [spec_of(p) for p in tensors]
     key = _cache_key(tensors, specs, names, mesh, pp_mesh) if may_cache else ()
     # A plan leaves the cache while it is in use: no other thread can take it.
     plan, _ = _cached_plans.pop(key, (None, None))
@@ -143,12 +145,20 @@ def _cache_key(
     return (
         tuple(map(id, tensors)),
         tuple(map(id, specs)),
-        tuple([None if is_lazy(p) else p.shape for p in tensors]),
+        _shapes(tensors),
         tuple([(p.requires_grad, p.grad is None, p.dtype, marks_of(p) if vars(p) else None) for p in tensors]),
         None if names is None else tuple(names),
         mesh,
         pp_mesh,
     )
+
+
+def _shapes(tensors: Sequence[Tensor]) -> tuple[object, ...]:
+    """The shape of each tensor; None of a lazy one, which are rare: to ask each costs as much as all the rest."""
+    try:
+        return tuple([p.shape for p in tensors])
+    except RuntimeError:
+        return tuple([None if is_lazy(p) else p.shape for p in tensors])
 
 
 def group_parameters_for_norm(
