@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sonde.batch_size.budget import Pace
-from sonde.batch_size.measuring_cost import N_COSTS, WindowCosts
+from sonde.batch_size.measuring_cost import WindowCosts
 from tests.batch_size.paces import timed
 from tests.mutants import Mutant
 
@@ -40,7 +40,7 @@ def windows_of_ranks(
     for window in range(1, n_windows + 1):
         if cheaper_from and not first_cheap and window > cheaper_from and paces[0].is_measured:
             first_cheap = paces[0].windows + 1
-        dear, sums = 0.01 if not cheaper_from or first_cheap else 0.05, [0.0] * N_COSTS
+        dear, sums = 0.01 if not cheaper_from or first_cheap else 0.05, [0.0] * len(WindowCosts().numbers())
         for rank, pace in enumerate(paces):
             own = timed(measured=dear, idle=1e-6, window=0.05, every=pace.every, rng=rng)
             start = pace.start

@@ -79,8 +79,8 @@ class Delivery:
             rows = read_rows(numbers, adds, sizes)
             by_name = dict(zip(names, numbers[_SCALARS].tolist(), strict=True)) | on_host
             of_window = replace(known, rate=by_name.pop(RATE)) if RATE in by_name else known
-            of_examples = those_under("examples", numbers)
-            examples = read_examples(of_examples, rows[0]) if of_examples else None
+            example_sums = those_under("examples", numbers)
+            examples = read_examples(example_sums, rows[0]) if example_sums else None
             costs = WindowCosts(*numbers["costs"].tolist())
             return MeasuredWindow(rows, of_window, by_name, costs, numbers["frozen"], examples)
 

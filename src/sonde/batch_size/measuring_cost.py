@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 MOST_EVERY = 1000
 """At least one window in so many is measured, however small the budget."""
@@ -58,10 +58,6 @@ class WindowCosts:
     def numbers(self) -> list[float]:
         """All of it, in the order of the attributes."""
         return list(vars(self).values())  # astuple() copies each number, which takes ten times as long
-
-
-N_COSTS = len(fields(WindowCosts))
-"""Length of `WindowCosts.numbers`."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Is my batch size right? The gradient noise scale of a run, while it runs.
 
-The story of a measured window, from top to bottom: `piece` counts a micro-batch; `step` or `clip_grad_norm_` has
-`WindowEnds` end the window and put its numbers on their way; `Arrivals` gets them some windows later, and gives them to
-the tracker and the log.
+The story of a measured window: each backward is a piece, which `Pieces` counts, by its forward or by `piece`. The
+optimizer's step, `step` or `clip_grad_norm_` has `WindowEnds` end the window and put its numbers on their way.
+`Arrivals` gets them some windows later, and gives them to the tracker and the log.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from sonde.batch_size.taps.final_gradient import FinalGradient
 from sonde.batch_size.taps.metric import Metrics
 from sonde.batch_size.taps.named import Shapes, named, packed, under
 from sonde.batch_size.taps.tap import GradientSummary, Number, Problem, Tap
-from sonde.batch_size.taps.window_sums import PieceCounts, WindowSums, as_vector
+from sonde.batch_size.taps.window_sums import PieceCounts, WindowSums
 from sonde.batch_size.taps.witness import Witness
 from sonde.gradient_norm.global_norm import GlobalNorm
 from sonde.parallel.devices import is_capturing, runs_beside_host, widened
@@ -172,10 +172,6 @@ class WindowReader:
         self._saw_recording |= is_recorded
         return is_recorded
 
-    def saw_recording(self) -> None:
-        """Note that forwards were recorded into a CUDA graph."""
-        self._saw_recording = True
-
     # Pieces.
 
     def begin_piece(self) -> None:
@@ -279,8 +275,7 @@ class WindowReader:
         else:
             terms = self.final.terms(grads, self._metrics.without_first() if has_norm else self._metrics)
         final = self._of_final(witness, terms)
-        sums, own = self._of_pieces(problems, terms)
-        sums["costs"] = as_vector((costs or WindowCosts()).numbers(), self.device)
+        sums, own = self._of_pieces(problems, terms, costs or WindowCosts())
         sums["frozen"] = terms.new_zeros(0) if frozen is None else frozen
         # Where ranks hold parts of the gradient, the sum over ranks takes in its squares and elements.
         (sums if is_cut else own).update(final)
@@ -301,20 +296,22 @@ class WindowReader:
         self._seconds += time.perf_counter() - start
         return Window(vector, shapes, own, sizes, work), norm
 
-    def _of_pieces(self, problems: Collection[Problem], terms: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _of_pieces(
+        self, problems: Collection[Problem], terms: Tensor, costs: WindowCosts
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The numbers of the window's pieces by name: those that are summed over ranks, and this rank's own."""
         sums: dict[str, Tensor] = {}
         own: dict[str, Tensor] = {}
         if self._examples is not None:
-            of_examples, own = self._examples.end_window(self._sums, terms[0] if self._reads_examples else None)
-            sums, own = under("examples", of_examples), under("examples", own)
+            sums, own = self._examples.end_window(self._sums, terms[0] if self._reads_examples else None)
+            sums, own = under("examples", sums), under("examples", own)
         counts = self._take_problems(problems)
         for name, pieces in self._apart.items():
-            of_pieces, found = pieces.take()
-            sums |= under(name, of_pieces)
+            class_sums, found = pieces.take()
+            sums |= under(name, class_sums)
             for problem, n in found.items():
                 counts[problem] += n
-        return self._sums.take(counts, declares=self._tap.only_declared) | sums, own
+        return self._sums.take(counts, costs.numbers(), declares=self._tap.only_declared) | sums, own
 
     def _of_final(self, witness: Tensor, terms: Tensor) -> dict[str, Tensor]:
         """The elements and the squares of the final gradient by name, and those of classes apart."""
@@ -322,8 +319,8 @@ class WindowReader:
         for name, pieces in self._apart.items():
             elements, own = witness * pieces.own_elements, terms * pieces.is_own
             # Multiplied by 0, not left out: what is not finite stays so, and drops the window.
-            of_class = {"witness_final": witness - elements, "big": self._sums.per_group(terms * (1.0 - pieces.is_own))}
-            final |= under(name, of_class)
+            class_big = self._sums.per_group(terms * (1.0 - pieces.is_own))
+            final |= under(name, {"witness_final": witness - elements, "big": class_big})
             witness, terms = elements, own
         return {"witness_final": witness, "big": self._sums.per_group(terms)} | final
 

@@ -262,11 +262,14 @@ class WindowSums:
         sums[:, -1] = terms.sum(1)
         return sums
 
-    def take(self, problems: Sequence[Number], *, declares: bool = False) -> dict[str, Tensor]:
+    def take(
+        self, problems: Sequence[Number], costs: Sequence[float] = (), *, declares: bool = False
+    ) -> dict[str, Tensor]:
         """This rank's sums by name; starts the next window.
 
         Args:
             problems: count per `Problem`.
+            costs: what the rank has spent, which rides along.
             declares: whether this rank takes only declared pieces by now.
         """
         # Ranks that share a piece hold parts of its gradient: all add their squares, and one of them counts the piece.
@@ -288,16 +291,17 @@ class WindowSums:
         further = self._further_units
         if not counts_pieces:
             counts, further = [0.0] * len(counts), [0.0] * self._n_further_units
-        numbers = as_vector([*counts, float(declares), *further, *problems], self._device)
-        of_counts, of_units, of_problems = numbers.split([len(_COUNTS), len(further), len(Problem)])
-        self._add_not_finite(of_problems)
+        met = [float(bool(each)) for each in self._metrics.take_problems()]
+        of_host: dict[str, Sequence[Number]] = {"counts": [*counts, float(declares)], "further_units": further}
+        of_host |= {"problems": problems, "problems_of_metrics": met, "costs": costs}
+        # One copy brings all numbers of the host to the device.
+        vector = as_vector([n for each in of_host.values() for n in each], self._device)
+        numbers = dict(zip(of_host, vector.split([len(each) for each in of_host.values()]), strict=True))
+        self._add_not_finite(numbers["problems"])
         small = self.per_group(self._small)
         sums = {
             "small": small if self._small_of_norms is None else torch.cat([small, self._small_of_norms]),
-            "counts": of_counts,
-            "further_units": of_units,
-            "problems": of_problems,
-            "problems_of_metrics": as_vector([float(bool(met)) for met in self._metrics.take_problems()], self._device),
+            **numbers,
             "witness_small": self._witness_small,
             "witness_ranks": self._witness.square().sum() / self._weight if has_pieces else no_rank_sum,
             "compared": self._compare_pieces() if may_compare else no_rank_sum.new_zeros(_N_COMPARISONS),
