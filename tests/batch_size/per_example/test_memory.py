@@ -72,7 +72,8 @@ def test_the_default_staging_area_holds_a_layer_of_a_large_model(peaks: list[int
 
 def test_16_bit_factors_are_copied_in_blocks(peaks: list[int]) -> None:
     run(nn.Linear(256, 300, bias=False).bfloat16(), torch.randn(8, 2000, 256).bfloat16(), staging_bytes=STAGING)
-    assert max(peaks) < STAGING * 1.25
+    kept = 4 * (256 + 300) * 2  # the vectors of the projections, in 16 bits too
+    assert max(peaks) < STAGING * 1.25 + kept
 
 
 def test_lookups(peaks: list[int]) -> None:

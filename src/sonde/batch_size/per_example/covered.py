@@ -10,6 +10,7 @@ projections tell whether examples in certain places of a batch are more alike th
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -180,8 +181,8 @@ class Projections:
         # Rounded to bf16, so that the same vectors multiply gradients of every dtype. [projections, n]: products with
         # so few vectors take a quarter of the time in this order.
         u, v = (torch.randn(N_PROJECTIONS, n, generator=generator, device="cpu").bfloat16().float() for n in longest)
-        self._vectors = {u.device: (u, v)}
-        self._home = u.device
+        self._home = u, v
+        self._vectors = {(u.device, u.dtype): (u, v)}
 
     def of_gradient(self, grad: Tensor) -> Tensor:
         """Projections of a parameter's whole gradient, as a leaf hook sees it: [projections]."""
@@ -217,7 +218,7 @@ class Projections:
             left, right = (t if t.dim() == 4 else t[:, None] for t in (gradients.left, gradients.right))
             (u, _), (_, v) = self._of(left, n_rows, n_columns), self._of(right, n_rows, n_columns)
             groups = zip(left.unbind(1), right.unbind(1), u.chunk(left.shape[1], dim=1), strict=True)
-            return torch.stack([_sum_products(linear(x, w), linear(y, v), 1) for x, y, w in groups]).sum(0)
+            return functools.reduce(torch.add, [_sum_products(linear(x, w), linear(y, v), 1) for x, y, w in groups])
         u, v = self._of(gradients, n_rows, n_columns)
         if n_columns == 1:  # a vector: without a copy for each projection
             vectors = wide(gradients).reshape(-1, n_rows)
@@ -225,11 +226,11 @@ class Projections:
         return _sum_products(u.T, linear(gradients.reshape(-1, n_rows, n_columns), v), 1)
 
     def _of(self, like: Tensor, n_rows: int, n_columns: int) -> tuple[Tensor, Tensor]:
-        if like.device not in self._vectors:
-            u, v = self._vectors[self._home]
-            self._vectors[like.device] = to_device(u, like.device), to_device(v, like.device)
-        u, v = self._vectors[like.device]
-        return u[:, :n_rows].to(like.dtype), v[:, :n_columns].to(like.dtype)
+        if (found := self._vectors.get((like.device, like.dtype))) is None:
+            u, v = (to_device(vectors, like.device).to(like.dtype) for vectors in self._home)
+            found = self._vectors[like.device, like.dtype] = u, v
+        u, v = found
+        return u[:, :n_rows], v[:, :n_columns]
 
 
 def _matrix_shape(parameter: Tensor) -> tuple[int, int]:

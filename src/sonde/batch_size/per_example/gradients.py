@@ -10,6 +10,7 @@ below one weight gradient where a single example needs more.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sonde.parallel.devices import widened
+from sonde.parallel.devices import accumulation_dtype, widened
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def examples_of(gradients: Any, s: slice) -> Any:
 
 def joined(parts: Sequence[PerExample]) -> PerExample:
     """Chunks of examples as one."""
-    return _in_form_of(parts[0], [torch.cat(tensors) for tensors in zip(*map(tensors_of, parts), strict=True)])
+    return _in_form_of(parts[0], [in_one(tensors) for tensors in zip(*map(tensors_of, parts), strict=True)])
 
 
 def _in_form_of(like: PerExample, tensors: list[Tensor]) -> PerExample:
@@ -86,6 +87,21 @@ def n_bytes_of(gradients: PerExample) -> int:
 def wide(tensor: Tensor) -> Tensor:
     """A floating-point tensor in fp32 or better: the tensor itself if it is."""
     return tensor.float() if tensor.dtype.itemsize < 4 else tensor
+
+
+def _multiplies(x: Tensor, y: Tensor) -> bool:
+    """Whether the device has a product of two such tensors in fp32 or better, without a copy of them."""
+    # NVIDIA's tensor cores multiply 16 bits exactly, and add in fp32.
+    has_mixed_product = x.is_cuda and torch.version.cuda is not None
+    return x.dtype == y.dtype and (x.dtype.itemsize >= 4 or has_mixed_product)
+
+
+def product(x: Tensor, y: Tensor) -> Tensor:
+    """x y of matrices, […, n, m] by […, m, k], in fp32 or better."""
+    if x.dtype.itemsize < 4 and _multiplies(x, y):
+        products = torch.bmm(x.flatten(0, -3), y.flatten(0, -3), out_dtype=torch.float32)
+        return products.view(*x.shape[:-2], *products.shape[1:])
+    return wide(x) @ wide(y)
 
 
 def chunks(n: int, n_bytes_each: int, staging_bytes: int) -> Iterator[slice]:
@@ -107,7 +123,12 @@ def by_chunks(
         staging_bytes: memory that it may take.
     """
     n_examples = len(tensors_of(gradients)[0])
-    return torch.cat([of_chunk(s) for s in chunks(n_examples, n_bytes_each, staging_bytes)])
+    return in_one([of_chunk(s) for s in chunks(n_examples, n_bytes_each, staging_bytes)])
+
+
+def in_one(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors of some examples as one of all, [examples, …]; without a copy if there is only one."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def sq_norms(gradients: PerExample, staging_bytes: int) -> Tensor:
@@ -186,7 +207,7 @@ def _at_rows(gradients: Tensor | OuterProducts, rows: Tensor) -> Tensor:
     left, right = gradients.left, gradients.right
     # Only the elements of `left` that are looked up: [examples, positions of the factors, positions of the rows].
     looked_up = left.gather(2, rows[:, None, :].expand(len(left), left.shape[1], rows.shape[1]))
-    return wide(looked_up).mT @ wide(right)
+    return product(looked_up.mT, right)
 
 
 def formed(gradients: PerExample, shape: torch.Size) -> Tensor:
@@ -199,7 +220,7 @@ def formed(gradients: PerExample, shape: torch.Size) -> Tensor:
     if isinstance(gradients, Tensor):
         return wide(gradients)
     if isinstance(gradients, OuterProducts):
-        return (wide(gradients.left).mT @ wide(gradients.right)).reshape(-1, *shape)
+        return product(gradients.left.mT, gradients.right).reshape(-1, *shape)
     values = wide(gradients.values)
     rows = gradients.rows[:, :, None].expand_as(values)
     return values.new_zeros(len(values), *shape).scatter_add_(1, rows, values)
@@ -216,11 +237,11 @@ def _dot_of_outer_products(x: OuterProducts, y: OuterProducts, staging_bytes: in
 
 def _gram(x: OuterProducts, y: OuterProducts, staging_bytes: int) -> Tensor:
     n_bytes = 8 * _n_groups(x) * x.left.shape[-2] * y.left.shape[-2]
-    n_bytes += _upcast_bytes(x.left, x.right) * (1 if x is y else 2)
+    n_bytes += _copied_bytes(x) * (1 if x is y else 2)
 
     def of_chunk(s: slice) -> Tensor:
-        of_left = wide(x.left[s]) @ wide(y.left[s]).mT
-        of_right = wide(x.right[s]) @ wide(y.right[s]).mT
+        of_left = product(x.left[s], y.left[s].mT)
+        of_right = product(x.right[s], y.right[s].mT)
         # Terms of both signs would lose digits in one long sum: rows are summed in fp32, their sums in fp64.
         return _total(of_left.mul_(of_right).sum(-1))
 
@@ -230,7 +251,7 @@ def _gram(x: OuterProducts, y: OuterProducts, staging_bytes: int) -> Tensor:
 def _formed(x: OuterProducts, y: OuterProducts, staging_bytes: int) -> Tensor:
     n_rows, n_columns = x.left.shape[-1], x.right.shape[-1]
     # One weight gradient, or two and their product; half of the staging area where factors must be copied to fp32.
-    is_copied = _upcast_bytes(x.left, x.right, y.left, y.right) > 0
+    is_copied = _copied_bytes(x) + _copied_bytes(y) > 0
     n_bytes_of_row = (
         (1 if x is y else 3) * (4 if is_copied else 1) * wide(x.left[:0]).element_size() * _n_groups(x) * n_columns
     )
@@ -242,7 +263,7 @@ def _formed(x: OuterProducts, y: OuterProducts, staging_bytes: int) -> Tensor:
     def of_chunk(s: slice) -> Tensor:
         # The gradient of a single example that is larger than the staging area is formed in blocks of rows.
         blocks = chunks(n_rows, n_bytes_of_row * (s.stop - s.start), staging_bytes)
-        return torch.stack([of_rows(s, rows) for rows in blocks]).sum(0)
+        return functools.reduce(torch.add, [of_rows(s, rows) for rows in blocks])
 
     return by_chunks(of_chunk, x, n_bytes_of_row * n_rows, staging_bytes)
 
@@ -250,13 +271,13 @@ def _formed(x: OuterProducts, y: OuterProducts, staging_bytes: int) -> Tensor:
 def _form(x: OuterProducts, examples: slice, rows: slice, staging_bytes: int) -> Tensor:
     """Some rows of some examples' gradients: [examples, (groups,) rows, columns], fp32 or better."""
     left, right = x.left[examples, ..., rows], x.right[examples]
-    if left.dtype == right.dtype and left.dtype.itemsize >= 4:
-        return left.mT @ right
+    if _multiplies(left, right):
+        return product(left.mT, right)
     # 16-bit factors are copied to fp32 before they are multiplied: in blocks of positions, in half of the staging area.
     n_bytes = 4 * (left[..., :1, :].numel() + right[..., :1, :].numel())
     formed: Tensor | None = None
     for t in chunks(left.shape[-2], n_bytes, staging_bytes // 2):
-        part = wide(left[..., t, :]).mT @ wide(right[..., t, :])
+        part = product(left[..., t, :].mT, right[..., t, :])
         formed = part if formed is None else formed.add_(part)
     assert formed is not None
     return formed
@@ -295,6 +316,11 @@ def _upcast_bytes(*tensors: Tensor) -> int:
     return sum(4 * t[0].numel() for t in tensors if t.dtype.itemsize < 4)
 
 
+def _copied_bytes(x: OuterProducts) -> int:
+    """Bytes of one example's factors in fp32, where they must be copied to be multiplied."""
+    return 0 if _multiplies(x.left, x.right) else _upcast_bytes(x.left, x.right)
+
+
 def _sq(values: Tensor) -> Tensor:
     """Σ values² over all dims but the first, the last dim in the tensor's own dtype and the others in fp64: [examples].
 
@@ -311,5 +337,4 @@ def _dot(x: Tensor, y: Tensor) -> Tensor:
 
 def _total(values: Tensor) -> Tensor:
     """The sum over all dims but the first, in fp64 where the device has it: [examples]."""
-    wider = widened(values)
-    return wider.flatten(1).sum(1) if wider.dim() > 1 else wider
+    return values.flatten(1).sum(1, dtype=accumulation_dtype(values.device)) if values.dim() > 1 else widened(values)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sonde.batch_size.batch_dim import LayerSaw, is_time_first
 from sonde.batch_size.per_example.covered import N_PROJECTIONS, PerExampleSquares, Projections, compared
-from sonde.batch_size.per_example.gradients import PerExample, joined, sq_norms, tensors_of
+from sonde.batch_size.per_example.gradients import PerExample, in_one, joined, sq_norms, tensors_of
 from sonde.batch_size.per_example.rules import Inputs, NotCoveredError, layer_gradients
 from sonde.batch_size.per_example.uses import CHANGED_IN_PLACE, Call, Layer, Uses, versions_of
 from sonde.parallel.devices import to_device, zero_sums
@@ -145,11 +145,11 @@ class PieceSums:
         for uses, of_chunks in parts.items():
             uses.sizes.add(len(grad))
             uses.is_looked_up |= call.layer.rule.rows is not None and grad.dim() == 2
-            self._add_projections(uses, torch.cat(projected[uses]))
+            self._add_projections(uses, in_one(projected[uses]))
             if uses in alone:
-                uses.add_alone(torch.cat(of_chunks))
+                uses.add_alone(in_one(of_chunks))
             else:
-                uses.add(call, of_chunks[0] if len(of_chunks) == 1 else joined(of_chunks))
+                uses.add(call, joined(of_chunks))
 
     def _add_projections(self, uses: Uses, of_rows: Tensor) -> None:
         seen = of_rows.sum(0)
