@@ -12,6 +12,7 @@ from sonde.batch_size.per_example.window import NOTHING_COVERED, SEVERAL_BACKWAR
 from sonde.batch_size.setup import NoiseScaleOptions
 from sonde.batch_size.stats.example_sums import ENOUGH_COVERED, CoveredPart
 from sonde.batch_size.stats.window_row import WITHOUT_EXAMPLES, Drop, WindowRow
+from sonde.batch_size.window_clock import OwnTime
 from sonde.parallel.same_on_ranks import holds_on_all
 from sonde.parallel.wrappers import Wrapper
 
@@ -37,12 +38,13 @@ class Mechanism:
         model: as the user calls it.
         wrapper: of the model.
         options: of the probe.
+        own: its time.
 
     Raises:
         ValueError: if examples are asked for and cannot be read.
     """
 
-    def __init__(self, model: nn.Module, wrapper: Wrapper, options: NoiseScaleOptions) -> None:
+    def __init__(self, model: nn.Module, wrapper: Wrapper, options: NoiseScaleOptions, own: OwnTime) -> None:
         self._names = list(wrapper.parameters)
         self._is_asked = options.per_example == "always"
         self.examples: ExampleWindow | None = None
@@ -51,7 +53,7 @@ class Mechanism:
         """Why examples are not read where a window is a single piece, for people; empty where they may be."""
         if self._is_asked or (options.per_example == "auto" and wrapper.n_ranks == 1):
             try:
-                self.examples = _example_window(model, wrapper, options)
+                self.examples = _example_window(model, wrapper, options, own)
             except ValueError as error:
                 self.why_not = str(error)
             can_read = self.examples is not None  # all or none: ranks must send vectors of one length
@@ -209,7 +211,7 @@ def _is_one_unit(row: WindowRow) -> bool:
     return row.weight**2 < 1.5 * row.sq_weight_over_units
 
 
-def _example_window(model: nn.Module, wrapper: Wrapper, options: NoiseScaleOptions) -> ExampleWindow:
+def _example_window(model: nn.Module, wrapper: Wrapper, options: NoiseScaleOptions, own: OwnTime) -> ExampleWindow:
     """What reads single examples.
 
     Raises:
@@ -230,6 +232,7 @@ def _example_window(model: nn.Module, wrapper: Wrapper, options: NoiseScaleOptio
         staging_bytes=staging_bytes,
         rules=options.rules,
         is_sharded=is_sharded,
+        own=own,
     )
     if len(window.without_rule) == len(wrapper.parameters):
         raise ValueError("no layer of the model has a rule for them: pass rules= to attach, see sonde.PerExampleNorms")

@@ -37,6 +37,7 @@ from sonde.batch_size.taps.autograd_internals import (
     inside_another_backward,
     will_accumulate,
 )
+from sonde.batch_size.window_clock import MEASURING, OwnTime
 from sonde.parallel.devices import default_staging_bytes, is_capturing
 from sonde.parallel.own_passes import is_in_own_pass
 from sonde.parallel.wrappers import clean_name, find_wrapper
@@ -125,8 +126,8 @@ class PerExampleNorms:
         self._unseen = self._reasons_for_unseen(list(parameters))
         self._handles: list[RemovableHandle] = []
         self._fast_paths: FastPaths | None = None
-        self.seconds = 0.0
-        """Host time spent in hooks and in `open` so far."""
+        self.own = OwnTime()
+        """Counts what its hooks take."""
         self.discard()
 
     def discard(self) -> None:
@@ -159,7 +160,6 @@ class PerExampleNorms:
             ValueError: for compiled and graphed models, for batch normalisation in train mode, and for parameters that
                 are not in the model any more.
         """
-        start = time.perf_counter()
         if self._handles:
             raise RuntimeError("the hooks are installed already: close() comes before another open()")
         refuse_model(self._model, batch_norms=not watches_batch_norms)
@@ -183,7 +183,6 @@ class PerExampleNorms:
         for uses in self._piece.uses:
             if uses.parameter.requires_grad:  # it may have been frozen since
                 self._handles.append(uses.parameter.register_hook(self._harmless(self._whole, uses)))
-        self.seconds += time.perf_counter() - start
 
     def _put_on(
         self, register: Callable[..., RemovableHandle], hook: Callable[..., None], *first: Any, **how: bool
@@ -200,7 +199,7 @@ class PerExampleNorms:
             except Exception as error:  # a bug, a mistake in a rule of the user's, or no memory left
                 self._failure = self._failure or error
             finally:
-                self.seconds += time.perf_counter() - start
+                self.own.spent[MEASURING] += time.perf_counter() - start
 
         return harmless
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
@@ -17,6 +16,7 @@ from sonde.batch_size.stats.example_sums import ExampleSums
 from sonde.batch_size.stats.window_row import WindowRow
 from sonde.batch_size.taps.named import Named
 from sonde.batch_size.taps.window_sums import PieceCounts, WindowSums, as_vector
+from sonde.batch_size.window_clock import OwnTime
 from sonde.parallel.devices import exact_bits, to_device, widened, zero_sums
 from sonde.wording import plural
 
@@ -101,6 +101,7 @@ class ExampleWindow:
         rules: see `PerExampleNorms`.
         is_sharded: whether ranks hold parts of `.grad`, whose squares are known only after the sum over ranks.
         staging_bytes: see `PerExampleNorms`.
+        own: the probe's time.
 
     Raises:
         ValueError: for models that `PerExampleNorms` refuses.
@@ -115,10 +116,12 @@ class ExampleWindow:
         staging_bytes: int,
         rules: Mapping[type[nn.Module], GradientsOf] | None = None,
         is_sharded: bool = False,
+        own: OwnTime,
     ) -> None:
         self._norms = PerExampleNorms(
             model, parameters=parameters, leaves=leaves, rules=rules, staging_bytes=max(staging_bytes, 2**16)
         )
+        self._norms.own = own
         self._names, self._is_sharded = tuple(parameters), is_sharded
         self._device = leaves[0].device
         generator = torch.Generator(device="cpu").manual_seed(_SEED)
@@ -127,7 +130,6 @@ class ExampleWindow:
         self._keys = widened(to_device(keys, self._device))
         self.reasons: dict[str, str] = {}
         """Why parameters, by name, are not covered, as far as the host knows; "" holds a reason for all of them."""
-        self._own_seconds = 0.0
         self._reset()
 
     def _reset(self) -> None:
@@ -140,11 +142,6 @@ class ExampleWindow:
     def is_open(self) -> bool:
         """Whether examples are read now."""
         return self._norms.is_open
-
-    @property
-    def seconds(self) -> float:
-        """Host time spent so far."""
-        return self._norms.seconds + self._own_seconds
 
     @property
     def without_rule(self) -> Mapping[str, str]:
@@ -178,11 +175,6 @@ class ExampleWindow:
         """
         if not self._norms.is_open:
             return
-        before, inside = time.perf_counter(), self._norms.seconds
-        self._add_piece(counts, unscale)
-        self._own_seconds += time.perf_counter() - before - (self._norms.seconds - inside)
-
-    def _add_piece(self, counts: PieceCounts, unscale: Tensor | None) -> None:
         if isinstance(counts.units, Tensor) or not float(counts.units).is_integer():
             self.reasons[""] = "the number of units of a piece is no whole number that the host knows: pass an int"
             self._norms.discard()
