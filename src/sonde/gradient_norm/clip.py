@@ -20,6 +20,7 @@ from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.refused_gradients import marks_of
 from sonde.gradient_norm.scaling import Nonfinite, check_options, check_order, clip_measured_
 from sonde.gradient_norm.verify import check_replicas, compare_plans
+from sonde.parallel.outside_graphs import outside_graphs
 from sonde.parallel.placements import spec_of
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ _MAX_CACHED = 8
 _GENERATORS_OF_A_MODULE = (nn.Module.parameters.__code__, nn.Module.named_parameters.__code__)
 
 
+@outside_graphs
 def clip_grad_norm_(
     parameters: Parameters,
     max_norm: float | None,
@@ -81,10 +83,10 @@ def clip_grad_norm_(
             gradients to 0, or has the fused optimizer in `fold_into` skip its step. "raise" raises on every rank and
             names the parameters; it waits for the device. "assert_async" stops a GPU when it gets there.
         fold_into: a fused optimizer of all these parameters. Its next `step()`, which must follow, scales the gradients
-            as it reads them, which saves a pass; `.grad` is not scaled before. If the same parameters are clipped again
-            before that step, only the last clip counts. If gradients are added, replaced or written to before that
-            step, or it gets a closure, the clip is dropped with a warning. (A clip inside the closure is folded.) Two
-            hooks stay on the optimizer; without a fold they do nothing.
+            as it reads them, which saves a pass; `.grad` is not scaled before. If sonde takes another norm of any of
+            them before that step, it scales them first, as without a fold. If gradients are added, replaced or written
+            to before that step, or it gets a closure, the clip is dropped with a warning. (A clip inside the closure is
+            folded.) Two hooks stay on the optimizer; without a fold they do nothing.
         ep_enabled: accepted so that calls written for torchtitan run unchanged; it has no effect, since the placements
             of gradients show expert parallelism.
 
@@ -161,6 +163,7 @@ def _shapes(tensors: Sequence[Tensor]) -> tuple[object, ...]:
         return tuple([None if is_lazy(p) else p.shape for p in tensors])
 
 
+@outside_graphs
 def group_parameters_for_norm(
     parameters: Parameters,
     *,
@@ -201,6 +204,7 @@ def group_parameters_for_norm(
     return plan
 
 
+@outside_graphs
 def clip_grad_norm_distributed_(
     parameter_groups: NormPlan,
     max_norm: float | None,

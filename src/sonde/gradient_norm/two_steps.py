@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from sonde.gradient_norm.clip import Parameters, measure_and_clip, tensors_of
+from sonde.gradient_norm.fused_clip import apply_folds, scale_
 from sonde.gradient_norm.held_error import HeldError
 from sonde.gradient_norm.plan import NormPlan
-from sonde.gradient_norm.scaling import Nonfinite, check_max_norm, clip_coefficient, is_one, scale_
+from sonde.gradient_norm.scaling import Nonfinite, check_max_norm, clip_coefficient, is_one
+from sonde.parallel.outside_graphs import outside_graphs
 from sonde.parallel.placements import is_dtensor, local_tensor
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ def get_total_norm(
     replicas: Mapping[Any, int] | None = None,
     by_group: Sequence[str],
 ) -> tuple[Tensor, dict[str, Tensor]]: ...
+@outside_graphs
 def get_total_norm(
     tensors: Tensors,
     norm_type: float = 2.0,
@@ -155,6 +158,7 @@ def _groups(
     return names, None
 
 
+@outside_graphs
 @torch.no_grad()
 def clip_grads_with_norm_(
     parameters: Tensors, max_norm: float, total_norm: Tensor | float, foreach: bool | None = None
@@ -188,6 +192,7 @@ def clip_grads_with_norm_(
         tensors, _, problem = tensors_of(parameters)
         if problem is not None:
             raise problem
+    apply_folds(tensors)
     if isinstance(total_norm, Tensor) and is_dtensor(total_norm):
         total_norm = cast(Any, total_norm).full_tensor()
     alike: dict[Hashable, list[Tensor]] = {}
