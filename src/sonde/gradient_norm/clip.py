@@ -71,8 +71,9 @@ def clip_grad_norm_(
         error_if_nonfinite: the same as nonfinite="raise".
         foreach: accepted so that calls written for torch run unchanged; it has no effect.
         mesh: all ranks that hold any of the model, pipeline stages included. One collective then does everything, and
-            all ranks get the same bits. None sums each gradient over the ranks of its own mesh, by one collective for
-            each such set of ranks, and counts plain tensors as whole.
+            all ranks get the same bits. None takes a mesh of all ranks that some gradients are cut over, if others are
+            not; else it sums each gradient over the ranks of its own mesh, by one collective for each such set of
+            ranks, and counts plain tensors as whole.
         pp_mesh: the pipeline stages, each with parameters of its own.
         replicas: how many ranks of `mesh` hold the same values, by tensor or name. Declare plain tensors that are not
             the same on all ranks of their stage (experts under expert parallelism), and DTensors that are on a part of
@@ -110,6 +111,7 @@ def clip_grad_norm_(
         (tensor(5.), tensor([0.6000, 0.8000]))
     """
     tensors, names, problem = tensors_of(parameters)
+    problem = problem or _are_gradients(tensors)
     may_cache = replicas is None and problem is None
     # Plain tensors, asked all at once, have no spec.
     specs = [None] * len(tensors) if {type(p) for p in tensors} <= _PLAIN else [spec_of(p) for p in tensors]
@@ -285,6 +287,16 @@ def tensors_of(parameters: Parameters) -> tuple[list[Tensor], list[str] | None, 
         problem = _no_tensors(not_tensors[0], is_listed=True)
         names, listed = None, [item for item in listed if isinstance(item, Tensor)]
     return listed, names, problem
+
+
+def _are_gradients(tensors: Sequence[Tensor]) -> ValueError | None:
+    """The error for tensors that nothing marks as parameters: a clip would look for their gradients and find none."""
+    if not tensors or any(t.requires_grad or t.grad is not None or isinstance(t, nn.Parameter) for t in tensors):
+        return None
+    return ValueError(
+        "parameters must be tensors with a gradient, got tensors that require none: pass model.parameters(), not their "
+        "gradients; sonde.get_total_norm takes gradients"
+    )
 
 
 def _module_of(parameters: Parameters) -> nn.Module | None:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 Tensors = Parameters | NormPlan
 
-_MODULE = (
-    "tensors must be gradients, got the module {}, whose tensors are its weights: pass "
-    "[p.grad for p in model.parameters() if p.grad is not None], or the plan of group_parameters_for_norm"
+_WEIGHTS = (
+    "tensors must be gradients, got {}: pass [p.grad for p in model.parameters() if p.grad is not None], or the plan "
+    "of group_parameters_for_norm; for the norm of the weights, [p.detach() for p in model.parameters()]"
 )
 
 
@@ -72,7 +72,8 @@ def get_total_norm(
         tensors: a tensor, tensors, or (name, tensor) pairs. The norm is of these tensors themselves: pass gradients,
             `[p.grad for p in model.parameters() if p.grad is not None]`. Or a plan that `group_parameters_for_norm`
             returned: then it is the norm of its parameters' gradients, and nothing is planned anew. A tensor that is
-            listed twice counts twice, as with torch: the norm is of the list that was passed. A module is refused.
+            listed twice counts twice, as with torch: the norm is of the list that was passed. A module and its
+            parameters are refused: their norm would be that of the weights.
         norm_type: as for `clip_grad_norm_`.
         error_if_nonfinite: raise when the norm is not finite; waits for the device.
         foreach: accepted so that calls written for torch run unchanged; it has no effect.
@@ -87,7 +88,8 @@ def get_total_norm(
         groups by name; the p-th powers of the groups' norms add up to the norm's.
 
     Raises:
-        ValueError: as `clip_grad_norm_`; for a module; and when `by_group` has another length than `tensors`.
+        ValueError: as `clip_grad_norm_`; for a module and for parameters; and when `by_group` has another length than
+            `tensors`.
         RuntimeError: for a norm that is not finite, with `error_if_nonfinite`.
 
     Example:
@@ -105,7 +107,9 @@ def get_total_norm(
     else:
         listed, names, error = tensors_of([] if isinstance(tensors, nn.Module) else tensors)
         if isinstance(tensors, nn.Module):
-            error = ValueError(_MODULE.format(type(tensors).__name__))
+            error = ValueError(_WEIGHTS.format(f"the module {type(tensors).__name__}, whose tensors are its weights"))
+        elif any(isinstance(tensor, nn.Parameter) for tensor in listed):
+            error = ValueError(_WEIGHTS.format("parameters, which are weights"))
         groups, parts = list[str](), None
         with problem.hold():
             groups, parts = _groups(by_group, listed, error)
