@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sonde.batch_size.budget import RANKS_DISAGREE
-from sonde.batch_size.frozen_on_ranks import FrozenOnRanks
+from sonde.batch_size.frozen_watch import FrozenWatch
 from sonde.batch_size.log import MeasuredWindow, NoiseScaleLog
 from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.metric_trackers import MetricTrackers
@@ -26,7 +26,7 @@ class Arrivals:
         metrics: average the windows.
         log: writes them.
         rounding: how gradients are rounded now.
-        frozen: which parameters are no longer trained, on any rank.
+        frozen: which parameters are frozen, on any rank.
         mechanism: solves windows from their pieces or from single examples.
         pacing: of the measured windows.
         tap: learns that only declared pieces count, once some rank has declared one.
@@ -42,7 +42,7 @@ class Arrivals:
         log: NoiseScaleLog,
         rounding: RoundingWatch,
         *,
-        frozen: FrozenOnRanks,
+        frozen: FrozenWatch,
         mechanism: Mechanism,
         pacing: Pacing,
         tap: Tap,
@@ -67,25 +67,25 @@ class Arrivals:
         """Take in a window: the tracker averages it, the log writes."""
         if self._rounding.has_changed():
             self._metrics.set_rounding(self._rounding.now())
+        number = window.known.number
+        if window.frozen is not None and (change := self._frozen.arrived(window.frozen)) is not None:
+            self._metrics.begin_anew(number)
+            self._log.alert(*change, window=number)
         read_examples = self._mechanism.reads_examples
         row = self._mechanism.row_of(window)
         drop = self._metrics.update(row, window)
         if drop is None:
-            self._begin_anew_if_it_speaks_of_something_else(row, window.known.number)
+            self._begin_anew_if_it_speaks_of_something_else(row, number)
         self._mechanism.saw(window, is_sound=drop is None, scale=self._tracker.scale)
         if drop is not None and drop.kind == "changed":
             self._model.look_again()
         if drop is None:
             self._tracker.coverage = self._mechanism.covered.coverage if row.examples is not None else None
-        number = window.known.number
         for alert, message in self._mechanism.take_news():
             if alert:
                 self._log.alert(alert, message, window=number)
             else:
                 self._say(message)
-        for change in self._frozen.arrived(window.frozen, number) if window.frozen is not None else ():
-            self._metrics.parameters_changed(change)
-            self._log.alert(change.alert, change.message, window=number)
         if self._mechanism.reads_examples != read_examples:
             self._pacing.measures_otherwise()
         self._pace(window)

@@ -1,18 +1,26 @@
-"""Notices parameters of this rank that are no longer trained, and parameters that are trained again."""
+"""Parameters that are frozen in mid-run, or trained again: all ranks learn of it with the same window.
+
+Every measured window's sum over ranks carries two numbers of each rank: how many of its parameters are frozen, and a
+hash of which. Where the sums change, the noise scale begins anew. Groups without gradients leave a reading by
+themselves.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
-_OFF_FOR = 3
+from sonde.batch_size.taps.window_sums import as_vector
+from sonde.parallel.devices import exact_bits
+from sonde.wording import some_of
+
+_FOR = 3
 """Windows in a row after which `requires_grad` counts as changed. A loop that alternates is left alone."""
-_ABSENT_FOR = 20
-"""Windows looked at in a row, after which a parameter without a gradient counts as no longer trained."""
-_SHARE_PRESENT = 0.9
-"""Share of the windows before, at least as many, in which it had one. Experts that rest now and then have less."""
+_MOST_BITS = 32
+"""Of the hash."""
 
 
 class FrozenWatch:
@@ -21,99 +29,64 @@ class FrozenWatch:
     Where `requires_grad` seems to have changed, it looks at the windows that follow too, measured or not: in a loop
     that alternates, several measured windows in a row may lack the same parameters by chance.
 
-    What it notices concerns all ranks; `FrozenOnRanks` tells them.
-
     Args:
-        parameters: measured parameters of this rank.
+        parameters: measured parameters of this rank, by name.
+        n_ranks: ranks that windows are summed over.
+        n_stages: ranks of the pipeline, or 1. As many ranks hold each stage's parameters, or a part of each.
+        device: where the sums live.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = list(parameters)
-        self._n_windows = 0
-        self._spells: dict[int, _Spell] = {}
-        """Of the parameters that are not trained, and of those that are again, by position."""
-        self._absences = [0] * len(self._parameters)
-        self._gone: set[int] = set()
-        self._moves: list[int] = []
-        self.is_undecided = False
-        """Whether `requires_grad` may have changed, so that the next window is looked at even if it is not measured."""
+    def __init__(self, parameters: Mapping[str, Tensor], *, n_ranks: int, n_stages: int, device: torch.device) -> None:
+        self._parameters, self._device = dict(parameters), device
+        self._n_holding = max(1, n_ranks // n_stages)
+        """Ranks that hold each parameter, or a part of it."""
+        self._n_hashes = 2 ** min(exact_bits(device, n_ranks), _MOST_BITS)
+        self._frozen: tuple[str, ...] | None = None
+        """What this rank holds and does not train; None before the first window."""
+        self._seen: tuple[str, ...] = ()
+        self._n_seen = 0
+        """What was frozen when this looked last, where that is something else; and how often in a row."""
+        self.of_all: list[float] | None = None
+        """The numbers of all ranks in the last window that has arrived, over the ranks that hold each parameter."""
 
     @property
-    def gone(self) -> frozenset[int]:
-        """Positions of the parameters that are no longer trained."""
-        return frozenset(self._gone)
+    def is_undecided(self) -> bool:
+        """Whether `requires_grad` may have changed, so that the next window is looked at even if it is not measured."""
+        return self._n_seen > 0
 
-    def restore(self, gone: Collection[int]) -> None:
-        """Go on after a state was loaded.
-
-        Args:
-            gone: positions of the parameters that were no longer trained.
-        """
-        self._gone, self._spells, self._moves, self.is_undecided = set(gone), {}, [], False
-
-    def take_moves(self) -> list[int]:
-        """For each change since the last call, the number of the first window that was seen with it."""
-        moves, self._moves = self._moves, []
-        return moves
-
-    def window_ends(self, number: int) -> None:
-        """Look at a window that ends, before the gradients are zeroed.
-
-        Args:
-            number: of the window.
-        """
-        self._n_windows += 1
-        kinds = {i: "absent" for i, p in enumerate(self._parameters) if p.grad is None or not p.requires_grad}
-        if not (kinds or self._spells or self._gone):
+    def look(self) -> None:
+        """Look at a window that ends."""
+        now = tuple(name for name, p in self._parameters.items() if not p.requires_grad)
+        if self._frozen in (None, now):
+            self._frozen, self._n_seen = now, 0
             return
-        for i in kinds:
-            if self._parameters[i].requires_grad:
-                self._absences[i] += 1
-            else:
-                kinds[i] = "off"
-        kinds |= dict.fromkeys(self._gone.difference(kinds), "back")
-        self._spells = {i: self._extended(i, kind, number) for i, kind in kinds.items()}
-        if gone := [i for i in self._spells if i not in self._gone and self._is_over(i)]:
-            self._gone.update(gone)
-            self._note(gone)
-        if returned := [i for i, s in self._spells.items() if s.kind == "back" and s.length >= _OFF_FOR]:
-            self._gone.difference_update(returned)
-            self._note(returned)
-        self.is_undecided = any(
-            s.kind != "absent" and s.length < _OFF_FOR and (s.kind == "back" or i not in self._gone)
-            for i, s in self._spells.items()
-        )
+        self._n_seen = self._n_seen + 1 if now == self._seen else 1
+        self._seen = now
+        if self._n_seen == _FOR:
+            self._frozen, self._n_seen = now, 0
 
-    def _extended(self, index: int, kind: str, number: int) -> _Spell:
-        """A parameter's spell with one more window; a new one if it was in another state, or in none."""
-        before = self._spells.get(index)
-        if before is None or before.kind != kind:
-            return _Spell(kind, number, 1)
-        return _Spell(kind, before.first, before.length + 1)
+    def numbers(self) -> Tensor:
+        """What this rank adds to the sum of a measured window; [2]."""
+        frozen = self._frozen or ()
+        which = zlib.crc32(" ".join(frozen).encode()) % self._n_hashes
+        return as_vector([float(len(frozen)), float(which)], self._device)
 
-    def _is_over(self, index: int) -> bool:
-        """Whether a parameter counts as no longer trained."""
-        spell = self._spells[index]
-        if spell.kind == "off":
-            return spell.length >= _OFF_FOR
-        before = self._n_windows - spell.length
-        n_present = before - (self._absences[index] - spell.length)
-        return spell.length >= _ABSENT_FOR <= before and n_present >= _SHARE_PRESENT * before
+    def arrived(self, numbers: Tensor) -> tuple[str, str] | None:
+        """Take the sum over ranks of a window; windows in order.
 
-    def _note(self, indices: Collection[int]) -> None:
-        self._moves.append(min(self._spells[i].first for i in indices))
+        Returns:
+            The name of an alert and its message, if other parameters are trained than in the window before.
+        """
+        before, self.of_all = self.of_all, (numbers.double() / self._n_holding).tolist()
+        if before in (None, self.of_all):
+            return None
+        if self.of_all[0] < before[0]:
+            return "unfrozen", "measured parameters are trained again: the noise scale begins anew with them"
+        names = some_of(list(self._frozen or ()), 2) or "of other ranks"
+        message = f"measured parameters are no longer trained ({names}): the noise scale begins anew without them"
+        return "frozen", message
 
-
-@dataclass(frozen=True)
-class _Spell:
-    """Windows in a row in which a parameter was frozen, had no gradient, or is trained again.
-
-    Attributes:
-        kind: "off", "absent" or "back".
-        first: number of the first of them.
-        length: how many were looked at.
-    """
-
-    kind: str
-    first: int
-    length: int
+    def restore(self, of_all: Sequence[float] | None) -> None:
+        """Go on from the `of_all` of a saved state."""
+        self._frozen, self._n_seen = None, 0
+        self.of_all = None if of_all is None else list(of_all)

@@ -112,7 +112,7 @@ class MeasuredWindow:
         known: what the host knew of it.
         scalars: by name: the user's own, and those of a clip, under their metric names.
         costs: what ranks have spent since the measured window before, summed over ranks.
-        frozen: which parameters are no longer trained, as `FrozenOnRanks` packed it, summed over ranks; 1-D.
+        frozen: the numbers of `FrozenWatch`, summed over ranks; [2].
         examples: what its single examples gave; None where the probe does not read them.
     """
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sonde.batch_size.frozen_on_ranks import TrainedChange
 from sonde.batch_size.log import MeasuredWindow
 from sonde.batch_size.metric_choice import ChosenMetrics
 from sonde.batch_size.stats.scale_witness import RoundingTolerance
@@ -70,10 +69,10 @@ class MetricTrackers:
         ]
         return drops[0]
 
-    def parameters_changed(self, change: TrainedChange) -> None:
-        """Forget the windows in which other parameters were trained than now."""
+    def begin_anew(self, first: int) -> None:
+        """Forget the windows before one: other parameters were trained."""
         for tracker in self._all.values():
-            tracker.begin_anew(change.first, changed=change.groups, gone=change.gone)
+            tracker.begin_anew(first)
 
     def state_dict(self) -> dict[str, Any]:
         """The averages of all but the headline, by metric."""

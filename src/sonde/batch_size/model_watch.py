@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sonde.batch_size.frozen_on_ranks import FrozenOnRanks
 from sonde.batch_size.frozen_watch import FrozenWatch
 from sonde.batch_size.model_checks import BATCH_NORM, STEPS_IN_BACKWARD, n_batch_norms, n_post_accumulate_hooks
 from sonde.batch_size.step_watch import Alert
@@ -36,7 +35,7 @@ class ModelWatch:
     Args:
         model: as the user calls it.
         wrapper: what it was wrapped in at attach.
-        frozen: tells all ranks which parameters are no longer trained.
+        frozen: looks which parameters are trained.
         reader: of the windows.
         alert: called with an alert's name and message: "batch_norm" and "not_watched".
         say: takes a sentence for the user.
@@ -46,7 +45,7 @@ class ModelWatch:
         self,
         model: nn.Module,
         wrapper: Wrapper,
-        frozen: FrozenOnRanks,
+        frozen: FrozenWatch,
         reader: WindowReader,
         *,
         alert: Alert,
@@ -55,7 +54,7 @@ class ModelWatch:
         self._model, self._reader, self._alert, self._say = model, reader, alert, say
         self.unmeasured = UnmeasuredParameters(model, wrapper)
         self._parameters = list(wrapper.parameters.values())
-        self._trained, self._frozen = FrozenWatch(self._parameters), frozen
+        self._frozen = frozen
         self._n_hooks = n_post_accumulate_hooks(self._parameters)
         self._n_batch_norms: int | None = n_batch_norms(model)
         """Batch-normalisation layers in train mode at attach; None once the first window has ended."""
@@ -63,23 +62,16 @@ class ModelWatch:
         self._looks_for_wrapper, self._n_looks = True, 0
         self._late_wrapper: weakref.ref[nn.Module] | None = None
 
-    def window_passes(self, number: int) -> None:
-        """Note that a window is being ended that was not measured.
+    def window_passes(self) -> None:
+        """Note that a window is being ended that was not measured."""
+        if self._frozen.is_undecided:
+            self._frozen.look()
 
-        Args:
-            number: of the window.
-        """
-        if self._trained.is_undecided:
-            self._trained.window_ends(number)
-
-    def window_ends(self, number: int) -> tuple[set[Problem], Tensor]:
+    def window_ends(self) -> tuple[set[Problem], Tensor]:
         """Look at the model while a measured window is being ended.
 
-        Args:
-            number: of the window.
-
         Returns:
-            Why the window's pieces cannot be used; and which parameters are no longer trained on this rank, to be
+            Why the window's pieces cannot be used; and what tells which parameters are frozen on this rank, to be
             summed over ranks.
         """
         if self._n_batch_norms is not None:  # a model may be attached in evaluation mode, as pretrained ones often come
@@ -91,8 +83,8 @@ class ModelWatch:
             problems.add(change)
         elif self._is_wrapped():
             problems.add(Problem.WRAPPED_LATE)
-        self._trained.window_ends(number)
-        return problems, self._frozen.numbers(self._trained.gone, self._trained.take_moves(), number)
+        self._frozen.look()
+        return problems, self._frozen.numbers()
 
     def _gradients_were_taken(self) -> bool:
         """Whether hooks may have taken the gradients that the window's pieces had."""
@@ -122,10 +114,6 @@ class ModelWatch:
         if self._n_hooks > n_before:
             n_new = plural(self._n_hooks - n_before, "parameter")
             self._say(f"post-accumulate-grad hooks on {n_new} since attach: {STEPS_IN_BACKWARD}")
-
-    def restore(self, frozen: Collection[str]) -> None:
-        """Go on after a state was loaded; see `FrozenOnRanks.restore`."""
-        self._trained.restore(self._frozen.restore(frozen))
 
 
 def _averaging_wrapper(model: nn.Module) -> nn.Module | None:

@@ -27,7 +27,7 @@ from sonde.batch_size.budget import Pace
 from sonde.batch_size.delivery import Delivery
 from sonde.batch_size.forward_units import FIRST_DIM, ForwardUnits, is_of_forward
 from sonde.batch_size.found_model import RanksOfModel, find_model
-from sonde.batch_size.frozen_on_ranks import FrozenOnRanks
+from sonde.batch_size.frozen_watch import FrozenWatch
 from sonde.batch_size.log import METRICS as LOG_METRICS
 from sonde.batch_size.log import NoiseScaleLog
 from sonde.batch_size.measuring_cost import Cost
@@ -204,10 +204,8 @@ class NoiseScaleProbe:
         self._closed = False
         self._verbose = verbose and log.is_first_rank
         self._log_every = log.every
-        self._frozen = FrozenOnRanks(
-            whole,
-            found.group_names,
-            n_own=len(found.parameters),
+        self._frozen = FrozenWatch(
+            wrapper.parameters,
             n_ranks=n_summed_ranks,
             n_stages=1 if wrapper.pp_mesh is None else wrapper.pp_mesh.size(),
             device=self._reader.device,
@@ -594,7 +592,7 @@ class NoiseScaleProbe:
                     "what": self._identity(),
                     "averages": self._tracker.state_dict(),
                     "metrics": self._metrics.state_dict(),
-                    "frozen": self._frozen.frozen,
+                    "frozen": self._frozen.of_all,
                     "run": self._log.state_dict(),
                     "windows": self._ends.n_windows,
                     "covered": self._arrivals.n_covered,
@@ -618,7 +616,7 @@ class NoiseScaleProbe:
             self._ends.catch_up()
             self._delivery.receive_all()  # windows still on their way belong to the time before
             self._metrics.load_state_dict(contents["averages"], contents["metrics"])
-            self._model.restore(contents["frozen"])
+            self._frozen.restore(contents["frozen"])
             self._log.load_state_dict(contents["run"])
             self._ends.n_windows = contents["windows"]
             self._arrivals.n_covered = contents["covered"]

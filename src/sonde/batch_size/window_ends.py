@@ -94,7 +94,7 @@ class WindowEnds:
         self._n_quiet -= 1
         self.n_windows += 1
         self._steps.window_ended()
-        self._model.window_passes(self.n_windows)
+        self._model.window_passes()
         self._own.spent[ALWAYS] += time.perf_counter() - start
         return True
 
@@ -183,7 +183,7 @@ class WindowEnds:
         Returns:
             The norm, if it was asked for; and an error to raise after the window has ended.
         """
-        problems, frozen = self._model.window_ends(self.n_windows + 1)
+        problems, frozen = self._model.window_ends()
         problems |= self._steps.take_problems() | ({Problem.UNITS_ASKED} if self._pieces.is_doubted else set())
         self._steps.window_ended()
         if question := self._pieces.take_question():
@@ -217,7 +217,7 @@ class WindowEnds:
         """End a window that was not measured: only the clip has work to do."""
         self.n_windows += 1
         self._steps.window_ended()
-        self._model.window_passes(self.n_windows)
+        self._model.window_passes()
         return (None, None) if clip is None else self._clipped(clip, self._reader.final.plan_without_groups)
 
     def _put(self, window: Window, scalars: Mapping[str, float | Tensor]) -> None:

@@ -196,7 +196,12 @@ def test_a_reading_in_words_gives_the_advice_of_its_verdict(n_windows: int, batc
     assert str(replace(reading, units_per_window=None)).endswith("; measure more")  # of a checkpoint: no verdict
 
 
-def test_groups_that_are_not_trained_now_are_left_out() -> None:
+def test_groups_without_a_gradient_are_left_out() -> None:
     averages = averages_of(30)
-    averages.run.begin_anew(31, gone=["noise"])
+    averages.run.begin_anew(31)
+    for _ in range(3):
+        averages.n_seen += 1
+        averages.see_units(8)
+        row = window_row([[[1.0, 0.0], [2.0, 0.0]]], units=4)
+        averages.add(solve_window(row, scale=1.0, n_ranks=1), SOUND)
     assert list(summarise(averages, unit="rows").groups) == ["signal"]

@@ -105,41 +105,13 @@ def test_what_is_forgotten_no_longer_counts() -> None:
     assert (run.blocks.n_windows, run.blocks.n_steps, run.last_window) == (60, 60, 160)
 
 
-def test_windows_of_before_that_arrive_late_do_not_count() -> None:
-    """A window was under way when its parameters were frozen: its numbers come after everything began anew."""
-    run, made = run_of(windows(20)), windows(30, seed=1)
-    run.begin_anew(25)
-    for number in range(21, 25):
-        run.add(windows(1, b_simple=1e6, seed=number)[0], number)
-    assert (run.blocks.n_windows, run.blocks.n_steps) == (0, 0)
-    for number, window in enumerate(made, 25):
-        run.add(window, number)
-    assert run.levels() == run_of(made).levels()
-
-
-def test_groups_that_are_gone_are_known_by_name() -> None:
-    run = run_of(windows(20))
-    run.begin_anew(21, gone=["second"])
-    assert run.gone == {"second"}
-    for number, window in enumerate(windows(60, seed=1), 21):
-        table = window.per_group.table.clone()  # type: ignore[attr-defined]
-        table[:, 1] = 0.0
-        total = WindowEstimate(*table.sum(1).tolist())
-        run.add(SolvedWindow(**(vars(window) | {"total": total, "per_group": GroupEstimates(table)})), number)
-    total_level, first, second = run.levels()
-    assert total_level.ratio == pytest.approx(first.ratio, rel=1e-9)
-    assert second.status == "unresolved"
-    run.begin_anew(90)
-    assert run.gone == set()
-
-
 @pytest.mark.parametrize("n_before", [0, 3, 8, 60])
 @pytest.mark.parametrize("begins_anew", [False, True])
 def test_a_state_goes_on_bit_for_bit(n_before: int, begins_anew: bool) -> None:
     """Through JSON; windows of another size follow."""
     run, other = run_of(windows(n_before)), WindowsOfRun(GROUPS)
     if begins_anew:
-        run.begin_anew(n_before + 1, gone=["second"])
+        run.begin_anew(n_before + 1)
     other.load_state_dict(json.loads(json.dumps(run.state_dict())))
     assert other.state_dict() == run.state_dict()
     assert other.levels() == run.levels()
@@ -150,7 +122,6 @@ def test_a_state_goes_on_bit_for_bit(n_before: int, begins_anew: bool) -> None:
     assert other.levels() == run.levels()
     assert other.average() == run.average()
     assert other.recent() == run.recent()
-    assert other.gone == run.gone
 
 
 def test_a_state_replaces_what_was_measured() -> None:

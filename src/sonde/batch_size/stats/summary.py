@@ -111,7 +111,8 @@ def make_reading(
         scale=averages.scale,
         scale_residual=averages.scale_residual,
         unit=unit,
-        groups={name: group for name, group in zip(run.groups, groups, strict=False) if name not in run.gone},
+        # A group without any gradient is frozen, or not covered.
+        groups={n: g for n, g in zip(run.groups, groups, strict=False) if (g.trace_cov, g.grad_sq) != (0.0, 0.0)},
     )
 
 

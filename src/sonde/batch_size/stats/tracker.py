@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from sonde.batch_size.stats.averages import NoiseScaleAverages
 from sonde.batch_size.stats.example_sums import Coverage
 from sonde.batch_size.stats.expert_sums import joint_scale
 from sonde.batch_size.stats.fixed_weights import FixedWeights
-from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading
+from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.scale_witness import RoundingTolerance, rounding_of_sums
 from sonde.batch_size.stats.solved_window import SolvedWindow, solve_window
 from sonde.batch_size.stats.summary import summarise
@@ -105,16 +105,9 @@ class NoiseScaleTracker:
         self.last, self.last_norm = solved, solved.norm
         return None
 
-    def begin_anew(self, first: int, *, changed: Collection[str] = (), gone: Collection[str] = ()) -> None:
-        """Forget all windows before one: they speak of other parameters.
-
-        Args:
-            first: number of the first window that counts.
-            changed: groups of which other parameters are trained from now on.
-            gone: those of them in which no parameter is trained now.
-        """
-        run = self._averages.run
-        run.begin_anew(first, gone=run.gone - set(changed) | set(gone))
+    def begin_anew(self, first: int) -> None:
+        """Forget all windows before one, the first that counts: they speak of other parameters."""
+        self._averages.run.begin_anew(first)
 
     def reading(self, *, with_groups: bool = True) -> NoiseScaleReading:
         """The present reading.
@@ -126,10 +119,7 @@ class NoiseScaleTracker:
             reading = self._fixed_weights.reading(self._averages, unit=self.unit, with_groups=with_groups)
             return replace(reading, coverage=self.coverage)
         reading = summarise(self._averages, unit=self.unit, with_groups=with_groups)
-        if self.coverage is None:
-            return reading
-        groups = {name: _known(group) for name, group in reading.groups.items()}
-        return replace(reading, groups=groups, coverage=self.coverage)
+        return replace(reading, coverage=self.coverage)
 
     @property
     def scale(self) -> float | None:
@@ -170,10 +160,3 @@ class NoiseScaleTracker:
         """Restore what `state_dict` returned."""
         self._averages = NoiseScaleAverages(self.groups, self.further_units)
         self._averages.load_state_dict(state)
-
-
-def _known(group: GroupReading) -> GroupReading:
-    """A group's reading; without numbers if none of its parameters is covered, which leaves it nothing but zeros."""
-    if group.trace_cov or group.grad_sq:
-        return group
-    return GroupReading("unresolved", None, None, None, None, None)

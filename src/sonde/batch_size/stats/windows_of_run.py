@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,8 +61,6 @@ class WindowsOfRun(Stateful):
 
     def __init__(self, groups: Sequence[str]) -> None:
         self.groups = tuple(groups)
-        self.gone: frozenset[str] = frozenset()
-        """The groups in which no parameter is trained now."""
         self.last_window = 0
         """Number of the last window that was used."""
         self._peak_rate, self._peaked_at = 0.0, 0
@@ -86,9 +84,6 @@ class WindowsOfRun(Stateful):
             number: of the window in training.
             rate: the learning rate; None where it is not known.
         """
-        # Of a window that was under way when everything began anew, the numbers may come later.
-        if number <= self._origin:
-            return
         self.last_window = number
         total = on_host([[window.total.trace_cov], [window.total.grad_sq]])
         estimates = torch.cat([total, estimates_table(window.per_group)], 1).T
@@ -117,14 +112,8 @@ class WindowsOfRun(Stateful):
             return False
         return stays <= max(_LEVEL_AT_LEAST, _LEVEL_FOR * self.last_window, _LONGER * self._longest_stay)
 
-    def begin_anew(self, first: int, *, gone: Collection[str] = ()) -> None:
-        """Forget all windows: they speak of other parameters.
-
-        Args:
-            first: number of the first window that counts.
-            gone: the groups in which no parameter is trained now.
-        """
-        self.gone = frozenset(gone)
+    def begin_anew(self, first: int) -> None:
+        """Forget all windows before one, the first that counts: they speak of other parameters."""
         self._begin(max(first - 1, 0))
 
     @property
@@ -161,15 +150,10 @@ class WindowsOfRun(Stateful):
             scatter = math.sqrt(max(xx / x**2 - 2 * xy / (x * y) + yy / y**2, 0.0))
         return Recent(trace_cov, grad_sq, n_windows, n_steps, scatter)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that `load_state_dict` needs, as JSON values."""
-        return super().state_dict() | {"gone": sorted(self.gone)}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, of a run with the same groups."""
         self._begin(0)
         super().load_state_dict(state)
-        self.gone = frozenset(state["gone"])
         if self._batch > 0:
             self._filter = NoiseScaleFilter(1 + len(self.groups), self._batch)
             for block in self.blocks.complete:
