@@ -25,8 +25,8 @@ from torch.func import functional_call, grad, vmap
 from benchmarks.machine import describe
 from sonde.batch_size.checkpoint.measurement import precision
 from sonde.batch_size.stats.fixed_weights import FixedWeights, window_lengths
-from sonde.batch_size.stats.noise_scale import PieceSums, WindowEstimate, estimate_window
-from sonde.batch_size.stats.solved_window import SolvedWindow
+from sonde.batch_size.stats.noise_scale import Pieces, WindowEstimate
+from sonde.batch_size.stats.window_row import SolvedWindow
 
 DIVISIONS: dict[str, Callable[[], Iterator[int]]] = {
     "2, 4, 6, 8, …": lambda: window_lengths(1),
@@ -93,9 +93,9 @@ def window(gradients: Tensor, n_pieces: int, generator: torch.Generator) -> Solv
     rows = torch.randint(0, len(gradients), (n_pieces, PIECE), generator=generator)
     pieces = gradients[rows].mean(1)
     total = pieces.sum(0)
-    sums = PieceSums(float(pieces.square().sum()), n_pieces, n_pieces / PIECE, n_pieces / PIECE, n_pieces)
-    estimate = estimate_window(sums, float(total @ total))
-    return SolvedWindow(estimate, (estimate,), None, 1.0, n_pieces * PIECE, 1 / PIECE, 1.0, 1.0)
+    counts = Pieces(n_pieces, n_pieces / PIECE, n_pieces / PIECE, n_pieces)
+    estimate = counts.solve(float(pieces.square().sum()), float(total @ total))
+    return SolvedWindow(torch.tensor([estimate, estimate], dtype=torch.float64).T, 1.0, n_pieces * PIECE, 1 / PIECE)
 
 
 def measure(gradients: Tensor, lengths: Iterator[int], until: float, generator: torch.Generator) -> tuple[Tensor, bool]:

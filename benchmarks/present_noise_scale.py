@@ -35,9 +35,8 @@ from benchmarks.machine import page
 from benchmarks.recorded_runs import FOLDER, Recorded, load
 from sonde.batch_size.budget import Pace
 from sonde.batch_size.measuring_cost import WindowCosts
-from sonde.batch_size.stats.noise_scale import WindowEstimate
 from sonde.batch_size.stats.ratio_average import RatioAverage
-from sonde.batch_size.stats.solved_window import SolvedWindow
+from sonde.batch_size.stats.window_row import SolvedWindow
 from sonde.batch_size.stats.windows_of_run import WindowsOfRun
 from sonde.stats.intervals import RatioInterval
 
@@ -189,9 +188,10 @@ def steps_to_read(n_steps: int) -> list[int]:
 
 def solved(run: Recorded, step: int) -> SolvedWindow:
     """A window as a probe solves it."""
-    total = WindowEstimate(*run.windows[step - 1])
-    norm = math.sqrt(max(total.grad_sq + total.trace_cov / run.batch, 0.0))
-    return SolvedWindow(total, (), None, norm, run.batch, 4 / run.batch, 1.0, 1.0)
+    trace_cov, grad_sq = run.windows[step - 1]
+    norm = math.sqrt(max(grad_sq + trace_cov / run.batch, 0.0))
+    total = torch.tensor([[trace_cov], [grad_sq]], dtype=torch.float64)
+    return SolvedWindow(total, norm, run.batch, 4 / run.batch)
 
 
 Reader = Callable[[int], RatioInterval]

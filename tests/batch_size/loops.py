@@ -112,13 +112,13 @@ def contents_of(probe: NoiseScaleProbe) -> dict[str, Any]:
 
 def counted(probe: NoiseScaleProbe) -> tuple[int, int]:
     """How many windows the noise scale rests on, and the steps of training up to the last of them."""
-    run = probe._tracker._averages.run
+    run = probe._tracker.run
     return run.blocks.n_windows, run.blocks.n_steps
 
 
 def n_recent(probe: NoiseScaleProbe) -> int:
     """The number of last measured windows that a reading's tr Σ and |G|² are averaged over."""
-    recent = probe._tracker._averages.run.recent()
+    recent = probe._tracker.run.recent()
     assert recent is not None
     return recent.n_windows
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import sonde
-from tests.batch_size.loops import Recording, attached, flat_grad, mean_loss, small_model
+from tests.batch_size.loops import Recording, attached, mean_loss, small_model
 from tests.batch_size.single_examples import Scaled, assert_as, by_hand, pieces_of
-from tests.oracles import window_by_hand
 from tests.runs.report.visible_text import visible_text
 
 
@@ -58,28 +57,6 @@ def test_where_hardly_anything_is_left_out_nothing_looks_wrong(tmp_path: Path) -
     text = visible_text(sonde.write_report(tmp_path))
     assert "It speaks of parameters with 99.9 % of the squared gradient." in text
     assert "Something looks wrong" not in text
-
-
-def test_windows_with_pieces_give_the_ratio_of_the_covered_to_the_whole() -> None:
-    torch.manual_seed(0)
-    model, sums = Scaled(), torch.zeros(2, 2, dtype=torch.float64)
-    keep = torch.cat([torch.full((p.numel(),), name != "own") for name, p in model.named_parameters()])
-    with attached(model, per_example="always") as probe:
-        for window in range(20):
-            pieces = pieces_of(16, 16, seed=window)
-            gradients = [flat_grad(model, mean_loss(model, *piece)) for piece in pieces]
-            for i, kept in enumerate((keep, torch.ones_like(keep))):
-                own = [g[kept] for g in gradients]
-                sums[i] += torch.tensor(window_by_hand(own, [1, 1], [16, 16], torch.stack(own).sum(0)))
-            for piece in pieces:
-                with probe.piece(units=16):
-                    mean_loss(model, *piece).backward()
-            probe.step()
-            model.zero_grad()
-        coverage = probe.reading().coverage
-    assert coverage is not None
-    ratios = sums[:, 0] / sums[:, 1]
-    assert coverage.ratio == pytest.approx(float(ratios[0] / ratios[1]), rel=1e-4)
 
 
 def test_units_that_are_not_rows_give_a_reason() -> None:

@@ -24,15 +24,15 @@ def test_a_window_without_declared_pieces_names_what_its_loop_may_have_done() ->
 
 
 CAUSES = {
-    "ended twice": "neither a forward nor a backward of the model was seen in this window: the same window was ended",
+    "ended twice": "the same window was ended twice (call probe.step()",
     "by hand": "gradients are set by hand, as those of torch.autograd.grad",
-    "others": "other parameters are trained now, such as another adapter: attach to each",
+    "others": "other parameters are trained now, such as another adapter (attach to each)",
 }
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("cause", CAUSES)
-def test_a_window_without_a_backward_names_one_cause(
+def test_a_window_without_a_backward_names_the_causes(
     cause: str, set_to_none: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A window of the usual kind comes first, as where a loop changes from one adapter to another."""
@@ -55,5 +55,5 @@ def test_a_window_without_a_backward_names_one_cause(
             optimizer.step()
             optimizer.zero_grad(set_to_none)
         [message] = probe.reading().dropped
-    assert [name for name, text in CAUSES.items() if text in message] == [cause]
+    assert CAUSES[cause] in message
     assert "could one example be told" not in capfd.readouterr().err

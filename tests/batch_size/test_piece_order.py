@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 import sonde
-from sonde.batch_size.stats.comparisons import OrderSums, order_of_pieces
-from sonde.batch_size.stats.dependence import Dependence
+from sonde.batch_size.stats.dependence import Dependence, order_of_pieces
 from tests.batch_size.loops import attached
 
 TRUTH = torch.randn(16, 1, generator=torch.Generator().manual_seed(5)) / 4
@@ -97,7 +96,7 @@ def test_an_order_by_chance_raises_no_doubt() -> None:
     for _ in range(20):
         watch = Dependence(100.0)
         for sign in torch.randint(0, 2, (500,), generator=generator) * 2 - 1:
-            watch.update(OrderSums(float(sign), 1, float(sign), 1))
+            watch.add({"place": (float(sign), 1.0), "units": (float(sign), 1.0)})
             assert not watch.doubts()
 
 
@@ -114,7 +113,7 @@ def test_only_pieces_that_can_be_compared_are() -> None:
 def test_a_restart_remembers_the_order() -> None:
     watch, other = Dependence(100.0), Dependence(100.0)
     for _ in range(100):
-        watch.update(OrderSums(-1.0, 1))
+        watch.add({"place": (-1.0, 1.0)})
     other.load_state_dict(watch.state_dict())
     assert other.doubts() == watch.doubts()
     assert "smaller gradient" in other.doubts()["dependent_pieces"]

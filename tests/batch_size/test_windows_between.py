@@ -294,7 +294,7 @@ def test_a_block_that_is_frozen_leaves_the_noise_scale_and_returns() -> None:
         probe.reading()
         assert "unfrozen" in probe.alerts
         assert "0" in probe.reading().groups
-        assert 16 < probe._tracker._averages.run.blocks.n_steps <= 24  # up to the last measured one
+        assert 16 < probe._tracker.run.blocks.n_steps <= 24  # up to the last measured one
 
 
 def test_another_optimizer_is_followed_between() -> None:

@@ -93,7 +93,8 @@ class Arrivals:
             self._tap.only_declared = True
         self._say_first(window.row)
         plain = self._metrics.plain
-        self._log.window(window, drop, plain.last_norm if plain is not None else None)
+        solved = None if plain is None else plain.last
+        self._log.window(window, drop, None if solved is None else solved.norm)
 
     def _pace(self, window: MeasuredWindow) -> None:
         pace = self._pacing.pace

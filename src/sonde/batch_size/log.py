@@ -12,11 +12,9 @@ from torch import Tensor
 
 from sonde.batch_size.measuring_cost import Cost, WindowCosts
 from sonde.batch_size.per_example.window import ExampleRow
-from sonde.batch_size.stats.example_sums import ENOUGH_COVERED
-from sonde.batch_size.stats.reading import NoiseScaleReading
-from sonde.batch_size.stats.solved_window import SolvedWindow
+from sonde.batch_size.stats.reading import ENOUGH_COVERED, NoiseScaleReading
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
-from sonde.batch_size.stats.window_row import Drop, WindowRow
+from sonde.batch_size.stats.window_row import Drop, SolvedWindow, WindowRow
 from sonde.probe import Metric, ReportSection
 from sonde.record_values import json_number
 from sonde.records import RunLog, logger, spacing

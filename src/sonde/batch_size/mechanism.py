@@ -10,7 +10,7 @@ from torch import nn
 from sonde.batch_size.log import MeasuredWindow
 from sonde.batch_size.per_example.window import NOTHING_COVERED, SEVERAL_BACKWARDS, ExampleWindow
 from sonde.batch_size.setup import NoiseScaleOptions
-from sonde.batch_size.stats.example_sums import ENOUGH_COVERED, CoveredPart
+from sonde.batch_size.stats.reading import ENOUGH_COVERED, CoveredPart
 from sonde.batch_size.stats.window_row import WITHOUT_EXAMPLES, Drop, WindowRow
 from sonde.batch_size.window_clock import OwnTime
 from sonde.parallel.same_on_ranks import holds_on_all
@@ -159,7 +159,7 @@ class Mechanism:
             return
         self._n_failures = 0
         if is_sound and scale is not None:
-            self.covered.update(found.sums, row.pieces(float(row.sq_norm_over_weight.sum())), row.big, scale=scale)
+            self.covered.update(found.sums.n_covered, found.sums.big, row.big)
             self._say_coverage(found.covered)
 
     def _give_up(self, reason: str) -> None:

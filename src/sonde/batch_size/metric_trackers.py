@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from sonde.batch_size.log import MeasuredWindow
 from sonde.batch_size.metric_choice import ChosenMetrics
 from sonde.batch_size.stats.scale_witness import RoundingTolerance
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, WindowRow
+from sonde.stats.sealed_state import Stateful
 
 
-class MetricTrackers:
+class MetricTrackers(Stateful):
     """One tracker for each metric that was asked for. The first is the headline.
 
     Args:
         metrics: of the probe.
         make: makes a tracker, called with the name of its metric.
     """
+
+    STATE = ("_all",)
 
     def __init__(self, metrics: ChosenMetrics, make: Callable[[str], NoiseScaleTracker]) -> None:
         self._row: dict[str, int] = {name: metrics.measured.names.index(name) for name in metrics.names}
@@ -73,13 +75,3 @@ class MetricTrackers:
         """Forget the windows before one: other parameters were trained."""
         for tracker in self._all.values():
             tracker.begin_anew(first)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The averages of all but the headline, by metric."""
-        return {name: tracker.state_dict() for name, tracker in self.further.items()}
-
-    def load_state_dict(self, averages: Mapping[str, Any], further: Mapping[str, Any]) -> None:
-        """Restore the averages of the headline, and what `state_dict` returned."""
-        self.headline.load_state_dict(averages)
-        for name, tracker in self.further.items():
-            tracker.load_state_dict(further[name])

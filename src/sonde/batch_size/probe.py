@@ -48,8 +48,8 @@ from sonde.batch_size.setup import (
 )
 from sonde.batch_size.stats.fixed_weights import FixedWeights
 from sonde.batch_size.stats.reading import NoiseScaleReading
-from sonde.batch_size.stats.solved_window import SolvedWindow
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
+from sonde.batch_size.stats.window_row import SolvedWindow
 from sonde.batch_size.step_watch import StepWatch
 from sonde.batch_size.taps.ddp_buckets import CommHook, comm_hook_name, hook_label
 from sonde.batch_size.taps.squared_norms import LEAST_SQ_NORM
@@ -590,8 +590,7 @@ class NoiseScaleProbe:
             return sealed(
                 {
                     "what": self._identity(),
-                    "averages": self._tracker.state_dict(),
-                    "metrics": self._metrics.state_dict(),
+                    "averages": self._metrics.state_dict(),
                     "frozen": self._frozen.of_all,
                     "run": self._log.state_dict(),
                     "windows": self._ends.n_windows,
@@ -615,7 +614,7 @@ class NoiseScaleProbe:
         with self._delivery.alone():
             self._ends.catch_up()
             self._delivery.receive_all()  # windows still on their way belong to the time before
-            self._metrics.load_state_dict(contents["averages"], contents["metrics"])
+            self._metrics.load_state_dict(contents["averages"])
             self._frozen.restore(contents["frozen"])
             self._log.load_state_dict(contents["run"])
             self._ends.n_windows = contents["windows"]

@@ -18,22 +18,36 @@ VERSION = 9
 
 
 class Stateful:
-    """An object whose state is the attributes that `STATE` names: JSON values, and other objects with a state."""
+    """An object whose state is the attributes that `STATE` names.
+
+    They are JSON values, objects with a state, or dictionaries of these, of which a state restores those that it has.
+    """
 
     STATE: ClassVar[tuple[str, ...]]
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that `load_state_dict` needs, as JSON values."""
-        values = {name: getattr(self, name) for name in self.STATE}
-        return {n: v.state_dict() if isinstance(v, Stateful) else copy.deepcopy(v) for n, v in values.items()}
+        return {name: _saved(getattr(self, name)) for name in self.STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, in an object made with the same arguments."""
         for name in self.STATE:
-            if isinstance(own := getattr(self, name), Stateful):
-                own.load_state_dict(state[name])
-            else:
-                setattr(self, name, copy.deepcopy(state[name]))
+            setattr(self, name, _restored(getattr(self, name), state[name]))
+
+
+def _saved(value: Any) -> Any:
+    if isinstance(value, Stateful):
+        return value.state_dict()
+    return {name: _saved(v) for name, v in value.items()} if isinstance(value, dict) else copy.deepcopy(value)
+
+
+def _restored(own: Any, saved: Any) -> Any:
+    if isinstance(own, Stateful):
+        own.load_state_dict(saved)
+        return own
+    if isinstance(own, dict) and any(isinstance(v, Stateful) for v in own.values()):
+        return {name: _restored(v, saved[name]) if name in saved else v for name, v in own.items()}
+    return copy.deepcopy(saved)
 
 
 def sealed(contents: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sonde.batch_size.stats.blocks import Block, Blocks
+from sonde.batch_size.stats.filter import Block, Blocks
 
 
 def test_a_block_by_hand() -> None:

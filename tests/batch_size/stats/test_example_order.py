@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sonde.batch_size.stats.comparisons import OrderScores, order_scores
-from sonde.batch_size.stats.dependence import Dependence
+from sonde.batch_size.stats.dependence import Dependence, order_scores, scores_of_examples
 
 
 def rows(n: int, seed: int = 0, power: int = 3) -> Tensor:
@@ -69,7 +68,7 @@ def doubt_of(watch: Dependence) -> str | None:
 def watched(kind: str, n: int, windows: int = 200) -> Dependence:
     watch = Dependence(50.0)
     for seed in range(windows):
-        watch.update(OrderScores(*order_scores(shared(kind, n, seed)).tolist()))
+        watch.add(scores_of_examples(*order_scores(shared(kind, n, seed)).tolist()))
     return watch
 
 
@@ -104,7 +103,8 @@ def test_independent_rows_are_not_accused_in_any_order(kind: str, n: int) -> Non
 def test_pieces_that_differ_more_than_examples_say(excess: float, is_doubted: bool) -> None:
     watch, generator = Dependence(50.0), torch.Generator().manual_seed(0)
     for _ in range(200):
-        watch.update(excess=max(-1.0, min(1.0, excess + 0.2 * float(torch.randn((), generator=generator)))))
+        drawn = excess + 0.2 * float(torch.randn((), generator=generator))
+        watch.add({"excess": (max(-1.0, min(1.0, drawn)), 1.0)})
     doubt = doubt_of(watch)
     assert (doubt is not None) == is_doubted
     if doubt is not None:

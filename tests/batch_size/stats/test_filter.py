@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from sonde.batch_size.stats import filter as of_filter
-from sonde.batch_size.stats.blocks import Block, Blocks, change_of_rate
-from sonde.batch_size.stats.filter import NoiseScaleFilter
+from sonde.batch_size.stats.filter import Block, Blocks, NoiseScaleFilter, change_of_rate
 from sonde.stats.intervals import RatioInterval, fieller_interval
 from tests.batch_size.stats.windows import gaussian_windows
 from tests.mutants import Mutant

@@ -9,24 +9,29 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sonde.batch_size.stats.averages import NoiseScaleAverages
 from sonde.batch_size.stats.fixed_weights import FixedWeights, window_lengths
-from sonde.batch_size.stats.noise_scale import PieceSums, WindowEstimate, estimate_window
-from sonde.batch_size.stats.solved_window import SolvedWindow
+from sonde.batch_size.stats.noise_scale import Pieces
+from sonde.batch_size.stats.reading import NoiseScaleReading
+from sonde.batch_size.stats.window_row import SolvedWindow
 from sonde.stats.intervals import fieller_interval
+from tests.batch_size.stats import windows
+from tests.batch_size.stats.windows import tracker_of
 from tests.oracles import per_example_gradients, population
 
 
 def solved(estimates: list[tuple[float, float]], units: float) -> SolvedWindow:
-    per_group = tuple(WindowEstimate(x, y) for x, y in estimates)
-    total = WindowEstimate(sum(x for x, _ in estimates), sum(y for _, y in estimates))
-    return SolvedWindow(total, per_group, None, 1.0, units, 1.0, 1.0, 1.0)
+    total = tuple(sum(each) for each in zip(*estimates, strict=True))
+    return windows.solved([total, *estimates], units)
 
 
-def averages_of(n_windows: int, groups: tuple[str, ...] = ("a",)) -> NoiseScaleAverages:
-    averages = NoiseScaleAverages(groups, memory=math.inf)
-    averages.n_seen = averages.windows = n_windows
-    return averages
+def reading(
+    fixed: FixedWeights, n_windows: int, groups: tuple[str, ...] = ("a",), *, differences: float = 1.0
+) -> NoiseScaleReading:
+    tracker = tracker_of(groups, fixed_weights=fixed)
+    tracker.n_seen = tracker.windows = n_windows
+    for _ in range(n_windows):
+        tracker.dependence.add({"differences": (differences, 1.0)})
+    return tracker.reading()
 
 
 WINDOWS = [([(10.0, 1.0), (6.0, 0.5)], 4.0), ([(14.0, 2.0), (4.0, 0.7)], 8.0), ([(9.0, 1.4), (5.0, 0.6)], 12.0)]
@@ -53,12 +58,12 @@ def test_a_reading_is_the_weighted_average_with_fiellers_interval() -> None:
     fixed = FixedWeights(batch=32)
     for estimates, units in WINDOWS:
         fixed.add(solved(estimates, units), weight=1.0)
-    reading = fixed.reading(averages_of(5, ("a", "b")), unit="rows")
+    found = reading(fixed, 5, ("a", "b"))
     units = [n for _, n in WINDOWS]
     for own, series in (
-        (reading, [tuple(map(sum, zip(*estimates, strict=True))) for estimates, _ in WINDOWS]),
-        (reading.groups["a"], [estimates[0] for estimates, _ in WINDOWS]),
-        (reading.groups["b"], [estimates[1] for estimates, _ in WINDOWS]),
+        (found, [tuple(map(sum, zip(*estimates, strict=True))) for estimates, _ in WINDOWS]),
+        (found.groups["a"], [estimates[0] for estimates, _ in WINDOWS]),
+        (found.groups["b"], [estimates[1] for estimates, _ in WINDOWS]),
     ):
         expected = by_hand(series, units)  # type: ignore[arg-type]
         interval = fieller_interval(**expected)
@@ -67,9 +72,9 @@ def test_a_reading_is_the_weighted_average_with_fiellers_interval() -> None:
         assert own.grad_sq == pytest.approx(expected["denominator"], rel=1e-12)
         assert own.b_simple == pytest.approx(expected["numerator"] / expected["denominator"], rel=1e-12)
         assert (own.low, own.high) == pytest.approx((interval.low, interval.high), rel=1e-9)
-    assert (reading.windows, reading.units_per_window, reading.scatter) == (5, 32, None)
-    assert reading.average is not None
-    assert reading.average.b_simple == reading.b_simple
+    assert (found.windows, found.units_per_window, found.scatter) == (5, 32, None)
+    assert found.average is not None
+    assert found.average.b_simple == found.b_simple
 
 
 def test_windows_are_averaged_as_means_of_their_pieces() -> None:
@@ -85,11 +90,11 @@ def test_windows_are_averaged_as_means_of_their_pieces() -> None:
 
 def test_too_little_gives_a_reason() -> None:
     fixed = FixedWeights()
-    nothing = fixed.reading(averages_of(0), unit="rows")
+    nothing = reading(fixed, 0)
     assert (nothing.status, nothing.reason, nothing.trace_cov) == ("unresolved", "no window has ended yet", None)
     for i in range(3):
         fixed.add(solved([(10.0 + i, 1.0)], 4.0), weight=1.0)
-    few = fixed.reading(averages_of(3), unit="rows")
+    few = reading(fixed, 3)
     assert few.reason == "too few windows for an interval: measure more"
     assert few.trace_cov == pytest.approx(11.0)
     assert few.b_simple is None
@@ -100,39 +105,37 @@ def test_too_little_gives_a_reason() -> None:
 
 
 def test_all_windows_dropped_gives_the_usual_reason() -> None:
-    averages = averages_of(0)
-    averages.dropped = {"it was zeroed": 3, "NaN": 1}
-    assert FixedWeights().reading(averages, unit="rows").reason == "it was zeroed"
+    tracker = tracker_of(fixed_weights=FixedWeights())
+    tracker.dropped = {"it was zeroed": 3, "NaN": 1}
+    assert tracker.reading().reason == "it was zeroed"
 
 
 def test_a_doubt_takes_all_numbers_away() -> None:
-    fixed, averages = FixedWeights(), averages_of(5, ("a", "b"))
+    fixed = FixedWeights()
     for estimates, units in WINDOWS:
         fixed.add(solved(estimates, units), weight=1.0)
-    for _ in range(5):
-        averages.dependence.add({"differences": (0.0, 1.0)})
-    reading = fixed.reading(averages, unit="rows")
-    assert set(reading.doubts) == {"same_data"}
-    assert reading.status == "unresolved"
-    assert "same data" in reading.reason
-    assert {reading.b_simple, reading.low, reading.grad_sq, reading.average} == {None}
-    assert {group.b_simple for group in reading.groups.values()} == {None}
+    found = reading(fixed, 5, ("a", "b"), differences=0.0)
+    assert set(found.doubts) == {"same_data"}
+    assert found.status == "unresolved"
+    assert "same data" in found.reason
+    assert {found.b_simple, found.low, found.grad_sq, found.average} == {None}
+    assert {group.b_simple for group in found.groups.values()} == {None}
 
 
 def test_bounds_and_advice() -> None:
     fixed = FixedWeights()
     for i, y in enumerate((1.0, -0.9, 1.1, -0.8, 0.9, -0.7)):
         fixed.add(solved([(100.0 + i, y)], 10.0), weight=1.0)
-    reading = fixed.reading(averages_of(6), unit="rows")
-    assert reading.status == "lower_bound"
-    assert reading.advice == "measure more rows; how many cannot be computed before |G|² is known better"
+    found = reading(fixed, 6)
+    assert found.status == "lower_bound"
+    assert found.advice == "measure more rows; how many cannot be computed before |G|² is known better"
     wide = FixedWeights()
     for y in (1.0, 0.6, 1.4, 0.8, 1.2, 1.0):
         wide.add(solved([(100.0, y)], 10.0), weight=1.0)
-    reading = wide.reading(averages_of(6), unit="rows")
+    found = reading(wide, 6)
     # Standard error of log B: √(0.4/30)/1 = 0.115; at ± 20 % it is 0.102: (0.115/0.102)² − 1 of 60 rows.
-    assert reading.advice == "measure about 17 more rows"
-    assert reading.windows_needed == 1
+    assert found.advice == "measure about 17 more rows"
+    assert found.windows_needed == 1
 
 
 def test_windows_grow_alike_however_many_ranks_share_them() -> None:
@@ -173,9 +176,8 @@ def measured(gradients: Tensor, n_windows: int, *, piece: int, repetitions: int,
         pieces = torch.stack([gradients[rows].mean(1) for rows in picked])  # [repetitions, n, parameters]
         small, big = pieces.square().sum((1, 2)).tolist(), pieces.sum(1).square().sum(1).tolist()
         for fixed, s, b in zip(measurements, small, big, strict=True):
-            estimate = estimate_window(PieceSums(s, n, n / piece, n / piece, n_pieces=n), b)
-            window = solved([(estimate.trace_cov, estimate.grad_sq)], n * piece)
-            fixed.add(window, weight=n)
+            estimates = Pieces(n, n / piece, n / piece, n_pieces=n).solve(s, b)
+            fixed.add(solved([estimates], n * piece), weight=n)
     return measurements
 
 

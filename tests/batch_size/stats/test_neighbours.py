@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sonde.batch_size.stats.comparisons import NeighbourSums, neighbour_products
-from sonde.batch_size.stats.dependence import Dependence
+from sonde.batch_size.stats.dependence import Dependence, neighbour_products, scores_of_pieces, standard_score
 
 ELEMENTS = 20
 
@@ -20,8 +19,9 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def score_of(pieces: Tensor) -> float | None:
-    products, variance = neighbour_products(pieces).tolist()
-    numbers = NeighbourSums(products, variance, 1, float(pieces.square().sum(1).mean())).numbers()
+    counts = {"n_comparing": 1.0, "n_by_place": 0.0, "n_by_units": 0.0}
+    mean_square = float(pieces.square().sum(1).mean())
+    numbers = scores_of_pieces(counts, *neighbour_products(pieces).tolist(), mean_square=mean_square)
     return numbers["neighbours"][0] if numbers else None
 
 
@@ -88,7 +88,7 @@ def test_healthy_runs_raise_no_alarm(kind: str, n: int) -> None:
     worst = 0.0
     for part in range(5):
         for score in scores_of(healthy(kind, 20_000, n, seed=part)).tolist():
-            watch.update(NeighbourSums(score, 1.0, 1))
+            watch.add({"neighbours": (score, 1.0)})
             worst = max(worst, abs(watch._of["neighbours"].standard_errors))
         assert doubt_of(watch) is None
     assert worst < 5.5  # standard errors; 6 and a mean score of 0.25 are needed for a doubt
@@ -108,20 +108,20 @@ def test_dependent_pieces_are_doubted_within_a_hundred_windows(kind: str) -> Non
     pieces = DEPENDENT[kind](healthy("gaussian", 100, 5, seed=1))
     watch = Dependence(100.0)
     for score in scores_of(pieces).tolist():
-        watch.update(NeighbourSums(score, 1.0, 1))
+        watch.add({"neighbours": (score, 1.0)})
     assert "independent" in (doubt_of(watch) or "")
     restored = Dependence(100.0)
     restored.load_state_dict(watch.state_dict())
     assert doubt_of(restored) == doubt_of(watch)
     for score in scores_of(healthy("gaussian", 500, 4, seed=2)).tolist():  # mended: the doubt goes
-        restored.update(NeighbourSums(score, 1.0, 1))
+        restored.add({"neighbours": (score, 1.0)})
     assert doubt_of(restored) is None
 
 
 def test_many_ranks_do_not_turn_a_weak_dependence_into_an_alarm() -> None:
     watch = Dependence(100.0)
     for _ in range(500):  # 0.1 standard errors on each of 1,024 ranks: 3.2 on all together
-        watch.update(NeighbourSums(products=0.1 * 1024, variance=1024.0, n_ranks=1024))
+        watch.add({"neighbours": standard_score(0.1 * 1024, 1024.0, 1024)})
     assert watch._of["neighbours"].standard_errors > 6
     assert doubt_of(watch) is None
 
@@ -129,5 +129,5 @@ def test_many_ranks_do_not_turn_a_weak_dependence_into_an_alarm() -> None:
 def test_a_short_horizon_can_still_prove_a_dependence() -> None:
     watch = Dependence(2.0)
     for _ in range(100):
-        watch.update(NeighbourSums(products=1.0, variance=1.0, n_ranks=1))
+        watch.add({"neighbours": (1.0, 1.0)})
     assert doubt_of(watch) is not None

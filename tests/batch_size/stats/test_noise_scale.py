@@ -8,30 +8,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sonde.batch_size.stats.noise_scale import (
-    PieceSums,
-    WindowEstimate,
-    effective_units,
-    estimate_window,
-    noise_scale,
-)
+from sonde.batch_size.stats.noise_scale import Pieces, WindowEstimate, effective_units, noise_scale
 from tests.oracles import window_by_hand
 
 
-def sums_of(gradients: list[torch.Tensor], weights: list[float], units: list[float]) -> PieceSums:
-    return PieceSums(
-        sq_norm_over_weight=sum(float(h @ h) / w for h, w in zip(gradients, weights, strict=True)),
+def solved(
+    gradients: list[torch.Tensor], weights: list[float], units: list[float], sq_norm_big: float, *, scale: float
+) -> WindowEstimate:
+    pieces = Pieces(
         weight=sum(weights),
         weight_over_units=sum(w / n for w, n in zip(weights, units, strict=True)),
         sq_weight_over_units=sum(w * w / n for w, n in zip(weights, units, strict=True)),
         n_pieces=len(gradients),
     )
+    small = sum(float(h @ h) / w for h, w in zip(gradients, weights, strict=True))
+    return WindowEstimate(*pieces.solve(small, sq_norm_big, scale=scale))
 
 
 def test_by_hand() -> None:
     # Two pieces of 4 units: |g₁|² = 16, |g₂|² = 4, S = 10; F their mean, |F|² = 9 (parallel). u = 1/4, v = 1/8.
-    got = estimate_window(PieceSums(20.0, 2.0, 0.5, 0.5, 2), 9.0, scale=0.5)
-    assert got == WindowEstimate(trace_cov=(10 - 9) * 8, grad_sq=(9 / 4 - 10 / 8) * 8)
+    got = Pieces(2.0, 0.5, 0.5, 2).solve(20.0, 9.0, scale=0.5)
+    assert got == ((10 - 9) * 8, (9 / 4 - 10 / 8) * 8)
 
 
 def test_equal_pieces_are_mccandlish() -> None:
@@ -40,8 +37,7 @@ def test_equal_pieces_are_mccandlish() -> None:
     got = noise_scale(small, big, n_small=b, n_big=b * k)
     assert got.grad_sq == pytest.approx((b * k * big - b * small) / (b * k - b))
     assert got.trace_cov == pytest.approx((small - big) / (1 / b - 1 / (b * k)))
-    pieces = PieceSums(k * small, float(k), k / b, k / b, k)
-    assert estimate_window(pieces, big, scale=1 / k) == got
+    assert WindowEstimate(*Pieces(float(k), k / b, k / b, k).solve(k * small, big, scale=1 / k)) == got
 
 
 @settings(max_examples=60, deadline=None)
@@ -53,7 +49,7 @@ def test_definitions_term_by_term(seed: int, n_pieces: int, kappa: float, weight
     units = torch.randint(1, 9, (n_pieces,), generator=generator).double().tolist()
     final = kappa * torch.stack(gradients).sum(0)
     trace_cov, grad_sq = window_by_hand(gradients, weights, units, final)
-    got = estimate_window(sums_of(gradients, weights, units), float(final @ final), scale=kappa)
+    got = solved(gradients, weights, units, float(final @ final), scale=kappa)
     scale = abs(trace_cov) + abs(grad_sq)  # the smaller of the two is a difference of larger terms
     assert got.trace_cov == pytest.approx(trace_cov, abs=1e-10 * scale)
     assert got.grad_sq == pytest.approx(grad_sq, abs=1e-10 * scale)
@@ -64,10 +60,10 @@ def test_unit_of_weights_and_scale_of_loss_do_not_matter() -> None:
     gradients = list(torch.randn(5, 30, dtype=torch.float64))
     weights, units = [1.0, 2.0, 1.0, 3.0, 0.5], [4.0, 8.0, 4.0, 12.0, 2.0]
     final = torch.stack(gradients).sum(0)
-    base = estimate_window(sums_of(gradients, weights, units), float(final @ final), scale=1.0)
-    heavier = estimate_window(sums_of(gradients, [7 * w for w in weights], units), float(final @ final), scale=1.0)
+    base = solved(gradients, weights, units, float(final @ final), scale=1.0)
+    heavier = solved(gradients, [7 * w for w in weights], units, float(final @ final), scale=1.0)
     divided = [h / 5 for h in gradients]
-    averaged = estimate_window(sums_of(divided, weights, units), float(final @ final), scale=5.0)
+    averaged = solved(divided, weights, units, float(final @ final), scale=5.0)
     for other in (heavier, averaged):
         assert other.trace_cov == pytest.approx(base.trace_cov, rel=1e-12)
         assert other.grad_sq == pytest.approx(base.grad_sq, rel=1e-12)
@@ -76,7 +72,7 @@ def test_unit_of_weights_and_scale_of_loss_do_not_matter() -> None:
 @pytest.mark.parametrize("n_pieces", [0, 1])
 def test_one_piece_is_refused(n_pieces: int) -> None:
     with pytest.raises(ValueError, match="use 2 micro-batches or 2 data-parallel ranks"):
-        estimate_window(PieceSums(1.0, 1.0, 0.1, 0.1, n_pieces), 1.0)
+        Pieces(1.0, 0.1, 0.1, n_pieces).solve(1.0, 1.0)
 
 
 @pytest.mark.parametrize(("small", "big"), [(0, 4), (4, 4), (8, 4), (math.nan, 4)])

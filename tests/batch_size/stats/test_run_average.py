@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sonde.batch_size.stats.blocks import Block, Blocks
-from sonde.batch_size.stats.run_average import RunAverage
+from sonde.batch_size.stats.filter import Block, Blocks
+from sonde.batch_size.stats.windows_of_run import RunAverage
 from sonde.stats.intervals import RatioInterval, fieller_interval
 from tests.batch_size.stats.windows import gaussian_windows
 from tests.mutants import Mutant
@@ -107,7 +107,7 @@ def test_a_plain_mean_of_windows_would_be_wrong() -> None:
     """Of 145 windows, 100 are of the first 100 steps of 1,000, in which the noise scale was small."""
     of_windows = Mutant(
         "weighs by windows",
-        "sonde.batch_size.stats.run_average:RunAverage._with",
+        "sonde.batch_size.stats.windows_of_run:RunAverage._with",
         "n, steps = block.n_windows, float(block.n_steps)",
         "n = steps = block.n_windows",
     )

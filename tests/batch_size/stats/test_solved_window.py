@@ -7,7 +7,7 @@ import math
 import pytest
 
 from sonde.batch_size.stats.noise_scale import WindowEstimate
-from sonde.batch_size.stats.solved_window import solve_window
+from sonde.batch_size.stats.window_row import solve_window
 from tests.batch_size.stats.windows import window_row
 
 # Two pieces of 4 units on one rank, h = (3, 1) and (1, 1); each element is a parameter group.
@@ -19,23 +19,22 @@ ONE_RANK = [[[3.0, 1.0], [1.0, 1.0]]]
 
 @pytest.mark.parametrize("kappa", [1.0, 0.5, 65536.0, -2.0])
 def test_a_window_solved_by_hand_whatever_scaled_the_gradient(kappa: float) -> None:
-    solved = solve_window(window_row(ONE_RANK, units=4, kappa=kappa), scale=kappa, n_ranks=1)
+    solved = solve_window(window_row(ONE_RANK, units=4, kappa=kappa), scale=kappa, n_ranks=1, apart={})
     assert solved.per_group == (WindowEstimate(32.0, 12.0), WindowEstimate(0.0, 4.0))
     assert solved.total == WindowEstimate(32.0, 16.0)
     assert solved.norm == pytest.approx(math.sqrt(4**2 + 2**2))
     assert (solved.effective_units, solved.u) == (8, 1 / 4)
     # Σw · Σ|h|²/w = 2 · 12, and |Σ h|² = 20.
-    assert (solved.witness_squares, solved.witness_differences) == (24, 4)
-    assert solved.within_between is None  # a single rank
+    assert solved.compared == {"differences": (4, 24)}  # of a single rank
 
 
 def test_two_ranks_are_expressed_as_their_average() -> None:
     """The average of two ranks is half of their sum: squares are a quarter."""
     row = window_row([[[3.0, 1.0]], [[1.0, 1.0]]], units=4)
-    solved = solve_window(row, scale=1.0, n_ranks=2)
+    solved = solve_window(row, scale=1.0, n_ranks=2, apart={})
     assert solved.total == WindowEstimate(8.0, 4.0)
     assert solved.norm == pytest.approx(math.sqrt(20) / 2)
-    assert solved.within_between is None  # one piece on each rank
+    assert "consistency" not in solved.compared  # one piece on each rank
 
 
 def test_noise_within_and_between_ranks_by_hand() -> None:
@@ -44,11 +43,11 @@ def test_noise_within_and_between_ranks_by_hand() -> None:
     Within each rank, the variance of a unit is 32. The ranks' means are 8 and 24: their variance is 128, and a mean of
     two units has half the variance of a unit, so that between ranks a unit's variance is 256.
     """
-    solved = solve_window(window_row([[[3.0], [1.0]], [[5.0], [7.0]]], units=1), scale=1.0, n_ranks=2)
-    assert solved.within_between == WindowEstimate(trace_cov=32.0, grad_sq=256.0)
+    solved = solve_window(window_row([[[3.0], [1.0]], [[5.0], [7.0]]], units=1), scale=1.0, n_ranks=2, apart={})
+    assert solved.compared["consistency"] == (32.0, 256.0)
 
 
 def test_pieces_with_the_same_gradient_do_not_differ() -> None:
-    solved = solve_window(window_row([[[0.1, 0.7]] * 3], units=4), scale=1.0, n_ranks=1)
-    assert solved.witness_differences == pytest.approx(0.0, abs=1e-15)
+    solved = solve_window(window_row([[[0.1, 0.7]] * 3], units=4), scale=1.0, n_ranks=1, apart={})
+    assert solved.compared["differences"][0] == pytest.approx(0.0, abs=1e-15)
     assert solved.total.trace_cov == pytest.approx(0.0, abs=1e-13)

@@ -1,14 +1,17 @@
-"""Window rows with a few gradient elements, made from each piece's gradient by the definitions."""
+"""Windows: rows with a few gradient elements, made from each piece's gradient by the definitions; and solved ones."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sonde.batch_size.stats.window_row import WindowRow
+from sonde.batch_size.stats.scale_witness import RoundingTolerance
+from sonde.batch_size.stats.tracker import NoiseScaleTracker
+from sonde.batch_size.stats.window_row import SolvedWindow, WindowRow
 
 
 def window_row(ranks: Sequence[Sequence[Sequence[float]]], *, units: float, kappa: float = 1.0) -> WindowRow:
@@ -41,6 +44,28 @@ def window_row(ranks: Sequence[Sequence[Sequence[float]]], *, units: float, kapp
         sq_norm_big=(kappa * summed).square(),
         witness_final=kappa * summed,
     )
+
+
+def solved(series: Sequence[Sequence[float]], units: float = 32.0, **others: Any) -> SolvedWindow:
+    """A window with these tr Σ and |G|²: of the model, and then of each group."""
+    estimates = torch.tensor(series, dtype=torch.float64).T
+    return SolvedWindow(**{"estimates": estimates, "norm": 1.0, "effective_units": units, "u": 4 / units} | others)
+
+
+def tracker_of(groups: Sequence[str] = (), **options: Any) -> NoiseScaleTracker:
+    """A tracker of one rank, without windows."""
+    rounding = RoundingTolerance(1e-4, 0.0, "noise was added")
+    return NoiseScaleTracker(unit="rows", groups=groups, n_ranks=1, rounding=rounding, **options)
+
+
+def take(
+    tracker: NoiseScaleTracker, *windows: SolvedWindow, units: float = 8.0, every: int = 1, residual: float = 0.0
+) -> None:
+    """Average windows of so many units, one in `every`; of gradients that nothing has scaled."""
+    for window in windows:
+        tracker.n_seen += every
+        tracker.see_units(units)
+        tracker.add(window, 1.0, residual)
 
 
 def gaussian_windows(

@@ -5,7 +5,7 @@ compared: a use of the parameter that no rule has seen, such as `F.linear(x, lay
 them differ. Each projection of a matrix H is uᵀ H v, so every element counts, and no matrix is formed.
 
 The sum does not tell which example a part belongs to: the dim of examples is taken on trust. Each example's own
-projections tell whether examples in certain places of a batch are more alike than others: `stats/comparisons.py`.
+projections tell whether examples in certain places of a batch are more alike than others: `stats/dependence.py`.
 """
 
 from __future__ import annotations

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from sonde.batch_size.hook_failures import log_failure
 from sonde.batch_size.per_example.norms import PerExampleNorms
 from sonde.batch_size.per_example.rules import GradientsOf
-from sonde.batch_size.stats.comparisons import N_SCORES, OrderScores, order_scores
-from sonde.batch_size.stats.example_sums import ExampleSums
-from sonde.batch_size.stats.window_row import WindowRow
+from sonde.batch_size.stats.dependence import N_SCORES, order_scores, scores_of_examples
+from sonde.batch_size.stats.window_row import ExampleSums, WindowRow
 from sonde.batch_size.taps.named import Named
 from sonde.batch_size.taps.window_sums import PieceCounts, WindowSums, as_vector
 from sonde.batch_size.window_clock import OwnTime
@@ -51,7 +50,7 @@ class _Counts:
         n_parameters: measured parameters of these ranks.
         n_idle: ranks that would have read examples, and had no piece.
         n_without: ranks that read no examples, whether they would have or not.
-        next: score of neighbours in the batch; see `comparisons.py`.
+        next: score of neighbours in the batch; see `dependence.py`.
         opposite: of the first example and the last one, the second and the last but one, and so on.
         half: of the first example of either half, the second of either half, and so on.
         n_scores: pieces that have such scores.
@@ -314,6 +313,6 @@ def read_examples(sums: Named, row: WindowRow) -> ExampleRow:
         of_pieces=sums["of_pieces"].double(),
         sq_norm_big=row.sq_norm_big if n_covered == n_parameters else sums["big"].double(),
         n_covered=n_covered,
-        order=OrderScores(*(float(each) for each in (counts.next, counts.opposite, counts.half, counts.n_scores))),
+        scores=scores_of_examples(*map(float, (counts.next, counts.opposite, counts.half, counts.n_scores))),
     )
     return ExampleRow(of_examples, "", covered or [True] * n_parameters)

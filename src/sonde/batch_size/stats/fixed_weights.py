@@ -23,17 +23,15 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sonde.batch_size.stats.advice import BARELY_KNOWN, GUESSED, WELL_KNOWN, windows_needed
-from sonde.batch_size.stats.averages import NoiseScaleAverages
-from sonde.batch_size.stats.blocks import on_host
-from sonde.batch_size.stats.group_estimates import estimates_table
-from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading
-from sonde.batch_size.stats.solved_window import SolvedWindow
-from sonde.batch_size.stats.summary import Series, estimate_of, group_reading, make_reading
+from sonde.batch_size.stats.critical_batch import BARELY_KNOWN, GUESSED, WELL_KNOWN, Estimate, windows_needed
+from sonde.batch_size.stats.filter import on_host
+from sonde.batch_size.stats.reading import GroupReading, Series, group_reading
+from sonde.batch_size.stats.window_row import SolvedWindow
 from sonde.stats.intervals import TOO_FEW_WINDOWS, RatioInterval, fieller_interval, unresolved
 from sonde.wording import number
 
@@ -72,7 +70,7 @@ class FixedWeights:
         self.batch = batch
         self._units: list[float] = []
         self._estimates: list[Tensor] = []
-        """tr Σ and |G|² of each group, of the mean gradient; [windows], each [2, groups]."""
+        """tr Σ and |G|² of the model and of each group, of the mean gradient; [windows], each [2, 1 + groups]."""
 
     def add(self, window: SolvedWindow, *, weight: float) -> None:
         """Add a window.
@@ -83,7 +81,7 @@ class FixedWeights:
                 windows differ in length.
         """
         self._units.append(window.effective_units)
-        self._estimates.append(estimates_table(window.per_group) / weight**2)
+        self._estimates.append(window.estimates / weight**2)
 
     @property
     def n_windows(self) -> int:
@@ -92,37 +90,29 @@ class FixedWeights:
 
     def total(self) -> GroupReading:
         """The noise scale of the whole model, whatever doubts there are."""
-        return group_reading(*self._series(0)[0])
+        return group_reading(*self.series(0)[0])
 
-    def reading(self, averages: NoiseScaleAverages, *, unit: str, with_groups: bool = True) -> NoiseScaleReading:
-        """The reading of all windows so far.
-
-        Args:
-            averages: of the same windows: what was dropped, and reasons not to trust the numbers.
-            unit: plural name of the unit.
-            with_groups: also read each group of parameters.
-        """
-        series = self._series(len(averages.run.groups) if with_groups else 0)
-        total = series[0][0]
-        return make_reading(
-            averages,
-            series,
-            unit=unit,
-            batch=self.batch,
-            advice=self._advice(total, unit),
-            average=estimate_of(total) if self._units else None,
-            # Windows grow, so their number grows as the root of that of units.
-            windows_needed=windows_needed(total.log_error, self.n_windows, power=1),
-        )
-
-    def _series(self, n_groups: int) -> list[Series]:
-        """The averages of the total and, after it, of each group."""
+    def series(self, n_groups: int) -> list[Series]:
+        """The averages of the whole model and, after it, of each group."""
         if not self._units:
             return [(unresolved("no window has ended yet"), None, None)] * (1 + n_groups)
         units = on_host(self._units)
-        table = torch.stack(self._estimates)  # [windows, 2, groups]
-        series = [table.sum(2), *(table[:, :, i] for i in range(n_groups))]
-        return [_average(each, units / units.sum()) for each in series]
+        table = torch.stack(self._estimates)  # [windows, 2, 1 + groups]
+        return [_average(table[:, :, i], units / units.sum()) for i in range(1 + n_groups)]
+
+    def facts(self, total: RatioInterval, unit: str) -> dict[str, Any]:
+        """The other fields of a reading, by name.
+
+        Args:
+            total: of the whole model.
+            unit: plural name of the unit.
+        """
+        return {
+            "advice": self._advice(total, unit),
+            "average": Estimate(total.ratio, total.low, total.high) if self._units else None,
+            # Windows grow, so their number grows as the root of that of units.
+            "windows_needed": windows_needed(total.log_error, len(self._units), power=1),
+        }
 
     def _advice(self, total: RatioInterval, unit: str) -> str:
         status, error = total.status, total.log_error

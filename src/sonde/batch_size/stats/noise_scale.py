@@ -24,18 +24,16 @@ T = TypeVar("T", float, Tensor)
 
 
 @dataclass(frozen=True)
-class PieceSums:
+class Pieces:
     """What the pieces of one window add up to; sums over ranks and micro-batches add further.
 
     Attributes:
-        sq_norm_over_weight: Σ |h_k|²/w_k, of one parameter group or of all.
         weight: Σ w_k.
         weight_over_units: Σ w_k/n_k.
         sq_weight_over_units: Σ w_k²/n_k.
         n_pieces: number of pieces.
     """
 
-    sq_norm_over_weight: float
     weight: float
     weight_over_units: float
     sq_weight_over_units: float
@@ -51,6 +49,38 @@ class PieceSums:
         """Coefficient of tr Σ in E[B]: one over the effective number of units in the window."""
         return self.sq_weight_over_units / self.weight**2
 
+    @property
+    def one_has_all(self) -> bool:
+        """Whether one piece has all the weight, so that no other can be compared with it."""
+        return not self.u - self.v > 1e-9 * self.u
+
+    def solve(self, sq_norm_over_weight: T, sq_norm_big: T, *, scale: float = 1.0) -> tuple[T, T]:
+        """tr Σ and |G|², numbers, or tensors of many groups.
+
+        Args:
+            sq_norm_over_weight: Σ |h_k|²/w_k.
+            sq_norm_big: B = |F|², the squared norm of the gradient found at the end of the window.
+            scale: κ, with F = κ Σ h_k.
+
+        Returns:
+            Both unbiased, in the units of F.
+
+        Raises:
+            ValueError: with fewer than 2 pieces, since noise cannot then be told from signal.
+
+        Example:
+            >>> Pieces(2.0, 0.5, 0.5, n_pieces=2).solve(20.0, 4.0, scale=0.5)
+            (48.0, -2.0)
+        """
+        if self.n_pieces < 2:
+            raise ValueError(
+                f"need at least 2 pieces to tell noise from signal, got {self.n_pieces}: "
+                "use 2 micro-batches or 2 data-parallel ranks"
+            )
+        u, v = self.u, self.v
+        sq_norm_small = scale**2 * self.weight * sq_norm_over_weight  # S
+        return (sq_norm_small - sq_norm_big) / (u - v), (u * sq_norm_big - v * sq_norm_small) / (u - v)
+
 
 @dataclass(frozen=True)
 class WindowEstimate:
@@ -63,51 +93,6 @@ class WindowEstimate:
 
     trace_cov: float
     grad_sq: float
-
-
-def estimate_window(pieces: PieceSums, sq_norm_big: float, *, scale: float = 1.0) -> WindowEstimate:
-    """Solve one window for tr Σ and |G|².
-
-    Args:
-        pieces: sums over the window's pieces.
-        sq_norm_big: B = |F|², the squared norm of the gradient found at the end of the window.
-        scale: κ, with F = κ Σ h_k.
-
-    Returns:
-        A `WindowEstimate`, in the units of F.
-
-    Raises:
-        ValueError: with fewer than 2 pieces, since noise cannot then be told from signal.
-
-    Example:
-        >>> estimate_window(PieceSums(20.0, 2.0, 0.5, 0.5, n_pieces=2), 4.0, scale=0.5)
-        WindowEstimate(trace_cov=48.0, grad_sq=-2.0)
-    """
-    check_pieces(pieces)
-    return WindowEstimate(*solve(pieces, pieces.sq_norm_over_weight, sq_norm_big, scale))
-
-
-def check_pieces(pieces: PieceSums) -> None:
-    """Refuse a window with fewer than 2 pieces.
-
-    Raises:
-        ValueError: since noise cannot then be told from signal.
-    """
-    if pieces.n_pieces < 2:
-        raise ValueError(
-            f"need at least 2 pieces to tell noise from signal, got {pieces.n_pieces}: "
-            "use 2 micro-batches or 2 data-parallel ranks"
-        )
-
-
-def solve(pieces: PieceSums, sq_norm_over_weight: T, sq_norm_big: T, scale: float) -> tuple[T, T]:
-    """tr Σ and |G|² from Σ |h_k|²/w_k and |F|²: the equations of `estimate_window`, also for tensors of many groups.
-
-    With `scale` = κ the result is in the units of F. `solve_window` divides |F|² by κ² first, and passes 1/ranks.
-    """
-    u, v = pieces.u, pieces.v
-    sq_norm_small = scale**2 * pieces.weight * sq_norm_over_weight  # S
-    return (sq_norm_small - sq_norm_big) / (u - v), (u * sq_norm_big - v * sq_norm_small) / (u - v)
 
 
 def noise_scale(sq_norm_small: float, sq_norm_big: float, *, n_small: float, n_big: float) -> WindowEstimate:
@@ -134,11 +119,7 @@ def noise_scale(sq_norm_small: float, sq_norm_big: float, *, n_small: float, n_b
     """
     if not 0 < n_small < n_big:
         raise ValueError(f"need 0 < n_small < n_big, got {n_small} and {n_big}: the big gradient spans several small")
-    u, v = 1 / n_small, 1 / n_big
-    return WindowEstimate(
-        trace_cov=(sq_norm_small - sq_norm_big) / (u - v),
-        grad_sq=(u * sq_norm_big - v * sq_norm_small) / (u - v),
-    )
+    return WindowEstimate(*Pieces(1.0, 1 / n_small, 1 / n_big, n_pieces=2).solve(sq_norm_small, sq_norm_big))
 
 
 def effective_units(unit_weights: Sequence[float]) -> float:

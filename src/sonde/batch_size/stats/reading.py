@@ -7,9 +7,67 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sonde.batch_size.stats.critical_batch import Estimate, Verdict, as_weighed, judge_batch
-from sonde.batch_size.stats.example_sums import Coverage
-from sonde.stats.intervals import Status
+from sonde.batch_size.stats.ratio_average import RatioAverage
+from sonde.stats.intervals import RatioInterval, Status
 from sonde.wording import number, plural
+
+ENOUGH_COVERED = 0.995
+"""Part of |F|² from which on no alert is raised. At most 0.5 % of |F|² = |G|² (1 + B_simple/B) are left out then. Where
+B_simple is 20 batches, this moves B_simple by a tenth at most, and ± 20 % counts as well known."""
+
+
+def in_percent(part: float) -> str:
+    """A part of |F|² in words; 99.96 % are never called all of it.
+
+    Example:
+        >>> in_percent(0.9996), in_percent(0.5)
+        ('99.9 %', '50 %')
+    """
+    return f"{math.floor(1000 * part) / 10:g} %"
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Which part of a model the noise scale speaks of, where it is read from single examples.
+
+    Attributes:
+        n_parameters: parameter tensors that are covered.
+        n_all: measured parameter tensors.
+        part: of |F|², the squared gradient of the window, that is theirs; an average over windows.
+    """
+
+    n_parameters: int
+    n_all: int
+    part: float
+
+    def __str__(self) -> str:
+        return f"of {self.n_parameters} of {self.n_all} parameters, with {in_percent(self.part)} of |F|²"
+
+
+class CoveredPart:
+    """Averages what the covered parameters are of the whole model.
+
+    Args:
+        n_all: measured parameter tensors.
+    """
+
+    def __init__(self, n_all: int) -> None:
+        self._n_all = self._n_covered = n_all
+        self._part = RatioAverage(math.inf)
+
+    def update(self, n_covered: int, sq_norm_covered: float, sq_norm_big: float) -> None:
+        """Add a window with |F|² of the covered parameters and of all. With other parameters, begin again."""
+        if n_covered != self._n_covered:
+            self._n_covered, self._part = n_covered, RatioAverage(math.inf)
+        if sq_norm_big > 0:
+            self._part.update(sq_norm_covered / sq_norm_big)
+
+    @property
+    def coverage(self) -> Coverage | None:
+        """The average so far; None if all parameters are covered, or none is."""
+        if self._n_covered == self._n_all or not self._part.windows:
+            return None
+        return Coverage(self._n_covered, self._n_all, self._part.x)
 
 
 @dataclass(frozen=True)
@@ -22,6 +80,15 @@ class GroupReading:
     high: float | None
     grad_sq: float | None
     trace_cov: float | None
+
+
+Series = tuple[RatioInterval, float | None, float | None]
+"""The noise scale of the whole model or of a group, its |G|² and its tr Σ."""
+
+
+def group_reading(known: RatioInterval, grad_sq: float | None, trace_cov: float | None) -> GroupReading:
+    """The reading of one series."""
+    return GroupReading(known.status, known.ratio, known.low, known.high, grad_sq, trace_cov)
 
 
 @dataclass(frozen=True)
@@ -50,6 +117,13 @@ class ConvertedReading:
             f"gns/b_simple_high_{self.unit}": self.high,
             f"gns/units_per_window_{self.unit}": self.units_per_window,
         }
+
+
+_LOGGED_AS_THEY_ARE = (
+    *("b_simple", "scatter", "first_step", "grad_sq", "trace_cov", "consistency", "effective_units", "u"),
+    *("units_per_window", "windows_needed", "scale", "scale_residual"),
+)
+"""Numbers of a reading whose metric has the same name."""
 
 
 @dataclass(frozen=True)
@@ -141,25 +215,14 @@ class NoiseScaleReading:
     def metrics(self) -> dict[str, float | None]:
         """The numbers by metric name; None where a number is unknown or unbounded."""
         average = self.average or Estimate()
-        numbers = {
-            "gns/b_simple": self.b_simple,
+        numbers: dict[str, float | None] = {f"gns/{name}": getattr(self, name) for name in _LOGGED_AS_THEY_ARE}
+        numbers |= {
             "gns/b_simple_low": self.low,
             "gns/b_simple_high": self.high,
-            "gns/scatter": self.scatter,
             "gns/b_simple_average": average.b_simple,
             "gns/b_simple_average_low": average.low,
             "gns/b_simple_average_high": average.high,
-            "gns/first_step": self.first_step,
-            "gns/grad_sq": self.grad_sq,
-            "gns/trace_cov": self.trace_cov,
-            "gns/consistency": self.consistency,
-            "gns/effective_units": self.effective_units,
-            "gns/u": self.u,
-            "gns/units_per_window": self.units_per_window,
-            "gns/windows_needed": self.windows_needed,
             "gns/warms_up": float(self.warms_up),
-            "gns/scale": self.scale,
-            "gns/scale_residual": self.scale_residual,
             "gns/covered": self.coverage.part if self.coverage else 1.0,
         }
         for converted in map(self.in_unit, self.further_units):

@@ -1,4 +1,4 @@
-"""The numbers that one window measured, and whether they can be used."""
+"""The numbers that one window measured, whether they can be used, and what they are solved to."""
 
 from __future__ import annotations
 
@@ -6,27 +6,30 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sonde.batch_size.stats.comparisons import NeighbourSums, OrderSums, Repeats
-from sonde.batch_size.stats.example_sums import ExampleSums
-from sonde.batch_size.stats.expert_sums import why_experts_unusable
-from sonde.batch_size.stats.piece_class import PieceClass, WitnessedPieces
+import torch
+from torch import Tensor
+
+from sonde.batch_size.stats.dependence import Numbers
+from sonde.batch_size.stats.noise_scale import Pieces, WindowEstimate
 from sonde.batch_size.stats.scale_witness import ScaleReading
 
 _ROUNDING_OF_SQUARES = 1e-2
 """Relative rounding allowed in |F|²: squares are in fp32, and gradients may have been added up in 16 bits."""
-
 _LEAST_IN_FP32 = 1e-3
 """Smallest part of the pieces' squares that is their noise, where sums are in fp32: 10,000 parameters lose 1e-5."""
-
 _MIN, _MAX = 1e-100, 1e100
 """Range in which weights, units and squares can be multiplied without overflow or underflow in float64."""
 
-
-CLASSES = {"experts": why_experts_unusable}
-"""The classes of parameters that other pieces feed than the rest, and what makes a window unusable for each."""
-
+CLASSES = {"experts": "was it changed, or do experts get tokens from other ranks than those over which they are spread"}
+"""The classes of parameters that other pieces feed than the rest, and what may have changed their gradients."""
 WITHOUT_EXAMPLES = "Accumulate gradients over 2 or more micro-batches, or train on 2 or more data-parallel ranks"
 """What to do about a window of one piece whose examples are not read."""
+NO_BACKWARD = (
+    "no backward added to the gradients of measured parameters since the last window. Either the same window was ended "
+    "twice (call probe.step() or probe.clip_grad_norm_() once per optimizer step), or its backwards ran outside 'with "
+    "probe.piece():' after others were declared, or gradients are set by hand, as those of torch.autograd.grad (call "
+    "loss.backward()), or other parameters are trained now, such as another adapter (attach to each)"
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,96 @@ class Drop:
 
     kind: str
     reason: str
+
+
+# What was measured.
+
+
+@dataclass(frozen=True)
+class PieceClass(Pieces):
+    """Sums over all pieces of all ranks, of parameters that the same pieces feed: they have one κ.
+
+    Attributes:
+        sq_norm_over_weight: Σ |h_k|²/w_k per parameter group; float64, [groups].
+        sq_norm_big: |F|² per parameter group; float64, [groups].
+    """
+
+    sq_norm_over_weight: Tensor
+    sq_norm_big: Tensor
+
+    @property
+    def small(self) -> float:
+        """S = Σw · Σ |h_k|²/w_k, of all groups. At least |Σ h_k|², by Cauchy–Schwarz."""
+        return self.weight * float(self.sq_norm_over_weight.sum())
+
+    @property
+    def big(self) -> float:
+        """|F|² of all groups."""
+        return float(self.sq_norm_big.sum())
+
+    def estimates(self, *, scale: float, to_unit: float) -> Tensor:
+        """tr Σ and |G|² of each group; [2, groups].
+
+        Args:
+            scale: brings Σ h_k to the units of the estimates.
+            to_unit: brings |F|² to these units.
+        """
+        return torch.stack(self.solve(self.sq_norm_over_weight, self.sq_norm_big * to_unit, scale=scale))
+
+
+@dataclass(frozen=True)
+class WitnessedPieces(PieceClass):
+    """Pieces of which some elements were kept.
+
+    Experts are a class of such pieces: a backward sends the tokens of E ranks to each expert. So their pieces are fewer
+    and larger: with r over the E ranks, piece k has the weight w_k = Σ_r w_rk and n_k = w_k²/Σ_r(w_rk²/n_rk) effective
+    units. Then Σ w_k²/n_k, and with it v, are those of all other parameters; u is smaller. A unit none of whose tokens
+    reach an expert adds nothing to that expert's gradient. The expert's gradients scatter the more: uneven routing
+    shows in tr Σ.
+
+    Attributes:
+        witness_sum: H = Σ h_k, 0 for elements of other classes; float64, [witness].
+        witness_squares: Σ h_k² of each of these elements; [witness].
+        witness_final: F, likewise; [witness].
+    """
+
+    witness_sum: Tensor
+    witness_squares: Tensor
+    witness_final: Tensor
+
+
+@dataclass(frozen=True)
+class ExampleSums(PieceClass):
+    """Sums over all examples of a window: each is a piece of one unit. Squares are of the covered parameters alone.
+
+    Attributes:
+        of_pieces: Σ |h_k|²/w_k of the window's pieces, likewise of the covered parameters; [groups].
+        n_covered: covered parameters.
+        scores: whether examples in certain places of their batches are more alike than others.
+    """
+
+    of_pieces: Tensor
+    n_covered: int
+    scores: Numbers = field(default_factory=dict)
+
+    def excess_of_pieces(self, pieces: Pieces, *, scale: float) -> Numbers:
+        """(p − e)/(p + e), with tr Σ p from the window's pieces and e from its examples, which have one expectation.
+
+        It is at most 1 in size, so that no window outweighs the others.
+
+        Args:
+            pieces: of the window.
+            scale: κ of the window.
+
+        Returns:
+            Nothing where pieces cannot be compared, or there is no noise.
+        """
+        if pieces.n_pieces < 2 or pieces.one_has_all:
+            return {}
+        big = self.big / scale**2
+        p, _ = pieces.solve(float(self.of_pieces.sum()), big)
+        e, _ = self.solve(float(self.sq_norm_over_weight.sum()), big)
+        return {"excess": ((p - e) / (p + e), 1.0)} if p > 0 and e > 0 else {}
 
 
 @dataclass(frozen=True)
@@ -49,13 +142,11 @@ class WindowRow(WitnessedPieces):
         witness_ranks: Σ_r |R_r|²/W_r over these elements; R_r and W_r are the sums of h_k and w_k within rank r.
         rank_sq_weight_over_units: Σ_r (Σ_{k in r} w_k²/n_k)/W_r.
         witness_sizes: how many elements the witness has of each parameter it reads, by index; zeros follow the last.
-        neighbours: neighbouring pieces compared with distant ones.
-        order: which of two pieces has the larger gradient.
-        repeats: pieces and ranks with the same gradient.
+        scores: what was compared of its pieces.
+        same_ranks: pairs of ranks with the same gradient; None if ranks were not compared.
         further_units: its size in each further unit.
         n_ranks_declaring: ranks that take only declared pieces by now.
-        ran_forward: whether the model's forward ran on a rank that had no piece.
-        stepped_alone: whether an optimizer stepped on a rank that had neither a forward nor a piece.
+        stepped_alone: whether an optimizer stepped on a rank, and no rank had a forward or a piece.
         examples: the window's single examples; None if it is to be solved from its pieces.
         apart: classes of parameters that other pieces feed, by name: experts. The row's own numbers are of the rest.
         whole: Σ |h_k|²/w_k and |F|² of the whole model, in a metric in which squares of groups do not add up to them;
@@ -70,17 +161,18 @@ class WindowRow(WitnessedPieces):
     witness_ranks: float
     rank_sq_weight_over_units: float
     witness_sizes: Mapping[int, int]
-    neighbours: NeighbourSums = field(default_factory=NeighbourSums)
-    order: OrderSums = field(default_factory=OrderSums)
-    repeats: Repeats = field(default_factory=Repeats)
+    scores: Numbers = field(default_factory=dict)
+    same_ranks: frozenset[tuple[int, int]] | None = None
     further_units: Sequence[float] = ()
     n_ranks_declaring: int = 0
-    ran_forward: bool = False
     stepped_alone: bool = False
     examples: ExampleSums | None = None
     apart: Mapping[str, WitnessedPieces] = field(default_factory=dict)
     whole: tuple[float, float] | None = None
     in_fp32: bool = False
+
+
+# Whether it can be used.
 
 
 def why_unusable(
@@ -103,38 +195,33 @@ def why_unusable(
     Returns:
         Why it cannot be used; None when it can.
     """
-    drop = _pieces_unusable(row) or _gradient_unusable(row, scale, least_sq_norm, likely_cause)
+    drop = _pieces_unusable(row) or _gradient_unusable(row, scale, "the gradient", least_sq_norm, likely_cause)
+    if drop is not None and drop.kind == "changed" and row.explanations:
+        return row.explanations[0]
+    if drop is None and row.in_fp32 and _is_lost_in_fp32(row.examples or row, scale):
+        return Drop(
+            "precision",
+            "pieces differ by too little for sums in fp32, and this device has no fp64: do they hold the same data? "
+            "If not, batches are far larger than B_simple",
+        )
     for name, pieces in row.apart.items():
-        if drop is None and (why := CLASSES[name](pieces, apart[name])) is not None:
-            drop = Drop(*why)
+        drop = drop or _class_unusable(name, pieces, apart[name])
     return drop
 
 
 def _pieces_unusable(row: WindowRow) -> Drop | None:
     if row.problems:
         return row.problems[0]
-    if row.n_pieces == 0 and row.stepped_alone and not row.ran_forward:
+    if row.n_pieces == 0 and row.stepped_alone:
         return Drop("step_alone", "an optimizer stepped without a backward, as where it makes its state")
-    if row.n_pieces == 0 and row.n_ranks_declaring:
-        return Drop(
-            "no_backward",
-            "no piece was declared since the last window: either the same window was ended twice (call probe.step() or "
-            "probe.clip_grad_norm_() once per optimizer step), or its backwards ran outside 'with probe.piece():', "
-            "where they do not count once a piece was declared",
-        )
     if row.n_pieces == 0:
-        return Drop("no_backward", _why_no_backward(row))
-    if row.examples is None and row.n_pieces < 2:
-        return Drop(
-            "single_piece",
-            f"the window held a single piece, and a single piece cannot separate noise from signal. {WITHOUT_EXAMPLES}",
-        )
+        return Drop("no_backward", NO_BACKWARD)
+    pieces, each = (row, "piece") if row.examples is None else (row.examples, "example")
+    if pieces.n_pieces < 2:
+        message = f"the window held a single {each}, which cannot separate noise from signal. {WITHOUT_EXAMPLES}"
+        return Drop(f"single_{each}", message)
     if not all(_MIN < x < _MAX for x in (row.weight, row.weight_over_units, row.sq_weight_over_units)):
         return Drop("weights", "weights or units are too large or too small to add up: scale all of them alike")
-    if row.examples is not None and row.examples.n_pieces < 2:
-        message = f"the window held a single example, which cannot separate noise from signal. {WITHOUT_EXAMPLES}"
-        return Drop("single_example", message)
-    pieces, each = (row, "piece") if row.examples is None else (row.examples, "example")
     if pieces.one_has_all:
         return Drop(
             "weights", f"one {each} has all the weight of its window, so no other {each} can be compared with it"
@@ -142,73 +229,149 @@ def _pieces_unusable(row: WindowRow) -> Drop | None:
     return None
 
 
-def _why_no_backward(row: WindowRow) -> str:
-    """The likeliest cause of a window without any piece, where no rank declares pieces."""
-    if not row.ran_forward:
-        return (
-            "neither a forward nor a backward of the model was seen in this window: the same window was ended twice. "
-            "Call probe.step() or probe.clip_grad_norm_() once per optimizer step"
+def _class_unusable(name: str, pieces: WitnessedPieces, scale: ScaleReading) -> Drop | None:
+    if pieces.n_pieces < 2:
+        return Drop(
+            f"single_{name.removesuffix('s')}_piece",
+            f"the {name} had a single piece in the window, since one backward of all ranks feeds them all: accumulate "
+            f"gradients over 2 or more micro-batches, or spread the {name} over fewer ranks",
         )
-    if row.big:
-        return (
-            "measured parameters have gradients that no backward of this window has added: gradients are set by hand, "
-            "as those of torch.autograd.grad, which no hook sees. Call loss.backward()"
-        )
-    return (
-        "the model's forward ran, and no backward added to the gradients of measured parameters: other parameters are "
-        "trained now, such as another adapter: attach to each"
-    )
+    if pieces.one_has_all:
+        return Drop("weights", f"one piece of the {name} has all the weight of its window")
+    drop = _gradient_unusable(pieces, scale, f"the {name}' gradient", 0.0, CLASSES[name])
+    return drop if drop is None or drop.kind != "no_gradient" else None  # no unit may have reached them
 
 
-def _gradient_unusable(row: WindowRow, scale: ScaleReading, least_sq_norm: float, likely_cause: str) -> Drop | None:
-    big = row.big
-    # |Σ h_k|² ≤ Σ w_k · Σ |h_k|²/w_k (Cauchy–Schwarz).
-    largest_possible = row.small
-    has_overflowed = math.isinf(big) and math.isfinite(largest_possible) and bool(row.witness_final.isfinite().all())
-    if not math.isfinite(big) and not has_overflowed:
-        return Drop("not_finite", "the gradient at the end of the window was not finite")
-    if max(big, largest_possible) > _MAX:
-        return Drop("out_of_range", "squares of the gradient leave the range of fp32: scale the loss")
+def _gradient_unusable(
+    pieces: WitnessedPieces, scale: ScaleReading, gradient: str, least_sq_norm: float, likely_cause: str
+) -> Drop | None:
+    big, small = pieces.big, pieces.small
+    has_overflowed = math.isinf(big) and math.isfinite(small) and bool(pieces.witness_final.isfinite().all())
+    if (not math.isfinite(big) and not has_overflowed) or math.isnan(small):
+        return Drop("not_finite", f"{gradient} at the end of the window was not finite")
+    if max(big, small) > _MAX:
+        return Drop("out_of_range", f"squares of {gradient} leave the range of fp32: scale the loss")
     # The witness keeps elements, not squares: it still shows a gradient whose squares have all become 0.
-    squares_are_lost = scale.kind != "zero" and not (big and largest_possible)
-    if squares_are_lost or 0 < min(big, largest_possible) < least_sq_norm:
+    squares_are_lost = scale.scale is not None and not (big and small)
+    if squares_are_lost or 0 < min(big, small) < least_sq_norm:
         return Drop(
             "vanishing",
-            "the gradient is so small that its squares vanish in fp32: multiply the loss by a constant, "
-            "or stop if nothing is left to learn",
+            f"{gradient} is so small that its squares vanish in fp32: multiply the loss by a constant, or stop if "
+            "nothing is left to learn",
         )
-    if scale.kind == "zero" and big and not row.witness_sum.any():
-        return Drop("not_seen", "the few hundred gradient elements that are compared were all 0 in this window")
-    if not (big or largest_possible):
+    if not (big or small):
         return Drop("no_gradient", "no piece had a gradient, as where every advantage is 0 or every target is masked")
-    if scale.kind == "zero":
+    if scale.scale is None and big and not pieces.witness_sum.any():
+        return Drop("not_seen", f"the few hundred elements of {gradient} that are compared were all 0 in this window")
+    if scale.scale is None:
         return Drop(
-            "zero", "the gradient was 0 at the end of the window: was it zeroed, or clipped to 0, before probe.step()?"
+            "zero", f"{gradient} was 0 at the end of the window: was it zeroed, or clipped to 0, before probe.step()?"
         )
-    if scale.kind == "clipped by value":
-        return Drop(
-            "changed", "the gradient was clipped by value before probe.step(): clip by norm, or clip after probe.step()"
-        )
-    if scale.kind == "changed" and row.explanations:
-        return row.explanations[0]
-    if scale.kind == "changed":
-        return Drop("changed", f"the gradient is not a multiple of the sum of its pieces: {likely_cause}")
-    assert scale.scale is not None
-    if big / scale.scale**2 > largest_possible * (1 + _ROUNDING_OF_SQUARES):
+    # More than the sum of the pieces can be: a change is in elements that are not compared.
+    if not scale.is_sound or big / scale.scale**2 > small * (1 + _ROUNDING_OF_SQUARES):
         return Drop(
             "changed",
-            f"the gradient is larger than the sum of its pieces can be, in elements that are not compared: "
-            f"{likely_cause}",
-        )
-    if row.in_fp32 and _is_lost_in_fp32(row.examples or row, scale.scale):
-        return Drop(
-            "precision",
-            "pieces differ by too little for sums in fp32, and this device has no fp64: do they hold the same data? "
-            "If not, batches are far larger than B_simple",
+            f"{gradient} is not a multiple of the sum of its pieces: {likely_cause}. If it was clipped by value before "
+            "probe.step(): clip by norm, or clip after probe.step()",
         )
     return None
 
 
-def _is_lost_in_fp32(pieces: PieceClass, scale: float) -> bool:
+def _is_lost_in_fp32(pieces: PieceClass, scale: ScaleReading) -> bool:
     """Whether rounding hides the noise of pieces, or of examples: too small a part of S is left in S − B."""
-    return pieces.small - pieces.big / scale**2 < _LEAST_IN_FP32 * pieces.small
+    assert scale.scale is not None
+    return pieces.small - pieces.big / scale.scale**2 < _LEAST_IN_FP32 * pieces.small
+
+
+# What it is solved to.
+
+
+@dataclass(frozen=True)
+class SolvedWindow:
+    """Unbiased estimates from one window, in units of the rank-averaged sum of its pieces.
+
+    Attributes:
+        estimates: tr Σ and |G|² of the whole model and, after it, of each parameter group; float64, [2, 1 + groups].
+            The whole is the sum of the groups, except in a metric in which squares of groups do not add up.
+        norm: of the gradient as the rank average, before any clip.
+        effective_units: effective number of units in the window (Kish), 1/v.
+        u: Σ a_k/n_k, the mean of 1/n_k over the pieces; 1 where each example is a piece.
+        compared: how much its pieces and ranks differ, for `Dependence`.
+    """
+
+    estimates: Tensor
+    norm: float
+    effective_units: float
+    u: float
+    compared: Numbers = field(default_factory=dict)
+
+    @property
+    def total(self) -> WindowEstimate:
+        """tr Σ and |G|² of the whole model."""
+        return WindowEstimate(*self.estimates[:, 0].tolist())
+
+    @property
+    def per_group(self) -> Sequence[WindowEstimate]:
+        """tr Σ and |G|² of each group."""
+        return tuple(WindowEstimate(*pair) for pair in self.estimates[:, 1:].T.tolist())
+
+    @property
+    def sq_norm(self) -> float:
+        """|F|² of the gradient that was solved: |G|² + v tr Σ."""
+        return self.norm**2
+
+
+def solve_window(row: WindowRow, *, scale: float, n_ranks: int, apart: Mapping[str, float | None]) -> SolvedWindow:
+    """Solve a window that can be used.
+
+    Args:
+        row: what it measured.
+        scale: κ, the gradient that the optimizer sees over the sum of its pieces.
+        n_ranks: data-parallel ranks.
+        apart: κ of each class apart, by name; None if no piece reached it.
+    """
+    # Everything is brought to the units of the rank-averaged sum of the pieces: S by its definition, B by κ. Otherwise
+    # a clip that came first would weigh windows, since its coefficient differs from window to window.
+    unit_scale = 1.0 / n_ranks
+    to_unit = (unit_scale / scale) ** 2
+    measured = row.examples or row
+    groups = measured.estimates(scale=unit_scale, to_unit=to_unit)
+    sq_norm_big = row.big
+    for name, others in row.apart.items():
+        # Their pieces are others, and so may their κ be: solved apart, then added.
+        own_scale = apart[name]
+        relative = 1.0 if own_scale is None else own_scale / scale
+        groups = groups + others.estimates(scale=unit_scale * relative, to_unit=to_unit)
+        sq_norm_big += others.big
+    total = groups.sum(1)
+    if row.whole is not None:
+        small, sq_norm_big = row.whole
+        total = groups.new_tensor(row.solve(small, sq_norm_big * to_unit, scale=unit_scale))
+    return SolvedWindow(
+        estimates=torch.cat([total[:, None], groups], 1),
+        norm=math.sqrt(sq_norm_big * to_unit),
+        effective_units=1.0 / measured.v,
+        u=measured.u,
+        compared=_compared(row, n_ranks),
+    )
+
+
+def _compared(row: WindowRow, n_ranks: int) -> Numbers:
+    """How much pieces and ranks differ, on the witness's elements.
+
+    Differences are Σw · Σ |h_k|²/w_k − |Σ h_k|², and beside them the first term: 0 but for rounding where all pieces
+    are the same. (Sums in fp64 show it. In fp32 their window was dropped.) A single piece has no other to differ from.
+
+    The consistency is tr Σ within ranks, and between ranks; known where there are two ranks and two micro-batches on
+    one of them. The ranks' sums are pieces of their own, with u' = Σ_r (W_r/W)/n_r and S' = Σ_r (W_r/W)|g_r|². So
+    S − S' shows the noise within ranks, and S' − B the noise between them.
+    """
+    if row.n_pieces < 2:
+        return {"differences": (0.0, 0.0)}
+    big, small, ranks = float(row.witness_sum @ row.witness_sum), row.weight * row.witness_small, row.witness_ranks
+    compared = {"differences": (small - big, small)}
+    u, v, u_ranks = row.u, row.v, row.rank_sq_weight_over_units / row.weight
+    if n_ranks > 1 and row.n_pieces > n_ranks and u > u_ranks > v:
+        ranks = row.weight * ranks
+        compared["consistency"] = (small - ranks) / (u - u_ranks), (ranks - big) / (u_ranks - v)
+    return compared

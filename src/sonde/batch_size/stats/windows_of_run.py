@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,20 +10,15 @@ from typing import Any
 
 import torch
 
-from sonde.batch_size.stats.blocks import Blocks, on_host
-from sonde.batch_size.stats.filter import NoiseScaleFilter
-from sonde.batch_size.stats.group_estimates import estimates_table
-from sonde.batch_size.stats.run_average import RunAverage
-from sonde.batch_size.stats.solved_window import SolvedWindow
-from sonde.stats.intervals import RatioInterval, unresolved
+from sonde.batch_size.stats.filter import Block, Blocks, NoiseScaleFilter, on_host
+from sonde.batch_size.stats.window_row import SolvedWindow
+from sonde.stats.intervals import TOO_FEW_WINDOWS, RatioInterval, fieller_interval, unresolved
 from sonde.stats.sealed_state import Stateful
 
+_FEWEST = 4
+"""Fewest windows of an average over the run."""
 _RISES = 1.01
 """A learning rate that rises by more than this factor warms up. Rounding changes it by less."""
-_LEVEL_FOR, _LEVEL_AT_LEAST = 0.1, 10
-"""Part of the steps so far, and steps, after which a rate that has not risen stays level."""
-_LONGER = 1.5
-"""So many times longer than between two rises before, since a warm-up may rise epoch by epoch."""
 _RECENT = 3
 """Blocks that count as recent: about the last half of the run."""
 
@@ -47,6 +43,51 @@ class Recent:
     scatter: float | None
 
 
+class RunAverage:
+    """Averages the first series of a run, step by step.
+
+    A block counts for all the steps that it stands for, however many of its windows were measured. Over the size |F|²,
+    each step weighs by the progress that it makes (McCandlish et al. 2018, arXiv:1812.06162, appendix D).
+    """
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 9
+
+    def add(self, block: Block) -> None:
+        """Take the next block."""
+        self._sums = self._with(block)
+
+    def level(self, unfinished: Block | None = None) -> RatioInterval:
+        """B_simple so far with Fieller's interval.
+
+        Args:
+            unfinished: the block under way, which counts too.
+        """
+        n_steps, n_windows, n_blocks, x, y, xx, xy, yy, spread = self._with(unfinished)
+        if n_windows < _FEWEST:
+            return TOO_FEW_WINDOWS
+        # Satterthwaite's degrees of freedom of a sum of variances, here that of |G|².
+        freedom = yy * yy / spread if spread > 0 else n_windows - n_blocks
+        return fieller_interval(
+            x / n_steps,
+            y / n_steps,
+            var_numerator=xx / n_steps**2,
+            var_denominator=yy / n_steps**2,
+            covariance=xy / n_steps**2,
+            n_samples=max(freedom + 1.0, 2.0),
+        )
+
+    def _with(self, block: Block | None) -> list[float]:
+        """Steps, windows, blocks; tr Σ and |G|² over all steps; their variances; and what Satterthwaite needs."""
+        if block is None or block.n_windows < 2:  # a single window does not show its scatter
+            return self._sums
+        n, steps = block.n_windows, float(block.n_steps)
+        x, y = block.means[0].tolist()
+        (xx, xy), (_, yy) = (block.scatter[0] * (steps**2 / (n * (n - 1)))).tolist()
+        of_block = (steps, n, 1, steps * x, steps * y, xx, xy, yy, yy * yy / (n - 1))
+        return [a + b for a, b in zip(self._sums, of_block, strict=True)]
+
+
 class WindowsOfRun(Stateful):
     """Takes windows; knows the noise scale now, and on average over the run.
 
@@ -54,21 +95,10 @@ class WindowsOfRun(Stateful):
         groups: names of the parameter groups, in the order of a window's entries.
     """
 
-    STATE = (
-        *("last_window", "_origin", "_batch", "blocks"),
-        *("_peak_rate", "_peaked_at", "_n_rises", "_longest_stay", "_has_fallen"),
-    )
+    STATE = ("_origin", "_batch", "blocks")
 
     def __init__(self, groups: Sequence[str]) -> None:
         self.groups = tuple(groups)
-        self.last_window = 0
-        """Number of the last window that was used."""
-        self._peak_rate, self._peaked_at = 0.0, 0
-        """The highest learning rate so far, and the number of the first window with it."""
-        self._n_rises, self._longest_stay = 0, 0
-        """How often a rate was the highest so far, the first included; and most steps between two of them."""
-        self._has_fallen = False
-        """Whether the learning rate has fallen: a later rise, as of a cycle or a restart, is no warm-up."""
         self._begin(0)
 
     def _begin(self, number: int) -> None:
@@ -84,9 +114,7 @@ class WindowsOfRun(Stateful):
             number: of the window in training.
             rate: the learning rate; None where it is not known.
         """
-        self.last_window = number
-        total = on_host([[window.total.trace_cov], [window.total.grad_sq]])
-        estimates = torch.cat([total, estimates_table(window.per_group)], 1).T
+        estimates = window.estimates.T
         if self._filter is None:
             self._batch = window.effective_units
             self._filter = NoiseScaleFilter(len(estimates), self._batch)
@@ -94,23 +122,15 @@ class WindowsOfRun(Stateful):
         if block is not None:
             self._filter.update(block)
             self._average.add(block)
-        if rate is not None:
-            self._see_rate(rate, number)
-
-    def _see_rate(self, rate: float, number: int) -> None:
-        if rate > _RISES * self._peak_rate:
-            if self._n_rises > 1:  # the first rate may have stayed for any time
-                self._longest_stay = max(self._longest_stay, number - self._peaked_at)
-            self._peak_rate, self._peaked_at, self._n_rises = rate, number, self._n_rises + 1
-        self._has_fallen |= rate * _RISES < self._peak_rate
 
     @property
     def warms_up(self) -> bool:
-        """Whether the learning rate has only risen, and has not stayed level since for longer than before."""
-        stays = self.last_window - self._peaked_at
-        if self._has_fallen or self._n_rises < 2 or self.blocks.rate is None:
+        """Whether the learning rate has only risen so far, and is higher than two blocks ago: in a third of the run."""
+        rates = [block.rate for block in self.blocks.all]
+        known = [rate for rate in rates if rate is not None]
+        if len(known) < len(rates) or len(known) < 2 or any(b * _RISES < a for a, b in itertools.pairwise(known)):
             return False
-        return stays <= max(_LEVEL_AT_LEAST, _LEVEL_FOR * self.last_window, _LONGER * self._longest_stay)
+        return known[-1] > _RISES * known[-min(_RECENT, len(known))]
 
     def begin_anew(self, first: int) -> None:
         """Forget all windows before one, the first that counts: they speak of other parameters."""

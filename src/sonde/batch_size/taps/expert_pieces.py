@@ -1,4 +1,4 @@
-"""The pieces of experts in one window, on the device; see `stats/expert_sums.py`.
+"""The pieces of experts in one window, on the device; see `stats/window_row.py`.
 
 The weight of a piece is known only once the ranks that fed it are summed. So the squares of each piece wait until the
 window ends, and one small all-reduce over these ranks gives the weights.

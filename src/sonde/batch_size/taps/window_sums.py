@@ -11,21 +11,16 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from sonde.batch_size.stats.comparisons import (
+from sonde.batch_size.stats.dependence import (
     FEWEST_PIECES,
-    FEWEST_RANKS,
-    NeighbourSums,
-    OrderSums,
-    Repeats,
     neighbour_products,
     order_of_pieces,
     rank_mark,
-    repeats_piece,
     same_ranks,
+    scores_of_pieces,
 )
 from sonde.batch_size.stats.noise_scale import effective_units
-from sonde.batch_size.stats.piece_class import WitnessedPieces
-from sonde.batch_size.stats.window_row import CLASSES, Drop, WindowRow
+from sonde.batch_size.stats.window_row import CLASSES, Drop, WindowRow, WitnessedPieces
 from sonde.batch_size.taps.metric import Adds, Metrics
 from sonde.batch_size.taps.named import Named, those_under
 from sonde.batch_size.taps.tap import GradientSummary, Number, Problem
@@ -143,8 +138,6 @@ _COUNTS = (
 """The numbers that a rank counts its pieces by, as the row names them."""
 _MOST_COMPARED = 32
 """Pieces of a rank and window, from the first on, that are compared with each other; bounds their memory."""
-_N_COMPARISONS = 3
-"""Numbers that the comparison of a rank's pieces gives."""
 _MOST_MARKED = 256
 """Ranks, from the first on, that are compared with each other; bounds the vector that is summed."""
 
@@ -304,7 +297,7 @@ class WindowSums:
             **numbers,
             "witness_small": self._witness_small,
             "witness_ranks": self._witness.square().sum() / self._weight if has_pieces else no_rank_sum,
-            "compared": self._compare_pieces() if may_compare else no_rank_sum.new_zeros(_N_COMPARISONS),
+            "compared": neighbour_products(torch.stack(self._compared)) if may_compare else no_rank_sum.new_zeros(2),
             "witness": self._witness,
             "witness_squares": self._witness_squares,
             "marks": self._mark(),
@@ -324,11 +317,6 @@ class WindowSums:
         problems[Problem.NOT_FINITE] += not_finite & held_by_elements
         problems[Problem.OVERFLOW] += not_finite & ~held_by_elements
 
-    def _compare_pieces(self) -> Tensor:
-        """The comparison of this rank's pieces with each other; [_N_COMPARISONS]."""
-        pieces = torch.stack(self._compared)
-        return torch.cat([neighbour_products(pieces), repeats_piece(pieces).view(1)])
-
     def _mark(self) -> Tensor:
         """This rank's mark in its own place, so that the sum over ranks holds the marks of all; [marked ranks, 2]."""
         marks = self._witness.new_zeros(self._n_marked, 2)
@@ -347,10 +335,8 @@ def read_rows(sums: Named, metrics: Sequence[Adds], witness_sizes: Mapping[int, 
     """
     counts = dict(zip(_COUNTS, sums["counts"].tolist(), strict=True))
     n_met = sums["problems"].tolist()
-    products, variance, n_repeating = sums["compared"].tolist()
     witness, marks = sums["witness"].double(), sums["marks"].double()
     weight, witness_small, witness_ranks = counts["weight"], *map(float, (sums["witness_small"], sums["witness_ranks"]))
-    n_comparing = round(counts["n_comparing"])
     is_declared = counts["n_declaring"] > 0
     small, big = sums["small"].double(), sums["big"].double()
     apart = {name: found for name in CLASSES if (found := those_under(name, sums))}
@@ -361,8 +347,7 @@ def read_rows(sums: Named, metrics: Sequence[Adds], witness_sizes: Mapping[int, 
         sq_weight_over_units=counts["sq_weight_over_units"],
         n_pieces=round(counts["n_pieces"]),
         n_ranks_declaring=round(counts["n_declaring"]),
-        ran_forward=n_met[Problem.FORWARD_ALONE] > 0,
-        stepped_alone=n_met[Problem.STEP_ALONE] > 0,
+        stepped_alone=n_met[Problem.STEP_ALONE] > 0 and not n_met[Problem.FORWARD_ALONE] > 0,
         n_units=counts["n_units"],
         further_units=sums["further_units"].tolist(),
         in_fp32=sums["small"].dtype == torch.float32,
@@ -376,21 +361,10 @@ def read_rows(sums: Named, metrics: Sequence[Adds], witness_sizes: Mapping[int, 
         witness_squares=sums["witness_squares"].double(),
         sq_norm_big=big[0, :-1],
         witness_final=sums["witness_final"].double(),
-        neighbours=NeighbourSums(
-            products=products,
-            variance=variance,
-            n_ranks=n_comparing,
-            mean_square=witness_small / weight if weight else 0.0,
+        scores=scores_of_pieces(
+            counts, *sums["compared"].tolist(), mean_square=witness_small / weight if weight else 0.0
         ),
-        order=OrderSums(
-            counts["by_place"], round(counts["n_by_place"]), counts["by_units"], round(counts["n_by_units"])
-        ),
-        repeats=Repeats(
-            n_ranks=n_comparing,
-            n_repeating=round(n_repeating),
-            same_ranks=same_ranks(marks, spread=_spread(weight * witness_ranks, witness)),
-            n_compared=len(marks) if len(marks) >= FEWEST_RANKS else 0,
-        ),
+        same_ranks=same_ranks(marks, spread=_spread(weight * witness_ranks, witness)),
     )
     rows = []
     for i, (adds, n_problems) in enumerate(zip(metrics, sums["problems_of_metrics"].tolist(), strict=True)):
@@ -424,12 +398,12 @@ def _apart(sums: Named, row: WindowRow, metric: int) -> WitnessedPieces:
     """What a class apart gives in one metric, whose squares add up. Its Σ w_k and Σ w_k²/n_k are those of the rest."""
     weight_over_units, n_pieces = sums["counts"].tolist()
     return WitnessedPieces(
-        sums["small"][metric, :-1].double(),
-        sums["big"][metric, :-1].double(),
         row.weight,
         weight_over_units,
         row.sq_weight_over_units,
         round(n_pieces),
+        sums["small"][metric, :-1].double(),
+        sums["big"][metric, :-1].double(),
         *(sums[name].double() for name in ("witness", "witness_squares", "witness_final")),
     )
 

@@ -9,10 +9,16 @@ from typing import TextIO
 
 import torch.distributed as dist
 
+from sonde.batch_size.stats.window_row import NO_BACKWARD
 from sonde.batch_size.taps.tap import HOW_TO_COUNT
 from sonde.console import tell, write_to
 
 REMEDIES: Mapping[str, str] = {
+    NO_BACKWARD: (
+        "no backward added to the gradients of measured parameters since the last window: the optimizer stepped on no "
+        "gradient or on an old one, gradients are set by hand, as those of torch.autograd.grad, or other parameters "
+        "are trained now, such as another adapter"
+    ),
     "unit must name the": "--unit must name the",
     ": use 'sequences', 'images' or 'prompts', or several, the independent sample first: ('sequences', 'tokens')": (
         ": pass sequences, images or prompts"
@@ -69,10 +75,6 @@ REMEDIES: Mapping[str, str] = {
     "put all backwards of one batch into one 'with probe.piece():'": "add up all losses of one batch before backward",
     "Put all backwards of one batch into one 'with probe.piece():'": "Add up all losses of one batch before backward",
     "put one of each into one 'with probe.piece():'": "nothing can be measured: their sum has another noise",
-    "the same window was ended twice. Call probe.step() or probe.clip_grad_norm_() once per optimizer step": (
-        "the optimizer stepped on no gradient, or on an old one"
-    ),
-    "trained now, such as another adapter: attach to each": "trained now, such as another adapter",
     ", or clipped to 0, before probe.step()?": ", or clipped to 0, before the step?",
     "clipped by value before probe.step(): clip by norm, or clip after probe.step()": (
         "clipped by value before the step: clip by norm"

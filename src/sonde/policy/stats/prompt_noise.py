@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sonde.batch_size.stats.noise_scale import PieceSums, WindowEstimate, estimate_window
+from sonde.batch_size.stats.noise_scale import Pieces, WindowEstimate
 from sonde.batch_size.stats.ratio_average import RatioAverage
 from sonde.stats.sealed_state import Stateful
 
@@ -72,8 +72,7 @@ def solve_prompts(prompts: Sequence[PromptNorms], sq_norm_big: float) -> PromptW
     if worst := next((p for p in prompts if not p.weight > 0), None):
         raise ValueError(f"every prompt needs a positive weight in the loss, got {worst.weight}: leave this prompt out")
     total = sum(p.weight for p in prompts)
-    pieces = PieceSums(
-        sq_norm_over_weight=sum(p.sq_norm / p.weight for p in prompts),
+    pieces = Pieces(
         weight=total,
         weight_over_units=total,
         sq_weight_over_units=sum(p.weight**2 for p in prompts),
@@ -84,7 +83,8 @@ def solve_prompts(prompts: Sequence[PromptNorms], sq_norm_big: float) -> PromptW
     if split:
         split_weight = sum(p.weight for p in split)
         within = sum(p.weight / split_weight * _within(p) * (total / p.weight) ** 2 for p in split)
-    return PromptWindow(estimate_window(pieces, sq_norm_big), within, len(prompts))
+    noise = WindowEstimate(*pieces.solve(sum(p.sq_norm / p.weight for p in prompts), sq_norm_big))
+    return PromptWindow(noise, within, len(prompts))
 
 
 def _within(prompt: PromptNorms) -> float:

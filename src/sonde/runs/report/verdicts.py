@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from sonde.batch_size.stats.critical_batch import Estimate, Verdict, judge_batch, steps_and_examples
-from sonde.batch_size.stats.example_sums import in_percent
+from sonde.batch_size.stats.reading import in_percent
 from sonde.policy.stats.coverage import coverage
 from sonde.policy.stats.entropy_verdict import judge_entropy
 from sonde.policy.stats.steps_kept import steps_kept

@@ -1,41 +1,37 @@
-"""A reading made of averages: numbers where they are known, a reason where they are not."""
+"""A reading made of averages: numbers where they are known, a reason where they are not; and their saved state."""
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from sonde.batch_size.stats.averages import NoiseScaleAverages
-from sonde.batch_size.stats.noise_scale import WindowEstimate
-from sonde.batch_size.stats.scale_witness import ScaleReading
-from sonde.batch_size.stats.solved_window import SolvedWindow, solve_window
-from sonde.batch_size.stats.summary import summarise
-from sonde.batch_size.stats.window_row import Drop
+from sonde.batch_size.stats.fixed_weights import FixedWeights
+from sonde.batch_size.stats.tracker import NoiseScaleTracker
+from sonde.batch_size.stats.window_row import Drop, SolvedWindow, solve_window
 from sonde.runs.report.logged_interval import logged_batch
-from tests.batch_size.stats.windows import gaussian_windows, window_row
-
-SOUND = ScaleReading(1.0, 0.0, "scaled", sound=frozenset({0}))
-CHANGED = ScaleReading(1.0, 0.5, "changed", changed=frozenset({0}))
+from tests.batch_size.stats.windows import gaussian_windows, solved, take, tracker_of, window_row
 
 
-def averages_of(n_windows: int, *, noise: float = 1.0, signal: float = 1.0) -> NoiseScaleAverages:
+def averages_of(n_windows: int, *, noise: float = 1.0, signal: float = 1.0) -> NoiseScaleTracker:
     """Windows of two pieces of 4 units each: two elements, of which noise is on the second only."""
-    averages = NoiseScaleAverages(["signal", "noise"])
+    tracker = tracker_of(["signal", "noise"])
     for window in range(n_windows):
         varied = noise * (1 + 0.1 * (window % 3))
-        pieces = [[signal, signal + varied], [signal, signal - varied]]
-        averages.see_units(8)
-        averages.n_seen += 1
-        averages.add(solve_window(window_row([pieces], units=4), scale=1.0, n_ranks=1), SOUND)
-    return averages
+        take(tracker, of_pieces([[signal, signal + varied], [signal, signal - varied]]))
+    return tracker
+
+
+def of_pieces(pieces: list[list[float]]) -> SolvedWindow:
+    return solve_window(window_row([pieces], units=4), scale=1.0, n_ranks=1, apart={})
 
 
 def test_a_resolved_reading() -> None:
     averages = averages_of(30)
-    reading = summarise(averages, unit="rows")
+    reading = averages.reading()
     assert (reading.status, reading.reason, reading.doubts) == ("resolved", "", {})
     assert (reading.windows, reading.units_per_window, reading.unit) == (30, pytest.approx(8), "rows")
     assert reading.trace_cov is not None
@@ -50,13 +46,10 @@ def test_a_resolved_reading() -> None:
 
 def test_a_batch_is_judged_by_as_many_units_as_the_noise_scale_counts() -> None:
     """Half of the units weigh nothing: the noise scale is in effective units, so the batch must be too."""
-    averages, generator = NoiseScaleAverages(["a", "b"]), torch.Generator().manual_seed(0)
+    averages, generator = tracker_of(["a", "b"]), torch.Generator().manual_seed(0)
     for _ in range(400):
-        averages.see_units(16)
-        averages.n_seen += 1
-        pieces = (torch.randn(2, 2, generator=generator) / 2).add(0.25).tolist()
-        averages.add(solve_window(window_row([pieces], units=4), scale=1.0, n_ranks=1), SOUND)
-    reading = summarise(averages, unit="rows")
+        take(averages, of_pieces((torch.randn(2, 2, generator=generator) / 2).add(0.25).tolist()), units=16)
+    reading = averages.reading()
     assert (reading.units_per_window, reading.effective_units) == (16, 8)
     assert reading.b_simple == pytest.approx(16, rel=0.4)  # 2 elements, 4 · 1/4 of noise and 1/16 of signal each
     assert reading.verdict is not None
@@ -68,37 +61,34 @@ def test_a_batch_is_judged_by_as_many_units_as_the_noise_scale_counts() -> None:
 
 @pytest.mark.parametrize("are_dropped", [True, False])
 def test_windows_that_were_dropped_are_not_taken_for_unmeasured_ones(are_dropped: bool) -> None:
-    averages, generator = NoiseScaleAverages(["a", "b"]), torch.Generator().manual_seed(0)
-    for number in range(1, 61):
-        pieces = torch.randn(2, 2, generator=generator).add(0.05).tolist()
-        averages.n_seen = 2 * number
-        averages.see_units(8)
+    averages, generator = tracker_of(["a", "b"]), torch.Generator().manual_seed(0)
+    for _ in range(60):
         if are_dropped:
-            averages.drop(Drop("not_finite", "a gradient was not finite"), SOUND)
-        averages.add(solve_window(window_row([pieces], units=4), scale=1.0, n_ranks=1), SOUND)
-    advice = summarise(averages, unit="rows").advice
+            averages.drop(Drop("not_finite", "a gradient was not finite"))
+        take(averages, of_pieces(torch.randn(2, 2, generator=generator).add(0.05).tolist()), every=2)
+    advice = averages.reading().advice
     assert advice
     assert ("measure every window" in advice) == (not are_dropped)
 
 
 def test_no_window_yet() -> None:
-    reading = summarise(NoiseScaleAverages(["a"]), unit="rows")
+    reading = tracker_of(["a"]).reading()
     assert (reading.status, reading.reason) == ("unresolved", "no window has ended yet")
     assert (reading.b_simple, reading.grad_sq, reading.units_per_window) == (None, None, None)
 
 
 def test_the_most_frequent_reason_is_given_where_all_windows_were_dropped() -> None:
-    averages = NoiseScaleAverages(["a"])
+    averages = tracker_of(["a"])
     for reason in ("rare", "frequent", "frequent"):
-        averages.drop(Drop("zero", reason), SOUND)
-    assert summarise(averages, unit="rows").reason == "frequent"
+        averages.drop(Drop("zero", reason))
+    assert averages.reading().reason == "frequent"
 
 
 def test_a_doubt_hides_every_number_and_is_the_reason() -> None:
     averages = averages_of(30)
     for _ in range(3):
-        averages.drop(Drop("changed", "noise was added"), CHANGED)
-    reading = summarise(averages, unit="rows")
+        averages.drop(Drop("changed", "noise was added"))
+    reading = averages.reading()
     assert reading.status == "unresolved"
     assert list(reading.doubts) == ["changed"]
     assert reading.reason == reading.doubts["changed"]
@@ -110,7 +100,7 @@ def test_a_doubt_hides_every_number_and_is_the_reason() -> None:
 
 
 def test_pieces_without_any_noise_raise_the_doubt_of_the_same_data() -> None:
-    reading = summarise(averages_of(10, noise=0.0), unit="rows")
+    reading = averages_of(10, noise=0.0).reading()
     assert list(reading.doubts) == ["same_data"]
     assert reading.b_simple is None
 
@@ -119,19 +109,19 @@ def test_old_windows_say_nothing_about_now() -> None:
     averages = averages_of(60)
     for _ in range(40):
         averages.n_seen += 1
-        averages.drop(Drop("not_finite", "a loss was NaN"), SOUND)
-    reading = summarise(averages, unit="rows")
+        averages.drop(Drop("not_finite", "a loss was NaN"))
+    reading = averages.reading()
     assert (reading.status, reading.b_simple) == ("unresolved", None)
     assert reading.reason == "the last 40 windows could not be used: a loss was NaN"
 
 
 def test_a_few_missing_windows_are_bridged() -> None:
     averages = averages_of(60)
-    expected = summarise(averages, unit="rows")
+    expected = averages.reading()
     for _ in range(5):
         averages.n_seen += 1
-        averages.drop(Drop("not_finite", "a loss was NaN"), SOUND)
-    reading = summarise(averages, unit="rows")
+        averages.drop(Drop("not_finite", "a loss was NaN"))
+    reading = averages.reading()
     assert (reading.status, reading.dropped) == ("resolved", {"a loss was NaN": 5})
     assert (reading.low, reading.high) == (expected.low, expected.high)  # of the last window that was used
 
@@ -140,8 +130,8 @@ def test_a_reading_can_be_made_however_long_ago_the_last_window_was() -> None:
     averages = averages_of(60)
     for _ in range(1600):
         averages.n_seen += 1
-        averages.drop(Drop("single_piece", "one piece only"), SOUND)
-    reading = summarise(averages, unit="rows")
+        averages.drop(Drop("single_piece", "one piece only"))
+    reading = averages.reading()
     assert (reading.status, reading.b_simple, reading.grad_sq, reading.scatter) == ("unresolved", None, None, None)
     assert (reading.average, reading.windows_needed, reading.advice) == (None, None, "")
     assert reading.reason == "the last 1,600 windows could not be used: one piece only"
@@ -150,14 +140,11 @@ def test_a_reading_can_be_made_however_long_ago_the_last_window_was() -> None:
 
 def test_the_level_and_the_scatter_are_those_of_the_windows() -> None:
     """One window in 10, of Gaussian gradients whose noise scale grows like the steps."""
-    averages = NoiseScaleAverages([])
+    averages = tracker_of()
     ends = range(10, 2001, 10)
     windows = gaussian_windows([0.1 * (t + 30) for t in ends], n_runs=1, seed=3)[:, 0]
-    for end, (x, y) in zip(ends, windows.tolist(), strict=True):
-        averages.n_seen = end
-        averages.see_units(32)
-        averages.add(SolvedWindow(WindowEstimate(x, y), (), None, 1.0, 32.0, 1 / 8, 1.0, 1.0), SOUND)
-    reading = summarise(averages, unit="rows")
+    take(averages, *(solved([window]) for window in windows.tolist()), units=32, every=10)
+    reading = averages.reading()
     assert reading.status == "resolved"
     assert reading.b_simple == pytest.approx(203, rel=0.3)
     assert reading.low is not None
@@ -180,7 +167,7 @@ def test_the_level_and_the_scatter_are_those_of_the_windows() -> None:
 
 def test_a_reading_of_the_total_has_no_groups() -> None:
     averages = averages_of(30)
-    total, whole = summarise(averages, unit="rows", with_groups=False), summarise(averages, unit="rows")
+    total, whole = averages.reading(with_groups=False), averages.reading()
     assert total.groups == {}
     assert (total.b_simple, total.low, total.high) == pytest.approx((whole.b_simple, whole.low, whole.high), rel=1e-9)
 
@@ -188,7 +175,7 @@ def test_a_reading_of_the_total_has_no_groups() -> None:
 @pytest.mark.parametrize(("n_windows", "batch"), [(20, 8.0), (300, 4.0), (300, 1e4)])
 def test_a_reading_in_words_gives_the_advice_of_its_verdict(n_windows: int, batch: float) -> None:
     """In the first steps there is none, for a small batch none is needed, and a large one may be anything."""
-    reading = replace(summarise(averages_of(n_windows), unit="rows"), units_per_window=batch, effective_units=batch)
+    reading = replace(averages_of(n_windows).reading(), units_per_window=batch, effective_units=batch)
     reading = replace(reading, status="lower_bound", low=20.0, high=math.inf, b_simple=None, advice="measure more")
     assert reading.verdict is not None
     ending = "; measure more" if batch == 1e4 else ""
@@ -198,10 +185,93 @@ def test_a_reading_in_words_gives_the_advice_of_its_verdict(n_windows: int, batc
 
 def test_groups_without_a_gradient_are_left_out() -> None:
     averages = averages_of(30)
-    averages.run.begin_anew(31)
-    for _ in range(3):
-        averages.n_seen += 1
-        averages.see_units(8)
-        row = window_row([[[1.0, 0.0], [2.0, 0.0]]], units=4)
-        averages.add(solve_window(row, scale=1.0, n_ranks=1), SOUND)
-    assert list(summarise(averages, unit="rows").groups) == ["signal"]
+    averages.begin_anew(31)
+    take(averages, *[of_pieces([[1.0, 0.0], [2.0, 0.0]])] * 3)
+    assert list(averages.reading().groups) == ["signal"]
+
+
+def of_two(trace_cov: float, grad_sq: float) -> SolvedWindow:
+    """A window of two groups that share its estimates one to three."""
+    shares = [(part * trace_cov, part * grad_sq) for part in (1.0, 0.25, 0.75)]
+    return solved(shares, 8.0, u=0.25, compared={"consistency": (2.0, 1.0), "differences": (1.0, 10.0)})
+
+
+def averages_of_some_windows() -> NoiseScaleTracker:
+    averages = tracker_of(["a", "b"])
+    take(averages, of_two(30.0, 14.0), of_two(34.0, 18.0), of_two(31.0, 17.0))
+    averages.see_units(8)
+    for _ in range(2):
+        averages.drop(Drop("changed", "noise was added"))
+    return averages
+
+
+def test_averages_by_hand() -> None:
+    averages = tracker_of(["a", "b"])
+    assert (averages.units_per_window, averages.reading().consistency) == (None, None)
+    averages.see_units(8)
+    averages.see_units(16)
+    assert averages.units_per_window == pytest.approx((0.98 * 8 + 16) / 1.98)  # the decay is 1 − 1/memory
+    take(averages, of_two(30.0, 14.0), of_two(34.0, 18.0), residual=1e-8)
+    recent = averages.run.recent()
+    assert recent is not None
+    assert (recent.n_windows, recent.n_steps) == (2, 2)
+    assert recent.trace_cov == pytest.approx([32.0, 8.0, 24.0])
+    assert recent.grad_sq == pytest.approx([16.0, 4.0, 12.0])
+    reading = averages.reading()
+    assert (reading.consistency, reading.doubts) == (pytest.approx(2.0), {})
+    assert reading.effective_units == reading.units_per_window  # units weigh alike
+    assert (reading.u, reading.scale, reading.scale_residual) == (0.25, 1.0, 1e-8)
+
+
+def test_dropped_windows_are_counted_by_reason() -> None:
+    averages = averages_of_some_windows()
+    for _ in range(2):
+        averages.drop(Drop("zero", "the gradient was 0"))
+    assert averages.dropped == {"noise was added": 2, "the gradient was 0": 2}
+    assert averages.windows == 3
+
+
+def test_the_state_round_trips_through_json() -> None:
+    averages, restored = averages_of_some_windows(), tracker_of(["a", "b"])
+    restored.load_state_dict(json.loads(json.dumps(averages.state_dict())))
+    assert restored.state_dict() == averages.state_dict()
+    assert restored.reading() == averages.reading()
+    assert "noise was added" in restored.reading().doubts["changed"]
+    for each in (averages, restored):  # and both go on alike
+        take(each, of_two(40.0, 10.0), units=16)
+    assert restored.state_dict() == averages.state_dict()
+
+
+def test_a_batch_that_was_changed_is_not_averaged_with_the_one_before() -> None:
+    averages = tracker_of()
+    for n_units in [512.0] * 60 + [16.0] * 4:
+        averages.see_units(n_units)
+    assert averages.units_per_window > 400  # type: ignore[operator]
+    averages.see_units(16.0)
+    assert averages.units_per_window == 16.0
+
+
+def test_batches_of_many_sizes_are_averaged() -> None:
+    averages = tracker_of(fixed_weights=FixedWeights())  # which forgets nothing
+    sizes = [2.0, 8.0, 8.0, 2.0, 32.0, 32.0, 32.0, 32.0, 2.0, 8.0]
+    for n_units in sizes:
+        averages.see_units(n_units)
+    assert averages.units_per_window == pytest.approx(sum(sizes) / len(sizes))
+
+
+def test_changed_windows_are_doubted_until_they_are_old() -> None:
+    """One is an accident. A lasting change of a parameter that is seldom compared shows once in many windows."""
+    averages = averages_of(40)
+    averages.drop(Drop("changed", "noise was added"))
+    assert averages.reading().status == "resolved"
+    take(averages, *[of_two(32.0, 16.0)] * 40)
+    averages.drop(Drop("changed", "noise was added"))
+    assert "2 of the last windows were changed" in averages.reading().doubts["changed"]
+    take(averages, *[of_two(32.0, 16.0)] * 100)
+    assert not averages.reading().doubts
+
+
+def test_the_first_window_may_hold_gradients_from_before() -> None:
+    averages = tracker_of(["signal", "noise"])
+    averages.drop(Drop("changed", "noise was added"))
+    assert not averages.reading().doubts
