@@ -246,7 +246,7 @@ def test_contents_with_other_keys_have_another_version(half: dict[str, Any]) -> 
     averages = contents["averages"]
     names = [list(each) for each in (contents, contents["what"], averages, averages["noise"])]
     of_contents = hashlib.sha256(repr(names).encode()).hexdigest()[:8]
-    assert (VERSION, of_contents) == (8, "a61448f0"), "raise VERSION: states with other keys must be refused"
+    assert (VERSION, of_contents) == (9, "a61448f0"), "raise VERSION: states with other keys must be refused"
 
 
 def test_a_measurement_that_failed_leaves_a_state_that_loads() -> None:

@@ -7,7 +7,6 @@ are not checked one by one.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -27,27 +26,20 @@ class Stateful:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that `load_state_dict` needs, as JSON values."""
-        return {name: _saved(getattr(self, name)) for name in self.STATE}
+        own = {name: getattr(self, name) for name in self.STATE}
+        return dict(json.loads(json.dumps(own, default=lambda part: part.state_dict())))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, in an object made with the same arguments."""
         for name in self.STATE:
-            setattr(self, name, _restored(getattr(self, name), state[name]))
-
-
-def _saved(value: Any) -> Any:
-    if isinstance(value, Stateful):
-        return value.state_dict()
-    return {name: _saved(v) for name, v in value.items()} if isinstance(value, dict) else copy.deepcopy(value)
-
-
-def _restored(own: Any, saved: Any) -> Any:
-    if isinstance(own, Stateful):
-        own.load_state_dict(saved)
-        return own
-    if isinstance(own, dict) and any(isinstance(v, Stateful) for v in own.values()):
-        return {name: _restored(v, saved[name]) if name in saved else v for name, v in own.items()}
-    return copy.deepcopy(saved)
+            own, saved = getattr(self, name), state[name]
+            if isinstance(own, Stateful):
+                own.load_state_dict(saved)
+            elif isinstance(own, dict) and any(isinstance(part, Stateful) for part in own.values()):
+                for key in own.keys() & saved.keys():
+                    own[key].load_state_dict(saved[key])
+            else:
+                setattr(self, name, saved)
 
 
 def sealed(contents: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,8 +70,7 @@ def unsealed(label: str, state: Any) -> dict[str, Any]:
             f"the {label}, of version {version!r:.60}, is damaged or is not of version {VERSION}, which this sonde "
             "reads: start without the state"
         )
-    contents: dict[str, Any] = json.loads(text)
-    return contents
+    return dict(json.loads(text))
 
 
 def parameters_digest(names: Sequence[str], shapes: Sequence[object]) -> str:
@@ -107,17 +98,15 @@ def check_identity(saved: Mapping[str, object], own: Mapping[str, object]) -> No
             f"the state was saved by a {saved['probe']}, but this is a {own['probe']}: give each probe the state that "
             "it saved itself"
         )
-    for name, value in own.items():
-        if saved[name] == value:
-            continue
+    for name in (name for name, value in own.items() if saved[name] != value):
         if name == "parameters":
             raise ValueError(
                 "the state was saved by a probe that measured other parameters (names, shapes or order differ): attach "
                 "before any parameter is frozen or released, as in the run that saved it, or start without the state"
             )
         raise ValueError(
-            f"the state was saved with {name} {saved[name]!r:.200}, but this probe has {name} {value!r:.200}: load the "
-            f"state into a probe with the same {name}, or start without the state"
+            f"the state was saved with {name} {saved[name]!r:.200}, but this probe has {name} {own[name]!r:.200}: load "
+            f"the state into a probe with the same {name}, or start without the state"
         )
 
 

@@ -232,7 +232,7 @@ def _pieces_unusable(row: WindowRow) -> Drop | None:
 def _class_unusable(name: str, pieces: WitnessedPieces, scale: ScaleReading) -> Drop | None:
     if pieces.n_pieces < 2:
         return Drop(
-            f"single_{name.removesuffix('s')}_piece",
+            f"single_piece_of_{name}",
             f"the {name} had a single piece in the window, since one backward of all ranks feeds them all: accumulate "
             f"gradients over 2 or more micro-batches, or spread the {name} over fewer ranks",
         )

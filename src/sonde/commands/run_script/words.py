@@ -14,11 +14,7 @@ from sonde.batch_size.taps.tap import HOW_TO_COUNT
 from sonde.console import tell, write_to
 
 REMEDIES: Mapping[str, str] = {
-    NO_BACKWARD: (
-        "no backward added to the gradients of measured parameters since the last window: the optimizer stepped on no "
-        "gradient or on an old one, gradients are set by hand, as those of torch.autograd.grad, or other parameters "
-        "are trained now, such as another adapter"
-    ),
+    NO_BACKWARD: "a step came without a backward of the parameters that it steps, or others are trained now",
     "unit must name the": "--unit must name the",
     ": use 'sequences', 'images' or 'prompts', or several, the independent sample first: ('sequences', 'tokens')": (
         ": pass sequences, images or prompts"
