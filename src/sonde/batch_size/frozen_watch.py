@@ -43,6 +43,7 @@ class FrozenWatch:
         self._n_hashes = 2 ** min(exact_bits(device, n_ranks), _MOST_BITS)
         self._frozen: tuple[str, ...] | None = None
         """What this rank holds and does not train; None before the first window."""
+        self._sent: tuple[tuple[str, ...], Tensor] | None = None
         self._seen: tuple[str, ...] = ()
         self._n_seen = 0
         """What was frozen when this looked last, where that is something else; and how often in a row."""
@@ -68,8 +69,10 @@ class FrozenWatch:
     def numbers(self) -> Tensor:
         """What this rank adds to the sum of a measured window; [2]."""
         frozen = self._frozen or ()
-        which = zlib.crc32(" ".join(frozen).encode()) % self._n_hashes
-        return as_vector([float(len(frozen)), float(which)], self._device)
+        if self._sent is None or self._sent[0] != frozen:  # made once, since each costs a copy to the device
+            which = zlib.crc32(" ".join(frozen).encode()) % self._n_hashes
+            self._sent = frozen, as_vector([float(len(frozen)), float(which)], self._device)
+        return self._sent[1]
 
     def arrived(self, numbers: Tensor) -> tuple[str, str] | None:
         """Take the sum over ranks of a window; windows in order.
