@@ -88,19 +88,15 @@ class Arrivals:
                 self._say(message)
         if self._mechanism.reads_examples != read_examples:
             self._pacing.measures_otherwise()
-        self._pace(window)
+        self._pacing.pace.take(window.known.n_ended, window.costs)
+        if self._pacing.pace.disagrees:
+            self._log.alert("ranks_disagree", RANKS_DISAGREE, window=number)
         if window.row.n_ranks_declaring and not self._shares_pieces:
             self._tap.only_declared = True
         self._say_first(window.row)
         plain = self._metrics.plain
         solved = None if plain is None else plain.last
         self._log.window(window, drop, None if solved is None else solved.norm)
-
-    def _pace(self, window: MeasuredWindow) -> None:
-        pace = self._pacing.pace
-        pace.take(window.known.n_ended, window.costs)
-        if pace.disagrees:
-            self._log.alert("ranks_disagree", RANKS_DISAGREE, window=window.known.number)
 
     def _begin_anew_if_it_speaks_of_something_else(self, row: WindowRow, number: int) -> None:
         """Forget windows of other parameters, if examples cover only some.
@@ -111,7 +107,7 @@ class Arrivals:
         """
         n_covered = row.examples.n_covered if row.examples is not None else len(self._wrapper.parameters)
         if self.n_covered not in (None, n_covered) and self._tracker.windows > 1:
-            self._tracker.begin_anew(number)
+            self._tracker.run.begin_anew(number)
             parameters = plural(n_covered, "parameter")
             self._say(f"the noise scale speaks of {parameters} from window {number} on, and begins anew")
         self.n_covered = n_covered

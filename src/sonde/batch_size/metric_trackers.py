@@ -74,4 +74,4 @@ class MetricTrackers(Stateful):
     def begin_anew(self, first: int) -> None:
         """Forget the windows before one: other parameters were trained."""
         for tracker in self._all.values():
-            tracker.begin_anew(first)
+            tracker.run.begin_anew(first)

@@ -185,7 +185,7 @@ def test_a_reading_in_words_gives_the_advice_of_its_verdict(n_windows: int, batc
 
 def test_groups_without_a_gradient_are_left_out() -> None:
     averages = averages_of(30)
-    averages.begin_anew(31)
+    averages.run.begin_anew(31)
     take(averages, *[of_pieces([[1.0, 0.0], [2.0, 0.0]])] * 3)
     assert list(averages.reading().groups) == ["signal"]
 

@@ -106,7 +106,7 @@ _ROWS = {
 }
 _SAME_DATA = ("differences", "consistency")
 """What shows the same data. Its memory is not lengthened."""
-_AVERAGED = ("place", "units", "neighbours", *_ROWS, "not_sorted", "excess", "ranks", "changed", *_SAME_DATA)
+_AVERAGED = ("place", "units", "neighbours", *_ROWS, "excess", "ranks", "changed", *_SAME_DATA)
 
 
 # Compared within one window.
@@ -247,9 +247,6 @@ N_SCORES = 4
 def scores_of_examples(near: float, opposite: float, half: float, n: float) -> Numbers:
     """What was compared of a window's examples, in standard errors.
 
-    Beside each, all of them together: positive where rows share samples, but not where they were sorted. Sorted rows,
-    by length for one, may be independent. Their neighbours are alike, and distant rows differ the more.
-
     Args:
         near: sum of the standard scores of neighbours, against rows two apart, which are as alike where rows lie in
             some order of their contents.
@@ -260,7 +257,6 @@ def scores_of_examples(near: float, opposite: float, half: float, n: float) -> N
     if not n:
         return {}
     of_places = {"opposite": opposite, "half": half, "next": near}
-    of_places["not_sorted"] = (near + 2 * opposite + half) / math.sqrt(6)
     return {name: standard_score(total, n, round(n)) for name, total in of_places.items()}
 
 
@@ -396,7 +392,10 @@ class Dependence(Stateful):
 
     def _dependent_examples(self) -> str | None:
         found = [f"{rows} are more alike than chance allows" for name, rows in _ROWS.items() if self._lean(name) > 0]
-        if self._of["not_sorted"].standard_errors < _SURE:
+        # Sorted rows, by length for one, may be independent. Their neighbours are alike, and distant rows differ the
+        # more: together, scores are positive only where rows share samples.
+        near, opposite, half = (self._of[name].standard_errors for name in ("next", "opposite", "half"))
+        if (near + 2 * opposite + half) / math.sqrt(6) < _SURE:
             found = []
         excess = self._of["excess"]
         is_certain = excess.x > max(_LEAST_EXCESS, _STANDARD_ERRORS * excess.error_of_x)

@@ -68,7 +68,7 @@ class NoiseScaleTracker(Stateful):
     ) -> None:
         self.unit, self.groups, self.further_units = unit, tuple(groups), tuple(further_units)
         self.rounding, self._n_ranks, self._least_sq_norm = rounding, n_ranks, least_sq_norm
-        self._fixed_weights = fixed_weights
+        self._fixed_weights, self.at_fixed_weights = fixed_weights, fixed_weights is not None
         # At fixed weights, all windows count alike.
         self._memory = _MEMORY if fixed_weights is None else math.inf
         self.run = WindowsOfRun(self.groups)
@@ -95,11 +95,6 @@ class NoiseScaleTracker(Stateful):
         """Units of the last window, and how many windows in turn had as many."""
         self.coverage: Coverage | None = None
         """The part of the model that readings speak of; None if it is the whole model."""
-
-    @property
-    def at_fixed_weights(self) -> bool:
-        """Whether the model does not train, and all windows are averaged."""
-        return self._fixed_weights is not None
 
     # Windows.
 
@@ -178,10 +173,6 @@ class NoiseScaleTracker(Stateful):
         self.dependence.add(window.compared)
         self._effective, self.u = window.effective_units / self._last_units, window.u
         self.scale, self.scale_residual = scale, residual
-
-    def begin_anew(self, first: int) -> None:
-        """Forget all windows before one, the first that counts: they speak of other parameters."""
-        self.run.begin_anew(first)
 
     # Readings.
 
