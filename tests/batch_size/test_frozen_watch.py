@@ -121,6 +121,20 @@ def test_a_loop_that_freezes_in_turn_is_left_alone() -> None:
         assert probe.alerts == {}
 
 
+def test_parts_that_are_trained_in_turn_for_longer_begin_anew_each_time() -> None:
+    """As many parameters are frozen as before, and of the same shapes, but not the same."""
+    model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 3))
+    with attached(model, log_every=1) as probe:
+        for window in range(12):
+            model[0].requires_grad_(window < 6)
+            model[1].requires_grad_(window >= 6)
+            windows_of(model, probe, 1, seed=window)
+        probe.reading()
+        assert counted(probe) == (4, 4)  # since window 9, the third of them
+        assert "(0.weight, 0.bias)" in probe.alerts["frozen"]
+        assert set(probe.reading().groups) == {"1", "2"}
+
+
 def test_frozen_at_attach_or_never_used_raises_nothing() -> None:
     model = small_model()
     model.unused = nn.Linear(2, 2)  # type: ignore[assignment]
