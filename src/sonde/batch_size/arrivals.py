@@ -8,15 +8,67 @@ from sonde.batch_size.budget import RANKS_DISAGREE
 from sonde.batch_size.frozen_watch import FrozenWatch
 from sonde.batch_size.log import MeasuredWindow, NoiseScaleLog
 from sonde.batch_size.mechanism import Mechanism
-from sonde.batch_size.metric_trackers import MetricTrackers
+from sonde.batch_size.metric_choice import ChosenMetrics
 from sonde.batch_size.model_watch import ModelWatch
 from sonde.batch_size.pacing import Pacing
 from sonde.batch_size.rounding import RoundingWatch
 from sonde.batch_size.setup import describe_window
-from sonde.batch_size.stats.window_row import WindowRow
+from sonde.batch_size.stats.tracker import NoiseScaleTracker
+from sonde.batch_size.stats.window_row import Drop, WindowRow
 from sonde.batch_size.taps.tap import Tap
 from sonde.parallel.wrappers import Wrapper
+from sonde.stats.sealed_state import Stateful
 from sonde.wording import plural
+
+
+class MetricTrackers(Stateful):
+    """One tracker for each metric that was asked for. The first is the headline.
+
+    Args:
+        metrics: of the probe.
+        make: makes a tracker, called with the name of its metric.
+    """
+
+    STATE = ("all",)
+
+    def __init__(self, metrics: ChosenMetrics, make: Callable[[str], NoiseScaleTracker]) -> None:
+        self._row: dict[str, int] = {name: metrics.measured.names.index(name) for name in metrics.names}
+        self.all: dict[str, NoiseScaleTracker] = {name: make(name) for name in metrics.names}
+        self.headline = next(iter(self.all.values()))
+        self.further = {name: tracker for name, tracker in self.all.items() if tracker is not self.headline}
+        """The others, by name."""
+
+    def of(self, metric: str | None) -> NoiseScaleTracker:
+        """The tracker of a metric; the headline for None.
+
+        Raises:
+            ValueError: for a metric that is not measured.
+        """
+        if metric is None:
+            return self.headline
+        if metric not in self.all:
+            raise ValueError(
+                f"metric must be one that this probe measures, {', '.join(map(repr, self.all))}, got {metric!r}: pass "
+                "it to attach(metric=(..., ...)) too"
+            )
+        return self.all[metric]
+
+    def update(self, row: WindowRow, window: MeasuredWindow) -> Drop | None:
+        """Take one measured window.
+
+        Args:
+            row: its numbers in the first metric, from its pieces or its examples.
+            window: all of its numbers.
+
+        Returns:
+            Why the headline's tracker dropped it; None when it was averaged.
+        """
+        known, rows = window.known, [row, *window.rows[1:]]
+        drops = [
+            tracker.update(rows[self._row[name]], number=known.number, rate=known.rate)
+            for name, tracker in self.all.items()
+        ]
+        return drops[0]
 
 
 class Arrivals:
@@ -66,10 +118,12 @@ class Arrivals:
     def take(self, window: MeasuredWindow) -> None:
         """Take in a window: the tracker averages it, the log writes."""
         if self._rounding.has_changed():
-            self._metrics.set_rounding(self._rounding.now())
+            for tracker in self._metrics.all.values():
+                tracker.rounding = self._rounding.now()
         number = window.known.number
         if window.frozen is not None and (change := self._frozen.arrived(window.frozen)) is not None:
-            self._metrics.begin_anew(number)
+            for tracker in self._metrics.all.values():
+                tracker.run.begin_anew(number)
             self._log.alert(*change, window=number)
         read_examples = self._mechanism.reads_examples
         row = self._mechanism.row_of(window)
@@ -94,7 +148,7 @@ class Arrivals:
         if window.row.n_ranks_declaring and not self._shares_pieces:
             self._tap.only_declared = True
         self._say_first(window.row)
-        plain = self._metrics.plain
+        plain = self._metrics.all.get("euclidean")
         solved = None if plain is None else plain.last
         self._log.window(window, drop, None if solved is None else solved.norm)
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sonde.batch_size.arrivals import Arrivals
+from sonde.batch_size.arrivals import Arrivals, MetricTrackers
 from sonde.batch_size.budget import Pace
 from sonde.batch_size.delivery import Delivery
 from sonde.batch_size.forward_units import FIRST_DIM, ForwardUnits, is_of_forward
@@ -32,7 +32,6 @@ from sonde.batch_size.log import METRICS as LOG_METRICS
 from sonde.batch_size.log import NoiseScaleLog
 from sonde.batch_size.measuring_cost import Cost
 from sonde.batch_size.mechanism import Mechanism
-from sonde.batch_size.metric_trackers import MetricTrackers
 from sonde.batch_size.model_watch import ModelWatch
 from sonde.batch_size.module_hook import why_no_hook
 from sonde.batch_size.pacing import Pacing

@@ -202,17 +202,13 @@ def rank_mark(rank_sum: Tensor) -> Tensor:
     """
     direction = _direction(len(rank_sum), rank_sum.dtype, rank_sum.device)
     mark = torch.stack([rank_sum.dot(rank_sum), rank_sum.dot(direction)])
-    return torch.where(_has_evidence(rank_sum), mark, 0.0)
+    return torch.where((rank_sum != 0).sum() >= _FEWEST_ELEMENTS, mark, 0.0)
 
 
 @functools.lru_cache(maxsize=8)
 def _direction(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """At most a unit vector, without a pattern that gradients could share; [n]."""
     return (torch.arange(n, dtype=dtype, device=device).square().cos() / math.sqrt(max(n, 1))).contiguous()
-
-
-def _has_evidence(gradients: Tensor) -> Tensor:
-    return (gradients != 0).sum(-1) >= _FEWEST_ELEMENTS
 
 
 def same_ranks(marks: Tensor, *, spread: float) -> frozenset[tuple[int, int]] | None:

@@ -109,15 +109,6 @@ class ConvertedReading:
     high: float | None
     units_per_window: float | None
 
-    def metrics(self) -> dict[str, float | None]:
-        """The numbers by metric name."""
-        return {
-            f"gns/b_simple_{self.unit}": self.b_simple,
-            f"gns/b_simple_low_{self.unit}": self.low,
-            f"gns/b_simple_high_{self.unit}": self.high,
-            f"gns/units_per_window_{self.unit}": self.units_per_window,
-        }
-
 
 _LOGGED_AS_THEY_ARE = (
     *("b_simple", "scatter", "first_step", "grad_sq", "trace_cov", "consistency", "effective_units", "u"),
@@ -225,8 +216,10 @@ class NoiseScaleReading:
             "gns/warms_up": float(self.warms_up),
             "gns/covered": self.coverage.part if self.coverage else 1.0,
         }
-        for converted in map(self.in_unit, self.further_units):
-            numbers |= converted.metrics()
+        for unit in self.further_units:
+            c = self.in_unit(unit)
+            numbers |= {f"gns/b_simple_{unit}": c.b_simple, f"gns/b_simple_low_{unit}": c.low}
+            numbers |= {f"gns/b_simple_high_{unit}": c.high, f"gns/units_per_window_{unit}": c.units_per_window}
         return {name: value if value is None or math.isfinite(value) else None for name, value in numbers.items()}
 
     @property

@@ -198,7 +198,9 @@ def why_unusable(
     drop = _pieces_unusable(row) or _gradient_unusable(row, scale, "the gradient", least_sq_norm, likely_cause)
     if drop is not None and drop.kind == "changed" and row.explanations:
         return row.explanations[0]
-    if drop is None and row.in_fp32 and _is_lost_in_fp32(row.examples or row, scale):
+    measured, kappa = row.examples or row, scale.scale or 1.0
+    # Rounding hides the noise of pieces, or of examples, where too small a part of S is left in S − B.
+    if drop is None and row.in_fp32 and measured.small - measured.big / kappa**2 < _LEAST_IN_FP32 * measured.small:
         return Drop(
             "precision",
             "pieces differ by too little for sums in fp32, and this device has no fp64: do they hold the same data? "
@@ -277,12 +279,6 @@ def _gradient_unusable(
     return None
 
 
-def _is_lost_in_fp32(pieces: PieceClass, scale: ScaleReading) -> bool:
-    """Whether rounding hides the noise of pieces, or of examples: too small a part of S is left in S − B."""
-    assert scale.scale is not None
-    return pieces.small - pieces.big / scale.scale**2 < _LEAST_IN_FP32 * pieces.small
-
-
 # What it is solved to.
 
 
@@ -314,11 +310,6 @@ class SolvedWindow:
     def per_group(self) -> Sequence[WindowEstimate]:
         """tr Σ and |G|² of each group."""
         return tuple(WindowEstimate(*pair) for pair in self.estimates[:, 1:].T.tolist())
-
-    @property
-    def sq_norm(self) -> float:
-        """|F|² of the gradient that was solved: |G|² + v tr Σ."""
-        return self.norm**2
 
 
 def solve_window(row: WindowRow, *, scale: float, n_ranks: int, apart: Mapping[str, float | None]) -> SolvedWindow:
