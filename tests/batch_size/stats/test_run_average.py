@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sonde.batch_size.stats import windows_of_run
 from sonde.batch_size.stats.filter import Block, Blocks
-from sonde.batch_size.stats.windows_of_run import RunAverage
+from sonde.batch_size.stats.windows_of_run import average_of
 from sonde.stats.intervals import RatioInterval, fieller_interval
 from tests.batch_size.stats.windows import gaussian_windows
 from tests.mutants import Mutant
@@ -34,15 +35,8 @@ def exact(path: Callable[[int], float]) -> float:
     return sum(trace_cov / size for size in sizes) / sum(y / size for y, size in zip(grad_sq, sizes, strict=True))
 
 
-def level_of(blocks: Sequence[Block]) -> RatioInterval:
-    so_far = RunAverage()
-    for each in blocks[:-1]:
-        so_far.add(each)
-    return so_far.level(*blocks[-1:])
-
-
 def average(blocks: Sequence[Block]) -> tuple[float | None, RatioInterval]:
-    level = level_of(blocks)
+    level = average_of(blocks)
     return level.ratio, level
 
 
@@ -107,12 +101,12 @@ def test_a_plain_mean_of_windows_would_be_wrong() -> None:
     """Of 145 windows, 100 are of the first 100 steps of 1,000, in which the noise scale was small."""
     of_windows = Mutant(
         "weighs by windows",
-        "sonde.batch_size.stats.windows_of_run:RunAverage._with",
-        "n, steps = block.n_windows, float(block.n_steps)",
-        "n = steps = block.n_windows",
+        "sonde.batch_size.stats.windows_of_run:average_of",
+        "parts = n_steps / n_steps.sum()",
+        "parts = n / n.sum()",
     )
     with of_windows.applied():
-        wrong = level_of(blocks_of_one_run()).ratio
+        wrong = windows_of_run.average_of(blocks_of_one_run()).ratio
     right, interval = average(blocks_of_one_run())
     truth = exact(PATHS["grows from almost 0"])
     assert right is not None
@@ -158,7 +152,7 @@ def test_too_few_windows_give_a_reason() -> None:
         assert (interval.status, interval.low) == ("unresolved", None)
         assert interval.reason == "too few windows for an interval: measure more"
     known = block(8, 8, (8.0, 2.0), (1.0, 0.04), 8)
-    assert level_of([known, one]) == level_of([known])  # one window shows no scatter
+    assert average_of([known, one]) == average_of([known])  # one window shows no scatter
 
 
 def test_a_signal_that_is_not_known_gives_a_bound() -> None:

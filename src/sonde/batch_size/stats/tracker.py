@@ -122,8 +122,7 @@ class NoiseScaleTracker(Stateful):
             self.drop(drop)
             return drop
         assert scale.scale is not None
-        of_apart = {name: own.scale for name, own in apart.items()}
-        self.last = solved = solve_window(row, scale=scale.scale, n_ranks=self._n_ranks, apart=of_apart)
+        self.last = solved = solve_window(row, scale=scale.scale, n_ranks=self._n_ranks, apart=apart)
         residuals = [each.residual for each in (scale, *apart.values()) if each.residual is not None]
         self.add(solved, scale.scale, max(residuals), rate)
         if self._fixed_weights is not None:

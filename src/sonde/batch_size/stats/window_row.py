@@ -312,14 +312,14 @@ class SolvedWindow:
         return tuple(WindowEstimate(*pair) for pair in self.estimates[:, 1:].T.tolist())
 
 
-def solve_window(row: WindowRow, *, scale: float, n_ranks: int, apart: Mapping[str, float | None]) -> SolvedWindow:
+def solve_window(row: WindowRow, *, scale: float, n_ranks: int, apart: Mapping[str, ScaleReading]) -> SolvedWindow:
     """Solve a window that can be used.
 
     Args:
         row: what it measured.
         scale: κ, the gradient that the optimizer sees over the sum of its pieces.
         n_ranks: data-parallel ranks.
-        apart: κ of each class apart, by name; None if no piece reached it.
+        apart: κ of each class apart, by name; unknown if no piece reached it.
     """
     # Everything is brought to the units of the rank-averaged sum of the pieces: S by its definition, B by κ. Otherwise
     # a clip that came first would weigh windows, since its coefficient differs from window to window.
@@ -330,8 +330,7 @@ def solve_window(row: WindowRow, *, scale: float, n_ranks: int, apart: Mapping[s
     sq_norm_big = row.big
     for name, others in row.apart.items():
         # Their pieces are others, and so may their κ be: solved apart, then added.
-        own_scale = apart[name]
-        relative = 1.0 if own_scale is None else own_scale / scale
+        relative = (apart[name].scale or scale) / scale
         groups = groups + others.estimates(scale=unit_scale * relative, to_unit=to_unit)
         sq_norm_big += others.big
     total = groups.sum(1)

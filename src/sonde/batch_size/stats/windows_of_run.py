@@ -43,49 +43,27 @@ class Recent:
     scatter: float | None
 
 
-class RunAverage:
-    """Averages the first series of a run, step by step.
+def average_of(blocks: Sequence[Block]) -> RatioInterval:
+    """B_simple of the run so far, of the first series, with Fieller's interval.
 
-    A block counts for all the steps that it stands for, however many of its windows were measured. Over the size |F|²,
-    each step weighs by the progress that it makes (McCandlish et al. 2018, arXiv:1812.06162, appendix D).
+    A block counts for all the steps that it stands for, however many of its windows were measured. tr Σ and |G|² are
+    over the size |F|²: so each step weighs by the progress that it makes (McCandlish et al. 2018, arXiv:1812.06162,
+    appendix D).
     """
-
-    def __init__(self) -> None:
-        self._sums = [0.0] * 9
-
-    def add(self, block: Block) -> None:
-        """Take the next block."""
-        self._sums = self._with(block)
-
-    def level(self, unfinished: Block | None = None) -> RatioInterval:
-        """B_simple so far with Fieller's interval.
-
-        Args:
-            unfinished: the block under way, which counts too.
-        """
-        n_steps, n_windows, n_blocks, x, y, xx, xy, yy, spread = self._with(unfinished)
-        if n_windows < _FEWEST:
-            return TOO_FEW_WINDOWS
-        # Satterthwaite's degrees of freedom of a sum of variances, here that of |G|².
-        freedom = yy * yy / spread if spread > 0 else n_windows - n_blocks
-        return fieller_interval(
-            x / n_steps,
-            y / n_steps,
-            var_numerator=xx / n_steps**2,
-            var_denominator=yy / n_steps**2,
-            covariance=xy / n_steps**2,
-            n_samples=max(freedom + 1.0, 2.0),
-        )
-
-    def _with(self, block: Block | None) -> list[float]:
-        """Steps, windows, blocks; tr Σ and |G|² over all steps; their variances; and what Satterthwaite needs."""
-        if block is None or block.n_windows < 2:  # a single window does not show its scatter
-            return self._sums
-        n, steps = block.n_windows, float(block.n_steps)
-        x, y = block.means[0].tolist()
-        (xx, xy), (_, yy) = (block.scatter[0] * (steps**2 / (n * (n - 1)))).tolist()
-        of_block = (steps, n, 1, steps * x, steps * y, xx, xy, yy, yy * yy / (n - 1))
-        return [a + b for a, b in zip(self._sums, of_block, strict=True)]
+    blocks = [block for block in blocks if block.n_windows > 1]  # a single window does not show its scatter
+    if sum(block.n_windows for block in blocks) < _FEWEST:
+        return TOO_FEW_WINDOWS
+    n, n_steps = on_host([[block.n_windows, block.n_steps] for block in blocks]).T
+    parts = n_steps / n_steps.sum()
+    x, y = (parts @ torch.stack([block.means[0] for block in blocks])).tolist()
+    of_mean = (parts.square() / (n * (n - 1)))[:, None, None] * torch.stack([block.scatter[0] for block in blocks])
+    (xx, xy), (_, yy) = of_mean.sum(0).tolist()
+    # Satterthwaite's degrees of freedom of a sum of variances, here that of |G|².
+    spread = float((of_mean[:, 1, 1].square() / (n - 1)).sum())
+    freedom = yy * yy / spread if spread > 0 else float((n - 1).sum())
+    return fieller_interval(
+        x, y, var_numerator=xx, var_denominator=yy, covariance=xy, n_samples=max(freedom + 1.0, 2.0)
+    )
 
 
 class WindowsOfRun(Stateful):
@@ -102,7 +80,7 @@ class WindowsOfRun(Stateful):
         self._begin(0)
 
     def _begin(self, number: int) -> None:
-        self.blocks, self._average = Blocks(), RunAverage()
+        self.blocks = Blocks()
         self._filter: NoiseScaleFilter | None = None
         self._batch, self._origin = 0.0, number
 
@@ -121,7 +99,6 @@ class WindowsOfRun(Stateful):
         block = self.blocks.add(number - self._origin, estimates, 1 / window.effective_units, rate)
         if block is not None:
             self._filter.update(block)
-            self._average.add(block)
 
     @property
     def warms_up(self) -> bool:
@@ -149,8 +126,8 @@ class WindowsOfRun(Stateful):
         return self._filter.levels(self.blocks.unfinished, n_series=None if with_groups else 1)
 
     def average(self) -> RatioInterval:
-        """The noise scale of the whole model over the run so far; see `RunAverage`."""
-        return self._average.level(self.blocks.unfinished)
+        """The noise scale of the whole model over the run so far."""
+        return average_of(self.blocks.all)
 
     def recent(self) -> Recent | None:
         """The last windows; None before the first."""
@@ -178,4 +155,3 @@ class WindowsOfRun(Stateful):
             self._filter = NoiseScaleFilter(1 + len(self.groups), self._batch)
             for block in self.blocks.complete:
                 self._filter.update(block)
-                self._average.add(block)
