@@ -189,8 +189,7 @@ def test_frozen_and_unused_parameters() -> None:
         return loss(m[:3], batch)  # type: ignore[index]
 
     reading = measure(model, data, loss=without_the_last).reading
-    assert list(reading.groups) == ["2", "3"]
-    assert (reading.groups["3"].trace_cov, reading.groups["3"].status) == (0, "unresolved")
+    assert list(reading.groups) == ["2"]
     assert reading.groups["2"].trace_cov == pytest.approx(reading.trace_cov, rel=1e-9)
 
 
