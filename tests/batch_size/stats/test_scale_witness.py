@@ -29,9 +29,9 @@ def test_a_change_other_than_a_scale_is_found() -> None:
 
 
 def test_parameters_are_judged_one_by_one() -> None:
-    """The second has small gradients, which hide in the whole; the third has none."""
+    """The third has small gradients, which hide in the whole; the fourth has none."""
     summed = torch.cat([SUMMED[:100], 1e-6 * SUMMED[100:200], 0.0 * SUMMED[200:]])
-    sizes = {3: 100, 7: 100, 9: 50}  # zeros follow the last
+    sizes = {1: 50, 3: 50, 7: 100, 9: 50}  # zeros follow the last
     assert read_scale(summed, summed, tolerance=1e-4, sizes=sizes).is_sound
     final = summed.clone()
     final[100:200] *= 1.01
@@ -39,8 +39,17 @@ def test_parameters_are_judged_one_by_one() -> None:
     found = read_scale(final, summed, tolerance=1e-4, sizes=sizes)
     assert not found.is_sound
     assert found.residual == pytest.approx(0.01, rel=0.02)
+    assert found.changed == {7}
     final[100] = torch.nan
     assert not read_scale(final, summed, tolerance=1e-1, sizes=sizes).is_sound
+
+
+def test_a_large_changed_gradient_does_not_accuse_the_others() -> None:
+    """It moves κ, so that others seem changed: the usual κ of a parameter tells."""
+    final = torch.cat([100 * SUMMED[:100].flip(0), SUMMED[100:]])
+    summed = torch.cat([100 * SUMMED[:100], SUMMED[100:]])
+    found = read_scale(final, summed, tolerance=1e-4, sizes={0: 100, 1: 100, 2: 56})
+    assert found.changed == {0}
 
 
 @pytest.mark.parametrize(("final", "summed"), [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])

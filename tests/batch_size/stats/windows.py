@@ -65,6 +65,7 @@ def take(
     for window in windows:
         tracker.n_seen += every
         tracker.see_units(units)
+        tracker.dependence.see_change(None, sound={0, 1})
         tracker.add(window, 1.0, residual)
 
 

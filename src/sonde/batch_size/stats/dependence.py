@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -300,12 +300,14 @@ class Dependence(Stateful):
         memory: of the averages, in measured windows.
     """
 
-    STATE = ("_of", "_why_changed", "_pair")
+    STATE = ("_of", "_why_changed", "_in_doubt", "_pair")
 
     def __init__(self, memory: float) -> None:
         longer = max(memory, _MEMORY)
         self._of = {name: RatioAverage(memory if name in _SAME_DATA else longer) for name in _AVERAGED}
         self._why_changed = self._pair = ""
+        self._in_doubt: list[list[int]] = []
+        """The changed parameters of each changed window, none of which has been seen sound since."""
         self._same: frozenset[tuple[int, int]] = frozenset()
         """The ranks that had the same gradient in the last window."""
 
@@ -315,15 +317,21 @@ class Dependence(Stateful):
             if math.isfinite(x) and math.isfinite(y):
                 self._of[name].update(x, y)
 
-    def see_change(self, why: str | None) -> None:
-        """Count a window whose gradient was compared with its pieces.
+    def see_change(self, why: str | None, changed: Set[int] = frozenset(), *, sound: Set[int] = frozenset()) -> None:
+        """Take a window whose gradient was compared with its pieces.
 
-        Each window compares few elements of few parameters. So windows between those that are found changed were
-        likely changed too, unseen.
+        Each window compares few elements of few parameters. So there is doubt until one that was changed is seen sound:
+        then the change was an accident, also to others, whose turn comes later. And there is doubt while several of the
+        last windows were changed: others likely were too, unseen.
 
         Args:
             why: how it was changed; None if it was only scaled.
+            changed: the parameters that were, by index.
+            sound: the others that were compared.
         """
+        self._in_doubt = [each for each in self._in_doubt if sound.isdisjoint(each)]
+        if changed and self._of["changed"].windows:  # in the first window, gradients may be from before attach
+            self._in_doubt = [each for each in self._in_doubt if changed.isdisjoint(each)] + [sorted(changed)]
         self._why_changed = self._why_changed if why is None else why
         self._of["changed"].update(float(why is not None))
 
@@ -363,7 +371,8 @@ class Dependence(Stateful):
 
     def _changed(self) -> str | None:
         if not self._is_often("changed", _ACCIDENTS, _SHARE_OF_ACCIDENTS):
-            return None
+            seen = f"{self._why_changed}; no unchanged gradient of these parameters has been seen since"
+            return seen if self._in_doubt else None
         n = self._of["changed"].x * self._of["changed"].weight
         return f"{self._why_changed}; {n:.0f} of the last windows were changed, and others may have been changed unseen"
 

@@ -43,11 +43,13 @@ class ScaleReading:
         residual: |F − κH| relative to the size of F, and of the pieces that were added up to it; of all elements or of
             one parameter's, whichever is larger; None when F or H is 0.
         is_sound: whether rounding explains the residual.
+        changed: parameters for which rounding does not, by index.
     """
 
     scale: float | None
     residual: float | None
     is_sound: bool
+    changed: frozenset[int] = frozenset()
 
 
 _ADDITIONS_IN_TOLERANCE = 16
@@ -85,21 +87,37 @@ def read_scale(
     scale = float(final @ summed) / power
     # |G|² is a small difference of squares that κ scales: 1e-8 there is 1e-5 of it.
     scale = 1.0 if abs(scale - 1.0) < _ONE_ROUNDING else scale
-    # (F − κH)² of each element, and the square of the size that rounding is relative to: F, κH or the pieces.
-    least_square = (floor / tolerance) ** 2
-    added = scale**2 * torch.maximum(summed.square(), summed.square() if squares is None else squares)
-    both = torch.stack([(final - scale * summed).square(), torch.maximum(final.square(), added) + least_square])
-    left, size = both.sum(1).tolist()
-    residual = worst = math.sqrt(left / max(size, 1e-300))
-    is_sound = residual <= tolerance
-    n_elements = torch.tensor([*({0: len(final)} if sizes is None else sizes).values()], device="cpu")
-    owners = torch.arange(len(n_elements), device="cpu").repeat_interleave(n_elements)
-    of_parameters = both.new_zeros(2, len(n_elements)).index_add_(1, owners, both[:, : len(owners)])
-    for n, left, size in zip(n_elements.tolist(), *of_parameters.tolist(), strict=True):
-        if size - n * least_square <= _NOT_DENORMAL**2:  # no gradient to compare
-            continue
-        residual = math.sqrt(left / size)
-        worst = max(worst, residual)
-        # With few elements rounding averages out less, so more is allowed. What is not finite is not sound.
-        is_sound &= residual <= tolerance * (1.0 + 4.0 / math.sqrt(n))
-    return ScaleReading(scale, worst, is_sound)
+    sizes, squares = (
+        sizes or {0: len(final)},
+        summed.square() if squares is None else torch.maximum(summed.square(), squares),
+    )
+    n_elements, least_square = torch.tensor([*sizes.values()], device="cpu"), (floor / tolerance) ** 2
+    owners = torch.arange(len(sizes), device="cpu").repeat_interleave(n_elements)
+
+    def by_parameter(elements: Tensor) -> list[list[float]]:
+        sums = elements.new_zeros(2, len(sizes)).index_add_(1, owners, elements[:, : len(owners)])
+        return sums.T.tolist()
+
+    def left_over(kappa: float) -> tuple[float, dict[int, float]]:
+        """The residual of all elements together, and of each parameter that has a gradient; NaN if not finite."""
+        # (F − κH)² of each element, and the square of the size that rounding is relative to: F, κH or the pieces.
+        size = torch.maximum(final.square(), kappa**2 * squares) + least_square
+        both = torch.stack([(final - kappa * summed).square(), size])
+        left, whole = both.sum(1).tolist()
+        of_each = {i: (a, b) for i, (a, b) in zip(sizes, by_parameter(both), strict=True)}
+        return math.sqrt(left / max(whole, 1e-300)), {
+            i: math.sqrt(a / b) for i, (a, b) in of_each.items() if not b - sizes[i] * least_square <= _NOT_DENORMAL**2
+        }
+
+    def beyond(residuals: Mapping[int, float]) -> frozenset[int]:
+        """What rounding does not explain. With few elements it averages out less, so more is allowed."""
+        return frozenset(i for i, r in residuals.items() if not r <= tolerance * (1.0 + 4.0 / math.sqrt(sizes[i])))
+
+    residual, residuals = left_over(scale)
+    worst = max(residual, *residuals.values(), 0.0)
+    if residual <= tolerance and not beyond(residuals):
+        return ScaleReading(scale, worst, is_sound=True)
+    # Changed elements have moved κ too. To find them, use the κ that most parameters have: the median of their own.
+    ratios = sorted(fh / hh for fh, hh in by_parameter(torch.stack([final, summed]) * summed) if hh > 0.0)
+    _, residuals = left_over(ratios[len(ratios) // 2] if ratios else 0.0)
+    return ScaleReading(scale, worst, is_sound=False, changed=beyond(residuals))

@@ -118,6 +118,10 @@ class NoiseScaleTracker(Stateful):
         )
         if math.isfinite(row.n_units) and row.n_pieces and not (drop is not None and drop.kind in _OF_OTHER_STEPS):
             self.see_units(row.n_units, row.further_units)
+        if drop is None or drop.kind == "changed":
+            changed = scale.changed.union(*(each.changed for each in apart.values()))
+            why = None if drop is None else drop.reason
+            self.dependence.see_change(why, changed, sound=row.witness_sizes.keys() - changed)
         if drop is not None:
             self.drop(drop)
             return drop
@@ -153,22 +157,19 @@ class NoiseScaleTracker(Stateful):
                 average.update(n, n_units)
         self._n_equal = self._n_equal + 1 if n_units == self._last_units else 1
         self._last_units = n_units
-        if self._n_equal == _FIXED:  # a changed batch is not averaged with the one before
+        if self._n_equal == _FIXED and n_units != self._units.x:  # a changed batch is not averaged with the one before
             self._units = RatioAverage(self._memory)
         self._units.update(n_units)
 
     def drop(self, drop: Drop) -> None:
         """Count a window that cannot be used."""
         self._last_drop, self._n_missing = drop.reason, self._n_missing + 1
-        if drop.kind == "changed":
-            self.dependence.see_change(drop.reason)
         self.dropped[drop.reason] = self.dropped.get(drop.reason, 0) + 1
 
     def add(self, window: SolvedWindow, scale: float, residual: float, rate: float | None = None) -> None:
         """Average a window."""
         self.run.add(window, self.n_seen, rate)
         self.windows, self._n_missing = self.windows + 1, 0
-        self.dependence.see_change(None)
         self.dependence.add(window.compared)
         self._effective, self.u = window.effective_units / self._last_units, window.u
         self.scale, self.scale_residual = scale, residual
