@@ -32,9 +32,7 @@ def step_by_hand(parameter: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("by_hand", [True, False])
-def test_steps_inside_backward_by_hooks_that_come_after_attach_are_named(
-    by_hand: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_inside_backward_by_hooks_that_come_after_attach_are_named(by_hand: bool) -> None:
     model = small_model()
     optimizers = {p: torch.optim.SGD([p], lr=0.0) for p in model.parameters()}
 
@@ -42,13 +40,11 @@ def test_steps_inside_backward_by_hooks_that_come_after_attach_are_named(
         optimizers[parameter].step()  # type: ignore[index]
         optimizers[parameter].zero_grad()  # type: ignore[index]
 
-    with attached(model, log_every=1, verbose=True) as probe:
+    with attached(model, log_every=1) as probe:
         windows_of(model, probe, 2)
-        assert "post-accumulate" not in capsys.readouterr().err
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(step_by_hand if by_hand else step)
         windows_of(model, probe, 3)
-        assert capsys.readouterr().err.count("post-accumulate-grad hooks on 8 parameters since attach") == 1
         assert probe.reading().windows == 2
         assert list(probe.alerts) == ["taken_in_backward" if by_hand else "stepped_in_backward"]
         assert "step after the last backward" in next(iter(probe.alerts.values()))

@@ -9,9 +9,8 @@ from sonde.batch_size.frozen_on_ranks import FrozenOnRanks
 from sonde.batch_size.log import MeasuredWindow, NoiseScaleLog
 from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.metric_trackers import MetricTrackers
-from sonde.batch_size.model_watch import ModelWatch
+from sonde.batch_size.model_watch import RoundingWatch
 from sonde.batch_size.pacing import Pacing
-from sonde.batch_size.rounding import RoundingWatch
 from sonde.batch_size.setup import describe_window
 from sonde.batch_size.stats.window_row import WindowRow
 from sonde.batch_size.taps.tap import Tap
@@ -31,7 +30,6 @@ class Arrivals:
         pacing: of the measured windows.
         tap: learns that only declared pieces count, once some rank has declared one.
         wrapper: of the model.
-        model: looks for a wrapper that came after attach.
         counted_in: gives the tensor whose rows are counted as units, in words; empty if none is.
         say: prints a sentence for people.
     """
@@ -47,13 +45,12 @@ class Arrivals:
         pacing: Pacing,
         tap: Tap,
         wrapper: Wrapper,
-        model: ModelWatch,
         counted_in: Callable[[], str],
         say: Callable[[str], None],
     ) -> None:
         self._metrics, self._tracker, self._log = metrics, metrics.headline, log
         self._rounding, self._mechanism, self._pacing, self._tap = rounding, mechanism, pacing, tap
-        self._wrapper, self._model, self._say, self._frozen = wrapper, model, say, frozen
+        self._wrapper, self._say, self._frozen = wrapper, say, frozen
         self._counted_in, self._has_seen_one = counted_in, False
         # Numbers come to each rank at a time of its own. Ranks that share pieces sum parts of each, so all of them must
         # take the same backwards for pieces: they learn it together, by the first piece that they declare.
@@ -73,8 +70,6 @@ class Arrivals:
         if drop is None:
             self._begin_anew_if_it_speaks_of_something_else(row, window.known.number)
         self._mechanism.saw(window, is_sound=drop is None, scale=self._tracker.scale)
-        if drop is not None and drop.kind == "changed":
-            self._model.look_again()
         if drop is None:
             self._tracker.coverage = self._mechanism.covered.coverage if row.examples is not None else None
         number = window.known.number

@@ -14,10 +14,9 @@ from torch import nn
 from sonde.batch_size.budget import DEFAULT_ALLOWANCE, DEFAULT_BUDGET
 from sonde.batch_size.forward_units import FIRST_DIM, UnitsPerPiece
 from sonde.batch_size.found_model import RanksOfModel, find_parameters
-from sonde.batch_size.parameter_groups import Groups
 from sonde.batch_size.per_example.rules import GradientsOf
 from sonde.batch_size.probe import NoiseScaleProbe
-from sonde.batch_size.setup import NoiseScaleOptions, check_partners, join_comparison
+from sonde.batch_size.setup import Groups, NoiseScaleOptions, check_partners, join_comparison
 from sonde.batch_size.taps.ddp_buckets import CommHook
 from sonde.batch_size.taps.metric import MetricName
 from sonde.batch_size.taps.tap_choice import TapName

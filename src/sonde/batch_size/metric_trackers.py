@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sonde.batch_size.found_model import ChosenMetrics
 from sonde.batch_size.frozen_on_ranks import TrainedChange
 from sonde.batch_size.log import MeasuredWindow
-from sonde.batch_size.metric_choice import ChosenMetrics
 from sonde.batch_size.stats.scale_witness import RoundingTolerance
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, WindowRow

@@ -33,11 +33,10 @@ from sonde.batch_size.log import NoiseScaleLog
 from sonde.batch_size.measuring_cost import Cost
 from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.metric_trackers import MetricTrackers
-from sonde.batch_size.model_watch import ModelWatch
+from sonde.batch_size.model_watch import ModelWatch, RoundingWatch
 from sonde.batch_size.module_hook import why_no_hook
 from sonde.batch_size.pacing import Pacing
 from sonde.batch_size.pieces import NOT_COUNTED, DeclaredPiece, Pieces, Units, UnitsOfPieces
-from sonde.batch_size.rounding import RoundingWatch
 from sonde.batch_size.scalars import Scalars
 from sonde.batch_size.setup import (
     NoiseScaleOptions,
@@ -212,7 +211,7 @@ class NoiseScaleProbe:
             n_stages=1 if wrapper.pp_mesh is None else wrapper.pp_mesh.size(),
             device=self._reader.device,
         )
-        self._model = ModelWatch(model, wrapper, self._frozen, self._reader, alert=self._alert, say=self._say)
+        self._model = ModelWatch(model, wrapper, self._frozen, self._reader, alert=self._alert)
         self._steps = StepWatch(
             optimizer,
             wrapper,
@@ -242,14 +241,12 @@ class NoiseScaleProbe:
             self._model,
             self._pieces,
             self._pacing,
-            self._mechanism,
             self._delivery,
             self._scalars,
             own,
             ddp=self._wrapper.ddp,
             log_every=log.every,
             alert=self._alert,
-            say=self._say,
         )
         try:
             self._log = self._begun_log(log)
@@ -265,7 +262,6 @@ class NoiseScaleProbe:
             pacing=self._pacing,
             tap=self._tap,
             wrapper=wrapper,
-            model=self._model,
             counted_in=lambda: self._pieces.counted_in,
             say=self._say,
         )

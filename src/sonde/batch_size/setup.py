@@ -1,4 +1,4 @@
-"""The options of a noise-scale probe, their checks, and the messages that attach prints."""
+"""The options of a noise-scale probe, checks of what it is given, and the messages that attach prints."""
 
 from __future__ import annotations
 
@@ -19,10 +19,6 @@ from sonde.batch_size.forward_units import (
     check_units_of_forward,
     is_of_forward,
 )
-from sonde.batch_size.measuring_cost import Cost
-from sonde.batch_size.metric_choice import metric_names
-from sonde.batch_size.model_checks import BATCH_NORM, STEPS_IN_BACKWARD, SYNC_BATCH_NORM, refuse_lbfgs
-from sonde.batch_size.parameter_groups import Groups, are_logged, check_groups
 from sonde.batch_size.per_example.rules import GradientsOf
 from sonde.batch_size.taps.ddp_buckets import comm_hook_name
 from sonde.batch_size.taps.metric import MetricName
@@ -33,9 +29,27 @@ from sonde.parallel.loss_scale import check_grad_scaler
 from sonde.parallel.optimizers import Optimizers, given_optimizers
 from sonde.parallel.same_on_ranks import check_same_on_ranks
 from sonde.parallel.stages import ModelParameters
-from sonde.parallel.wrappers import Wrapper
+from sonde.parallel.wrappers import GroupOf, Wrapper
 from sonde.record_values import whole_number
-from sonde.wording import number, percent, plural
+from sonde.wording import number, percent, plural, some_of
+
+Groups = Literal["blocks", "kinds", "parameters"] | GroupOf | None
+"""How parameters are grouped; see `NoiseScaleOptions`."""
+
+_MOST_LOGGED = 256
+"""Groups that go to the log unless the user says so. A thousand of them are 100 kB with each reading."""
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+BATCH_NORM = (
+    "batch normalisation in train mode couples the samples of a piece, so B_simple depends on the piece's size: "
+    "compare runs at the same piece size only"
+)
+_SYNC_BATCH_NORM = (
+    "synchronised batch normalisation couples the samples of all pieces of a window: the noise between ranks is no "
+    "longer that of independent data, however large the pieces are"
+)
+NOT_ON_ALL_RANKS = "Other ranks had no such error. They raise one too, since this rank did."
+"""A note of an error in `attach`."""
 
 
 @dataclass(frozen=True)
@@ -134,12 +148,22 @@ class NoiseScaleOptions:
             )
             object.__setattr__(self, "every", every)
         metric_names(self.metric)
-        check_groups(self.groups)
+        if not (self.groups in ("blocks", "kinds", "parameters") or self.groups is None or callable(self.groups)):
+            raise ValueError(
+                "groups must be 'blocks', 'kinds', 'parameters', None or a function from a parameter's name, got "
+                f"{self.groups!r}: use 'blocks' for one group per top-level block"
+            )
 
     @property
     def metrics(self) -> tuple[MetricName, ...]:
         """The metrics by name, the headline first."""
         return metric_names(self.metric)
+
+    def logs_groups(self, n_groups: int) -> bool:
+        """Whether the values of so many groups go to the log: not of single parameters, unless the user says so."""
+        if self.log_groups is not None:
+            return self.log_groups
+        return self.groups != "parameters" and n_groups <= _MOST_LOGGED
 
     def staging_bytes(self, device: torch.device) -> int:
         """`staging_mib` in bytes, or what is usual on a device."""
@@ -164,12 +188,12 @@ def check_partners(options: NoiseScaleOptions, *, optimizer: Optimizers, grad_sc
             f"optimizer must be a torch.optim.Optimizer or a list of them, got {optimizer!r}: pass the optimizer that "
             "steps this model, or leave out optimizer= to find it by its steps"
         )
-    refuse_lbfgs(optimizer)
+    if any(isinstance(each, torch.optim.LBFGS) for each in given_optimizers(optimizer)):
+        raise ValueError(
+            "LBFGS evaluates its closure several times a step, so that a step has no single gradient: measure a run "
+            "with another optimizer"
+        )
     check_grad_scaler(grad_scaler)
-
-
-NOT_ON_ALL_RANKS = "Other ranks had no such error. They raise one too, since this rank did."
-"""A note of an error in `attach`."""
 
 
 def is_number(value: object) -> TypeIs[float]:
@@ -181,6 +205,66 @@ def is_number(value: object) -> TypeIs[float]:
     except OverflowError:  # a whole number of more than 308 digits
         return False
     return True
+
+
+def metric_names(metric: object) -> tuple[MetricName, ...]:
+    """The metrics that `metric=` names.
+
+    Raises:
+        ValueError: for an unknown or repeated name, or none.
+    """
+    names: Sequence[Any] = (metric,) if isinstance(metric, str) else metric if isinstance(metric, Sequence) else ()
+    known = get_args(MetricName)
+    if not names or any(name not in known for name in names):
+        raise ValueError(
+            f"metric must be one or several of {', '.join(map(repr, known))}, got {metric!r}: use 'euclidean'"
+        )
+    if len(set(names)) < len(names):
+        raise ValueError(f"metric names each metric once, got {metric!r}: leave out the second")
+    return tuple(names)
+
+
+def n_batch_norms(model: nn.Module, kinds: tuple[type[nn.Module], ...] = _BATCH_NORMS) -> int:
+    """Batch-normalisation layers that use the statistics of their batch now."""
+    return sum(m.training or not m.track_running_stats for m in model.modules() if isinstance(m, kinds))
+
+
+def n_sync_batch_norms(model: nn.Module, n_ranks: int) -> int:
+    """Those of them that share their statistics over ranks."""
+    return n_batch_norms(model, (nn.SyncBatchNorm,)) if n_ranks > 1 else 0
+
+
+def refuse_steps_in_backward(model: nn.Module) -> None:
+    """Refuse a model with trainable parameters that an optimizer steps inside backward.
+
+    Raises:
+        ValueError: when `torch.distributed.optim._apply_optimizer_in_backward` was called on one of them.
+    """
+    trainable = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    stepped = [name for name, p in trainable if getattr(p, "_in_backward_optimizers", None)]
+    if stepped:
+        raise ValueError(
+            f"an optimizer steps {plural(len(stepped), 'parameter')} ({some_of(stepped)}) inside backward, so a "
+            "window's gradient is gone before its pieces can be compared with it: step after backward while you measure"
+        )
+
+
+def optimizer_in_words(optimizer: Optimizers, wrapper: Wrapper) -> str:
+    """The optimizers whose steps are watched, and what they say of the parameters that are measured; for people."""
+    if not (given := given_optimizers(optimizer)):
+        return "none given: whichever is seen to step these parameters is watched"
+    names = " and ".join(sorted(type(each).__name__ for each in wrapper.optimizers or given))
+    if not wrapper.optimizers:
+        are = "holds none" if len(given) == 1 else "hold none"
+        return f"{names}, which {are} of these parameters: is it another model's?"
+    n_left_out = sum(p.requires_grad for p in wrapper.frozen.values())
+    if not n_left_out:
+        return names
+    n, others = len(wrapper.parameters), some_of([name for name, p in wrapper.frozen.items() if p.requires_grad])
+    return (
+        f"{names}, with {n} of {n + n_left_out} trainable parameters: only these are measured. If another optimizer "
+        f"steps the others ({others}), pass it too: optimizer=(first, second)"
+    )
 
 
 def same_on_ranks(
@@ -262,7 +346,7 @@ def setup_record(
         "device": str(wrapper.leaves[0].device),
         "tap": tap,
         "parameters": whole.numel,
-        "groups": list(groups) if are_logged(options.groups, len(groups), options.log_groups) else [],
+        "groups": list(groups) if options.logs_groups(len(groups)) else [],
         "budget": options.budget if options.every is None else None,
         "allowance": options.allowance if options.every is None and options.budget is not None else None,
         "every": options.every,
@@ -319,10 +403,13 @@ def describe(setup: Mapping[str, Any], unit: str, groups: Sequence[str]) -> str:
     if setup["batch_norms"]:
         rows["note"] = f"{plural(setup['batch_norms'], 'layer')}: {BATCH_NORM}"
     if setup["sync_batch_norms"]:
-        rows["ranks"] += f"; {SYNC_BATCH_NORM} ({plural(setup['sync_batch_norms'], 'layer')})"
+        rows["ranks"] += f"; {_SYNC_BATCH_NORM} ({plural(setup['sync_batch_norms'], 'layer')})"
     if setup["post_accumulate_hooks"]:
         n_hooks = plural(setup["post_accumulate_hooks"], "parameter")
-        rows["hooks"] = f"post-accumulate-grad hooks on {n_hooks}: {STEPS_IN_BACKWARD}"
+        rows["hooks"] = (
+            f"post-accumulate-grad hooks on {n_hooks}: if these step an optimizer inside backward, no window can be "
+            "measured"
+        )
     return "noise scale attached\n" + "\n".join(f"  {name:<10}{text}" for name, text in rows.items())
 
 
@@ -332,13 +419,6 @@ def _windows_in_words(budget: float | None, allowance: float | None, every: int 
     if every is not None or budget is None:
         return "all are measured"
     return f"as many are measured as {percent(budget)} of the time allows, or {number(allowance)} s if that is more"
-
-
-def describe_pace(cost: Cost) -> str:
-    """The message that the first window prints which is not measured."""
-    if cost.budget is None:
-        return f"one window in {cost.every} is measured"
-    return "not every window is measured from now on, and fewer as the run grows: every=1 measures all"
 
 
 def describe_window(n_pieces: int, n_units: Mapping[str, float], n_ranks: int, counted_in: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -11,12 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sonde.batch_size.delivery import RATE, Delivery
 from sonde.batch_size.log import KnownOfWindow
-from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.model_watch import ModelWatch
 from sonde.batch_size.pacing import Pacing
 from sonde.batch_size.pieces import Pieces
 from sonde.batch_size.scalars import Scalars
-from sonde.batch_size.setup import describe_pace
 from sonde.batch_size.step_watch import Alert, StepWatch
 from sonde.batch_size.taps.tap import Problem
 from sonde.batch_size.taps.window_reader import Window, WindowReader
@@ -42,14 +40,12 @@ class WindowEnds:
         model: looks at the model at the end of each window.
         pieces: of the windows.
         pacing: chooses the windows that are measured, and adds up what each costs.
-        mechanism: may keep the tap as it is.
         delivery: brings the numbers of windows to the host.
         scalars: the user's own, which travel with a window.
         own: the probe's time.
         ddp: the DDP module around the model; None without DDP.
         log_every: windows from one reading in the log to the next.
         alert: takes an alert's name and message.
-        say: takes a sentence for the user.
     """
 
     def __init__(
@@ -59,7 +55,6 @@ class WindowEnds:
         model: ModelWatch,
         pieces: Pieces,
         pacing: Pacing,
-        mechanism: Mechanism,
         delivery: Delivery,
         scalars: Scalars,
         own: OwnTime,
@@ -67,17 +62,15 @@ class WindowEnds:
         ddp: DistributedDataParallel | None,
         log_every: int,
         alert: Alert,
-        say: Callable[[str], None],
     ) -> None:
         self._reader, self._steps, self._model, self._pieces, self._pacing = reader, steps, model, pieces, pacing
-        self._mechanism, self._delivery, self._scalars = mechanism, delivery, scalars
-        self._ddp, self._log_every, self._alert, self._say = ddp, log_every, alert, say
+        self._delivery, self._scalars = delivery, scalars
+        self._ddp, self._log_every, self._alert = ddp, log_every, alert
         self.n_windows = 0
         """Windows ended so far, those before a restart included."""
         self._n_checked = 0
         self._n_quiet = self._n_quiet_begun = 0
         """Quiet windows that are left, of those that were left when the last other window had ended."""
-        self._has_paused = False
         self._own, self._seconds_put = own, 0.0
 
     def pass_quiet(self, start: float) -> bool:
@@ -143,14 +136,11 @@ class WindowEnds:
         with self._own.on(MEASURING):
             self._deliver()
         if clip is not None:
-            self._reader.final.clip_also(self._model.unmeasured.now())
+            self._reader.final.clip_also(self._model.not_measured())
         is_measured = self._pacing.is_measured
         with self._own.on(MEASURING if is_measured else ALWAYS):
             norm, failure = self._measure(clip) if is_measured else self._pass(clip)
         self._pacing.window_ended()
-        if not (self._pacing.is_measured or self._has_paused):
-            self._has_paused = True
-            self._say(describe_pace(self._pacing.pace.cost))
         self._pieces.begin_window(is_measured=self._pacing.is_measured)
         if self._delivery.is_empty:
             self._n_quiet = self._n_quiet_begun = self._pacing.pace.n_quiet
@@ -243,7 +233,7 @@ class WindowEnds:
         is_later = self.n_windows // self._log_every > self._n_checked // self._log_every
         if self._pacing.is_measured and (is_later or self._delivery.n_put <= 1):
             self._n_checked = self.n_windows
-            self._model.tell_news()
+            self._model.tell_not_measured()
         if not self._delivery.is_empty:
             if self._delivery.n_put == 1 or is_due:
                 self._delivery.send()

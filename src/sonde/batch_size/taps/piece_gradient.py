@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sonde.batch_size.model_checks import n_post_accumulate_hooks
+from sonde.batch_size.module_hook import n_post_accumulate_hooks
 from sonde.batch_size.taps.cut_gradients import CutGradients
 from sonde.batch_size.taps.graph_memory import is_output_of_graph, is_same_memory, says_overwritten
 from sonde.batch_size.taps.metric import GradientTerms, Metrics

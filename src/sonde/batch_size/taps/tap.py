@@ -102,8 +102,6 @@ class Problem(IntEnum):
     """
 
     FAILED = 35
-    CUT_LATE = 29
-    WRAPPED_LATE = 30
     REPLACED = 26
     IN_CUDA_GRAPH = 27
     EVALUATED_AGAIN = 34
@@ -112,14 +110,14 @@ class Problem(IntEnum):
     NOT_COUNTED = 36
     UNITS_ASKED = 25
     FORWARD_ALONE = 0
-    STEP_ALONE = 38
+    STEP_ALONE = 30
     OUTSIDE_SCHEDULE = 33
     NO_SECOND_MOMENT = 1
     BAD_COUNTS = 2
     LOSS_SCALE = 3
     NOT_FINITE = 4
     OVERFLOW = 5
-    ZEROED = 37
+    ZEROED = 29
     INTERRUPTED = 6
     NOT_ZEROED = 7
     STEPPED_IN_BACKWARD = 8
@@ -182,17 +180,9 @@ _MESSAGES = {
     Problem.FAILED: (
         "sonde failed while it read a gradient: the logger 'sonde' has shown the error with its traceback"
     ),
-    Problem.CUT_LATE: (
-        "the model was cut over ranks after attach, by fully_shard or parallelize_module, and its new parameters are "
-        "not measured: attach after the model is cut"
-    ),
-    Problem.WRAPPED_LATE: (
-        "the model was wrapped after attach, and the wrapper (DistributedDataParallel or the like) averages its "
-        "gradients over ranks: wrap it first, and attach to the wrapped model"
-    ),
     Problem.REPLACED: (
         "measured parameters are no longer in the model, and others that are not measured are in their place: attach "
-        "after the model is wrapped, cut or changed"
+        "after the model is cut (fully_shard, parallelize_module), wrapped or changed"
     ),
     Problem.IN_CUDA_GRAPH: (
         "backwards ran inside a CUDA graph, and a graph that is replayed runs no hook: keep backward outside, by "
