@@ -270,13 +270,10 @@ class ForwardUnits:
         self._called_with = {}
 
     def _with_rows(self, given: Any, output: object) -> Any:
-        """What was given, with the number of rows where it leaves that open."""
-        if isinstance(given, CountsOfForward) and _is_first_dim(given.units):
-            n = self._rows(output)
-            return None if n is None else dataclasses.replace(given, units=n)
-        return self._rows(output) if _is_first_dim(given) else given
-
-    def _rows(self, output: object) -> int | None:
+        """What was given, with the number of rows where it leaves that open; None without a tensor that has rows."""
+        leaves_open = given.units if isinstance(given, CountsOfForward) else given
+        if not _is_first_dim(leaves_open):
+            return given
         try:
             counted = count_units(self._called_with, output, self._shown_by_layers())
         except UnclearUnitsError:
@@ -286,7 +283,7 @@ class ForwardUnits:
         if counted is None:
             return None
         self.counted_in = self.counted_in or counted.where
-        return counted.n
+        return counted.n if leaves_open is given else dataclasses.replace(given, units=counted.n)
 
     def _shown_by_layers(self) -> Shown:
         """What layers show of the first tensor, in this forward or in the first one with as many dims."""
@@ -320,16 +317,3 @@ def _is_first_dim(value: object) -> bool:
 def is_of_forward(units_per_piece: UnitsPerPiece) -> TypeIs[FirstDim | UnitsOfForward]:
     """Whether units are counted in what forward is called with."""
     return units_per_piece == FIRST_DIM or callable(units_per_piece)
-
-
-def check_units_of_forward(units_per_piece: object) -> None:
-    """Refuse another text than "first dim".
-
-    Raises:
-        ValueError: with what may be passed.
-    """
-    if isinstance(units_per_piece, str) and units_per_piece != FIRST_DIM:
-        raise ValueError(
-            f"units_per_piece must be a number, {FIRST_DIM!r} or a function, got {units_per_piece!r}: "
-            f"{FIRST_DIM!r} counts the rows of what the model is called with"
-        )

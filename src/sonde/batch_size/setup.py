@@ -16,7 +16,6 @@ from sonde.batch_size.budget import DEFAULT_ALLOWANCE, DEFAULT_BUDGET
 from sonde.batch_size.forward_units import (
     FIRST_DIM,
     UnitsPerPiece,
-    check_units_of_forward,
     is_of_forward,
 )
 from sonde.batch_size.per_example.rules import GradientsOf
@@ -109,7 +108,11 @@ class NoiseScaleOptions:
 
     def __post_init__(self) -> None:
         names = unit_names(self.unit)
-        check_units_of_forward(self.units_per_piece)
+        if isinstance(self.units_per_piece, str) and self.units_per_piece != FIRST_DIM:
+            raise ValueError(
+                f"units_per_piece must be a number, {FIRST_DIM!r} or a function, got {self.units_per_piece!r}: "
+                f"{FIRST_DIM!r} counts the rows of what the model is called with"
+            )
         if self.units_per_piece is not None and not is_of_forward(self.units_per_piece):
             first, further = counted_in(names, self.units_per_piece)
             for units in (first, *further):
