@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -13,10 +12,10 @@ from torch import nn
 
 from sonde.batch_size.budget import DEFAULT_ALLOWANCE, DEFAULT_BUDGET
 from sonde.batch_size.forward_units import FIRST_DIM, UnitsPerPiece
-from sonde.batch_size.found_model import RanksOfModel, find_parameters
+from sonde.batch_size.found_model import RanksOfModel, raised_on_all_ranks
 from sonde.batch_size.per_example.rules import GradientsOf
 from sonde.batch_size.probe import NoiseScaleProbe
-from sonde.batch_size.setup import Groups, NoiseScaleOptions, check_partners, join_comparison
+from sonde.batch_size.setup import Groups, NoiseScaleOptions
 from sonde.batch_size.taps.ddp_buckets import CommHook
 from sonde.batch_size.taps.metric import MetricName
 from sonde.batch_size.taps.tap_choice import TapName
@@ -121,25 +120,21 @@ def attach(
     """
     log = log_of(log)
     ranks = RanksOfModel(process_group, mesh, pp_mesh, expert_mesh, cp_mesh)
-    try:
+    with raised_on_all_ranks(model, ranks):
         options = NoiseScaleOptions(
-            unit,
-            units_per_piece,
-            groups,
-            metric,
-            tap,
-            staging_mib,
-            per_example,
-            rules,
-            budget,
-            allowance,
-            every,
-            log_groups,
+            unit=unit,
+            units_per_piece=units_per_piece,
+            groups=groups,
+            metric=metric,
+            tap=tap,
+            staging_mib=staging_mib,
+            per_example=per_example,
+            rules=rules,
+            budget=budget,
+            allowance=allowance,
+            every=every,
+            log_groups=log_groups,
         )
-        check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler)
-    except ValueError as error:
-        refuse_on_all_ranks(model, error, ranks)
-        raise
     return NoiseScaleProbe(
         model,
         optimizer,
@@ -151,13 +146,6 @@ def attach(
         log=log,
         verbose=verbose,
     )
-
-
-def refuse_on_all_ranks(model: nn.Module, error: ValueError, ranks: RanksOfModel) -> None:
-    """Let peers raise too, whose own arguments may have been accepted: they wait for this rank."""
-    with contextlib.suppress(ValueError):  # of the model: all ranks refuse it
-        wrapper, _ = find_parameters(model, ranks)
-        join_comparison(wrapper, error)
 
 
 @dataclass(frozen=True)

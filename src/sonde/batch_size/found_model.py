@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sonde.batch_size.module_hook import n_post_accumulate_hooks
-from sonde.batch_size.setup import (
-    Groups,
-    NoiseScaleOptions,
-    compare_over_ranks,
-    join_comparison,
-    n_batch_norms,
-    n_sync_batch_norms,
-    optimizer_in_words,
-    refuse_steps_in_backward,
-    same_on_ranks,
-)
+from sonde.batch_size.forward_units import FIRST_DIM, is_of_forward
+from sonde.batch_size.module_hook import n_post_accumulate_hooks, why_no_hook
+from sonde.batch_size.setup import Groups, NoiseScaleOptions, is_number, n_batch_norms, n_sync_batch_norms
+from sonde.batch_size.taps.ddp_buckets import comm_hook_name
 from sonde.batch_size.taps.dual_norms import SignMetric, SpectralMetric, nuclear_norm_bytes
 from sonde.batch_size.taps.metric import AdamMetric, Euclidean, GradientMetric, MetricName, Metrics
 from sonde.batch_size.taps.second_moments import SecondMoments
@@ -31,12 +24,19 @@ from sonde.parallel.devices import accumulation_dtype
 from sonde.parallel.optimizers import Optimizers, given_optimizers, parameters_of
 from sonde.parallel.parameter_roles import kinds_of, parameter_roles
 from sonde.parallel.refused_models import refuse_stage_alone
+from sonde.parallel.same_on_ranks import check_same_on_ranks
 from sonde.parallel.shares import is_gathered
 from sonde.parallel.stages import ModelParameters, model_parameters, refuse_on_all_stages
 from sonde.parallel.wrappers import Wrapper, block_of, check_model, find_wrapper
+from sonde.wording import plural, some_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+NOT_ON_ALL_RANKS = "Other ranks had no such error. They raise one too, since this rank did."
+"""A note of an error in `attach`."""
+_MOST_LOGGED = 256
+"""Groups that go to the log unless the user says so. A thousand of them are 100 kB with each reading."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class FoundModel:
         group_names: the group of each parameter of the whole model.
         units: names of the units.
         metrics: how its gradients are measured.
+        options: of the probe; no units of forwards where this model shows none.
         sequences_axis: the name of a mesh axis that looks like context parallelism while `cp_mesh` is not given.
         facts: what else the log's header says of it.
     """
@@ -83,8 +84,9 @@ class FoundModel:
     group_names: list[str]
     units: tuple[str, ...]
     metrics: ChosenMetrics
+    options: NoiseScaleOptions
     sequences_axis: str | None
-    facts: dict[str, object] = field(default_factory=dict)
+    facts: dict[str, object]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -100,6 +102,41 @@ class FoundModel:
     def in_pipeline(self) -> bool:
         """Whether this rank holds pipeline stages."""
         return self.wrapper.pp_mesh is not None
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The names of the parameter groups."""
+        return tuple(dict.fromkeys(self.group_names))
+
+    def record(self) -> dict[str, object]:
+        """What the log's header says of the model and of the options."""
+        options, units = self.options, self.options.units_per_piece
+        logs_groups = options.log_groups
+        if logs_groups is None:
+            logs_groups = options.groups != "parameters" and len(self.groups) <= _MOST_LOGGED
+        return {
+            "wrapper": self.wrapper.name,
+            "ranks": self.wrapper.n_ranks,
+            "device": str(self.wrapper.leaves[0].device),
+            "parameters": self.whole.numel,
+            "groups": list(self.groups) if logs_groups else [],
+            "budget": options.budget if options.every is None else None,
+            "allowance": options.allowance if options.every is None and options.budget is not None else None,
+            "every": options.every,
+            "metric": ", ".join(options.metrics),
+            "comm_hook": comm_hook_name(self.wrapper.ddp),
+            "units_per_piece": units if is_number(units) else None,
+            "units_by_forward": _IN_WORDS[units == FIRST_DIM] if is_of_forward(units) else None,
+            "further_units": list(self.units[1:]),
+            **self.facts,
+        }
+
+
+_IN_WORDS = (
+    "counted by your function from what the model is called with",
+    "the rows of what the model is called with, unless piece(units=...) says it",
+)
+"""How units are counted in forward: by a function, by rows."""
 
 
 def find_parameters(
@@ -123,6 +160,21 @@ def find_parameters(
         refuse_stage_alone(model, "pass pp_mesh=, the axis of the mesh along which stages lie")
     refuse_steps_in_backward(model)
     return wrapper, model_parameters(wrapper.parameters, parameter_roles(model, wrapper.parameters), wrapper.pp_mesh)
+
+
+def refuse_steps_in_backward(model: nn.Module) -> None:
+    """Refuse a model with trainable parameters that an optimizer steps inside backward.
+
+    Raises:
+        ValueError: when `torch.distributed.optim._apply_optimizer_in_backward` was called on one of them.
+    """
+    trainable = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    stepped = [name for name, p in trainable if getattr(p, "_in_backward_optimizers", None)]
+    if stepped:
+        raise ValueError(
+            f"an optimizer steps {plural(len(stepped), 'parameter')} ({some_of(stepped)}) inside backward, so a "
+            "window's gradient is gone before its pieces can be compared with it: step after backward while you measure"
+        )
 
 
 def _why_refused(model: nn.Module) -> str:
@@ -166,12 +218,12 @@ def find_model(
             raise ValueError(
                 f"comm_hook= needs tap='comm_hook', got tap={options.tap!r}: set it, or register the hook with DDP"
             )
-        names = group_names(options.groups, whole)
-        metrics = choose_metrics(options.metrics, model, wrapper, optimizer, staging_bytes=staging_bytes)
+        names = _group_names(options.groups, whole)
+        metrics = _choose_metrics(options.metrics, model, wrapper, optimizer, staging_bytes=staging_bytes)
     except Exception as error:  # of the user's own function, or for this rank alone: its peers must not wait for it
-        join_comparison(wrapper, error)
+        _join_comparison(wrapper, error)
         raise
-    compare_over_ranks(wrapper, same_on_ranks(options, wrapper, whole, names))
+    _compare_over_ranks(wrapper, _same_on_ranks(options, wrapper, whole, names))
     parameters: list[Tensor] = list(wrapper.parameters.values())
     return FoundModel(
         wrapper,
@@ -179,9 +231,10 @@ def find_model(
         names,
         unit_names(options.unit),
         metrics,
+        _with_units_that_show(model, options, in_pipeline=wrapper.pp_mesh is not None),
         sequences_axis=axis_of_sequences(parameters) if ranks.cp_mesh is None else None,
         facts={
-            "optimizer": optimizer_in_words(optimizer, wrapper),
+            "optimizer": _optimizer_in_words(optimizer, wrapper),
             "batch_norms": n_batch_norms(model),
             "sync_batch_norms": n_sync_batch_norms(model, wrapper.n_ranks),
             "post_accumulate_hooks": n_post_accumulate_hooks(parameters),
@@ -189,7 +242,98 @@ def find_model(
     )
 
 
-def group_names(groups: Groups, parameters: ModelParameters) -> list[str]:
+def _with_units_that_show(model: nn.Module, options: NoiseScaleOptions, *, in_pipeline: bool) -> NoiseScaleOptions:
+    """The options without rows of forwards, where no forward shows how the model is called, or there are other units.
+
+    Raises:
+        ValueError: where a function is to count what is not shown; on all ranks, since options are the same.
+    """
+    takes_no_hooks = in_pipeline or bool(why_no_hook(model))
+    if takes_no_hooks and callable(options.units_per_piece):
+        raise ValueError(
+            "units_per_piece= is called as the model is, and no pipeline's stage, no model of torch.jit, and no "
+            "nn.TransformerEncoderLayer that is the whole model shows how it is called: pass a number, or units= "
+            "to piece() or pieces()"
+        )
+    if options.units_per_piece == FIRST_DIM and (takes_no_hooks or len(unit_names(options.unit)) > 1):
+        return replace(options, units_per_piece=None)
+    return options
+
+
+def _same_on_ranks(
+    options: NoiseScaleOptions, wrapper: Wrapper, whole: ModelParameters, names: Sequence[str]
+) -> dict[str, object]:
+    """What must be the same on all ranks: it decides how long their vectors are, and what is done with the sums."""
+    unit, *further_units = unit_names(options.unit)
+    return {
+        "unit": unit,
+        "the list of further units": further_units,
+        "metric": options.metrics,
+        "staging_mib": options.staging_mib if options.metrics != ("euclidean",) else None,
+        **{name: getattr(options, name) for name in ("every", "budget", "allowance", "per_example")},
+        "whether units are counted in forwards": is_of_forward(options.units_per_piece),
+        "the list of measured parameters": list(zip(whole.names, whole.shapes, strict=True)),
+        "the groups of parameters": list(names),
+        "the number of ranks that feed the same experts": wrapper.experts.n_ranks if wrapper.experts is not None else 1,
+    }
+
+
+def _compare_over_ranks(wrapper: Wrapper, values: Mapping[str, object] | None) -> None:
+    """See that values are the same on all ranks of the model; None where this rank's arguments were refused.
+
+    Raises:
+        ValueError: on all ranks, when they are not.
+    """
+    refused_elsewhere = (
+        "another rank refused to attach, and its own error says why: attach with the same arguments, to the same "
+        "model, on every rank"
+    )
+    check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, values, refused_elsewhere)
+
+
+def _join_comparison(wrapper: Wrapper, error: Exception) -> None:
+    """Take part in the comparison where this rank raises an error, so that its peers raise too. The error is noted."""
+    try:
+        _compare_over_ranks(wrapper, None)
+    except ValueError:
+        error.add_note(NOT_ON_ALL_RANKS)
+
+
+@contextlib.contextmanager
+def raised_on_all_ranks(model: nn.Module, ranks: RanksOfModel) -> Iterator[None]:
+    """Let peers raise too where an error is raised in here: their own arguments may be accepted, and they would wait.
+
+    Args:
+        model: that is about to be found.
+        ranks: as they were given.
+    """
+    try:
+        yield
+    except ValueError as error:
+        with contextlib.suppress(ValueError):  # of the model: all ranks refuse it
+            _join_comparison(find_parameters(model, ranks)[0], error)
+        raise
+
+
+def _optimizer_in_words(optimizer: Optimizers, wrapper: Wrapper) -> str:
+    """The optimizers whose steps are watched, and what they say of the parameters that are measured; for people."""
+    if not (given := given_optimizers(optimizer)):
+        return "none given: whichever is seen to step these parameters is watched"
+    names = " and ".join(sorted(type(each).__name__ for each in wrapper.optimizers or given))
+    if not wrapper.optimizers:
+        are = "holds none" if len(given) == 1 else "hold none"
+        return f"{names}, which {are} of these parameters: is it another model's?"
+    n_left_out = sum(p.requires_grad for p in wrapper.frozen.values())
+    if not n_left_out:
+        return names
+    n, others = len(wrapper.parameters), some_of([name for name, p in wrapper.frozen.items() if p.requires_grad])
+    return (
+        f"{names}, with {n} of {n + n_left_out} trainable parameters: only these are measured. If another optimizer "
+        f"steps the others ({others}), pass it too: optimizer=(first, second)"
+    )
+
+
+def _group_names(groups: Groups, parameters: ModelParameters) -> list[str]:
     """The name of each parameter's group.
 
     Args:
@@ -218,7 +362,7 @@ def group_names(groups: Groups, parameters: ModelParameters) -> list[str]:
     return names
 
 
-def choose_metrics(
+def _choose_metrics(
     names: tuple[MetricName, ...],
     model: nn.Module,
     wrapper: Wrapper,

@@ -84,6 +84,7 @@ class ModelWatch:
         self._look()
         if self._is_replaced:
             problems.add(Problem.REPLACED)
+        self._alert_not_measured()
         self._trained.window_ends(number)
         return problems, self._frozen.numbers(self._trained.gone, self._trained.take_moves(), number)
 
@@ -119,9 +120,8 @@ class ModelWatch:
         self._look()
         return self._of_model | self._of_optimizers
 
-    def tell_not_measured(self) -> None:
+    def _alert_not_measured(self) -> None:
         """Say which trainable parameters came after attach, and cannot be measured."""
-        self._look()
         trainable = {clean_name(name): p for name, p in self._of_model.items() if p.requires_grad}
         if not trainable:
             return

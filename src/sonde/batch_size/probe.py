@@ -15,7 +15,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, overload
 
 import torch
@@ -25,8 +24,8 @@ from torch import Tensor, nn
 from sonde.batch_size.arrivals import Arrivals
 from sonde.batch_size.budget import Pace
 from sonde.batch_size.delivery import Delivery
-from sonde.batch_size.forward_units import FIRST_DIM, ForwardUnits, is_of_forward
-from sonde.batch_size.found_model import RanksOfModel, find_model
+from sonde.batch_size.forward_units import ForwardUnits, is_of_forward
+from sonde.batch_size.found_model import RanksOfModel, find_model, raised_on_all_ranks
 from sonde.batch_size.frozen_on_ranks import FrozenOnRanks
 from sonde.batch_size.log import METRICS as LOG_METRICS
 from sonde.batch_size.log import NoiseScaleLog
@@ -34,7 +33,6 @@ from sonde.batch_size.measuring_cost import Cost
 from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.metric_trackers import MetricTrackers
 from sonde.batch_size.model_watch import ModelWatch, RoundingWatch
-from sonde.batch_size.module_hook import why_no_hook
 from sonde.batch_size.pacing import Pacing
 from sonde.batch_size.pieces import NOT_COUNTED, DeclaredPiece, Pieces, Units, UnitsOfPieces
 from sonde.batch_size.scalars import Scalars
@@ -43,7 +41,6 @@ from sonde.batch_size.setup import (
     check_partners,
     describe,
     describe_context_axis,
-    setup_record,
 )
 from sonde.batch_size.stats.fixed_weights import FixedWeights
 from sonde.batch_size.stats.reading import NoiseScaleReading
@@ -137,19 +134,11 @@ class NoiseScaleProbe:
         fixed_weights: FixedWeights | None = None,
     ) -> None:
         log = log_of(log)
-        check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler)
         ranks = RanksOfModel(process_group, mesh, pp_mesh, expert_mesh, cp_mesh)
+        with raised_on_all_ranks(model, ranks):
+            check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler)
         self._found = found = find_model(model, optimizer, options, ranks, has_comm_hook=comm_hook is not None)
-        takes_no_hooks = found.in_pipeline or bool(why_no_hook(model))
-        if takes_no_hooks and callable(options.units_per_piece):  # on all ranks, since options are the same
-            raise ValueError(
-                "units_per_piece= is called as the model is, and no pipeline's stage, no model of torch.jit, and no "
-                "nn.TransformerEncoderLayer that is the whole model shows how it is called: pass a number, or units= "
-                "to piece() or pieces()"
-            )
-        if options.units_per_piece == FIRST_DIM and (takes_no_hooks or len(found.units) > 1):
-            options = replace(options, units_per_piece=None)
-        self._wrapper, self._options = (wrapper := found.wrapper), options
+        self._wrapper, self._options = (wrapper := found.wrapper), (options := found.options)
         self._grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         hook_name = hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
         self._rounding = RoundingWatch(wrapper, hook_name)
@@ -295,7 +284,7 @@ class NoiseScaleProbe:
         return NoiseScaleTracker(
             unit=found.units[0],
             further_units=found.units[1:],
-            groups=tuple(dict.fromkeys(found.group_names)),
+            groups=found.groups,
             n_ranks=found.wrapper.n_ranks,
             least_sq_norm=LEAST_SQ_NORM * found.whole.numel if has_plain_squares else 0.0,
             rounding=self._rounding.now(),
@@ -688,12 +677,13 @@ class NoiseScaleProbe:
 
     def _setup(self) -> dict[str, object]:
         """The setup that was found, for the log and for people."""
-        setup = setup_record(
-            self._options, self._wrapper, self._found.whole, self._reader.tap_name, self._reader.groups
-        )
-        setup["fixed_weights"] = self._tracker.at_fixed_weights
-        has_scaler = self._grad_scaler is not None
-        return setup | {"log_every": self._log_every, "grad_scaler": has_scaler, "level": LEVEL} | self._found.facts
+        return self._found.record() | {
+            "tap": self._reader.tap_name,
+            "fixed_weights": self._tracker.at_fixed_weights,
+            "log_every": self._log_every,
+            "grad_scaler": self._grad_scaler is not None,
+            "level": LEVEL,
+        }
 
     def _say(self, text: str) -> None:
         if self._verbose:

@@ -19,24 +19,19 @@ from sonde.batch_size.forward_units import (
     is_of_forward,
 )
 from sonde.batch_size.per_example.rules import GradientsOf
-from sonde.batch_size.taps.ddp_buckets import comm_hook_name
 from sonde.batch_size.taps.metric import MetricName
 from sonde.batch_size.taps.tap_choice import TapName
 from sonde.batch_size.units import counted_in, unit_names
 from sonde.parallel.devices import default_staging_bytes
 from sonde.parallel.loss_scale import check_grad_scaler
 from sonde.parallel.optimizers import Optimizers, given_optimizers
-from sonde.parallel.same_on_ranks import check_same_on_ranks
-from sonde.parallel.stages import ModelParameters
-from sonde.parallel.wrappers import GroupOf, Wrapper
+from sonde.parallel.wrappers import GroupOf
 from sonde.record_values import whole_number
-from sonde.wording import number, percent, plural, some_of
+from sonde.wording import number, percent, plural
 
 Groups = Literal["blocks", "kinds", "parameters"] | GroupOf | None
 """How parameters are grouped; see `NoiseScaleOptions`."""
 
-_MOST_LOGGED = 256
-"""Groups that go to the log unless the user says so. A thousand of them are 100 kB with each reading."""
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 BATCH_NORM = (
@@ -47,8 +42,6 @@ _SYNC_BATCH_NORM = (
     "synchronised batch normalisation couples the samples of all pieces of a window: the noise between ranks is no "
     "longer that of independent data, however large the pieces are"
 )
-NOT_ON_ALL_RANKS = "Other ranks had no such error. They raise one too, since this rank did."
-"""A note of an error in `attach`."""
 
 
 @dataclass(frozen=True)
@@ -162,12 +155,6 @@ class NoiseScaleOptions:
         """The metrics by name, the headline first."""
         return metric_names(self.metric)
 
-    def logs_groups(self, n_groups: int) -> bool:
-        """Whether the values of so many groups go to the log: not of single parameters, unless the user says so."""
-        if self.log_groups is not None:
-            return self.log_groups
-        return self.groups != "parameters" and n_groups <= _MOST_LOGGED
-
     def staging_bytes(self, device: torch.device) -> int:
         """`staging_mib` in bytes, or what is usual on a device."""
         return default_staging_bytes(device) if self.staging_mib is None else int(self.staging_mib * 2**20)
@@ -235,139 +222,6 @@ def n_batch_norms(model: nn.Module, kinds: tuple[type[nn.Module], ...] = _BATCH_
 def n_sync_batch_norms(model: nn.Module, n_ranks: int) -> int:
     """Those of them that share their statistics over ranks."""
     return n_batch_norms(model, (nn.SyncBatchNorm,)) if n_ranks > 1 else 0
-
-
-def refuse_steps_in_backward(model: nn.Module) -> None:
-    """Refuse a model with trainable parameters that an optimizer steps inside backward.
-
-    Raises:
-        ValueError: when `torch.distributed.optim._apply_optimizer_in_backward` was called on one of them.
-    """
-    trainable = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
-    stepped = [name for name, p in trainable if getattr(p, "_in_backward_optimizers", None)]
-    if stepped:
-        raise ValueError(
-            f"an optimizer steps {plural(len(stepped), 'parameter')} ({some_of(stepped)}) inside backward, so a "
-            "window's gradient is gone before its pieces can be compared with it: step after backward while you measure"
-        )
-
-
-def optimizer_in_words(optimizer: Optimizers, wrapper: Wrapper) -> str:
-    """The optimizers whose steps are watched, and what they say of the parameters that are measured; for people."""
-    if not (given := given_optimizers(optimizer)):
-        return "none given: whichever is seen to step these parameters is watched"
-    names = " and ".join(sorted(type(each).__name__ for each in wrapper.optimizers or given))
-    if not wrapper.optimizers:
-        are = "holds none" if len(given) == 1 else "hold none"
-        return f"{names}, which {are} of these parameters: is it another model's?"
-    n_left_out = sum(p.requires_grad for p in wrapper.frozen.values())
-    if not n_left_out:
-        return names
-    n, others = len(wrapper.parameters), some_of([name for name, p in wrapper.frozen.items() if p.requires_grad])
-    return (
-        f"{names}, with {n} of {n + n_left_out} trainable parameters: only these are measured. If another optimizer "
-        f"steps the others ({others}), pass it too: optimizer=(first, second)"
-    )
-
-
-def same_on_ranks(
-    options: NoiseScaleOptions,
-    wrapper: Wrapper,
-    whole: ModelParameters,
-    names: Sequence[str],
-) -> dict[str, object]:
-    """What must be the same on all ranks: it decides how long their vectors are, and what is done with the sums.
-
-    Args:
-        options: as given.
-        wrapper: of the model.
-        whole: the parameters of the whole model.
-        names: the group of each of them.
-    """
-    names_of_units = unit_names(options.unit)
-    return {
-        "unit": names_of_units[0],
-        "the list of further units": names_of_units[1:],
-        "metric": options.metrics,
-        "staging_mib": options.staging_mib if options.metrics != ("euclidean",) else None,
-        "every": options.every,
-        "budget": options.budget,
-        "allowance": options.allowance,
-        "per_example": options.per_example,
-        "whether units are counted in forwards": is_of_forward(options.units_per_piece),
-        "the list of measured parameters": list(zip(whole.names, whole.shapes, strict=True)),
-        "the groups of parameters": list(names),
-        "the number of ranks that feed the same experts": wrapper.experts.n_ranks if wrapper.experts is not None else 1,
-    }
-
-
-def compare_over_ranks(wrapper: Wrapper, values: Mapping[str, object] | None) -> None:
-    """See that `same_on_ranks` is the same on all ranks of the model.
-
-    Args:
-        wrapper: of the model.
-        values: of this rank; None where its arguments were refused.
-
-    Raises:
-        ValueError: on all ranks, when it is not.
-    """
-    refused_elsewhere = (
-        "another rank refused to attach, and its own error says why: attach with the same arguments, to the same "
-        "model, on every rank"
-    )
-    check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, values, refused_elsewhere)
-
-
-def join_comparison(wrapper: Wrapper, error: Exception) -> None:
-    """Take part in the comparison of all ranks' arguments where this rank's were refused, so that its peers raise too.
-
-    Args:
-        wrapper: of the model.
-        error: of this rank; it gets a note if other ranks had no such error.
-    """
-    try:
-        compare_over_ranks(wrapper, None)
-    except ValueError:  # this rank raises its own error
-        error.add_note(NOT_ON_ALL_RANKS)
-
-
-def setup_record(
-    options: NoiseScaleOptions, wrapper: Wrapper, whole: ModelParameters, tap: str, groups: Sequence[str]
-) -> dict[str, object]:
-    """What the log's header says of the model and of the options.
-
-    Args:
-        options: of the probe.
-        wrapper: of the model.
-        whole: the parameters of the whole model.
-        tap: where gradients are read.
-        groups: names of the parameter groups.
-    """
-    return {
-        "wrapper": wrapper.name,
-        "ranks": wrapper.n_ranks,
-        "device": str(wrapper.leaves[0].device),
-        "tap": tap,
-        "parameters": whole.numel,
-        "groups": list(groups) if options.logs_groups(len(groups)) else [],
-        "budget": options.budget if options.every is None else None,
-        "allowance": options.allowance if options.every is None and options.budget is not None else None,
-        "every": options.every,
-        "metric": ", ".join(options.metrics),
-        "comm_hook": comm_hook_name(wrapper.ddp),
-        "units_per_piece": options.units_per_piece if is_number(options.units_per_piece) else None,
-        "units_by_forward": _units_by_forward(options.units_per_piece),
-        "further_units": list(unit_names(options.unit)[1:]),
-    }
-
-
-def _units_by_forward(units_per_piece: UnitsPerPiece) -> str | None:
-    """How units are counted in forward, in words; None where they are not."""
-    if not is_of_forward(units_per_piece):
-        return None
-    if units_per_piece == FIRST_DIM:
-        return "the rows of what the model is called with, unless piece(units=...) says it"
-    return "counted by your function from what the model is called with"
 
 
 def describe_context_axis(axis: str, *, trains: bool) -> str:

@@ -68,7 +68,6 @@ class WindowEnds:
         self._ddp, self._log_every, self._alert = ddp, log_every, alert
         self.n_windows = 0
         """Windows ended so far, those before a restart included."""
-        self._n_checked = 0
         self._n_quiet = self._n_quiet_begun = 0
         """Quiet windows that are left, of those that were left when the last other window had ended."""
         self._own, self._seconds_put = own, 0.0
@@ -230,10 +229,6 @@ class WindowEnds:
     def _deliver(self) -> None:
         """Send the windows that are due, and take in those that arrived. The first is sent at once."""
         is_due = self.n_windows % self._log_every == 0 or self.n_windows % _WINDOWS_HELD == 0
-        is_later = self.n_windows // self._log_every > self._n_checked // self._log_every
-        if self._pacing.is_measured and (is_later or self._delivery.n_put <= 1):
-            self._n_checked = self.n_windows
-            self._model.tell_not_measured()
         if not self._delivery.is_empty:
             if self._delivery.n_put == 1 or is_due:
                 self._delivery.send()
