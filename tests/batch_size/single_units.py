@@ -115,6 +115,6 @@ SINGLE: dict[str, tuple[Any, Callable[[], Any], int | None]] = {
     "a prompt that all images share": (
         By(lambda m, ids, x: m.head(x) + m.rnn(m.embed(ids))[0].mean(), **embedded(rnn=nn.LSTM(8, 8))),
         lambda: (ids(T), torch.randn(N, 8)),
-        N,
+        ASKED,
     ),
 }

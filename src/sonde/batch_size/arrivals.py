@@ -9,9 +9,9 @@ from sonde.batch_size.frozen_on_ranks import FrozenOnRanks
 from sonde.batch_size.log import MeasuredWindow, NoiseScaleLog
 from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.metric_trackers import MetricTrackers
-from sonde.batch_size.model_watch import RoundingWatch
 from sonde.batch_size.pacing import Pacing
 from sonde.batch_size.setup import describe_window
+from sonde.batch_size.stats.scale_witness import RoundingTolerance
 from sonde.batch_size.stats.window_row import WindowRow
 from sonde.batch_size.taps.tap import Tap
 from sonde.parallel.wrappers import Wrapper
@@ -24,7 +24,7 @@ class Arrivals:
     Args:
         metrics: average the windows.
         log: writes them.
-        rounding: how gradients are rounded now.
+        rounding: looks up how far rounding may move gradients now.
         frozen: which parameters are no longer trained, on any rank.
         mechanism: solves windows from their pieces or from single examples.
         pacing: of the measured windows.
@@ -38,7 +38,7 @@ class Arrivals:
         self,
         metrics: MetricTrackers,
         log: NoiseScaleLog,
-        rounding: RoundingWatch,
+        rounding: Callable[[], RoundingTolerance],
         *,
         frozen: FrozenOnRanks,
         mechanism: Mechanism,
@@ -62,14 +62,16 @@ class Arrivals:
 
     def take(self, window: MeasuredWindow) -> None:
         """Take in a window: the tracker averages it, the log writes."""
-        if self._rounding.has_changed():
-            self._metrics.set_rounding(self._rounding.now())
+        if not self._has_seen_one:  # a communication hook may have come since attach
+            self._metrics.set_rounding(self._rounding())
         read_examples = self._mechanism.reads_examples
         row = self._mechanism.row_of(window)
         drop = self._metrics.update(row, window)
         if drop is None:
             self._begin_anew_if_it_speaks_of_something_else(row, window.known.number)
         self._mechanism.saw(window, is_sound=drop is None, scale=self._tracker.scale)
+        if drop is not None and drop.kind == "changed":  # the model may have been converted
+            self._metrics.set_rounding(self._rounding())
         if drop is None:
             self._tracker.coverage = self._mechanism.covered.coverage if row.examples is not None else None
         number = window.known.number

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -118,23 +118,11 @@ def attach(
         20
         >>> probe.close()
     """
+    given = dict(locals())
     log = log_of(log)
     ranks = RanksOfModel(process_group, mesh, pp_mesh, expert_mesh, cp_mesh)
     with raised_on_all_ranks(model, ranks):
-        options = NoiseScaleOptions(
-            unit=unit,
-            units_per_piece=units_per_piece,
-            groups=groups,
-            metric=metric,
-            tap=tap,
-            staging_mib=staging_mib,
-            per_example=per_example,
-            rules=rules,
-            budget=budget,
-            allowance=allowance,
-            every=every,
-            log_groups=log_groups,
-        )
+        options = NoiseScaleOptions(**{field.name: given[field.name] for field in fields(NoiseScaleOptions)})
     return NoiseScaleProbe(
         model,
         optimizer,

@@ -79,14 +79,12 @@ class Shown:
     Attributes:
         dim: that is the batch, 0 or 1; None if no layer that may read time first shows it.
         kind: the type of a layer that shows it, in words.
-        are_hidden: whether there are such layers, and none was seen.
-        may_be_single: whether the tensor may be one unit without a dim for the batch.
+        doubt: why its rows may be no units; empty without a doubt.
     """
 
     dim: int | None = None
     kind: str = ""
-    are_hidden: bool = False
-    may_be_single: bool = False
+    doubt: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,16 +136,13 @@ def layers_that_show(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]
     return [x for x in layers if x not in compiled | closed], [x for x in layers if x in compiled]
 
 
-def shown_by(
-    parts: Mapping[str, object], layers: Sequence[LayerSaw], hidden: Sequence[nn.Module], *, may_read_time_first: bool
-) -> Shown:
+def shown_by(parts: Mapping[str, object], layers: Sequence[LayerSaw], hidden: Sequence[nn.Module]) -> Shown:
     """What the layers of a forward show of its first part.
 
     Args:
         parts: what the model is called with.
         layers: what they have seen.
         hidden: layers whose calls cannot be seen.
-        may_read_time_first: whether the model has layers that may.
     """
     first = next(_witnesses(parts, ""), None)
     if first is None or not first.shape:
@@ -155,8 +150,12 @@ def shown_by(
     knowing = [saw for saw in layers if saw.knows]
     dim = next((d for d, n in enumerate(first.shape[:2]) if n in {saw.n for saw in knowing}), None)
     kind = next((saw.kind for saw in knowing if dim is not None and saw.n == first.shape[dim]), "")
-    is_hidden = may_read_time_first and not knowing
-    return Shown(dim, kind, is_hidden, _may_be_single_unit(first, layers, hidden))
+    doubt = ""
+    if _may_be_single_unit(first, layers, hidden):
+        doubt = "the first tensor may be a single unit, without a dim for the batch"
+    elif not knowing and len(first.shape) in (2, 3) and any(map(_knows, hidden)):
+        doubt = "its dim 0 may be time, and the layers that would show it are compiled"
+    return Shown(dim, kind, doubt)
 
 
 def _may_be_single_unit(first: _Witness, layers: Sequence[LayerSaw], hidden: Sequence[nn.Module]) -> bool:
@@ -233,19 +232,17 @@ def count_units(parts: Mapping[str, object], output: object = None, shown: Shown
     first, *others = witnesses
     shown = shown or Shown()
     returned = [_shape(tensor) for tensor in tensors_in(output)]
-    candidates = _candidates(first, shown)
-    if not first.is_certain:
-        candidates = _agreeing(candidates, first, others, returned, is_shown=shown.dim is not None)
     what = f"the batch has {'; '.join(f'{w.name} {w.text}' for w in witnesses[:5])}"
     if returned:
         what += f", and the model returned {', '.join(str(list(shape)) for shape in returned[:3])}"
     if shown.dim is not None:
         what += f"; its {shown.kind} saw {plural(first.shape[shown.dim], 'unit')}"
-    if not first.is_certain and any(w.mixes_rows for w in witnesses):
-        raise UnclearUnitsError(f"rows may be no units here: {what}")
-    if shown.may_be_single and first.sizes[0] in candidates:
-        # Otherwise the model returns rows of another part, and the first one is what these share.
-        raise UnclearUnitsError(f"the first tensor may be a single unit, without a dim for the batch: {what}")
+    if first.is_certain:
+        candidates = _candidates(first, shown)
+    elif doubt := "rows may be no units here" if any(w.mixes_rows for w in witnesses) else shown.doubt:
+        raise UnclearUnitsError(f"{doubt}: {what}")
+    else:
+        candidates = _agreeing(_candidates(first, shown), first, others, returned, is_shown=shown.dim is not None)
     is_contradicted = any(w.is_certain and w.sizes[0] not in candidates for w in others)
     if len(candidates) != 1 or is_contradicted:
         raise UnclearUnitsError(f"which dim is the batch is not clear: {what}")
@@ -287,13 +284,9 @@ def units_in_batch(batch: object, remedy: str) -> int:
 def _candidates(first: _Witness, shown: Shown) -> dict[int, str]:
     """The numbers of units that the first part of a batch may show, each with what is counted, in words."""
     shape = first.shape
-    found = {n: f"dim 0 of {first.text}" if shape else first.text for n in first.sizes}
-    if len(shape) < 2:
-        return found
-    of_dim_1 = f"dim 1 of {first.text}"
     if shown.dim == 1:
-        return {shape[1]: f"{of_dim_1}, since its {shown.kind} reads time first"}
-    return {shape[1]: of_dim_1} | found if shown.are_hidden else found
+        return {shape[1]: f"dim 1 of {first.text}, since its {shown.kind} reads time first"}
+    return {n: f"dim 0 of {first.text}" if shape else first.text for n in first.sizes}
 
 
 def _agreeing(

@@ -290,7 +290,7 @@ class ForwardUnits:
         shape = first_shape(self._called_with)
         if (known := self._shown.get(len(shape))) is not None:
             return known
-        shown = shown_by(self._called_with, self._saw, self._hidden, may_read_time_first=self._may_read_time_first)
+        shown = shown_by(self._called_with, self._saw, self._hidden)
         could_be_either = shown.dim is not None and shape[:1] == shape[1:2]
         if shape and shape[0] != 1 and not could_be_either:
             self._shown[len(shape)] = shown

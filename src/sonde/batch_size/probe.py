@@ -32,7 +32,7 @@ from sonde.batch_size.log import NoiseScaleLog
 from sonde.batch_size.measuring_cost import Cost
 from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.metric_trackers import MetricTrackers
-from sonde.batch_size.model_watch import ModelWatch, RoundingWatch
+from sonde.batch_size.model_watch import ModelWatch, rounding_tolerance
 from sonde.batch_size.pacing import Pacing
 from sonde.batch_size.pieces import NOT_COUNTED, DeclaredPiece, Pieces, Units, UnitsOfPieces
 from sonde.batch_size.scalars import Scalars
@@ -141,7 +141,7 @@ class NoiseScaleProbe:
         self._wrapper, self._options = (wrapper := found.wrapper), (options := found.options)
         self._grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         hook_name = hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
-        self._rounding = RoundingWatch(wrapper, hook_name)
+        self._rounding = functools.partial(rounding_tolerance, wrapper, hook_name)
         self._metrics = MetricTrackers(found.metrics, functools.partial(self._new_tracker, fixed_weights))
         self._tracker = self._metrics.headline
         own = OwnTime()
@@ -287,7 +287,7 @@ class NoiseScaleProbe:
             groups=found.groups,
             n_ranks=found.wrapper.n_ranks,
             least_sq_norm=LEAST_SQ_NORM * found.whole.numel if has_plain_squares else 0.0,
-            rounding=self._rounding.now(),
+            rounding=self._rounding(),
             fixed_weights=fixed_weights,
         )
 

@@ -19,8 +19,7 @@ class Scalars:
 
     def __init__(self, log: RunLog) -> None:
         self._log = log
-        self._sums: dict[str, dict[torch.device | None, float | Tensor]] = {}
-        """By name and by the device of what was given; None for plain numbers."""
+        self._sums: dict[str, float | Tensor] = {}
         self._n: dict[str, int] = {}
 
     def add(self, name: str, value: float | Tensor) -> None:
@@ -48,13 +47,11 @@ class Scalars:
         if isinstance(value, Tensor):
             # A copy, since the caller may go on adding to it; in fp32, which has every kind of arithmetic.
             value = value.detach().reshape(()).to(torch.float32, copy=True)
-        device = value.device if isinstance(value, Tensor) else None
-        sums = self._sums.setdefault(name, {})
-        sums[device] = sums[device] + value if device in sums else value
+        self._sums[name] = self._sums.get(name, 0.0) + value
         self._n[name] = self._n.get(name, 0) + 1
 
     def take(self) -> dict[str, float | Tensor]:
         """The mean of each scalar since the last call. The scalars are then forgotten."""
         sums, n = self._sums, self._n
         self._sums, self._n = {}, {}
-        return {name: sum(of_device.values()) / n[name] for name, of_device in sums.items()}
+        return {name: total / n[name] for name, total in sums.items()}

@@ -182,7 +182,7 @@ _MESSAGES = {
     ),
     Problem.REPLACED: (
         "measured parameters are no longer in the model, and others that are not measured are in their place: attach "
-        "after the model is cut (fully_shard, parallelize_module), wrapped or changed"
+        "after the model is wrapped, cut or changed"
     ),
     Problem.IN_CUDA_GRAPH: (
         "backwards ran inside a CUDA graph, and a graph that is replayed runs no hook: keep backward outside, by "
