@@ -169,7 +169,7 @@ READS = [
     ),
     Mutant(
         "scalars go to the host one by one",
-        "sonde.batch_size.window_clip:WindowClip.scalars",
+        "sonde.batch_size.window_ends:WindowClip.scalars",
         "norm > most",
         "(norm > most).cpu()",
     ),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.batch_size.forward_units import FIRST_DIM, is_of_forward
-from sonde.batch_size.module_hook import n_post_accumulate_hooks, why_no_hook
+from sonde.batch_size.module_hook import why_no_hook
 from sonde.batch_size.setup import Groups, NoiseScaleOptions, is_number, n_batch_norms, n_sync_batch_norms
 from sonde.batch_size.taps.ddp_buckets import comm_hook_name
 from sonde.batch_size.taps.dual_norms import SignMetric, SpectralMetric, nuclear_norm_bytes
@@ -28,7 +28,7 @@ from sonde.parallel.same_on_ranks import check_same_on_ranks
 from sonde.parallel.shares import is_gathered
 from sonde.parallel.stages import ModelParameters, model_parameters, refuse_on_all_stages
 from sonde.parallel.wrappers import Wrapper, block_of, check_model, find_wrapper
-from sonde.wording import plural, some_of
+from sonde.wording import some_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -158,42 +158,18 @@ def find_parameters(
     wrapper = find_wrapper(model, *of_ranks, optimizer=optimizer)
     if ranks.pp_mesh is None:
         refuse_stage_alone(model, "pass pp_mesh=, the axis of the mesh along which stages lie")
-    refuse_steps_in_backward(model)
     return wrapper, model_parameters(wrapper.parameters, parameter_roles(model, wrapper.parameters), wrapper.pp_mesh)
-
-
-def refuse_steps_in_backward(model: nn.Module) -> None:
-    """Refuse a model with trainable parameters that an optimizer steps inside backward.
-
-    Raises:
-        ValueError: when `torch.distributed.optim._apply_optimizer_in_backward` was called on one of them.
-    """
-    trainable = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
-    stepped = [name for name, p in trainable if getattr(p, "_in_backward_optimizers", None)]
-    if stepped:
-        raise ValueError(
-            f"an optimizer steps {plural(len(stepped), 'parameter')} ({some_of(stepped)}) inside backward, so a "
-            "window's gradient is gone before its pieces can be compared with it: step after backward while you measure"
-        )
 
 
 def _why_refused(model: nn.Module) -> str:
     try:
         check_model(model)
-        refuse_steps_in_backward(model)
     except ValueError as error:
         return str(error)
     return ""
 
 
-def find_model(
-    model: nn.Module,
-    optimizer: Optimizers,
-    options: NoiseScaleOptions,
-    ranks: RanksOfModel,
-    *,
-    has_comm_hook: bool = False,
-) -> FoundModel:
+def find_model(model: nn.Module, optimizer: Optimizers, options: NoiseScaleOptions, ranks: RanksOfModel) -> FoundModel:
     """Find a model's wrapper, parameters, groups and metrics, and see that all ranks have found the same.
 
     Args:
@@ -201,7 +177,6 @@ def find_model(
         optimizer: as it was given.
         options: of the probe.
         ranks: as they were given.
-        has_comm_hook: whether a DDP communication hook was given.
 
     Raises:
         ValueError: for a model that cannot be measured; on all ranks, when they hold other models or options.
@@ -212,14 +187,9 @@ def find_model(
             "experts in pipeline stages are not measured: measure the norm by sonde.clip_grad_norm_, or the noise "
             "scale without a pipeline"
         )
-    staging_bytes = options.staging_bytes(wrapper.leaves[0].device)
     try:
-        if has_comm_hook and options.tap != "comm_hook":
-            raise ValueError(
-                f"comm_hook= needs tap='comm_hook', got tap={options.tap!r}: set it, or register the hook with DDP"
-            )
         names = _group_names(options.groups, whole)
-        metrics = _choose_metrics(options.metrics, model, wrapper, optimizer, staging_bytes=staging_bytes)
+        metrics = _choose_metrics(options, model, wrapper, optimizer)
     except Exception as error:  # of the user's own function, or for this rank alone: its peers must not wait for it
         _join_comparison(wrapper, error)
         raise
@@ -237,7 +207,6 @@ def find_model(
             "optimizer": _optimizer_in_words(optimizer, wrapper),
             "batch_norms": n_batch_norms(model),
             "sync_batch_norms": n_sync_batch_norms(model, wrapper.n_ranks),
-            "post_accumulate_hooks": n_post_accumulate_hooks(parameters),
         },
     )
 
@@ -363,26 +332,14 @@ def _group_names(groups: Groups, parameters: ModelParameters) -> list[str]:
 
 
 def _choose_metrics(
-    names: tuple[MetricName, ...],
-    model: nn.Module,
-    wrapper: Wrapper,
-    optimizer: Optimizers,
-    *,
-    staging_bytes: int,
+    options: NoiseScaleOptions, model: nn.Module, wrapper: Wrapper, optimizer: Optimizers
 ) -> ChosenMetrics:
-    """The metrics of these names, for this model.
-
-    Args:
-        names: the headline first.
-        model: as it was given.
-        wrapper: what was found of it.
-        optimizer: as it was given; Adam's metric needs it.
-        staging_bytes: bound of the memory that a metric may take.
+    """The metrics that were asked for, for this model.
 
     Raises:
-        ValueError: when the model, its optimizer or the bound do not allow a metric, with the way out.
+        ValueError: when the model, its optimizer or the bound of memory do not allow a metric, with the way out.
     """
-    given = given_optimizers(optimizer)
+    names, given = options.metrics, given_optimizers(optimizer)
     adam = _adam(wrapper, given) if "adam" in names and given else None
     if adam is not None and names == ("adam",) and wrapper.mesh is None and wrapper.sequence_group is None:
         return ChosenMetrics(names, Metrics([adam]))
@@ -395,7 +352,7 @@ def _choose_metrics(
                 raise ValueError(f"metric='sign' {reason}: use metric='euclidean', or without FSDP2 metric='adam'")
             metrics.append(SignMetric())
         elif name == "spectral":
-            metrics.append(_spectral(model, wrapper, given, staging_bytes))
+            metrics.append(_spectral(model, wrapper, given, options.staging_bytes(wrapper.leaves[0].device)))
     return ChosenMetrics(names, Metrics(metrics))
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
+import torch
 from torch import Tensor
 
 from sonde.batch_size.measuring_cost import Cost, WindowCosts
@@ -19,7 +21,7 @@ from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, WindowRow
 from sonde.probe import Metric, ReportSection
 from sonde.record_values import json_number
-from sonde.records import RunLog, logger, spacing
+from sonde.records import METRIC_NAME, RunLog, logger, spacing
 from sonde.wording import percent
 
 METRICS: dict[str, Metric] = {
@@ -339,6 +341,53 @@ class NoiseScaleLog:
         """Go on counting where another run stopped."""
         self._window, self._units_seen = int(state["window"]), float(state["units_seen"])
         self._goes_on = True
+
+
+class Scalars:
+    """Averages scalars by name until a measured window ends, which may be a thousand windows later: only sums are held.
+
+    Args:
+        log: of the run; a scalar must not have the name of a metric that its probes write.
+    """
+
+    def __init__(self, log: RunLog) -> None:
+        self._log = log
+        self._sums: dict[str, float | Tensor] = {}
+        self._n: dict[str, int] = {}
+
+    def add(self, name: str, value: float | Tensor) -> None:
+        """Take one scalar.
+
+        Raises:
+            ValueError: for a tensor of more than one element, another type, a name that sonde itself writes, or a name
+                that some trackers refuse.
+        """
+        if self._log.has_metric(name):
+            raise ValueError(f"{name!r} is measured by sonde: log yours under another name")
+        if not re.fullmatch(METRIC_NAME, name):
+            raise ValueError(f"a scalar's name may hold letters, digits, '_' and '/', got {name!r}: rename it")
+        if not isinstance(value, (int, float, Tensor)):
+            raise ValueError(f"log({name}=...) takes a number or a 0-dim tensor, got {value!r}")
+        if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
+            raise ValueError(
+                f"log({name}=...) takes a real number or a 0-dim tensor, "
+                f"got {value.dtype} of shape {tuple(value.shape)}"
+            )
+        self.note(name, value)
+
+    def note(self, name: str, value: float | Tensor) -> None:
+        """Take one scalar that is known to be one: a number or a real tensor of one element."""
+        if isinstance(value, Tensor):
+            # A copy, since the caller may go on adding to it; in fp32, which has every kind of arithmetic.
+            value = value.detach().reshape(()).to(torch.float32, copy=True)
+        self._sums[name] = self._sums.get(name, 0.0) + value
+        self._n[name] = self._n.get(name, 0) + 1
+
+    def take(self) -> dict[str, float | Tensor]:
+        """The mean of each scalar since the last call. The scalars are then forgotten."""
+        sums, n = self._sums, self._n
+        self._sums, self._n = {}, {}
+        return {name: total / n[name] for name, total in sums.items()}
 
 
 def _of_window(below: str, solved: SolvedWindow | None) -> dict[str, float | None]:

@@ -10,13 +10,11 @@ from torch import Tensor, nn
 
 from sonde.batch_size.frozen_on_ranks import FrozenOnRanks
 from sonde.batch_size.frozen_watch import FrozenWatch
-from sonde.batch_size.module_hook import n_post_accumulate_hooks
 from sonde.batch_size.setup import BATCH_NORM, n_batch_norms
 from sonde.batch_size.stats.scale_witness import RoundingTolerance
 from sonde.batch_size.step_watch import Alert
 from sonde.batch_size.taps.ddp_buckets import comm_hook_name
 from sonde.batch_size.taps.tap import Problem
-from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.parallel.gathered import shown_after_forward
 from sonde.parallel.inventory import Inventory
 from sonde.parallel.optimizers import parameters_of
@@ -34,22 +32,19 @@ class ModelWatch:
         model: as the user calls it.
         wrapper: what it was wrapped in at attach.
         frozen: tells all ranks which parameters are no longer trained.
-        reader: of the windows.
         alert: called with an alert's name and message: "batch_norm" and "not_watched".
     """
 
-    def __init__(
-        self, model: nn.Module, wrapper: Wrapper, frozen: FrozenOnRanks, reader: WindowReader, *, alert: Alert
-    ) -> None:
-        self._model, self._reader, self._alert = model, reader, alert
-        self._parameters = list(wrapper.parameters.values())
-        self._trained, self._frozen = FrozenWatch(self._parameters), frozen
+    def __init__(self, model: nn.Module, wrapper: Wrapper, frozen: FrozenOnRanks, *, alert: Alert) -> None:
+        self._model, self._alert = model, alert
+        parameters = list(wrapper.parameters.values())
+        self._trained, self._frozen = FrozenWatch(parameters), frozen
         self._n_batch_norms: int | None = n_batch_norms(model)
         """Batch-normalisation layers in train mode at attach; None once the first window has ended."""
         self._inventory, self._optimizers = Inventory(model), wrapper.optimizers
-        self._measured = {id(p) for p in (*self._parameters, *wrapper.stand_ins)}
+        self._measured = {id(p) for p in (*parameters, *wrapper.stand_ins)}
         self._left_out = {id(p) for p in wrapper.frozen.values() if p.requires_grad}
-        self._shown_as = [{id(p), id(leaf)} for p, leaf in zip(self._parameters, wrapper.leaves, strict=True)]
+        self._shown_as = [{id(p), id(leaf)} for p, leaf in zip(parameters, wrapper.leaves, strict=True)]
         self._looked_at: tuple[dict[str, nn.Parameter], int] | None = None
         self._of_model: dict[str, nn.Parameter] = {}
         self._of_optimizers: dict[str, Tensor] = {}
@@ -80,21 +75,11 @@ class ModelWatch:
             n_before, self._n_batch_norms = self._n_batch_norms, None
             if (n := n_batch_norms(self._model)) > n_before:
                 self._alert("batch_norm", f"{plural(n, 'layer')}, {n_before} of them so at attach: {BATCH_NORM}")
-        problems = {Problem.TAKEN_IN_BACKWARD} if self._gradients_were_taken() else set()
         self._look()
-        if self._is_replaced:
-            problems.add(Problem.REPLACED)
         self._alert_not_measured()
         self._trained.window_ends(number)
+        problems = {Problem.REPLACED} if self._is_replaced else set()
         return problems, self._frozen.numbers(self._trained.gone, self._trained.take_moves(), number)
-
-    def _gradients_were_taken(self) -> bool:
-        """Whether hooks may have taken the gradients that the window's pieces had."""
-        if not self._reader.n_pieces or any(p.grad is not None for p in self._parameters):
-            return False
-        if not any(p.requires_grad for p in self._parameters):  # a pipeline stage that was frozen has none
-            return False
-        return n_post_accumulate_hooks(self._parameters) > 0
 
     def _look(self) -> None:
         """Look again if the model has other parameters, or its optimizers have more after `add_param_group`."""

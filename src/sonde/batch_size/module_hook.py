@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import copyreg
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 
@@ -67,11 +67,6 @@ def why_no_hook(model: nn.Module) -> str:
     if isinstance(model, torch.jit.ScriptModule):
         return "one of torch.jit takes no hooks"
     return "a hook on an nn.TransformerEncoderLayer changes what it returns in evaluation" * takes_fast_path(model)
-
-
-def n_post_accumulate_hooks(parameters: Iterable[Tensor]) -> int:
-    """Parameters with a hook that runs once their gradient is accumulated. Such a hook may step an optimizer."""
-    return sum(bool(p._post_accumulate_grad_hooks) for p in parameters)
 
 
 class LiftableHooks:

@@ -28,14 +28,13 @@ from sonde.batch_size.forward_units import ForwardUnits, is_of_forward
 from sonde.batch_size.found_model import RanksOfModel, find_model, raised_on_all_ranks
 from sonde.batch_size.frozen_on_ranks import FrozenOnRanks
 from sonde.batch_size.log import METRICS as LOG_METRICS
-from sonde.batch_size.log import NoiseScaleLog
+from sonde.batch_size.log import NoiseScaleLog, Scalars
 from sonde.batch_size.measuring_cost import Cost
 from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.metric_trackers import MetricTrackers
 from sonde.batch_size.model_watch import ModelWatch, rounding_tolerance
 from sonde.batch_size.pacing import Pacing
 from sonde.batch_size.pieces import NOT_COUNTED, DeclaredPiece, Pieces, Units, UnitsOfPieces
-from sonde.batch_size.scalars import Scalars
 from sonde.batch_size.setup import (
     NoiseScaleOptions,
     check_partners,
@@ -52,9 +51,8 @@ from sonde.batch_size.taps.squared_norms import LEAST_SQ_NORM
 from sonde.batch_size.taps.tap_choice import choose_tap
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.taps.witness import Witness
-from sonde.batch_size.window_clip import WindowClip, checked_clip
 from sonde.batch_size.window_clock import OwnTime
-from sonde.batch_size.window_ends import WindowEnds
+from sonde.batch_size.window_ends import WindowClip, WindowEnds, checked_clip
 from sonde.console import tell
 from sonde.parallel.devices import exact_bits
 from sonde.parallel.optimizers import Optimizers
@@ -136,8 +134,8 @@ class NoiseScaleProbe:
         log = log_of(log)
         ranks = RanksOfModel(process_group, mesh, pp_mesh, expert_mesh, cp_mesh)
         with raised_on_all_ranks(model, ranks):
-            check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler)
-        self._found = found = find_model(model, optimizer, options, ranks, has_comm_hook=comm_hook is not None)
+            check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler, comm_hook=comm_hook)
+        self._found = found = find_model(model, optimizer, options, ranks)
         self._wrapper, self._options = (wrapper := found.wrapper), (options := found.options)
         self._grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         hook_name = hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
@@ -173,10 +171,7 @@ class NoiseScaleProbe:
             examples=self._mechanism.examples,
         )
         self._delivery = Delivery(
-            lambda window: self._arrivals.take(window),
-            self._reader.device,
-            metrics.measured.adds,
-            own,
+            lambda window: self._arrivals.take(window), self._reader.device, metrics.measured.adds, own
         )
         self._alone = self._delivery.alone()
         n_summed_ranks = n_summed(wrapper.group)
@@ -200,7 +195,7 @@ class NoiseScaleProbe:
             n_stages=1 if wrapper.pp_mesh is None else wrapper.pp_mesh.size(),
             device=self._reader.device,
         )
-        self._model = ModelWatch(model, wrapper, self._frozen, self._reader, alert=self._alert)
+        self._model = ModelWatch(model, wrapper, self._frozen, alert=self._alert)
         self._steps = StepWatch(
             optimizer,
             wrapper,
@@ -224,19 +219,8 @@ class NoiseScaleProbe:
             in_pipeline=found.in_pipeline,
             has_peers=n_summed_ranks > 1,
         )
-        self._ends = WindowEnds(
-            self._reader,
-            self._steps,
-            self._model,
-            self._pieces,
-            self._pacing,
-            self._delivery,
-            self._scalars,
-            own,
-            ddp=self._wrapper.ddp,
-            log_every=log.every,
-            alert=self._alert,
-        )
+        of_windows = self._reader, self._steps, self._model, self._pieces, self._pacing, self._delivery, self._scalars
+        self._ends = WindowEnds(*of_windows, own, ddp=wrapper.ddp, log_every=log.every, alert=self._alert)
         try:
             self._log = self._begun_log(log)
         except BaseException:  # leave no hook behind
@@ -346,16 +330,11 @@ class NoiseScaleProbe:
         """
         start = time.perf_counter()
         self._check_open()
-        if self._wrapper.experts is not None or self._wrapper.sequence_group is not None:
-            raise RuntimeError(
-                "pieces(n) goes around the step of a pipeline schedule, and experts or sequences that ranks share are "
-                "measured without a pipeline: enter 'with probe.piece():' around each micro-batch"
-            )
-        if self._wrapper.pp_mesh is None:
+        if self._wrapper.pp_mesh is None or self._wrapper.sequence_group is not None:
             raise RuntimeError(
                 "pieces(n) goes around the step of a pipeline schedule, and the probe knows of none: pass pp_mesh= to "
                 "attach, the axis of the mesh along which stages lie, or enter 'with probe.piece():' around each "
-                "micro-batch"
+                "micro-batch; ranks that share sequences are measured without a pipeline"
             )
         return DeclaredPiece(self._pieces, units, weights, unit_weights, start, n)
 

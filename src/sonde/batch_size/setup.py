@@ -160,7 +160,9 @@ class NoiseScaleOptions:
         return default_staging_bytes(device) if self.staging_mib is None else int(self.staging_mib * 2**20)
 
 
-def check_partners(options: NoiseScaleOptions, *, optimizer: Optimizers, grad_scaler: object) -> None:
+def check_partners(
+    options: NoiseScaleOptions, *, optimizer: Optimizers, grad_scaler: object, comm_hook: object
+) -> None:
     """Refuse objects of the wrong kind before the model is inspected.
 
     Raises:
@@ -182,6 +184,10 @@ def check_partners(options: NoiseScaleOptions, *, optimizer: Optimizers, grad_sc
         raise ValueError(
             "LBFGS evaluates its closure several times a step, so that a step has no single gradient: measure a run "
             "with another optimizer"
+        )
+    if comm_hook is not None and options.tap != "comm_hook":
+        raise ValueError(
+            f"comm_hook= needs tap='comm_hook', got tap={options.tap!r}: set it, or register the hook with DDP"
         )
     check_grad_scaler(grad_scaler)
 
@@ -261,12 +267,6 @@ def describe(setup: Mapping[str, Any], unit: str, groups: Sequence[str]) -> str:
         rows["note"] = f"{plural(setup['batch_norms'], 'layer')}: {BATCH_NORM}"
     if setup["sync_batch_norms"]:
         rows["ranks"] += f"; {_SYNC_BATCH_NORM} ({plural(setup['sync_batch_norms'], 'layer')})"
-    if setup["post_accumulate_hooks"]:
-        n_hooks = plural(setup["post_accumulate_hooks"], "parameter")
-        rows["hooks"] = (
-            f"post-accumulate-grad hooks on {n_hooks}: if these step an optimizer inside backward, no window can be "
-            "measured"
-        )
     return "noise scale attached\n" + "\n".join(f"  {name:<10}{text}" for name, text in rows.items())
 
 

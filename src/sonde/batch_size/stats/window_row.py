@@ -183,7 +183,9 @@ def _gradient_unusable(row: WindowRow, scale: ScaleReading, least_sq_norm: float
         return Drop("no_gradient", "no piece had a gradient, as where every advantage is 0 or every target is masked")
     if scale.kind == "zero":
         return Drop(
-            "zero", "the gradient was 0 at the end of the window: was it zeroed, or clipped to 0, before probe.step()?"
+            "zero",
+            "the gradient was 0 at the end of the window: was it zeroed, taken by a hook in backward, or clipped to 0, "
+            "before probe.step()?",
         )
     if scale.kind == "clipped by value":
         return Drop(

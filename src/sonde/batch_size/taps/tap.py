@@ -101,13 +101,13 @@ class Problem(IntEnum):
     reported.
     """
 
-    FAILED = 35
+    FAILED = 9
     REPLACED = 26
     IN_CUDA_GRAPH = 27
     EVALUATED_AGAIN = 34
     NOT_ALL_DECLARED = 31
     UNITS_UNKNOWN = 32
-    NOT_COUNTED = 36
+    NOT_COUNTED = 35
     UNITS_ASKED = 25
     FORWARD_ALONE = 0
     STEP_ALONE = 30
@@ -121,7 +121,6 @@ class Problem(IntEnum):
     INTERRUPTED = 6
     NOT_ZEROED = 7
     STEPPED_IN_BACKWARD = 8
-    TAKEN_IN_BACKWARD = 9
     EMPTY_PIECE = 10
     REENTRANT = 11
     MORE_BACKWARDS = 12
@@ -240,10 +239,6 @@ _MESSAGES = {
     Problem.STEPPED_IN_BACKWARD: (
         "the optimizer stepped inside backward, so a window's pieces saw different weights and its gradient was gone "
         "before it ended: step after the last backward while you measure"
-    ),
-    Problem.TAKEN_IN_BACKWARD: (
-        "no parameter had a gradient at the end of the window, and parameters have post-accumulate-grad hooks: if they "
-        "step inside backward, step after the last backward while you measure"
     ),
     Problem.EMPTY_PIECE: (
         "no backward reached the parameters in a piece: leave out skipped micro-batches, and run each backward inside "
