@@ -78,12 +78,10 @@ class Shown:
 
     Attributes:
         dim: that is the batch, 0 or 1; None if no layer that may read time first shows it.
-        kind: the type of a layer that shows it, in words.
         doubt: why its rows may be no units; empty without a doubt.
     """
 
     dim: int | None = None
-    kind: str = ""
     doubt: str = ""
 
 
@@ -147,15 +145,14 @@ def shown_by(parts: Mapping[str, object], layers: Sequence[LayerSaw], hidden: Se
     first = next(_witnesses(parts, ""), None)
     if first is None or not first.shape:
         return Shown()
-    knowing = [saw for saw in layers if saw.knows]
-    dim = next((d for d, n in enumerate(first.shape[:2]) if n in {saw.n for saw in knowing}), None)
-    kind = next((saw.kind for saw in knowing if dim is not None and saw.n == first.shape[dim]), "")
+    known = {saw.n for saw in layers if saw.knows}
+    dim = next((d for d, n in enumerate(first.shape[:2]) if n in known), None)
     doubt = ""
     if _may_be_single_unit(first, layers, hidden):
         doubt = "the first tensor may be a single unit, without a dim for the batch"
-    elif not knowing and len(first.shape) in (2, 3) and any(map(_knows, hidden)):
+    elif not known and len(first.shape) in (2, 3) and any(map(_knows, hidden)):
         doubt = "its dim 0 may be time, and the layers that would show it are compiled"
-    return Shown(dim, kind, doubt)
+    return Shown(dim, doubt)
 
 
 def _may_be_single_unit(first: _Witness, layers: Sequence[LayerSaw], hidden: Sequence[nn.Module]) -> bool:
@@ -236,13 +233,14 @@ def count_units(parts: Mapping[str, object], output: object = None, shown: Shown
     if returned:
         what += f", and the model returned {', '.join(str(list(shape)) for shape in returned[:3])}"
     if shown.dim is not None:
-        what += f"; its {shown.kind} saw {plural(first.shape[shown.dim], 'unit')}"
-    if first.is_certain:
-        candidates = _candidates(first, shown)
-    elif doubt := "rows may be no units here" if any(w.mixes_rows for w in witnesses) else shown.doubt:
-        raise UnclearUnitsError(f"{doubt}: {what}")
-    else:
-        candidates = _agreeing(_candidates(first, shown), first, others, returned, is_shown=shown.dim is not None)
+        what += f"; its layers saw {plural(first.shape[shown.dim], 'unit')}"
+    candidates = {n: f"dim 0 of {first.text}" if first.shape else first.text for n in first.sizes}
+    if shown.dim == 1:
+        candidates = {first.shape[1]: f"dim 1 of {first.text}, since layers of the model read time first"}
+    if not first.is_certain:
+        if doubt := "rows may be no units here" if any(w.mixes_rows for w in witnesses) else shown.doubt:
+            raise UnclearUnitsError(f"{doubt}: {what}")
+        candidates = _agreeing(candidates, first, others, returned, is_shown=shown.dim is not None)
     is_contradicted = any(w.is_certain and w.sizes[0] not in candidates for w in others)
     if len(candidates) != 1 or is_contradicted:
         raise UnclearUnitsError(f"which dim is the batch is not clear: {what}")
@@ -279,14 +277,6 @@ def units_in_batch(batch: object, remedy: str) -> int:
     if counted is None:
         raise ValueError(f"the batch has no tensor with rows: {remedy}")
     return counted.n
-
-
-def _candidates(first: _Witness, shown: Shown) -> dict[int, str]:
-    """The numbers of units that the first part of a batch may show, each with what is counted, in words."""
-    shape = first.shape
-    if shown.dim == 1:
-        return {shape[1]: f"dim 1 of {first.text}, since its {shown.kind} reads time first"}
-    return {n: f"dim 0 of {first.text}" if shape else first.text for n in first.sizes}
 
 
 def _agreeing(
