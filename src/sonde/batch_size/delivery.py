@@ -25,8 +25,8 @@ from sonde.parallel.devices import HostCopy, start_copy_to_host
 Read = Callable[[list[Tensor]], MeasuredWindow]
 """Makes a window of its vectors on the CPU."""
 _SCALARS = "scalars"
-RATE = "learning rate on the device"
-"""The scalar that is one: no name of the user's has spaces."""
+RATE = "learning rate"
+"""The scalar that is one, perhaps on the device: no name of the user's has spaces."""
 
 
 class Delivery:
@@ -70,20 +70,20 @@ class Delivery:
 
         Args:
             window: its numbers on the device.
-            scalars: by name; they travel with the numbers. The one called `RATE` takes the place of `known.rate`.
+            scalars: by name; tensors travel with the numbers. The one called `RATE` becomes `known.rate`.
             known: what the host knows of it.
         """
-        own, own_shapes = packed({**window.own, _SCALARS: as_vector(list(scalars.values()), self._device)})
-        # `read` must not hold the window itself, so that its memory is freed once it is sent.
-        names, sizes, adds, shapes = tuple(scalars), window.witness_sizes, self._adds, window.shapes
-        # As the host knows them: a device without fp64 rounds them.
+        on_device = {name: n for name, n in scalars.items() if isinstance(n, Tensor)}
         on_host = {name: n for name, n in scalars.items() if not isinstance(n, Tensor)}
+        own, own_shapes = packed({**window.own, _SCALARS: as_vector(list(on_device.values()), self._device)})
+        # `read` must not hold the window itself, so that its memory is freed once it is sent.
+        names, sizes, adds, shapes = tuple(on_device), window.witness_sizes, self._adds, window.shapes
 
         def read(vectors: list[Tensor]) -> MeasuredWindow:
             numbers = named(vectors[0], shapes) | named(vectors[1], own_shapes)
             rows = read_rows(numbers, adds, sizes)
             by_name = dict(zip(names, numbers[_SCALARS].tolist(), strict=True)) | on_host
-            of_window = replace(known, rate=by_name.pop(RATE)) if RATE in by_name else known
+            of_window = replace(known, rate=by_name.pop(RATE, None))
             example_sums = those_under("examples", numbers)
             examples = read_examples(example_sums, rows[0]) if example_sums else None
             costs = WindowCosts(*numbers["costs"].tolist())

@@ -84,7 +84,7 @@ class KnownOfWindow:
         tap: where its gradients were read.
         every: one window in so many is measured at that time, on average.
         n_ended: windows that the pace of this probe had seen end, with this one.
-        rate: the learning rate; None where it is not known, or still on the device.
+        rate: the learning rate, once it has arrived with the numbers; None where it is not known.
     """
 
     number: int

@@ -241,7 +241,7 @@ class NoiseScaleProbe:
         self._mechanism.begin_window(is_measured=True)
         self._say(describe(self._setup(), self._tracker.unit, self._tracker.groups))
         if found.sequences_axis is not None:
-            self._alert("context_axis", describe_context_axis(found.sequences_axis, trains=fixed_weights is None))
+            self._alert("context_axis", describe_context_axis(found.sequences_axis))
         self._at_exit = functools.partial(_close_left_open, weakref.ref(self), os.getpid())
         atexit.register(self._at_exit)
 

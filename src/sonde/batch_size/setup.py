@@ -143,7 +143,13 @@ class NoiseScaleOptions:
                 "every must be a whole number of windows", self.every, ": use 1 to measure every window"
             )
             object.__setattr__(self, "every", every)
-        metric_names(self.metric)
+        known, metrics = get_args(MetricName), self.metrics
+        if not metrics or any(name not in known for name in metrics):
+            raise ValueError(
+                f"metric must be one or several of {', '.join(map(repr, known))}, got {self.metric!r}: use 'euclidean'"
+            )
+        if len(set(metrics)) < len(metrics):
+            raise ValueError(f"metric names each metric once, got {self.metric!r}: leave out the second")
         if not (self.groups in ("blocks", "kinds", "parameters") or self.groups is None or callable(self.groups)):
             raise ValueError(
                 "groups must be 'blocks', 'kinds', 'parameters', None or a function from a parameter's name, got "
@@ -153,7 +159,8 @@ class NoiseScaleOptions:
     @property
     def metrics(self) -> tuple[MetricName, ...]:
         """The metrics by name, the headline first."""
-        return metric_names(self.metric)
+        names: Any = (self.metric,) if isinstance(self.metric, str) else self.metric
+        return tuple(names) if isinstance(names, Sequence) else ()
 
     def staging_bytes(self, device: torch.device) -> int:
         """`staging_mib` in bytes, or what is usual on a device."""
@@ -203,23 +210,6 @@ def is_number(value: object) -> TypeIs[float]:
     return True
 
 
-def metric_names(metric: object) -> tuple[MetricName, ...]:
-    """The metrics that `metric=` names.
-
-    Raises:
-        ValueError: for an unknown or repeated name, or none.
-    """
-    names: Sequence[Any] = (metric,) if isinstance(metric, str) else metric if isinstance(metric, Sequence) else ()
-    known = get_args(MetricName)
-    if not names or any(name not in known for name in names):
-        raise ValueError(
-            f"metric must be one or several of {', '.join(map(repr, known))}, got {metric!r}: use 'euclidean'"
-        )
-    if len(set(names)) < len(names):
-        raise ValueError(f"metric names each metric once, got {metric!r}: leave out the second")
-    return tuple(names)
-
-
 def n_batch_norms(model: nn.Module, kinds: tuple[type[nn.Module], ...] = _BATCH_NORMS) -> int:
     """Batch-normalisation layers that use the statistics of their batch now."""
     return sum(m.training or not m.track_running_stats for m in model.modules() if isinstance(m, kinds))
@@ -230,18 +220,12 @@ def n_sync_batch_norms(model: nn.Module, n_ranks: int) -> int:
     return n_batch_norms(model, (nn.SyncBatchNorm,)) if n_ranks > 1 else 0
 
 
-def describe_context_axis(axis: str, *, trains: bool) -> str:
-    """The alert about a mesh axis that is named after context parallelism while `cp_mesh` is not given.
-
-    Args:
-        axis: its name.
-        trains: whether the probe measures training; `sonde.measure` takes no `cp_mesh`.
-    """
-    remedy = "Pass cp_mesh=, the axis of these ranks, also where it has a single rank"
+def describe_context_axis(axis: str) -> str:
+    """The alert about a mesh axis that is named after context parallelism while `cp_mesh` is not given."""
     return (
         f"parameters are cut over the mesh axis {axis!r}, which is named after context parallelism: if ranks hold "
-        "parts of the same sequences, their parts count as pieces and the noise scale is wrong. "
-        + (remedy if trains else "Measure such a model without context parallelism")
+        "parts of the same sequences, their parts count as pieces and the noise scale is wrong. Pass cp_mesh=, the "
+        "axis of these ranks, also where it has a single rank; sonde.measure takes none: measure without such ranks"
     )
 
 

@@ -264,17 +264,12 @@ class WindowEnds:
         self.n_windows += 1
         seconds, before = self._pacing.seconds, self._seconds_put
         pace, self._seconds_put = self._pacing.pace, seconds
-        rate = self._steps.rate
         known = KnownOfWindow(
-            self.n_windows,
-            time.time(),
-            seconds - before,
-            self._reader.tap_name,
-            pace.every,
-            pace.windows + 1,
-            None if isinstance(rate, Tensor) else rate,
+            self.n_windows, time.time(), seconds - before, self._reader.tap_name, pace.every, pace.windows + 1
         )
-        self._delivery.put_window(window, {**scalars, RATE: rate} if isinstance(rate, Tensor) else scalars, known)
+        if (rate := self._steps.rate) is not None:
+            scalars = {**scalars, RATE: rate}
+        self._delivery.put_window(window, scalars, known)
 
     def _deliver(self) -> None:
         """Send the windows that are due, and take in those that arrived. The first is sent at once."""
