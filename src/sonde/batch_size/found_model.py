@@ -18,7 +18,6 @@ from sonde.batch_size.taps.ddp_buckets import comm_hook_name
 from sonde.batch_size.taps.dual_norms import SignMetric, SpectralMetric, nuclear_norm_bytes
 from sonde.batch_size.taps.metric import AdamMetric, Euclidean, GradientMetric, MetricName, Metrics
 from sonde.batch_size.taps.second_moments import SecondMoments
-from sonde.batch_size.units import unit_names
 from sonde.parallel.data_ranks import axis_of_sequences
 from sonde.parallel.devices import accumulation_dtype
 from sonde.parallel.optimizers import Optimizers, given_optimizers, parameters_of
@@ -72,7 +71,6 @@ class FoundModel:
         wrapper: what it is wrapped in, with this rank's parameters.
         whole: the parameters of the whole model.
         group_names: the group of each parameter of the whole model.
-        units: names of the units.
         metrics: how its gradients are measured.
         options: of the probe; no units of forwards where this model shows none.
         sequences_axis: the name of a mesh axis that looks like context parallelism while `cp_mesh` is not given.
@@ -82,26 +80,10 @@ class FoundModel:
     wrapper: Wrapper
     whole: ModelParameters
     group_names: list[str]
-    units: tuple[str, ...]
     metrics: ChosenMetrics
     options: NoiseScaleOptions
     sequences_axis: str | None
     facts: dict[str, object]
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """This rank's trainable parameters."""
-        return list(self.wrapper.parameters.values())
-
-    @property
-    def experts(self) -> frozenset[int]:
-        """Which of this rank's parameters are experts' that several ranks feed."""
-        return frozenset() if self.wrapper.experts is None else self.wrapper.experts.indices
-
-    @property
-    def in_pipeline(self) -> bool:
-        """Whether this rank holds pipeline stages."""
-        return self.wrapper.pp_mesh is not None
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -127,7 +109,7 @@ class FoundModel:
             "comm_hook": comm_hook_name(self.wrapper.ddp),
             "units_per_piece": units if is_number(units) else None,
             "units_by_forward": _IN_WORDS[units == FIRST_DIM] if is_of_forward(units) else None,
-            "further_units": list(self.units[1:]),
+            "further_units": list(options.units[1:]),
             **self.facts,
         }
 
@@ -199,7 +181,6 @@ def find_model(model: nn.Module, optimizer: Optimizers, options: NoiseScaleOptio
         wrapper,
         whole,
         names,
-        unit_names(options.unit),
         metrics,
         _with_units_that_show(model, options, in_pipeline=wrapper.pp_mesh is not None),
         sequences_axis=axis_of_sequences(parameters) if ranks.cp_mesh is None else None,
@@ -224,7 +205,7 @@ def _with_units_that_show(model: nn.Module, options: NoiseScaleOptions, *, in_pi
             "nn.TransformerEncoderLayer that is the whole model shows how it is called: pass a number, or units= "
             "to piece() or pieces()"
         )
-    if options.units_per_piece == FIRST_DIM and (takes_no_hooks or len(unit_names(options.unit)) > 1):
+    if options.units_per_piece == FIRST_DIM and (takes_no_hooks or len(options.units) > 1):
         return replace(options, units_per_piece=None)
     return options
 
@@ -233,7 +214,7 @@ def _same_on_ranks(
     options: NoiseScaleOptions, wrapper: Wrapper, whole: ModelParameters, names: Sequence[str]
 ) -> dict[str, object]:
     """What must be the same on all ranks: it decides how long their vectors are, and what is done with the sums."""
-    unit, *further_units = unit_names(options.unit)
+    unit, *further_units = options.units
     return {
         "unit": unit,
         "the list of further units": further_units,

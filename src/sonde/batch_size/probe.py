@@ -146,7 +146,8 @@ class NoiseScaleProbe:
         self._mechanism = Mechanism(model, wrapper, options, own)
         # The tap installs hooks, so it comes after everything that may refuse the model.
         whole, metrics = found.whole, found.metrics
-        witness = Witness(whole.shapes, whole.first, len(found.parameters), apart=found.experts)
+        experts = frozenset() if wrapper.experts is None else wrapper.experts.indices
+        witness = Witness(whole.shapes, whole.first, len(wrapper.parameters), apart=experts)
         self._tap = choose_tap(
             wrapper,
             witness,
@@ -167,7 +168,7 @@ class NoiseScaleProbe:
             own,
             grad_scaler=self._grad_scaler,
             first=whole.first,
-            n_further_units=len(found.units) - 1,
+            n_further_units=len(options.units) - 1,
             examples=self._mechanism.examples,
         )
         self._delivery = Delivery(
@@ -190,7 +191,7 @@ class NoiseScaleProbe:
         self._frozen = FrozenOnRanks(
             whole,
             found.group_names,
-            n_own=len(found.parameters),
+            n_own=len(wrapper.parameters),
             n_ranks=n_summed_ranks,
             n_stages=1 if wrapper.pp_mesh is None else wrapper.pp_mesh.size(),
             device=self._reader.device,
@@ -209,14 +210,14 @@ class NoiseScaleProbe:
         units = options.units_per_piece
         forwards = ForwardUnits(model, units if is_of_forward(units) else None, own, self._steps)
         self._pieces = Pieces(
-            found.units,
+            options.units,
             units,
             forwards,
             reader=self._reader,
             steps=self._steps,
             pacing=self._pacing,
             own=own,
-            in_pipeline=found.in_pipeline,
+            in_pipeline=wrapper.pp_mesh is not None,
             has_peers=n_summed_ranks > 1,
         )
         of_windows = self._reader, self._steps, self._model, self._pieces, self._pacing, self._delivery, self._scalars
@@ -266,8 +267,8 @@ class NoiseScaleProbe:
         # A GradScaler and other metrics change the size of squares: the limit for plain squares is not theirs.
         has_plain_squares = metric == "euclidean" and self._grad_scaler is None
         return NoiseScaleTracker(
-            unit=found.units[0],
-            further_units=found.units[1:],
+            unit=found.options.units[0],
+            further_units=found.options.units[1:],
             groups=found.groups,
             n_ranks=found.wrapper.n_ranks,
             least_sq_norm=LEAST_SQ_NORM * found.whole.numel if has_plain_squares else 0.0,

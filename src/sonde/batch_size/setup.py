@@ -100,7 +100,7 @@ class NoiseScaleOptions:
     log_groups: bool | None = None
 
     def __post_init__(self) -> None:
-        names = unit_names(self.unit)
+        names = self.units
         if isinstance(self.units_per_piece, str) and self.units_per_piece != FIRST_DIM:
             raise ValueError(
                 f"units_per_piece must be a number, {FIRST_DIM!r} or a function, got {self.units_per_piece!r}: "
@@ -155,6 +155,11 @@ class NoiseScaleOptions:
                 "groups must be 'blocks', 'kinds', 'parameters', None or a function from a parameter's name, got "
                 f"{self.groups!r}: use 'blocks' for one group per top-level block"
             )
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The names of the units, the independent sample first."""
+        return unit_names(self.unit)
 
     @property
     def metrics(self) -> tuple[MetricName, ...]:
