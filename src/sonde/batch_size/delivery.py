@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -49,7 +48,10 @@ class Delivery:
         self._put: list[tuple[dist.Work | None, list[Tensor], Read]] = []
         self._copies: list[tuple[HostCopy, list[tuple[list[int], Read]]]] = []
         """Several windows in one host tensor, which a copy may still be filling; the sizes of each one's vectors."""
-        self._lock = threading.RLock()
+        self.alone = threading.RLock()
+        """Other threads wait outside; a thread that is inside may enter again.
+
+        The lock itself: a KeyboardInterrupt on the way in or out of a context of our own could leave it held."""
         self.n_put = 0
         """Windows put in."""
 
@@ -57,13 +59,6 @@ class Delivery:
     def is_empty(self) -> bool:
         """Whether no window is on its way."""
         return not (self._put or self._copies)
-
-    def alone(self) -> AbstractContextManager[object]:
-        """A context in which other threads wait. A thread that is inside may enter again.
-
-        The lock itself: a KeyboardInterrupt on the way in or out of a context of our own could leave it held.
-        """
-        return self._lock
 
     def put_window(self, window: Window, scalars: Mapping[str, float | Tensor], known: KnownOfWindow) -> None:
         """Put in a window that has ended.
@@ -164,6 +159,6 @@ class Delivery:
 
     def receive_all(self) -> None:
         """Send every window that has ended, and wait for it."""
-        with self.alone():
+        with self.alone:
             self.send()
             self.receive(wait=True)

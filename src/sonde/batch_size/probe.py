@@ -174,7 +174,7 @@ class NoiseScaleProbe:
         self._delivery = Delivery(
             lambda window: self._arrivals.take(window), self._reader.device, metrics.measured.adds, own
         )
-        self._alone = self._delivery.alone()
+        self._alone = self._delivery.alone
         n_summed_ranks = n_summed(wrapper.group)
         pace = Pace(
             every=options.every,
@@ -432,7 +432,7 @@ class NoiseScaleProbe:
                 is recorded.
         """
         clip = checked_clip(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
-        with self._delivery.alone():
+        with self._alone:
             self._check_open()
             norm = self._ends.end(clip)
         assert norm is not None
@@ -482,7 +482,7 @@ class NoiseScaleProbe:
         Raises:
             ValueError: for a metric that is not measured.
         """
-        with self._delivery.alone():
+        with self._alone:
             self._delivery.receive_all()
             return self._metrics.of(metric).reading()
 
@@ -497,7 +497,7 @@ class NoiseScaleProbe:
         Raises:
             ValueError: for a metric that is not measured.
         """
-        with self._delivery.alone():
+        with self._alone:
             self._delivery.receive_all()
             return self._metrics.of(metric).last
 
@@ -514,7 +514,7 @@ class NoiseScaleProbe:
             known_only: leave out what is not known or not bounded, as trackers of experiments want it, which is None
                 otherwise.
         """
-        with self._delivery.alone():
+        with self._alone:
             self._delivery.receive_all()
             metrics = self._tracker.reading(with_groups=False).metrics()
         return known(metrics) if known_only else metrics
@@ -536,7 +536,7 @@ class NoiseScaleProbe:
 
     def cost(self) -> Cost:
         """How many windows are measured now, and the part of the run's time that it takes. Waits for the device."""
-        with self._delivery.alone():
+        with self._alone:
             self._delivery.receive_all()
             return self._pacing.pace.cost
 
@@ -551,7 +551,7 @@ class NoiseScaleProbe:
         The same on every rank. Any checkpoint takes it: `torch.save`, JSON, and `torch.distributed.checkpoint` with the
         probe itself as one of its entries.
         """
-        with self._delivery.alone():
+        with self._alone:
             self._ends.catch_up()
             self._delivery.receive_all()
             return sealed(
@@ -579,7 +579,7 @@ class NoiseScaleProbe:
         """
         contents = unsealed("noise-scale probe state", state)
         check_identity(contents["what"], self._identity())
-        with self._delivery.alone():
+        with self._alone:
             self._ends.catch_up()
             self._delivery.receive_all()  # windows still on their way belong to the time before
             self._metrics.load_state_dict(contents["averages"], contents["metrics"])
@@ -611,7 +611,7 @@ class NoiseScaleProbe:
         self._close(reason, patience=patience)
 
     def _close(self, reason: str, *, patience: float, says_reading: bool = False) -> None:
-        with self._delivery.alone():
+        with self._alone:
             if not self._closed:
                 self._closed = True
                 self._ends.catch_up()
