@@ -74,7 +74,7 @@ class FoundModel:
         metrics: how its gradients are measured.
         options: of the probe; no units of forwards where this model shows none.
         sequences_axis: the name of a mesh axis that looks like context parallelism while `cp_mesh` is not given.
-        facts: what else the log's header says of it.
+        record: what the log's header says of the model and of the options.
     """
 
     wrapper: Wrapper
@@ -83,35 +83,12 @@ class FoundModel:
     metrics: ChosenMetrics
     options: NoiseScaleOptions
     sequences_axis: str | None
-    facts: dict[str, object]
+    record: dict[str, object]
 
     @property
     def groups(self) -> tuple[str, ...]:
         """The names of the parameter groups."""
         return tuple(dict.fromkeys(self.group_names))
-
-    def record(self) -> dict[str, object]:
-        """What the log's header says of the model and of the options."""
-        options, units = self.options, self.options.units_per_piece
-        logs_groups = options.log_groups
-        if logs_groups is None:
-            logs_groups = options.groups != "parameters" and len(self.groups) <= _MOST_LOGGED
-        return {
-            "wrapper": self.wrapper.name,
-            "ranks": self.wrapper.n_ranks,
-            "device": str(self.wrapper.leaves[0].device),
-            "parameters": self.whole.numel,
-            "groups": list(self.groups) if logs_groups else [],
-            "budget": options.budget if options.every is None else None,
-            "allowance": options.allowance if options.every is None and options.budget is not None else None,
-            "every": options.every,
-            "metric": ", ".join(options.metrics),
-            "comm_hook": comm_hook_name(self.wrapper.ddp),
-            "units_per_piece": units if is_number(units) else None,
-            "units_by_forward": _IN_WORDS[units == FIRST_DIM] if is_of_forward(units) else None,
-            "further_units": list(options.units[1:]),
-            **self.facts,
-        }
 
 
 _IN_WORDS = (
@@ -176,20 +153,38 @@ def find_model(model: nn.Module, optimizer: Optimizers, options: NoiseScaleOptio
         _join_comparison(wrapper, error)
         raise
     _compare_over_ranks(wrapper, _same_on_ranks(options, wrapper, whole, names))
-    parameters: list[Tensor] = list(wrapper.parameters.values())
-    return FoundModel(
-        wrapper,
-        whole,
-        names,
-        metrics,
-        _with_units_that_show(model, options, in_pipeline=wrapper.pp_mesh is not None),
-        sequences_axis=axis_of_sequences(parameters) if ranks.cp_mesh is None else None,
-        facts={
-            "optimizer": _optimizer_in_words(optimizer, wrapper),
-            "batch_norms": n_batch_norms(model),
-            "sync_batch_norms": n_sync_batch_norms(model, wrapper.n_ranks),
-        },
-    )
+    options = _with_units_that_show(model, options, in_pipeline=wrapper.pp_mesh is not None)
+    axis = axis_of_sequences(list(wrapper.parameters.values())) if ranks.cp_mesh is None else None
+    record = _record(options, wrapper, whole, tuple(dict.fromkeys(names))) | {
+        "optimizer": _optimizer_in_words(optimizer, wrapper),
+        "batch_norms": n_batch_norms(model),
+        "sync_batch_norms": n_sync_batch_norms(model, wrapper.n_ranks),
+    }
+    return FoundModel(wrapper, whole, names, metrics, options, axis, record)
+
+
+def _record(
+    options: NoiseScaleOptions, wrapper: Wrapper, whole: ModelParameters, groups: Sequence[str]
+) -> dict[str, object]:
+    """What the log's header says of the model and of the options."""
+    units, logs_groups = options.units_per_piece, options.log_groups
+    if logs_groups is None:
+        logs_groups = options.groups != "parameters" and len(groups) <= _MOST_LOGGED
+    return {
+        "wrapper": wrapper.name,
+        "ranks": wrapper.n_ranks,
+        "device": str(wrapper.leaves[0].device),
+        "parameters": whole.numel,
+        "groups": list(groups) if logs_groups else [],
+        "budget": options.budget if options.every is None else None,
+        "allowance": options.allowance if options.every is None and options.budget is not None else None,
+        "every": options.every,
+        "metric": ", ".join(options.metrics),
+        "comm_hook": comm_hook_name(wrapper.ddp),
+        "units_per_piece": units if is_number(units) else None,
+        "units_by_forward": _IN_WORDS[units == FIRST_DIM] if is_of_forward(units) else None,
+        "further_units": list(options.units[1:]),
+    }
 
 
 def _with_units_that_show(model: nn.Module, options: NoiseScaleOptions, *, in_pipeline: bool) -> NoiseScaleOptions:

@@ -657,7 +657,7 @@ class NoiseScaleProbe:
 
     def _setup(self) -> dict[str, object]:
         """The setup that was found, for the log and for people."""
-        return self._found.record() | {
+        return self._found.record | {
             "tap": self._reader.tap_name,
             "fixed_weights": self._tracker.at_fixed_weights,
             "log_every": self._log_every,
