@@ -608,16 +608,11 @@ class NoiseScaleProbe:
             patience: seconds in which other ranks may still sum the last windows with this one. Then these windows are
                 left out: a rank that has failed would never join. All ranks are waited for by default.
         """
-        self._close(reason, patience=patience)
-
-    def _close(self, reason: str, *, patience: float, says_reading: bool = False) -> None:
         with self._alone:
             if not self._closed:
                 self._closed = True
                 self._ends.catch_up()
                 self._end(reason, patience=patience)
-                if says_reading and self._ends.n_windows:
-                    self._say(str(self._tracker.reading(with_groups=False)))
 
     def _end(self, reason: str, *, patience: float) -> None:
         atexit.unregister(self._at_exit)
@@ -646,7 +641,7 @@ class NoiseScaleProbe:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         # After an exception, peers may never join a collective that is under way: it is not waited for.
         reason = "closed" if kind is None else f"stopped by {kind.__name__}"
-        self._close(reason, patience=math.inf if kind is None else 0.0)
+        self.close(reason, patience=math.inf if kind is None else 0.0)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -677,4 +672,6 @@ def _close_left_open(probe: weakref.ref[NoiseScaleProbe], pid: int) -> None:
     log is not the child's, and its device may be unusable there.
     """
     if os.getpid() == pid and (left_open := probe()) is not None:
-        left_open._close("the process ended without probe.close()", patience=_PATIENCE_AT_EXIT, says_reading=True)
+        left_open.close("the process ended without probe.close()", patience=_PATIENCE_AT_EXIT)
+        if left_open.n_windows:
+            left_open._say(str(left_open._tracker.reading(with_groups=False)))
