@@ -74,11 +74,6 @@ CASES = USUAL | {
         lambda: (ids(N, T), ids(N, T), state(), state()),
         ASKED,
     ),
-    "a pair of states, and a loss": (
-        giving(LOSS, (3, N, 16), (3, N, 16)),
-        lambda: (ids(N, T), (state(3), state(3)), ids(N, T)),
-        ASKED,
-    ),
     "a state alone": (giving((2, N, 16)), lambda: (torch.randn(N, T, 10), state()), ASKED),
     # The first tensor is shared by all units.
     "one latent": (giving((N, 1)), lambda: (torch.randn(1, 32), torch.randn(N, 10)), N),
@@ -103,11 +98,6 @@ CASES = USUAL | {
     "coordinates and functions, rows of all points": (
         giving((128, 1)),
         lambda: (torch.rand(64, 2), torch.randn(2, 20)),
-        ASKED,
-    ),
-    "coordinates and functions at these": (
-        giving((N, 64, 1)),
-        lambda: (torch.rand(64, 2), torch.randn(N, 64, 1)),
         ASKED,
     ),
     "a grid and fields on it": (
