@@ -91,17 +91,6 @@ def test_guard_a_tensor_counts_writes_in_place() -> None:
     assert gradient._version == before + 2
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit")  # torch's own, when this part of it is imported
-def test_guard_parameters_stepped_inside_backward_are_marked() -> None:
-    """attach refuses them: their gradients are gone before a window ends."""
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
-    parameter: Any = nn.Parameter(torch.ones(3))
-    assert not getattr(parameter, "_in_backward_optimizers", None)
-    _apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 0.1})
-    assert len(parameter._in_backward_optimizers) == 1
-
-
 # Kernels.
 
 

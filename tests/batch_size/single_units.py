@@ -84,7 +84,7 @@ SINGLE: dict[str, tuple[Any, Callable[[], Any], int | None]] = {
             backend="eager",
         ),
         lambda: (ids(N), ids(N, T)),
-        N,
+        ASKED,
     ),
     # What layers have shown in a first forward holds for the others.
     "as many steps as units at first": (recurrent(False, each_step), in_turn((N, N), (T, N)), N),
@@ -107,14 +107,9 @@ SINGLE: dict[str, tuple[Any, Callable[[], Any], int | None]] = {
         lambda: (torch.randn(N, 4),),
         ASKED,
     ),
-    "a grid that all rows share, of another size": (
-        By(lambda m, x: m.head(x) + m.conv(torch.randn(3, 8, 8)).mean(), **CONV),
-        lambda: (torch.randn(N, 4),),
-        N,
-    ),
     "a prompt that all images share": (
         By(lambda m, ids, x: m.head(x) + m.rnn(m.embed(ids))[0].mean(), **embedded(rnn=nn.LSTM(8, 8))),
         lambda: (ids(T), torch.randn(N, 8)),
-        N,
+        ASKED,
     ),
 }

@@ -61,7 +61,7 @@ CASES = USUAL | {
     "features in a list": (giving((N, 1)), lambda: ([ids(N)] * 4,), N),
     "frames of videos": (giving((5 * N, 10)), lambda: (torch.randn(N, 5, 3, 9, 9),), N),
     "CTC, a loss": (giving(LOSS), lambda: (torch.randn(N, 80, 200), ids(N), ids(37), ids(N)), N),
-    "CTC, with positions": (giving((80, N, 30)), lambda: (torch.randn(N, 80, 200), torch.randn(80, 200)), N),
+    "CTC, with positions": (giving((80, N, 30)), lambda: (torch.randn(N, 80, 200), torch.randn(80, 200)), ASKED),
     "CTC, every second step, with positions": (
         By(lambda m, x, p: m.head(m.rnn(x.transpose(0, 1)[::2] + p)[0]), rnn=nn.LSTM(5, 8), head=nn.Linear(8, 4)),
         lambda: (torch.randn(N, T, 5), torch.randn((T + 1) // 2, 1, 5)),
@@ -72,14 +72,9 @@ CASES = USUAL | {
     "two states, and a loss": (
         giving(LOSS, (2, N, 16), (2, N, 16)),
         lambda: (ids(N, T), ids(N, T), state(), state()),
-        N,
+        ASKED,
     ),
-    "a pair of states, and a loss": (
-        giving(LOSS, (3, N, 16), (3, N, 16)),
-        lambda: (ids(N, T), (state(3), state(3)), ids(N, T)),
-        N,
-    ),
-    "a state alone": (giving((2, N, 16)), lambda: (torch.randn(N, T, 10), state()), N),
+    "a state alone": (giving((2, N, 16)), lambda: (torch.randn(N, T, 10), state()), ASKED),
     # The first tensor is shared by all units.
     "one latent": (giving((N, 1)), lambda: (torch.randn(1, 32), torch.randn(N, 10)), N),
     "latent queries": (giving((N, 64, 32)), lambda: (torch.randn(64, 32), torch.randn(N, 100, 32)), ASKED),
@@ -103,11 +98,6 @@ CASES = USUAL | {
     "coordinates and functions, rows of all points": (
         giving((128, 1)),
         lambda: (torch.rand(64, 2), torch.randn(2, 20)),
-        ASKED,
-    ),
-    "coordinates and functions at these": (
-        giving((N, 64, 1)),
-        lambda: (torch.rand(64, 2), torch.randn(N, 64, 1)),
         ASKED,
     ),
     "a grid and fields on it": (

@@ -151,9 +151,9 @@ READS = [
     ),
     Mutant(
         "the copy to the host waits",
-        "sonde.batch_size.readback:Readback._copy",
-        "start_copy_to_host(packed)",
-        "start_copy_to_host(packed.cpu())",
+        "sonde.batch_size.delivery:Delivery.send",
+        "start_copy_to_host(flat)",
+        "start_copy_to_host(flat.cpu())",
     ),
     Mutant(
         "windows are waited for",
@@ -169,7 +169,7 @@ READS = [
     ),
     Mutant(
         "scalars go to the host one by one",
-        "sonde.batch_size.window_clip:WindowClip.scalars",
+        "sonde.batch_size.window_ends:WindowClip.scalars",
         "norm > most",
         "(norm > most).cpu()",
     ),

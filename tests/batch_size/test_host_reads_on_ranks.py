@@ -303,9 +303,9 @@ def test_a_clip_that_waits_is_noticed(ranks2: Ranks) -> None:
 READS = [
     Mutant(
         "a copy to the host",
-        "sonde.batch_size.readback:Readback._copy",
-        "start_copy_to_host(packed)",
-        "start_copy_to_host(packed.cpu())",
+        "sonde.batch_size.delivery:Delivery.send",
+        "start_copy_to_host(flat)",
+        "start_copy_to_host(flat.cpu())",
     ),
     Mutant(
         "buckets",

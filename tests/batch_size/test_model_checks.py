@@ -114,13 +114,3 @@ def test_synchronised_batch_normalisation_has_a_sentence_of_its_own(ranks2: Rank
         assert "synchronised batch normalisation couples the samples of all pieces" in text
     with attached(with_batch_norm()) as probe:
         assert probe._setup()["sync_batch_norms"] == 0
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit")  # the import compiles a function
-def test_an_optimizer_that_was_applied_in_backward_is_refused() -> None:
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
-    model = small_model()
-    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-    with pytest.raises(ValueError, match=r"an optimizer steps 8 parameters \(.*, …\) inside backward"):
-        attached(model)

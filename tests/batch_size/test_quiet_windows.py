@@ -12,8 +12,8 @@ import torch
 from sonde.batch_size.budget import REVIEW, Pace
 from sonde.batch_size.measuring_cost import WindowCosts
 from sonde.batch_size.taps.leaf_hooks import LeafHookTap
-from sonde.batch_size.window_clip import WindowClip
 from sonde.batch_size.window_clock import ALWAYS
+from sonde.batch_size.window_ends import WindowClip
 from tests.batch_size.loops import attached, batch, contents_of, mean_loss, small_model
 from tests.batch_size.paces import timed
 

@@ -53,7 +53,7 @@ class _Interrupted(Exception):
 
 def _enter_and_leave(probe: sonde.NoiseScaleProbe, end: float) -> None:
     while time.monotonic() < end:
-        with probe._delivery.alone():
+        with probe._delivery.alone:
             pass
 
 
@@ -62,11 +62,11 @@ def _is_free(probe: sonde.NoiseScaleProbe) -> bool:
     found: list[bool] = []
 
     def enter() -> None:
-        if lock.acquire(timeout=10):  # type: ignore[attr-defined]
-            lock.release()  # type: ignore[attr-defined]
+        if lock.acquire(timeout=10):
+            lock.release()
             found.append(True)
 
-    lock = probe._delivery.alone()
+    lock = probe._delivery.alone
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join()

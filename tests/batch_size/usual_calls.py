@@ -256,6 +256,17 @@ CALLS: dict[str, tuple[nn.Module, Callable[[], Any], int | None]] = {
         lambda: (ids(T, N), causal(T)),
         ASKED,
     ),
+    "transformer, time first, a loss, compiled": (
+        torch.compile(
+            By(
+                lambda m, x, y: m.head(m.encoder(m.embed(x))).square().mean(),
+                **embedded(encoder=encoder(batch_first=False)),
+            ),
+            backend="eager",
+        ),
+        lambda: (ids(T, N), ids(T, N)),
+        ASKED,
+    ),
     "transformer, time first, rows of all positions": (language_model(False, flat=True), lambda: (ids(T, N),), N),
     "seq2seq, time first": (
         By(

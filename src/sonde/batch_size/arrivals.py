@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sonde.batch_size.budget import RANKS_DISAGREE
+from sonde.batch_size.found_model import ChosenMetrics
 from sonde.batch_size.frozen_watch import FrozenWatch
 from sonde.batch_size.log import MeasuredWindow, NoiseScaleLog
 from sonde.batch_size.mechanism import Mechanism
-from sonde.batch_size.metric_choice import ChosenMetrics
-from sonde.batch_size.model_watch import ModelWatch
 from sonde.batch_size.pacing import Pacing
-from sonde.batch_size.rounding import RoundingWatch
 from sonde.batch_size.setup import describe_window
+from sonde.batch_size.stats.scale_witness import RoundingTolerance
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, WindowRow
 from sonde.batch_size.taps.tap import Tap
@@ -53,6 +52,11 @@ class MetricTrackers(Stateful):
             )
         return self.all[metric]
 
+    def set_rounding(self, rounding: RoundingTolerance) -> None:
+        """Judge windows by another tolerance from now on."""
+        for tracker in self.all.values():
+            tracker.rounding = rounding
+
     def update(self, row: WindowRow, window: MeasuredWindow) -> Drop | None:
         """Take one measured window.
 
@@ -77,13 +81,12 @@ class Arrivals:
     Args:
         metrics: average the windows.
         log: writes them.
-        rounding: how gradients are rounded now.
+        rounding: looks up how far rounding may move gradients now.
         frozen: which parameters are frozen, on any rank.
         mechanism: solves windows from their pieces or from single examples.
         pacing: of the measured windows.
         tap: learns that only declared pieces count, once some rank has declared one.
         wrapper: of the model.
-        model: looks for a wrapper that came after attach.
         counted_in: gives the tensor whose rows are counted as units, in words; empty if none is.
         say: prints a sentence for people.
     """
@@ -92,20 +95,19 @@ class Arrivals:
         self,
         metrics: MetricTrackers,
         log: NoiseScaleLog,
-        rounding: RoundingWatch,
+        rounding: Callable[[], RoundingTolerance],
         *,
         frozen: FrozenWatch,
         mechanism: Mechanism,
         pacing: Pacing,
         tap: Tap,
         wrapper: Wrapper,
-        model: ModelWatch,
         counted_in: Callable[[], str],
         say: Callable[[str], None],
     ) -> None:
         self._metrics, self._tracker, self._log = metrics, metrics.headline, log
         self._rounding, self._mechanism, self._pacing, self._tap = rounding, mechanism, pacing, tap
-        self._wrapper, self._model, self._say, self._frozen = wrapper, model, say, frozen
+        self._wrapper, self._say, self._frozen = wrapper, say, frozen
         self._counted_in, self._has_seen_one = counted_in, False
         # Numbers come to each rank at a time of its own. Ranks that share pieces sum parts of each, so all of them must
         # take the same backwards for pieces: they learn it together, by the first piece that they declare.
@@ -117,9 +119,8 @@ class Arrivals:
 
     def take(self, window: MeasuredWindow) -> None:
         """Take in a window: the tracker averages it, the log writes."""
-        if self._rounding.has_changed():
-            for tracker in self._metrics.all.values():
-                tracker.rounding = self._rounding.now()
+        if not self._has_seen_one:  # a communication hook may have come since attach
+            self._metrics.set_rounding(self._rounding())
         number = window.known.number
         if window.frozen is not None and (change := self._frozen.arrived(window.frozen)) is not None:
             for tracker in self._metrics.all.values():
@@ -131,8 +132,8 @@ class Arrivals:
         if drop is None:
             self._begin_anew_if_it_speaks_of_something_else(row, number)
         self._mechanism.saw(window, is_sound=drop is None, scale=self._tracker.scale)
-        if drop is not None and drop.kind == "changed":
-            self._model.look_again()
+        if drop is not None and drop.kind == "changed":  # the model may have been converted
+            self._metrics.set_rounding(self._rounding())
         if drop is None:
             self._tracker.coverage = self._mechanism.covered.coverage if row.examples is not None else None
         for alert, message in self._mechanism.take_news():

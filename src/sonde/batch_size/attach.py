@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -13,11 +12,10 @@ from torch import nn
 
 from sonde.batch_size.budget import DEFAULT_ALLOWANCE, DEFAULT_BUDGET
 from sonde.batch_size.forward_units import FIRST_DIM, UnitsPerPiece
-from sonde.batch_size.found_model import RanksOfModel, find_parameters
-from sonde.batch_size.parameter_groups import Groups
+from sonde.batch_size.found_model import RanksOfModel, raised_on_all_ranks
 from sonde.batch_size.per_example.rules import GradientsOf
 from sonde.batch_size.probe import NoiseScaleProbe
-from sonde.batch_size.setup import NoiseScaleOptions, check_partners, join_comparison
+from sonde.batch_size.setup import Groups, NoiseScaleOptions
 from sonde.batch_size.taps.ddp_buckets import CommHook
 from sonde.batch_size.taps.metric import MetricName
 from sonde.batch_size.taps.tap_choice import TapName
@@ -120,27 +118,11 @@ def attach(
         20
         >>> probe.close()
     """
+    given = dict(locals())
     log = log_of(log)
     ranks = RanksOfModel(process_group, mesh, pp_mesh, expert_mesh, cp_mesh)
-    try:
-        options = NoiseScaleOptions(
-            unit,
-            units_per_piece,
-            groups,
-            metric,
-            tap,
-            staging_mib,
-            per_example,
-            rules,
-            budget,
-            allowance,
-            every,
-            log_groups,
-        )
-        check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler)
-    except ValueError as error:
-        refuse_on_all_ranks(model, error, ranks)
-        raise
+    with raised_on_all_ranks(model, ranks):
+        options = NoiseScaleOptions(**{field.name: given[field.name] for field in fields(NoiseScaleOptions)})
     return NoiseScaleProbe(
         model,
         optimizer,
@@ -152,13 +134,6 @@ def attach(
         log=log,
         verbose=verbose,
     )
-
-
-def refuse_on_all_ranks(model: nn.Module, error: ValueError, ranks: RanksOfModel) -> None:
-    """Let peers raise too, whose own arguments may have been accepted: they wait for this rank."""
-    with contextlib.suppress(ValueError):  # of the model: all ranks refuse it
-        wrapper, _ = find_parameters(model, ranks)
-        join_comparison(wrapper, error)
 
 
 @dataclass(frozen=True)

@@ -58,14 +58,12 @@ class LayerSaw:
         kind: the layer's type, in words.
         n: size of the batch; 1 for an input without this dim.
         unit: shape of one unit in it; empty if units differ in length.
-        is_step: whether it was one of a unit's positions.
         knows: whether the layer is one of those that may read time first; see `layers_that_know`.
     """
 
     kind: str
     n: int
     unit: tuple[int, ...] = ()
-    is_step: bool = False
     knows: bool = False
 
     @property
@@ -80,15 +78,11 @@ class Shown:
 
     Attributes:
         dim: that is the batch, 0 or 1; None if no layer that may read time first shows it.
-        kind: the type of a layer that shows it, in words.
-        are_hidden: whether there are such layers, and none was seen.
-        may_be_single: whether the tensor may be one unit without a dim for the batch.
+        doubt: why its rows may be no units; empty without a doubt.
     """
 
     dim: int | None = None
-    kind: str = ""
-    are_hidden: bool = False
-    may_be_single: bool = False
+    doubt: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,50 +134,41 @@ def layers_that_show(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]
     return [x for x in layers if x not in compiled | closed], [x for x in layers if x in compiled]
 
 
-def shown_by(
-    parts: Mapping[str, object], layers: Sequence[LayerSaw], hidden: Sequence[nn.Module], *, may_read_time_first: bool
-) -> Shown:
+def shown_by(parts: Mapping[str, object], layers: Sequence[LayerSaw], hidden: Sequence[nn.Module]) -> Shown:
     """What the layers of a forward show of its first part.
 
     Args:
         parts: what the model is called with.
         layers: what they have seen.
         hidden: layers whose calls cannot be seen.
-        may_read_time_first: whether the model has layers that may.
     """
-    shape = first_shape(parts)
-    knowing = [saw for saw in layers if saw.knows]
-    dim = next((d for d, n in enumerate(shape[:2]) if n in {saw.n for saw in knowing}), None)
-    kind = next((saw.kind for saw in knowing if dim is not None and saw.n == shape[dim]), "")
-    is_hidden = may_read_time_first and not knowing
-    return Shown(dim, kind, is_hidden, bool(shape) and _may_be_single_unit(parts, layers, hidden))
+    first = next(_witnesses(parts, ""), None)
+    if first is None or not first.shape:
+        return Shown()
+    known = {saw.n for saw in layers if saw.knows}
+    dim = next((d for d, n in enumerate(first.shape[:2]) if n in known), None)
+    doubt = ""
+    if _may_be_single_unit(first, layers, hidden):
+        doubt = "the first tensor may be a single unit, without a dim for the batch"
+    elif not known and len(first.shape) in (2, 3) and any(map(_knows, hidden)):
+        doubt = "its dim 0 may be time, and the layers that would show it are compiled"
+    return Shown(dim, doubt)
 
 
-def _may_be_single_unit(parts: Mapping[str, object], layers: Sequence[LayerSaw], hidden: Sequence[nn.Module]) -> bool:
+def _may_be_single_unit(first: _Witness, layers: Sequence[LayerSaw], hidden: Sequence[nn.Module]) -> bool:
     """Whether the first part may be one unit without a dim for the batch.
 
-    It may be if all layers have seen one unit, and the tensor's first dim is one of that unit's dims. Layers that were
-    called with something that all units share, such as a grid, have seen one unit too, and so have those in a loop over
-    units: these see fewer dims than the batch has.
+    It may be if all layers have seen one unit, with as many dims as the tensor, or one position of it. A loop over the
+    units of a batch shows fewer.
     """
-    first, *others = [witness for name, part in parts.items() for witness in _witnesses(part, name)]
-    n = next(iter(first.shape), 1)
-    if n == 1 or any(saw.n != 1 for saw in layers):
+    n_dims = len(first.shape)
+    if first.shape[0] == 1 or any(saw.n != 1 for saw in layers):
         return False
-    if any(saw.is_step or (n in saw.unit and len(saw.unit) >= len(first.shape)) for saw in layers):
+    if any(len(saw.unit) >= n_dims or (saw.knows and len(saw.unit) == 1) for saw in layers):
         return True
-    if any(w.shape[:1] == first.shape[:1] and len(w.shape) > len(first.shape) for w in others):
-        return False
-    return any(_could_take(layer, first) for layer in hidden)
-
-
-def _could_take(layer: nn.Module, unit: _Witness) -> bool:
-    if unit.is_of_tokens:  # which are embedded first
-        return len(unit.shape) == 1 and not isinstance(layer, nn.Linear)
-    names = ("in_channels", "input_size", "embed_dim", "in_features")
-    n_features = next(getattr(layer, name) for name in names if hasattr(layer, name))
-    dim = 0 if hasattr(layer, "in_channels") else -1
-    return len(unit.shape) == _n_dims(layer) - 1 and unit.shape[dim] == n_features
+    if first.is_of_tokens:  # which are embedded before a layer sees them
+        return n_dims == 1 and any(not isinstance(layer, nn.Linear) for layer in hidden)
+    return any(n_dims == _n_dims(layer) - 1 for layer in hidden)
 
 
 def _n_dims(layer: nn.Module) -> int:
@@ -204,8 +189,7 @@ def seen_by(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         n, unit = shape[dim], shape[:dim] + shape[dim + 1 :]
     elif len(shape) != n_dims - 1:
         return None
-    is_step = isinstance(layer, nn.RNNCellBase) or (isinstance(layer, nn.RNNBase) and unit[0] == 1)
-    return LayerSaw(kind, n, unit, is_step, _knows(layer))
+    return LayerSaw(kind, n, unit, _knows(layer))
 
 
 def is_time_first(shape: Sequence[int], layers: Sequence[LayerSaw]) -> bool:
@@ -239,25 +223,24 @@ def count_units(parts: Mapping[str, object], output: object = None, shown: Shown
         >>> count_units({"x": torch.zeros(8, 128), "y": torch.zeros(8)})
         Counted(n=8, where='dim 0 of float32 [8, 128]')
     """
-    witnesses = [witness for name, part in parts.items() for witness in _witnesses(part, name)]
+    witnesses = list(_witnesses(parts, ""))
     if not witnesses:
         return None
     first, *others = witnesses
     shown = shown or Shown()
     returned = [_shape(tensor) for tensor in tensors_in(output)]
-    candidates = _candidates(first, shown)
-    if not first.is_certain:
-        candidates = _agreeing(candidates, first, others, returned, is_shown=shown.dim is not None)
     what = f"the batch has {'; '.join(f'{w.name} {w.text}' for w in witnesses[:5])}"
     if returned:
         what += f", and the model returned {', '.join(str(list(shape)) for shape in returned[:3])}"
     if shown.dim is not None:
-        what += f"; its {shown.kind} saw {plural(first.shape[shown.dim], 'unit')}"
-    if not first.is_certain and any(w.mixes_rows for w in witnesses):
-        raise UnclearUnitsError(f"rows may be no units here: {what}")
-    if shown.may_be_single and first.sizes[0] in candidates:
-        # Otherwise the model returns rows of another part, and the first one is what these share.
-        raise UnclearUnitsError(f"the first tensor may be a single unit, without a dim for the batch: {what}")
+        what += f"; its layers saw {plural(first.shape[shown.dim], 'unit')}"
+    candidates = {n: f"dim 0 of {first.text}" if first.shape else first.text for n in first.sizes}
+    if shown.dim == 1:
+        candidates = {first.shape[1]: f"dim 1 of {first.text}, since layers of the model read time first"}
+    if not first.is_certain:
+        if doubt := "rows may be no units here" if any(w.mixes_rows for w in witnesses) else shown.doubt:
+            raise UnclearUnitsError(f"{doubt}: {what}")
+        candidates = _agreeing(candidates, first, others, returned, is_shown=shown.dim is not None)
     is_contradicted = any(w.is_certain and w.sizes[0] not in candidates for w in others)
     if len(candidates) != 1 or is_contradicted:
         raise UnclearUnitsError(f"which dim is the batch is not clear: {what}")
@@ -269,7 +252,7 @@ def count_units(parts: Mapping[str, object], output: object = None, shown: Shown
 
 def first_shape(parts: Mapping[str, object]) -> tuple[int, ...]:
     """The shape of the first tensor that `count_units` would look at; empty without one."""
-    return next((witness.shape for name, part in parts.items() for witness in _witnesses(part, name)), ())
+    return next((witness.shape for witness in _witnesses(parts, "")), ())
 
 
 def units_in_batch(batch: object, remedy: str) -> int:
@@ -296,18 +279,6 @@ def units_in_batch(batch: object, remedy: str) -> int:
     return counted.n
 
 
-def _candidates(first: _Witness, shown: Shown) -> dict[int, str]:
-    """The numbers of units that the first part of a batch may show, each with what is counted, in words."""
-    shape = first.shape
-    found = {n: f"dim 0 of {first.text}" if shape else first.text for n in first.sizes}
-    if len(shape) < 2:
-        return found
-    of_dim_1 = f"dim 1 of {first.text}"
-    if shown.dim == 1:
-        return {shape[1]: f"{of_dim_1}, since its {shown.kind} reads time first"}
-    return {shape[1]: of_dim_1} | found if shown.are_hidden else found
-
-
 def _agreeing(
     candidates: dict[int, str],
     first: _Witness,
@@ -317,78 +288,60 @@ def _agreeing(
     is_shown: bool,
 ) -> dict[int, str]:
     """The candidates that no other witness contradicts. A layer that has shown which dim it is settles disputes."""
-    # A loss says nothing. Nor does a vector beside a batch of more dims: it may hold several losses.
-    predicted = [shape for shape in returned if len(shape) > 1 or (len(shape) == 1 == len(first.shape) != shape[0])]
+    # Positions and masks that all units share look like a single row and a square.
+    voters = [w for w in others if w.sizes[0] > 1 and not (len(w.shape) == 2 and w.shape[0] == w.shape[1])]
     with_rows = [shape for shape in returned if shape not in ((), (1,))]
-    fitting = {
-        n: where
-        for n, where in candidates.items()
-        if any(_fits(n, shape, first, () if is_shown else others) for shape in with_rows)
-    }
-    is_disputed = any(_supporters(n, others) for n in candidates)
-    if fitting:
-        candidates = fitting
-    elif any(_times(n, shape, first.shape) for n in candidates for shape in with_rows):
-        return {}  # n may be queries or coordinates that all units share
-    elif predicted and not is_disputed and (agree := _supporters(predicted[0][0], others)):
+    # A vector beside a batch of more dims may hold several losses, which say nothing.
+    predicted = [shape for shape in with_rows if len(shape) > 1 or len(first.shape) == 1]
+    if any(_shows(n, shape, first.shape, ()) for n in candidates for shape in with_rows):
+        sharing = () if is_shown else voters
+        candidates = {
+            n: where
+            for n, where in candidates.items()
+            if any(_shows(n, shape, first.shape, sharing) for shape in with_rows)
+        }
+    elif (
+        predicted
+        and (agree := _supporters(predicted[0][0], others))
+        and not any(_supporters(n, others) for n in candidates)
+    ):
         # Offsets of bags have as many rows as the prediction, and so have texts that come after patches of images.
         return {predicted[0][0]: f"dim 0 of {agree[0].text}"}
     elif predicted and all(returned):  # no loss among them
         return {}
     elif not is_shown:
-        candidates = {n: where for n, where in candidates.items() if not _is_outvoted(n, others)}
-    if len(candidates) > 1:  # a square is a mask of positions: it supports the wrong one of batch and time
-        voters = [w for w in others if len(w.shape) != 2 or w.shape[0] != w.shape[1]]
+        candidates = {
+            n: where
+            for n, where in candidates.items()
+            if sum(n not in w.sizes for w in voters) <= len(_supporters(n, others))
+        }
+    if len(candidates) > 1:
         candidates = {n: where for n, where in candidates.items() if _supporters(n, voters)}
     return candidates
 
 
-def _fits(n: int, returned: tuple[int, ...], first: _Witness, others: Sequence[_Witness]) -> bool:
-    """Whether n units show in a tensor that the model returns, and are not queries that units of another part share.
+def _shows(n: int, returned: tuple[int, ...], given: tuple[int, ...], others: Sequence[_Witness]) -> bool:
+    """Whether a tensor that the model returns has n units: [n, …], [times, n, …] or [n times, …].
 
-    Args:
-        n: units, by the first part that the model was called with.
-        returned: shape of the tensor.
-        first: the first part.
-        others: the other parts.
-    """
-    times = _times(n, returned, first.shape)
-    positions = first.shape[1:] if first.is_of_tokens else first.shape[1:-1]
-    if times is None or times == 1 or times in positions or first.shape[:1] != (n,):
-        return times is not None
-    # [m, n, …] beside a part with m rows: that may be the batch, and the first part n queries or coordinates. Or it is
-    # a state of m layers, also [m, n, …], that is handed through by a model whose batch has positions.
-    may_be_state = bool(positions) and positions[:1] != returned[2:3]
-    return all(may_be_state and w.shape[1:2] in ((), (n,)) for w in _supporters(times, others))
-
-
-def _times(n: int, returned: tuple[int, ...], given: tuple[int, ...]) -> int | None:
-    """How many times a tensor shows n units: 1 for [n, …], times for [times, n, …] or [n times, …]; None for others.
+    Where another part has as many rows as `times`, these may be the units, and the first part what they share: queries,
+    coordinates.
 
     Args:
         n: units.
-        returned: shape of a tensor that the model returns.
+        returned: shape of the tensor.
         given: shape of the first tensor that the model was called with.
+        others: other parts.
     """
     if returned[0] == n:
-        return 1
-    if len(returned) > 2 and returned[1] == n:
-        return returned[0]
-    flattened = [math.prod(given[:k]) for k in range(2, len(given) + 1) if n in given[:k]]
-    return returned[0] // n if returned[0] in flattened else None
+        return True
+    times = returned[0] if len(returned) > 2 and returned[1] == n else 0
+    if not times and returned[0] in [math.prod(given[:k]) for k in range(2, len(given) + 1) if n in given[:k]]:
+        times = returned[0] // n
+    return bool(times) and not _supporters(times, others)
 
 
 def _supporters(n: int, witnesses: Sequence[_Witness]) -> list[_Witness]:
     return [witness for witness in witnesses if n in witness.sizes]
-
-
-def _is_outvoted(n: int, witnesses: Sequence[_Witness]) -> bool:
-    """Whether more parts of a batch speak against n than for it.
-
-    A single row and a square say nothing: positions and masks that all units share look like this.
-    """
-    against = [w for w in witnesses if n not in w.sizes and w.sizes[0] > 1 and w.shape[1:] != w.shape[:1]]
-    return len(against) > len(_supporters(n, witnesses))
 
 
 def _witnesses(value: object, name: str) -> Iterator[_Witness]:

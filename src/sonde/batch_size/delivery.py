@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -14,20 +14,22 @@ from torch import Tensor
 from sonde.batch_size.log import KnownOfWindow, MeasuredWindow
 from sonde.batch_size.measuring_cost import WindowCosts
 from sonde.batch_size.per_example.window import read_examples
-from sonde.batch_size.readback import Read, Readback
 from sonde.batch_size.taps.metric import Adds
 from sonde.batch_size.taps.named import named, packed, those_under
 from sonde.batch_size.taps.window_reader import Window
 from sonde.batch_size.taps.window_sums import as_vector, read_rows
-from sonde.batch_size.window_clock import OwnTime
+from sonde.batch_size.window_clock import NO_COST, OwnTime
+from sonde.parallel.devices import HostCopy, start_copy_to_host
 
+Read = Callable[[list[Tensor]], MeasuredWindow]
+"""Makes a window of its vectors on the CPU."""
 _SCALARS = "scalars"
-RATE = "learning rate on the device"
-"""The scalar that is one: no name of the user's has spaces."""
+RATE = "learning rate"
+"""The scalar that is one, perhaps on the device: no name of the user's has spaces."""
 
 
 class Delivery:
-    """Hands over windows whose numbers have arrived on the host.
+    """Hands over windows whose numbers have arrived on the host: they are put in, sent by one copy, and received.
 
     A thread that reads must not meet the thread that trains, so both work inside `alone`.
 
@@ -35,49 +37,48 @@ class Delivery:
         take: called with each window, in order.
         device: of the numbers.
         adds: what adds up over parameters in each metric.
-        own: the probe's time.
+        own: the probe's time, which does not count waits.
     """
 
     def __init__(
         self, take: Callable[[MeasuredWindow], None], device: torch.device, adds: Sequence[Adds], own: OwnTime
     ) -> None:
         self._take, self._device, self._adds = take, device, tuple(adds)
-        self._readback: Readback[MeasuredWindow] = Readback(own)
-        self._lock = threading.RLock()
+        self._own = own
+        self._put: list[tuple[dist.Work | None, list[Tensor], Read]] = []
+        self._copies: list[tuple[HostCopy, list[tuple[list[int], Read]]]] = []
+        """Several windows in one host tensor, which a copy may still be filling; the sizes of each one's vectors."""
+        self.alone = threading.RLock()
+        """Other threads wait outside; a thread that is inside may enter again.
+
+        The lock itself: a KeyboardInterrupt on the way in or out of a context of our own could leave it held."""
         self.n_put = 0
         """Windows put in."""
 
     @property
     def is_empty(self) -> bool:
         """Whether no window is on its way."""
-        return self._readback.is_empty
-
-    def alone(self) -> AbstractContextManager[object]:
-        """A context in which other threads wait. A thread that is inside may enter again.
-
-        The lock itself: a KeyboardInterrupt on the way in or out of a context of our own could leave it held.
-        """
-        return self._lock
+        return not (self._put or self._copies)
 
     def put_window(self, window: Window, scalars: Mapping[str, float | Tensor], known: KnownOfWindow) -> None:
         """Put in a window that has ended.
 
         Args:
             window: its numbers on the device.
-            scalars: by name; they travel with the numbers. The one called `RATE` takes the place of `known.rate`.
+            scalars: by name; tensors travel with the numbers. The one called `RATE` becomes `known.rate`.
             known: what the host knows of it.
         """
-        own, own_shapes = packed({**window.own, _SCALARS: as_vector(list(scalars.values()), self._device)})
-        # `read` must not hold the window itself, so that its memory is freed once it is sent.
-        names, sizes, adds, shapes = tuple(scalars), window.witness_sizes, self._adds, window.shapes
-        # As the host knows them: a device without fp64 rounds them.
+        on_device = {name: n for name, n in scalars.items() if isinstance(n, Tensor)}
         on_host = {name: n for name, n in scalars.items() if not isinstance(n, Tensor)}
+        own, own_shapes = packed({**window.own, _SCALARS: as_vector(list(on_device.values()), self._device)})
+        # `read` must not hold the window itself, so that its memory is freed once it is sent.
+        names, sizes, adds, shapes = tuple(on_device), window.witness_sizes, self._adds, window.shapes
 
         def read(vectors: list[Tensor]) -> MeasuredWindow:
             numbers = named(vectors[0], shapes) | named(vectors[1], own_shapes)
             rows = read_rows(numbers, adds, sizes)
             by_name = dict(zip(names, numbers[_SCALARS].tolist(), strict=True)) | on_host
-            of_window = replace(known, rate=by_name.pop(RATE)) if RATE in by_name else known
+            of_window = replace(known, rate=by_name.pop(RATE, None))
             example_sums = those_under("examples", numbers)
             examples = read_examples(example_sums, rows[0]) if example_sums else None
             costs = WindowCosts(*numbers["costs"].tolist())
@@ -85,30 +86,79 @@ class Delivery:
 
         self.put([window.sums, own], read, window.work)
 
-    def put(self, vectors: list[Tensor], read: Read[MeasuredWindow], work: dist.Work | None) -> None:
-        """Put a window in; see `Readback.put`."""
+    def put(self, vectors: list[Tensor], read: Read, work: dist.Work | None = None) -> None:
+        """Put a window in.
+
+        Args:
+            vectors: 1-D tensors of one floating dtype on one device; they must not be written to again.
+            read: makes the window of the vectors once they are on the CPU.
+            work: a collective that is still writing to them.
+        """
         self.n_put += 1
-        self._readback.put(vectors, read, work)
+        self._put.append((work, vectors, read))
 
     def send(self, *, abandon_unfinished: bool = False) -> None:
-        """Start copying the windows that were put in; see `Readback.send`."""
-        self._readback.send(abandon_unfinished=abandon_unfinished)
+        """Start copying the windows that were put in.
+
+        Args:
+            abandon_unfinished: leave out windows whose collective has failed or has not finished; if its peers have
+                failed, it never will.
+
+        Raises:
+            RuntimeError: when a collective has failed; the other windows are sent.
+        """
+        put, self._put = self._put, []
+        finished: list[tuple[list[Tensor], Read]] = []
+        failure: RuntimeError | None = None
+        # A collective that fails must not keep the others from the host: the failure is raised at the end.
+        for work, vectors, read in put:
+            if abandon_unfinished and work is not None and not work.is_completed():
+                continue
+            try:
+                if work is not None:
+                    with self._own.on(NO_COST):
+                        work.wait()  # on a GPU only the stream waits; gloo has usually finished in the windows since
+            except RuntimeError as error:
+                failure = error
+            else:
+                finished.append((vectors, read))
+        if finished:
+            flat = torch.cat([vector for vectors, _ in finished for vector in vectors])
+            sizes = [([vector.numel() for vector in vectors], read) for vectors, read in finished]
+            self._copies.append((start_copy_to_host(flat), sizes))
+        if failure is not None and not abandon_unfinished:
+            raise failure
 
     def wait_for_ranks(self, seconds: float) -> None:
-        """Wait for collectives; see `Readback.wait_for_ranks`."""
-        self._readback.wait_for_ranks(seconds)
+        """Wait until every collective has finished or failed, but no longer than these seconds.
+
+        A collective that is still under way when its process group is destroyed may end the process.
+        """
+        deadline = time.perf_counter() + seconds
+        works = [work for work, _, _ in self._put if work is not None]
+        while not all(work.is_completed() for work in works) and time.perf_counter() < deadline:
+            time.sleep(0.001)
 
     def receive(self, *, wait: bool) -> None:
         """Hand over the windows that have arrived.
 
         Args:
-            wait: wait for everything that was sent.
+            wait: wait for everything that was sent; this is the only place that waits for the device.
         """
-        for window in self._readback.arrived(wait=wait):
-            self._take(window)
+        while self._copies:
+            copy, sent = self._copies[0]
+            if not copy.has_arrived():
+                if not wait:
+                    return
+                with self._own.on(NO_COST):
+                    copy.wait()
+            del self._copies[0]
+            vectors = iter(copy.host.split([n for sizes, _ in sent for n in sizes]))
+            for sizes, read in sent:
+                self._take(read([next(vectors) for _ in sizes]))
 
     def receive_all(self) -> None:
         """Send every window that has ended, and wait for it."""
-        with self.alone():
+        with self.alone:
             self.send()
             self.receive(wait=True)

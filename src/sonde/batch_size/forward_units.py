@@ -270,13 +270,10 @@ class ForwardUnits:
         self._called_with = {}
 
     def _with_rows(self, given: Any, output: object) -> Any:
-        """What was given, with the number of rows where it leaves that open."""
-        if isinstance(given, CountsOfForward) and _is_first_dim(given.units):
-            n = self._rows(output)
-            return None if n is None else dataclasses.replace(given, units=n)
-        return self._rows(output) if _is_first_dim(given) else given
-
-    def _rows(self, output: object) -> int | None:
+        """What was given, with the number of rows where it leaves that open; None without a tensor that has rows."""
+        leaves_open = given.units if isinstance(given, CountsOfForward) else given
+        if not _is_first_dim(leaves_open):
+            return given
         try:
             counted = count_units(self._called_with, output, self._shown_by_layers())
         except UnclearUnitsError:
@@ -286,14 +283,14 @@ class ForwardUnits:
         if counted is None:
             return None
         self.counted_in = self.counted_in or counted.where
-        return counted.n
+        return counted.n if leaves_open is given else dataclasses.replace(given, units=counted.n)
 
     def _shown_by_layers(self) -> Shown:
         """What layers show of the first tensor, in this forward or in the first one with as many dims."""
         shape = first_shape(self._called_with)
         if (known := self._shown.get(len(shape))) is not None:
             return known
-        shown = shown_by(self._called_with, self._saw, self._hidden, may_read_time_first=self._may_read_time_first)
+        shown = shown_by(self._called_with, self._saw, self._hidden)
         could_be_either = shown.dim is not None and shape[:1] == shape[1:2]
         if shape and shape[0] != 1 and not could_be_either:
             self._shown[len(shape)] = shown
@@ -320,16 +317,3 @@ def _is_first_dim(value: object) -> bool:
 def is_of_forward(units_per_piece: UnitsPerPiece) -> TypeIs[FirstDim | UnitsOfForward]:
     """Whether units are counted in what forward is called with."""
     return units_per_piece == FIRST_DIM or callable(units_per_piece)
-
-
-def check_units_of_forward(units_per_piece: object) -> None:
-    """Refuse another text than "first dim".
-
-    Raises:
-        ValueError: with what may be passed.
-    """
-    if isinstance(units_per_piece, str) and units_per_piece != FIRST_DIM:
-        raise ValueError(
-            f"units_per_piece must be a number, {FIRST_DIM!r} or a function, got {units_per_piece!r}: "
-            f"{FIRST_DIM!r} counts the rows of what the model is called with"
-        )

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sonde.batch_size.metric_choice import ChosenMetrics, choose_metrics
-from sonde.batch_size.model_checks import (
-    n_batch_norms,
-    n_post_accumulate_hooks,
-    n_sync_batch_norms,
-    optimizer_in_words,
-    refuse_steps_in_backward,
-)
-from sonde.batch_size.parameter_groups import group_names
-from sonde.batch_size.setup import NoiseScaleOptions, compare_over_ranks, join_comparison, same_on_ranks
-from sonde.batch_size.units import unit_names
+from sonde.batch_size.forward_units import FIRST_DIM, is_of_forward
+from sonde.batch_size.module_hook import why_no_hook
+from sonde.batch_size.setup import Groups, NoiseScaleOptions, is_number, n_batch_norms, n_sync_batch_norms
+from sonde.batch_size.taps.ddp_buckets import comm_hook_name
+from sonde.batch_size.taps.dual_norms import SignMetric, SpectralMetric, nuclear_norm_bytes
+from sonde.batch_size.taps.metric import AdamMetric, Euclidean, GradientMetric, MetricName, Metrics
+from sonde.batch_size.taps.second_moments import SecondMoments
 from sonde.parallel.data_ranks import axis_of_sequences
-from sonde.parallel.optimizers import Optimizers
-from sonde.parallel.parameter_roles import parameter_roles
+from sonde.parallel.devices import accumulation_dtype
+from sonde.parallel.optimizers import Optimizers, given_optimizers, parameters_of
+from sonde.parallel.parameter_roles import kinds_of, parameter_roles
 from sonde.parallel.refused_models import refuse_stage_alone
+from sonde.parallel.same_on_ranks import check_same_on_ranks
+from sonde.parallel.shares import is_gathered
 from sonde.parallel.stages import ModelParameters, model_parameters, refuse_on_all_stages
-from sonde.parallel.wrappers import Wrapper, check_model, find_wrapper
+from sonde.parallel.wrappers import Wrapper, block_of, check_model, find_wrapper
+from sonde.wording import some_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+NOT_ON_ALL_RANKS = "Other ranks had no such error. They raise one too, since this rank did."
+"""A note of an error in `attach`."""
+_MOST_LOGGED = 256
+"""Groups that go to the log unless the user says so. A thousand of them are 100 kB with each reading."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,20 @@ class RanksOfModel:
 
 
 @dataclass(frozen=True)
+class ChosenMetrics:
+    """The metrics of one probe.
+
+    Attributes:
+        names: those that were asked for, the headline first.
+        measured: the first is the plain metric, whose squares the checks of every window use, or Adam's where nothing
+            else was asked for.
+    """
+
+    names: tuple[MetricName, ...]
+    measured: Metrics
+
+
+@dataclass(frozen=True)
 class FoundModel:
     """A model that can be measured.
 
@@ -49,34 +71,31 @@ class FoundModel:
         wrapper: what it is wrapped in, with this rank's parameters.
         whole: the parameters of the whole model.
         group_names: the group of each parameter of the whole model.
-        units: names of the units.
         metrics: how its gradients are measured.
+        options: of the probe; no units of forwards where this model shows none.
         sequences_axis: the name of a mesh axis that looks like context parallelism while `cp_mesh` is not given.
-        facts: what else the log's header says of it.
+        record: what the log's header says of the model and of the options.
     """
 
     wrapper: Wrapper
     whole: ModelParameters
     group_names: list[str]
-    units: tuple[str, ...]
     metrics: ChosenMetrics
+    options: NoiseScaleOptions
     sequences_axis: str | None
-    facts: dict[str, object] = field(default_factory=dict)
+    record: dict[str, object]
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
-        """This rank's trainable parameters."""
-        return list(self.wrapper.parameters.values())
+    def groups(self) -> tuple[str, ...]:
+        """The names of the parameter groups."""
+        return tuple(dict.fromkeys(self.group_names))
 
-    @property
-    def experts(self) -> frozenset[int]:
-        """Which of this rank's parameters are experts' that several ranks feed."""
-        return frozenset() if self.wrapper.experts is None else self.wrapper.experts.indices
 
-    @property
-    def in_pipeline(self) -> bool:
-        """Whether this rank holds pipeline stages."""
-        return self.wrapper.pp_mesh is not None
+_IN_WORDS = (
+    "counted by your function from what the model is called with",
+    "the rows of what the model is called with, unless piece(units=...) says it",
+)
+"""How units are counted in forward: by a function, by rows."""
 
 
 def find_parameters(
@@ -98,27 +117,18 @@ def find_parameters(
     wrapper = find_wrapper(model, *of_ranks, optimizer=optimizer)
     if ranks.pp_mesh is None:
         refuse_stage_alone(model, "pass pp_mesh=, the axis of the mesh along which stages lie")
-    refuse_steps_in_backward(model)
     return wrapper, model_parameters(wrapper.parameters, parameter_roles(model, wrapper.parameters), wrapper.pp_mesh)
 
 
 def _why_refused(model: nn.Module) -> str:
     try:
         check_model(model)
-        refuse_steps_in_backward(model)
     except ValueError as error:
         return str(error)
     return ""
 
 
-def find_model(
-    model: nn.Module,
-    optimizer: Optimizers,
-    options: NoiseScaleOptions,
-    ranks: RanksOfModel,
-    *,
-    has_comm_hook: bool = False,
-) -> FoundModel:
+def find_model(model: nn.Module, optimizer: Optimizers, options: NoiseScaleOptions, ranks: RanksOfModel) -> FoundModel:
     """Find a model's wrapper, parameters, groups and metrics, and see that all ranks have found the same.
 
     Args:
@@ -126,7 +136,6 @@ def find_model(
         optimizer: as it was given.
         options: of the probe.
         ranks: as they were given.
-        has_comm_hook: whether a DDP communication hook was given.
 
     Raises:
         ValueError: for a model that cannot be measured; on all ranks, when they hold other models or options.
@@ -137,30 +146,244 @@ def find_model(
             "experts in pipeline stages are not measured: measure the norm by sonde.clip_grad_norm_, or the noise "
             "scale without a pipeline"
         )
-    staging_bytes = options.staging_bytes(wrapper.leaves[0].device)
     try:
-        if has_comm_hook and options.tap != "comm_hook":
-            raise ValueError(
-                f"comm_hook= needs tap='comm_hook', got tap={options.tap!r}: set it, or register the hook with DDP"
-            )
-        names = group_names(options.groups, whole)
-        metrics = choose_metrics(options.metrics, model, wrapper, optimizer, staging_bytes=staging_bytes)
+        names = _group_names(options.groups, whole)
+        metrics = _choose_metrics(options, model, wrapper, optimizer)
     except Exception as error:  # of the user's own function, or for this rank alone: its peers must not wait for it
-        join_comparison(wrapper, error)
+        _join_comparison(wrapper, error)
         raise
-    compare_over_ranks(wrapper, same_on_ranks(options, wrapper, whole, names))
-    parameters: list[Tensor] = list(wrapper.parameters.values())
-    return FoundModel(
-        wrapper,
-        whole,
-        names,
-        unit_names(options.unit),
-        metrics,
-        sequences_axis=axis_of_sequences(parameters) if ranks.cp_mesh is None else None,
-        facts={
-            "optimizer": optimizer_in_words(optimizer, wrapper),
-            "batch_norms": n_batch_norms(model),
-            "sync_batch_norms": n_sync_batch_norms(model, wrapper.n_ranks),
-            "post_accumulate_hooks": n_post_accumulate_hooks(parameters),
-        },
+    _compare_over_ranks(wrapper, _same_on_ranks(options, wrapper, whole, names))
+    options = _with_units_that_show(model, options, in_pipeline=wrapper.pp_mesh is not None)
+    axis = axis_of_sequences(list(wrapper.parameters.values())) if ranks.cp_mesh is None else None
+    record = _record(options, wrapper, whole, tuple(dict.fromkeys(names))) | {
+        "optimizer": _optimizer_in_words(optimizer, wrapper),
+        "batch_norms": n_batch_norms(model),
+        "sync_batch_norms": n_sync_batch_norms(model, wrapper.n_ranks),
+    }
+    return FoundModel(wrapper, whole, names, metrics, options, axis, record)
+
+
+def _record(
+    options: NoiseScaleOptions, wrapper: Wrapper, whole: ModelParameters, groups: Sequence[str]
+) -> dict[str, object]:
+    """What the log's header says of the model and of the options."""
+    units, logs_groups = options.units_per_piece, options.log_groups
+    if logs_groups is None:
+        logs_groups = options.groups != "parameters" and len(groups) <= _MOST_LOGGED
+    return {
+        "wrapper": wrapper.name,
+        "ranks": wrapper.n_ranks,
+        "device": str(wrapper.leaves[0].device),
+        "parameters": whole.numel,
+        "groups": list(groups) if logs_groups else [],
+        "budget": options.budget if options.every is None else None,
+        "allowance": options.allowance if options.every is None and options.budget is not None else None,
+        "every": options.every,
+        "metric": ", ".join(options.metrics),
+        "comm_hook": comm_hook_name(wrapper.ddp),
+        "units_per_piece": units if is_number(units) else None,
+        "units_by_forward": _IN_WORDS[units == FIRST_DIM] if is_of_forward(units) else None,
+        "further_units": list(options.units[1:]),
+    }
+
+
+def _with_units_that_show(model: nn.Module, options: NoiseScaleOptions, *, in_pipeline: bool) -> NoiseScaleOptions:
+    """The options without rows of forwards, where no forward shows how the model is called, or there are other units.
+
+    Raises:
+        ValueError: where a function is to count what is not shown; on all ranks, since options are the same.
+    """
+    takes_no_hooks = in_pipeline or bool(why_no_hook(model))
+    if takes_no_hooks and callable(options.units_per_piece):
+        raise ValueError(
+            "units_per_piece= is called as the model is, and no pipeline's stage, no model of torch.jit, and no "
+            "nn.TransformerEncoderLayer that is the whole model shows how it is called: pass a number, or units= "
+            "to piece() or pieces()"
+        )
+    if options.units_per_piece == FIRST_DIM and (takes_no_hooks or len(options.units) > 1):
+        return replace(options, units_per_piece=None)
+    return options
+
+
+def _same_on_ranks(
+    options: NoiseScaleOptions, wrapper: Wrapper, whole: ModelParameters, names: Sequence[str]
+) -> dict[str, object]:
+    """What must be the same on all ranks: it decides how long their vectors are, and what is done with the sums."""
+    unit, *further_units = options.units
+    return {
+        "unit": unit,
+        "the list of further units": further_units,
+        "metric": options.metrics,
+        "staging_mib": options.staging_mib if options.metrics != ("euclidean",) else None,
+        **{name: getattr(options, name) for name in ("every", "budget", "allowance", "per_example")},
+        "whether units are counted in forwards": is_of_forward(options.units_per_piece),
+        "the list of measured parameters": list(zip(whole.names, whole.shapes, strict=True)),
+        "the groups of parameters": list(names),
+        "the number of ranks that feed the same experts": wrapper.experts.n_ranks if wrapper.experts is not None else 1,
+    }
+
+
+def _compare_over_ranks(wrapper: Wrapper, values: Mapping[str, object] | None) -> None:
+    """See that values are the same on all ranks of the model; None where this rank's arguments were refused.
+
+    Raises:
+        ValueError: on all ranks, when they are not.
+    """
+    refused_elsewhere = (
+        "another rank refused to attach, and its own error says why: attach with the same arguments, to the same "
+        "model, on every rank"
     )
+    check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, values, refused_elsewhere)
+
+
+def _join_comparison(wrapper: Wrapper, error: Exception) -> None:
+    """Take part in the comparison where this rank raises an error, so that its peers raise too. The error is noted."""
+    try:
+        _compare_over_ranks(wrapper, None)
+    except ValueError:
+        error.add_note(NOT_ON_ALL_RANKS)
+
+
+@contextlib.contextmanager
+def raised_on_all_ranks(model: nn.Module, ranks: RanksOfModel) -> Iterator[None]:
+    """Let peers raise too where an error is raised in here: their own arguments may be accepted, and they would wait.
+
+    Args:
+        model: that is about to be found.
+        ranks: as they were given.
+    """
+    try:
+        yield
+    except ValueError as error:
+        with contextlib.suppress(ValueError):  # of the model: all ranks refuse it
+            _join_comparison(find_parameters(model, ranks)[0], error)
+        raise
+
+
+def _optimizer_in_words(optimizer: Optimizers, wrapper: Wrapper) -> str:
+    """The optimizers whose steps are watched, and what they say of the parameters that are measured; for people."""
+    if not (given := given_optimizers(optimizer)):
+        return "none given: whichever is seen to step these parameters is watched"
+    names = " and ".join(sorted(type(each).__name__ for each in wrapper.optimizers or given))
+    if not wrapper.optimizers:
+        are = "holds none" if len(given) == 1 else "hold none"
+        return f"{names}, which {are} of these parameters: is it another model's?"
+    n_left_out = sum(p.requires_grad for p in wrapper.frozen.values())
+    if not n_left_out:
+        return names
+    n, others = len(wrapper.parameters), some_of([name for name, p in wrapper.frozen.items() if p.requires_grad])
+    return (
+        f"{names}, with {n} of {n + n_left_out} trainable parameters: only these are measured. If another optimizer "
+        f"steps the others ({others}), pass it too: optimizer=(first, second)"
+    )
+
+
+def _group_names(groups: Groups, parameters: ModelParameters) -> list[str]:
+    """The name of each parameter's group.
+
+    Args:
+        groups: how to group.
+        parameters: of the whole model.
+
+    Raises:
+        ValueError: when a function returns anything but names.
+    """
+    if groups is None:
+        return ["all" for _ in parameters.names]
+    if groups == "blocks":
+        return [block_of(name) for name in parameters.names]
+    if groups == "kinds":
+        return kinds_of(parameters.names, parameters.roles)
+    if groups == "parameters":
+        return list(parameters.names)
+    assert callable(groups)
+    names = [groups(name) for name in parameters.names]
+    for parameter, name in zip(parameters.names, names, strict=True):
+        if not isinstance(name, str):
+            raise ValueError(
+                f"groups must return a group's name, a str, for each parameter, got {name!r} for {parameter!r}: return "
+                "one name for all parameters that belong nowhere else"
+            )
+    return names
+
+
+def _choose_metrics(
+    options: NoiseScaleOptions, model: nn.Module, wrapper: Wrapper, optimizer: Optimizers
+) -> ChosenMetrics:
+    """The metrics that were asked for, for this model.
+
+    Raises:
+        ValueError: when the model, its optimizer or the bound of memory do not allow a metric, with the way out.
+    """
+    names, given = options.metrics, given_optimizers(optimizer)
+    adam = _adam(wrapper, given) if "adam" in names and given else None
+    if adam is not None and names == ("adam",) and wrapper.mesh is None and wrapper.sequence_group is None:
+        return ChosenMetrics(names, Metrics([adam]))
+    metrics: list[GradientMetric] = [Euclidean()]
+    for name in names:
+        if name == "adam" and adam is not None:
+            metrics.append(adam)
+        elif name == "sign":
+            if reason := _norms_do_not_add_up(wrapper):
+                raise ValueError(f"metric='sign' {reason}: use metric='euclidean', or without FSDP2 metric='adam'")
+            metrics.append(SignMetric())
+        elif name == "spectral":
+            metrics.append(_spectral(model, wrapper, given, options.staging_bytes(wrapper.leaves[0].device)))
+    return ChosenMetrics(names, Metrics(metrics))
+
+
+def _adam(wrapper: Wrapper, optimizers: Sequence[Any]) -> AdamMetric:
+    parameters = list(wrapper.parameters.values())
+    if any(map(is_gathered, parameters, wrapper.leaves)):
+        others = "'euclidean'" if _norms_do_not_add_up(wrapper) else "'sign' or 'euclidean'"
+        raise ValueError(
+            "metric='adam' weighs whole gradients by Adam's second moment, of which FSDP2 leaves each rank a part, got "
+            f"{wrapper.name}: use metric={others}"
+        )
+    # The first that holds a measured parameter; it is refused if it does not hold them all.
+    optimizer = next((each for each in optimizers if each in wrapper.optimizers), optimizers[0])
+    return AdamMetric(SecondMoments(optimizer, parameters))
+
+
+def _norms_do_not_add_up(wrapper: Wrapper) -> str:
+    """Why no rank sees the whole gradient of a piece: norms add up before they are squared. Empty where one does."""
+    if wrapper.experts is not None:
+        return f"adds up the norms of all parameters, but experts have other pieces than the rest, got {wrapper.name}"
+    # Ranks that share sequences share each piece too, and the first of them sees the sum of its gradients.
+    if wrapper.pp_mesh is not None or (wrapper.data.n_sharing > 1 and wrapper.sequence_group is None):
+        return f"needs the whole gradient of each piece on one rank, got a model cut by {wrapper.name}"
+    return ""
+
+
+def _spectral(model: nn.Module, wrapper: Wrapper, optimizers: Sequence[Any], staging_bytes: int) -> SpectralMetric:
+    if wrapper.mesh is not None or wrapper.sequence_group is not None:
+        raise ValueError(
+            f"metric='spectral' needs each matrix whole on one rank, got a model cut by {wrapper.name}: use DDP, or "
+            "metric='adam' or 'euclidean'"
+        )
+    matrices = _matrices(model, list(wrapper.parameters.values()), optimizers)
+    if not matrices:
+        raise ValueError(
+            "metric='spectral' measures matrices other than embeddings, got a model without: use metric='euclidean'"
+        )
+    named = list(wrapper.parameters.items())
+    dtype = accumulation_dtype(wrapper.leaves[0].device)
+    largest = max(matrices, key=lambda i: min(named[i][1].shape))
+    needed = nuclear_norm_bytes(named[largest][1].shape, dtype)
+    if needed > staging_bytes:
+        raise ValueError(
+            f"metric='spectral' needs {needed / 2**20:.1f} MiB for {named[largest][0]!r} of shape "
+            f"{tuple(named[largest][1].shape)}, got staging_mib={staging_bytes / 2**20:g}: pass "
+            f"staging_mib={math.ceil(needed / 2**20)} or more, or metric='euclidean'"
+        )
+    return SpectralMetric(matrices)
+
+
+def _matrices(model: nn.Module, parameters: Sequence[Tensor], optimizers: Sequence[Any]) -> list[int]:
+    """The parameters that Muon steps or, where there is none, all matrices but embeddings; by index."""
+    if muons := [each for each in optimizers if type(each).__name__ == "Muon"]:
+        held = {id(p) for p in parameters_of(*muons)}
+    else:
+        tables = (module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
+        held = {id(p) for p in parameters} - {id(p) for table in tables for p in table.parameters()}
+    return [i for i, p in enumerate(parameters) if p.dim() == 2 and p.numel() and id(p) in held]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
+import torch
 from torch import Tensor
 
 from sonde.batch_size.measuring_cost import Cost, WindowCosts
@@ -17,11 +19,11 @@ from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, SolvedWindow, WindowRow
 from sonde.probe import Metric, ReportSection
 from sonde.record_values import json_number
-from sonde.records import RunLog, logger, spacing
+from sonde.records import METRIC_NAME, RunLog, logger, spacing
 from sonde.wording import percent
 
 METRICS: dict[str, Metric] = {
-    "gns/b_simple": Metric("{unit}", "level of the gradient noise scale tr Σ/|G|² now"),
+    "gns/b_simple": Metric("{unit}", "level of the noise scale now"),
     "gns/b_simple_low": Metric("{unit}", "lower end of the noise scale's 95 % interval; 0 for an upper bound"),
     "gns/b_simple_high": Metric("{unit}", "upper end of the noise scale's 95 % interval; null without one"),
     "gns/scatter": Metric("ratio", "standard deviation of log(tr Σ/|G|²) of single windows about the level, at most"),
@@ -53,29 +55,20 @@ METRICS: dict[str, Metric] = {
     "run/units_per_second": Metric("{unit} per second", "units consumed per second of wall time"),
 }
 
-IN_EACH_METRIC = (
-    "b_simple",
-    "b_simple_low",
-    "b_simple_high",
-    "b_simple_average",
-    "b_simple_average_low",
-    "b_simple_average_high",
-    "grad_sq",
-    "trace_cov",
-)
-"""What is logged, each below gns/, in every metric that gradients are measured in."""
+_IN_EACH_METRIC = [name for name in METRICS if name.startswith(("gns/b_simple", "gns/grad_sq", "gns/trace_cov"))]
+"""What is logged in every metric that gradients are measured in."""
 NORM, CLIP_FRACTION = "grad/norm", "grad/clip_fraction"
 """Metrics that reach the log as scalars of a window, and are averaged as the user's own."""
 
-_EXPECTED = {"no_second_moment", "no_gradient", "step_alone"}
-"""Reasons to drop a window that are no cause for alarm."""
-_PASSING = {"loss_scale", "several_backwards"}
-"""Reasons that are no cause for alarm as long as they pass: a GradScaler finds its scale by overflows, and what reads
-gradients learns from the first piece that has several backwards."""
+_PATIENCE = 10
+_ALARM_AFTER = dict.fromkeys(("no_second_moment", "no_gradient", "step_alone"), math.inf)
+_ALARM_AFTER |= dict.fromkeys(("loss_scale", "several_backwards"), _PATIENCE)
+"""Windows in a row that are dropped for the same reason, until it is cause for alarm; 1 for other reasons.
+
+A GradScaler finds its scale by overflows, and what reads gradients learns from the first piece that has several
+backwards."""
 _GROUPS_EVERY = 10
 """Readings between two with groups, which take most of a reading's time. The first ten have them too."""
-_NO_LONGER_PASSING = 10
-"""Windows in a row with such a reason, from which on it is one."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +82,7 @@ class KnownOfWindow:
         tap: where its gradients were read.
         every: one window in so many is measured at that time, on average.
         n_ended: windows that the pace of this probe had seen end, with this one.
-        rate: the learning rate; None where it is not known, or still on the device.
+        rate: the learning rate, once it has arrived with the numbers; None where it is not known.
     """
 
     number: int
@@ -174,7 +167,7 @@ class NoiseScaleLog:
             "reading",
             unit=tracker.unit,
             setup=setup,
-            metrics=METRICS | _in_units(tracker.further_units, tracker.unit) | _in_metrics(further),
+            metrics=METRICS | _further(tracker.further_units, tracker.unit, further),
             sections=_sections(further),
         )
 
@@ -199,8 +192,8 @@ class NoiseScaleLog:
             self._write("window", **self._window_record(window, self._tracker.last))
         self._n_same_drops = self._n_same_drops + 1 if drop and drop.kind == self._last_drop else 1
         self._last_drop = drop.kind if drop else ""
-        if drop is not None and drop.kind not in _EXPECTED:
-            self._alert_drop(window.known.number, drop)
+        if drop is not None and self._n_same_drops >= self._alarm_after(drop.kind):
+            self.alert(drop.kind, f"window {window.known.number} was dropped: {drop.reason}")
         every = spacing(self._log.every, window.known.number)
         if window.known.number // every > before // every:
             self.reading(window.known.time)
@@ -224,11 +217,10 @@ class NoiseScaleLog:
         for name, value in scalars.items():
             self._interval.scalars[name].append(value)
 
-    def _alert_drop(self, number: int, drop: Drop) -> None:
-        # The last window of an epoch may be short.
-        is_passing = drop.kind in _PASSING or (drop.kind == "single_piece" and self._tracker.windows > 0)
-        if not is_passing or self._n_same_drops >= _NO_LONGER_PASSING:
-            self.alert(drop.kind, f"window {number} was dropped: {drop.reason}")
+    def _alarm_after(self, kind: str) -> float:
+        if kind == "single_piece" and self._tracker.windows:  # the last window of an epoch may be short
+            return _PATIENCE
+        return _ALARM_AFTER.get(kind, 1)
 
     def alert(self, name: str, message: str, *, window: int | None = None) -> None:
         """Note that something looks wrong: in the next reading, and as an alert the first time that `name` occurs.
@@ -265,14 +257,8 @@ class NoiseScaleLog:
         # Ranks that write nothing need the total alone, for its alerts.
         with_groups = is_due and self._log.is_first_rank
         reading = self._tracker.reading(with_groups=with_groups)
-        alerts = dict(reading.doubts)  # too few data are not wrong
-        if (covered := reading.coverage) is not None and covered.part < ENOUGH_COVERED:
-            alerts["not_covered"] = f"the noise scale is {covered}"
-        for name, message in alerts.items():
-            self.alert(name, message)
         cost = self._cost()
-        if cost.is_over:
-            self.alert(*_over_budget(cost))
+        self._alert_if_wrong(reading, cost)
         elapsed = now - interval.start
         metrics = reading.metrics() | {
             NORM: None,
@@ -287,7 +273,7 @@ class NoiseScaleLog:
         }
         for name, tracker in self._further.items():
             of_metric = tracker.reading(with_groups=False).metrics()
-            metrics |= {f"gns/{name}/{key}": of_metric[f"gns/{key}"] for key in IN_EACH_METRIC}
+            metrics |= {_in_metric(key, name): of_metric[key] for key in _IN_EACH_METRIC}
         metrics |= {name: json_number(sum(values) / len(values)) for name, values in interval.scalars.items()}
         self._write(
             "reading",
@@ -302,6 +288,21 @@ class NoiseScaleLog:
             pieces=self._pieces,
         )
         self._interval = _Interval(start=now)
+
+    def _alert_if_wrong(self, reading: NoiseScaleReading, cost: Cost) -> None:
+        for name, message in reading.doubts.items():  # too few data are not wrong
+            self.alert(name, message)
+        if (covered := reading.coverage) is not None and covered.part < ENOUGH_COVERED:
+            self.alert("not_covered", f"the noise scale is {covered}")
+        if cost.is_over:
+            assert cost.share is not None
+            assert cost.budget is not None
+            self.alert(
+                "over_budget",
+                f"measuring takes {percent(cost.share)} of the run's time, more than the budget of "
+                f"{percent(cost.budget)}, even at one window in {cost.every}. Windows are too short: raise budget=, or "
+                "put more work into each window",
+            )
 
     def _write(self, kind: str, **content: object) -> None:
         self._log.write(kind, **content)
@@ -340,6 +341,53 @@ class NoiseScaleLog:
         self._goes_on = True
 
 
+class Scalars:
+    """Averages scalars by name until a measured window ends, which may be a thousand windows later: only sums are held.
+
+    Args:
+        log: of the run; a scalar must not have the name of a metric that its probes write.
+    """
+
+    def __init__(self, log: RunLog) -> None:
+        self._log = log
+        self._sums: dict[str, float | Tensor] = {}
+        self._n: dict[str, int] = {}
+
+    def add(self, name: str, value: float | Tensor) -> None:
+        """Take one scalar.
+
+        Raises:
+            ValueError: for a tensor of more than one element, another type, a name that sonde itself writes, or a name
+                that some trackers refuse.
+        """
+        if self._log.has_metric(name):
+            raise ValueError(f"{name!r} is measured by sonde: log yours under another name")
+        if not re.fullmatch(METRIC_NAME, name):
+            raise ValueError(f"a scalar's name may hold letters, digits, '_' and '/', got {name!r}: rename it")
+        if not isinstance(value, (int, float, Tensor)):
+            raise ValueError(f"log({name}=...) takes a number or a 0-dim tensor, got {value!r}")
+        if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
+            raise ValueError(
+                f"log({name}=...) takes a real number or a 0-dim tensor, "
+                f"got {value.dtype} of shape {tuple(value.shape)}"
+            )
+        self.note(name, value)
+
+    def note(self, name: str, value: float | Tensor) -> None:
+        """Take one scalar that is known to be one: a number or a real tensor of one element."""
+        if isinstance(value, Tensor):
+            # A copy, since the caller may go on adding to it; in fp32, which has every kind of arithmetic.
+            value = value.detach().reshape(()).to(torch.float32, copy=True)
+        self._sums[name] = self._sums.get(name, 0.0) + value
+        self._n[name] = self._n.get(name, 0) + 1
+
+    def take(self) -> dict[str, float | Tensor]:
+        """The mean of each scalar since the last call. The scalars are then forgotten."""
+        sums, n = self._sums, self._n
+        self._sums, self._n = {}, {}
+        return {name: total / n[name] for name, total in sums.items()}
+
+
 def _of_window(below: str, solved: SolvedWindow | None) -> dict[str, float | None]:
     """tr Σ and |G|² of one window; None where it was dropped."""
     total = None if solved is None else solved.total
@@ -349,26 +397,23 @@ def _of_window(below: str, solved: SolvedWindow | None) -> dict[str, float | Non
     }
 
 
-def _in_units(units: Iterable[str], first: str) -> dict[str, Metric]:
-    """The metrics that say the noise scale again in further units."""
-    metrics: dict[str, Metric] = {}
+def _in_metric(key: str, metric: str) -> str:
+    """The name of a metric of the log in another metric of the gradients: gns/sign/b_simple."""
+    return key.replace("gns/", f"gns/{metric}/")
+
+
+def _further(units: Iterable[str], first: str, metrics: Iterable[str]) -> dict[str, Metric]:
+    """The metrics that say the noise scale again in further units, and in other metrics of the gradients."""
+    further: dict[str, Metric] = {}
     for unit in units:
-        for key in ("b_simple", "b_simple_low", "b_simple_high"):
-            metrics[f"gns/{key}_{unit}"] = Metric(unit, f"gns/{key} at the average {unit} of one of the {first}")
-        metrics[f"gns/units_per_window_{unit}"] = Metric(unit, f"{unit} in a window")
-    return metrics
-
-
-def _in_metrics(names: Iterable[str]) -> dict[str, Metric]:
-    """The metrics that say the noise scale in another metric of the gradients."""
-    metrics: dict[str, Metric] = {}
-    for name in names:
-        for key in IN_EACH_METRIC:
-            of_first = METRICS[f"gns/{key}"]
-            meaning = "noise scale now" if key == "b_simple" else of_first.meaning
-            unit = of_first.unit.replace("gradient²", "norm²")
-            metrics[f"gns/{name}/{key}"] = Metric(unit, f"{meaning}, metric {name!r}")
-    return metrics
+        for key in ("gns/b_simple", "gns/b_simple_low", "gns/b_simple_high"):
+            further[f"{key}_{unit}"] = Metric(unit, f"{key} at the average {unit} of one of the {first}")
+        further[f"gns/units_per_window_{unit}"] = Metric(unit, f"{unit} in a window")
+    for name in metrics:
+        for key in _IN_EACH_METRIC:
+            unit = METRICS[key].unit.replace("gradient²", "norm²")
+            further[_in_metric(key, name)] = Metric(unit, f"{METRICS[key].meaning}, metric {name!r}")
+    return further
 
 
 def _sections(names: Iterable[str]) -> tuple[ReportSection, ...]:
@@ -379,16 +424,6 @@ def _sections(names: Iterable[str]) -> tuple[ReportSection, ...]:
         "verdict speaks of the first metric alone."
     )
     return (ReportSection("Noise scale in other metrics", text, curves),) if curves else ()
-
-
-def _over_budget(cost: Cost) -> tuple[str, str]:
-    """The name and message of the alert about a cost that no pace can lower to the budget."""
-    assert cost.share is not None
-    assert cost.budget is not None
-    return "over_budget", (
-        f"measuring takes {percent(cost.share)} of the run's time, more than the budget of {percent(cost.budget)}, "
-        f"even at one window in {cost.every}. Windows are too short: raise budget=, or put more work into each window"
-    )
 
 
 def _groups_record(reading: NoiseScaleReading) -> dict[str, object]:

@@ -1,66 +1,52 @@
-"""Watches what becomes of the model after attach, which no gradient shows: its wrapper, parameters and hooks."""
+"""Watches what becomes of the model after attach, which no gradient shows: its parameters, layers and dtypes."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
-
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from sonde.batch_size.frozen_watch import FrozenWatch
-from sonde.batch_size.model_checks import BATCH_NORM, STEPS_IN_BACKWARD, n_batch_norms, n_post_accumulate_hooks
+from sonde.batch_size.setup import BATCH_NORM, n_batch_norms
+from sonde.batch_size.stats.scale_witness import RoundingTolerance
 from sonde.batch_size.step_watch import Alert
+from sonde.batch_size.taps.ddp_buckets import comm_hook_name
 from sonde.batch_size.taps.tap import Problem
-from sonde.batch_size.taps.window_reader import WindowReader
-from sonde.batch_size.unmeasured_parameters import UnmeasuredParameters
-from sonde.parallel.refused_models import wrapper_around
-from sonde.parallel.unwrap import unwrap_model
-from sonde.parallel.wrappers import Wrapper
-from sonde.wording import plural
-
-_MOST_LOOKS = 5
-"""A look at every living object takes some hundredths of a second, so a run takes few."""
+from sonde.parallel.gathered import shown_after_forward
+from sonde.parallel.inventory import Inventory
+from sonde.parallel.optimizers import parameters_of
+from sonde.parallel.wrappers import Wrapper, clean_name, lowest_precision
+from sonde.wording import plural, some_of
 
 
 class ModelWatch:
     """Looks at the model when windows end.
 
-    A model that is wrapped or cut after attach cannot be measured. A cut model has other parameters, which every
-    measured window shows. DDP leaves the parameters alone. So its module is looked for among all living objects, where
-    a plain model trains in a job of several processes: when the first window ends, and again after windows whose
-    gradient was changed.
+    A model that is cut after attach has other parameters, which every measured window shows. One that DDP wraps has the
+    same ones: its gradients turn out changed, and that reason says to wrap it first.
 
     Args:
         model: as the user calls it.
         wrapper: what it was wrapped in at attach.
         frozen: looks which parameters are trained.
-        reader: of the windows.
         alert: called with an alert's name and message: "batch_norm" and "not_watched".
-        say: takes a sentence for the user.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        wrapper: Wrapper,
-        frozen: FrozenWatch,
-        reader: WindowReader,
-        *,
-        alert: Alert,
-        say: Callable[[str], None],
-    ) -> None:
-        self._model, self._reader, self._alert, self._say = model, reader, alert, say
-        self.unmeasured = UnmeasuredParameters(model, wrapper)
-        self._parameters = list(wrapper.parameters.values())
-        self._frozen = frozen
-        self._n_hooks = n_post_accumulate_hooks(self._parameters)
+    def __init__(self, model: nn.Module, wrapper: Wrapper, frozen: FrozenWatch, *, alert: Alert) -> None:
+        self._model, self._alert, self._frozen = model, alert, frozen
+        parameters = list(wrapper.parameters.values())
         self._n_batch_norms: int | None = n_batch_norms(model)
         """Batch-normalisation layers in train mode at attach; None once the first window has ended."""
-        self._may_be_wrapped = wrapper.group is None
-        self._looks_for_wrapper, self._n_looks = True, 0
-        self._late_wrapper: weakref.ref[nn.Module] | None = None
+        self._inventory, self._optimizers = Inventory(model), wrapper.optimizers
+        self._measured = {id(p) for p in (*parameters, *wrapper.stand_ins)}
+        self._left_out = {id(p) for p in wrapper.frozen.values() if p.requires_grad}
+        self._shown_as = [{id(p), id(leaf)} for p, leaf in zip(parameters, wrapper.leaves, strict=True)]
+        self._looked_at: tuple[dict[str, nn.Parameter], int] | None = None
+        self._of_model: dict[str, nn.Parameter] = {}
+        self._of_optimizers: dict[str, Tensor] = {}
+        """Parameters that are not measured: of the model and, without these, of its optimizers."""
+        self._is_replaced = False
+        """Whether the model has lost a measured parameter, and trains one that is not measured instead."""
 
     def window_passes(self) -> None:
         """Note that a window is being ended that was not measured."""
@@ -78,49 +64,83 @@ class ModelWatch:
             n_before, self._n_batch_norms = self._n_batch_norms, None
             if (n := n_batch_norms(self._model)) > n_before:
                 self._alert("batch_norm", f"{plural(n, 'layer')}, {n_before} of them so at attach: {BATCH_NORM}")
-        problems = {Problem.TAKEN_IN_BACKWARD} if self._gradients_were_taken() else set()
-        if (change := self.unmeasured.late_change()) is not None:
-            problems.add(change)
-        elif self._is_wrapped():
-            problems.add(Problem.WRAPPED_LATE)
+        self._look()
+        self._alert_not_measured()
         self._frozen.look()
-        return problems, self._frozen.numbers()
+        return {Problem.REPLACED} if self._is_replaced else set(), self._frozen.numbers()
 
-    def _gradients_were_taken(self) -> bool:
-        """Whether hooks may have taken the gradients that the window's pieces had."""
-        if not self._reader.n_pieces or any(p.grad is not None for p in self._parameters):
-            return False
-        if not any(p.requires_grad for p in self._parameters):  # a pipeline stage that was frozen has none
-            return False
-        return n_post_accumulate_hooks(self._parameters) > 0
+    def _look(self) -> None:
+        """Look again if the model has other parameters, or its optimizers have more after `add_param_group`."""
+        shown = self._inventory.parameters()
+        n_stepped = sum(len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups)
+        if self._looked_at is not None and self._looked_at[0] is shown and self._looked_at[1] == n_stepped:
+            return
+        self._looked_at = shown, n_stepped
+        own = shown_after_forward(self._model)
+        named = {name: own.get(id(p), p) for name, p in shown.items()}
+        stepped = {id(p): p for p in parameters_of(*self._optimizers)}
+        known = self._measured | (self._left_out - stepped.keys())  # what no optimizer steps is left out for good
+        self._of_model = {name: p for name, p in named.items() if id(p) not in known}
+        known = self._measured.union(map(id, self._of_model.values()))
+        others = [p for key, p in stepped.items() if key not in known]
+        self._of_optimizers = {f"parameter {i} that only the optimizer holds": p for i, p in enumerate(others)}
+        present = {id(p) for p in named.values()}
+        has_lost = any(present.isdisjoint(shown_as) for shown_as in self._shown_as)
+        self._is_replaced = has_lost and any(p.requires_grad for p in self._of_model.values())
 
-    def _is_wrapped(self) -> bool:
-        """Whether what averages gradients over ranks has come after attach."""
-        if self._may_be_wrapped and self._looks_for_wrapper:
-            self._looks_for_wrapper, self._n_looks = False, self._n_looks + 1
-            wrapper = _averaging_wrapper(self._model)
-            self._late_wrapper = weakref.ref(wrapper) if wrapper is not None else None
-        return self._late_wrapper is not None and self._late_wrapper() is not None
+    def not_measured(self) -> dict[str, Tensor]:
+        """What a clip takes besides, by name: parameters of the model and of its optimizers that are not measured."""
+        self._look()
+        return self._of_model | self._of_optimizers
 
-    def look_again(self) -> None:
-        """Look for a wrapper when the next measured window ends: one may be what has changed a gradient."""
-        self._looks_for_wrapper = self._n_looks < _MOST_LOOKS
-
-    def tell_news(self) -> None:
-        """Say which parameters cannot be measured, and whether hooks have come that may step an optimizer."""
-        if unmeasured := self.unmeasured.alert():
-            self._alert("not_watched", unmeasured)
-        n_before, self._n_hooks = self._n_hooks, n_post_accumulate_hooks(self._parameters)
-        if self._n_hooks > n_before:
-            n_new = plural(self._n_hooks - n_before, "parameter")
-            self._say(f"post-accumulate-grad hooks on {n_new} since attach: {STEPS_IN_BACKWARD}")
+    def _alert_not_measured(self) -> None:
+        """Say which trainable parameters came after attach, and cannot be measured."""
+        trainable = {clean_name(name): p for name, p in self._of_model.items() if p.requires_grad}
+        if not trainable:
+            return
+        n, some = plural(len(trainable), "parameter"), some_of(list(trainable))
+        message = f"{n} came or became trainable after attach and cannot be measured ({some}): attach again"
+        if any(id(p) in self._left_out for p in trainable.values()):
+            message = (
+                f"an optimizer steps {n} that no given one held at attach, and that cannot be measured ({some}): "
+                "attach again, with all optimizers that step the model: optimizer=(first, second)"
+            )
+        self._alert("not_watched", message)
 
 
-def _averaging_wrapper(model: nn.Module) -> nn.Module | None:
-    """What averages the gradients of a model, or of a part of it, over several ranks; None without a wrapper."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    inside = (m for m in model.modules() if isinstance(m, DistributedDataParallel))
-    wrapper = next(inside, None) or wrapper_around(unwrap_model(model))
-    is_alone = isinstance(wrapper, DistributedDataParallel) and wrapper.process_group.size() == 1
-    return None if is_alone else wrapper
+def rounding_tolerance(wrapper: Wrapper, comm_hook: str | None) -> RoundingTolerance:
+    """How far rounding may move gradients of a model as it is now: in the dtypes and with the hook that it has by now.
+
+    Args:
+        wrapper: the model.
+        comm_hook: name of the user's communication hook, looked up before a tap wraps that hook; None without a hook.
+    """
+    comm_hook = comm_hook_name(wrapper.ddp) or comm_hook
+    dtype = lowest_precision([*(leaf.dtype for leaf in wrapper.leaves), *wrapper.reduced_in])
+    is_16_bit = torch.finfo(dtype).bits <= 16
+    # The smallest number of fp16 is 6e-8. A communication hook may send fp16, unless its name says bf16.
+    sends_fp16 = comm_hook is not None and "bf16" not in comm_hook
+    return RoundingTolerance(
+        # Gradients in 16 bits, and communication hooks that send 16 bits, round each element by up to 2⁻⁸ of its
+        # size; sums of 16 pieces in bf16 are off by 5e-3. Even if a residual of 1e-2 were noise, it would move
+        # B_simple by less than (1 + B_simple/B)·1e-4 of itself.
+        tolerance=1e-2 if is_16_bit or comm_hook is not None else 1e-4,
+        floor=1e-7 if dtype == torch.float16 or sends_fp16 else 0.0,
+        likely_cause=_likely_cause(wrapper, comm_hook, is_16_bit=is_16_bit),
+    )
+
+
+def _likely_cause(wrapper: Wrapper, comm_hook: str | None, *, is_16_bit: bool) -> str:
+    """What else may have changed a gradient by more."""
+    if comm_hook is not None:
+        return f"DDP's communication hook {comm_hook!r} is lossy, noise was added, or another hook changed it"
+    if wrapper.group is None and dist.is_initialized() and dist.get_world_size() > 1:
+        return (
+            "were gradients averaged over ranks? Wrap the model in DDP before attach and pass the wrapped one, or "
+            "pass process_group= if you average them yourself"
+        )
+    lost = "16-bit gradients lost small parts while many were added up (accumulate in fp32), or "
+    other = "noise was added, a hook changed it, or a backward outside this window wrote to it"
+    if wrapper.n_ranks > 1 and wrapper.ddp is not None:
+        other = f"ranks did not average their gradients (local SGD, model.no_sync()), {other}"
+    return lost + other if is_16_bit else other

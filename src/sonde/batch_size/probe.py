@@ -15,7 +15,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, overload
 
 import torch
@@ -25,25 +24,21 @@ from torch import Tensor, nn
 from sonde.batch_size.arrivals import Arrivals, MetricTrackers
 from sonde.batch_size.budget import Pace
 from sonde.batch_size.delivery import Delivery
-from sonde.batch_size.forward_units import FIRST_DIM, ForwardUnits, is_of_forward
-from sonde.batch_size.found_model import RanksOfModel, find_model
+from sonde.batch_size.forward_units import ForwardUnits, is_of_forward
+from sonde.batch_size.found_model import RanksOfModel, find_model, raised_on_all_ranks
 from sonde.batch_size.frozen_watch import FrozenWatch
 from sonde.batch_size.log import METRICS as LOG_METRICS
-from sonde.batch_size.log import NoiseScaleLog
+from sonde.batch_size.log import NoiseScaleLog, Scalars
 from sonde.batch_size.measuring_cost import Cost
 from sonde.batch_size.mechanism import Mechanism
-from sonde.batch_size.model_watch import ModelWatch
-from sonde.batch_size.module_hook import why_no_hook
+from sonde.batch_size.model_watch import ModelWatch, rounding_tolerance
 from sonde.batch_size.pacing import Pacing
 from sonde.batch_size.pieces import NOT_COUNTED, DeclaredPiece, Pieces, Units, UnitsOfPieces
-from sonde.batch_size.rounding import RoundingWatch
-from sonde.batch_size.scalars import Scalars
 from sonde.batch_size.setup import (
     NoiseScaleOptions,
     check_partners,
     describe,
     describe_context_axis,
-    setup_record,
 )
 from sonde.batch_size.stats.fixed_weights import FixedWeights
 from sonde.batch_size.stats.reading import NoiseScaleReading
@@ -55,9 +50,8 @@ from sonde.batch_size.taps.squared_norms import LEAST_SQ_NORM
 from sonde.batch_size.taps.tap_choice import choose_tap
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.taps.witness import Witness
-from sonde.batch_size.window_clip import WindowClip, checked_clip
 from sonde.batch_size.window_clock import OwnTime
-from sonde.batch_size.window_ends import WindowEnds
+from sonde.batch_size.window_ends import WindowClip, WindowEnds, checked_clip
 from sonde.console import tell
 from sonde.parallel.devices import exact_bits
 from sonde.parallel.optimizers import Optimizers
@@ -137,29 +131,22 @@ class NoiseScaleProbe:
         fixed_weights: FixedWeights | None = None,
     ) -> None:
         log = log_of(log)
-        check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler)
         ranks = RanksOfModel(process_group, mesh, pp_mesh, expert_mesh, cp_mesh)
-        self._found = found = find_model(model, optimizer, options, ranks, has_comm_hook=comm_hook is not None)
-        takes_no_hooks = found.in_pipeline or bool(why_no_hook(model))
-        if takes_no_hooks and callable(options.units_per_piece):  # on all ranks, since options are the same
-            raise ValueError(
-                "units_per_piece= is called as the model is, and no pipeline's stage, no model of torch.jit, and no "
-                "nn.TransformerEncoderLayer that is the whole model shows how it is called: pass a number, or units= "
-                "to piece() or pieces()"
-            )
-        if options.units_per_piece == FIRST_DIM and (takes_no_hooks or len(found.units) > 1):
-            options = replace(options, units_per_piece=None)
-        self._wrapper, self._options = (wrapper := found.wrapper), options
+        with raised_on_all_ranks(model, ranks):
+            check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler, comm_hook=comm_hook)
+        self._found = found = find_model(model, optimizer, options, ranks)
+        self._wrapper, self._options = (wrapper := found.wrapper), (options := found.options)
         self._grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         hook_name = hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
-        self._rounding = RoundingWatch(wrapper, hook_name)
+        self._rounding = functools.partial(rounding_tolerance, wrapper, hook_name)
         self._metrics = MetricTrackers(found.metrics, functools.partial(self._new_tracker, fixed_weights))
         self._tracker = self._metrics.headline
         own = OwnTime()
         self._mechanism = Mechanism(model, wrapper, options, own)
         # The tap installs hooks, so it comes after everything that may refuse the model.
         whole, metrics = found.whole, found.metrics
-        witness = Witness(whole.shapes, whole.first, len(found.parameters), apart=found.experts)
+        experts = frozenset() if wrapper.experts is None else wrapper.experts.indices
+        witness = Witness(whole.shapes, whole.first, len(wrapper.parameters), apart=experts)
         self._tap = choose_tap(
             wrapper,
             witness,
@@ -180,16 +167,13 @@ class NoiseScaleProbe:
             own,
             grad_scaler=self._grad_scaler,
             first=whole.first,
-            n_further_units=len(found.units) - 1,
+            n_further_units=len(options.units) - 1,
             examples=self._mechanism.examples,
         )
         self._delivery = Delivery(
-            lambda window: self._arrivals.take(window),
-            self._reader.device,
-            metrics.measured.adds,
-            own,
+            lambda window: self._arrivals.take(window), self._reader.device, metrics.measured.adds, own
         )
-        self._alone = self._delivery.alone()
+        self._alone = self._delivery.alone
         n_summed_ranks = n_summed(wrapper.group)
         pace = Pace(
             every=options.every,
@@ -209,7 +193,7 @@ class NoiseScaleProbe:
             n_stages=1 if wrapper.pp_mesh is None else wrapper.pp_mesh.size(),
             device=self._reader.device,
         )
-        self._model = ModelWatch(model, wrapper, self._frozen, self._reader, alert=self._alert, say=self._say)
+        self._model = ModelWatch(model, wrapper, self._frozen, alert=self._alert)
         self._steps = StepWatch(
             optimizer,
             wrapper,
@@ -223,31 +207,18 @@ class NoiseScaleProbe:
         units = options.units_per_piece
         forwards = ForwardUnits(model, units if is_of_forward(units) else None, own, self._steps)
         self._pieces = Pieces(
-            found.units,
+            options.units,
             units,
             forwards,
             reader=self._reader,
             steps=self._steps,
             pacing=self._pacing,
             own=own,
-            in_pipeline=found.in_pipeline,
+            in_pipeline=wrapper.pp_mesh is not None,
             has_peers=n_summed_ranks > 1,
         )
-        self._ends = WindowEnds(
-            self._reader,
-            self._steps,
-            self._model,
-            self._pieces,
-            self._pacing,
-            self._mechanism,
-            self._delivery,
-            self._scalars,
-            own,
-            ddp=self._wrapper.ddp,
-            log_every=log.every,
-            alert=self._alert,
-            say=self._say,
-        )
+        of_windows = self._reader, self._steps, self._model, self._pieces, self._pacing, self._delivery, self._scalars
+        self._ends = WindowEnds(*of_windows, own, ddp=wrapper.ddp, log_every=log.every, alert=self._alert)
         try:
             self._log = self._begun_log(log)
         except BaseException:  # leave no hook behind
@@ -262,14 +233,13 @@ class NoiseScaleProbe:
             pacing=self._pacing,
             tap=self._tap,
             wrapper=wrapper,
-            model=self._model,
             counted_in=lambda: self._pieces.counted_in,
             say=self._say,
         )
         self._mechanism.begin_window(is_measured=True)
         self._say(describe(self._setup(), self._tracker.unit, self._tracker.groups))
         if found.sequences_axis is not None:
-            self._alert("context_axis", describe_context_axis(found.sequences_axis, trains=fixed_weights is None))
+            self._alert("context_axis", describe_context_axis(found.sequences_axis))
         self._at_exit = functools.partial(_close_left_open, weakref.ref(self), os.getpid())
         atexit.register(self._at_exit)
 
@@ -294,12 +264,12 @@ class NoiseScaleProbe:
         # A GradScaler and other metrics change the size of squares: the limit for plain squares is not theirs.
         has_plain_squares = metric == "euclidean" and self._grad_scaler is None
         return NoiseScaleTracker(
-            unit=found.units[0],
-            further_units=found.units[1:],
-            groups=tuple(dict.fromkeys(found.group_names)),
+            unit=found.options.units[0],
+            further_units=found.options.units[1:],
+            groups=found.groups,
             n_ranks=found.wrapper.n_ranks,
             least_sq_norm=LEAST_SQ_NORM * found.whole.numel if has_plain_squares else 0.0,
-            rounding=self._rounding.now(),
+            rounding=self._rounding(),
             fixed_weights=fixed_weights,
         )
 
@@ -358,16 +328,11 @@ class NoiseScaleProbe:
         """
         start = time.perf_counter()
         self._check_open()
-        if self._wrapper.experts is not None or self._wrapper.sequence_group is not None:
-            raise RuntimeError(
-                "pieces(n) goes around the step of a pipeline schedule, and experts or sequences that ranks share are "
-                "measured without a pipeline: enter 'with probe.piece():' around each micro-batch"
-            )
-        if self._wrapper.pp_mesh is None:
+        if self._wrapper.pp_mesh is None or self._wrapper.sequence_group is not None:
             raise RuntimeError(
                 "pieces(n) goes around the step of a pipeline schedule, and the probe knows of none: pass pp_mesh= to "
                 "attach, the axis of the mesh along which stages lie, or enter 'with probe.piece():' around each "
-                "micro-batch"
+                "micro-batch; ranks that share sequences are measured without a pipeline"
             )
         return DeclaredPiece(self._pieces, units, weights, unit_weights, start, n)
 
@@ -464,7 +429,7 @@ class NoiseScaleProbe:
                 is recorded.
         """
         clip = checked_clip(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
-        with self._delivery.alone():
+        with self._alone:
             self._check_open()
             norm = self._ends.end(clip)
         assert norm is not None
@@ -514,7 +479,7 @@ class NoiseScaleProbe:
         Raises:
             ValueError: for a metric that is not measured.
         """
-        with self._delivery.alone():
+        with self._alone:
             self._delivery.receive_all()
             return self._metrics.of(metric).reading()
 
@@ -529,7 +494,7 @@ class NoiseScaleProbe:
         Raises:
             ValueError: for a metric that is not measured.
         """
-        with self._delivery.alone():
+        with self._alone:
             self._delivery.receive_all()
             return self._metrics.of(metric).last
 
@@ -546,7 +511,7 @@ class NoiseScaleProbe:
             known_only: leave out what is not known or not bounded, as trackers of experiments want it, which is None
                 otherwise.
         """
-        with self._delivery.alone():
+        with self._alone:
             self._delivery.receive_all()
             metrics = self._tracker.reading(with_groups=False).metrics()
         return known(metrics) if known_only else metrics
@@ -568,7 +533,7 @@ class NoiseScaleProbe:
 
     def cost(self) -> Cost:
         """How many windows are measured now, and the part of the run's time that it takes. Waits for the device."""
-        with self._delivery.alone():
+        with self._alone:
             self._delivery.receive_all()
             return self._pacing.pace.cost
 
@@ -583,7 +548,7 @@ class NoiseScaleProbe:
         The same on every rank. Any checkpoint takes it: `torch.save`, JSON, and `torch.distributed.checkpoint` with the
         probe itself as one of its entries.
         """
-        with self._delivery.alone():
+        with self._alone:
             self._ends.catch_up()
             self._delivery.receive_all()
             return sealed(
@@ -610,7 +575,7 @@ class NoiseScaleProbe:
         """
         contents = unsealed("noise-scale probe state", state)
         check_identity(contents["what"], self._identity())
-        with self._delivery.alone():
+        with self._alone:
             self._ends.catch_up()
             self._delivery.receive_all()  # windows still on their way belong to the time before
             self._metrics.load_state_dict(contents["averages"])
@@ -639,16 +604,11 @@ class NoiseScaleProbe:
             patience: seconds in which other ranks may still sum the last windows with this one. Then these windows are
                 left out: a rank that has failed would never join. All ranks are waited for by default.
         """
-        self._close(reason, patience=patience)
-
-    def _close(self, reason: str, *, patience: float, says_reading: bool = False) -> None:
-        with self._delivery.alone():
+        with self._alone:
             if not self._closed:
                 self._closed = True
                 self._ends.catch_up()
                 self._end(reason, patience=patience)
-                if says_reading and self._ends.n_windows:
-                    self._say(str(self._tracker.reading(with_groups=False)))
 
     def _end(self, reason: str, *, patience: float) -> None:
         atexit.unregister(self._at_exit)
@@ -677,7 +637,7 @@ class NoiseScaleProbe:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         # After an exception, peers may never join a collective that is under way: it is not waited for.
         reason = "closed" if kind is None else f"stopped by {kind.__name__}"
-        self._close(reason, patience=math.inf if kind is None else 0.0)
+        self.close(reason, patience=math.inf if kind is None else 0.0)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -688,12 +648,13 @@ class NoiseScaleProbe:
 
     def _setup(self) -> dict[str, object]:
         """The setup that was found, for the log and for people."""
-        setup = setup_record(
-            self._options, self._wrapper, self._found.whole, self._reader.tap_name, self._reader.groups
-        )
-        setup["fixed_weights"] = self._tracker.at_fixed_weights
-        has_scaler = self._grad_scaler is not None
-        return setup | {"log_every": self._log_every, "grad_scaler": has_scaler, "level": LEVEL} | self._found.facts
+        return self._found.record | {
+            "tap": self._reader.tap_name,
+            "fixed_weights": self._tracker.at_fixed_weights,
+            "log_every": self._log_every,
+            "grad_scaler": self._grad_scaler is not None,
+            "level": LEVEL,
+        }
 
     def _say(self, text: str) -> None:
         if self._verbose:
@@ -707,4 +668,6 @@ def _close_left_open(probe: weakref.ref[NoiseScaleProbe], pid: int) -> None:
     log is not the child's, and its device may be unusable there.
     """
     if os.getpid() == pid and (left_open := probe()) is not None:
-        left_open._close("the process ended without probe.close()", patience=_PATIENCE_AT_EXIT, says_reading=True)
+        left_open.close("the process ended without probe.close()", patience=_PATIENCE_AT_EXIT)
+        if left_open.n_windows:
+            left_open._say(str(left_open._tracker.reading(with_groups=False)))

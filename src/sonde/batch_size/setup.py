@@ -1,4 +1,4 @@
-"""The options of a noise-scale probe, their checks, and the messages that attach prints."""
+"""The options of a noise-scale probe, checks of what it is given, and the messages that attach prints."""
 
 from __future__ import annotations
 
@@ -16,26 +16,32 @@ from sonde.batch_size.budget import DEFAULT_ALLOWANCE, DEFAULT_BUDGET
 from sonde.batch_size.forward_units import (
     FIRST_DIM,
     UnitsPerPiece,
-    check_units_of_forward,
     is_of_forward,
 )
-from sonde.batch_size.measuring_cost import Cost
-from sonde.batch_size.metric_choice import metric_names
-from sonde.batch_size.model_checks import BATCH_NORM, STEPS_IN_BACKWARD, SYNC_BATCH_NORM, refuse_lbfgs
-from sonde.batch_size.parameter_groups import Groups, are_logged, check_groups
 from sonde.batch_size.per_example.rules import GradientsOf
-from sonde.batch_size.taps.ddp_buckets import comm_hook_name
 from sonde.batch_size.taps.metric import MetricName
 from sonde.batch_size.taps.tap_choice import TapName
 from sonde.batch_size.units import counted_in, unit_names
 from sonde.parallel.devices import default_staging_bytes
 from sonde.parallel.loss_scale import check_grad_scaler
 from sonde.parallel.optimizers import Optimizers, given_optimizers
-from sonde.parallel.same_on_ranks import check_same_on_ranks
-from sonde.parallel.stages import ModelParameters
-from sonde.parallel.wrappers import Wrapper
+from sonde.parallel.wrappers import GroupOf
 from sonde.record_values import whole_number
 from sonde.wording import number, percent, plural
+
+Groups = Literal["blocks", "kinds", "parameters"] | GroupOf | None
+"""How parameters are grouped; see `NoiseScaleOptions`."""
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+BATCH_NORM = (
+    "batch normalisation in train mode couples the samples of a piece, so B_simple depends on the piece's size: "
+    "compare runs at the same piece size only"
+)
+_SYNC_BATCH_NORM = (
+    "synchronised batch normalisation couples the samples of all pieces of a window: the noise between ranks is no "
+    "longer that of independent data, however large the pieces are"
+)
 
 
 @dataclass(frozen=True)
@@ -94,8 +100,12 @@ class NoiseScaleOptions:
     log_groups: bool | None = None
 
     def __post_init__(self) -> None:
-        names = unit_names(self.unit)
-        check_units_of_forward(self.units_per_piece)
+        names = self.units
+        if isinstance(self.units_per_piece, str) and self.units_per_piece != FIRST_DIM:
+            raise ValueError(
+                f"units_per_piece must be a number, {FIRST_DIM!r} or a function, got {self.units_per_piece!r}: "
+                f"{FIRST_DIM!r} counts the rows of what the model is called with"
+            )
         if self.units_per_piece is not None and not is_of_forward(self.units_per_piece):
             first, further = counted_in(names, self.units_per_piece)
             for units in (first, *further):
@@ -133,20 +143,38 @@ class NoiseScaleOptions:
                 "every must be a whole number of windows", self.every, ": use 1 to measure every window"
             )
             object.__setattr__(self, "every", every)
-        metric_names(self.metric)
-        check_groups(self.groups)
+        known, metrics = get_args(MetricName), self.metrics
+        if not metrics or any(name not in known for name in metrics):
+            raise ValueError(
+                f"metric must be one or several of {', '.join(map(repr, known))}, got {self.metric!r}: use 'euclidean'"
+            )
+        if len(set(metrics)) < len(metrics):
+            raise ValueError(f"metric names each metric once, got {self.metric!r}: leave out the second")
+        if not (self.groups in ("blocks", "kinds", "parameters") or self.groups is None or callable(self.groups)):
+            raise ValueError(
+                "groups must be 'blocks', 'kinds', 'parameters', None or a function from a parameter's name, got "
+                f"{self.groups!r}: use 'blocks' for one group per top-level block"
+            )
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The names of the units, the independent sample first."""
+        return unit_names(self.unit)
 
     @property
     def metrics(self) -> tuple[MetricName, ...]:
         """The metrics by name, the headline first."""
-        return metric_names(self.metric)
+        names: Any = (self.metric,) if isinstance(self.metric, str) else self.metric
+        return tuple(names) if isinstance(names, Sequence) else ()
 
     def staging_bytes(self, device: torch.device) -> int:
         """`staging_mib` in bytes, or what is usual on a device."""
         return default_staging_bytes(device) if self.staging_mib is None else int(self.staging_mib * 2**20)
 
 
-def check_partners(options: NoiseScaleOptions, *, optimizer: Optimizers, grad_scaler: object) -> None:
+def check_partners(
+    options: NoiseScaleOptions, *, optimizer: Optimizers, grad_scaler: object, comm_hook: object
+) -> None:
     """Refuse objects of the wrong kind before the model is inspected.
 
     Raises:
@@ -164,12 +192,16 @@ def check_partners(options: NoiseScaleOptions, *, optimizer: Optimizers, grad_sc
             f"optimizer must be a torch.optim.Optimizer or a list of them, got {optimizer!r}: pass the optimizer that "
             "steps this model, or leave out optimizer= to find it by its steps"
         )
-    refuse_lbfgs(optimizer)
+    if any(isinstance(each, torch.optim.LBFGS) for each in given_optimizers(optimizer)):
+        raise ValueError(
+            "LBFGS evaluates its closure several times a step, so that a step has no single gradient: measure a run "
+            "with another optimizer"
+        )
+    if comm_hook is not None and options.tap != "comm_hook":
+        raise ValueError(
+            f"comm_hook= needs tap='comm_hook', got tap={options.tap!r}: set it, or register the hook with DDP"
+        )
     check_grad_scaler(grad_scaler)
-
-
-NOT_ON_ALL_RANKS = "Other ranks had no such error. They raise one too, since this rank did."
-"""A note of an error in `attach`."""
 
 
 def is_number(value: object) -> TypeIs[float]:
@@ -183,118 +215,22 @@ def is_number(value: object) -> TypeIs[float]:
     return True
 
 
-def same_on_ranks(
-    options: NoiseScaleOptions,
-    wrapper: Wrapper,
-    whole: ModelParameters,
-    names: Sequence[str],
-) -> dict[str, object]:
-    """What must be the same on all ranks: it decides how long their vectors are, and what is done with the sums.
-
-    Args:
-        options: as given.
-        wrapper: of the model.
-        whole: the parameters of the whole model.
-        names: the group of each of them.
-    """
-    names_of_units = unit_names(options.unit)
-    return {
-        "unit": names_of_units[0],
-        "the list of further units": names_of_units[1:],
-        "metric": options.metrics,
-        "staging_mib": options.staging_mib if options.metrics != ("euclidean",) else None,
-        "every": options.every,
-        "budget": options.budget,
-        "allowance": options.allowance,
-        "per_example": options.per_example,
-        "whether units are counted in forwards": is_of_forward(options.units_per_piece),
-        "the list of measured parameters": list(zip(whole.names, whole.shapes, strict=True)),
-        "the groups of parameters": list(names),
-        "the number of ranks that feed the same experts": wrapper.experts.n_ranks if wrapper.experts is not None else 1,
-    }
+def n_batch_norms(model: nn.Module, kinds: tuple[type[nn.Module], ...] = _BATCH_NORMS) -> int:
+    """Batch-normalisation layers that use the statistics of their batch now."""
+    return sum(m.training or not m.track_running_stats for m in model.modules() if isinstance(m, kinds))
 
 
-def compare_over_ranks(wrapper: Wrapper, values: Mapping[str, object] | None) -> None:
-    """See that `same_on_ranks` is the same on all ranks of the model.
-
-    Args:
-        wrapper: of the model.
-        values: of this rank; None where its arguments were refused.
-
-    Raises:
-        ValueError: on all ranks, when it is not.
-    """
-    refused_elsewhere = (
-        "another rank refused to attach, and its own error says why: attach with the same arguments, to the same "
-        "model, on every rank"
-    )
-    check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, values, refused_elsewhere)
+def n_sync_batch_norms(model: nn.Module, n_ranks: int) -> int:
+    """Those of them that share their statistics over ranks."""
+    return n_batch_norms(model, (nn.SyncBatchNorm,)) if n_ranks > 1 else 0
 
 
-def join_comparison(wrapper: Wrapper, error: Exception) -> None:
-    """Take part in the comparison of all ranks' arguments where this rank's were refused, so that its peers raise too.
-
-    Args:
-        wrapper: of the model.
-        error: of this rank; it gets a note if other ranks had no such error.
-    """
-    try:
-        compare_over_ranks(wrapper, None)
-    except ValueError:  # this rank raises its own error
-        error.add_note(NOT_ON_ALL_RANKS)
-
-
-def setup_record(
-    options: NoiseScaleOptions, wrapper: Wrapper, whole: ModelParameters, tap: str, groups: Sequence[str]
-) -> dict[str, object]:
-    """What the log's header says of the model and of the options.
-
-    Args:
-        options: of the probe.
-        wrapper: of the model.
-        whole: the parameters of the whole model.
-        tap: where gradients are read.
-        groups: names of the parameter groups.
-    """
-    return {
-        "wrapper": wrapper.name,
-        "ranks": wrapper.n_ranks,
-        "device": str(wrapper.leaves[0].device),
-        "tap": tap,
-        "parameters": whole.numel,
-        "groups": list(groups) if are_logged(options.groups, len(groups), options.log_groups) else [],
-        "budget": options.budget if options.every is None else None,
-        "allowance": options.allowance if options.every is None and options.budget is not None else None,
-        "every": options.every,
-        "metric": ", ".join(options.metrics),
-        "comm_hook": comm_hook_name(wrapper.ddp),
-        "units_per_piece": options.units_per_piece if is_number(options.units_per_piece) else None,
-        "units_by_forward": _units_by_forward(options.units_per_piece),
-        "further_units": list(unit_names(options.unit)[1:]),
-    }
-
-
-def _units_by_forward(units_per_piece: UnitsPerPiece) -> str | None:
-    """How units are counted in forward, in words; None where they are not."""
-    if not is_of_forward(units_per_piece):
-        return None
-    if units_per_piece == FIRST_DIM:
-        return "the rows of what the model is called with, unless piece(units=...) says it"
-    return "counted by your function from what the model is called with"
-
-
-def describe_context_axis(axis: str, *, trains: bool) -> str:
-    """The alert about a mesh axis that is named after context parallelism while `cp_mesh` is not given.
-
-    Args:
-        axis: its name.
-        trains: whether the probe measures training; `sonde.measure` takes no `cp_mesh`.
-    """
-    remedy = "Pass cp_mesh=, the axis of these ranks, also where it has a single rank"
+def describe_context_axis(axis: str) -> str:
+    """The alert about a mesh axis that is named after context parallelism while `cp_mesh` is not given."""
     return (
         f"parameters are cut over the mesh axis {axis!r}, which is named after context parallelism: if ranks hold "
-        "parts of the same sequences, their parts count as pieces and the noise scale is wrong. "
-        + (remedy if trains else "Measure such a model without context parallelism")
+        "parts of the same sequences, their parts count as pieces and the noise scale is wrong. Pass cp_mesh=, the "
+        "axis of these ranks, also where it has a single rank; sonde.measure takes none: measure without such ranks"
     )
 
 
@@ -319,10 +255,7 @@ def describe(setup: Mapping[str, Any], unit: str, groups: Sequence[str]) -> str:
     if setup["batch_norms"]:
         rows["note"] = f"{plural(setup['batch_norms'], 'layer')}: {BATCH_NORM}"
     if setup["sync_batch_norms"]:
-        rows["ranks"] += f"; {SYNC_BATCH_NORM} ({plural(setup['sync_batch_norms'], 'layer')})"
-    if setup["post_accumulate_hooks"]:
-        n_hooks = plural(setup["post_accumulate_hooks"], "parameter")
-        rows["hooks"] = f"post-accumulate-grad hooks on {n_hooks}: {STEPS_IN_BACKWARD}"
+        rows["ranks"] += f"; {_SYNC_BATCH_NORM} ({plural(setup['sync_batch_norms'], 'layer')})"
     return "noise scale attached\n" + "\n".join(f"  {name:<10}{text}" for name, text in rows.items())
 
 
@@ -332,13 +265,6 @@ def _windows_in_words(budget: float | None, allowance: float | None, every: int 
     if every is not None or budget is None:
         return "all are measured"
     return f"as many are measured as {percent(budget)} of the time allows, or {number(allowance)} s if that is more"
-
-
-def describe_pace(cost: Cost) -> str:
-    """The message that the first window prints which is not measured."""
-    if cost.budget is None:
-        return f"one window in {cost.every} is measured"
-    return "not every window is measured from now on, and fewer as the run grows: every=1 measures all"
 
 
 def describe_window(n_pieces: int, n_units: Mapping[str, float], n_ranks: int, counted_in: str) -> str:

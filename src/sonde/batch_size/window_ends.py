@@ -2,31 +2,79 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from sonde.batch_size.delivery import RATE, Delivery
-from sonde.batch_size.log import KnownOfWindow
-from sonde.batch_size.mechanism import Mechanism
+from sonde.batch_size.log import CLIP_FRACTION, NORM, KnownOfWindow, Scalars
 from sonde.batch_size.model_watch import ModelWatch
 from sonde.batch_size.pacing import Pacing
 from sonde.batch_size.pieces import Pieces
-from sonde.batch_size.scalars import Scalars
-from sonde.batch_size.setup import describe_pace
 from sonde.batch_size.step_watch import Alert, StepWatch
 from sonde.batch_size.taps.tap import Problem
 from sonde.batch_size.taps.window_reader import Window, WindowReader
-from sonde.batch_size.window_clip import WindowClip
 from sonde.batch_size.window_clock import ALWAYS, MEASURING, NO_COST, OwnTime
-from sonde.gradient_norm.global_norm import GlobalNorm
+from sonde.gradient_norm.global_norm import GlobalNorm, global_norm
 from sonde.gradient_norm.plan import NormPlan
+from sonde.gradient_norm.scaling import Nonfinite, check_options, check_order, clip_measured_
 
 _WINDOWS_HELD = 8
 """Most windows that wait on the device, however rarely a reading is written. `Pace` needs their costs soon."""
+
+
+@dataclass(frozen=True)
+class WindowClip:
+    """A clip by the joint norm of all gradients.
+
+    Attributes:
+        max_norm: the largest norm allowed; None only measures.
+        order: p of the p-norm.
+        nonfinite: what to do when the norm is not finite.
+    """
+
+    max_norm: float | None
+    order: float
+    nonfinite: Nonfinite
+
+    def apply(self, plan: NormPlan, measured: GlobalNorm | None = None) -> Tensor:
+        """Clip.
+
+        Args:
+            plan: the gradients.
+            measured: their 2-norm, where it has been measured.
+
+        Returns:
+            The norm before clipping.
+
+        Raises:
+            RuntimeError: when the norm is not finite, if that was asked for.
+        """
+        if measured is None or self.order != 2.0:
+            measured = global_norm(plan, self.order)
+        return clip_measured_(plan, measured, self.max_norm, nonfinite=self.nonfinite)
+
+    def scalars(self, norm: Tensor) -> dict[str, float | Tensor]:
+        """What the log gets of the clip, by metric name. The log has the norm for p = 2 alone."""
+        most = math.inf if self.max_norm is None else self.max_norm
+        clipped: dict[str, float | Tensor] = {CLIP_FRACTION: norm > most}
+        return clipped | {NORM: norm} if self.order == 2.0 else clipped
+
+
+def checked_clip(max_norm: float | None, norm_type: float, *, error_if_nonfinite: bool) -> WindowClip:
+    """A clip with the arguments of `clip_grad_norm_`.
+
+    Raises:
+        ValueError: when `max_norm` is negative or NaN, or `norm_type` is neither from above 0 to 6 nor infinite.
+    """
+    nonfinite: Nonfinite = "raise" if error_if_nonfinite else "ignore"
+    max_norm, order = check_options(max_norm, nonfinite, None), check_order(norm_type)
+    return WindowClip(max_norm, order, nonfinite)
 
 
 class WindowEnds:
@@ -42,14 +90,12 @@ class WindowEnds:
         model: looks at the model at the end of each window.
         pieces: of the windows.
         pacing: chooses the windows that are measured, and adds up what each costs.
-        mechanism: may keep the tap as it is.
         delivery: brings the numbers of windows to the host.
         scalars: the user's own, which travel with a window.
         own: the probe's time.
         ddp: the DDP module around the model; None without DDP.
         log_every: windows from one reading in the log to the next.
         alert: takes an alert's name and message.
-        say: takes a sentence for the user.
     """
 
     def __init__(
@@ -59,7 +105,6 @@ class WindowEnds:
         model: ModelWatch,
         pieces: Pieces,
         pacing: Pacing,
-        mechanism: Mechanism,
         delivery: Delivery,
         scalars: Scalars,
         own: OwnTime,
@@ -67,17 +112,14 @@ class WindowEnds:
         ddp: DistributedDataParallel | None,
         log_every: int,
         alert: Alert,
-        say: Callable[[str], None],
     ) -> None:
         self._reader, self._steps, self._model, self._pieces, self._pacing = reader, steps, model, pieces, pacing
-        self._mechanism, self._delivery, self._scalars = mechanism, delivery, scalars
-        self._ddp, self._log_every, self._alert, self._say = ddp, log_every, alert, say
+        self._delivery, self._scalars = delivery, scalars
+        self._ddp, self._log_every, self._alert = ddp, log_every, alert
         self.n_windows = 0
         """Windows ended so far, those before a restart included."""
-        self._n_checked = 0
         self._n_quiet = self._n_quiet_begun = 0
         """Quiet windows that are left, of those that were left when the last other window had ended."""
-        self._has_paused = False
         self._own, self._seconds_put = own, 0.0
 
     def pass_quiet(self, start: float) -> bool:
@@ -143,14 +185,11 @@ class WindowEnds:
         with self._own.on(MEASURING):
             self._deliver()
         if clip is not None:
-            self._reader.final.clip_also(self._model.unmeasured.now())
+            self._reader.final.clip_also(self._model.not_measured())
         is_measured = self._pacing.is_measured
         with self._own.on(MEASURING if is_measured else ALWAYS):
             norm, failure = self._measure(clip) if is_measured else self._pass(clip)
         self._pacing.window_ended()
-        if not (self._pacing.is_measured or self._has_paused):
-            self._has_paused = True
-            self._say(describe_pace(self._pacing.pace.cost))
         self._pieces.begin_window(is_measured=self._pacing.is_measured)
         if self._delivery.is_empty:
             self._n_quiet = self._n_quiet_begun = self._pacing.pace.n_quiet
@@ -225,25 +264,16 @@ class WindowEnds:
         self.n_windows += 1
         seconds, before = self._pacing.seconds, self._seconds_put
         pace, self._seconds_put = self._pacing.pace, seconds
-        rate = self._steps.rate
         known = KnownOfWindow(
-            self.n_windows,
-            time.time(),
-            seconds - before,
-            self._reader.tap_name,
-            pace.every,
-            pace.windows + 1,
-            None if isinstance(rate, Tensor) else rate,
+            self.n_windows, time.time(), seconds - before, self._reader.tap_name, pace.every, pace.windows + 1
         )
-        self._delivery.put_window(window, {**scalars, RATE: rate} if isinstance(rate, Tensor) else scalars, known)
+        if (rate := self._steps.rate) is not None:
+            scalars = {**scalars, RATE: rate}
+        self._delivery.put_window(window, scalars, known)
 
     def _deliver(self) -> None:
         """Send the windows that are due, and take in those that arrived. The first is sent at once."""
         is_due = self.n_windows % self._log_every == 0 or self.n_windows % _WINDOWS_HELD == 0
-        is_later = self.n_windows // self._log_every > self._n_checked // self._log_every
-        if self._pacing.is_measured and (is_later or self._delivery.n_put <= 1):
-            self._n_checked = self.n_windows
-            self._model.tell_news()
         if not self._delivery.is_empty:
             if self._delivery.n_put == 1 or is_due:
                 self._delivery.send()

@@ -29,9 +29,8 @@ from sonde.batch_size.checkpoint.batches import (
 from sonde.batch_size.checkpoint.measurement import Ending, Measurement, beginning, precision
 from sonde.batch_size.checkpoint.model import MeasuredModel
 from sonde.batch_size.checkpoint.ranks import sum_numbers
-from sonde.batch_size.parameter_groups import Groups
 from sonde.batch_size.probe import NoiseScaleProbe
-from sonde.batch_size.setup import NoiseScaleOptions, is_number
+from sonde.batch_size.setup import Groups, NoiseScaleOptions, is_number
 from sonde.batch_size.stats.fixed_weights import FixedWeights, window_lengths
 from sonde.console import tell
 from sonde.parallel.process_groups import gather_objects

@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from sonde.batch_size.model_checks import BATCH_NORM, n_batch_norms
+from sonde.batch_size.setup import BATCH_NORM, n_batch_norms
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.wording import duration, number, plural
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sonde.batch_size.checkpoint.ranks import sum_gradients
-from sonde.batch_size.model_checks import n_sync_batch_norms
+from sonde.batch_size.setup import n_sync_batch_norms
 from sonde.parallel.model_state import preserve_gradients_and_buffers, preserve_modes_and_randomness
 from sonde.parallel.placements import is_fully_sharded
 from sonde.parallel.unwrap import unwrap_model

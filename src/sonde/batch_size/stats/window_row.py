@@ -267,7 +267,9 @@ def _gradient_unusable(
         return Drop("not_seen", f"the few hundred elements of {gradient} that are compared were all 0 in this window")
     if scale.scale is None:
         return Drop(
-            "zero", f"{gradient} was 0 at the end of the window: was it zeroed, or clipped to 0, before probe.step()?"
+            "zero",
+            f"{gradient} was 0 at the end of the window: was it zeroed, taken by a hook in backward, or clipped to 0, "
+            "before probe.step()?",
         )
     # More than the sum of the pieces can be: a change is in elements that are not compared.
     if not scale.is_sound or big / scale.scale**2 > small * (1 + _ROUNDING_OF_SQUARES):

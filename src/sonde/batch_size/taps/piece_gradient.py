@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sonde.batch_size.model_checks import n_post_accumulate_hooks
 from sonde.batch_size.taps.cut_gradients import CutGradients
 from sonde.batch_size.taps.graph_memory import is_output_of_graph, is_same_memory, says_overwritten
 from sonde.batch_size.taps.metric import GradientTerms, Metrics
@@ -101,7 +100,7 @@ class PieceGradient:
                 grad, grad_is_sum = part, False
             if self._fired[index]:
                 leaf = reading.leaves[index]
-                is_sum = grad_is_sum and not n_post_accumulate_hooks([leaf])
+                is_sum = grad_is_sum and not leaf._post_accumulate_grad_hooks
                 return self._take_again(index, grad, leaf.grad if is_sum else None)
             self._fired[index] = 1
             if grad.is_sparse and not grad.is_cpu:

@@ -101,29 +101,26 @@ class Problem(IntEnum):
     reported.
     """
 
-    FAILED = 35
-    CUT_LATE = 29
-    WRAPPED_LATE = 30
+    FAILED = 9
     REPLACED = 26
     IN_CUDA_GRAPH = 27
     EVALUATED_AGAIN = 34
     NOT_ALL_DECLARED = 31
     UNITS_UNKNOWN = 32
-    NOT_COUNTED = 36
+    NOT_COUNTED = 35
     UNITS_ASKED = 25
     FORWARD_ALONE = 0
-    STEP_ALONE = 38
+    STEP_ALONE = 30
     OUTSIDE_SCHEDULE = 33
     NO_SECOND_MOMENT = 1
     BAD_COUNTS = 2
     LOSS_SCALE = 3
     NOT_FINITE = 4
     OVERFLOW = 5
-    ZEROED = 37
+    ZEROED = 29
     INTERRUPTED = 6
     NOT_ZEROED = 7
     STEPPED_IN_BACKWARD = 8
-    TAKEN_IN_BACKWARD = 9
     EMPTY_PIECE = 10
     REENTRANT = 11
     MORE_BACKWARDS = 12
@@ -181,14 +178,6 @@ HOW_TO_COUNT = (
 _MESSAGES = {
     Problem.FAILED: (
         "sonde failed while it read a gradient: the logger 'sonde' has shown the error with its traceback"
-    ),
-    Problem.CUT_LATE: (
-        "the model was cut over ranks after attach, by fully_shard or parallelize_module, and its new parameters are "
-        "not measured: attach after the model is cut"
-    ),
-    Problem.WRAPPED_LATE: (
-        "the model was wrapped after attach, and the wrapper (DistributedDataParallel or the like) averages its "
-        "gradients over ranks: wrap it first, and attach to the wrapped model"
     ),
     Problem.REPLACED: (
         "measured parameters are no longer in the model, and others that are not measured are in their place: attach "
@@ -250,10 +239,6 @@ _MESSAGES = {
     Problem.STEPPED_IN_BACKWARD: (
         "the optimizer stepped inside backward, so a window's pieces saw different weights and its gradient was gone "
         "before it ended: step after the last backward while you measure"
-    ),
-    Problem.TAKEN_IN_BACKWARD: (
-        "no parameter had a gradient at the end of the window, and parameters have post-accumulate-grad hooks: if they "
-        "step inside backward, step after the last backward while you measure"
     ),
     Problem.EMPTY_PIECE: (
         "no backward reached the parameters in a piece: leave out skipped micro-batches, and run each backward inside "

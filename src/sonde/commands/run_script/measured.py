@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import sonde
-from sonde.batch_size.attach import refuse_on_all_ranks
-from sonde.batch_size.found_model import RanksOfModel
+from sonde.batch_size.found_model import RanksOfModel, raised_on_all_ranks
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.commands.run_script.counted_units import units_in_batch, units_of
 from sonde.commands.run_script.endings import PATIENCE, LogOfScript
@@ -132,14 +131,11 @@ def _attached(found: ModelOfOptimizers, settings: Settings, log: sonde.RunLog) -
     """
     model = found.model
     group = dist.group.WORLD if is_reduced_by_hand(model) else None
-    try:
+    with raised_on_all_ranks(model, RanksOfModel(group)):
         if why := why_not_reduced(model, settings):
             raise ValueError(why)
         units = units_of(settings.units_from, settings.weights_from, model)
         scaler = enabled_grad_scaler()
-    except ValueError as error:
-        refuse_on_all_ranks(model, error, RanksOfModel(group))
-        raise
     device = next(model.parameters()).device.type
     with torch.autocast("cpu", enabled=False), torch.autocast(device, enabled=False):
         return sonde.attach(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from sonde.batch_size.setup import NOT_ON_ALL_RANKS
+from sonde.batch_size.found_model import NOT_ON_ALL_RANKS
 from sonde.batch_size.step_watch import Arguments, with_closure
 from sonde.batch_size.taps.autograd_internals import in_backward
 from sonde.commands.run_script.endings import say_end

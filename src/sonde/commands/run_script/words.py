@@ -40,7 +40,6 @@ REMEDIES: Mapping[str, str] = {
     "raise budget=, or put more work into each window": "raise --budget, or put more work into each step",
     "(every=": "(--every=",
     ", or a larger budget=)": ", or a larger --budget)",
-    "every=1 measures all": "--every=1 measures all",
     "another rank refused to attach, and its own error says why: attach with the same arguments, to the same model, on "
     "every rank": "another rank could not be measured, and says why",
     ": where the loop zeroes them without a step, call probe.discard() on every rank": "",
@@ -48,12 +47,9 @@ REMEDIES: Mapping[str, str] = {
     "micro-batch": "",
     "Wrap the model in DDP before attach and pass the wrapped one, or pass process_group= if you average them "
     "yourself": "Wrap the model in DDP, or pass --reduced-by-hand if the script averages them",
-    "wrap it first, and attach to the wrapped model": "wrap it before its first training forward",
-    "attach after the model is cut": "cut it before its first training forward",
     "attach after the model is wrapped, cut or changed": "wrap, cut or change it before its first training forward",
     "attach after moving it": "move it before its first training forward",
     "after attach": "after measuring began",
-    "since attach": "since measuring began",
     "so at attach": "so when measuring began",
     "before attach": "before the first training forward",
     "cannot be measured (": "are not measured (",
