@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 from torch import Tensor
 
 from sonde.batch_size.measuring_cost import Cost, WindowCosts
-from sonde.batch_size.per_example.window import ExampleRow
 from sonde.batch_size.stats.example_sums import ENOUGH_COVERED
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.solved_window import SolvedWindow
@@ -113,7 +112,7 @@ class MeasuredWindow:
         scalars: by name: the user's own, and those of a clip, under their metric names.
         costs: what ranks have spent since the measured window before, summed over ranks.
         frozen: which parameters are no longer trained, as `FrozenOnRanks` packed it, summed over ranks; 1-D.
-        examples: what its single examples gave; None where the probe does not read them.
+        examples: the numbers of its single examples, by name; empty where the probe does not read them.
     """
 
     rows: Sequence[WindowRow]
@@ -121,7 +120,7 @@ class MeasuredWindow:
     scalars: Mapping[str, float]
     costs: WindowCosts = field(default_factory=WindowCosts)
     frozen: Tensor | None = None
-    examples: ExampleRow | None = None
+    examples: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def row(self) -> WindowRow:

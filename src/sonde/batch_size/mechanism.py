@@ -8,20 +8,20 @@ from dataclasses import replace
 from torch import nn
 
 from sonde.batch_size.log import MeasuredWindow
-from sonde.batch_size.per_example.window import NOTHING_COVERED, SEVERAL_BACKWARDS, ExampleWindow
+from sonde.batch_size.per_example.window import NOTHING_COVERED, ExampleWindow
 from sonde.batch_size.setup import NoiseScaleOptions
-from sonde.batch_size.stats.example_sums import ENOUGH_COVERED, CoveredPart
+from sonde.batch_size.stats.example_sums import ENOUGH_COVERED, CoveredPart, ExampleSums
 from sonde.batch_size.stats.window_row import WITHOUT_EXAMPLES, Drop, WindowRow
 from sonde.parallel.same_on_ranks import holds_on_all
 from sonde.parallel.wrappers import Wrapper
 
 _IN_A_ROW = 3
-"""Windows in a row that must say the same before the mechanism changes, or examples are given up."""
+"""Windows in a row that must be of the other kind before it changes what is read: the last one of an epoch may be."""
 _MOST_NAMED = 3
 """Parameters that one message names."""
-_SHARE_NO_SAMPLES = (
-    "rows that share samples, as after mixup, or that are not drawn at random, as without shuffling, would give a "
-    "wrong number: accumulate over 2 micro-batches, and shuffle"
+_OF_EXAMPLES = (
+    "the gradient of each example is read; rows that share samples, as after mixup, or that are not drawn at random, "
+    "as without shuffling, would give a wrong number: accumulate over 2 micro-batches, and shuffle"
 )
 
 
@@ -37,12 +37,15 @@ class Mechanism:
         model: as the user calls it.
         wrapper: of the model.
         options: of the probe.
+        group_names: the group of each parameter.
 
     Raises:
         ValueError: if examples are asked for and cannot be read.
     """
 
-    def __init__(self, model: nn.Module, wrapper: Wrapper, options: NoiseScaleOptions) -> None:
+    def __init__(
+        self, model: nn.Module, wrapper: Wrapper, options: NoiseScaleOptions, group_names: Sequence[str]
+    ) -> None:
         self._names = list(wrapper.parameters)
         self._is_asked = options.per_example == "always"
         self.examples: ExampleWindow | None = None
@@ -51,7 +54,7 @@ class Mechanism:
         """Why examples are not read where a window is a single piece, for people; empty where they may be."""
         if self._is_asked or (options.per_example == "auto" and wrapper.n_ranks == 1):
             try:
-                self.examples = _example_window(model, wrapper, options)
+                self.examples = _example_window(model, wrapper, options, group_names)
             except ValueError as error:
                 self.why_not = str(error)
             can_read = self.examples is not None  # all or none: ranks must send vectors of one length
@@ -63,10 +66,11 @@ class Mechanism:
         """Whether examples are read in measured windows, besides pieces, which leaf hooks must read then."""
         self.covered = CoveredPart(len(self._names))
         """What the covered parameters are of the whole model, where windows are solved from examples."""
-        self._has_chosen = False
-        self._n_failures = self._n_otherwise = 0
+        self._has_chosen, self._n_otherwise = False, 0
+        self._found: tuple[ExampleSums | None, str, list[bool]] = None, "", []
+        """What the examples of the last window gave, as `ExampleWindow.read` says it."""
         self._news: list[tuple[str, str]] = []
-        self._said_of: tuple[bool, ...] = ()
+        self._said_of: list[bool] = []
 
     def take_news(self) -> list[tuple[str, str]]:
         """What has changed since the last call: the name of an alert, or nothing, and a message."""
@@ -89,7 +93,9 @@ class Mechanism:
         try:
             self.examples.open()
         except ValueError as error:  # the model has changed since attach
-            self._give_up(str(error))
+            # The hooks stay until the window ends: another thread may take in windows while backward runs.
+            self.reads_examples, self.why_not = False, str(error)
+            self._news.append(("", f"single examples are not read: {error}"))
 
     def close(self) -> None:
         """Remove every hook."""
@@ -100,43 +106,37 @@ class Mechanism:
 
     def row_of(self, window: MeasuredWindow) -> WindowRow:
         """The row of a window, with its examples if it is to be solved from them."""
-        row, found = window.row, window.examples
-        if found is None or self.examples is None:
+        row = window.row
+        if not window.examples or self.examples is None:
             return _explained(row, self.why_not)
-        self._choose(row.n_pieces, has_examples=found.sums is not None)
+        self._found = sums, why_not, _ = self.examples.read(window.examples, row)
+        self._choose(row.n_pieces)
         if row.n_pieces >= 2 and not self.reads_examples:
             return row
-        if found.sums is not None:
-            return replace(row, examples=found.sums)
+        if sums is not None:
+            return replace(row, examples=sums)
         if row.n_pieces >= 2 and not self._is_asked and self.covered.coverage is None:
             return row  # both mechanisms speak of the whole model
-        why = self._in_words(found.why_not) if found.why_not else self.why_not
+        why = self._in_words(why_not) if why_not else self.why_not
         if row.n_pieces < 2:
             return _explained(row, why)
         message = f"the window's single examples could not be used: {why or 'they were not read on all ranks'}"
         return row if row.problems else replace(row, problems=[Drop("no_examples", message)])
 
-    def _choose(self, n_pieces: int, *, has_examples: bool) -> None:
-        """Let the first window choose between pieces and examples, and later ones if they say otherwise."""
+    def _choose(self, n_pieces: int) -> None:
+        """Let the first window choose between pieces and examples, and three in a row of the other kind after it."""
         if self.why_not or not n_pieces:
             return
         needs_examples = self._is_asked or n_pieces == 1
-        if not self._has_chosen:
-            self._has_chosen = has_examples or not needs_examples
-            self.reads_examples = needs_examples
-            if needs_examples and has_examples:
-                self._tell_reading("" if self._is_asked else "a window is a single piece, so ")
-            return
         self._n_otherwise = self._n_otherwise + 1 if needs_examples != self.reads_examples else 0
-        if self._n_otherwise >= _IN_A_ROW:
-            self.reads_examples, self._n_otherwise = needs_examples, 0
-            if needs_examples:
-                self._tell_reading("windows are single pieces now, so ")
-            else:
-                self._tell("windows have several pieces now, which are compared in place of single examples")
-
-    def _tell_reading(self, why: str) -> None:
-        self._tell(f"{why}the gradient of each example is read; {_SHARE_NO_SAMPLES}")
+        if self._has_chosen and self._n_otherwise < _IN_A_ROW:
+            return
+        if needs_examples:
+            why = "" if self._is_asked else "windows are single pieces now, so "
+            self._news.append(("", why + _OF_EXAMPLES))
+        elif self._has_chosen:
+            self._news.append(("", "windows have several pieces now, which are compared in place of single examples"))
+        self._has_chosen, self.reads_examples, self._n_otherwise = True, needs_examples, 0
 
     def saw(self, window: MeasuredWindow, *, is_sound: bool, scale: float | None) -> None:
         """Note a window that was solved or dropped.
@@ -146,41 +146,27 @@ class Mechanism:
             is_sound: whether it was averaged.
             scale: κ of the last sound window.
         """
-        found, row = window.examples, window.row
-        if found is None or not self.reads_examples:
+        sums, _, covered = self._found
+        self._found = None, "", []
+        if sums is None or not self.reads_examples or not is_sound or scale is None:
             return
-        if found.sums is None:
-            # A window that another problem spoils says nothing about its examples.
-            self._n_failures += bool(found.why_not) and not row.problems
-            if self._n_failures >= _IN_A_ROW and not self._is_asked:
-                self._give_up("a window is a single unit" if _is_one_unit(row) else self._in_words(found.why_not))
-            return
-        self._n_failures = 0
-        if is_sound and scale is not None:
-            self.covered.update(found.sums, row.pieces(float(row.sq_norm_over_weight.sum())), row.big, scale=scale)
-            self._say_coverage(found.covered)
+        row = window.row
+        self.covered.update(sums, row.pieces(float(row.sq_norm_over_weight.sum())), row.big, scale=scale)
+        coverage = self.covered.coverage
+        if coverage is not None and covered != self._said_of:
+            self._said_of = covered
+            is_enough = coverage.part >= ENOUGH_COVERED
+            message = f"the noise scale is {coverage}; not covered: {self._missing(covered)}"
+            self._news.append(("" if is_enough else "not_covered", message))
 
-    def _give_up(self, reason: str) -> None:
-        # The hooks stay until the window ends: another thread may take in windows while backward runs.
-        self.reads_examples, self.why_not = False, reason
-        self._tell(f"single examples are not read: {reason}")
-
-    def _tell(self, message: str) -> None:
-        self._news.append(("", message))
-
-    def _say_coverage(self, covered: Sequence[bool]) -> None:
-        """Name the parameters that are not covered, once for each set of them."""
-        mask = tuple(covered)
-        if self.covered.coverage is None or mask == self._said_of:
-            return
-        self._said_of = mask
-        missing = [name for name, is_covered in zip(self._names, mask, strict=True) if not is_covered]
+    def _missing(self, covered: Sequence[bool]) -> str:
+        """The first parameters that are not covered, and why."""
         assert self.examples is not None
-        named = [f"{name} ({self.examples.reasons.get(name, _UNSEEN)})" for name in missing]
+        missing = [name for name, is_covered in zip(self._names, covered, strict=True) if not is_covered]
+        reasons = self.examples.reasons
+        named = [f"{name} ({reasons.get(name, 'it has a use that no rule has seen')})" for name in missing]
         more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
-        message = f"the noise scale is {self.covered.coverage}; not covered: {', '.join(named[:_MOST_NAMED])}{more}"
-        is_enough = self.covered.coverage.part >= ENOUGH_COVERED
-        self._news.append(("" if is_enough else "not_covered", message))
+        return ", ".join(named[:_MOST_NAMED]) + more
 
     def _in_words(self, why_not: str) -> str:
         """Why the examples of a window cannot be used, with the first reason that the host knows of a parameter."""
@@ -190,26 +176,18 @@ class Mechanism:
         return reason if why_not == NOTHING_COVERED else f"{why_not}: {reason}"
 
 
-_UNSEEN = "it has a use that no rule has seen"
-
-
 def _explained(row: WindowRow, why_not: str) -> WindowRow:
     """The row of a window; if it has a single piece, with the reason why its examples are not used."""
-    if row.n_pieces != 1 or row.problems or not why_not:
-        return row
-    if why_not.endswith(SEVERAL_BACKWARDS):
-        return replace(row, problems=[Drop("several_backwards", SEVERAL_BACKWARDS)])
-    if _is_one_unit(row):  # there is nothing to tell apart
+    is_one_unit = row.weight**2 < 1.5 * row.sq_weight_over_units  # there is nothing to tell apart
+    if row.n_pieces != 1 or row.problems or not why_not or is_one_unit:
         return row
     message = f"the window held a single piece, and its examples cannot be told apart: {why_not}. {WITHOUT_EXAMPLES}"
     return replace(row, problems=[Drop("single_piece", message)])
 
 
-def _is_one_unit(row: WindowRow) -> bool:
-    return row.weight**2 < 1.5 * row.sq_weight_over_units
-
-
-def _example_window(model: nn.Module, wrapper: Wrapper, options: NoiseScaleOptions) -> ExampleWindow:
+def _example_window(
+    model: nn.Module, wrapper: Wrapper, options: NoiseScaleOptions, group_names: Sequence[str]
+) -> ExampleWindow:
     """What reads single examples.
 
     Raises:
@@ -222,14 +200,14 @@ def _example_window(model: nn.Module, wrapper: Wrapper, options: NoiseScaleOptio
     shares_pieces = wrapper.data.n_sharing > 1 or wrapper.sequence_group is not None
     if wrapper.pp_mesh is not None or shares_pieces or wrapper.experts is not None:
         raise ValueError(f"a model cut by {wrapper.name} calls its layers with parts of examples or of parameters")
-    staging_bytes, is_sharded = options.staging_bytes(wrapper.leaves[0].device), wrapper.mesh is not None
     window = ExampleWindow(
         model,
         wrapper.parameters,
         wrapper.leaves,
-        staging_bytes=staging_bytes,
+        group_names,
+        staging_bytes=options.staging_bytes(wrapper.leaves[0].device),
         rules=options.rules,
-        is_sharded=is_sharded,
+        is_sharded=wrapper.mesh is not None,
     )
     if len(window.without_rule) == len(wrapper.parameters):
         raise ValueError("no layer of the model has a rule for them: pass rules= to attach, see sonde.PerExampleNorms")

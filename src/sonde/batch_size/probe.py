@@ -155,7 +155,7 @@ class NoiseScaleProbe:
         self._rounding = RoundingWatch(wrapper, hook_name)
         self._metrics = MetricTrackers(found.metrics, functools.partial(self._new_tracker, fixed_weights))
         self._tracker = self._metrics.headline
-        self._mechanism = Mechanism(model, wrapper, options)
+        self._mechanism = Mechanism(model, wrapper, options, found.group_names)
         # The tap installs hooks, so it comes after everything that may refuse the model.
         whole, metrics = found.whole, found.metrics
         witness = Witness(whole.shapes, whole.first, len(found.parameters), apart=found.experts)

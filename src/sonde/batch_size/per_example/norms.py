@@ -237,8 +237,8 @@ class PerExampleNorms:
             reason = "no backward has added to `.grad` in this piece: call take() after loss.backward()"
         if self.had_unexpected_backwards:
             reason = (
-                f"the piece had {self._n_backwards} backwards: call take() after each if they have different examples, "
-                "or say several_backwards=True"
+                f"the piece had {self._n_backwards} backwards: add the losses and call backward once, take() after each if "
+                "they have different examples, or say several_backwards=True"
             )
         with _plain_arithmetic(self._device):
             squares = self._piece.take(n_examples, self._unseen, reason)
