@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
+from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -273,19 +274,8 @@ def test_single_examples_are_covered_in_a_training_in_evaluation_mode() -> None:
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_a_layer_that_is_trained_alone_is_covered_unless_it_was_evaluated(before: bool) -> None:
-    reasons = covered(Reader(layer()).double(), before=before, alone=True)
-    assert {name.split(".")[0] for name in reasons} == ({"inner"} if before else set())
-    assert all("was called in evaluation, and then alone in training" in reason for reason in reasons.values())
-
-
-def test_a_declared_piece_covers_a_layer_that_is_trained_alone() -> None:
-    model = Reader(layer())
-    with PerExampleNorms(model) as norms:
-        answer(model, IDS, MASK)
-        norms.forget_backwards()  # as `piece()` does
-        shares(CalledInParts(model)).sum().backward()
-        assert norms.take(ROWS).not_covered() == {}
+def test_a_layer_that_is_trained_alone_is_covered(before: bool) -> None:
+    assert covered(Reader(layer()).double(), before=before, alone=True) == {}
 
 
 def test_hooks_of_the_user_keep_their_places() -> None:
@@ -340,10 +330,11 @@ def test_an_evaluation_compiled_in_a_window_is_that_of_the_model_without_hooks(
     torch._dynamo.reset()
 
 
-def test_a_model_without_such_layers_has_no_hook_for_them() -> None:
-    model = MODELS["attention"](0.0)
-    with PerExampleNorms(model):
-        assert not model._forward_pre_hooks
+@pytest.mark.parametrize("name", ["attention", "layer"])
+def test_only_such_layers_need_a_hook_on_all_modules(name: str) -> None:
+    with PerExampleNorms(MODELS[name](0.0)):
+        assert bool(torch_module._has_any_global_hook()) == (name == "layer")
+    assert not torch_module._has_any_global_hook()
 
 
 def test_units_are_not_counted_in_the_forwards_of_a_layer_alone() -> None:

@@ -56,9 +56,9 @@ def test_a_use_outside_its_layer(then: Callable[..., Tensor], names: tuple[str, 
 
 
 def test_without_the_check_such_a_use_would_be_a_wrong_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sonde.batch_size.per_example import covered
+    from sonde.batch_size.per_example import piece
 
-    monkeypatch.setattr(covered, "tolerance", lambda dtypes, device: float("inf"))
+    monkeypatch.setattr(piece, "tolerance", lambda dtypes, device: float("inf"))
     model = Model(USES["a weight in F.linear"][0]).double()
     with pytest.raises(AssertionError, match=r"first\.weight"):
         assert_exact(model, shares_of(X), not_covered=())
@@ -141,8 +141,7 @@ def test_inputs_that_change_in_place_before_backward() -> None:
             return y.float()
 
     squares = measure(InPlace(), shares_of(X.float()))
-    assert set(squares.not_covered()) == {"layer.weight", "layer.bias"}
-    assert all("changed in place" in reason for reason in squares.not_covered().values())
+    assert set(squares.not_covered()) == {"layer.weight"}  # the bias's gradient does not depend on the input
 
 
 class Positions(nn.Module):
@@ -279,13 +278,7 @@ def test_a_compiled_function_around_the_model_is_named() -> None:
 def test_a_replaced_parameter_is_named() -> None:
     model = Model(lambda m, x, y: y).double()
     norms = PerExampleNorms(model)
-    with norms:
-        model.first.weight = nn.Parameter(model.first.weight.detach().clone())
-        shares_of(X)(model).sum().backward()
-        squares = norms.take(B)
-    assert "another parameter in its place" in squares.not_covered()["first.weight"]
-    assert "first.bias" in squares.not_covered()
-    assert squares.sq_norms[squares.names.index("first.weight")].isnan().all()
+    model.first.weight = nn.Parameter(model.first.weight.detach().clone())
     with pytest.raises(ValueError, match=r"the model has lost 1 parameter \(first.weight\): attach anew"):
         norms.open()
 

@@ -114,10 +114,10 @@ def test_uses_are_added_before_they_are_squared(name: str, staging: int) -> None
 @pytest.mark.parametrize("name", CASES)
 def test_the_squares_of_single_uses_would_differ(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the products between uses each of these cases is wrong, so the test above can fail."""
-    from sonde.batch_size.per_example import uses
+    from sonde.batch_size.per_example import piece
 
     model, x = model_of(name)
-    monkeypatch.setattr(uses, "inner_products", lambda x, y, staging: torch.zeros(len(uses.tensors_of(x)[0])))
+    monkeypatch.setattr(piece, "inner_products", lambda x, y, staging: torch.zeros(len(piece.tensors_of(x)[0])))
     with pytest.raises(AssertionError, match="not close"):
         assert_exact(model, shares_of(x))
 
