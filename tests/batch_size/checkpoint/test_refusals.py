@@ -50,7 +50,7 @@ def test_options(options: dict[str, Any], says: str) -> None:
 def test_batches() -> None:
     assert "batches must be an iterable of micro-batches, got int" in refused(3)
     assert "got Tensor: pass a DataLoader or a list" in refused(torch.randn(4, 8))
-    assert "batches gave no batch" in refused([])
+    assert "there was none: pass two or more" in refused([])
     used = iter(batches([4] * 3))
     list(used)
     assert "a new iterator if this one was used before" in refused(used)

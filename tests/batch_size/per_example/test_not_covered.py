@@ -230,12 +230,8 @@ def test_gradients_that_torch_itself_rounds_away_are_named() -> None:
 BATCH_NORM = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)).double()
 
 
-def test_batch_normalisation_is_refused_by_name() -> None:
+def test_batch_normalisation_is_named() -> None:
     model, images = copy.deepcopy(BATCH_NORM), shares_of(torch.randn(B, 3, 8, 8))
-    with pytest.raises(
-        ValueError, match=r"'1' \(BatchNorm2d\): batch normalisation in train mode couples the examples"
-    ):
-        PerExampleNorms(model).open()
     model.eval()
     assert_exact(model, images)
     with PerExampleNorms(model) as norms:
@@ -245,7 +241,10 @@ def test_batch_normalisation_is_refused_by_name() -> None:
         model.eval()
         images(model).sum().backward()
         assert norms.take(B).not_covered() == {}
-    assert all("couples the examples" in reason for reason in squares.not_covered().values())
+    assert all(
+        "1: batch normalisation in train mode couples the examples" in reason
+        for reason in squares.not_covered().values()
+    )
     assert squares.sq_norms.isnan().all()
 
 
@@ -260,7 +259,7 @@ def test_compiled_models_are_refused_by_name(how: str) -> None:
         model.norm.compile(backend="aot_eager")  # type: ignore[operator]
     else:
         model = nn.Sequential(torch.compile(model, backend="aot_eager"))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"is compiled: measure before torch\.compile"):
+    with pytest.raises(ValueError, match="is compiled: measure without that"):
         PerExampleNorms(model).open()
 
 

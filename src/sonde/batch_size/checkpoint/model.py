@@ -41,20 +41,15 @@ class MeasuredModel:
         if wrapper.ddp is not None and unwrap_model(model) is unwrap_model(wrapper.ddp):
             self._ddp, self.module = wrapper.ddp, wrapper.ddp.module
             _check_ddp(wrapper.ddp)
-        elif wrapper.ddp is not None and not wrapper.ddp_holds_all:
+        elif wrapper.ddp is not None:
             raise ValueError(
-                "a module with DDP inside it and trainable parameters outside cannot be measured: measure the module "
-                "without DDP, with process_group="
+                "a module with DDP inside it cannot be measured: measure the module without DDP, with process_group="
             )
         self._is_cut = wrapper.mesh is not None
         _refuse_unreduced_gradients(wrapper)
         self._ranks, self._device = wrapper.group, self.parameters[0].device
         self.n_ranks = 1 if wrapper.group is None else wrapper.group.size()
-        reduces_itself = (
-            self._is_cut
-            or (wrapper.ddp is not None and self._ddp is None)
-            or any(is_fully_sharded(m) for m in self.module.modules())
-        )
+        reduces_itself = self._is_cut or any(is_fully_sharded(m) for m in self.module.modules())
         self._reduces = self.n_ranks > 1 and not reduces_itself
         if self._reduces and any(vars(m).get("sparse") is True for m in self.module.modules()):
             raise ValueError("sparse gradients cannot be added up over ranks: use Embedding(sparse=False), or one rank")

@@ -22,14 +22,12 @@ from sonde.batch_size.per_example.gradients import OuterProducts, PerExample, wi
 from sonde.batch_size.per_example.rules import (
     BY_NAME,
     COMPUTED,
-    COUPLES_EXAMPLES,
     RULES,
     GradientsOf,
     Inputs,
     LayerRule,
     NotCoveredError,
     add_positions,
-    couples_examples,
     needs_examples,
     own_rule,
     tensor_of,
@@ -269,27 +267,17 @@ def refuse_cut(parameters: Mapping[str, Tensor], leaves: Sequence[Tensor]) -> No
             )
 
 
-def refuse_model(model: nn.Module, *, batch_norms: bool) -> None:
-    """Refuse a model whose layers are not called one by one, or couple the examples.
-
-    Args:
-        model: as it is trained.
-        batch_norms: whether to refuse batch normalisation in train mode too.
+def refuse_model(model: nn.Module) -> None:
+    """Refuse a model whose layers are not called one by one.
 
     Raises:
         ValueError: naming the first layer.
     """
     for name, layer in model.named_modules():
-        if getattr(vars(layer).get("forward"), "__module__", None) == "torch.cuda.graphs":
+        is_graphed = getattr(vars(layer).get("forward"), "__module__", None) == "torch.cuda.graphs"
+        if is_graphed or is_compiled(layer):
+            how = "replayed as a whole by torch.cuda.make_graphed_callables" if is_graphed else "compiled"
             raise ValueError(
-                "per-example norms need the calls of single layers, and torch.cuda.make_graphed_callables replays "
-                f"{name or 'the model'!r} as a whole: measure its pieces, as sonde.attach does with two or more in a "
-                "window, or measure a model that is not graphed"
+                f"per-example norms need the calls of single layers, and {name or 'the model'!r} is {how}: measure "
+                "without that, or measure its pieces, as sonde.attach does with two or more in a window"
             )
-        if is_compiled(layer):
-            raise ValueError(
-                f"per-example norms need the calls of single layers, and {name or 'the model'!r} is compiled: "
-                "measure before torch.compile, or train without it in the measured windows"
-            )
-        if batch_norms and couples_examples(layer):
-            raise ValueError(f"{name!r} ({type(layer).__name__}): {COUPLES_EXAMPLES}")

@@ -159,22 +159,17 @@ class PerExampleNorms:
         """Whether the hooks are installed."""
         return bool(self._handles)
 
-    def open(self, *, watches_batch_norms: bool = False) -> None:
+    def open(self) -> None:
         """Install the hooks: before the first forward that is measured.
-
-        Args:
-            watches_batch_norms: do not refuse batch normalisation in train mode. A piece in which it ran is not
-                covered then, and a layer may be put in evaluation mode later.
 
         Raises:
             RuntimeError: if they are installed already.
-            ValueError: for compiled and graphed models, for batch normalisation in train mode, and for parameters that
-                are not in the model any more.
+            ValueError: for compiled and graphed models, and for parameters that are not in the model any more.
         """
         start = time.perf_counter()
         if self._handles:
             raise RuntimeError("the hooks are installed already: close() comes before another open()")
-        refuse_model(self._model, batch_norms=not watches_batch_norms)
+        refuse_model(self._model)
         present = {self._uses[id(p)] for p in self._model.parameters() if id(p) in self._uses}
         if gone := [name for name, uses in zip(self._unseen, self._piece.uses, strict=True) if uses not in present]:
             raise ValueError(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,9 +29,6 @@ from sonde.batch_size.per_example.gradients import (
 )
 from sonde.batch_size.per_example.rules import Inputs, LayerRule, NotCoveredError, layer_gradients
 from sonde.parallel.devices import to_device, zero_sums
-
-_clock = itertools.count()
-"""Numbers calls, and moments between them."""
 
 
 @dataclass(eq=False)
@@ -68,7 +64,6 @@ class Call:
         inputs: what it was called with; None before a checkpoint has run it again, and once it was taken.
         is_run_again: whether a checkpoint will run it again, for its input.
         why_not: why its rule cannot be used; empty if it can.
-        number: later calls have larger ones.
     """
 
     layer: Layer
@@ -77,7 +72,6 @@ class Call:
     inputs: Inputs | None = None
     is_run_again: bool = False
     why_not: str = ""
-    number: int = field(default_factory=lambda: next(_clock))
 
     def examples_first(self) -> Inputs:
         """What it was called with, with the examples in dim 0."""
@@ -123,8 +117,8 @@ class Uses:
         """|Σ over uses so far|² of each example; None before the first use."""
         self._kept: list[tuple[PerExample, list[int]]] = []
         """Gradients of uses that later ones must be multiplied with, and how often their tensors were written to."""
-        self._last_call: int | None = None
-        """What is kept is enough for calls up to this number; None if it is for all."""
+        self._enough_for: set[Call] | None = None
+        """The calls for which what is kept is enough; None if it is for all."""
         self.sizes: set[int] = set()
         """Numbers of examples in its uses; empty before the first use."""
         self.dtypes = {self.parameter.dtype}
@@ -146,13 +140,13 @@ class Uses:
 
     def add_alone(self, squares: Tensor) -> None:
         """Take |h_b|² of each example by its only use."""
-        self.sq_norms, self._last_call = squares, next(_clock)
+        self.sq_norms, self._enough_for = squares, set()
 
     def add(self, call: Call, gradients: PerExample) -> None:
         """Add one use of several: |x + y|² = |x|² + |y|² + 2⟨x, y⟩."""
         if self.reason is not None:
             return
-        if self._last_call is not None and call.number > self._last_call:
+        if self._enough_for is not None and call not in self._enough_for:
             self.keeps_all = True
             self.refuse(
                 "it was used again after its first use had been reduced: from the next piece on its uses are kept"
@@ -169,7 +163,7 @@ class Uses:
     def _keep(self, gradients: PerExample) -> None:
         """Keep what later uses need of this one."""
         if not self.keeps_all and all(call.layer.rule.rows is not None for call in self.waiting):
-            self._last_call = next(_clock)
+            self._enough_for = set(self.waiting)
             if not self.waiting:
                 return
             if not isinstance(gradients, RowSums):
@@ -259,7 +253,8 @@ class PieceSums:
         self._projected: dict[int, Tensor] = {}
         """Projections of each row's gradient over all parameters, by the number of rows; [rows, projections]."""
         self.again: defaultdict[Layer, list[Inputs]] = defaultdict(list)
-        """What layers were called with when a checkpoint ran them again, until their first calls get it."""
+        """What layers were called with when a checkpoint ran them again, until their first calls get it, the last call
+        first. Where that is wrong, the check of the gradients' sum shows it."""
         self._early: list[tuple[Call, Tensor]] = []
         """Calls whose gradient has come. In checkpoints, their input may not have."""
 
@@ -295,21 +290,11 @@ class PieceSums:
         self._settle()
 
     def _settle(self) -> None:
-        """Use the gradients whose calls have their inputs, now that no checkpoint is being run again.
-
-        A checkpoint runs its own calls again, in the order of the first forward, and backward comes to the last
-        checkpoint first. So k calls of a layer that were run again are the last k of those without an input. Where that
-        is wrong, as in branches that backward takes in another order, the check of the gradients' sum shows it.
-        """
-        for layer, again in self.again.items():
-            waiting = next(iter(layer.parameters.values())).waiting
-            missing = [call for call in waiting if call.layer is layer and call.is_run_again]
-            missing.sort(key=lambda call: call.number)
-            for call, inputs in zip(reversed(missing), reversed(again), strict=False):
-                call.inputs, call.is_run_again = inputs, False
-        self.again.clear()
+        """Use the gradients whose calls have their inputs, now that no checkpoint is being run again."""
         early, self._early = self._early, []
         for call, grad in early:
+            if call.is_run_again and self.again[call.layer]:
+                call.inputs, call.is_run_again = self.again[call.layer].pop(), False
             if call.is_run_again:  # backward runs a checkpoint's last layer again only after its hook
                 self._early.append((call, grad))
             else:
