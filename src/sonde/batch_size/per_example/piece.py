@@ -115,8 +115,8 @@ class Uses:
         """Why it is not covered."""
         self.sq_norms: Tensor | None = None
         """|Σ over uses so far|² of each example; None before the first use."""
-        self._kept: list[tuple[PerExample, list[int]]] = []
-        """Gradients of uses that later ones must be multiplied with, and how often their tensors were written to."""
+        self._kept: list[PerExample] = []
+        """Gradients of uses that later ones must be multiplied with."""
         self._enough_for: set[Call] | None = None
         """The calls for which what is kept is enough; None if it is for all."""
         self.sizes: set[int] = set()
@@ -151,11 +151,9 @@ class Uses:
             self.refuse(
                 "it was used again after its first use had been reduced: from the next piece on its uses are kept"
             )
-        elif any(_versions(kept) != versions for kept, versions in self._kept):
-            self.refuse("a gradient was changed in place during backward: change a copy instead")
         elif len(self.sizes) == 1:
             squares = sq_norms(gradients, self._staging_bytes)
-            for kept, _ in self._kept:
+            for kept in self._kept:
                 squares += 2 * inner_products(gradients, kept, self._staging_bytes)
             self.sq_norms = squares if self.sq_norms is None else self.sq_norms + squares
             self._keep(gradients)
@@ -174,14 +172,14 @@ class Uses:
                 if len(self.sizes) > 1 or not self._fits(4 * n_columns * sum(r.numel() for r in rows)):
                     return
                 gradients = only_rows(gradients, torch.cat(rows, 1), n_rows, self._staging_bytes)
-        kept = [*(kept for kept, _ in self._kept), gradients]
+        kept = [*self._kept, gradients]
         n_bytes = sum(map(n_bytes_of, kept))
         first = tensors_of(gradients)[-1]
         n_formed = len(first) * self.parameter.numel() * wide(first[:0]).element_size()
         if self._fits(min(n_bytes, n_formed)):
             if n_formed <= n_bytes:  # gradients of every example take less than the factors of several uses
                 kept = [functools.reduce(torch.add, (formed(each, self.parameter.shape) for each in kept))]
-            self._kept = [(each, _versions(each)) for each in kept]
+            self._kept = kept
 
     def _fits(self, n_bytes: int) -> bool:
         """Whether its uses may be kept; if not, it is not covered."""
@@ -219,10 +217,6 @@ class Uses:
                 f"sequence: take another number of examples than the {n_examples} positions"
             )
         return None
-
-
-def _versions(gradients: PerExample) -> list[int]:
-    return [t._version for t in tensors_of(gradients)]
 
 
 class PieceSums:
