@@ -321,7 +321,7 @@ READS = [
     ),
     Mutant(
         "single examples",
-        "sonde.batch_size.mechanism:ExampleWindow._add_piece",
+        "sonde.batch_size.mechanism:ExampleWindow.end_piece",
         "self._n_pieces += 1",
         "self._n_pieces += 1; float(self._sq_weight)",
     ),

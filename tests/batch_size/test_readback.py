@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sonde.batch_size.readback import Readback
+from sonde.batch_size.window_clock import OwnTime
 
 
 class Work:
@@ -39,7 +40,7 @@ def put(readback: Readback[list[Any]], value: float, state: str | None = None) -
 
 
 def test_values_arrive_in_the_order_in_which_they_were_put_in() -> None:
-    readback: Readback[list[Any]] = Readback()
+    readback: Readback[list[Any]] = Readback(OwnTime())
     put(readback, 1.0)
     put(readback, 2.0)
     readback.send()
@@ -50,7 +51,7 @@ def test_values_arrive_in_the_order_in_which_they_were_put_in() -> None:
 
 
 def test_nothing_arrives_that_was_not_sent() -> None:
-    readback: Readback[list[Any]] = Readback()
+    readback: Readback[list[Any]] = Readback(OwnTime())
     put(readback, 1.0)
     assert readback.arrived(wait=True) == []
     readback.send()
@@ -59,7 +60,7 @@ def test_nothing_arrives_that_was_not_sent() -> None:
 
 
 def test_each_put_is_read_by_its_own_function() -> None:
-    readback: Readback[str] = Readback()
+    readback: Readback[str] = Readback(OwnTime())
 
     def total(host: list[Tensor]) -> str:
         return f"total {float(host[0].sum()):g}"
@@ -71,7 +72,7 @@ def test_each_put_is_read_by_its_own_function() -> None:
 
 
 def test_every_value_was_summed_before_it_is_copied() -> None:
-    readback: Readback[list[Any]] = Readback()
+    readback: Readback[list[Any]] = Readback(OwnTime())
     collective = Work("under way")
     readback.put([torch.ones(1)], lambda host: host[0].tolist(), cast("dist.Work", collective))
     readback.send()
@@ -80,7 +81,7 @@ def test_every_value_was_summed_before_it_is_copied() -> None:
 
 
 def test_a_failed_collective_is_raised_and_the_others_arrive() -> None:
-    readback: Readback[list[Any]] = Readback()
+    readback: Readback[list[Any]] = Readback(OwnTime())
     for value, state in ((1.0, "done"), (2.0, "failed"), (3.0, None)):
         put(readback, value, state)
     with pytest.raises(RuntimeError, match="a peer has left"):
@@ -89,7 +90,7 @@ def test_a_failed_collective_is_raised_and_the_others_arrive() -> None:
 
 
 def test_unfinished_collectives_are_abandoned_without_waiting() -> None:
-    readback: Readback[list[Any]] = Readback()
+    readback: Readback[list[Any]] = Readback(OwnTime())
     under_way = Work("under way")
     readback.put([torch.ones(1)], lambda host: host[0].tolist(), cast("dist.Work", under_way))
     put(readback, 2.0, "failed")
@@ -104,7 +105,7 @@ def test_a_collective_that_completed_with_an_error_is_abandoned_silently() -> No
         def is_completed(self) -> bool:
             return True
 
-    readback: Readback[list[Any]] = Readback()
+    readback: Readback[list[Any]] = Readback(OwnTime())
     readback.put([torch.ones(1)], lambda host: host[0].tolist(), cast("dist.Work", Failed("failed")))
     readback.send(abandon_unfinished=True)
     assert readback.arrived(wait=True) == []
@@ -120,7 +121,7 @@ def test_collectives_are_waited_for_no_longer_than_asked(state: str, monkeypatch
 
     monkeypatch.setattr("time.perf_counter", lambda: now)
     monkeypatch.setattr("time.sleep", sleep)
-    readback: Readback[list[Any]] = Readback()
+    readback: Readback[list[Any]] = Readback(OwnTime())
     put(readback, 1.0, state)
     readback.wait_for_ranks(0.5)
     assert now == pytest.approx(0.5 if state == "pending" else 0.0, abs=0.01)

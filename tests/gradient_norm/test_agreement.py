@@ -93,6 +93,19 @@ def _towers_without_mesh() -> Call:
     return parameters, max_norm, {}
 
 
+def _ignored_by_fsdp() -> Call:
+    """Plain parameters beside sharded ones, whose gradients nobody averages over ranks."""
+    sharded = placed(noise(1, 2, 4), mesh_of((4,)), [Shard(0)], (8, 4))
+    return [sharded, plain(noise(dist.get_rank(), 30))], 1.0, {}
+
+
+def _stages_without_mesh() -> Call:
+    """The mesh that gradients are cut over is one axis of a mesh whose other axis has the pipeline stages."""
+    mesh = mesh_of((2, 2), ("pp", "shards"))  # torch may take an equal axis of another mesh for this one
+    stage = mesh.get_local_rank("pp")
+    return [placed(noise(stage, 4, 4), mesh["shards"], [Shard(0)], (8, 4))], 1.0, {}
+
+
 def _undeclared_experts() -> Call:
     cut = experts(as_dtensors=False)
     return list(cut.parameters.items()), 1.0, {"mesh": cut.mesh}
@@ -193,7 +206,9 @@ REFUSED: list[tuple[str, int, Callable[[], Call], str]] = [
     ("stages, no names", 4, lambda: _pipeline_axis_of_another_name(named=False), f"{PARAMETERS}.*pass pp_mesh="),
     ("stages of equal shapes", 4, _stages_of_equal_shapes_without_names, "DTensors on a part of mesh=.*pass pp_mesh="),
     ("towers", 4, _towers, f"{PARAMETERS}.*by replicas="),
-    ("towers, no mesh", 4, _towers_without_mesh, f"{PARAMETERS}.*by mesh= and replicas="),
+    ("towers, no mesh", 4, _towers_without_mesh, f"{PARAMETERS}.*by replicas="),
+    ("ignored by FSDP2, no mesh", 4, _ignored_by_fsdp, "plain gradients .*differ between ranks.*by replicas="),
+    ("stages, no mesh", 4, _stages_without_mesh, r"\('pp', 'shards'\) .*has pipeline stages.*pp_mesh=mesh\['pp'\]"),
     ("undeclared experts", 4, _undeclared_experts, "plain gradients .*differ between ranks.*declare experts"),
     ("plain shards", 2, _plain_shards, "plain gradients .*differ between ranks.*shards by replicas="),
     ("not synchronised", 2, _forgotten_synchronisation, "plain gradients .*sum the gradients over the ranks first"),
@@ -234,7 +249,6 @@ REFUSED: list[tuple[str, int, Callable[[], Call], str]] = [
 
 TWO_COLLECTIVES = {
     "partial, other order": "partial gradients are summed first",
-    "towers, no mesh": "two sets of ranks share shards",
     "tied, no mesh": "the stages are summed last",
 }
 """Why these take two; all others take one."""

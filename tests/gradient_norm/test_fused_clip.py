@@ -6,6 +6,7 @@ import gc
 import math
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -165,30 +166,44 @@ def test_into_an_optimizer_of_sharded_parameters(ranks2: Ranks) -> None:
         torch.testing.assert_close(folded, scaled, rtol=1e-5, atol=1e-6)
 
 
-def test_a_fold_without_a_step_is_undone_by_the_next_clip() -> None:
-    """A loop may leave out a step, for example at a loss spike."""
-    made, expected = parameters(), parameters()
-    optimizer, other_optimizer = torch.optim.SGD(made, lr=0.1, fused=True), torch.optim.SGD(expected, lr=0.1)
-    sonde.clip_grad_norm_(made, 1e-3, fold_into=optimizer)
-    for these, steps in ((made, optimizer), (expected, other_optimizer)):
-        sonde.clip_grad_norm_(these, 0.5)
-        steps.step()
-    assert not hasattr(optimizer, "grad_scale")
-    for p, q in zip(made, expected, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+BETWEEN: dict[str, Callable[[list[nn.Parameter]], Tensor | None]] = {
+    "the norm is measured": lambda made: sonde.clip_grad_norm_(made, None),
+    "the norm is measured by max_norm=inf": lambda made: sonde.clip_grad_norm_(made, math.inf),
+    "the norm is measured by a plan": lambda made: sonde.get_total_norm(sonde.group_parameters_for_norm(made)),
+    "one parameter is clipped": lambda made: sonde.clip_grad_norm_(made[:1], 1e9),
+    "a lower threshold": lambda made: sonde.clip_grad_norm_(made, 0.02),
+    "a higher threshold": lambda made: sonde.clip_grad_norm_(made, 0.5),
+    "a norm that is known": lambda made: sonde.clip_grads_with_norm_(made, 0.01, 0.05),
+}
 
 
-def test_the_last_of_two_folded_clips_counts() -> None:
-    made, expected = parameters(), parameters()
-    optimizer, other_optimizer = torch.optim.SGD(made, lr=0.1, fused=True), torch.optim.SGD(expected, lr=0.1)
-    sonde.clip_grad_norm_(made, 1e-3, fold_into=optimizer)
-    sonde.clip_grad_norm_(made, 0.5, fold_into=optimizer)
-    sonde.clip_grad_norm_(expected, 0.5)
+@pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_what_comes_between_a_folded_clip_and_its_step_finds_clipped_gradients(
+    make: Callable[..., torch.optim.Optimizer], between: Callable[[list[nn.Parameter]], Tensor | None]
+) -> None:
+    """A logger that measures, the clip of one layer, a loop that left out a step: all as without a fold."""
+    found = []
+    for folds in (True, False):
+        made = parameters()
+        optimizer = make(made, lr=0.1, fused=True)
+        sonde.clip_grad_norm_(made, 0.05, fold_into=optimizer if folds else None)
+        norm = between(made)
+        assert not hasattr(optimizer, "grad_scale")
+        optimizer.step()
+        found.append([torch.zeros(()) if norm is None else norm, *made])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_fold_whose_gradients_are_gone_scales_nothing() -> None:
+    """The step was left out, and the next backward has come."""
+    made = other()
+    optimizer = torch.optim.SGD([made], lr=1.0, fused=True)
+    sonde.clip_grad_norm_([made], 0.1, fold_into=optimizer)
+    made.grad = torch.ones(2)
+    assert sonde.clip_grad_norm_([made], 10.0, fold_into=optimizer) == pytest.approx(math.sqrt(2.0))
     optimizer.step()
-    other_optimizer.step()
-    for p, q in zip(made, expected, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
-    optimizer.step()  # nothing is folded in any more
+    assert made.tolist() == [-1.0, -1.0]
 
 
 @pytest.mark.parametrize("fold", [True, False])

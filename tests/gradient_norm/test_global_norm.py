@@ -43,7 +43,7 @@ def test_parts_of_the_model_come_with_the_whole(ranks4: Ranks, with_mesh: bool) 
         for order, (by_part, norm, collectives) in zip(ORDERS, results, strict=True):
             assert by_part == pytest.approx([norm_of(part, order) for part in parts], rel=1e-6)
             assert norm == pytest.approx(norm_of(exact, order), rel=1e-6)
-            assert collectives == (1 if with_mesh else 2)
+            assert collectives == 1
 
 
 def _some_missing(with_mesh: bool) -> tuple[float, float]:

@@ -106,3 +106,13 @@ def _cuts() -> list[int]:
 def test_after_how_many_elements_a_dim_is_cut(ranks4: Ranks) -> None:
     for cuts in ranks4(_cuts):
         assert cuts == [0, 0, 0, 128, 2, 256, 1]
+
+
+def _root_axes() -> list[Any]:
+    mesh = mesh_of((2, 1), ("whole", "part"))
+    return [mesh["part"]._get_root_mesh().mesh_dim_names, mesh._get_root_mesh() is mesh]
+
+
+def test_guard_an_axis_of_a_mesh_knows_the_whole(ranks2: Ranks) -> None:
+    """A clip without `mesh=` asks it whether there are pipeline stages."""
+    assert ranks2(_root_axes) == [[("whole", "part"), True]] * 2

@@ -18,6 +18,7 @@ from sonde.batch_size.taps.metric import Adds
 from sonde.batch_size.taps.named import named, packed, those_under
 from sonde.batch_size.taps.window_reader import Window
 from sonde.batch_size.taps.window_sums import as_vector, read_rows
+from sonde.batch_size.window_clock import OwnTime
 
 _SCALARS = "scalars"
 RATE = "learning rate on the device"
@@ -33,11 +34,14 @@ class Delivery:
         take: called with each window, in order.
         device: of the numbers.
         adds: what adds up over parameters in each metric.
+        own: the probe's time.
     """
 
-    def __init__(self, take: Callable[[MeasuredWindow], None], device: torch.device, adds: Sequence[Adds]) -> None:
+    def __init__(
+        self, take: Callable[[MeasuredWindow], None], device: torch.device, adds: Sequence[Adds], own: OwnTime
+    ) -> None:
         self._take, self._device, self._adds = take, device, tuple(adds)
-        self._readback: Readback[MeasuredWindow] = Readback()
+        self._readback: Readback[MeasuredWindow] = Readback(own)
         self._lock = threading.RLock()
         self.n_put = 0
         """Windows put in."""
@@ -46,11 +50,6 @@ class Delivery:
     def is_empty(self) -> bool:
         """Whether no window is on its way."""
         return self._readback.is_empty
-
-    @property
-    def seconds_waited(self) -> float:
-        """Host time in which this waited for a device or for other ranks."""
-        return self._readback.seconds_waited
 
     def alone(self) -> AbstractContextManager[object]:
         """A context in which other threads wait. A thread that is inside may enter again.

@@ -28,6 +28,7 @@ from sonde.batch_size.batch_dim import (
     tensors_in,
 )
 from sonde.batch_size.module_hook import ModuleHook, is_in_graph, put_on, why_no_hook
+from sonde.batch_size.window_clock import ALWAYS, OwnTime
 from sonde.parallel.unwrap import unwrap_model
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class ForwardUnits:
     Args:
         model: as the user calls it.
         count: called as the model is, it returns the units; None if nothing is to be counted.
+        own: the probe's time.
         steps: count each forward, in all windows. The hook on the model keeps them alive, and so the probe: a loop that
             calls no probe need not keep it.
     """
@@ -105,11 +107,12 @@ class ForwardUnits:
         self,
         model: nn.Module,
         count: UnitsOfForward | FirstDim | None,
+        own: OwnTime,
         steps: StepWatch | None = None,
     ) -> None:
         self._model, self._count, self._steps = model, count, steps
-        self.seconds = 0.0
-        """Host time spent in the hooks so far."""
+        self.spent = own.spent
+        """Of the probe's time."""
         self.counted_in = ""
         """What was counted first, in words; empty where a function counts."""
         self._is_measured = True
@@ -307,7 +310,7 @@ class _Hook(ModuleHook):
         if not is_in_graph():
             start = time.perf_counter()
             self._note(*called_with)
-            self._forwards.seconds += time.perf_counter() - start
+            self._forwards.spent[ALWAYS] += time.perf_counter() - start
 
 
 def _is_first_dim(value: object) -> bool:

@@ -5,7 +5,6 @@ Each example is a piece of one unit.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,6 +20,7 @@ from sonde.batch_size.stats.example_sums import ENOUGH_COVERED, CoveredPart, Exa
 from sonde.batch_size.stats.window_row import WITHOUT_EXAMPLES, Drop, WindowRow
 from sonde.batch_size.taps.named import Named
 from sonde.batch_size.taps.window_sums import PieceCounts, WindowSums, as_vector
+from sonde.batch_size.window_clock import OwnTime
 from sonde.parallel.devices import to_device, widened, zero_sums
 from sonde.parallel.same_on_ranks import holds_on_all
 from sonde.parallel.wrappers import Wrapper
@@ -60,13 +60,19 @@ class Mechanism:
         wrapper: of the model.
         options: of the probe.
         group_names: the group of each parameter.
+        own: the probe's time.
 
     Raises:
         ValueError: if examples are asked for and cannot be read.
     """
 
     def __init__(
-        self, model: nn.Module, wrapper: Wrapper, options: NoiseScaleOptions, group_names: Sequence[str]
+        self,
+        model: nn.Module,
+        wrapper: Wrapper,
+        options: NoiseScaleOptions,
+        group_names: Sequence[str],
+        own: OwnTime,
     ) -> None:
         self._names = list(wrapper.parameters)
         self._is_asked = options.per_example == "always"
@@ -77,6 +83,7 @@ class Mechanism:
         if self._is_asked or (options.per_example == "auto" and wrapper.n_ranks == 1):
             try:
                 self.examples = _example_window(model, wrapper, options, group_names)
+                self.examples.norms.own = own
             except ValueError as error:
                 self.why_not = str(error)
             can_read = self.examples is not None  # all or none: ranks must send vectors of one length
@@ -249,13 +256,12 @@ class ExampleWindow:
     def __init__(
         self, norms: PerExampleNorms, group_names: Sequence[str], device: torch.device, *, is_sharded: bool
     ) -> None:
-        self._norms, self._is_sharded, self._device = norms, is_sharded, device
+        self.norms, self._is_sharded, self._device = norms, is_sharded, device
         self._n_parameters = len(group_names)
         places = {name: i for i, name in enumerate(dict.fromkeys(group_names))}
         self._group_index = torch.tensor([places[name] for name in group_names], device="cpu")
         self.reasons: dict[str, str] = {}
         """Why parameters, by name, are not covered, as far as the host knows; "" holds a reason for all of them."""
-        self._own_seconds = 0.0
         self._reset()
 
     def _reset(self) -> None:
@@ -267,12 +273,7 @@ class ExampleWindow:
     @property
     def is_open(self) -> bool:
         """Whether examples are read now."""
-        return self._norms.is_open
-
-    @property
-    def seconds(self) -> float:
-        """Host time spent so far."""
-        return self._norms.seconds + self._own_seconds
+        return self.norms.is_open
 
     def open(self) -> None:
         """Read the examples of the pieces from now on.
@@ -280,17 +281,17 @@ class ExampleWindow:
         Raises:
             ValueError: see `PerExampleNorms.open`.
         """
-        if not self._norms.is_open:
-            self._norms.open()
+        if not self.norms.is_open:
+            self.norms.open()
 
     def close(self) -> None:
         """Read nothing until `open`; keep no hook."""
-        self._norms.close()
+        self.norms.close()
 
     def begin_piece(self) -> None:
         """From here until `end_piece` all backwards are one piece: those before it, outside pieces, do not count."""
-        if self._norms.is_open:
-            self._norms.forget_backwards()
+        if self.norms.is_open:
+            self.norms.forget_backwards()
 
     def end_piece(self, counts: PieceCounts, unscale: Tensor | None) -> None:
         """Add the examples of the piece that ends here.
@@ -299,26 +300,21 @@ class ExampleWindow:
             counts: of the piece.
             unscale: the factor that undoes a GradScaler's scale; None without one.
         """
-        if not self._norms.is_open:
+        if not self.norms.is_open:
             return
-        before, inside = time.perf_counter(), self._norms.seconds
-        self._add_piece(counts, unscale)
-        self._own_seconds += time.perf_counter() - before - (self._norms.seconds - inside)
-
-    def _add_piece(self, counts: PieceCounts, unscale: Tensor | None) -> None:
         # Rows that count for nothing, as padding may, have a weight of 0, and are no units.
         units = counts.units if counts.unit_weights is None else len(counts.unit_weights)
         if why_not := self._why_not_rows(units):
             self.reasons[""] = why_not
-            self._norms.discard()
+            self.norms.discard()
             return
         n = int(units)
         try:
-            squares = self._norms.take(n)
+            squares = self.norms.take(n)
         except Exception as error:  # a bug, a mistake in a rule of the user's, or no memory left: training goes on
             log_failure(error)
             self.reasons[""] = f"reading them failed ({type(error).__name__}: {error})"
-            self._norms.discard()
+            self.norms.discard()
             return
         self.reasons |= squares.reasons
         weights = _weights_of_examples(counts, n, self._small)
@@ -341,8 +337,8 @@ class ExampleWindow:
 
     def discard_piece(self) -> None:
         """Forget the present piece."""
-        if self._norms.is_open:
-            self._norms.discard()
+        if self.norms.is_open:
+            self.norms.discard()
 
     def end_window(self, sums: WindowSums, sq_norms_big: Tensor | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The numbers of the window by name; starts the next one.

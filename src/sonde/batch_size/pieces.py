@@ -24,6 +24,7 @@ from sonde.batch_size.taps.tap import Problem
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.taps.window_sums import PieceCounts, check_counts, piece_counts
 from sonde.batch_size.units import counted_in
+from sonde.batch_size.window_clock import ALWAYS, MEASURING, OwnTime
 from sonde.record_values import whole_number
 
 Units = float | Tensor | Mapping[str, float | Tensor] | None
@@ -57,14 +58,14 @@ class DeclaredPiece:
         has_units = pieces.knows_units if units is None else type(units) is int and 0 < units < _MANY
         is_plain = unit_weights is None and n is None
         self._is_usual = has_units and is_plain and type(weight) is float and 0 < weight < math.inf
-        pieces.seconds += time.perf_counter() - start
+        pieces.spent[ALWAYS] += time.perf_counter() - start
 
     def __enter__(self) -> None:
         start, pieces = time.perf_counter(), self._pieces
         if self._is_usual and pieces.is_quiet and not pieces.is_open:  # nearly all pieces, so this is short
             self._is_read = False
             pieces.steps.n_runs += 1
-            pieces.seconds += time.perf_counter() - start
+            pieces.spent[ALWAYS] += time.perf_counter() - start
             pieces.is_open = True  # last: if Ctrl-C comes before this line, __exit__ never runs
         else:
             self._is_read = pieces.begin(*self._given)
@@ -75,7 +76,7 @@ class DeclaredPiece:
         else:
             start, pieces = time.perf_counter(), self._pieces
             pieces.is_open = False
-            pieces.seconds += time.perf_counter() - start
+            pieces.spent[ALWAYS] += time.perf_counter() - start
 
 
 NOT_COUNTED = Problem.BAD_COUNTS
@@ -93,6 +94,7 @@ class Pieces:
         reader: of the pieces.
         steps: count the pieces of windows that are not measured.
         pacing: says whether a window is measured.
+        own: the probe's time.
         in_pipeline: whether the model is a pipeline's stage, so that a backward alone is no piece.
         has_peers: whether other ranks sum with this one. They would wait for a rank that raises alone, so a window
             with backwards that are no pieces is dropped instead, unless a rank declares pieces.
@@ -107,6 +109,7 @@ class Pieces:
         reader: WindowReader,
         steps: StepWatch,
         pacing: Pacing,
+        own: OwnTime,
         in_pipeline: bool = False,
         has_peers: bool = False,
     ) -> None:
@@ -125,8 +128,8 @@ class Pieces:
         """Whether the present window is not measured, and a piece's number of units alone says its size."""
         self.knows_units = units_per_piece is not None
         """Whether the number of units need not be given for each piece."""
-        self.seconds = 0.0
-        """Host time spent so far on declared pieces in all windows, in measured ones without their reading."""
+        self.spent = own.spent
+        """Of the probe's time."""
         self._in_pipeline, self._has_peers = in_pipeline, has_peers
         self._has_run = False
         """Whether a piece has ended in the present window, or a backward that was none."""
@@ -169,7 +172,7 @@ class Pieces:
             self._begin_reading(n, by_forward=by_forward)
         else:
             self.steps.n_runs += not self._pacing.is_measured
-        (self._pacing.spent if is_read else self._pacing.spent_idle)(start)
+        self.spent[MEASURING if is_read else ALWAYS] += time.perf_counter() - start
         self.is_open = True
         return is_read
 
@@ -338,11 +341,6 @@ class Pieces:
     def counted_in(self) -> str:
         """The tensor whose rows were counted first, in words; empty where no rows are counted."""
         return self._forwards.counted_in
-
-    @property
-    def seconds_in_all_windows(self) -> float:
-        """Host time spent on pieces and in hooks of forwards so far, measured or not; see `seconds`."""
-        return self.seconds + self._forwards.seconds
 
     def close(self) -> None:
         """Remove the hooks of forwards."""

@@ -57,6 +57,7 @@ from sonde.batch_size.taps.tap_choice import choose_tap
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.taps.witness import Witness
 from sonde.batch_size.window_clip import WindowClip, checked_clip
+from sonde.batch_size.window_clock import OwnTime
 from sonde.batch_size.window_ends import WindowEnds
 from sonde.console import tell
 from sonde.parallel.devices import exact_bits
@@ -155,7 +156,8 @@ class NoiseScaleProbe:
         self._rounding = RoundingWatch(wrapper, hook_name)
         self._metrics = MetricTrackers(found.metrics, functools.partial(self._new_tracker, fixed_weights))
         self._tracker = self._metrics.headline
-        self._mechanism = Mechanism(model, wrapper, options, found.group_names)
+        own = OwnTime()
+        self._mechanism = Mechanism(model, wrapper, options, found.group_names, own)
         # The tap installs hooks, so it comes after everything that may refuse the model.
         whole, metrics = found.whole, found.metrics
         witness = Witness(whole.shapes, whole.first, len(found.parameters), apart=found.experts)
@@ -168,6 +170,7 @@ class NoiseScaleProbe:
             comm_state=comm_state,
             staging_bytes=options.staging_bytes(wrapper.leaves[0].device),
             on_backward=lambda: self._pieces.backward_ended(),
+            own=own,
         )
         self._reader = WindowReader(
             wrapper,
@@ -175,6 +178,7 @@ class NoiseScaleProbe:
             metrics.measured,
             witness,
             self._tap,
+            own,
             grad_scaler=self._grad_scaler,
             first=whole.first,
             n_further_units=len(found.units) - 1,
@@ -184,6 +188,7 @@ class NoiseScaleProbe:
             lambda window: self._arrivals.take(window),
             self._reader.device,
             metrics.measured.adds,
+            own,
         )
         self._alone = self._delivery.alone()
         n_summed_ranks = n_summed(wrapper.group)
@@ -194,7 +199,7 @@ class NoiseScaleProbe:
             n_ranks=n_summed_ranks,
             exact_bits=exact_bits(self._reader.device, n_summed_ranks),
         )
-        self._pacing = Pacing(pace, self._tap, self._mechanism, self._reader)
+        self._pacing = Pacing(pace, self._tap, self._mechanism, self._reader, own)
         self._scalars = Scalars(log)
         self._closed = False
         self._verbose = verbose and log.is_first_rank
@@ -213,12 +218,13 @@ class NoiseScaleProbe:
             wrapper,
             self._reader,
             self._pacing,
+            own,
             has_peers=n_summed_ranks > 1,
             end_window=self._end_at_step,
             alert=self._alert,
         )
         units = options.units_per_piece
-        forwards = ForwardUnits(model, units if is_of_forward(units) else None, self._steps)
+        forwards = ForwardUnits(model, units if is_of_forward(units) else None, own, self._steps)
         self._pieces = Pieces(
             found.units,
             units,
@@ -226,6 +232,7 @@ class NoiseScaleProbe:
             reader=self._reader,
             steps=self._steps,
             pacing=self._pacing,
+            own=own,
             in_pipeline=found.in_pipeline,
             has_peers=n_summed_ranks > 1,
         )
@@ -238,6 +245,7 @@ class NoiseScaleProbe:
             self._mechanism,
             self._delivery,
             self._scalars,
+            own,
             ddp=self._wrapper.ddp,
             log_every=log.every,
             alert=self._alert,

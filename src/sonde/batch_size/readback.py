@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sonde.batch_size.window_clock import NO_COST, OwnTime
 from sonde.parallel.devices import HostCopy, start_copy_to_host
 
 T = TypeVar("T")
@@ -28,13 +29,16 @@ class _Copy(Generic[T]):
 
 
 class Readback(Generic[T]):
-    """Vectors are put in on the device, sent by one asynchronous copy, and yielded as values once they have arrived."""
+    """Vectors are put in on the device, sent by one asynchronous copy, and yielded as values once they have arrived.
 
-    def __init__(self) -> None:
+    Args:
+        own: the probe's time, which does not count waits.
+    """
+
+    def __init__(self, own: OwnTime) -> None:
+        self._own = own
         self._put: list[tuple[dist.Work | None, list[Tensor], Read[T]]] = []
         self._copies: list[_Copy[T]] = []
-        self.seconds_waited = 0.0
-        """Host time in which this waited for a collective or for a copy."""
 
     @property
     def is_empty(self) -> bool:
@@ -68,15 +72,13 @@ class Readback(Generic[T]):
         for work, vectors, read in put:
             if abandon_unfinished and work is not None and not work.is_completed():
                 continue
-            start = time.perf_counter()
             try:
                 if work is not None:
-                    work.wait()  # on a GPU only the stream waits; gloo has usually finished in the windows since
+                    with self._own.on(NO_COST):
+                        work.wait()  # on a GPU only the stream waits; gloo has usually finished in the windows since
             except RuntimeError as error:
                 failure = error
                 continue
-            finally:
-                self.seconds_waited += time.perf_counter() - start
             finished.append((vectors, read))
         if finished:
             self._copy(finished)
@@ -110,9 +112,8 @@ class Readback(Generic[T]):
             if not sent.copy.has_arrived():
                 if not wait:
                     break
-                start = time.perf_counter()
-                sent.copy.wait()
-                self.seconds_waited += time.perf_counter() - start
+                with self._own.on(NO_COST):
+                    sent.copy.wait()
             flat_sizes = [size for sizes in sent.sizes for size in sizes]
             vectors = iter(sent.copy.host.split(flat_sizes))
             for sizes, read in zip(sent.sizes, sent.reads, strict=True):

@@ -19,6 +19,7 @@ from sonde.batch_size.pacing import Pacing
 from sonde.batch_size.taps.autograd_internals import in_backward
 from sonde.batch_size.taps.tap import Problem
 from sonde.batch_size.taps.window_reader import WindowReader
+from sonde.batch_size.window_clock import ALWAYS, OwnTime
 from sonde.parallel.devices import runs_beside_host
 from sonde.parallel.optimizers import Optimizers, given_optimizers
 from sonde.parallel.wrappers import Wrapper
@@ -54,6 +55,7 @@ class StepWatch:
         wrapper: of the model. Optimizers that step what is not measured join its own.
         reader: the reader of the window.
         pacing: says whether a window is measured.
+        own: the probe's time.
         has_peers: whether other ranks sum with this one. Then each step ends a window, since they may have pieces.
         end_window: ends the present window.
         alert: called with "called_often" when windows are ended with each micro-batch; with "stepped_in_backward" when
@@ -68,6 +70,7 @@ class StepWatch:
         wrapper: Wrapper,
         reader: WindowReader,
         pacing: Pacing,
+        own: OwnTime,
         *,
         has_peers: bool,
         end_window: Callable[[], None],
@@ -75,8 +78,7 @@ class StepWatch:
     ) -> None:
         self._reader, self._pacing, self._has_peers = reader, pacing, has_peers
         self._end_window, self._alert = end_window, alert
-        self.seconds = 0.0
-        """Host time spent in hooks of optimizers so far, without the windows that they have ended."""
+        self._spent = own.spent
         self.n_runs = 0
         """Forward passes of the present window, as far as they are watched, and backwards outside pieces; if it is not
         measured, also its declared pieces."""
@@ -260,7 +262,7 @@ class StepWatch:
         is_due = not self._n_by_loop and self._has_window(optimizer)
         if self._n_by_loop:
             self._count_windows()
-        self.seconds += time.perf_counter() - start
+        self._spent[ALWAYS] += time.perf_counter() - start
         if is_due:
             self._is_ending = True
             try:

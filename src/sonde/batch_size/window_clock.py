@@ -1,4 +1,4 @@
-"""How long windows take, on the host's clock or on a device's, without waiting for the device."""
+"""What the probe takes of the host's time, and how long windows take, on the host's clock or on a device's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,39 @@ from typing import Protocol, Self
 import torch
 
 from sonde.parallel.devices import has_timed_events, record_event
+
+MEASURING, ALWAYS, NO_COST = range(3)
+"""What the probe takes time for: measured windows alone; every window, measured or not; and what is no cost of it,
+waiting for a device or for other ranks, and a clip that the user asked for."""
+
+
+class OwnTime:
+    """One clock for all parts of a probe. Of stretches inside each other, each moment counts for the innermost."""
+
+    def __init__(self) -> None:
+        self.spent = [0.0, 0.0, 0.0]
+        """Seconds of host time so far, by purpose. Short code that runs often adds to it by itself."""
+
+    def on(self, purpose: int) -> Stretch:
+        """A context whose time is spent on a purpose."""
+        return Stretch(self.spent, purpose)
+
+
+class Stretch:
+    """Some time inside the probe. Its purpose may be set later, before it ends."""
+
+    __slots__ = ("_before", "_spent", "_start", "purpose")
+
+    def __init__(self, spent: list[float], purpose: int) -> None:
+        self._spent, self.purpose = spent, purpose
+
+    def __enter__(self) -> Self:
+        self._before, self._start = sum(self._spent), time.perf_counter()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        inside = sum(self._spent) - self._before
+        self._spent[self.purpose] += time.perf_counter() - self._start - inside
 
 
 class Mark(Protocol):

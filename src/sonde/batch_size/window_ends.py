@@ -21,6 +21,9 @@ from sonde.batch_size.step_watch import Alert, StepWatch
 from sonde.batch_size.taps.tap import Problem
 from sonde.batch_size.taps.window_reader import Window, WindowReader
 from sonde.batch_size.window_clip import WindowClip
+from sonde.batch_size.window_clock import ALWAYS, MEASURING, NO_COST, OwnTime
+from sonde.gradient_norm.global_norm import GlobalNorm
+from sonde.gradient_norm.plan import NormPlan
 
 _WINDOWS_HELD = 8
 """Most windows that wait on the device, however rarely a reading is written. `Pace` needs their costs soon."""
@@ -42,6 +45,7 @@ class WindowEnds:
         mechanism: may keep the tap as it is.
         delivery: brings the numbers of windows to the host.
         scalars: the user's own, which travel with a window.
+        own: the probe's time.
         ddp: the DDP module around the model; None without DDP.
         log_every: windows from one reading in the log to the next.
         alert: takes an alert's name and message.
@@ -58,6 +62,7 @@ class WindowEnds:
         mechanism: Mechanism,
         delivery: Delivery,
         scalars: Scalars,
+        own: OwnTime,
         *,
         ddp: DistributedDataParallel | None,
         log_every: int,
@@ -73,7 +78,7 @@ class WindowEnds:
         self._n_quiet = self._n_quiet_begun = 0
         """Quiet windows that are left, of those that were left when the last other window had ended."""
         self._has_paused = False
-        self._seconds_put = self._quiet_seconds = 0.0
+        self._own, self._seconds_put = own, 0.0
 
     def pass_quiet(self, start: float) -> bool:
         """End the present window if it is a quiet one, as nearly all are: short, since every window pays for it.
@@ -90,7 +95,7 @@ class WindowEnds:
         self.n_windows += 1
         self._steps.window_ended()
         self._model.window_passes(self.n_windows)
-        self._quiet_seconds += time.perf_counter() - start
+        self._own.spent[ALWAYS] += time.perf_counter() - start
         return True
 
     def end(self, clip: WindowClip | None) -> Tensor | None:
@@ -135,16 +140,13 @@ class WindowEnds:
 
     def _end_checked(self, clip: WindowClip | None) -> Tensor | None:
         self.catch_up()
-        self._pacing.spent_in_all_windows(
-            self._steps.seconds + self._pieces.seconds_in_all_windows + self._quiet_seconds
-        )
-        self._deliver()
+        with self._own.on(MEASURING):
+            self._deliver()
         if clip is not None:
             self._reader.final.clip_also(self._model.unmeasured.now())
-        if self._pacing.is_measured:
-            norm, failure = self._measure(clip)
-        else:
-            norm, failure = self._pass(clip)
+        is_measured = self._pacing.is_measured
+        with self._own.on(MEASURING if is_measured else ALWAYS):
+            norm, failure = self._measure(clip) if is_measured else self._pass(clip)
         self._pacing.window_ended()
         if not (self._pacing.is_measured or self._has_paused):
             self._has_paused = True
@@ -181,43 +183,42 @@ class WindowEnds:
         Returns:
             The norm, if it was asked for; and an error to raise after the window has ended.
         """
-        start = time.perf_counter()
         problems, frozen = self._model.window_ends(self.n_windows + 1)
         problems |= self._steps.take_problems() | ({Problem.UNITS_ASKED} if self._pieces.is_doubted else set())
         self._steps.window_ended()
         if question := self._pieces.take_question():
             self._alert("units", question)
-        self._pacing.spent(start)
         window, measured = self._reader.end_window(
             reads_grad=clip is not None,
             problems=problems,
             costs=self._pacing.take_costs(),
             frozen=frozen,
         )
-        norm, failure = None, None
+        norm = failure = None
         clip_scalars: dict[str, float | Tensor] = {}
         if clip is not None:
-            try:
-                norm = clip.apply(self._reader.final.plan, measured)
+            norm, failure = self._clipped(clip, self._reader.final.plan, measured)
+            if norm is not None:
                 clip_scalars = clip.scalars(norm)
-            except RuntimeError as error:
-                failure = error
-        start = time.perf_counter()
         self._put(window, clip_scalars | self._scalars.take())
-        self._pacing.spent(start)
         return norm, failure
+
+    def _clipped(
+        self, clip: WindowClip, plan: NormPlan, measured: GlobalNorm | None = None
+    ) -> tuple[Tensor | None, RuntimeError | None]:
+        """Clip; or the error that is to be raised after the window has ended. The user asked for it: it is no cost."""
+        try:
+            with self._own.on(NO_COST):
+                return clip.apply(plan, measured), None
+        except RuntimeError as error:
+            return None, error
 
     def _pass(self, clip: WindowClip | None) -> tuple[Tensor | None, RuntimeError | None]:
         """End a window that was not measured: only the clip has work to do."""
-        start = time.perf_counter()
         self.n_windows += 1
         self._steps.window_ended()
         self._model.window_passes(self.n_windows)
-        self._pacing.spent_idle(start)
-        try:
-            return (clip.apply(self._reader.final.plan_without_groups) if clip is not None else None), None
-        except RuntimeError as error:
-            return None, error
+        return (None, None) if clip is None else self._clipped(clip, self._reader.final.plan_without_groups)
 
     def _put(self, window: Window, scalars: Mapping[str, float | Tensor]) -> None:
         """Put a window's numbers on their way, with what the host knows of it."""
@@ -238,7 +239,6 @@ class WindowEnds:
 
     def _deliver(self) -> None:
         """Send the windows that are due, and take in those that arrived. The first is sent at once."""
-        start, waited = time.perf_counter(), self._delivery.seconds_waited
         is_due = self.n_windows % self._log_every == 0 or self.n_windows % _WINDOWS_HELD == 0
         is_later = self.n_windows // self._log_every > self._n_checked // self._log_every
         if self._pacing.is_measured and (is_later or self._delivery.n_put <= 1):
@@ -250,5 +250,3 @@ class WindowEnds:
             self._delivery.receive(wait=False)
         if self._pacing.pace.awaits is not None:  # ranks must choose alike, so none may choose before it has come
             self._delivery.receive_all()
-        waited = self._delivery.seconds_waited - waited
-        self._pacing.spent(start, waited=waited)

@@ -20,6 +20,7 @@ from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.refused_gradients import marks_of
 from sonde.gradient_norm.scaling import Nonfinite, check_options, check_order, clip_measured_
 from sonde.gradient_norm.verify import check_replicas, compare_plans
+from sonde.parallel.outside_graphs import outside_graphs
 from sonde.parallel.placements import spec_of
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ _MAX_CACHED = 8
 _GENERATORS_OF_A_MODULE = (nn.Module.parameters.__code__, nn.Module.named_parameters.__code__)
 
 
+@outside_graphs
 def clip_grad_norm_(
     parameters: Parameters,
     max_norm: float | None,
@@ -69,8 +71,9 @@ def clip_grad_norm_(
         error_if_nonfinite: the same as nonfinite="raise".
         foreach: accepted so that calls written for torch run unchanged; it has no effect.
         mesh: all ranks that hold any of the model, pipeline stages included. One collective then does everything, and
-            all ranks get the same bits. None sums each gradient over the ranks of its own mesh, by one collective for
-            each such set of ranks, and counts plain tensors as whole.
+            all ranks get the same bits. None takes a mesh of all ranks that some gradients are cut over, if others are
+            not; else it sums each gradient over the ranks of its own mesh, by one collective for each such set of
+            ranks, and counts plain tensors as whole.
         pp_mesh: the pipeline stages, each with parameters of its own.
         replicas: how many ranks of `mesh` hold the same values, by tensor or name. Declare plain tensors that are not
             the same on all ranks of their stage (experts under expert parallelism), and DTensors that are on a part of
@@ -81,10 +84,10 @@ def clip_grad_norm_(
             gradients to 0, or has the fused optimizer in `fold_into` skip its step. "raise" raises on every rank and
             names the parameters; it waits for the device. "assert_async" stops a GPU when it gets there.
         fold_into: a fused optimizer of all these parameters. Its next `step()`, which must follow, scales the gradients
-            as it reads them, which saves a pass; `.grad` is not scaled before. If the same parameters are clipped again
-            before that step, only the last clip counts. If gradients are added, replaced or written to before that
-            step, or it gets a closure, the clip is dropped with a warning. (A clip inside the closure is folded.) Two
-            hooks stay on the optimizer; without a fold they do nothing.
+            as it reads them, which saves a pass; `.grad` is not scaled before. If sonde takes another norm of any of
+            them before that step, it scales them first, as without a fold. If gradients are added, replaced or written
+            to before that step, or it gets a closure, the clip is dropped with a warning. (A clip inside the closure is
+            folded.) Two hooks stay on the optimizer; without a fold they do nothing.
         ep_enabled: accepted so that calls written for torchtitan run unchanged; it has no effect, since the placements
             of gradients show expert parallelism.
 
@@ -108,6 +111,7 @@ def clip_grad_norm_(
         (tensor(5.), tensor([0.6000, 0.8000]))
     """
     tensors, names, problem = tensors_of(parameters)
+    problem = problem or _are_gradients(tensors)
     may_cache = replicas is None and problem is None
     # Plain tensors, asked all at once, have no spec.
     specs = [None] * len(tensors) if {type(p) for p in tensors} <= _PLAIN else [spec_of(p) for p in tensors]
@@ -161,6 +165,7 @@ def _shapes(tensors: Sequence[Tensor]) -> tuple[object, ...]:
         return tuple([None if is_lazy(p) else p.shape for p in tensors])
 
 
+@outside_graphs
 def group_parameters_for_norm(
     parameters: Parameters,
     *,
@@ -201,6 +206,7 @@ def group_parameters_for_norm(
     return plan
 
 
+@outside_graphs
 def clip_grad_norm_distributed_(
     parameter_groups: NormPlan,
     max_norm: float | None,
@@ -281,6 +287,16 @@ def tensors_of(parameters: Parameters) -> tuple[list[Tensor], list[str] | None, 
         problem = _no_tensors(not_tensors[0], is_listed=True)
         names, listed = None, [item for item in listed if isinstance(item, Tensor)]
     return listed, names, problem
+
+
+def _are_gradients(tensors: Sequence[Tensor]) -> ValueError | None:
+    """The error for tensors that nothing marks as parameters: a clip would look for their gradients and find none."""
+    if not tensors or any(t.requires_grad or t.grad is not None or isinstance(t, nn.Parameter) for t in tensors):
+        return None
+    return ValueError(
+        "parameters must be tensors with a gradient, got tensors that require none: pass model.parameters(), not their "
+        "gradients; sonde.get_total_norm takes gradients"
+    )
 
 
 def _module_of(parameters: Parameters) -> nn.Module | None:

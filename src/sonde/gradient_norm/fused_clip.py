@@ -18,7 +18,7 @@ from sonde.parallel.unwrap import unwrap_optimizer
 _warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Module-level because a function has nowhere else to note that it has warned about an optimizer already."""
 _pending: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Fold] = weakref.WeakKeyDictionary()
-"""Module-level because a clip without `fold_into` must undo an earlier fold, and knows only the parameters."""
+"""Module-level because a norm that is taken before the step must find the fold, and knows only the parameters."""
 _hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers that have the two step hooks. The hooks stay, since an optimizer whose hooks are removed while it steps
 through them raises. Without a fold they do nothing."""
@@ -82,13 +82,34 @@ def scale_in_step(optimizer: Any) -> Tensor | float:
     return 1.0 if divisor is None else torch.as_tensor(divisor).reciprocal()
 
 
-def unfold(parameters: Iterable[Tensor]) -> None:
-    """Undo folds that involve any of these parameters and whose step has not come."""
+def apply_folds(parameters: Iterable[Tensor]) -> None:
+    """Scale the gradients of folds that involve any of these parameters now: something is about to look at them.
+
+    So whatever comes between a clip and its step sees and leaves the gradients that it would without a fold.
+    """
     if not _pending:
         return
-    clipped = {id(p) for p in parameters}
-    for pending in [p for p in _pending.values() if clipped & p.parameters.keys()]:
-        pending.forget()
+    looked_at = {id(p) for p in parameters}
+    for optimizer, pending in [*_pending.items()]:
+        if looked_at & pending.parameters.keys():
+            pending.apply(optimizer)
+
+
+def scale_(grads: list[Tensor], coefficient: Tensor | None, skip: Tensor | None = None) -> None:
+    """Multiply gradients of one device, or set them to 0.
+
+    Args:
+        grads: changed in place.
+        coefficient: 0-dim; None for 1: to multiply by 1 changes nothing and takes as long as the norm.
+        skip: 0-dim bool; whether to set all to 0.
+    """
+    device = grads[0].device
+    if coefficient is not None:
+        torch._foreach_mul_(grads, to_device(coefficient, device))
+    if skip is not None:
+        skip = to_device(skip, device)
+        for grad in grads:
+            grad.masked_fill_(skip, 0.0)  # a product would not do: 0 times NaN is NaN
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -108,7 +129,7 @@ class _Fold:
         self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], coefficient: Tensor, skip: Tensor | None
     ) -> None:
         self.parameters = {id(p): _state_of_gradient(p) for p in parameters}
-        self._optimizer = weakref.ref(optimizer)
+        self._optimizer, self._coefficient, self._skip = weakref.ref(optimizer), coefficient, skip
         self._found_inf = torch.zeros((), device=coefficient.device) if skip is None else skip.float()
         # The kernel divides by `grad_scale`, as it does for a GradScaler: so it is one over the coefficient.
         self._grad_scale = coefficient.float().reciprocal()
@@ -129,6 +150,17 @@ class _Fold:
         scalers = getattr(optimizer, "found_inf", None)
         if scalers is not None and scalers is not self._found_inf:
             optimizer.found_inf = torch.maximum(scalers, to_device(self._found_inf, scalers.device).to(scalers.dtype))
+
+    def apply(self, optimizer: Any) -> None:
+        """Scale the gradients before the step comes. Where they are other ones now, there is nothing to scale."""
+        if not self.is_stale(optimizer):
+            alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+            for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+                local = local_tensor(p.grad)
+                alike.setdefault((local.device, local.dtype), []).append(local)
+            for gradients in alike.values():
+                scale_(gradients, self._coefficient, self._skip)
+        self.forget()
 
     def is_stale(self, optimizer: Any) -> bool:
         """Whether a gradient is another one than was clipped, was not there, or was written to since."""

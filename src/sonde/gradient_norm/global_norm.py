@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sonde.gradient_norm.agreement import Contrast, contrast, disagreements
 from sonde.gradient_norm.cross_check import NormRequest, Peers, disagreement
+from sonde.gradient_norm.fused_clip import apply_folds
 from sonde.gradient_norm.held_error import OTHER_CALL, OTHER_GRADIENT, OTHER_PLAN, unexpected
 from sonde.gradient_norm.plan import Collected, NormPlan
 from sonde.gradient_norm.power_sums import power_sum
@@ -129,6 +130,7 @@ def global_norm(
             their options, or hold other parameters than they count. If the sum can be read without waiting (on the
             CPU), every rank that shares a sum with this rank raises; on a GPU this rank alone.
     """
+    apply_folds(plan.parameters)
     collected, error = _collect(plan)
     problem = problem or plan.request_problem
     request = NormRequest(order, max_norm, nonfinite, is_wrong=problem is not None)

@@ -18,7 +18,7 @@ from sonde.gradient_norm.held_error import HeldError, unexpected
 from sonde.gradient_norm.power_sums import is_read_in_blocks
 from sonde.gradient_norm.refused_gradients import check_elements, check_marks, check_share, check_stages
 from sonde.parallel.inventory import Inventory
-from sonde.parallel.meshes import check_mesh, ranks_of, stage_ranks
+from sonde.parallel.meshes import check_mesh, mesh_of_all_ranks, ranks_of, root_of, size_along, stage_ranks
 from sonde.parallel.placements import from_local, local_tensor, shard_of, spec_of
 from sonde.parallel.shares import Share, same_placement, share_of
 
@@ -124,7 +124,8 @@ class NormPlan(Mapping[Key, list[Tensor]]):
     Args:
         parameters: a tensor that comes twice counts once.
         names: of the parameters, for messages.
-        mesh: all ranks that hold any of the model; None to sum gradients over the ranks of their own meshes.
+        mesh: all ranks that hold any of the model; None to sum gradients over the ranks of their own meshes, or over
+            one of these meshes if it has all ranks of the job and other gradients are not cut over it.
         pp_mesh: the pipeline stages, each with parameters of its own.
         replicas: how many of the mesh's ranks hold the same values, by tensor or name, where the layout cannot show it.
         parts: which part of the model each parameter belongs to, from 0; as many parts on every rank; one part for all
@@ -182,6 +183,8 @@ class NormPlan(Mapping[Key, list[Tensor]]):
     ) -> None:
         if mesh is not None:
             check_mesh("mesh", mesh)
+        else:
+            mesh = mesh_of_all_ranks(parameters)
         first = {id(p): i for i, p in reversed([*enumerate(parameters)])}
         self._positions = list(range(len(parameters))) if are_gradients else sorted(first.values())
         self._are_gradients = are_gradients
@@ -249,7 +252,7 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         With an empty list the plan keeps no tensor alive, and is of no use until it gets another list.
         """
         self.parameters = [parameters[i] for i in self._positions] if parameters else []
-        self.mesh, self.pp_mesh = mesh, pp_mesh
+        self.mesh, self.pp_mesh = mesh or self.mesh, pp_mesh
 
     def use_stages(self, pp_mesh: DeviceMesh | None) -> None:
         """Sum over these pipeline stages from now on; None keeps the known ones.
@@ -350,11 +353,19 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         )
 
     def _missing_stages(self) -> ValueError | None:
-        if self.mesh is None or self.pp_mesh is not None:
+        if self.pp_mesh is not None:
             return None
-        if dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=False)).get("pp", 1) == 1:
+        if self.mesh is not None:
+            if size_along(self.mesh, "pp") == 1:
+                return None
+            return ValueError("mesh= has an axis 'pp', but pp_mesh= was not given: pass pp_mesh=mesh['pp']")
+        if (root := self.remembered(_root_with_stages)) is None:
             return None
-        return ValueError("mesh= has an axis 'pp', but pp_mesh= was not given: pass pp_mesh=mesh['pp']")
+        return ValueError(
+            f"the mesh {root.mesh_dim_names} that gradients are cut over has pipeline stages, and each has gradients "
+            "that the others lack: pass mesh= (that mesh) and pp_mesh=mesh['pp'], or the mesh of this stage alone as "
+            "mesh= to count its gradients alone"
+        )
 
     def zeros(self, index: int) -> Tensor:
         """Zeros in place of a missing gradient that was partial before, placed as it was then."""
@@ -483,3 +494,10 @@ def _share(spec: Any, shares: dict[tuple[Any, ...], Share]) -> Share:
     if share is None:
         share = shares[placed] = share_of(spec)
     return share
+
+
+def _root_with_stages(plan: NormPlan) -> DeviceMesh | None:
+    """The whole mesh around that of some parameters, if it has pipeline stages."""
+    # Not by shares, which are kept for equal meshes: those may be axes of different ones.
+    roots = (root_of(spec.mesh) for p in plan.parameters if (spec := spec_of(p)) is not None)
+    return next((root for root in roots if size_along(root, "pp") > 1), None)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from sonde.gradient_norm.cross_check import first_names
-from sonde.gradient_norm.fused_clip import fold, unfold
+from sonde.gradient_norm.fused_clip import fold, scale_
 from sonde.gradient_norm.global_norm import GlobalNorm
 from sonde.gradient_norm.plan import Collected, NormPlan
 from sonde.gradient_norm.power_sums import LARGEST_ORDER
-from sonde.parallel.devices import is_at_hand, to_device, widened
+from sonde.parallel.devices import is_at_hand, widened
 
 Nonfinite = Literal["ignore", "skip", "raise", "assert_async"]
 """What to do when the norm is not finite; `clip_grad_norm_` says what each means."""
@@ -56,8 +56,6 @@ def clip_measured_(
         is_usable = measured.is_usable
         # Whether to skip is decided on the device too: the mask is passed on, never read here.
         skip = ~is_usable if nonfinite == "skip" else None
-    if max_norm is not None:
-        unfold(plan.parameters)
     # Both checks come before anything is written, so that gradients are unchanged if they fail.
     if nonfinite == "raise" and not bool(is_usable):
         if error := measured.error_of_peers(plan):
@@ -104,23 +102,6 @@ def _coefficient(max_norm: float, measured: GlobalNorm) -> Tensor:
 def is_one(coefficient: Tensor, max_norm: float) -> bool:
     """Whether a coefficient for `max_norm` is known to be 1. On a GPU it is not read, since that would wait."""
     return max_norm == math.inf or (is_at_hand(coefficient.device) and coefficient.item() == 1.0)
-
-
-def scale_(grads: list[Tensor], coefficient: Tensor | None, skip: Tensor | None = None) -> None:
-    """Multiply gradients of one device, or set them to 0.
-
-    Args:
-        grads: changed in place.
-        coefficient: 0-dim; None for 1: to multiply by 1 changes nothing and takes as long as the norm.
-        skip: 0-dim bool; whether to set all to 0.
-    """
-    device = grads[0].device
-    if coefficient is not None:
-        torch._foreach_mul_(grads, to_device(coefficient, device))
-    if skip is not None:
-        skip = to_device(skip, device)
-        for grad in grads:
-            grad.masked_fill_(skip, 0.0)  # a product would not do: 0 times NaN is NaN
 
 
 def _stored_values(grad: Tensor) -> Tensor:

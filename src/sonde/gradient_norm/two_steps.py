@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from sonde.gradient_norm.clip import Parameters, measure_and_clip, tensors_of
+from sonde.gradient_norm.fused_clip import apply_folds, scale_
 from sonde.gradient_norm.held_error import HeldError
 from sonde.gradient_norm.plan import NormPlan
-from sonde.gradient_norm.scaling import Nonfinite, check_max_norm, clip_coefficient, is_one, scale_
+from sonde.gradient_norm.scaling import Nonfinite, check_max_norm, clip_coefficient, is_one
+from sonde.parallel.outside_graphs import outside_graphs
 from sonde.parallel.placements import is_dtensor, local_tensor
 
 if TYPE_CHECKING:
@@ -19,9 +21,9 @@ if TYPE_CHECKING:
 
 Tensors = Parameters | NormPlan
 
-_MODULE = (
-    "tensors must be gradients, got the module {}, whose tensors are its weights: pass "
-    "[p.grad for p in model.parameters() if p.grad is not None], or the plan of group_parameters_for_norm"
+_WEIGHTS = (
+    "tensors must be gradients, got {}: pass [p.grad for p in model.parameters() if p.grad is not None], or the plan "
+    "of group_parameters_for_norm; for the norm of the weights, [p.detach() for p in model.parameters()]"
 )
 
 
@@ -49,6 +51,7 @@ def get_total_norm(
     replicas: Mapping[Any, int] | None = None,
     by_group: Sequence[str],
 ) -> tuple[Tensor, dict[str, Tensor]]: ...
+@outside_graphs
 def get_total_norm(
     tensors: Tensors,
     norm_type: float = 2.0,
@@ -69,7 +72,8 @@ def get_total_norm(
         tensors: a tensor, tensors, or (name, tensor) pairs. The norm is of these tensors themselves: pass gradients,
             `[p.grad for p in model.parameters() if p.grad is not None]`. Or a plan that `group_parameters_for_norm`
             returned: then it is the norm of its parameters' gradients, and nothing is planned anew. A tensor that is
-            listed twice counts twice, as with torch: the norm is of the list that was passed. A module is refused.
+            listed twice counts twice, as with torch: the norm is of the list that was passed. A module and its
+            parameters are refused: their norm would be that of the weights.
         norm_type: as for `clip_grad_norm_`.
         error_if_nonfinite: raise when the norm is not finite; waits for the device.
         foreach: accepted so that calls written for torch run unchanged; it has no effect.
@@ -84,7 +88,8 @@ def get_total_norm(
         groups by name; the p-th powers of the groups' norms add up to the norm's.
 
     Raises:
-        ValueError: as `clip_grad_norm_`; for a module; and when `by_group` has another length than `tensors`.
+        ValueError: as `clip_grad_norm_`; for a module and for parameters; and when `by_group` has another length than
+            `tensors`.
         RuntimeError: for a norm that is not finite, with `error_if_nonfinite`.
 
     Example:
@@ -102,7 +107,9 @@ def get_total_norm(
     else:
         listed, names, error = tensors_of([] if isinstance(tensors, nn.Module) else tensors)
         if isinstance(tensors, nn.Module):
-            error = ValueError(_MODULE.format(type(tensors).__name__))
+            error = ValueError(_WEIGHTS.format(f"the module {type(tensors).__name__}, whose tensors are its weights"))
+        elif any(isinstance(tensor, nn.Parameter) for tensor in listed):
+            error = ValueError(_WEIGHTS.format("parameters, which are weights"))
         groups, parts = list[str](), None
         with problem.hold():
             groups, parts = _groups(by_group, listed, error)
@@ -155,6 +162,7 @@ def _groups(
     return names, None
 
 
+@outside_graphs
 @torch.no_grad()
 def clip_grads_with_norm_(
     parameters: Tensors, max_norm: float, total_norm: Tensor | float, foreach: bool | None = None
@@ -188,6 +196,7 @@ def clip_grads_with_norm_(
         tensors, _, problem = tensors_of(parameters)
         if problem is not None:
             raise problem
+    apply_folds(tensors)
     if isinstance(total_norm, Tensor) and is_dtensor(total_norm):
         total_norm = cast(Any, total_norm).full_tensor()
     alike: dict[Hashable, list[Tensor]] = {}

@@ -8,6 +8,9 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch import Tensor
+
+from sonde.parallel.placements import spec_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -22,6 +25,27 @@ def ranks_of(mesh: DeviceMesh) -> frozenset[int]:
 
 _ranks: weakref.WeakKeyDictionary[DeviceMesh, frozenset[int]] = weakref.WeakKeyDictionary()
 """A mesh makes the list of its ranks anew each time, and is asked once for each of thousands of parameters."""
+
+
+def mesh_of_all_ranks(tensors: Collection[Tensor]) -> DeviceMesh | None:
+    """The mesh of some of these tensors that has all ranks of the job, if others are cut otherwise, or not at all.
+
+    A sum over its ranks then counts them all. Where all tensors are cut over one mesh, None: nothing is missing.
+    """
+    meshes = dict.fromkeys(None if (spec := spec_of(t)) is None else spec.mesh for t in tensors)
+    if len(meshes) < 2:
+        return None
+    return next((mesh for mesh in meshes if mesh is not None and mesh.size() == dist.get_world_size()), None)
+
+
+def root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that a mesh is an axis of, or several axes; the mesh itself if it is whole."""
+    return mesh._get_root_mesh()
+
+
+def size_along(mesh: DeviceMesh, axis: str) -> int:
+    """Ranks along the axis of this name; 1 without such an axis."""
+    return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)).get(axis, 1)
 
 
 def check_mesh(name: str, mesh: Any, *, n_axes: int | None = None) -> None:

@@ -40,6 +40,7 @@ from sonde.batch_size.taps.autograd_internals import (
     inside_another_backward,
     will_accumulate,
 )
+from sonde.batch_size.window_clock import MEASURING, OwnTime
 from sonde.parallel.devices import default_staging_bytes, is_capturing
 from sonde.parallel.own_passes import is_in_own_pass
 from sonde.parallel.wrappers import clean_name, find_wrapper
@@ -132,8 +133,8 @@ class PerExampleNorms:
         self._know_the_batch: set[nn.Module] = set()
         self._batch_norms: dict[nn.Module, str] = {}
         self._handles: list[RemovableHandle] = []
-        self.seconds = 0.0
-        """Host time spent in hooks and in `open` so far."""
+        self.own = OwnTime()
+        """Counts what its hooks take."""
         self.discard()
 
     def discard(self) -> None:
@@ -166,7 +167,6 @@ class PerExampleNorms:
             RuntimeError: if they are installed already.
             ValueError: for compiled and graphed models, and for parameters that are not in the model any more.
         """
-        start = time.perf_counter()
         if self._handles:
             raise RuntimeError("the hooks are installed already: close() comes before another open()")
         refuse_model(self._model)
@@ -188,7 +188,6 @@ class PerExampleNorms:
         for uses in self._piece.uses:
             if uses.parameter.requires_grad:  # it may have been frozen since
                 self._handles.append(uses.parameter.register_hook(self._harmless(self._whole, uses)))
-        self.seconds += time.perf_counter() - start
 
     def _hook_layers(self) -> None:
         """Have `_called` run after the forward of each watched layer."""
@@ -214,7 +213,7 @@ class PerExampleNorms:
             except Exception as error:  # a bug, a mistake in a rule of the user's, or no memory left
                 self._failure = self._failure or error
             finally:
-                self.seconds += time.perf_counter() - start
+                self.own.spent[MEASURING] += time.perf_counter() - start
 
         return harmless
 

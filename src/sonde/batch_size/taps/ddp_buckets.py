@@ -29,6 +29,7 @@ from sonde.batch_size.taps.squared_norms import Part
 from sonde.batch_size.taps.switched_hooks import SwitchedHooks
 from sonde.batch_size.taps.tap import GradientSummary, Number, Problem, RankGradient
 from sonde.batch_size.taps.witness import Witness
+from sonde.batch_size.window_clock import MEASURING, OwnTime
 from sonde.parallel.devices import is_capturing, keep_for_present_stream
 
 CommHook = Callable[[object, GradBucket], "torch.futures.Future[Tensor]"]
@@ -106,6 +107,7 @@ class DDPBucketTap:
         comm_hook: CommHook | None = None,
         comm_state: object = None,
         on_backward_end: Callable[[], None],
+        own: OwnTime,
     ) -> None:
         if is_tapped(model):
             raise ValueError("another probe reads the buckets of this DDP model already: close it first")
@@ -119,7 +121,7 @@ class DDPBucketTap:
         if comm_hook is not None:
             self._relay.wrap(comm_hook, comm_state)
         self.name = "DDP's communication hook"
-        self.seconds = 0.0
+        self._spent = own.spent
         self._witness, self._metrics = witness, metrics
         self._index = {id(p): i for i, p in enumerate(parameters)}
         self._device = parameters[0].device
@@ -296,13 +298,13 @@ class DDPBucketTap:
         layouts = [(g.shape, g.stride(), g.storage_offset() - base) for g in grads]
         # The local gradients must be read now: the reduction writes to this buffer.
         self._before[number] = self._reduce(indices, grads)
-        self.seconds += time.perf_counter() - start
+        self._spent[MEASURING] += time.perf_counter() - start
 
         def read_reduced(buffer: Tensor) -> None:
             start = time.perf_counter()
             views = [buffer.as_strided(shape, stride, buffer.storage_offset() + at) for shape, stride, at in layouts]
             self._after[number] = self._reduce(indices, views)
-            self.seconds += time.perf_counter() - start
+            self._spent[MEASURING] += time.perf_counter() - start
 
         return read_reduced
 

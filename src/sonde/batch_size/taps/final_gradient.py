@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from sonde.batch_size.taps.metric import GradientTerms, Metrics
 from sonde.batch_size.taps.tap import RankGradient
 from sonde.batch_size.taps.witness import Witness
+from sonde.batch_size.window_clock import NO_COST, OwnTime
 from sonde.gradient_norm.global_norm import GlobalNorm, global_norm
 from sonde.gradient_norm.plan import NormPlan
 from sonde.parallel.devices import to_device, widened
@@ -29,6 +29,7 @@ class FinalGradient:
         metrics: in which gradients are measured.
         witness: which elements are compared.
         apart: by class of parameters that other pieces feed, which parameters it has, by index.
+        own: the probe's time.
     """
 
     def __init__(
@@ -39,15 +40,15 @@ class FinalGradient:
         metrics: Metrics,
         witness: Witness,
         apart: Mapping[str, Collection[int]],
+        own: OwnTime,
     ) -> None:
+        self._own = own
         self._wrapper, self._metrics, self._witness, self._apart = wrapper, metrics, witness, apart
         self._parameters, self._device = list(wrapper.parameters.values()), wrapper.leaves[0].device
         self._groups, self._group_index = list(group_names), list(group_index)
         self._unmeasured: list[int] | None = None
         self._unmeasured_by_name: dict[str, Tensor] = {}
         self._plain_plan: NormPlan | None = None
-        self.seconds_of_clip = 0.0
-        """Host time spent on norms that a clip needs in any window: no cost of measuring."""
         self.clip_also({})
 
     def clip_also(self, unmeasured: Mapping[str, Tensor]) -> None:
@@ -92,10 +93,8 @@ class FinalGradient:
 
     def norm_of_clip(self, riding: Tensor | None = None) -> GlobalNorm:
         """The plain norm as a clip takes it, waiting for all ranks; `riding` is summed over them besides."""
-        start = time.perf_counter()
-        norm = global_norm(self.plan, 2.0, riding=riding)
-        self.seconds_of_clip += time.perf_counter() - start
-        return norm
+        with self._own.on(NO_COST):  # a clip needs it in any window
+            return global_norm(self.plan, 2.0, riding=riding)
 
     def squares(self, norm: GlobalNorm) -> Tensor:
         """|F|² per group and, last, of all from a measured norm: of the model but for classes apart, then of each.

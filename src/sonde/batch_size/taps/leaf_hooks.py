@@ -24,6 +24,7 @@ from sonde.batch_size.taps.piece_gradient import STAGED_NUMEL, STAGED_NUMEL_ON_C
 from sonde.batch_size.taps.switched_hooks import SwitchedHooks
 from sonde.batch_size.taps.tap import GradientSummary, Number, Problem
 from sonde.batch_size.taps.witness import Witness
+from sonde.batch_size.window_clock import MEASURING, OwnTime
 from sonde.parallel.devices import is_capturing
 from sonde.parallel.own_passes import is_in_own_pass
 
@@ -40,6 +41,7 @@ class LeafHookTap:
         witness: elements to copy besides the norms.
         metrics: in which gradients are measured.
         on_backward_end: called when a backward outside `begin_piece` … `end_piece` has ended, and is a piece.
+        own: the probe's time.
         n_collectives: counts the collectives that the ranks have issued so far; any of them may have reduced `.grad`.
         staging_bytes: bound of the memory for gradients that wait.
         staged_numel: gradients up to this many elements wait; by default as `piece_gradient.STAGED_NUMEL` says.
@@ -55,12 +57,13 @@ class LeafHookTap:
         cut: CutGradients | None = None,
         context: ContextPieces | None = None,
         on_backward_end: Callable[[], None],
+        own: OwnTime | None = None,
         n_collectives: Callable[[], int] = lambda: 0,
         staging_bytes: int = 8 * 2**20,
         staged_numel: int | None = None,
     ) -> None:
         self.name = "leaf hooks"
-        self.seconds = 0.0
+        self._spent = (own or OwnTime()).spent
         self._on_backward_end, self._n_collectives = on_backward_end, n_collectives
         device = leaves[0].device
         default = STAGED_NUMEL_ON_CPU if device.type == "cpu" else STAGED_NUMEL
@@ -177,6 +180,8 @@ class LeafHookTap:
         self._reset()
 
     def _hook(self, index: int) -> Callable[[Tensor | None], None]:
+        spent = self._spent
+
         # Caches are cold between two kernels of a backward, so every line of Python costs: keep them few.
         def hook(grad: Tensor | None) -> None:
             if grad is None:  # a custom Function may return None for a leaf
@@ -195,7 +200,7 @@ class LeafHookTap:
                         self._take(index, grad)
             except Exception as error:  # a bug, or no memory left: the user's backward goes on
                 count_failure(self._problems, error)
-            self.seconds += time.perf_counter() - start
+            spent[MEASURING] += time.perf_counter() - start
 
         return hook
 

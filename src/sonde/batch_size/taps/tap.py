@@ -51,8 +51,6 @@ class Tap(Protocol):
 
     name: str
     """The place where gradients are read, for people."""
-    seconds: float
-    """Host time spent reading so far."""
     only_declared: bool
     """Whether declared pieces alone count: this rank has declared one, or has learnt that another rank has. Before,
     each backward is a piece."""

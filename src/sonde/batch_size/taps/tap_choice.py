@@ -14,6 +14,7 @@ from sonde.batch_size.taps.leaf_hooks import LeafHookTap
 from sonde.batch_size.taps.metric import Metrics
 from sonde.batch_size.taps.tap import Tap
 from sonde.batch_size.taps.witness import Witness
+from sonde.batch_size.window_clock import OwnTime
 from sonde.parallel.wrappers import Wrapper, n_collectives
 
 TapName = Literal["leaf", "comm_hook"]
@@ -29,6 +30,7 @@ def choose_tap(
     comm_state: object,
     staging_bytes: int,
     on_backward: Callable[[], None],
+    own: OwnTime,
 ) -> Tap:
     """The tap of this name, with its hooks in place.
 
@@ -41,6 +43,7 @@ def choose_tap(
         comm_state: the state that the hook is called with.
         staging_bytes: bound of the memory for gradients that wait.
         on_backward: called when a backward outside a declared piece has ended: that backward was a piece.
+        own: the probe's time.
 
     Raises:
         ValueError: when the tap does not fit the model.
@@ -55,6 +58,7 @@ def choose_tap(
             comm_hook=comm_hook,
             comm_state=comm_state,
             on_backward_end=on_backward,
+            own=own,
         )
     context = None
     if (group := wrapper.sequence_group) is not None:
@@ -71,6 +75,7 @@ def choose_tap(
         cut=cut,
         context=context,
         on_backward_end=on_backward,
+        own=own,
         n_collectives=lambda: n_collectives(wrapper.group),
         staging_bytes=staging_bytes,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from sonde.batch_size.taps.named import Shapes, named, packed, under
 from sonde.batch_size.taps.tap import GradientSummary, Number, Problem, Tap
 from sonde.batch_size.taps.window_sums import PieceCounts, WindowSums
 from sonde.batch_size.taps.witness import Witness
+from sonde.batch_size.window_clock import MEASURING, OwnTime
 from sonde.gradient_norm.global_norm import GlobalNorm
 from sonde.parallel.devices import is_capturing, runs_beside_host, widened
 from sonde.parallel.process_groups import start_reduce
@@ -52,10 +52,6 @@ class Examples(Protocol):
     def is_open(self) -> bool:
         """Whether examples are read now."""
 
-    @property
-    def seconds(self) -> float:
-        """Host time spent reading so far."""
-
     def begin_piece(self) -> None:
         """From here until `end_piece` all backwards are one piece: those before it, outside pieces, do not count."""
 
@@ -87,6 +83,7 @@ class WindowReader:
         metrics: in which gradients are measured.
         witness: which elements are compared.
         tap: reads the pieces.
+        own: the probe's time. Whoever ends a window counts that.
         grad_scaler: the enabled GradScaler; a piece is divided by the scale that it was taken at.
     """
 
@@ -97,6 +94,7 @@ class WindowReader:
         metrics: Metrics,
         witness: Witness,
         tap: Tap,
+        own: OwnTime,
         *,
         grad_scaler: torch.amp.GradScaler | None,
         first: int = 0,
@@ -107,11 +105,9 @@ class WindowReader:
         self.device = wrapper.leaves[0].device
         self.groups = tuple(dict.fromkeys(group_names))
         self._wrapper, self._metrics, self._witness = wrapper, metrics, witness
-        self._tap, self._grad_scaler, self._examples = tap, grad_scaler, examples
-        self._seconds = 0.0
-        own = group_names[first : first + len(self.parameters)]
+        self._tap, self._grad_scaler, self._examples, self._own = tap, grad_scaler, examples, own
         place = {name: i for i, name in enumerate(self.groups)}
-        group_index = [place[name] for name in own]
+        group_index = [place[name] for name in group_names[first : first + len(self.parameters)]]
         self._sums = WindowSums(
             group_index,
             n_groups=len(self.groups),
@@ -128,7 +124,7 @@ class WindowReader:
                 wrapper.experts,
                 self._sums,
                 witness,
-                n_parameters=len(own),
+                n_parameters=len(group_index),
                 n_metrics=len(metrics.all),
                 counts_pieces=wrapper.data.counts_pieces,
                 device=self.device,
@@ -137,19 +133,13 @@ class WindowReader:
         self._saw_recording = self._lost_in_graph = False
         self._outside: Counter[Problem] = Counter()
         of_classes = {name: pieces.indices for name, pieces in self._apart.items()}
-        self.final = FinalGradient(wrapper, self.groups, group_index, metrics, witness, of_classes)
+        self.final = FinalGradient(wrapper, self.groups, group_index, metrics, witness, of_classes, own)
         """Reads the gradient at the end of a window."""
 
     @property
     def n_pieces(self) -> int:
         """Pieces of the present window on this rank so far."""
         return self._sums.n_pieces
-
-    @property
-    def seconds(self) -> float:
-        """Host time spent reading so far, without the norm of a clip."""
-        of_examples = self._examples.seconds if self._examples is not None else 0.0
-        return self._seconds - self.final.seconds_of_clip + self._tap.seconds + of_examples
 
     @property
     def tap_name(self) -> str:
@@ -201,18 +191,17 @@ class WindowReader:
             is_declared: whether it is no backward outside `begin_piece` … `end_piece`.
         """
         self._outside[Problem.NOT_ALL_DECLARED] += not is_declared
-        start = time.perf_counter()
-        gradient = self._tap.end_piece()
-        if gradient is None:  # the tap sees whole windows: end_window gets the gradient
-            self._sums.count(counts)
-        else:
-            gradient = self._unscaled(gradient)
-            for pieces in self._apart.values():
-                gradient = pieces.take_from(gradient, counts)
-            self._sums.add(gradient, counts)
-        self._seconds += time.perf_counter() - start
-        if self._examples is not None and self._examples.is_open:
-            self._examples.end_piece(counts, self._unscale())
+        with self._own.on(MEASURING):
+            gradient = self._tap.end_piece()
+            if gradient is None:  # the tap sees whole windows: end_window gets the gradient
+                self._sums.count(counts)
+            else:
+                gradient = self._unscaled(gradient)
+                for pieces in self._apart.values():
+                    gradient = pieces.take_from(gradient, counts)
+                self._sums.add(gradient, counts)
+            if self._examples is not None and self._examples.is_open:
+                self._examples.end_piece(counts, self._unscale())
 
     def begin_pieces(self, n: int) -> None:
         """From here until `end_pieces` the backwards of a pipeline schedule are n pieces."""
@@ -220,10 +209,9 @@ class WindowReader:
 
     def end_pieces(self, counts: Sequence[PieceCounts]) -> None:
         """Add the pieces that end here to the window."""
-        start = time.perf_counter()
-        for gradient, of_piece in zip(self._tap.end_pieces(), counts, strict=True):
-            self._sums.add(self._unscaled(gradient), of_piece)
-        self._seconds += time.perf_counter() - start
+        with self._own.on(MEASURING):
+            for gradient, of_piece in zip(self._tap.end_pieces(), counts, strict=True):
+                self._sums.add(self._unscaled(gradient), of_piece)
 
     def _unscaled(self, gradient: GradientSummary) -> GradientSummary:
         """The gradient divided by the GradScaler's present scale, which stays on the device."""
@@ -260,7 +248,6 @@ class WindowReader:
         Returns:
             The window; and the plain norm of its gradient, including parameters given to `clip_also`, if `reads_grad`.
         """
-        start = time.perf_counter()
         grads = [p.grad for p in self.parameters]
         rank_gradient = self._tap.end_window()
         if rank_gradient is not None and self._sums.n_pieces:
@@ -293,7 +280,6 @@ class WindowReader:
                 own[name] = torch.cat([squares[None], others[name]])
         sizes = dict(self._witness.sizes)
         self._witness.move()  # once per window on every rank, so that all ranks compare the same elements
-        self._seconds += time.perf_counter() - start
         return Window(vector, shapes, own, sizes, work), norm
 
     def _of_pieces(
