@@ -355,9 +355,10 @@ class ExampleWindow:
             The numbers to be summed over ranks, and this rank's own.
         """
         is_open = sq_norms_big is not None
-        if sq_norms_big is None:  # they may have been read in some of its pieces
-            self._reset()
+        if sq_norms_big is None:
             sq_norms_big = torch.zeros_like(self._small)
+            if self._n_pieces:  # read before the hooks were taken off
+                self._reset()
         is_finite = torch.isfinite(self._small)
         counts = (self._sq_weight, self._n_examples, self._n_pieces, float(is_open), float(not is_open))
         of_ranks = {
