@@ -127,7 +127,7 @@ class PerExampleNorms:
         # Between forwards, FSDP2 shows its shards in the layers; in forward, what it has gathered.
         self._uses = dict(zip(map(id, parameters.values()), self._piece.uses, strict=True))
         self._uses |= dict(zip(map(id, measured), self._piece.uses, strict=True))
-        self._unseen = self._reasons_for_unseen(list(parameters))
+        self._say_what_is_unseen()
         self._layers: dict[nn.Module, Layer] = {}
         """The layers that have a rule, while hooks are installed."""
         self._know_the_batch: set[nn.Module] = set()
@@ -153,7 +153,7 @@ class PerExampleNorms:
     @property
     def without_rule(self) -> dict[str, str]:
         """Parameters that no layer with a rule holds, and why. Others may turn out not to be covered in a piece."""
-        return {name: reason for name, reason in self._unseen.items() if reason != _USED_ELSEWHERE}
+        return {uses.name: uses.if_unseen for uses in self._piece.uses if uses.if_unseen != _USED_ELSEWHERE}
 
     @property
     def is_open(self) -> bool:
@@ -171,7 +171,7 @@ class PerExampleNorms:
             raise RuntimeError("the hooks are installed already: close() comes before another open()")
         refuse_model(self._model)
         present = {self._uses[id(p)] for p in self._model.parameters() if id(p) in self._uses}
-        if gone := [name for name, uses in zip(self._unseen, self._piece.uses, strict=True) if uses not in present]:
+        if gone := [uses.name for uses in self._piece.uses if uses not in present]:
             raise ValueError(
                 f"the model has lost {plural(len(gone), 'parameter')} ({some_of(gone)}): attach anew (or make a new "
                 "PerExampleNorms)"
@@ -243,7 +243,7 @@ class PerExampleNorms:
                 "take() was called while a CUDA graph is recorded, whose replays run no hooks: measure outside of it"
             )
         with _plain_arithmetic(self._device):
-            squares = self._piece.take(n_examples, self._unseen, self._why_nothing())
+            squares = self._piece.take(n_examples, self._why_nothing())
         self.discard()
         return squares
 
@@ -288,17 +288,17 @@ class PerExampleNorms:
     def _held_by(self, layer: nn.Module, *, recurse: bool = True) -> dict[str, Uses]:
         return {n: self._uses[id(p)] for n, p in layer.named_parameters(recurse=recurse) if id(p) in self._uses}
 
-    def _reasons_for_unseen(self, names: Sequence[str]) -> dict[str, str]:
+    def _say_what_is_unseen(self) -> None:
         """For each parameter, what it means if no rule sees it."""
-        reasons: dict[Uses, str] = {}
+        for uses in self._piece.uses:
+            uses.if_unseen = _NO_RULE.format("its layer")
         for layer in self._model.modules():
             has_rule = rule_of(layer, self._rules) is not None
             for uses in self._held_by(layer, recurse=has_rule).values():
                 if has_rule:
-                    reasons[uses] = _USED_ELSEWHERE
-                reasons.setdefault(uses, _NO_RULE.format(type(layer).__name__))
-        of_each = (reasons.get(uses, _NO_RULE.format("its layer")) for uses in self._piece.uses)
-        return dict(zip(names, of_each, strict=True))
+                    uses.if_unseen = _USED_ELSEWHERE
+                elif uses.if_unseen != _USED_ELSEWHERE:
+                    uses.if_unseen = _NO_RULE.format(type(layer).__name__)
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
         """After the forward of any watched layer.

@@ -96,13 +96,15 @@ class Uses:
     """What a piece has of one parameter. Its uses are added up before they are squared.
 
     Args:
+        name: of the parameter.
         parameter: as forward uses it.
         staging_bytes: memory for intermediate results, and for uses that are kept.
     """
 
-    def __init__(self, parameter: Tensor, staging_bytes: int) -> None:
-        self.parameter = parameter
-        self._staging_bytes = staging_bytes
+    def __init__(self, name: str, parameter: Tensor, staging_bytes: int) -> None:
+        self.name, self.parameter, self._staging_bytes = name, parameter, staging_bytes
+        self.if_unseen = ""
+        """What it means if no rule sees its gradient."""
         self.waiting: weakref.WeakSet[Call] = weakref.WeakSet()
         """The calls whose backward may still come."""
         self.keeps_all = False
@@ -192,18 +194,17 @@ class Uses:
             self._kept = []
         return n_bytes <= most
 
-    def why_not(self, n_examples: int, if_unseen: str, is_square: bool) -> str | None:
+    def why_not(self, n_examples: int, *, is_square: bool) -> str | None:
         """Why the parameter is not covered, as far as the host knows.
 
         Args:
             n_examples: examples in the piece.
-            if_unseen: why no rule may have seen its gradient.
             is_square: whether sequences in the piece have as many positions as there are examples.
         """
         if self.whole is None or self.reason is not None:
             return None if self.whole is None else self.reason
         if not self.sizes:
-            return if_unseen
+            return self.if_unseen
         if self.sizes != {n_examples}:
             others = " and ".join(map(str, sorted(self.sizes)))
             return (
@@ -229,9 +230,8 @@ class PieceSums:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], staging_bytes: int, *, several_backwards: bool) -> None:
-        self._names = tuple(parameters)
         self._staging_bytes, self.several_backwards = staging_bytes, several_backwards
-        self.uses = [Uses(parameter, staging_bytes) for parameter in parameters.values()]
+        self.uses = [Uses(name, parameter, staging_bytes) for name, parameter in parameters.items()]
         self._device = self.uses[0].parameter.device
         self._projections = Projections(list(parameters.values()))
         for uses in self.uses:
@@ -341,26 +341,23 @@ class PieceSums:
         before = self._projected.get(len(of_rows))
         self._projected[len(of_rows)] = of_rows if before is None else before + of_rows
 
-    def take(
-        self, n_examples: int, reason_for_unseen: Mapping[str, str], reason_for_all: str | None
-    ) -> PerExampleSquares:
+    def take(self, n_examples: int, reason_for_all: str | None) -> PerExampleSquares:
         """The squared norms of the piece. `forget` follows.
 
         Args:
             n_examples: examples in the piece.
-            reason_for_unseen: why a parameter's gradient may be seen by no rule.
             reason_for_all: why nothing is covered, if so.
         """
         self._settle()
         for call, _ in self._early:
             call.layer.refuse("its checkpoint did not run it again in backward")
         reasons: dict[str, str] = {}
-        for name, uses in zip(self._names, self.uses, strict=True):
-            why_not = uses.why_not(n_examples, reason_for_unseen[name], is_square=n_examples in self._squares)
+        for uses in self.uses:
+            why_not = uses.why_not(n_examples, is_square=n_examples in self._squares)
             if (reason := reason_for_all or why_not) is not None:
-                reasons[name] = reason
+                reasons[uses.name] = reason
         projections = self._projected.get(n_examples, zero_sums(n_examples, N_PROJECTIONS, device=self._device))
-        return _compared(self._names, self.uses, reasons, projections)
+        return _compared(self.uses, reasons, projections)
 
 
 def _measured(layer: Layer, found: Mapping[str, PerExample], n_examples: int) -> Iterator[tuple[Uses, PerExample]]:
@@ -377,17 +374,15 @@ def _measured(layer: Layer, found: Mapping[str, PerExample], n_examples: int) ->
         yield uses, gradients
 
 
-def _compared(
-    names: tuple[str, ...], uses: Sequence[Uses], reasons: Mapping[str, str], projections: Tensor
-) -> PerExampleSquares:
+def _compared(uses: Sequence[Uses], reasons: Mapping[str, str], projections: Tensor) -> PerExampleSquares:
     """Compare what the rules have seen with the whole gradients, and blank the rows that are not covered.
 
     Args:
-        names: the parameters.
-        uses: what the piece has of each.
+        uses: what the piece has of each parameter.
         reasons: why parameters are not covered, as far as known.
         projections: of each example's gradient, [examples, projections].
     """
+    names = tuple(each.name for each in uses)
     n_examples, n_projections = projections.shape
 
     def column(values: Iterable[Tensor | None], n: int) -> Tensor:
