@@ -96,8 +96,6 @@ class Mechanism:
         self.covered = CoveredPart(len(self._names))
         """What the covered parameters are of the whole model, where windows are solved from examples."""
         self._has_chosen, self._n_otherwise = False, 0
-        self._found: tuple[ExampleSums | None, str, list[bool]] = None, "", []
-        """What the examples of the last window gave, as `ExampleWindow.read` says it."""
         self._news: list[tuple[str, str]] = []
 
     def take_news(self) -> list[tuple[str, str]]:
@@ -121,7 +119,6 @@ class Mechanism:
         try:
             self.examples.open()
         except ValueError as error:  # the model has changed since attach
-            # The hooks stay until the window ends: another thread may take in windows while backward runs.
             self.reads_examples, self.why_not = False, str(error)
             self._news.append(("", f"single examples are not read: {error}"))
 
@@ -137,7 +134,7 @@ class Mechanism:
         row = window.row
         if not window.examples or self.examples is None:
             return _explained(row, self.why_not)
-        self._found = sums, why_not, _ = self.examples.read(window.examples, row)
+        sums, why_not, _ = self.examples.read(window.examples, row)
         self._choose(row.n_pieces)
         if row.n_pieces >= 2 and not self.reads_examples:
             return row
@@ -148,7 +145,7 @@ class Mechanism:
         why = self._in_words(why_not) if why_not else self.why_not
         if row.n_pieces < 2:
             return _explained(row, why)
-        message = f"the window's single examples could not be used: {why or 'they were not read on all ranks'}"
+        message = f"the window's single examples could not be used: {why or 'they were not read'}"
         return row if row.problems else replace(row, problems=[Drop("no_examples", message)])
 
     def _choose(self, n_pieces: int) -> None:
@@ -174,11 +171,12 @@ class Mechanism:
             is_sound: whether it was averaged.
             scale: κ of the last sound window.
         """
-        sums, _, covered = self._found
-        self._found = None, "", []
-        if sums is None or not self.reads_examples or not is_sound or scale is None:
+        if self.examples is None or not self.reads_examples or not is_sound or scale is None:
             return
         row = window.row
+        sums, _, covered = self.examples.read(window.examples, row)
+        if sums is None:
+            return
         self.covered.update(sums, row.pieces(float(row.sq_norm_over_weight.sum())), row.big, scale=scale)
         coverage = self.covered.coverage
         if coverage is not None and coverage.part < ENOUGH_COVERED:
