@@ -85,8 +85,9 @@ def contrast(ranks: Sequence[int], holders: Collection[int]) -> Contrast:
     """
     rows, mean_square = _coefficients(len(ranks))
     # A gradient that is cut over ranks of other stages is refused later: these ranks have no place here.
-    at = [bisect.bisect_left(ranks, rank) for rank in set(holders).intersection(ranks)]
-    n, m = len(ranks), len(at)
+    n = len(ranks)
+    at = [i for rank in set(holders) if (i := bisect.bisect_left(ranks, rank)) < n and ranks[i] == rank]
+    m = len(at)
     # The mean square of the sum of m of n numbers that sum to 0, over all ways to choose them.
     spread = m * (n - m) / max(n - 1, 1)
     return Contrast(tuple(sum(row[i] for i in at) for row in rows), math.sqrt(mean_square * spread) or 1.0, n)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import warnings
@@ -264,7 +265,15 @@ def measure_and_clip(
     with problem.hold():
         threshold = check_options(max_norm, nonfinite, fold_into)
     measured = global_norm(plan, order, max_norm=threshold, nonfinite=nonfinite, problem=problem.first)
-    return measured, clip_measured_(plan, measured, threshold, nonfinite=nonfinite, fold_into=fold_into)
+    norm = clip_measured_(plan, measured, threshold, nonfinite=nonfinite, fold_into=fold_into)
+    if any(share.mesh is not None for share in plan.shares):
+        # torch returns a DTensor for sharded gradients, and loops call this on it. The norm is whole already.
+        norm.full_tensor = functools.partial(_itself, norm.detach())  # type: ignore[attr-defined]
+    return measured, norm
+
+
+def _itself(norm: Tensor) -> Tensor:
+    return norm
 
 
 def tensors_of(parameters: Parameters) -> tuple[list[Tensor], list[str] | None, ValueError | None]:
