@@ -5,6 +5,7 @@ So a loop that uses what the model returns in evaluation (self-training, acting,
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -304,6 +305,14 @@ def test_an_evaluation_compiled_in_a_window_is_that_of_the_model_without_hooks(
             assert norms.take(ROWS).not_covered() == {}
             assert torch.equal(compiled(*inputs), expected)
     torch._dynamo.reset()
+
+
+def test_warnings_are_not_shown_again_in_each_window() -> None:
+    model = Reader(layer())
+    with PerExampleNorms(model):
+        before = list(warnings.filters)
+    with PerExampleNorms(model):
+        assert list(warnings.filters) == before
 
 
 @pytest.mark.parametrize("name", ["attention", "layer"])

@@ -49,6 +49,7 @@ from sonde.wording import plural, some_of
 PLAIN: tuple[type[Tensor], ...] = (Tensor, nn.Parameter)
 """Classes of tensors whose elements are what they look like."""
 _CHECKPOINTS = "torch.utils.checkpoint"
+_OF_COMPILED_MODULES = r"Using `torch\.compile\(module\)` when there are global hooks"
 
 
 class PerExampleNorms:
@@ -196,8 +197,7 @@ class PerExampleNorms:
             # An `nn.TransformerEncoderLayer` that finds a hook on itself or inside gives other bits in evaluation. It
             # does not see one that is on all modules.
             self._handles.append(torch_module.register_module_forward_hook(hook, with_kwargs=True, always_call=True))
-            # A compiled module that is called meanwhile would warn of it. This hook does nothing in compiled code.
-            warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
+            _silence_compiled_modules()
             return
         for layer in self._layers.keys() | self._know_the_batch | self._batch_norms.keys():
             how = {"with_kwargs": True, "prepend": True, "always_call": True}
@@ -383,6 +383,13 @@ class _LayerHook(ModuleHook):
         *keywords, output = rest
         if not (is_in_graph() or is_in_own_pass(layer)):
             self._function(layer, args, keywords[0] if keywords else {}, output)
+
+
+def _silence_compiled_modules() -> None:
+    """A compiled module that is called beside a hook on all modules would warn. Ours does nothing in compiled code."""
+    # Once: each change of the filters would have Python show again what it has shown.
+    if all(getattr(message, "pattern", "") != _OF_COMPILED_MODULES for _, message, *_ in warnings.filters):
+        warnings.filterwarnings("ignore", _OF_COMPILED_MODULES)
 
 
 @contextlib.contextmanager
