@@ -4,8 +4,7 @@ import importlib
 from typing import Any
 
 from sonde.batch_size.attach import attach
-from sonde.batch_size.checkpoint.measure import measure
-from sonde.batch_size.checkpoint.measurement import Measurement
+from sonde.batch_size.checkpoint.measure import Measurement, measure
 from sonde.batch_size.per_example.covered import PerExampleSquares
 from sonde.batch_size.per_example.gradients import OuterProducts
 from sonde.batch_size.per_example.norms import PerExampleNorms

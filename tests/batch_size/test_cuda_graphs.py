@@ -267,14 +267,14 @@ def test_accumulation_in_a_graphs_own_memory_is_wrong_without_a_probe_too() -> N
 def test_examples_of_graphed_callables_are_refused_by_name(make: str) -> None:
     with cuda_graphs_on_cpu():
         model = MAKES[make](CPU)
-    with pytest.raises(ValueError, match="make_graphed_callables replays"):
+    with pytest.raises(ValueError, match="replayed as a whole by torch"):
         attached(model, per_example="always", units_per_piece=4)
     x, y = batch(4, torch.Generator().manual_seed(0))
     with attached(model, per_example="auto", units_per_piece=4) as probe:
         mean_loss(model, x, y).backward()
         probe.step()
         reading = probe.reading()
-    assert "make_graphed_callables replays" in reading.reason
+    assert "replayed as a whole by torch.cuda.make_graphed_callables" in reading.reason
     assert "Accumulate gradients over 2 or more micro-batches" in reading.reason
 
 

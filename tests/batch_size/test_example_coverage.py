@@ -71,7 +71,6 @@ def test_units_that_are_not_rows_give_a_reason() -> None:
     assert reading.windows == 0
     assert "its examples cannot be told apart: the first dim of what its layer returned is 6, not 3" in reading.reason
     assert "Accumulate gradients over 2 or more micro-batches" in reading.reason
-    assert not any(m._forward_hooks for m in model.modules())
 
 
 def test_units_that_are_no_whole_number_give_a_reason() -> None:
@@ -82,7 +81,7 @@ def test_units_that_are_no_whole_number_give_a_reason() -> None:
         probe.step()
         reading = probe.reading()
     assert reading.windows == 0
-    why = "in no piece could one example be told from another: the number of units of a piece is no whole number"
+    why = "examples were read in 0 of 1 piece only: the number of units of a piece is no whole number"
     assert why in reading.reason
     assert "pass an int" in reading.reason
 

@@ -5,6 +5,7 @@ So a loop that uses what the model returns in evaluation (self-training, acting,
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
+from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import sonde
 from sonde.batch_size.per_example.norms import PerExampleNorms
-from tests.batch_size.per_example.oracle import exact_squares
+from tests.batch_size.per_example.oracle import assert_as, exact_squares
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
@@ -228,8 +230,8 @@ def shares(model: nn.Module) -> Tensor:
     return (scores * torch.linspace(-1, 1, scores[0].numel()).view_as(scores[0])).flatten(1).tanh().sum(1)
 
 
-def covered(model: nn.Module, *, before: bool = True, between: bool = False, alone: bool = False) -> dict[str, str]:
-    """Which parameters are not covered, after a check of those that are, and why.
+def assert_covered(model: nn.Module, *, before: bool = True, between: bool = False, alone: bool = False) -> None:
+    """All parameters are covered, and right.
 
     Args:
         model: in fp64, without dropout.
@@ -246,10 +248,7 @@ def covered(model: nn.Module, *, before: bool = True, between: bool = False, alo
             answer(model, IDS, MASK)
         losses.sum().backward()
         squares = norms.take(ROWS)
-    for name, row in zip(squares.names, squares.sq_norms, strict=True):
-        if name not in squares.not_covered():
-            torch.testing.assert_close(row, exact[name], rtol=1e-9, atol=1e-30)
-    return squares.not_covered()
+    assert_as(squares, exact)
 
 
 class CalledInParts(nn.Module):
@@ -265,48 +264,16 @@ class CalledInParts(nn.Module):
     "name", ["layer", "norm first", "encoder", "in parts", "checkpointed", "attention", "transformer"]
 )
 def test_single_examples_are_covered_after_an_evaluation(name: str, before: bool, between: bool) -> None:
-    assert covered(MODELS[name](0.0).double(), before=before, between=between) == {}
+    assert_covered(MODELS[name](0.0).double(), before=before, between=between)
 
 
 def test_single_examples_are_covered_in_a_training_in_evaluation_mode() -> None:
-    assert covered(MODELS["encoder"](0.0).double().eval()) == {}
+    assert_covered(MODELS["encoder"](0.0).double().eval())
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_a_layer_that_is_trained_alone_is_covered_unless_it_was_evaluated(before: bool) -> None:
-    reasons = covered(Reader(layer()).double(), before=before, alone=True)
-    assert {name.split(".")[0] for name in reasons} == ({"inner"} if before else set())
-    assert all("was called in evaluation, and then alone in training" in reason for reason in reasons.values())
-
-
-def test_a_declared_piece_covers_a_layer_that_is_trained_alone() -> None:
-    model = Reader(layer())
-    with PerExampleNorms(model) as norms:
-        answer(model, IDS, MASK)
-        norms.forget_backwards()  # as `piece()` does
-        shares(CalledInParts(model)).sum().backward()
-        assert norms.take(ROWS).not_covered() == {}
-
-
-def test_hooks_of_the_user_keep_their_places() -> None:
-    model = Reader(layer())
-    linear = model.inner.linear1
-    seen: list[str] = []
-
-    def hook(name: str) -> Callable[..., None]:
-        return lambda *args: seen.append(name)
-
-    first = linear.register_forward_hook(hook("first"))
-    with PerExampleNorms(model):
-        linear.register_forward_hook(hook("second"))
-        before = list(linear._forward_hooks)
-        answer(model, IDS, MASK)
-        assert len(linear._forward_hooks) == 2
-        first.remove()
-        third = linear.register_forward_hook(hook("third"))
-        shares(model)
-        assert list(linear._forward_hooks) == [n for n in before if n != first.id] + [third.id]
-    assert seen == ["first", "second", "second", "third"]
+def test_a_layer_that_is_trained_alone_is_covered(before: bool) -> None:
+    assert_covered(Reader(layer()).double(), before=before, alone=True)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
@@ -340,10 +307,19 @@ def test_an_evaluation_compiled_in_a_window_is_that_of_the_model_without_hooks(
     torch._dynamo.reset()
 
 
-def test_a_model_without_such_layers_has_no_hook_for_them() -> None:
-    model = MODELS["attention"](0.0)
+def test_warnings_are_not_shown_again_in_each_window() -> None:
+    model = Reader(layer())
     with PerExampleNorms(model):
-        assert not model._forward_pre_hooks
+        before = list(warnings.filters)
+    with PerExampleNorms(model):
+        assert list(warnings.filters) == before
+
+
+@pytest.mark.parametrize("name", ["attention", "layer"])
+def test_only_such_layers_need_a_hook_on_all_modules(name: str) -> None:
+    with PerExampleNorms(MODELS[name](0.0)):
+        assert bool(torch_module._has_any_global_hook()) == (name == "layer")
+    assert not torch_module._has_any_global_hook()
 
 
 def test_units_are_not_counted_in_the_forwards_of_a_layer_alone() -> None:

@@ -321,7 +321,7 @@ READS = [
     ),
     Mutant(
         "single examples",
-        "sonde.batch_size.per_example.window:ExampleWindow.end_piece",
+        "sonde.batch_size.mechanism:ExampleWindow.end_piece",
         "self._n_pieces += 1",
         "self._n_pieces += 1; float(self._sq_weight)",
     ),

@@ -122,7 +122,7 @@ def test_the_spectral_metric(request: pytest.FixtureRequest) -> None:
 @pytest.mark.refuses("single examples", "PP", "PP with DDP", "PP with FSDP2", "PP with TP", "PP with FSDP2 over TP")
 @pytest.mark.refuses("single examples", "CP", "DDP over CP", "FSDP2 over CP", "EP")
 def test_single_examples(request: pytest.FixtureRequest) -> None:
-    reasons = ("calls its layers with parts of examples or of parameters", "is compiled: measure before torch.compile")
+    reasons = ("calls its layers with parts of examples or of parameters", "is compiled: measure without that")
     assert_refused(request, {"per_example": "always"}, *reasons)
 
 

@@ -107,7 +107,7 @@ def test_other_options(gpt: Path, capsys: pytest.CaptureFixture[str], options: l
 
 
 def test_errors(gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--until must be between 0 and 1, got 10.0" in error(capsys, gpt, "--data", TEXT, "--until", 10)
+    assert "until must be a part of B_simple between 0" in error(capsys, gpt, "--data", TEXT, "--until", 10)
     assert "--tokens must be at least 2, got 1" in error(capsys, gpt, "--data", TEXT, "--tokens", 1)
     assert "reads at most 64 tokens, got --tokens 512: pass --tokens 64" in error(capsys, gpt, "--data", TEXT)
     assert "no file or folder at" in error(capsys, gpt, "--data", tmp_path / "absent")

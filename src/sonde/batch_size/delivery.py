@@ -13,7 +13,6 @@ from torch import Tensor
 
 from sonde.batch_size.log import KnownOfWindow, MeasuredWindow
 from sonde.batch_size.measuring_cost import WindowCosts
-from sonde.batch_size.per_example.window import read_examples
 from sonde.batch_size.taps.metric import Adds
 from sonde.batch_size.taps.named import named, packed, those_under
 from sonde.batch_size.taps.window_reader import Window
@@ -79,8 +78,7 @@ class Delivery:
             rows = read_rows(numbers, adds, sizes)
             by_name = dict(zip(names, numbers[_SCALARS].tolist(), strict=True)) | on_host
             of_window = replace(known, rate=by_name.pop(RATE, None))
-            example_sums = those_under("examples", numbers)
-            examples = read_examples(example_sums, rows[0]) if example_sums else None
+            examples = those_under("examples", numbers)
             costs = WindowCosts(*numbers["costs"].tolist())
             return MeasuredWindow(rows, of_window, by_name, costs, numbers["frozen"], examples)
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from sonde.batch_size.measuring_cost import Cost, WindowCosts
-from sonde.batch_size.per_example.window import ExampleRow
 from sonde.batch_size.stats.reading import ENOUGH_COVERED, NoiseScaleReading
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, SolvedWindow, WindowRow
@@ -104,7 +103,7 @@ class MeasuredWindow:
         scalars: by name: the user's own, and those of a clip, under their metric names.
         costs: what ranks have spent since the measured window before, summed over ranks.
         frozen: the numbers of `FrozenWatch`, summed over ranks; [2].
-        examples: what its single examples gave; None where the probe does not read them.
+        examples: the numbers of its single examples, by name; empty where the probe does not read them.
     """
 
     rows: Sequence[WindowRow]
@@ -112,7 +111,7 @@ class MeasuredWindow:
     scalars: Mapping[str, float]
     costs: WindowCosts = field(default_factory=WindowCosts)
     frozen: Tensor | None = None
-    examples: ExampleRow | None = None
+    examples: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def row(self) -> WindowRow:

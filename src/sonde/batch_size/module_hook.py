@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copyreg
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -69,46 +69,17 @@ def why_no_hook(model: nn.Module) -> str:
     return "a hook on an nn.TransformerEncoderLayer changes what it returns in evaluation" * takes_fast_path(model)
 
 
-class LiftableHooks:
-    """Hooks on a module and its parts that can be taken off for a while and put back where they were.
-
-    Args:
-        module: the hooks are on it or in it.
-        numbers: of the hooks, as their handles have them; all hooks of sonde by default.
-    """
-
-    def __init__(self, module: nn.Module, numbers: Set[int] | None = None) -> None:
-        self._hooks: list[tuple[dict[int, Any], set[int]]] = []
-        for table in (table for m in module.modules() for table in (m._forward_hooks, m._forward_pre_hooks)):
-            ours = {
-                n for n, hook in table.items() if isinstance(hook, ModuleHook) and (numbers is None or n in numbers)
-            }
-            if ours:
-                self._hooks.append((table, ours))
-        self._before: list[dict[int, Any]] = []
-
-    def lift(self) -> None:
-        """Take the hooks off, until `put_back`."""
-        self._before = [dict(table) for table, _ in self._hooks]
-        for table, ours in self._hooks:
-            for number in ours:
-                table.pop(number, None)
-
-    def put_back(self) -> None:
-        """Put the hooks on again."""
-        for (table, ours), before in zip(self._hooks, self._before, strict=True):
-            others = dict(table)  # some may have come or gone in the meantime
-            table.clear()
-            table.update((n, hook) for n, hook in before.items() if n in ours or n in others)
-            table.update(others)
-
-
 @contextlib.contextmanager
 def lifted(model: nn.Module) -> Iterator[None]:
     """Take such hooks off a model and its parts for a while: `torch.jit.script` would compile them."""
-    hooks = LiftableHooks(model)
-    hooks.lift()
+    tables = [table for m in model.modules() for table in (m._forward_hooks, m._forward_pre_hooks)]
+    before = [dict(table) for table in tables]
+    for table in tables:
+        for number in [n for n, hook in table.items() if isinstance(hook, ModuleHook)]:
+            del table[number]
     try:
         yield
     finally:
-        hooks.put_back()
+        for table, hooks in zip(tables, before, strict=True):
+            table.clear()
+            table.update(hooks)

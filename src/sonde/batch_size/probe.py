@@ -142,7 +142,7 @@ class NoiseScaleProbe:
         self._metrics = MetricTrackers(found.metrics, functools.partial(self._new_tracker, fixed_weights))
         self._tracker = self._metrics.headline
         own = OwnTime()
-        self._mechanism = Mechanism(model, wrapper, options, own)
+        self._mechanism = Mechanism(model, wrapper, options, found.group_names, own)
         # The tap installs hooks, so it comes after everything that may refuse the model.
         whole, metrics = found.whole, found.metrics
         experts = frozenset() if wrapper.experts is None else wrapper.experts.indices

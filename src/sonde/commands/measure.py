@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -13,8 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from sonde.batch_size.checkpoint.measure import measure
-from sonde.batch_size.checkpoint.measurement import Measurement
+from sonde.batch_size.checkpoint.measure import Measurement, check_limits, measure
 from sonde.batch_size.stats.critical_batch import ABOUT_RIGHT
 from sonde.batch_size.stats.reading import GroupReading
 from sonde.commands.measure_options import MeasureOptions, check_ranges
@@ -44,6 +44,7 @@ def run_measure(options: MeasureOptions) -> int:
         ValueError: when the model or the data cannot be used.
     """
     check_ranges(options)
+    check_limits(options.until, options.most, options.batch)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     device = _device(options.device)
     documents = read_documents(options.data)
@@ -51,7 +52,7 @@ def run_measure(options: MeasureOptions) -> int:
         model, tokenizer = _load(options, device)
         pieces = _pieces(documents, tokenizer, options)
         console.print(_setting(model, device, options))
-        measurement = _measured(model, pieces, device, options, _Lines(console))
+        measurement = _measured(model, pieces, device, options, console)
     except torch.OutOfMemoryError as error:
         raise ValueError(
             f"{device} has too little memory: pass a smaller --examples-per-piece or --tokens, or --dtype bfloat16"
@@ -61,8 +62,16 @@ def run_measure(options: MeasureOptions) -> int:
 
 
 def _measured(
-    model: Any, pieces: Iterator[Tensor], device: torch.device, options: MeasureOptions, on_window: _Lines
+    model: Any, pieces: Iterator[Tensor], device: torch.device, options: MeasureOptions, console: Console
 ) -> Measurement:
+    last = time.monotonic()
+
+    def on_window(so_far: Measurement) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
+            last = time.monotonic()
+            console.print(f"  {so_far}")
+
     torch.manual_seed(options.seed)  # of dropout; this process does nothing else
     return measure(
         model,
@@ -79,10 +88,8 @@ def _measured(
 
 
 def _device(name: str) -> torch.device:
-    if name == "auto":
-        return default_device()
     try:
-        device = torch.device(name)
+        device = default_device() if name == "auto" else torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         first_line = str(error).partition("\n")[0]
@@ -160,14 +167,7 @@ def _batched(each: Iterator[Tensor], n: int) -> Iterator[Tensor]:
 def _log(options: MeasureOptions) -> RunLog | None:
     if options.log is None:
         return None
-    metadata = {
-        "model": options.model,
-        "data": str(options.data),
-        "tokens": options.tokens,
-        "dtype": options.dtype,
-        "train mode": options.train_mode,
-        "seed": options.seed,
-    }
+    metadata = {name: v if isinstance(v, int | float) else str(v) for name, v in asdict(options).items()}
     return RunLog(JsonlSink(options.log), run=f"measure {options.model}", metadata=metadata, every=1)
 
 
@@ -178,19 +178,6 @@ def _setting(model: Any, device: torch.device, options: MeasureOptions) -> str:
         f"{device}, {mode}. Sequences of {options.tokens} tokens from {options.data}, "
         f"{options.examples_per_piece} in each backward."
     )
-
-
-class _Lines:
-    """Prints how far the measurement has come, now and then."""
-
-    def __init__(self, console: Console) -> None:
-        self._console, self._last = console, time.monotonic()
-
-    def __call__(self, measurement: Measurement) -> None:
-        """Called after each window."""
-        if time.monotonic() - self._last >= _SECONDS_BETWEEN_LINES:
-            self._last = time.monotonic()
-            self._console.print(f"  {measurement}")
 
 
 def _print_result(measurement: Measurement, options: MeasureOptions, console: Console) -> None:

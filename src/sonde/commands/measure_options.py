@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -48,20 +47,11 @@ class MeasureOptions:
 
 
 def check_ranges(options: MeasureOptions) -> None:
-    """Refuse options outside their range.
+    """Refuse options of the sequences outside their range.
 
     Raises:
         ValueError: with the option, its value and its range.
     """
-    for name, least in (("tokens", 2), ("examples_per_piece", 1), ("most", 2)):
-        value = getattr(options, name)
-        if value is not None and value < least:
+    for name, least in (("tokens", 2), ("examples_per_piece", 1)):
+        if (value := getattr(options, name)) < least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}: give a larger number")
-    if not 0 < options.until < 1:
-        raise ValueError(f"--until must be between 0 and 1, got {options.until}: use 0.1 for ± 10 %")
-    if options.batch is not None and not 0 < options.batch < math.inf:
-        raise ValueError(
-            f"--batch must be a positive number of sequences, got {options.batch}: leave it out, or fix it"
-        )
-    if not 0 <= options.seed < 2**31:
-        raise ValueError(f"--seed must be at least 0 and less than 2³¹, got {options.seed}: choose another seed")

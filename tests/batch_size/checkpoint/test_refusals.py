@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -37,9 +38,9 @@ def test_until(until: object) -> None:
         ({"loss": 3}, "loss must be a function of the model and a batch, got 3"),
         ({"unit": ""}, "unit must name the independent sample"),
         ({"groups": 7}, "groups must be 'blocks', 'kinds', 'parameters', None or a function"),
-        ({"units": 0}, "units of batch 0 must be a positive and finite number, got 0"),
-        ({"units": lambda b: float("inf")}, "units of batch 0 must be a positive and finite number, got inf"),
-        ({"weight": lambda b: -len(b[0])}, "weight of batch 0 must be a positive and finite number, got -4"),
+        ({"units": 0}, "units must be positive and finite, got 0"),
+        ({"units": lambda b: float("inf")}, "units must be positive and finite, got inf"),
+        ({"weight": lambda b: -len(b[0])}, "weight must be positive and finite, got -4"),
     ],
 )
 def test_options(options: dict[str, Any], says: str) -> None:
@@ -49,7 +50,7 @@ def test_options(options: dict[str, Any], says: str) -> None:
 def test_batches() -> None:
     assert "batches must be an iterable of micro-batches, got int" in refused(3)
     assert "got Tensor: pass a DataLoader or a list" in refused(torch.randn(4, 8))
-    assert "batches gave no batch" in refused([])
+    assert "there was none: pass two or more" in refused([])
     used = iter(batches([4] * 3))
     list(used)
     assert "a new iterator if this one was used before" in refused(used)
@@ -68,17 +69,20 @@ def test_losses() -> None:
     def without_graph(m: nn.Module, b: Batch) -> Tensor:
         return loss(m, b)
 
-    assert "got torch.float32 of shape (4,) for batch 0: average it over the batch" in refused(loss=per_example)
-    assert "the loss of batch 0 has no graph" in refused(loss=without_graph)
-    assert "got float for batch 0: return the loss itself" in refused(loss=lambda m, b: 1.0)
-    assert "got dict for batch 0" in refused(loss=lambda m, b: {"loss": loss(m, b)})
+    assert "got torch.float32 of shape (4,): return the mean over the batch" in refused(loss=per_example)
+    assert "got torch.float32 of shape (): " in refused(loss=without_graph)
+    assert "got float: return" in refused(loss=lambda m, b: 1.0)
+    assert "got dict: return" in refused(loss=lambda m, b: {"loss": loss(m, b)})
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_loss_that_is_not_finite(value: float) -> None:
+def test_a_window_with_a_loss_that_is_not_finite_is_left_out(value: float) -> None:
     data = batches([4] * 12)
     data[8] = (data[8][0], data[8][1] * value)
-    assert f"the loss of batch 8 is {value if value == value else 'nan'}" in refused(data)
+    measurement = sonde.measure(model_of(), loss, data, unit="rows", verbose=False)
+    assert measurement.reading.windows == 2  # of 2 and 4 batches; the third has the ninth
+    assert [n for reason, n in measurement.reading.dropped.items() if "finite" in reason] == [1]
+    assert not math.isfinite(measurement.loss or 0.0)
 
 
 def test_models() -> None:

@@ -150,29 +150,6 @@ def test_training_goes_on_as_without_it(ranks2: Ranks, how: str) -> None:
         assert with_it[1:] == without[1:]
 
 
-def failing_here() -> str:
-    """A loss that fails on rank 1 after its forward, in the third batch."""
-    model, rank = cut("FSDP2")
-    seen = []
-
-    def failing(model: nn.Module, batch: Batch) -> Any:
-        seen.append(batch)
-        of_batch = loss(model, batch)
-        return None if rank == 1 and len(seen) == 3 else of_batch
-
-    try:
-        sonde.measure(model, failing, data_of(rank, 9), unit="rows", verbose=False)
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def test_a_loss_that_fails_on_one_rank_is_an_error_on_all(ranks2: Ranks) -> None:
-    first, second = ranks2(failing_here)
-    assert first == "RuntimeError: another rank failed while measuring: see its error"
-    assert second.startswith("ValueError: loss(model, batch) must return a tensor of no dims, got NoneType")
-
-
 def refused_here(what: str) -> str:
     model, rank = cut("FSDP2")
     assert isinstance(model, FSDPModule)

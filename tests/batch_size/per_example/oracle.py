@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -55,13 +55,20 @@ def assert_exact(
     """
     exact = exact_squares(model, shares)
     squares = measure(model, shares, **options)
+    assert_as(squares, exact, rel=rel, not_covered=not_covered)
+    return squares
+
+
+def assert_as(
+    squares: PerExampleSquares, exact: dict[str, Tensor], *, rel: float = 1e-9, not_covered: Collection[str] = ()
+) -> None:
+    """Each parameter but those that are named is covered, and has these |h_b|², [examples]."""
     assert set(squares.not_covered()) == set(not_covered), squares.not_covered()
     for name, row in zip(squares.names, squares.sq_norms, strict=True):
         if name in not_covered:
             assert row.isnan().all(), name
         else:
             torch.testing.assert_close(row, exact[name], rtol=rel, atol=1e-30, msg=lambda m, name=name: f"{name}: {m}")
-    return squares
 
 
 def shares_of(*inputs: Tensor) -> Shares:

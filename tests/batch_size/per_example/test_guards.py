@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from sonde.batch_size.taps.autograd_internals import will_accumulate
 
@@ -55,3 +56,12 @@ def test_guard_a_backward_says_which_parameters_it_will_reach() -> None:
     torch.autograd.grad(run(), [x])
     torch.autograd.grad(run(), [x, first])
     assert found == [(True, True), (False, True), (False, False), (False, False)]
+
+
+def test_guard_a_hook_on_all_modules_leaves_its_number_behind() -> None:
+    """Without that, `close` need not take it away."""
+    handle = torch_module.register_module_forward_hook(lambda *args: None, with_kwargs=True)
+    handle.remove()
+    assert torch_module._has_any_global_hook()
+    torch_module._global_forward_hooks_with_kwargs.pop(handle.id)
+    assert not torch_module._has_any_global_hook()

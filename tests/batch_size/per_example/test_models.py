@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from sonde.batch_size.per_example.norms import PerExampleNorms
-from tests.batch_size.per_example.oracle import assert_exact, exact_squares, measure, shares_of
+from tests.batch_size.per_example.oracle import assert_as, assert_exact, exact_squares, measure, shares_of
 
 B = 4
 
@@ -234,10 +234,7 @@ def test_weights_that_are_used_outside_their_layers_are_named() -> None:
     with PerExampleNorms(model) as norms:
         model(ids).backward()
         squares = norms.take(B)
-    assert set(squares.not_covered()) == {"embed.weight", "position.weight"}
-    for name, row in zip(squares.names, squares.sq_norms, strict=True):
-        if name not in squares.not_covered():
-            torch.testing.assert_close(row, exact[name], rtol=1e-9, atol=0.0)
+    assert_as(squares, exact, not_covered={"embed.weight", "position.weight"})
 
 
 def test_adapters_on_a_frozen_model() -> None:

@@ -56,9 +56,9 @@ def test_a_use_outside_its_layer(then: Callable[..., Tensor], names: tuple[str, 
 
 
 def test_without_the_check_such_a_use_would_be_a_wrong_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sonde.batch_size.per_example import covered
+    from sonde.batch_size.per_example import piece
 
-    monkeypatch.setattr(covered, "tolerance", lambda dtypes, device: float("inf"))
+    monkeypatch.setattr(piece, "tolerance", lambda dtypes, device: float("inf"))
     model = Model(USES["a weight in F.linear"][0]).double()
     with pytest.raises(AssertionError, match=r"first\.weight"):
         assert_exact(model, shares_of(X), not_covered=())
@@ -141,8 +141,7 @@ def test_inputs_that_change_in_place_before_backward() -> None:
             return y.float()
 
     squares = measure(InPlace(), shares_of(X.float()))
-    assert set(squares.not_covered()) == {"layer.weight", "layer.bias"}
-    assert all("changed in place" in reason for reason in squares.not_covered().values())
+    assert set(squares.not_covered()) == {"layer.weight"}  # the bias's gradient does not depend on the input
 
 
 class Positions(nn.Module):
@@ -231,12 +230,8 @@ def test_gradients_that_torch_itself_rounds_away_are_named() -> None:
 BATCH_NORM = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)).double()
 
 
-def test_batch_normalisation_is_refused_by_name() -> None:
+def test_batch_normalisation_is_named() -> None:
     model, images = copy.deepcopy(BATCH_NORM), shares_of(torch.randn(B, 3, 8, 8))
-    with pytest.raises(
-        ValueError, match=r"'1' \(BatchNorm2d\): batch normalisation in train mode couples the examples"
-    ):
-        PerExampleNorms(model).open()
     model.eval()
     assert_exact(model, images)
     with PerExampleNorms(model) as norms:
@@ -246,7 +241,10 @@ def test_batch_normalisation_is_refused_by_name() -> None:
         model.eval()
         images(model).sum().backward()
         assert norms.take(B).not_covered() == {}
-    assert all("couples the examples" in reason for reason in squares.not_covered().values())
+    assert all(
+        "1: batch normalisation in train mode couples the examples" in reason
+        for reason in squares.not_covered().values()
+    )
     assert squares.sq_norms.isnan().all()
 
 
@@ -261,7 +259,7 @@ def test_compiled_models_are_refused_by_name(how: str) -> None:
         model.norm.compile(backend="aot_eager")  # type: ignore[operator]
     else:
         model = nn.Sequential(torch.compile(model, backend="aot_eager"))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"is compiled: measure before torch\.compile"):
+    with pytest.raises(ValueError, match="is compiled: measure without that"):
         PerExampleNorms(model).open()
 
 
@@ -279,13 +277,7 @@ def test_a_compiled_function_around_the_model_is_named() -> None:
 def test_a_replaced_parameter_is_named() -> None:
     model = Model(lambda m, x, y: y).double()
     norms = PerExampleNorms(model)
-    with norms:
-        model.first.weight = nn.Parameter(model.first.weight.detach().clone())
-        shares_of(X)(model).sum().backward()
-        squares = norms.take(B)
-    assert "another parameter in its place" in squares.not_covered()["first.weight"]
-    assert "first.bias" in squares.not_covered()
-    assert squares.sq_norms[squares.names.index("first.weight")].isnan().all()
+    model.first.weight = nn.Parameter(model.first.weight.detach().clone())
     with pytest.raises(ValueError, match=r"the model has lost 1 parameter \(first.weight\): attach anew"):
         norms.open()
 

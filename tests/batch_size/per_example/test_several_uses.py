@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sonde.batch_size.per_example.norms import PerExampleNorms
-from tests.batch_size.per_example.oracle import assert_exact, exact_gradients, shares_of
+from tests.batch_size.per_example.oracle import assert_as, assert_exact, exact_squares, shares_of
 
 B, T, WIDTH, VOCABULARY = 4, 6, 8, 11
 
@@ -114,10 +114,10 @@ def test_uses_are_added_before_they_are_squared(name: str, staging: int) -> None
 @pytest.mark.parametrize("name", CASES)
 def test_the_squares_of_single_uses_would_differ(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the products between uses each of these cases is wrong, so the test above can fail."""
-    from sonde.batch_size.per_example import uses
+    from sonde.batch_size.per_example import piece
 
     model, x = model_of(name)
-    monkeypatch.setattr(uses, "inner_products", lambda x, y, staging: torch.zeros(len(uses.tensors_of(x)[0])))
+    monkeypatch.setattr(piece, "inner_products", lambda x, y, staging: torch.zeros(len(piece.tensors_of(x)[0])))
     with pytest.raises(AssertionError, match="not close"):
         assert_exact(model, shares_of(x))
 
@@ -132,15 +132,13 @@ def two_losses(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 def test_several_backwards_of_the_same_examples(name: str, forwards: int) -> None:
     model, x = model_of(name)
     x = x.double() if x.is_floating_point() else x
-    exact = exact_gradients(model, lambda m: sum(two_losses(m, x)))  # type: ignore[arg-type]
+    exact = exact_squares(model, lambda m: sum(two_losses(m, x)))  # type: ignore[arg-type]
     with PerExampleNorms(model, several_backwards=True) as norms:
         first, second = two_losses(model, x)
         first.sum().backward(retain_graph=forwards == 1)
         (second if forwards == 1 else two_losses(model, x)[1]).sum().backward()
         squares = norms.take(B)
-    assert squares.not_covered() == {}
-    for parameter, row in zip(squares.names, squares.sq_norms, strict=True):
-        torch.testing.assert_close(row, exact[parameter].flatten(1).square().sum(1), rtol=1e-9, atol=0.0)
+    assert_as(squares, exact)
 
 
 @pytest.mark.parametrize("forwards", [1, 2], ids=["one graph", "two forwards"])
@@ -170,15 +168,12 @@ def test_uses_that_cannot_be_kept_say_how_much_memory_they_need() -> None:
 def test_pieces_whose_forwards_overlap() -> None:
     """As in a pipeline: the second forward comes before the first backward."""
     model, x = model_of("tied embedding")
-    exact = exact_gradients(model, shares_of(x))
+    exact = exact_squares(model, shares_of(x))
     with PerExampleNorms(model) as norms:
         losses = [shares_of(part)(model).sum() * len(part) / B for part in (x[:3], x[3:])]
         found = []
         for loss, n in zip(losses, (3, 1), strict=True):
             loss.backward()
             found.append(norms.take(n))
-    for squares in found:
-        assert squares.not_covered() == {}
-    joined = torch.cat([squares.sq_norms for squares in found], dim=1)
-    for name, row in zip(found[0].names, joined, strict=True):
-        torch.testing.assert_close(row, exact[name].flatten(1).square().sum(1), rtol=1e-9, atol=0.0)
+    for squares, rows in zip(found, (slice(0, 3), slice(3, 4)), strict=True):
+        assert_as(squares, {name: of_all[rows] for name, of_all in exact.items()})

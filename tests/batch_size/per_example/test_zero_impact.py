@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from sonde.batch_size.per_example.norms import PerExampleNorms
-from tests.batch_size.per_example.oracle import exact_squares, shares_of
+from tests.batch_size.per_example.oracle import assert_as, exact_squares, shares_of
 from tests.ranks import Ranks
 
 B, T, WIDTH, VOCABULARY, STEPS = 6, 5, 16, 13, 5
@@ -116,9 +116,7 @@ def own_examples_on_rank() -> None:
     with PerExampleNorms(model) as norms:
         shares(model).sum().backward()
         squares = norms.take(B)
-    assert squares.not_covered() == {}
-    for name, row in zip(squares.names, squares.sq_norms, strict=True):
-        torch.testing.assert_close(row, exact[name], rtol=1e-6, atol=1e-24)
+    assert_as(squares, exact, rel=1e-6)
 
 
 def test_under_ddp_each_rank_has_the_norms_of_its_own_examples(ranks2: Ranks) -> None:

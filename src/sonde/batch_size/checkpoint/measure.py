@@ -1,45 +1,42 @@
 """The noise scale of a model as it is now, at a checkpoint: windows without any update, until the interval is narrow.
 
 The story of a measurement, from top to bottom: `measure` sees to it that nothing is changed; `_Measuring.run` goes from
-window to window; `_Measuring._pieces` takes the pieces of one; the ranks agree, the probe solves it, and the average of
-all windows decides whether another one is needed.
+window to window; `_Measuring._pieces` takes the pieces of one; the probe solves it, and the average of all windows
+decides whether another one is needed.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sonde.batch_size.checkpoint.batches import (
-    CountedBatch,
-    LossOf,
-    NumberOf,
-    checked_loss,
-    counted_batches,
-    finite_losses,
-)
-from sonde.batch_size.checkpoint.measurement import Ending, Measurement, beginning, precision
+from sonde.batch_size.batch_dim import units_in_batch
 from sonde.batch_size.checkpoint.model import MeasuredModel
-from sonde.batch_size.checkpoint.ranks import sum_numbers
 from sonde.batch_size.probe import NoiseScaleProbe
-from sonde.batch_size.setup import Groups, NoiseScaleOptions, is_number
+from sonde.batch_size.setup import BATCH_NORM, Groups, NoiseScaleOptions, is_number, n_batch_norms
 from sonde.batch_size.stats.fixed_weights import FixedWeights, window_lengths
+from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.console import tell
 from sonde.parallel.process_groups import gather_objects
 from sonde.parallel.refused_models import refuse_stage_alone
-from sonde.parallel.same_on_ranks import holds_on_all
 from sonde.parallel.wrappers import find_wrapper
 from sonde.record_values import whole_number
 from sonde.records import RunLog
+from sonde.wording import duration, number, plural
 
+LossOf = Callable[[Any, Any], Tensor]
+"""Makes the mean loss of a batch, 0-dim with a graph, of the model and the batch."""
+NumberOf = float | Callable[[Any], float]
+"""A number that is the same for every batch, or a function of the batch."""
 _FEWEST_WINDOWS = 12
 """Windows before a measurement may be precise enough: the scatter of fewer windows may be small by chance."""
 _LONGEST_IN_16_BITS = 64
@@ -47,6 +44,65 @@ _LONGEST_IN_16_BITS = 64
 _MOST_USELESS = 3
 """First windows that may all be unusable before that is an error."""
 _SECONDS_BETWEEN_LINES = 5.0
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+Ending = Literal["precise", "data ended", "limit"]
+"""Why a measurement ended: the interval is as narrow as was asked for, or there was no more to take."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The noise scale of a model at fixed weights.
+
+    Attributes:
+        reading: the noise scale of the whole model and of each group, averaged over all windows.
+        ended: why the measurement ended; None while it goes on.
+        until: the precision that was asked for.
+        n_units: units measured, on all ranks.
+        n_batches: micro-batches measured, on all ranks.
+        loss: mean loss over them, each with its weight; None before the first window.
+        seconds: how long it took.
+    """
+
+    reading: NoiseScaleReading
+    ended: Ending | None
+    until: float
+    n_units: float
+    n_batches: int
+    loss: float | None
+    seconds: float
+
+    @property
+    def precision(self) -> float | None:
+        """The distance of the interval's farther end from B_simple, over B_simple; None unless both ends are known."""
+        return precision(self.reading.b_simple, self.reading.low, self.reading.high)
+
+    def __str__(self) -> str:
+        known, unit = self.reading, self.reading.unit
+        text = f"B_simple not known ({known.reason})"
+        if known.status == "resolved":
+            text = f"B_simple {number(known.b_simple)} {unit} [{number(known.low)} – {number(known.high)}]"
+        elif known.status == "lower_bound":
+            text = f"B_simple > {number(known.low)} {unit}"
+        elif known.status == "upper_bound":
+            text = f"B_simple < {number(known.high)} {unit}"
+        if self.precision is not None:
+            text += f", ± {100 * self.precision:.3g} %"
+        return f"{text}, from {number(self.n_units)} {unit} in {duration(self.seconds)}{self._ending()}"
+
+    def _ending(self) -> str:
+        if self.ended is None or (self.ended == "precise" and self.precision is not None):
+            return ""
+        why = {"data ended": "the data ended", "limit": "the limit was reached", "precise": "the numbers are in doubt"}
+        # The reason of a reading in doubt is its advice already.
+        advice = f": {self.reading.advice}" if self.reading.advice else ""
+        return f"; {why[self.ended]} before ± {100 * self.until:.3g} %{advice}"
+
+
+def precision(b_simple: float | None, low: float | None, high: float | None) -> float | None:
+    """The distance of an interval's farther end from B_simple, over B_simple; None unless both ends are known."""
+    if not b_simple or low is None or high is None or math.isinf(high):
+        return None
+    return max(high / b_simple - 1.0, 1.0 - low / b_simple)
 
 
 def measure(
@@ -89,8 +145,8 @@ def measure(
             inside, so that one function serves both.
         batches: micro-batches in random order: a DataLoader or another iterable. On several ranks each rank passes its
             own part, as a DistributedSampler deals it. Ranks may have different numbers of batches, of different sizes.
-            A rank may have none. If the model itself communicates in every pass (FSDP2, SyncBatchNorm, DDP inside
-            another module), all ranks stop with the first whose data end. Ranks that share a micro-batch by tensor
+            A rank may have none. If the model itself communicates in every pass (FSDP2, SyncBatchNorm), all ranks
+            stop with the first whose data end. Ranks that share a micro-batch by tensor
             parallelism pass the same batches.
         unit: plural name of the independent sample; results are in it.
         units: units in a batch, a number or a function of the batch; by default the rows of its tensors.
@@ -110,10 +166,10 @@ def measure(
         The measurement. `reading` has the noise scale, its interval and its groups, and `ended` why it stopped.
 
     Raises:
-        ValueError: for an argument out of its range; a model without trainable parameters; a loss
-            that is not a finite tensor of no dims with a graph; fewer than two batches; gradients that cannot be used;
-            ranks that were called differently.
-        RuntimeError: when the loss changes the weights; when another rank failed.
+        ValueError: for an argument out of its range; a model without trainable parameters; a loss that is not a tensor
+            of no dims with a graph; fewer than two batches; gradients that cannot be used; ranks that were called
+            differently. An error on one rank alone, as in its data, leaves its peers waiting, as in training.
+        RuntimeError: when the loss changes the weights.
 
     Reference:
         McCandlish et al. 2018, arXiv:1812.06162, appendix A.1.
@@ -138,44 +194,71 @@ def measure(
         )
     target = MeasuredModel(model, wrapper)
     log = RunLog() if log is None else log
-    counted = counted_batches(batches, units=units, weight=weight, most=most_batches)
-    ahead: list[CountedBatch] = []
-    options: NoiseScaleOptions
+    options = partial(NoiseScaleOptions, unit, None, groups, per_example="never", every=1)
 
-    def begin() -> tuple[float, dict[str, object]]:
-        """The weight of this rank's first batch, and what must be the same on all ranks."""
-        nonlocal options
-        _check_options(loss, until, most_batches, batch)
-        options = NoiseScaleOptions(unit, None, groups, per_example="never", every=1)
-        ahead.extend(itertools.islice(counted, 1))
-        alike = {"unit": unit, "until": until, "most_batches": most_batches, "batch": batch}
-        return sum(each.weight for each in ahead), alike
+    def checked() -> dict[str, object]:
+        """What must be the same on all ranks."""
+        _check_arguments(loss, batches)
+        check_limits(until, most_batches, batch)
+        options()
+        return {"unit": unit, "until": until, "most_batches": most_batches, "batch": batch}
 
     with target.left_as_it_is():
-        weights, facts = zip(*gather_objects(wrapper.group, begin), strict=True)
-        _check_alike(facts)
-        if not any(weights):
+        of_ranks = gather_objects(wrapper.group, checked)
+        if any(theirs != of_ranks[0] for theirs in of_ranks):
             raise ValueError(
-                "batches gave no batch: pass data, or a new iterator if this one was used before, such as the "
-                "DataLoader itself"
+                f"ranks must measure alike, got {of_ranks}: pass the same arguments on every rank, but for the data"
             )
-        fixed = FixedWeights(batch)
+        fixed, says = FixedWeights(batch), verbose and log.is_first_rank
         with NoiseScaleProbe(
-            target.module, None, options, process_group=target.group, log=log, verbose=False, fixed_weights=fixed
+            target.module, None, options(), process_group=target.group, log=log, verbose=False, fixed_weights=fixed
         ) as probe:
-            says = verbose and log.is_first_rank
-            for line in beginning(model, target.parameters, n_ranks=target.n_ranks, unit=unit) if says else ():
+            for line in _beginning(model, target.parameters, n_ranks=target.n_ranks, unit=unit) if says else ():
                 tell(line)
-            measuring = _Measuring(target, probe, fixed, loss, counted, ahead, until=until, usual_weight=max(weights))
+            counts_of = partial(_counts_of, units=units, weight=weight)
+            own = islice(batches, most_batches)
+            measuring = _Measuring(target, probe, fixed, loss, own, counts_of, until, target.written())
             measurement = measuring.run(most_batches, on_window, says=says)
             if says:
                 tell(str(measurement))
             return measurement
 
 
-def _check_options(loss: object, until: object, most_batches: object, batch: object) -> None:
+def _beginning(model: nn.Module, parameters: Sequence[Tensor], *, n_ranks: int, unit: str) -> Iterator[str]:
+    """What is measured, line by line, for people.
+
+    Args:
+        model: as the user passed it.
+        parameters: that are measured.
+        n_ranks: that measure together.
+        unit: plural name of the unit.
+    """
+    n_parameters = plural(sum(p.numel() for p in parameters), "trainable parameter")
+    on_ranks = f", {n_ranks} ranks" if n_ranks > 1 else ""
+    yield f"measuring {n_parameters} on {parameters[0].device}{on_ranks}, in {unit}"
+    if n := sum(m.training and m.p > 0 for m in model.modules() if isinstance(m, _DROPOUTS)):
+        layers = plural(n, "dropout layer")
+        yield f"{layers} in train mode: this adds noise, as in training. model.eval() turns dropout off"
+    if n := n_batch_norms(model):
+        yield f"{plural(n, 'layer')}: {BATCH_NORM}"
+
+
+def _check_arguments(loss: object, batches: object) -> None:
     if not callable(loss):
         raise ValueError(f"loss must be a function of the model and a batch, got {loss!r:.60}: lambda model, batch: …")
+    if isinstance(batches, (str, bytes, Tensor)) or not isinstance(batches, Iterable):
+        raise ValueError(
+            f"batches must be an iterable of micro-batches, got {type(batches).__name__}: pass a DataLoader or a "
+            "list of batches"
+        )
+
+
+def check_limits(until: object, most_batches: object, batch: object) -> None:
+    """Refuse arguments of `measure` that are out of their range.
+
+    Raises:
+        ValueError: naming the first.
+    """
     if not (is_number(until) and 0 < until < 1):
         raise ValueError(f"until must be a part of B_simple between 0 and 1, got {until!r}: use 0.1 for ± 10 %")
     if most_batches is not None:
@@ -184,59 +267,58 @@ def _check_options(loss: object, until: object, most_batches: object, batch: obj
         raise ValueError(f"batch must be a positive number of units, got {batch!r}: leave it out for no verdict")
 
 
-def _check_alike(of_ranks: Sequence[dict[str, object]]) -> None:
-    for rank, theirs in enumerate(of_ranks):
-        for name, value in of_ranks[0].items():
-            if theirs[name] != value:
-                raise ValueError(
-                    f"ranks must measure alike, got {name} {value!r:.80} on rank 0 and {theirs[name]!r:.80} on rank "
-                    f"{rank}: pass the same arguments on every rank, but for the data"
-                )
+def _counts_of(data: Any, *, units: NumberOf | None, weight: NumberOf | None) -> tuple[float, float]:
+    """Units in a batch, and how much it counts in the average of the losses."""
+    n_units = units(data) if callable(units) else units
+    if n_units is None:
+        n_units = units_in_batch(
+            data, "pass units= a number, or a function of a batch that returns its number of units"
+        )
+    counts = weight(data) if callable(weight) else weight
+    return n_units, n_units if counts is None else counts
 
 
+@dataclass
 class _Measuring:
     """One measurement.
 
-    Args:
+    Attributes:
         target: what is measured.
         probe: attached to it.
         fixed: the averages that the probe adds to.
         loss: of a batch.
         batches: of this rank.
-        ahead: the first of them, if it was taken already.
+        counts_of: units and weight of a batch.
         until: the precision that is wanted.
-        usual_weight: that weights are divided by, so that losses keep their size; the same on all ranks.
+        n_written: how often the weights had been written to.
+        start: when it began.
+        n_taken: micro-batches of this rank so far.
+        n_windows: windows so far.
+        sums: micro-batches, units, losses times weights, and weights, on all ranks.
     """
 
-    def __init__(
-        self,
-        target: MeasuredModel,
-        probe: NoiseScaleProbe,
-        fixed: FixedWeights,
-        loss: LossOf,
-        batches: Iterator[CountedBatch],
-        ahead: list[CountedBatch],
-        *,
-        until: float,
-        usual_weight: float,
-    ) -> None:
-        self._target, self._probe, self._fixed = target, probe, fixed
-        self._loss, self._batches, self._ahead = loss, batches, ahead
-        self._until, self._usual_weight = until, usual_weight
-        self._start = time.perf_counter()
-        self._n_written = target.written()
-        self._n_taken = self._n_windows = 0
-        self._sums = [0.0] * 4
-        """Micro-batches, units, losses times weights, and weights, on all ranks."""
+    target: MeasuredModel
+    probe: NoiseScaleProbe
+    fixed: FixedWeights
+    loss: LossOf
+    batches: Iterator[Any]
+    counts_of: Callable[[Any], tuple[float, float]]
+    until: float
+    n_written: int
+    start: float = field(default_factory=time.perf_counter)
+    n_taken: int = 0
+    n_windows: int = 0
+    sums: Sequence[float] = (0.0, 0.0, 0.0, 0.0)
 
     def run(
         self, most_batches: int | None, on_window: Callable[[Measurement], object] | None, *, says: bool
     ) -> Measurement:
         """Measure windows until the interval is narrow, or nothing is left to measure."""
-        in_16_bits = any(p.dtype.itemsize == 2 for p in self._target.parameters)
+        in_16_bits = any(p.dtype.itemsize == 2 for p in self.target.parameters)
         longest, last_said = _LONGEST_IN_16_BITS if in_16_bits else math.inf, time.monotonic()
-        for length in window_lengths(self._target.n_data_ranks, longest=longest):
-            if not self._window(length):
+        for length in window_lengths(self.target.n_data_ranks, longest=longest):
+            n_pieces = self._window(length)
+            if n_pieces < 2:  # what is left cannot be compared with anything
                 break
             is_due = says and time.monotonic() - last_said >= _SECONDS_BETWEEN_LINES
             so_far = self._so_far(None) if is_due or on_window is not None else None
@@ -245,40 +327,23 @@ class _Measuring:
                 tell(str(so_far))
             if on_window is not None and so_far is not None:
                 on_window(so_far)
-            if self._on_all(self._is_precise()):
+            if self.target.on_all_ranks(here=self._is_precise()):
                 return self._so_far("precise")
-        if not self._n_windows:
+        if not self.n_windows:
             raise ValueError(
-                "a noise scale compares batches, and there was only one: pass two or more, such as smaller batches of "
-                "the same data"
+                f"a noise scale compares batches, and there was {'only one' if n_pieces else 'none'}: pass two or "
+                "more, such as smaller batches of the same data, or a new iterator if this one was used before"
             )
-        return self._so_far("limit" if self._on_all(self._n_taken == most_batches) else "data ended")
+        at_limit = self.target.on_all_ranks(here=self.n_taken == most_batches)
+        return self._so_far("limit" if at_limit else "data ended")
 
-    def _window(self, length: int) -> bool:
-        """Measure a window. If a rank fails, all raise.
-
-        Returns:
-            Whether there were pieces enough: what is left cannot be compared with anything otherwise.
-        """
-        failure: Exception | None = None
-        own = [0.0] * len(self._sums)
-        try:
-            own = self._pieces(length)
-        except Exception as error:
-            failure = error
-        has_gradient = [float(p.grad is not None) for p in self._target.parameters]
-        numbers = [float(failure is not None), *own, *has_gradient]
-        n_failed, *summed = sum_numbers(numbers, self._target.ranks, self._target.device)
-        if failure is not None:
-            raise failure
-        if n_failed:
-            raise RuntimeError(f"{round(n_failed)} other ranks failed while measuring: see their errors")
-        sums, n_holding = summed[: len(own)], summed[len(own) :]
-        if sums[0] < 2:
-            return False
-        self._target.reduce_gradients([n > 0 for n in n_holding])
-        self._end_window(sums)
-        return True
+    def _window(self, length: int) -> float:
+        """Measure a window; returns how many pieces it had on all ranks."""
+        sums = self.target.summed(self._pieces(length))
+        if sums[0] >= 2:
+            self.target.reduce_gradients()
+            self._end_window(sums)
+        return sums[0]
 
     def _pieces(self, length: int) -> list[float]:
         """Take this rank's pieces of a window.
@@ -286,83 +351,65 @@ class _Measuring:
         Returns:
             What they add to the sums; zeros on a rank whose pieces another one counts.
         """
-        taken: list[tuple[CountedBatch, Tensor]] = []
-        while len(taken) < length and (batch := self._take()) is not None:
-            taken.append((replace(batch, data=None), self._piece(batch)))  # so that its memory is freed
-        losses = finite_losses(taken)
-        self._target.check_pieces()
-        if not self._target.in_step and self._target.written() != self._n_written:
+        rows, losses = [], []
+        for _ in range(length):
+            found = list(islice(self.batches, 1))
+            if not self.target.in_step(here=bool(found)):
+                break
+            n_units, weight = self.counts_of(found[0])
+            losses.append(self._piece(found.pop(), n_units, weight))  # so that its memory is freed
+            rows.append((float(n_units), float(weight)))
+        self.n_taken += len(rows)
+        if not self.target.communicates and self.target.written() != self.n_written:
             raise RuntimeError(
                 "the weights changed while they were measured: leave optimizer steps and other updates out of "
                 "loss() and of hooks"
             )
-        rows = [(1.0, b.n_units, loss * b.weight, b.weight) for (b, _), loss in zip(taken, losses, strict=True)]
-        return [math.fsum(column) * self._target.counts_pieces for column in zip(*rows, strict=True)] or [0.0] * 4
+        if not rows or not self.target.counts_pieces:
+            return [0.0] * len(self.sums)
+        weighted = sum(float(loss) * weight for loss, (_, weight) in zip(losses, rows, strict=True))
+        return [float(len(rows)), sum(n for n, _ in rows), weighted, sum(weight for _, weight in rows)]
 
-    def _take(self) -> CountedBatch | None:
-        """The next batch of this rank; None where none is left or, if ranks go in step, where any rank has none."""
-        batch = None
-        try:
-            batch = self._ahead.pop() if self._ahead else next(self._batches, None)
-        finally:  # a rank whose data fail takes part too
-            all_have_one = self._on_ranks_in_step(batch is not None)
-        if not all_have_one:
-            return None
-        self._n_taken += 1
-        return batch
-
-    def _piece(self, batch: CountedBatch) -> Tensor:
-        """Run one batch forward and backward.
-
-        Returns:
-            Its loss, without a graph.
-        """
-        loss = None
-        try:
-            loss = checked_loss(self._loss(self._target.module, batch.data), batch)
-        finally:  # a rank whose loss fails takes part too
-            all_have_one = self._on_ranks_in_step(loss is not None)
-        if not all_have_one:
-            raise RuntimeError("another rank failed while measuring: see its error")
+    def _piece(self, data: Any, n_units: float, weight: float) -> Tensor:
+        """Run one batch forward and backward; returns its loss, without a graph."""
+        loss = self.loss(self.target.module, data)
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point() or not loss.requires_grad:
+            got = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(
+                f"loss(model, batch) must return a real tensor of no dims with a graph, got {got}: return the mean "
+                "over the batch, such as output.loss, without torch.no_grad() and detach()"
+            )
         # Rounded to the loss's dtype as backward rounds it, so that the piece counts exactly as its gradient does.
-        weight = torch.tensor(batch.weight / self._usual_weight, dtype=loss.dtype, device="cpu").item()
-        with self._probe.piece(units=batch.n_units, weight=weight):
-            loss.backward(gradient=None if weight == 1.0 else torch.full_like(loss, weight))
+        rounded = torch.tensor(float(weight), dtype=loss.dtype, device="cpu").item()
+        with self.probe.piece(units=n_units, weight=rounded):
+            loss.backward(gradient=torch.full_like(loss, rounded))
         return loss.detach()
-
-    def _on_all(self, here: bool) -> bool:
-        """Whether something holds on all ranks."""
-        return holds_on_all(self._target.ranks, self._target.device, here=here)
-
-    def _on_ranks_in_step(self, here: bool) -> bool:
-        """Whether something holds on this rank or, where every pass communicates, on all of them."""
-        return self._on_all(here) if self._target.in_step else here
 
     def _end_window(self, sums: Sequence[float]) -> None:
         _, _, weighted, weights = sums
-        self._sums = [before + more for before, more in zip(self._sums, sums, strict=True)]
-        self._probe.log(loss=weighted / weights)
-        self._probe.step()
-        self._target.zero_grad()
-        solved = self._probe.window()
-        self._n_windows += 1
-        if solved is None and self._n_windows == _MOST_USELESS and not self._fixed.n_windows:
-            dropped = self._probe.reading().dropped
+        self.sums = [before + more for before, more in zip(self.sums, sums, strict=True)]
+        self.probe.log(loss=weighted / weights)
+        self.probe.step()
+        self.target.zero_grad()
+        solved = self.probe.window()
+        self.n_windows += 1
+        if solved is None and self.n_windows == _MOST_USELESS and not self.fixed.n_windows:
+            dropped = self.probe.reading().dropped
             raise ValueError(f"no window can be measured: {max(dropped, key=dropped.__getitem__)}")
 
     def _is_precise(self) -> bool:
-        total = self._fixed.total()
+        total = self.fixed.total()
         reached = precision(total.b_simple, total.low, total.high)
-        return self._fixed.n_windows >= _FEWEST_WINDOWS and reached is not None and reached <= self._until
+        return self.fixed.n_windows >= _FEWEST_WINDOWS and reached is not None and reached <= self.until
 
     def _so_far(self, ended: Ending | None) -> Measurement:
-        n_batches, n_units, weighted, weights = self._sums
+        n_batches, n_units, weighted, weights = self.sums
         return Measurement(
-            reading=self._probe.reading(),
+            reading=self.probe.reading(),
             ended=ended,
-            until=self._until,
+            until=self.until,
             n_units=n_units,
             n_batches=round(n_batches),
             loss=weighted / weights if weights else None,
-            seconds=time.perf_counter() - self._start,
+            seconds=time.perf_counter() - self.start,
         )

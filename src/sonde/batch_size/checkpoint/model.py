@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sonde.batch_size.checkpoint.ranks import sum_gradients
 from sonde.batch_size.setup import n_sync_batch_norms
+from sonde.parallel.devices import to_device
 from sonde.parallel.model_state import preserve_gradients_and_buffers, preserve_modes_and_randomness
 from sonde.parallel.placements import is_fully_sharded
+from sonde.parallel.process_groups import start_reduce
+from sonde.parallel.same_on_ranks import holds_on_all
 from sonde.parallel.unwrap import unwrap_model
 from sonde.parallel.wrappers import Wrapper
 
@@ -21,7 +23,8 @@ class MeasuredModel:
     """What is measured, and how its ranks work together.
 
     DDP's reduction is left out: it would need as many batches on every rank, run the user's communication hook, and
-    rebuild DDP's buckets. The module inside is run, and its gradients are added up afterwards.
+    rebuild DDP's buckets. The module inside is run, and its gradients are added up afterwards. So ranks may have
+    different numbers of batches, unless every pass communicates.
 
     Args:
         model: as the user passes it.
@@ -38,28 +41,25 @@ class MeasuredModel:
         if wrapper.ddp is not None and unwrap_model(model) is unwrap_model(wrapper.ddp):
             self._ddp, self.module = wrapper.ddp, wrapper.ddp.module
             _check_ddp(wrapper.ddp)
-        elif wrapper.ddp is not None and not wrapper.ddp_holds_all:
+        elif wrapper.ddp is not None:
             raise ValueError(
-                "a module with DDP inside it and trainable parameters outside cannot be measured: measure the module "
-                "without DDP, with process_group="
+                "a module with DDP inside it cannot be measured: measure the module without DDP, with process_group="
             )
         self._is_cut = wrapper.mesh is not None
         _refuse_unreduced_gradients(wrapper)
-        self.ranks, self.device = wrapper.group, self.parameters[0].device
+        self._ranks, self._device = wrapper.group, self.parameters[0].device
         self.n_ranks = 1 if wrapper.group is None else wrapper.group.size()
-        communicates = (
-            self._is_cut
-            or (wrapper.ddp is not None and self._ddp is None)
-            or any(is_fully_sharded(m) for m in self.module.modules())
-        )
-        self._reduces = self.n_ranks > 1 and not communicates
+        reduces_itself = self._is_cut or any(is_fully_sharded(m) for m in self.module.modules())
+        self._reduces = self.n_ranks > 1 and not reduces_itself
+        if self._reduces and any(vars(m).get("sparse") is True for m in self.module.modules()):
+            raise ValueError("sparse gradients cannot be added up over ranks: use Embedding(sparse=False), or one rank")
         self.counts_pieces = wrapper.data.counts_pieces
         """Whether this rank counts its micro-batches; of ranks that share them, one does."""
         self.n_data_ranks = wrapper.n_ranks
         """Ranks that have data of their own."""
         self.group = None if self._is_cut else wrapper.group
         """The ranks over which a plain model's gradients are added up; a cut model knows its own."""
-        self.in_step = communicates or n_sync_batch_norms(self.module, self.n_ranks) > 0
+        self.communicates = reduces_itself or n_sync_batch_norms(self.module, self.n_ranks) > 0
         """Whether every pass communicates, so that all ranks must take as many batches."""
 
     @contextlib.contextmanager
@@ -73,34 +73,42 @@ class MeasuredModel:
         ):
             yield
 
-    def check_pieces(self) -> None:
-        """Refuse gradients of this rank that cannot be added up over ranks.
+    def on_all_ranks(self, *, here: bool) -> bool:
+        """Whether something holds on all ranks."""
+        return holds_on_all(self._ranks, self._device, here=here)
 
-        Raises:
-            ValueError: for sparse gradients on several ranks.
-        """
-        if self._reduces and any(p.grad is not None and p.grad.is_sparse for p in self.parameters):
-            raise ValueError("sparse gradients cannot be added up over ranks: use Embedding(sparse=False), or one rank")
+    def in_step(self, *, here: bool) -> bool:
+        """Whether something holds on this rank or, where every pass communicates, on all of them."""
+        return self.on_all_ranks(here=here) if self.communicates else here
 
-    def reduce_gradients(self, has_gradient: Sequence[bool]) -> None:
+    def summed(self, numbers: list[float]) -> list[float]:
+        """Numbers added up over ranks, as many on each. Waits."""
+        vector = to_device(torch.tensor(numbers, dtype=torch.float64, device="cpu"), self._device)
+        if (work := start_reduce(vector, self._ranks)) is not None:
+            work.wait()
+        return vector.tolist()
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
         """Make `.grad` what an optimizer would get: the sum over ranks, unless backward has added it up.
 
-        A parameter that no rank has a gradient of keeps none.
-
-        Args:
-            has_gradient: whether any rank has a gradient of each parameter; [parameters].
-
         Raises:
-            ValueError: for a cut model whose backwards leave no gradient on any rank, with what to turn on again.
+            ValueError: for a cut model whose backwards leave no gradient, with what to turn on again.
         """
-        if self._is_cut and not any(has_gradient):
+        if self._is_cut and all(p.grad is None for p in self.parameters):
             raise ValueError(
-                "no backward has left a gradient on any rank: call model.set_requires_gradient_sync(True) before "
-                "measuring, so that FSDP2 reduces gradients"
+                "no backward has left a gradient: call model.set_requires_gradient_sync(True) before measuring, so "
+                "that FSDP2 reduces gradients"
             )
-        if self._reduces:
-            held = [p for p, is_there in zip(self.parameters, has_gradient, strict=True) if is_there]
-            sum_gradients(held, self.ranks)
+        if not self._reduces:
+            return
+        started = []
+        for p in self.parameters:  # a rank without a gradient adds zero
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
+            started.append(start_reduce(p.grad, self._ranks))
+        for work in started:
+            if work is not None:
+                work.wait()
 
     def zero_grad(self) -> None:
         """Begin anew in `.grad`."""

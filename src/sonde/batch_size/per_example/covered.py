@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,6 @@ from sonde.batch_size.per_example.gradients import (
     tensors_of,
     wide,
 )
-from sonde.batch_size.per_example.uses import Uses
 from sonde.parallel.devices import accumulation_dtype, to_device, widened
 
 N_PROJECTIONS = 4
@@ -113,59 +112,6 @@ class PerExampleSquares:
         return self.sq_norms.nansum(0)
 
 
-def compared(
-    names: tuple[str, ...], uses: Sequence[Uses], reasons: Mapping[str, str], projections: Tensor
-) -> PerExampleSquares:
-    """Compare what the rules have seen with the whole gradients, and blank the rows that are not covered.
-
-    Args:
-        names: the parameters.
-        uses: what the piece has of each.
-        reasons: why parameters are not covered, as far as known.
-        projections: of each example's gradient, [examples, projections].
-    """
-    n_examples, n_projections = projections.shape
-
-    def column(values: Iterable[Tensor | None], n: int) -> Tensor:
-        nothing = projections.new_zeros(n)
-        return torch.stack([nothing if v is None else to_device(v, projections.device) for v in values])
-
-    def on_device(values: list[float]) -> Tensor:
-        return to_device(torch.tensor(values, dtype=projections.dtype, device="cpu"), projections.device)
-
-    # A parameter without a gradient adds nothing, whatever its layers did: `backward(inputs=…)` leaves it out.
-    has_row = [each.whole is not None and each.sizes == {n_examples} for each in uses]
-    squares = column((each.sq_norms if has else None for each, has in zip(uses, has_row, strict=True)), n_examples)
-    whole = column((each.whole for each in uses), n_projections)
-    seen = column((None if each.whole is None else each.seen for each in uses), n_projections)
-    tolerances = on_device([tolerance(each.dtypes, each.parameter.device) for each in uses])
-    # A bias of attention's keys, for one, has a gradient that is nothing but rounding of the layer's largest gradient.
-    part_of_layer = on_device([rounding(each.dtypes) for each in uses]) / tolerances
-    is_known = on_device([float(name not in reasons) for name in names]) > 0
-    # A projection has the variance |H|². Where examples cancel, rounding goes by their own norms, not by the sum's.
-    scale = whole.square().sum(1) + n_projections * squares.sum(1)
-    difference = (whole - seen).square().sum(1)
-    part = (difference / (scale + part_of_layer.square() * _largest_in_layer(names, scale))).sqrt()
-    # |Σ h_b|² ≤ B Σ |h_b|², and a projection is hardly ever ten times as large as expected. If it is, squares have
-    # vanished.
-    has_vanished = whole.square().sum(1) > 100 * n_projections * n_examples * squares.sum(1)
-    is_out_of_range = has_vanished | ~squares.isfinite().all(1)
-    unexplained = torch.where(difference == 0, 0.0, part).masked_fill(is_out_of_range, float("nan"))
-    is_covered = is_known & (unexplained <= tolerances)
-    return PerExampleSquares(
-        names, squares.where(is_covered[:, None], float("nan")), unexplained, tolerances, dict(reasons), projections
-    )
-
-
-def _largest_in_layer(names: tuple[str, ...], values: Tensor) -> Tensor:
-    """For each parameter, the largest finite value in its layer, by the names: [parameters]."""
-    numbers: dict[str, int] = {}
-    layers = [numbers.setdefault(name.rpartition(".")[0], len(numbers)) for name in names]
-    index = to_device(torch.tensor(layers, device="cpu"), values.device)
-    finite = values.nan_to_num(nan=0.0, posinf=0.0)
-    return torch.zeros_like(values).scatter_reduce(0, index, finite, "amax")[index]
-
-
 class Projections:
     """Random vectors that parameters share: u for rows, v for columns.
 
@@ -191,12 +137,7 @@ class Projections:
         if grad.is_sparse:
             grad = grad.coalesce()
             return _sum_products(u.T[grad.indices()[0]], linear(grad.values(), v))
-        if grad.dim() <= 2 or grad.is_contiguous():
-            return _sum_products(u.T, linear(grad.reshape(n_rows, n_columns), v))
-        # Channels last: the matrix is read in the order of its memory, where it is a view.
-        order = sorted(range(1, grad.dim()), key=grad.stride, reverse=True)
-        v = v.view(N_PROJECTIONS, *grad.shape[1:]).permute(0, *order).reshape(N_PROJECTIONS, n_columns)
-        return _sum_products(u.T, linear(grad.permute(0, *order).reshape(n_rows, n_columns), v))
+        return _sum_products(u.T, linear(grad.reshape(n_rows, n_columns), v))
 
     def of_examples(self, gradients: PerExample, parameter: Tensor, staging_bytes: int) -> Tensor:
         """Projections of each example's gradient h_b: [examples, projections].

@@ -286,14 +286,12 @@ def _form(x: OuterProducts, examples: slice, rows: slice, staging_bytes: int) ->
 def _sq_of_row_sums(x: RowSums) -> Tensor:
     """The values of equal rows are added up, then squared."""
     n, n_positions, n_columns = x.values.shape
-    if x.n_rows <= n_positions:
-        n_places, places = x.n_rows, x.rows
-    else:
-        # Equal rows stand side by side once they are sorted, and get one place. (`unique` would wait for the device.)
-        ordered, order = x.rows.sort(dim=1)
-        numbers = torch.zeros_like(order)
-        numbers[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).cumsum(1)
-        n_places, places = n_positions, torch.empty_like(order).scatter_(1, order, numbers)
+    # Equal rows stand side by side once they are sorted, and get one place. (`unique` would wait for the device.)
+    ordered, order = x.rows.sort(dim=1)
+    numbers = torch.zeros_like(order)
+    numbers[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).cumsum(1)
+    n_places = min(n_positions, x.n_rows)
+    places = torch.empty_like(order).scatter_(1, order, numbers)
     first_places = torch.arange(n, device=places.device)[:, None] * n_places
     values = wide(x.values)
     sums = values.new_zeros(n * n_places, n_columns)

@@ -8,28 +8,31 @@ reduces the two at once. A leaf hook on each parameter sees the whole gradient, 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
-from sonde.batch_size.batch_dim import layers_that_know, seen_by
-from sonde.batch_size.module_hook import put_on, takes_fast_path
+from sonde.batch_size.batch_dim import LayerSaw, layers_that_know, seen_by
+from sonde.batch_size.module_hook import ModuleHook, is_in_graph, put_on, takes_fast_path
 from sonde.batch_size.per_example.covered import PerExampleSquares
-from sonde.batch_size.per_example.layer_hooks import FastPaths, LayerHook, Stage, arranged, hook_gradient_of, stage
 from sonde.batch_size.per_example.layers import refuse_cut, refuse_model, rule_of, rules_by_type
-from sonde.batch_size.per_example.piece import PieceSums
+from sonde.batch_size.per_example.piece import Call, Layer, PieceSums, Uses
 from sonde.batch_size.per_example.rules import (
     BATCH_NORMS,
     COUPLES_EXAMPLES,
     GradientsOf,
+    Inputs,
     NotCoveredError,
     couples_examples,
 )
-from sonde.batch_size.per_example.uses import Call, Layer, Uses
 from sonde.batch_size.taps.autograd_internals import (
     accumulates,
     backward_number,
@@ -45,6 +48,8 @@ from sonde.wording import plural, some_of
 
 PLAIN: tuple[type[Tensor], ...] = (Tensor, nn.Parameter)
 """Classes of tensors whose elements are what they look like."""
+_CHECKPOINTS = "torch.utils.checkpoint"
+_OF_COMPILED_MODULES = r"Using `torch\.compile\(module\)` when there are global hooks"
 
 
 class PerExampleNorms:
@@ -117,77 +122,86 @@ class PerExampleNorms:
         refuse_cut(parameters, measured)
         self._model, self._rules, self._device = model, rules_by_type(rules or {}), measured[0].device
         named = dict(zip(parameters, measured, strict=True))
-        self._piece = PieceSums(named, staging_bytes or default_staging_bytes(self._device))
-        if several_backwards:
-            self.add_backwards_up()
+        self._piece = PieceSums(
+            named, staging_bytes or default_staging_bytes(self._device), several_backwards=several_backwards
+        )
         # Between forwards, FSDP2 shows its shards in the layers; in forward, what it has gathered.
         self._uses = dict(zip(map(id, parameters.values()), self._piece.uses, strict=True))
         self._uses |= dict(zip(map(id, measured), self._piece.uses, strict=True))
-        self._unseen = self._reasons_for_unseen(list(parameters))
+        self._say_what_is_unseen()
+        self._layers: dict[nn.Module, Layer] = {}
+        """The layers that have a rule, while hooks are installed."""
+        self._know_the_batch: set[nn.Module] = set()
+        self._batch_norms: dict[nn.Module, str] = {}
         self._handles: list[RemovableHandle] = []
-        self._fast_paths: FastPaths | None = None
         self.own = OwnTime()
         """Counts what its hooks take."""
         self.discard()
 
     def discard(self) -> None:
-        """Forget what backward has added since the last `take`."""
-        self._piece.forget(refusals=True)
-        self._backwards: set[int] = set()
-        self._n_backwards = 0
+        """Forget what backward has added since the last `take`, and what forward has shown."""
+        self._forget_backwards()
+        self._saw: list[LayerSaw] = []
+        """What layers were called with that know which dim is the batch."""
         self._coupled: str | None = None
         self._failure: Exception | None = None
+
+    def _forget_backwards(self) -> None:
+        self._piece.forget()
+        self._backwards: set[int] = set()
+        self._n_backwards = 0
 
     @property
     def without_rule(self) -> dict[str, str]:
         """Parameters that no layer with a rule holds, and why. Others may turn out not to be covered in a piece."""
-        return {name: reason for name, reason in self._unseen.items() if not reason.startswith(_USED_ELSEWHERE)}
+        return {uses.name: uses.if_unseen for uses in self._piece.uses if uses.if_unseen != _USED_ELSEWHERE}
 
     @property
     def is_open(self) -> bool:
         """Whether the hooks are installed."""
         return bool(self._handles)
 
-    def open(self, *, watches_batch_norms: bool = False) -> None:
+    def open(self) -> None:
         """Install the hooks: before the first forward that is measured.
-
-        Args:
-            watches_batch_norms: do not refuse batch normalisation in train mode. A piece in which it ran is not
-                covered then, and a layer may be put in evaluation mode later.
 
         Raises:
             RuntimeError: if they are installed already.
-            ValueError: for compiled and graphed models, for batch normalisation in train mode, and for parameters that
-                are not in the model any more.
+            ValueError: for compiled and graphed models, and for parameters that are not in the model any more.
         """
         if self._handles:
             raise RuntimeError("the hooks are installed already: close() comes before another open()")
-        refuse_model(self._model, batch_norms=not watches_batch_norms)
+        refuse_model(self._model)
         present = {self._uses[id(p)] for p in self._model.parameters() if id(p) in self._uses}
-        if gone := [name for name, uses in zip(self._unseen, self._piece.uses, strict=True) if uses not in present]:
+        if gone := [uses.name for uses in self._piece.uses if uses not in present]:
             raise ValueError(
                 f"the model has lost {plural(len(gone), 'parameter')} ({some_of(gone)}): attach anew (or make a new "
                 "PerExampleNorms)"
             )
-        know_the_batch = layers_that_know(self._model)
+        self._know_the_batch = set(layers_that_know(self._model))
         for name, layer in self._model.named_modules():
+            if isinstance(layer, BATCH_NORMS):
+                self._batch_norms[layer] = clean_name(name)
             rule = rule_of(layer, self._rules)
             # Only layers with a rule are asked for their parameters: containers would go through all of the model's.
             if rule is not None and (held := self._held_by(layer)):
-                watched = Layer(clean_name(name), layer, rule, held)
-                self._put_on(layer.register_forward_hook, self._called, watched, prepend=True, always_call=True)
-            if layer in know_the_batch or isinstance(layer, BATCH_NORMS):
-                self._put_on(layer.register_forward_pre_hook, self._note_batch, clean_name(name))
-        self._fast_paths = FastPaths(self._model, self._handles)
-        self._handles += self._fast_paths.handles
+                self._layers[layer] = Layer(clean_name(name), layer, rule, held)
+        self._hook_layers()
         for uses in self._piece.uses:
             if uses.parameter.requires_grad:  # it may have been frozen since
                 self._handles.append(uses.parameter.register_hook(self._harmless(self._whole, uses)))
 
-    def _put_on(
-        self, register: Callable[..., RemovableHandle], hook: Callable[..., None], *first: Any, **how: bool
-    ) -> None:
-        self._handles.append(put_on(register, LayerHook(self._harmless(hook, *first)), with_kwargs=True, **how))
+    def _hook_layers(self) -> None:
+        """Have `_called` run after the forward of each watched layer."""
+        hook = _LayerHook(self._harmless(self._called))
+        if any(map(takes_fast_path, self._model.modules())):
+            # An `nn.TransformerEncoderLayer` that finds a hook on itself or inside gives other bits in evaluation. It
+            # does not see one that is on all modules.
+            self._handles.append(torch_module.register_module_forward_hook(hook, with_kwargs=True, always_call=True))
+            _silence_compiled_modules()
+            return
+        for layer in self._layers.keys() | self._know_the_batch | self._batch_norms.keys():
+            how = {"with_kwargs": True, "prepend": True, "always_call": True}
+            self._handles.append(put_on(layer.register_forward_hook, hook, **how))
 
     def _harmless(self, hook: Callable[..., None], *first: Any) -> Callable[..., None]:
         """A hook whose time counts, and whose error does not end the user's forward or backward: `take` raises it."""
@@ -225,48 +239,42 @@ class PerExampleNorms:
             self.discard()
             raise failure
         if is_capturing(self._device):
-            raise RuntimeError(f"take() was called while a CUDA graph is recorded: {_IN_CUDA_GRAPH}")
-        reason = self._coupled
-        if square := next((saw for saw in self._piece.saw if saw.is_square), None):
-            reason = (
-                f"{square.kind} with batch_first=False was called with as many examples as positions, so that either "
-                "may be the rows of other layers: take another number of examples"
-            )
-        if not self._backwards:
-            reason = "no backward has added to `.grad` in this piece: call take() after loss.backward()"
-        if self.had_unexpected_backwards:
-            reason = (
-                f"the piece had {self._n_backwards} backwards: call take() after each if they have different examples, "
-                "or say several_backwards=True"
+            raise RuntimeError(
+                "take() was called while a CUDA graph is recorded, whose replays run no hooks: measure outside of it"
             )
         with _plain_arithmetic(self._device):
-            squares = self._piece.take(n_examples, self._unseen, reason)
+            squares = self._piece.take(n_examples, self._why_nothing())
         self.discard()
         return squares
 
-    @property
-    def had_unexpected_backwards(self) -> bool:
-        """Whether the piece has had several backwards, which `several_backwards=False` excludes."""
-        return self._n_backwards > 1 and not self._piece.several_backwards
-
-    def add_backwards_up(self) -> None:
-        """From the next piece on, its backwards are of the same examples, as `several_backwards=True` says."""
-        self._piece.several_backwards = True
-        for uses in self._piece.uses:
-            uses.keeps_all = True
+    def _why_nothing(self) -> str | None:
+        """Why no parameter is covered in this piece, if so."""
+        if self._n_backwards > 1 and not self._piece.several_backwards:
+            return (
+                f"the piece had {self._n_backwards} backwards: add the losses and call backward once, take() after "
+                "each if they have different examples, or say several_backwards=True"
+            )
+        if not self._backwards:
+            return "no backward has added to `.grad` in this piece: call take() after loss.backward()"
+        if square := next((saw for saw in self._saw if saw.is_square), None):
+            return (
+                f"{square.kind} with batch_first=False was called with as many examples as positions, so that either "
+                "may be the rows of other layers: take another number of examples"
+            )
+        return self._coupled
 
     def forget_backwards(self) -> None:
         """Forget backwards since the last `take`, but not forwards whose backward is still to come."""
-        self._put_back()
         if self._backwards:
-            self._piece.forget(refusals=False)
-            self._backwards, self._n_backwards = set(), 0
+            self._forget_backwards()
 
     def close(self) -> None:
         """Remove every hook, and let go of everything that was kept."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._fast_paths = [], None
+            # A hook on all modules leaves its number behind, by which torch would think that one is there.
+            getattr(torch_module, "_global_forward_hooks_with_kwargs", {}).pop(handle.id, None)
+        self._handles, self._layers, self._batch_norms = [], {}, {}
         self._piece.forget_calls()
         self.discard()
 
@@ -280,76 +288,59 @@ class PerExampleNorms:
     def _held_by(self, layer: nn.Module, *, recurse: bool = True) -> dict[str, Uses]:
         return {n: self._uses[id(p)] for n, p in layer.named_parameters(recurse=recurse) if id(p) in self._uses}
 
-    def _reasons_for_unseen(self, names: Sequence[str]) -> dict[str, str]:
+    def _say_what_is_unseen(self) -> None:
         """For each parameter, what it means if no rule sees it."""
-        elsewhere = _USED_ELSEWHERE + _OR_CALLED_ALONE * any(map(takes_fast_path, self._model.modules()))
-        reasons: dict[Uses, str] = {}
+        for uses in self._piece.uses:
+            uses.if_unseen = _NO_RULE.format("its layer")
         for layer in self._model.modules():
             has_rule = rule_of(layer, self._rules) is not None
             for uses in self._held_by(layer, recurse=has_rule).values():
                 if has_rule:
-                    reasons[uses] = elsewhere
-                reasons.setdefault(uses, _NO_RULE.format(type(layer).__name__))
-        of_each = (reasons.get(uses, _NO_RULE.format("its layer")) for uses in self._piece.uses)
-        return dict(zip(names, of_each, strict=True))
+                    uses.if_unseen = _USED_ELSEWHERE
+                elif uses.if_unseen != _USED_ELSEWHERE:
+                    uses.if_unseen = _NO_RULE.format(type(layer).__name__)
 
-    def _called(
-        self, layer: Layer, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], output: Any
-    ) -> None:
-        """After a layer's forward: keep what it was called with, and wait for the gradient of what it returned.
+    def _called(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+        """After the forward of any watched layer.
 
         Without an output if forward was left by an error, as a checkpoint does inside its last layer.
         """
         if not torch.is_grad_enabled():
             return
-        now = stage()
-        if now is Stage.AGAIN and in_backward():
-            with contextlib.suppress(NotCoveredError):  # the first call has noted the reason
-                self._piece.again[layer].append(arranged(layer.rule, module, args, keywords))
-        output = output[0] if isinstance(output, tuple) and output else output
-        # The graph of a forward that is run again has no backward.
-        if now in (Stage.AGAIN, Stage.NEITHER) or not isinstance(output, Tensor) or not output.requires_grad:
-            return
-        if is_capturing(output.device):
-            layer.refuse(_IN_CUDA_GRAPH)
-            return
-        if type(output) not in PLAIN or output.is_nested or output.layout is not torch.strided:
-            kind = "nested" if output.is_nested else f"{type(output).__name__} with layout {output.layout}"
-            layer.refuse(f"its layer returned a {kind} tensor: give it plain ones")
-            return
-        held = dict(module.named_parameters(remove_duplicate=False))  # under functional_call, any tensors
-        if replaced := [uses for name, uses in layer.parameters.items() if held.get(name) is not uses.parameter]:
-            for uses in replaced:
-                uses.is_replaced = True
-            return
-        try:
-            inputs = arranged(layer.rule, module, args, keywords)
-        except NotCoveredError as reason:
-            layer.refuse(str(reason))
-            return
-        call = Call(layer, output.shape)
-        # What a table looks up is small, and other uses of the table may ask for it: it is kept in checkpoints too.
-        call.is_run_again = now is Stage.FIRST and layer.rule.rows is None
-        if not call.is_run_again:
-            call.receive(inputs)
-        self._piece.expect(call)
-        hook_gradient_of(output, inputs, self._harmless(self._returned, call))
+        if module in self._know_the_batch and (saw := seen_by(module, args, keywords)) is not None:
+            self._saw.append(saw)
+        if module in self._batch_norms and couples_examples(module):
+            self._coupled = f"{self._batch_norms[module]}: {COUPLES_EXAMPLES}"
+        if (layer := self._layers.get(module)) is not None:
+            self._wait_for_gradient(layer, args, keywords, output)
 
-    def _note_batch(self, name: str, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Before the forward of a layer that knows which dim is the batch, or that may couple the examples in it."""
-        if not torch.is_grad_enabled():
+    def _wait_for_gradient(self, layer: Layer, args: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+        """Keep what a layer was called with, and wait for the gradient of what it returned."""
+        now = stage()
+        if now == "again" and in_backward():
+            with contextlib.suppress(NotCoveredError):  # the first call has noted the reason
+                self._piece.again[layer].append(_arranged(layer, args, keywords))
+        output = output[0] if isinstance(output, tuple) and output else output
+        # The graph of a forward that is run again has no backward. What is not waited for is not covered.
+        is_plain = type(output) in PLAIN and not output.is_nested and output.layout is torch.strided
+        if now in ("again", "inner") or not is_plain or not output.requires_grad or is_capturing(output.device):
             return
-        if couples_examples(layer):
-            self._coupled = f"{name}: {COUPLES_EXAMPLES}"
-        elif not isinstance(layer, BATCH_NORMS) and (saw := seen_by(layer, args, keywords)) is not None:
-            self._piece.saw.append(saw)
+        call, inputs = Call(layer, output.shape, self._saw), ()
+        try:
+            inputs = _arranged(layer, args, keywords)
+        except NotCoveredError as reason:
+            call.why_not = str(reason)
+        # What a table looks up is small, and other uses of the table may ask for it: it is kept in checkpoints too.
+        call.is_run_again = now == "first" and layer.rule.rows is None and not call.why_not
+        if not call.is_run_again:
+            call.inputs = inputs
+        self._piece.expect(call)
+        _hook_gradient_of(output, inputs, self._harmless(self._returned, call))
 
     def _returned(self, call: Call, grad: Tensor) -> None:
         """In backward, with the gradient of what a layer has returned."""
-        if not self._handles or not any(will_accumulate(uses.parameter) for uses in call.layer.parameters.values()):
-            return
-        if is_capturing(grad.device):
-            call.layer.refuse(_IN_CUDA_GRAPH)
+        is_measured = any(will_accumulate(uses.parameter) for uses in call.layer.parameters.values())
+        if not self._handles or not is_measured or is_capturing(grad.device):
             return
         self._note_backward(grad)
         with _plain_arithmetic(grad.device) as dtype:
@@ -367,24 +358,38 @@ class PerExampleNorms:
     def _note_backward(self, grad: Tensor) -> None:
         """Count the backwards of the piece, but for those that a reentrant checkpoint runs inside another."""
         if (number := backward_number()) not in self._backwards:
-            self._put_back()
             self._backwards.add(number)
             self._n_backwards += not inside_another_backward(grad)
 
-    def _put_back(self) -> None:
-        if self._fast_paths is not None:
-            self._fast_paths.put_back()
-
 
 _NO_RULE = "{} has no rule: give one in rules=, or leave the parameter out"
-_IN_CUDA_GRAPH = "its layer ran inside a CUDA graph, whose replays run no hooks: measure outside of the graph"
 _USED_ELSEWHERE = (
-    "it had a gradient that no rule has seen: it is used outside its layer's forward, or that forward is not the one "
-    "that the rule is for"
+    "it had a gradient that no rule has seen: it is used outside its layer's forward, or that forward was replaced or "
+    "returned no plain tensor, or its rule does not give it by this name"
 )
-_OR_CALLED_ALONE = (
-    ", or its nn.TransformerEncoderLayer was called in evaluation, and then alone in training: call the model instead"
-)
+
+
+class _LayerHook(ModuleHook):
+    """A hook on layers. In a pass of sonde's own, and in a graph that is being made, it does nothing.
+
+    What the layer's parameters miss in a graph is noticed in backward.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+        # Where an error left a forward, torch gives a hook on all modules no keywords.
+        *keywords, output = rest
+        if not (is_in_graph() or is_in_own_pass(layer)):
+            self._function(layer, args, keywords[0] if keywords else {}, output)
+
+
+def _silence_compiled_modules() -> None:
+    """A compiled module that is called beside a hook on all modules would warn. Ours does nothing in compiled code."""
+    # Once: each change of the filters would have Python show again what it has shown.
+    if all(getattr(message, "pattern", "") != _OF_COMPILED_MODULES for _, message, *_ in warnings.filters):
+        warnings.filterwarnings("ignore", _OF_COMPILED_MODULES)
 
 
 @contextlib.contextmanager
@@ -397,3 +402,52 @@ def _plain_arithmetic(device: torch.device) -> Iterator[torch.dtype | None]:
     else:
         with torch.no_grad():
             yield None
+
+
+def stage() -> Literal["plain", "first", "again", "inner"]:
+    """How the forward that is running now stands to activation checkpoints, by their functions on the stack.
+
+    A non-reentrant checkpoint (`use_reentrant=False`) builds its graph in the first forward, whose outputs get the
+    hooks, and throws the activations away. In backward it runs the forward again, for the activations alone. The first
+    call's input is then taken from the second call. A reentrant checkpoint builds its graph in backward, and needs none
+    of this: that is "plain", as without any checkpoint. Where an outer checkpoint runs again, an inner one throws its
+    activations away once more.
+    """
+    frame, is_inside = sys._getframe(1), False
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        if frame.f_globals.get("__name__") != _CHECKPOINTS:
+            continue
+        function = frame.f_code.co_name
+        if function == "recompute_fn":
+            return "inner" if is_inside else "again"
+        if function == "backward":  # a reentrant checkpoint builds its graph here
+            break
+        is_inside |= function == "checkpoint"
+    return "first" if is_inside else "plain"
+
+
+def _arranged(layer: Layer, args: tuple[Any, ...], keywords: dict[str, Any]) -> Inputs:
+    """What a layer was called with, as its rule takes it, without a graph."""
+    if len(keywords) > 1:  # in the order of the layer's forward
+        order = list(inspect.signature(layer.module.forward).parameters)
+        keywords = dict(sorted(keywords.items(), key=lambda item: (*order, item[0]).index(item[0])))
+    with torch.no_grad():
+        given = layer.rule.arrange(layer.module, args, keywords)
+        return tuple(t.detach() if isinstance(t, Tensor) else t for t in given)
+
+
+def _hook_gradient_of(output: Tensor, inputs: Inputs, function: Callable[[Tensor], None]) -> None:
+    """Call a function with the gradient of what a layer returned, whatever is written into it later.
+
+    A write in place into a view leaves the view's own hooks behind: gradients then go to the tensor under it by another
+    way. Linear layers return views for three dims, so `relu_` after them would do this. The hook of a view that shows
+    all of the tensor under it is therefore put on that tensor, if the layer made it: an input in the same memory may
+    have gradients from elsewhere too.
+    """
+    base, shape, stride = output._base, output.shape, output.stride()
+    memory = {t.untyped_storage().data_ptr() for t in inputs if isinstance(t, Tensor)}
+    is_whole = base is not None and base.numel() == output.numel() and base.is_contiguous()
+    if base is None or base.grad_fn is None or not is_whole or base.untyped_storage().data_ptr() in memory:
+        output.register_hook(function)
+    else:
+        base.register_hook(lambda grad: function(grad.contiguous().as_strided(shape, stride)))

@@ -1,7 +1,7 @@
 """Rules: how a layer's input and the gradient of its output give each example's gradient of its parameters.
 
-A rule is one small function for each type of layer. `RULES` lists those that are built in. Convolutions and attention
-have files of their own. `BY_NAME` lists those of layers of transformers.
+A rule is one small function for each type of layer. `RULES` lists those of small layers that are built in, and
+`BY_NAME` those of layers of transformers. Convolutions and attention are in `layers.py`.
 """
 
 from __future__ import annotations
