@@ -9,9 +9,16 @@ from typing import Any, get_args
 
 from torch import Tensor, nn
 
-from sonde.batch_size.taps.dual_norms import SignMetric, SpectralMetric, nuclear_norm_bytes
-from sonde.batch_size.taps.metric import AdamMetric, Euclidean, GradientMetric, MetricName, Metrics
-from sonde.batch_size.taps.second_moments import SecondMoments
+from sonde.batch_size.taps.metric import (
+    AdamMetric,
+    Euclidean,
+    GradientMetric,
+    MetricName,
+    Metrics,
+    SignMetric,
+    SpectralMetric,
+    nuclear_norm_bytes,
+)
 from sonde.parallel.devices import accumulation_dtype
 from sonde.parallel.optimizers import Optimizers, given_optimizers, parameters_of
 from sonde.parallel.shares import is_gathered
@@ -24,8 +31,7 @@ class ChosenMetrics:
 
     Attributes:
         names: those that were asked for, the headline first.
-        measured: the first is the plain metric, whose squares the checks of every window use, or Adam's where nothing
-            else was asked for.
+        measured: the first is the plain metric, whose squares the checks of every window use.
     """
 
     names: tuple[MetricName, ...]
@@ -70,13 +76,10 @@ def choose_metrics(
         ValueError: when the model, its optimizer or the bound do not allow a metric, with the way out.
     """
     given = given_optimizers(optimizer)
-    adam = _adam(wrapper, given) if "adam" in names and given else None
-    if adam is not None and names == ("adam",) and wrapper.mesh is None and wrapper.sequence_group is None:
-        return ChosenMetrics(names, Metrics([adam]))
     metrics: list[GradientMetric] = [Euclidean()]
     for name in names:
-        if name == "adam" and adam is not None:
-            metrics.append(adam)
+        if name == "adam" and given:
+            metrics.append(_adam(wrapper, given))
         elif name == "sign":
             if reason := _norms_do_not_add_up(wrapper):
                 raise ValueError(f"metric='sign' {reason}: use metric='euclidean', or without FSDP2 metric='adam'")
@@ -96,7 +99,7 @@ def _adam(wrapper: Wrapper, optimizers: Sequence[Any]) -> AdamMetric:
         )
     # The first that holds a measured parameter; it is refused if it does not hold them all.
     optimizer = next((each for each in optimizers if each in wrapper.optimizers), optimizers[0])
-    return AdamMetric(SecondMoments(optimizer, parameters))
+    return AdamMetric(optimizer, parameters)
 
 
 def _norms_do_not_add_up(wrapper: Wrapper) -> str:

@@ -13,7 +13,7 @@ from sonde.batch_size.frozen_on_ranks import FrozenOnRanks
 from sonde.batch_size.frozen_watch import FrozenWatch
 from sonde.batch_size.model_checks import BATCH_NORM, STEPS_IN_BACKWARD, n_batch_norms, n_post_accumulate_hooks
 from sonde.batch_size.step_watch import Alert
-from sonde.batch_size.taps.tap import Problem
+from sonde.batch_size.taps.problems import Problem
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.unmeasured_parameters import UnmeasuredParameters
 from sonde.parallel.refused_models import wrapper_around

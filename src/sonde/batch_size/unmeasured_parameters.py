@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from sonde.batch_size.taps.tap import Problem
+from sonde.batch_size.taps.problems import Problem
 from sonde.parallel.gathered import shown_after_forward
 from sonde.parallel.inventory import Inventory
 from sonde.parallel.optimizers import parameters_of

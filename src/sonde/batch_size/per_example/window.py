@@ -14,8 +14,7 @@ from sonde.batch_size.per_example.rules import GradientsOf
 from sonde.batch_size.stats.comparisons import N_SCORES, OrderScores, order_scores
 from sonde.batch_size.stats.example_sums import ExampleSums
 from sonde.batch_size.stats.window_row import WindowRow
-from sonde.batch_size.taps.named import Named
-from sonde.batch_size.taps.window_sums import PieceCounts, WindowSums, as_vector
+from sonde.batch_size.taps.window_sums import Named, PieceCounts, WindowSums, as_vector
 from sonde.batch_size.window_clock import OwnTime
 from sonde.parallel.devices import exact_bits, to_device, widened, zero_sums
 from sonde.wording import plural

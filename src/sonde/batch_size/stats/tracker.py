@@ -18,7 +18,7 @@ from sonde.batch_size.stats.solved_window import SolvedWindow, solve_window
 from sonde.batch_size.stats.summary import summarise
 from sonde.batch_size.stats.window_row import Drop, WindowRow, why_unusable
 
-_OF_OTHER_STEPS = {"zeroed", "not_zeroed", "left_over", "several_reductions", "outside_pieces"}
+_OF_OTHER_STEPS = {"zeroed", "not_zeroed", "several_reductions", "outside_pieces"}
 """Reasons to drop a window whose pieces may be of another step too, so that they do not show the batch."""
 
 
