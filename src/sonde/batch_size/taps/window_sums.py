@@ -376,7 +376,7 @@ def read_rows(sums: Named, metrics: Sequence[Adds], witness_sizes: Mapping[int, 
     weight, witness_small, witness_ranks = counts["weight"], *map(float, (sums["witness_small"], sums["witness_ranks"]))
     n_comparing = round(counts["n_comparing"])
     small = sums["small"].double()
-    squared = torch.tensor([adds == "norms" for adds in metrics])[:, None]
+    squared = torch.tensor([adds == "norms" for adds in metrics], device="cpu")[:, None]
     big = torch.where(squared, sums["big"].double().square(), sums["big"].double())
     experts = those_under("experts", sums)
     plain = WindowRow(
