@@ -97,7 +97,7 @@ def test_a_changed_run_is_noticed() -> None:
     """The comparison with a run without a probe can fail."""
     mutant = Mutant(
         "a hook changes the gradient that it reads",
-        "sonde.batch_size.taps.piece_gradient:PieceGradient._keep",
+        "sonde.batch_size.taps.leaf_hooks:PieceGradient._keep",
         "witness, cut = self._reading.witness, self._reading.cut",
         "witness, cut = self._reading.witness, self._reading.cut; [g.mul_(1.001) for g in grads.values()]",
     )

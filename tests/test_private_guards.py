@@ -200,20 +200,6 @@ def test_guard_a_fused_optimizer_divides_by_grad_scale_and_skips_on_found_inf(
 # Ranks.
 
 
-def _count_collectives() -> list[int]:
-    group: Any = dist.group.WORLD
-    counts = [group._get_sequence_number_for_group()]
-    for _ in range(2):
-        dist.all_reduce(torch.ones(3))
-        counts.append(group._get_sequence_number_for_group())
-    return [count - counts[0] for count in counts]
-
-
-def test_guard_a_group_counts_its_collectives(ranks2: Ranks) -> None:
-    """The probe tells by this count whether user code has issued a collective while a measurement was under way."""
-    assert ranks2(_count_collectives) == [[0, 1, 2]] * 2
-
-
 def _registered_hooks() -> tuple[int, bool]:
     ddp = DistributedDataParallel(nn.Linear(2, 1))
     n_before = len(ddp._comm_hooks)

@@ -35,9 +35,6 @@ COPIES = {"parallel/devices.py:start_copy_to_host"}
 AT_HAND = OF_A_CLIP | OF_A_MESH | COPIES
 """Functions that may read on a CPU."""
 
-ONCE = {"batch_size/taps/context_pieces.py:learn"}
-"""Waits for a GPU once: ranks that share sequences agree on the order of gradients in the first piece."""
-
 ARRIVED = "batch_size/delivery.py:receive"
 """Takes in copies that have arrived: what is read inside is on the host on any device."""
 
@@ -53,7 +50,6 @@ class HostReads(TorchDispatchMode):
     @property
     def places(self) -> set[str]:
         """Functions of sonde that read."""
-        assert all(self.n_reads[place] <= 1 for place in ONCE)
         return set(self.n_reads)
 
     def note(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sonde.batch_size.batch_dim import UnclearUnitsError, count_units, units_in_batch
-from sonde.batch_size.taps.tap import Problem
+from sonde.batch_size.taps.problems import Problem
 from tests.batch_size.loops import attached
 from tests.batch_size.single_units import SINGLE
 from tests.batch_size.usual_calls import ASKED, CALLS, LOSS, By, N, T, causal, giving, ids, images, state

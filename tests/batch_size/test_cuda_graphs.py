@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import sonde
-from sonde.batch_size.taps.graph_memory import is_output_of_graph
-from sonde.batch_size.taps.piece_gradient import PieceGradient
+from sonde.batch_size.taps.leaf_hooks import PieceGradient, is_output_of_graph
 from tests.batch_size.loops import assert_same, attached, batch, mean_loss, small_model
 from tests.gpu.graphs import compiled, graphed, graphed_layer, layer, windows_of
 from tests.mutants import Mutant
@@ -28,7 +27,7 @@ from tests.recorded_graphs import cuda_graphs_on_cpu
 SIZES = (4, 2)
 EAGER, REPLAYS = 2, 3
 """Windows before the graph is recorded, and replays of it."""
-OVERWRITTEN = "wrote to the memory of an earlier one's gradients"
+OVERWRITTEN = "copied, since CUDA graphs write to the same memory"
 GRAPH = "a graph that is replayed runs no hook"
 
 
@@ -136,7 +135,7 @@ def test_a_step_in_a_graph_holds_nothing_of_sonde(name: str) -> None:
 LAUNCHES = [
     Mutant(
         "leaf hooks read in a graph",
-        "sonde.batch_size.taps.leaf_hooks:LeafHookTap._runs_in_graph",
+        "sonde.batch_size.taps.tap:Tap.runs_in_graph",
         "is_capturing(grad.device)",
         "False",
     ),
@@ -211,10 +210,10 @@ def test_gradients_that_torch_refuses_to_read_drop_one_window() -> None:
         ["Error: accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run."],
     )
 
-    def refuses_once(piece: PieceGradient, grads: dict[int, Tensor], results: list[Tensor] | None = None) -> None:
+    def refuses_once(piece: PieceGradient, grads: dict[int, Tensor]) -> None:
         if refusals:
             raise RuntimeError(refusals.pop())
-        keep(piece, grads, results)
+        keep(piece, grads)
 
     with mock.patch.object(PieceGradient, "_keep", refuses_once):
         measured, by_hand, reading = windows_of(small_model(), CPU)

@@ -191,7 +191,7 @@ def _buckets_in_a_graph() -> dict[str, object]:
     generator = torch.Generator().manual_seed(dist.get_rank())
     with attached(model, tap="comm_hook", units_per_piece=4) as probe:
         for window in range(3):
-            recorded = mock.patch("sonde.batch_size.taps.ddp_buckets.is_capturing", return_value=window == 1)
+            recorded = mock.patch("sonde.batch_size.taps.tap.is_capturing", return_value=window == 1)
             with recorded, no_reads_of_norms() if window == 1 else contextlib.nullcontext():
                 mean_loss(model, *batch(4, generator)).backward()
             probe.step()
@@ -203,7 +203,7 @@ def _buckets_in_a_graph() -> dict[str, object]:
 @contextlib.contextmanager
 def no_reads_of_norms() -> Iterator[None]:
     """Inside, a bucket's norms must not be read."""
-    read = "sonde.batch_size.taps.ddp_buckets.DDPBucketTap._reduce"
+    read = "sonde.batch_size.taps.ddp_buckets.GradientTerms.take"
     with mock.patch(read, side_effect=AssertionError("a bucket was read")):
         yield
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sonde
-from sonde.batch_size.taps.tap import HOW_TO_COUNT, Problem
+from sonde.batch_size.taps.problems import HOW_TO_COUNT, Problem
 from tests.batch_size.loops import attached, batch, mean_loss, small_model
 from tests.ranks import Ranks
 

@@ -59,7 +59,7 @@ def _failing(owner: type, method: str) -> Any:
 
 
 @pytest.mark.parametrize("declared", [True, False])
-@pytest.mark.parametrize("method", ["_take", "_opens_backward"])
+@pytest.mark.parametrize("method", ["take", "_opens_backward"])
 def test_leaf_hooks(method: str, declared: bool, caplog: pytest.LogCaptureFixture) -> None:
     expected = _trained(small_model(), None, declared=False)
     model = small_model()
@@ -74,7 +74,7 @@ def test_leaf_hooks(method: str, declared: bool, caplog: pytest.LogCaptureFixtur
 def test_measuring_goes_on_with_the_next_window() -> None:
     model = small_model()
     with attached(model, units_per_piece=4, per_example="never") as probe:
-        with _failing(LeafHookTap, "_take"):
+        with _failing(LeafHookTap, "take"):
             _trained(model, probe, declared=True, windows=1)
         _trained(model, probe, declared=True, windows=2)
         reading = probe.reading()
@@ -132,7 +132,7 @@ def _on_ranks(method: str) -> tuple[bool, dict[str, int]]:
         return all(torch.equal(found[name], value) for name, value in expected.items()), dict(probe.reading().dropped)
 
 
-@pytest.mark.parametrize("method", ["_read", "_reduce", "_saw_backward"])
+@pytest.mark.parametrize("method", ["_read", "counts"])
 def test_buckets_of_ddp(ranks2: Ranks, method: str) -> None:
     for is_same, dropped in ranks2(_on_ranks, method):
         assert is_same

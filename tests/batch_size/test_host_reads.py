@@ -11,7 +11,7 @@ import torch
 
 import sonde
 from sonde.batch_size.taps import leaf_hooks
-from sonde.batch_size.taps.piece_gradient import STAGED_NUMEL
+from sonde.batch_size.taps.leaf_hooks import STAGED_NUMEL
 from tests.batch_size.loops import attached, batch, mean_loss, small_model
 from tests.mutants import Mutant
 from tests.pretend_device import DEVICE, HostReadError, PretendDevice, on_host
@@ -139,7 +139,7 @@ READS = [
     ),
     Mutant(
         "a norm is looked at in a hook",
-        "sonde.batch_size.taps.piece_gradient:PieceGradient._keep",
+        "sonde.batch_size.taps.leaf_hooks:PieceGradient._keep",
         "witness, cut = self._reading.witness, self._reading.cut",
         "witness, cut = self._reading.witness, self._reading.cut; bool(results[0].sum() > 0)",
     ),
@@ -190,16 +190,16 @@ FLOAT64 = [
         "torch.float64",
     ),
     Mutant(
-        "a piece's squares are summed in fp64",
+        "elements are squared in fp64",
         "sonde.batch_size.taps.window_sums:WindowSums._add_gradient",
-        "gradient.terms[0].sum()",
-        "gradient.terms[0].sum(dtype=torch.float64)",
+        "squares.sum() / weight",
+        "squares.sum(dtype=torch.float64) / weight",
     ),
     Mutant(
         "a 0-dim number of the host widens another",
         "sonde.batch_size.taps.window_sums:WindowSums._add_gradient",
-        "self._squares += sq_norm",
-        "self._squares += torch.mul(sq_norm, torch.ones((), dtype=torch.float64, device='cpu'))",
+        "self._witness_small += squares.sum() / weight",
+        "self._witness_small += torch.mul(squares.sum(), torch.ones((), dtype=torch.float64, device='cpu')) / weight",
     ),
 ]
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sonde
 from tests.batch_size import context_loops, expert_loops
 from tests.batch_size.ddp_loops import in_bf16
-from tests.batch_size.host_reads import AT_HAND, COPIES, OF_A_MESH, ONCE, HostReads, nothing_at_hand
+from tests.batch_size.host_reads import AT_HAND, COPIES, OF_A_MESH, HostReads, nothing_at_hand
 from tests.batch_size.loops import batch, mean_loss, small_model
 from tests.batch_size.sharded_loops import Loop, data_rank, shard, tokens
 from tests.batch_size.sharded_loops import build as build_sharded
@@ -260,8 +260,8 @@ def test_only_what_a_cpu_has_at_hand_is_read(ranks2: Ranks, ranks4: Ranks) -> No
     seen: dict[str, str] = {}
     for of_rank in [*ranks2(everything), *ranks4(everything_on_four_ranks)]:
         seen |= {place: name for name, places in of_rank.items() for place in places}
-    assert {place: name for place, name in seen.items() if place not in AT_HAND | ONCE} == {}
-    assert sorted((AT_HAND | ONCE) - set(seen)) == []  # no place is allowed that is not needed
+    assert {place: name for place, name in seen.items() if place not in AT_HAND} == {}
+    assert sorted(AT_HAND - set(seen)) == []  # no place is allowed that is not needed
 
 
 def clips_of_a_gpu() -> dict[str, set[str]]:
@@ -309,15 +309,15 @@ READS = [
     ),
     Mutant(
         "buckets",
-        "sonde.batch_size.taps.ddp_buckets:DDPBucketTap._assemble",
-        "witness: dict[int, Tensor] = {}",
-        "witness: dict[int, Tensor] = {}; [float(r.sum()) for b in buckets.values() for r in b.witness.values()]",
+        "sonde.batch_size.taps.ddp_buckets:DDPBucketTap._read",
+        "self._witnessed |= elements",
+        "self._witnessed |= elements; [float(each.sum()) for each in elements.values()]",
     ),
     Mutant(
         "shards",
-        "sonde.batch_size.taps.final_gradient:FinalGradient.witness",
-        "elements, first = {}, min(self.plan.in_stage, default=0)",
-        "[g.to_local().any().item() for g in grads]; elements, first = {}, min(self.plan.in_stage, default=0)",
+        "sonde.batch_size.taps.window_reader:FinalGradient.witness",
+        "elements: dict[int, Tensor] = {}",
+        "elements = {}; [g.to_local().any().item() for g in grads]",
     ),
     Mutant(
         "single examples",
@@ -327,13 +327,13 @@ READS = [
     ),
     Mutant(
         "shared sequences",
-        "sonde.batch_size.taps.context_pieces:ContextPiece._sum_next",
+        "sonde.batch_size.taps.shared_pieces:ContextPiece._sum_next",
         "self._next += 1",
         "self._next += 1; float(buffer.sum())",
     ),
     Mutant(
         "experts",
-        "sonde.batch_size.taps.expert_pieces:ExpertPieces.take_from",
+        "sonde.batch_size.taps.shared_pieces:ExpertPieces.take_from",
         "self._sum += of_experts",
         "self._sum += of_experts; bool(of_experts.any())",
     ),
@@ -361,4 +361,4 @@ def test_a_read_is_noticed(request: pytest.FixtureRequest, n_ranks: int) -> None
     ranks: Ranks = request.getfixturevalue(f"ranks{n_ranks}")
     for of_rank in ranks(mutated, [mutant for mutant in READS if (mutant.name == "experts") == (n_ranks == 4)]):
         for name, places in of_rank.items():
-            assert not places <= AT_HAND | ONCE, name
+            assert not places <= AT_HAND, name

@@ -266,10 +266,7 @@ def test_a_clip_between_measured_windows_is_of_all_parameters_and_of_no_groups()
             expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
             torch.testing.assert_close(probe.clip_grad_norm_(1e-3), expected)
             model.zero_grad()
-        used = probe._reader.final._plain_plan
-        assert used is not None
-        assert used.n_parts == 1
-        assert probe._reader.final.plan.n_parts > 5
+        assert probe._reader.final.plan.n_parts == 1
 
 
 def ctrl_c() -> None:
@@ -306,7 +303,7 @@ def test_a_piece_that_is_interrupted_on_its_way_in_is_not_left_open(
         with monkeypatch.context() as patched:
             if isinstance(after, str):
                 begin = probe._reader.begin_piece
-                patched.setattr(probe._reader, "begin_piece", lambda: [begin(), ctrl_c()])
+                patched.setattr(probe._reader, "begin_piece", lambda n: [begin(n), ctrl_c()])
             else:
                 patched.setattr("sonde.batch_size.pieces.time", _InterruptingClock(after))
             with pytest.raises(KeyboardInterrupt), probe.piece(units=4):

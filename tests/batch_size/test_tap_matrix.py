@@ -163,10 +163,10 @@ CHANGES_WEIGHTS = [
     ),
     (
         Mutant(
-            "scales the reduced bucket while reading it",
+            "scales the bucket while reading it",
             TAPS + "ddp_buckets:_relay_bucket",
-            "read_reduced(buffer)",
-            "read_reduced(buffer.mul_(2))",
+            "relay.listener(bucket)",
+            "relay.listener(bucket); bucket.buffer().mul_(2)",
         ),
         Case(),
         "comm_hook",
@@ -174,7 +174,7 @@ CHANGES_WEIGHTS = [
     (
         Mutant(
             "squares the gradient in place",
-            TAPS + "piece_gradient:PieceGradient.take",
+            TAPS + "leaf_hooks:PieceGradient.take",
             "self._stage(index, grad)",
             "self._stage(index, grad.square_())",
         ),
@@ -193,15 +193,17 @@ def test_a_tap_that_changes_weights_is_seen(ranks3: Ranks, mutant: Mutant, case:
 MISMEASURES = [
     Mutant(
         "keeps views of a buffer that is reduced later",
-        TAPS + "ddp_buckets:DDPBucketTap._reduce",
-        "self._witness.read(i, g).clone()",
-        "self._witness.read(i, g)",
+        TAPS + "ddp_buckets:DDPBucketTap._read",
+        "self.witness.read(i, g).clone()",
+        "self.witness.read(i, g)",
     ),
     Mutant(
         "takes the reduced gradient for the rank's own",
-        TAPS + "ddp_buckets:DDPBucketTap.end_window",
-        "local=self._assemble(self._before)",
-        "local=self._assemble(self._after)",
+        TAPS + "ddp_buckets:_relay_bucket",
+        "    relay.listener(bucket)\n    return relay.comm_hook(relay.comm_state, bucket)",
+        "    future = relay.comm_hook(relay.comm_state, bucket)\n        future.wait()\n"
+        "        relay.listener(bucket)\n        return future\n"
+        "    return relay.comm_hook(relay.comm_state, bucket)",
     ),
     Mutant(
         "forgets the weight of a rank's merged piece",
@@ -211,9 +213,9 @@ MISMEASURES = [
     ),
     Mutant(
         "reads one parameter of a bucket only",
-        TAPS + "ddp_buckets:DDPBucketTap._reduce",
-        "self._metric.parts(indices, grads)",
-        "self._metric.parts(indices[:1], grads[:1])",
+        TAPS + "ddp_buckets:DDPBucketTap._read",
+        "self._terms.take(tuple(grads), tuple(grads.values()))",
+        "self._terms.take(tuple(grads)[:1], tuple(grads.values())[:1])",
     ),
 ]
 

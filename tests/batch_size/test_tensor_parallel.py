@@ -44,8 +44,8 @@ def test_values_and_training_unchanged(request: pytest.FixtureRequest, name: str
 
 
 def assert_unchanged(results: list[dict[str, Any]], without: list[dict[str, Any]], loop: Loop) -> None:
-    """Bit for bit. Partial gradients take one small collective a piece besides, and one a window without a clip."""
-    n_partial = loop.windows * (2 + (not loop.clips and loop.cut == "sp")) if loop.cut.endswith("sp") else 0
+    """Bit for bit. Partial gradients take one small collective a piece besides, and one a window."""
+    n_partial = loop.windows * (2 + (loop.cut == "sp")) if loop.cut.endswith("sp") else 0
     for with_probe, unprobed in zip(results, without, strict=True):
         assert all(map(torch.equal, with_probe["weights"], unprobed["weights"]))
         assert with_probe["norms"] == unprobed["norms"]

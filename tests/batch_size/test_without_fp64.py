@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sonde.batch_size.taps.metric import Euclidean, Metrics
 from sonde.batch_size.taps.squared_norms import add_parts
-from sonde.batch_size.taps.tap import GradientSummary, Problem
+from sonde.batch_size.taps.tap import GradientSummary
 from sonde.batch_size.taps.window_sums import WindowSums, piece_counts, read_rows
 from sonde.gradient_norm import global_norm
 from sonde.parallel import devices
@@ -83,7 +83,7 @@ def squares_of(n_parameters: int, n_pieces: int) -> tuple[float, float]:
         squares = add_parts(n_parameters, [(owners, piece.norm(dim=1))], cpu)
         sums.add(GradientSummary(squares[None], squares.new_zeros(1)), piece_counts(2.0, 1.0, None))
     big = sums.per_group(add_parts(n_parameters, [(owners, total.norm(dim=1).float())], cpu)[None])
-    [row] = read_rows(sums.take([0] * len(Problem)) | {"big": big, "witness_final": torch.zeros(1)}, metrics.adds, {})
+    [row] = read_rows(sums.take({}) | {"big": big, "witness_final": torch.zeros(1)}, metrics.adds, {})
     return row.small, row.big
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import sonde
-from sonde.batch_size.taps.tap import HOW_TO_COUNT
+from sonde.batch_size.taps.problems import HOW_TO_COUNT
 from sonde.commands.run_script.words import REMEDIES, in_words_of_run, say_in_words_of_run
 from tests.commands.scripts import START
 from tests.commands.unmodified import bare, with_run

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from sonde.parallel.wrappers import n_collectives
 from sonde.policy.entropy_change import EntropyChangeProbe
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.stats.entropy_forecast import EntropyForecast
+from tests.batch_size.cut_models import n_collectives
 from tests.ranks import Ranks, mesh_of
 from tests.small_policy import STATISTICS, SmallPolicy, drawn, loss, optimizer_of, policy, sample
 
@@ -147,11 +147,11 @@ def count_sums(kind: str, static_graph: bool) -> tuple[int, list[bool], Tensor]:
     backward(model, own_prompts(U, N_U // 2))
     watching = Watching(model)
     probe = EntropyChangeProbe(model, optimizer, EntropyChangeOptions(update="gradient"), token_statistics=watching)
-    before = n_collectives(model.process_group)
+    before = n_collectives()
     with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as gathered:
         probe.forecast(own_prompts(E, 8), own_prompts(U, N_U // 2))
     # An exchange of objects is two collectives: sizes first. The group counts DDP's own reductions too.
-    n_sums = n_collectives(model.process_group) - before - 2 * gathered.call_count
+    n_sums = n_collectives() - before - 2 * gathered.call_count
     for _ in range(3):  # DDP still works, and reduces
         optimizer.step()
         optimizer.zero_grad()

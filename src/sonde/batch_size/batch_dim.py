@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from sonde.batch_size.module_hook import is_compiled, takes_fast_path
-from sonde.batch_size.taps.tap import HOW_TO_COUNT
+from sonde.batch_size.taps.problems import HOW_TO_COUNT
 from sonde.wording import plural
 
 _KINDS: dict[int, tuple[type[nn.Module], ...]] = {

@@ -15,9 +15,16 @@ from sonde.batch_size.forward_units import FIRST_DIM, is_of_forward
 from sonde.batch_size.module_hook import why_no_hook
 from sonde.batch_size.setup import Groups, NoiseScaleOptions, is_number, n_batch_norms, n_sync_batch_norms
 from sonde.batch_size.taps.ddp_buckets import comm_hook_name
-from sonde.batch_size.taps.dual_norms import SignMetric, SpectralMetric, nuclear_norm_bytes
-from sonde.batch_size.taps.metric import AdamMetric, Euclidean, GradientMetric, MetricName, Metrics
-from sonde.batch_size.taps.second_moments import SecondMoments
+from sonde.batch_size.taps.metric import (
+    AdamMetric,
+    Euclidean,
+    GradientMetric,
+    MetricName,
+    Metrics,
+    SignMetric,
+    SpectralMetric,
+    nuclear_norm_bytes,
+)
 from sonde.parallel.data_ranks import axis_of_sequences
 from sonde.parallel.devices import accumulation_dtype
 from sonde.parallel.optimizers import Optimizers, given_optimizers, parameters_of
@@ -316,13 +323,10 @@ def _choose_metrics(
         ValueError: when the model, its optimizer or the bound of memory do not allow a metric, with the way out.
     """
     names, given = options.metrics, given_optimizers(optimizer)
-    adam = _adam(wrapper, given) if "adam" in names and given else None
-    if adam is not None and names == ("adam",) and wrapper.mesh is None and wrapper.sequence_group is None:
-        return ChosenMetrics(names, Metrics([adam]))
     metrics: list[GradientMetric] = [Euclidean()]
     for name in names:
-        if name == "adam" and adam is not None:
-            metrics.append(adam)
+        if name == "adam" and given:
+            metrics.append(_adam(wrapper, given))
         elif name == "sign":
             if reason := _norms_do_not_add_up(wrapper):
                 raise ValueError(f"metric='sign' {reason}: use metric='euclidean', or without FSDP2 metric='adam'")
@@ -342,7 +346,7 @@ def _adam(wrapper: Wrapper, optimizers: Sequence[Any]) -> AdamMetric:
         )
     # The first that holds a measured parameter; it is refused if it does not hold them all.
     optimizer = next((each for each in optimizers if each in wrapper.optimizers), optimizers[0])
-    return AdamMetric(SecondMoments(optimizer, parameters))
+    return AdamMetric(optimizer, parameters)
 
 
 def _norms_do_not_add_up(wrapper: Wrapper) -> str:

@@ -4,22 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from sonde.batch_size.taps.tap import Problem
-
 logger = logging.getLogger("sonde")
 
 _logged: set[str] = set()
-
-
-def count_failure(problems: list[int], error: Exception) -> None:
-    """Log an error that is being handled, and drop the window by it.
-
-    Args:
-        problems: counts per `Problem`.
-        error: that is being handled.
-    """
-    problems[Problem.FAILED] += 1
-    log_failure(error)
 
 
 def log_failure(error: Exception) -> None:

@@ -11,7 +11,7 @@ from sonde.batch_size.setup import BATCH_NORM, n_batch_norms
 from sonde.batch_size.stats.scale_witness import RoundingTolerance
 from sonde.batch_size.step_watch import Alert
 from sonde.batch_size.taps.ddp_buckets import comm_hook_name
-from sonde.batch_size.taps.tap import Problem
+from sonde.batch_size.taps.problems import Problem
 from sonde.parallel.gathered import shown_after_forward
 from sonde.parallel.inventory import Inventory
 from sonde.parallel.optimizers import parameters_of

@@ -20,7 +20,7 @@ from sonde.batch_size.forward_units import (
 )
 from sonde.batch_size.pacing import Pacing
 from sonde.batch_size.step_watch import StepWatch
-from sonde.batch_size.taps.tap import Problem
+from sonde.batch_size.taps.problems import Problem
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.taps.window_sums import PieceCounts, check_counts, piece_counts
 from sonde.batch_size.units import counted_in
@@ -182,10 +182,7 @@ class Pieces:
             self._forwards.open(counts=by_forward)
         self._error_outside, self._is_scheduled, self._gives_counts = None, n is not None, not by_forward
         self.steps.piece_begins()
-        if n is None:
-            self._reader.begin_piece()
-        else:
-            self._reader.begin_pieces(n)
+        self._reader.begin_piece(n)
 
     def end(self, *, failed: bool) -> None:
         """End a declared piece that is read, or several.
@@ -198,10 +195,8 @@ class Pieces:
             self._reader.discard_piece()
             return
         counts = self._counted_by_forward(self._weight) if self._counts is None else self._counts
-        if isinstance(counts, list):
-            self._reader.end_pieces(counts)
-        elif isinstance(counts, PieceCounts):
-            self._reader.end_piece(counts)
+        if not isinstance(counts, Problem):
+            self._reader.end_piece(*(counts if isinstance(counts, list) else [counts]))
         else:
             if self._is_scheduled:
                 self._reader.discard_piece()

@@ -17,7 +17,7 @@ from typing_extensions import TypeIs
 from sonde.batch_size.hook_failures import log_failure
 from sonde.batch_size.pacing import Pacing
 from sonde.batch_size.taps.autograd_internals import in_backward
-from sonde.batch_size.taps.tap import Problem
+from sonde.batch_size.taps.problems import Problem
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.window_clock import ALWAYS, OwnTime
 from sonde.parallel.devices import runs_beside_host

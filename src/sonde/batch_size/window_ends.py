@@ -17,7 +17,7 @@ from sonde.batch_size.model_watch import ModelWatch
 from sonde.batch_size.pacing import Pacing
 from sonde.batch_size.pieces import Pieces
 from sonde.batch_size.step_watch import Alert, StepWatch
-from sonde.batch_size.taps.tap import Problem
+from sonde.batch_size.taps.problems import Problem
 from sonde.batch_size.taps.window_reader import Window, WindowReader
 from sonde.batch_size.window_clock import ALWAYS, MEASURING, NO_COST, OwnTime
 from sonde.gradient_norm.global_norm import GlobalNorm, global_norm
@@ -178,7 +178,7 @@ class WindowEnds:
             self._pieces.discard()
             self._reader.forget_window()
         self._steps.window_ended()
-        return None if clip is None else clip.apply(self._reader.final.plan_without_groups)
+        return None if clip is None else clip.apply(self._reader.final.plan)
 
     def _end_checked(self, clip: WindowClip | None) -> Tensor | None:
         self.catch_up()
@@ -257,7 +257,7 @@ class WindowEnds:
         self.n_windows += 1
         self._steps.window_ended()
         self._model.window_passes()
-        return (None, None) if clip is None else self._clipped(clip, self._reader.final.plan_without_groups)
+        return (None, None) if clip is None else self._clipped(clip, self._reader.final.plan)
 
     def _put(self, window: Window, scalars: Mapping[str, float | Tensor]) -> None:
         """Put a window's numbers on their way, with what the host knows of it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -235,24 +234,6 @@ def _wrapper_name(
     if not gathered:
         return "tensor parallel"
     return "FSDP2 over tensor parallel" if any(map(is_dtensor, gathered.values())) else "FSDP2"
-
-
-_unknown_numbers = itertools.count()
-
-
-def n_collectives(group: dist.ProcessGroup | None) -> int:
-    """How many collectives have been issued on a process group so far; 0 without one.
-
-    Some backends do not count, such as that of dry runs. Then every call returns another number, as if a collective had
-    been issued since the call before.
-    """
-    if group is None:
-        return 0
-    try:
-        # A private method, since torch has no public count; tests fail if torch removes it.
-        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
-    except RuntimeError:
-        return next(_unknown_numbers)
 
 
 def _by_name(model: nn.Module, *, requires_grad: bool) -> dict[str, nn.Parameter]:

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import sonde
-from sonde.parallel.wrappers import n_collectives
 from tests.batch_size.checkpoint.regression import Batch, batches, by_hand, draw, endless, loss, model_of
+from tests.batch_size.cut_models import n_collectives
 from tests.ranks import Ranks
 
 
@@ -32,14 +32,14 @@ def measure_here(
     rank, world = dist.get_rank(), dist.get_world_size()
     model = model_of()
     ddp = DistributedDataParallel(model) if wrapped else model
-    before = n_collectives(dist.group.WORLD)
+    before = n_collectives()
     dist.barrier()  # DDP's construction is over on all ranks
     extra: dict[str, Any] = {} if wrapped else {"process_group": dist.group.WORLD}
     measurement = measured(ddp, data_of(rank, n_batches[rank], sizes), **extra, **options)
     return {
         "measurement": measurement,
         "expected": by_hand(model_of(), [data_of(r, n_batches[r], sizes) for r in range(world)]),
-        "n_collectives": n_collectives(dist.group.WORLD),
+        "n_collectives": n_collectives(),
         "n_before": before + 1,
         "hooks": sum(len(p._backward_hooks or ()) for p in model.parameters()),
     }

@@ -189,7 +189,7 @@ def _odd_pieces(case: str) -> tuple[int, list[str]]:
     ("case", "windows", "reason"),
     [
         ("empty", 0, "no backward reached the parameters in a piece"),
-        ("interrupted", 0, "a piece was interrupted in or after its backward"),
+        ("interrupted", 0, "in a piece that was interrupted"),
         ("undeclared", 5, None),
         ("plain", 5, None),
     ],
@@ -249,8 +249,8 @@ def test_buckets_are_read_without_declared_pieces_too(ranks2: Ranks) -> None:
     ("case", "windows", "reason"),
     [
         ("left over", 1, "gradients from before the window's first backward"),
-        ("failed", 11, "a piece was interrupted in or after its backward"),
-        ("outside", 0, "a backward outside piece() added to the gradients"),
+        ("failed", 11, "in a piece that was interrupted"),
+        ("outside", 0, "a backward outside piece(), or in"),
     ],
 )
 def test_gradients_in_ddps_buckets_beside_the_piece_are_named(

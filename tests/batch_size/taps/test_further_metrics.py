@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import sonde
-from sonde.batch_size.taps.dual_norms import nuclear_norm, nuclear_norm_by_iteration
+from sonde.batch_size.taps.metric import nuclear_norm, nuclear_norm_by_iteration
 from sonde.batch_size.taps.squared_norms import absolute_sum
 from tests.batch_size import norms_by_hand as by_hand
 from tests.batch_size.loops import Recording, attached, mean_loss, piece_losses, small_model, train

@@ -12,9 +12,8 @@ from torch.autograd import Variable
 
 import sonde
 from sonde.batch_size.taps.autograd_internals import accumulates
-from sonde.batch_size.taps.leaf_hooks import LeafHookTap
+from sonde.batch_size.taps.leaf_hooks import STAGED_NUMEL, LeafHookTap
 from sonde.batch_size.taps.metric import Euclidean, Metrics
-from sonde.batch_size.taps.piece_gradient import STAGED_NUMEL
 from sonde.batch_size.taps.witness import Witness
 
 
@@ -47,7 +46,7 @@ def test_a_large_gradient_is_not_copied_even_by_autograd() -> None:
             else None
         )
         if tap:
-            tap.begin_piece(is_first=False)
+            tap.begin_piece()
         (weight * torch.randn(400, 400)).sum().backward()
         if tap:
             tap.end_piece()
@@ -64,10 +63,10 @@ def test_the_hook_creates_no_tensor_of_gradient_size() -> None:
     weight.grad = torch.zeros(512, 512)  # added to in place: autograd makes nothing of that size either
     tap = LeafHookTap([weight], Witness([weight.shape]), Metrics([Euclidean()]), on_backward_end=lambda: None)
     grad = torch.randn(512, 512)
-    tap.begin_piece(is_first=False)
+    tap.begin_piece()
     with Watch() as watch:
         weight.backward(grad)
-        piece = tap.end_piece()
+        (piece,) = tap.end_piece()
     assert float(piece.terms[0, 0]) == pytest.approx(float(grad.double().square().sum()))
     assert 0 < watch.largest <= 1024
     tap.close()
@@ -85,11 +84,11 @@ def test_small_gradients_are_staged_within_a_bound() -> None:
     )
     grads = [torch.randn(100, 100) for _ in parameters]
     alive = [weakref.ref(g) for g in grads]
-    tap.begin_piece(is_first=False)
+    tap.begin_piece()
     most = 0
     for index in range(len(parameters)):
         grad = grads.pop(0)
-        tap._take(index, grad)  # as a hook does
+        tap.take(index, grad)  # as a hook does
         del grad
         most = max(most, sum(r() is not None for r in alive) - len(grads))
     assert 2 <= most * 40_000 / 100_000 <= 6
@@ -102,10 +101,10 @@ def test_staged_gradients_are_reduced_before_anything_can_write_to_them() -> Non
     small = nn.Parameter(torch.ones(10))
     metrics = Metrics([Euclidean()])
     tap = LeafHookTap([small], Witness([small.shape]), metrics, on_backward_end=lambda: None, staged_numel=100)
-    tap.begin_piece(is_first=False)
+    tap.begin_piece()
     (small * 3).sum().backward()
     small.grad.zero_()  # type: ignore[union-attr]
-    assert float(tap.end_piece().terms[0, 0]) == pytest.approx(90)
+    assert float(tap.end_piece()[0].terms[0, 0]) == pytest.approx(90)
     tap.close()
 
 
@@ -129,9 +128,9 @@ def test_staging_changes_no_result(staging_bytes: int) -> None:
         )
         summaries = []
         for x in inputs:  # .grad accumulates beside what waits
-            tap.begin_piece(is_first=False)
+            tap.begin_piece()
             model(x).square().mean().backward()
-            summaries.append(tap.end_piece())
+            summaries += tap.end_piece()
         tap.close()
         model.zero_grad()
         pieces.append(summaries)

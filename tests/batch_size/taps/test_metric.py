@@ -9,7 +9,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sonde.batch_size.taps.metric import AdamMetric
-from sonde.batch_size.taps.second_moments import SecondMoments
 from sonde.batch_size.taps.squared_norms import add_parts
 from tests.batch_size.loops import (
     assert_same,
@@ -85,11 +84,10 @@ def test_sums_are_kept_in_a_dtype_that_the_device_has() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
         parameter = torch.nn.Parameter(torch.empty(6, device="mps"))
         optimizer = torch.optim.AdamW([parameter])
-        metric = AdamMetric(SecondMoments(optimizer, [parameter]))
-        gradient = torch.empty(6, device="mps")
-        assert metric.excess_of_sum(0, gradient, gradient).dtype == torch.float32  # before a second moment
+        metric, gradient = AdamMetric(optimizer, [parameter]), torch.empty(6, device="mps")
+        assert metric.parts([0], [gradient])[0][1].dtype == torch.float32  # before a second moment
         optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg_sq": torch.empty(6, device="mps")}
-        got = metric.excess_of_sum(0, gradient, gradient)
+        got = metric.parts([0], [gradient])[0][1]
         assert (got.dtype, got.device.type) == (torch.float32, "mps")
 
 
@@ -99,20 +97,17 @@ def test_the_norm_of_a_whole_gradient_is_that_of_its_ranges() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(4, 300)).square().sum().backward()
     optimizer.step()
-    metric, grad = AdamMetric(SecondMoments(optimizer, list(model.parameters()))), torch.randn(17, 300)
-    ranges = [(0, 7), (7, 2000), (2000, 5100)]
-    of_ranges = [metric.part_of_range(0, grad.flatten()[a:b], a, grad.shape, is_known=True) for a, b in ranges]
+    metric, grad = AdamMetric(optimizer, list(model.parameters())), torch.randn(17, 300)
+    of_ranges = [
+        part for a, b in [(0, 7), (7, 2000), (2000, 5100)] for part in metric.parts([0], [grad.flatten()[a:b]], a)
+    ]
     whole, cut = (add_parts(1, parts, torch.device("cpu")) for parts in (metric.parts([0], [grad]), of_ranges))
     assert float(cut) == pytest.approx(float(whole), rel=1e-12)
-    assert metric.take_problems() == []
 
 
-def test_a_parameter_that_no_rank_has_reached_needs_no_second_moment() -> None:
+def test_a_gradient_without_a_second_moment_has_no_norm_unless_it_is_zero() -> None:
     model = torch.nn.Linear(3, 2)
-    metric = AdamMetric(SecondMoments(torch.optim.AdamW(model.parameters()), list(model.parameters())))
-    shape = torch.Size((2, 3))
-    assert float(metric.part_of_range(0, torch.zeros(6), 0, shape, is_known=False)[1]) == 0.0
-    assert math.isnan(metric.part_of_range(0, torch.ones(6), 0, shape, is_known=False)[1])
-    assert metric.take_problems() == []
-    assert math.isnan(metric.part_of_range(0, torch.zeros(6), 0, shape, is_known=True)[1])
-    assert len(metric.take_problems()) == 1
+    metric = AdamMetric(torch.optim.AdamW(model.parameters()), list(model.parameters()))
+    for start, shape in ((0, (6,)), (None, (2, 3))):
+        assert float(metric.parts([0], [torch.zeros(shape)], start)[0][1]) == 0.0
+        assert math.isnan(metric.parts([0], [torch.ones(shape)], start)[0][1])

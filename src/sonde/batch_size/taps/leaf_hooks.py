@@ -7,45 +7,245 @@ between micro-batches or subtracted afterwards.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
-from sonde.batch_size.hook_failures import count_failure
-from sonde.batch_size.taps.autograd_internals import accumulates, inside_another_backward
-from sonde.batch_size.taps.context_pieces import ContextPieces, is_context_parallel
-from sonde.batch_size.taps.cut_gradients import CutGradients
-from sonde.batch_size.taps.left_over import LeftOvers
-from sonde.batch_size.taps.metric import Metrics
-from sonde.batch_size.taps.piece_gradient import STAGED_NUMEL, STAGED_NUMEL_ON_CPU, PieceGradient, Reading
-from sonde.batch_size.taps.switched_hooks import SwitchedHooks
-from sonde.batch_size.taps.tap import GradientSummary, Number, Problem
+from sonde.batch_size.taps.metric import GradientTerms, Metrics
+from sonde.batch_size.taps.problems import Problem
+from sonde.batch_size.taps.shared_pieces import ContextPiece, ContextPieces, CutGradients
+from sonde.batch_size.taps.squared_norms import ROW
+from sonde.batch_size.taps.tap import GradientSummary, Tap
 from sonde.batch_size.taps.witness import Witness
-from sonde.batch_size.window_clock import MEASURING, OwnTime
-from sonde.parallel.devices import is_capturing
-from sonde.parallel.own_passes import is_in_own_pass
+from sonde.batch_size.window_clock import OwnTime
+from sonde.parallel.devices import keep_for_present_stream, stream_of
+
+STAGED_NUMEL = 2**22
+STAGED_NUMEL_ON_CPU = ROW
+"""Gradients up to this many elements wait for shared kernels; larger ones are reduced at once.
+
+Inside a backward, every operator costs a kernel launch or runs on cold caches, so gradients share operators. A gradient
+that waits is still referenced, so autograd clones it instead of taking it over as `.grad`. On a CPU only the clone of a
+small gradient is cheap. A GPU clones a few million elements in about the time that the host takes for one launch.
+"""
 
 
-class LeafHookTap:
+@dataclass
+class Reading:
+    """How the gradients of pieces are read.
+
+    Attributes:
+        leaves: the tensors that backward makes gradients for.
+        witness: elements to copy besides the norms.
+        metrics: in which gradients are measured.
+        cut: what this rank counts of a gradient that it shares with other ranks; None if every rank has its own pieces.
+        staged_numel: gradients up to this many elements wait for shared kernels.
+        staging_bytes: bound of the memory for gradients that wait.
+        device: where the sums are made.
+        one_device: whether all leaves were there at attach.
+        summed: leaves whose gradients are copied and wait until the piece ends, since several backwards of a piece have
+            reached them.
+        summed_bytes: of their gradients.
+        copies: whether all gradients that wait are copied, since torch has refused to read one.
+    """
+
+    leaves: Sequence[Tensor]
+    witness: Witness
+    metrics: Metrics
+    cut: CutGradients | None
+    staged_numel: int
+    staging_bytes: int
+    device: torch.device
+    one_device: bool
+    summed: set[int] = field(default_factory=set)
+    summed_bytes: int = 0
+    copies: bool = False
+
+
+class PieceGradient:
+    """Takes the gradients of one piece, and reduces them.
+
+    Args:
+        reading: how gradients are read.
+        staging_bytes: bound of the memory for gradients that wait; by default that of `reading`.
+        clones: copy gradients that wait. autograd leaves a gradient alone that somebody holds. Zero-bubble schedules
+            add to it.
+    """
+
+    def __init__(self, reading: Reading, staging_bytes: int | None = None, *, clones: bool = False) -> None:
+        self._reading, self._device, self._clones = reading, reading.device, clones
+        self._staging_bytes = reading.staging_bytes if staging_bytes is None else staging_bytes
+        self._terms = GradientTerms(reading.metrics, len(reading.leaves), reading.device)
+        self._witnessed: dict[int, Tensor] = {}
+        # Gradients that wait, by stream: a kernel on one stream must not read a tensor that another still writes.
+        self._staged: dict[torch.Stream | None, dict[int, Tensor]] = {None: {}}
+        self._staged_bytes = 0
+        self._results: list[tuple[torch.Stream, list[Tensor]]] = []
+        self._fired = bytearray(len(reading.leaves))
+        self._partial: dict[int, Tensor] = {}
+
+    def take(self, index: int, grad: Tensor) -> Problem | None:
+        """Let a gradient wait for a shared kernel, or reduce it at once.
+
+        Args:
+            index: of the leaf.
+            grad: its gradient, as a hook sees it.
+
+        Returns:
+            Why the piece is lost, if it is.
+        """
+        reading = self._reading
+        try:
+            if reading.cut is not None:
+                part = reading.cut.take(index, grad, self._partial)
+                if part is None:
+                    return None
+                grad = part
+            if self._fired[index]:
+                return self._take_again(index, grad)
+            self._fired[index] = 1
+            if grad.is_sparse and not grad.is_cpu:
+                return Problem.SPARSE_ON_GPU
+            if index in reading.summed or (not grad.is_sparse and grad.numel() <= reading.staged_numel):
+                self._stage(index, grad)
+            else:
+                self._keep({index: grad})
+        except RuntimeError as error:
+            return self._cannot_read(error)
+        return None
+
+    def _take_again(self, index: int, grad: Tensor) -> Problem | None:
+        """Take a second gradient h₂ of the same parameter in one piece: |h₁ + h₂|² needs both gradients at once."""
+        staged = self._staged.get(stream_of(grad), {})
+        # h₁ has been squared already, or its memory holds h₂: a CUDA graph writes to the same place each time. No
+        # allocator gives out memory that is held.
+        if index not in staged or _is_same_memory(staged[index], grad):
+            return self._sum_from_now_on(index)
+        staged[index] = staged[index] + grad
+        return None
+
+    def _cannot_read(self, error: RuntimeError) -> Problem:
+        """A compiled graph's later run may write to what its first runs returned: torch refuses to read that."""
+        if "has been overwritten by a subsequent run" not in str(error):
+            raise error
+        self._reading.copies = True
+        return Problem.SEVERAL_BACKWARDS
+
+    def _sum_from_now_on(self, index: int) -> Problem:
+        """After h₁ and so this window are lost: later pieces keep this leaf's gradient until they end, if it fits."""
+        reading, leaf = self._reading, self._reading.leaves[index]
+        n_bytes = leaf.numel() * leaf.element_size()
+        if index not in reading.summed and reading.summed_bytes + n_bytes <= self._staging_bytes:
+            reading.summed.add(index)
+            reading.summed_bytes += n_bytes
+        return Problem.SEVERAL_BACKWARDS if index in reading.summed else Problem.TOO_LARGE_TO_SUM
+
+    @torch.no_grad()
+    def summary(self) -> GradientSummary:
+        """The part of the piece's gradient that is kept; parameters that it did not reach count as 0."""
+        reading = self._reading
+        if reading.cut is not None:
+            for index, part in reading.cut.sum_partial(self._partial).items():
+                self._keep({index: part})
+        problem = None
+        try:  # gradients that still wait come first: they add to the parts and to the witness
+            self._flush()
+        except RuntimeError as error:
+            problem = self._cannot_read(error)
+        self._adopt_results()
+        witness = reading.witness.join(self._witnessed, self._device)
+        return GradientSummary(self._terms.sum(), witness, problem=problem)
+
+    def _stage(self, index: int, grad: Tensor) -> None:
+        reading = self._reading
+        copies = (
+            self._clones or reading.copies or index in reading.summed or (not grad.is_cpu and is_output_of_graph(grad))
+        )
+        stream = None if grad.is_cpu else stream_of(grad)
+        self._staged.setdefault(stream, {})[index] = grad.clone() if copies else grad
+        if index not in reading.summed:
+            self._staged_bytes += grad.numel() * grad.element_size()
+            if self._staged_bytes + reading.summed_bytes > self._staging_bytes:
+                self._flush(reading.summed)
+
+    def _flush(self, but: Collection[int] = ()) -> None:
+        """Reduce the gradients that wait, each on the stream that wrote it, but those of some leaves."""
+        self._staged_bytes = 0
+        for stream, gradients in self._staged.items():
+            staged = {i: gradients.pop(i) for i in list(gradients) if i not in but}
+            if not staged:
+                continue
+            if stream is None:
+                self._keep(staged)
+                continue
+            with stream:
+                self._keep(staged)
+            present = torch.accelerator.current_stream(stream.device)
+            present.wait_stream(stream)  # the results are read on the present stream
+
+    def _keep(self, grads: Mapping[int, Tensor]) -> None:
+        """Keep the terms of some gradients, by index, and the witness's elements of them."""
+        results = self._terms.take(tuple(grads), tuple(grads.values()))
+        witness, cut = self._reading.witness, self._reading.cut
+        for index, grad in grads.items():
+            if index in witness:
+                spec = None if cut is None else cut.specs[index]
+                elements = witness.read(index, grad) if spec is None else witness.read_shard(index, grad, spec)
+                # Cloned: the elements are a view of the gradient, which autograd may write to once the hook returns.
+                self._witnessed[index] = elements.clone()
+                results.append(self._witnessed[index])
+        if (stream := stream_of(results[0])) is not None:
+            self._results.append((stream, results))
+
+    def _adopt_results(self) -> None:
+        """Check the device of the hooks' results and keep them alive on this stream."""
+        if self._reading.one_device and (device := self._terms.device) not in (None, self._device):
+            raise RuntimeError(
+                f"the model was on {self._device} when the probe was attached and is on {device} now: "
+                "attach after moving it"
+            )
+        # Autograd may run a hook on another stream. The allocator must not reuse the memory of the hook's results
+        # before the present stream has read them.
+        for stream, results in self._results:
+            if stream != torch.accelerator.current_stream(stream.device):
+                for result in results:
+                    keep_for_present_stream(result)
+
+
+def _is_same_memory(earlier: Tensor, later: Tensor) -> bool:
+    dense = earlier.layout is later.layout is torch.strided
+    return dense and earlier.dtype == later.dtype and earlier.is_set_to(later)
+
+
+def is_output_of_graph(grad: Tensor) -> bool:
+    """Whether `torch.compile(mode="reduce-overhead")` owns a gradient's memory, and takes it back at its next run.
+
+    autograd asks the same before it keeps a gradient as `.grad`.
+    """
+    # Private: there is no public function. A test guards it.
+    return bool(torch._C._is_cached_tensor(grad))  # type: ignore[attr-defined]
+
+
+class LeafHookTap(Tap):
     """Leaf hooks on parameters that reduce each piece's gradient to its squared norms.
 
     Args:
         leaves: leaf tensors that require a gradient, each once.
+        witness: elements to copy besides the norms.
+        metrics: in which gradients are measured.
         parameters: whose `.grad` the optimizer reads, [leaves]; by default the leaves. Under FSDP2, leaves are gathered
             parameters, and these are the sharded ones.
         cut: what this rank counts of a gradient that it shares with other ranks; None if every rank has its own pieces.
         context: reads pieces whose gradients are means over ranks that share sequences; None without.
-        witness: elements to copy besides the norms.
-        metrics: in which gradients are measured.
         on_backward_end: called when a backward outside `begin_piece` … `end_piece` has ended, and is a piece.
         own: the probe's time.
-        n_collectives: counts the collectives that the ranks have issued so far; any of them may have reduced `.grad`.
         staging_bytes: bound of the memory for gradients that wait.
-        staged_numel: gradients up to this many elements wait; by default as `piece_gradient.STAGED_NUMEL` says.
+        staged_numel: gradients up to this many elements wait; by default as `STAGED_NUMEL` says.
     """
+
+    name = "leaf hooks"
 
     def __init__(
         self,
@@ -58,13 +258,13 @@ class LeafHookTap:
         context: ContextPieces | None = None,
         on_backward_end: Callable[[], None],
         own: OwnTime | None = None,
-        n_collectives: Callable[[], int] = lambda: 0,
         staging_bytes: int = 8 * 2**20,
         staged_numel: int | None = None,
     ) -> None:
-        self.name = "leaf hooks"
-        self._spent = (own or OwnTime()).spent
-        self._on_backward_end, self._n_collectives = on_backward_end, n_collectives
+        stepped = leaves if parameters is None else parameters
+        super().__init__(
+            leaves, range(len(leaves)), stepped, witness, on_backward_end=on_backward_end, own=own or OwnTime()
+        )
         device = leaves[0].device
         default = STAGED_NUMEL_ON_CPU if device.type == "cpu" else STAGED_NUMEL
         self._reading = Reading(
@@ -77,205 +277,44 @@ class LeafHookTap:
             device=device,
             one_device=all(leaf.device == device for leaf in leaves),
         )
-        self._context = context
-        self._problems = [0] * len(Problem)
-        self.only_declared = False
-        self._explicit = False
-        self._parameters = leaves if parameters is None else parameters
-        self._leaves_have_grad = all(p is leaf for p, leaf in zip(self._parameters, leaves, strict=True))
-        self._left_overs = LeftOvers(self._parameters, witness)
-        self._scheduled: list[PieceGradient] = []
+        self._context, self._shares_sequences = context, context is not None
         self._turns: list[int] = []
-        self._asked_at: int | None = None
-        self._is_recorded = self._has_left_out = False
-        self._reset()
-        self._hooks = SwitchedHooks(leaves, map(self._hook, range(len(leaves))))
+        self.forget_piece()
 
-    def _reset(self) -> None:
-        self._piece = PieceGradient(self._reading) if self._context is None else self._context.begin()
-        self._backwards: set[int] = set()
-        self._grad_is_piece = False
-        self._n_open = 0
+    def forget_piece(self) -> None:
+        """Forget the present piece, or the pieces of a schedule."""
+        super().forget_piece()
+        piece = PieceGradient(self._reading) if self._context is None else ContextPiece(self._context)
+        self._pieces: Sequence[PieceGradient | ContextPiece] = [piece]
 
-    def begin_piece(self, *, is_first: bool) -> None:
-        """From here until `end_piece` all backwards are one piece. Later backwards outside pieces never count.
-
-        Args:
-            is_first: whether the piece is the first of its window on this rank, so that `.grad` holds nothing else.
-        """
-        self._reset()
-        self._explicit = self.only_declared = True
-        self._grad_is_piece = is_first and not self._has_left_out
-
-    def end_piece(self) -> GradientSummary:
-        """The gradient of the piece that ends here; parameters that it did not reach count as 0."""
-        self._problems[Problem.EMPTY_PIECE] += not self._backwards
-        summary = self._piece.summary()
-        if summary.problem is not None:
-            self._problems[summary.problem] += 1
-        self._reset()
-        self._explicit = False
-        return summary
-
-    def begin_pieces(self, n: int) -> None:
-        """From here until `end_pieces` the backwards of a pipeline schedule are n pieces.
+    def begin_piece(self, n: int | None = None) -> None:
+        """From here until `end_piece` all backwards are one piece, or the n pieces of a pipeline's schedule.
 
         A stage runs the pieces' backwards in their order, whatever runs between them. So the k-th gradient of each
         parameter is of the k-th piece.
         """
-        self._reset()
-        self._explicit = self.only_declared = True
-        bound = self._reading.staging_bytes // n
-        self._scheduled = [PieceGradient(self._reading, bound, clones=True) for _ in range(n)]
-        self._turns = [0] * len(self._reading.leaves)
+        super().begin_piece(n)
+        if n is not None:
+            bound = self._reading.staging_bytes // n
+            self._pieces = [PieceGradient(self._reading, bound, clones=True) for _ in range(n)]
+            self._turns = [0] * len(self.leaves)
 
-    def end_pieces(self) -> list[GradientSummary]:
-        """The gradients of the pieces that end here, in their order."""
-        summaries = [piece.summary() for piece in self._scheduled]
-        # A stage that was frozen whole has no gradients. Its zeros are right, and the other stages' pieces count.
-        is_trained = any(parameter.requires_grad for parameter in self._parameters)
-        self._problems[Problem.EMPTY_PIECE] += is_trained and not any(self._turns)
-        # A parameter that took part in some pieces only does not tell in which.
-        self._problems[Problem.NOT_IN_EVERY_PIECE] += any(turn not in (0, len(summaries)) for turn in self._turns)
-        self._scheduled = []
-        self._reset()
-        self._explicit = False
+    def end_piece(self) -> list[GradientSummary]:
+        """The gradients of the pieces that end here, in their order; parameters that they did not reach count as 0."""
+        summaries = [piece.summary() for piece in self._pieces]
+        for summary in summaries:
+            if summary.problem is not None:
+                self.problems[summary.problem] += 1
+        if self.is_scheduled:  # a parameter that took part in some pieces only does not tell in which
+            self.problems[Problem.NOT_IN_EVERY_PIECE] += any(n not in (0, len(summaries)) for n in self._turns)
+        super().end_piece()
         return summaries
 
-    def discard_piece(self) -> None:
-        """Forget the present piece. Whatever its backward has added to `.grad` stays there."""
-        self._problems[Problem.INTERRUPTED] += bool(self._backwards) or (bool(self._scheduled) and any(self._turns))
-        self._scheduled = []
-        self._reset()
-        self._explicit = False
-
-    def leave_out_backward(self) -> None:
-        """Forget the backward outside pieces that has just ended. It has added to `.grad`."""
-        self._has_left_out = True
-        self._reset()
-
-    def end_window(self) -> None:
-        """Return nothing: `end_piece` has given the gradient of every piece."""
-        self._left_overs.new_window()
-        self._has_left_out = False
-
-    def take_problems(self) -> list[Number]:
-        """Counts per `Problem` since the last call, some of them on the device; the counts start again from 0."""
-        problems: list[Number] = [*self._problems]
-        self._problems = [0] * len(Problem)
-        problems[Problem.NOT_ZEROED] = self._left_overs.take()
-        return problems
-
-    def pause(self) -> None:
-        """Take the hooks off until `resume`; between windows."""
-        self._hooks.lift()
-
-    def resume(self) -> None:
-        """Put the hooks on again."""
-        self._hooks.put_back()
-
-    def close(self) -> None:
-        """Remove every hook."""
-        self._hooks.close()
-        self._reset()
-
-    def _hook(self, index: int) -> Callable[[Tensor | None], None]:
-        spent = self._spent
-
-        # Caches are cold between two kernels of a backward, so every line of Python costs: keep them few.
-        def hook(grad: Tensor | None) -> None:
-            if grad is None:  # a custom Function may return None for a leaf
-                return
-            start = time.perf_counter()
-            try:
-                if self._scheduled:
-                    if not self._runs_in_graph(grad):
-                        with torch.no_grad():
-                            self._take_in_turn(index, grad)
-                elif torch._C._current_graph_task_id() in self._backwards or self._opens_backward(index, grad):
-                    if torch.is_grad_enabled():  # create_graph: the measurement must stay out of the user's graph
-                        with torch.no_grad():
-                            self._take(index, grad)
-                    else:
-                        self._take(index, grad)
-            except Exception as error:  # a bug, or no memory left: the user's backward goes on
-                count_failure(self._problems, error)
-            spent[MEASURING] += time.perf_counter() - start
-
-        return hook
-
-    def _opens_backward(self, index: int, grad: Tensor) -> bool:
-        """Whether a backward that is met for the first time counts; if so, add it to a piece and watch for its end."""
-        # Neither torch.autograd.grad nor a pass of sonde's own counts. Once pieces are declared, a backward outside
-        # them does not count either.
-        leaf = self._reading.leaves[index]
-        if is_in_own_pass(leaf) or not accumulates(leaf):
-            return False
-        if self.only_declared and not self._explicit:
-            self._pass_over(index, grad)
-            return False
-        if self._runs_in_graph(grad):
-            return False
-        if not self._explicit:
-            nested = inside_another_backward(grad)
-            if self._backwards and not nested:
-                self.discard_piece()  # the previous backward failed half-way: its end was never reported
-            if not self._backwards:
-                self._problems[Problem.REENTRANT] += nested
-                # Private: PyTorch has no public way to learn that a backward has ended. A test guards it.
-                Variable._execution_engine.queue_callback(self._close_backward)
-        elif self._grad_is_piece:
-            # `.grad` is this piece's sum until a collective writes to it: count collectives while backwards are open.
-            if self._n_open == 0:
-                self._collectives_before = self._n_collectives()
-            self._n_open += 1
-            Variable._execution_engine.queue_callback(self._close_backward)
-        # FSDP2's sharded parameters get theirs when a backward reduces it.
-        self._problems[Problem.ZEROED] += self._leaves_have_grad and self._left_overs.are_gone()
-        self._problems[Problem.CONTEXT_PARALLEL] += self._context is None and is_context_parallel()
-        self._backwards.add(torch._C._current_graph_task_id())
-        return True
-
-    def _pass_over(self, index: int, grad: Tensor) -> None:
-        """Note a backward outside pieces that is none. If it is the window's first, what it finds in `.grad` is old.
-
-        What later backwards find there may be of this one. If it only fills up, its own part is 0, but DDP and FSDP2
-        may have reduced the gradient of other ranks into it.
-        """
-        self._has_left_out = True
-        if index in self._left_overs.unseen and not is_capturing(grad.device):
-            self._left_overs.look(index)
-
-    def _runs_in_graph(self, grad: Tensor) -> bool:
-        """Whether the device records this backward into a graph, where nothing may be launched. Asked once for each."""
-        number = torch._C._current_graph_task_id()
-        if number != self._asked_at:
-            self._asked_at, self._is_recorded = number, is_capturing(grad.device)
-            self._problems[Problem.IN_CUDA_GRAPH] += self._is_recorded
-        return self._is_recorded
-
-    def _close_backward(self) -> None:
-        try:
-            if self._explicit:
-                self._n_open -= 1
-                # A collective issued while backward ran may have reduced `.grad`: it then holds more than this piece.
-                self._grad_is_piece &= self._n_collectives() == self._collectives_before
-            elif self._backwards:
-                self._on_backward_end()
-        except Exception as error:
-            count_failure(self._problems, error)
-
-    def _take_in_turn(self, index: int, grad: Tensor) -> None:
-        """Take a gradient for the piece whose turn it is."""
-        if index in self._left_overs.unseen:
-            self._left_overs.look(index)
-        turn = self._turns[index]
-        self._turns[index] += 1
-        if turn < len(self._scheduled) and (problem := self._scheduled[turn].take(index, grad)) is not None:
-            self._problems[problem] += 1
-
-    def _take(self, index: int, grad: Tensor) -> None:
-        if index in self._left_overs.unseen:
-            self._left_overs.look(index)
-        if (problem := self._piece.take(index, grad, grad_is_sum=self._grad_is_piece)) is not None:
-            self._problems[problem] += 1
+    def take(self, index: int, grad: Tensor) -> None:
+        """Add a gradient to the present piece or, in a schedule, to the piece whose turn it is."""
+        turn = 0
+        if self.is_scheduled:
+            turn = self._turns[index]
+            self._turns[index] += 1
+        if turn < len(self._pieces) and (problem := self._pieces[turn].take(index, grad)) is not None:
+            self.problems[problem] += 1

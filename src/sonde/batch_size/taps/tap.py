@@ -1,16 +1,33 @@
-"""A tap reads the gradients of pieces while backward runs: what every tap does, and the problems that it can meet."""
+"""A tap reads the gradients of pieces while backward runs: what every tap does, and what it keeps of a gradient."""
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum, unique
-from typing import NamedTuple, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
+from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
+
+from sonde.batch_size.hook_failures import log_failure
+from sonde.batch_size.taps.autograd_internals import accumulates, inside_another_backward
+from sonde.batch_size.taps.problems import Problem
+from sonde.batch_size.taps.witness import Witness
+from sonde.batch_size.window_clock import MEASURING, OwnTime
+from sonde.parallel.devices import is_capturing, to_device
+from sonde.parallel.own_passes import is_in_own_pass
+from sonde.parallel.placements import local_tensor, spec_of
 
 Number = float | Tensor
 """A Python number, or a 0-dim tensor that is never read on the host."""
+Adds = Literal["squares", "norms"]
+"""What adds up over parameters in a metric: squared norms, or the norms themselves, whose sum is squared."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +35,7 @@ class GradientSummary:
     """The part of one gradient that is kept.
 
     Attributes:
-        terms: what adds up over parameters in each metric, squares before norms, 0 for a parameter without gradient;
+        terms: what adds up over parameters in each metric, squares or norms, 0 for a parameter without gradient;
             [metrics, parameters].
         witness: the witness's elements, [witness.size].
         witness_squares: squares of the parts that were added up to the witness's elements, which rounding is relative
@@ -31,275 +48,251 @@ class GradientSummary:
     witness_squares: Tensor | None = None
     problem: Problem | None = None
 
-    def scaled(self, factor: Tensor, n_squares: int) -> GradientSummary:
-        """The summary of `factor` times the gradient; factor: 0-dim. The first `n_squares` metrics add squares."""
+    def scaled(self, factor: Tensor, adds: Sequence[Adds]) -> GradientSummary:
+        """The summary of `factor` times the gradient; factor: 0-dim and positive. `adds`: of each metric."""
         square = factor.square()
-        terms = torch.cat([self.terms[:n_squares] * square, self.terms[n_squares:] * factor.abs()])
+        of_metrics = torch.stack([square if each == "squares" else factor for each in adds])
         squares = None if self.witness_squares is None else self.witness_squares * square
-        return GradientSummary(terms, self.witness * factor, squares)
+        return GradientSummary(self.terms * of_metrics[:, None], self.witness * factor, squares)
 
 
-class RankGradient(NamedTuple):
-    """One rank's gradient of a whole window, from a tap that cannot see single pieces: before and after reduction."""
-
-    local: GradientSummary
-    reduced: GradientSummary
+Hook = Callable[[Tensor | None], None]
 
 
-class Tap(Protocol):
-    """Reads the gradients of pieces and never changes them. A new way to read gradients is a new class of this kind."""
+class SwitchedHooks:
+    """Hooks on leaves that can be lifted for a while and put back, as `Tensor.register_hook` puts them.
+
+    A leaf whose last hook is removed keeps an empty dictionary of hooks, which costs 0.3 to 1 µs in each later
+    backward. So the dictionary is taken off too. A leaf that is frozen meanwhile has its hook when it is trained again.
+
+    Args:
+        hooked: each leaf with its hook.
+    """
+
+    def __init__(self, hooked: Sequence[tuple[Tensor, Hook]]) -> None:
+        self._hooked = hooked
+        self._key = RemovableHandle(OrderedDict()).id  # that no other hook has
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Put the hooks on again."""
+        for leaf, hook in self._hooked:
+            if leaf._backward_hooks is None:
+                leaf._backward_hooks = OrderedDict()
+            leaf._backward_hooks[self._key] = hook
+
+    def lift(self) -> None:
+        """Take the hooks off."""
+        for leaf, _ in self._hooked:
+            if leaf._backward_hooks is not None:
+                leaf._backward_hooks.pop(self._key, None)
+                if not leaf._backward_hooks:  # otherwise hooks of others are in it
+                    leaf._backward_hooks = None
+
+
+class Tap(ABC):
+    """Reads the gradients of pieces and never changes them. A new way to read gradients is a new class of this kind.
+
+    Hooks on leaves tell which backwards make a piece. A tap also looks at `.grad` of a few parameters when a backward
+    begins to add to it. Before the first backward of a window nothing may be there, and before a later one the
+    gradients of earlier pieces must still be.
+
+    Args:
+        leaves: leaf tensors that require a gradient, each once.
+        hooked: those that have hooks, by index.
+        parameters: whose `.grad` the optimizer reads, [leaves].
+        witness: which of them are looked at, and which of their elements.
+        on_backward_end: called when a backward outside `begin_piece` … `end_piece` has ended, and is a piece.
+        own: the probe's time.
+        stray: what is wrong with a window in which a backward was in no piece, or its piece was given up; None where
+            this does not spoil what is read.
+    """
 
     name: str
     """The place where gradients are read, for people."""
-    only_declared: bool
-    """Whether declared pieces alone count: this rank has declared one, or has learnt that another rank has. Before,
-    each backward is a piece."""
+    _shares_sequences = False
+    """Whether pieces are read whose sequences other ranks hold parts of."""
 
-    def begin_piece(self, *, is_first: bool) -> None:
-        """From here until `end_piece` all backwards are one piece. Later backwards outside pieces never count.
+    def __init__(
+        self,
+        leaves: Sequence[Tensor],
+        hooked: Sequence[int],
+        parameters: Sequence[Tensor],
+        witness: Witness,
+        *,
+        on_backward_end: Callable[[], None],
+        own: OwnTime,
+        stray: Problem | None = None,
+    ) -> None:
+        self.spent = own.spent
+        self.only_declared = False
+        """Whether declared pieces alone count: this rank has declared one, or has learnt that another rank has. Before,
+        each backward is a piece."""
+        self.leaves, self.witness, self._on_backward_end, self._stray = leaves, witness, on_backward_end, stray
+        self.problems: Counter[Problem] = Counter()
+        self._watched: Mapping[int, Tensor] = {i: parameters[i] for i in witness.fixed}
+        # FSDP2's sharded parameters get their `.grad` only when a backward reduces it.
+        self._leaves_have_grad = bool(self._watched) and all(leaves[i] is p for i, p in self._watched.items())
+        self._is_first, self._left_over = True, list[Tensor]()
+        self._explicit = self.is_scheduled = self._is_recorded = False
+        self._asked_at: int | None = None
+        self.backwards: set[int] = set()
+        """Autograd's numbers of the present piece's backwards."""
+        self._hooks = SwitchedHooks([(leaves[i], self._hook(i)) for i in hooked])
 
-        Args:
-            is_first: whether the piece is the first of its window on this rank, so that `.grad` holds nothing else.
+    @abstractmethod
+    def take(self, index: int, grad: Tensor) -> None:
+        """Take the gradient that a backward of the present piece adds to a leaf."""
+
+    def forget_piece(self) -> None:
+        """Forget the present piece, or the pieces of a schedule."""
+        self.backwards = set()
+        self._explicit = self.is_scheduled = False
+
+    def begin_piece(self, n: int | None = None) -> None:
+        """From here until `end_piece` all backwards are one piece, or the n pieces of a pipeline's schedule.
+
+        Later backwards outside pieces never count.
         """
+        if self.backwards:
+            self.forget_piece()
+        self._explicit = self.only_declared = True
+        self.is_scheduled = n is not None
 
-    def end_piece(self) -> GradientSummary | None:
-        """The gradient of the piece that ends here; None from a tap that sees only whole windows."""
-
-    def begin_pieces(self, n: int) -> None:
-        """From here until `end_pieces` the backwards of a pipeline schedule are n pieces."""
-
-    def end_pieces(self) -> list[GradientSummary]:
-        """The gradients of the pieces that end here, in their order."""
+    def end_piece(self) -> list[GradientSummary]:
+        """The gradients of the pieces that end here, in their order; none from a tap that sees only whole windows."""
+        # A stage that was frozen whole has no gradients. Its zeros are right, and the other stages' pieces count.
+        may_be_empty = self.is_scheduled and not any(leaf.requires_grad for leaf in self.leaves)
+        self.problems[Problem.EMPTY_PIECE] += not (self.backwards or may_be_empty)
+        self.forget_piece()
+        return []
 
     def discard_piece(self) -> None:
-        """Forget the present piece, or pieces. Their backward may have changed `.grad` already."""
+        """Forget the present piece. Whatever its backward has added to `.grad` stays there."""
+        self.problems[self._stray or Problem.INTERRUPTED] += bool(self.backwards)
+        self.forget_piece()
 
     def leave_out_backward(self) -> None:
-        """Forget the backward outside pieces that has just ended, since it is no piece. It has added to `.grad`."""
+        """Forget the backward outside pieces that has just ended. It has added to `.grad`."""
+        if self._stray is not None:
+            self.problems[self._stray] += 1
+        self.forget_piece()
 
-    def end_window(self) -> RankGradient | None:
-        """This rank's whole window; None from a tap that has given the gradient of each piece."""
+    def end_window(self) -> GradientSummary | None:
+        """This rank's whole window as one piece; None from a tap that has given the gradient of each piece."""
+        self._is_first = True
+        return None
 
-    def take_problems(self) -> list[Number]:
-        """Counts per `Problem` since the last call, some of them on the device; the counts start again from 0."""
+    def take_problems(self) -> dict[Problem, Number]:
+        """Counts since the last call, some of them on the device; the counts start again from 0."""
+        problems: dict[Problem, Number] = {**self.problems}
+        self.problems.clear()
+        found, self._left_over = self._left_over, []
+        if found:
+            problems[Problem.NOT_ZEROED] = torch.stack([to_device(n, found[0].device) for n in found]).sum()
+        return problems
 
     def pause(self) -> None:
         """Read nothing until `resume`, and cost nothing in a backward; between windows."""
+        self._hooks.lift()
 
     def resume(self) -> None:
         """Read again from the next window on."""
+        self._hooks.put_back()
 
     def close(self) -> None:
         """Remove every hook."""
+        self._hooks.lift()
+        self.forget_piece()
 
+    def _hook(self, index: int) -> Hook:
+        spent = self.spent
 
-@unique
-class Problem(IntEnum):
-    """Why the pieces of a window cannot be used. Each rank counts its own problems; the counts are summed over ranks.
+        # Caches are cold between two kernels of a backward, so every line of Python costs: keep them few.
+        def hook(grad: Tensor | None) -> None:
+            if grad is None:  # a custom Function may return None for a leaf
+                return
+            start = time.perf_counter()
+            try:
+                if torch._C._current_graph_task_id() in self.backwards or self._opens_backward(index, grad):
+                    if torch.is_grad_enabled():  # create_graph: the measurement must stay out of the user's graph
+                        with torch.no_grad():
+                            self.take(index, grad)
+                    else:
+                        self.take(index, grad)
+            except Exception as error:  # a bug, or no memory left: the user's backward goes on
+                self.failed(error)
+            spent[MEASURING] += time.perf_counter() - start
 
-    The order of the lines is that of causes: the first of several problems in a window causes the others, and is
-    reported.
-    """
+        return hook
 
-    FAILED = 9
-    REPLACED = 26
-    IN_CUDA_GRAPH = 27
-    EVALUATED_AGAIN = 34
-    NOT_ALL_DECLARED = 31
-    UNITS_UNKNOWN = 32
-    NOT_COUNTED = 35
-    UNITS_ASKED = 25
-    FORWARD_ALONE = 0
-    STEP_ALONE = 30
-    OUTSIDE_SCHEDULE = 33
-    NO_SECOND_MOMENT = 1
-    BAD_COUNTS = 2
-    LOSS_SCALE = 3
-    NOT_FINITE = 4
-    OVERFLOW = 5
-    ZEROED = 29
-    INTERRUPTED = 6
-    NOT_ZEROED = 7
-    STEPPED_IN_BACKWARD = 8
-    EMPTY_PIECE = 10
-    REENTRANT = 11
-    MORE_BACKWARDS = 12
-    OVERWRITTEN = 28
-    TOO_LARGE_TO_SUM = 14
-    SEVERAL_BACKWARDS = 13
-    SPARSE_ON_GPU = 15
-    SPARSE_IN_BUCKETS = 16
-    SEVERAL_REDUCTIONS = 17
-    LEFT_OVER = 18
-    OUTSIDE_PIECES = 19
-    INTERRUPTED_IN_BUCKETS = 20
-    NOT_IN_EVERY_PIECE = 21
-    EXPERTS_DIFFER = 22
-    CONTEXT_PARALLEL = 23
-    OTHER_ORDER = 24
-
-    @property
-    def only_explains(self) -> bool:
-        """Whether the window may be sound all the same. The problem only explains a gradient that turns out changed."""
-        return self in (Problem.INTERRUPTED, Problem.ZEROED)
-
-    def applies(self, *, are_declared: bool) -> bool:
-        """Whether what was counted is a problem. It depends on all ranks for backwards outside declared pieces.
-
-        Args:
-            are_declared: whether any rank declares pieces.
-        """
-        if self in (Problem.FORWARD_ALONE, Problem.STEP_ALONE):  # where no rank had a piece, they tell the cause
+    def _opens_backward(self, index: int, grad: Tensor) -> bool:
+        """Whether a backward that is met for the first time counts; if so, add it to a piece and watch for its end."""
+        leaf = self.leaves[index]
+        # Neither torch.autograd.grad nor a pass of sonde's own counts. (Pipelines that split a backward call
+        # torch.autograd.grad, and add to `.grad` themselves.)
+        if not self.is_scheduled and (is_in_own_pass(leaf) or not accumulates(leaf)):
             return False
-        if self is Problem.NOT_ALL_DECLARED:
-            return are_declared
-        # Beside declared pieces such backwards fill up, and do not count: they need no number of units.
-        return not (are_declared and self in _OUTSIDE_PIECES)
+        return self.counts(grad)
 
-    @property
-    def message(self) -> str:
-        """The cause, and what to do about it."""
-        return _MESSAGES[self]
+    def counts(self, grad: Tensor) -> bool:
+        """Whether a backward that adds to `.grad` belongs to a piece: see `_opens_backward`."""
+        if self.runs_in_graph(grad):
+            return False
+        if self._is_first:
+            self._look_at_first()
+        elif self._leaves_have_grad and not self.is_scheduled:
+            self.problems[Problem.ZEROED] += all(p.grad is None for p in self._watched.values())
+        # Once pieces are declared, a backward outside them does not count. If it only fills up, its own part is 0, but
+        # DDP and FSDP2 may have reduced the gradient of other ranks into `.grad`.
+        if self.only_declared and not self._explicit:
+            if self._stray is not None:
+                self.problems[self._stray] += 1
+            return False
+        self.problems[Problem.CONTEXT_PARALLEL] += not self._shares_sequences and _is_context_parallel()
+        if not self._explicit:
+            nested = inside_another_backward(grad)
+            if self.backwards and not nested:
+                self.discard_piece()  # the previous backward failed half-way: its end was never reported
+            if not self.backwards:
+                self.problems[Problem.REENTRANT] += nested
+                # Private: PyTorch has no public way to learn that a backward has ended. A test guards it.
+                Variable._execution_engine.queue_callback(self._close_backward)
+        self.backwards.add(torch._C._current_graph_task_id())
+        return True
+
+    def _look_at_first(self) -> None:
+        """Look at what is in `.grad` before a window's first backward adds to it. The answer stays on the device."""
+        self._is_first = False
+        grads = {i: p.grad.detach() for i, p in self._watched.items() if p.grad is not None}
+        self._left_over += [
+            self.witness.read_shard(i, local_tensor(grad), spec_of(grad)).any()
+            for i, grad in grads.items()
+            if not grad.is_sparse
+        ]
+
+    def failed(self, error: Exception) -> None:
+        """Log an error that is being handled, and drop the window by it."""
+        self.problems[Problem.FAILED] += 1
+        log_failure(error)
+
+    def runs_in_graph(self, grad: Tensor) -> bool:
+        """Whether the device records this backward into a graph, where nothing may be launched. Asked once for each."""
+        number = torch._C._current_graph_task_id()
+        if number != self._asked_at:
+            self._asked_at, self._is_recorded = number, is_capturing(grad.device)
+            self.problems[Problem.IN_CUDA_GRAPH] += self._is_recorded
+        return self._is_recorded
+
+    def _close_backward(self) -> None:
+        try:
+            if self.backwards:
+                self._on_backward_end()
+        except Exception as error:
+            self.failed(error)
 
 
-_OUTSIDE_PIECES = (
-    Problem.UNITS_UNKNOWN,
-    Problem.NOT_COUNTED,
-    Problem.UNITS_ASKED,
-    Problem.OUTSIDE_SCHEDULE,
-)
-"""Backwards that need no number of units where pieces are declared."""
-
-HOW_TO_COUNT = (
-    "Pass units_per_piece= a number, or a function that is called as the model is and returns the number of units, or "
-    "enter 'with probe.piece(units=…):' around each backward"
-)
-"""What to do where rows cannot be counted."""
-_MESSAGES = {
-    Problem.FAILED: (
-        "sonde failed while it read a gradient: the logger 'sonde' has shown the error with its traceback"
-    ),
-    Problem.REPLACED: (
-        "measured parameters are no longer in the model, and others that are not measured are in their place: attach "
-        "after the model is wrapped, cut or changed"
-    ),
-    Problem.IN_CUDA_GRAPH: (
-        "backwards ran inside a CUDA graph, and a graph that is replayed runs no hook: keep backward outside, by "
-        "torch.cuda.make_graphed_callables before attach or torch.compile(mode='reduce-overhead'), or use sonde.measure"
-    ),
-    Problem.EVALUATED_AGAIN: (
-        "the optimizer evaluates its closure several times a step, as LBFGS does, so that a step has no single "
-        "gradient: measure a run with another optimizer"
-    ),
-    Problem.NOT_ALL_DECLARED: (
-        "a rank had backwards outside piece(), each counted as a piece of units_per_piece, while it or another rank "
-        "declares its pieces. A few windows later all ranks know this, and such backwards no longer count. If it goes "
-        "on, as where ranks that share pieces never declare any, pass units_per_piece=None to attach"
-    ),
-    Problem.UNITS_UNKNOWN: (
-        "the number of units in a piece is not known: pass units_per_piece= to attach, or enter "
-        "'with probe.piece(units=…):' around the backward of each micro-batch"
-    ),
-    Problem.NOT_COUNTED: (
-        "units_per_piece= could not count a piece, here or on another rank: the logger 'sonde' has shown the error"
-    ),
-    Problem.UNITS_ASKED: "the units of a piece are not clear: probe.alerts['units'] says why, and what to do",
-    Problem.OUTSIDE_SCHEDULE: (
-        "a pipeline schedule ran outside pieces(), so its micro-batches cannot be told apart: run each step in "
-        "'with probe.pieces(n_microbatches):'"
-    ),
-    Problem.NO_SECOND_MOMENT: (
-        "metric='adam' weighs gradients by the optimizer's second moment, which exists only after its first step"
-        ", and has to be cut as they are"
-    ),
-    Problem.BAD_COUNTS: (
-        "a piece had a weight or a number of units that was not finite and positive, or that could not be counted"
-    ),
-    Problem.LOSS_SCALE: (
-        "a piece's gradient, multiplied by the loss scale, was not finite or its squares overflow fp32: the GradScaler "
-        "lowers its scale after an overflow. If that does not help, the gradient itself is not finite"
-    ),
-    Problem.NOT_FINITE: "a piece had a gradient that was not finite: it held NaN or infinity",
-    Problem.OVERFLOW: (
-        "a piece's gradient was so large (above 1e19) that its squares overflow fp32, or infinite: scale the loss down"
-    ),
-    Problem.ZEROED: (
-        "gradients were zeroed between the pieces of the window: where the loop zeroes them without a step, call "
-        "probe.discard() on every rank"
-    ),
-    Problem.INTERRUPTED: (
-        "a piece was interrupted in or after its backward, and part of its gradient may still be in .grad: "
-        "zero the gradients after an error that you catch"
-    ),
-    Problem.NOT_ZEROED: (
-        "gradients from before the window's first backward were still in .grad: call zero_grad() after every "
-        "optimizer.step(), on the model where the optimizer does not hold all its parameters, put every backward into "
-        "a piece, and end a window before each optimizer.step() only, not after each micro-batch"
-    ),
-    Problem.STEPPED_IN_BACKWARD: (
-        "the optimizer stepped inside backward, so a window's pieces saw different weights and its gradient was gone "
-        "before it ended: step after the last backward while you measure"
-    ),
-    Problem.EMPTY_PIECE: (
-        "no backward reached the parameters in a piece: leave out skipped micro-batches, and run each backward inside "
-        "its own 'with probe.piece():'; gradients set by hand or returned by torch.autograd.grad cannot be seen"
-    ),
-    Problem.REENTRANT: (
-        "reentrant checkpointing runs backward inside backward, so pieces cannot be separated: wrap each micro-batch "
-        "in 'with probe.piece():' or use checkpoint(..., use_reentrant=False)"
-    ),
-    Problem.MORE_BACKWARDS: (
-        "backward ran more often than the model's forward, so several pieces came from one batch: put all backwards of "
-        "one batch into one 'with probe.piece():', and run backward once on each graph"
-    ),
-    Problem.OVERWRITTEN: (
-        "a later backward of a piece wrote to the memory of an earlier one's gradients, as CUDA graphs do; from the "
-        "next window on, gradients of such pieces are copied"
-    ),
-    Problem.SEVERAL_BACKWARDS: (
-        "a piece had several backwards; from the next window on, their gradients are summed before they are squared"
-    ),
-    Problem.TOO_LARGE_TO_SUM: (
-        "a piece had several backwards, and their gradients are too large for the staging area: add the losses and "
-        "call backward once, raise staging_mib, or under DDP run all but the last backward in model.no_sync()"
-    ),
-    Problem.SPARSE_ON_GPU: (
-        "a sparse gradient on a GPU cannot be squared without waiting for the device: use Embedding(sparse=False)"
-    ),
-    Problem.SPARSE_IN_BUCKETS: (
-        "DDP does not put a sparse gradient into a bucket that can be read: use tap='leaf', or Embedding(sparse=False)"
-    ),
-    Problem.SEVERAL_REDUCTIONS: (
-        "DDP reduced more than once in a window, so its buckets no longer hold one rank's gradient: "
-        "accumulate under model.no_sync(), or use tap='leaf'; where the loop zeroes gradients without a step, call "
-        "probe.discard()"
-    ),
-    Problem.LEFT_OVER: (
-        "gradients from before the window's first backward were still in .grad, and DDP's buckets hold them too: "
-        "zero them after every step, or use tap='leaf'"
-    ),
-    Problem.INTERRUPTED_IN_BUCKETS: (
-        "a piece was interrupted in or after its backward, and part of its gradient may be in DDP's buckets: "
-        "zero the gradients after an error that you catch"
-    ),
-    Problem.NOT_IN_EVERY_PIECE: (
-        "a parameter of a pipeline stage had another number of gradients than the schedule has micro-batches: enter "
-        "'with probe.pieces(n_microbatches):' around schedule.step(), and use every parameter in every micro-batch"
-    ),
-    Problem.CONTEXT_PARALLEL: (
-        "torch's context_parallel was in force, so each rank's gradient is of a part of its sequences: pass cp_mesh= "
-        "to attach, the mesh axis of the ranks that share sequences"
-    ),
-    Problem.OTHER_ORDER: (
-        "the gradients of ranks that share sequences came in another order than expected, and too many had to wait for "
-        "the sum over these ranks. If this happens after the first window, raise staging_mib"
-    ),
-    Problem.EXPERTS_DIFFER: (
-        "ranks that feed the same experts had different numbers of pieces in the window, or more than 256: enter "
-        "'with probe.piece():' around the backward of each micro-batch on all of these ranks"
-    ),
-    Problem.OUTSIDE_PIECES: (
-        "a backward outside piece() added to the gradients, and DDP's buckets hold its part too: "
-        "put that backward into a piece, or zero the gradients after it"
-    ),
-}
+def _is_context_parallel() -> bool:
+    """Whether torch's `context_parallel` is in force now: it replaces the attention while it is."""
+    name = getattr(functional.scaled_dot_product_attention, "__module__", None) or ""
+    return name.startswith("torch.distributed.tensor.experimental")

@@ -7,15 +7,14 @@ from typing import Literal
 
 from torch.nn.parallel import DistributedDataParallel
 
-from sonde.batch_size.taps.context_pieces import ContextPieces
-from sonde.batch_size.taps.cut_gradients import CutGradients
 from sonde.batch_size.taps.ddp_buckets import CommHook, DDPBucketTap
 from sonde.batch_size.taps.leaf_hooks import LeafHookTap
 from sonde.batch_size.taps.metric import Metrics
+from sonde.batch_size.taps.shared_pieces import ContextPieces, CutGradients
 from sonde.batch_size.taps.tap import Tap
 from sonde.batch_size.taps.witness import Witness
 from sonde.batch_size.window_clock import OwnTime
-from sonde.parallel.wrappers import Wrapper, n_collectives
+from sonde.parallel.wrappers import Wrapper
 
 TapName = Literal["leaf", "comm_hook"]
 
@@ -65,8 +64,7 @@ def choose_tap(
         context = ContextPieces(leaves, group, witness, metrics, staging_bytes=staging_bytes)
     cut = None
     if data.n_sharing > 1 or wrapper.experts or wrapper.has_cut_leaves:
-        # Adam's second moments are cut as parameters are.
-        cut = CutGradients(leaves, data.first_sharing, as_leaves=len(metrics.all) > 1)
+        cut = CutGradients(leaves, data.first_sharing)
     return LeafHookTap(
         leaves,
         witness,
@@ -76,7 +74,6 @@ def choose_tap(
         context=context,
         on_backward_end=on_backward,
         own=own,
-        n_collectives=lambda: n_collectives(wrapper.group),
         staging_bytes=staging_bytes,
     )
 

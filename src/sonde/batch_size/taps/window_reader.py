@@ -1,29 +1,34 @@
-"""Reads the gradients of each window: its pieces by a tap, its final gradient from `.grad` or DDP's buckets."""
+"""Reads the gradients of each window: its pieces by a tap, and the final gradient."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from sonde.batch_size.measuring_cost import WindowCosts
-from sonde.batch_size.taps.expert_pieces import ExpertPieces
-from sonde.batch_size.taps.final_gradient import FinalGradient
-from sonde.batch_size.taps.metric import Metrics
-from sonde.batch_size.taps.named import Shapes, named, packed, under
-from sonde.batch_size.taps.tap import GradientSummary, Number, Problem, Tap
-from sonde.batch_size.taps.window_sums import PieceCounts, WindowSums
+from sonde.batch_size.taps.metric import GradientTerms, Metrics
+from sonde.batch_size.taps.problems import Problem
+from sonde.batch_size.taps.shared_pieces import CutGradients, ExpertPieces
+from sonde.batch_size.taps.tap import GradientSummary, Number, Tap
+from sonde.batch_size.taps.window_sums import PieceCounts, Shapes, WindowSums, packed, under
 from sonde.batch_size.taps.witness import Witness
-from sonde.batch_size.window_clock import MEASURING, OwnTime
-from sonde.gradient_norm.global_norm import GlobalNorm
+from sonde.batch_size.window_clock import MEASURING, NO_COST, OwnTime
+from sonde.gradient_norm.global_norm import GlobalNorm, global_norm
+from sonde.gradient_norm.plan import NormPlan
 from sonde.parallel.devices import is_capturing, runs_beside_host, widened
+from sonde.parallel.placements import local_tensor, spec_of
 from sonde.parallel.process_groups import start_reduce
+from sonde.parallel.shares import share_of
 from sonde.parallel.wrappers import Wrapper
+
+if TYPE_CHECKING:
+    from sonde.batch_size.mechanism import ExampleWindow
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ class Window:
     Attributes:
         sums: those that are summed over ranks, in one vector; a collective may still be adding other ranks'.
         shapes: of each of them, by name.
-        own: the others, by name: this rank's, or the same on every rank. A name may take the place of one of the sums.
+        own: the others, by name: this rank's, or the same on every rank.
         witness_sizes: elements that the witness read of each parameter, in order, by index.
         work: the collective; None with a single rank.
     """
@@ -45,30 +50,82 @@ class Window:
     work: dist.Work | None
 
 
-class Examples(Protocol):
-    """Reads the gradients of a piece's single examples, where another part of the probe has chosen to."""
+class FinalGradient:
+    """Reads `.grad`, whole or cut over ranks, after the last piece of a window.
 
-    @property
-    def is_open(self) -> bool:
-        """Whether examples are read now."""
+    Args:
+        wrapper: the model.
+        metrics: in which gradients are measured.
+        witness: which elements are compared.
+        own: the probe's time.
+    """
 
-    def begin_piece(self) -> None:
-        """From here until `end_piece` all backwards are one piece: those before it, outside pieces, do not count."""
+    def __init__(self, wrapper: Wrapper, metrics: Metrics, witness: Witness, own: OwnTime) -> None:
+        self._wrapper, self._metrics, self._witness = wrapper, metrics, witness
+        self._device = wrapper.leaves[0].device
+        self._unmeasured: list[int] | None = None
+        self._own = own
+        self.clip_also({})
+        self._first_rank = min(self.plan.in_stage, default=0)
+        self._cut = CutGradients(list(wrapper.parameters.values()), self._first_rank)
 
-    def end_piece(self, counts: PieceCounts, unscale: Tensor | None) -> None:
-        """Add the examples of the piece that ends here; `unscale` undoes a GradScaler's scale."""
+    def clip_also(self, unmeasured: Mapping[str, Tensor]) -> None:
+        """Include parameters that are not measured, by name, in the norm of a clip."""
+        ids = [id(p) for p in unmeasured.values()]
+        if self._unmeasured == ids:
+            return
+        self._unmeasured = ids
+        clipped = {**self._wrapper.parameters, **unmeasured}
+        self.plan = NormPlan(
+            [*clipped.values()],
+            [*clipped],
+            mesh=self._wrapper.mesh,
+            pp_mesh=self._wrapper.pp_mesh,
+            allow_sparse=True,
+        )
 
-    def discard_piece(self) -> None:
-        """Forget the present piece."""
+    def norm_of_clip(self, riding: Tensor | None = None) -> GlobalNorm:
+        """The norm as a clip takes it, waiting for all ranks; `riding` is summed over them besides."""
+        with self._own.on(NO_COST):  # a clip needs it in any window
+            return global_norm(self.plan, 2.0, riding=riding)
 
-    def end_window(self, sums: WindowSums, sq_norms_big: Tensor | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The numbers of the window by name, those to be summed over ranks and this rank's; starts the next window.
+    def witness(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """The elements that are compared; where ranks hold parts, those that this rank is the first to hold, and 0.
 
-        Args:
-            sums: of the window's pieces, not packed yet.
-            sq_norms_big: |F|² per parameter, of a sharded model this rank's share of it, [parameters]; None if examples
-                were not read.
+        Returns:
+            [elements]
         """
+        elements: dict[int, Tensor] = {}
+        for i in self._witness.indices:
+            grad = grads[i]
+            if grad is None:
+                continue
+            if self._wrapper.mesh is None:
+                elements[i] = self._witness.read(i, grad)
+            elif share_of(spec_of(grad)).is_first_copy(self._first_rank):
+                elements[i] = self._witness.read_shard(i, local_tensor(grad), spec_of(grad))
+        return self._witness.join(elements, self._device)
+
+    def terms(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """The terms of what this rank counts of the gradient; [metrics, parameters].
+
+        In fp32, at half the cost of a clip's norm: |F|² is only compared with the pieces, which are squared alike.
+        """
+        counted = self._counted(grads)
+        terms = GradientTerms(self._metrics, len(grads), self._device)
+        for device in dict.fromkeys(g.device for g in counted.values()):
+            on_device = {i: g for i, g in counted.items() if g.device == device}
+            terms.take(tuple(on_device), tuple(on_device.values()))
+        return terms.sum()
+
+    def _counted(self, grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
+        """What this rank counts of each gradient, by index: all, or a part, so that every element counts once."""
+        present = {i: g for i, g in enumerate(grads) if g is not None}
+        if self._wrapper.mesh is None:
+            return present
+        partial: dict[int, Tensor] = {}
+        parts = {i: part for i, g in present.items() if (part := self._cut.take(i, g, partial)) is not None}
+        return parts | self._cut.sum_partial(partial)
 
 
 class WindowReader:
@@ -99,7 +156,7 @@ class WindowReader:
         grad_scaler: torch.amp.GradScaler | None,
         first: int = 0,
         n_further_units: int = 0,
-        examples: Examples | None = None,
+        examples: ExampleWindow | None = None,
     ) -> None:
         self.parameters = list(wrapper.parameters.values())
         self.device = wrapper.leaves[0].device
@@ -118,22 +175,12 @@ class WindowReader:
             has_loss_scale=grad_scaler is not None,
             n_further_units=n_further_units,
         )
-        self._apart: dict[str, ExpertPieces] = {}
+        self._experts: ExpertPieces | None = None
         if wrapper.experts is not None:
-            self._apart["experts"] = ExpertPieces(
-                wrapper.experts,
-                self._sums,
-                witness,
-                n_parameters=len(group_index),
-                n_metrics=len(metrics.all),
-                counts_pieces=wrapper.data.counts_pieces,
-                device=self.device,
-            )
-        self._may_be_recorded = runs_beside_host(self.device)
-        self._saw_recording = self._lost_in_graph = False
+            self._experts = ExpertPieces(wrapper.experts, self._sums, witness)
+        self._may_be_recorded, self._saw_recording = runs_beside_host(self.device), False
         self._outside: Counter[Problem] = Counter()
-        of_classes = {name: pieces.indices for name, pieces in self._apart.items()}
-        self.final = FinalGradient(wrapper, self.groups, group_index, metrics, witness, of_classes, own)
+        self.final = FinalGradient(wrapper, metrics, witness, own)
         """Reads the gradient at the end of a window."""
 
     @property
@@ -164,9 +211,12 @@ class WindowReader:
 
     # Pieces.
 
-    def begin_piece(self) -> None:
-        """From here until `end_piece` all backwards are one piece. Later backwards outside pieces never count."""
-        self._tap.begin_piece(is_first=self._sums.n_pieces == 0)
+    def begin_piece(self, n: int | None = None) -> None:
+        """From here until `end_piece` all backwards are one piece, or the n pieces of a pipeline's schedule.
+
+        Later backwards outside pieces never count.
+        """
+        self._tap.begin_piece(n)
         if self._examples is not None:
             self._examples.begin_piece()
 
@@ -183,40 +233,31 @@ class WindowReader:
         if self._examples is not None:
             self._examples.discard_piece()
 
-    def end_piece(self, counts: PieceCounts, *, is_declared: bool = True) -> None:
-        """Add the piece that ends here to the window.
+    def end_piece(self, *counts: PieceCounts, is_declared: bool = True) -> None:
+        """Add the piece that ends here to the window, or the pieces of a pipeline's schedule.
 
         Args:
-            counts: of the piece.
+            counts: of each.
             is_declared: whether it is no backward outside `begin_piece` … `end_piece`.
         """
         self._outside[Problem.NOT_ALL_DECLARED] += not is_declared
         with self._own.on(MEASURING):
-            gradient = self._tap.end_piece()
-            if gradient is None:  # the tap sees whole windows: end_window gets the gradient
-                self._sums.count(counts)
-            else:
+            gradients: Sequence[GradientSummary | None] = self._tap.end_piece() or [None] * len(counts)
+            for gradient, of_piece in zip(gradients, counts, strict=True):
+                if gradient is None:  # the tap sees whole windows: end_window gets the gradient
+                    self._sums.count(of_piece)
+                    continue
                 gradient = self._unscaled(gradient)
-                for pieces in self._apart.values():
-                    gradient = pieces.take_from(gradient, counts)
-                self._sums.add(gradient, counts)
-            if self._examples is not None and self._examples.is_open:
-                self._examples.end_piece(counts, self._unscale())
-
-    def begin_pieces(self, n: int) -> None:
-        """From here until `end_pieces` the backwards of a pipeline schedule are n pieces."""
-        self._tap.begin_pieces(n)
-
-    def end_pieces(self, counts: Sequence[PieceCounts]) -> None:
-        """Add the pieces that end here to the window."""
-        with self._own.on(MEASURING):
-            for gradient, of_piece in zip(self._tap.end_pieces(), counts, strict=True):
-                self._sums.add(self._unscaled(gradient), of_piece)
+                if self._experts is not None:
+                    gradient = self._experts.take_from(gradient, of_piece)
+                self._sums.add(gradient, of_piece)
+            if self._examples is not None and self._examples.is_open:  # no pipeline's
+                self._examples.end_piece(counts[0], self._unscale())
 
     def _unscaled(self, gradient: GradientSummary) -> GradientSummary:
         """The gradient divided by the GradScaler's present scale, which stays on the device."""
         unscale = self._unscale()
-        return gradient if unscale is None else gradient.scaled(unscale, self._metrics.n_squares)
+        return gradient if unscale is None else gradient.scaled(unscale, self._metrics.adds)
 
     def _unscale(self) -> Tensor | None:
         """The factor that undoes the GradScaler's present scale; it stays on the device."""
@@ -231,9 +272,9 @@ class WindowReader:
         self,
         *,
         reads_grad: bool,
-        problems: Collection[Problem] = (),
-        costs: WindowCosts | None = None,
-        frozen: Tensor | None = None,
+        problems: Collection[Problem],
+        costs: WindowCosts,
+        frozen: Tensor,
     ) -> tuple[Window, GlobalNorm | None]:
         """Read the gradient at the end of the window and start the sum over ranks.
 
@@ -248,36 +289,20 @@ class WindowReader:
         Returns:
             The window; and the plain norm of its gradient, including parameters given to `clip_also`, if `reads_grad`.
         """
+        if (whole := self._tap.end_window()) is not None and self._sums.n_pieces:
+            self._sums.merge(self._unscaled(whole))
         grads = [p.grad for p in self.parameters]
-        rank_gradient = self._tap.end_window()
-        if rank_gradient is not None and self._sums.n_pieces:
-            self._sums.merge(self._unscaled(rank_gradient.local))
-        is_cut = self._wrapper.mesh is not None
-        norm = self.final.norm_of_clip() if reads_grad and not is_cut else None
-        witness = self.final.witness(grads)
-        # |F|² comes from the cheapest source: DDP's buckets, the norm that a clip needs anyway, or a read of `.grad`.
-        has_norm = reads_grad and self._metrics.is_plain and not (self._reads_examples or rank_gradient)
-        if rank_gradient is not None:
-            terms = self.final.since_reduction(rank_gradient, witness)
-        else:
-            terms = self.final.terms(grads, self._metrics.without_first() if has_norm else self._metrics)
-        final = self._of_final(witness, terms)
-        sums, own = self._of_pieces(problems, terms, costs or WindowCosts())
-        sums["frozen"] = terms.new_zeros(0) if frozen is None else frozen
+        terms = self.final.terms(grads)
+        final = self._of_final(self.final.witness(grads), terms)
+        sums, own = self._of_pieces(problems, terms, costs)
+        sums["frozen"] = frozen
         # Where ranks hold parts of the gradient, the sum over ranks takes in its squares and elements.
+        is_cut = self._wrapper.mesh is not None
         (sums if is_cut else own).update(final)
         vector, shapes = packed(sums)
-        work = None
-        if is_cut and reads_grad:
-            norm = self.final.norm_of_clip(riding=vector)
-        else:
-            work = start_reduce(vector, self._wrapper.group)
-        if has_norm:
-            assert norm is not None
-            others = named(vector, shapes) if is_cut else final
-            names = ["big", *(f"{name}/big" for name in self._apart)]
-            for name, squares in zip(names, self.final.squares(norm), strict=True):
-                own[name] = torch.cat([squares[None], others[name]])
+        rides = is_cut and reads_grad
+        norm = self.final.norm_of_clip(riding=vector if rides else None) if reads_grad else None
+        work = None if rides else start_reduce(vector, self._wrapper.group)
         sizes = dict(self._witness.sizes)
         self._witness.move()  # once per window on every rank, so that all ranks compare the same elements
         return Window(vector, shapes, own, sizes, work), norm
@@ -292,43 +317,39 @@ class WindowReader:
             sums, own = self._examples.end_window(self._sums, terms[0] if self._reads_examples else None)
             sums, own = under("examples", sums), under("examples", own)
         counts = self._take_problems(problems)
-        for name, pieces in self._apart.items():
-            class_sums, found = pieces.take()
-            sums |= under(name, class_sums)
-            for problem, n in found.items():
-                counts[problem] += n
+        if self._experts is not None:
+            of_experts, differs = self._experts.take()
+            sums |= under("experts", of_experts)
+            counts[Problem.EXPERTS_DIFFER] = differs
         return self._sums.take(counts, costs.numbers(), declares=self._tap.only_declared) | sums, own
 
     def _of_final(self, witness: Tensor, terms: Tensor) -> dict[str, Tensor]:
-        """The elements and the squares of the final gradient by name, and those of classes apart."""
-        final: dict[str, Tensor] = {}
-        for name, pieces in self._apart.items():
-            elements, own = witness * pieces.own_elements, terms * pieces.is_own
-            # Multiplied by 0, not left out: what is not finite stays so, and drops the window.
-            class_big = self._sums.per_group(terms * (1.0 - pieces.is_own))
-            final |= under(name, {"witness_final": witness - elements, "big": class_big})
-            witness, terms = elements, own
-        return {"witness_final": witness, "big": self._sums.per_group(terms)} | final
+        """The elements and the squares of the final gradient by name, and those of experts."""
+        if self._experts is None:
+            return {"witness_final": witness, "big": self._sums.per_group(terms)}
+        # Multiplied by 0, not left out: what is not finite stays so, and drops the window.
+        own, is_own = witness * self._experts.own_elements, self._experts.is_own
+        of_experts = {"witness_final": witness - own, "big": self._sums.per_group(terms * (1.0 - is_own))}
+        return {"witness_final": own, "big": self._sums.per_group(terms * is_own)} | under("experts", of_experts)
 
     def forget_window(self) -> None:
         """Forget the pieces since the last window ended."""
-        if self.is_recorded():
-            self._lost_in_graph = True  # the sums stay as they are, and the window that holds them is dropped
+        if self.is_recorded():  # the sums stay as they are, and the window that holds them is dropped
+            self._outside[Problem.IN_CUDA_GRAPH] += 1
             return
         if self._examples is not None:
             self._examples.end_window(self._sums, None)
-        for pieces in self._apart.values():
-            pieces.forget()
+        if self._experts is not None:
+            self._experts.forget()
         self._sums.take(self._take_problems())
         self._tap.end_window()
 
-    def _take_problems(self, of_window: Collection[Problem] = ()) -> list[Number]:
+    def _take_problems(self, of_window: Collection[Problem] = ()) -> dict[Problem, Number]:
         problems = self._tap.take_problems()
-        self._saw_recording |= bool(problems[Problem.IN_CUDA_GRAPH])  # a number of the host
-        if self._lost_in_graph or (self._saw_recording and (not self._sums.n_pieces or problems[Problem.EMPTY_PIECE])):
-            problems[Problem.IN_CUDA_GRAPH] += 1
-        self._lost_in_graph = False
+        self._saw_recording |= bool(problems.get(Problem.IN_CUDA_GRAPH))
+        if self._saw_recording and (not self._sums.n_pieces or problems.get(Problem.EMPTY_PIECE)):
+            self._outside[Problem.IN_CUDA_GRAPH] += 1
         for problem, n in (self._outside + Counter(of_window)).items():
-            problems[problem] += n
+            problems[problem] = problems.get(problem, 0) + n
         self._outside.clear()
         return problems

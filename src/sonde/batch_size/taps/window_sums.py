@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 
@@ -20,12 +20,42 @@ from sonde.batch_size.stats.dependence import (
     scores_of_pieces,
 )
 from sonde.batch_size.stats.noise_scale import effective_units
-from sonde.batch_size.stats.window_row import CLASSES, Drop, WindowRow, WitnessedPieces
-from sonde.batch_size.taps.metric import Adds, Metrics
-from sonde.batch_size.taps.named import Named, those_under
-from sonde.batch_size.taps.tap import GradientSummary, Number, Problem
+from sonde.batch_size.stats.window_row import Drop, WindowRow, WitnessedPieces
+from sonde.batch_size.taps.metric import Metrics
+from sonde.batch_size.taps.problems import Problem
+from sonde.batch_size.taps.tap import Adds, GradientSummary, Number
 from sonde.parallel.data_ranks import DataRanks
 from sonde.parallel.devices import is_at_hand, to_device, widened, zero_sums
+
+Named = Mapping[str, Tensor]
+Shapes = Mapping[str, torch.Size]
+
+
+def packed(tensors: Named) -> tuple[Tensor, Shapes]:
+    """Copy tensors of one dtype and device into one vector; and their shapes, by which `named` finds them again.
+
+    So one collective sums them, and one copy brings them to the host. A feature adds tensors by names of its own, and
+    finds them by these names on the host.
+    """
+    vector = torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
+    return vector, {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def named(vector: Tensor, shapes: Shapes) -> dict[str, Tensor]:
+    """The tensors in a vector, by name; views."""
+    parts = vector.split([math.prod(shape) for shape in shapes.values()])
+    return {name: part.view(shape) for part, (name, shape) in zip(parts, shapes.items(), strict=True)}
+
+
+def under(prefix: str, tensors: Named) -> dict[str, Tensor]:
+    """The tensors with longer names: `prefix/name`."""
+    return {f"{prefix}/{name}": tensor for name, tensor in tensors.items()}
+
+
+def those_under(prefix: str, tensors: Named) -> dict[str, Tensor]:
+    """The tensors whose names begin with `prefix/`, by the rest of their names."""
+    start = f"{prefix}/"
+    return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
 
 
 @dataclass(frozen=True)
@@ -168,26 +198,31 @@ class WindowSums:
         has_loss_scale: bool = False,
         n_further_units: int = 0,
     ) -> None:
-        self._metrics, self._n_further_units, self._device = metrics, n_further_units, device
+        self._not_finite = Problem.LOSS_SCALE if has_loss_scale else Problem.NOT_FINITE
+        self._n_further_units, self.device = n_further_units, device
         self._group_index = to_device(torch.tensor(group_index, device="cpu"), device)
-        self.n_groups, self._has_loss_scale = n_groups, has_loss_scale
+        self.n_groups = n_groups
         self._data = data = data if data is not None else DataRanks()
         self._n_marked = min(data.n_ranks, _MOST_MARKED) if data.n_ranks > 1 else 0
-        self._n_parameters, self._n_witness = len(group_index), n_witness
+        self.counts_pieces = data.counts_pieces
+        """Whether this rank counts the pieces of its data. Ranks that share a piece hold parts of its gradient: all add
+        their squares, and one of them counts the piece."""
+        self.shape, self._n_witness = (len(metrics.all), len(group_index)), n_witness
+        self._of_norms = [i for i, adds in enumerate(metrics.adds) if adds == "norms"]
         self._begin()
 
     def _begin(self) -> None:
         """Begin a window."""
-        metrics, device = self._metrics, self._device
-        self._small = zero_sums(metrics.n_squares, self._n_parameters, device=device)
-        """Σ |h_k|²/w_k per parameter, in the metrics whose squares add up over parameters."""
-        n_norms = len(metrics.all) - metrics.n_squares
-        self._small_of_norms = zero_sums(n_norms, self.n_groups + 1, device=device) if n_norms else None
-        """The same per group and, last, of the whole model, in the others: norms add up before they are squared."""
+        device = self.device
+        self._small = zero_sums(*self.shape, device=device)
+        """Σ |h_k|²/w_k per metric and parameter, where squares add up over parameters."""
+        self._small_of_norms = zero_sums(len(self._of_norms), self.n_groups + 1, device=device)
+        """The same per group and, last, of the whole model, where norms add up before they are squared."""
         self._witness = zero_sums(self._n_witness, device=device)
         self._witness_squares = zero_sums(self._n_witness, device=device)
         self._witness_small = zero_sums(device=device)
         self._squares = zero_sums(device=device)
+        """A sum of squares: once it is not finite, it stays so."""
         self._bad_counts = zero_sums(device=device)
         self.n_pieces = 0
         self._weight: Number = 0.0
@@ -202,12 +237,12 @@ class WindowSums:
 
     def add(self, gradient: GradientSummary, counts: PieceCounts) -> None:
         """Add one piece's gradient h_k with its weight w_k and its effective number of units n_k."""
-        sq_norm = self._add_gradient(gradient, counts.weight)
+        self._add_gradient(gradient, counts.weight)
         self.count(counts)
         if len(self._compared) < _MOST_COMPARED:
             self._compared.append(gradient.witness / counts.weight)
             if not isinstance(counts.units, Tensor):
-                self._sizes.append(sq_norm / counts.weight / counts.weight)
+                self._sizes.append(gradient.terms[0].sum() / counts.weight / counts.weight)
                 self._units_of_pieces.append(counts.units)
 
     def count(self, counts: PieceCounts) -> None:
@@ -230,19 +265,16 @@ class WindowSums:
         self._weight_over_units = self._sq_weight_over_units / self._weight
         self.n_pieces = 1
 
-    def _add_gradient(self, gradient: GradientSummary, weight: Number) -> Tensor:
-        """Add |h|² and the witness's elements; returns |h|² in the first metric, 0-dim."""
-        n = self._metrics.n_squares
-        self._small += gradient.terms[:n] / weight
-        if self._small_of_norms is not None:
-            self._small_of_norms += self.per_group(gradient.terms[n:]).square() / weight
+    def _add_gradient(self, gradient: GradientSummary, weight: Number) -> None:
+        self._squares += gradient.terms[0].sum()
+        self._small += gradient.terms / weight
+        if self._of_norms:
+            of_norms = torch.stack([gradient.terms[i] for i in self._of_norms])
+            self._small_of_norms += self.per_group(of_norms).square() / weight
         squares = gradient.witness.square()
         self._witness += gradient.witness
         self._witness_squares += squares if gradient.witness_squares is None else gradient.witness_squares
         self._witness_small += squares.sum() / weight
-        sq_norm = gradient.terms[0].sum()
-        self._squares += sq_norm
-        return sq_norm
 
     @property
     def sq_norms_over_weight(self) -> Tensor:
@@ -251,53 +283,56 @@ class WindowSums:
 
     def per_group(self, terms: Tensor) -> Tensor:
         """Sums over the parameters of each group and, last, over all; [metrics, parameters] → [metrics, groups + 1]."""
-        sums = zero_sums(len(terms), self.n_groups + 1, device=self._device).index_add_(1, self._group_index, terms)
+        sums = zero_sums(len(terms), self.n_groups + 1, device=self.device).index_add_(1, self._group_index, terms)
         sums[:, -1] = terms.sum(1)
         return sums
 
     def take(
-        self, problems: Sequence[Number], costs: Sequence[float] = (), *, declares: bool = False
+        self, problems: Mapping[Problem, Number], costs: Sequence[float] = (), *, declares: bool = False
     ) -> dict[str, Tensor]:
         """This rank's sums by name; starts the next window.
 
         Args:
-            problems: count per `Problem`.
+            problems: that were met, with their counts.
             costs: what the rank has spent, which rides along.
             declares: whether this rank takes only declared pieces by now.
         """
-        # Ranks that share a piece hold parts of its gradient: all add their squares, and one of them counts the piece.
-        counts_pieces = self._data.counts_pieces
-        has_pieces = self.n_pieces > 0
-        may_compare = counts_pieces and len(self._compared) >= FEWEST_PIECES
-        no_rank_sum = self._witness_small.new_zeros(())
-        # The last ratio and `rank_sum` are ratios of this rank's own sums: they are formed before the sum over ranks.
+        may_compare = self.counts_pieces and len(self._compared) >= FEWEST_PIECES
+        # The last ratio is one of this rank's own sums: it is formed before the sum over ranks.
         counts: list[Number] = [
             self._weight,
             self._weight_over_units,
             self._sq_weight_over_units,
             float(self.n_pieces),
             self._units,
-            self._sq_weight_over_units / self._weight if has_pieces else 0.0,
+            self._sq_weight_over_units / self._weight if self.n_pieces else 0.0,
             float(may_compare),
             *order_of_pieces(self._sizes, self._units_of_pieces),
         ]
         further = self._further_units
-        if not counts_pieces:
-            counts, further = [0.0] * len(counts), [0.0] * self._n_further_units
-        met = [float(bool(each)) for each in self._metrics.take_problems()]
-        of_host: dict[str, Sequence[Number]] = {"counts": [*counts, float(declares)], "further_units": further}
-        of_host |= {"problems": problems, "problems_of_metrics": met, "costs": costs}
+        if not self.counts_pieces:
+            counts, further = [0.0] * len(counts), [0.0] * len(further)
+        met = {Problem.BAD_COUNTS: self._bad_counts, self._not_finite: ~torch.isfinite(self._squares)}
+        of_host: dict[str, Sequence[Number]] = {
+            "counts": [*counts, float(declares)],
+            "further_units": further,
+            "costs": costs,
+        }
+        of_host["problems"] = [problems.get(p, 0) + met.get(p, 0) for p in Problem]
         # One copy brings all numbers of the host to the device.
-        vector = as_vector([n for each in of_host.values() for n in each], self._device)
+        vector = as_vector([n for each in of_host.values() for n in each], self.device)
         numbers = dict(zip(of_host, vector.split([len(each) for each in of_host.values()]), strict=True))
-        self._add_not_finite(numbers["problems"])
         small = self.per_group(self._small)
+        for i, of_metric in zip(self._of_norms, self._small_of_norms, strict=True):
+            small[i] = of_metric
+        # A ratio of this rank's own sums is formed before the sum over ranks.
+        of_rank = self._witness.square().sum() / self._weight if self.n_pieces else self._witness.new_zeros(())
         sums = {
-            "small": small if self._small_of_norms is None else torch.cat([small, self._small_of_norms]),
+            "small": small,
             **numbers,
             "witness_small": self._witness_small,
-            "witness_ranks": self._witness.square().sum() / self._weight if has_pieces else no_rank_sum,
-            "compared": neighbour_products(torch.stack(self._compared)) if may_compare else no_rank_sum.new_zeros(2),
+            "witness_ranks": of_rank,
+            "compared": neighbour_products(torch.stack(self._compared)) if may_compare else self._witness.new_zeros(2),
             "witness": self._witness,
             "witness_squares": self._witness_squares,
             "marks": self._mark(),
@@ -305,22 +340,10 @@ class WindowSums:
         self._begin()
         return sums
 
-    def _add_not_finite(self, problems: Tensor) -> None:
-        """Add to the problems, [problems], what is known about sums that are not finite."""
-        problems[Problem.BAD_COUNTS] += self._bad_counts
-        not_finite = ~torch.isfinite(self._squares)  # a sum of squares: once it is not finite, it stays so
-        if self._has_loss_scale:
-            problems[Problem.LOSS_SCALE] += not_finite
-            return
-        # Finite elements can have an infinite square, but no square that is NaN.
-        held_by_elements = torch.isnan(self._squares) | ~torch.isfinite(self._witness.sum())
-        problems[Problem.NOT_FINITE] += not_finite & held_by_elements
-        problems[Problem.OVERFLOW] += not_finite & ~held_by_elements
-
     def _mark(self) -> Tensor:
         """This rank's mark in its own place, so that the sum over ranks holds the marks of all; [marked ranks, 2]."""
         marks = self._witness.new_zeros(self._n_marked, 2)
-        if self._data.counts_pieces and self._data.rank < self._n_marked:
+        if self.counts_pieces and self._data.rank < self._n_marked:
             marks[self._data.rank] = rank_mark(self._witness)
         return marks
 
@@ -333,27 +356,29 @@ def read_rows(sums: Named, metrics: Sequence[Adds], witness_sizes: Mapping[int, 
         metrics: what each adds.
         witness_sizes: elements that the witness read of each parameter, in order, by index.
     """
-    counts = dict(zip(_COUNTS, sums["counts"].tolist(), strict=True))
-    n_met = sums["problems"].tolist()
+    counts: dict[str, float] = dict(zip(_COUNTS, sums["counts"].tolist(), strict=True))
+    met = {p for p, n in zip(Problem, sums["problems"].tolist(), strict=True) if n > 0}
+    n_declaring = round(counts["n_declaring"])
     witness, marks = sums["witness"].double(), sums["marks"].double()
     weight, witness_small, witness_ranks = counts["weight"], *map(float, (sums["witness_small"], sums["witness_ranks"]))
-    is_declared = counts["n_declaring"] > 0
-    small, big = sums["small"].double(), sums["big"].double()
-    apart = {name: found for name in CLASSES if (found := those_under(name, sums))}
+    small = sums["small"].double()
+    squared = torch.tensor([adds == "norms" for adds in metrics], device="cpu")[:, None]
+    big = torch.where(squared, sums["big"].double().square(), sums["big"].double())
+    experts = those_under("experts", sums)
     plain = WindowRow(
         sq_norm_over_weight=small[0, :-1],
         weight=weight,
         weight_over_units=counts["weight_over_units"],
         sq_weight_over_units=counts["sq_weight_over_units"],
         n_pieces=round(counts["n_pieces"]),
-        n_ranks_declaring=round(counts["n_declaring"]),
-        stepped_alone=n_met[Problem.STEP_ALONE] > 0 and not n_met[Problem.FORWARD_ALONE] > 0,
+        n_ranks_declaring=n_declaring,
+        stepped_alone=Problem.STEP_ALONE in met and Problem.FORWARD_ALONE not in met,
         n_units=counts["n_units"],
         further_units=sums["further_units"].tolist(),
         in_fp32=sums["small"].dtype == torch.float32,
         rank_sq_weight_over_units=counts["rank_sq_weight_over_units"],
-        problems=[],
-        explanations=_drops(n_met, is_declared=is_declared, explain=True),
+        problems=_drops(met, are_declared=n_declaring > 0, explain=False),
+        explanations=_drops(met, are_declared=n_declaring > 0, explain=True),
         witness_small=witness_small,
         witness_ranks=witness_ranks,
         witness_sizes=witness_sizes,
@@ -366,36 +391,37 @@ def read_rows(sums: Named, metrics: Sequence[Adds], witness_sizes: Mapping[int, 
         ),
         same_ranks=same_ranks(marks, spread=_spread(weight * witness_ranks, witness)),
     )
-    rows = []
-    for i, (adds, n_problems) in enumerate(zip(metrics, sums["problems_of_metrics"].tolist(), strict=True)):
-        own = list(n_met)
-        own[Problem.NO_SECOND_MOMENT] += n_problems
-        of_window = big[i] if adds == "squares" else big[i].square()
-        rows.append(
-            replace(
-                plain,
-                sq_norm_over_weight=small[i, :-1],
-                sq_norm_big=of_window[:-1],
-                whole=(float(small[i, -1]), float(of_window[-1])) if adds == "norms" else None,
-                problems=_drops(own, is_declared=is_declared, explain=False),
-                apart={name: _apart(found, plain, i) for name, found in apart.items()},
-            )
-        )
-    return rows
+    return [_in_metric(plain, i, adds, small, big, experts) for i, adds in enumerate(metrics)]
 
 
-def _drops(n_met: Sequence[float], *, is_declared: bool, explain: bool) -> list[Drop]:
+def _in_metric(plain: WindowRow, i: int, adds: Adds, small: Tensor, big: Tensor, experts: Named) -> WindowRow:
+    """The row in one metric, of small and big [metrics, groups + 1]."""
+    problems = list(plain.problems)
+    # What is finite in the first metric alone lacks a second moment.
+    if not problems and math.isfinite(small[0, -1]) and not math.isfinite(small[i, -1]):
+        problems = [_drop(Problem.NO_SECOND_MOMENT)]
+    return replace(
+        plain,
+        sq_norm_over_weight=small[i, :-1],
+        sq_norm_big=big[i, :-1],
+        whole=(float(small[i, -1]), float(big[i, -1])) if adds == "norms" else None,
+        problems=problems,
+        apart={"experts": _of_experts(experts, plain, i)} if experts else {},
+    )
+
+
+def _drop(problem: Problem) -> Drop:
+    return Drop(problem.name.lower(), problem.message)
+
+
+def _drops(met: Collection[Problem], *, are_declared: bool, explain: bool) -> list[Drop]:
     """The problems that were met, or those that only explain a changed gradient."""
-    found = [p for p in Problem if n_met[p] > 0] if any(n_met) else []
-    return [
-        Drop(p.name.lower(), p.message)
-        for p in found
-        if p.only_explains == explain and p.applies(are_declared=is_declared)
-    ]
+    found = [p for p in Problem if p in met and p.applies(are_declared=are_declared)]
+    return [_drop(p) for p in found if p.only_explains == explain]
 
 
-def _apart(sums: Named, row: WindowRow, metric: int) -> WitnessedPieces:
-    """What a class apart gives in one metric, whose squares add up. Its Σ w_k and Σ w_k²/n_k are those of the rest."""
+def _of_experts(sums: Named, row: WindowRow, metric: int) -> WitnessedPieces:
+    """What experts give in one metric, whose squares add up. Their Σ w_k and Σ w_k²/n_k are those of the rest."""
     weight_over_units, n_pieces = sums["counts"].tolist()
     return WitnessedPieces(
         row.weight,

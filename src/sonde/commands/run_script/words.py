@@ -10,7 +10,7 @@ from typing import TextIO
 import torch.distributed as dist
 
 from sonde.batch_size.stats.window_row import NO_BACKWARD
-from sonde.batch_size.taps.tap import HOW_TO_COUNT
+from sonde.batch_size.taps.problems import HOW_TO_COUNT
 from sonde.console import tell, write_to
 
 REMEDIES: Mapping[str, str] = {
