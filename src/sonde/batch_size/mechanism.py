@@ -200,7 +200,7 @@ class Mechanism:
 
 def _explained(row: WindowRow, why_not: str) -> WindowRow:
     """The row of a window; if it has a single piece, with the reason why its examples are not used."""
-    is_one_unit = row.weight**2 < 1.5 * row.sq_weight_over_units  # there is nothing to tell apart
+    is_one_unit = row.weight * row.weight < 1.5 * row.sq_weight_over_units  # there is nothing to tell apart
     if row.n_pieces != 1 or row.problems or not why_not or is_one_unit:
         return row
     message = f"the window held a single piece, and its examples cannot be told apart: {why_not}. {WITHOUT_EXAMPLES}"

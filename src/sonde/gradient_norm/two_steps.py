@@ -19,8 +19,6 @@ from sonde.parallel.placements import is_dtensor, local_tensor
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Tensors = Parameters | NormPlan
-
 _WEIGHTS = (
     "tensors must be gradients, got {}: pass [p.grad for p in model.parameters() if p.grad is not None], or the plan "
     "of group_parameters_for_norm; for the norm of the weights, [p.detach() for p in model.parameters()]"
@@ -29,7 +27,7 @@ _WEIGHTS = (
 
 @overload
 def get_total_norm(
-    tensors: Tensors,
+    tensors: Parameters | NormPlan,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
@@ -53,7 +51,7 @@ def get_total_norm(
 ) -> tuple[Tensor, dict[str, Tensor]]: ...
 @outside_graphs
 def get_total_norm(
-    tensors: Tensors,
+    tensors: Parameters | NormPlan,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
@@ -165,7 +163,7 @@ def _groups(
 @outside_graphs
 @torch.no_grad()
 def clip_grads_with_norm_(
-    parameters: Tensors, max_norm: float, total_norm: Tensor | float, foreach: bool | None = None
+    parameters: Parameters | NormPlan, max_norm: float, total_norm: Tensor | float, foreach: bool | None = None
 ) -> None:
     """Scale gradients in place as a clip to `max_norm` does, by a norm that is known already.
 

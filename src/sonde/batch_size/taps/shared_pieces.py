@@ -3,7 +3,7 @@
 Tensor parallelism cuts a gradient over the ranks that share a piece: each counts a part of it, so that every element
 counts once. Under context parallelism each rank's backward makes the gradient of its part of the tokens. The piece's
 gradient is the mean over these ranks, so a square has to wait for the sum over them. The weight of an expert's piece is
-known only once the ranks that fed it are summed (see `stats/expert_sums.py`).
+known only once the ranks that fed it are summed (see `stats/window_row.py`).
 """
 
 from __future__ import annotations
@@ -266,13 +266,13 @@ class ExpertPieces:
         self._sum_of_squares += of_experts.square()
         return replace(gradient, terms=gradient.terms * self.is_own, witness=own)
 
-    def take(self) -> tuple[dict[str, Tensor], Tensor]:
+    def take(self) -> tuple[dict[str, Tensor], dict[Problem, Number]]:
         """The sums of the window by name, to be summed over ranks; starts the next window.
 
         All ranks that feed the experts have to call this, also one without pieces.
 
         Returns:
-            The sums; and a count above 0 if these ranks had different numbers of pieces, or too many.
+            The sums; and problems: whether these ranks had different numbers of pieces, or too many.
         """
         n = min(len(self._squares), _MOST_PIECES)
         table = zero_sums(3, _MOST_PIECES, device=self._device)
@@ -291,4 +291,4 @@ class ExpertPieces:
         counts *= float(self._sums.counts_pieces and self._experts.is_first)
         sums = {"small": small, "counts": counts, "witness": self._sum, "witness_squares": self._sum_of_squares}
         self.forget()
-        return sums, differs
+        return sums, {Problem.EXPERTS_DIFFER: differs}

@@ -175,9 +175,8 @@ class WindowReader:
             has_loss_scale=grad_scaler is not None,
             n_further_units=n_further_units,
         )
-        self._experts: ExpertPieces | None = None
-        if wrapper.experts is not None:
-            self._experts = ExpertPieces(wrapper.experts, self._sums, witness)
+        self._apart = {"experts": ExpertPieces(wrapper.experts, self._sums, witness)} if wrapper.experts else {}
+        """Classes of parameters that other pieces feed, or that have a factor of their own: see `CLASSES`."""
         self._may_be_recorded, self._saw_recording = runs_beside_host(self.device), False
         self._outside: Counter[Problem] = Counter()
         self.final = FinalGradient(wrapper, metrics, witness, own)
@@ -248,8 +247,8 @@ class WindowReader:
                     self._sums.count(of_piece)
                     continue
                 gradient = self._unscaled(gradient)
-                if self._experts is not None:
-                    gradient = self._experts.take_from(gradient, of_piece)
+                for pieces in self._apart.values():
+                    gradient = pieces.take_from(gradient, of_piece)
                 self._sums.add(gradient, of_piece)
             if self._examples is not None and self._examples.is_open:  # no pipeline's
                 self._examples.end_piece(counts[0], self._unscale())
@@ -317,20 +316,22 @@ class WindowReader:
             sums, own = self._examples.end_window(self._sums, terms[0] if self._reads_examples else None)
             sums, own = under("examples", sums), under("examples", own)
         counts = self._take_problems(problems)
-        if self._experts is not None:
-            of_experts, differs = self._experts.take()
-            sums |= under("experts", of_experts)
-            counts[Problem.EXPERTS_DIFFER] = differs
+        for name, pieces in self._apart.items():
+            of_class, met = pieces.take()
+            sums |= under(name, of_class)
+            counts |= met
         return self._sums.take(counts, costs.numbers(), declares=self._tap.only_declared) | sums, own
 
     def _of_final(self, witness: Tensor, terms: Tensor) -> dict[str, Tensor]:
-        """The elements and the squares of the final gradient by name, and those of experts."""
-        if self._experts is None:
-            return {"witness_final": witness, "big": self._sums.per_group(terms)}
-        # Multiplied by 0, not left out: what is not finite stays so, and drops the window.
-        own, is_own = witness * self._experts.own_elements, self._experts.is_own
-        of_experts = {"witness_final": witness - own, "big": self._sums.per_group(terms * (1.0 - is_own))}
-        return {"witness_final": own, "big": self._sums.per_group(terms * is_own)} | under("experts", of_experts)
+        """The elements and the squares of the final gradient by name, and those of each class apart."""
+        found: dict[str, Tensor] = {}
+        for name, pieces in self._apart.items():
+            # Multiplied by 0, not left out: what is not finite stays so, and drops the window.
+            own, of_others = witness * pieces.own_elements, terms * pieces.is_own
+            of_class = {"witness_final": witness - own, "big": self._sums.per_group(terms - of_others)}
+            found |= under(name, of_class)
+            witness, terms = own, of_others
+        return found | {"witness_final": witness, "big": self._sums.per_group(terms)}
 
     def forget_window(self) -> None:
         """Forget the pieces since the last window ended."""
@@ -339,8 +340,8 @@ class WindowReader:
             return
         if self._examples is not None:
             self._examples.end_window(self._sums, None)
-        if self._experts is not None:
-            self._experts.forget()
+        for pieces in self._apart.values():
+            pieces.forget()
         self._sums.take(self._take_problems())
         self._tap.end_window()
 

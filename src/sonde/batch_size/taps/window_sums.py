@@ -20,7 +20,7 @@ from sonde.batch_size.stats.dependence import (
     scores_of_pieces,
 )
 from sonde.batch_size.stats.noise_scale import effective_units
-from sonde.batch_size.stats.window_row import Drop, WindowRow, WitnessedPieces
+from sonde.batch_size.stats.window_row import CLASSES, Drop, WindowRow, WitnessedPieces
 from sonde.batch_size.taps.metric import Metrics
 from sonde.batch_size.taps.problems import Problem
 from sonde.batch_size.taps.tap import Adds, GradientSummary, Number
@@ -364,7 +364,7 @@ def read_rows(sums: Named, metrics: Sequence[Adds], witness_sizes: Mapping[int, 
     small = sums["small"].double()
     squared = torch.tensor([adds == "norms" for adds in metrics], device="cpu")[:, None]
     big = torch.where(squared, sums["big"].double().square(), sums["big"].double())
-    experts = those_under("experts", sums)
+    apart = {name: found for name in CLASSES if (found := those_under(name, sums))}
     plain = WindowRow(
         sq_norm_over_weight=small[0, :-1],
         weight=weight,
@@ -391,11 +391,13 @@ def read_rows(sums: Named, metrics: Sequence[Adds], witness_sizes: Mapping[int, 
         ),
         same_ranks=same_ranks(marks, spread=_spread(weight * witness_ranks, witness)),
     )
-    return [_in_metric(plain, i, adds, small, big, experts) for i, adds in enumerate(metrics)]
+    return [_in_metric(plain, i, adds, small, big, apart) for i, adds in enumerate(metrics)]
 
 
-def _in_metric(plain: WindowRow, i: int, adds: Adds, small: Tensor, big: Tensor, experts: Named) -> WindowRow:
-    """The row in one metric, of small and big [metrics, groups + 1]."""
+def _in_metric(
+    plain: WindowRow, i: int, adds: Adds, small: Tensor, big: Tensor, apart: Mapping[str, Named]
+) -> WindowRow:
+    """The row in one metric, of small and big [metrics, groups + 1], and of classes apart by name."""
     problems = list(plain.problems)
     # What is finite in the first metric alone lacks a second moment.
     if not problems and math.isfinite(small[0, -1]) and not math.isfinite(small[i, -1]):
@@ -406,7 +408,7 @@ def _in_metric(plain: WindowRow, i: int, adds: Adds, small: Tensor, big: Tensor,
         sq_norm_big=big[i, :-1],
         whole=(float(small[i, -1]), float(big[i, -1])) if adds == "norms" else None,
         problems=problems,
-        apart={"experts": _of_experts(experts, plain, i)} if experts else {},
+        apart={name: _of_class(found, plain, i) for name, found in apart.items()},
     )
 
 
@@ -420,8 +422,8 @@ def _drops(met: Collection[Problem], *, are_declared: bool, explain: bool) -> li
     return [_drop(p) for p in found if p.only_explains == explain]
 
 
-def _of_experts(sums: Named, row: WindowRow, metric: int) -> WitnessedPieces:
-    """What experts give in one metric, whose squares add up. Their Σ w_k and Σ w_k²/n_k are those of the rest."""
+def _of_class(sums: Named, row: WindowRow, metric: int) -> WitnessedPieces:
+    """What a class apart gives in one metric, whose squares add up. Its Σ w_k and Σ w_k²/n_k are those of the rest."""
     weight_over_units, n_pieces = sums["counts"].tolist()
     return WitnessedPieces(
         row.weight,
