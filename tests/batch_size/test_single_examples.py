@@ -20,19 +20,20 @@ from tests.oracles import per_example_gradients, population
 from tests.ranks import Ranks
 
 
-def test_several_backwards_of_one_piece_give_a_reason() -> None:
-    """Whether they are of the same examples is not known."""
+def test_backwards_of_one_piece_are_added_up_for_each_example_from_the_second_window_on() -> None:
     model, (x, y) = small_model(), pieces_of(6)[0]
+    expected = by_hand(model, [(x, y)])
     with attached(model, per_example="auto") as probe:
-        for _ in range(3):  # the first is dropped, since gradients that come twice are kept from then on
+        for _ in range(2):
             with probe.piece(units=6):
                 (0.3 * mean_loss(model, x, y)).backward()
                 (0.7 * mean_loss(model, x, y)).backward()
             probe.step()
             model.zero_grad()
         reading = probe.reading()
-    assert reading.windows == 0
-    assert "the piece had 2 backwards: add the losses and call backward once" in reading.reason
+        assert [why.split(";")[0] for why in reading.dropped] == ["a piece had several backwards"]
+        assert_as(reading, expected)
+        assert probe.alerts == {}
 
 
 @pytest.mark.parametrize("clips", [False, True])

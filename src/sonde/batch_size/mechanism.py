@@ -39,6 +39,10 @@ _NOTHING_COVERED = (
     "with a penalty on weights in the loss, or where 16 bits round too much"
 )
 """Why a window's examples cannot be used, where the host knows no reason for a single parameter."""
+_SEVERAL_BACKWARDS = (
+    "a piece had several backwards; from the next piece on, each example's gradients are summed before they are "
+    "squared. If the backwards are of different examples, give each a piece of its own"
+)
 _MOST_BYTES = 64 * 2**20
 """Memory for the squared norms of one piece, of every example and parameter."""
 _COUNTS = ("sq_weight", "n_examples", "n_pieces", "n_open", "n_closed", "next", "opposite", "half", "n_scores")
@@ -305,6 +309,11 @@ class ExampleWindow:
             self.reasons[""] = why_not
             self.norms.discard()
             return
+        if self.norms.had_unexpected_backwards:  # taken to be of the same examples
+            self.reasons[""] = _SEVERAL_BACKWARDS
+            self.norms.discard()
+            self.norms.add_backwards_up()
+            return
         n = int(units)
         try:
             squares = self.norms.take(n)
@@ -313,6 +322,7 @@ class ExampleWindow:
             self.reasons[""] = f"reading them failed ({type(error).__name__}: {error})"
             self.norms.discard()
             return
+        self.reasons.pop("", None)
         self.reasons |= squares.reasons
         weights = _weights_of_examples(counts, n, self._small)
         over_weight = torch.where(weights > 0, squares.sq_norms / weights, squares.sq_norms * 0.0).sum(1)

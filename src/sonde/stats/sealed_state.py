@@ -7,6 +7,7 @@ are not checked one by one.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -39,7 +40,7 @@ class Stateful:
                 for key in own.keys() & saved.keys():
                     own[key].load_state_dict(saved[key])
             else:
-                setattr(self, name, saved)
+                setattr(self, name, copy.deepcopy(saved))
 
 
 def sealed(contents: Mapping[str, Any]) -> dict[str, Any]:

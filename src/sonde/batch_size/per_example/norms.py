@@ -249,7 +249,7 @@ class PerExampleNorms:
 
     def _why_nothing(self) -> str | None:
         """Why no parameter is covered in this piece, if so."""
-        if self._n_backwards > 1 and not self._piece.several_backwards:
+        if self.had_unexpected_backwards:
             return (
                 f"the piece had {self._n_backwards} backwards: add the losses and call backward once, take() after "
                 "each if they have different examples, or say several_backwards=True"
@@ -262,6 +262,15 @@ class PerExampleNorms:
                 "may be the rows of other layers: take another number of examples"
             )
         return self._coupled
+
+    @property
+    def had_unexpected_backwards(self) -> bool:
+        """Whether the piece has had several backwards, which `several_backwards=False` excludes."""
+        return self._n_backwards > 1 and not self._piece.several_backwards
+
+    def add_backwards_up(self) -> None:
+        """From the next piece on, its backwards are of the same examples, as `several_backwards=True` says."""
+        self._piece.add_backwards_up()
 
     def forget_backwards(self) -> None:
         """Forget backwards since the last `take`, but not forwards whose backward is still to come."""

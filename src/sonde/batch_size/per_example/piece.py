@@ -230,13 +230,19 @@ class PieceSums:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], staging_bytes: int, *, several_backwards: bool) -> None:
-        self._staging_bytes, self.several_backwards = staging_bytes, several_backwards
+        self._staging_bytes, self.several_backwards = staging_bytes, False
         self.uses = [Uses(name, parameter, staging_bytes) for name, parameter in parameters.items()]
         self._device = self.uses[0].parameter.device
         self._projections = Projections(list(parameters.values()))
-        for uses in self.uses:
-            uses.keeps_all = several_backwards
+        if several_backwards:
+            self.add_backwards_up()
         self.forget()
+
+    def add_backwards_up(self) -> None:
+        """From the next piece on, its backwards are of the same examples, and add up."""
+        self.several_backwards = True
+        for uses in self.uses:
+            uses.keeps_all = True
 
     def forget(self) -> None:
         """Forget what backward has added. Calls whose backward is still to come stay."""
