@@ -14,7 +14,10 @@ from sonde.batch_size.taps.problems import HOW_TO_COUNT
 from sonde.console import tell, write_to
 
 REMEDIES: Mapping[str, str] = {
-    NO_BACKWARD: "a step came without a backward of the parameters that it steps, or others are trained now",
+    NO_BACKWARD: (
+        "a step came without a backward of the parameters that it steps: gradients are set by hand, as those of "
+        "torch.autograd.grad, or other parameters are trained now, such as another adapter"
+    ),
     "unit must name the": "--unit must name the",
     ": use 'sequences', 'images' or 'prompts', or several, the independent sample first: ('sequences', 'tokens')": (
         ": pass sequences, images or prompts"
