@@ -375,3 +375,24 @@ def test_zeroed_gradients_are_named() -> None:
         model.zero_grad()
         probe.step()
         assert "was it zeroed" in probe.reading().reason
+
+
+@pytest.mark.parametrize("ends", ["clip", "step", "optimizer"])
+def test_a_run_in_float64_that_diverges_goes_on(ends: str) -> None:
+    """Its squares leave the range of float64, where Python's `**` raises: windows are dropped, and training goes on."""
+    model = nn.Linear(16, 4).double()
+    optimizer, generator = torch.optim.SGD(model.parameters(), lr=300.0), torch.Generator().manual_seed(0)
+    with attached(model, optimizer) as probe:
+        for _ in range(60):
+            for _ in range(3):
+                x = torch.randn(8, 16, generator=generator, dtype=torch.float64)
+                model(x).square().mean().backward()
+            if ends == "clip":
+                probe.clip_grad_norm_(None)
+            elif ends == "step":
+                probe.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        reading = probe.reading()
+    assert probe.n_windows == 60
+    assert reading.windows + sum(reading.dropped.values()) == 60

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from sonde import NoiseScaleProbe
+from sonde.batch_size.frozen_watch import FrozenWatch
 from tests.batch_size.loops import attached, batch, contents_of, counted, mean_loss, small_model
 
 
@@ -62,7 +63,7 @@ def test_a_block_that_is_trained_again_starts_the_averages_again() -> None:
         model[0].requires_grad_(True)
         windows_of(model, probe, 5)
         assert list(probe.alerts) == ["frozen", "unfrozen"]
-        assert "trained again: the noise scale begins anew with them" in probe.alerts["unfrozen"]
+        assert "trained again (0.weight, 0.bias): the noise scale begins anew with them" in probe.alerts["unfrozen"]
         assert probe.reading().windows == 15
         assert counted(probe) == (3, 3)
         assert "0" in probe.reading().groups
@@ -214,3 +215,25 @@ def test_a_block_that_is_half_frozen_keeps_its_history_at_a_restart() -> None:
         windows_of(model, probe, 4, seed=3)
         probe.reading()
         assert "unfrozen" in probe.alerts
+
+
+def test_what_is_frozen_and_what_is_trained_again_at_once_are_both_told() -> None:
+    parameters = {name: nn.Parameter(torch.zeros(1)) for name in ("a", "b", "c")}
+    watch = FrozenWatch(parameters, n_ranks=1, n_stages=1, device=torch.device("cpu"))
+
+    def told(*frozen: str) -> tuple[str, str] | None:
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(name not in frozen)
+        for _ in range(3):
+            watch.look()
+        return watch.arrived(watch.numbers())
+
+    assert told() is None
+    assert told("a", "b") == (
+        "frozen",
+        "measured parameters are no longer trained (a, b): the noise scale begins anew without them",
+    )
+    both = "no longer trained (c), and measured parameters are trained again (a, b): the noise scale begins anew"
+    assert both in (told("c") or ("", ""))[1]
+    assert told("c") is None
+    assert (told() or ("", ""))[0] == "unfrozen"

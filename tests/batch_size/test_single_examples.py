@@ -320,3 +320,21 @@ def test_backwards_outside_declared_pieces_do_not_count(per_example: str) -> Non
         reading = probe.reading()
         assert (reading.windows, dict(reading.dropped)) == (5, {})
         assert (reading.trace_cov, reading.grad_sq) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_parameter_that_is_released_while_examples_are_read_is_read_from_the_next_window_on() -> None:
+    """It was frozen when the hooks were installed. In the window in which it is released it has none."""
+    model = small_model()
+    of_two, (x, y) = pieces_of(4, 4), pieces_of(6)[0]
+    expected = by_hand(model, [(x, y)])
+    with attached(model, per_example="auto", log_every=1) as probe:
+        for window in range(10):
+            model[0].requires_grad_(not 2 <= window < 8)
+            for x_k, y_k in of_two if window < 3 else [(x, y)]:
+                with probe.piece(units=len(x_k)):
+                    mean_loss(model, x_k, y_k).backward()
+            probe.step()
+            model.zero_grad()
+            probe.reading()
+        assert any("0.weight, … became trainable after the hooks" in why for why in probe.reading().dropped)
+        assert (probe.window().total.trace_cov, probe.window().total.grad_sq) == pytest.approx(expected, rel=1e-5)

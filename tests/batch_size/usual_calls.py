@@ -212,6 +212,16 @@ CALLS: dict[str, tuple[nn.Module, Callable[[], Any], int | None]] = {
         lambda: (torch.randn(N, 5),),
         ASKED,
     ),
+    "functions at coordinates that all share, as many as their coefficients": (
+        By(
+            lambda m, at, z: m.head(torch.tanh(m.at(at)[None] + m.of(z)[:, None])),
+            at=nn.Linear(2, 8),
+            of=nn.Linear(N, 8),
+            head=nn.Linear(8, 3),
+        ),
+        lambda: (torch.randn(4 * T, 2), torch.randn(N, N)),
+        ASKED,
+    ),
     # Time.
     "LSTM, batch first, a class": (recurrent(True, lambda m, y, s: m.head(y[:, -1])), lambda: (ids(N, T),), N),
     "LSTM, batch first, each step": (recurrent(True, lambda m, y, s: m.head(y)), lambda: (ids(N, T),), N),

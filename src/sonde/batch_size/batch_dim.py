@@ -288,8 +288,9 @@ def _agreeing(
     is_shown: bool,
 ) -> dict[int, str]:
     """The candidates that no other witness contradicts. A layer that has shown which dim it is settles disputes."""
-    # Positions and masks that all units share look like a single row and a square.
-    voters = [w for w in others if w.sizes[0] > 1 and not (len(w.shape) == 2 and w.shape[0] == w.shape[1])]
+    # Positions that all units share are a single row, and masks that they share a square of positions.
+    masks = {(n, n) for n in first.shape}
+    voters = [w for w in others if w.sizes[0] > 1 and w.shape not in masks]
     with_rows = [shape for shape in returned if shape not in ((), (1,))]
     # A vector beside a batch of more dims may hold several losses, which say nothing.
     predicted = [shape for shape in with_rows if len(shape) > 1 or len(first.shape) == 1]

@@ -44,6 +44,8 @@ class FrozenWatch:
         self._frozen: tuple[str, ...] | None = None
         """What this rank holds and does not train; None before the first window."""
         self._sent: tuple[tuple[str, ...], Tensor] | None = None
+        self._told: tuple[str, ...] = ()
+        """What of it was frozen in the first window that arrived, or when an alert told it last."""
         self._seen: tuple[str, ...] = ()
         self._n_seen = 0
         """What was frozen when this looked last, where that is something else; and how often in a row."""
@@ -81,13 +83,21 @@ class FrozenWatch:
             The name of an alert and its message, if other parameters are trained than in the window before.
         """
         before, self.of_all = self.of_all, (numbers.double() / self._n_holding).tolist()
+        now = self._frozen or ()
+        if before is None:
+            self._told = now
         if before in (None, self.of_all):
             return None
-        if self.of_all[0] < before[0]:
-            return "unfrozen", "measured parameters are trained again: the noise scale begins anew with them"
-        names = some_of(list(self._frozen or ()), 2) or "of other ranks"
-        message = f"measured parameters are no longer trained ({names}): the noise scale begins anew without them"
-        return "frozen", message
+        gone, back = [n for n in now if n not in self._told], [n for n in self._told if n not in now]
+        self._told = now
+        is_frozen = bool(gone) or (not back and self.of_all[0] >= before[0])
+        changes = []
+        if is_frozen:
+            changes.append(f"measured parameters are no longer trained ({some_of(gone, 2) or 'of other ranks'})")
+        if back or not is_frozen:
+            changes.append(f"measured parameters are trained again ({some_of(back, 2) or 'of other ranks'})")
+        message = f"{', and '.join(changes)}: the noise scale begins anew {'without' if is_frozen else 'with'} them"
+        return "frozen" if is_frozen else "unfrozen", message
 
     def restore(self, of_all: Sequence[float] | None) -> None:
         """Go on from the `of_all` of a saved state."""

@@ -282,6 +282,8 @@ class ExampleWindow:
         Raises:
             ValueError: see `PerExampleNorms.open`.
         """
+        if self.norms.is_open and self.norms.released:
+            self.norms.close()
         if not self.norms.is_open:
             self.norms.open()
 

@@ -186,9 +186,14 @@ class PerExampleNorms:
             if rule is not None and (held := self._held_by(layer)):
                 self._layers[layer] = Layer(clean_name(name), layer, rule, held)
         self._hook_layers()
-        for uses in self._piece.uses:
-            if uses.parameter.requires_grad:  # it may have been frozen since
-                self._handles.append(uses.parameter.register_hook(self._harmless(self._whole, uses)))
+        self._hooked = {uses for uses in self._piece.uses if uses.parameter.requires_grad}  # some may have been frozen
+        for uses in self._hooked:
+            self._handles.append(uses.parameter.register_hook(self._harmless(self._whole, uses)))
+
+    @property
+    def released(self) -> list[Uses]:
+        """Parameters that have become trainable since the hooks were installed, and have none."""
+        return [uses for uses in self._piece.uses if uses.parameter.requires_grad and uses not in self._hooked]
 
     def _hook_layers(self) -> None:
         """Have `_called` run after the forward of each watched layer."""
@@ -254,6 +259,9 @@ class PerExampleNorms:
                 f"the piece had {self._n_backwards} backwards: add the losses and call backward once, take() after "
                 "each if they have different examples, or say several_backwards=True"
             )
+        if released := self.released:
+            names = some_of([uses.name for uses in released])
+            return f"{names} became trainable after the hooks were installed: call close(), and open() again"
         if not self._backwards:
             return "no backward has added to `.grad` in this piece: call take() after loss.backward()"
         if square := next((saw for saw in self._saw if saw.is_square), None):

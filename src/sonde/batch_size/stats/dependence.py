@@ -162,7 +162,8 @@ def scores_of_pieces(counts: Mapping[str, float], products: float, variance: flo
         mean_square: mean of the pieces' own squares, of the same elements.
     """
     found: Numbers = {}
-    if counts["n_comparing"] and (_ROUNDING_OF_PRODUCTS * mean_square) ** 2 < variance < math.inf:
+    rounding = _ROUNDING_OF_PRODUCTS * mean_square
+    if counts["n_comparing"] and rounding * rounding < variance < math.inf:  # `**` raises where a product is infinite
         found["neighbours"] = standard_score(products, variance, counts["n_comparing"])
     for name in ("place", "units"):  # if either piece is as likely to be the larger, a rank's sign has the variance 1
         if n := counts[f"n_by_{name}"]:
