@@ -14,7 +14,7 @@ from tests.house import ROOT, TOTAL
 from tests.ranks import Ranks
 
 PRESENT = {
-    "lines of code: batch_size": 8_328,  # + 38: several backwards of one batch, releases and freezes told, squares that are no masks
+    "lines of code: batch_size": 8_328,  # + 38: several backwards of one batch, freezes told in full
     "lines of code: commands": 1_374,  # + 3: both causes of a step without a backward
     "lines of code: demos": 897,
     "lines of code: files outside folders": 855,
