@@ -191,9 +191,9 @@ class PerExampleNorms:
             self._handles.append(uses.parameter.register_hook(self._harmless(self._whole, uses)))
 
     @property
-    def released(self) -> list[Uses]:
-        """Parameters that have become trainable since the hooks were installed, and have none."""
-        return [uses for uses in self._piece.uses if uses.parameter.requires_grad and uses not in self._hooked]
+    def released(self) -> list[str]:
+        """Names of the parameters that have become trainable since the hooks were installed, and have none."""
+        return [uses.name for uses in self._piece.uses if uses.parameter.requires_grad and uses not in self._hooked]
 
     def _hook_layers(self) -> None:
         """Have `_called` run after the forward of each watched layer."""
@@ -260,8 +260,7 @@ class PerExampleNorms:
                 "each if they have different examples, or say several_backwards=True"
             )
         if released := self.released:
-            names = some_of([uses.name for uses in released])
-            return f"{names} became trainable after the hooks were installed: call close(), and open() again"
+            return f"{some_of(released)} became trainable after the hooks were installed: call close(), and open() again"
         if not self._backwards:
             return "no backward has added to `.grad` in this piece: call take() after loss.backward()"
         if square := next((saw for saw in self._saw if saw.is_square), None):
