@@ -260,7 +260,8 @@ class PerExampleNorms:
                 "each if they have different examples, or say several_backwards=True"
             )
         if released := self.released:
-            return f"{some_of(released)} became trainable after the hooks were installed: call close(), and open() again"
+            names = some_of(released)
+            return f"{names} became trainable after the hooks were installed: call close(), and open() again"
         if not self._backwards:
             return "no backward has added to `.grad` in this piece: call take() after loss.backward()"
         if square := next((saw for saw in self._saw if saw.is_square), None):
