@@ -87,6 +87,26 @@ class HelpOf(Directive):
         return [nodes.literal_block("", "\n".join(lines), language="text")]
 
 
+class MetricsOf(Directive):
+    """The metrics that a probe writes to the log: `.. metrics-of:: NoiseScaleProbe`."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """A table of names, units and meanings."""
+        metrics = getattr(sonde, self.arguments[0]).METRICS
+        group = nodes.tgroup("", *(nodes.colspec(colwidth=width) for width in (4, 2, 6)), cols=3)
+        group += nodes.thead("", _row("metric", "unit", "meaning"))
+        rows = [_row(nodes.literal(text=name), m.unit.format(unit="units"), m.meaning) for name, m in metrics.items()]
+        group += nodes.tbody("", *rows)
+        return [nodes.table("", group)]
+
+
+def _row(*cells: str | nodes.Node) -> nodes.row:
+    texts = [nodes.Text(cell) if isinstance(cell, str) else cell for cell in cells]
+    return nodes.row("", *(nodes.entry("", nodes.paragraph("", "", text)) for text in texts))
+
+
 def _as_restructured_text(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """`|G|²` in a docstring is a squared norm. reStructuredText would look for a substitution of the name G."""
     if what in ("property", "attribute"):
@@ -116,6 +136,7 @@ def _public_name(app: Sphinx, env: BuildEnvironment, node: nodes.Element, child:
 def setup(app: Sphinx) -> None:
     """What no option of Sphinx does."""
     app.add_directive("help-of", HelpOf)
+    app.add_directive("metrics-of", MetricsOf)
     app.connect("autodoc-process-docstring", _as_restructured_text, priority=400)  # before napoleon adds annotations
     app.connect("autodoc-process-signature", _parsable)
     app.connect("missing-reference", _public_name)

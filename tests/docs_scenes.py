@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -118,28 +119,39 @@ def on_a_rank(blocks: list[Block], folder: str) -> None:
 @scene("batch-size.md")
 def batch_size(page: Page) -> None:
     names = training()
-    page.run(names)  # a log and a probe
+    page.run(names)  # one line
+    names["probe"].close()
+    page.run(names)  # pieces in two units
+    reading = names["probe"].reading()
+    assert reading.units_per_window == N_MICRO * N_EACH
+    assert reading.in_unit("tokens").units_per_window == 512 * N_MICRO * N_EACH
+    names["probe"].close()
+
+    names["optimizer"] = torch.optim.Adam(names["model"].parameters(), lr=1e-4)
+    train(names, None, 1)  # Adam's metric needs a step's second moment
+    page.run(names)  # several metrics
+    train(names, names["probe"], 30)
+    assert names["probe"].reading(metric="adam").windows > 20
+    names["probe"].close()
 
     reinforced = reinforcement() | {"log": sonde.RunLog(sonde.JsonlSink("runs/policy"))}
     page.run(reinforced)  # the noise scale in prompts
     assert reinforced["reading"].windows == 1
     reinforced["policy_log"].end("measured")
 
+
+@scene("checkpoint.md")
+def checkpoint(page: Page) -> None:
     at_checkpoint = images()
     page.run(at_checkpoint)
     assert at_checkpoint["measurement"].reading.units_per_window == 512  # the batch to judge
     assert "GroupReading(status='resolved'" in page.printed
 
-    names["optimizer"] = torch.optim.Adam(names["model"].parameters(), lr=1e-4)
-    train(names, names["probe"], 1)  # Adam's metric needs a step's second moment
-    names["probe"].close()
-    page.run(names)  # several metrics
-    train(names, names["probe"], 30)
-    assert names["probe"].reading(metric="adam").windows > 20
-    names["probe"].close()
 
-    names |= {"model": nn.Linear(4, 1), "loss": loss_of, "batch": torch.randn(6, 5)}
-    page.run(names)  # each example's own gradient
+@scene("single-examples.md")
+def single_examples(page: Page) -> None:
+    names = training() | {"model": nn.Linear(4, 1), "loss": loss_of, "batch": torch.randn(6, 5), "sonde": sonde}
+    page.run(names)
     assert names["squares"].sq_norms.shape == (2, 6)
     assert names["squares"].not_covered() == {}
 
@@ -152,13 +164,12 @@ def batch_size(page: Page) -> None:
     assert squares.not_covered() == {}
 
 
-def train(names: Names, probe: sonde.NoiseScaleProbe, n: int) -> None:
-    """n windows of the loop whose pieces are declared."""
+def train(names: Names, probe: sonde.NoiseScaleProbe | None, n: int) -> None:
+    """n windows of the loop, with a probe whose pieces are declared or with none."""
     for micro_batches in names["loader"][:n]:
         for micro in micro_batches:
-            with probe.piece(units=len(micro)):
+            with probe.piece(units=len(micro)) if probe else contextlib.nullcontext():
                 loss_of(names["model"], micro).backward()
-        probe.step()
         names["optimizer"].step()
         names["optimizer"].zero_grad()
 

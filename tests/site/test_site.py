@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections import Counter
 from pathlib import Path
@@ -36,9 +37,9 @@ def test_every_public_name_is_in_the_reference_once(site: Path) -> None:
     assert {name for name in found if name.count(".") == 1} == {f"sonde.{name}" for name in sonde.__all__}
 
 
-def documented(html: str) -> list[str]:
+def documented(page: str) -> list[str]:
     """Names of the functions, classes and data that a page describes."""
-    return re.findall(r'<dt class="sig sig-object py" id="([\w.]+)"', html)
+    return re.findall(r'<dt class="sig sig-object py" id="([\w.]+)"', page)
 
 
 @pytest.mark.slow
@@ -65,6 +66,17 @@ def test_every_command_is_on_the_page_of_commands(site: Path, capsys: pytest.Cap
     page = (site / "docs" / "api" / "commands.html").read_text()
     for name in names.split(","):
         assert f"usage: sonde {name} [-h]" in page
+
+
+@pytest.mark.slow
+def test_every_metric_is_on_the_page_of_metrics(site: Path) -> None:
+    """With its unit and meaning, which are those of the log's header."""
+    page = html.unescape((site / "docs" / "api" / "metrics.html").read_text())
+    shown = re.sub(r"<[^>]+>", "", page).replace("’", "'")  # Sphinx sets apostrophes
+    for name in sonde.__all__:
+        for metric, of in getattr(getattr(sonde, name), "METRICS", {}).items():
+            assert metric in shown
+            assert of.meaning in shown, metric
 
 
 @pytest.mark.slow
