@@ -269,14 +269,11 @@ def policy_entropy(page: Page) -> None:
 
 @scene("entropy-change.md")
 def entropy_change(page: Page) -> None:
+    page.run(of_trl)
     names = reinforcement()
     names["loss"] = small_policy.loss(names["model"], names["update"])
     page.run(names)  # a forecast
     assert names["forecast"].causes is not None
-    page.run(names)  # options
-    page.run(names)  # the coefficient that would hold the entropy
-    assert names["forecast"].coefficient_to_hold.present == 0.01
-    page.run(of_trl)
     rows = names["update"]
     names |= {"ids": rows.inputs["input_ids"], "attention": torch.ones_like(rows.inputs["input_ids"])}
     names |= {"completion_mask": rows.mask, "group": rows.prompt, "advantages": rows.advantage}
@@ -286,6 +283,14 @@ def entropy_change(page: Page) -> None:
     run = sonde.read_run("runs/mine")
     assert [reading.window for reading in run.policy] == [1]
     assert run.ended == "training ended"
+
+
+@scene("holding-entropy.md")
+def holding_entropy(page: Page) -> None:
+    names = reinforcement()
+    small_policy.loss(names["model"], names["update"]).backward()
+    page.run(names)
+    assert names["forecast"].coefficient_to_hold.present == 0.01
 
 
 def of_trl() -> Names:

@@ -1,15 +1,8 @@
-"""The models that people train, cell by cell: what a forecast uses for each, and how exact it is.
-
-`python -m tests.policy.model_cells` writes the table of the page.
-"""
+"""The models that people train, cell by cell: what a forecast uses for each, and how exact it is."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-
-PAGE = Path(__file__).parents[2] / "docs" / "entropy-change.md"
-_HEAD = "| parameters | attention | arithmetic of the training |"
 
 
 @dataclass(frozen=True)
@@ -67,20 +60,3 @@ CELLS = [
     Cell("bf16 base, fp32 LoRA", "sdpa", "", "FSDP2", "float32", "central", 1e-3, 0.02),
     Cell("bf16 base, bf16 LoRA", "sdpa", "", "FSDP2", "float32", "backward", 1e-3, 0.02),
 ]
-
-
-def with_table(page: str) -> str:
-    """The page with a line for each cell."""
-    lines = page.splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith(_HEAD)) + 2
-    end = next(i for i, line in enumerate(lines[start:], start) if not line.startswith("|"))
-    rows = [
-        f"| {c.parameters} | {c.attention} | {c.arithmetic or 'its own'} | {c.wrapper} | {c.scored_in} | "
-        f"{c.derivatives} | {c.within:g} | {c.first_order_within:g} |"
-        for c in CELLS
-    ]
-    return "\n".join([*lines[:start], *rows, *lines[end:]]) + "\n"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(with_table(PAGE.read_text()))

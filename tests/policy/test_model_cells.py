@@ -24,7 +24,7 @@ from sonde.policy.scoring.scorer import Scored, Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.stats.entropy_change import EntropyObjective
 from sonde.policy.stats.finite_step import Scores, change_by_finite_step
-from tests.policy.model_cells import CELLS, PAGE, Cell, with_table
+from tests.policy.model_cells import CELLS, Cell
 from tests.ranks import Ranks, mesh_of
 
 pytest.importorskip("peft", reason="needs transformers and peft: pip install '.[trl]' peft")
@@ -199,11 +199,6 @@ ON_RANKS = [cell for cell in CELLS if cell.wrapper != "plain"]
 @pytest.mark.parametrize("cell", PLAIN, ids=lambda cell: cell.name)
 def test_a_forecast_agrees_with_float64(cell: Cell) -> None:
     check(cell, measured(cell))
-
-
-def test_the_page_has_a_line_for_each_cell() -> None:
-    page = PAGE.read_text()
-    assert with_table(page) == page, "python -m tests.policy.model_cells writes the table"
 
 
 def on_rank(cell: Cell) -> dict[str, Any]:
