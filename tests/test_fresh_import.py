@@ -1,22 +1,31 @@
-"""What a fresh interpreter imports with sonde: one new Python for all of it, as each imports torch for seconds."""
+"""What a fresh interpreter imports with sonde, and what works where torch is not installed."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import sonde
+from tests.runs.report.plausible_policy import write_policy_run
+from tests.runs.report.plausible_run import write_run
+
 CODE = """
 import json, sys
-import torch
-found = {"with torch": sorted(sys.modules)}
+found = {}
 import sonde
 found["with sonde"] = sorted(sys.modules)
 from sonde.cli import main
 main(["--help"])
 found["with --help"] = sorted(sys.modules)
+import torch
+found["with torch"] = sorted(sys.modules)
+for name in sonde.__all__:
+    getattr(sonde, name)
+found["with every name"] = sorted(sys.modules)
 sys.modules["packaging"] = None  # as if it were not installed: the packages below bring it
 for name in ("trl", "transformers", "lightning", "accelerate"):
     sys.modules[name] = None
@@ -25,6 +34,19 @@ for name in ("trl", "transformers", "lightning", "accelerate"):
     except ImportError as error:
         found["without " + name] = str(error)
 print(json.dumps(found))
+"""
+
+WITHOUT_TORCH = """
+import sys
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "torch":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, NoTorch())
+from sonde.cli import main
+sys.exit(main(sys.argv[1:]))
 """
 
 
@@ -43,10 +65,29 @@ def test_import_pulls_in_no_extra(found: dict[str, list[str]]) -> None:
     assert not (extras | {"rich", "tyro"}) & set(found["with sonde"])
 
 
-def test_import_takes_little_more_than_torchs(found: dict[str, list[str]]) -> None:
+def test_import_imports_nothing_of_torch(found: dict[str, list[str]]) -> None:
+    """Each public name is imported when it is first used. The command line uses none before it runs a command."""
+    assert not [name for name in found["with --help"] if name.split(".")[0] == "torch"]
+
+
+def test_attach_takes_little_more_than_torchs_import(found: dict[str, list[str]]) -> None:
     """No time is taken here (benchmarks/ does that); these are torch's parts that cost half a second to import."""
     slow = {"torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "torch._inductor", "sympy"}
-    assert not slow & (set(found["with sonde"]) - set(found["with torch"]))
+    assert "sonde.batch_size.probe" in found["with every name"]
+    assert not slow & (set(found["with every name"]) - set(found["with torch"]))
+
+
+def test_a_report_needs_no_torch(tmp_path: Path) -> None:
+    """As on a laptop to which a log was copied: importing torch is an error."""
+    for folder in (write_run(tmp_path / "batch", 12), write_policy_run(tmp_path / "policy", 12)):
+        subprocess.run([sys.executable, "-W", "error", "-c", WITHOUT_TORCH, "report", str(folder)], check=True)
+        assert (folder / "report.html").stat().st_size > 100_000
+
+
+def test_every_public_name_is_there_and_an_unknown_one_is_not() -> None:
+    assert set(sonde.__all__) <= set(dir(sonde))
+    assert all(hasattr(sonde, name) for name in sonde.__all__)
+    assert not hasattr(sonde, "attatch")
 
 
 def test_help_starts_no_training_code(found: dict[str, list[str]]) -> None:

@@ -1,110 +1,37 @@
-"""sonde measures a PyTorch training run while it runs, changes nothing in it, and says what measuring costs."""
+"""sonde measures a PyTorch training run while it runs, changes nothing in it, and says what measuring costs.
 
+The public names are in `__init__.pyi`. Each is imported when it is first used, so that `sonde report` needs no torch.
+"""
+
+from __future__ import annotations
+
+import ast
 import importlib
+from pathlib import Path
 from typing import Any
 
-from sonde.batch_size.attach import attach
-from sonde.batch_size.checkpoint.measure import Measurement, measure
-from sonde.batch_size.per_example.covered import PerExampleSquares
-from sonde.batch_size.per_example.gradients import OuterProducts
-from sonde.batch_size.per_example.norms import PerExampleNorms
-from sonde.batch_size.per_example.rules import NotCoveredError
-from sonde.batch_size.probe import NoiseScaleProbe
-from sonde.batch_size.setup import NoiseScaleOptions
-from sonde.batch_size.stats.critical_batch import Estimate, Tradeoff, Verdict, judge_batch, steps_and_examples
-from sonde.batch_size.stats.noise_scale import WindowEstimate, noise_scale
-from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading
-from sonde.config import ProbesConfig, probes_from_config
-from sonde.gradient_norm.clip import clip_grad_norm_, clip_grad_norm_distributed_, group_parameters_for_norm
-from sonde.gradient_norm.plan import NormPlan
-from sonde.gradient_norm.two_steps import clip_grads_with_norm_, get_total_norm
-from sonde.log.sinks import JsonlSink
-from sonde.log.tensorboard import TensorBoardSink
-from sonde.log.trackers import FunctionSink, MlflowSink, TrackioSink, WandbSink
-from sonde.policy.entropy_change import EntropyChangeProbe
-from sonde.policy.entropy_options import EntropyChangeOptions
-from sonde.policy.log import PolicyLog
-from sonde.policy.policy_entropy import PolicyEntropyProbe
-from sonde.policy.prompt_noise import PromptNoiseProbe, PromptNoiseReading
-from sonde.policy.scoring.packed_statistics import PackedLMStatistics
-from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
-from sonde.policy.scoring.token_statistics import CausalLMStatistics
-from sonde.policy.stats.entropy_forecast import EntropyForecast
-from sonde.policy.stats.policy_entropy import PolicyEntropy
-from sonde.probe import Metric, Partners, Probe, ProbeConfig, ReportSection, RolloutProbe
-from sonde.records import RunLog
-from sonde.runs.reader import Run, WindowReading, read_run, read_windows
-from sonde.runs.report.write import write_report
-from sonde.sink import Sink
-from sonde.stats.intervals import RatioInterval, fieller_interval
-from sonde.version import __version__
 
-__all__ = [
-    "CausalLMStatistics",
-    "EntropyChangeOptions",
-    "EntropyChangeProbe",
-    "EntropyForecast",
-    "Estimate",
-    "FunctionSink",
-    "GroupReading",
-    "JsonlSink",
-    "Measurement",
-    "Metric",
-    "MlflowSink",
-    "NoiseScaleOptions",
-    "NoiseScaleProbe",
-    "NoiseScaleReading",
-    "NormPlan",
-    "NotCoveredError",
-    "OuterProducts",
-    "PackedLMStatistics",
-    "Partners",
-    "PerExampleNorms",
-    "PerExampleSquares",
-    "PolicyEntropy",
-    "PolicyEntropyProbe",
-    "PolicyLog",
-    "Probe",
-    "ProbeConfig",
-    "ProbesConfig",
-    "PromptNoiseProbe",
-    "PromptNoiseReading",
-    "RatioInterval",
-    "ReportSection",
-    "RolloutProbe",
-    "Rollouts",
-    "Run",
-    "RunLog",
-    "Sink",
-    "TensorBoardSink",
-    "TokenStatistics",
-    "TrackioSink",
-    "Tradeoff",
-    "Verdict",
-    "WandbSink",
-    "WindowEstimate",
-    "WindowReading",
-    "__version__",
-    "attach",
-    "clip_grad_norm_",
-    "clip_grad_norm_distributed_",
-    "clip_grads_with_norm_",
-    "fieller_interval",
-    "get_total_norm",
-    "group_parameters_for_norm",
-    "judge_batch",
-    "measure",
-    "noise_scale",
-    "probes_from_config",
-    "read_run",
-    "read_windows",
-    "steps_and_examples",
-    "write_report",
-]
+def _modules() -> dict[str, str]:
+    """The module that defines each public name, as the stub imports it."""
+    stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    imports = (node for node in stub.body if isinstance(node, ast.ImportFrom) and node.module != __name__)
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+_MODULES = _modules()
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    """`sonde.integrations`, imported when it is first used."""
+    """A public name, or `sonde.integrations`, imported when it is first used."""
     if name == "integrations":
         return importlib.import_module("sonde.integrations")
-    raise AttributeError(f"module 'sonde' has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    """Also the names that were not used yet."""
+    return sorted({*globals(), *_MODULES})

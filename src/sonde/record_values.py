@@ -7,8 +7,7 @@ import math
 import operator
 from collections.abc import Mapping
 from numbers import Integral, Real
-
-from torch import Tensor
+from typing import Any
 
 SCHEMA = 3
 """Raised when the records change. A log of another schema is refused."""
@@ -21,6 +20,24 @@ SETUP_KINDS: dict[str, type] = {
 """What a report computes with in a probe's set-up. It shows the rest as it is."""
 
 _PYTHON_KINDS: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), list: (list, tuple)}
+
+
+MOST_READINGS = 2000
+"""Readings that the windows of a run would have at their last spacing. Where there would be more, it doubles."""
+
+
+def spacing(every: int, window: int) -> int:
+    """Windows between two readings at a window of the run.
+
+    It depends on the window alone, so ranks agree, and a run that is resumed goes on as one that was not interrupted.
+
+    Args:
+        every: as the user gave it.
+        window: its number, from 1.
+    """
+    while window > MOST_READINGS * every:
+        every *= 2
+    return every
 
 
 def check_setup(setup: Mapping[str, object]) -> None:
@@ -71,7 +88,7 @@ def step_number(name: str, value: object) -> int:
     Raises:
         ValueError: for anything but a whole number from 0 up.
     """
-    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    number = _out_of_tensor(value)
     if isinstance(number, bool) or not isinstance(number, Integral) or not 0 <= int(number) < 2**53:
         raise ValueError(
             f"{name} must be the number of an optimizer step, got {value!r:.60}: pass a whole number from 0 up, below "
@@ -95,7 +112,7 @@ def metric_values(metrics: Mapping[str, object]) -> dict[str, float | None]:
 def _metric_value(name: str, value: object) -> float | None:
     if value is None:
         return None
-    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    number = _out_of_tensor(value)
     if isinstance(number, bool) or not isinstance(number, Real):
         raise ValueError(
             f"the metric {name!r} must be a number or None, got {value!r:.60}: pass a number, or leave it out"
@@ -106,6 +123,11 @@ def _metric_value(name: str, value: object) -> float | None:
         raise ValueError(
             f"the metric {name!r} is larger than a 64-bit number can be: pass None, or its logarithm"
         ) from None
+
+
+def _out_of_tensor(value: Any) -> object:
+    """The number in a tensor of one element. A tensor is known by its method: reports are read without torch too."""
+    return value.item() if hasattr(value, "numel") and value.numel() == 1 else value
 
 
 def known(metrics: Mapping[str, float | None]) -> dict[str, float]:

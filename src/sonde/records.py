@@ -46,9 +46,6 @@ from sonde.version import __version__
 
 logger = logging.getLogger("sonde")
 
-MOST_READINGS = 2000
-"""Readings that the windows of a run would have at their last spacing. Where there would be more, it doubles."""
-
 Writes = Literal["reading", "policy", "metrics"]
 """The kind of record that a probe writes."""
 
@@ -57,20 +54,6 @@ LogOrPlaces = Any
 
 METRIC_NAME = r"[A-Za-z0-9_/]+"
 """What every tracker accepts."""
-
-
-def spacing(every: int, window: int) -> int:
-    """Windows between two readings at a window of the run.
-
-    It depends on the window alone, so ranks agree, and a run that is resumed goes on as one that was not interrupted.
-
-    Args:
-        every: as the user gave it.
-        window: its number, from 1.
-    """
-    while window > MOST_READINGS * every:
-        every *= 2
-    return every
 
 
 class RunLog:

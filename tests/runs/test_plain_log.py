@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 import sonde
-from sonde import records
+from sonde import record_values
 from sonde.log.sinks import JsonlSink
-from sonde.records import spacing
+from sonde.record_values import spacing
 from sonde.runs.reader import read_run
 from tests.batch_size.loops import Recording, windows_of_rows
 from tests.ranks import Ranks
@@ -192,17 +192,17 @@ def _readings_of_starts(every: int, ends: Sequence[int]) -> list[list[int]]:
 def test_readings_become_rarer_and_a_restart_goes_on_as_a_run_that_was_not_interrupted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(records, "MOST_READINGS", 4)
+    monkeypatch.setattr(record_values, "MOST_READINGS", 4)
     assert _readings_of_starts(2, [33]) == [[2, 4, 6, 8, 12, 16, 24, 32, 33]]
     assert _readings_of_starts(2, [10, 33]) == [[2, 4, 6, 8, 10], [12, 16, 24, 32, 33]]
 
 
 def _on_ranks() -> list[list[int]]:
-    records.MOST_READINGS = 4
+    record_values.MOST_READINGS = 4
     try:
         return _readings_of_starts(2, [20])
     finally:
-        records.MOST_READINGS = 2000
+        record_values.MOST_READINGS = 2000
 
 
 def test_ranks_agree_beyond_the_doubling(ranks2: Ranks) -> None:

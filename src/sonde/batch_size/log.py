@@ -17,8 +17,8 @@ from sonde.batch_size.stats.reading import ENOUGH_COVERED, NoiseScaleReading
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, SolvedWindow, WindowRow
 from sonde.probe import Metric, ReportSection
-from sonde.record_values import json_number
-from sonde.records import METRIC_NAME, RunLog, logger, spacing
+from sonde.record_values import json_number, spacing
+from sonde.records import METRIC_NAME, RunLog, logger
 from sonde.wording import percent
 
 METRICS: dict[str, Metric] = {

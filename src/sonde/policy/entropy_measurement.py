@@ -35,8 +35,8 @@ from sonde.policy.stats.entropy_gradient import (
     weighted_entropy_rate,
 )
 from sonde.policy.stats.finite_step import Scores, change_by_finite_step
+from sonde.policy.stats.forecast_point import surprise_sd
 from sonde.policy.stats.importance import fixed_prefix_change, importance_sampled_change, resampled_change
-from sonde.policy.stats.near_uniform import surprise_sd
 
 
 class EntropyMeasurement:

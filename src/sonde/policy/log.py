@@ -9,8 +9,7 @@ from sonde.policy.policy_entropy import PolicyEntropyProbe
 from sonde.policy.prompt_noise import PromptNoiseProbe
 from sonde.policy.stats.attribution import Causes
 from sonde.policy.stats.entropy_forecast import EntropyForecast
-from sonde.policy.stats.forecast_point import Point, forecast_point
-from sonde.policy.stats.importance import Per
+from sonde.policy.stats.forecast_point import Per, Point, forecast_point
 from sonde.policy.stats.policy_alerts import PolicyAlerts
 from sonde.record_values import json_number, metric_values, step_number
 from sonde.records import LogOrPlaces, log_of, logger

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sonde.policy.stats.attribution import doubt_of_parts
-from sonde.policy.stats.forecast_point import Point, forecast_point
-from sonde.policy.stats.importance import Per
+from sonde.policy.stats.forecast_point import Per, Point, forecast_point
 from sonde.runs.json_values import as_count, as_list, as_mapping, as_number, as_numbers, as_time
 
 

@@ -9,8 +9,6 @@ from typing import Annotated, Self
 
 from tyro.conf import arg
 
-from sonde.options import options_from, read_yaml
-
 COMPLETIONS = 8
 """Completions of each prompt."""
 _N_PROMPTS = 100  # sums of two digits
@@ -52,6 +50,8 @@ class EntropyDemoOptions:
             FileNotFoundError: if there is no such file.
             ValueError: if it is not a mapping of options to allowed values.
         """
+        from sonde.options import options_from, read_yaml  # here: it imports torch, which `sonde report` does not need
+
         return options_from(cls, read_yaml(path, "steps: 100"), path, without=("config",))
 
     def check(self) -> None:

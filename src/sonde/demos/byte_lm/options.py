@@ -9,8 +9,6 @@ from typing import Annotated, Literal, Self
 
 from tyro.conf import arg
 
-from sonde.options import options_from, read_yaml
-
 BATCH_PER_RANK = 16
 """Sequences per rank and optimizer step without `--batch`."""
 
@@ -60,6 +58,8 @@ class DemoOptions:
             FileNotFoundError: when there is no such file.
             ValueError: when the file is not a mapping of options to valid values.
         """
+        from sonde.options import options_from, read_yaml  # here: it imports torch, which `sonde report` does not need
+
         return options_from(cls, read_yaml(path, "steps: 100"), path, without=("config",))
 
 

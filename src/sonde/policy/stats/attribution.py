@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # a report needs `doubt_of_parts` where torch is not installed
+    from torch import Tensor
 
-from sonde.policy.stats.entropy_change import EntropyChange
-from sonde.policy.stats.entropy_gradient import Coefficients, Responses
+    from sonde.policy.stats.entropy_change import EntropyChange
+    from sonde.policy.stats.entropy_gradient import Coefficients, Responses
 
 T = TypeVar("T")
 
@@ -175,7 +175,9 @@ def _explained(prompts: tuple[Cause, ...] | None, batch: float | None) -> float 
 
 def credit_by_sign(credit: Tensor) -> list[Coefficients]:
     """Coefficients of Σ credit·s over tokens of positive, and of negative credit; [responses, tokens] each."""
-    zero = torch.zeros_like(credit)
+    from sonde.policy.stats.entropy_gradient import Coefficients
+
+    zero = credit.new_zeros(credit.shape)
     return [Coefficients(zero, credit.clamp(min=0.0)), Coefficients(zero, credit.clamp(max=0.0))]
 
 

@@ -21,7 +21,7 @@ from sonde.policy.stats.entropy_gradient import (
     token_and_prefix_weights,
     weighted_sums,
 )
-from sonde.policy.stats.importance import Per
+from sonde.policy.stats.forecast_point import Per
 from sonde.policy.stats.sequence_entropy import (
     DependsOn,
     SequenceWeights,

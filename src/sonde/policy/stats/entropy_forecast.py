@@ -14,18 +14,21 @@ from sonde.policy.stats.coefficient_to_hold import CoefficientToHold
 from sonde.policy.stats.entropy_change import EntropyChange, EntropyObjective, Objective
 from sonde.policy.stats.entropy_gradient import Responses, weighted_entropy_rate
 from sonde.policy.stats.finite_step import FiniteStep
+from sonde.policy.stats.forecast_point import (
+    LEAST_SUPPORT,
+    LINEAR_BETWEEN,
+    TOO_LARGE,
+    is_near_uniform,
+    surprise_sd,
+)
 from sonde.policy.stats.importance import MeasuredChange
-from sonde.policy.stats.near_uniform import is_near_uniform, surprise_sd
 from sonde.policy.stats.own_policy import OwnPolicyTest, why_not_own
-from sonde.policy.stats.prefix_weights import LEAST_SUPPORT, Support
+from sonde.policy.stats.prefix_weights import Support
 from sonde.stats.intervals import LEVEL
 from sonde.wording import percent
 
 Update = Literal["step", "gradient"]
 
-LINEAR_BETWEEN = (0.8, 1.25)
-"""Range of first-order over true change on fixed prefixes. Outside it, the step is too large to be linear."""
-TOO_LARGE = "not to be trusted: the step is too large"
 UNIFORM_MOVES_FAR = "not to be trusted: the policy is almost uniform, and the step takes it too far"
 NEAR_UNIFORM = "not to be trusted: the policy is almost uniform, where the entropy has no slope"
 _NO_CHANGE = 1e-6

@@ -1,15 +1,32 @@
-"""One optimizer step of a run: the forecast of the entropy's change, and the measured truth beside it."""
+"""One optimizer step of a run: the forecast of the entropy's change, the truth beside it, and when to trust it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-from sonde.policy.stats.entropy_forecast import TOO_LARGE
-from sonde.policy.stats.importance import Per
-from sonde.policy.stats.near_uniform import is_near_uniform
 from sonde.policy.stats.own_policy import OwnPolicyTest
+
+if TYPE_CHECKING:  # a report needs this file where torch is not installed
+    from torch import Tensor
+
+    from sonde.policy.stats.entropy_gradient import Responses
+
+Per = Literal["token", "response"]
+
+LINEAR_BETWEEN = (0.8, 1.25)
+"""Range of first-order over true change on fixed prefixes. Outside it, the step is too large to be linear."""
+TOO_LARGE = "not to be trusted: the step is too large"
+"""The beginning of a reason."""
+LEAST_SUPPORT = 0.2
+"""Effective sample size over the number of responses that reach a position. Below it, the position has no support."""
+MOST_UNSUPPORTED = 0.5
+"""Largest part of the entropy that positions without support may carry."""
+_NEAR_UNIFORM = 0.1
+"""Scatter of the surprise over the entropy. Below it, the entropy is within 5 % of the logarithm of the vocabulary, for
+a vocabulary of 10 to 10⁵ tokens."""
 
 Z = 1.959964
 """Standard errors from the centre of a normal distribution to the end of its 95 % interval."""
@@ -125,3 +142,28 @@ def forecast_point(
         own_policy=None if z is None or departure is None else OwnPolicyTest(z, departure),
         rounded_away=metric("rounded_away"),
     )
+
+
+def surprise_sd(log_prob: Tensor, entropy: Tensor, responses: Responses) -> float:
+    """Root mean square of −s_k − H_k over tokens, in nats: how far a token's surprise is from the entropy.
+
+    It is 0 if the policy is uniform over the tokens that it may sample: then all of them have the log-probability −H.
+    To first order, a change of logits by δ changes the entropy by −Cov(δ, log p), which is then 0 for every δ.
+
+    Args:
+        log_prob: s_k in nats, [responses, tokens].
+        entropy: H_k in nats, [responses, tokens].
+        responses: which tokens count.
+    """
+    s, h = responses.tokens("log_prob", log_prob), responses.tokens("entropy", entropy)
+    return float(((s + h).square().sum() / responses.length.sum()).sqrt())
+
+
+def is_near_uniform(entropy: float | None, scatter: float | None) -> bool:
+    """Whether the policy is almost uniform; False if a number is unknown.
+
+    Args:
+        entropy: in nats a token.
+        scatter: `surprise_sd`, in nats. A policy that is certain of each token has a small scatter too, and no entropy.
+    """
+    return entropy is not None and scatter is not None and scatter < _NEAR_UNIFORM * entropy

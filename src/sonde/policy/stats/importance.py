@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from sonde.policy.stats.entropy_gradient import Responses, token_and_prefix_weights, weighted_sums
+from sonde.policy.stats.forecast_point import Per
 from sonde.policy.stats.prefix_weights import CLIPPED_AT, Weighting, weights_from
 from sonde.policy.stats.ratios import WeightedSums, rate_change
 
-Per = Literal["token", "response"]
 LEAST_ESS_FRACTION = 0.5
 """Smallest effective sample size over the number of responses. Below it, they do not represent the responses of θ⁺."""
 _UNSEEN_JUMPS = 1.0

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from sonde.policy.stats.entropy_gradient import Responses
 from sonde.wording import percent
+
+if TYPE_CHECKING:  # a report needs this file where torch is not installed
+    from torch import Tensor
+
+    from sonde.policy.stats.entropy_gradient import Responses
 
 _CERTAIN_FROM = 5.0
 """Standard errors from which responses are not the policy's own. The test is repeated at every forecast."""

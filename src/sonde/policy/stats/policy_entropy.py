@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sonde.policy.stats.entropy_gradient import Responses, covariance, standard_error
-from sonde.policy.stats.near_uniform import surprise_sd
+from sonde.policy.stats.forecast_point import surprise_sd
 from sonde.stats.intervals import student_t_quantile
 
 QUANTILES = (5, 25, 50, 75, 95)

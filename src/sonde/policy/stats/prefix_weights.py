@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 
 from sonde.policy.stats.entropy_gradient import Responses
+from sonde.policy.stats.forecast_point import LEAST_SUPPORT, MOST_UNSUPPORTED
 
 Weighting = Literal["snis", "clip"]
 CLIPPED_AT = 10.0
 """Largest weight with "clip", as a multiple of the mean weight."""
-LEAST_SUPPORT = 0.2
-"""Effective sample size over the number of responses that reach a position. Below it, the position has no support."""
-MOST_UNSUPPORTED = 0.5
-"""Largest part of the entropy that positions without support may carry."""
 
 
 @dataclass(frozen=True)

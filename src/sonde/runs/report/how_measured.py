@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sonde.records import spacing
+from sonde.record_values import spacing
 from sonde.runs.policy_reading import PolicyReading
 from sonde.runs.reader import Run
 from sonde.runs.report.logged_interval import PROMPT_NOISE, logged_interval

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from bokeh.models import NumeralTickFormatter
 from bokeh.plotting import figure
 
-from sonde.policy.stats.entropy_forecast import LINEAR_BETWEEN
-from sonde.policy.stats.prefix_weights import LEAST_SUPPORT, MOST_UNSUPPORTED
+from sonde.policy.stats.forecast_point import LEAST_SUPPORT, LINEAR_BETWEEN, MOST_UNSUPPORTED
 from sonde.runs.policy_reading import PolicyReading
 from sonde.runs.report.curve_style import STEP, TimeAxis, add_curve, add_triangles, new_curve, restart_legend
 from sonde.runs.report.figures import (
