@@ -60,6 +60,7 @@ def test_the_records_that_sinks_receive() -> None:
         assert metrics["lr"] == pytest.approx(0.01)
         assert metrics["grad/norm"] == pytest.approx(sum(norms[part]) / len(norms[part]), rel=1e-6)
         assert metrics["grad/clip_fraction"] == sum(n > 3.0 for n in norms[part]) / len(norms[part])
+        assert metrics["grad/max_norm"] == 3.0
         assert 0 < metrics["cost/fraction"] < 1
         assert reading["pieces"]["per_window"] == 3
     assert readings[-1]["metrics"]["run/units_seen"] == 12 * 12
@@ -80,6 +81,7 @@ def test_the_logged_norm_is_that_before_a_foreign_clip() -> None:
     metrics = sink.of_kind("reading")[0]["metrics"]
     assert metrics["grad/norm"] == pytest.approx(norms[0], rel=1e-5)
     assert metrics["grad/clip_fraction"] is None  # the probe did not clip
+    assert metrics["grad/max_norm"] is None
 
 
 def test_an_exception_in_the_loop_is_the_reason_in_the_log() -> None:

@@ -45,6 +45,7 @@ METRICS: dict[str, Metric] = {
         "gradient", "norm of the rank-averaged gradient before clipping or any later scaling, mean over the interval"
     ),
     "grad/clip_fraction": Metric("fraction", "share of the windows that were clipped"),
+    "grad/max_norm": Metric("gradient", "norm above which a clip scales the gradient down, mean over the interval"),
     "cost/seconds_per_window": Metric("seconds", "host time that the probe costs, per window of training"),
     "cost/fraction": Metric("fraction", "that host time over the time between windows"),
     "cost/share": Metric("fraction", "part of the run's time that measuring takes now, over the last measured windows"),
@@ -56,7 +57,7 @@ METRICS: dict[str, Metric] = {
 
 _IN_EACH_METRIC = [name for name in METRICS if name.startswith(("gns/b_simple", "gns/grad_sq", "gns/trace_cov"))]
 """What is logged in every metric that gradients are measured in."""
-NORM, CLIP_FRACTION = "grad/norm", "grad/clip_fraction"
+NORM, CLIP_FRACTION, MAX_NORM = "grad/norm", "grad/clip_fraction", "grad/max_norm"
 """Metrics that reach the log as scalars of a window, and are averaged as the user's own."""
 
 _PATIENCE = 10
@@ -262,6 +263,7 @@ class NoiseScaleLog:
         metrics = reading.metrics() | {
             NORM: None,
             CLIP_FRACTION: None,
+            MAX_NORM: None,
             "cost/seconds_per_window": interval.seconds / interval.windows,
             "cost/fraction": interval.seconds / elapsed if elapsed > 0 else None,
             "cost/share": cost.share,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from sonde.batch_size.delivery import RATE, Delivery
-from sonde.batch_size.log import CLIP_FRACTION, NORM, KnownOfWindow, Scalars
+from sonde.batch_size.log import CLIP_FRACTION, MAX_NORM, NORM, KnownOfWindow, Scalars
 from sonde.batch_size.model_watch import ModelWatch
 from sonde.batch_size.pacing import Pacing
 from sonde.batch_size.pieces import Pieces
@@ -62,8 +62,12 @@ class WindowClip:
     def scalars(self, norm: Tensor) -> dict[str, float | Tensor]:
         """What the log gets of the clip, by metric name. The log has the norm for p = 2 alone."""
         most = math.inf if self.max_norm is None else self.max_norm
-        clipped: dict[str, float | Tensor] = {CLIP_FRACTION: norm > most}
-        return clipped | {NORM: norm} if self.order == 2.0 else clipped
+        found: dict[str, float | Tensor] = {CLIP_FRACTION: norm > most}
+        if self.order == 2.0:
+            found[NORM] = norm
+            if math.isfinite(most):
+                found[MAX_NORM] = most
+        return found
 
 
 def checked_clip(max_norm: float | None, norm_type: float, *, error_if_nonfinite: bool) -> WindowClip:
