@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, cast, get_args
 
+from sonde.batch_size.stats.reading import GroupReading
 from sonde.log.lines import LastRun, begins_header, last_run, lines_of, parse_record
-from sonde.log.sinks import RECORDS_NAME
-from sonde.record_values import SCHEMA
-from sonde.runs.contents import Contents, other_schema, refuse
-from sonde.runs.run import Alert, Header, MetricsReading, ProbeSetup, Reading, Run
-from sonde.runs.windows import WindowReading, window_reading
+from sonde.log.sinks import RECORDS_NAME, other_unit
+from sonde.probe import ReportSection
+from sonde.record_values import SCHEMA, SETUP_KINDS
+from sonde.runs.run import (
+    Alert,
+    CausesReading,
+    Header,
+    MetricsReading,
+    PolicyReading,
+    ProbeSetup,
+    PromptPart,
+    Reading,
+    Run,
+    WindowReading,
+)
+from sonde.stats.intervals import Status
+from sonde.wording import plural
 
-__all__ = [
-    "Alert",
-    "Header",
-    "MetricsReading",
-    "ProbeSetup",
-    "Reading",
-    "Run",
-    "WindowReading",
-    "find_records",
-    "read_run",
-    "read_windows",
-]
+LARGEST = 1e150
+"""Largest size of a number that sonde writes. The square of a larger number overflows."""
+NEVER_NEGATIVE = ("gns/b_simple", "gns_prompts/b_simple")
+"""Beginnings of the names of metrics that are never negative."""
+LARGEST_EXACT = 2**53
+"""Larger whole numbers are not all exact as floats."""
 
 _ADVICE = "give a folder that sonde wrote"
+_STATUSES = get_args(Status)
 
 
 def read_run(path: str | Path) -> Run:
@@ -46,9 +57,12 @@ def read_run(path: str | Path) -> Run:
     """
     file = find_records(path)
     last = last_run(file, advice=_ADVICE)
-    contents, torn = Contents(file), list[str]()
+    contents, torn = _Contents(file), list[str]()
     for number, record in _records(file, last, torn, unwanted=b'{"kind":"window"'):
-        contents.add(record, number)
+        try:
+            contents.add(record, number)
+        except (KeyError, TypeError, OverflowError, AttributeError) as error:
+            _refuse(file, number, error)
     return contents.run("; ".join(torn) or None, earlier_runs=last.runs_before)
 
 
@@ -85,12 +99,37 @@ def read_windows(path: str | Path) -> Iterator[WindowReading]:
         try:
             if record["kind"] == "header":
                 segment += 1
-                if record["schema"] != SCHEMA:
-                    raise ValueError(other_schema(file, record["schema"]))
+                _check_schema(file, record)
             elif record["kind"] == "window":
-                yield window_reading(record, segment)
+                groups = {name: _numbers(group) for name, group in _mapping(record["groups"]).items()}
+                yield WindowReading(segment, *_when(record), _numbers(record["metrics"]), groups)
         except (KeyError, TypeError, OverflowError, AttributeError) as error:
-            refuse(file, number, error)
+            _refuse(file, number, error)
+
+
+def find_records(path: str | Path) -> Path:
+    """The log file of a run.
+
+    Args:
+        path: the run's folder, or the `.jsonl` file itself.
+
+    Raises:
+        FileNotFoundError: when there is no such folder or no log in it.
+        ValueError: when it is a file of another kind.
+    """
+    path = Path(path)
+    if path.is_dir():
+        file = path / RECORDS_NAME
+        if not file.is_file():
+            runs = sorted(each.parent.name for each in path.glob(f"*/{RECORDS_NAME}"))
+            one = f", such as {path / runs[0]}: it holds {plural(len(runs), 'run')}" if runs else ""
+            raise FileNotFoundError(f"no {RECORDS_NAME} in the folder {path}: give the folder a run was logged to{one}")
+        return file
+    if not path.exists():
+        raise FileNotFoundError(f"no run at {path}: give the folder a run was logged to, or its {RECORDS_NAME}")
+    if path.suffix != ".jsonl":
+        raise ValueError(f"expected a run's folder or its {RECORDS_NAME}, got the file {path}: give the run's folder")
+    return path
 
 
 def _records(file: Path, last: LastRun, torn: list[str], *, unwanted: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -132,24 +171,296 @@ def _torn_within(file: Path, torn: tuple[int, bytes], following: bytes) -> str:
     )
 
 
-def find_records(path: str | Path) -> Path:
-    """The log file of a run.
+def _refuse(file: Path, line: int, error: Exception) -> NoReturn:
+    found = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+    raise ValueError(
+        f"line {line} of {file} is not a record of schema {SCHEMA}: {found}. Was it written by another program?"
+    ) from error
+
+
+def _check_schema(file: Path, header: Mapping[str, Any]) -> None:
+    if header["schema"] != SCHEMA:
+        raise ValueError(
+            f"{file} was written with record schema {header['schema']!r}, expected {SCHEMA}: read it with the version "
+            "of sonde that wrote it"
+        )
+
+
+class _Contents:
+    """Collects the records of one log in the order in which they were written.
 
     Args:
-        path: the run's folder, or the `.jsonl` file itself.
-
-    Raises:
-        FileNotFoundError: when there is no such folder or no log in it.
-        ValueError: when it is a file of another kind.
+        file: the log, for messages.
     """
-    path = Path(path)
-    if path.is_dir():
-        file = path / RECORDS_NAME
-        if not file.is_file():
-            raise FileNotFoundError(f"no {RECORDS_NAME} in the folder {path}: give the folder a run was logged to")
-        return file
-    if not path.exists():
-        raise FileNotFoundError(f"no run at {path}: give the folder a run was logged to, or its {RECORDS_NAME}")
-    if path.suffix != ".jsonl":
-        raise ValueError(f"expected a run's folder or its {RECORDS_NAME}, got the file {path}: give the run's folder")
-    return path
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._units: dict[str, str] = {}
+        self._headers: list[Header] = []
+        self._readings: list[Reading] = []
+        self._policy: list[PolicyReading] = []
+        self._own: list[MetricsReading] = []
+        self._alerts: list[Alert] = []
+        self._ended: str | None = None
+        self._declared: set[str] = set()
+        """Names of the metrics that sonde wrote, of all starts."""
+
+    def add(self, record: Mapping[str, Any], line: int) -> None:
+        """Add a record as it was written; one of a kind that this version does not know is skipped.
+
+        Raises:
+            KeyError: when something is missing.
+            TypeError: when something is of another kind than the schema says.
+            ValueError: for another schema, another unit, or a number that cannot be.
+        """
+        segment = len(self._headers) - 1
+        match record["kind"]:
+            case "header":
+                self._add_header(record)
+            case "probe":
+                header = self._headers[-1]
+                self._headers[-1] = replace(header, probes=(*header.probes, self._probe(record)))
+            case "reading":
+                self._add_reading(record, segment, line)
+            case "details" if self._readings:  # the groups of the last reading, which was written without them
+                last = self._readings[-1]
+                self._readings[-1] = replace(last, groups=_groups(record), groups_window=last.window)
+            case "policy":
+                self._policy.append(_policy_reading(record, segment))
+                self._check_own_numbers(self._policy[-1].metrics, line)
+            case "metrics":
+                self._own.append(MetricsReading(segment, *_when(record), _metrics(record)))
+            case "alert":
+                self._alerts.append(
+                    Alert(segment, _count(record["window"]), str(record["name"]), str(record["message"]))
+                )
+            case "end":
+                self._ended = str(record["reason"])
+
+    def _add_header(self, record: Mapping[str, Any]) -> None:
+        _check_schema(self._file, record)
+        versions, metadata = _mapping(record["versions"]), _mapping(record["metadata"])
+        probes = (self._probe(record),)
+        self._headers.append(Header(_time(record["time"]), str(record["run"]), versions, metadata, probes))
+        self._ended = None
+
+    def _probe(self, record: Mapping[str, Any]) -> ProbeSetup:
+        probe = ProbeSetup(
+            writes=str(record["writes"]),
+            unit=str(record["unit"]),
+            setup=_setup(record["setup"]),
+            metrics=_descriptions(record["metrics"]),
+            sections=tuple(_section(_mapping(section)) for section in _list(record.get("sections", []))),
+        )
+        if (other := other_unit(self._units, probe.writes, probe.unit)) is not None:
+            raise ValueError(
+                f"{self._file} holds runs measured in {other!r} and in {probe.unit!r}, "
+                "expected one unit: log each run to its own folder"
+            )
+        self._units[probe.writes] = probe.unit
+        self._declared |= probe.metrics.keys()
+        return probe
+
+    def _add_reading(self, record: Mapping[str, Any], segment: int, line: int) -> None:
+        metrics = _metrics(record)
+        window, time = _when(record)
+        self._check_own_numbers(metrics, line)
+        last = self._readings[-1] if self._readings else None
+        groups: Mapping[str, GroupReading] = {}
+        groups_window = 0
+        if "groups" in record:
+            groups, groups_window = _groups(record), window
+        elif last is not None and last.segment == segment:  # those that this start wrote last
+            groups, groups_window = last.groups, last.groups_window
+        pieces = _mapping(record["pieces"])
+        if pieces.get("per_window") is not None:
+            _check(_count, pieces["per_window"], "for the pieces of a window")
+        reading = Reading(
+            segment=segment,
+            window=window,
+            time=time,
+            status=_status(record["status"]),
+            reason=str(record["reason"]),
+            advice=str(record["advice"]),
+            metrics=metrics,
+            groups=groups,
+            groups_window=groups_window,
+            dropped={reason: _count(n) for reason, n in _mapping(record["dropped"]).items()},
+            alerts=_texts(record["alerts"]),
+            pieces=pieces,
+        )
+        self._readings.append(reading)
+
+    def _check_own_numbers(self, metrics: Mapping[str, float | None], line: int) -> None:
+        """Refuse a number of sonde's own that cannot be."""
+        for name, value in metrics.items():
+            if value is None or name not in self._declared:
+                continue
+            is_negative = value < 0 and name.startswith(NEVER_NEGATIVE)
+            if abs(value) > LARGEST or is_negative:
+                expected = f"at most {LARGEST:g} in size" if abs(value) > LARGEST else "0 or more"
+                raise ValueError(
+                    f"line {line} of {self._file} holds {name} = {value:g}, expected {expected}: "
+                    "sonde writes no such number; was the log edited, or written by another program?"
+                )
+
+    def run(self, torn: str | None, *, earlier_runs: int) -> Run:
+        """Everything that was collected.
+
+        Raises:
+            ValueError: when there is no whole header.
+        """
+        if not self._headers:
+            raise ValueError(f"{self._file} holds no whole record yet: its header was cut off; start the run again")
+        return Run(
+            self._file,
+            tuple(self._headers),
+            tuple(self._readings),
+            tuple(self._policy),
+            tuple(self._own),
+            tuple(self._alerts),
+            self._ended,
+            torn,
+            earlier_runs,
+        )
+
+
+def _policy_reading(record: Mapping[str, Any], segment: int) -> PolicyReading:
+    window, time = _when(record)
+    causes = None
+    if record["causes"] is not None:
+        of = _mapping(record["causes"])
+        names = ("momentum", "batch", "decay", "explained", "cosine")
+        momentum, batch, decay, explained, cosine = (_number(of[name]) for name in names)
+        causes = CausesReading(momentum, batch, decay, explained, cosine, _parts(of["prompts"]))
+    return PolicyReading(
+        segment=segment,
+        window=window,
+        time=time,
+        metrics=_metrics(record),
+        reason=str(record["reason"]),
+        per="response" if record["per"] == "response" else "token",
+        shares=_parts(record["shares"]),
+        causes=causes,
+        alerts=_texts(record["alerts"]),
+    )
+
+
+def _parts(value: object) -> tuple[PromptPart, ...]:
+    return tuple(_part(_mapping(each)) for each in _list(value))
+
+
+def _part(value: Mapping[str, Any]) -> PromptPart:
+    parts = {name: _number(each) for name, each in value.items() if name not in ("prompt", "change")}
+    return PromptPart(str(value["prompt"]), _number(value["change"]), parts)
+
+
+def _section(section: Mapping[str, Any]) -> ReportSection:
+    names = tuple(str(name) for name in _list(section["metrics"]))
+    return ReportSection(str(section["title"]), str(section["text"]), names)
+
+
+def _when(record: Mapping[str, Any]) -> tuple[int, float]:
+    return _count(record["window"]), _time(record["time"])
+
+
+def _metrics(record: Mapping[str, Any]) -> dict[str, float | None]:
+    """Numbers by name. Each line brings the same names: interned, they are held once."""
+    return {sys.intern(name): value for name, value in _numbers(record["metrics"]).items()}
+
+
+def _groups(record: Mapping[str, Any]) -> dict[str, GroupReading]:
+    return {name: _group(_mapping(group)) for name, group in _mapping(record["groups"]).items()}
+
+
+def _group(group: Mapping[str, Any]) -> GroupReading:
+    status = _status(group["status"])
+    high = math.inf if status == "lower_bound" else _number(group["high"])
+    b_simple, low, grad_sq, trace_cov = (_number(group[key]) for key in ("b_simple", "low", "grad_sq", "trace_cov"))
+    return GroupReading(status, b_simple, low, high, grad_sq, trace_cov)
+
+
+# Values of a record. Each raises a TypeError for a value of another kind.
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{value!r:.40} where an object is expected")
+    return value
+
+
+def _list(value: object) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r:.40} where an array is expected")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.40} where a text is expected")
+    return value
+
+
+def _texts(value: object) -> dict[str, str]:
+    return {name: str(text) for name, text in _mapping(value).items()}
+
+
+def _count(value: object) -> int:
+    """A whole number from 0 up that is exact as a float too, as a figure draws it."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < LARGEST_EXACT:
+        raise TypeError(f"{value!r:.40} where a count is expected")
+    return value
+
+
+def _number(value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise TypeError(f"{value!r:.40} where a finite number or null is expected")
+    return float(value)
+
+
+def _numbers(value: object) -> dict[str, float | None]:
+    return {name: _number(each) for name, each in _mapping(value).items()}
+
+
+def _time(value: object) -> float:
+    """Seconds since 1970, before the year 9999."""
+    seconds = _number(value)
+    if seconds is None or not 0 <= seconds < 250e9:
+        raise TypeError(f"{value!r:.40} where a time is expected")
+    return seconds
+
+
+def _status(status: object) -> Status:
+    if status not in _STATUSES:
+        raise TypeError(f"the status {status!r:.40}, which is none of {', '.join(_STATUSES)}")
+    return cast(Status, status)
+
+
+_OF_KIND: dict[type, Callable[[object], object]] = {int: _count, float: _number, list: _list}
+
+
+def _setup(value: object) -> Mapping[str, Any]:
+    """How a probe measured. A report computes with some of it, and shows the rest as it is."""
+    setup = _mapping(value)
+    for name, kind in SETUP_KINDS.items():
+        if setup.get(name) is not None:
+            _check(_OF_KIND[kind], setup[name], f"for {name!r} in its set-up")
+    return setup
+
+
+def _descriptions(value: object) -> Mapping[str, Mapping[str, str]]:
+    """The unit and the meaning of each metric."""
+    described = _mapping(value)
+    for name, metric in described.items():
+        for key in ("unit", "meaning"):
+            _check(_text, _mapping(metric).get(key), f"for the {key} of the metric {name!r:.60}")
+    return described
+
+
+def _check(of_kind: Callable[[object], object], value: object, what_for: str) -> None:
+    try:
+        of_kind(value)
+    except TypeError as error:
+        raise TypeError(f"{error}, {what_for}") from None

@@ -10,10 +10,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from sonde.batch_size.stats.critical_batch import as_weighed
 from sonde.batch_size.stats.reading import GroupReading
+from sonde.policy.stats.attribution import doubt_of_parts
+from sonde.policy.stats.forecast_point import Per, Point, forecast_point
 from sonde.probe import ReportSection
-from sonde.runs.policy_reading import PolicyReading, PromptEffect, prompt_effects
-from sonde.stats.intervals import Status
+from sonde.stats.intervals import RatioInterval, Status
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,135 @@ class Reading:
 
 
 @dataclass(frozen=True)
+class WindowReading:
+    """One window, solved on its own. Windows that were dropped are not in a log.
+
+    Attributes:
+        segment: index of the start of the run it belongs to.
+        window: number of the optimizer step, from 1.
+        time: its end, in seconds since 1970.
+        metrics: by name; "gns/trace_cov" and "gns/grad_sq" among them, None where a number is not known.
+        groups: the same by group of parameters: "trace_cov" and "grad_sq".
+    """
+
+    segment: int
+    window: int
+    time: float
+    metrics: Mapping[str, float | None]
+    groups: Mapping[str, Mapping[str, float | None]]
+
+
+@dataclass(frozen=True)
+class PromptPart:
+    """One prompt's part of a change of entropy.
+
+    Attributes:
+        prompt: its text, or its number in words.
+        change: in nats; None where it is not known.
+        parts: the change by its source, in nats: "sharpening" and "drift" for an evaluation prompt, "from_rewarded"
+            and "from_penalised" for a prompt that was learned from; None where a part is not known.
+    """
+
+    prompt: str
+    change: float | None
+    parts: Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class CausesReading:
+    """Where a step's change of entropy comes from.
+
+    Attributes:
+        momentum: the part of earlier batches, in nats; None where it is not known, as for the next three.
+        batch: the part of this batch, in nats.
+        decay: the part of weight decay, in nats.
+        explained: the sum of the prompts' parts over the part of the batch.
+        cosine: cosine similarity of the loss's gradient and that of advantage × log-probability.
+        prompts: the prompts of the batch with their parts.
+    """
+
+    momentum: float | None
+    batch: float | None
+    decay: float | None
+    explained: float | None
+    cosine: float | None
+    prompts: tuple[PromptPart, ...]
+
+    @property
+    def doubt(self) -> str:
+        """Why the prompts' parts are not to be trusted; empty if they are."""
+        parts = [part.change or 0.0 for part in self.prompts]
+        return doubt_of_parts(self.batch, self.explained, parts, cosine=self.cosine)
+
+
+@dataclass(frozen=True)
+class PolicyReading:
+    """The measurements of a policy around an optimizer step.
+
+    Attributes:
+        segment: index into `Run.headers` of the start it belongs to.
+        window: the optimizer step, from 0 up, as it was passed to `PolicyLog.measured`.
+        time: seconds since 1970.
+        metrics: a number for each name, None where it is not known.
+        reason: why the forecast is unknown or not to be trusted; empty when it is.
+        per: the unit of the forecast, "token" or "response".
+        shares: evaluation prompts with their parts of the forecast.
+        causes: where the change comes from; None if it was not asked for.
+        alerts: a message for each check that failed, by its name.
+    """
+
+    segment: int
+    window: int
+    time: float
+    metrics: Mapping[str, float | None]
+    reason: str
+    per: Per
+    shares: tuple[PromptPart, ...]
+    causes: CausesReading | None
+    alerts: Mapping[str, str]
+
+    @property
+    def point(self) -> Point:
+        """The forecast beside its truth."""
+        return forecast_point(self.window, self.metrics, self.per, self.reason, self.segment)
+
+
+@dataclass
+class PromptEffect:
+    """The effect of learning from one prompt on the entropy, summed over steps.
+
+    Attributes:
+        change: in nats.
+        from_rewarded: the part of tokens that were rewarded.
+        from_penalised: the part of tokens that were penalised.
+        n_steps: optimizer steps that learned from the prompt.
+    """
+
+    change: float = 0.0
+    from_rewarded: float = 0.0
+    from_penalised: float = 0.0
+    n_steps: int = 0
+
+
+def prompt_effects(readings: Iterable[PolicyReading]) -> dict[str, PromptEffect]:
+    """The effect of learning from each prompt on the entropy, by the prompt's text.
+
+    Summed over the measured steps whose prompts' parts are to be trusted.
+    """
+    effects: dict[str, PromptEffect] = {}
+    for reading in readings:
+        if reading.causes is None or reading.causes.doubt:
+            continue
+        for part in reading.causes.prompts:
+            effect = effects.setdefault(part.prompt, PromptEffect())
+            effect.change += part.change or 0.0
+            effect.from_rewarded += part.parts.get("from_rewarded") or 0.0
+            effect.from_penalised += part.parts.get("from_penalised") or 0.0
+            effect.n_steps += 1
+    return effects
+
+
+@dataclass(frozen=True)
 class MetricsReading:
     """Metrics of a probe of the user's own.
 
@@ -121,14 +252,15 @@ class MetricsReading:
         window: the optimizer step, from 0 up, as it was passed to `RunLog.measure`.
         time: seconds since 1970.
         metrics: a number per name, None where it is not known.
-        alerts: always empty; the user's own probes have no alerts.
     """
 
     segment: int
     window: int
     time: float
     metrics: Mapping[str, float | None]
-    alerts: Mapping[str, str]
+
+
+AnyReading = Reading | PolicyReading | MetricsReading
 
 
 @dataclass(frozen=True)
@@ -201,9 +333,9 @@ class Run:
         return not self.readings and not self.policy and not self.own
 
     @property
-    def last(self) -> Reading | PolicyReading | MetricsReading:
+    def last(self) -> AnyReading:
         """The last reading of any kind, of a run that has one."""
-        kinds: list[Sequence[Reading | PolicyReading | MetricsReading]] = [self.readings, self.policy, self.own]
+        kinds: list[Sequence[AnyReading]] = [self.readings, self.policy, self.own]
         return max((kind[-1] for kind in kinds if kind), key=lambda reading: reading.time)
 
     @property
@@ -221,8 +353,7 @@ class Run:
     def _first_windows(self) -> dict[int, int]:
         """The lowest window that each start wrote something of."""
         first: dict[int, int] = {}
-        written: Iterable[Reading | PolicyReading | MetricsReading | Alert]
-        written = chain(self.readings, self.policy, self.own, self.alerts)
+        written: Iterable[AnyReading | Alert] = chain(self.readings, self.policy, self.own, self.alerts)
         for each in written:
             first[each.segment] = min(first.get(each.segment, each.window), each.window)
         return first
@@ -251,6 +382,36 @@ class Run:
         Returns:
             Windows and values, of equal length; both empty for a metric that was never known.
         """
-        readings: list[Reading | PolicyReading | MetricsReading] = [*self.readings, *self.policy, *self.own]
+        readings: list[AnyReading] = [*self.readings, *self.policy, *self.own]
         known = [(r.window, value) for r in readings if (value := r.metrics.get(metric)) is not None]
         return [window for window, _ in known], [value for _, value in known]
+
+
+PROMPT_NOISE = "gns_prompts/b_simple"
+"""The metric with the noise scale in prompts."""
+
+
+def logged_interval(metrics: Mapping[str, float | None], name: str) -> RatioInterval:
+    """The interval of a noise scale whose estimate is the metric `name` and whose ends are `name` + "_low", "_high".
+
+    A log holds no infinity: the unknown end of a bound is None. The estimate is None unless both ends are known.
+
+    Example:
+        >>> metrics = {"gns_prompts/b_simple": None, "gns_prompts/b_simple_low": 0.0, "gns_prompts/b_simple_high": 12.0}
+        >>> logged_interval(metrics, "gns_prompts/b_simple").status
+        'upper_bound'
+    """
+    low, high = (metrics.get(f"{name}_{end}") for end in ("low", "high"))
+    if low is None:
+        return RatioInterval("unresolved", None, None)
+    if metrics.get(name) is not None:
+        return RatioInterval("resolved", low, high)
+    if high is None:
+        return RatioInterval("lower_bound", low, math.inf)
+    return RatioInterval("upper_bound", low, high)
+
+
+def logged_batch(metrics: Mapping[str, float | None], unit: str) -> tuple[float | None, str]:
+    """The batch size as the noise scale counts it, and the name of what it counts; see `as_weighed`."""
+    batch = metrics.get("gns/units_per_window")
+    return as_weighed(batch, metrics.get("gns/effective_units"), unit) if batch else (None, unit)

@@ -1,192 +1,389 @@
-"""The figures over the course of a run: noise scale, its two parts, gradient norm with clipping, logged values."""
+"""Curves over a run. A `Panel` is one row of a table: it says what is drawn in one figure, and `draw_panels` draws it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby, pairwise
+from statistics import median
+from typing import Any, Literal
 
-from bokeh.models import NumeralTickFormatter
+import numpy as np
+from bokeh.models import ColumnDataSource, NumeralTickFormatter, Range1d
+from bokeh.models.glyphs import Line, Patches, Scatter, VSpan
 from bokeh.plotting import figure
+from numpy.typing import NDArray
 
-from sonde.runs.reader import Reading
-from sonde.runs.report.curve_style import (
-    WINDOW,
-    TimeAxis,
-    add_bands,
-    add_curve,
-    add_triangles,
-    new_curve,
-    restart_legend,
-)
 from sonde.runs.report.figures import (
-    BLUE,
-    GREEN,
     GREY,
-    INK,
     ORANGE,
     LegendEntry,
+    Mark,
     Plot,
     Scale,
     add_hover,
     add_line_at,
-    noise_scale_axis,
+    draw,
+    evenly,
+    new_figure,
+    reachable,
     scale_for,
 )
-from sonde.runs.report.logged_interval import logged_batch
-from sonde.runs.report.pixels import is_thinned
-from sonde.runs.report.timeline import R, Timeline
-from sonde.wording import estimate, number, shorten
+from sonde.runs.run import AnyReading
+from sonde.wording import count, number
+
+PIXELS = 800
+"""The plotting area of the report is at most this wide. A curve of more values shows the lowest and the highest of each
+pixel, so that no peak is lost."""
+_MAX_BREAKS = 100
+"""So many breaks are drawn even where they are narrow."""
+_MAX_TRIANGLES = 40
+_MAX_RESTARTS = 100
+"""Lines at more restarts would hide the curves."""
+
+Column = str | Callable[[Any], float | None]
+"""A metric's name, or a function of a reading."""
 
 
-def noise_scale_curve(line: Timeline[Reading], axis: TimeAxis) -> Plot | str:
-    """B_simple with its interval on a log axis, and the batch size across it.
+@dataclass(frozen=True)
+class Curve:
+    """One thing that is drawn over a run, and its line in the legend.
 
-    If only a bound is known, the band is hatched and open to the top or to the bottom. If nothing is known, there is a
-    gap. A dotted curve shows the average over the run.
+    Attributes:
+        mark: "line", "dashed" or "dotted" for a line that breaks where its value is not known; "band" or "hatched" for
+            the area between `value` and `top`; "up" or "down" for triangles.
+        color: of the mark.
+        text: what the mark means.
+        value: a number of each reading, None where it is not known.
+        top: upper end of a band.
+        alpha: how strongly a band is filled.
+        stretches: whether the axis has to show it.
     """
-    low = line.metric("gns/b_simple_low")
-    batch = line.column(lambda r: logged_batch(r.metrics, line.unit)[0])
-    if all(map(math.isnan, low)):
-        return "No reading has an estimate or a lower bound of the noise scale yet: measure more windows."
-    resolved = line.column(lambda r: r.metrics.get("gns/b_simple") if r.status == "resolved" else None)
-    bound = line.column(lambda r: r.metrics.get("gns/b_simple_low") if r.status == "lower_bound" else None)
-    upper = line.column(lambda r: r.high if r.status == "upper_bound" else None)
-    drawn = [next((v for v in row if not math.isnan(v)), math.nan) for row in zip(resolved, bound, upper, strict=True)]
-    average = line.metric("gns/b_simple_average")
 
-    high = line.column(lambda r: r.high)
-    shown = [v for v in [*drawn, *batch, *average] if v > 0]
-    y = noise_scale_axis([*shown, *(v for v in low if v > 0), 2 * max(shown, default=1.0)], high)
-    fig = new_curve(line, axis, y, y_label=f"Noise scale ({line.unit})", height=380)
-    add_bands(fig, line.x, [v if r >= 0 else math.nan for v, r in zip(low, resolved, strict=True)], high, y,
-               fill_color=BLUE, fill_alpha=0.16)  # fmt: skip
-    for bottom, top in ((bound, high), ([math.nan if math.isnan(v) else y.start for v in upper], upper)):
-        add_bands(fig, line.x, bottom, top, y, by_majority=True, fill_color=GREY, fill_alpha=0.10,
-                   hatch_pattern="/", hatch_color=GREY, hatch_alpha=0.2, hatch_scale=10)  # fmt: skip
-    _add_batch_size(fig, line, [y.clamp(b) for b in batch])
-    add_curve(fig, line.x, [y.clamp(v) for v in average], INK, dash="dotted")
-    add_curve(fig, line.x, [y.clamp(v) for v in resolved], BLUE)
-    add_triangles(fig, line.x, [y.clamp(v) for v in bound], "triangle", GREY)
-    add_triangles(fig, line.x, [y.clamp(v) for v in upper], "inverted_triangle", GREY)
-    columns = {
-        "x": line.x,
-        "y": [y.clamp(v) for v in drawn],
-        "window": line.windows,
-        "seen": line.metric("run/units_seen"),
-        "batch": batch,
-        "known": line.texts(_known),
-        "average": line.texts(lambda r: number(r.metrics.get("gns/b_simple_average"))),
-    }
-    rows = [("noise scale now", "@known"), ("average over the run", "@average")]
-    rows += [("batch size", "@batch{0,0.[0]}"), WINDOW, ("units seen", "@seen{0,0}")]
-    add_hover(fig, columns, rows)
-    return Plot((fig,), (*_noise_scale_legend(line), *restart_legend(line)))
+    mark: Mark
+    color: str
+    text: str
+    value: Column
+    top: Column = ""
+    alpha: float = 0.16
+    stretches: bool = True
 
 
-def moments_curve(line: Timeline[Reading], axis: TimeAxis) -> Plot | str:
-    """tr Σ and |G|² on one log axis: their distance is the noise scale. Marks show estimates at or below 0."""
-    trace, signal = line.metric("gns/trace_cov"), line.metric("gns/grad_sq")
-    if all(map(math.isnan, [*trace, *signal])):
-        return "No reading holds noise or signal, the two parts of the noise scale."
-    y = scale_for([*trace, *signal], "log")
-    fig = new_curve(line, axis, y, y_label="Squared gradient norm", height=340)
-    add_curve(fig, line.x, [v if v > 0 else math.nan for v in trace], ORANGE)
-    add_curve(fig, line.x, [v if v > 0 else math.nan for v in signal], GREEN)
-    below = [y.at(0.025) if v <= 0 else math.nan for v in signal]
-    add_triangles(fig, line.x, below, "inverted_triangle", GREEN, limit=len(below))
-    add_hover(
-        fig,
-        {
-            "x": line.x,
-            "y": [y.clamp(v) for v in signal],
-            "window": line.windows,
-            "trace": line.texts(lambda r: number(r.metrics.get("gns/trace_cov"))),
-            "signal": line.texts(lambda r: number(r.metrics.get("gns/grad_sq"))),
-        },
-        [("noise tr Σ", "@trace"), ("signal |G|²", "@signal"), WINDOW],
-    )
-    legend = [
-        LegendEntry("line", ORANGE, "noise tr Σ: variance of the gradient of one unit"),
-        LegendEntry("line", GREEN, "signal |G|²: squared norm of the true gradient"),
-    ]
-    if any(v <= 0 for v in signal):
-        legend.append(LegendEntry("down", GREEN, "|G|² estimated at or below 0: not yet distinguishable from 0"))
-    return Plot((fig,), (*legend, *restart_legend(line)))
+@dataclass(frozen=True)
+class Panel:
+    """One figure over a run.
+
+    Attributes:
+        label: of the vertical axis, with the unit.
+        curves: what is drawn, in the order of the legend.
+        hover: for each line of the hover text its label, and what makes it of a reading.
+        kind: of the vertical axis; "any" is logarithmic if values are positive and span more than a factor of 20.
+        shows: values that the axis shows in any case.
+        ends: the axis, where it does not depend on the values.
+        limits: heights of straight lines, and what they mean.
+        outside: what triangles at the edge mean, for values that the axis cannot show.
+        height: in pixels.
+    """
+
+    label: str
+    curves: Sequence[Curve]
+    hover: Mapping[str, Callable[[Any], str]]
+    kind: Literal["linear", "log", "any"] = "any"
+    shows: Sequence[float] = ()
+    ends: tuple[float, float] | None = None
+    limits: Mapping[float, str] = field(default_factory=dict)
+    outside: str = ""
+    height: int = 260
 
 
-def norm_curve(line: Timeline[Reading], axis: TimeAxis) -> Plot | str:
-    """Gradient norm before clipping, and below it the share of windows that were clipped."""
-    norm, clipped = line.metric("grad/norm"), line.metric("grad/clip_fraction")
-    if all(map(math.isnan, norm)):
-        return "The gradient norm was not measured in this run."
-    fig = new_curve(line, axis, scale_for(norm), y_label="Gradient norm", height=260)
-    add_curve(fig, line.x, norm, BLUE)
-    add_hover(
-        fig,
-        {
-            "x": line.x,
-            "y": norm,
-            "window": line.windows,
-            "norm": line.texts(lambda r: number(r.metrics.get("grad/norm"))),
-        },
-        [("gradient norm", "@norm"), WINDOW],
-    )
-    legend = (LegendEntry("line", BLUE, "gradient norm before clipping"), *restart_legend(line))
-    if all(map(math.isnan, clipped)):
-        return Plot((fig,), legend)
-    share = new_curve(line, axis, Scale("linear", -0.04, 1.04), y_label="Clipped windows", height=170)
-    share.yaxis[0].formatter = NumeralTickFormatter(format="0 %")
-    share.yaxis[0].ticker = [0, 0.5, 1]
-    add_bands(share, line.x, [0.0] * len(clipped), clipped, Scale("linear", 0, 1), fill_color=ORANGE, fill_alpha=0.2)
-    add_curve(share, line.x, clipped, ORANGE)
-    add_hover(share, {"x": line.x, "y": clipped, "window": line.windows}, [("clipped", "@y{0.[0] %}"), WINDOW])
-    fig.xaxis.visible = False  # the figure below shows the shared axis
-    return Plot((fig, share), (*legend, LegendEntry("line", ORANGE, "share of windows that were clipped")))
+@dataclass(frozen=True)
+class TimeAxis:
+    """The horizontal axis that all curves of a run share, so that they zoom together.
+
+    Attributes:
+        label: with the unit.
+        noun: "window" or "step", for hover texts.
+        per_unit: units seen that one unit of the axis stands for; None for an axis of optimizer steps.
+        scale: the range at first.
+        shared: Bokeh's range object, the same for all curves.
+    """
+
+    label: str
+    noun: str
+    per_unit: float | None
+    scale: Scale
+    shared: Range1d
+
+    @classmethod
+    def of(cls, readings: Sequence[AnyReading], unit: str, *, noun: str = "window") -> TimeAxis:
+        """An axis of the units seen, or of windows if a reading does not know the units seen.
+
+        Args:
+            readings: at least one.
+            unit: plural name of the unit.
+            noun: what a window is called: in a policy's figures, a step.
+        """
+        seen = [reading.metrics.get("run/units_seen") for reading in readings]
+        known = [value for value in seen if value is not None]
+        per_unit = None
+        label = "Optimizer steps" if noun == "step" else "Windows (optimizer steps)"
+        if len(known) == len(seen):
+            per_unit, word = next((f, w) for f, w in ((1e9, "billion "), (1e6, "million "), (1.0, "")) if
+                                  max(known) >= 10 * f or f == 1)  # fmt: skip
+            label = f"{word}{unit} seen"
+            label = label[0].upper() + label[1:]
+        axis = cls(label, noun, per_unit, Scale("linear", 0.0, 1.0), Range1d())
+        room = scale_for([axis.position(reading) for reading in readings], "linear")
+        scale = replace(room, start=max(room.start, 0.0))
+        return replace(axis, scale=scale, shared=Range1d(start=scale.start, end=scale.end))
+
+    def position(self, reading: AnyReading) -> float:
+        """Where a reading lies."""
+        if self.per_unit is None:
+            return float(reading.window)
+        return (reading.metrics.get("run/units_seen") or 0.0) / self.per_unit
 
 
-def value_curve(line: Timeline[R], axis: TimeAxis, name: str, metric: Mapping[str, str] | None = None) -> Plot:
-    """One value over the run, under its own name.
+@dataclass(frozen=True)
+class OverRun:
+    """Readings in rows, one after another.
+
+    Attributes:
+        rows: the readings; None between two starts of the run, where curves break.
+        x: position of each row on the horizontal axis; NaN where the row is None.
+        axis: the horizontal axis.
+    """
+
+    rows: tuple[Any, ...]
+    x: tuple[float, ...]
+    axis: TimeAxis
+
+    @classmethod
+    def of(cls, readings: Sequence[AnyReading], axis: TimeAxis) -> OverRun:
+        """Lay out readings."""
+        rows: list[AnyReading | None] = []
+        for reading in readings:
+            if rows and rows[-1] is not None and rows[-1].segment != reading.segment:
+                rows.append(None)
+            rows.append(reading)
+        return cls(tuple(rows), tuple(math.nan if row is None else axis.position(row) for row in rows), axis)
+
+    @property
+    def restarts(self) -> list[float]:
+        """Positions where later starts of the run begin."""
+        return [self.x[i + 1] for i, row in enumerate(self.rows) if row is None]
+
+    def column(self, column: Column) -> list[float]:
+        """A number of each row, NaN where it is not known."""
+        values = (None if row is None else _value(column, row) for row in self.rows)
+        return [math.nan if v is None else float(v) for v in values]
+
+    def new_figure(self, y: Scale, label: str, height: int) -> figure:
+        """An empty figure, with a dotted line at each restart; of very many restarts, at each of some."""
+        axis = self.axis
+        fig = new_figure(axis.scale, y, x_label=axis.label, y_label=label, height=height, shared=axis.shared)
+        lines = VSpan(line_color=GREY, line_dash="dotted", line_width=1.5)
+        draw(fig, lines, x=evenly(self.restarts, _MAX_RESTARTS))
+        return fig
+
+    def add_hover(self, fig: figure, y: Sequence[float], texts: Mapping[str, Callable[[Any], str]]) -> None:
+        """A text for each reading, with its window."""
+        rows = self.rows
+        with_window = {**texts, self.axis.noun: lambda reading: count(reading.window)}
+        of_row = {label: (lambda i, text=text: text(rows[i])) for label, text in with_window.items()}
+        add_hover(fig, self.x, y, of_row)
+
+    @property
+    def legend(self) -> list[LegendEntry]:
+        """What the dotted lines mean; empty if the run was never restarted."""
+        every = math.ceil(len(self.restarts) / _MAX_RESTARTS)
+        some = f"; one of {every} restarts is shown" if every > 1 else ""
+        return [LegendEntry("dotted", GREY, f"the run was restarted here{some}")] if every else []
+
+
+def draw_panels(panels: Sequence[Panel], readings: Sequence[AnyReading], axis: TimeAxis, absent: str) -> Plot | str:
+    """Figures one above another, with one legend.
 
     Args:
-        line: readings.
+        panels: what is drawn. A panel of which no reading knows a number is left out.
+        readings: in the order in which they were written. Those that know nothing of a panel would break its curves.
         axis: the horizontal axis.
-        name: of the value.
-        metric: its unit and meaning, for a metric that is declared.
+        absent: the sentence in place of all figures.
     """
-    values = line.metric(name)
-    unit = f" ({metric['unit']})" if metric else ""
-    fig = new_curve(line, axis, scale_for(values), y_label=shorten(name) + unit, height=260)
-    add_curve(fig, line.x, values, INK)
-    texts = line.texts(lambda r: number(r.metrics.get(name), 4))
-    add_hover(fig, {"x": line.x, "y": values, "window": line.windows, "value": texts}, [("value", "@value"), WINDOW])
-    legend = (LegendEntry("line", INK, metric["meaning"]),) if metric else ()
-    return Plot((fig,), (*legend, *restart_legend(line)))
+    figures: list[figure] = []
+    legend: list[LegendEntry] = []
+    words: list[str] = []
+    line = None
+    for panel in panels:
+        knowing = [r for r in readings if any(_value(curve.value, r) is not None for curve in panel.curves)]
+        if knowing:
+            line = OverRun.of(knowing, axis)
+            fig, entries = _draw_panel(panel, line)
+            figures, legend = [*figures, fig], [*legend, *entries]
+            words += _in_words(panel, line)
+    if line is None:
+        return absent
+    for fig in figures[:-1]:
+        fig.xaxis.visible = False  # the last figure shows the shared axis
+    unique = dict.fromkeys([*legend, *line.legend])
+    return Plot(tuple(figures), tuple(unique), " ".join(words))
 
 
-def _known(reading: Reading) -> str:
-    metrics = reading.metrics
-    return estimate(reading.status, metrics.get("gns/b_simple"), metrics.get("gns/b_simple_low"), reading.high)
+def _draw_panel(panel: Panel, line: OverRun) -> tuple[figure, list[LegendEntry]]:
+    columns = [(line.column(curve.value), line.column(curve.top) if curve.top else []) for curve in panel.curves]
+    y = _scale(panel, columns)
+    fig = line.new_figure(y, panel.label, panel.height)
+    if panel.ends == (0.0, 1.0):
+        fig.yaxis[0].formatter = NumeralTickFormatter(format="0 %")
+        fig.yaxis[0].ticker = [0, 0.25, 0.5, 0.75, 1]
+    for height in panel.limits:
+        add_line_at(fig, height, "width", ORANGE, "dashed")
+    legend: list[LegendEntry] = []
+    for curve, (values, tops) in sorted(zip(panel.curves, columns, strict=True), key=lambda pair: not pair[1][1]):
+        if tops:
+            add_band(fig, line.x, values, tops, y, curve)
+        else:
+            legend += _add_values(fig, line, y, curve, values, panel.outside)
+    drawn = [values for values, tops in columns if not tops]
+    heights = [next((y.clamp(v) for v in row if not math.isnan(v)), math.nan) for row in zip(*drawn, strict=True)]
+    line.add_hover(fig, heights, panel.hover)
+    known = [curve for curve, pair in zip(panel.curves, columns, strict=True) if _is_known(*pair)]
+    shown = [LegendEntry(curve.mark, curve.color, curve.text) for curve in known if curve.text]
+    return fig, [*shown, *(LegendEntry("dashed", ORANGE, text) for text in panel.limits.values() if text), *legend]
 
 
-def _noise_scale_legend(line: Timeline[Reading]) -> Iterator[LegendEntry]:
-    statuses = {row.status for row in line.rows if row is not None}
-    if "resolved" in statuses:
-        yield LegendEntry("line", BLUE, "noise scale now")
-        yield LegendEntry("band", BLUE, "confidence interval of the noise scale")
-    if any(row is not None and row.metrics.get("gns/b_simple_average") is not None for row in line.rows):
-        yield LegendEntry("dotted", INK, "noise scale, average over the run so far")
-    yield LegendEntry("dashed", ORANGE, f"batch size ({line.unit} per step)")
-    if "lower_bound" in statuses:
-        yield LegendEntry("up", GREY, "lower bound: the noise scale lies above this")
-        of_most = ", of most readings at that place" if is_thinned(line.x) else ""
-        yield LegendEntry("hatched", GREY, f"no upper limit is known{of_most}")
-    if "upper_bound" in statuses:
-        yield LegendEntry("down", GREY, "upper bound: the noise scale lies below this")
+def _is_known(values: Sequence[float], tops: Sequence[float]) -> bool:
+    return any(not math.isnan(v + t) for v, t in zip(values, tops or [0.0] * len(values), strict=True))
 
 
-def _add_batch_size(fig: figure, line: Timeline[Reading], batch: Sequence[float]) -> None:
-    sizes = {size for size in batch if not math.isnan(size)}
-    if len(sizes) == 1:
-        add_line_at(fig, sizes.pop(), "width", ORANGE, "dashed")
-    else:
-        add_curve(fig, line.x, batch, ORANGE, dash="dashed")
+def _scale(panel: Panel, columns: Sequence[tuple[list[float], list[float]]]) -> Scale:
+    if panel.ends:
+        low, high = panel.ends
+        return Scale("linear", low - 0.04 * (high - low), high + 0.04 * (high - low))
+    pairs = [pair for curve, pair in zip(panel.curves, columns, strict=True) if curve.stretches]
+    values = [*panel.shows, *panel.limits, *(v for low, _ in pairs for v in low if not math.isnan(v))]
+    tops = [v for _, high in pairs for v in high]
+    if panel.kind == "log":
+        return scale_for([*values, *reachable(tops, values)], "log")
+    scale = scale_for([*values, *filter(math.isfinite, tops)], panel.kind)
+    # An axis that shows 0 begins there, if nothing is negative.
+    return replace(scale, start=0.0) if 0.0 in panel.shows and min(values) >= 0 else scale
+
+
+def _add_values(
+    fig: figure, line: OverRun, y: Scale, curve: Curve, values: Sequence[float], outside: str
+) -> Iterator[LegendEntry]:
+    """A line or triangles. Yields the legend of values that the axis cannot show."""
+    if curve.mark in ("up", "down"):
+        marker = "triangle" if curve.mark == "up" else "inverted_triangle"
+        _add_triangles(fig, line.x, [y.clamp(v) for v in values], marker, curve.color)
+        return
+    inside = [v if not outside or y.start <= v <= y.end else math.nan for v in values]
+    if curve.mark == "dashed" and len({*filter(math.isfinite, values)}) == 1:
+        add_line_at(fig, y.clamp(next(filter(math.isfinite, values))), "width", curve.color, "dashed")
+        return
+    add_curve(fig, line.x, [y.clamp(v) for v in inside], curve.color, "solid" if curve.mark == "line" else curve.mark)
+    above = [y.at(0.975) if v > y.end else math.nan for v in values]
+    below = [y.at(0.025) if v < y.start else math.nan for v in values]
+    beyond: tuple[tuple[Mark, str, list[float]], ...] = (
+        ("up", "triangle", above),
+        ("down", "inverted_triangle", below),
+    )
+    for mark, marker, places in beyond:
+        if outside and not all(map(math.isnan, places)):
+            _add_triangles(fig, line.x, places, marker, curve.color)
+            yield LegendEntry(mark, curve.color, outside)
+
+
+def add_curve(fig: figure, x: Sequence[float], y: Sequence[float], color: str, dash: str = "solid") -> None:
+    """A line that breaks where y is NaN. A value without a neighbour is drawn as a dot."""
+    if len(x) > 2 * PIXELS:
+        places, low, high = per_pixel(x, y, y)
+        x = [place for place in places for _ in range(2)]
+        y = [value for both in zip(low, high, strict=True) for value in both]
+    draw(fig, Line(line_color=color, line_width=2, line_dash=dash), x=x, y=y)
+    unknown = [True, *map(math.isnan, y), True]
+    alone = [i for i in range(len(y)) if unknown[i] and not unknown[i + 1] and unknown[i + 2]]
+    dots = Scatter(line_color=color, fill_color=color, size=5)
+    draw(fig, dots, x=[x[i] for i in alone], y=[y[i] for i in alone])
+
+
+def add_band(
+    fig: figure, x: Sequence[float], low: Sequence[float], high: Sequence[float], axis: Scale, curve: Curve
+) -> None:
+    """Fill between two curves with one polygon per unbroken stretch: one area glyph would bridge the gaps.
+
+    A hatched band leaves out the pixels in which most values are not known.
+    """
+    style: dict[str, Any] = {"fill_color": curve.color, "fill_alpha": curve.alpha, "line_color": None}
+    is_hatched = curve.mark == "hatched"
+    if is_hatched:
+        style |= {"fill_alpha": 0.1, "hatch_pattern": "/", "hatch_color": curve.color, "hatch_alpha": 0.2,
+                  "hatch_scale": 10}  # fmt: skip
+    if len(x) > 2 * PIXELS:
+        x, low, high = per_pixel(x, low, high, by_majority=is_hatched)
+    steps = [b - a for a, b in pairwise(x) if b > a]
+    half = median(steps) / 2 if steps else 0.02 * max(abs(x[0]), 1.0)  # it gives a stretch of one reading a width
+    xs, ys = [], []
+    for known, stretch in groupby(range(len(x)), lambda i: not (math.isnan(low[i]) or math.isnan(high[i]))):
+        if known:
+            rows = list(stretch)
+            places = [x[rows[0]] - half, *(x[i] for i in rows), x[rows[-1]] + half]
+            rows = [rows[0], *rows, rows[-1]]
+            xs.append(np.array([*places, *reversed(places)]))
+            ys.append(np.array([*(axis.clamp(low[i]) for i in rows), *(axis.clamp(high[i]) for i in reversed(rows))]))
+    if xs:
+        fig.add_glyph(ColumnDataSource({"xs": xs, "ys": ys}), Patches(**style))
+
+
+def _add_triangles(fig: figure, x: Sequence[float], y: Sequence[float], marker: str, color: str) -> None:
+    """Marks where y is known, thinned out so that they do not touch."""
+    points = evenly([(a, b) for a, b in zip(x, y, strict=True) if not math.isnan(b)], _MAX_TRIANGLES)
+    marks = Scatter(marker=marker, line_color=color, fill_color=color, size=8)
+    draw(fig, marks, x=[a for a, _ in points], y=[b for _, b in points])
+
+
+def per_pixel(
+    x: Sequence[float], low: Sequence[float], high: Sequence[float], *, by_majority: bool = False
+) -> tuple[list[float], list[float], list[float]]:
+    """One row for each pixel: its position, the lowest value there, and the highest.
+
+    Args:
+        x: horizontal positions; NaN where curves break.
+        low: lower values, NaN where not known.
+        high: upper values, the same as the lower ones for a curve; may be infinite.
+        by_majority: leave out a pixel unless most of its rows know both.
+    """
+    places, bottom, top = (np.asarray(each, dtype=np.float64) for each in (x, low, high))
+    known = places[~np.isnan(places)]
+    width = float(np.ptp(known)) if len(known) else 0.0
+    scale = PIXELS / width if width > 0 and math.isfinite(PIXELS / width) else 0.0
+    pixel: NDArray[np.float64] = np.floor((places - (known.min() if len(known) else 0.0)) * scale)
+    if np.isnan(places).sum() > _MAX_BREAKS:  # of a thousand restarts, those alone that are wider than a pixel
+        gap = np.abs(np.append(pixel[1:], np.nan) - np.insert(pixel[:-1], 0, np.nan))
+        kept = ~(np.isnan(places) & (gap <= 1))
+        places, bottom, top, pixel = places[kept], bottom[kept], top[kept], pixel[kept]
+    starts = np.flatnonzero(~(np.diff(pixel, prepend=np.nan) == 0))  # a row without a position is a pixel of its own
+    sizes = np.diff(np.append(starts, len(places)))
+    lowest, highest = np.fmin.reduceat(bottom, starts), np.fmax.reduceat(top, starts)
+    if by_majority:
+        n_known = np.add.reduceat((~np.isnan(bottom + top)).astype(np.int64), starts)
+        lowest[n_known <= sizes / 2] = np.nan
+    shown = places[starts]
+    is_last = ~np.isnan(shown) & np.append(np.isnan(shown[1:]), True)  # of each unbroken stretch: up to its end
+    shown[is_last] = places[(starts + sizes - 1)[is_last]]
+    return shown.tolist(), lowest.tolist(), highest.tolist()
+
+
+def _value(column: Column, reading: AnyReading) -> float | None:
+    return reading.metrics.get(column) if isinstance(column, str) else column(reading)
+
+
+def _in_words(panel: Panel, line: OverRun) -> Iterator[str]:
+    """What the panel shows, for who cannot see it."""
+    for curve in panel.curves:
+        values = [v for v in line.column(curve.value) if math.isfinite(v)]
+        if values and not curve.top:
+            first, last, low, high = map(number, (values[0], values[-1], min(values), max(values)))
+            yield f"{panel.label}, {curve.text}: {first} at first, {last} at last, between {low} and {high}."

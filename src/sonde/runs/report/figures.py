@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -26,9 +26,10 @@ from bokeh.plotting import figure
 
 from sonde.wording import number
 
-BLUE, ORANGE, GREEN, GREY, INK = "#1f5fa8", "#c8590f", "#1b7f5c", "#8a94a0", "#26303a"
+BLUE, ORANGE, GREEN, GREY, INK = "#1f5fa8", "#b34d0a", "#1b7f5c", "#7d8793", "#26303a"
 LIGHT_GREY = "#c5ccd4"
-"""Colour-blind readers can distinguish these. In a grey print, dashes and marks show the difference."""
+"""Colour-blind readers can distinguish these. In a grey print, dashes and marks show the difference. In a dark scheme,
+page.css turns the lightness of figures around: nothing here is drawn on a background of its own."""
 
 FONT = "system-ui, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
 
@@ -77,15 +78,32 @@ class Plot:
     Attributes:
         figures: at least one.
         legend: its entries; may be empty.
+        in_words: what the figures show, for who cannot see them.
     """
 
     figures: tuple[figure, ...]
     legend: tuple[LegendEntry, ...]
+    in_words: str
 
     @property
-    def height(self) -> int:
-        """In pixels, of all figures together."""
-        return sum(f.height or 0 for f in self.figures)
+    def is_tall(self) -> bool:
+        """Whether it is higher than a screen."""
+        return sum(f.height or 0 for f in self.figures) > 1000
+
+
+@dataclass(frozen=True)
+class Section:
+    """One section of the report.
+
+    Attributes:
+        title: what is shown.
+        text: how to read it, plain text.
+        content: figures and tables. Where one is missing, a sentence says why.
+    """
+
+    title: str
+    text: str
+    content: tuple[Plot | Table | str, ...]
 
 
 @dataclass(frozen=True)
@@ -138,16 +156,10 @@ def scale_for(values: Sequence[float], kind: Literal["linear", "log", "any"] = "
     return Scale("linear", low - room, high + room)
 
 
-def noise_scale_axis(estimates: Sequence[float], high: Sequence[float]) -> Scale:
-    """A log axis for noise scales that shows every estimate and bound.
-
-    Args:
-        estimates: values that must be visible.
-        high: upper ends of intervals. They are visible up to 8 times the largest estimate, since the first interval
-            of a run may span decades.
-    """
-    largest = max((v for v in estimates if v > 0), default=1.0)
-    return scale_for([*estimates, *(min(h, 8 * largest) for h in high if math.isfinite(h))], "log")
+def reachable(ends: Sequence[float], values: Sequence[float]) -> list[float]:
+    """Ends of intervals, as far as a log axis should show them: the first interval of a run may span decades."""
+    most = 8 * max((v for v in values if v > 0), default=1.0)
+    return [min(end, most) for end in ends if math.isfinite(end)]
 
 
 def new_figure(x: Scale, y: Scale, *, x_label: str, y_label: str, height: int, shared: Range1d | None = None) -> figure:
@@ -159,7 +171,7 @@ def new_figure(x: Scale, y: Scale, *, x_label: str, y_label: str, height: int, s
         x_label: with the unit.
         y_label: with the unit.
         height: in pixels.
-        shared: the range of `x`, for figures that zoom together. A figure without it does not zoom.
+        shared: the range of `x`, for figures that zoom together. Another figure zooms by the keyboard alone.
     """
     fig = figure(
         x_axis_type=x.kind,
@@ -172,6 +184,8 @@ def new_figure(x: Scale, y: Scale, *, x_label: str, y_label: str, height: int, s
         tools="xbox_zoom,xpan,reset" if shared else "",
         active_drag=None,  # dragging a finger over a figure scrolls the page
         toolbar_location="above" if shared else None,
+        background_fill_color=None,
+        border_fill_color=None,
     )
     fig.toolbar.logo = None
     fig.toolbar.autohide = True
@@ -251,34 +265,32 @@ def draw(fig: figure, glyph: Glyph, **columns: Sequence[float]) -> None:
 
 def add_hover(
     fig: figure,
-    columns: Mapping[str, Sequence[Any]],
-    rows: Sequence[tuple[str, str]],
+    x: Sequence[float],
+    y: Sequence[float],
+    texts: Mapping[str, Callable[[int], str]],
     mode: Literal["vline", "hline"] = "vline",
 ) -> None:
-    """Show a text for the nearest reading, wherever in the figure the pointer is.
+    """Show a text for the nearest row, wherever in the figure the pointer is.
 
     Args:
         fig: the figure.
-        columns: "x", "y" and the columns that the rows name. If only y is NaN, the text appears at the bottom.
-        rows: label and Bokeh format of each line, such as ("window", "@window{0,0}"). A label must not contain text of
-            the user: such text belongs in a column, which Bokeh escapes.
-        mode: "vline" takes the reading nearest in x, "hline" the reading nearest in y.
+        x: of each row; one without it has no text.
+        y: of each row. If only y is NaN, the text appears at the bottom.
+        texts: for each line of the text its label, and what makes it of a row's number. A label must not hold text of
+            the user. What is made of the row may: Bokeh escapes it.
+        mode: "vline" takes the row nearest in x, "hline" the row nearest in y.
     """
-    drawn = [i for i, x in enumerate(columns["x"]) if not math.isnan(x)]
-    # Backwards, so that the last reading is always among those that have a text.
-    drawn = drawn[::-1][:: math.ceil(len(drawn) / _MAX_TEXTS) or 1][::-1]
-    data: dict[str, Any] = {name: [values[i] for i in drawn] for name, values in columns.items()}
+    drawn = evenly([i for i, each in enumerate(x) if not math.isnan(each)], _MAX_TEXTS)
     bottom = cast(Range1d, fig.y_range).start
-    data["y"] = [bottom if math.isnan(y) else y for y in data["y"]]
-    # Arrays of numbers are a third as long as texts of them.
-    numeric = [name for name, values in data.items() if all(isinstance(value, float) for value in values)]
-    source = ColumnDataSource(data | {name: np.array(data[name]) for name in numeric})
+    data: dict[str, Any] = {f"text{k}": [text(i) for i in drawn] for k, text in enumerate(texts.values())}
+    data["x"] = np.array([x[i] for i in drawn], dtype=float)
+    data["y"] = np.array([bottom if math.isnan(y[i]) else y[i] for i in drawn], dtype=float)
     # A line finds its nearest point at any distance, a marker only under the pointer.
     hidden = Line(line_alpha=0) if len(drawn) > 1 else Scatter(line_alpha=0, fill_alpha=0, size=60)
     fig.add_tools(
         HoverTool(
-            renderers=[fig.add_glyph(source, hidden)],
-            tooltips=list(rows),
+            renderers=[fig.add_glyph(ColumnDataSource(data), hidden)],
+            tooltips=[(label, f"@text{k}") for k, label in enumerate(texts)],
             mode=mode,
             line_policy="nearest",
             limit=1,
@@ -288,14 +300,17 @@ def add_hover(
     )
 
 
+def evenly(rows: list[Any], most: int) -> list[Any]:
+    """At most so many rows, counted from the end backwards, so that the newest is always among them."""
+    return rows[::-1][:: max(math.ceil(len(rows) / most), 1)][::-1]
+
+
 def add_line_at(fig: figure, value: float, dimension: Literal["width", "height"], color: str, dash: str) -> None:
     """A straight line across the figure: at height `value` for "width", at x = `value` for "height"."""
     fig.add_layout(Span(location=value, dimension=dimension, line_color=color, line_dash=dash, line_width=1.5))
 
 
-def add_label(
-    fig: figure, x: float, y: float, text: str, color: str, *, align: Literal["left", "right"] = "left"
-) -> None:
+def add_label(fig: figure, x: float, y: float, text: str, *, align: Literal["left", "right"] = "left") -> None:
     """A label beside a line or a point, never interpreted as TeX.
 
     Args:
@@ -303,22 +318,18 @@ def add_label(
         x: in data coordinates.
         y: in data coordinates; the text is just above.
         text: plain text.
-        color: CSS colour.
         align: with "left" the text starts at x, with "right" it ends at x.
     """
-    offset = 6 if align == "left" else -6
     fig.add_layout(
         Label(
             x=x,
             y=y,
-            x_offset=offset,
+            x_offset=6 if align == "left" else -6,
             y_offset=3,
             text=PlainText(text=text),
-            text_color=color,
+            text_color=INK,
             text_align=align,
             text_font=FONT,
             text_font_size="12px",
-            background_fill_color="white",
-            background_fill_alpha=0.75,
         )
     )

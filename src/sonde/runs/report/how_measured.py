@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sonde.record_values import spacing
-from sonde.runs.policy_reading import PolicyReading
-from sonde.runs.reader import Run
-from sonde.runs.report.logged_interval import PROMPT_NOISE, logged_interval
-from sonde.runs.report.timeline import place_in_words, step_noun
+from sonde.runs.report.verdicts import failed_checks
+from sonde.runs.run import PROMPT_NOISE, PolicyReading, Run, logged_interval
 from sonde.wording import count, duration, moment, number, percent, plural
 
 MAX_TEXT = 4000
@@ -251,12 +249,13 @@ def _weights(units: float | None, effective: float | None, unit: str) -> str:
 
 
 def _alerts(run: Run) -> tuple[str, ...]:
-    lines = []
-    for alert in run.alerts[:_MAX_ITEMS]:
-        when = place_in_words(run, alert.window) if alert.window else f"before the first {step_noun(run)}"
-        lines.append(f"{when[0].upper()}{when[1:]}: {cut(alert.message, 500)}")
-    if len(run.alerts) > _MAX_ITEMS:
-        lines.append(f"The log has {plural(len(run.alerts) - _MAX_ITEMS, 'more alert')}.")
+    failed = failed_checks(run)
+    lines = [
+        f"{cut(each.message, 500)} ({each.when}{'; it has passed since' if each.is_over else ''})"
+        for each in failed[:_MAX_ITEMS]
+    ]
+    if len(failed) > _MAX_ITEMS:
+        lines.append(f"The log has {plural(len(failed) - _MAX_ITEMS, 'more alert')}.")
     return tuple(lines) or ("None.",)
 
 

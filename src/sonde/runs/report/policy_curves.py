@@ -1,249 +1,292 @@
-"""The figures of a policy: entropy, forecasts beside the truth, noise scale in prompts."""
+"""The figures of a policy over a run: a table of panels, and the forecasts beside the truth."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Any
 
-from bokeh.models import BasicTicker, NumeralTickFormatter
+from bokeh.models import BasicTicker
 from bokeh.models.glyphs import Line, Scatter, Segment
 
-from sonde.policy.stats.coverage import Coverage
-from sonde.policy.stats.forecast_point import Point, Z
+from sonde.policy.stats.coverage import Coverage, is_judged
+from sonde.policy.stats.forecast_point import LEAST_SUPPORT, LINEAR_BETWEEN, MOST_UNSUPPORTED, Point, Z
 from sonde.policy.stats.steps_kept import steps_kept
-from sonde.runs.policy_reading import PolicyReading
-from sonde.runs.report.curve_style import (
-    STEP,
-    TimeAxis,
-    add_bands,
-    add_curve,
-    add_triangles,
-    new_curve,
-    restart_legend,
-)
+from sonde.runs.report.curves import Curve, OverRun, Panel, TimeAxis
 from sonde.runs.report.figures import (
     BLUE,
+    GREEN,
     GREY,
     LIGHT_GREY,
     ORANGE,
     LegendEntry,
     Plot,
-    Scale,
     add_hover,
     add_line_at,
     draw,
+    evenly,
     new_figure,
-    noise_scale_axis,
     scale_for,
 )
-from sonde.runs.report.logged_interval import PROMPT_NOISE, logged_interval
-from sonde.runs.report.timeline import MAX_POINTS, STEPS, Timeline, timeline
-from sonde.stats.intervals import RatioInterval, Status
-from sonde.wording import estimate, number
+from sonde.runs.report.sections import noise_scale_curves
+from sonde.runs.run import PROMPT_NOISE, PolicyReading, logged_interval
+from sonde.stats.intervals import RatioInterval
+from sonde.wording import count, estimate, interval, number, percent
 
-PolicyTimeline = Timeline[PolicyReading]
+MAX_POINTS = 600
+"""Largest number of forecasts that are marked. (A curve thins itself out: see `per_pixel`.)"""
+
+_FRESH, _FRESH_SE, _LEARNED, _NOW, _HOLD = (
+    f"entropy/{name}"
+    for name in (
+        "evaluation_per_token",
+        "evaluation_per_token_se",
+        "update_token_weighted",
+        "coefficient_now",
+        "coefficient_to_hold",
+    )
+)
 
 
-def entropy_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | str:
-    """The policy's entropy over the run, on evaluation responses and on the responses that the policy learned from."""
-    line = timeline_with(readings, "entropy/evaluation_per_token", "entropy/update_token_weighted")
-    if line is None:
-        return "No entropy was measured in this run."
-    fresh, learned = line.metric("entropy/evaluation_per_token"), line.metric("entropy/update_token_weighted")
-    errors, again = line.metric("entropy/evaluation_per_token_se"), _undone(line)
-    kept = [math.nan if is_again else 1.0 for is_again in again]
-    low, high = ([k * (h + s * Z * e) for k, h, e in zip(kept, fresh, errors, strict=True)] for s in (-1, 1))
-    is_negative = any(v < 0 for v in [*fresh, *learned])  # as that of a continuous distribution may be
-    room = scale_for([0.0, *fresh, *learned, *high, *(low if is_negative else ())], "linear")
-    y = room if is_negative else Scale("linear", 0.0, room.end)
-    fig = new_curve(line, axis, y, y_label="Entropy (nats a token)", height=320)
-    add_bands(fig, line.x, low, high, y, fill_color=BLUE, fill_alpha=0.14)
-    add_curve(fig, line.x, [k * v for k, v in zip(kept, learned, strict=True)], GREY, dash="dashed")
-    add_curve(fig, line.x, [k * v for k, v in zip(kept, fresh, strict=True)], BLUE)
-    either = [a if math.isfinite(a) else b for a, b in zip(fresh, learned, strict=True)]
-    add_curve(fig, line.x, [v if is_again else math.nan for v, is_again in zip(either, again, strict=True)], LIGHT_GREY)
-    columns = {
-        "x": line.x,
-        "y": either,
-        "window": line.windows,
-        "fresh": line.texts(lambda r: number(r.metrics.get("entropy/evaluation_per_token"))),
-        "learned": line.texts(lambda r: number(r.metrics.get("entropy/update_token_weighted"))),
+def _number(name: str) -> Callable[[Any], str]:
+    return lambda r: number(r.metrics.get(name))
+
+
+def _percent(name: str) -> Callable[[Any], str]:
+    return lambda r: percent(r.metrics.get(name))
+
+
+def _numbers(low: str, high: str) -> Callable[[Any], str]:
+    return lambda r: f"{number(r.metrics.get(low))} to {number(r.metrics.get(high))}"
+
+
+def entropy_panel(readings: Sequence[PolicyReading]) -> Panel:
+    """The entropy on evaluation responses and on those that the policy learned from; undone steps are drawn apart."""
+    points = {id(r): r.point for r in readings}
+    kept = steps_kept([point for point in points.values() if point.entropy is not None]).points
+    are_kept = {id(point) for point in kept}
+    undone = {key for key, point in points.items() if point.entropy is not None and id(point) not in are_kept}
+
+    def standing(name: str) -> Callable[[Any], float | None]:
+        return lambda r: None if id(r) in undone else r.metrics.get(name)
+
+    def end(sign: float) -> Callable[[Any], float | None]:
+        def value(r: PolicyReading) -> float | None:
+            entropy, error = standing(_FRESH)(r), r.metrics.get(_FRESH_SE)
+            return None if entropy is None or error is None else entropy + sign * Z * error
+
+        return value
+
+    def again(r: PolicyReading) -> float | None:
+        either = r.metrics.get(_FRESH), r.metrics.get(_LEARNED)
+        return next((v for v in either if v is not None), None) if id(r) in undone else None
+
+    curves = (
+        Curve("line", BLUE, "entropy on evaluation responses", standing(_FRESH)),
+        Curve("dashed", GREY, "entropy on the responses that the step learns from", standing(_LEARNED)),
+        Curve("band", BLUE, "95 % interval of the entropy, over prompts", end(-1), end(1), alpha=0.14),
+        Curve("line", LIGHT_GREY, "before a restart that took these steps again", again),
+    )
+    hover = {"on evaluation responses": _number(_FRESH), "on the step's own responses": _number(_LEARNED)}
+    return Panel("Entropy (nats a token)", curves, hover, "linear", shows=(0.0,), height=320)
+
+
+_Q05, _Q25, _Q50, _Q75, _Q95 = (f"entropy/update_response_q{q:02}" for q in (5, 25, 50, 75, 95))
+BY_RESPONSE = Panel(
+    "Entropy (nats a token)",
+    (
+        Curve("line", BLUE, "median over the responses that the step learns from", _Q50),
+        Curve("band", BLUE, "half of the responses (darker), and 90 % of them", _Q25, _Q75, alpha=0.2),
+        Curve("band", BLUE, "", _Q05, _Q95, alpha=0.12),
+    ),
+    {
+        "median": _number(_Q50),
+        "half": _numbers(_Q25, _Q75),
+        "90 %": _numbers(_Q05, _Q95),
+        "standard deviation": _number("entropy/update_response_sd"),
+    },
+    "linear",
+    shows=(0.0,),
+)
+
+
+def _end_of_hold(end: str) -> Callable[[Any], float | None]:
+    """Beside a coefficient that is not known, an end alone is a bound: it has no band."""
+    return lambda r: None if r.metrics.get(_HOLD) is None else r.metrics.get(f"{_HOLD}_{end}")
+
+
+def _hold_text(reading: PolicyReading) -> str:
+    value, low, high = (reading.metrics.get(f"{_HOLD}{end}") for end in ("", "_low", "_high"))
+    return number(value) if value is None or low is None or high is None else f"{number(value)} {interval(low, high)}"
+
+
+COEFFICIENT = Panel(
+    "Entropy coefficient",
+    (
+        Curve("line", BLUE, "entropy coefficient with which the entropy would not change", _HOLD),
+        Curve("band", BLUE, "its 95 % interval", _end_of_hold("low"), _end_of_hold("high"), stretches=False),
+        Curve("dashed", ORANGE, "entropy coefficient of the loss", _NOW),
+    ),
+    {"to hold the entropy": _hold_text, "of the loss": _number(_NOW)},
+    "linear",
+    shows=(0.0,),
+)
+
+_SUPPORT, _UNSUPPORTED, _RATIO = (f"entropy/{name}" for name in ("support", "unsupported", "linear_over_true"))
+_WHOLE = "support: effective sample size of the responses after the step, a mean over positions"
+TRUST = (
+    Panel(
+        "Share of the whole",
+        (
+            Curve("line", GREEN, _WHOLE, _SUPPORT),
+            Curve("line", GREY, f"part of the entropy at positions with a support below {LEAST_SUPPORT:.0%}",
+                  _UNSUPPORTED),
+        ),
+        {"support": _percent(_SUPPORT), "entropy without support": _percent(_UNSUPPORTED)},
+        ends=(0.0, 1.0),
+        limits={MOST_UNSUPPORTED: f"limit of this part: {MOST_UNSUPPORTED:.0%}"},
+        height=220,
+    ),
+    Panel(
+        "Linear / true",
+        (Curve("line", BLUE, "change to first order divided by the true change, on the same prefixes", _RATIO),),
+        {"linear / true": _number(_RATIO)},
+        ends=(0.0, 2.0),
+        limits={
+            LINEAR_BETWEEN[0]: "",
+            LINEAR_BETWEEN[1]: "the step is small enough to be linear from {:g} to {:g}".format(*LINEAR_BETWEEN),
+        },
+        outside="ratio outside this axis",
+        height=220,
+    ),
+)  # fmt: skip
+
+_OWN, _DEPARTURE = (f"entropy/evaluation_own_policy_{name}" for name in ("z", "departure"))
+OWN_POLICY = Panel(
+    "Standard errors",
+    (Curve("line", BLUE, "mean of −log π above the entropy, in standard errors", _OWN),),
+    {"standard errors": _number(_OWN), "of the entropy": _percent(_DEPARTURE)},
+    "linear",
+    shows=(-3.0, 3.0),
+    limits={-2.0: "", 2.0: "19 of 20 values lie between the lines if the responses are the policy's own"},
+    height=220,
+)
+
+
+def coverage_panel(judged: Sequence[PolicyReading]) -> Panel:
+    """The share of intervals so far that contain the truth.
+
+    Args:
+        judged: readings whose forecast is to be trusted and was checked with fresh rollouts.
+    """
+    n_held = accumulate(int(r.point.held) for r in judged)
+    so_far = {id(r): Coverage.of(n, held) for n, (r, held) in enumerate(zip(judged, n_held, strict=True), start=1)}
+    curves = (
+        Curve("line", BLUE, "share of intervals so far that contain the truth", lambda r: so_far[id(r)].fraction),
+        Curve("band", BLUE, "95 % interval of this share", lambda r: so_far[id(r)].low, lambda r: so_far[id(r)].high),
+    )
+    counts = {"contain the truth": lambda r: f"{so_far[id(r)].n_held:,} of {so_far[id(r)].n:,} intervals"}
+    limits = {0.95: "95 %, the promised share"}
+    return Panel("Coverage so far", curves, counts, ends=(0.0, 1.0), limits=limits, height=220)
+
+
+def is_covered(reading: PolicyReading) -> bool:
+    """Whether a reading counts for coverage."""
+    return is_judged(reading.point)
+
+
+def _prompt_noise(reading: PolicyReading) -> RatioInterval:
+    return logged_interval(reading.metrics, PROMPT_NOISE)
+
+
+def _prompt_noise_text(reading: PolicyReading) -> str:
+    known = _prompt_noise(reading)
+    return estimate(known.status, reading.metrics.get(PROMPT_NOISE), known.low, known.high)
+
+
+def prompt_noise_panels(readings: Sequence[PolicyReading]) -> tuple[Sequence[Panel], str]:
+    """The noise scale in prompts beside the prompts of a step, and the sentence in its place if it is not known."""
+    measured = [r for r in readings if r.metrics.get("gns_prompts/prompts_per_window") is not None]
+    if not measured:
+        return (), "The noise scale in prompts was not measured in this run: turn gns_probe on."
+    absent = "No measurement has an estimate or a bound of the noise scale in prompts yet: measure more windows."
+    if all(_prompt_noise(r).status == "unresolved" for r in measured):
+        return (), absent
+    batch = Curve(
+        "dashed", ORANGE, "prompts that a step learns from (batch size)", "gns_prompts/prompts_per_window"
+    )  # fmt: skip
+    curves = noise_scale_curves(_prompt_noise, PROMPT_NOISE, (batch,), now="noise scale, running average")
+    hover = {
+        "noise scale, running average": _prompt_noise_text,
+        "part from completions": _percent("gns_prompts/completions_share"),
     }
-    rows = [("on evaluation responses", "@fresh"), ("on the step's own responses", "@learned"), STEP]
-    add_hover(fig, columns, rows)
-    legend = [LegendEntry("line", BLUE, "entropy on evaluation responses")] if any(map(math.isfinite, fresh)) else []
-    if any(map(math.isfinite, learned)):
-        legend.append(LegendEntry("dashed", GREY, "entropy on the responses that the step learns from"))
-    if any(map(math.isfinite, low)):
-        legend.append(LegendEntry("band", BLUE, "95 % interval of the entropy, over prompts"))
-    if any(again):
-        legend.append(LegendEntry("line", LIGHT_GREY, "before a restart that took these steps again"))
-    return Plot((fig,), (*legend, *restart_legend(line)))
+    return (Panel("Noise scale (prompts)", curves, hover, "log", height=320),), absent
 
 
 def forecast_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | str:
     """Each step's forecast with its interval, and the change that was measured."""
-    line = timeline_with(readings, "entropy/delta_forecast", at_most=MAX_POINTS)
-    if line is None:
+    some = evenly([r for r in readings if r.metrics.get("entropy/delta_forecast") is not None], MAX_POINTS)
+    if not some:
         return "No change of entropy was forecast in this run."
-    points = [None if row is None else row.point for row in line.rows]
-    y = scale_for([0.0, *(v for p in points if p for v in map(_drawn, (p.delta, p.low, p.high, p.truth)))], "linear")
-    fig = new_curve(line, axis, y, y_label=f"Change of entropy ({_forecast_unit(readings)})", height=320)
+    line = OverRun.of(some, axis)
+    placed = [(x, r.point) for x, r in zip(line.x, line.rows, strict=True) if r is not None]
+    points = [p for _, p in placed]
+    y = scale_for([0.0, *(_drawn(v) for p in points for v in (p.delta, p.low, p.high, p.truth))], "linear")
+    fig = line.new_figure(y, f"Change of entropy ({_unit(some)})", 320)
     add_line_at(fig, 0.0, "width", GREY, "dotted")
-    placed = [(x, p) for x, p in zip(line.x, points, strict=True) if p is not None]
     for trusted, color in ((False, GREY), (True, BLUE)):
-        some = [(x, p) for x, p in placed if p.is_valid is trusted]
-        xs = [x for x, _ in some]
-        low, high = [_drawn(p.low) for _, p in some], [_drawn(p.high) for _, p in some]
+        xs = [x for x, p in placed if p.is_valid is trusted]
+        of = [p for p in points if p.is_valid is trusted]
+        low, high = [_drawn(p.low) for p in of], [_drawn(p.high) for p in of]
         draw(fig, Segment(line_color=color, line_width=5, line_alpha=0.3), x0=xs, y0=low, x1=xs, y1=high)
-        draw(fig, _forecast_mark(color, is_trusted=trusted), x=xs, y=[_drawn(p.delta) for _, p in some])
-    true = [(x, p.truth) for x, p in placed if p.truth is not None]
+        draw(fig, _mark(color, is_trusted=trusted), x=xs, y=[_drawn(p.delta) for p in of])
     crosses = Scatter(marker="x", size=9, line_color=ORANGE, line_width=2)
-    draw(fig, crosses, x=[x for x, _ in true], y=[t for _, t in true])
-    columns = {
-        "x": line.x,
-        "y": line.metric("entropy/delta_forecast"),
-        "window": line.windows,
-        "forecast": line.texts(lambda r: _forecast_text(r.point)),
-        "truth": line.texts(lambda r: _truth_text(r.point)),
-    }
-    add_hover(fig, columns, [("forecast", "@forecast"), ("truth", "@truth"), STEP])
-    return Plot((fig,), (*_forecast_legend([p for _, p in placed]), *restart_legend(line)))
-
-
-def _forecast_mark(color: str, *, is_trusted: bool) -> Scatter:
-    return Scatter(size=8, fill_color=color if is_trusted else "white", line_color=color, line_width=1.5)
+    draw(fig, crosses, x=[x for x, _ in placed], y=[_drawn(p.truth) for p in points])
+    hover = {"forecast": lambda r: _forecast_text(r.point), "truth": lambda r: _truth_text(r.point)}
+    line.add_hover(fig, line.column("entropy/delta_forecast"), hover)
+    return Plot((fig,), (*_forecast_legend(points), *line.legend), _forecasts_in_words(points))
 
 
 def forecast_against_truth(readings: Sequence[PolicyReading]) -> Plot | str:
     """A point for each step: on the diagonal, forecast and truth are equal."""
-    points = [p for p in (r.point for r in readings) if p.has_truth]
-    points = points[::-1][:: math.ceil(len(points) / MAX_POINTS) or 1][::-1]
+    points = evenly([p for p in (r.point for r in readings) if p.has_truth], MAX_POINTS)
     if not points:
         return (
             "No forecast can be compared with fresh responses: give the probe a sampler, or pass rollouts=True with "
             "TRL."
         )
     ends = [_drawn(v) for p in points for v in (p.delta, p.truth, *((p.low, p.high) if p.is_valid else ()))]
-    both = scale_for([0.0, *ends], "linear")
-    unit = _forecast_unit(readings)
+    both, unit = scale_for([0.0, *ends], "linear"), _unit(readings)
     fig = new_figure(both, both, x_label=f"Forecast ({unit})", y_label=f"Truth ({unit})", height=420)
     fig.xaxis[0].ticker = BasicTicker(desired_num_ticks=4)  # small numbers are long: few fit on a narrow screen
     diagonal = [both.start, both.end]
     draw(fig, Line(line_color=GREY, line_dash="dashed", line_width=1.5), x=diagonal, y=diagonal)
+    valid = [p for p in points if p.is_valid]
+    truth, forecast = [_drawn(p.truth) for p in valid], [_drawn(p.delta) for p in valid]
+    bars = Segment(line_color=BLUE, line_width=4, line_alpha=0.3)
+    draw(fig, bars, x0=[_drawn(p.low) for p in valid], y0=truth, x1=[_drawn(p.high) for p in valid], y1=truth)
+    below, above = ([_drawn(p.truth) + sign * Z * (p.truth_se or 0.0) for p in valid] for sign in (-1, 1))
+    bars = Segment(line_color=ORANGE, line_width=2, line_alpha=0.6)
+    draw(fig, bars, x0=forecast, y0=below, x1=forecast, y1=above)
     for trusted, color in ((False, GREY), (True, BLUE)):
         some = [p for p in points if p.is_valid is trusted]
-        truth = [_drawn(p.truth) for p in some]
-        if trusted:
-            low, high = [_drawn(p.low) for p in some], [_drawn(p.high) for p in some]
-            draw(fig, Segment(line_color=color, line_width=4, line_alpha=0.3), x0=low, y0=truth, x1=high, y1=truth)
-            spread = [Z * (p.truth_se or 0.0) for p in some]
-            forecasts = [_drawn(p.delta) for p in some]
-            below, above = ([t + sign * s for t, s in zip(truth, spread, strict=True)] for sign in (-1, 1))
-            bars = Segment(line_color=ORANGE, line_width=2, line_alpha=0.6)
-            draw(fig, bars, x0=forecasts, y0=below, x1=forecasts, y1=above)
-        draw(fig, _forecast_mark(color, is_trusted=trusted), x=[_drawn(p.delta) for p in some], y=truth)
-    columns: dict[str, Sequence[float | str]] = {
-        "x": [_drawn(p.delta) for p in points],
-        "y": [_drawn(p.truth) for p in points],
-        "window": [p.step for p in points],
-        "forecast": [_forecast_text(p) for p in points],
-        "truth": [_truth_text(p) for p in points],
+        mark = _mark(color, is_trusted=trusted)
+        draw(fig, mark, x=[_drawn(p.delta) for p in some], y=[_drawn(p.truth) for p in some])
+    texts: dict[str, Callable[[int], str]] = {
+        "forecast": lambda i: _forecast_text(points[i]),
+        "truth": lambda i: _truth_text(points[i]),
+        "step": lambda i: count(points[i].step),
     }
-    add_hover(fig, columns, [("forecast", "@forecast"), ("truth", "@truth"), STEP])
+    add_hover(fig, [_drawn(p.delta) for p in points], [_drawn(p.truth) for p in points], texts)
     legend = [LegendEntry("dashed", GREY, "forecast and truth are equal"), *_forecast_legend(points, marks_truth=False)]
-    if any(p.is_valid and (p.truth_se or 0.0) > 0 for p in points):
+    if any((p.truth_se or 0.0) > 0 for p in valid):
         legend.append(LegendEntry("bar", ORANGE, "95 % interval of the truth, by fresh rollouts"))
-    return Plot((fig,), tuple(legend))
+    return Plot((fig,), tuple(legend), _forecasts_in_words(points))
 
 
-def coverage_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | str:
-    """The share of intervals so far that contain the truth."""
-    judged = [r for r in readings if r.point.is_valid and r.point.is_independent and r.point.has_truth]
-    if not judged:
-        return (
-            "Coverage is not known, because no forecast that can be trusted was checked with fresh rollouts. "
-            "Responses of the forecast itself cannot check its interval."
-        )
-    line = timeline(judged, "prompts", windows=STEPS)
-    held = accumulate(int(r.point.held) for r in judged)
-    so_far = {id(r): Coverage.of(n, n_held) for n, (r, n_held) in enumerate(zip(judged, held, strict=True), start=1)}
-    fraction = line.column(lambda r: so_far[id(r)].fraction)
-    low, high = line.column(lambda r: so_far[id(r)].low), line.column(lambda r: so_far[id(r)].high)
-    fig = new_curve(line, axis, Scale("linear", -0.04, 1.04), y_label="Coverage so far", height=220)
-    fig.yaxis[0].formatter = NumeralTickFormatter(format="0 %")
-    add_line_at(fig, 0.95, "width", ORANGE, "dashed")
-    add_bands(fig, line.x, low, high, Scale("linear", 0.0, 1.0), fill_color=BLUE, fill_alpha=0.14)
-    add_curve(fig, line.x, fraction, BLUE)
-    counts = line.texts(lambda r: f"{so_far[id(r)].n_held:,} of {so_far[id(r)].n:,} intervals")
-    columns = {"x": line.x, "y": fraction, "window": line.windows, "counts": counts}
-    add_hover(fig, columns, [("contain the truth", "@counts"), STEP])
-    legend = (
-        LegendEntry("line", BLUE, "share of intervals so far that contain the truth"),
-        LegendEntry("band", BLUE, "95 % interval of this share"),
-        LegendEntry("dashed", ORANGE, "95 %, the promised share"),
-    )
-    return Plot((fig,), (*legend, *restart_legend(line)))
-
-
-def prompt_noise_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | str:
-    """The noise scale in prompts, with its interval, and how many prompts a step learns from."""
-    line = timeline_with(readings, "gns_prompts/prompts_per_window")
-    if line is None:
-        return "The noise scale in prompts was not measured in this run: turn gns_probe on."
-    known = [None if row is None else _prompt_noise(row) for row in line.rows]
-    statuses = {interval.status for interval in known if interval is not None}
-    if statuses <= {"unresolved"}:
-        return "No measurement has an estimate or a bound of the noise scale in prompts yet: measure more windows."
-    batch = line.metric("gns_prompts/prompts_per_window")
-    resolved = line.column(lambda r: r.metrics.get(PROMPT_NOISE) if _prompt_noise(r).status == "resolved" else None)
-    bound = line.column(lambda r: _prompt_noise(r).low if _prompt_noise(r).status == "lower_bound" else None)
-    upper = line.column(lambda r: _prompt_noise(r).high if _prompt_noise(r).status == "upper_bound" else None)
-    low = line.column(lambda r: _prompt_noise(r).low if _prompt_noise(r).status == "resolved" else None)
-    high = line.column(lambda r: _prompt_noise(r).high)
-    drawn = [next((v for v in row if not math.isnan(v)), math.nan) for row in zip(resolved, bound, upper, strict=True)]
-    y = noise_scale_axis([v for v in [*drawn, *low, *batch] if v > 0], high)
-    fig = new_curve(line, axis, y, y_label="Noise scale (prompts)", height=320)
-    add_bands(fig, line.x, low, high, y, fill_color=BLUE, fill_alpha=0.16)
-    add_curve(fig, line.x, batch, ORANGE, dash="dashed")
-    add_curve(fig, line.x, [y.clamp(v) for v in resolved], BLUE)
-    add_triangles(fig, line.x, [y.clamp(v) for v in bound], "triangle", GREY)
-    add_triangles(fig, line.x, [y.clamp(v) for v in upper], "inverted_triangle", GREY)
-    columns = {
-        "x": line.x,
-        "y": [y.clamp(v) for v in drawn],
-        "window": line.windows,
-        "known": line.texts(_prompt_noise_text),
-        "share": line.texts(lambda r: _percent(r.metrics.get("gns_prompts/completions_share"))),
-    }
-    rows = [("noise scale, running average", "@known"), ("part from completions", "@share"), STEP]
-    add_hover(fig, columns, rows)
-    return Plot((fig,), (*_prompt_noise_legend(statuses), *restart_legend(line)))
-
-
-def _prompt_noise_legend(statuses: Set[Status]) -> Iterator[LegendEntry]:
-    yield LegendEntry("dashed", ORANGE, "prompts that a step learns from (batch size)")
-    if "resolved" in statuses:
-        yield LegendEntry("line", BLUE, "noise scale, running average")
-        yield LegendEntry("band", BLUE, "confidence interval of the noise scale")
-    if "lower_bound" in statuses:
-        yield LegendEntry("up", GREY, "lower bound: the noise scale lies above this")
-    if "upper_bound" in statuses:
-        yield LegendEntry("down", GREY, "upper bound: the noise scale lies below this")
-
-
-def _undone(line: PolicyTimeline) -> list[bool]:
-    """Whether a restart undid the measurement of each row, so that the verdict leaves it out."""
-    points = [None if row is None else row.point for row in line.rows]
-    kept = {id(point) for point in steps_kept([p for p in points if p is not None and p.entropy is not None]).points}
-    return [p is not None and p.entropy is not None and id(p) not in kept for p in points]
-
-
-def timeline_with(readings: Sequence[PolicyReading], *names: str, at_most: int | None = None) -> PolicyTimeline | None:
-    """A timeline of the readings that know at least one of these metrics. Other readings would break the curves."""
-    some = [r for r in readings if any(r.metrics.get(name) is not None for name in names)]
-    return timeline(some, "prompts", windows=STEPS, at_most=at_most) if some else None
+def _mark(color: str, *, is_trusted: bool) -> Scatter:
+    return Scatter(size=8, fill_color=color if is_trusted else None, line_color=color, line_width=1.5)
 
 
 def _drawn(value: float | None) -> float:
@@ -251,7 +294,7 @@ def _drawn(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _forecast_unit(readings: Sequence[PolicyReading]) -> str:
+def _unit(readings: Sequence[PolicyReading]) -> str:
     return f"nats a {next(r.per for r in reversed(readings) if r.metrics.get('entropy/delta_forecast') is not None)}"
 
 
@@ -278,14 +321,9 @@ def _forecast_legend(points: Sequence[Point], *, marks_truth: bool = True) -> li
     return legend
 
 
-def _prompt_noise(reading: PolicyReading) -> RatioInterval:
-    return logged_interval(reading.metrics, PROMPT_NOISE)
-
-
-def _prompt_noise_text(reading: PolicyReading) -> str:
-    known = _prompt_noise(reading)
-    return estimate(known.status, reading.metrics.get(PROMPT_NOISE), known.low, known.high)
-
-
-def _percent(value: float | None) -> str:
-    return "not known" if value is None else f"{value:.0%}"
+def _forecasts_in_words(points: Sequence[Point]) -> str:
+    last = points[-1]
+    return (
+        f"{len(points):,} forecasts. {sum(p.held for p in points):,} of their intervals held the truth. The last, of "
+        f"step {last.step:,}: {_forecast_text(last)}; truth {_truth_text(last)}."
+    )

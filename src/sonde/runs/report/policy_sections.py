@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from sonde.runs.policy_reading import PolicyReading, PromptEffect, PromptPart
-from sonde.runs.reader import Run
-from sonde.runs.report.curve_style import TimeAxis, time_axis
-from sonde.runs.report.curves import value_curve
-from sonde.runs.report.figures import Plot, Table
-from sonde.runs.report.policy_actions import allocation_text, coefficient_curve
+from sonde.runs.report.curves import Panel, TimeAxis, draw_panels
+from sonde.runs.report.figures import Plot, Section, Table
 from sonde.runs.report.policy_curves import (
-    coverage_curve,
-    entropy_curve,
+    BY_RESPONSE,
+    COEFFICIENT,
+    OWN_POLICY,
+    TRUST,
+    coverage_panel,
+    entropy_panel,
     forecast_against_truth,
     forecast_curve,
-    prompt_noise_curve,
+    is_covered,
+    prompt_noise_panels,
 )
-from sonde.runs.report.policy_parts import forecast_parts, response_curve
-from sonde.runs.report.policy_trust import own_policy_curve, trust_curves
-from sonde.runs.report.sections import MAX_VALUES, Section, own_value_names
-from sonde.runs.report.timeline import STEPS, timeline
-from sonde.wording import number, percent, plural, shorten
+from sonde.runs.report.sections import own_value_names, values_section
+from sonde.runs.run import PolicyReading, PromptPart, Run
+from sonde.wording import duration, number, percent
 
 T = TypeVar("T")
 
@@ -35,96 +35,82 @@ _MAX_PROMPT_LENGTH = 120
 def policy_sections(run: Run) -> list[Section]:
     """All sections of a run in which a policy was measured at least once."""
     policy = run.policy
-    axis = time_axis(timeline(policy, run.probe("policy").unit, windows=STEPS))
+    axis = TimeAxis.of(policy, run.probe("policy").unit, noun="step")
+    no_forecast = "No change of entropy was forecast in this run."
+
+    def over_run(
+        title: str, text: str, panels: Sequence[Panel], absent: str, readings: Sequence[PolicyReading] = policy
+    ) -> Section:
+        return Section(title, text, (draw_panels(panels, readings, axis, absent),))
+
     sections = [
-        Section(
-            "Entropy of the policy",
-            "The entropy says how undecided the policy is about each token. It is computed exactly, from all logits. "
-            "If the entropy falls to almost 0 early, the policy has stopped exploring: it cannot learn from responses "
-            "that it never tries.",
-            (entropy_curve(policy, axis),),
-        ),
+        over_run("Entropy of the policy", _ENTROPY, (entropy_panel(policy),), "No entropy was measured in this run."),
+        over_run("Entropy by response", _BY_RESPONSE, (BY_RESPONSE,), ""),
         Section("Forecast and effect of each step", _forecast_text(policy), (forecast_curve(policy, axis),)),
-        Section(
-            "Forecast against truth",
-            "Each point is one optimizer step. The truth is the change that was measured. On the dashed diagonal, "
-            "forecast and truth are equal. If a point's blue bar does not touch the diagonal, the interval of the "
-            "forecast missed the truth.",
-            (forecast_against_truth(policy),),
-        ),
-        Section(
-            "Coverage so far",
-            "Of all 95 % intervals, 95 % should contain the truth. Only forecasts that can be trusted and were checked "
-            "with fresh rollouts count here. The standard error of the rollouts is taken into account.",
-            (coverage_curve(policy, axis),),
-        ),
-        Section(
-            "Can the forecasts be trusted?",
-            "After a step, the responses sampled before it no longer represent the policy as well: each counts as "
-            "often as its beginning has become more likely. Late positions of long responses lose support first. A "
-            "forecast is marked as not to be trusted if too much of the entropy lies at positions without support.",
-            (trust_curves(policy, axis),),
-        ),
-        Section(
-            "Are the evaluation responses the policy's own?",
-            "If the policy has sampled a token, its −log π is the entropy, on average. Responses sampled at another "
-            "temperature, cut off by top-p or top-k, or sampled by older weights depart from this.",
-            (own_policy_curve(policy, axis),),
-        ),
-        Section("Prompts that change the entropy most", _causes_text(policy), _tables(policy, run.effects)),
-        Section(
-            "Noise scale in prompts",
-            "The noise scale in prompts is the number of prompts per step at which the gradient of a step contains as "
-            "much noise as signal. The curve is a running average over the measured steps, so it lags while the noise "
-            "scale changes. Part of the noise comes from the completions: more completions per prompt would "
-            f"reduce this part. Only more prompts reduce the rest.{allocation_text(policy)}",
-            (prompt_noise_curve(policy, axis),),
-        ),
-    ]
-    if (coefficient := coefficient_curve(policy, axis)) is not None:
-        sections.insert(
-            -1,
-            Section(
-                "Which entropy coefficient would hold the entropy?",
-                "A trainer with an entropy bonus minimises its loss minus this coefficient times the mean entropy of a "
-                "token. With the coefficient of the blue curve, the step would not have changed the entropy. It "
-                "scatters with the batches.",
-                (coefficient,),
-            ),
-        )
-    if (by_response := response_curve(policy, axis)) is not None:
-        sections.insert(
-            1,
-            Section(
-                "Entropy by response",
-                "The mean entropy of each response that the step learns from. If the lower end falls to 0 while the "
-                "median stands, the policy has become certain of some answers, and goes on exploring others.",
-                (by_response,),
-            ),
-        )
-    sections.append(
-        Section(
-            "What each forecast is made of, and what it costs",
-            "The standard error has two sources: which prompts were evaluated, and, if the change is along the mean "
-            "gradient of update prompts, which prompts those were. Along the optimizer's own step, only the first "
-            "counts. Memory is counted on the device, or for the whole process on a CPU.",
-            (forecast_parts(policy),),
-        )
-    )
-    if names := own_value_names(run, policy):
-        sections.append(_values_section(policy, names, axis))
-    return sections
+        Section("Forecast against truth", _AGAINST_TRUTH, (forecast_against_truth(policy),)),
+        over_run("Coverage so far", _COVERAGE, (coverage_panel(judged := [*filter(is_covered, policy)]),), _NO_COVERAGE,
+                 judged),
+        over_run("Can the forecasts be trusted?", _TRUST, TRUST,
+                 "No true change was measured on the evaluation responses."),
+        over_run("Are the evaluation responses the policy's own?", _OWN, (OWN_POLICY,),
+                 "This was not tested in this run."),
+        Section("Prompts that change the entropy most", _causes_text(policy), _tables(run)),
+        over_run("Which entropy coefficient would hold the entropy?", _COEFFICIENT, (COEFFICIENT,), ""),
+        over_run("Noise scale in prompts", _NOISE + _allocation_text(policy), *prompt_noise_panels(policy)),
+        Section("What each forecast is made of, and what it costs", _PARTS_TEXT, (_parts(policy) or no_forecast,)),
+    ]  # fmt: skip
+    if own_value_names(run, policy):
+        sections.append(values_section(run, policy, axis, "Reward"))
+    return [section for section in sections if any(section.content)]  # some are left out if they were not asked for
 
 
-def _values_section(policy: Sequence[PolicyReading], names: Sequence[str], axis: TimeAxis) -> Section:
-    plots = []
-    for name in names[:MAX_VALUES]:
-        line = timeline([r for r in policy if r.metrics.get(name) is not None], "prompts", windows=STEPS)
-        plots.append(value_curve(line, axis, name))
-    hidden = [shorten(name) for name in names[MAX_VALUES:]]
-    more = f" {plural(len(hidden), 'more value')} in the log: {', '.join(hidden[:10])}." if hidden else ""
-    title = "Reward" if list(names) == ["reward"] else "Reward and other logged values"
-    return Section(title, f"Values as the trainer logged them at the measured steps.{more}", tuple(plots))
+_ENTROPY = (
+    "The entropy says how undecided the policy is about each token. It is computed exactly, from all logits. "
+    "If the entropy falls to almost 0 early, the policy has stopped exploring: it cannot learn from responses "
+    "that it never tries."
+)
+_BY_RESPONSE = (
+    "The mean entropy of each response that the step learns from. If the lower end falls to 0 while the "
+    "median stands, the policy has become certain of some answers, and goes on exploring others."
+)
+_AGAINST_TRUTH = (
+    "Each point is one optimizer step. The truth is the change that was measured. On the dashed diagonal, "
+    "forecast and truth are equal. If a point's blue bar does not touch the diagonal, the interval of the "
+    "forecast missed the truth."
+)
+_COVERAGE = (
+    "Of all 95 % intervals, 95 % should contain the truth. Only forecasts that can be trusted and were checked "
+    "with fresh rollouts count here. The standard error of the rollouts is taken into account."
+)
+_NO_COVERAGE = (
+    "Coverage is not known, because no forecast that can be trusted was checked with fresh rollouts. "
+    "Responses of the forecast itself cannot check its interval."
+)
+_TRUST = (
+    "After a step, the responses sampled before it no longer represent the policy as well: each counts as "
+    "often as its beginning has become more likely. Late positions of long responses lose support first. A "
+    "forecast is marked as not to be trusted if too much of the entropy lies at positions without support."
+)
+_OWN = (
+    "If the policy has sampled a token, its −log π is the entropy, on average. Responses sampled at another "
+    "temperature, cut off by top-p or top-k, or sampled by older weights depart from this."
+)
+_COEFFICIENT = (
+    "A trainer with an entropy bonus minimises its loss minus this coefficient times the mean entropy of a "
+    "token. With the coefficient of the blue curve, the step would not have changed the entropy. It "
+    "scatters with the batches."
+)
+_NOISE = (
+    "The noise scale in prompts is the number of prompts per step at which the gradient of a step contains as "
+    "much noise as signal. The curve is a running average over the measured steps, so it lags while the noise "
+    "scale changes. Part of the noise comes from the completions: more completions per prompt would "
+    "reduce this part. Only more prompts reduce the rest."
+)
+_PARTS_TEXT = (
+    "The standard error has two sources: which prompts were evaluated, and, if the change is along the mean "
+    "gradient of update prompts, which prompts those were. Along the optimizer's own step, only the first "
+    "counts. Memory is counted on the device, or for the whole process on a CPU."
+)
 
 
 def _forecast_text(policy: Sequence[PolicyReading]) -> str:
@@ -146,67 +132,72 @@ def _causes_text(policy: Sequence[PolicyReading]) -> str:
         "Each prompt has a part in the change of entropy, in nats. A negative part lowers the entropy. A long table "
         f"shows only the {_ROWS_AT_EACH_END} prompts at each end."
     )
-    with_causes = [r for r in policy if r.causes is not None]
-    if not with_causes:
-        return (
-            text
-            + " This run did not measure which prompts of a step cause its change: attach with causes=True to know."
-        )
-    last = with_causes[-1]
-    assert last.causes is not None
-    sources = {"this batch": last.causes.batch, "earlier batches (by momentum)": last.causes.momentum}
-    if last.causes.decay:
-        sources["weight decay"] = last.causes.decay
+    last = next((r for r in reversed(policy) if r.causes is not None), None)
+    if last is None or last.causes is None:
+        return f"{text} This run did not measure which prompts of a step cause its change: attach with causes=True to know."
+    causes = last.causes
+    sources = {"this batch": causes.batch, "earlier batches (by momentum)": causes.momentum}
+    if causes.decay:
+        sources["weight decay"] = causes.decay
     parts = ", ".join(f"{number(value)} from {source}" for source, value in sources.items())
     text += f" The change by step {last.window:,} has these parts: {parts}."
-    if last.causes.doubt:
-        text += f" The parts of its prompts are not to be trusted: {last.causes.doubt}."
-    elif last.causes.explained is not None and not 0.9 < last.causes.explained < 1.1:
+    if causes.doubt:
+        text += f" The parts of its prompts are not to be trusted: {causes.doubt}."
+    elif causes.explained is not None and not 0.9 < causes.explained < 1.1:
         text += (
-            f" The parts of its prompts add up to {percent(last.causes.explained)} of the batch's part. The rest comes "
+            f" The parts of its prompts add up to {percent(causes.explained)} of the batch's part. The rest comes "
             "from other terms of the loss, such as clipped ratios or a KL term, or from dropout."
         )
     return text
 
 
-def _tables(policy: Sequence[PolicyReading], effects: Mapping[str, PromptEffect]) -> tuple[Plot | Table | str, ...]:
-    learned = sorted(effects.items(), key=lambda item: item[1].change)
-    last = next((r for r in reversed(policy) if r.shares), None)
+_SHARE = tuple(f"gns_prompts/completions_share{end}" for end in ("", "_low", "_high"))
+
+
+def _allocation_text(readings: Sequence[PolicyReading]) -> str:
+    """What twice the completions and twice the prompts would do to the noise, by the last reading; "" if unknown."""
+    for reading in reversed(readings):
+        share, low, high = (reading.metrics.get(name) for name in _SHARE)
+        if share is not None and low is not None and high is not None:
+            return (
+                f" At step {reading.window:,}, twice the completions to each prompt would have cut the noise of a step "
+                f"by {percent(share / 2)} (95 % interval: {percent(low / 2)} to {percent(high / 2)}), and twice the "
+                f"prompts by {percent(0.5)}, both with twice the tokens."
+            )
+    return ""
+
+
+def _tables(run: Run) -> tuple[Plot | Table | str, ...]:
+    """What learning from each prompt did to the entropy, and each evaluation prompt's part of the last forecast."""
+    learned = sorted(run.effects.items(), key=lambda item: item[1].change)
+    last = next((r for r in reversed(run.policy) if r.shares), None)
     tables: list[Plot | Table | str] = []
     if learned:
-        tables.append(
-            Table(
-                "Effect of learning from each prompt, summed over the measured steps whose parts add up",
-                ("Prompt", "Change (nats)", "from rewarded tokens", "from penalised tokens", "Steps"),
-                tuple(
-                    (
-                        _on_one_line(text),
-                        *map(number, (of.change, of.from_rewarded, of.from_penalised)),
-                        f"{of.n_steps:,}",
-                    )
-                    for text, of in _both_ends(learned)
-                ),
-            )
-        )
+        rows = [
+            (_on_one_line(text), *map(number, (of.change, of.from_rewarded, of.from_penalised)), f"{of.n_steps:,}")
+            for text, of in _both_ends(learned)
+        ]
+        caption = "Effect of learning from each prompt, summed over the measured steps whose parts add up"
+        heads = ("Prompt", "Change (nats)", "from rewarded tokens", "from penalised tokens", "Steps")
+        tables.append(Table(caption, heads, tuple(rows)))
     if last is not None:
-        shares = sorted(last.shares, key=lambda p: _or_zero(p.change))
-        tables.append(
-            Table(
-                f"Forecast change by step {last.window:,} on each evaluation prompt. Sharpening: token probabilities "
-                "change at the same prefixes. Drift: other prefixes, and lengths, become likelier.",
-                ("Prompt", "Change (nats)", "by sharpening", "by drift"),
-                tuple(_row(p, ("sharpening", "drift")) for p in _both_ends(shares)),
-            )
+        shares = _both_ends(sorted(last.shares, key=lambda part: part.change or 0.0))
+        caption = (
+            f"Forecast change by step {last.window:,} on each evaluation prompt. Sharpening: token probabilities "
+            "change at the same prefixes. Drift: other prefixes, and lengths, become likelier."
         )
+        columns = ("Prompt", "Change (nats)", "by sharpening", "by drift")
+        tables.append(Table(caption, columns, tuple(_share_row(part) for part in shares)))
     if tables:
         return tuple(tables)
-    if any(r.point.delta is not None for r in policy):
+    if any(r.point.delta is not None for r in run.policy):
         return ("The forecasts of this run were logged without the parts of single prompts.",)
     return ("No forecast was made, so there are no parts by prompt.",)
 
 
-def _row(part: PromptPart, names: Sequence[str]) -> tuple[str, ...]:
-    return (_on_one_line(part.prompt), number(part.change), *(number(part.parts.get(name)) for name in names))
+def _share_row(part: PromptPart) -> tuple[str, ...]:
+    numbers = (part.change, part.parts.get("sharpening"), part.parts.get("drift"))
+    return (_on_one_line(part.prompt), *map(number, numbers))
 
 
 def _both_ends(rows: list[T]) -> list[T]:
@@ -214,11 +205,45 @@ def _both_ends(rows: list[T]) -> list[T]:
     return rows if len(rows) <= 2 * _ROWS_AT_EACH_END else [*rows[:_ROWS_AT_EACH_END], *rows[-_ROWS_AT_EACH_END:]]
 
 
-def _or_zero(value: float | None) -> float:
-    return 0.0 if value is None else value
-
-
 def _on_one_line(text: str) -> str:
     """The text of a prompt on one line, cut if it is too long for a table."""
     line = " ".join(text.split())
     return line if len(line) <= _MAX_PROMPT_LENGTH else f"{line[:_MAX_PROMPT_LENGTH]}…"
+
+
+_PARTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("Evaluation prompts, B_E", "entropy/n_evaluation_prompts", number),
+    ("Update prompts, B_U", "entropy/n_update_prompts", number),
+    ("Change of entropy (nats)", "entropy/delta_forecast", number),
+    ("Its standard error (nats)", "entropy/delta_se", number),
+    ("– its variance from the evaluation prompts, V_X (nats²)", "entropy/v_x", number),
+    ("– its variance from the update prompts, V_Y (nats²)", "entropy/v_y", number),
+    ("Variance of the change over its square", "entropy/frac_var", percent),
+    ("Change to first order, or X̄·Ȳ (nats)", "entropy/bars_dot", number),
+    ("Time", "cost/entropy_seconds", duration),
+    ("– drawing evaluation responses", "cost/entropy_seconds_sampling", duration),
+    ("– scoring them before the step", "cost/entropy_seconds_scores", duration),
+    ("– scoring them after the step", "cost/entropy_seconds_scores_after", duration),
+    ("– derivatives", "cost/entropy_seconds_derivatives", duration),
+    ("– gradients of the prompts", "cost/entropy_seconds_gradients", duration),
+    ("– causes", "cost/entropy_seconds_causes", duration),
+    ("– the coefficient that would hold the entropy", "cost/entropy_seconds_coefficient", duration),
+    ("– fresh rollouts", "cost/entropy_seconds_rollouts", duration),
+    ("Growth of the peak memory (MB)", "cost/entropy_peak_bytes", lambda n: number(n / 1e6)),
+)
+"""Name, metric, and how its value is written."""
+
+
+def _parts(readings: Sequence[PolicyReading]) -> Table | None:
+    """The numbers behind the last forecast, and their medians over the run; None without a forecast."""
+    forecasts = [r for r in readings if r.metrics.get("entropy/delta_forecast") is not None]
+    if not forecasts:
+        return None
+    rows = []
+    for name, metric, text in _PARTS:
+        values = [v for r in forecasts if (v := r.metrics.get(metric)) is not None]
+        if values and (metric != "entropy/v_y" or any(values)):
+            last = forecasts[-1].metrics.get(metric)
+            rows.append((name, number(None) if last is None else text(last), text(statistics.median(values))))
+    caption = "The numbers behind the forecast of the last measured step, and their medians over all measured steps"
+    return Table(caption, ("", f"Step {forecasts[-1].window:,}", "Median"), tuple(rows))

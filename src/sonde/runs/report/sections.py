@@ -2,63 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from sonde.runs.policy_reading import PolicyReading
-from sonde.runs.reader import MetricsReading, Reading, Run
-from sonde.runs.report.curve_style import time_axis
-from sonde.runs.report.curves import moments_curve, noise_scale_curve, norm_curve, value_curve
-from sonde.runs.report.figures import Plot, Table
-from sonde.runs.report.groups_plot import MAX_GROUPS, groups_plot
-from sonde.runs.report.pixels import PIXELS
-from sonde.runs.report.timeline import Measured, Timeline, position_text, timeline
-from sonde.runs.report.tradeoff_plot import tradeoff_plot
-from sonde.wording import count, percent, plural, shorten
+from bokeh.models import FixedTicker, PlainText
+from bokeh.models.annotations import BoxAnnotation
+from bokeh.models.glyphs import Line, Scatter, Segment
+
+from sonde.batch_size.stats.critical_batch import steps_and_examples
+from sonde.batch_size.stats.reading import GroupReading
+from sonde.runs.report.curves import PIXELS, Curve, Panel, TimeAxis, draw_panels
+from sonde.runs.report.figures import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    LegendEntry,
+    Mark,
+    Plot,
+    Scale,
+    Section,
+    add_axis_above,
+    add_hover,
+    add_label,
+    add_line_at,
+    draw,
+    log_ticks,
+    new_figure,
+    reachable,
+    scale_for,
+)
+from sonde.runs.report.verdicts import position_text
+from sonde.runs.run import AnyReading, Reading, Run, logged_batch, logged_interval
+from sonde.stats.intervals import RatioInterval
+from sonde.wording import count, estimate, number, percent, plural, shorten
 
 MAX_VALUES = 4
 """Largest number of logged values that are drawn. It keeps the page small and readable, whatever a run logs."""
-
-
-@dataclass(frozen=True)
-class Section:
-    """One section of the report.
-
-    Attributes:
-        title: what is shown.
-        text: how to read it, plain text.
-        content: figures and tables. Where one is missing, a sentence says why.
-    """
-
-    title: str
-    text: str
-    content: tuple[Plot | Table | str, ...]
+MAX_GROUPS = 400
+"""Largest number of groups that are drawn. A longer figure would be unreadable and large."""
+_TALL = 30
+"""With more groups, rows are closer and the axis is repeated above."""
 
 
 def noise_scale_sections(run: Run) -> list[Section]:
-    """All sections of a run that has at least one reading of its noise scale."""
-    probe, last = run.probe("reading"), run.readings[-1]
-    unit = probe.unit
-    line = timeline(run.readings, unit)
-    axis = time_axis(line)
+    """All sections of a run that has at least one reading of its noise scale; first what the batch size costs."""
+    probe, readings = run.probe("reading"), run.readings
+    unit, last = probe.unit, readings[-1]
+    axis = TimeAxis.of(readings, unit)
     group_order = [str(name) for name in probe.setup.get("groups") or ()]
+
+    def over_run(title: str, text: str, panels: Sequence[Panel], absent: str) -> Section:
+        return Section(title, text, (draw_panels(panels, readings, axis, absent),))
+
     return [
-        Section("Noise scale and batch size", _noise_scale_text(run, line), (noise_scale_curve(line, axis),)),
-        Section(
-            "Noise and signal",
-            "B_simple = tr Σ / |G|²: the noise scale is the noise divided by the signal. On this logarithmic axis, the "
-            "vertical distance between the two curves shows it. Both curves are running averages, so their ratio lags "
-            "behind the noise scale now while training moves.",
-            (moments_curve(line, axis),),
-        ),
-        Section("Noise scale by part of the model", _groups_text(run, unit), (groups_plot(last, group_order, unit),)),
-        Section(
-            "Gradient norm and clipping",
-            "The norm of the whole gradient of each optimizer step, over all ranks, before clipping. "
-            "Each point is the mean since the previous reading.",
-            (norm_curve(line, axis),),
-        ),
-        _values_section(run, [value_curve(line, axis, name) for name in _losses_first(run)[:MAX_VALUES]]),
         Section(
             "What the batch size costs",
             f"Training with batch size B takes S/S_min = 1 + B_crit/B times the fewest possible steps, and uses "
@@ -68,17 +67,78 @@ def noise_scale_sections(run: Run) -> list[Section]:
             "this one. The noise scale is a proxy for B_crit: in published runs B_crit was 0.1 to 20 times B_simple.",
             (tradeoff_plot(last, unit),),
         ),
+        over_run("Noise scale and batch size", _noise_scale_text(run), *_noise_scale_panels(readings, unit)),
+        over_run("Noise and signal", _MOMENTS_TEXT, (_MOMENTS,), "No reading holds noise or signal."),
+        Section("Noise scale by part of the model", _groups_text(run, unit), (groups_plot(last, group_order, unit),)),
+        over_run("Gradient norm and clipping", _NORM_TEXT, _NORM, "The gradient norm was not measured in this run."),
+        values_section(run, readings, axis, "Loss", "This run logged no loss and no other values."),
     ]
 
 
-def _noise_scale_text(run: Run, line: Timeline[Reading]) -> str:
+def noise_scale_curves(
+    of: Callable[[Any], RatioInterval], value: str, further: Sequence[Curve], *, now: str
+) -> tuple[Curve, ...]:
+    """The curves of a noise scale with its interval; where only a bound is known, a triangle.
+
+    Args:
+        of: the noise scale of a reading, as far as it is known.
+        value: the metric of its estimate.
+        further: curves beside it.
+        now: what the estimate is called.
+    """
+
+    def end(status: str, name: str) -> Callable[[Any], float | None]:
+        return lambda r: getattr(known, name) if (known := of(r)).status == status else None
+
+    return (
+        Curve("line", BLUE, now, lambda r: r.metrics.get(value) if of(r).status == "resolved" else None),
+        Curve("band", BLUE, "confidence interval of the noise scale", end("resolved", "low"), end("resolved", "high")),
+        *further,
+        Curve("up", GREY, "lower bound: the noise scale lies above this", end("lower_bound", "low")),
+        Curve("down", GREY, "upper bound: the noise scale lies below this", end("upper_bound", "high")),
+    )
+
+
+def _known(reading: Reading) -> RatioInterval:
+    return RatioInterval(reading.status, reading.metrics.get("gns/b_simple_low"), reading.high)
+
+
+def _noise_scale_panels(readings: Sequence[Reading], unit: str) -> tuple[Sequence[Panel], str]:
+    """B_simple on a log axis with the batch size across it, and the sentence in its place if it is not known yet."""
+    absent = "No reading has an estimate or a lower bound of the noise scale yet: measure more windows."
+    if all(reading.status == "unresolved" for reading in readings):
+        return (), absent
+    at_most = ", of most readings at that place" if len(readings) > 2 * PIXELS else ""
+    further = (
+        Curve("dotted", INK, "noise scale, average over the run so far", "gns/b_simple_average"),
+        Curve("dashed", ORANGE, f"batch size ({unit} per step)", lambda r: logged_batch(r.metrics, unit)[0]),
+        Curve(
+            "hatched",
+            GREY,
+            f"no upper limit is known{at_most}",
+            lambda r: _known(r).low if r.status == "lower_bound" else None,
+            lambda r: math.inf,
+        ),
+    )
+    hover: dict[str, Callable[[Any], str]] = {
+        "noise scale now": lambda r: estimate(r.status, r.metrics.get("gns/b_simple"), _known(r).low, r.high),
+        "average over the run": lambda r: number(r.metrics.get("gns/b_simple_average")),
+        "batch size": lambda r: number(logged_batch(r.metrics, unit)[0]),
+        "units seen": lambda r: count(r.metrics.get("run/units_seen")),
+    }
+    curves = noise_scale_curves(_known, "gns/b_simple", further, now="noise scale now")
+    return (Panel(f"Noise scale ({unit})", curves, hover, "log", height=380),), absent
+
+
+def _noise_scale_text(run: Run) -> str:
+    probe = run.probe("reading")
     text = (
         "The noise scale is the batch size at which the gradient of a batch contains as much noise as signal. "
         "A batch far below the noise scale needs many more steps. A batch far above it uses many more "
-        f"{line.unit} and saves few steps. The noise scale usually grows during training."
+        f"{probe.unit} and saves few steps. The noise scale usually grows during training."
     )
-    level = run.probe("reading").setup.get("level")
-    if level and run.probe("reading").setup.get("fixed_weights"):
+    level = probe.setup.get("level")
+    if level and probe.setup.get("fixed_weights"):
         text += (
             " The model did not train while it was measured. The curve is the average of all windows so far, and the "
             f"band its {percent(float(level))} confidence interval, which narrows as units are measured."
@@ -96,6 +156,204 @@ def _noise_scale_text(run: Run, line: Timeline[Reading]) -> str:
     return text
 
 
+_MOMENTS_TEXT = (
+    "B_simple = tr Σ / |G|²: the noise scale is the noise divided by the signal. On this logarithmic axis, the "
+    "vertical distance between the two curves shows it. Both curves are running averages, so their ratio lags "
+    "behind the noise scale now while training moves."
+)
+_MOMENTS = Panel(
+    "Squared gradient norm",
+    (
+        Curve("line", ORANGE, "noise tr Σ: variance of the gradient of one unit", "gns/trace_cov"),
+        Curve("line", GREEN, "signal |G|²: squared norm of the true gradient", "gns/grad_sq"),
+    ),
+    {
+        "noise tr Σ": lambda r: number(r.metrics.get("gns/trace_cov")),
+        "signal |G|²": lambda r: number(r.metrics.get("gns/grad_sq")),
+    },
+    "log",
+    outside="estimated at or below 0: not yet distinguishable from 0",
+    height=340,
+)
+
+_NORM_TEXT = (
+    "The norm of the whole gradient of each optimizer step, over all ranks, before clipping. Each point is the mean "
+    "since the previous reading. A clip scales a gradient down to its threshold."
+)
+_NORM = (
+    Panel(
+        "Gradient norm",
+        (
+            Curve("line", BLUE, "gradient norm before clipping", "grad/norm"),
+            Curve("dashed", ORANGE, "threshold of the clip", "grad/max_norm"),
+        ),
+        {
+            "gradient norm": lambda r: number(r.metrics.get("grad/norm")),
+            "threshold": lambda r: number(r.metrics.get("grad/max_norm")),
+        },
+    ),
+    Panel(
+        "Clipped windows",
+        (
+            Curve("line", ORANGE, "share of windows that were clipped", "grad/clip_fraction"),
+            Curve("band", ORANGE, "", lambda r: 0.0, "grad/clip_fraction", alpha=0.2),
+        ),
+        {"clipped": lambda r: percent(r.metrics.get("grad/clip_fraction"))},
+        ends=(0.0, 1.0),
+        height=170,
+    ),
+)
+
+
+def value_panel(name: str, metric: Mapping[str, str] | None = None) -> Panel:
+    """One value over the run under its own name.
+
+    Args:
+        name: of the value.
+        metric: its unit and meaning, for a metric that is declared.
+    """
+    label = shorten(name) + (f" ({metric['unit']})" if metric else "")
+    meaning = metric["meaning"] if metric else shorten(name)
+    return Panel(label, (Curve("line", INK, meaning, name),), {"value": lambda r: number(r.metrics.get(name), 4)})
+
+
+def own_value_names(run: Run, readings: Sequence[AnyReading]) -> list[str]:
+    """The names of the metrics that the user logged, as far as a reading knows a value. Losses come first."""
+    names_of_sonde = run.metrics.keys()
+    known = {name: None for reading in readings for name, value in reading.metrics.items() if value is not None}
+    return sorted((name for name in known if name not in names_of_sonde), key=lambda name: "loss" not in name.lower())
+
+
+def values_section(run: Run, readings: Sequence[AnyReading], axis: TimeAxis, what: str, absent: str = "") -> Section:
+    """The section of the user's own values.
+
+    Args:
+        run: with the values.
+        readings: that may hold them.
+        axis: the horizontal axis.
+        what: the value that runs log most, "Loss".
+        absent: the sentence in place of values.
+    """
+    names = own_value_names(run, readings)
+    if not names:
+        return Section(what, "", (absent,))
+    text = "Values as the run logged them. Each point is the mean since the previous reading."
+    if hidden := [shorten(name) for name in names[MAX_VALUES:]]:
+        text += f" {plural(len(hidden), 'more value')} in the log: {', '.join(hidden[:10])}"
+        text += ", …" if len(hidden) > 10 else "."
+    plots = [draw_panels([value_panel(name)], readings, axis, "") for name in names[:MAX_VALUES]]
+    is_alone = [name.lower() for name in names] == [what.lower()]
+    return Section(what if is_alone else f"{what} and other logged values", text, tuple(plots))
+
+
+def declared_sections(run: Run) -> list[Section]:
+    """The sections that probes declare, each with a curve for every metric that at least one reading knows."""
+    readings: list[AnyReading] = [*run.readings, *run.policy, *run.own]
+    readings.sort(key=lambda reading: (reading.segment, reading.time))
+    sections = []
+    for declared in run.sections:
+        plots = []
+        for name in declared.metrics:
+            if known := [r for r in readings if r.metrics.get(name) is not None]:
+                axis = TimeAxis.of(known, run.probe("reading").unit)
+                plots.append(draw_panels([value_panel(name, run.metrics.get(name))], known, axis, ""))
+        content = tuple(plots) or ("None of these metrics was known in this run.",)
+        sections.append(Section(declared.title, declared.text, content))
+    return sections
+
+
+def tradeoff_plot(reading: Reading, unit: str) -> Plot | str:
+    """Steps and units relative to the least possible, over the batch size, with a mark at the run's own.
+
+    Args:
+        reading: the last one.
+        unit: plural name of the unit.
+
+    Returns:
+        The figure, or a sentence that says why there is none. Curves are dashed if only a bound of the noise scale is
+        known.
+    """
+    batch, unit = logged_batch(reading.metrics, unit)
+    # Whole runs are compared by their average; a checkpoint has no other noise scale than now.
+    metric, known = "gns/b_simple_average", logged_interval(reading.metrics, "gns/b_simple_average")
+    if known.status == "unresolved":
+        metric, known = "gns/b_simple", logged_interval(reading.metrics, "gns/b_simple")
+    low, high, status = known.low, known.high, known.status
+    critical = reading.metrics.get(metric) if status == "resolved" else high if status == "upper_bound" else low
+    if not batch or not critical or low is None or high is None:
+        return "The trade-off needs a noise scale or a bound of the noise scale. The last reading has neither."
+
+    extremes = (batch, critical, max(low, critical / 10), min(high, 10 * critical))
+    x = Scale("log", min(extremes) / 8, max(extremes) * 8)
+    here = steps_and_examples(batch, critical)
+    y = Scale("log", 0.92, max(30.0, 2 * max(here.steps, here.examples)))
+    fig = new_figure(
+        x, y, x_label=f"Batch size ({unit} per step)", y_label="Cost (times the least possible)", height=360
+    )
+    fig.yaxis[0].major_label_overrides = {tick: f"{number(tick)}×" for tick in log_ticks(y)}
+    left, right = max(low, x.start), min(high, x.end)
+    fig.add_layout(BoxAnnotation(left=left, right=right, fill_color=BLUE, fill_alpha=0.10, line_color=None))
+    dash = "solid" if status == "resolved" else "dashed"
+    add_line_at(fig, critical, "height", BLUE, dash)
+    sizes = [x.at(i / 200) for i in range(201)]
+    costs = [steps_and_examples(size, critical) for size in sizes]
+    for curve, color in (([c.steps for c in costs], GREEN), ([c.examples for c in costs], ORANGE)):
+        draw(fig, Line(line_color=color, line_width=2.5, line_dash=dash), x=sizes, y=curve)
+    texts: dict[str, Callable[[int], str]] = {
+        "batch size": lambda i: number(sizes[i]),
+        "steps": lambda i: f"{number(costs[i].steps)}×",
+        "units used": lambda i: f"{number(costs[i].examples)}×",
+    }
+    add_hover(fig, sizes, [y.clamp(max(cost.steps, cost.examples)) for cost in costs], texts)
+    add_line_at(fig, batch, "height", INK, "dotted")
+    marks = Scatter(size=11, fill_color="white", line_color=INK, line_width=2.5)
+    draw(fig, marks, x=[batch] * 2, y=[here.steps, here.examples])
+    # Put the label on the side away from the line of the noise scale.
+    add_label(fig, batch, y.at(0.92), "you are here", align="right" if batch < critical else "left")
+    legend = _tradeoff_legend(batch, critical, unit, status)
+    words = (
+        f"Costs over the batch size. {'; '.join(entry.text for entry in legend)}. At this run's batch, steps are "
+        f"{number(here.steps, 2)}× and {unit} {number(here.examples, 2)}× the least possible."
+    )
+    return Plot((fig,), legend, words)
+
+
+def _tradeoff_legend(batch: float, critical: float, unit: str, status: str) -> tuple[LegendEntry, ...]:
+    if status == "resolved":
+        at_steps = at_units = of_run = ""
+        known, band = f"noise scale, {number(critical)} {unit}", "confidence interval of the noise scale"
+    else:
+        which, other = ("lower", "upper") if status == "lower_bound" else ("upper", "lower")
+        at_steps, at_units = ": at least this", ": at most this"
+        if status == "upper_bound":
+            at_steps, at_units = at_units, at_steps
+        known = f"{which} bound of the noise scale, {number(critical)} {unit}"
+        band = f"possible range of the noise scale: no {other} limit known"
+        of_run = f", if the noise scale is at its {which} bound"
+    line: Mark = "line" if status == "resolved" else "dashed"
+    return (
+        LegendEntry(line, GREEN, f"optimizer steps, S/S_min{at_steps}"),
+        LegendEntry(line, ORANGE, f"{unit} used, E/E_min{at_units}"),
+        LegendEntry("bar", BLUE, known),
+        LegendEntry("band", BLUE, band),
+        LegendEntry("dot", INK, f"this run, {number(batch)} {unit} per step{of_run}"),
+    )
+
+
+_OF_STATUS: dict[str, tuple[Mark, str, str]] = {
+    "resolved": ("whisker", BLUE, "noise scale and its confidence interval"),
+    "lower_bound": ("right", GREY, "lower bound: the noise scale lies above this"),
+    "upper_bound": ("left", GREY, "upper bound: the noise scale lies below this"),
+    "unresolved": ("cross", GREY, "not known yet"),
+}
+_MARKS: dict[Mark, dict[str, Any]] = {
+    "whisker": {"marker": "circle", "size": 9},
+    "right": {"marker": "triangle", "size": 9, "angle": -math.pi / 2},
+    "left": {"marker": "triangle", "size": 9, "angle": math.pi / 2},
+    "cross": {"marker": "x", "size": 8},
+}
+
+
 def _groups_text(run: Run, unit: str) -> str:
     last, written = run.readings[-1], run.readings[-1].groups_window
     place = f"the last reading ({position_text(last, unit)})" if written == last.window else f"window {count(written)}"
@@ -109,43 +367,67 @@ def _groups_text(run: Run, unit: str) -> str:
     )
 
 
-def _values_section(run: Run, plots: list[Plot]) -> Section:
-    names = _losses_first(run)
-    if not names:
-        return Section("Loss", "", ("This run logged no loss and no other values.",))
-    hidden = names[MAX_VALUES:]
-    text = "Values as the run logged them. Each point is the mean since the previous reading."
-    if hidden:
-        text += f" {plural(len(hidden), 'more value')} in the log: {', '.join(shorten(name) for name in hidden[:10])}"
-        text += ", …" if len(hidden) > 10 else "."
-    return Section("Loss" if names == ["loss"] else "Loss and other logged values", text, tuple(plots))
+def groups_plot(reading: Reading, order: Sequence[str], unit: str) -> Plot | str:
+    """B_simple of each group in one reading, as a dot with its interval.
 
+    Args:
+        reading: the last one.
+        order: the groups in the model's order; any others come after them.
+        unit: plural name of the unit.
 
-def _losses_first(run: Run) -> list[str]:
-    """The names of the user's own values. Names that contain "loss" come first."""
-    return sorted(own_value_names(run, run.readings), key=lambda name: "loss" not in name.lower())
+    Returns:
+        The figure with the first group on top, or a sentence that says why there is none.
+    """
+    names = list(dict.fromkeys([*(name for name in order if name in reading.groups), *reading.groups]))[:MAX_GROUPS]
+    groups = [reading.groups[name] for name in names]
+    if not groups:
+        return "The log holds no values of groups of parameters: sonde.attach(log_groups=True) writes them."
+    if all(group.status == "unresolved" for group in groups):
+        return "No group of parameters has a known noise scale yet: measure more windows."
+    batch, _ = logged_batch(reading.metrics, unit)
+    overall = reading.metrics.get("gns/b_simple") if reading.status == "resolved" else None
+    shown = [v for v in (batch, overall, *(v for g in groups for v in (g.b_simple, g.low))) if v]
+    x = scale_for([*shown, *reachable([g.high for g in groups if g.high is not None], shown)], "log")
+    y, is_tall = Scale("linear", len(groups) - 0.3, -0.7), len(groups) > _TALL  # downwards: the first group on top
+    height = (18 if is_tall else 28) * len(groups) + 90
+    fig = new_figure(x, y, x_label=f"Noise scale ({unit})", y_label="", height=height)
+    fig.yaxis[0].ticker = FixedTicker(ticks=list(range(len(groups))))
+    fig.yaxis[0].major_label_overrides = {i: PlainText(text=shorten(name, 25)) for i, name in enumerate(names)}
+    fig.yaxis.axis_label = None
+    if is_tall:
+        add_axis_above(fig, x)
+    lines: list[LegendEntry] = []
+    if batch:
+        lines.append(LegendEntry("dashed", ORANGE, f"batch size, {number(batch)} {unit}"))
+        add_line_at(fig, batch, "height", ORANGE, "dashed")
+    if overall:
+        lines.append(LegendEntry("dotted", BLUE, f"whole model, {number(overall)} {unit}"))
+        add_line_at(fig, overall, "height", BLUE, "dotted")
 
+    def anchor(group: GroupReading) -> float:
+        value = {"resolved": group.b_simple, "lower_bound": group.low, "upper_bound": group.high}.get(group.status)
+        return x.at(0.015) if value is None else x.clamp(value)
 
-def own_value_names(run: Run, readings: Sequence[Measured]) -> list[str]:
-    """The names of the metrics that the user logged, as far as at least one reading knows a value."""
-    names_of_sonde = run.metrics.keys()
-    known = {name: None for reading in readings for name, value in reading.metrics.items() if value is not None}
-    return [name for name in known if name not in names_of_sonde]
-
-
-def declared_sections(run: Run) -> list[Section]:
-    """The sections that probes declare, each with a curve for every metric that at least one reading knows."""
-    metrics = run.metrics
-    readings: list[Reading | PolicyReading | MetricsReading] = [*run.readings, *run.policy, *run.own]
-    readings.sort(key=lambda reading: (reading.segment, reading.time))
-    sections = []
-    for declared in run.sections:
-        plots = []
-        for name in declared.metrics:
-            known = [r for r in readings if r.metrics.get(name) is not None]
-            if known:
-                line = timeline(known, run.probe("reading").unit)
-                plots.append(value_curve(line, time_axis(line), name, metrics.get(name, {})))
-        content = tuple(plots) or ("None of these metrics was known in this run.",)
-        sections.append(Section(declared.title, declared.text, content))
-    return sections
+    legend: list[LegendEntry] = []
+    for status, (mark, color, meaning) in _OF_STATUS.items():
+        rows = [i for i, group in enumerate(groups) if group.status == status]
+        if not rows:
+            continue
+        legend.append(LegendEntry(mark, color, meaning))
+        if status != "unresolved":
+            is_known = status == "resolved"
+            style: dict[str, Any] = {"line_alpha": 0.3, "line_width": 4} if is_known else {"line_dash": "dotted"}
+            low, high = ([x.clamp(getattr(groups[i], end) or 0.0) for i in rows] for end in ("low", "high"))
+            draw(fig, Segment(line_color=color, **style), x0=low, y0=rows, x1=high, y1=rows)
+        marks = Scatter(fill_color=color, line_color=color, **_MARKS[mark])
+        draw(fig, marks, x=[anchor(groups[i]) for i in rows], y=rows)
+    known = [estimate(g.status, g.b_simple, g.low, g.high) for g in groups]
+    texts: dict[str, Callable[[int], str]] = {
+        "group": lambda i: names[i],
+        "noise scale": lambda i: known[i],
+        "noise tr Σ": lambda i: number(groups[i].trace_cov),
+        "signal |G|²": lambda i: number(groups[i].grad_sq),
+    }
+    add_hover(fig, [anchor(group) for group in groups], [float(i) for i in range(len(groups))], texts, mode="hline")
+    words = "; ".join(f"{name}: {text}" for name, text in zip(names[:_TALL], known, strict=False))
+    return Plot((fig,), (*legend, *lines), f"Noise scale ({unit}) of each part. {words}.")

@@ -1,9 +1,10 @@
-"""The panels at the top of the report: a verdict, and the numbers behind it."""
+"""What the report says first: what looks wrong now, what to do, why, and the numbers behind it."""
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sonde.batch_size.stats.critical_batch import Estimate, Verdict, judge_batch, steps_and_examples
@@ -11,11 +12,18 @@ from sonde.batch_size.stats.reading import in_percent
 from sonde.policy.stats.coverage import coverage
 from sonde.policy.stats.entropy_verdict import judge_entropy
 from sonde.policy.stats.steps_kept import steps_kept
-from sonde.runs.reader import Reading, Run
-from sonde.runs.report.logged_interval import PROMPT_NOISE, logged_batch, logged_interval
-from sonde.runs.report.timeline import position_text
+from sonde.runs.run import (
+    PROMPT_NOISE,
+    Alert,
+    AnyReading,
+    PolicyReading,
+    Reading,
+    Run,
+    logged_batch,
+    logged_interval,
+)
 from sonde.stats.intervals import RatioInterval
-from sonde.wording import estimate, number, percent, plural
+from sonde.wording import count, estimate, number, percent, plural
 
 _BATCH_BADGES = {
     "too_small": "Batch too small",
@@ -27,16 +35,19 @@ _BATCH_BADGES = {
 }
 _WIDE = 5.0
 """A cost that may be so many times larger is known by its lower end alone."""
-_ENTROPY_BADGES = {
-    "holds": "Entropy holds",
-    "falling": "Entropy is falling",
-    "fallen": "Entropy has fallen",
-    "rising": "Entropy is rising",
-    "risen": "Entropy has risen",
-    "collapses": "Entropy collapses",
-    "not_linear": "Steps too large",
-    "unknown": "Not known yet",
+_WATCH = "Watch the reward: if it no longer rises, add an entropy bonus, lower the learning rate, or stop."
+_CHECK = "Check the reward, and the entropy bonus if there is one."
+_OF_ENTROPY = {
+    "holds": ("Entropy holds", "Go on as you do: the policy explores as it did."),
+    "falling": ("Entropy is falling", _WATCH),
+    "fallen": ("Entropy has fallen", _WATCH),
+    "rising": ("Entropy is rising", _CHECK),
+    "risen": ("Entropy has risen", _CHECK),
+    "collapses": ("Entropy collapses", "Act now: the policy has all but stopped exploring."),
+    "not_linear": ("Steps too large", "Take smaller steps: lower the learning rate, or use more prompts in each."),
+    "unknown": ("Not known yet", "Measure on: nothing can be advised yet."),
 }
+"""The badge of each verdict, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,7 @@ class VerdictPanel:
     Attributes:
         kind: of verdict; it decides the colour.
         badge: the verdict in two or three words.
+        action: what to do, in one sentence.
         headline: the verdict in one sentence.
         detail: what follows from the verdict, or what it rests on.
         basis: which readings the verdict was made from.
@@ -69,6 +81,7 @@ class VerdictPanel:
 
     kind: str
     badge: str
+    action: str
     headline: str
     detail: str
     basis: str
@@ -94,7 +107,27 @@ def batch_size_panel(run: Run) -> VerdictPanel:
         basis += f" It speaks of parameters with {in_percent(covered)} of the squared gradient."
     basis += "".join(_in_further_units(run, last))
     tiles = tuple(_batch_tiles(last, unit))
-    return VerdictPanel(verdict.kind, _BATCH_BADGES[verdict.kind], verdict.headline, verdict.detail, basis, tiles)
+    action = _batch_action(verdict, last, unit)
+    badge = _BATCH_BADGES[verdict.kind]
+    return VerdictPanel(verdict.kind, badge, action, verdict.headline, verdict.detail, basis, tiles)
+
+
+def _batch_action(verdict: Verdict, last: Reading, unit: str) -> str:
+    """What to do about the batch size from here on; where the noise scale now decides nothing, by its average."""
+    batch, unit = logged_batch(last.metrics, unit)
+    b_simple = last.metrics.get("gns/b_simple")
+    kind = verdict.kind if verdict.kind_now == "unknown" else verdict.kind_now
+    if kind in ("too_small", "too_large"):
+        which = "larger" if kind == "too_small" else "smaller"
+        about = "" if b_simple is None or kind != verdict.kind_now else f" of about {number(max(b_simple, 1.0), 2)}"
+        return f"Try a {which} batch{about}, where it is {number(batch, 4)} {unit} now."
+    if kind == "about_right":
+        return f"Keep the batch of {number(batch, 4)} {unit}."
+    advice = f"{verdict.advice[:1].upper()}{verdict.advice[1:]}".removesuffix(".")
+    if kind == "unknown":
+        return f"{advice or 'Train on: nothing can be advised yet'}."
+    maybe = "larger" if kind == "about_right_or_too_small" else "smaller"
+    return f"Keep the batch of {number(batch, 4)} {unit}, or try a {maybe} one."
 
 
 def _in_further_units(run: Run, last: Reading) -> Iterator[str]:
@@ -112,7 +145,7 @@ def entropy_panel(run: Run) -> VerdictPanel:
     basis = f"{_entropies_judged(run)} {verdict.basis}".strip()
     return VerdictPanel(
         verdict.kind,
-        _ENTROPY_BADGES[verdict.kind],
+        *_OF_ENTROPY[verdict.kind],
         verdict.headline,
         verdict.detail,
         basis,
@@ -165,13 +198,18 @@ def _batch_tiles(last: Reading, unit: str) -> Iterator[Tile]:
     metrics = last.metrics
     batch = metrics.get("gns/units_per_window")
     effective, _ = logged_batch(metrics, unit)
-    yield _now_tile(last, unit)
-    yield _noise_scale_tile("Average over the run", metrics, "gns/b_simple_average", unit)
+    now = RatioInterval(last.status, metrics.get("gns/b_simple_low"), last.high)
+    scatter = metrics.get("gns/scatter")
+    further = ""
+    if scatter is not None and scatter < 1:
+        further = f"; single steps scatter about it by {number(math.exp(scatter), 2)} times at most"
+    yield _noise_scale_tile("Noise scale now", now, metrics.get("gns/b_simple"), unit, further=further)
+    known = logged_interval(metrics, "gns/b_simple_average")
+    yield _noise_scale_tile("Average over the run", known, metrics.get("gns/b_simple_average"), unit)
     yield Tile("Batch size", number(batch, 4), f"{unit} per step")
     # A whole run is compared with other whole runs, so by its average; a checkpoint has no other than now.
-    known = logged_interval(metrics, "gns/b_simple_average")
-    if known.status == "unresolved" or last.status == "unresolved":
-        known = RatioInterval(last.status, metrics.get("gns/b_simple_low"), last.high)
+    if "unresolved" in (known.status, now.status):
+        known = now
     used = f"{unit[:1].upper()}{unit[1:]} used"
     for name, title in (("steps", "Steps"), ("examples", used)):
         if not effective or known.low is None or known.high is None:
@@ -180,30 +218,14 @@ def _batch_tiles(last: Reading, unit: str) -> Iterator[Tile]:
             yield Tile(title, _cost(effective, known.low, known.high, name), "the fewest possible")
 
 
-def _now_tile(last: Reading, unit: str) -> Tile:
-    """The noise scale of the last reading."""
-    low, high = last.metrics.get("gns/b_simple_low"), last.high
-    if low is None or high is None or last.status == "unresolved":
-        return Tile("Noise scale now", "–", "not known yet")
-    if last.status == "resolved":
-        note = f"{unit}; between {number(low)} and {number(high)}"
-        if (scatter := last.metrics.get("gns/scatter")) is not None and scatter < 1:
-            note += f"; single steps scatter about it by {number(math.exp(scatter), 2)} times at most"
-        return Tile("Noise scale now", number(last.metrics.get("gns/b_simple")), note)
-    if last.status == "lower_bound":
-        return Tile("Noise scale now", f"> {number(low)}", f"{unit}; no upper limit known")
-    return Tile("Noise scale now", f"< {number(high)}", f"{unit}; no lower limit known")
-
-
-def _noise_scale_tile(name: str, metrics: Mapping[str, float | None], metric: str, unit: str) -> Tile:
-    """A noise scale that the log holds with both ends of its interval, as far as it is known."""
-    known = logged_interval(metrics, metric)
+def _noise_scale_tile(name: str, known: RatioInterval, value: float | None, unit: str, *, further: str = "") -> Tile:
+    """A noise scale, as far as it is known."""
     if known.high == 0:
         return Tile(name, "–", "no noise was seen")
     match known.status:
         case "resolved":
-            value = number(metrics.get(metric))
-            return Tile(name, value, f"{unit}; between {number(known.low)} and {number(known.high)}")
+            note = f"{unit}; between {number(known.low)} and {number(known.high)}{further}"
+            return Tile(name, number(value), note)
         case "lower_bound":
             return Tile(name, f"> {number(known.low)}", f"{unit}; no upper limit known")
         case "upper_bound":
@@ -238,7 +260,9 @@ def _policy_tiles(run: Run) -> Iterator[Tile]:
     else:
         yield Tile("Coverage", "–", "not known without fresh rollouts")
     noise = [r.metrics for r in run.policy if logged_interval(r.metrics, PROMPT_NOISE).low is not None]
-    yield _noise_scale_tile("Average noise scale", noise[-1] if noise else {}, PROMPT_NOISE, "prompts")
+    last = noise[-1] if noise else {}
+    known = logged_interval(last, PROMPT_NOISE)
+    yield _noise_scale_tile("Average noise scale", known, last.get(PROMPT_NOISE), "prompts")
 
 
 def _entropy_tiles(run: Run) -> Iterator[Tile]:
@@ -259,3 +283,99 @@ def _entropy_tiles(run: Run) -> Iterator[Tile]:
     doubt = "" if point.is_valid else "; not to be trusted"
     note = f"nats by step {point.step:,}; between {number(point.low, 2)} and {number(point.high, 2)}{doubt}"
     yield Tile("Last forecast change", number(point.delta, 2), note)
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A check that failed.
+
+    Attributes:
+        message: what looked wrong.
+        when: in words.
+        is_over: whether a later reading found nothing wrong, so that nothing is to be done about it.
+    """
+
+    message: str
+    when: str
+    is_over: bool
+
+
+def failed_checks(run: Run) -> list[Failed]:
+    """Each check that failed, once, in the order in which they failed first."""
+    last_alerted: dict[str, int] = {}
+    readings: list[Reading | PolicyReading] = [*run.readings, *run.policy]
+    for reading in readings:
+        last_alerted |= dict.fromkeys(reading.alerts, reading.window)
+    now = run.alerts_now
+    found = []
+    for alerts in sorted(_alerts_by_name(run), key=lambda alerts: alerts[0].window):
+        first, last = alerts[0], alerts[-1]
+        if first.name in now:
+            found.append(Failed(now[first.name], f"since {place_in_words(run, first.window)}", is_over=False))
+        elif _is_newer_than_readings(last, run):
+            found.append(Failed(last.message, f"since {place_in_words(run, last.window)}", is_over=False))
+        else:
+            when = place_in_words(run, first.window, last_alerted.get(first.name))
+            found.append(Failed(first.message, when, is_over=True))
+    return found
+
+
+def _alerts_by_name(run: Run) -> list[list[Alert]]:
+    """The alerts of each check without those that a restart undid; all of them if it undid them all."""
+    by_name: dict[str, list[Alert]] = {}
+    for alert in run.alerts:
+        by_name.setdefault(alert.name, []).append(alert)
+    return [[a for a in each if not run.was_undone(a.segment, a.window)] or each for each in by_name.values()]
+
+
+def _is_newer_than_readings(alert: Alert, run: Run) -> bool:
+    """Whether no reading followed that could show that all is well again."""
+    if run.is_empty:
+        return True
+    if alert.segment < len(run.headers) - 1:
+        return False
+    return run.last.segment < alert.segment or alert.window > run.last.window
+
+
+def position_text(reading: AnyReading, unit: str) -> str:
+    """The point of the run at which a reading was taken, in words."""
+    seen = reading.metrics.get("run/units_seen")
+    after = "" if seen is None else f", after {count(seen)} {unit}"
+    noun = "step" if isinstance(reading, PolicyReading) else "window"
+    return f"{noun} {count(reading.window)}{after}"
+
+
+def step_noun(run: Run) -> str:
+    """What an optimizer step is called: a window, unless only a policy is measured, in which nothing is averaged."""
+    return "step" if run.policy and not run.readings else "window"
+
+
+def place_in_words(run: Run, window: int, until: int | None = None) -> str:
+    """A window, or several, and where they lie on the axis of the figures, which may show units.
+
+    Args:
+        run: with the window.
+        window: its number.
+        until: the last of several windows; None for one.
+    """
+    if not window:
+        return f"before the first {step_noun(run)}"
+    ends = [window] if until is None or until <= window else [window, until]
+    words = f"{step_noun(run)}{'s' if len(ends) > 1 else ''} {' to '.join(map(count, ends))}"
+    seen = [_units_seen(run.readings, end) for end in ends]
+    if not run.readings or None in seen:
+        return words
+    return f"{words}, after about {' to '.join(map(count, seen))} {run.probe('reading').unit}"
+
+
+def _units_seen(readings: Sequence[Reading], window: int) -> float | None:
+    """Units seen up to a window, in proportion to those of the nearest readings; None where the axis shows windows."""
+    points = [(0.0, 0.0)]
+    for reading in readings:
+        if (seen := reading.metrics.get("run/units_seen")) is None:
+            return None
+        points.append((float(reading.window), seen))
+    points.sort()
+    after = min(bisect.bisect_left(points, (float(window), 0.0)), len(points) - 1)
+    (first, at_first), (last, at_last) = points[max(after - 1, 0)], points[after]
+    return at_last if last == first else at_first + (window - first) * (at_last - at_first) / (last - first)
