@@ -1,4 +1,4 @@
-"""Curves over a run. A `Panel` is one row of a table: it says what is drawn in one figure, and `draw_panels` draws it."""
+"""Curves over a run. A `Panel` is one row of a table: it says what one figure shows, and `draw_panels` draws it."""
 
 from __future__ import annotations
 
@@ -386,4 +386,5 @@ def _in_words(panel: Panel, line: OverRun) -> Iterator[str]:
         values = [v for v in line.column(curve.value) if math.isfinite(v)]
         if values and not curve.top:
             first, last, low, high = map(number, (values[0], values[-1], min(values), max(values)))
-            yield f"{panel.label}, {curve.text}: {first} at first, {last} at last, between {low} and {high}."
+            what = f"{panel.label}, {curve.text}" if curve.text else panel.label
+            yield f"{what}: {first} at first, {last} at last, between {low} and {high}."

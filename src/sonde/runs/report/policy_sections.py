@@ -134,7 +134,8 @@ def _causes_text(policy: Sequence[PolicyReading]) -> str:
     )
     last = next((r for r in reversed(policy) if r.causes is not None), None)
     if last is None or last.causes is None:
-        return f"{text} This run did not measure which prompts of a step cause its change: attach with causes=True to know."
+        unknown = "This run did not measure which prompts of a step cause its change: attach with causes=True to know."
+        return f"{text} {unknown}"
     causes = last.causes
     sources = {"this batch": causes.batch, "earlier batches (by momentum)": causes.momentum}
     if causes.decay:

@@ -212,8 +212,9 @@ def value_panel(name: str, metric: Mapping[str, str] | None = None) -> Panel:
         name: of the value.
         metric: its unit and meaning, for a metric that is declared.
     """
-    label = shorten(name) + (f" ({metric['unit']})" if metric else "")
-    meaning = metric["meaning"] if metric else shorten(name)
+    label, meaning = shorten(name), ""
+    if metric:
+        label, meaning = f"{label} ({metric['unit']})", metric["meaning"]
     return Panel(label, (Curve("line", INK, meaning, name),), {"value": lambda r: number(r.metrics.get(name), 4)})
 
 

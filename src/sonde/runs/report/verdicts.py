@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from sonde.batch_size.stats.critical_batch import Estimate, Verdict, judge_batch, steps_and_examples
+from sonde.batch_size.stats.critical_batch import Estimate, Kind, Verdict, judge_batch, steps_and_examples
 from sonde.batch_size.stats.reading import in_percent
 from sonde.policy.stats.coverage import coverage
 from sonde.policy.stats.entropy_verdict import judge_entropy
@@ -107,27 +107,28 @@ def batch_size_panel(run: Run) -> VerdictPanel:
         basis += f" It speaks of parameters with {in_percent(covered)} of the squared gradient."
     basis += "".join(_in_further_units(run, last))
     tiles = tuple(_batch_tiles(last, unit))
-    action = _batch_action(verdict, last, unit)
-    badge = _BATCH_BADGES[verdict.kind]
-    return VerdictPanel(verdict.kind, badge, action, verdict.headline, verdict.detail, basis, tiles)
-
-
-def _batch_action(verdict: Verdict, last: Reading, unit: str) -> str:
-    """What to do about the batch size from here on; where the noise scale now decides nothing, by its average."""
-    batch, unit = logged_batch(last.metrics, unit)
-    b_simple = last.metrics.get("gns/b_simple")
+    # What can be done is done from here on. Where the noise scale now decides nothing, its average speaks.
     kind = verdict.kind if verdict.kind_now == "unknown" else verdict.kind_now
-    if kind in ("too_small", "too_large"):
-        which = "larger" if kind == "too_small" else "smaller"
-        about = "" if b_simple is None or kind != verdict.kind_now else f" of about {number(max(b_simple, 1.0), 2)}"
-        return f"Try a {which} batch{about}, where it is {number(batch, 4)} {unit} now."
-    if kind == "about_right":
-        return f"Keep the batch of {number(batch, 4)} {unit}."
-    advice = f"{verdict.advice[:1].upper()}{verdict.advice[1:]}".removesuffix(".")
-    if kind == "unknown":
-        return f"{advice or 'Train on: nothing can be advised yet'}."
-    maybe = "larger" if kind == "about_right_or_too_small" else "smaller"
-    return f"Keep the batch of {number(batch, 4)} {unit}, or try a {maybe} one."
+    action = _batch_action(kind, verdict.advice, last, unit)
+    return VerdictPanel(kind, _BATCH_BADGES[kind], action, verdict.headline, verdict.detail, basis, tiles)
+
+
+def _batch_action(kind: Kind, advice: str, last: Reading, unit: str) -> str:
+    batch, unit = logged_batch(last.metrics, unit)
+    now = f"{number(batch, 4)} {unit}"
+    match kind:
+        case "unknown":
+            return f"{advice[:1].upper()}{advice[1:]}." if advice else "Train on: nothing can be advised yet."
+        case "about_right":
+            return f"Keep the batch of {now}."
+        case "about_right_or_too_small" | "about_right_or_too_large":
+            which = "larger" if kind == "about_right_or_too_small" else "smaller"
+            return f"Keep the batch of {now}, or try a {which} one."
+        case "too_small" | "too_large":
+            which = "larger" if kind == "too_small" else "smaller"
+            b_simple = last.metrics.get("gns/b_simple")
+            about = "" if b_simple is None else f": about {number(float(f'{max(b_simple, 1.0):.2g}'))} {unit}"
+            return f"Try a {which} batch from here on{about} instead of {number(batch, 4)}."
 
 
 def _in_further_units(run: Run, last: Reading) -> Iterator[str]:

@@ -83,7 +83,11 @@ def render_page(run: Run) -> str:
     scripts = [bokeh, drawing, keys]
     subjects = ["batch size and gradient noise"] if run.readings else []
     subjects += ["entropy of the policy"] if run.policy else []
-    alerts = [failed for failed in failed_checks(run) if not failed.is_over]
+    places = iter(divs)
+    panels = verdict_panels(run)
+    said = tuple(panel.headline.removesuffix(".").lower() for panel in panels)
+    # What a later reading found right again needs nothing done, and what a verdict says is not said twice.
+    alerts = [f for f in failed_checks(run) if not (f.is_over or f.message.lower().startswith(said))]
 
     def formula(text: str) -> Markup:
         """B_crit, S_min and similar names get subscripts."""
@@ -102,9 +106,9 @@ def render_page(run: Run) -> str:
         torn=run.torn,
         alerts=alerts,
         more_alerts=plural(max(len(alerts) - 5, 0), "more alert"),
-        panels=verdict_panels(run),
+        panels=panels,
         sections=sections,
-        next_div=lambda divs=iter(divs): Markup(next(divs)),
+        next_div=lambda: Markup(next(places)),
         rows=how_measured(run),
     )
 
