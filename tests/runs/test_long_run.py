@@ -14,11 +14,9 @@ from bokeh.plotting import figure
 
 from sonde.log.sinks import JsonlSink
 from sonde.runs.reader import read_run
-from sonde.runs.report.curve_style import add_bands, add_curve, new_curve, restart_legend, time_axis
-from sonde.runs.report.curves import noise_scale_curve
+from sonde.runs.report.curves import PIXELS, Curve, OverRun, TimeAxis, add_band, add_curve, per_pixel
 from sonde.runs.report.figures import Plot, Scale
-from sonde.runs.report.pixels import PIXELS, envelope, rows_shown
-from sonde.runs.report.timeline import timeline
+from sonde.runs.report.sections import noise_scale_sections
 from sonde.runs.report.write import write_report
 from tests.runs.report.plausible_run import end_record, header_record, reading_record, write_run
 from tests.runs.report.visible_text import visible_text
@@ -65,20 +63,17 @@ def test_a_report_says_that_readings_have_become_rarer(tmp_path: Path) -> None:
     )
 
 
-def test_a_curve_of_many_values_shows_the_extremes_of_every_pixel_and_its_ends() -> None:
+def test_a_curve_of_many_values_shows_the_extremes_of_every_pixel() -> None:
     rng = random.Random(0)
     n = 30_000
     x = [i + 0.5 * rng.random() for i in range(n)]
     y = [math.sin(i / 3000) + rng.gauss(0, 0.1) for i in range(n)]
-    y[0], y[-1] = 0.25, 0.125
     fig = figure()
     add_curve(fig, x, y, "blue")
     drawn = fig.renderers[0].data_source.data  # type: ignore[attr-defined]
     xs, ys = list(drawn["x"]), list(drawn["y"])
     assert len(xs) <= 2 * PIXELS + 4
-    assert (xs[0], ys[0], xs[-1], ys[-1]) == (x[0], y[0], x[-1], y[-1])
-    points = set(zip(x, y, strict=True))
-    assert all(point in points for point in zip(xs, ys, strict=True))  # each is a reading
+    assert (xs[0], xs[-1]) == (x[0], x[-1])
     pixel = lambda position: min(int((position - x[0]) / (x[-1] - x[0]) * PIXELS), PIXELS)  # noqa: E731
     by_pixel: dict[int, list[float]] = {}
     for position, value in zip(x, y, strict=True):
@@ -86,8 +81,7 @@ def test_a_curve_of_many_values_shows_the_extremes_of_every_pixel_and_its_ends()
     shown: dict[int, list[float]] = {}
     for position, value in zip(xs, ys, strict=True):
         shown.setdefault(pixel(position), []).append(value)
-    assert shown.keys() == by_pixel.keys()
-    assert all((min(shown[p]), max(shown[p])) == (min(by_pixel[p]), max(by_pixel[p])) for p in by_pixel)
+    assert {p: (min(of), max(of)) for p, of in shown.items()} == {p: (min(of), max(of)) for p, of in by_pixel.items()}
 
 
 def test_gaps_of_a_pixel_and_restarts_break_a_thinned_curve() -> None:
@@ -95,10 +89,9 @@ def test_gaps_of_a_pixel_and_restarts_break_a_thinned_curve() -> None:
     y = [1.0] * 10_000
     y[4_000:4_100] = [math.nan] * 100
     x[7_000] = y[7_000] = math.nan
-    rows = rows_shown(x, y)
-    gaps = [x[i] for i in rows if math.isnan(y[i])]
-    assert any(4_000 <= position < 4_100 for position in gaps)
-    assert 7_000 in rows
+    places, low, _ = per_pixel(x, y, y)
+    assert any(4_000 <= at < 4_100 for at, value in zip(places, low, strict=True) if math.isnan(value))
+    assert sum(map(math.isnan, places)) == 1
 
 
 def test_a_band_of_many_values_is_its_envelope() -> None:
@@ -107,12 +100,12 @@ def test_a_band_of_many_values_is_its_envelope() -> None:
     low = [rng.random() for _ in x]
     high = [1 + rng.random() for _ in x]
     low[5_000], high[15_000] = -7.0, math.inf
-    places, lowest, highest = envelope(x, low, high)
+    places, lowest, highest = per_pixel(x, low, high)
     assert len(places) == PIXELS + 1
     assert (places[0], places[-1]) == (x[0], x[-1])
     assert (min(lowest), max(highest)) == (-7.0, math.inf)
     fig = figure()
-    add_bands(fig, x, low, high, Scale("linear", 0.0, 3.0))
+    add_band(fig, x, low, high, Scale("linear", 0.0, 3.0), Curve("band", "blue", "", "low", "high"))
     ys = fig.renderers[0].data_source.data["ys"]  # type: ignore[attr-defined]
     assert (len(ys), min(ys[0]), max(ys[0])) == (1, 0.0, 3.0)
 
@@ -123,27 +116,22 @@ def test_breaks_narrower_than_a_pixel_are_not_drawn_and_wider_ones_are() -> None
     for start in range(1000):
         x += [start + i / 10 for i in range(10)] + [math.nan]
     y = [math.nan if math.isnan(at) else at % 1 for at in x]
-    assert len(rows_shown(x, y)) <= 3 * PIXELS
-    assert len(envelope(x, y, y)[0]) <= 2 * PIXELS
+    assert len(per_pixel(x, y, y)[0]) <= 2 * PIXELS
     x[5000:] = [at + 500 for at in x[5000:]]  # one gap that is wide
-    places, _, _ = envelope(x, y, y)
-    breaks = [i for i in rows_shown(x, y) if math.isnan(x[i])]
-    assert (len(breaks), sum(map(math.isnan, places))) == (1, 1)
+    assert sum(map(math.isnan, per_pixel(x, y, y)[0])) == 1
     back = [*x[:5000], math.nan, *x[2000:]]  # a restart that goes back to a checkpoint
-    assert 5000 in rows_shown(back, [*y[:5000], math.nan, *y[2000:]])
+    assert sum(map(math.isnan, per_pixel(back, *2 * [[*y[:5000], math.nan, *y[2000:]]])[0])) == 2
 
 
 def test_lines_at_very_many_restarts_are_thinned_out_and_the_legend_says_so(tmp_path: Path) -> None:
-    for _ in range(3):
-        write_run(tmp_path, 2)
-    few = timeline(read_run(tmp_path).readings, "rows")
-    assert [entry.text for entry in restart_legend(few)] == ["the run was restarted here"]
-    many = replace(few, restarts=tuple(map(float, range(250))))
-    assert [entry.text for entry in restart_legend(many)] == ["the run was restarted here; one of 3 restarts is shown"]
-    for line, n in ((few, 2), (many, 84)):
-        fig = new_curve(line, time_axis(line), Scale("linear", 0, 1), y_label="y", height=100)
+    [known, _] = read_run(write_run(tmp_path, 2)).readings
+    for n_restarts, said, n_lines in ((2, "", 2), (250, "; one of 3 restarts is shown", 84)):
+        readings = [replace(known, segment=i, window=i + 1) for i in range(n_restarts + 1)]
+        line = OverRun.of(readings, TimeAxis.of(readings, "rows"))
+        assert [entry.text for entry in line.legend] == [f"the run was restarted here{said}"]
+        fig = line.new_figure(Scale("linear", 0, 1), "y", 100)
         [lines] = [r for r in fig.renderers if isinstance(r.glyph, VSpan)]
-        assert len(lines.data_source.data["x"]) == n
+        assert len(lines.data_source.data["x"]) == n_lines
 
 
 @pytest.mark.parametrize(("every", "is_hatched"), [(7, False), (3, False), (1, True)])
@@ -151,8 +139,8 @@ def test_a_pixel_is_hatched_if_most_of_its_readings_lack_the_limit(
     tmp_path: Path, every: int, is_hatched: bool
 ) -> None:
     """One lower bound in seven readings must not say that no upper limit is known in the whole run."""
-    write_run(tmp_path, 2, status="resolved")
-    [known, _] = read_run(tmp_path).readings
+    run = read_run(write_run(tmp_path, 2, status="resolved"))
+    [known, _] = run.readings
     readings = [
         replace(known, window=i + 1, metrics={**known.metrics, "run/units_seen": 64.0 * i})
         if i % every
@@ -160,10 +148,9 @@ def test_a_pixel_is_hatched_if_most_of_its_readings_lack_the_limit(
             **known.metrics, "run/units_seen": 64.0 * i, "gns/b_simple": None, "gns/b_simple_high": None})
         for i in range(3 * PIXELS)
     ]  # fmt: skip
-    line = timeline(readings, "rows")
-    plot = noise_scale_curve(line, time_axis(line))
+    sections = noise_scale_sections(replace(run, readings=tuple(readings)))
+    [plot] = next(section.content for section in sections if section.title == "Noise scale and batch size")
     assert isinstance(plot, Plot)
     hatched = [r for r in plot.figures[0].renderers if getattr(r.glyph, "hatch_pattern", None) == "/"]
     assert bool(hatched) == is_hatched
-    texts = [entry.text for entry in plot.legend]
-    assert "no upper limit is known, of most readings at that place" in texts
+    assert "no upper limit is known, of most readings at that place" in [entry.text for entry in plot.legend]

@@ -12,7 +12,7 @@ import torch
 from sonde.batch_size.stats.fixed_weights import FixedWeights
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, SolvedWindow, solve_window
-from sonde.runs.report.logged_interval import logged_batch
+from sonde.runs.run import logged_batch
 from tests.batch_size.stats.windows import gaussian_windows, solved, take, tracker_of, window_row
 
 

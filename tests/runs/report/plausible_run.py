@@ -81,6 +81,7 @@ def reading_record(
         "gns/scale_residual": 3e-8,
         "grad/norm": 0.6 + 2.4 * math.exp(-4 * done) + 0.1 * abs(rng.gauss(0, 1)),
         "grad/clip_fraction": round(min(1.0, 1.4 * math.exp(-4 * done)), 1),
+        "grad/max_norm": 1.0,
         "cost/seconds_per_window": 0.0021,
         "cost/fraction": 0.004,
         "cost/share": 0.0091,

@@ -12,7 +12,7 @@ import pytest
 from sonde.log.sinks import JsonlSink
 from sonde.records import RunLog
 from sonde.runs.reader import read_run
-from sonde.runs.report.timeline import place_in_words
+from sonde.runs.report.verdicts import failed_checks, place_in_words, verdict_panels
 from sonde.runs.report.write import write_report
 from tests.runs.report.plausible_run import alert_record, header_record, reading_record, write_run
 from tests.runs.report.visible_text import visible_text
@@ -20,99 +20,101 @@ from tests.runs.report.visible_text import visible_text
 MAX_BYTES = 2_000_000
 
 
-def test_verdict_first_then_every_section(tmp_path: Path) -> None:
-    report = write_report(write_run(tmp_path, alerts=[alert_record("All ranks see the same data.")]))
-    assert report == tmp_path / "report.html"
-    text = visible_text(report)
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of a run without anything odd."""
+    return write_report(write_run(tmp_path_factory.mktemp("plain"), alerts=[alert_record("All data are the same.")]))
+
+
+def test_what_to_do_then_why_then_what_it_costs_then_every_section(plain: Path) -> None:
+    assert plain.name == "report.html"
+    text = visible_text(plain)
     sections = [
         "small language model",
+        "Batch too small Try a larger batch from here on: about 200 sequences instead of 64.",
         "For a run like this one, the batch of 64 sequences is about right or too large",
         "Judged from the last reading: window 600, after 38,400 sequences",
-        "Something looked wrong earlier",
-        "All ranks see the same data. (window 40, after about 2,560 sequences)",
+        "What the batch size costs",
         "Noise scale and batch size",
         "Noise and signal",
         "Noise scale by part of the model",
         "Gradient norm and clipping",
+        "threshold of the clip",
         "Loss",
-        "What the batch size costs",
         "How this was measured",
+        "All data are the same. (window 40, after about 2,560 sequences; it has passed since)",
     ]
     places = [text.index(section) for section in sections]
     assert places == sorted(places)
-
-
-def test_current_alerts_are_apart_from_earlier_alerts(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path)
-    sink.write(header_record())
-    sink.write(alert_record("first cause", window=10) | {"name": "not_finite"})
-    sink.write(alert_record("second cause", window=20) | {"name": "unresolved"})
-    for i in range(5):
-        alerts = {"unresolved": f"second cause, seen at reading {i}"} | ({"not_finite": "first cause"} if i < 3 else {})
-        sink.write(reading_record(i, 5, alerts=alerts))
-    sink.write(alert_record("third cause", window=52))
-    sink.close()
-    text = visible_text(write_report(tmp_path))
-    now, earlier = text.split("Something looks wrong")[1].split("Something looked wrong earlier")
-    assert "second cause, seen at reading 4 (since window 20, after about 1,280 sequences)" in now
-    assert "third cause (since window 52, after about 3,328 sequences)" in now  # no reading since
-    assert "first cause" not in now
-    assert "first cause (windows 10 to 30, after about 640 to 1,920 sequences)" in earlier
+    assert "Something looks wrong" not in text  # what was right again needs nothing done
 
 
 @pytest.mark.parametrize(
-    ("alerts", "now", "earlier"),
+    ("b_simple", "low", "high", "action"),
     [
-        ([(0, 900)], None, "(window 900)"),  # the restart undid it
-        ([(0, 300)], None, "(window 300)"),  # it did not
-        ([(0, 900), (1, 510)], None, "(window 510)"),
-        ([(0, 900), (1, 525)], "(since window 525)", None),  # no reading since
-        ([(1, 510), (1, 525)], "(since window 525)", None),
+        (640.0, 500.0, 800.0, "Try a larger batch from here on: about 640 sequences instead of 64."),
+        (8.0, 6.0, 10.0, "Try a smaller batch from here on: about 8 sequences instead of 64."),
+        (64.0, 50.0, 80.0, "Keep the batch of 64 sequences."),
+        (None, 50.0, None, "Keep the batch of 64 sequences, or try a larger one."),
+        (None, 0.0, 100.0, "Keep the batch of 64 sequences, or try a smaller one."),
+        (64.0, 10.0, 400.0, "Train about 120 more steps."),
     ],
 )
-def test_alerts_of_steps_that_a_restart_took_again(
-    tmp_path: Path, alerts: list[tuple[int, int]], now: str | None, earlier: str | None
+def test_the_advice_is_what_the_noise_scale_now_allows(
+    tmp_path: Path, b_simple: float | None, low: float, high: float | None, action: str
 ) -> None:
-    for start, windows in enumerate((range(10, 1010, 10), (510, 520))):
+    status = "resolved" if b_simple else "lower_bound" if high is None else "upper_bound"
+    record = reading_record(0, 1, status=status, log_every=600, advice="train about 120 more steps")
+    known = {"gns/b_simple": b_simple, "gns/b_simple_low": low, "gns/b_simple_high": high}
+    known |= dict.fromkeys(name for name in record["metrics"] if "average" in name)
+    write_run(tmp_path, 1, status=status, log_every=600, advice=record["advice"], metrics=record["metrics"] | known)
+    [panel] = verdict_panels(read_run(tmp_path))
+    assert panel.action == action
+
+
+@pytest.mark.parametrize(
+    ("starts", "alerts", "failed"),
+    [
+        # Alerts by start and window, with no reading that repeats them.
+        (((10, 1000), (510, 520)), [(0, 900)], "window 900, over"),  # the restart undid it
+        (((10, 1000), (510, 520)), [(0, 300)], "window 300, over"),  # it did not
+        (((10, 1000), (510, 520)), [(0, 900), (1, 510)], "window 510, over"),
+        (((10, 1000), (510, 520)), [(0, 900), (1, 525)], "since window 525"),  # no reading since
+        (((10, 1000), (510, 520)), [(1, 510), (1, 525)], "since window 525"),
+        # A check that fails at each reading from the alert on, up to a window.
+        (((10, 1000),), [(0, 900, 1000)], "since window 900"),
+        (((10, 1000), (510, 520)), [(0, 900, 1000)], "windows 900 to 1,000, over"),
+        (((10, 1000), (510, 520)), [(0, 300, 1000), (1, 510, 520)], "since window 300"),
+        (((10, 1000), (510, 520)), [(0, 900, 1000), (1, 510, 520)], "since window 510"),
+        (((10, 1000), (510, 520)), [(0, 900, 1000), (1, 510, 510)], "window 510, over"),
+        (((10, 50),), [(0, 10, 30)], "windows 10 to 30, over"),
+    ],
+)
+def test_which_checks_fail_now_and_which_are_over(
+    tmp_path: Path, starts: tuple[tuple[int, int], ...], alerts: list[tuple[int, ...]], failed: str
+) -> None:
+    for start, (first, last) in enumerate(starts):
         sink = JsonlSink(tmp_path)
         sink.write(header_record())
-        for window in windows:
-            sink.write(reading_record(5, 100, status="resolved") | {"window": window})
-            for of_start, at in alerts:
-                if of_start == start and window <= at < window + 10:
+        for window in range(first, last + 1, 10):
+            own = [rest for of_start, *rest in alerts if of_start == start]
+            for at, *_ in own:
+                if window <= at < window + 10:
                     sink.write(alert_record("the cause", window=at))
-        sink.close()
-    _assert_alerts(visible_text(write_report(tmp_path)), now, earlier)
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "now", "earlier"),
-    [
-        (range(900, 1010, 10), range(0), None, "(windows 900 to 1,000)"),
-        (range(300, 1010, 10), range(510, 530, 10), "(since window 300)", None),
-        (range(900, 1010, 10), range(510, 530, 10), "(since window 510)", None),
-        (range(900, 1010, 10), range(510, 520, 10), None, "(window 510)"),
-    ],
-)
-def test_a_check_that_fails_around_a_restart(
-    tmp_path: Path, first: range, second: range, now: str | None, earlier: str | None
-) -> None:
-    for failing, windows in ((first, range(10, 1010, 10)), (second, (510, 520))):
-        sink = JsonlSink(tmp_path)
-        sink.write(header_record())
-        for window in windows:
-            if failing and window == failing[0]:
-                sink.write(alert_record("the cause", window=window))
-            found = {"same_data": "the cause"} if window in failing else {}
+            goes_on = any(until and at <= window <= until[0] for at, *until in own)
+            found = {"same_data": "the cause"} if goes_on else {}
             sink.write(reading_record(5, 100, status="resolved", alerts=found) | {"window": window})
         sink.close()
-    _assert_alerts(visible_text(write_report(tmp_path)), now, earlier)
+    run = read_run(tmp_path)
+    [check] = failed_checks(run)
+    assert check.when.split(", after")[0] + (", over" if check.is_over else "") == failed
+    assert check.message == "the cause"
 
 
-def _assert_alerts(text: str, now: str | None, earlier: str | None) -> None:
-    for title, when in (("Something looks wrong", now), ("Something looked wrong earlier", earlier)):
-        assert (title in text) == (when is not None)
-        assert when is None or f"{title} the cause {when.removesuffix(')')}, after about" in text
+def test_what_looks_wrong_now_comes_first(tmp_path: Path) -> None:
+    text = visible_text(write_report(write_run(tmp_path, 3, alerts=[alert_record("all is lost", window=40)])))
+    assert "Something looks wrong All is lost (since window 40, after about 2,560 sequences)" in text
+    assert text.index("Something looks wrong") < text.index("No verdict yet")
 
 
 def test_a_name_that_is_not_unicode_still_gets_its_report(tmp_path: Path) -> None:
@@ -121,8 +123,8 @@ def test_a_name_that_is_not_unicode_still_gets_its_report(tmp_path: Path) -> Non
     assert "run ? 7" in text
 
 
-def test_how_this_was_measured_is_shown_with_its_numbers(tmp_path: Path) -> None:
-    text = visible_text(write_report(write_run(tmp_path)))
+def test_how_this_was_measured_is_shown_with_its_numbers(plain: Path) -> None:
+    text = visible_text(plain)
     for fact in (
         "DistributedDataParallel, 2 data-parallel ranks, cpu, 1,234,567 parameters",
         "8 pieces per window.",
@@ -245,7 +247,9 @@ def test_another_unit_reads_right(tmp_path: Path) -> None:
 
 def test_sections_without_data_say_so(tmp_path: Path) -> None:
     record = reading_record(0, 1, status="resolved", groups={})
-    absent = dict.fromkeys(("grad/norm", "grad/clip_fraction", "loss", "gns/consistency", "gns/scale", "cost/fraction"))
+    absent = dict.fromkeys(
+        ("grad/norm", "grad/max_norm", "grad/clip_fraction", "loss", "gns/consistency", "gns/scale", "cost/fraction")
+    )
     sink = JsonlSink(tmp_path)
     sink.write(header_record(metadata={}))
     sink.write(record | {"metrics": record["metrics"] | absent, "groups": {}, "dropped": {}})
@@ -312,8 +316,8 @@ def test_the_report_of_a_long_run_is_small(tmp_path: Path) -> None:
     assert "47 more values in the log" in text  # the loss and 3 of 50 are drawn
 
 
-def test_no_address_and_no_foreign_script(tmp_path: Path) -> None:
-    page = write_report(write_run(tmp_path)).read_text(encoding="utf-8")
+def test_no_address_and_no_foreign_script(plain: Path) -> None:
+    page = plain.read_text(encoding="utf-8")
     outside_scripts = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
     assert "<script" not in outside_scripts
     assert re.findall(r"""(?:src|href)=["'](?!data:)""", outside_scripts) == []

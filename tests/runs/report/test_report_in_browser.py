@@ -1,10 +1,15 @@
-"""The report in a real browser, whose console and network requests are checked."""
+"""The report in a real browser: console and network, contrast, a dark scheme, the keyboard, and print."""
 
 from __future__ import annotations
 
+import base64
 import json
+import re
+import struct
 import time
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +112,7 @@ def test_hovering_shows_the_reading(browser: Any, tmp_path: Path) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
 
     _open(browser, write_report(write_run(tmp_path, 60, status="resolved")))
-    figure = browser.find_element("tag name", "figure")
+    figure = browser.find_elements("tag name", "figure")[1]
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", figure)
     ActionChains(browser).move_to_element(figure).perform()
     tooltip = """
@@ -120,7 +125,7 @@ def test_hovering_shows_the_reading(browser: Any, tmp_path: Path) -> None:
     """
     deadline = time.monotonic() + 5
     while "noise scale" not in (shown := browser.execute_script(tooltip)):
-        assert time.monotonic() < deadline, f"no tooltip: {shown!r}"
+        assert time.monotonic() < deadline, f"no tooltip: {shown[-200:]!r}"
         time.sleep(0.05)
     assert "batch size" in shown
     assert "units seen" in shown
@@ -190,3 +195,189 @@ def test_text_of_a_prompt_is_shown_and_never_run(browser: Any, tmp_path: Path) -
     _open(browser, write_report(tmp_path))
     assert _text(browser).count(f"{ATTACK} $$x$$ ") >= 20
     assert browser.execute_script("return window.attacked === undefined")
+
+
+@contextmanager
+def _media(browser: Any, *, scheme: str = "light", media: str = "") -> Iterator[None]:
+    """As if the reader prefers this scheme, or prints."""
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media, "features": features})
+    yield
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
+
+
+# The colour of each element's own text, and the nearest background that is painted behind it.
+TEXTS = """
+const painted = e => {
+  for (; e; e = e.parentElement) {
+    const colour = getComputedStyle(e).backgroundColor;
+    if (!/rgba\\(.*, 0\\)/.test(colour)) return colour;
+  }
+};
+const own = e => [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim());
+return [...document.querySelectorAll(arguments[0])].filter(own)
+  .map(e => [e.textContent, getComputedStyle(e).color, painted(e)]);
+"""
+
+
+def _luminance(colour: str) -> float:
+    """Relative luminance of an `rgb(…)`, by WCAG 2.2."""
+    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def _contrast(one: str, other: str) -> float:
+    low, high = sorted((_luminance(one), _luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+KINDS = {
+    "too_small": ("resolved", 640.0),
+    "about_right": ("resolved", 64.0),
+    "unknown": ("unresolved", 1.0),
+}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("kind", ["too_small", "about_right", "unknown", "falling", "collapses"])
+def test_every_text_has_contrast(browser: Any, tmp_path: Path, scheme: str, kind: str) -> None:
+    """4.5 by WCAG: badges, tiles, notes, alerts, legends, tables."""
+    if kind in KINDS:
+        status, b_simple = KINDS[kind]
+        record = reading_record(0, 1, status=status)
+        known = {"gns/b_simple": b_simple, "gns/b_simple_low": 0.9 * b_simple, "gns/b_simple_high": 1.1 * b_simple}
+        known |= dict.fromkeys(name for name in record["metrics"] if "average" in name)
+        metrics = record["metrics"] | (known if status == "resolved" else {})
+        write_run(tmp_path, 1, status=status, metrics=metrics, log_every=600, alerts=[alert_record(window=900)])
+    else:
+        write_policy_run(tmp_path, 24)
+    report = write_report(tmp_path)
+    if kind == "collapses":  # the colours of that verdict
+        report.write_text(report.read_text(encoding="utf-8").replace("verdict falling", "verdict collapses"), "utf-8")
+    with _media(browser, scheme=scheme):
+        _open(browser, report)
+        assert len(browser.find_elements("css selector", f".verdict.{kind} .badge")) == 1
+        texts = browser.execute_script(TEXTS, "body *:not(script):not(style)")
+        assert any("in light" in text or len(text) > 20 for text, _, _ in texts)
+        poor = {text[:40]: _contrast(ink, paper) for text, ink, paper in texts if _contrast(ink, paper) < 4.5}
+        assert poor == {}
+        [[_, ink, paper]] = browser.execute_script(TEXTS, ".badge")
+        assert ink != paper
+
+
+def test_a_dark_scheme_darkens_page_and_figures_and_paper_stays_light(browser: Any, tmp_path: Path) -> None:
+    report = write_report(write_run(tmp_path, 60))
+    paper = "return getComputedStyle(document.body).backgroundColor"
+    with _media(browser, scheme="dark"):
+        _open(browser, report)
+        assert _luminance(browser.execute_script(paper)) < 0.02
+        dark = _greys(browser, "figure")
+        assert sorted(dark)[len(dark) // 2] < 40  # its background
+        assert sum(grey > 120 for grey in dark) > 200  # its curves and labels
+    with _media(browser, scheme="dark", media="print"):
+        assert _luminance(browser.execute_script(paper)) == 1.0
+        light = _greys(browser, "figure")
+        assert sorted(light)[len(light) // 2] > 250
+
+
+def _greys(browser: Any, selector: str) -> list[int]:
+    """The brightness of each fourth pixel of an element as it is painted: the middle channel of a PNG."""
+    element = browser.find_element("css selector", selector)
+    box = browser.execute_script(
+        "const b = arguments[0].getBoundingClientRect();"
+        "return {x: b.x + scrollX, y: b.y + scrollY, width: b.width, height: b.height, scale: 1}",
+        element,
+    )
+    taken = browser.execute_cdp_cmd("Page.captureScreenshot", {"clip": box, "captureBeyondViewport": True})
+    return _middle_channel(base64.b64decode(taken["data"]))
+
+
+def _middle_channel(png: bytes) -> list[int]:
+    """Every fourth green value of an 8-bit RGB or RGBA picture."""
+    width, height, _, kind = struct.unpack(">IIBB", png[16:26])
+    size, data, at = {2: 3, 6: 4}[kind], b"", 8
+    while at < len(png):
+        (length,) = struct.unpack(">I", png[at : at + 4])
+        data += png[at + 8 : at + 8 + length] if png[at + 4 : at + 8] == b"IDAT" else b""
+        at += length + 12
+    raw, before, greens = zlib.decompress(data), bytearray(width * size), list[int]()
+    for row in range(height):
+        start = row * (width * size + 1)
+        how, line = raw[start], bytearray(raw[start + 1 : start + 1 + width * size])
+        for i in range(len(line)):
+            left, up = (line[i - size] if i >= size else 0), before[i]
+            corner = before[i - size] if i >= size else 0
+            near = min(
+                (abs(up - corner), 0, left), (abs(left - corner), 1, up), (abs(left + up - 2 * corner), 2, corner)
+            )
+            line[i] = (line[i] + (0, left, up, (left + up) // 2, near[2])[how]) & 255
+        before = line
+        greens += line[1 :: 4 * size]
+    return greens
+
+
+RANGE = """
+const root = arguments[0].querySelector('[data-root-id]').dataset.rootId;
+const range = Bokeh.documents.map(d => d.get_model_by_id(root)).find(m => m).x_range;
+return [range.start, range.end];
+"""
+
+
+def test_each_figure_is_reached_and_zoomed_by_keyboard_and_has_a_text(browser: Any, tmp_path: Path) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    def press(*keys: str) -> None:
+        for key in keys:
+            ActionChains(browser).send_keys(key).perform()
+
+    _open(browser, write_report(write_run(tmp_path, 60)))
+    figures = browser.find_elements("css selector", "figure")
+    assert len(figures) == 6
+    in_order = browser.find_elements("css selector", "a[href], button, [tabindex]")
+    assert in_order == figures  # nothing else takes the focus
+    browser.execute_script("document.activeElement.blur()")
+    for figure in figures:
+        press(Keys.TAB)
+        if browser.switch_to.active_element.tag_name != "figure":  # Bokeh's own canvas, inside the figure before
+            press(Keys.TAB)
+        assert browser.switch_to.active_element == figure
+        first = browser.execute_script(RANGE, figure)
+        press("+")
+        zoomed = browser.execute_script(RANGE, figure)
+        assert first[0] < zoomed[0] < zoomed[1] < first[1]
+        press(Keys.ARROW_RIGHT)
+        moved = browser.execute_script(RANGE, figure)
+        assert zoomed[0] < moved[0]
+        assert zoomed[1] < moved[1]
+        press("-", Keys.ARROW_LEFT, "0")
+        assert browser.execute_script(RANGE, figure) == first
+        described = browser.find_element("id", figure.get_attribute("aria-describedby"))
+        assert len(described.get_property("textContent")) > 60
+    norm = browser.execute_script("return document.querySelectorAll('figcaption')[4].textContent")
+    assert re.search(r"Gradient norm, gradient norm before clipping: [\d.]+ at first, [\d.]+ at last, between", norm)
+    assert "threshold of the clip: 1 at first, 1 at last" in norm
+
+
+def test_figures_over_the_run_zoom_together(browser: Any, tmp_path: Path) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    _open(browser, write_report(write_run(tmp_path, 12)))
+    figures = browser.find_elements("css selector", "figure")
+    browser.execute_script("arguments[0].focus()", figures[1])
+    ActionChains(browser).send_keys("+").perform()
+    assert browser.execute_script(RANGE, figures[1]) == browser.execute_script(RANGE, figures[2])
+    assert browser.execute_script(RANGE, figures[1]) != browser.execute_script(RANGE, figures[0])
+
+
+def test_on_paper_nothing_is_cut_off(browser: Any, tmp_path: Path) -> None:
+    groups = [f"blocks.{i}" for i in range(60)]
+    setup = header_record()["setup"] | {"groups": groups}
+    _open(browser, write_report(write_run(tmp_path, 12, groups=groups, header=header_record(setup=setup))))
+    with _media(browser, scheme="dark", media="print"):
+        inside = "const f = arguments[0]; return [f.scrollHeight - f.clientHeight, getComputedStyle(f).breakInside]"
+        assert browser.execute_script(inside, browser.find_element("css selector", "figure.tall"))[0] <= 0
+        assert browser.execute_script(inside, browser.find_element("css selector", "figure:not(.tall)"))[1] == "avoid"
+    pdf = browser.execute_cdp_cmd("Page.printToPDF", {"paperWidth": 8.27, "paperHeight": 11.69})
+    assert 3 <= len(re.findall(rb"/Type /Page\b", base64.b64decode(pdf["data"]))) <= 9

@@ -59,6 +59,7 @@ class Curve:
         top: upper end of a band.
         alpha: how strongly a band is filled.
         stretches: whether the axis has to show it.
+        outside: what triangles mean that stand for values beyond the axis; without it, values are drawn at its edge.
     """
 
     mark: Mark
@@ -68,6 +69,7 @@ class Curve:
     top: Column = ""
     alpha: float = 0.16
     stretches: bool = True
+    outside: str = ""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,6 @@ class Panel:
         shows: values that the axis shows in any case.
         ends: the axis, where it does not depend on the values.
         limits: heights of straight lines, and what they mean.
-        outside: what triangles at the edge mean, for values that the axis cannot show.
         height: in pixels.
     """
 
@@ -93,7 +94,6 @@ class Panel:
     shows: Sequence[float] = ()
     ends: tuple[float, float] | None = None
     limits: Mapping[float, str] = field(default_factory=dict)
-    outside: str = ""
     height: int = 260
 
 
@@ -216,7 +216,9 @@ def draw_panels(panels: Sequence[Panel], readings: Sequence[AnyReading], axis: T
     words: list[str] = []
     line = None
     for panel in panels:
-        knowing = [r for r in readings if any(_value(curve.value, r) is not None for curve in panel.curves)]
+        knowing = [
+            r for r in readings if any(_value(curve.value, r) is not None for curve in panel.curves if not curve.top)
+        ]
         if knowing:
             line = OverRun.of(knowing, axis)
             fig, entries = _draw_panel(panel, line)
@@ -244,7 +246,7 @@ def _draw_panel(panel: Panel, line: OverRun) -> tuple[figure, list[LegendEntry]]
         if tops:
             add_band(fig, line.x, values, tops, y, curve)
         else:
-            legend += _add_values(fig, line, y, curve, values, panel.outside)
+            legend += _add_values(fig, line, y, curve, values)
     drawn = [values for values, tops in columns if not tops]
     heights = [next((y.clamp(v) for v in row if not math.isnan(v)), math.nan) for row in zip(*drawn, strict=True)]
     line.add_hover(fig, heights, panel.hover)
@@ -271,15 +273,13 @@ def _scale(panel: Panel, columns: Sequence[tuple[list[float], list[float]]]) -> 
     return replace(scale, start=0.0) if 0.0 in panel.shows and min(values) >= 0 else scale
 
 
-def _add_values(
-    fig: figure, line: OverRun, y: Scale, curve: Curve, values: Sequence[float], outside: str
-) -> Iterator[LegendEntry]:
+def _add_values(fig: figure, line: OverRun, y: Scale, curve: Curve, values: Sequence[float]) -> Iterator[LegendEntry]:
     """A line or triangles. Yields the legend of values that the axis cannot show."""
     if curve.mark in ("up", "down"):
         marker = "triangle" if curve.mark == "up" else "inverted_triangle"
         _add_triangles(fig, line.x, [y.clamp(v) for v in values], marker, curve.color)
         return
-    inside = [v if not outside or y.start <= v <= y.end else math.nan for v in values]
+    inside = [v if not curve.outside or y.start <= v <= y.end else math.nan for v in values]
     if curve.mark == "dashed" and len({*filter(math.isfinite, values)}) == 1:
         add_line_at(fig, y.clamp(next(filter(math.isfinite, values))), "width", curve.color, "dashed")
         return
@@ -291,9 +291,9 @@ def _add_values(
         ("down", "inverted_triangle", below),
     )
     for mark, marker, places in beyond:
-        if outside and not all(map(math.isnan, places)):
+        if curve.outside and not all(map(math.isnan, places)):
             _add_triangles(fig, line.x, places, marker, curve.color)
-            yield LegendEntry(mark, curve.color, outside)
+            yield LegendEntry(mark, curve.color, curve.outside)
 
 
 def add_curve(fig: figure, x: Sequence[float], y: Sequence[float], color: str, dash: str = "solid") -> None:

@@ -150,14 +150,14 @@ TRUST = (
     ),
     Panel(
         "Linear / true",
-        (Curve("line", BLUE, "change to first order divided by the true change, on the same prefixes", _RATIO),),
+        (Curve("line", BLUE, "change to first order divided by the true change, on the same prefixes", _RATIO,
+               outside="ratio outside this axis"),),
         {"linear / true": _number(_RATIO)},
         ends=(0.0, 2.0),
         limits={
             LINEAR_BETWEEN[0]: "",
             LINEAR_BETWEEN[1]: "the step is small enough to be linear from {:g} to {:g}".format(*LINEAR_BETWEEN),
         },
-        outside="ratio outside this axis",
         height=220,
     ),
 )  # fmt: skip

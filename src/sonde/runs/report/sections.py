@@ -165,16 +165,16 @@ _MOMENTS = Panel(
     "Squared gradient norm",
     (
         Curve("line", ORANGE, "noise tr Σ: variance of the gradient of one unit", "gns/trace_cov"),
-        Curve("line", GREEN, "signal |G|²: squared norm of the true gradient", "gns/grad_sq"),
+        Curve("line", GREEN, "signal |G|²: squared norm of the true gradient", "gns/grad_sq",
+              outside="|G|² estimated at or below 0: not yet distinguishable from 0"),
     ),
     {
         "noise tr Σ": lambda r: number(r.metrics.get("gns/trace_cov")),
         "signal |G|²": lambda r: number(r.metrics.get("gns/grad_sq")),
     },
     "log",
-    outside="estimated at or below 0: not yet distinguishable from 0",
     height=340,
-)
+)  # fmt: skip
 
 _NORM_TEXT = (
     "The norm of the whole gradient of each optimizer step, over all ranks, before clipping. Each point is the mean "
