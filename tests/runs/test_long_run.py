@@ -15,8 +15,7 @@ from bokeh.plotting import figure
 from sonde.log.sinks import JsonlSink
 from sonde.runs.reader import read_run
 from sonde.runs.report.curves import PIXELS, Curve, OverRun, TimeAxis, add_band, add_curve, per_pixel
-from sonde.runs.report.figures import Plot, Scale
-from sonde.runs.report.sections import noise_scale_sections
+from sonde.runs.report.figures import Scale
 from sonde.runs.report.write import write_report
 from tests.runs.report.plausible_run import end_record, header_record, reading_record, write_run
 from tests.runs.report.visible_text import visible_text
@@ -110,19 +109,6 @@ def test_a_band_of_many_values_is_its_envelope() -> None:
     assert (len(ys), min(ys[0]), max(ys[0])) == (1, 0.0, 3.0)
 
 
-def test_breaks_narrower_than_a_pixel_are_not_drawn_and_wider_ones_are() -> None:
-    """A thousand restarts would otherwise break each curve a thousand times."""
-    x: list[float] = []
-    for start in range(1000):
-        x += [start + i / 10 for i in range(10)] + [math.nan]
-    y = [math.nan if math.isnan(at) else at % 1 for at in x]
-    assert len(per_pixel(x, y, y)[0]) <= 2 * PIXELS
-    x[5000:] = [at + 500 for at in x[5000:]]  # one gap that is wide
-    assert sum(map(math.isnan, per_pixel(x, y, y)[0])) == 1
-    back = [*x[:5000], math.nan, *x[2000:]]  # a restart that goes back to a checkpoint
-    assert sum(map(math.isnan, per_pixel(back, *2 * [[*y[:5000], math.nan, *y[2000:]]])[0])) == 2
-
-
 def test_lines_at_very_many_restarts_are_thinned_out_and_the_legend_says_so(tmp_path: Path) -> None:
     [known, _] = read_run(write_run(tmp_path, 2)).readings
     for n_restarts, said, n_lines in ((2, "", 2), (250, "; one of 3 restarts is shown", 84)):
@@ -132,25 +118,3 @@ def test_lines_at_very_many_restarts_are_thinned_out_and_the_legend_says_so(tmp_
         fig = line.new_figure(Scale("linear", 0, 1), "y", 100)
         [lines] = [r for r in fig.renderers if isinstance(r.glyph, VSpan)]
         assert len(lines.data_source.data["x"]) == n_lines
-
-
-@pytest.mark.parametrize(("every", "is_hatched"), [(7, False), (3, False), (1, True)])
-def test_a_pixel_is_hatched_if_most_of_its_readings_lack_the_limit(
-    tmp_path: Path, every: int, is_hatched: bool
-) -> None:
-    """One lower bound in seven readings must not say that no upper limit is known in the whole run."""
-    run = read_run(write_run(tmp_path, 2, status="resolved"))
-    [known, _] = run.readings
-    readings = [
-        replace(known, window=i + 1, metrics={**known.metrics, "run/units_seen": 64.0 * i})
-        if i % every
-        else replace(known, window=i + 1, status="lower_bound", metrics={
-            **known.metrics, "run/units_seen": 64.0 * i, "gns/b_simple": None, "gns/b_simple_high": None})
-        for i in range(3 * PIXELS)
-    ]  # fmt: skip
-    sections = noise_scale_sections(replace(run, readings=tuple(readings)))
-    [plot] = next(section.content for section in sections if section.title == "Noise scale and batch size")
-    assert isinstance(plot, Plot)
-    hatched = [r for r in plot.figures[0].renderers if getattr(r.glyph, "hatch_pattern", None) == "/"]
-    assert bool(hatched) == is_hatched
-    assert "no upper limit is known, of most readings at that place" in [entry.text for entry in plot.legend]

@@ -13,7 +13,6 @@ import numpy as np
 from bokeh.models import ColumnDataSource, NumeralTickFormatter, Range1d
 from bokeh.models.glyphs import Line, Patches, Scatter, VSpan
 from bokeh.plotting import figure
-from numpy.typing import NDArray
 
 from sonde.runs.report.figures import (
     GREY,
@@ -36,8 +35,6 @@ from sonde.wording import count, number
 PIXELS = 800
 """The plotting area of the report is at most this wide. A curve of more values shows the lowest and the highest of each
 pixel, so that no peak is lost."""
-_MAX_BREAKS = 100
-"""So many breaks are drawn even where they are narrow."""
 _MAX_TRIANGLES = 40
 _MAX_RESTARTS = 100
 """Lines at more restarts would hide the curves."""
@@ -51,8 +48,8 @@ class Curve:
     """One thing that is drawn over a run, and its line in the legend.
 
     Attributes:
-        mark: "line", "dashed" or "dotted" for a line that breaks where its value is not known; "band" or "hatched" for
-            the area between `value` and `top`; "up" or "down" for triangles.
+        mark: "line", "dashed" or "dotted" for a line that breaks where its value is not known; "band" for the area
+            between `value` and `top`; "up" or "down" for triangles.
         color: of the mark.
         text: what the mark means.
         value: a number of each reading, None where it is not known.
@@ -312,17 +309,9 @@ def add_curve(fig: figure, x: Sequence[float], y: Sequence[float], color: str, d
 def add_band(
     fig: figure, x: Sequence[float], low: Sequence[float], high: Sequence[float], axis: Scale, curve: Curve
 ) -> None:
-    """Fill between two curves with one polygon per unbroken stretch: one area glyph would bridge the gaps.
-
-    A hatched band leaves out the pixels in which most values are not known.
-    """
-    style: dict[str, Any] = {"fill_color": curve.color, "fill_alpha": curve.alpha, "line_color": None}
-    is_hatched = curve.mark == "hatched"
-    if is_hatched:
-        style |= {"fill_alpha": 0.1, "hatch_pattern": "/", "hatch_color": curve.color, "hatch_alpha": 0.2,
-                  "hatch_scale": 10}  # fmt: skip
+    """Fill between two curves with one polygon per unbroken stretch: one area glyph would bridge the gaps."""
     if len(x) > 2 * PIXELS:
-        x, low, high = per_pixel(x, low, high, by_majority=is_hatched)
+        x, low, high = per_pixel(x, low, high)
     steps = [b - a for a, b in pairwise(x) if b > a]
     half = median(steps) / 2 if steps else 0.02 * max(abs(x[0]), 1.0)  # it gives a stretch of one reading a width
     xs, ys = [], []
@@ -334,7 +323,8 @@ def add_band(
             xs.append(np.array([*places, *reversed(places)]))
             ys.append(np.array([*(axis.clamp(low[i]) for i in rows), *(axis.clamp(high[i]) for i in reversed(rows))]))
     if xs:
-        fig.add_glyph(ColumnDataSource({"xs": xs, "ys": ys}), Patches(**style))
+        filled = Patches(fill_color=curve.color, fill_alpha=curve.alpha, line_color=None)
+        fig.add_glyph(ColumnDataSource({"xs": xs, "ys": ys}), filled)
 
 
 def _add_triangles(fig: figure, x: Sequence[float], y: Sequence[float], marker: str, color: str) -> None:
@@ -345,7 +335,7 @@ def _add_triangles(fig: figure, x: Sequence[float], y: Sequence[float], marker: 
 
 
 def per_pixel(
-    x: Sequence[float], low: Sequence[float], high: Sequence[float], *, by_majority: bool = False
+    x: Sequence[float], low: Sequence[float], high: Sequence[float]
 ) -> tuple[list[float], list[float], list[float]]:
     """One row for each pixel: its position, the lowest value there, and the highest.
 
@@ -353,26 +343,18 @@ def per_pixel(
         x: horizontal positions; NaN where curves break.
         low: lower values, NaN where not known.
         high: upper values, the same as the lower ones for a curve; may be infinite.
-        by_majority: leave out a pixel unless most of its rows know both.
     """
     places, bottom, top = (np.asarray(each, dtype=np.float64) for each in (x, low, high))
     known = places[~np.isnan(places)]
     width = float(np.ptp(known)) if len(known) else 0.0
     scale = PIXELS / width if width > 0 and math.isfinite(PIXELS / width) else 0.0
-    pixel: NDArray[np.float64] = np.floor((places - (known.min() if len(known) else 0.0)) * scale)
-    if np.isnan(places).sum() > _MAX_BREAKS:  # of a thousand restarts, those alone that are wider than a pixel
-        gap = np.abs(np.append(pixel[1:], np.nan) - np.insert(pixel[:-1], 0, np.nan))
-        kept = ~(np.isnan(places) & (gap <= 1))
-        places, bottom, top, pixel = places[kept], bottom[kept], top[kept], pixel[kept]
+    pixel = np.floor((places - (known.min() if len(known) else 0.0)) * scale)
     starts = np.flatnonzero(~(np.diff(pixel, prepend=np.nan) == 0))  # a row without a position is a pixel of its own
-    sizes = np.diff(np.append(starts, len(places)))
+    ends = np.append(starts[1:], len(places)) - 1
     lowest, highest = np.fmin.reduceat(bottom, starts), np.fmax.reduceat(top, starts)
-    if by_majority:
-        n_known = np.add.reduceat((~np.isnan(bottom + top)).astype(np.int64), starts)
-        lowest[n_known <= sizes / 2] = np.nan
     shown = places[starts]
     is_last = ~np.isnan(shown) & np.append(np.isnan(shown[1:]), True)  # of each unbroken stretch: up to its end
-    shown[is_last] = places[(starts + sizes - 1)[is_last]]
+    shown[is_last] = places[ends[is_last]]
     return shown.tolist(), lowest.tolist(), highest.tolist()
 
 

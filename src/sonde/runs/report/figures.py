@@ -12,7 +12,6 @@ from bokeh.models import (
     ColumnDataSource,
     FixedTicker,
     HoverTool,
-    LinearAxis,
     LogAxis,
     NoOverlap,
     NumeralTickFormatter,
@@ -36,9 +35,7 @@ FONT = "system-ui, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'Liberation Sans
 _MAX_TEXTS = 400
 """Largest number of readings for which a figure has a hover text."""
 
-Mark = Literal[
-    "line", "dashed", "dotted", "band", "hatched", "bar", "dot", "whisker", "up", "down", "left", "right", "cross"
-]
+Mark = Literal["line", "dashed", "dotted", "band", "bar", "dot", "whisker", "up", "down", "left", "right", "cross"]
 
 
 @dataclass(frozen=True)
@@ -199,9 +196,9 @@ def new_figure(x: Scale, y: Scale, *, x_label: str, y_label: str, height: int, s
     return fig
 
 
-def add_axis_above(fig: figure, scale: Scale) -> None:
+def add_log_axis_above(fig: figure, scale: Scale) -> None:
     """Repeat the horizontal axis at the top of a figure that is too tall to be seen at once."""
-    axis = LogAxis() if scale.kind == "log" else LinearAxis()
+    axis = LogAxis()
     _style_axis(axis, scale)
     fig.add_layout(axis, "above")
 

@@ -24,10 +24,10 @@ from sonde.runs.report.figures import (
     Plot,
     Scale,
     Section,
-    add_axis_above,
     add_hover,
     add_label,
     add_line_at,
+    add_log_axis_above,
     draw,
     log_ticks,
     new_figure,
@@ -108,17 +108,9 @@ def _noise_scale_panels(readings: Sequence[Reading], unit: str) -> tuple[Sequenc
     absent = "No reading has an estimate or a lower bound of the noise scale yet: measure more windows."
     if all(reading.status == "unresolved" for reading in readings):
         return (), absent
-    at_most = ", of most readings at that place" if len(readings) > 2 * PIXELS else ""
     further = (
         Curve("dotted", INK, "noise scale, average over the run so far", "gns/b_simple_average"),
         Curve("dashed", ORANGE, f"batch size ({unit} per step)", lambda r: logged_batch(r.metrics, unit)[0]),
-        Curve(
-            "hatched",
-            GREY,
-            f"no upper limit is known{at_most}",
-            lambda r: _known(r).low if r.status == "lower_bound" else None,
-            lambda r: math.inf,
-        ),
     )
     hover: dict[str, Callable[[Any], str]] = {
         "noise scale now": lambda r: estimate(r.status, r.metrics.get("gns/b_simple"), _known(r).low, r.high),
@@ -396,7 +388,7 @@ def groups_plot(reading: Reading, order: Sequence[str], unit: str) -> Plot | str
     fig.yaxis[0].major_label_overrides = {i: PlainText(text=shorten(name, 25)) for i, name in enumerate(names)}
     fig.yaxis.axis_label = None
     if is_tall:
-        add_axis_above(fig, x)
+        add_log_axis_above(fig, x)
     lines: list[LegendEntry] = []
     if batch:
         lines.append(LegendEntry("dashed", ORANGE, f"batch size, {number(batch)} {unit}"))

@@ -300,6 +300,11 @@ class Failed:
     when: str
     is_over: bool
 
+    @property
+    def in_words(self) -> str:
+        """When, and whether it is over."""
+        return f"{self.when}; it has passed since" if self.is_over else self.when
+
 
 def failed_checks(run: Run) -> list[Failed]:
     """Each check that failed, once, in the order in which they failed first."""
