@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, cast, get_args
+from typing import Any, NoReturn, TypeVar, cast, get_args
 
 from sonde.batch_size.stats.reading import GroupReading
 from sonde.log.lines import LastRun, begins_header, last_run, lines_of, parse_record
@@ -38,6 +38,7 @@ LARGEST_EXACT = 2**53
 
 _ADVICE = "give a folder that sonde wrote"
 _STATUSES = get_args(Status)
+T = TypeVar("T")
 
 
 def read_run(path: str | Path) -> Run:
@@ -383,22 +384,22 @@ def _group(group: Mapping[str, Any]) -> GroupReading:
 # Values of a record. Each raises a TypeError for a value of another kind.
 
 
-def _mapping(value: object) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError(f"{value!r:.40} where an object is expected")
+def _of(kind: type[T], value: object, expected: str) -> T:
+    if not isinstance(value, kind):
+        raise TypeError(f"{value!r:.40} where {expected} is expected")
     return value
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    return _of(dict, value, "an object")
 
 
 def _list(value: object) -> list[Any]:
-    if not isinstance(value, list):
-        raise TypeError(f"{value!r:.40} where an array is expected")
-    return value
+    return _of(list, value, "an array")
 
 
 def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r:.40} where a text is expected")
-    return value
+    return _of(str, value, "a text")
 
 
 def _texts(value: object) -> dict[str, str]:

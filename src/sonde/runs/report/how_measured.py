@@ -26,8 +26,8 @@ _PIECE = "A piece is one micro-batch on one rank."
 _SEPARATED = "Noise is separated from signal by comparing the gradients of the pieces with the gradient of the window."
 _BY_EXAMPLES = "Noise is separated from signal by comparing the gradients of single examples with that of the window."
 _AVERAGED = (
-    "The model does not train. Noise and signal of all windows are averaged, each window in proportion to its units, and "
-    "their ratio is taken last."
+    "The model does not train. Noise and signal of all windows are averaged, each window in proportion to its units, "
+    "and their ratio is taken last."
 )
 _FILTERED = (
     "The noise scale now is filtered from noise and signal of all windows, in log time: what is remembered grows with "
