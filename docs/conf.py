@@ -61,7 +61,7 @@ nitpick_ignore_regex = [
     # Values and aliases in annotations: `Literal["auto"]`, `MetricName`.
     (r"py:class", r"'.*'"),
     (r"py:class", r"CommHook|GradientsOf|Groups|LogOrPlaces|MetricName|Nonfinite|Objective|Parameters|SequenceWeights"),
-    (r"py:class", r"Derive|OnError|Optimizers|Precision|Sampler|TapName|UnitsPerPiece|Update|Weighting"),
+    (r"py:class", r"Derive|OnError|Optimizers|Precision|Responses|Sampler|TapName|UnitsPerPiece|Update|Weighting"),
     # Handed from one call of sonde to another, and read by no user.
     (
         r"py:class",

@@ -58,6 +58,7 @@ def test_what_to_do_then_why_then_what_it_costs_then_every_section(plain: Path) 
         (None, 50.0, None, "Keep the batch of 64 sequences, or try a larger one."),
         (None, 0.0, 100.0, "Keep the batch of 64 sequences, or try a smaller one."),
         (64.0, 10.0, 400.0, "Train about 120 more steps."),
+        (None, 0.0, 0.0, "Check the data: all pieces of a window had the same gradient."),
     ],
 )
 def test_the_advice_is_what_the_noise_scale_now_allows(

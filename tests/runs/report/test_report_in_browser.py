@@ -275,6 +275,7 @@ def test_a_dark_scheme_darkens_page_and_figures_and_paper_stays_light(browser: A
         dark = _greys(browser, "figure")
         assert sorted(dark)[len(dark) // 2] < 40  # its background
         assert sum(grey > 120 for grey in dark) > 200  # its curves and labels
+        assert sum(grey > 220 for grey in dark) < 200  # a light grid would stand out
     with _media(browser, scheme="dark", media="print"):
         assert _luminance(browser.execute_script(paper)) == 1.0
         light = _greys(browser, "figure")

@@ -96,7 +96,8 @@ def verdict_panels(run: Run) -> list[VerdictPanel]:
 def batch_size_panel(run: Run) -> VerdictPanel:
     """The verdict on the batch size, for a run that has at least one reading of the noise scale."""
     unit, last = run.probe("reading").unit, run.readings[-1]
-    verdict = judge_reading(last, unit, trains=not run.probe("reading").setup.get("fixed_weights"))
+    trains = not run.probe("reading").setup.get("fixed_weights")
+    verdict = judge_reading(last, unit, trains=trains)
     basis = f"Judged from the last reading: {position_text(last, unit)}."
     needed = round(last.metrics.get("gns/windows_needed") or 0)
     if needed and last.status == "resolved":
@@ -109,16 +110,22 @@ def batch_size_panel(run: Run) -> VerdictPanel:
     tiles = tuple(_batch_tiles(last, unit))
     # What can be done is done from here on. Where the noise scale now decides nothing, its average speaks.
     kind = verdict.kind if verdict.kind_now == "unknown" else verdict.kind_now
-    action = _batch_action(kind, verdict.advice, last, unit)
+    action = _batch_action(kind, verdict.advice, last, unit, trains=trains)
     return VerdictPanel(kind, _BATCH_BADGES[kind], action, verdict.headline, verdict.detail, basis, tiles)
 
 
-def _batch_action(kind: Kind, advice: str, last: Reading, unit: str) -> str:
+def _batch_action(kind: Kind, advice: str, last: Reading, unit: str, *, trains: bool) -> str:
     batch, unit = logged_batch(last.metrics, unit)
     now = f"{number(batch, 4)} {unit}"
     match kind:
+        case "unknown" if advice:
+            return f"{advice[:1].upper()}{advice[1:]}."
+        case "unknown" if last.high == 0:
+            return "Check the data: all pieces of a window had the same gradient."
+        case "unknown" if not batch and last.status != "unresolved":
+            return "Give a batch size to judge."
         case "unknown":
-            return f"{advice[:1].upper()}{advice[1:]}." if advice else "Train on: nothing can be advised yet."
+            return f"{'Train' if trains else 'Measure'} on: nothing can be advised yet."
         case "about_right":
             return f"Keep the batch of {now}."
         case "about_right_or_too_small" | "about_right_or_too_large":
@@ -336,8 +343,6 @@ def _alerts_by_name(run: Run) -> list[list[Alert]]:
 
 def _is_newer_than_readings(alert: Alert, run: Run) -> bool:
     """Whether no reading followed that could show that all is well again."""
-    if run.is_empty:
-        return True
     if alert.segment < len(run.headers) - 1:
         return False
     return run.last.segment < alert.segment or alert.window > run.last.window
