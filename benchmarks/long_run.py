@@ -146,7 +146,7 @@ def as_markdown(results: Mapping[str, Any]) -> str:
         "",
         f"Readings of {len(GROUPS)} groups of parameters and two values of the user's own, as the probe's own log",
         "writes them: a run of ten million windows has 11,000. The report is written by a process of its own: its",
-        "seconds and its peak memory include the import of Bokeh. A busy machine shows in the first, not in the second.",
+        "seconds and its peak memory include the import of Bokeh. A busy machine shows in the first alone.",
         "",
         "| readings | log, MB | bytes a reading | report, s | processor, s | peak memory, MB | page, MB |",
         "| --- | --- | --- | --- | --- | --- | --- |",

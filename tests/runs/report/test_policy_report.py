@@ -34,7 +34,7 @@ def test_verdict_first_then_every_section(tmp_path: Path) -> None:
     text = visible_text(write_report(write_policy_run(tmp_path)))
     sections = [
         "Entropy of the policy adding by GRPO",
-        "Entropy is falling Watch the reward: if it no longer rises, add an entropy bonus",
+        "Entropy is falling Watch the reward, and act if it no longer rises.",
         "The policy's entropy is falling: 0.4",
         "It changed by −2.",
         "Entropy by response",
@@ -162,7 +162,7 @@ NOTHING = {"shares": [], "causes": None}
         ),
         (
             {"metrics": {"entropy/update_token_weighted": 1.0, "entropy/update_token_weighted_se": 0.02}, **NOTHING},
-            ["Entropy holds Go on as you do", "The policy's entropy holds: 1.00 ± 0.0"],
+            ["Entropy holds Go on: the policy explores as it did.", "The policy's entropy holds: 1.00 ± 0.0"],
         ),
         (
             {"metrics": {"gns_prompts/prompts_per_window": 8.0}, **NOTHING},

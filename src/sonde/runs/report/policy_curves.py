@@ -37,16 +37,8 @@ from sonde.wording import count, estimate, interval, number, percent
 MAX_POINTS = 600
 """Largest number of forecasts that are marked. (A curve thins itself out: see `per_pixel`.)"""
 
-_FRESH, _FRESH_SE, _LEARNED, _NOW, _HOLD = (
-    f"entropy/{name}"
-    for name in (
-        "evaluation_per_token",
-        "evaluation_per_token_se",
-        "update_token_weighted",
-        "coefficient_now",
-        "coefficient_to_hold",
-    )
-)
+_FRESH, _FRESH_SE = "entropy/evaluation_per_token", "entropy/evaluation_per_token_se"
+_LEARNED, _NOW, _HOLD = "entropy/update_token_weighted", "entropy/coefficient_now", "entropy/coefficient_to_hold"
 
 
 def _number(name: str) -> Callable[[Any], str]:

@@ -35,10 +35,10 @@ _BATCH_BADGES = {
 }
 _WIDE = 5.0
 """A cost that may be so many times larger is known by its lower end alone."""
-_WATCH = "Watch the reward: if it no longer rises, add an entropy bonus, lower the learning rate, or stop."
+_WATCH = "Watch the reward, and act if it no longer rises."
 _CHECK = "Check the reward, and the entropy bonus if there is one."
 _OF_ENTROPY = {
-    "holds": ("Entropy holds", "Go on as you do: the policy explores as it did."),
+    "holds": ("Entropy holds", "Go on: the policy explores as it did."),
     "falling": ("Entropy is falling", _WATCH),
     "fallen": ("Entropy has fallen", _WATCH),
     "rising": ("Entropy is rising", _CHECK),
