@@ -109,7 +109,7 @@ def _end_of_hold(end: str) -> Callable[[Any], float | None]:
 
 
 def _hold_text(reading: PolicyReading) -> str:
-    value, low, high = (reading.metrics.get(f"{_HOLD}{end}") for end in ("", "_low", "_high"))
+    value, low, high = reading.metrics.get(_HOLD), _end_of_hold("low")(reading), _end_of_hold("high")(reading)
     return number(value) if value is None or low is None or high is None else f"{number(value)} {interval(low, high)}"
 
 

@@ -152,7 +152,9 @@ def _causes_text(policy: Sequence[PolicyReading]) -> str:
     return text
 
 
-_SHARE = tuple(f"gns_prompts/completions_share{end}" for end in ("", "_low", "_high"))
+_SHARE = tuple(
+    f"gns_prompts/{name}" for name in ("completions_share", "completions_share_low", "completions_share_high")
+)
 
 
 def _allocation_text(readings: Sequence[PolicyReading]) -> str:
