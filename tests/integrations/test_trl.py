@@ -269,6 +269,7 @@ def test_two_attached_probes_can_be_closed_in_either_order(tmp_path: Path) -> No
         {"bf16": True},
         {"loss_type": "bnpo"},
         {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+        {"loss_type": "dr_grpo", "importance_sampling_level": "sequence"},  # a ratio of the response at each token
     ],
     ids=str,
 )

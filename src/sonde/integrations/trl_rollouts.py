@@ -217,8 +217,7 @@ class TrlRollouts:
         ones = mask.double()
         if self._trainer.loss_type in _MEANS_OVER_MICRO_BATCHES:
             return ones / ones.sum().clamp(min=1.0)
-        is_of_sequences = self._trainer.importance_sampling_level == "sequence" and self._trainer.loss_type != "luspo"
-        if self._trainer.loss_type in _MEANS_OVER_COMPLETIONS or is_of_sequences:
+        if self._trainer.loss_type in _MEANS_OVER_COMPLETIONS:
             return ones / ones.sum(1, keepdim=True).clamp(min=1.0)
         return ones
 
