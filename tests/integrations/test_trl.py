@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from pathlib import Path
 from typing import Any
 
@@ -300,6 +301,33 @@ def test_closing_restores_the_trainer(tmp_path: Path) -> None:
     assert len(trainer.callback_handler.callbacks) == n
     trainer.train()
     assert probes.forecasts == []
+
+
+def test_the_log_probabilities_that_a_sampler_reports_are_compared_with_the_policys(tmp_path: Path) -> None:
+    """As vLLM reports them; here all are too high by 0.1, and one is not known."""
+    trainer = trainer_of(tmp_path, steps=2)
+    original = trainer._generate_and_score_completions
+
+    def reporting(inputs: Any) -> Any:
+        output = original(inputs)
+        ids = torch.cat([output["prompt_ids"], output["completion_ids"]], 1)
+        mask = torch.cat([output["prompt_mask"], output["completion_mask"]], 1)
+        with torch.no_grad():
+            s = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, output["completion_ids"].shape[1])[0]
+        output["sampling_per_token_logps"], output["old_per_token_logps"] = s + 0.1, s
+        output["sampling_per_token_logps"][0, 0] = torch.nan
+        return output
+
+    trainer._generate_and_score_completions = reporting
+    probe = {"entropy_probe": {"enabled": True, "every": 1}}
+    probes = integration.attach(trainer, probe, evaluation="same", on_error="raise")
+    trainer.train()
+    [first, second] = (forecast.sampler for _, forecast in probes.forecasts)
+    assert first.departure == pytest.approx(math.expm1(-0.1), rel=0.02)
+    assert first.kl == pytest.approx(math.expm1(-0.1) + 0.1, rel=0.02)
+    assert second.z < -5
+    assert "log_prob= is not that of the sampler" in probes.alerts["not_of_sampler"]
+    assert any("entropy/sampler_kl" in entry for entry in trainer.state.log_history)
 
 
 def test_steps_that_learn_again_from_older_responses_weigh_them(tmp_path: Path) -> None:

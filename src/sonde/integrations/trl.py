@@ -386,7 +386,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
 
     def _with_loss_weights(self, update: Rollouts) -> Rollouts:
         """U, with the weights that its tokens have in the loss."""
-        if self._rollouts.sampled_log_prob is None:
+        if not self._rollouts.has_ratios:
             return update
         model = self._trainer.model_wrapped
         scorer = Scorer(model, self._statistics, _PROMPTS_EACH, data_parallel_group(model))

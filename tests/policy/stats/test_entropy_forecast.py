@@ -150,7 +150,9 @@ def test_responses_of_another_policy_are_named() -> None:
     responses = Responses(torch.ones(16, 16), torch.arange(16) // 2)
     for surprise, sign, cause in ((1.5, "less likely", "older weights"), (0.5, "more likely", "lower temperature")):
         log_prob, entropy = torch.full((16, 16), -surprise), torch.ones(16, 16)
-        reason = why_not_own(OwnPolicyTest.of(log_prob, entropy, responses))  # type: ignore[arg-type]
+        test = OwnPolicyTest.of(log_prob, entropy, responses)
+        assert test is not None
+        reason = why_not_own(test.z, test.departure)
         assert f"{sign} than the policy's entropy says, by 50\xa0% of it (16 standard errors)" in reason
         assert cause in reason
 

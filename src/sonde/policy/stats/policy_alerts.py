@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from sonde.policy.stats.coverage import Coverage, is_judged
 from sonde.policy.stats.entropy_course import Course, entropy_course
 from sonde.policy.stats.forecast_point import Point
-from sonde.policy.stats.own_policy import OwnPolicyTrack
+from sonde.policy.stats.own_policy import Track, why_not_of_sampler, why_not_own
 from sonde.policy.stats.steps_kept import StepsKeeper
 from sonde.stats.intervals import LEVEL
 from sonde.wording import number, percent, plural
@@ -45,7 +45,8 @@ class PolicyAlerts:
         self._with_entropy = StepsKeeper()
         self._forecasts: deque[Point] = deque(maxlen=_IN_A_ROW)
         self._n_judged = self._n_held = 0
-        self._own_policy = OwnPolicyTrack()
+        self._own_policy = Track(why_not_own)
+        self._sampler = Track(why_not_of_sampler)
 
     def add(self, point: Point) -> None:
         """Add the next point, in the order in which points were measured."""
@@ -53,8 +54,8 @@ class PolicyAlerts:
             self._with_entropy.add(point)
         if point.delta is not None:
             self._forecasts.append(point)
-        if point.own_policy is not None:
-            self._own_policy.add(point.own_policy)
+        self._own_policy.add(point.own_policy)
+        self._sampler.add(point.sampler)
         if is_judged(point):
             self._n_judged += 1
             self._n_held += point.held
@@ -64,7 +65,7 @@ class PolicyAlerts:
 
         Returns:
             Messages by name: "entropy_collapse", "steps_too_large", "steps_rounded_away", "not_own_policy",
-            "intervals_miss". Empty if nothing looks wrong.
+            "not_of_sampler", "intervals_miss". Empty if nothing looks wrong.
         """
         alerts = {}
         if len(self._with_entropy) > 1 and (
@@ -85,6 +86,8 @@ class PolicyAlerts:
             )
         if why := self._own_policy.why_not():
             alerts["not_own_policy"] = why
+        if why := self._sampler.why_not():
+            alerts["not_of_sampler"] = why
         so_far = Coverage.of(self._n_judged, self._n_held)
         fraction = so_far.fraction
         if fraction is not None and so_far.n >= _JUDGED_FROM and so_far.high < LEVEL and fraction < _MISSES_BELOW:
