@@ -463,11 +463,12 @@ def why_no_support(support: Support, *, is_uniform: bool = False) -> str:
     """
     if support.is_enough:
         return ""
-    numbers = (
-        f"from token {support.from_position} on, their effective sample size falls below {percent(LEAST_SUPPORT)} of "
-        f"their number, and tokens of which this holds carry {percent(support.unsupported)} of the entropy after the "
-        "step"
-    )
+    numbers = f"their effective sample size is {percent(support.ess_fraction)} of their number, a mean over positions"
+    if support.from_position is not None:
+        numbers += (
+            f"; from token {support.from_position} on it falls below {percent(LEAST_SUPPORT)}, and tokens of which this "
+            f"holds carry {percent(support.unsupported)} of the entropy after the step"
+        )
     if is_uniform:
         return f"{UNIFORM_MOVES_FAR} for these responses: {numbers}: train on, and forecast later steps"
     return f"{TOO_LARGE} for these responses: {numbers}: use a smaller learning rate, or more prompts"
