@@ -1,8 +1,9 @@
 """Does an entropy halve when sonde says so? `python -m benchmarks.entropy_pace`.
 
-Three tasks are trained with many seeds: the demo's GRPO run, and two policies whose entropy is known exactly. Where a fall
-is clear from its scatter, sonde states after a measurement how fast the entropy fell, with an interval, and from which
-step on it may have halved. Both are compared with what happened. No latest step is stated: many falls slow down, or end.
+Three tasks are trained with many seeds: the demo's GRPO run, and two policies whose entropy is known exactly. Where a
+fall is clear from its scatter, sonde states after a measurement how fast the entropy fell, with an interval, and from
+which step on it may have halved. Both are compared with what happened. No latest step is stated: many falls slow down,
+or end.
 """
 
 from __future__ import annotations
@@ -129,9 +130,9 @@ def stated(run: Recorded) -> list[Stated]:
 def table(runs: Sequence[Recorded]) -> list[str]:
     """A row for each task."""
     lines = [
-        "| task | runs | measurements with a pace | its interval held the true fall | it did not halve before the stated "
-        "step | halved, over the time at that pace: 5 %, median, 95 % of the cases that halved | did not halve within 3 "
-        "times that |",
+        "| task | runs | measurements with a pace | its interval held the true fall | it did not halve before the "
+        "stated step | halved, over the time at that pace: 5 %, median, 95 % of the cases that halved | did not halve "
+        "within 3 times that |",
         "|---|---|---|---|---|---|---|",
     ]
     for task in sorted({run.task for run in runs}):
@@ -153,7 +154,10 @@ def table(runs: Sequence[Recorded]) -> list[str]:
 
 def alerts(runs: Sequence[Recorded]) -> list[str]:
     """When each run was first said to be collapsing, or to have collapsed."""
-    lines = ["| task | seed | first alert | true entropy then, of that at the start | lowest later |", "|---|---|---|---|---|"]
+    lines = [
+        "| task | seed | first alert | true entropy then, of that at the start | lowest later |",
+        "|---|---|---|---|---|",
+    ]
     for run in runs:
         found = PolicyAlerts()
         for i, point in enumerate(run.points):
@@ -187,7 +191,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 chosen.runs.write_text(json.dumps([asdict(run) for run in runs]))
                 print(task, seed, [round(v, 3) for v in runs[-1].truth[::10]], flush=True)
     lines = ["# Does an entropy halve when sonde says so?", "", "`python -m benchmarks.entropy_pace`", ""]
-    lines += [str(__doc__).split("\n\n", 1)[1].strip(), "", *table(runs), "", "## Alerts of a collapse", "", *alerts(runs)]
+    lines += [
+        str(__doc__).split("\n\n", 1)[1].strip(),
+        "",
+        *table(runs),
+        "",
+        "## Alerts of a collapse",
+        "",
+        *alerts(runs),
+    ]
     chosen.page.write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 

@@ -200,7 +200,10 @@ def test_completions_whose_mask_trl_empties_are_left_out(tmp_path: Path) -> None
     assert all(0 < size < 32 for size in sizes)
 
 
-def test_a_window_with_empty_masks_is_skipped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("evaluation", ["fresh", "same"])
+def test_a_window_with_empty_masks_has_a_forecast_if_its_own_responses_are_not_needed(
+    tmp_path: Path, evaluation: Any
+) -> None:
     trainer = trainer_of(tmp_path, steps=2, max_completion_length=1, mask_truncated_completions=True)
     with torch.no_grad():
         trainer.model.lm_head.weight[trainer.processing_class.eos_token_id] = -10.0  # so no completion ends
@@ -214,9 +217,12 @@ def test_a_window_with_empty_masks_is_skipped(tmp_path: Path) -> None:
 
     trainer._generate_and_score_completions = emptied
     config = {"entropy_probe": {"enabled": True, "every": 1}, "policy_entropy_probe": {"enabled": True}}
-    probes = integration.attach(trainer, config, causes=True)
+    probes = integration.attach(trainer, config, causes=True, evaluation=evaluation, on_error="raise")
     trainer.train()
-    assert probes.forecasts == []
+    assert len(probes.forecasts) == (2 if evaluation == "fresh" else 0)
+    for _, forecast in probes.forecasts:
+        assert forecast.entropy > 0
+        assert "all gradients were 0, as where the advantages of a whole batch are" in forecast.reason
 
 
 def test_records_go_to_sinks_and_rollouts_are_an_independent_truth(tmp_path: Path) -> None:
@@ -313,7 +319,9 @@ def test_the_log_probabilities_that_a_sampler_reports_are_compared_with_the_poli
         ids = torch.cat([output["prompt_ids"], output["completion_ids"]], 1)
         mask = torch.cat([output["prompt_mask"], output["completion_mask"]], 1)
         with torch.no_grad():
-            s = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, output["completion_ids"].shape[1])[0]
+            s = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, output["completion_ids"].shape[1])[
+                0
+            ]
         output["sampling_per_token_logps"], output["old_per_token_logps"] = s + 0.1, s
         output["sampling_per_token_logps"][0, 0] = torch.nan
         return output

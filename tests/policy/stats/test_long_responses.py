@@ -8,9 +8,9 @@ import math
 
 import pytest
 import torch
+from benchmarks.tiny_policies import Markov, learn, sampled, statistics
 
 import sonde
-from benchmarks.tiny_policies import Markov, learn, sampled, statistics
 from sonde.policy.stats.entropy_change import EntropyObjective
 from sonde.policy.stats.entropy_gradient import Responses
 from sonde.policy.stats.finite_step import FiniteStep, Scores, change_by_finite_step

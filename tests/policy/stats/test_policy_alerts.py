@@ -36,6 +36,7 @@ def test_a_fall_that_halves_the_entropy_soon_is_a_collapse_that_is_near() -> Non
     assert not find_policy_alerts(falling(2.0, 1.3, 1.9, 1.2, 1.9, 1.1, 1.6, 1.0))
     assert not find_policy_alerts(points(*[{"entropy": 0.3}] * 8))  # the forecasts: 0.02 nats a step
 
+
 def test_an_entropy_below_0_has_nothing_to_collapse_to() -> None:
     assert not find_policy_alerts(points({"entropy": -1.0}, {"entropy": -2.0}))
 
@@ -56,7 +57,9 @@ def test_a_policy_that_starts_almost_uniform_may_lose_half_of_its_entropy() -> N
     assert not find_policy_alerts(falling(*BY_A_TENTH, **uniform)[:7])
     assert "is collapsing" in find_policy_alerts(falling(*BY_A_TENTH)[:7])["entropy_collapse"]
     assert "is collapsing" in find_policy_alerts(falling(*BY_A_TENTH, 0.8, **uniform))["entropy_collapse"]
-    assert "has collapsed" in find_policy_alerts(points({"entropy": 2.7, **uniform}, {"entropy": 0.2}))["entropy_collapse"]
+    assert (
+        "has collapsed" in find_policy_alerts(points({"entropy": 2.7, **uniform}, {"entropy": 0.2}))["entropy_collapse"]
+    )
 
 
 def test_forecasts_near_a_uniform_policy_are_no_steps_that_are_too_large() -> None:

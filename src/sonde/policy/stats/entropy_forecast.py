@@ -466,8 +466,8 @@ def why_no_support(support: Support, *, is_uniform: bool = False) -> str:
     numbers = f"their effective sample size is {percent(support.ess_fraction)} of their number, a mean over positions"
     if support.from_position is not None:
         numbers += (
-            f"; from token {support.from_position} on it falls below {percent(LEAST_SUPPORT)}, and tokens of which this "
-            f"holds carry {percent(support.unsupported)} of the entropy after the step"
+            f"; from token {support.from_position} on it falls below {percent(LEAST_SUPPORT)}, and tokens of which "
+            f"this holds carry {percent(support.unsupported)} of the entropy after the step"
         )
     if is_uniform:
         return f"{UNIFORM_MOVES_FAR} for these responses: {numbers}: train on, and forecast later steps"

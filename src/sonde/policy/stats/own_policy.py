@@ -136,7 +136,11 @@ def why_not_of_sampler(z: float, departure: float) -> str:
         f"log_prob= is not that of the sampler: by it, these tokens are {percent(abs(departure))} {than} likely under "
         f"the policy than under the sampler, where the mean over any sampler's tokens is 0 ({abs(z):.0f} standard "
         "errors). Pass the log-probability of each sampled token, in the columns of mask, at the sampler's temperature"
-        + ("" if departure > 0 else ", and sample untruncated: top-p and the like, or much older weights, show here too")
+        + (
+            ""
+            if departure > 0
+            else ", and sample untruncated: top-p and the like, or much older weights, show here too"
+        )
     )
 
 

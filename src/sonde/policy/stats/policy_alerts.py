@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -147,6 +146,6 @@ def pace_text(pace: Pace) -> str:
     fall, low, high = map(percent, pace.fall_per_step)
     halves, earliest = (max(round(steps), 1) for steps in (pace.halves_in, pace.earliest))
     return (
-        f"it fell by {fall} a step (95 % interval: {low} to {high}). It halves in {plural(halves, 'step')} if this pace "
-        f"lasts, and in {earliest:,} at the earliest"
+        f"it fell by {fall} a step (95 % interval: {low} to {high}). It halves in {plural(halves, 'step')} if this "
+        f"pace lasts, and in {earliest:,} at the earliest"
     )

@@ -45,7 +45,7 @@ class Support:
 
     @property
     def is_enough(self) -> bool:
-        """Whether positions have enough support on average, and those with support carry at least half of the entropy."""
+        """Whether support is enough on average, and positions with support carry at least half of the entropy."""
         return self.unsupported <= MOST_UNSUPPORTED and self.ess_fraction >= LEAST_MEAN_SUPPORT
 
 
