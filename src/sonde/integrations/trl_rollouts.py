@@ -117,10 +117,8 @@ class TrlRollouts:
 
     def _in_window(self, name: str, rows: Tensor) -> Tensor | None:
         """What TRL keeps of each token of the window; None if it does not."""
-        kept = [i.get(name) for i in self._window]
-        if any(t is None for t in kept):
-            return None
-        return _padded([(t, t) for t in kept], left=False)[0][rows]
+        kept = [(i[name], i[name]) for i in self._window if i.get(name) is not None]
+        return _padded(kept, left=False)[0][rows] if len(kept) == len(self._window) else None
 
     @property
     def sampled_log_prob(self) -> Tensor | None:

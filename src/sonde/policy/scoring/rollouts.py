@@ -324,14 +324,13 @@ def mask_doubt(rollouts: Rollouts, log_prob: Tensor) -> str:
         return ""
     ends, behind = ids[early, last[early]], ids[early, last[early] + 1]
     counts = ends.unique(return_counts=True)[1]
-    is_varied = len(counts) >= 4 and int(counts.max()) <= 0.75 * len(
-        early
-    )  # a policy has few tokens that end responses
+    # A policy has few tokens that end responses.
+    is_varied = len(counts) >= 4 and int(counts.max()) <= 0.75 * len(early)
     if is_varied and bool((behind == behind[0]).all()) and not bool((ends == behind[0]).any()):
         return (
             f"the {len(early)} responses that end early end in different tokens, and token {int(behind[0])} follows "
-            "each: if the policy samples a token that ends a response, as <eos>, mask must be True for it too. Ignore this "
-            "where stop strings end responses"
+            "each: if the policy samples a token that ends a response, as <eos>, mask must be True for it too. Ignore "
+            "this where stop strings end responses"
         )
     return ""
 
