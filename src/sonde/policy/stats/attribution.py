@@ -132,8 +132,9 @@ def doubt_of_parts(
     if abs(explained - 1.0) * abs(batch) <= _OFF_AT_MOST * size:
         return ""
     return (
-        f"the prompts' parts add up to {explained * batch:+.1e} nats, and the batch's part is {batch:+.1e}: the rest "
-        "is from terms other than advantage × log-probability, such as a KL penalty or an entropy bonus, or from dropout"
+        f"the prompts' parts add up to {explained * batch:+.1e} nats, and the batch's part is {batch:+.1e}: the "
+        "rest is from terms other than advantage × log-probability, such as a KL penalty or an entropy bonus, or from "
+        "dropout"
     )
 
 

@@ -164,8 +164,9 @@ def _causes_text(policy: Sequence[PolicyReading]) -> str:
         text += f" The parts of its prompts are not to be trusted: {last.causes.doubt}."
     elif last.causes.explained is not None and not 0.9 < last.causes.explained < 1.1:
         text += (
-            f" Of the batch's part, {number(other_terms(last.causes.batch, last.causes.explained))} is no prompt's: it "
-            "is from other terms of the loss, such as a KL penalty, an entropy bonus or clipped ratios, or from dropout."
+            f" Of the batch's part, {number(other_terms(last.causes.batch, last.causes.explained))} is no prompt's: "
+            "it is from other terms of the loss, such as a KL penalty, an entropy bonus or clipped ratios, or from "
+            "dropout."
         )
     return text
 
