@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +200,10 @@ def test_completions_whose_mask_trl_empties_are_left_out(tmp_path: Path) -> None
     assert all(0 < size < 32 for size in sizes)
 
 
-def test_a_window_with_empty_masks_is_skipped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("evaluation", ["fresh", "same"])
+def test_a_window_with_empty_masks_has_a_forecast_if_its_own_responses_are_not_needed(
+    tmp_path: Path, evaluation: Any
+) -> None:
     trainer = trainer_of(tmp_path, steps=2, max_completion_length=1, mask_truncated_completions=True)
     with torch.no_grad():
         trainer.model.lm_head.weight[trainer.processing_class.eos_token_id] = -10.0  # so no completion ends
@@ -213,9 +217,12 @@ def test_a_window_with_empty_masks_is_skipped(tmp_path: Path) -> None:
 
     trainer._generate_and_score_completions = emptied
     config = {"entropy_probe": {"enabled": True, "every": 1}, "policy_entropy_probe": {"enabled": True}}
-    probes = integration.attach(trainer, config, causes=True)
+    probes = integration.attach(trainer, config, causes=True, evaluation=evaluation, on_error="raise")
     trainer.train()
-    assert probes.forecasts == []
+    assert len(probes.forecasts) == (2 if evaluation == "fresh" else 0)
+    for _, forecast in probes.forecasts:
+        assert forecast.entropy > 0
+        assert "all gradients were 0, as where the advantages of a whole batch are" in forecast.reason
 
 
 def test_records_go_to_sinks_and_rollouts_are_an_independent_truth(tmp_path: Path) -> None:
@@ -269,6 +276,7 @@ def test_two_attached_probes_can_be_closed_in_either_order(tmp_path: Path) -> No
         {"bf16": True},
         {"loss_type": "bnpo"},
         {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+        {"loss_type": "dr_grpo", "importance_sampling_level": "sequence"},  # a ratio of the response at each token
     ],
     ids=str,
 )
@@ -299,6 +307,35 @@ def test_closing_restores_the_trainer(tmp_path: Path) -> None:
     assert len(trainer.callback_handler.callbacks) == n
     trainer.train()
     assert probes.forecasts == []
+
+
+def test_the_log_probabilities_that_a_sampler_reports_are_compared_with_the_policys(tmp_path: Path) -> None:
+    """As vLLM reports them; here all are too high by 0.1, and one is not known."""
+    trainer = trainer_of(tmp_path, steps=2)
+    original = trainer._generate_and_score_completions
+
+    def reporting(inputs: Any) -> Any:
+        output = original(inputs)
+        ids = torch.cat([output["prompt_ids"], output["completion_ids"]], 1)
+        mask = torch.cat([output["prompt_mask"], output["completion_mask"]], 1)
+        with torch.no_grad():
+            s = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, output["completion_ids"].shape[1])[
+                0
+            ]
+        output["sampling_per_token_logps"], output["old_per_token_logps"] = s + 0.1, s
+        output["sampling_per_token_logps"][0, 0] = torch.nan
+        return output
+
+    trainer._generate_and_score_completions = reporting
+    probe = {"entropy_probe": {"enabled": True, "every": 1}}
+    probes = integration.attach(trainer, probe, evaluation="same", on_error="raise")
+    trainer.train()
+    [first, second] = (forecast.sampler for _, forecast in probes.forecasts)
+    assert first.departure == pytest.approx(math.expm1(-0.1), rel=0.02)
+    assert first.kl == pytest.approx(math.expm1(-0.1) + 0.1, rel=0.02)
+    assert second.z < -5
+    assert "log_prob= is not that of the sampler" in probes.alerts["not_of_sampler"]
+    assert any("entropy/sampler_kl" in entry for entry in trainer.state.log_history)
 
 
 def test_steps_that_learn_again_from_older_responses_weigh_them(tmp_path: Path) -> None:

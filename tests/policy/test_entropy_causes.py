@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sonde.policy.stats.attribution import doubt_of_parts
 from tests.policy.entropy_scene import N_U, Scene
-from tests.small_policy import drawn, loss, policy
+from tests.small_policy import STATISTICS, drawn, loss, policy
 
 
 @pytest.mark.parametrize("kind", ["adamw", "momentum", "sgd"])
@@ -71,6 +71,30 @@ def test_causes_of_another_loss_are_doubted() -> None:
     plain = sound.probe().forecast(sound.E, sound.U, causes=True)
     assert plain.doubt == ""
     assert plain.causes.cosine == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("coefficient", [0.1, 2.0])
+def test_the_part_of_an_entropy_bonus_is_no_prompts(coefficient: float) -> None:
+    """Along SGD's step, it is the change by the bonus alone, as far as its gradient is not along the prompts'."""
+
+    def bonus() -> Tensor:
+        _, h = STATISTICS(scene.model, scene.U)
+        return -coefficient * (h * scene.U.mask).sum() / scene.U.mask.sum()
+
+    scene = Scene("sgd")
+    plain = scene.probe().forecast(scene.E, scene.U, causes=True).causes
+    scene.optimizer.zero_grad()
+    bonus().backward()
+    alone = scene.probe(first_order=True).forecast(scene.E).first_order.delta
+    loss(scene.model, scene.U).backward()
+    forecast = scene.probe().forecast(scene.E, scene.U, causes=True)
+    causes = forecast.causes
+    assert plain.other == pytest.approx(0.0, abs=0.02 * abs(plain.batch))
+    assert causes.batch == pytest.approx(plain.batch + alone, rel=1e-3)
+    assert causes.other == pytest.approx(alone, rel=0.5)
+    assert sum(c.change for c in causes.prompts) + causes.other == pytest.approx(causes.batch)
+    assert f"in this batch's, {causes.other:+.2e} from terms other than the advantages" in forecast.table()
+    assert ("such as a KL penalty or an entropy bonus" in forecast.doubt) == (coefficient > 1.0)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sonde.policy.entropy_change import EntropyChangeProbe
+from sonde.policy.scoring.rollouts import Rollouts
 from tests.policy.entropy_scene import N_E, N_U, Scene, coefficients, first_order, gradient_per_prompt
 from tests.small_policy import STATISTICS, drawn, policy, real_step, sample
 
@@ -188,3 +190,24 @@ def test_a_step_of_no_optimizer_of_torch_is_measured() -> None:
     assert around.forecast.delta == pytest.approx(other.probe().forecast(other.E).delta, rel=1e-3)
     with pytest.raises(ValueError, match="use around_step"):
         probe.forecast(scene.E)
+
+
+def test_the_growth_of_the_peak_memory_counts_from_the_first_forward_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of the first check, which reach the peak. Here the peak is the number of forwards."""
+    n_forwards = 0
+
+    def statistics(model: nn.Module, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
+        nonlocal n_forwards
+        n_forwards += 1
+        return STATISTICS(model, rollouts)
+
+    monkeypatch.setattr("sonde.policy.cost._peak_bytes", lambda device: n_forwards)
+    scene = Scene()
+    assert scene.probe(token_statistics=statistics).forecast(scene.E).peak_bytes == n_forwards
+
+
+def test_a_mask_that_is_not_that_of_the_sampled_tokens_causes_a_warning() -> None:
+    scene = Scene()
+    mask = torch.cat([torch.ones(len(scene.E), 1, dtype=torch.bool), scene.E.mask], 1)
+    with pytest.warns(UserWarning, match="the mask begins with the same token in all responses to a prompt"):
+        scene.probe().forecast(dataclasses.replace(scene.E, mask=mask))

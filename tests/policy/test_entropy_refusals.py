@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -255,6 +256,15 @@ def test_a_step_that_is_skipped_inside_around_step(kind: str) -> None:
     with scene.probe().around_step(scene.E) as around:
         scene.optimizer.step()
     assert around.forecast.is_valid, around.forecast.reason
+
+
+def test_a_step_without_a_gradient_is_not_called_skipped() -> None:
+    scene = Scene("sgd")
+    scene.optimizer.zero_grad()
+    loss(scene.model, dataclasses.replace(scene.U, advantage=torch.zeros(len(scene.U)))).backward()
+    with scene.probe().around_step(scene.E) as around:
+        scene.optimizer.step()
+    assert around.forecast.reason.startswith("all gradients were 0, as where the advantages of a whole batch are")
 
 
 def test_a_step_that_a_grad_scaler_skips() -> None:

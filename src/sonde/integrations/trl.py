@@ -99,7 +99,9 @@ def attach(
     log = log_of(log)
     config = config if isinstance(config, ProbesConfig) else probes_from_config(config)
     config.warn_if_nothing_is_on()
-    warn_if_untested("trl", trl_version, TESTED_TRL)
+    warn_if_untested(
+        "trl", trl_version, TESTED_TRL, "compare a few forecasts with fresh rollouts, by attach(…, rollouts=True)"
+    )
     if evaluation_prompts is None:
         evaluation_prompts = default_prompts(trainer)
     check_arguments(
@@ -272,30 +274,38 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
 
     def _before_step(self, state: Any, optimizer: Any, *, measures_noise: bool, forecasts: bool) -> None:
         self._make_probes(optimizer)
-        update = self._rollouts.window() if self._n_known == self._n_micro_batches else None
-        if None in self._on_every_rank(None if update is None else len(update)):
-            return  # TRL has emptied all masks, or an error in a micro-batch was forgiven
-        assert update is not None
-        if measures_noise and self._noise is not None:
+        is_whole = self._n_known == self._n_micro_batches
+        update = self._rollouts.window() if is_whole else None
+        everywhere = self._on_every_rank((is_whole, update is not None))
+        if not all(is_whole for is_whole, _ in everywhere):
+            return  # an error in a micro-batch was forgiven
+        if not all(is_known for _, is_known in everywhere):
+            update = None  # TRL has emptied all masks of a rank, as of truncated completions
+        if update is None and self._evaluation == "same":
+            return
+        if measures_noise and self._noise is not None and update is not None:
             self._resume_noise(self._noise)
             self._noise.measure(update)
             self._log(self._noise.metrics())
             state.stateful_callbacks[SAVED_AS] = self._noise.state_dict()
         if not forecasts:
             return
-        if self._policy is not None:
+        if self._policy is not None and update is not None:
             self._policy.measure(update)
             self._log(self._policy.metrics())
         if self._entropy is not None:
             begun = time.perf_counter()
-            evaluation = self._own_responses(update) if self._evaluation == "same" else self._fresh(state.global_step)
+            if update is not None and self._evaluation == "same":
+                evaluation = self._own_responses(update)
+            else:
+                evaluation = self._fresh(state.global_step)
             self._sampling_seconds = time.perf_counter() - begun
-            every_text = self._on_every_rank({**update.texts, **evaluation.texts})
+            every_text = self._on_every_rank({**({} if update is None else update.texts), **evaluation.texts})
             self.texts = {n: text for texts in every_text for n, text in texts.items()}
             if self._has_rollouts:
                 self._for_truth = self._choose(self._seed_for(state.global_step) + 500_000)
             stack = ExitStack()
-            learned = self._with_loss_weights(update) if self._has_causes else None
+            learned = self._with_loss_weights(update) if self._has_causes and update is not None else None
             around = stack.enter_context(
                 self._entropy.around_step(
                     evaluation,
@@ -386,7 +396,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
 
     def _with_loss_weights(self, update: Rollouts) -> Rollouts:
         """U, with the weights that its tokens have in the loss."""
-        if self._rollouts.sampled_log_prob is None:
+        if not self._rollouts.has_ratios:
             return update
         model = self._trainer.model_wrapped
         scorer = Scorer(model, self._statistics, _PROMPTS_EACH, data_parallel_group(model))

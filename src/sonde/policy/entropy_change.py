@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sonde.call_site import stack_level
 from sonde.gradient_norm.fused_clip import scale_in_step
 from sonde.parallel.loss_scale import check_grad_scaler, loss_scale
 from sonde.parallel.process_groups import check_group, data_parallel_group, together
@@ -37,7 +39,7 @@ from sonde.policy.policy_step import STEP_NOT_FINITE, STEP_ROUNDED_AWAY, PolicyS
 from sonde.policy.scoring.checkpointing import checkpointing, is_checkpointing
 from sonde.policy.scoring.optimizer_step import taken, why_no_forecast
 from sonde.policy.scoring.precision import NARROW
-from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
+from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics, mask_doubt
 from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.step_inputs import StepInputs
 from sonde.policy.scoring.token_statistics import CausalLMStatistics, check_is_statistics
@@ -389,15 +391,17 @@ class EntropyChangeProbe:
         self._n_calls += 1
         with self._undisturbed():
             parameters = trainable(self._model)  # of now: some are perhaps unfrozen as training goes on
+            cost = Cost(parameters[0].device)  # before the first check, whose forwards reach the peak already
             if not self._scorer.is_checked:
                 self._scorer.check(evaluation)
-            cost = Cost(parameters[0].device)
             with cost.phase("scores"):
                 base = self._scorer.scored(evaluation)
             if not base.is_finite:
                 yield None
                 return
             check_sampled_log_prob(base)
+            if doubt := mask_doubt(evaluation, base.own(base.log_prob)):
+                warnings.warn(doubt, stacklevel=stack_level())
             sample = None if sampler is None else functools.partial(self._sample, sampler, self._seed())
             yield EntropyMeasurement(self._options, self._scorer, parameters, base, sample, cost, n_update)
 

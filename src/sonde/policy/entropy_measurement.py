@@ -293,6 +293,7 @@ class EntropyMeasurement:
             is_same_step=is_same_step,
             n_update=self._n_update,
             prefix_weights=self._gradients.prefix_weights,
+            sampled_log_prob=self._base.sampled_log_prob,
             rounded_away=rounded_away,
             precision=self._scorer.precision,
             why_precision=self._scorer.why_precision,

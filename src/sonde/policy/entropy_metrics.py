@@ -16,6 +16,9 @@ METRICS: Mapping[str, Metric] = {
         "standard errors", "−log π above the entropy; −2 to 2 for the policy's own"
     ),
     "entropy/evaluation_own_policy_departure": Metric("fraction", "−log π above the entropy, over the entropy"),
+    "entropy/sampler_kl": Metric("nats a token", "KL of the sampler's log-probabilities and the policy's; 0 if equal"),
+    "entropy/sampler_z": Metric("standard errors", "π/q above 1; −2 to 2 if q, log_prob=, is the sampler's"),
+    "entropy/sampler_departure": Metric("fraction", "mean of π/q over the responses' tokens, minus 1"),
     "entropy/delta_forecast": Metric("nats", "change of entropy by the step"),
     "entropy/delta_se": Metric("nats", "standard error of this change"),
     "entropy/delta_low": Metric("nats", "lower end of the change's 95 % interval"),

@@ -69,7 +69,7 @@ class PolicyLog:
             metrics: numbers by metric name, also of numpy's or torch's types; None where one is not known. Those of
                 `forecast` among them.
             forecast: of the entropy's change; its reason, shares and causes are written too.
-            texts: of prompts, by their numbers.
+            texts: of prompts, by their numbers: those of the update too, where there are causes.
 
         Raises:
             ValueError: for a step or a metric that is no number, and a forecast whose interval is not one of 95 %.

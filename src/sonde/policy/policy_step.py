@@ -46,6 +46,10 @@ STEP_ROUNDED_AWAY = (
     "the step changes nothing, since parameters of 16 bits round it away as a whole: train parameters in fp32, or use "
     "a larger learning rate"
 )
+_NO_GRADIENT = (
+    "all gradients were 0, as where the advantages of a whole batch are: the step in the block of around_step() "
+    "changed nothing"
+)
 _STEP_SKIPPED = (
     "no parameter moved in the block of around_step(): the step was skipped, as a GradScaler does after gradients that "
     "are not finite, or it was not called, or its learning rate is 0, or it is too small for parameters of 16 bits"
@@ -217,7 +221,7 @@ class PolicyStep:
         now = measurement.scored_after()
         # A watch sees a few elements of each parameter. A step of others alone shows in the scores.
         if self._is_to_move() and not self._on_any_rank(watch.has_moved()) and measurement.is_unchanged(now):
-            return measurement.unknown(_STEP_SKIPPED)
+            return measurement.unknown(self._why_unmoved())
         bonus, before.bonus = before.bonus, None
         inputs = self._worst_inputs(before)
         if isinstance(watch, StepWitness) and bonus is not None:
@@ -235,7 +239,7 @@ class PolicyStep:
         """The change along the update prompts' gradients, beside that by the step that was taken."""
         now = measurement.scored_after()
         if self._is_to_move() and not self._on_any_rank(before.watch.has_moved()) and measurement.is_unchanged(now):
-            return measurement.unknown(_STEP_SKIPPED)
+            return measurement.unknown(self._why_unmoved())
         after = measurement.after(now, before.sample)
         rounded_away = self._rounded_away(before, self._worst_inputs(before))
         return measurement.forecast(before.first_order, after, is_same_step=False, rounded_away=rounded_away)
@@ -312,6 +316,12 @@ class PolicyStep:
         """Whether a step is expected to move anything; without a learning rate, as a warm-up begins, it is not."""
         groups = getattr(unwrap_optimizer(self._optimizer), "param_groups", ())
         return any(float(group.get("lr", 1.0)) != 0.0 for group in groups) or not groups
+
+    def _why_unmoved(self) -> str:
+        """Why no parameter moved, by the gradients that are still there."""
+        gradients = [local_tensor(p.grad) for p in self._parameters if p.grad is not None]
+        is_zero = bool(gradients) and not any(bool(g.any()) for g in gradients)
+        return _STEP_SKIPPED if self._on_any_rank(not is_zero) else _NO_GRADIENT
 
     def _on_any_rank(self, is_so: bool) -> bool:
         return any(self._gather_from_ranks(float(is_so)))

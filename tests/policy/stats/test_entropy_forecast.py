@@ -125,11 +125,14 @@ def test_a_change_that_few_responses_carry_is_not_known() -> None:
 
 
 def test_a_step_without_support_is_not_to_be_trusted() -> None:
-    late = dataclasses.replace(AFTER, finite_step=finite_step(Support(0.3, 0.4, 12)))
+    late = dataclasses.replace(AFTER, finite_step=finite_step(Support(0.55, 0.4, 12)))
     assert forecast(after=late).is_valid
+    few = forecast(after=dataclasses.replace(AFTER, finite_step=finite_step(Support(0.45, 0.0, None)))).reason
+    assert "their effective sample size is 45\xa0% of their number, a mean over positions: use a smaller" in few
     lost = dataclasses.replace(AFTER, finite_step=finite_step(Support(0.1, 0.6, 12)))
     result = forecast(after=lost)
-    assert result.reason.startswith(f"{TOO_LARGE} for these responses: from token 12 on")
+    assert result.reason.startswith(f"{TOO_LARGE} for these responses: their effective sample")
+    assert "; from token 12 on it falls below 20\xa0%, and tokens of which" in result.reason
     assert "carry 60\xa0% of the entropy after the step" in result.reason
     metrics = result.metrics()
     assert (metrics["entropy/support"], metrics["entropy/unsupported"]) == (0.1, 0.6)
@@ -150,7 +153,9 @@ def test_responses_of_another_policy_are_named() -> None:
     responses = Responses(torch.ones(16, 16), torch.arange(16) // 2)
     for surprise, sign, cause in ((1.5, "less likely", "older weights"), (0.5, "more likely", "lower temperature")):
         log_prob, entropy = torch.full((16, 16), -surprise), torch.ones(16, 16)
-        reason = why_not_own(OwnPolicyTest.of(log_prob, entropy, responses))  # type: ignore[arg-type]
+        test = OwnPolicyTest.of(log_prob, entropy, responses)
+        assert test is not None
+        reason = why_not_own(test.z, test.departure)
         assert f"{sign} than the policy's entropy says, by 50\xa0% of it (16 standard errors)" in reason
         assert cause in reason
 

@@ -31,6 +31,10 @@ _PACKED_SHAPES = {
     "log_prob": "[tokens]",
 }
 _OPTIONAL = ("advantage", "weight", "log_prob")
+_BY_CHANCE = math.log(1e-6)
+"""Log-probability below which what all responses have in common is no chance."""
+_EARLY_FROM = 8
+"""Smallest number of responses that end before the last column from which their ends are judged."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -285,6 +289,50 @@ class Rollouts:
             expected = f"[{len(self)}] or {list(self.mask.shape)}"
             raise ValueError(f"{name} must be {expected}, one for each response or token, got {list(values.shape)}")
         return values
+
+
+def mask_doubt(rollouts: Rollouts, log_prob: Tensor) -> str:
+    """Why the mask may not be that of the sampled tokens; empty if nothing says so, or the tokens are not known.
+
+    Args:
+        rollouts: with `input_ids`, whose last columns the mask belongs to.
+        log_prob: s_k under the policy in nats, 0 outside the mask; [responses, tokens].
+    """
+    ids, mask = rollouts.inputs.get("input_ids"), rollouts.mask.cpu().bool()
+    rows, width = torch.arange(len(mask)), mask.shape[1]
+    if ids is None or ids.dim() != 2 or ids.shape[1] < width:
+        return ""
+    ids = ids[:, -width:].cpu()
+    first, last = mask.int().argmax(1), width - 1 - mask.int().flip(1).argmax(1)
+    # The first sampled token differs between responses to a prompt, as often as its probability says.
+    opening: dict[int, tuple[int, int]] = {}
+    chance, is_shared = 0.0, True
+    for row, prompt in enumerate(rollouts.prompt.tolist()):
+        at = int(first[row]), int(ids[row, first[row]])
+        if prompt in opening:
+            is_shared &= opening[prompt] == at
+            chance += float(log_prob[row, first[row]])
+        opening.setdefault(prompt, at)
+    if is_shared and chance < _BY_CHANCE:
+        return (
+            "the mask begins with the same token in all responses to a prompt, which the policy would sample with a "
+            f"probability of 10^{chance / math.log(10.0):.0f}: let mask be True from the first sampled token on, and "
+            "not for the prompt"
+        )
+    early = rows[last < width - 1]
+    if len(early) < _EARLY_FROM:
+        return ""
+    ends, behind = ids[early, last[early]], ids[early, last[early] + 1]
+    counts = ends.unique(return_counts=True)[1]
+    # A policy has few tokens that end responses.
+    is_varied = len(counts) >= 4 and int(counts.max()) <= 0.75 * len(early)
+    if is_varied and bool((behind == behind[0]).all()) and not bool((ends == behind[0]).any()):
+        return (
+            f"the {len(early)} responses that end early end in different tokens, and token {int(behind[0])} follows "
+            "each: if the policy samples a token that ends a response, as <eos>, mask must be True for it too. Ignore "
+            "this where stop strings end responses"
+        )
+    return ""
 
 
 def _check_types(inputs: object, values: Mapping[str, object], shapes: Mapping[str, str]) -> None:

@@ -16,7 +16,7 @@ from sonde.policy.stats.entropy_gradient import Responses, weighted_entropy_rate
 from sonde.policy.stats.finite_step import FiniteStep
 from sonde.policy.stats.importance import MeasuredChange
 from sonde.policy.stats.near_uniform import is_near_uniform, surprise_sd
-from sonde.policy.stats.own_policy import OwnPolicyTest, why_not_own
+from sonde.policy.stats.own_policy import OwnPolicyTest, SamplerTest, why_not_of_sampler, why_not_own
 from sonde.policy.stats.prefix_weights import LEAST_SUPPORT, Support
 from sonde.stats.intervals import LEVEL
 from sonde.wording import percent
@@ -141,7 +141,8 @@ class EntropyForecast:
         entropy: R before the update, in nats a token.
         entropy_se: standard error of `entropy` over the evaluation prompts; None with fewer than 2.
         surprise_sd: scatter of −s_k around H_k before the update, in nats; almost 0 for a uniform policy.
-        own_policy: whether the evaluation responses are the policy's own; None if not tested.
+        own_policy: whether the evaluation responses are the policy's own; None if they came with `log_prob=`.
+        sampler: how far the sampler of the evaluation responses is from the policy; None without `log_prob=`.
         finite_step: the change by the finite step. With update="gradient", that of the real step in `around_step`.
         support: how well the responses represent the policy after the step.
         first_order: the change to first order; None if no derivative was taken.
@@ -184,6 +185,7 @@ class EntropyForecast:
     entropy_se: float | None = None
     surprise_sd: float | None = None
     own_policy: OwnPolicyTest | None = None
+    sampler: SamplerTest | None = None
     finite_step: Estimate | None = None
     support: Support | None = None
     first_order: Estimate | None = None
@@ -222,7 +224,7 @@ class EntropyForecast:
     def metrics(self) -> dict[str, float | None]:
         """The forecast's numbers by metric name; None if unknown. Ends of intervals are those of 95 %, or None."""
         fixed, importance, rollouts = self.fixed_prefixes, self.importance, self.rollouts
-        support, own, first_order = self.support, self.own_policy, self.first_order
+        support, own, sampler, first_order = self.support, self.own_policy, self.sampler, self.first_order
         real = self.finite_step if self.update == "gradient" else None
         n_differ = rollouts.n_differ if rollouts else None
         hold = self.coefficient_to_hold
@@ -233,6 +235,9 @@ class EntropyForecast:
             "entropy/evaluation_surprise_sd": self.surprise_sd,
             "entropy/evaluation_own_policy_z": own.z if own else None,
             "entropy/evaluation_own_policy_departure": own.departure if own else None,
+            "entropy/sampler_kl": sampler.kl if sampler else None,
+            "entropy/sampler_z": sampler.z if sampler else None,
+            "entropy/sampler_departure": sampler.departure if sampler else None,
             "entropy/delta_forecast": self.delta,
             "entropy/delta_se": self.se,
             "entropy/delta_low": self.low if is_logged else None,
@@ -298,6 +303,8 @@ class EntropyForecast:
             parts.append(f"first order {self.first_order}")
         if self.rollouts is not None:
             parts.append(f"fresh rollouts {self.rollouts}")
+        if self.sampler is not None:
+            parts.append(f"KL of sampler and policy {self.sampler.kl:.1e} nats a token")
         if self.coefficient_to_hold is not None:
             parts.append(str(self.coefficient_to_hold))
         return "; ".join([*parts, self.reason] if self.reason else parts)
@@ -321,6 +328,7 @@ def entropy_forecast(
     is_same_step: bool = True,
     n_update: int = 0,
     prefix_weights: Tensor | None = None,
+    sampled_log_prob: Tensor | None = None,
     precision: str = "",
     why_precision: str = "",
     rounded_away: float | None = None,
@@ -341,6 +349,7 @@ def entropy_forecast(
         is_same_step: whether `first_order` and `after` are of the same step.
         n_update: number of update prompts; 0 if they are not known.
         prefix_weights: by `prefix_weights`, if another policy sampled the responses; None if they are the policy's own.
+        sampled_log_prob: log-probabilities of that other policy, [responses, tokens].
         precision: in which arithmetic responses were scored.
         why_precision: why not in 32 bits.
         rounded_away: part of the step that parameters of 16 bits do not hold; None if unknown.
@@ -348,7 +357,11 @@ def entropy_forecast(
         peak_bytes: growth of the process's peak memory.
     """
     scatter = surprise_sd(log_prob, entropy, responses)
-    own_policy = OwnPolicyTest.of(log_prob, entropy, responses) if prefix_weights is None else None
+    own_policy, sampler = None, None
+    if sampled_log_prob is None:
+        own_policy = OwnPolicyTest.of(log_prob, entropy, responses)
+    else:
+        sampler = SamplerTest.of(log_prob, sampled_log_prob, responses)
     rate, rate_se = weighted_entropy_rate(entropy, responses, prefix_weights)
     linear = first_order.on_same_prefixes if first_order is not None and is_same_step else None
     fixed = None if after is None else FixedPrefixes(after.on_same_prefixes, linear)
@@ -369,7 +382,8 @@ def entropy_forecast(
         reasons.append(why_no_support(after.finite_step.support, is_uniform=is_near_uniform(rate, scatter)))
     if headline is not None:
         reasons.insert(0, headline.reason)
-    reasons.append("" if own_policy is None else why_not_own(own_policy))
+    reasons.append("" if own_policy is None else why_not_own(own_policy.z, own_policy.departure))
+    reasons.append("" if sampler is None else why_not_of_sampler(sampler.z, sampler.departure))
     reason = next(filter(None, reasons), "")
     causes = None if first_order is None else first_order.causes
     return EntropyForecast(
@@ -386,6 +400,7 @@ def entropy_forecast(
         entropy_se=rate_se,
         surprise_sd=scatter,
         own_policy=own_policy,
+        sampler=sampler,
         finite_step=None if after is None else Estimate.of(after.finite_step.change),
         support=None if after is None else after.finite_step.support,
         first_order=None if first_order is None else Estimate.of(first_order.change),
@@ -448,11 +463,12 @@ def why_no_support(support: Support, *, is_uniform: bool = False) -> str:
     """
     if support.is_enough:
         return ""
-    numbers = (
-        f"from token {support.from_position} on, their effective sample size falls below {percent(LEAST_SUPPORT)} of "
-        f"their number, and tokens of which this holds carry {percent(support.unsupported)} of the entropy after the "
-        "step"
-    )
+    numbers = f"their effective sample size is {percent(support.ess_fraction)} of their number, a mean over positions"
+    if support.from_position is not None:
+        numbers += (
+            f"; from token {support.from_position} on it falls below {percent(LEAST_SUPPORT)}, and tokens of which "
+            f"this holds carry {percent(support.unsupported)} of the entropy after the step"
+        )
     if is_uniform:
         return f"{UNIFORM_MOVES_FAR} for these responses: {numbers}: train on, and forecast later steps"
     return f"{TOO_LARGE} for these responses: {numbers}: use a smaller learning rate, or more prompts"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from sonde.policy.stats.entropy_forecast import TOO_LARGE
 from sonde.policy.stats.importance import Per
 from sonde.policy.stats.near_uniform import is_near_uniform
-from sonde.policy.stats.own_policy import OwnPolicyTest
+from sonde.policy.stats.own_policy import OwnPolicyTest, SamplerTest
 
 Z = 1.959964
 """Standard errors from the centre of a normal distribution to the end of its 95 % interval."""
@@ -45,6 +45,7 @@ class Point:
         entropy_se: standard error of the entropy, over prompts; None if unknown.
         segment: which start of the run measured it, from 0.
         own_policy: whether the evaluation responses were the policy's own; None if not tested.
+        sampler: how far their sampler was from the policy; None if its log-probabilities were not given.
         rounded_away: part of the step that parameters of 16 bits did not hold; None if unknown.
     """
 
@@ -64,6 +65,7 @@ class Point:
     entropy_se: float | None = None
     segment: int = 0
     own_policy: OwnPolicyTest | None = None
+    sampler: SamplerTest | None = None
     rounded_away: float | None = None
 
     @property
@@ -103,7 +105,8 @@ def forecast_point(
     entropy, entropy_se, surprise_sd = map(metric, _ON_EVALUATION)
     if entropy is None:
         entropy, entropy_se, surprise_sd = map(metric, _ON_UPDATE)
-    z, departure = metric("evaluation_own_policy_z"), metric("evaluation_own_policy_departure")
+    own_z, own_departure = metric("evaluation_own_policy_z"), metric("evaluation_own_policy_departure")
+    z, departure, kl = metric("sampler_z"), metric("sampler_departure"), metric("sampler_kl")
     return Point(
         step=step,
         entropy=entropy,
@@ -122,6 +125,7 @@ def forecast_point(
         surprise_sd=surprise_sd,
         entropy_se=entropy_se,
         segment=segment,
-        own_policy=None if z is None or departure is None else OwnPolicyTest(z, departure),
+        own_policy=None if own_z is None or own_departure is None else OwnPolicyTest(own_z, own_departure),
+        sampler=None if z is None or departure is None or kl is None else SamplerTest(z, departure, kl),
         rounded_away=metric("rounded_away"),
     )

@@ -21,6 +21,8 @@ LEAST_SUPPORT = 0.2
 """Effective sample size over the number of responses that reach a position. Below it, the position has no support."""
 MOST_UNSUPPORTED = 0.5
 """Largest part of the entropy that positions without support may carry."""
+LEAST_MEAN_SUPPORT = 0.5
+"""Smallest mean of the fraction over positions. Below it, intervals miss the change where few prompts carry it."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,8 @@ class Support:
 
     @property
     def is_enough(self) -> bool:
-        """Whether positions with support carry at least half of the entropy."""
-        return self.unsupported <= MOST_UNSUPPORTED
+        """Whether support is enough on average, and positions with support carry at least half of the entropy."""
+        return self.unsupported <= MOST_UNSUPPORTED and self.ess_fraction >= LEAST_MEAN_SUPPORT
 
 
 def prefix_log_ratio(log_prob: Tensor, reference: Tensor, responses: Responses) -> Tensor:

@@ -23,6 +23,8 @@ _PARTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("– its variance from the update prompts, V_Y (nats²)", "entropy/v_y", number),
     ("Variance of the change over its square", "entropy/frac_var", percent),
     ("Change to first order, or X̄·Ȳ (nats)", "entropy/bars_dot", number),
+    ("KL of sampler and policy (nats a token)", "entropy/sampler_kl", number),
+    ("– test of log_prob=, E[π/q] = 1 (standard errors)", "entropy/sampler_z", number),
     ("Time", "cost/entropy_seconds", duration),
     ("– drawing evaluation responses", "cost/entropy_seconds_sampling", duration),
     ("– scoring them before the step", "cost/entropy_seconds_scores", duration),

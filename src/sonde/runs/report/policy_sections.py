@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+from sonde.policy.stats.attribution import other_terms
 from sonde.runs.policy_reading import PolicyReading, PromptEffect, PromptPart
 from sonde.runs.reader import Run
 from sonde.runs.report.curve_style import TimeAxis, time_axis
@@ -22,7 +23,7 @@ from sonde.runs.report.policy_parts import forecast_parts, response_curve
 from sonde.runs.report.policy_trust import own_policy_curve, trust_curves
 from sonde.runs.report.sections import MAX_VALUES, Section, own_value_names
 from sonde.runs.report.timeline import STEPS, timeline
-from sonde.wording import number, percent, plural, shorten
+from sonde.wording import number, plural, shorten
 
 T = TypeVar("T")
 
@@ -163,8 +164,9 @@ def _causes_text(policy: Sequence[PolicyReading]) -> str:
         text += f" The parts of its prompts are not to be trusted: {last.causes.doubt}."
     elif last.causes.explained is not None and not 0.9 < last.causes.explained < 1.1:
         text += (
-            f" The parts of its prompts add up to {percent(last.causes.explained)} of the batch's part. The rest comes "
-            "from other terms of the loss, such as clipped ratios or a KL term, or from dropout."
+            f" Of the batch's part, {number(other_terms(last.causes.batch, last.causes.explained))} is no prompt's: "
+            "it is from other terms of the loss, such as a KL penalty, an entropy bonus or clipped ratios, or from "
+            "dropout."
         )
     return text
 

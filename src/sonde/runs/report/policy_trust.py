@@ -93,7 +93,10 @@ def own_policy_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot 
     """Whether the evaluation responses are the policy's own, forecast by forecast."""
     line = timeline_with(readings, _OWN)
     if line is None:
-        return "This was not tested in this run."
+        return (
+            "This was not tested: no evaluation responses were sampled by the policy itself. Those that came with "
+            "their sampler's log-probabilities have their own test, among the numbers of each forecast below."
+        )
     z = line.metric(_OWN)
     fig = new_curve(line, axis, scale_for([-3.0, 3.0, *z], "linear"), y_label="Standard errors", height=220)
     for bound in (-2.0, 2.0):
