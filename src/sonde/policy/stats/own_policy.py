@@ -19,6 +19,8 @@ from sonde.wording import percent
 
 _CERTAIN_FROM = 5.0
 """Standard errors from which responses are not the policy's own. The test is repeated at every forecast."""
+_NOT_OF_SAMPLER_FROM = 4.0
+"""Standard errors from which log-probabilities are not the sampler's: a shift by a token makes 5 in a small batch."""
 _MATTERS_FROM = 0.01
 """Fraction of the entropy, or of 1. A smaller departure, as rounding in 16 bits causes, is no alert however certain."""
 _OVERFLOW = 300.0
@@ -123,13 +125,9 @@ class Track:
         return self._why_not(self._z / math.sqrt(self._n), self._departure / self._n) if self._n else ""
 
 
-def _is_certain(z: float, departure: float) -> bool:
-    return abs(z) >= _CERTAIN_FROM and abs(departure) >= _MATTERS_FROM
-
-
 def why_not_of_sampler(z: float, departure: float) -> str:
     """Why log-probabilities are not the sampler's; empty if nothing says so."""
-    if not _is_certain(z, departure):
+    if abs(z) < _NOT_OF_SAMPLER_FROM or abs(departure) < _MATTERS_FROM:
         return ""
     than = "more" if departure > 0 else "less"
     return (
@@ -146,7 +144,7 @@ def why_not_of_sampler(z: float, departure: float) -> str:
 
 def why_not_own(z: float, departure: float) -> str:
     """Why the responses are not the policy's own, with the likely cause; empty if nothing says so."""
-    if not _is_certain(z, departure):
+    if abs(z) < _CERTAIN_FROM or abs(departure) < _MATTERS_FROM:
         return ""
     amount = percent(abs(departure))
     if departure < 0:
