@@ -41,7 +41,7 @@ def test_momentum_batch_decay_and_prompts_add_up(kind: str, scale: float) -> Non
 @pytest.mark.parametrize(("dtype", "buffer"), [(torch.float64, "float32"), (torch.float32, "float64")])
 def test_central_differences_take_sums_of_any_dtype(dtype: torch.dtype, buffer: str) -> None:
     scene = Scene(dtype=dtype)
-    probe = scene.probe(derivatives="central", buffer_dtype=getattr(torch, buffer))
+    probe = scene.probe(buffer_dtype=getattr(torch, buffer))
     causes = probe.forecast(scene.E, scene.U, causes=True).causes
     assert causes is not None
     assert causes.explained == pytest.approx(1.0, rel=2e-2)

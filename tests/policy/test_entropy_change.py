@@ -13,23 +13,19 @@ from tests.policy.entropy_scene import N_E, N_U, Scene, coefficients, first_orde
 from tests.small_policy import STATISTICS, drawn, policy, real_step, sample
 
 
-@pytest.mark.parametrize("derivatives", ["forward", "central", "backward"])
 @pytest.mark.parametrize("kind", ["adamw", "momentum"])
 @pytest.mark.parametrize(
     ("objective", "weights"),
     [("per_token", "one"), ("sequence", "one"), ("sequence", "length"), ("sequence", "longest")],
 )
-def test_each_prompts_derivative_is_its_gradient_along_the_real_step(
-    kind: str, objective: str, weights: str, derivatives: str
-) -> None:
+def test_each_prompts_derivative_is_its_gradient_along_the_real_step(kind: str, objective: str, weights: str) -> None:
     scene = Scene(kind)
     x = gradient_per_prompt(scene, scene.E, coefficients(objective, weights, scene))
     step = torch.cat([d.flatten() for d in real_step(scene.model, scene.optimizer).values()]).double()
     expected = x @ step
-    found = first_order(scene, objective=objective, sequence_weights=weights, derivatives=derivatives)
-    assert found.derivatives == derivatives
+    found = first_order(scene, objective=objective, sequence_weights=weights)
     # Central differences of fp32 scores keep 2 to 3 digits; the real step is rounded to the parameters' fp32.
-    off = 6e-3 if derivatives == "central" else 5e-4
+    off = 6e-3
     assert float((found.change.per_prompt - expected).norm() / expected.norm()) < off
     assert found.change.delta == pytest.approx(float(expected.mean()), abs=off * float(expected.std()))
     assert found.bars_dot == found.change.delta
@@ -128,7 +124,7 @@ def test_around_a_real_step(kind: str) -> None:
     if expected is not None:
         # The real step rounds its last bits differently.
         assert forecast.delta == pytest.approx(expected.delta, rel=1e-3)
-        assert forecast.first_order.delta == pytest.approx(expected.first_order.delta, rel=1e-6)
+        assert forecast.first_order.delta == pytest.approx(expected.first_order.delta, rel=1e-3)
 
 
 def test_a_step_is_measured_though_it_was_clipped_after_the_derivatives() -> None:

@@ -82,7 +82,7 @@ def on_rank(how: str, update: str, kind: str) -> tuple[dict[str, Any], bool]:
     probe = EntropyChangeProbe(
         model,
         optimizer,
-        EntropyChangeOptions(update=update, derivatives="central", coefficient_to_hold=update == "step"),  # type: ignore[arg-type]
+        EntropyChangeOptions(update=update, coefficient_to_hold=update == "step"),  # type: ignore[arg-type]
         sampler=lambda m: sample(m, [0 + 10 * dist.get_rank(), 1 + 10 * dist.get_rank()]),
     )
     options = {"causes": True} if update == "step" else {}
@@ -109,7 +109,7 @@ def test_uneven_ranks_agree_with_one_process(ranks2: Ranks, how: str, update: st
     model, optimizer = trained(kind)
     E, U = batches()
     loss(model, U).backward()
-    options = EntropyChangeOptions(update=update, derivatives="central", coefficient_to_hold=update == "step")  # type: ignore[arg-type]
+    options = EntropyChangeOptions(update=update, coefficient_to_hold=update == "step")  # type: ignore[arg-type]
     probe = EntropyChangeProbe(model, optimizer, options)
     alone = probe.forecast(E, U, **({"causes": True} if update == "step" else {}))
     assert first["n_evaluation"] == N_E

@@ -70,12 +70,12 @@ def test_a_forecast_reports_that_it_is_lost_in_rounding() -> None:
         s, h = STATISTICS(model, rollouts)
         return tuple(t + ((t * 64).round() / 64 - t).detach() for t in (s, h))  # type: ignore[return-value]
 
-    options = {"update": "gradient", "derivatives": "central"}
+    options = {"update": "gradient"}
     forecast = scene.probe(token_statistics=rounded, **options).forecast(scene.E, scene.U)
     assert "lost in rounding" in forecast.reason
     assert not forecast.is_valid
     assert scene.probe(**options).forecast(scene.E, scene.U).is_valid
-    step = scene.probe(token_statistics=rounded, first_order=True, derivatives="central").forecast(scene.E)
+    step = scene.probe(token_statistics=rounded, first_order=True).forecast(scene.E)
     assert "lost in rounding" in step.doubt
     assert step.is_valid, step.reason  # scores after a finite step need no derivative
 
@@ -305,9 +305,7 @@ def test_scores_without_a_graph_have_a_finite_step_and_central_differences() -> 
     scene = Scene()
     forecast = scene.probe(token_statistics=detached, first_order=True).forecast(scene.E)
     assert forecast.delta == scene.probe().forecast(scene.E).delta
-    assert forecast.derivatives == "central"
-    assert "scores that no gradient can be taken of" in forecast.why_derivatives
-    expected = scene.probe(first_order=True, derivatives="central").forecast(scene.E)
+    expected = scene.probe(first_order=True).forecast(scene.E)
     assert forecast.first_order == expected.first_order
 
 
@@ -315,7 +313,6 @@ def test_scores_without_a_graph_have_a_finite_step_and_central_differences() -> 
     ("options", "causes"),
     [
         ({"coefficient_to_hold": True}, False),
-        ({"first_order": True, "derivatives": "backward"}, False),
         ({"update": "gradient"}, False),
         ({}, True),
     ],

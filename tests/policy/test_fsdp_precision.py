@@ -45,10 +45,9 @@ def weights_after_training(dtype: torch.dtype, is_watched: bool, reshards: Any) 
         loss(model, U).backward()
         if is_watched:
             if probe is None:
-                # Parameters of 16 bits have derivatives by a backward for every prompt, which FSDP2 takes by turns.
-                options = EntropyChangeOptions(first_order=dtype == torch.float32, coefficient_to_hold=True)
+                options = EntropyChangeOptions(first_order=True, coefficient_to_hold=True)
                 probe = EntropyChangeProbe(model, optimizer, options)
-            probe.forecast(E, U, causes=dtype == torch.float32)
+            probe.forecast(E, U, causes=True)
             with probe.around_step(E, U) as around:
                 optimizer.step()
             assert around.forecast.precision == "float32", around.forecast.why_precision

@@ -15,7 +15,6 @@ from sonde.policy.entropy_change import EntropyChangeProbe
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.policy_entropy import PolicyEntropyProbe
 from sonde.policy.prompt_noise import PromptNoiseProbe
-from sonde.policy.scoring.directional_derivatives import TooFewBits
 from tests.ranks import Ranks
 from tests.small_policy import STATISTICS, drawn, loss, optimizer_of, policy
 
@@ -70,6 +69,7 @@ def _no_memory_on_one(name: str) -> Callable[[], Any]:
 
     def measured() -> Any:
         from sonde.policy import entropy_measurement, policy_step
+        from sonde.policy.scoring import scorer
 
         model, optimizer, E, U = _scene()
         with pytest.MonkeyPatch.context() as patch:
@@ -78,7 +78,7 @@ def _no_memory_on_one(name: str) -> Callable[[], Any]:
                 raise MemoryError("no memory")
 
             if dist.get_rank() == 1:
-                module = policy_step if hasattr(policy_step, name) else entropy_measurement
+                module = next(m for m in (policy_step, entropy_measurement, scorer) if hasattr(m, name))
                 patch.setattr(module, name, fail)
             probe = EntropyChangeProbe(model, optimizer, EntropyChangeOptions(first_order=True))
             with probe.around_step(E, U) as around:
@@ -86,25 +86,6 @@ def _no_memory_on_one(name: str) -> Callable[[], Any]:
             return around.forecast
 
     return measured
-
-
-def _other_errors() -> Any:
-    """Parameters of 16 bits have no central differences, and go on with backwards, which all ranks have to take."""
-    from sonde.policy.scoring import scorer
-
-    model, rank = policy(dtype=torch.bfloat16), dist.get_rank()
-    optimizer = optimizer_of(model)
-    loss(model, drawn(policy(), 200 + 4 * rank, 4, seed=2)).backward()
-
-    def fails(*args: Any, **options: Any) -> Any:
-        if rank == 1:
-            raise MemoryError("no memory")
-        raise TooFewBits("few")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scorer, "derivatives_along", fails)
-        probe = EntropyChangeProbe(DistributedDataParallel(model), optimizer, EntropyChangeOptions(first_order=True))
-        return probe.forecast(drawn(policy(), 8 * rank, 8, seed=1))
 
 
 def _detached_on_one() -> Any:
@@ -126,7 +107,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "gradient": (_no_gradient_on_one, "no parameter has a gradient"),
     "a watch": (_no_memory_on_one("StepWitness"), "no memory"),
     "a truth": (_no_memory_on_one("fixed_prefix_change"), "no memory"),
-    "another error": (_other_errors, "no memory"),
+    "derivatives": (_no_memory_on_one("derivatives_along"), "no memory"),
     "a graph": (_detached_on_one, "log-probabilities that no gradient can be taken of"),
 }
 

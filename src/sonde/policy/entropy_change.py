@@ -345,10 +345,8 @@ class EntropyChangeProbe:
                     return measurement.unknown(STEP_NOT_FINITE)
                 if causes or self._options.first_order:
                     first_order = measurement.along_step(step)
-                    del step  # each direction has the size of the parameters, and causes need one of their own
                     if causes:
                         first_order = measurement.with_causes(first_order, self._optimizer, update, gradient_scale)
-                    step = policy_step.forecast(gradient_scale)  # again: derivatives change it by rounding
                 if self._options.coefficient_to_hold:
                     present, applied = bonus_in_loss
                     bonus = measurement.bonus(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from sonde.policy.entropy_gradients import EntropyGradients
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.optimizer_step import (
     Direction,
-    Part,
+    dot,
     fit_to_gradients,
     forecast_step,
     gradient_for,
@@ -26,7 +27,7 @@ from sonde.policy.scoring.optimizer_step import (
 )
 from sonde.policy.scoring.preconditioner import Preconditioner
 from sonde.policy.scoring.rollouts import Rollouts
-from sonde.policy.scoring.scorer import Scored, ScoreDerivatives, Scorer
+from sonde.policy.scoring.scorer import Batch, Scored, ScoreDerivatives, Scorer
 from sonde.policy.stats.attribution import Cause, causes_by_prompt, credit_by_sign, split_gradient, split_step
 from sonde.policy.stats.entropy_change import change_by_gradients
 from sonde.policy.stats.entropy_forecast import AfterStep, EntropyForecast, FirstOrder, entropy_forecast, unknown
@@ -73,7 +74,7 @@ class EntropyMeasurement:
         self._objective = self._gradients.objective
 
     def along_step(self, step: Direction) -> FirstOrder:
-        """The change along a given step. Afterwards `step` holds the same vector only approximately."""
+        """The change along a given step."""
         with self._cost.phase("derivatives"):
             return self._along(step)
 
@@ -88,33 +89,32 @@ class EntropyMeasurement:
             update: U with advantages, to split this batch's part by prompt; None leaves it whole.
             gradient_scale: factor that gradients are still multiplied by before the step.
         """
+        part = functools.partial(forecast_step, optimizer, of=self._parameters, gradient_scale=gradient_scale)
+        prompts, cosine, doubt = None, None, ""
         with self._cost.phase("causes"):
-            momentum, decay = (self._along_part(part, optimizer, gradient_scale) for part in ("momentum", "decay"))
-            prompts, cosine, doubt = None, None, ""
+            # X̄ gives every part of the step by a product with it: no further pass over E.
+            x = self._gradients.at_work(self._gradients.entropy_gradient())
+            momentum, decay = dot(x, part(part="momentum")), dot(x, part(part="decay"))
             if update is not None:
-                prompts, cosine, doubt = self._causes_by_prompt(optimizer, update, gradient_scale)
-        causes = split_step(
-            first_order.change.delta,
-            momentum=momentum.change.delta if momentum else 0.0,
-            decay=decay.change.delta if decay else 0.0,
-            prompts=prompts,
-            cosine=cosine,
-        )
-        doubts = [part.doubt for part in (first_order, momentum, decay) if part is not None]
-        return dataclasses.replace(first_order, causes=causes, doubt=next(filter(None, [*doubts, doubt]), ""))
+                # This batch's δH is X̄·Δ, and Δ is linear in the gradient. So δH = c D·∇ Σ credit·s, where D is the
+                # step that the optimizer would take along X̄.
+                to_entropy = part(part="batch", along=gradient_for(optimizer, x))
+                del x
+                prompts, cosine, doubt = self._causes_by_prompt(optimizer, update, to_entropy)
+        causes = split_step(first_order.change.delta, momentum=momentum, decay=decay, prompts=prompts, cosine=cosine)
+        return dataclasses.replace(first_order, causes=causes, doubt=first_order.doubt or doubt)
 
     def along_gradients(self, update: Rollouts, optimizer: Any, step_size: float) -> tuple[FirstOrder, Direction]:
         """The change along η Ȳ, the mean of the update prompts' preconditioned gradients times η.
 
         Returns:
-            The change with its causes by prompt; and the step η Ȳ, approximately.
+            The change with its causes by prompt; and the step η Ȳ.
         """
         base, responses = self._base, self._base.responses
-        with self._cost.phase("scores"):
-            learned = self._scorer.scored(update)
+        learned, credit = self._scorer.credited(update)
         n_update = learned.responses.n_prompts
         # Each prompt's gradient is a mean over its responses.
-        on_update = self._credit(learned) * learned.responses.share[:, None]
+        on_update = credit * learned.responses.share[:, None]
         with self._cost.phase("gradients"):
             # X̄₁ and X̄₂, the means of X over halves of the evaluation prompts; then Ȳ.
             halves = [
@@ -154,8 +154,8 @@ class EntropyMeasurement:
             change,
             step_size * float(on_same_prefixes.mean()),
             None if change.delta is None else change.delta / step_size,
-            along_y.mode,
-            along_y.why,
+            "central",
+            "",
             next(filter(None, doubts), ""),
             split_gradient(change.delta, prompts),
         )
@@ -331,22 +331,16 @@ class EntropyMeasurement:
         else:
             [on_same] = d.along([on_same_prefixes_coefficients(responses)])
             on_same_prefixes = float(on_same.mean())
-        return FirstOrder(change, on_same_prefixes, change.delta, d.mode, d.why, d.doubt)
-
-    def _along_part(self, part: Part, optimizer: Any, gradient_scale: float) -> FirstOrder | None:
-        """The change along one part of the optimizer's step; None if this part is 0."""
-        step = forecast_step(optimizer, of=self._parameters, gradient_scale=gradient_scale, part=part)
-        return self._along(step) if any(bool(delta.any()) for delta in step.values()) else None
+        return FirstOrder(change, on_same_prefixes, change.delta, "central", "", d.doubt)
 
     def _causes_by_prompt(
-        self, optimizer: Any, update: Rollouts, gradient_scale: float
+        self, optimizer: Any, update: Rollouts, to_entropy: Direction
     ) -> tuple[tuple[Cause, ...] | None, float | None, str]:
         """Each update prompt's part of the change along this batch's part of the step; `Causes.cosine`; and a doubt.
 
         Both are None if all advantages or gradients are 0.
         """
-        learned = self._scorer.scored(update)
-        credit = self._credit(learned)
+        learned, credit = self._scorer.credited(update)
         # The loss's gradient is −c ∇ Σ credit·s, and only c is unknown. It is fitted where ∇ Σ credit·s is not 0: a
         # value loss on parameters of its own has no part in c.
         size = float(credit.abs().sum())  # advantages have any unit, and gradients may be summed in 16 bits
@@ -355,11 +349,6 @@ class EntropyMeasurement:
         del ascent
         if fit is None:
             return None, None, ""
-        # This batch's δH is X̄·Δ, and Δ is linear in the gradient. So δH = c D·∇ Σ credit·s, where D is the step that
-        # the optimizer would take along X̄.
-        x = gradient_for(optimizer, self._gradients.entropy_gradient())
-        to_entropy = forecast_step(optimizer, of=self._parameters, gradient_scale=gradient_scale, part="batch", along=x)
-        del x
         d = self._derivatives(learned, to_entropy)
         rewarded, penalised = d.along(credit_by_sign(credit))
         return causes_by_prompt(rewarded, penalised, learned.responses, fit.factor / size), fit.cosine, d.doubt
@@ -367,13 +356,12 @@ class EntropyMeasurement:
     def _terms(self, scored: Scored) -> Tensor:
         return self._objective.terms(scored.log_prob, scored.entropy, scored.responses)
 
-    def _derivatives(self, scored: Scored, direction: Direction) -> ScoreDerivatives:
-        """Derivatives of the scores of all ranks. Afterwards the direction is the same only approximately."""
-        direction = self._gradients.at_work(direction)
-        return self._scorer.derivatives(scored, direction, self._options.derivatives)
+    def _derivatives(self, batch: Batch, direction: Direction) -> ScoreDerivatives:
+        """Derivatives of the scores of all ranks."""
+        return self._scorer.derivatives(batch, self._gradients.at_work(direction))
 
     def _update_gradient(
-        self, update: Rollouts, learned: Scored, on_log_prob: Tensor, optimizer: Any
+        self, update: Rollouts, learned: Batch, on_log_prob: Tensor, optimizer: Any
     ) -> tuple[Direction, Preconditioner]:
         """Ȳ = P∇J, the mean over all update prompts; and P."""
         responses = learned.responses
@@ -393,7 +381,3 @@ class EntropyMeasurement:
                 part.add_(other[parameter], alpha=n / responses.n_prompts)
         precondition(y)
         return y, precondition
-
-    def _credit(self, scored: Scored) -> Tensor:
-        """Advantage × weight of every rank's tokens, [responses, tokens]."""
-        return self._scorer.everywhere("credit", lambda: scored.rollouts.credit().cpu())

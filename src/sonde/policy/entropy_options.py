@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from sonde.policy.scoring.directional_derivatives import Derive
 from sonde.policy.scoring.precision import Precision
 from sonde.policy.scoring.summed_gradient import DTYPES
 from sonde.policy.stats.entropy_change import Objective
@@ -38,8 +37,6 @@ class EntropyChangeOptions:
         coefficient_to_hold: with update="step", also compute the entropy coefficient that would hold the entropy; this
             takes two backwards of E and four more forwards.
         entropy_coefficient: that of the bonus which the loss has already, for `coefficient_to_hold`.
-        derivatives: "forward" mode; "central" differences; "backward", a backward for every prompt; or "auto": the
-            first of these that the model supports.
         weighting: weights of responses after the step: "snis" (self-normalised), or "clip" for less variance and some
             bias.
         clip_at: largest weight with weighting="clip", as a multiple of the mean weight at its position.
@@ -68,7 +65,6 @@ class EntropyChangeOptions:
     first_order: bool = False
     coefficient_to_hold: bool = False
     entropy_coefficient: float = 0.0
-    derivatives: Derive = "auto"
     weighting: Weighting = "snis"
     clip_at: float = CLIPPED_AT
     precision: Precision = "float32"
@@ -84,7 +80,6 @@ class EntropyChangeOptions:
         _check_choice("update", self.update, ("step", "gradient"))
         if not callable(self.sequence_weights):
             _check_choice("sequence_weights", self.sequence_weights, ("one", "length", "longest"))
-        _check_choice("derivatives", self.derivatives, ("auto", "forward", "central", "backward"))
         _check_choice("precision", self.precision, ("float32", "model"))
         _check_choice("weighting", self.weighting, ("snis", "clip"))
         _check_choice("buffer_dtype", self.buffer_dtype, DTYPES)
