@@ -26,7 +26,6 @@ from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.log import PolicyLog
 from sonde.policy.policy_entropy import PolicyEntropyProbe
 from sonde.policy.prompt_noise import PromptNoiseProbe, PromptNoiseReading
-from sonde.policy.scoring.packed_statistics import PackedLMStatistics
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.stats.entropy_forecast import EntropyForecast
@@ -57,7 +56,6 @@ __all__ = [
     "NormPlan",
     "NotCoveredError",
     "OuterProducts",
-    "PackedLMStatistics",
     "Partners",
     "PerExampleNorms",
     "PerExampleSquares",

@@ -140,7 +140,7 @@ def test_packed_rows_are_scored_as_padded_ones() -> None:
     [
         ({"inputs": {"input_ids": torch.zeros(7)}}, "nothing says where packed responses begin"),
         ({"inputs": {"ids": torch.zeros(7)}}, "packed rows need 'input_ids'"),
-        ({"inputs": {"input_ids": [1, 2]}}, r"inputs\['input_ids'\] of packed rows must be a tensor, .* got a list"),
+        ({"inputs": {"input_ids": [1, 2]}}, r"input_ids of packed rows must be a tensor, .* got a list"),
         ({"inputs": [1, 2]}, "inputs must map names to tensors, got a list"),
         (
             {"mask": [0, 1]},
@@ -154,12 +154,12 @@ def test_packed_rows_are_scored_as_padded_ones() -> None:
             r"cu_seqlens must be whole numbers, .* of torch\.float32",
         ),
         ({"cu_seqlens": torch.tensor(7)}, r"cu_seqlens must be whole numbers, \[responses \+ 1\], got \[\]"),
-        ({"temperature": torch.ones(5)}, r"temperature of packed rows must be \[7\] or \[1, 7\]"),
+        ({"temperature": torch.ones(5)}, r"temperature of packed rows must be a tensor, \[7\] or \[1, 7\]"),
         ({"cu_seqlens": torch.tensor([0, 4, 8])}, r"must rise from 0 to the row's 7 tokens, got \[0, 4, 8\]"),
         ({"prompt": torch.tensor([3])}, "the row holds 2 responses, and prompt 1 numbers"),
         ({"mask": torch.tensor([1, 0, 1, 1, 0, 0, 1])}, "response 0 of the row has no token before its first"),
         ({"mask": torch.tensor([0, 0, 1, 1, 0, 0, 0])}, "response 1 of the row has no sampled token"),
-        ({"mask": torch.zeros(6)}, r"mask of packed rows must be \[7\] or \[1, 7\], as input_ids, got \[6\]"),
+        ({"mask": torch.zeros(6)}, r"mask of packed rows must be a tensor, \[7\] or \[1, 7\], as input_ids, got \[6\]"),
     ],
 )
 def test_packed_rows_that_cannot_be_cut(changes: dict[str, object], message: str) -> None:
@@ -185,8 +185,8 @@ def test_packed_rows_carry_what_each_token_has_and_leave_out_their_padding() -> 
         torch.tensor([3, 3]),
         temperature=torch.tensor([0.0, 0, 1, 0.5, 0, 0, 0.7, 0, 0]),
     )
-    assert made.inputs["input_ids"].tolist() == [[5, 6, 7, 2], [0, 5, 6, 2]]
-    assert made.inputs["expert"].tolist() == [[0, 1, 2, 3], [0, 4, 5, 6]]
+    assert made.inputs["input_ids"].tolist() == [[5, 6, 7, 2], [5, 6, 2, 0]]
+    assert made.inputs["expert"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 0]]
     assert made.per_token("temperature")[made.mask].tolist() == pytest.approx([1.0, 0.5, 0.7])
     by_response = Rollouts.from_packed(
         {"input_ids": torch.tensor([5, 6, 7, 2, 5, 6, 2])},

@@ -387,8 +387,7 @@ class EntropyChangeProbe:
         self._n_calls += 1
         with self._undisturbed():
             parameters = trainable(self._model)  # of now: some are perhaps unfrozen as training goes on
-            if not self._scorer.is_checked:
-                self._scorer.check(evaluation)
+            self._scorer.check(evaluation)
             cost = Cost(parameters[0].device)
             with cost.phase("scores"):
                 base = self._scorer.scored(evaluation)

@@ -106,7 +106,6 @@ class PolicyEntropyProbe:
             if any(has_advantage) and not all(has_advantage):
                 raise ValueError("some ranks gave responses with advantages, and others without: give them on all")
             with preserve_training_state(self._model):
-                self._scorer.check_statistics(rollouts)
                 scored = self._scorer.scored(rollouts)
             advantage = None
             if has_advantage[0]:

@@ -184,9 +184,8 @@ class PromptNoiseProbe:
         self._check_responses(rollouts, ranks)
         if self._scorer is None:
             self._scorer = Scorer(self._model, self._statistics, 1, ranks.everyone)
-        if not self._scorer.is_checked:
-            with preserve_training_state(self._model):
-                self._scorer.check(rollouts)
+        with preserve_training_state(self._model):
+            self._scorer.check(rollouts)
         credit, prompts = rollouts.credit(), rollouts.order(1)
 
         def objective(rows: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from sonde.policy.scoring.fsdp_precision import (
 )
 from sonde.policy.scoring.optimizer_step import Direction
 from sonde.policy.scoring.precision import NARROW, Precision, in_float32, narrow_parameter, without_autocast
-from sonde.policy.scoring.rollouts import CheckedStatistics, Rollouts, TokenStatistics
+from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.summed_gradient import GradientSum, summed_gradient
 from sonde.policy.scoring.token_statistics import checked_scores
 from sonde.policy.stats.entropy_gradient import Along, Responses, along_tokens
@@ -119,7 +119,6 @@ class Scorer:
         """Why responses are not scored in 32 bits, if they were to be."""
         self._residuals: Mapping[Tensor, Tensor] = {}
         self._is_repeatable = False
-        self._check_model = statistics.check_model if isinstance(statistics, CheckedStatistics) else None
 
     @contextlib.contextmanager
     def adding(self, residuals: Mapping[Tensor, Tensor]) -> Iterator[None]:
@@ -284,49 +283,23 @@ class Scorer:
         gather_from_all_ranks(self._group, and_gather_nothing)
         return results[0]
 
-    @property
-    def is_checked(self) -> bool:
-        """Whether `check` has nothing more to do."""
-        return self._is_repeatable and self._check_model is None
-
+    @torch.no_grad()
     def check(self, rollouts: Rollouts) -> None:
-        """Refuse, on all ranks, a model whose scores would be wrong. Called until `is_checked`.
+        """Refuse, on all ranks, a model that is random; once.
 
         If the model cannot compute in 32 bits, it is scored as it computes from here on.
 
         Raises:
             ValueError: if two forwards of the same responses differ by more than rounding and the order of sums can
-                explain; or of the token statistics' own check of a model.
+                explain.
         """
-        if not self._is_repeatable:
-            self._check_repeatable(rollouts)
-            self._is_repeatable = True
-        self.check_statistics(rollouts)
-
-    @torch.no_grad()
-    def check_statistics(self, rollouts: Rollouts) -> None:
-        """The part of `check` that is the token statistics' own: `check_model`, until its answer is certain.
-
-        All ranks ask as often, since a sharded forward needs them all.
-        """
-        if (check_model := self._check_model) is None:
+        if self._is_repeatable:
             return
-
-        def check() -> Tokens:
-            with self._arithmetic():
-                return {"is_decided": torch.tensor([check_model(self._model, self._own(rollouts)[0])])}
-
-        if bool(gather_from_all_ranks(self._group, check)["is_decided"].all()):
-            self._check_model = None
-        reshard(self._wrapped)
-
-    @torch.no_grad()
-    def _check_repeatable(self, rollouts: Rollouts) -> None:
+        batch = self._own(rollouts)[0]
         if self.precision == "float32":
-            self._try_float32(self._own(rollouts)[0])
+            self._try_float32(batch)
 
         def check() -> None:
-            batch = self._own(rollouts)[0]
             with self._arithmetic():
                 first, second = self._outputs(batch), self._outputs(batch)
             difference = max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
@@ -337,6 +310,7 @@ class Scorer:
                 )
 
         self.on_all_ranks(check)
+        self._is_repeatable = True
 
     def _try_float32(self, batch: Rollouts) -> None:
         """Whether the model computes in 32 bits on all ranks. One without 16 bits is not tried."""
