@@ -22,7 +22,7 @@ from sonde.log.sinks import JsonlSink
 from sonde.log.tensorboard import TensorBoardSink
 from sonde.log.trackers import FunctionSink, MlflowSink, TrackioSink, WandbSink
 from sonde.policy.entropy_change import EntropyChangeProbe
-from sonde.policy.entropy_options import EntropyChangeOptions
+from sonde.policy.entropy_options import EntropyChangeOptions, MeanGradients
 from sonde.policy.log import PolicyLog
 from sonde.policy.policy_entropy import PolicyEntropyProbe
 from sonde.policy.prompt_noise import PromptNoiseProbe, PromptNoiseReading
@@ -47,6 +47,7 @@ __all__ = [
     "FunctionSink",
     "GroupReading",
     "JsonlSink",
+    "MeanGradients",
     "Measurement",
     "Metric",
     "MlflowSink",

@@ -40,7 +40,7 @@ from tests.integrations.grpo_trainer import trainer_of  # noqa: E402
         ),
         (
             {"top_entropy_quantile": 0.2},
-            {"config": {"entropy_probe": {"enabled": True, "coefficient_to_hold": True}}},
+            {"coefficient_to_hold": True},
             "TRL's bonus is on some of them: leave one of the two out",
         ),
         ({"repetition_penalty": 1.1}, {}, "repetition_penalty=1.1"),

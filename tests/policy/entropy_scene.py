@@ -52,13 +52,16 @@ class Scene:
         self.U = drawn(self.model, 200, N_U, seed=2)
         loss(self.model, self.U).backward()
 
-    def probe(self, *, token_statistics: Any = None, sampler: Any = None, **options: Any) -> EntropyChangeProbe:
+    def probe(
+        self, *, token_statistics: Any = None, sampler: Any = None, beside: Any = None, **options: Any
+    ) -> EntropyChangeProbe:
         return EntropyChangeProbe(
             self.model,
             self.optimizer,
             EntropyChangeOptions(**options),
             token_statistics=token_statistics,
             sampler=sampler,
+            beside=beside,
         )
 
 

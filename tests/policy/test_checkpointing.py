@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from sonde.contrib.hold_entropy import HoldEntropy
 from sonde.policy.entropy_change import EntropyChangeProbe
-from sonde.policy.entropy_options import EntropyChangeOptions
+from sonde.policy.entropy_options import EntropyChangeOptions, MeanGradients
 from sonde.policy.scoring.checkpointing import is_checkpointing
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
@@ -56,7 +57,7 @@ def measured(model: Any, **options: Any) -> tuple[int, Any]:
     probe = EntropyChangeProbe(
         model,
         torch.optim.SGD(model.parameters(), lr=1e-3),
-        EntropyChangeOptions(update="gradient", **options),
+        EntropyChangeOptions(update=MeanGradients(**options)),
         token_statistics=CausalLMStatistics(),
     )
     with torch.autograd.graph.saved_tensors_hooks(pack, same):
@@ -91,8 +92,8 @@ def test_layers_that_a_training_checkpoints_are_scored_without_a_warning(is_reen
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model(input_ids=torch.arange(8)[None]).logits.square().sum().backward()
         model.train()
-        probe = EntropyChangeProbe(model, optimizer, EntropyChangeOptions(first_order=True))
-        found.append(probe.forecast(responses(0)))
+        probe = EntropyChangeProbe(model, optimizer, EntropyChangeOptions())
+        found.append(probe.forecast(responses(0), causes=True))
         assert is_checkpointing(model) == is_on
     plain, checkpointed = found
     assert (checkpointed.delta, checkpointed.first_order.delta) == (plain.delta, plain.first_order.delta)
@@ -106,9 +107,9 @@ def test_embeddings_keep_their_own_hooks() -> None:
     own = dict(table._forward_hooks)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(input_ids=torch.arange(8)[None]).logits.sum().backward()
-    probe = EntropyChangeProbe(model, optimizer, EntropyChangeOptions(checkpoint=True))
+    probe = EntropyChangeProbe(model, optimizer, EntropyChangeOptions(update=MeanGradients(checkpoint=True)))
     for _ in range(2):
-        probe.forecast(responses(0))
+        probe.forecast(responses(0), responses(100))
         assert table._forward_hooks == own
     model.disable_input_require_grads()
     assert not table._forward_hooks
@@ -121,8 +122,9 @@ def test_parameters_of_16_bits_are_widened_again_where_checkpointing_computes_ag
         model = model_of_transformers().bfloat16()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         model(input_ids=torch.arange(8)[None]).logits.float().square().sum().backward()
-        options = EntropyChangeOptions(checkpoint=is_on, coefficient_to_hold=True, first_order=True)
-        found.append(EntropyChangeProbe(model, optimizer, options).forecast(responses(0)))
+        if is_on:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        found.append(EntropyChangeProbe(model, optimizer, beside=HoldEntropy()).forecast(responses(0), causes=True))
     plain, checkpointed = found
     assert checkpointed.precision == "float32"
     assert checkpointed.delta == plain.delta

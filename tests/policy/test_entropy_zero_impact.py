@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sonde.contrib.hold_entropy import HoldEntropy
 from sonde.policy.scoring.rollouts import Rollouts
 from tests.policy.entropy_scene import Scene
 from tests.small_policy import STATISTICS, loss, sample
@@ -69,7 +70,7 @@ def test_nothing_changes_wherever_it_fails(update: str) -> None:
     """Every single call of the model fails, through all phases, and the sampler fails."""
     scene = Scene()
     options: dict[str, Any] = {"update": update, "micro_batch_prompts": 12}
-    options["coefficient_to_hold"] = update == "step"
+    options["beside"] = HoldEntropy() if update == "step" else None
     before = held(scene)
     n_failures = 0
     while True:

@@ -158,11 +158,6 @@ def test_an_alert_stays_while_only_the_noise_is_measured(tmp_path: Path) -> None
     assert max(len(share["prompt"]) for share in records(tmp_path)[1]["shares"]) == 201
 
 
-def test_intervals_of_another_level_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="a log holds 95% intervals, got a forecast with an interval of 80%"):
-        PolicyLog(RunLog()).measured(1, {}, changed(level=0.8))
-
-
 class FullDisk:
     """Fails after the header."""
 

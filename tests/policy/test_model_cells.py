@@ -151,7 +151,7 @@ def measured(cell: Cell, rank: int = 0, n_ranks: int = 1) -> dict[str, Any]:
         if p.grad is not None:
             p.grad.mul_(scaler.get_scale())
     before = in_float64(cell, model)
-    probe = EntropyChangeProbe(model, optimizer, EntropyChangeOptions(first_order=True, micro_batch_prompts=4))
+    probe = EntropyChangeProbe(model, optimizer, EntropyChangeOptions(micro_batch_prompts=4))
     if scaler.is_enabled():  # as a loop under a GradScaler does before it clips
         scaler.scale(torch.ones(()))
         scaler.unscale_(optimizer)
@@ -162,7 +162,7 @@ def measured(cell: Cell, rank: int = 0, n_ranks: int = 1) -> dict[str, Any]:
     # Also a loop that has autocast around everything is scored in 32 bits.
     with (
         torch.autocast("cpu", DTYPES[arithmetic or "bf16"], enabled=bool(arithmetic)),
-        probe.around_step(E) as around,
+        probe.around_step(E, causes=True) as around,
     ):
         scaler.step(optimizer) if scaler.is_enabled() else optimizer.step()
     after = in_float64(cell, model)

@@ -45,7 +45,7 @@ def _causes_on_one() -> Any:
 
 def _option_on_one() -> Any:
     model, optimizer, E, _ = _scene()
-    options = EntropyChangeOptions(coefficient_to_hold=dist.get_rank() == 0)
+    options = EntropyChangeOptions(clip_at=2.0 if dist.get_rank() == 0 else None)
     return EntropyChangeProbe(model, optimizer, options).forecast(E)
 
 
@@ -80,8 +80,8 @@ def _no_memory_on_one(name: str) -> Callable[[], Any]:
             if dist.get_rank() == 1:
                 module = next(m for m in (policy_step, entropy_measurement, scorer) if hasattr(m, name))
                 patch.setattr(module, name, fail)
-            probe = EntropyChangeProbe(model, optimizer, EntropyChangeOptions(first_order=True))
-            with probe.around_step(E, U) as around:
+            probe = EntropyChangeProbe(model, optimizer)
+            with probe.around_step(E, U, causes=True) as around:
                 optimizer.step()
             return around.forecast
 
@@ -105,7 +105,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "options": (_option_on_one, "the ranks' probes have different options"),
     "log_prob": (_log_prob_on_one, "some ranks gave log_prob= of the evaluation responses, and others did not"),
     "gradient": (_no_gradient_on_one, "no parameter has a gradient"),
-    "a watch": (_no_memory_on_one("StepWitness"), "no memory"),
+    "a watch": (_no_memory_on_one("_Sample"), "no memory"),
     "a truth": (_no_memory_on_one("fixed_prefix_change"), "no memory"),
     "derivatives": (_no_memory_on_one("derivatives_along"), "no memory"),
     "a graph": (_detached_on_one, "log-probabilities that no gradient can be taken of"),

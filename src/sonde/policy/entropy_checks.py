@@ -207,11 +207,9 @@ def check_responses(
             raise ValueError(f"some ranks gave {name}, and others did not: give it on all ranks or on none")
     shared = sorted(set(prompts["E"].tolist()) & set(prompts["U"].tolist()))
     if shared:
-        message = (
+        warnings.warn(
             f"evaluation and update share prompts ({len(shared)}), {shared[:3]} among them. An update changes its own "
-            "prompts more than others, so the forecast is biased: evaluate on other prompts"
+            "prompts more than others, so the forecast is biased: evaluate on other prompts",
+            stacklevel=stack_level(),
         )
-        if options.strict:
-            raise ValueError(message)
-        warnings.warn(message, stacklevel=stack_level())
     return len(prompts["U"].unique())

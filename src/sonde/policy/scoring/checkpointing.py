@@ -63,23 +63,6 @@ def checkpointing(model: nn.Module) -> Iterator[None]:
             _remove_input_hooks(hooks)
 
 
-@contextlib.contextmanager
-def without_checkpoints(model: nn.Module) -> Iterator[None]:
-    """No layer of transformers is checkpointed inside: for passes without a backward.
-
-    Checkpoints save nothing there. Reentrant ones warn that no input requires a gradient, and have no forward mode;
-    in torch 2.9, the others have none either.
-    """
-    layers = _checkpointed(model)
-    try:
-        for layer in layers:
-            layer.gradient_checkpointing = False  # type: ignore[assignment]
-        yield
-    finally:
-        for layer in layers:
-            layer.gradient_checkpointing = True  # type: ignore[assignment]
-
-
 def _remove_input_hooks(before: Mapping[nn.Module, Mapping[str, Any]]) -> None:
     """Remove the hooks by which turning checkpointing on makes embeddings require gradients: disabling keeps them."""
     for module, names in before.items():

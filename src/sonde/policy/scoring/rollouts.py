@@ -135,7 +135,7 @@ class Rollouts:
         is_truncated: bool = False,
         texts: Mapping[int, str] | None = None,
     ) -> Self:
-        """Responses that lie one after another in one row, each behind its prompt: a row each here, padded on the right.
+        """Responses that lie one after another in one row, each behind its prompt: a row each here, padded at its end.
 
         A causal model needs no attention mask for such rows, nor positions: so models that take packed rows take these.
 

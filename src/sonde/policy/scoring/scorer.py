@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sonde.parallel.placements import is_fully_sharded, reshard
 from sonde.parallel.process_groups import Tokens, gather_from_all_ranks
 from sonde.parallel.unwrap import unwrap_model
-from sonde.policy.scoring.checkpointing import without_checkpoints
+from sonde.policy.scoring.checkpointing import checkpointing
 from sonde.policy.scoring.directional_derivatives import LOST_IN_ROUNDING, derivatives_along
 from sonde.policy.scoring.fsdp_precision import (
     gathered_in_float32,
@@ -98,6 +98,7 @@ class Scorer:
         prompts_each: number of prompts in a micro-batch.
         group: the ranks that hold different responses; None for this process alone.
         precision: in which arithmetic responses are scored.
+        checkpoints: whether backwards checkpoint the layers of a model of transformers.
     """
 
     def __init__(
@@ -107,11 +108,14 @@ class Scorer:
         prompts_each: int,
         group: dist.ProcessGroup | None,
         precision: Precision = "model",
+        *,
+        checkpoints: bool = False,
     ) -> None:
         self._wrapped = model
         self._model = unwrap_model(model)  # the forward of DDP would issue collectives
         self._statistics = statistics
         self._prompts_each = prompts_each
+        self._checkpoints = checkpoints
         self._group = group
         self._is_sharded = any(map(is_fully_sharded, model.modules()))
         self.precision: Precision = precision
@@ -266,7 +270,8 @@ class Scorer:
 
         @torch.enable_grad()
         def work() -> GradientSum:
-            with self._arithmetic():
+            checkpoints = checkpointing(self._model) if self._checkpoints else contextlib.nullcontext()
+            with checkpoints, self._arithmetic():
                 return summed_gradient(weighted, self._wrapped, batches, n_ranks=n_ranks, dtype=dtype)
 
         reshard(self._wrapped)
@@ -344,9 +349,7 @@ class Scorer:
         return batches + [filler(batches[-1])] * (int(counts.max()) - len(batches))
 
     def _outputs(self, batch: Rollouts) -> tuple[Tensor, Tensor]:
-        checkpoints = contextlib.nullcontext() if torch.is_grad_enabled() else without_checkpoints(self._model)
-        with checkpoints:
-            outputs = checked_scores(self._statistics(self._model, batch), batch.mask)
+        outputs = checked_scores(self._statistics(self._model, batch), batch.mask)
         # 0 outside the mask, where scores may be NaN, and their derivatives too.
         s, h = (torch.where(batch.mask.bool().to(t.device), t, 0.0) for t in outputs)
         return s, h
@@ -367,6 +370,6 @@ def _check_has_graph(outputs: Sequence[Tensor]) -> None:
     if not all(out.requires_grad for out in outputs):
         raise ValueError(
             "the token statistics return scores that no gradient can be taken of: compute both in torch, without "
-            "detach() and no_grad(), or leave out what needs gradients (causes, coefficient_to_hold, "
-            "update='gradient')"
+            "detach() and no_grad(), or leave out what needs gradients (causes, update='gradient', "
+            "HoldEntropy)"
         )

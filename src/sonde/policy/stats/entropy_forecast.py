@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
 from sonde.policy.stats.attribution import Causes, Share, attribution_table, shares_by_prompt
-from sonde.policy.stats.coefficient_to_hold import CoefficientToHold
 from sonde.policy.stats.entropy_change import EntropyChange, EntropyObjective, Objective
 from sonde.policy.stats.entropy_gradient import Responses, weighted_entropy_rate
 from sonde.policy.stats.finite_step import FiniteStep
@@ -22,6 +20,14 @@ from sonde.stats.intervals import LEVEL
 from sonde.wording import percent
 
 Update = Literal["step", "gradient"]
+
+
+class Result(Protocol):
+    """What was measured beside a forecast."""
+
+    def metrics(self) -> Mapping[str, float | None]:
+        """Its numbers by metric name."""
+
 
 LINEAR_BETWEEN = (0.8, 1.25)
 """Range of first-order over true change on fixed prefixes. Outside it, the step is too large to be linear."""
@@ -67,14 +73,14 @@ class AfterStep:
         on_same_prefixes: the change of R on the same prefixes, in nats a token.
         importance: the change by weights of whole responses.
         rollouts: the change by fresh rollouts; None without a sampler.
-        coefficient_to_hold: the entropy coefficient that would hold the entropy; None if not asked for.
+        coefficient_to_hold: what was measured beside, as by `sonde.contrib.hold_entropy`; None if nothing was.
     """
 
     finite_step: FiniteStep
     on_same_prefixes: float
     importance: MeasuredChange
     rollouts: MeasuredChange | None = None
-    coefficient_to_hold: CoefficientToHold | None = None
+    coefficient_to_hold: Result | None = None
 
 
 @dataclass(frozen=True)
@@ -159,7 +165,7 @@ class EntropyForecast:
         rollouts: the truth by fresh rollouts; None if not measured.
         shares: every evaluation prompt's part of `delta`. The prompt that lowers entropy most comes first.
         causes: where the change to first order comes from; None if not asked for.
-        coefficient_to_hold: the entropy coefficient that would hold the entropy; None if not asked for.
+        coefficient_to_hold: what was measured beside, as by `sonde.contrib.hold_entropy`; None if nothing was.
         derivatives: how derivatives were taken: "forward", "central" or "backward"; empty if none was.
         why_derivatives: why they were not taken in forward mode; empty if they were.
         precision: in which arithmetic responses were scored: "float32", or as the "model" computes.
@@ -201,7 +207,7 @@ class EntropyForecast:
     rollouts: MeasuredChange | None = None
     shares: tuple[Share, ...] = ()
     causes: Causes | None = None
-    coefficient_to_hold: CoefficientToHold | None = None
+    coefficient_to_hold: Any = None
     derivatives: str = ""
     why_derivatives: str = ""
     precision: str = ""
@@ -225,7 +231,6 @@ class EntropyForecast:
         support, own, first_order = self.support, self.own_policy, self.first_order
         real = self.finite_step if self.update == "gradient" else None
         n_differ = rollouts.n_differ if rollouts else None
-        hold = self.coefficient_to_hold
         is_logged = self.level == LEVEL  # metrics of ends are those of 95 % intervals
         return {
             "entropy/evaluation_per_token": self.entropy,
@@ -259,11 +264,7 @@ class EntropyForecast:
             "entropy/delta_rollouts_se": rollouts.se if rollouts else None,
             "entropy/rollouts_that_differ": None if n_differ is None else float(n_differ),
             "entropy/rounded_away": self.rounded_away,
-            "entropy/coefficient_to_hold": hold.value if hold else None,
-            "entropy/coefficient_to_hold_low": finite(hold.low) if hold and is_logged else None,
-            "entropy/coefficient_to_hold_high": finite(hold.high) if hold and is_logged else None,
-            "entropy/coefficient_now": hold.present if hold else None,
-            "entropy/change_per_coefficient": hold.change_per_unit if hold else None,
+            **(self.coefficient_to_hold.metrics() if self.coefficient_to_hold else {}),
             "entropy/is_valid": float(self.is_valid),
             "cost/entropy_seconds": sum(self.seconds.values()),
             **{f"cost/entropy_seconds_{phase}": seconds for phase, seconds in self.seconds.items()},
@@ -301,11 +302,6 @@ class EntropyForecast:
         if self.coefficient_to_hold is not None:
             parts.append(str(self.coefficient_to_hold))
         return "; ".join([*parts, self.reason] if self.reason else parts)
-
-
-def finite(value: float | None) -> float | None:
-    """The value; None if it is infinite, since metrics are finite."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 def entropy_forecast(

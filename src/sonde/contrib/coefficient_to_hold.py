@@ -2,7 +2,7 @@
 
 A trainer with an entropy bonus minimises  policy loss − c·H̄,  H̄ the mean entropy of a sampled token. The bonus adds
 c·∇H̄ to the ascent. Once its momentum has built up, each step moves besides by the optimizer's answer to c·∇H̄: about
-c·D with D = η P∇H̄, P = 1/(1 − μ) for SGD and 1/(√v̂ + ε) for Adam (`scoring/sustained_step.py`). So
+c·D with D = η P∇H̄, P = 1/(1 − μ) for SGD and 1/(√v̂ + ε) for Adam (`sustained_step.py`). So
 
     δH(c) = δH + (c − c₀) S      S = ∇R·D      δH(c) = 0 at  c = c₀ − δH/S
 
@@ -110,6 +110,17 @@ class CoefficientToHold:
         if self.reachable is not None and not self.reachable[0] <= nats <= self.reachable[1]:
             return None
         return self.value + nats / self.change_per_unit
+
+    def metrics(self) -> dict[str, float | None]:
+        """The numbers by metric name; ends of the interval that are infinite are None."""
+        ends = (end if end is not None and math.isfinite(end) else None for end in (self.low, self.high))
+        names = ("coefficient_to_hold_low", "coefficient_to_hold_high")
+        return {
+            "entropy/coefficient_to_hold": self.value,
+            **{f"entropy/{name}": end for name, end in zip(names, ends, strict=True)},
+            "entropy/coefficient_now": self.present,
+            "entropy/change_per_coefficient": self.change_per_unit,
+        }
 
     def __str__(self) -> str:
         match self.status:
