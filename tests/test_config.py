@@ -174,7 +174,6 @@ def test_the_whole_configuration_of_a_training_may_be_given() -> None:
         ({}, {"sampler": 3}, "got sampler=3: pass sampler=, a function model -> sonde.Rollouts"),
         ({"update": "gradient"}, {}, "needs the update's responses, and step\\(\\) has none"),
         ({}, {"optimizer": torch.optim.RMSprop}, "sonde cannot forecast the step of RMSprop: use around_step"),
-        ({"level": 0.9}, {"log": "runs"}, r"level: 0\.9\} cannot be logged, since a log holds 95% intervals"),
     ],
 )
 def test_a_probe_that_cannot_work_as_configured_is_refused_at_once(

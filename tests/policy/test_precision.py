@@ -76,7 +76,7 @@ def test_a_model_that_fails_has_its_own_parameters_again() -> None:
 
 
 def scene(model: nn.Module, **options: Any) -> tuple[EntropyChangeProbe, torch.optim.Optimizer, Rollouts, Rollouts]:
-    kind = torch.optim.SGD if options.get("update") == "gradient" else torch.optim.AdamW
+    kind = torch.optim.AdamW if options.get("update", "step") == "step" else torch.optim.SGD
     optimizer = kind(model.parameters(), lr=options.pop("lr", 1e-3))
     E, U = drawn(policy(), 0, 24, seed=1), drawn(policy(), 200, 12, seed=2)
     loss(model, U).backward()
@@ -194,7 +194,7 @@ def test_a_step_that_no_optimizer_takes_is_not_rounded() -> None:
     assert forecast.rounded_away == 0.0
     # As the model computes, nothing adds what the parameters do not hold.
     probe, _, E, U = scene(policy(dtype=torch.bfloat16), update=MeanGradients(step_size=1e-6), precision="model")
-    with pytest.raises(ValueError, match="derivatives need scores in 32 bits, got parameters of torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"derivatives need scores in 32 bits, got parameters of torch\.bfloat16"):
         probe.forecast(E, U)
 
 
