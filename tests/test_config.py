@@ -199,7 +199,7 @@ def test_every_option_can_be_reached() -> None:
                 "budget": 0.5,
             },
             "policy_entropy_probe": {"enabled": True, "micro_batch_prompts": 3},
-            "prompt_noise_probe": {"enabled": True, "weighs": "tokens", "horizon": 7},
+            "prompt_noise_probe": {"enabled": True, "weighs": "tokens"},
         }
     )
     assert (config.entropy_probe.budget, config.entropy_probe.clip_at) == (0.5, 5.0)

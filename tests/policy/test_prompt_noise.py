@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -71,7 +70,7 @@ def test_many_windows_resolve_the_noise_scale_and_more_completions_reduce_their_
     model = policy()
     readings = []
     for n_each in (4, 16):
-        probe = PromptNoiseProbe(model, horizon=math.inf)
+        probe = PromptNoiseProbe(model)
         for k in range(25):
             probe.measure(drawn(model, 40 * k, 8, seed=k, n_each=n_each))
         readings.append(probe.reading())

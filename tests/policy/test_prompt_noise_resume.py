@@ -6,7 +6,6 @@ import copy
 import hashlib
 import io
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,7 +57,7 @@ def measured(probe: PromptNoiseProbe, windows: range, rank: int = 0, n_ranks: in
 
 
 def probe_of(model: nn.Module, **options: Any) -> PromptNoiseProbe:
-    return PromptNoiseProbe(model, **({"horizon": 4.0} | options))
+    return PromptNoiseProbe(model, **options)
 
 
 def by_torch(state: Any) -> Any:
@@ -201,8 +200,6 @@ def others() -> dict[str, tuple[PromptNoiseProbe, str]]:
             probe_of(policy(), weighs="tokens"),
             "with weighs 'completions', but this probe has weighs 'tokens'",
         ),
-        "horizon": (probe_of(policy(), horizon=5.0), "with horizon 4.0, but this probe has horizon 5.0"),
-        "no horizon": (probe_of(policy(), horizon=math.inf), "with horizon 4.0, but this probe has horizon inf"),
         "temperature": (
             probe_of(policy(), token_statistics=CausalLMStatistics(0.7)),
             'with temperature "the responses\' own", but this probe has temperature 0.7',
@@ -214,7 +211,7 @@ def others() -> dict[str, tuple[PromptNoiseProbe, str]]:
     }
 
 
-@pytest.mark.parametrize("name", ["model", "frozen", "weighs", "horizon", "no horizon", "temperature", "statistics"])
+@pytest.mark.parametrize("name", ["model", "frozen", "weighs", "temperature", "statistics"])
 def test_the_state_of_another_measurement_is_refused(half: dict[str, Any], name: str) -> None:
     probe, message = others()[name]
     before = probe.state_dict()
@@ -244,9 +241,9 @@ def test_a_damaged_text_is_refused_and_changes_nothing(half: dict[str, Any]) -> 
 def test_contents_with_other_keys_have_another_version(half: dict[str, Any]) -> None:
     contents = unsealed("state", half)
     averages = contents["averages"]
-    names = [list(each) for each in (contents, contents["what"], averages, averages["noise"])]
+    names = [list(each) for each in (contents, contents["what"], averages, averages["windows"])]
     of_contents = hashlib.sha256(repr(names).encode()).hexdigest()[:8]
-    assert (VERSION, of_contents) == (9, "a61448f0"), "raise VERSION: states with other keys must be refused"
+    assert (VERSION, of_contents) == (10, "d944fedd"), "raise VERSION: states with other keys must be refused"
 
 
 def test_a_measurement_that_failed_leaves_a_state_that_loads() -> None:
