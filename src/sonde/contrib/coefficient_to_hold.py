@@ -195,14 +195,13 @@ def without_each_prompt(d_entropy: Sequence[Tensor], halves: Sequence[Tensor], r
     return shifts
 
 
-def coefficient_to_hold(step: FiniteStep, trial: Trial, *, present: float, level: float = 0.95) -> CoefficientToHold:
+def coefficient_to_hold(step: FiniteStep, trial: Trial, *, present: float) -> CoefficientToHold:
     """The coefficient with which the entropy would not change, with Fieller's interval.
 
     Args:
         step: the change by the step, with the present coefficient.
         trial: the change by the step with a bonus besides.
         present: c₀.
-        level: confidence level.
     """
     if trial.change is None:
         return unknown_coefficient(_NO_TRIAL, present)
@@ -228,7 +227,6 @@ def coefficient_to_hold(step: FiniteStep, trial: Trial, *, present: float, level
         var_denominator=var_slope,
         covariance=covariance,
         n_samples=1.0 + min(step.degrees_of_freedom, trial.change.degrees_of_freedom),
-        level=level,
     )
     is_resolved = interval.status == "resolved"
     return CoefficientToHold(

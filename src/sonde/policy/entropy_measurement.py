@@ -190,9 +190,9 @@ class EntropyMeasurement:
                 penalised += part * down
         change = change_by_gradients(
             x_along_y,
+            (y_along_halves[0], y_along_halves[-1]),
             rewarded + penalised,
             step_size,
-            y_along_halves=(y_along_halves[0], y_along_halves[-1]),
             sharpening=sharpening if bool(coefficients.on_entropy.any()) else None,
         )
         prompts = causes_by_prompt(rewarded, penalised, learned.responses, step_size / n_update)

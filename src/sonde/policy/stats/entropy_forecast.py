@@ -156,7 +156,6 @@ class EntropyForecast:
         drift: the part of `delta` from prefixes and lengths that become more or less likely; None if unknown.
         v_x: variance of `delta` from the evaluation prompts.
         v_y: variance of `delta` from the update prompts; 0 along a given step.
-        double_count: the noise that v_x and v_y have in common; None if v_y leaves it out already.
         bars_dot: X̄·Ȳ with update="gradient"; the change to first order along a given step, if it was taken.
         n_evaluation: number of evaluation prompts, B_E.
         n_update: number of update prompts, B_U; 0 if they were not passed.
@@ -198,7 +197,6 @@ class EntropyForecast:
     drift: float | None = None
     v_x: float | None = None
     v_y: float | None = None
-    double_count: float | None = None
     bars_dot: float | None = None
     n_evaluation: int = 0
     n_update: int = 0
@@ -390,7 +388,6 @@ def entropy_forecast(
         drift=headline.drift if headline else None,
         v_x=headline.v_x if headline else None,
         v_y=headline.v_y if headline else None,
-        double_count=headline.double_count if headline else None,
         bars_dot=None if first_order is None else first_order.bars_dot,
         n_evaluation=responses.n_prompts,
         n_update=n_update,
