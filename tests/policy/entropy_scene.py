@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sonde.policy.cost import Cost
 from sonde.policy.entropy_change import EntropyChangeProbe
-from sonde.policy.entropy_measurement import EntropyMeasurement
+from sonde.policy.entropy_measurement import Cost, EntropyMeasurement
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.optimizer_step import forecast_step
 from sonde.policy.scoring.rollouts import Rollouts

@@ -16,7 +16,7 @@ import sonde
 from sonde.contrib.hold_entropy import HoldEntropy
 from sonde.policy.entropy_change import EntropyChangeProbe
 from sonde.policy.entropy_options import EntropyChangeOptions, MeanGradients
-from sonde.policy.scoring.fsdp_precision import gathered_in_float32, gathers_narrow
+from sonde.policy.scoring.precision import gathered_in_float32, gathers_narrow
 from tests.ranks import Ranks, mesh_of
 from tests.small_policy import STATISTICS, drawn, loss, policy
 

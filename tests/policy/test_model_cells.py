@@ -14,9 +14,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from sonde.parallel.unwrap import unwrap_model
-from sonde.policy.cost import Cost
 from sonde.policy.entropy_change import EntropyChangeProbe
-from sonde.policy.entropy_measurement import EntropyMeasurement
+from sonde.policy.entropy_measurement import Cost, EntropyMeasurement
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.optimizer_step import Direction, forecast_step
 from sonde.policy.scoring.rollouts import Rollouts

@@ -19,7 +19,6 @@ from sonde.gradient_norm.fused_clip import scale_in_step
 from sonde.parallel.loss_scale import check_grad_scaler, loss_scale
 from sonde.parallel.process_groups import check_group, data_parallel_group, gather_from_all_ranks, together
 from sonde.parallel.unwrap import unwrap_optimizer
-from sonde.policy.cost import Cost
 from sonde.policy.entropy_checks import (
     as_factor,
     check_evaluation,
@@ -32,16 +31,20 @@ from sonde.policy.entropy_checks import (
     check_sampler,
     trainable,
 )
-from sonde.policy.entropy_measurement import Beside, EntropyMeasurement
-from sonde.policy.entropy_metrics import METRICS
-from sonde.policy.entropy_options import EntropyChangeOptions
+from sonde.policy.entropy_measurement import Beside, Cost, EntropyMeasurement
+from sonde.policy.entropy_options import METRICS, EntropyChangeOptions
+from sonde.policy.mean_gradients import along_mean_gradients
 from sonde.policy.policy_step import STEP_NOT_FINITE, STEP_ROUNDED_AWAY, STEP_SKIPPED, PolicyStep
-from sonde.policy.scoring.checkpointing import is_checkpointing
 from sonde.policy.scoring.optimizer_step import Direction, taken, why_no_forecast
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics, check_is_statistics
-from sonde.policy.scoring.training_state import preserve_training_state, seed_everything, set_evaluation_mode
+from sonde.policy.scoring.training_state import (
+    is_checkpointing,
+    preserve_training_state,
+    seed_everything,
+    set_evaluation_mode,
+)
 from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder, unknown
 from sonde.probe import Metric, Partners
 
@@ -323,7 +326,9 @@ class EntropyChangeProbe:
                     self._beside_begins(measurement, scale)
                 else:
                     assert update is not None
-                    first_order, step = measurement.along_gradients(update, self._optimizer, self._learning_rate())
+                    first_order, step = along_mean_gradients(
+                        measurement, update, self._optimizer, self._learning_rate()
+                    )
                 before = measurement.sample()
                 # Along gradients, no optimizer rounds the step.
                 with (
@@ -344,7 +349,7 @@ class EntropyChangeProbe:
         if not self._options.is_step:
             assert update is not None
             step.watch(whole=False)
-            return measurement.along_gradients(update, self._optimizer, self._learning_rate())[0]
+            return along_mean_gradients(measurement, update, self._optimizer, self._learning_rate())[0]
         first_order, why_not = None, ""
         if is_forecast := causes or self._beside is not None:
             why_not = step.why_no_forecast()

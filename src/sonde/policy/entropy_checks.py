@@ -19,10 +19,10 @@ from sonde.parallel.process_groups import gather_from_all_ranks
 from sonde.parallel.same_on_ranks import digest
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.policy.entropy_options import EntropyChangeOptions
-from sonde.policy.scoring.checkpointing import can_checkpoint
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Scored
 from sonde.policy.scoring.token_statistics import check_scorable
+from sonde.policy.scoring.training_state import can_checkpoint
 
 _ROUNDING = 1e-3
 """Nats above 0 that a log-probability of 16 bits may have."""

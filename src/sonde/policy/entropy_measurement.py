@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from sonde.policy.cost import Cost
-from sonde.policy.entropy_gradients import EntropyGradients
+from sonde.parallel.devices import peak_bytes
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.optimizer_step import (
     Direction,
@@ -22,13 +24,11 @@ from sonde.policy.scoring.optimizer_step import (
     fit_to_gradients,
     forecast_step,
     gradient_for,
-    has_second_moment,
 )
-from sonde.policy.scoring.preconditioner import Preconditioner
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Batch, Scored, ScoreDerivatives, Scorer
-from sonde.policy.stats.attribution import Cause, causes_by_prompt, credit_by_sign, split_gradient, split_step
-from sonde.policy.stats.entropy_change import change_by_gradients
+from sonde.policy.stats.attribution import Cause, causes_by_prompt, credit_by_sign, split_step
+from sonde.policy.stats.entropy_change import EntropyObjective
 from sonde.policy.stats.entropy_forecast import (
     AfterStep,
     EntropyForecast,
@@ -39,13 +39,17 @@ from sonde.policy.stats.entropy_forecast import (
     unknown,
 )
 from sonde.policy.stats.entropy_gradient import (
+    Coefficients,
     on_same_prefixes_coefficients,
+    surprise_sd,
     weighted_entropy_rate,
 )
 from sonde.policy.stats.finite_step import FiniteStep, Scores, change_by_finite_step
 from sonde.policy.stats.importance import fixed_prefix_change, importance_sampled_change, resampled_change
-from sonde.policy.stats.near_uniform import surprise_sd
+from sonde.policy.stats.prefix_weights import prefix_weights
 from sonde.stats.intervals import LEVEL
+
+_STATUS = Path("/proc/self/status")
 
 
 class Beside(Protocol):
@@ -150,64 +154,6 @@ class EntropyMeasurement:
                 prompts, cosine, doubt = self._causes_by_prompt(optimizer, update, to_entropy)
         causes = split_step(first_order.change.delta, momentum=momentum, decay=decay, prompts=prompts, cosine=cosine)
         return dataclasses.replace(first_order, causes=causes, doubt=first_order.doubt or doubt)
-
-    def along_gradients(self, update: Rollouts, optimizer: Any, step_size: float) -> tuple[FirstOrder, Direction]:
-        """The change along η Ȳ, the mean of the update prompts' preconditioned gradients times η.
-
-        Returns:
-            The change with its causes by prompt; and the step η Ȳ.
-        """
-        base, responses = self.base, self.base.responses
-        learned, credit = self.scorer.credited(update)
-        n_update = learned.responses.n_prompts
-        # Each prompt's gradient is a mean over its responses.
-        on_update = credit * learned.responses.share[:, None]
-        with self.cost.phase("gradients"):
-            # X̄₁ and X̄₂, the means of X over halves of the evaluation prompts; then Ȳ.
-            halves = [
-                (half, self.gradients.put_away(self.gradients.entropy_gradient(half))) for half in responses.halves()
-            ]
-            y, precondition = self._update_gradient(update, learned, on_update, optimizer)
-        with self.cost.phase("derivatives"):
-            # X_n·Ȳ is the derivative of prompt n's terms along Ȳ; Y_p·X̄₁ is that of prompt p's terms along P X̄₁.
-            along_y = self._derivatives(base, y)
-            coefficients = self.gradients.coefficients
-            x_along_y, sharpening, on_same_prefixes = along_y.along(
-                [coefficients, coefficients.entropy_alone(), on_same_prefixes_coefficients(responses)]
-            )
-            y_along_halves, doubts = [], [along_y.doubt]
-            rewarded, penalised = (torch.zeros(n_update, dtype=torch.float64) for _ in range(2))
-            for half, stored in halves:
-                direction = self.gradients.at_work(stored)
-                precondition(direction)
-                along_half = self._derivatives(learned, direction)
-                doubts.append(along_half.doubt)
-                up, down = along_half.along(credit_by_sign(on_update))
-                y_along_halves.append(up + down)
-                # X̄ is the mean of X̄₁ and X̄₂, weighted by their shares of the prompts.
-                part = float(responses.share[half].sum()) / responses.n_prompts
-                rewarded += part * up
-                penalised += part * down
-        change = change_by_gradients(
-            x_along_y,
-            (y_along_halves[0], y_along_halves[-1]),
-            rewarded + penalised,
-            step_size,
-            sharpening=sharpening if bool(coefficients.on_entropy.any()) else None,
-        )
-        prompts = causes_by_prompt(rewarded, penalised, learned.responses, step_size / n_update)
-        first_order = FirstOrder(
-            change,
-            step_size * float(on_same_prefixes.mean()),
-            None if change.delta is None else change.delta / step_size,
-            "central",
-            "",
-            next(filter(None, doubts), ""),
-            split_gradient(change.delta, prompts),
-        )
-        for vector in y.values():
-            vector.mul_(step_size)
-        return first_order, y
 
     def sample(self) -> Scored | None:
         """Fresh responses of the parameters as they are; None without a sampler."""
@@ -333,7 +279,7 @@ class EntropyMeasurement:
 
     def _along(self, step: Direction) -> FirstOrder:
         base, responses = self.base, self.base.responses
-        d = self._derivatives(base, step)
+        d = self.derivatives(base, step)
         change = self._objective.change(
             base.log_prob,
             base.entropy,
@@ -347,7 +293,7 @@ class EntropyMeasurement:
         else:
             [on_same] = d.along([on_same_prefixes_coefficients(responses)])
             on_same_prefixes = float(on_same.mean())
-        return FirstOrder(change, on_same_prefixes, change.delta, "central", "", d.doubt)
+        return FirstOrder(change, on_same_prefixes, change.delta, d.doubt)
 
     def _causes_by_prompt(
         self, optimizer: Any, update: Rollouts, to_entropy: Direction
@@ -365,35 +311,112 @@ class EntropyMeasurement:
         del ascent
         if fit is None:
             return None, None, ""
-        d = self._derivatives(learned, to_entropy)
+        d = self.derivatives(learned, to_entropy)
         rewarded, penalised = d.along(credit_by_sign(credit))
         return causes_by_prompt(rewarded, penalised, learned.responses, fit.factor / size), fit.cosine, d.doubt
 
     def _terms(self, scored: Scored) -> Tensor:
         return self._objective.terms(scored.log_prob, scored.entropy, scored.responses)
 
-    def _derivatives(self, batch: Batch, direction: Direction) -> ScoreDerivatives:
+    def derivatives(self, batch: Batch, direction: Direction) -> ScoreDerivatives:
         """Derivatives of the scores of all ranks."""
         return self.scorer.derivatives(batch, self.gradients.at_work(direction))
 
-    def _update_gradient(
-        self, update: Rollouts, learned: Batch, on_log_prob: Tensor, optimizer: Any
-    ) -> tuple[Direction, Preconditioner]:
-        """Ȳ = P∇J, the mean over all update prompts; and P."""
-        responses = learned.responses
-        # Adam's P needs the gradient by halves of the prompts; SGD's is 1.
-        masks = responses.halves() if has_second_moment(optimizer) else [responses.mask.any(1)]
-        halves, sizes = [], []
-        for half in masks:
-            sizes.append(float(responses.share[half].sum()))  # number of prompts
-            mean = self.gradients.gradient(update, learned.own(on_log_prob) / sizes[-1], None, half[learned.rows])
-            halves.append(self.gradients.put_away(mean))
-        halves = [self.gradients.at_work(half) for half in halves]
-        precondition = Preconditioner(optimizer, halves)
-        y, *others = halves
-        for parameter, part in y.items():
-            part.mul_(sizes[0] / responses.n_prompts)
-            for other, n in zip(others, sizes[1:], strict=True):
-                part.add_(other[parameter], alpha=n / responses.n_prompts)
-        precondition(y)
-        return y, precondition
+
+class Cost:
+    """Counts seconds and memory from its creation on.
+
+    Args:
+        device: the model's device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._peak = _peak_bytes(device)
+        self.seconds: dict[str, float] = {}
+        """Seconds by phase."""
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the seconds inside as this phase; a phase may come several times."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def peak_bytes(self) -> int | None:
+        """Growth of the process's peak memory; None if the system does not report it."""
+        if self._peak is None:
+            return None
+        now = _peak_bytes(self._device)
+        return None if now is None else now - self._peak
+
+
+def _peak_bytes(device: torch.device) -> int | None:
+    """The peak so far: allocated memory on a device, resident memory on Linux."""
+    if device.type != "cpu":
+        return peak_bytes(device)
+    if not _STATUS.exists():
+        return None
+    [line] = [line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM")]
+    return 1024 * int(line.split()[1])
+
+
+class EntropyGradients:
+    """Takes gradients by backwards, a few prompts at a time.
+
+    Args:
+        options: the probe's options.
+        scorer: runs the model over responses.
+        base: E, scored at θ, with finite scores.
+    """
+
+    def __init__(self, options: EntropyChangeOptions, scorer: Scorer, base: Scored) -> None:
+        self.options = options
+        self._scorer = scorer
+        self._base = base
+        self.objective = EntropyObjective(options.objective, options.sequence_weights)
+
+    @functools.cached_property
+    def coefficients(self) -> Coefficients:
+        """Those of X_n, the evaluation prompts' gradients of the entropy."""
+        base = self._base
+        return self.objective.coefficients(base.log_prob, base.entropy, base.responses, self.prefix_weights)
+
+    @functools.cached_property
+    def prefix_weights(self) -> Tensor | None:
+        """Weights by which the evaluation responses represent the policy; None if they are its own."""
+        base = self._base
+        if base.sampled_log_prob is None:
+            return None
+        return prefix_weights(base.log_prob, base.sampled_log_prob, base.responses, *self.options.weights)
+
+    def entropy_gradient(self, half: Tensor | None = None) -> Direction:
+        """X̄ over all prompts; or over a half of them, given as a mask of all ranks' responses."""
+        return self.mean(self.coefficients, half)
+
+    def gradient(
+        self, rollouts: Rollouts, on_log_prob: Tensor, on_entropy: Tensor | None = None, rows: Tensor | None = None
+    ) -> Direction:
+        """∇ Σ (on_log_prob·s + on_entropy·H), as `Scorer.gradient` gives it."""
+        dtype = self.options.gradients.buffer_dtype
+        assert isinstance(dtype, torch.dtype)
+        return self._scorer.gradient(rollouts, on_log_prob, on_entropy, rows=rows, dtype=dtype)
+
+    def put_away(self, direction: Direction) -> Direction:
+        """The direction on the CPU, with offload."""
+        return {p: v.cpu() for p, v in direction.items()} if self.options.gradients.offload else direction
+
+    def at_work(self, direction: Direction) -> Direction:
+        """The direction on the parameters' devices and in their dtypes, of 32 bits at least."""
+        return {p: v.to(p.device, torch.promote_types(p.dtype, torch.float32)) for p, v in direction.items()}
+
+    def mean(self, coefficients: Coefficients, half: Tensor | None = None) -> Direction:
+        """The gradient of coefficients, a mean over all prompts or over a half of them."""
+        base = self._base
+        share = base.responses.share
+        n_prompts = float(share.sum() if half is None else share[half].sum())
+        on_log_prob = base.own(coefficients.on_log_prob) / n_prompts
+        on_entropy = base.own(coefficients.on_entropy) / n_prompts
+        return self.gradient(base.rollouts, on_log_prob, on_entropy, None if half is None else half[base.rows])

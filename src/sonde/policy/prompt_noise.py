@@ -20,8 +20,7 @@ from sonde.parallel.refused_models import refuse_hidden_gradients
 from sonde.parallel.unwrap import unwrap_model
 from sonde.parallel.wrappers import clean_name
 from sonde.policy.entropy_checks import check_is_model, check_is_rollouts
-from sonde.policy.scoring.prompt_norms import halves, nested_norms
-from sonde.policy.scoring.prompt_ranks import PromptRanks, prompt_ranks
+from sonde.policy.scoring.prompt_norms import PromptRanks, halves, nested_norms, prompt_ranks
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import (
@@ -102,7 +101,7 @@ class PromptNoiseProbe:
     a measurement it holds two vectors of the size of this rank's parameters. Under FSDP2 it runs a forward and a
     backward of the whole prompt besides, and holds no vector but the shards of one gradient.
 
-    Its noise scale is the level now, by the filter that a reading of `sonde.attach` has. Its steps are measured windows.
+    Its noise scale is the level now, by the filter of `sonde.attach`'s readings. Its steps are measured windows.
 
     Args:
         model: the policy: plain, in DDP, or cut by FSDP2, tensor or sequence parallelism, or FSDP2 over these.

@@ -14,19 +14,23 @@ from torch import Tensor, nn
 from sonde.parallel.placements import is_fully_sharded, reshard
 from sonde.parallel.process_groups import Tokens, gather_from_all_ranks
 from sonde.parallel.unwrap import unwrap_model
-from sonde.policy.scoring.checkpointing import checkpointing
 from sonde.policy.scoring.directional_derivatives import LOST_IN_ROUNDING, derivatives_along
-from sonde.policy.scoring.fsdp_precision import (
+from sonde.policy.scoring.optimizer_step import Direction
+from sonde.policy.scoring.precision import (
+    NARROW,
+    Precision,
     gathered_in_float32,
     gathers_narrow,
     has_run,
+    in_float32,
+    narrow_parameter,
     why_not_in_float32,
+    without_autocast,
 )
-from sonde.policy.scoring.optimizer_step import Direction
-from sonde.policy.scoring.precision import NARROW, Precision, in_float32, narrow_parameter, without_autocast
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.summed_gradient import GradientSum, summed_gradient
 from sonde.policy.scoring.token_statistics import checked_scores
+from sonde.policy.scoring.training_state import checkpointing
 from sonde.policy.stats.entropy_gradient import Along, Responses, along_tokens
 
 T = TypeVar("T")

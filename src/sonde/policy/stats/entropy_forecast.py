@@ -10,10 +10,9 @@ from torch import Tensor
 
 from sonde.policy.stats.attribution import Causes, Share, attribution_table, shares_by_prompt
 from sonde.policy.stats.entropy_change import EntropyChange, EntropyObjective, Objective
-from sonde.policy.stats.entropy_gradient import Responses, weighted_entropy_rate
+from sonde.policy.stats.entropy_gradient import Responses, is_near_uniform, surprise_sd, weighted_entropy_rate
 from sonde.policy.stats.finite_step import FiniteStep
 from sonde.policy.stats.importance import MeasuredChange
-from sonde.policy.stats.near_uniform import is_near_uniform, surprise_sd
 from sonde.policy.stats.own_policy import OwnPolicyTest, why_not_own
 from sonde.policy.stats.prefix_weights import LEAST_SUPPORT, Support
 from sonde.stats.intervals import LEVEL
@@ -49,8 +48,6 @@ class FirstOrder:
         change: the change of entropy.
         on_same_prefixes: the change of R on the same prefixes, in nats a token.
         bars_dot: X̄·Ȳ with update="gradient"; `change.delta` along a given step.
-        derivatives: how derivatives were taken.
-        why: why they were not taken in a simpler way; empty with "forward".
         doubt: why they are not to be trusted; empty if they are.
         causes: where the change comes from; None if not asked for.
     """
@@ -58,8 +55,6 @@ class FirstOrder:
     change: EntropyChange
     on_same_prefixes: float
     bars_dot: float | None
-    derivatives: str
-    why: str = ""
     doubt: str = ""
     causes: Causes | None = None
 
@@ -165,8 +160,6 @@ class EntropyForecast:
         shares: every evaluation prompt's part of `delta`. The prompt that lowers entropy most comes first.
         causes: where the change to first order comes from; None if not asked for.
         coefficient_to_hold: what was measured beside, as by `sonde.contrib.hold_entropy`; None if nothing was.
-        derivatives: how derivatives were taken: "forward", "central" or "backward"; empty if none was.
-        why_derivatives: why they were not taken in forward mode; empty if they were.
         precision: in which arithmetic responses were scored: "float32", or as the "model" computes.
         why_precision: why not in 32 bits, if they were to be; empty if they were.
         rounded_away: part of the step, by its norm, that parameters of 16 bits do not hold after the optimizer's
@@ -206,8 +199,6 @@ class EntropyForecast:
     shares: tuple[Share, ...] = ()
     causes: Causes | None = None
     coefficient_to_hold: Any = None
-    derivatives: str = ""
-    why_derivatives: str = ""
     precision: str = ""
     why_precision: str = ""
     rounded_away: float | None = None
@@ -397,8 +388,6 @@ def entropy_forecast(
         shares=() if headline is None else shares_by_prompt(headline, responses),
         causes=causes,
         coefficient_to_hold=None if after is None else after.coefficient_to_hold,
-        derivatives="" if first_order is None else first_order.derivatives,
-        why_derivatives="" if first_order is None else first_order.why,
         precision=precision,
         why_precision=why_precision,
         rounded_away=rounded_away,

@@ -6,11 +6,9 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from sonde.policy.stats.coverage import Coverage, is_judged
 from sonde.policy.stats.entropy_course import Course, entropy_course
-from sonde.policy.stats.forecast_point import Point
+from sonde.policy.stats.forecast_point import Coverage, Point, StepsKeeper, is_judged
 from sonde.policy.stats.own_policy import OwnPolicyTrack
-from sonde.policy.stats.steps_kept import StepsKeeper
 from sonde.stats.intervals import LEVEL
 from sonde.wording import number, percent, plural
 

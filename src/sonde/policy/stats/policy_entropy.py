@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sonde.policy.stats.entropy_gradient import Responses, covariance, standard_error
-from sonde.policy.stats.near_uniform import surprise_sd
+from sonde.policy.stats.entropy_gradient import Responses, covariance, standard_error, surprise_sd
 from sonde.stats.intervals import LEVEL, student_t_quantile
 
 QUANTILES = (5, 25, 50, 75, 95)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sonde.policy.scoring.preconditioner import Preconditioner
+from sonde.policy.mean_gradients import Preconditioner
 from tests.ranks import Ranks
 from tests.sharded import fsdp, whole
 
