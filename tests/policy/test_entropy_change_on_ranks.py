@@ -192,23 +192,6 @@ def test_an_error_on_one_rank_is_raised_on_all(ranks2: Ranks) -> None:
     assert own == "no memory left"
 
 
-def bad_on_one_rank() -> str:
-    model, optimizer = wrapped("sgd", "DDP")
-    E, U = batches()
-    backward(model, own_prompts(U, N_U // 2))
-    own = own_prompts(E, 8)
-    if dist.get_rank() == 0:
-        own = dataclasses.replace(own, is_truncated=True)
-    with pytest.raises((RuntimeError, ValueError)) as raised:
-        EntropyChangeProbe(model, optimizer).forecast(own)
-    return str(raised.value)
-
-
-def test_bad_input_on_one_rank_is_refused_on_all(ranks2: Ranks) -> None:
-    for message in ranks2(bad_on_one_rank):
-        assert "sampled with top_p < 1 or the like" in message
-
-
 def refused_first_fsdp() -> str:
     model = FullyShardedDataParallel(policy(), device_id=torch.device("cpu"), use_orig_params=True)
     try:

@@ -247,16 +247,6 @@ def test_a_step_that_is_skipped_inside_around_step(kind: str) -> None:
     assert around.forecast.is_valid, around.forecast.reason
 
 
-def test_a_step_that_a_grad_scaler_skips() -> None:
-    scene = Scene()
-    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-    next(scene.model.parameters()).grad[0, 0] = torch.inf  # type: ignore[index]
-    scaler.scale(torch.ones(()))
-    with scene.probe().around_step(scene.E) as around:
-        scaler.step(scene.optimizer)
-    assert "as a GradScaler does after gradients that are not finite" in around.forecast.reason
-
-
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_a_learning_rate_of_0_is_a_step_of_0(kind: str) -> None:
     """A warm-up may begin at 0: the forecast is right, and there is nothing to refuse."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch.distributed as dist
 
@@ -51,7 +53,7 @@ def test_a_budget_is_kept_and_used(budget: float, every: int) -> None:
     share = spent / (2000 + spent)
     affordable = min(budget, 4.0 / (4.0 + every))
     assert 0.9 * affordable < share < affordable + 8.0 / 2000
-    assert all(b - a >= every for a, b in zip(due, due[1:], strict=False))
+    assert all(b - a >= every for a, b in itertools.pairwise(due))
     assert due[:2] == [0, every]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -23,12 +24,50 @@ from sonde.policy.scoring.scorer import Scored, Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.stats.entropy_change import EntropyObjective
 from sonde.policy.stats.finite_step import Scores, change_by_finite_step
-from tests.policy.model_cells import CELLS, PAGE, Cell, with_table
 from tests.ranks import Ranks, mesh_of
 
 pytest.importorskip("peft", reason="needs transformers and peft: pip install '.[trl]' peft")
 
 N_PROMPTS, EACH, N_TOKENS = 12, 4, 12
+WITHIN, FIRST_ORDER_WITHIN = 1e-3, 0.02
+"""Largest errors of δH and of the change to first order against float64, over their standard errors."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A model before its step.
+
+    Attributes:
+        parameters: their dtype; for adapters over a frozen base, the dtypes of both.
+        attention: "eager", or "sdpa": torch's fused attention.
+        arithmetic: "", or the dtype of autocast or of FSDP2's mixed precision.
+        wrapper: "plain", "DDP" or "FSDP2".
+    """
+
+    parameters: str
+    attention: str = "sdpa"
+    arithmetic: str = ""
+    wrapper: str = "plain"
+
+    @property
+    def name(self) -> str:
+        """For the test."""
+        return ", ".join(filter(None, vars(self).values()))
+
+
+LORA = [Cell("bf16 base, fp32 LoRA"), Cell("bf16 base, bf16 LoRA")]
+PLAIN = [
+    Cell("fp32", "eager"),
+    Cell("fp32"),
+    Cell("fp32", arithmetic="bf16"),
+    Cell("fp32", arithmetic="fp16"),
+    Cell("bf16", "eager"),
+    Cell("bf16"),
+    *LORA,
+]
+ON_RANKS = [
+    replace(cell, wrapper=wrapper) for wrapper in ("DDP", "FSDP2") for cell in PLAIN if cell.attention == "sdpa"
+]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -182,25 +221,16 @@ def measured(cell: Cell, rank: int = 0, n_ranks: int = 1) -> dict[str, Any]:
     }
 
 
-def check(cell: Cell, found: dict[str, Any]) -> None:
-    assert found["precision"] == cell.scored_in, found
-    assert found["off"] < cell.within, found
-    assert found["first_order_off"] < cell.first_order_within, found
-
-
-PLAIN = [cell for cell in CELLS if cell.wrapper == "plain"]
-ON_RANKS = [cell for cell in CELLS if cell.wrapper != "plain"]
+def check(found: dict[str, Any]) -> None:
+    assert found["precision"] == "float32", found
+    assert found["off"] < WITHIN, found
+    assert found["first_order_off"] < FIRST_ORDER_WITHIN, found
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's own
 @pytest.mark.parametrize("cell", PLAIN, ids=lambda cell: cell.name)
 def test_a_forecast_agrees_with_float64(cell: Cell) -> None:
-    check(cell, measured(cell))
-
-
-def test_the_page_has_a_line_for_each_cell() -> None:
-    page = PAGE.read_text()
-    assert with_table(page) == page, "python -m tests.policy.model_cells writes the table"
+    check(measured(cell))
 
 
 def on_rank(cell: Cell) -> dict[str, Any]:
@@ -212,5 +242,5 @@ def on_rank(cell: Cell) -> dict[str, Any]:
 @pytest.mark.parametrize("cell", ON_RANKS, ids=lambda cell: cell.name)
 def test_a_forecast_on_ranks_agrees_with_float64(ranks2: Ranks, cell: Cell) -> None:
     first, second = ranks2(on_rank, cell)
-    check(cell, first)
+    check(first)
     assert first["delta"] == second["delta"]

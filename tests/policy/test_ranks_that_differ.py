@@ -98,6 +98,23 @@ def _detached_on_one() -> Any:
     return PromptNoiseProbe(model, token_statistics=statistics).measure(U)
 
 
+MEASURES: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "entropy": lambda model, _, own: PolicyEntropyProbe(model).measure(own),
+    "noise scale in prompts": lambda model, _, own: PromptNoiseProbe(model).measure(own),
+    "forecast": lambda model, optimizer, own: EntropyChangeProbe(model, optimizer).forecast(own),
+    "sampler": lambda model, optimizer, own: EntropyChangeProbe(model, optimizer, sampler=lambda _: own).step(),
+}
+NO_RESPONSES = "a rank has no response, expected at least one on each rank"
+
+
+def _no_responses_on_one(name: str) -> Callable[[], Any]:
+    def measured() -> Any:
+        model, optimizer, _, U = _scene()
+        return MEASURES[name](model, optimizer, U.rows(torch.arange(len(U) if dist.get_rank() == 0 else 0)))
+
+    return measured
+
+
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "advantages": (_advantages_on_one, "some ranks gave responses with advantages, and others without"),
     "update": (_update_on_one, "some ranks gave update=, and others did not"),
@@ -108,6 +125,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "a watch": (_no_memory_on_one("_Sample"), "no memory"),
     "a truth": (_no_memory_on_one("fixed_prefix_change"), "no memory"),
     "derivatives": (_no_memory_on_one("derivatives_along"), "no memory"),
+    **{f"no responses, {name}": (_no_responses_on_one(name), NO_RESPONSES) for name in MEASURES},
     "a graph": (_detached_on_one, "log-probabilities that no gradient can be taken of"),
 }
 
@@ -128,3 +146,11 @@ def test_both_ranks_raise_the_error_and_go_on(ranks2: Ranks) -> None:
     for name, (_, message) in CASES.items():
         assert message in first[name], name
         assert message in second[name], name
+
+
+def test_no_responses_at_all_are_refused() -> None:
+    model = policy()
+    none = drawn(model, 0, 4, seed=1).rows(torch.arange(0))
+    for measure in MEASURES.values():
+        with pytest.raises(ValueError, match=NO_RESPONSES):
+            measure(model, optimizer_of(model), none)

@@ -32,16 +32,6 @@ def test_stale_responses_give_the_change_of_the_policy_as_it_is() -> None:
     assert "or by another policy, such as older weights" in unweighted.reason
 
 
-def test_a_step_that_is_skipped_has_the_entropy_of_the_policy_as_it_is() -> None:
-    scene = Scene()
-    E = stale(scene.model, 24, 2)
-    known = scene.probe().forecast(E)
-    with scene.probe().around_step(E) as around:
-        """A GradScaler takes no step after gradients that are not finite."""
-    assert around.forecast.delta is None
-    assert (around.forecast.entropy, around.forecast.entropy_se) == (known.entropy, known.entropy_se)
-
-
 def test_reported_log_probabilities_of_the_policy_itself_change_nothing() -> None:
     scene = Scene()
     with torch.no_grad():
@@ -186,10 +176,3 @@ def test_packed_rows_carry_what_each_token_has_and_leave_out_their_padding() -> 
         temperature=torch.tensor([1.0, 0.5]),
     )
     assert by_response.per_token("temperature").tolist() == [[1.0, 1.0], [0.5, 0.5]]
-
-
-@pytest.mark.parametrize("bad", [[0.0] * 16, torch.zeros(3), torch.zeros(16)])
-def test_log_probabilities_of_another_form_are_refused(bad: object) -> None:
-    E = drawn(policy(), 0, 4, seed=1)
-    with pytest.raises(ValueError, match="log_prob must be"):
-        dataclasses.replace(E, log_prob=bad)  # type: ignore[arg-type]

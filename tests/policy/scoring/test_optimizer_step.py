@@ -116,17 +116,6 @@ def test_a_forecast_changes_nothing() -> None:
         optimizer.step()
 
 
-def test_bf16_parameters_take_the_step_rounded() -> None:
-    model = make_model(torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    set_gradients(model, torch.Generator().manual_seed(1))
-    forecast, meter = forecast_step(optimizer), StepMeter(model.parameters())
-    optimizer.step()
-    for p, step in meter.step().items():
-        assert forecast[p].dtype == torch.float32
-        assert difference(step, forecast[p]) < 0.02  # steps of 0.1 on weights of about 1/2, with 8 bits
-
-
 def test_a_step_that_cannot_be_forecast_is_refused() -> None:
     model = make_model()
     optimizer = torch.optim.RMSprop(model.parameters())

@@ -59,11 +59,9 @@ def summed_gradient(
         dtype: dtype of the buffer. FSDP2 has no buffer, and reduces in the dtype of its own mixed precision.
 
     Raises:
-        ValueError: for a dtype that is not a floating-point dtype, or parameters whose gradient another hook consumes
-            after accumulation, as an optimizer in the backward does.
+        ValueError: for parameters whose gradient another hook consumes after accumulation, as an optimizer in the
+            backward does.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"the buffer must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
     parameters = [p for p in model.parameters() if p.requires_grad]
     if any(map(is_fully_sharded, model.modules())):
         check_no_other_hook(parameters)
