@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Mapping
@@ -283,21 +282,15 @@ class Rollouts:
         ]
 
     def rows(self, index: Tensor) -> Self:
-        """The responses with these row numbers."""
+        """The responses with these row numbers. What was checked once is not checked again."""
 
-        def pick(tensor: Tensor) -> Tensor:
-            return tensor[index.to(tensor.device)]
+        def pick(value: Any) -> Any:
+            return value[index.to(value.device)] if isinstance(value, Tensor) else value
 
-        return dataclasses.replace(
-            self,
-            inputs={name: pick(tensor) for name, tensor in self.inputs.items()},
-            mask=pick(self.mask),
-            prompt=pick(self.prompt),
-            advantage=None if self.advantage is None else pick(self.advantage),
-            weight=None if self.weight is None else pick(self.weight),
-            log_prob=None if self.log_prob is None else pick(self.log_prob),
-            temperature=pick(self.temperature) if isinstance(self.temperature, Tensor) else self.temperature,
-        )
+        made = object.__new__(type(self))
+        picked = {name: pick(value) for name, value in vars(self).items()}
+        vars(made).update(picked, inputs={name: pick(tensor) for name, tensor in self.inputs.items()})
+        return made
 
     def per_token(self, name: str) -> Tensor:
         """The advantage, weight, log-probability or temperature of every token; [responses, tokens].
