@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from sonde.parallel.model_state import preserve_buffers, preserve_modes_and_randomness
 from sonde.parallel.own_passes import own_passes
-from sonde.parallel.unwrap import unwrap_model
 
 
 @contextlib.contextmanager
@@ -59,14 +60,9 @@ def seed_everything(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-_HOOKS = "_require_grads_hooks"
-_INPUT_HOOKS = (_HOOKS, "_require_grads_hook")
-"""Where transformers keeps the hooks that it puts on embeddings."""
-
-
 def can_checkpoint(model: nn.Module) -> bool:
-    """Whether the model has a method that turns gradient checkpointing on."""
-    return _method(model, "enable") is not None
+    """Whether layers of the model have a switch for gradient checkpointing, as those of transformers have."""
+    return any(hasattr(module, "gradient_checkpointing") for module in model.modules())
 
 
 def is_checkpointing(model: nn.Module) -> bool:
@@ -78,48 +74,24 @@ def _checkpointed(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if vars(module).get("gradient_checkpointing") is True]
 
 
-def _method(model: nn.Module, what: str) -> Callable[..., Any] | None:
-    """The method that turns checkpointing on or off, by its name since transformers 5.23 or by the older name."""
-    inner = unwrap_model(model)
-    for name in (f"activation_checkpointing_{what}", f"gradient_checkpointing_{what}"):
-        if callable(method := getattr(inner, name, None)):
-            return method  # type: ignore[no-any-return]
-    return None
-
-
 @contextlib.contextmanager
 def checkpointing(model: nn.Module) -> Iterator[None]:
-    """Gradient checkpointing is on inside, also in evaluation mode, in which layers of transformers skip it."""
-    inner = unwrap_model(model)
-    enable, disable = _method(model, "enable"), _method(model, "disable")
-    was_on = is_checkpointing(model)
-    hooks = {m: {name: vars(m)[name] for name in _INPUT_HOOKS if name in vars(m)} for m in inner.modules()}
-    if not was_on:
-        assert enable is not None
-        enable({"use_reentrant": False})
-    layers = _checkpointed(inner)
-    modes = [layer.training for layer in layers]
+    """Gradient checkpointing is on inside, also in evaluation mode, in which layers of transformers skip it.
+
+    transformers' own method would also put hooks on embeddings, and leave them there.
+    """
+    layers, inside = _checkpointed(model), dict[str, Any](training=True)  # the layer's own: dropout inside stays off
+    if not layers:
+        layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+        by_torch = functools.partial(checkpoint, use_reentrant=False)
+        inside |= {"gradient_checkpointing": True, "_gradient_checkpointing_func": by_torch}
+    before = [{name: vars(layer)[name] for name in inside if name in vars(layer)} for layer in layers]
     try:
         for layer in layers:
-            layer.training = True  # only the layer's own flag: dropout inside it stays off
+            vars(layer).update(inside)
         yield
     finally:
-        for layer, mode in zip(layers, modes, strict=True):
-            layer.training = mode
-        if not was_on:
-            assert disable is not None
-            disable()
-            _remove_input_hooks(hooks)
-
-
-def _remove_input_hooks(before: Mapping[nn.Module, Mapping[str, Any]]) -> None:
-    """Remove the hooks by which turning checkpointing on makes embeddings require gradients: disabling keeps them."""
-    for module, names in before.items():
-        hooks = vars(module).get(_HOOKS)
-        if hooks is names.get(_HOOKS):
-            continue
-        for hook in hooks or ():
-            hook.remove()
-        for name in _INPUT_HOOKS:
-            vars(module).pop(name, None)
-        vars(module).update(names)
+        for layer, own in zip(layers, before, strict=True):
+            for name in inside:
+                vars(layer).pop(name, None)
+            vars(layer).update(own)
