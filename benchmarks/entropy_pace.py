@@ -24,9 +24,8 @@ import torch
 import sonde
 from benchmarks.tiny_policies import Markov, Recurrent, TinyPolicy, learn, sampled, statistics
 from sonde.policy.stats.entropy_course import entropy_course
-from sonde.policy.stats.forecast_point import Point, forecast_point
+from sonde.policy.stats.forecast_point import Point, StepsKeeper, forecast_point
 from sonde.policy.stats.policy_alerts import PolicyAlerts
-from sonde.policy.stats.steps_kept import StepsKeeper
 
 EVERY = 5
 """Steps from one measurement to the next."""

@@ -169,10 +169,13 @@ def run(way: str, seed: int) -> list[Step]:
             watch.dropping = Dropping(trainer)
             trainer.add_callback(watch.dropping)
         entropy = {"enabled": True, "every": 1, "micro_batch_prompts": _PROMPTS}
-        entropy["coefficient_to_hold"] = way == "coefficient"
         watch.trainer = trainer
         watch.probes = integration.attach(
-            trainer, {"entropy_probe": entropy}, evaluation_prompts=_PROMPTS, on_error="raise"
+            trainer,
+            {"entropy_probe": entropy},
+            evaluation_prompts=_PROMPTS,
+            coefficient_to_hold=way == "coefficient",
+            on_error="raise",
         )
         trainer.add_callback(watch)
         trainer.train()

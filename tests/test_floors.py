@@ -24,7 +24,7 @@ HOUSE = [
     ["gradient_norm"],
     ["batch_size"],
     ["policy"],
-    ["runs", "config"],
+    ["runs", "config", "contrib"],
     ["__init__"],  # the public names: below it nothing may import the package itself
     ["integrations"],
     ["demos", "commands"],  # they attach an integration as a user would

@@ -139,7 +139,7 @@ def test_guard_values_of_a_sparse_gradient_are_its_own() -> None:
 
 
 def test_guard_a_module_finds_its_parameters_and_children_in_dictionaries() -> None:
-    """directional_derivatives puts dual tensors into the first; Inventory compares both with what it saw before."""
+    """precision puts wider tensors into the first; Inventory compares both with what it saw before."""
     model = nn.Sequential(nn.Linear(2, 1, bias=False))
     layer = model[0]
     assert model._modules == {"0": layer}

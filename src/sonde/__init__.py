@@ -22,11 +22,10 @@ from sonde.log.sinks import JsonlSink
 from sonde.log.tensorboard import TensorBoardSink
 from sonde.log.trackers import FunctionSink, MlflowSink, TrackioSink, WandbSink
 from sonde.policy.entropy_change import EntropyChangeProbe
-from sonde.policy.entropy_options import EntropyChangeOptions
+from sonde.policy.entropy_options import EntropyChangeOptions, MeanGradients
 from sonde.policy.log import PolicyLog
 from sonde.policy.policy_entropy import PolicyEntropyProbe
 from sonde.policy.prompt_noise import PromptNoiseProbe, PromptNoiseReading
-from sonde.policy.scoring.packed_statistics import PackedLMStatistics
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.stats.entropy_forecast import EntropyForecast
@@ -48,6 +47,7 @@ __all__ = [
     "FunctionSink",
     "GroupReading",
     "JsonlSink",
+    "MeanGradients",
     "Measurement",
     "Metric",
     "MlflowSink",
@@ -57,7 +57,6 @@ __all__ = [
     "NormPlan",
     "NotCoveredError",
     "OuterProducts",
-    "PackedLMStatistics",
     "Partners",
     "PerExampleNorms",
     "PerExampleSquares",

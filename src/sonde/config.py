@@ -18,8 +18,7 @@ from sonde.batch_size.forward_units import UnitsPerPiece
 from sonde.batch_size.taps.ddp_buckets import CommHook
 from sonde.call_site import stack_level
 from sonde.options import known_name, options_from, read_yaml
-from sonde.policy.entropy_change import Sampler
-from sonde.policy.entropy_config import EntropyProbeConfig
+from sonde.policy.entropy_change import EntropyProbeConfig, Sampler
 from sonde.policy.policy_entropy import PolicyEntropyProbeConfig
 from sonde.policy.prompt_noise import PromptNoiseProbeConfig
 from sonde.policy.scoring.rollouts import TokenStatistics

@@ -21,10 +21,10 @@ from sonde.integrations import trl as integration  # noqa: E402
 from sonde.integrations.trl_rollouts import GROUP, USED  # noqa: E402
 from sonde.log.sinks import JsonlSink  # noqa: E402
 from sonde.parallel.unwrap import unwrap_optimizer  # noqa: E402
-from sonde.policy.scoring.optimizer_step import StepMeter  # noqa: E402
 from sonde.records import RunLog  # noqa: E402
 from sonde.runs.reader import read_run  # noqa: E402
 from tests.integrations.grpo_trainer import trainer_of, weights  # noqa: E402
+from tests.step_meter import StepMeter  # noqa: E402
 
 
 @pytest.mark.parametrize("loss_type", ["dr_grpo", "grpo", "dapo"])
@@ -34,10 +34,10 @@ def test_twelve_steps_are_the_same_to_the_bit(tmp_path: Path, loss_type: str) ->
     watched = trainer_of(tmp_path / "watched", steps=12, loss_type=loss_type)
     config = {
         "gns_probe": {"enabled": True, "log_every": 2},
-        "entropy_probe": {"enabled": True, "every": 5, "coefficient_to_hold": loss_type == "grpo"},
+        "entropy_probe": {"enabled": True, "every": 5},
         "policy_entropy_probe": {"enabled": True},
     }
-    probes = integration.attach(watched, config, causes=True)
+    probes = integration.attach(watched, config, causes=True, coefficient_to_hold=loss_type == "grpo")
     watched.train()
     assert torch.equal(weights(plain), weights(watched))
     assert [step for step, _ in probes.forecasts] == [1, 6, 11]
@@ -52,7 +52,6 @@ def test_twelve_steps_are_the_same_to_the_bit(tmp_path: Path, loss_type: str) ->
         assert len(forecast.causes.prompts) == 4  # 32 completions of a window, 8 to a prompt
         # On policy and without KL, the loss is the mean of advantage × log-probability that causes assume.
         assert forecast.causes.explained == pytest.approx(1.0, abs=0.05)
-    probes.close()
     assert not unwrap_optimizer(watched.optimizer)._optimizer_step_pre_hooks
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor, nn
 
 from sonde.config import ProbesConfig, probes_from_config
+from sonde.contrib.hold_entropy import HoldEntropy
 from sonde.parallel.process_groups import data_parallel_group, gather_objects, together
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.policy.entropy_change import AroundStep, EntropyChangeProbe
@@ -64,6 +65,7 @@ def attach(
     evaluation_prompts: int | None = None,
     causes: bool = False,
     rollouts: bool = False,
+    coefficient_to_hold: bool = False,
     on_error: OnError = "warn",
     log: LogOrPlaces = None,
 ) -> TrlProbes:
@@ -87,6 +89,7 @@ def attach(
         causes: also split the change into momentum and this batch, and by prompt of the step; this takes another
             backward.
         rollouts: also measure the step's effect by fresh rollouts: as many prompts, answered before and after it.
+        coefficient_to_hold: also say with which `entropy_coef` the entropy would not change.
         on_error: "warn" makes an error of a probe an alert, with its traceback in the log, and training goes on;
             "raise" raises it, for tests.
         log: of the run, or what `RunLog` takes, such as a folder, of which `sonde report folder` makes a page. The
@@ -111,6 +114,7 @@ def attach(
         evaluation_prompts=evaluation_prompts,
         causes=causes,
         rollouts=rollouts,
+        coefficient_to_hold=coefficient_to_hold,
     )
     return TrlProbes(
         trainer,
@@ -119,6 +123,7 @@ def attach(
         n_prompts=evaluation_prompts // trainer.accelerator.num_processes,
         causes=causes,
         rollouts=rollouts,
+        coefficient_to_hold=coefficient_to_hold,
         on_error=checked_on_error(on_error),
         log=log,
     )
@@ -141,6 +146,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         n_prompts: int,
         causes: bool,
         rollouts: bool,
+        coefficient_to_hold: bool,
         on_error: OnError,
         log: RunLog,
     ) -> None:
@@ -150,6 +156,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         self._evaluation = evaluation
         self._has_causes = causes
         self._has_rollouts = rollouts
+        self._hold = HoldEntropy() if coefficient_to_hold else None
         self._on_error = on_error
         self._run_log, self._has_log = log, log.has_sinks
         self._statistics = FullPrecision(CausalLMStatistics(trainer.args.temperature))
@@ -306,15 +313,10 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
                 self._for_truth = self._choose(self._seed_for(state.global_step) + 500_000)
             stack = ExitStack()
             learned = self._with_loss_weights(update) if self._has_causes and update is not None else None
-            around = stack.enter_context(
-                self._entropy.around_step(
-                    evaluation,
-                    learned,
-                    causes=self._has_causes,
-                    entropy_coefficient=self._entropy_coefficient,
-                    applied_scale=self._clip_coefficient,
-                )
-            )
+            if self._hold is not None:
+                self._hold.entropy_coefficient = self._entropy_coefficient
+                self._hold.applied_scale = self._clip_coefficient
+            around = stack.enter_context(self._entropy.around_step(evaluation, learned, causes=self._has_causes))
             self._around = stack, around
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -366,6 +368,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
                 token_statistics=statistics,
                 sampler=self._truth if self._has_rollouts else None,
                 grad_scaler=self._trainer.accelerator.scaler,
+                beside=self._hold,
             )
         if config.policy_entropy_probe.enabled:
             n_prompts = config.policy_entropy_probe.micro_batch_prompts

@@ -18,6 +18,7 @@ def check_arguments(
     evaluation_prompts: int,
     causes: bool,
     rollouts: bool,
+    coefficient_to_hold: bool,
 ) -> None:
     """Refuse whatever cannot be measured in this trainer's run; the arguments are those of `attach`.
 
@@ -28,7 +29,12 @@ def check_arguments(
         raise ValueError(f"evaluation must be 'fresh' or 'same', got {evaluation!r}")
     if config.gns_probe.enabled:
         _check_whole_groups(trainer)
-    _check_config(trainer, config, evaluation, causes=causes)
+    _check_config(trainer, config, evaluation)
+    if coefficient_to_hold and trainer.args.top_entropy_quantile < 1.0:
+        raise ValueError(
+            "coefficient_to_hold=True is about a bonus on all tokens, and with top_entropy_quantile below 1 TRL's "
+            "bonus is on some of them: leave one of the two out"
+        )
     if causes:
         _check_loss(trainer)
     is_fresh = config.entropy_probe.enabled and (evaluation == "fresh" or rollouts)
@@ -81,14 +87,11 @@ def _check_sampling(trainer: Any, *, is_fresh: bool) -> None:
         )
 
 
-def _check_config(trainer: Any, config: ProbesConfig, evaluation: str, *, causes: bool) -> None:
+def _check_config(trainer: Any, config: ProbesConfig, evaluation: str) -> None:
     """Refuse options that have no effect with TRL, or would fail at the first step or a later one."""
     used = {
         "gns_probe": ("enabled", "log_every"),
-        # TRL's step is the optimizer's own, and a log holds intervals of 95 %.
-        "entropy_probe": tuple(
-            vars(config.entropy_probe).keys() - {"temperature", "step_size", "level", "entropy_coefficient"}
-        ),
+        "entropy_probe": tuple(vars(config.entropy_probe).keys() - {"temperature", "budget"}),
         "policy_entropy_probe": ("enabled", "micro_batch_prompts"),
     }
     for probe, names in used.items():
@@ -107,19 +110,9 @@ def _check_config(trainer: Any, config: ProbesConfig, evaluation: str, *, causes
         raise ValueError(
             f"{next(iter(config.own))} does nothing with TRL, which calls sonde's probes alone: leave it out"
         )
-    if config.entropy_probe.update == "gradient":
+    if not config.entropy_probe.is_step:
         raise ValueError(
             "entropy_probe: {update: gradient} is not TRL's step, and only TRL's is forecast: leave it out"
-        )
-    if config.entropy_probe.coefficient_to_hold and trainer.args.top_entropy_quantile < 1.0:
-        raise ValueError(
-            "entropy_probe: {coefficient_to_hold: true} is about a bonus on all tokens, and with top_entropy_quantile "
-            "below 1 TRL's bonus is on some of them: leave one of the two out"
-        )
-    if config.entropy_probe.strict and evaluation == "same" and causes:
-        raise ValueError(
-            "entropy_probe: {strict: true} refuses evaluation='same', which shares all prompts with the update: pass "
-            "evaluation='fresh'"
         )
     leaves_out = trainer.args.mask_truncated_completions and evaluation == "same"
     if config.entropy_probe.enabled and config.entropy_probe.objective == "sequence" and leaves_out:

@@ -6,9 +6,8 @@ import random
 
 from sonde.policy.stats.entropy_forecast import NEAR_UNIFORM, TOO_LARGE
 from sonde.policy.stats.entropy_verdict import judge_entropy
-from sonde.policy.stats.forecast_point import Point
+from sonde.policy.stats.forecast_point import Point, StepsKeeper
 from sonde.policy.stats.policy_alerts import PolicyAlerts, find_policy_alerts
-from sonde.policy.stats.steps_kept import StepsKeeper
 from tests.policy.stats.points import course_of, entropies, points
 
 

@@ -8,8 +8,9 @@ FSDP2 itself adds the prompts up, in shards.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,13 +19,30 @@ from torch import Tensor, nn
 from sonde.batch_size.taps.squared_norms import roots
 from sonde.gradient_norm.global_norm import global_norm
 from sonde.gradient_norm.plan import NormPlan
+from sonde.parallel.data_ranks import DataRanks, check_whole_mesh, data_ranks
+from sonde.parallel.expert_ranks import find_experts
 from sonde.parallel.gathered import gathered_parameters
+from sonde.parallel.meshes import stage_ranks
 from sonde.parallel.placements import from_local, is_dtensor, is_fully_sharded, local_tensor, spec_of
-from sonde.parallel.process_groups import gather_from_all_ranks, start_reduce
+from sonde.parallel.process_groups import (
+    data_parallel_group,
+    gather_from_all_ranks,
+    group_of_mesh,
+    group_over,
+    start_reduce,
+)
 from sonde.parallel.shares import reduce_partial, share_of
-from sonde.policy.scoring.fsdp_reduction import check_nothing_waits, divisors_of, reduces_every_backward
-from sonde.policy.scoring.prompt_ranks import PromptRanks
-from sonde.policy.scoring.summed_gradient import check_no_other_hook, gradients_set_aside, gradients_taken
+from sonde.policy.scoring.summed_gradient import (
+    check_no_other_hook,
+    check_nothing_waits,
+    divisors_of,
+    gradients_set_aside,
+    gradients_taken,
+    reduces_every_backward,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 Objective = Callable[[Tensor], Tensor]
@@ -300,3 +318,56 @@ def _padded(batches: Sequence[T], spare: T, n: int) -> Iterator[tuple[float, T]]
     """The batches with weight 1, and a spare one with weight 0 for each that is missing from n."""
     yield from ((1.0, batch) for batch in batches)
     yield from ((0.0, spare) for _ in range(n - len(batches)))
+
+
+@dataclass(frozen=True)
+class PromptRanks:
+    """The ranks that take part in a measurement of a policy.
+
+    Attributes:
+        everyone: all of them; None for this process alone.
+        same_part: those that hold the same part of every gradient as this rank, each for responses of its own.
+        data: which of the ranks have responses of their own. Ranks of tensor parallelism share theirs.
+        mesh: all of them, if parameters are cut over ranks; otherwise None.
+    """
+
+    everyone: dist.ProcessGroup | None
+    same_part: dist.ProcessGroup | None
+    data: DataRanks
+    mesh: DeviceMesh | None
+
+
+def prompt_ranks(
+    model: nn.Module, process_group: dist.ProcessGroup | None = None, mesh: DeviceMesh | None = None
+) -> PromptRanks:
+    """Find the ranks of a policy. Under FSDP2 and tensor parallelism, all ranks have to call this.
+
+    Args:
+        model: plain, in DDP, or cut by FSDP2 or tensor parallelism.
+        process_group: the ranks with responses of their own, for a model that is not cut; by default those of DDP.
+        mesh: all ranks that hold any of a cut model, where no parameter is on all of them.
+
+    Raises:
+        ValueError: when the ranks of a cut model cannot be found.
+    """
+    parameters: Mapping[str, Tensor] = dict(model.named_parameters())
+    if not any(map(is_dtensor, parameters.values())):
+        group = data_parallel_group(model) if process_group is None else process_group
+        data = DataRanks(group.rank(), group.size()) if group is not None else DataRanks()
+        return PromptRanks(group, group, data, None)
+    gathered = gathered_parameters(model)
+    parameters = dict(model.named_parameters())  # FSDP2 shows its sharded parameters again
+    leaves: list[Tensor] = [gathered.get(id(p), p) for p in parameters.values()]
+    if find_experts(list(parameters.values()), leaves) is not None:
+        raise ValueError(
+            "gradients of single prompts cannot be read of experts that several ranks feed: measure the model without "
+            "expert parallelism"
+        )
+    mesh = check_whole_mesh(parameters, mesh)
+    data = data_ranks(mesh, leaves)
+    cut: list[DeviceMesh] = [leaf.device_mesh for leaf in leaves if is_dtensor(leaf)]  # type: ignore[attr-defined]
+    everyone = same_part = group_of_mesh(mesh)
+    if data.n_sharing > 1:
+        peers = stage_ranks(mesh, max(cut, key=lambda m: m.size()))
+        same_part = group_over(peers) if len(peers) > 1 else None
+    return PromptRanks(everyone, same_part, data, mesh)

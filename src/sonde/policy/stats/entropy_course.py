@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Literal
 
 from sonde.policy.stats.entropy_errors import SCATTER_FROM, Errors, entropy_errors
-from sonde.policy.stats.steps_kept import StepsKept
+from sonde.policy.stats.forecast_point import StepsKept
 from sonde.stats.intervals import student_t_quantile
 
 Trend = Literal["holds", "falling", "fallen", "rising", "risen", "unknown"]
@@ -198,7 +198,7 @@ def entropy_course(kept: StepsKept) -> Course:
 
     Example:
         >>> from sonde.policy.stats.forecast_point import Point
-        >>> from sonde.policy.stats.steps_kept import steps_kept
+        >>> from sonde.policy.stats.forecast_point import steps_kept
         >>> def point(step: int, entropy: float) -> Point:
         ...     return Point(step, entropy, None, None, None, False, None, None, False, entropy_se=0.02)
         >>> entropy_course(steps_kept([point(1, 2.7), point(28, 1.2), point(56, 0.4)])).trend

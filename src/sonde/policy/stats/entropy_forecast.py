@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
 from sonde.policy.stats.attribution import Causes, Share, attribution_table, shares_by_prompt
-from sonde.policy.stats.coefficient_to_hold import CoefficientToHold
 from sonde.policy.stats.entropy_change import EntropyChange, EntropyObjective, Objective
-from sonde.policy.stats.entropy_gradient import Responses, weighted_entropy_rate
+from sonde.policy.stats.entropy_gradient import Responses, is_near_uniform, surprise_sd, weighted_entropy_rate
 from sonde.policy.stats.finite_step import FiniteStep
 from sonde.policy.stats.importance import MeasuredChange
-from sonde.policy.stats.near_uniform import is_near_uniform, surprise_sd
 from sonde.policy.stats.own_policy import OwnPolicyTest, SamplerTest, why_not_of_sampler, why_not_own
 from sonde.policy.stats.prefix_weights import LEAST_SUPPORT, Support
 from sonde.stats.intervals import LEVEL
 from sonde.wording import percent
 
 Update = Literal["step", "gradient"]
+
+
+class Result(Protocol):
+    """What was measured beside a forecast."""
+
+    def metrics(self) -> Mapping[str, float | None]:
+        """Its numbers by metric name."""
+
 
 LINEAR_BETWEEN = (0.8, 1.25)
 """Range of first-order over true change on fixed prefixes. Outside it, the step is too large to be linear."""
@@ -43,8 +48,6 @@ class FirstOrder:
         change: the change of entropy.
         on_same_prefixes: the change of R on the same prefixes, in nats a token.
         bars_dot: X̄·Ȳ with update="gradient"; `change.delta` along a given step.
-        derivatives: how derivatives were taken.
-        why: why they were not taken in a simpler way; empty with "forward".
         doubt: why they are not to be trusted; empty if they are.
         causes: where the change comes from; None if not asked for.
     """
@@ -52,8 +55,6 @@ class FirstOrder:
     change: EntropyChange
     on_same_prefixes: float
     bars_dot: float | None
-    derivatives: str
-    why: str = ""
     doubt: str = ""
     causes: Causes | None = None
 
@@ -67,14 +68,14 @@ class AfterStep:
         on_same_prefixes: the change of R on the same prefixes, in nats a token.
         importance: the change by weights of whole responses.
         rollouts: the change by fresh rollouts; None without a sampler.
-        coefficient_to_hold: the entropy coefficient that would hold the entropy; None if not asked for.
+        coefficient_to_hold: what was measured beside, as by `sonde.contrib.hold_entropy`; None if nothing was.
     """
 
     finite_step: FiniteStep
     on_same_prefixes: float
     importance: MeasuredChange
     rollouts: MeasuredChange | None = None
-    coefficient_to_hold: CoefficientToHold | None = None
+    coefficient_to_hold: Result | None = None
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,6 @@ class EntropyForecast:
         drift: the part of `delta` from prefixes and lengths that become more or less likely; None if unknown.
         v_x: variance of `delta` from the evaluation prompts.
         v_y: variance of `delta` from the update prompts; 0 along a given step.
-        double_count: the noise that v_x and v_y have in common; None if v_y leaves it out already.
         bars_dot: X̄·Ȳ with update="gradient"; the change to first order along a given step, if it was taken.
         n_evaluation: number of evaluation prompts, B_E.
         n_update: number of update prompts, B_U; 0 if they were not passed.
@@ -160,9 +160,7 @@ class EntropyForecast:
         rollouts: the truth by fresh rollouts; None if not measured.
         shares: every evaluation prompt's part of `delta`. The prompt that lowers entropy most comes first.
         causes: where the change to first order comes from; None if not asked for.
-        coefficient_to_hold: the entropy coefficient that would hold the entropy; None if not asked for.
-        derivatives: how derivatives were taken: "forward", "central" or "backward"; empty if none was.
-        why_derivatives: why they were not taken in forward mode; empty if they were.
+        coefficient_to_hold: what was measured beside, as by `sonde.contrib.hold_entropy`; None if nothing was.
         precision: in which arithmetic responses were scored: "float32", or as the "model" computes.
         why_precision: why not in 32 bits, if they were to be; empty if they were.
         rounded_away: part of the step, by its norm, that parameters of 16 bits do not hold after the optimizer's
@@ -194,7 +192,6 @@ class EntropyForecast:
     drift: float | None = None
     v_x: float | None = None
     v_y: float | None = None
-    double_count: float | None = None
     bars_dot: float | None = None
     n_evaluation: int = 0
     n_update: int = 0
@@ -203,9 +200,7 @@ class EntropyForecast:
     rollouts: MeasuredChange | None = None
     shares: tuple[Share, ...] = ()
     causes: Causes | None = None
-    coefficient_to_hold: CoefficientToHold | None = None
-    derivatives: str = ""
-    why_derivatives: str = ""
+    coefficient_to_hold: Any = None
     precision: str = ""
     why_precision: str = ""
     rounded_away: float | None = None
@@ -227,7 +222,6 @@ class EntropyForecast:
         support, own, sampler, first_order = self.support, self.own_policy, self.sampler, self.first_order
         real = self.finite_step if self.update == "gradient" else None
         n_differ = rollouts.n_differ if rollouts else None
-        hold = self.coefficient_to_hold
         is_logged = self.level == LEVEL  # metrics of ends are those of 95 % intervals
         return {
             "entropy/evaluation_per_token": self.entropy,
@@ -264,11 +258,7 @@ class EntropyForecast:
             "entropy/delta_rollouts_se": rollouts.se if rollouts else None,
             "entropy/rollouts_that_differ": None if n_differ is None else float(n_differ),
             "entropy/rounded_away": self.rounded_away,
-            "entropy/coefficient_to_hold": hold.value if hold else None,
-            "entropy/coefficient_to_hold_low": finite(hold.low) if hold and is_logged else None,
-            "entropy/coefficient_to_hold_high": finite(hold.high) if hold and is_logged else None,
-            "entropy/coefficient_now": hold.present if hold else None,
-            "entropy/change_per_coefficient": hold.change_per_unit if hold else None,
+            **(self.coefficient_to_hold.metrics() if self.coefficient_to_hold else {}),
             "entropy/is_valid": float(self.is_valid),
             "cost/entropy_seconds": sum(self.seconds.values()),
             **{f"cost/entropy_seconds_{phase}": seconds for phase, seconds in self.seconds.items()},
@@ -308,11 +298,6 @@ class EntropyForecast:
         if self.coefficient_to_hold is not None:
             parts.append(str(self.coefficient_to_hold))
         return "; ".join([*parts, self.reason] if self.reason else parts)
-
-
-def finite(value: float | None) -> float | None:
-    """The value; None if it is infinite, since metrics are finite."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 def entropy_forecast(
@@ -409,7 +394,6 @@ def entropy_forecast(
         drift=headline.drift if headline else None,
         v_x=headline.v_x if headline else None,
         v_y=headline.v_y if headline else None,
-        double_count=headline.double_count if headline else None,
         bars_dot=None if first_order is None else first_order.bars_dot,
         n_evaluation=responses.n_prompts,
         n_update=n_update,
@@ -419,8 +403,6 @@ def entropy_forecast(
         shares=() if headline is None else shares_by_prompt(headline, responses),
         causes=causes,
         coefficient_to_hold=None if after is None else after.coefficient_to_hold,
-        derivatives="" if first_order is None else first_order.derivatives,
-        why_derivatives="" if first_order is None else first_order.why,
         precision=precision,
         why_precision=why_precision,
         rounded_away=rounded_away,

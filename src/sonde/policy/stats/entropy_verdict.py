@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sonde.policy.stats.coverage import coverage
 from sonde.policy.stats.entropy_course import HOLDS_WITHIN, NO_CHANGE, Change, Course, Trend, entropy_course
 from sonde.policy.stats.entropy_errors import SCATTER_FROM
-from sonde.policy.stats.forecast_point import Point
+from sonde.policy.stats.forecast_point import Point, StepsKept, coverage, steps_kept
 from sonde.policy.stats.policy_alerts import find_policy_alerts, pace_text
-from sonde.policy.stats.steps_kept import StepsKept, steps_kept
 from sonde.wording import number, percent, plural
 
 Kind = Trend | Literal["collapses", "not_linear"]

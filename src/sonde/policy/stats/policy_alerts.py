@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from sonde.policy.stats.coverage import Coverage, is_judged
 from sonde.policy.stats.entropy_course import Course, Pace, entropy_course
-from sonde.policy.stats.forecast_point import Point
+from sonde.policy.stats.forecast_point import Coverage, Point, StepsKeeper, is_judged
 from sonde.policy.stats.own_policy import Track, why_not_of_sampler, why_not_own
-from sonde.policy.stats.steps_kept import StepsKeeper
 from sonde.stats.intervals import LEVEL
 from sonde.wording import number, percent, plural
 

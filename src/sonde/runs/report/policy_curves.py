@@ -9,9 +9,7 @@ from itertools import accumulate
 from bokeh.models import BasicTicker, NumeralTickFormatter
 from bokeh.models.glyphs import Line, Scatter, Segment
 
-from sonde.policy.stats.coverage import Coverage
-from sonde.policy.stats.forecast_point import Point, Z
-from sonde.policy.stats.steps_kept import steps_kept
+from sonde.policy.stats.forecast_point import Coverage, Point, Z, steps_kept
 from sonde.runs.policy_reading import PolicyReading
 from sonde.runs.report.curve_style import (
     STEP,

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from sonde.batch_size.stats.critical_batch import Estimate, Verdict, judge_batch, steps_and_examples
 from sonde.batch_size.stats.reading import in_percent
-from sonde.policy.stats.coverage import coverage
 from sonde.policy.stats.entropy_verdict import judge_entropy
-from sonde.policy.stats.steps_kept import steps_kept
+from sonde.policy.stats.forecast_point import coverage, steps_kept
 from sonde.runs.reader import Reading, Run
 from sonde.runs.report.logged_interval import PROMPT_NOISE, logged_batch, logged_interval
 from sonde.runs.report.timeline import position_text

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sonde.policy.stats.coefficient_to_hold import (
+from sonde.contrib.coefficient_to_hold import (
     CoefficientToHold,
     Trial,
     coefficient_to_hold,

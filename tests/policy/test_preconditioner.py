@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sonde.policy.scoring.preconditioner import Preconditioner
+from sonde.policy.mean_gradients import Preconditioner
 from tests.ranks import Ranks
 from tests.sharded import fsdp, whole
 
@@ -40,13 +40,6 @@ def on_ones(parameter: Tensor, optimizer: Any, *parts: list[float]) -> Tensor:
     return vector[parameter].detach()
 
 
-def test_elements_with_a_second_moment_have_that_of_the_previous_step() -> None:
-    parameter, optimizer = adam()
-    p = on_ones(parameter, optimizer, [0.3, 0.0, -5.0, 0.0, 0.0, 0.0])
-    v = optimizer.state[parameter]["exp_avg_sq"] / (1 - BETA2**N_STEPS)
-    torch.testing.assert_close(p[~NEVER], 1.0 / (v.sqrt() + EPS)[~NEVER], rtol=1e-14, atol=0.0)
-
-
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_a_first_gradient_moves_an_element_as_far_as_adams_real_step(amsgrad: bool) -> None:
     """Without momentum, Adam's step is −lr·P·g. P of the previous step would give 10⁸·lr·g."""
@@ -67,14 +60,6 @@ def test_an_element_without_any_gradient_does_not_move(eps: float) -> None:
     p = on_ones(parameter, optimizer, [0.0] * 6)
     assert not p[NEVER].any()
     assert (p[~NEVER] > 0).all()
-
-
-def test_a_second_moment_that_has_decayed_to_almost_nothing_is_none() -> None:
-    parameter, optimizer = adam()
-    optimizer.state[parameter]["exp_avg_sq"][NEVER] = 1e-40
-    p = on_ones(parameter, optimizer, [0.0, 0.2, 0.0, 0.0, 0.0, 0.0])
-    added = (1 - BETA2) / (1 - BETA2 ** (N_STEPS + 1)) * 0.2**2
-    assert p[NEVER].tolist() == pytest.approx([added**-0.5, 0.0, 0.0], rel=1e-6)
 
 
 def test_gradients_that_cancel_over_the_batch_do_not_make_p_huge() -> None:
@@ -100,13 +85,6 @@ def test_parameters_that_were_never_used_and_those_of_others() -> None:
     assert not vector[outside].any()
     assert not vector[idle].any()
     assert vector[never].tolist() == pytest.approx([2.0, 0.25])  # Adam's first step: lr·sign(g)
-
-
-def test_sgd_leaves_the_gradient_as_it_is_and_an_adam_without_state_is_refused() -> None:
-    parameter, optimizer = trained(torch.optim.SGD)
-    assert on_ones(parameter, optimizer, [0.0] * 6).tolist() == [1.0] * 6
-    with pytest.raises(ValueError, match="no second moment of any parameter: take a step first"):
-        on_ones(parameter, torch.optim.AdamW([parameter]), [1.0] * 6)
 
 
 def _sharded() -> list[tuple[Tensor, Tensor, Tensor]]:

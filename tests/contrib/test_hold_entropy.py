@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sonde.policy.entropy_bonus import EntropyBonus
+from sonde.contrib.hold_entropy import HoldEntropy
 from sonde.policy.stats.entropy_gradient import on_same_prefixes_coefficients, per_token_coefficients
 from sonde.policy.stats.prefix_weights import prefix_weights
 from tests.policy.entropy_scene import N_E, Scene, gradient_per_prompt, stale
@@ -52,7 +52,7 @@ def test_the_effect_is_that_of_gradients_prompt_by_prompt(
 ) -> None:
     """Along a step and a trial so small that first order is exact. Prefix weights have no baseline."""
     size = 1e-3
-    monkeypatch.setattr(EntropyBonus, "_trial_size", lambda *_: size)
+    monkeypatch.setattr(HoldEntropy, "_trial_size", lambda *_: size)
     kind, *unseen = kind.split(", ")
     scene = Scene(kind, lr=1e-4, dtype=torch.float64)
     if unseen:  # no training batch has had them, and E has: 1/(√v̂ + ε) would be 1e8 there
@@ -77,7 +77,7 @@ def test_the_effect_is_that_of_gradients_prompt_by_prompt(
     for own, other in (halves, halves[::-1]):
         bonus = (of_h[other] * length.mean()).sum(0) / length[other].sum()
         slope += 0.5 * x[own].mean(0) @ answer(scene, bonus, kind, size)
-    hold = scene.probe(coefficient_to_hold=True).forecast(scene.E).coefficient_to_hold
+    hold = scene.probe(beside=HoldEntropy()).forecast(scene.E).coefficient_to_hold
     assert hold is not None
     assert hold.change_per_unit == pytest.approx(float(slope), rel=1e-3)
 
@@ -86,7 +86,7 @@ def test_with_the_coefficient_in_the_loss_the_entropy_holds() -> None:
     """SGD without momentum answers at once. The bonus is that of all prompts, not of halves: 0.1 allows for that."""
     scene = Scene("sgd", lr=0.5)
     scene.E = drawn(scene.model, 0, 200, seed=1)
-    plain = scene.probe(coefficient_to_hold=True).forecast(scene.E)
+    plain = scene.probe(beside=HoldEntropy()).forecast(scene.E)
     hold = plain.coefficient_to_hold
     assert hold is not None
     assert hold.value is not None
@@ -95,7 +95,7 @@ def test_with_the_coefficient_in_the_loss_the_entropy_holds() -> None:
     for p in scene.model.parameters():
         p.grad -= hold.value * bonus[at : at + p.numel()].view_as(p)  # type: ignore[operator]
         at += p.numel()
-    now = scene.probe(coefficient_to_hold=True, entropy_coefficient=hold.value).forecast(scene.E)
+    now = scene.probe(beside=HoldEntropy(entropy_coefficient=hold.value)).forecast(scene.E)
     assert abs(now.delta) < 0.1 * abs(plain.delta)
     assert plain.coefficient_to_hold.low > 0.0
     # Asked again with the bonus in the loss, it says the same.
@@ -110,7 +110,7 @@ def test_responses_of_one_length_have_the_same_coefficient_by_both_objectives() 
     E = E.rows((E.mask.sum(1) >= 4).nonzero()[:, 0])
     E = dataclasses.replace(E, mask=E.mask & (E.mask.cumsum(1) <= 4))
     by_token, by_response = (
-        scene.probe(objective=objective, coefficient_to_hold=True).forecast(E).coefficient_to_hold
+        scene.probe(objective=objective, beside=HoldEntropy()).forecast(E).coefficient_to_hold
         for objective in ("per_token", "sequence")
     )
     assert by_response.delta == pytest.approx(4 * by_token.delta, rel=0.02)
@@ -136,15 +136,15 @@ def test_a_trial_has_the_wanted_effect(monkeypatch: pytest.MonkeyPatch, case: st
             state["exp_avg"].copy_(p.grad)
             state["exp_avg_sq"].copy_(p.grad.square())
     tried: list[tuple[float, float, float]] = []
-    trial_size = EntropyBonus._trial_size
+    trial_size = HoldEntropy._trial_size
 
-    def noted(bonus: EntropyBonus, wanted: float, slope: float) -> float | None:
+    def noted(bonus: HoldEntropy, wanted: float, slope: float) -> float | None:
         size = trial_size(bonus, wanted, slope)
         tried.append((wanted, size * bonus._slopes(size)[0], size * slope))
         return size
 
-    monkeypatch.setattr(EntropyBonus, "_trial_size", noted)
-    scene.probe(coefficient_to_hold=True).forecast(scene.E)
+    monkeypatch.setattr(HoldEntropy, "_trial_size", noted)
+    scene.probe(beside=HoldEntropy()).forecast(scene.E)
     [(wanted, effect, linear)] = tried
     assert effect == pytest.approx(wanted, rel=0.1)
     if case in ("tiny second moments", "a first step"):  # so the size differs from that of a straight line
@@ -153,12 +153,12 @@ def test_a_trial_has_the_wanted_effect(monkeypatch: pytest.MonkeyPatch, case: st
 
 def test_a_clip_and_a_loss_scale_are_allowed_for() -> None:
     """Gradients of 16 times the loss, clipped to a quarter: the bonus goes through both."""
-    plain = Scene("sgd", lr=1e-4).probe(coefficient_to_hold=True)
+    plain = Scene("sgd", lr=1e-4).probe(beside=HoldEntropy())
     scene = Scene("sgd", lr=1e-4)
     for p in scene.model.parameters():
         p.grad *= 16 / 4
-    probe = scene.probe(coefficient_to_hold=True)
-    kept = probe.forecast(scene.E, gradient_scale=1 / 16, applied_scale=4.0).coefficient_to_hold
+    probe = scene.probe(beside=HoldEntropy(applied_scale=4.0))
+    kept = probe.forecast(scene.E, gradient_scale=1 / 16).coefficient_to_hold
     expected = plain.forecast(scene.E).coefficient_to_hold
     assert kept.value == pytest.approx(expected.value, rel=5e-3)
     assert kept.change_per_unit == pytest.approx(0.25 * expected.change_per_unit, rel=5e-3)
@@ -169,18 +169,18 @@ def test_maximized_losses_have_their_bonus_added() -> None:
     flipped.optimizer.param_groups[0]["maximize"] = True
     for p in flipped.model.parameters():
         p.grad.neg_()  # type: ignore[union-attr]
-    values = [s.probe(coefficient_to_hold=True).forecast(s.E).coefficient_to_hold.value for s in (plain, flipped)]
+    values = [s.probe(beside=HoldEntropy()).forecast(s.E).coefficient_to_hold.value for s in (plain, flipped)]
     assert values[0] == pytest.approx(values[1], rel=1e-5)
 
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_around_a_real_step_it_is_the_same_and_nothing_changes(offload: bool) -> None:
     forecast, taken = Scene(), Scene()
-    probe = forecast.probe(coefficient_to_hold=True, offload=offload)
-    expected = probe.forecast(forecast.E, entropy_coefficient=0.01).coefficient_to_hold
-    watched = taken.probe(coefficient_to_hold=True, offload=offload)
+    probe = forecast.probe(beside=HoldEntropy(entropy_coefficient=0.01, offload=offload))
+    expected = probe.forecast(forecast.E).coefficient_to_hold
+    watched = taken.probe(beside=HoldEntropy(entropy_coefficient=0.01, offload=offload))
     rng = torch.get_rng_state()
-    with watched.around_step(taken.E, entropy_coefficient=0.01) as around:
+    with watched.around_step(taken.E) as around:
         taken.optimizer.step()
     assert around.forecast.coefficient_to_hold.value == pytest.approx(expected.value, rel=1e-3)
     assert around.forecast.coefficient_to_hold.present == 0.01
@@ -198,14 +198,14 @@ def test_each_direction_has_its_own_limit(monkeypatch: pytest.MonkeyPatch, mean:
     for p in scene.model.parameters():
         scene.optimizer.state[p]["exp_avg"].mul_(mean)
     tried: list[float] = []
-    trial_size = EntropyBonus._trial_size
+    trial_size = HoldEntropy._trial_size
 
-    def noted(bonus: EntropyBonus, wanted: float, slope: float) -> float | None:
+    def noted(bonus: HoldEntropy, wanted: float, slope: float) -> float | None:
         tried.append(wanted)
         return trial_size(bonus, wanted, slope)
 
-    monkeypatch.setattr(EntropyBonus, "_trial_size", noted)
-    hold = scene.probe(coefficient_to_hold=True).forecast(scene.E).coefficient_to_hold
+    monkeypatch.setattr(HoldEntropy, "_trial_size", noted)
+    hold = scene.probe(beside=HoldEntropy()).forecast(scene.E).coefficient_to_hold
     bonus = mean_entropy_gradient(scene)
     fall, rise = (abs(float(bonus @ answer(scene, bonus, "adamw", size))) * 1e9 for size in (-1e9, 1e9))
     assert max(fall / rise, rise / fall) > 1.9
@@ -221,27 +221,27 @@ def test_what_no_bonus_undoes_has_no_coefficient() -> None:
     scene = Scene("adamw", lr=1e-3)
     for p in scene.model.parameters():
         scene.optimizer.state[p]["exp_avg"].mul_(300.0)
-    hold = scene.probe(coefficient_to_hold=True).forecast(scene.E).coefficient_to_hold
+    hold = scene.probe(beside=HoldEntropy()).forecast(scene.E).coefficient_to_hold
     assert (hold.status, hold.reason[:29]) == ("unresolved", "no bonus undoes this change: ")
 
 
 def test_a_bonus_that_is_all_noise_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where an endless bonus has an effect by its own noise alone, no trial has it."""
     scene = Scene("adamw", lr=1e-3)
-    slopes = EntropyBonus._slopes
+    slopes = HoldEntropy._slopes
 
-    def noise(bonus: EntropyBonus, size: float) -> tuple[float, float]:
+    def noise(bonus: HoldEntropy, size: float) -> tuple[float, float]:
         return (0.0, 1.0) if abs(size) == float("inf") else (1e-30 / (abs(size) or 1.0), slopes(bonus, size)[1])
 
-    monkeypatch.setattr(EntropyBonus, "_slopes", noise)
-    hold = scene.probe(coefficient_to_hold=True).forecast(scene.E).coefficient_to_hold
+    monkeypatch.setattr(HoldEntropy, "_slopes", noise)
+    hold = scene.probe(beside=HoldEntropy()).forecast(scene.E).coefficient_to_hold
     assert (hold.value, hold.reason[:47]) == (None, "the bonus's effect cannot yet be distinguished ")
 
 
 def test_parameters_that_are_unfrozen_later_lack_momentum_alone() -> None:
     scene = Scene("momentum")
     del scene.optimizer.state[next(scene.model.parameters())]["momentum_buffer"]
-    hold = scene.probe(coefficient_to_hold=True).forecast(scene.E).coefficient_to_hold
+    hold = scene.probe(beside=HoldEntropy()).forecast(scene.E).coefficient_to_hold
     assert hold.change_per_unit is not None
 
 
@@ -249,20 +249,20 @@ def test_betas_may_be_tensors() -> None:
     plain, scene = Scene("adamw"), Scene("adamw")
     [group] = scene.optimizer.param_groups
     group["betas"] = tuple(map(torch.tensor, group["betas"]))
-    values = [s.probe(coefficient_to_hold=True).forecast(s.E).coefficient_to_hold.value for s in (plain, scene)]
+    values = [s.probe(beside=HoldEntropy()).forecast(s.E).coefficient_to_hold.value for s in (plain, scene)]
     assert values[0] == pytest.approx(values[1], rel=1e-3)
 
 
 def test_a_first_step_lacks_the_momentum_of_later_ones() -> None:
     scene = Scene("momentum")
     scene.optimizer.state.clear()
-    hold = scene.probe(coefficient_to_hold=True).forecast(scene.E).coefficient_to_hold
+    hold = scene.probe(beside=HoldEntropy()).forecast(scene.E).coefficient_to_hold
     assert hold.reason.startswith("the optimizer has taken no step yet, so this step lacks the momentum")
     assert not scene.optimizer.state  # a checkpoint that is loaded now has its momentum restored only if this is empty
 
 
 def test_no_coefficient_makes_a_change_beyond_adams_largest_steps() -> None:
-    hold = Scene("adamw", lr=1e-3).probe(coefficient_to_hold=True).forecast(drawn(policy(), 0, 200, seed=1))
+    hold = Scene("adamw", lr=1e-3).probe(beside=HoldEntropy()).forecast(drawn(policy(), 0, 200, seed=1))
     hold = hold.coefficient_to_hold
     assert hold.value is not None
     low, high = hold.reachable
@@ -273,16 +273,16 @@ def test_no_coefficient_makes_a_change_beyond_adams_largest_steps() -> None:
         assert hold.for_change(nats) is None
     with pytest.raises(ValueError, match="must be a finite number of nats, got nan"):
         hold.for_change(float("nan"))
-    plain = Scene("sgd").probe(coefficient_to_hold=True).forecast(drawn(policy(), 0, 200, seed=1))
+    plain = Scene("sgd").probe(beside=HoldEntropy()).forecast(drawn(policy(), 0, 200, seed=1))
     assert plain.coefficient_to_hold.reachable is None
 
 
 def test_three_prompts_are_too_few() -> None:
     scene = Scene()
-    hold = scene.probe(coefficient_to_hold=True).forecast(drawn(scene.model, 0, 3, seed=1)).coefficient_to_hold
+    hold = scene.probe(beside=HoldEntropy()).forecast(drawn(scene.model, 0, 3, seed=1)).coefficient_to_hold
     assert hold.value is None
     assert hold.reason.endswith("needs at least 4 evaluation prompts, two in each half, got 3")
-    with scene.probe(coefficient_to_hold=True).around_step(drawn(scene.model, 0, 3, seed=1)) as around:
+    with scene.probe(beside=HoldEntropy()).around_step(drawn(scene.model, 0, 3, seed=1)) as around:
         scene.optimizer.step()
     assert around.forecast.coefficient_to_hold.reason == hold.reason
 
@@ -291,7 +291,7 @@ def test_three_prompts_are_too_few() -> None:
 def test_a_trial_that_16_bits_round_away(precision: str) -> None:
     """Scored as the model computes, parameters of 16 bits do not hold it."""
     scene = Scene("sgd", lr=1e-3, dtype=torch.bfloat16)
-    hold = scene.probe(coefficient_to_hold=True, precision=precision).forecast(scene.E).coefficient_to_hold
+    hold = scene.probe(beside=HoldEntropy(), precision=precision).forecast(scene.E).coefficient_to_hold
     is_lost = "% of the trial with a bonus are rounded away by parameters of 16 bits: use precision=" in hold.reason
     assert is_lost == (precision == "model"), hold
 
@@ -302,31 +302,32 @@ def test_a_uniform_policy_has_no_slope() -> None:
         scene.model.out.weight.zero_()
         scene.model.out.bias.zero_()
     evaluation = drawn(scene.model, 0, 8, seed=1)
-    hold = scene.probe(coefficient_to_hold=True).forecast(evaluation).coefficient_to_hold
+    hold = scene.probe(beside=HoldEntropy()).forecast(evaluation).coefficient_to_hold
     assert hold.value is None
     assert hold.reason
 
 
 @pytest.mark.parametrize(
-    ("options", "arguments", "message"),
+    ("arguments", "message"),
     [
-        ({"entropy_coefficient": float("nan")}, {}, "entropy_coefficient must be finite"),
-        ({"update": "gradient", "coefficient_to_hold": True}, {}, "leave one of the two out"),
-        ({"coefficient_to_hold": True}, {"entropy_coefficient": float("inf")}, "entropy_coefficient must be finite"),
-        ({"coefficient_to_hold": True}, {"applied_scale": 0.0}, "applied_scale must be positive"),
+        ({"entropy_coefficient": float("nan")}, "entropy_coefficient must be finite"),
+        ({"entropy_coefficient": "x"}, "entropy_coefficient must be a number or a tensor of one element, got 'x'"),
+        ({"applied_scale": 0.0}, "applied_scale must be positive"),
+        ({"applied_scale": torch.ones(2)}, r"applied_scale must be a number or a tensor of one element, got \[2\]"),
     ],
 )
-def test_bad_input(options: dict[str, Any], arguments: dict[str, Any], message: str) -> None:
-    scene = Scene()
+def test_bad_input(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        scene.probe(**options).forecast(scene.E, scene.U, **arguments)
+        HoldEntropy(**arguments)
+    with pytest.raises(ValueError, match="beside= is about the optimizer's own step"):
+        Scene().probe(update="gradient", beside=HoldEntropy())
 
 
 def test_an_optimizer_without_a_forecast_is_refused_at_once() -> None:
     scene = Scene()
     scene.optimizer = optimizer_of(scene.model, "rmsprop")
-    with pytest.raises(ValueError, match="SGD, Adam and AdamW, got RMSprop: leave coefficient_to_hold out"):
-        scene.probe(coefficient_to_hold=True)
+    with pytest.raises(ValueError, match="SGD, Adam and AdamW, got RMSprop: leave it out"):
+        scene.probe(beside=HoldEntropy())
 
 
 def test_a_step_that_changes_nothing_needs_no_coefficient() -> None:
@@ -335,7 +336,7 @@ def test_a_step_that_changes_nothing_needs_no_coefficient() -> None:
     scene.E = drawn(scene.model, 0, 200, seed=1)
     for p in scene.model.parameters():
         p.grad.zero_()  # type: ignore[union-attr]
-    forecast = scene.probe(coefficient_to_hold=True, entropy_coefficient=0.02).forecast(scene.E)
+    forecast = scene.probe(beside=HoldEntropy(entropy_coefficient=0.02)).forecast(scene.E)
     assert forecast.delta == 0.0
     assert forecast.coefficient_to_hold.value == 0.02
 
@@ -343,11 +344,9 @@ def test_a_step_that_changes_nothing_needs_no_coefficient() -> None:
 def test_gradients_that_are_not_finite_have_no_coefficient() -> None:
     scene = Scene()
     next(scene.model.parameters()).grad.fill_(torch.nan)  # type: ignore[union-attr]
-    forecast = scene.probe(coefficient_to_hold=True).forecast(scene.E)
+    forecast = scene.probe(beside=HoldEntropy()).forecast(scene.E)
     assert (forecast.delta, forecast.coefficient_to_hold, forecast.reason) == (None, None, "the step is not finite")
-    with scene.probe(coefficient_to_hold=True).around_step(scene.E) as around:
+    with scene.probe(beside=HoldEntropy()).around_step(scene.E) as around:
         scene.optimizer.step()
     assert around.forecast.coefficient_to_hold is None
     assert not around.forecast.is_valid
-    with scene.probe().around_step(scene.E, applied_scale=torch.tensor(torch.nan)) as around:
-        pass

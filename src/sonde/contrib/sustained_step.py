@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,8 +16,11 @@ from sonde.policy.scoring.optimizer_step import (
     dot,
     gradient_of,
     has_second_moment,
-    moments_after,
+    next_step,
     number_of,
+    second_after,
+    widened,
+    with_decay,
 )
 
 _MEMORIES = 2.0
@@ -220,3 +223,34 @@ def _adam(
         None if now.largest is None else now.largest.sqrt(),
         (1.0 - beta2**more) / (1.0 - beta2 ** (now.n_steps + more)),
     )
+
+
+class Moments(NamedTuple):
+    """Adam's moments after the next step, corrected for their bias.
+
+    Attributes:
+        first: m̂ of each element.
+        second: v̂ of each element.
+        largest: with amsgrad, the largest v̂ so far, which the step divides by; None without it.
+        n_steps: number of steps with the next one.
+    """
+
+    first: Tensor
+    second: Tensor
+    largest: Tensor | None
+    n_steps: Any
+
+
+def moments_after(parameter: Tensor, gradient: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> Moments:
+    """Moments of torch's Adam or AdamW after a step with this gradient, as the optimizer gets it."""
+    beta1, beta2 = group["betas"]
+    whole, n_steps = with_decay(parameter, gradient, group), next_step(state)
+    first = (1.0 - beta1) * whole
+    if state:
+        first = first.add_(widened(state["exp_avg"]), alpha=beta1)
+    second, largest = second_after(whole, group, state), None
+    correction = 1.0 - beta2**n_steps
+    if group["amsgrad"]:
+        largest = second if not state else torch.maximum(second, widened(state["max_exp_avg_sq"]))
+        largest = largest / correction
+    return Moments(first / (1.0 - beta1**n_steps), second / correction, largest, n_steps)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sonde.policy.scoring.sustained_step import SustainedStep
+from sonde.contrib.sustained_step import SustainedStep
 
 LR, RUNS, ENDLESS = 1e-3, 1000, 10**6
 SPREAD = torch.tensor([1.0, 1.0, 1.0, 1e-3, 1e-3, 1.0, 1.0, 1.0], dtype=torch.float64)

@@ -2,7 +2,7 @@
 
 A trainer with an entropy bonus minimises  policy loss − c·H̄,  H̄ the mean entropy of a sampled token. The bonus adds
 c·∇H̄ to the ascent. Once its momentum has built up, each step moves besides by the optimizer's answer to c·∇H̄: about
-c·D with D = η P∇H̄, P = 1/(1 − μ) for SGD and 1/(√v̂ + ε) for Adam (`scoring/sustained_step.py`). So
+c·D with D = η P∇H̄, P = 1/(1 − μ) for SGD and 1/(√v̂ + ε) for Adam (`sustained_step.py`). So
 
     δH(c) = δH + (c − c₀) S      S = ∇R·D      δH(c) = 0 at  c = c₀ − δH/S
 
@@ -111,6 +111,17 @@ class CoefficientToHold:
             return None
         return self.value + nats / self.change_per_unit
 
+    def metrics(self) -> dict[str, float | None]:
+        """The numbers by metric name; ends of the interval that are infinite are None."""
+        ends = (end if end is not None and math.isfinite(end) else None for end in (self.low, self.high))
+        names = ("coefficient_to_hold_low", "coefficient_to_hold_high")
+        return {
+            "entropy/coefficient_to_hold": self.value,
+            **{f"entropy/{name}": end for name, end in zip(names, ends, strict=True)},
+            "entropy/coefficient_now": self.present,
+            "entropy/change_per_coefficient": self.change_per_unit,
+        }
+
     def __str__(self) -> str:
         match self.status:
             case "resolved":
@@ -184,14 +195,13 @@ def without_each_prompt(d_entropy: Sequence[Tensor], halves: Sequence[Tensor], r
     return shifts
 
 
-def coefficient_to_hold(step: FiniteStep, trial: Trial, *, present: float, level: float = 0.95) -> CoefficientToHold:
+def coefficient_to_hold(step: FiniteStep, trial: Trial, *, present: float) -> CoefficientToHold:
     """The coefficient with which the entropy would not change, with Fieller's interval.
 
     Args:
         step: the change by the step, with the present coefficient.
         trial: the change by the step with a bonus besides.
         present: c₀.
-        level: confidence level.
     """
     if trial.change is None:
         return unknown_coefficient(_NO_TRIAL, present)
@@ -217,7 +227,6 @@ def coefficient_to_hold(step: FiniteStep, trial: Trial, *, present: float, level
         var_denominator=var_slope,
         covariance=covariance,
         n_samples=1.0 + min(step.degrees_of_freedom, trial.change.degrees_of_freedom),
-        level=level,
     )
     is_resolved = interval.status == "resolved"
     return CoefficientToHold(
