@@ -25,8 +25,7 @@ from transformers import TrainerCallback
 
 import sonde
 from benchmarks.machine import describe
-from sonde.demos.arithmetic.options import COMPLETIONS, EntropyDemoOptions
-from sonde.demos.arithmetic.run import make_trainer
+from sonde.demos.arithmetic.run import COMPLETIONS, EntropyDemoOptions, make_trainer
 from sonde.integrations import trl as integration
 from sonde.integrations.trl_rollouts import TrlRollouts
 from sonde.integrations.wrapped_methods import WrappedMethods

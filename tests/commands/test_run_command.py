@@ -14,8 +14,7 @@ import torch
 
 import sonde
 from sonde.cli import main
-from sonde.commands.run import arguments_of, environment_of, split_command
-from sonde.commands.run_options import RunOptions
+from sonde.commands.run import RunOptions, arguments_of, environment_of, split_command
 from sonde.commands.run_script.settings import Settings
 from tests.commands.scripts import PLAIN
 from tests.commands.unmodified import same_weights

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 import sonde
-from sonde.commands.run import environment_of
-from sonde.commands.run_options import RunOptions
+from sonde.commands.run import RunOptions, environment_of
 from tests.commands.scripts import ATTACH, STEP
 from tests.new_process import Ended, Python, as_python
 

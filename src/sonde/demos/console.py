@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,8 @@ from rich.text import Text
 from sonde.runs.report.write import write_report
 
 PANEL_WIDTH = 88
+INTERRUPTED = 128 + signal.SIGINT
+"""The exit status that shells expect after Ctrl-C."""
 
 
 class LastingConsole(Console):
