@@ -73,27 +73,6 @@ for step in range(8):
     + END
 )
 
-OTHER_ROWS = (
-    START
-    + """
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(6, 16)
-    def forward(self, x):  # four rows are one sample
-        return self.body(x).unflatten(0, (-1, 4)).mean(1)
-
-model = Model()
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-for step in range(8):
-    for micro in range(2):
-        model(batch(12)[0]).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-    + END
-)
-
 STEPS_IN_BACKWARD = (
     START
     + """

@@ -182,20 +182,6 @@ for step in range(12):
     + END
 )
 
-TIME_FIRST = (
-    START
-    + """
-model = nn.LSTM(6, 4)
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-for step in range(12):
-    for micro in range(2):
-        model(batch(40)[0].view(5, 8, 6))[0].square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-    + END
-)
-
 POINTS_OF_ALL_ROWS = (
     START
     + """
@@ -223,12 +209,4 @@ GRADIENTS_BY_HAND = PLAIN.replace(
     """gradients = torch.autograd.grad(loss, list(model.parameters()))
         for p, gradient in zip(model.parameters(), gradients):
             p.grad = gradient if p.grad is None else p.grad + gradient""",
-)
-
-ADAPTERS_IN_TURN = PLAIN.replace(
-    "for step in range(12):\n",
-    """for step in range(12):
-    for number, part in enumerate(model.children()):
-        part.requires_grad_(number == step // 6 * 2)  # as PEFT does for the adapter that is not set
-""",
 )

@@ -34,6 +34,10 @@ PLAIN = (
     + """
 model = network()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+model.eval()
+with torch.no_grad():
+    print(model(batch(32)[0]).sum().item())
+model.train()
 # (attach here)
 for step in range(12):
     for micro in range(4):
@@ -44,28 +48,6 @@ for step in range(12):
     # (a window ends here)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-"""
-    + END
-)
-
-EVALUATES_FIRST = (
-    START
-    + """
-model = network()
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-# (attach here)
-for step in range(12):
-    if step % 4 == 0:
-        model.eval()
-        with torch.no_grad():
-            print(nn.functional.mse_loss(model(batch(32)[0]), batch(32)[1]).item())
-        model.train()
-    optimizer.zero_grad()
-    for rows in (8, 8, 4):
-        x, y = batch(rows)
-        nn.functional.mse_loss(model(x), y).backward()
-    # (a window ends here)
-    optimizer.step()
 """
     + END
 )

@@ -144,7 +144,7 @@ def test_trainers_whose_samples_depend_on_each_other(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"measured in prompts: use sonde\.integrations\.trl\.attach\(trainer, \{'gns"):
         integration.attach(grpo)
     sonde.integrations.trl.attach(grpo, {"gns_probe": {"enabled": True, "unit": "prompts"}}).close()
-    with pytest.raises(ValueError, match=r"gns_probe: unit does nothing with TRL"):
+    with pytest.raises(ValueError, match=r"gns_probe: the unit is prompts with TRL, got 'completions'"):
         sonde.integrations.trl.attach(grpo, {"gns_probe": {"enabled": True, "unit": "completions"}})
 
 

@@ -9,10 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
-from sonde.integrations.guarded import Attached, Counts, GuardedProbe
-from sonde.integrations.on_error import OnError
-from sonde.integrations.versions import TESTED_TRL, warn_if_untested
-from sonde.integrations.wrapped_methods import WrappedMethods
+from sonde.integrations.guarded import (
+    TESTED_TRL,
+    Attached,
+    Counts,
+    GuardedProbe,
+    OnError,
+    WrappedMethods,
+    warn_if_untested,
+)
 from sonde.records import LogOrPlaces
 from sonde.version import install_hint
 

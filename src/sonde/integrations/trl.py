@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from sonde.config import ProbesConfig, probes_from_config
@@ -33,12 +34,9 @@ try:
     from trl import GRPOTrainer
     from trl import __version__ as trl_version
 
-    from sonde.integrations.on_error import OnError, checked_on_error
-    from sonde.integrations.trl_bonus import clip_coefficient, entropy_coefficient
+    from sonde.integrations.guarded import TESTED_TRL, OnError, WrappedMethods, checked_on_error, warn_if_untested
     from sonde.integrations.trl_checks import check_arguments, default_prompts
     from sonde.integrations.trl_rollouts import FullPrecision, TrlRollouts
-    from sonde.integrations.versions import TESTED_TRL, warn_if_untested
-    from sonde.integrations.wrapped_methods import WrappedMethods
 except ImportError as error:
     raise ImportError(f"this needs trl: {install_hint('trl')}") from error
 
@@ -159,8 +157,8 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         self._policy_log: PolicyLog | None = None
         self._rollouts = TrlRollouts(trainer, n_prompts)
         self._around: tuple[ExitStack, AroundStep] | None = None
-        self._n_micro_batches = self._n_known = 0
-        """Micro-batches of the window, and those whose responses are known: all, unless an error was forgiven."""
+        self._knows_window = True
+        """Whether the responses of all micro-batches so far are known: unless an error was forgiven."""
         self._sampling_seconds = 0.0
         self._for_truth: list[int] = []
         """Rows of the dataset that are answered before and after the step."""
@@ -206,17 +204,16 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
     def _micro_batch(self, original: Callable[..., Any], model: Any, inputs: Mapping[str, Any]) -> Any:
         if not self._trainer.model.training:  # an evaluation
             return original(model, inputs)
+        knew_all, self._knows_window = self._knows_window, False
         with self._forgiven():
-            self._n_micro_batches += 1
             self._rollouts.learned_from(inputs)
-            self._n_known += 1
+            self._knows_window = knew_all
         return original(model, inputs)
 
     def _clipped(self, original: Callable[..., Any], parameters: Any, max_norm: float, *args: Any, **kw: Any) -> Any:
         norm = original(parameters, max_norm, *args, **kw)
         with self._forgiven():
-            if norm is not None:  # None with DeepSpeed, which clips by itself
-                self._clip_coefficient = clip_coefficient(norm, max_norm)
+            self._clip_coefficient = _clip_coefficient(norm, max_norm)
         return norm
 
     @contextlib.contextmanager
@@ -254,12 +251,12 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin a window."""
-        self._around, self._n_micro_batches, self._n_known = None, 0, 0
+        self._around, self._knows_window = None, True
         self._rollouts.begin_window()
         self._metrics, self._forecast = {}, None
         self._clip_coefficient = 1.0
         with self._forgiven():
-            self._entropy_coefficient = entropy_coefficient(self._trainer)
+            self._entropy_coefficient = _entropy_coefficient(self._trainer)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure, and forecast the step: gradients are whole and clipped."""
@@ -272,7 +269,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
 
     def _before_step(self, state: Any, optimizer: Any, *, measures_noise: bool, forecasts: bool) -> None:
         self._make_probes(optimizer)
-        update = self._rollouts.window() if self._n_known == self._n_micro_batches else None
+        update = self._rollouts.window() if self._knows_window else None
         if None in self._on_every_rank(None if update is None else len(update)):
             return  # TRL has emptied all masks, or an error in a micro-batch was forgiven
         assert update is not None
@@ -441,3 +438,24 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
             "objective": entropy.objective,
             "level": 0.95,
         }
+
+
+def _entropy_coefficient(trainer: Any) -> float:
+    """The coefficient of the entropy bonus in the window that begins.
+
+    TRL's adaptive controller changes the coefficient at the end of a window, and applies it only while the entropy of
+    the window before is at or below its target.
+    """
+    coefficient = float(getattr(trainer, "entropy_coef", 0.0))
+    if getattr(trainer, "use_adaptive_entropy", False) and trainer._last_world_entropy > trainer.args.entropy_target:
+        return 0.0
+    return coefficient
+
+
+def _clip_coefficient(norm: float | Tensor, max_norm: float) -> Tensor:
+    """The factor by which torch clips gradients of this norm; no host synchronisation.
+
+    It is 1 for a norm that is not finite: the step is not finite either, and says so itself.
+    """
+    factor = max_norm / (torch.as_tensor(norm) + 1e-6)
+    return factor.where(factor > 0.0, 1.0).clamp(max=1.0)
