@@ -7,11 +7,8 @@ from pathlib import Path
 import pytest
 
 import sonde
-from sonde.commands.run_script.settings import LogOfScript
-from sonde.record_values import SCHEMA
 from tests.commands.scripts import DDP, START
 from tests.commands.unmodified import check_untouched, explicit, with_run
-from tests.runs.report.plausible_run import reading_record
 
 FOLDS = (
     START
@@ -209,21 +206,6 @@ def test_ranks_without_a_variable_have_one_verdict_after_their_process_group(tmp
     assert measured.run.readings[-1].window == 12
     other = measured.folder.parent / "err-1"
     assert "sonde" not in other.read_text()
-
-
-def test_starts_share_a_folder_and_models_of_one_start_do_not(tmp_path: Path) -> None:
-    def log(start: str) -> Path | None:
-        file = LogOfScript(tmp_path / "x", start)
-        header = {"kind": "header", "schema": SCHEMA, "writes": "reading", "unit": "rows"}
-        file.write(header | {"metadata": {"start": start}})
-        assert file.folder is None
-        file.write(reading_record(0, 1))
-        file.close()
-        return file.folder
-
-    first, second = tmp_path / "x", tmp_path / "x-2"
-    assert [log("a"), log("a"), log("b"), log("b"), log("b")] == [first, second, first, second, tmp_path / "x-3"]
-    assert (first / "records.jsonl").read_text().count('"run":"x"') == 2
 
 
 def test_a_second_start_in_the_same_folder_is_a_run_of_its_own(tmp_path: Path) -> None:
