@@ -81,4 +81,4 @@ def test_the_quick_table_has_a_row_for_each_question(tmp_path: Path, monkeypatch
     found = json.loads((tmp_path / "scaling_cpu.json").read_text())
     for (row,) in found["rows"].values():
         assert row["cost"]["window_seconds"] > 0
-    assert "| 2 | sonde" in (tmp_path / "scaling_cpu.md").read_text()
+    assert "| FSDP2 over 2 ranks | sonde |" in (tmp_path / "scaling_cpu.md").read_text()

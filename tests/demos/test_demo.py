@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from sonde.demos.byte_lm.options import DemoOptions, Setup, decide
-from sonde.demos.byte_lm.run import conclude
+from sonde.demos.byte_lm.run import end
 from sonde.runs.reader import Run, read_run
 from tests.new_process import Ended, Python
 
@@ -121,7 +121,7 @@ def test_without_bokeh_the_end_says_how_to_get_the_report(
     setup: Setup = decide(DemoOptions(), folder, n_gpus=0, n_cores=2)
     monkeypatch.setitem(sys.modules, "bokeh", None)  # 'import bokeh' raises ImportError
     screen = io.StringIO()
-    conclude(setup, Console(file=screen, width=100))
+    end(setup, Console(file=screen, width=100))
     assert "No verdict yet on the batch of 32 sequences" in screen.getvalue()  # after 12 steps
     assert (
         f"report  the report needs bokeh: pip install 'gradsonde[report]', then run: sonde report {folder}"

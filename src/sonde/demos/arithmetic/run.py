@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from rich.console import Console
 from tyro.conf import arg
 
-from sonde.demos.console import INTERRUPTED, PANEL_WIDTH, LastingConsole, choose_folder, leave_report, verdict_panel
+from sonde.demos.console import INTERRUPTED, PANEL_WIDTH, LastingConsole, choose_folder, conclude
 from sonde.log.sinks import JsonlSink
 from sonde.policy.stats.entropy_verdict import judge_entropy
 from sonde.policy.stats.forecast_point import forecast_point
@@ -145,7 +145,13 @@ def run_entropy_demo(options: EntropyDemoOptions) -> int:
                 f"rate of {options.learning_rate:g} too large?"
             )
         probes.close(ending)
-    conclude(folder, console)
+    run = read_run(folder)
+
+    def judge() -> tuple[str, str, str]:
+        verdict = judge_entropy([reading.point for reading in run.policy])
+        return verdict.headline, verdict.detail, _STYLES.get(verdict.kind, "yellow")
+
+    conclude(run, judge, console)
     return status
 
 
@@ -195,24 +201,6 @@ def make_trainer(options: EntropyDemoOptions, folder: str | Path, **more: Any) -
     )
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
-
-
-def conclude(folder: Path, console: Console) -> None:
-    """Print a run's verdict and write its report.
-
-    Args:
-        folder: the folder of the log.
-        console: where the verdict goes.
-    """
-    run = read_run(folder)
-    if not run.policy:
-        console.print(f"Nothing was measured. The log is {run.path}.", soft_wrap=True)
-        return
-    verdict = judge_entropy([r.point for r in run.policy])
-    console.print()
-    style = _STYLES.get(verdict.kind, "yellow")
-    console.print(verdict_panel(verdict.headline, verdict.detail, style=style, width=console.width))
-    leave_report(run.path, folder, console)
 
 
 class ForecastLines:

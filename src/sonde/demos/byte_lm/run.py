@@ -21,7 +21,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from sonde.demos.byte_lm.options import DemoOptions, Setup, decide
 from sonde.demos.byte_lm.task import find_sources
 from sonde.demos.byte_lm.train import train_rank
-from sonde.demos.console import INTERRUPTED, PANEL_WIDTH, LastingConsole, choose_folder, leave_report, verdict_panel
+from sonde.demos.console import INTERRUPTED, PANEL_WIDTH, LastingConsole, choose_folder, conclude
 from sonde.log.sinks import RECORDS_NAME
 from sonde.runs.reader import read_run
 from sonde.runs.report.verdicts import judge_reading
@@ -55,7 +55,7 @@ def run_demo(options: DemoOptions) -> int:
         log_text = f"; the log so far: {log}" if log.exists() else ""
         Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(f"{failure}{log_text}")
         return FAILED
-    return conclude(setup, console)
+    return end(setup, console)
 
 
 def _n_cores() -> int:
@@ -129,8 +129,8 @@ def _asks(to_stop: Event) -> Callable[[int, FrameType | None], None]:
     return handle
 
 
-def conclude(setup: Setup, console: Console) -> int:
-    """Print the verdict on a run that has ended, write its report, and print where the log and the report are.
+def end(setup: Setup, console: Console) -> int:
+    """Say how a run has ended, and what follows from it.
 
     Args:
         setup: the run.
@@ -140,14 +140,13 @@ def conclude(setup: Setup, console: Console) -> int:
         The exit status.
     """
     run = read_run(setup.folder)
+
+    def judge() -> tuple[str, str, str]:
+        verdict = judge_reading(run.readings[-1], run.probe("reading").unit)
+        return verdict.headline, verdict.detail, _VERDICT_STYLES.get(verdict.kind, "cyan")
+
     if run.ended == "interrupted":
         done = f"step {run.readings[-1].window}" if run.readings else "the first step"
         console.print(f"Stopped at {done} of {setup.options.steps}. Log and report are complete up to this step.")
-    if run.readings:
-        verdict = judge_reading(run.readings[-1], run.probe("reading").unit)
-        style = _VERDICT_STYLES.get(verdict.kind, "cyan")
-        console.print(verdict_panel(verdict.headline, verdict.detail, style=style, width=console.width))
-        leave_report(run.path, setup.folder, console)
-    else:
-        console.print(f"Nothing was measured. The log is {run.path}.", soft_wrap=True)
+    conclude(run, judge, console)
     return INTERRUPTED if run.ended == "interrupted" else 0
