@@ -29,9 +29,14 @@ print(sys.argv[2:], torch.rand(1).item(), flush=True)
 torch.save(model.state_dict(), sys.argv[1])
 """
 
-PLAIN = (
-    START
-    + """
+
+def whole(script: str) -> str:
+    """A script as a file: with `START` if it imports no torch, and with `END` if it does not save by itself."""
+    start = "" if "import torch\n" in script else START
+    return start + script + ("" if "sys.argv[1]" in script else END)
+
+
+PLAIN = """
 model = network()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 model.eval()
@@ -49,12 +54,8 @@ for step in range(12):
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 """
-    + END
-)
 
-COMPILED = (
-    START
-    + """
+COMPILED = """
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -76,12 +77,8 @@ for step in range(12):
     optimizer.step()
     optimizer.zero_grad()
 """
-    + END
-)
 
-AMP = (
-    START
-    + """
+AMP = """
 model = network()
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
@@ -101,12 +98,8 @@ for step in range(14):
     scaler.update()
     optimizer.zero_grad()
 """
-    + END
-)
 
-TWO_OPTIMIZERS = (
-    START
-    + """
+TWO_OPTIMIZERS = """
 model = network()
 matrices = [p for p in model.parameters() if p.dim() == 2]
 vectors = [p for p in model.parameters() if p.dim() < 2]
@@ -123,12 +116,8 @@ for step in range(12):
     for optimizer in optimizers:
         optimizer.zero_grad()
 """
-    + END
-)
 
-GAN = (
-    START
-    + """
+GAN = """
 class Gan(nn.Module):
     def __init__(self):
         super().__init__()
@@ -149,8 +138,6 @@ for step in range(12):
     bce(model.d(fake), torch.ones(8, 1)).backward()
     of_g.step()
 """
-    + END
-)
 
 GAN_OF_TWO_LOSSES = GAN.replace(
     "bce(model.d(both), torch.cat([torch.ones(8, 1), torch.zeros(8, 1)]))", "bce(model.d(real), torch.ones(8, 1))"
@@ -159,9 +146,7 @@ GAN_OF_TWO_LOSSES = GAN.replace(
     "of_d_loss.backward()\n    bce(model.d(fake.detach()), torch.zeros(8, 1)).backward()",
 )
 
-CLOSURE = (
-    START
-    + """
+CLOSURE = """
 model = network()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 def closure():
@@ -175,12 +160,8 @@ def closure():
 for step in range(12):
     print(optimizer.step(closure).item())
 """
-    + END
-)
 
-DDP = (
-    START
-    + """
+DDP = """
 import contextlib
 from torch.nn.parallel import DistributedDataParallel
 
@@ -204,11 +185,8 @@ if dist.get_rank() == 0:
     torch.save(model.module.state_dict(), sys.argv[1])
 dist.destroy_process_group()
 """
-)
 
-FSDP2 = (
-    START
-    + """
+FSDP2 = """
 from torch.distributed.fsdp import fully_shard
 
 dist.init_process_group("gloo")
@@ -233,11 +211,8 @@ if dist.get_rank() == 0:
     torch.save(weights, sys.argv[1])
 dist.destroy_process_group()
 """
-)
 
-BY_HAND = (
-    START
-    + """
+BY_HAND = """
 dist.init_process_group("gloo")
 generator.manual_seed(dist.get_rank())
 model = network()
@@ -257,7 +232,6 @@ if dist.get_rank() == 0:
     torch.save(model.state_dict(), sys.argv[1])
 dist.destroy_process_group()
 """
-)
 
 ENDINGS = {
     "crash": "raise ValueError('the script has a mistake')",

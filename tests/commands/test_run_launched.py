@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import sonde
-from tests.commands.scripts import DDP, NEVER_TRAINS, PLAIN
+from tests.commands.scripts import DDP, NEVER_TRAINS, PLAIN, whole
 from tests.commands.unmodified import bare, same_weights
 from tests.new_process import Ended, Python
 
@@ -48,7 +48,7 @@ def test_a_script_is_measured_as_it_is_launched(name: str, tmp_path: Path) -> No
         pytest.importorskip("accelerate", reason="needs accelerate: pip install '.[accelerate]'")
     without = bare(script, tmp_path, ranks=ranks)
     (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "train.py").write_text(script)
+    (tmp_path / "package" / "train.py").write_text(whole(script))
     ended = launched([*OPTIONS, *command, "w.pt", "--lr", "3"], tmp_path)
     assert (ended.status, ended.out) == (0, without.out), ended.err
     assert same_weights(torch.load(tmp_path / "w.pt"), without.weights)
@@ -67,7 +67,7 @@ def test_a_real_python_runs_the_script_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(CHAINED)
     more = "print(sys.path[0], [path for path in sys.path if 'on_start' in path], __name__)\nsys.exit(3)\n"
-    (tmp_path / "train.py").write_text(PLAIN + more)
+    (tmp_path / "train.py").write_text(whole(PLAIN) + more)
     ended = launched(["--every", "1", "--", "train.py", "b.pt", "--lr", "3"], tmp_path, tmp_path / "site")
     assert (ended.status, ended.out) == (3, f"chained False\n{without.out}{tmp_path} [] __main__\n"), ended.err
     assert same_weights(torch.load(tmp_path / "b.pt"), without.weights)
@@ -88,7 +88,7 @@ def test_a_script_without_an_optimizer_says_so(tmp_path: Path) -> None:
 def test_ctrl_c_ends_a_real_python_as_it_did(tmp_path: Path) -> None:
     """By the signal itself, a shell's 130: the report at the end does not change that."""
     interrupt = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"
-    (tmp_path / "train.py").write_text(PLAIN.replace("sys.argv[1]", "'weights.pt'") + interrupt)
+    (tmp_path / "train.py").write_text(whole(PLAIN).replace("sys.argv[1]", "'weights.pt'") + interrupt)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(sonde.__file__).parents[1])}
     ended = subprocess.run(
         [sys.executable, "-m", "sonde", "run", "--every", "1", "--", "-m", "train"],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import scripts
-from tests.commands.scripts import ENDINGS, PLAIN
+from tests.commands.scripts import END, ENDINGS, PLAIN
 from tests.commands.unmodified import check_untouched, explicit, with_run
 
 STYLES = {
@@ -63,7 +63,7 @@ def test_a_clip_of_the_script_is_in_the_log(tmp_path: Path) -> None:
     [("crash", 1, True), ("exit 3", 3, False), ("interrupted", 1, False), ("terminated", -15, False)],
 )
 def test_scripts_end_as_they_did(ending: str, status: int, writes_report: bool, tmp_path: Path) -> None:
-    measured = check_untouched(PLAIN + ENDINGS[ending], tmp_path, report=writes_report)
+    measured = check_untouched(PLAIN + END + ENDINGS[ending], tmp_path, report=writes_report)
     assert measured.status == status
     assert ("ValueError: the script has a mistake" in measured.err) == (ending == "crash")
     if ending == "terminated":  # nothing runs then: the log is whole up to its last reading

@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 
 import sonde
-from tests.commands.scripts import DDP, START
+from tests.commands.scripts import DDP
 from tests.commands.unmodified import check_untouched, explicit, with_run
 
-FOLDS = (
-    START
-    + """
+FOLDS = """
 import gc, weakref
 models, kept = [], []
 for fold in range(3):
@@ -30,11 +28,8 @@ gc.collect()
 print([each() is None for each in models])
 torch.save(model.state_dict(), sys.argv[1])
 """
-)
 
-TURNS = (
-    START
-    + """
+TURNS = """
 model = network()
 optimizers = [torch.optim.SGD(model[0].parameters(), lr=1e-2), torch.optim.SGD(model[2].parameters(), lr=1e-2)]
 # (attach here)
@@ -47,11 +42,8 @@ for step in range(12):
     optimizers[step % 2].step()
 torch.save(model.state_dict(), sys.argv[1])
 """
-)
 
-LATER_PARAMETERS = (
-    START
-    + """
+LATER_PARAMETERS = """
 model = network()
 model[0].requires_grad_(False)
 optimizer = torch.optim.AdamW(model[2].parameters(), lr=1e-2)
@@ -66,11 +58,8 @@ for step in range(12):
     optimizer.zero_grad()
 torch.save(model.state_dict(), sys.argv[1])
 """
-)
 
-OUT_OF_MEMORY = (
-    START
-    + """
+OUT_OF_MEMORY = """
 class Memory(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, rows):
@@ -105,7 +94,6 @@ def train(rows):
         optimizer.zero_grad()
     torch.save(model.state_dict(), sys.argv[1])
 """
-)
 
 RETRIES = """
 rows = 64
@@ -117,9 +105,7 @@ while True:
         rows //= 2
 """
 
-TWO_PROCESSES = (
-    START
-    + """
+TWO_PROCESSES = """
 import multiprocessing
 
 def train(file):
@@ -138,7 +124,6 @@ other.start()
 train(sys.argv[1])
 other.join()
 """
-)
 
 BY_RANK = DDP.replace(
     'dist.init_process_group("gloo")', 'dist.init_process_group("gloo")\nimport os\ndel os.environ["RANK"]'

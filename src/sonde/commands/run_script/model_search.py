@@ -276,9 +276,16 @@ def watch_calls(before_call: Callable[[nn.Module], None]) -> Callable[[], None]:
     # torch's compiler looks at every call that is made inside a compiled model, and must not look at ours.
     callback = torch.compiler.disable(before_call)
     unwatched = types.FunctionType(code, call.__globals__, call.__name__, call.__defaults__)
-    call.__code__ = _watched.__code__.replace(co_filename=code.co_filename, co_name=code.co_name)
+    own = _watched.__code__
+    # In a traceback, the call on the last line of this code shows the last line of torch's, which makes the same call.
+    first_line = own.co_firstlineno + _last_line(code) - _last_line(own)
+    call.__code__ = own.replace(co_filename=code.co_filename, co_name=code.co_name, co_firstlineno=first_line)
 
     def end() -> None:
         call.__code__ = code
 
     return end
+
+
+def _last_line(code: types.CodeType) -> int:
+    return max(line for _, _, line in code.co_lines() if line is not None)
