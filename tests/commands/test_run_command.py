@@ -54,29 +54,11 @@ def test_errors_come_before_the_script_starts(
     assert "sonde run -- python ./train" in error(capsys, "--", "./train")
 
 
-def test_help_names_its_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--help"]) == 0
-    said = capsys.readouterr().out
-    for option in (
-        "--nproc N",
-        "--unit NAME",
-        "--units-from SOURCE",
-        "--weights-from",
-        "--budget PART",
-        "--out FOLDER",
-    ):
-        assert option in said
-    assert "{None}" not in said
-
-
-def test_options_of_the_script_are_its_own() -> None:
+def test_what_the_command_becomes(tmp_path: Path) -> None:
     assert split_command(["--every", "1", "--", "train.py", "--every", "2", "--", "--help"]) == (
         ["--every", "1"],
         ["train.py", "--every", "2", "--", "--help"],
     )
-
-
-def test_what_the_command_becomes(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
     python, torchrun = sys.executable, ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]

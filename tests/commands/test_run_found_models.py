@@ -21,13 +21,6 @@ class Around(nn.Module):
         self.inner, self.frozen = inner, nn.Linear(3, 3).requires_grad_(False)
 
 
-def test_optimizers_of_the_parts_of_one_called_module_share_it() -> None:
-    model = Two()
-    body, head = SGD(model.body.parameters()), SGD(model.head.parameters())
-    (found,) = models_in(model, [body, head])
-    assert (found.model, found.optimizers) == (model, (body, head))
-
-
 def test_an_optimizer_of_one_part_has_that_part_for_its_model() -> None:
     model = Two()
     head = SGD(model.head.parameters())

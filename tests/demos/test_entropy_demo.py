@@ -120,12 +120,3 @@ def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path, capsys: pytest
     assert main(["demo", "entropy", *SMALL, "--out", str(tmp_path)]) == 2
     assert "a folder that is not empty" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
-def test_help_describes_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "entropy", "--help"]) == 0
-    message = " ".join(capsys.readouterr().out.split())
-    assert "sonde demo entropy" in message
-    assert "forecasts what the optimizer's step will do" in message
-    assert main(["demo", "--help"]) == 0
-    assert "sonde demo entropy" in " ".join(capsys.readouterr().out.split())

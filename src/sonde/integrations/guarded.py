@@ -88,10 +88,6 @@ class GuardedProbe:
         on_error: OnError = "warn",
         verbose: bool = True,
     ) -> None:
-        for name, function, number in (("units", units, 8), ("weight", weight, 2.0)):
-            if function is not None and not callable(function):
-                example = f"as {name}=lambda batch: {number}"
-                raise ValueError(f"{name} must be a function of a batch, got {function!r:.60}: {example}")
         of_options = {name: value for name, value in options.items() if name not in _PARTNERS}
         names = unit_names(NoiseScaleOptions(**of_options, units_per_piece=None).unit)
         if len(names) > 1 and units is None:
