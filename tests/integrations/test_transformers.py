@@ -101,11 +101,8 @@ class Saves(TrainerCallback):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("by_callback", [False, True])
-def test_a_resumed_training_goes_on_with_its_averages(
-    by_callback: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_training_goes_on_with_its_averages(by_callback: bool, tmp_path: Path) -> None:
     """A callback that comes after sonde's may ask for the checkpoint."""
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     options = {} if by_callback else {"save_strategy": "steps", "save_steps": 6}
     whole = trainer_of(tmp_path / "whole", **options)
     uninterrupted = integration.attach(whole, **BY_PIECES)
@@ -120,7 +117,6 @@ def test_a_resumed_training_goes_on_with_its_averages(
     reading = probe.reading()
     assert reading is not None
     assert reading.windows == 14
-    assert "Ignoring" not in caplog.text  # transformers' warning of an entry that belongs to no callback
 
 
 def test_a_new_accelerator_is_measured_too(tmp_path: Path) -> None:
