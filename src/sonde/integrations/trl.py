@@ -125,9 +125,9 @@ def _forgiving(event: Callable[..., None]) -> Callable[..., None]:
     """An event of the trainer in which an error of a probe does not end training."""
 
     @functools.wraps(event)
-    def forgiven(probes: TrlProbes, *args: Any, **kwargs: Any) -> None:
-        with probes._forgiven():
-            event(probes, *args, **kwargs)
+    def forgiven(self: TrlProbes, *args: Any, **kwargs: Any) -> None:
+        with self._forgiven():
+            event(self, *args, **kwargs)
 
     return forgiven
 
