@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from tyro.conf import Positional, arg, subcommand
@@ -65,28 +65,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ERROR
 
 
+def options_of(args: Sequence[str]) -> tuple[Any, list[str]]:
+    """The options of a command, and the script of `sonde run` with its own.
+
+    Args:
+        args: arguments after the program's name.
+    """
+    script: list[str] = []
+    if args[:1] == ["run"]:
+        own, script = split_command(args[1:])
+        args = ["run", *own]
+    if args[:2] == ["demo", "entropy"]:
+        return tyro.cli(EntropyDemoOptions, prog="sonde demo entropy", args=args[2:]), script
+    about = "Measure a PyTorch training run while it runs, or a checkpoint. `sonde --version` prints the version."
+    return tyro.cli(Command, prog="sonde", description=about, args=args), script
+
+
 def _run(args: list[str]) -> int:
     if args == ["--version"]:
         print(f"sonde {__version__}")
         return 0
-    if args[:2] == ["demo", "entropy"]:
-        return run_entropy_demo(tyro.cli(EntropyDemoOptions, prog="sonde demo entropy", args=args[2:]))
-    script: list[str] = []
-    if args[:1] == ["run"]:  # only the arguments before -- are sonde's own
-        own, script = split_command(args[1:])
-        args = ["run", *own]
-    options = tyro.cli(
-        Command,
-        prog="sonde",
-        description="Measure a PyTorch training run while it runs, or a checkpoint. "
-        "`sonde --version` prints the version.",
-        args=args,
-    )
+    options, script = options_of(args)
     match options:
         case RunOptions():
             return run_script(options, script)
         case DemoOptions():
             return run_demo(options)
+        case EntropyDemoOptions():
+            return run_entropy_demo(options)
         case MeasureOptions():
             return run_measure(options)
         case ReportOptions():
