@@ -17,8 +17,8 @@ from benchmarks.entropy_cost import OURS, TINY, Size, costs, peaks
 from benchmarks.entropy_lengths import Lengths, coverage_by_length
 from benchmarks.machine import describe
 
-QUICK = Plan(steps=(0, 2), batches=2, prompts=6, truths=2, responses=2)
-LENGTHS_QUICK = Lengths((8,), (1.0,), batches=4, trained_for=2, seeds=(0,))
+QUICK = Plan(steps=(0,), batches=2, prompts=6, truths=2, responses=2)
+LENGTHS_QUICK = Lengths((8,), (1.0,), batches=2, trained_for=2, seeds=(0,))
 BY_BACKWARDS = "gradient, three backwards for every prompt"
 
 

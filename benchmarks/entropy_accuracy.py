@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import sonde
-from sonde.demos.arithmetic.options import COMPLETIONS, EntropyDemoOptions
-from sonde.demos.arithmetic.run import make_trainer
+from sonde.demos.arithmetic.run import COMPLETIONS, EntropyDemoOptions, make_trainer
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.optimizer_step import forecast_step, taken
 from sonde.policy.scoring.scorer import Scored, Scorer

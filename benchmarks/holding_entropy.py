@@ -25,11 +25,10 @@ from transformers import TrainerCallback
 
 import sonde
 from benchmarks.machine import describe
-from sonde.demos.arithmetic.options import COMPLETIONS, EntropyDemoOptions
-from sonde.demos.arithmetic.run import make_trainer
+from sonde.demos.arithmetic.run import COMPLETIONS, EntropyDemoOptions, make_trainer
 from sonde.integrations import trl as integration
+from sonde.integrations.guarded import WrappedMethods
 from sonde.integrations.trl_rollouts import TrlRollouts
-from sonde.integrations.wrapped_methods import WrappedMethods
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.scoring.training_state import preserve_training_state, seed_everything

@@ -33,7 +33,7 @@ def test_help_lists_commands_and_options(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["report", "--help"]) == 0
     report = capsys.readouterr().out
     assert all(text in commands for text in ("demo", "report", "--version"))
-    for option in ("--steps N", "--ranks N", "--batch N", "--out FOLDER", "--config FILE", "(default: 16 per rank)"):
+    for option in ("--steps N", "--ranks N", "--batch N", "--out FOLDER", "(default: 16 per rank)"):
         assert option in demo
     assert "--out FILE" in report
     assert "{None}" not in demo + report
@@ -67,15 +67,6 @@ def test_demo_never_writes_into_a_folder_with_something_in_it(
     )
     assert "got" in _error(capsys, "demo", "--out", str(tmp_path / "mine.txt"))
     assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
-
-
-def test_config_file_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    config = tmp_path / "demo.yaml"
-    config.write_text("stpes: 3\n")
-    assert _error(capsys, "demo", "--config", str(config)) == (
-        f"sonde: error: {config} holds an unknown option 'stpes': did you mean 'steps'?\n"
-    )
-    assert "no config file at" in _error(capsys, "demo", "--config", str(tmp_path / "absent.yaml"))
 
 
 def test_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ REFUSED = {
     ),
     "steps in backward": (hard_scripts.STEPS_IN_BACKWARD, 1, "an optimizer steps inside backward"),
     "two forwards": (hard_scripts.TWO_FORWARDS, 1, "pass --units-from with the number of units in one"),
-    "rows of another number": (hard_scripts.OTHER_ROWS, 1, "Pass --units-from: a number, NAME:DIM as labels:0"),
     "parts of a model": (hard_scripts.PARTS, 1, "pass --units-from with the number of units in one"),
     "reduced by hand": (scripts.BY_HAND, 2, "pass --reduced-by-hand if the script averages"),
 }

@@ -27,31 +27,39 @@ from tests.integrations.grpo_trainer import trainer_of, weights  # noqa: E402
 from tests.step_meter import StepMeter  # noqa: E402
 
 
-@pytest.mark.parametrize("loss_type", ["dr_grpo", "grpo", "dapo"])
-def test_twelve_steps_are_the_same_to_the_bit(tmp_path: Path, loss_type: str) -> None:
-    plain = trainer_of(tmp_path / "plain", steps=12, loss_type=loss_type)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_type": "grpo"},
+        {"loss_type": "dapo"},
+        {"loss_type": "bnpo"},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+        {"loss_type": "dr_grpo", "importance_sampling_level": "sequence"},  # a ratio of the response at each token
+        {"num_iterations": 2},
+        {"steps_per_generation": 4},
+        {"bf16": True},
+    ],
+    ids=str,
+)
+def test_training_is_the_same_to_the_bit_and_its_causes_are_explained(tmp_path: Path, options: dict[str, Any]) -> None:
+    plain = trainer_of(tmp_path / "plain", steps=6, **options)
     plain.train()
-    watched = trainer_of(tmp_path / "watched", steps=12, loss_type=loss_type)
-    config = {
-        "gns_probe": {"enabled": True, "log_every": 2},
-        "entropy_probe": {"enabled": True, "every": 5},
-        "policy_entropy_probe": {"enabled": True},
-    }
-    probes = integration.attach(watched, config, causes=True, coefficient_to_hold=loss_type == "grpo")
+    watched = trainer_of(tmp_path / "watched", steps=6, **options)
+    holds = options == {"loss_type": "grpo"}
+    config = {"entropy_probe": {"enabled": True, "every": 3}}
+    probes = integration.attach(watched, config, causes=True, coefficient_to_hold=holds)
     watched.train()
     assert torch.equal(weights(plain), weights(watched))
-    assert [step for step, _ in probes.forecasts] == [1, 6, 11]
-    logged = {name for entry in watched.state.log_history for name in entry}
-    assert {"entropy/delta_forecast", "entropy/delta_importance", "entropy/update_token_weighted"} <= logged
-    assert {"gns_prompts/trace_cov", "gns_prompts/completions_share"} <= logged
+    assert [step for step, _ in probes.forecasts] == [1, 4]
     for _, forecast in probes.forecasts:
         assert forecast.n_evaluation == 16
-        assert (forecast.coefficient_to_hold is not None) == (loss_type == "grpo")
+        assert (forecast.coefficient_to_hold is not None) == holds
         assert forecast.se > 0
         assert forecast.causes is not None
-        assert len(forecast.causes.prompts) == 4  # 32 completions of a window, 8 to a prompt
-        # On policy and without KL, the loss is the mean of advantage × log-probability that causes assume.
-        assert forecast.causes.explained == pytest.approx(1.0, abs=0.05)
+        if "bf16" not in options:  # bf16 rounds the gradients
+            # The loss is the mean of weight × advantage × log-probability that causes assume.
+            assert forecast.causes.explained == pytest.approx(1.0, abs=0.1)
+    probes.close()
     assert not unwrap_optimizer(watched.optimizer)._optimizer_step_pre_hooks
 
 
@@ -257,41 +265,6 @@ def test_records_go_to_sinks_and_rollouts_are_an_independent_truth(tmp_path: Pat
     trainer.train()  # once more: the log has ended, and nothing fails
     assert len(probes.forecasts) > 2
     assert read_run(tmp_path / "log").policy == run.policy
-
-
-def test_two_attached_probes_can_be_closed_in_either_order(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path)
-    first, second = integration.attach(trainer), integration.attach(trainer)
-    second.close()
-    first.close()
-    assert not set(vars(trainer)) & set(WRAPPED)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_iterations": 2},
-        {"steps_per_generation": 4},
-        {"bf16": True},
-        {"loss_type": "bnpo"},
-        {"loss_type": "grpo", "importance_sampling_level": "sequence"},
-        {"loss_type": "dr_grpo", "importance_sampling_level": "sequence"},  # a ratio of the response at each token
-    ],
-    ids=str,
-)
-def test_other_ways_to_train_are_the_same_to_the_bit(tmp_path: Path, options: dict[str, Any]) -> None:
-    plain = trainer_of(tmp_path / "plain", steps=6, **options)
-    plain.train()
-    watched = trainer_of(tmp_path / "watched", steps=6, **options)
-    probes = integration.attach(watched, {"entropy_probe": {"enabled": True, "every": 3}}, causes=True)
-    watched.train()
-    assert torch.equal(weights(plain), weights(watched))
-    assert [step for step, _ in probes.forecasts] == [1, 4]
-    for _, forecast in probes.forecasts:
-        assert forecast.se > 0
-        assert forecast.causes is not None
-        if "bf16" not in options:  # bf16 rounds the gradients
-            assert forecast.causes.explained == pytest.approx(1.0, abs=0.1)
 
 
 def test_closing_restores_the_trainer(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from sonde.call_site import stack_level
+from sonde.console import stack_level
 from sonde.gradient_norm.global_norm import GlobalNorm, global_norm, warm_up
 from sonde.gradient_norm.held_error import HeldError
 from sonde.gradient_norm.plan import NormPlan

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sonde.call_site import stack_level
+from sonde.console import stack_level
 from sonde.gradient_norm.fused_clip import scale_in_step
 from sonde.parallel.loss_scale import check_grad_scaler, loss_scale
 from sonde.parallel.process_groups import check_group, data_parallel_group, gather_from_all_ranks, together

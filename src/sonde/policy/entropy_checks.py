@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sonde.call_site import stack_level
+from sonde.console import stack_level
 from sonde.parallel.placements import is_fsdp1, local_tensor, reshard
 from sonde.parallel.process_groups import gather_from_all_ranks
 from sonde.parallel.same_on_ranks import digest

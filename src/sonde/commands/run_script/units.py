@@ -1,4 +1,4 @@
-"""What `--units-from` says, as the argument `units_per_piece` of `sonde.attach`."""
+"""What `--units-from` and `--weights-from` say, as the argument `units_per_piece` of `sonde.attach`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
-from sonde.batch_size.forward_units import FIRST_DIM, CountsOfForward, FirstDim, UnitsPerPiece
+from sonde.batch_size.forward_units import FIRST_DIM, CountsOfForward, UnitsPerPiece
 from sonde.parallel.unwrap import unwrap_model
 
-FIRST_DIM_OPTION = "first-dim"
 _LEAST = 1e-6
 """Tokens of a row without any: it counts for nothing, and the rows' weights stay positive."""
 _EXPECTED = "pass first-dim, a number, NAME:DIM or package.module:function"
@@ -28,7 +27,7 @@ def check_units_from(text: str) -> None:
     """
     if (number := _number(text)) is not None and not 0 < number < math.inf:
         raise ValueError(f"--units-from must be a number above 0, got {text}: pass the units of a micro-batch")
-    if text != FIRST_DIM_OPTION and _number(text) is None and not re.fullmatch(r"[\w.]+:\w+", text):
+    if text != "first-dim" and number is None and not re.fullmatch(r"[\w.]+:\w+", text):
         raise ValueError(f"--units-from takes what shows the units of a micro-batch, got {text!r}: {_EXPECTED}")
 
 
@@ -41,7 +40,7 @@ def units_of(text: str, weights_from: str, model: nn.Module) -> UnitsPerPiece:
         model: that the script calls.
 
     Raises:
-        ValueError: when the text is of no known form, or names a function that is not there.
+        ValueError: when the text names a function that is not there.
     """
     units = _units_of(text, model)
     is_of_transformers = any(kind.__module__.startswith("transformers.") for kind in type(unwrap_model(model)).__mro__)
@@ -68,38 +67,32 @@ def units_in_batch(text: str) -> Callable[[Mapping[str, Any]], Any] | None:
         text: of the option.
 
     Raises:
-        ValueError: when the text is of no known form, or names a function that is not there.
+        ValueError: when the text names a function that is not there.
     """
-    match _read(text):
-        case "first dim":  # the trainer's own batches show more than rows: packed documents, pairs
-            return None
-        case (str(name), int(dim)):
-            return lambda batch: batch[name].shape[dim]
-        case float(number):
-            return lambda batch: number
-        case function:
-            return lambda batch: function(**batch)
+    if text == "first-dim":  # the trainer's own batches show more than rows: packed documents, pairs
+        return None
+    if (number := _number(text)) is not None:
+        return lambda batch: number
+    name, _, last = text.partition(":")
+    if last.isdigit():
+        return lambda batch: batch[name].shape[int(last)]
+    function = _function(name, last)
+    return lambda batch: function(**batch)
 
 
 def _units_of(text: str, model: nn.Module) -> UnitsPerPiece:
-    match _read(text):
-        case (str(name), int(dim)):
-            return lambda *args, **kwargs: _argument(name, model, args, kwargs, f"--units-from {text}").shape[dim]
-        case units:
-            return cast("UnitsPerPiece", units)
-
-
-def _read(text: str) -> FirstDim | float | tuple[str, int] | Callable[..., Any]:
-    """What a text of `--units-from` says: rows, a number, a dim of an argument, or a function."""
-    check_units_from(text)
-    if text == FIRST_DIM_OPTION:
+    if text == "first-dim":
         return "first dim"
     if (number := _number(text)) is not None:
         return number
     name, _, last = text.partition(":")
-    if last.isdigit():
-        return name, int(last)
-    return _function(name, last)
+    if not last.isdigit():
+        return _function(name, last)
+
+    def size(*args: Any, **kwargs: Any) -> int:
+        return _argument(name, model, args, kwargs, f"--units-from {text}").shape[int(last)]
+
+    return size
 
 
 def _number(text: str) -> float | None:
@@ -119,6 +112,7 @@ def _argument(name: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[s
 
 def _function(module: str, name: str) -> Callable[..., Any]:
     try:
-        return cast("Callable[..., Any]", getattr(importlib.import_module(module), name))
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"--units-from {module}:{name} cannot be found ({error}): {_EXPECTED}") from error
+    return function
