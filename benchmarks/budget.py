@@ -32,8 +32,8 @@ from benchmarks.launch import on_ranks
 from benchmarks.machine import page
 from benchmarks.timing import Cost, cost, in_words
 from benchmarks.training import Run, Setup, draw_windows
-from sonde.batch_size.budget import REVIEW
-from sonde.batch_size.measuring_cost import Cost as MeasuringCost
+from sonde.batch_size.pace import REVIEW
+from sonde.batch_size.pace import Cost as MeasuringCost
 from sonde.stats.sealed_state import sealed, unsealed
 
 SMALL = GptShape(width=64, depth=6, heads=4, context=64)

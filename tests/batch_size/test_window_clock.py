@@ -39,10 +39,10 @@ def test_each_duration_is_given_once_when_the_device_has_come_so_far() -> None:
     rng, device = random.Random(0), Device()
     clock = WindowClock(device.mark)
     ends, kinds, got = [0.0], [], []
-    for _ in range(200):
+    for number in range(200):
         device.given.append(ends[-1])
         kind = rng.random() < 0.3
-        clock.window_ended(was_measured=kind)
+        clock.window_ended(number, was_measured=kind)
         kinds.append(kind)
         ends.append(ends[-1] + rng.uniform(0.1, 1.0))
         if rng.random() < 0.4:
@@ -62,9 +62,9 @@ def test_each_duration_is_given_once_when_the_device_has_come_so_far() -> None:
 def test_a_device_that_has_done_nothing_gives_nothing() -> None:
     device = Device()
     clock = WindowClock(device.mark)
-    for end in (1.0, 2.0, 3.0):
+    for number, end in enumerate((1.0, 2.0, 3.0)):
         device.given.append(end)
-        clock.window_ended(was_measured=True)
+        clock.window_ended(number, was_measured=True)
     assert clock.take() == WindowTimes()
     device.now = 2.0
     assert clock.take() == WindowTimes(measured=1.0, n_measured=1)

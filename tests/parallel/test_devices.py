@@ -64,8 +64,8 @@ def test_events_without_timing_leave_the_clock_to_the_host(monkeypatch: pytest.M
     with PretendDevice() as device:
         assert marks_of(DEVICE).func is devices.record_event  # type: ignore[attr-defined]
         clock = WindowClock(marks_of(DEVICE))
-        for _ in range(3):
-            clock.window_ended(was_measured=True)
+        for number in range(3):
+            clock.window_ended(number, was_measured=True)
         assert clock.take().n_measured == 0
         device.catch_up()
         assert clock.take().n_measured == 2

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sonde.batch_size.log import KnownOfWindow, MeasuredWindow
-from sonde.batch_size.measuring_cost import WindowCosts
+from sonde.batch_size.pace import WindowCosts
 from sonde.batch_size.taps.tap import Adds
 from sonde.batch_size.taps.window_reader import Window
 from sonde.batch_size.taps.window_sums import as_vector, named, packed, read_rows, those_under

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 from torch import Tensor
 
-from sonde.batch_size.measuring_cost import Cost, WindowCosts
+from sonde.batch_size.pace import Cost, WindowCosts
 from sonde.batch_size.stats.reading import ENOUGH_COVERED, NoiseScaleReading
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, SolvedWindow, WindowRow

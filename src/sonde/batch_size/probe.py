@@ -22,17 +22,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.batch_size.arrivals import Arrivals, MetricTrackers
-from sonde.batch_size.budget import Pace
 from sonde.batch_size.delivery import Delivery
 from sonde.batch_size.forward_units import ForwardUnits, is_of_forward
 from sonde.batch_size.found_model import RanksOfModel, find_model, raised_on_all_ranks
 from sonde.batch_size.frozen_watch import FrozenWatch
 from sonde.batch_size.log import METRICS as LOG_METRICS
 from sonde.batch_size.log import NoiseScaleLog, Scalars
-from sonde.batch_size.measuring_cost import Cost
 from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.model_watch import ModelWatch, rounding_tolerance
-from sonde.batch_size.pacing import Pacing
+from sonde.batch_size.pace import Cost, Pace
 from sonde.batch_size.pieces import NOT_COUNTED, DeclaredPiece, Pieces, Units, UnitsOfPieces
 from sonde.batch_size.setup import (
     NoiseScaleOptions,
@@ -53,7 +51,6 @@ from sonde.batch_size.taps.witness import Witness
 from sonde.batch_size.window_clock import OwnTime
 from sonde.batch_size.window_ends import WindowClip, WindowEnds, checked_clip
 from sonde.console import tell
-from sonde.parallel.devices import exact_bits
 from sonde.parallel.optimizers import Optimizers
 from sonde.parallel.process_groups import n_summed
 from sonde.parallel.same_on_ranks import holds_on_all
@@ -175,14 +172,9 @@ class NoiseScaleProbe:
         )
         self._alone = self._delivery.alone
         n_summed_ranks = n_summed(wrapper.group)
-        pace = Pace(
-            every=options.every,
-            budget=options.budget,
-            allowance=options.allowance,
-            n_ranks=n_summed_ranks,
-            exact_bits=exact_bits(self._reader.device, n_summed_ranks),
+        self._pace = pace = Pace(
+            every=options.every, budget=options.budget, allowance=options.allowance, n_ranks=n_summed_ranks
         )
-        self._pacing = Pacing(pace, self._tap, self._mechanism, self._reader, own)
         self._scalars = Scalars(log)
         self._closed = False
         self._verbose = verbose and log.is_first_rank
@@ -198,7 +190,7 @@ class NoiseScaleProbe:
             optimizer,
             wrapper,
             self._reader,
-            self._pacing,
+            pace,
             own,
             has_peers=n_summed_ranks > 1,
             end_window=self._end_at_step,
@@ -212,13 +204,25 @@ class NoiseScaleProbe:
             forwards,
             reader=self._reader,
             steps=self._steps,
-            pacing=self._pacing,
+            pace=pace,
             own=own,
             in_pipeline=wrapper.pp_mesh is not None,
-            has_peers=n_summed_ranks > 1,
         )
-        of_windows = self._reader, self._steps, self._model, self._pieces, self._pacing, self._delivery, self._scalars
-        self._ends = WindowEnds(*of_windows, own, ddp=wrapper.ddp, log_every=log.every, alert=self._alert)
+        self._ends = WindowEnds(
+            self._reader,
+            self._steps,
+            self._model,
+            self._pieces,
+            pace,
+            self._tap,
+            self._mechanism,
+            self._delivery,
+            self._scalars,
+            own,
+            ddp=wrapper.ddp,
+            log_every=log.every,
+            alert=self._alert,
+        )
         try:
             self._log = self._begun_log(log)
         except BaseException:  # leave no hook behind
@@ -230,7 +234,7 @@ class NoiseScaleProbe:
             self._rounding,
             frozen=self._frozen,
             mechanism=self._mechanism,
-            pacing=self._pacing,
+            pace=pace,
             tap=self._tap,
             wrapper=wrapper,
             counted_in=lambda: self._pieces.counted_in,
@@ -245,7 +249,7 @@ class NoiseScaleProbe:
 
     def _begun_log(self, log: RunLog) -> NoiseScaleLog:
         """The log of all that is measured, begun. If one rank cannot begin it, none measures, so that none waits."""
-        setup, further, pace = self._setup(), self._metrics.further, self._pacing.pace
+        setup, further, pace = self._setup(), self._metrics.further, self._pace
         on_all = functools.partial(holds_on_all, self._wrapper.group, self._wrapper.leaves[0].device)
         try:
             begun = NoiseScaleLog(self._tracker, log, setup, lambda: pace.cost, further)
@@ -360,15 +364,15 @@ class NoiseScaleProbe:
         unscaled, divided or clipped by norm before. If they were clipped by value, the window is dropped.
 
         Raises:
-            RuntimeError: inside a piece; in one process, also when the number of units is not known. Peers would wait
-                for a rank that raises, so with several ranks such a window is dropped.
+            RuntimeError: inside a piece.
 
         While a CUDA graph is recorded, it does nothing but say so, since a graph that is replayed calls nothing.
         """
         start = time.perf_counter()
         with self._alone:
-            if not (self._steps.is_ended_already() or self._ends.pass_quiet(start)):
+            if self._closed:
                 self._check_open()
+            if not (self._steps.is_ended_already() or self._ends.pass_quiet(start)):
                 self._ends.end(None)
 
     def _end_at_step(self) -> None:
@@ -442,7 +446,7 @@ class NoiseScaleProbe:
             norm: 2-norm of all gradients before the clip, 0-dim; it is not waited for.
             max_norm: the largest norm allowed; None without a limit.
         """
-        if not self._closed and self._pacing.is_measured:
+        if not self._closed and self._pace.is_measured:
             for name, value in WindowClip(max_norm, 2.0, "ignore").scalars(norm).items():
                 self._scalars.note(name, value)
 
@@ -529,13 +533,13 @@ class NoiseScaleProbe:
     @property
     def measures_now(self) -> bool:
         """Whether the present window is measured. In the others, `piece()` makes no use of its numbers."""
-        return self._pacing.is_measured
+        return self._pace.is_measured
 
     def cost(self) -> Cost:
         """How many windows are measured now, and the part of the run's time that it takes. Waits for the device."""
         with self._alone:
             self._delivery.receive_all()
-            return self._pacing.pace.cost
+            return self._pace.cost
 
     @property
     def alerts(self) -> Mapping[str, str]:
@@ -549,7 +553,6 @@ class NoiseScaleProbe:
         probe itself as one of its entries.
         """
         with self._alone:
-            self._ends.catch_up()
             self._delivery.receive_all()
             return sealed(
                 {
@@ -559,7 +562,7 @@ class NoiseScaleProbe:
                     "run": self._log.state_dict(),
                     "windows": self._ends.n_windows,
                     "covered": self._arrivals.n_covered,
-                    "pace": self._pacing.pace.state_dict(),
+                    "spent": self._pace.spent,
                 }
             )
 
@@ -567,7 +570,6 @@ class NoiseScaleProbe:
         """Continue from the result of `state_dict`.
 
         Load it on every rank, before the first window; the run that saved it may have had another number of ranks.
-        Ranks that began with different states measure every window.
 
         Raises:
             ValueError: when it is damaged, or of another version, unit, metric, of other parameters or groups;
@@ -576,14 +578,13 @@ class NoiseScaleProbe:
         contents = unsealed("noise-scale probe state", state)
         check_identity(contents["what"], self._identity())
         with self._alone:
-            self._ends.catch_up()
             self._delivery.receive_all()  # windows still on their way belong to the time before
             self._metrics.load_state_dict(contents["averages"])
             self._frozen.restore(contents["frozen"])
             self._log.load_state_dict(contents["run"])
             self._ends.n_windows = contents["windows"]
             self._arrivals.n_covered = contents["covered"]
-            self._pacing.pace.load_state_dict(contents["pace"])
+            self._pace.windows_before, self._pace.spent_before = contents["windows"], contents["spent"]
 
     def _identity(self) -> dict[str, object]:
         """What is measured. Averages of something else must not be continued."""
@@ -607,7 +608,6 @@ class NoiseScaleProbe:
         with self._alone:
             if not self._closed:
                 self._closed = True
-                self._ends.catch_up()
                 self._end(reason, patience=patience)
 
     def _end(self, reason: str, *, patience: float) -> None:

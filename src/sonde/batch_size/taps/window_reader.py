@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.batch_size.measuring_cost import WindowCosts
+from sonde.batch_size.pace import WindowCosts
 from sonde.batch_size.taps.metric import GradientTerms, Metrics
 from sonde.batch_size.taps.problems import Problem
 from sonde.batch_size.taps.shared_pieces import CutGradients, ExpertPieces
