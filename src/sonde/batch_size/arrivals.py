@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sonde.batch_size.found_model import ChosenMetrics
-from sonde.batch_size.frozen_watch import FrozenWatch
 from sonde.batch_size.log import MeasuredWindow, NoiseScaleLog
 from sonde.batch_size.mechanism import Mechanism
+from sonde.batch_size.model_watch import FrozenWatch
 from sonde.batch_size.pace import Pace
 from sonde.batch_size.setup import describe_window
-from sonde.batch_size.stats.scale_witness import RoundingTolerance
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
-from sonde.batch_size.stats.window_row import Drop, WindowRow
+from sonde.batch_size.stats.window_row import Drop, RoundingTolerance, WindowRow
 from sonde.batch_size.taps.tap import Tap
 from sonde.parallel.wrappers import Wrapper
 from sonde.stats.sealed_state import Stateful

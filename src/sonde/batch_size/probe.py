@@ -25,11 +25,10 @@ from sonde.batch_size.arrivals import Arrivals, MetricTrackers
 from sonde.batch_size.delivery import Delivery
 from sonde.batch_size.forward_units import ForwardUnits, is_of_forward
 from sonde.batch_size.found_model import RanksOfModel, find_model, raised_on_all_ranks
-from sonde.batch_size.frozen_watch import FrozenWatch
 from sonde.batch_size.log import METRICS as LOG_METRICS
 from sonde.batch_size.log import NoiseScaleLog, Scalars
 from sonde.batch_size.mechanism import Mechanism
-from sonde.batch_size.model_watch import ModelWatch, rounding_tolerance
+from sonde.batch_size.model_watch import FrozenWatch, ModelWatch, rounding_tolerance
 from sonde.batch_size.pace import Cost, Pace
 from sonde.batch_size.pieces import NOT_COUNTED, DeclaredPiece, Pieces, Units, UnitsOfPieces
 from sonde.batch_size.setup import (
@@ -38,7 +37,7 @@ from sonde.batch_size.setup import (
     describe,
     describe_context_axis,
 )
-from sonde.batch_size.stats.fixed_weights import FixedWeights
+from sonde.batch_size.stats.averages import FixedWeights
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import SolvedWindow

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from sonde.batch_size.checkpoint.measure import Measurement, check_limits, measure
+from sonde.batch_size.measure import Measurement, check_limits, measure
 from sonde.batch_size.stats.critical_batch import ABOUT_RIGHT
 from sonde.batch_size.stats.reading import GroupReading
 from sonde.commands.measure_options import MeasureOptions, check_ranges

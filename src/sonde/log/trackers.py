@@ -1,4 +1,4 @@
-"""Sinks for experiment trackers: W&B, MLflow, trackio, or any function that takes metrics and a step.
+"""Sinks for experiment trackers: TensorBoard, W&B, MLflow, trackio, or any function of metrics and a step.
 
 A tracker shows sonde's numbers beside those that a team already looks at. The log that a report is made from is
 `JsonlSink`'s. Records come a few windows late, and carry the number of their own window, so a tracker must take a step
@@ -7,17 +7,119 @@ that is lower than the last one it was given. W&B does not: there, the window is
 
 from __future__ import annotations
 
+import html
+import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from sonde.log.known_metrics import known_metrics
 from sonde.log.sinks import JsonlSink
-from sonde.log.tensorboard import TensorBoardSink
 from sonde.sink import TRACKERS, Sink
 from sonde.version import install_hint
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class TensorBoardSink:
+    """Writes readings as scalars at step = window, headers and alerts as text.
+
+    A metric that is not known (null) has no point: the curve has a gap. A group's B_simple is written under
+    `gns_by_group/NAME`. TensorBoard is a view: the log that a report is made from is `JsonlSink`'s.
+
+    Args:
+        log_dir: the folder TensorBoard is pointed at; or a writer of yours, which is flushed at the end, not closed.
+        flush_secs: seconds between two flushes to disk, done by a thread of TensorBoard's own.
+        step: gives your own number of a step from the number of a window, from 1; by default they are the same.
+
+    Raises:
+        ImportError: without the `tensorboard` package.
+    """
+
+    def __init__(
+        self, log_dir: str | Path | SummaryWriter, *, flush_secs: int = 10, step: Callable[[int], int] | None = None
+    ) -> None:
+        self._step_of = step or (lambda window: window)
+        self._opened: SummaryWriter | None = None
+        self._is_own = isinstance(log_dir, str | Path)
+        if not isinstance(log_dir, str | Path):
+            self._opened = log_dir
+            return
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError(f"TensorBoardSink needs tensorboard: {install_hint('tensorboard')}") from error
+        # Made with the first record: a writer makes a file at once, and every rank may make a sink.
+        self._open = lambda: SummaryWriter(str(log_dir), flush_secs=flush_secs)
+
+    @property
+    def _writer(self) -> SummaryWriter:
+        if self._opened is None:
+            self._opened = self._open()  # type: ignore[no-untyped-call]
+        return self._opened
+
+    def write(self, record: Mapping[str, object]) -> None:
+        """Take one record; kinds that TensorBoard has no place for are left out."""
+        match record["kind"]:
+            case "header" | "probe":
+                self._add_text("sonde/run", json.dumps(record, indent=2, ensure_ascii=False), record)
+            case "alert":
+                self._add_text(f"sonde/alert/{record['name']}", str(record["message"]), record)
+            case "reading" | "policy" | "metrics":
+                self._add_reading(record)
+
+    def close(self) -> None:
+        """Write out what is pending and close the file."""
+        if self._opened is not None:
+            (self._opened.close if self._is_own else self._opened.flush)()
+
+    def _add_reading(self, record: Mapping[str, object]) -> None:
+        for tag, value in known_metrics(record).items():
+            step = self._step_of(cast(int, record["window"]))
+            self._writer.add_scalar(tag, value, global_step=step, walltime=record["time"])
+
+    def _add_text(self, tag: str, text: str, record: Mapping[str, object]) -> None:
+        # TensorBoard renders text as Markdown with HTML in it: escaped and in <pre>, it shows as it was written.
+        window = cast(int, record.get("window", 0))
+        step = self._step_of(window) if window else 0
+        self._writer.add_text(tag, f"<pre>{html.escape(text)}</pre>", global_step=step, walltime=record["time"])
+
+
+_READINGS = ("reading", "policy", "metrics")
+
+
+def known_metrics(record: Mapping[str, object]) -> dict[str, float]:
+    """The numbers of a record that are known, also each group's B_simple as `gns_by_group/NAME`.
+
+    Names hold letters, digits, `_` and `/` only, which all trackers take.
+
+    Args:
+        record: any record; one without numbers gives none.
+    """
+    if record["kind"] not in _READINGS:
+        return {}
+    metrics = cast(Mapping[str, float | None], record["metrics"])
+    groups = cast(Mapping[str, Mapping[str, float | None]], record.get("groups", {}))
+    names = dict(zip(groups, _group_names(groups), strict=True))
+    by_group = {f"gns_by_group/{names[name]}": group["b_simple"] for name, group in groups.items()}
+    return {name: value for name, value in {**metrics, **by_group}.items() if value is not None}
+
+
+def _group_names(groups: Mapping[str, object]) -> Iterator[str]:
+    """Names of groups that all trackers take, each different: "layers.0" becomes "layers_0"."""
+    taken: set[str] = set()
+    for group in groups:
+        name = plain = re.sub(r"[^A-Za-z0-9_/]+", "_", group) or "_"
+        n = 1
+        while name in taken:
+            n += 1
+            name = f"{plain}_{n}"
+        taken.add(name)
+        yield name
+
 
 Log = Callable[[dict[str, float], int], object]
 """Takes metrics by name, and the step they belong to."""

@@ -159,7 +159,7 @@ def test_other_dtypes_of_weights(dtype: torch.dtype) -> None:
 
 def test_windows_stop_growing_where_gradients_have_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long sums in bf16 lose what is added last."""
-    monkeypatch.setattr("sonde.batch_size.checkpoint.measure._LONGEST_IN_16_BITS", 6)
+    monkeypatch.setattr("sonde.batch_size.measure._LONGEST_IN_16_BITS", 6)
     model, data = model_of(), batches([4] * 30)
     assert measure(model, data).reading.windows == 5  # of 2, 4, 6, 8, 10
     in_bf16 = [(x.bfloat16(), y.bfloat16()) for x, y in data]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sonde.batch_size.stats.fixed_weights import FixedWeights, window_lengths
+from sonde.batch_size.stats.averages import FixedWeights, window_lengths
 from sonde.batch_size.stats.noise_scale import Pieces
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.window_row import SolvedWindow

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from sonde.batch_size.stats.ratio_average import RatioAverage
+from sonde.batch_size.stats.noise_scale import RatioAverage
 from sonde.stats.intervals import fieller_interval
 
 PIECES, UNITS, DIMS = 8, 8, 40  # of simulated windows

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sonde.batch_size.stats import windows_of_run
+from sonde.batch_size.stats import averages as averages_module
+from sonde.batch_size.stats.averages import average_of
 from sonde.batch_size.stats.filter import Block, Blocks
-from sonde.batch_size.stats.windows_of_run import average_of
 from sonde.stats.intervals import RatioInterval, fieller_interval
 from tests.batch_size.stats.windows import gaussian_windows
 from tests.mutants import Mutant
@@ -101,12 +101,12 @@ def test_a_plain_mean_of_windows_would_be_wrong() -> None:
     """Of 145 windows, 100 are of the first 100 steps of 1,000, in which the noise scale was small."""
     of_windows = Mutant(
         "weighs by windows",
-        "sonde.batch_size.stats.windows_of_run:average_of",
+        "sonde.batch_size.stats.averages:average_of",
         "parts = n_steps / n_steps.sum()",
         "parts = n / n.sum()",
     )
     with of_windows.applied():
-        wrong = windows_of_run.average_of(blocks_of_one_run()).ratio
+        wrong = averages_module.average_of(blocks_of_one_run()).ratio
     right, interval = average(blocks_of_one_run())
     truth = exact(PATHS["grows from almost 0"])
     assert right is not None

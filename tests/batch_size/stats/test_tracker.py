@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sonde.batch_size.stats.fixed_weights import FixedWeights
+from sonde.batch_size.stats.averages import FixedWeights
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, SolvedWindow, solve_window
 from sonde.runs.report.logged_interval import logged_batch

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from sonde.batch_size.stats.averages import WindowsOfRun
 from sonde.batch_size.stats.window_row import SolvedWindow
-from sonde.batch_size.stats.windows_of_run import WindowsOfRun
 from tests.batch_size.stats.windows import gaussian_windows, solved
 
 GROUPS = ("first", "second")

@@ -10,8 +10,7 @@ from pathlib import Path
 import sonde
 from sonde.commands.run_script.words import say
 from sonde.log.lines import last_header
-from sonde.log.locked_file import SECONDS_TO_WAIT
-from sonde.log.sinks import RECORDS_NAME, JsonlSink
+from sonde.log.sinks import RECORDS_NAME, SECONDS_TO_WAIT, JsonlSink
 
 PATIENCE = 2.0
 """Seconds in which other ranks may still sum the last windows with this one. They may be gone."""

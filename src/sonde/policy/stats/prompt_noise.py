@@ -17,8 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sonde.batch_size.stats.noise_scale import Pieces, WindowEstimate
-from sonde.batch_size.stats.ratio_average import RatioAverage
+from sonde.batch_size.stats.noise_scale import Pieces, RatioAverage, WindowEstimate
 from sonde.stats.sealed_state import Stateful
 
 
