@@ -188,9 +188,9 @@ class Pieces:
         return is_read
 
     def _count(self) -> None:
-        self._n += 1
-        if self._n % _MANY_PIECES == 0:
+        if self._n and self._n % _MANY_PIECES == 0:
             self.steps.many_pieces()
+        self._n += 1
 
     def end(self, *, failed: bool) -> None:
         """End a declared piece that is read, or several.
@@ -256,12 +256,7 @@ class Pieces:
             return Problem.UNITS_ASKED
         except Exception as error:  # of the user's function, or a number that cannot be
             if not self._has_logged:
-                logger.error(
-                    "sonde: units_per_piece= could not count the units of a piece (%s: %s): it is called as the "
-                    "model is, and must return a number of units > 0",
-                    type(error).__name__,
-                    error,
-                )
+                logger.error("sonde: units_per_piece= could not count a piece: %s: %s", type(error).__name__, error)
                 self._has_logged = True
             return Problem.NOT_COUNTED
 
