@@ -96,15 +96,6 @@ def test_a_long_run_is_kept_in_few_numbers() -> None:
     assert len(json.dumps(long.state_dict())) < 20_000
 
 
-def test_sparse_windows_make_longer_blocks_of_eight() -> None:
-    """One in 50: in log time, 8 windows take longer than a block at first."""
-    blocks = filled(range(50, 20_001, 50))
-    assert ends_of(blocks)[:2] == [(400, 400, 8), (800, 400, 8)]
-    assert min(block.n_windows for block in blocks.complete) == 8
-    assert all(block.n_windows == 8 or block.log_time < 0.21 for block in blocks.complete)
-    assert sum(block.n_steps for block in blocks.all) == 20_000
-
-
 def of_table(windows: Tensor, v: float) -> tuple[Tensor, Tensor, Tensor]:
     """Sizes, means and scatter of a table of windows at once; [windows, series, 2]."""
     sizes = (windows[..., 1] + v * windows[..., 0]).clamp(min=0).mean(0)
@@ -134,15 +125,3 @@ def test_a_block_under_way_is_that_of_its_windows_at_once() -> None:
         torch.testing.assert_close(block.means, means)
         # 1e-16 of the mean is 1e-7 of a scatter of 1e-9.
         torch.testing.assert_close(block.scatter, sums, rtol=1e-5, atol=0.0)
-
-
-@pytest.mark.parametrize("n_before", [0, 8, 20])
-def test_the_state_goes_on_bit_for_bit(n_before: int) -> None:
-    whole, first, second = filled(range(1, 61), n_series=3), filled(range(1, n_before + 1), n_series=3), Blocks()
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    generator = torch.Generator().manual_seed(0)
-    for end in range(1, 61):
-        window = torch.randn(3, 2, generator=generator, dtype=torch.float64).exp()
-        if end > n_before:
-            second.add(end, window, 1 / 8)
-    assert second.state_dict() == whole.state_dict()

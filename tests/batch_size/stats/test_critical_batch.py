@@ -132,13 +132,6 @@ def test_the_run_and_the_steps_that_follow_have_a_sentence_each() -> None:
     assert got.in_short == "for a run like this one, the batch is about right; from here on, it is small"
 
 
-def test_the_same_verdict_twice_is_said_once() -> None:
-    got = verdict(32, known(110.0, 207.0), of_run=known(80.0, 120.0), n_steps=300)
-    assert (got.kind, got.kind_now) == ("too_small", "too_small")
-    assert "From here on too: the noise scale is 151 images" in got.headline
-    assert got.in_short == "for a run like this one, the batch is small; from here on too"
-
-
 def test_either_alone_is_enough() -> None:
     of_run = verdict(32, Estimate(), of_run=known(80.0, 120.0), n_steps=300, reason="few data", advice="measure more")
     assert (of_run.kind, of_run.kind_now) == ("too_small", "unknown")
@@ -177,18 +170,6 @@ def test_a_run_whose_parameters_have_changed_is_judged_from_there_on() -> None:
     assert got.in_short.startswith("for a run like this one from step 1,501 on, the batch")
 
 
-def test_the_first_steps_also_say_why_nothing_is_known() -> None:
-    got = verdict(32, Estimate(), n_steps=0, reason="all windows were dropped")
-    assert got.detail.startswith("All windows were dropped. The noise scale grows fast in the first steps")
-
-
-def test_no_verdict_without_data() -> None:
-    nothing = verdict(32, Estimate(), reason="no window has ended yet")
-    assert nothing.kind == "unknown"
-    assert nothing.detail == "No window has ended yet."
-    assert verdict(32, Estimate(), reason="few data", advice="measure more").advice == "measure more"
-
-
 def test_no_noise_is_no_verdict() -> None:
     got = verdict(32, Estimate(0.0, 0.0, 0.0), n_steps=500)
     assert got.kind == "unknown"
@@ -205,10 +186,3 @@ def test_no_batch_below_one_unit_is_advised(batch: float) -> None:
 def test_a_batch_of_one_unit_is_never_too_large() -> None:
     assert judge_batch(1, unit="images", now=Estimate(0.3, 0.2, 0.4)).kind == "about_right"
     assert judge_batch(1, unit="images", now=Estimate(0.8, 0.2, 4.0)).kind == "about_right_or_too_small"
-
-
-def test_a_verdict_by_the_noise_scale_now_alone_says_so() -> None:
-    said = judge_batch(64, unit="rows", now=Estimate(300, 200, 400), n_steps=500)
-    assert said.headline == "From here on, the batch of 64 rows is small: the noise scale is 300 rows [200 – 400]."
-    assert said.in_short == "from here on, the batch is small"
-    assert said.detail.startswith("From here on, a batch of 300 rows would need")

@@ -104,24 +104,6 @@ def test_too_little_gives_a_reason() -> None:
     assert fixed.total().status == "unresolved"
 
 
-def test_all_windows_dropped_gives_the_usual_reason() -> None:
-    tracker = tracker_of(fixed_weights=FixedWeights())
-    tracker.dropped = {"it was zeroed": 3, "NaN": 1}
-    assert tracker.reading().reason == "it was zeroed"
-
-
-def test_a_doubt_takes_all_numbers_away() -> None:
-    fixed = FixedWeights()
-    for estimates, units in WINDOWS:
-        fixed.add(solved(estimates, units), weight=1.0)
-    found = reading(fixed, 5, ("a", "b"), differences=0.0)
-    assert set(found.doubts) == {"same_data"}
-    assert found.status == "unresolved"
-    assert "same data" in found.reason
-    assert {found.b_simple, found.low, found.grad_sq, found.average} == {None}
-    assert {group.b_simple for group in found.groups.values()} == {None}
-
-
 def test_bounds_and_advice() -> None:
     fixed = FixedWeights()
     for i, y in enumerate((1.0, -0.9, 1.1, -0.8, 0.9, -0.7)):

@@ -80,9 +80,3 @@ def test_ranks_that_are_the_same_again_and_again_are_doubted(every: int, is_doub
     for _ in range(200):  # mended
         restored.see_ranks(frozenset())
     assert not restored.doubts()
-
-
-def test_three_equal_ranks_are_three_pairs() -> None:
-    ranks = draw("gaussian", 1, 6, torch.Generator().manual_seed(0))[0][[0, 1, 2, 1, 3, 1]]
-    marks, spread = marks_of(ranks)
-    assert same_ranks(marks, spread=spread) == {(1, 3), (1, 5), (3, 5)}

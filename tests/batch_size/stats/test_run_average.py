@@ -10,12 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sonde.batch_size.stats import averages as averages_module
 from sonde.batch_size.stats.averages import average_of
 from sonde.batch_size.stats.filter import Block, Blocks
 from sonde.stats.intervals import RatioInterval, fieller_interval
 from tests.batch_size.stats.windows import gaussian_windows
-from tests.mutants import Mutant
 
 N_STEPS, BATCH = 1000, 32.0
 ALL = range(1, N_STEPS + 1)
@@ -97,53 +95,6 @@ def test_intervals_hold_the_mean_over_all_steps(path: str, ends: Sequence[int]) 
     assert statistics.median(widths) < (1.3 if ends is ALL else 3.0)
 
 
-def test_a_plain_mean_of_windows_would_be_wrong() -> None:
-    """Of 145 windows, 100 are of the first 100 steps of 1,000, in which the noise scale was small."""
-    of_windows = Mutant(
-        "weighs by windows",
-        "sonde.batch_size.stats.averages:average_of",
-        "parts = n_steps / n_steps.sum()",
-        "parts = n / n.sum()",
-    )
-    with of_windows.applied():
-        wrong = averages_module.average_of(blocks_of_one_run()).ratio
-    right, interval = average(blocks_of_one_run())
-    truth = exact(PATHS["grows from almost 0"])
-    assert right is not None
-    assert interval.low is not None
-    assert interval.high is not None
-    assert interval.low < truth < interval.high
-    assert wrong is not None
-    assert wrong < 0.6 * truth
-
-
-def blocks_of_one_run() -> list[Block]:
-    blocks, path = Blocks(), PATHS["grows from almost 0"]
-    windows = gaussian_windows([path(t) for t in DENSE_THEN_SPARSE], n_runs=1, seed=2)
-    for end, window in zip(DENSE_THEN_SPARSE, windows, strict=True):
-        blocks.add(end, window, 1 / BATCH)
-    return blocks.all
-
-
-def test_large_gradients_weigh_no_more_than_small_ones() -> None:
-    """Gradients that are 100 times as large for the first third of the run, as at its beginning they often are."""
-    ends = range(1, 301)
-    windows = gaussian_windows([64.0] * 300, n_runs=1, seed=3)
-    plain, scaled = Blocks(), Blocks()
-    for end, window in zip(ends, windows, strict=True):
-        plain.add(end, window, 1 / BATCH)
-        scaled.add(end, window * (1e4 if end <= plain_end(plain) else 1.0), 1 / BATCH)
-    expected, interval = average(plain.all)
-    got, other = average(scaled.all)
-    assert got == pytest.approx(expected, rel=1e-9)
-    assert (other.low, other.high) == pytest.approx((interval.low, interval.high), rel=1e-9)
-
-
-def plain_end(blocks: Blocks) -> int:
-    """Up to the end of the tenth block."""
-    return blocks.complete[9].end if len(blocks.complete) > 9 else 10**9
-
-
 def test_too_few_windows_give_a_reason() -> None:
     one = Block(1, 1, 1, torch.ones(1), torch.ones(1, 2, dtype=torch.float64), torch.zeros(1, 2, 2).double())
     for blocks in ([], [one], [block(3, 3, (8.0, 2.0), (1.0, 0.04), 3)]):
@@ -153,11 +104,3 @@ def test_too_few_windows_give_a_reason() -> None:
         assert interval.reason == "too few windows for an interval: measure more"
     known = block(8, 8, (8.0, 2.0), (1.0, 0.04), 8)
     assert average_of([known, one]) == average_of([known])  # one window shows no scatter
-
-
-def test_a_signal_that_is_not_known_gives_a_bound() -> None:
-    b_simple, interval = average([block(50, 50, (8.0, 0.1), (1.0, 4.0), 50)])
-    assert b_simple is None
-    assert interval.status == "lower_bound"
-    assert interval.low is not None
-    assert interval.high == math.inf

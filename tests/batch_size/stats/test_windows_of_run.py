@@ -28,14 +28,6 @@ def run_of(made: list[SolvedWindow], *, first: int = 1, every: int = 1) -> Windo
     return run
 
 
-def test_a_run_without_windows_says_so() -> None:
-    run = WindowsOfRun(GROUPS)
-    assert [each.reason for each in run.levels()] == ["no window has ended yet"] * 3
-    assert (run.blocks.n_windows, run.blocks.n_steps, run.recent()) == (0, 0, None)
-    average = run.average()
-    assert (average.ratio, average.status) == (None, "unresolved")
-
-
 def test_levels_are_of_the_model_and_then_of_each_group() -> None:
     levels = run_of(windows(200)).levels()
     assert len(levels) == 3
@@ -119,14 +111,6 @@ def test_a_state_goes_on_bit_for_bit(n_before: int, begins_anew: bool) -> None:
     assert other.recent() == run.recent()
 
 
-def test_a_state_replaces_what_was_measured() -> None:
-    run, other = run_of(windows(30)), run_of(windows(45, b_simple=2.0, seed=2))
-    other.load_state_dict(run.state_dict())
-    assert other.levels() == run.levels()
-    run.load_state_dict(WindowsOfRun(GROUPS).state_dict())
-    assert run.levels() == WindowsOfRun(GROUPS).levels()
-
-
 @pytest.mark.parametrize(
     ("rate_at", "expected"),
     [
@@ -160,15 +144,3 @@ def test_a_rate_that_has_risen_of_late_is_a_warm_up(
     other = WindowsOfRun(GROUPS)
     other.load_state_dict(json.loads(json.dumps(run.state_dict())))
     assert other.warms_up == expected
-
-
-@pytest.mark.parametrize("rises", [False, True])
-def test_where_everything_begins_anew_the_rates_since_then_count(rises: bool) -> None:
-    run, other = WindowsOfRun(GROUPS), WindowsOfRun(GROUPS)
-    for number, window in enumerate(windows(200), 1):
-        run.add(window, number, 1e-3 * abs(150 - number))
-    other.load_state_dict(json.loads(json.dumps(run.state_dict())))
-    other.begin_anew(201)
-    for number, window in enumerate(windows(60, seed=1), 201):
-        other.add(window, number, 1e-3 * number if rises else 0.1)
-    assert (run.warms_up, other.warms_up) == (False, rises)
