@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from sonde.batch_size.found_model import ChosenMetrics
 from sonde.batch_size.log import MeasuredWindow, NoiseScaleLog
 from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.model_watch import FrozenWatch
@@ -22,15 +21,16 @@ class MetricTrackers(Stateful):
     """One tracker for each metric that was asked for. The first is the headline.
 
     Args:
-        metrics: of the probe.
+        names: of the metrics that were asked for.
+        measured: names of all that are measured, in the order of a window's rows.
         make: makes a tracker, called with the name of its metric.
     """
 
     STATE = ("all",)
 
-    def __init__(self, metrics: ChosenMetrics, make: Callable[[str], NoiseScaleTracker]) -> None:
-        self._row: dict[str, int] = {name: metrics.measured.names.index(name) for name in metrics.names}
-        self.all: dict[str, NoiseScaleTracker] = {name: make(name) for name in metrics.names}
+    def __init__(self, names: Sequence[str], measured: Sequence[str], make: Callable[[str], NoiseScaleTracker]) -> None:
+        self._row = {name: measured.index(name) for name in names}
+        self.all = {name: make(name) for name in names}
         self.headline = next(iter(self.all.values()))
         self.further = {name: tracker for name, tracker in self.all.items() if tracker is not self.headline}
         """The others, by name."""

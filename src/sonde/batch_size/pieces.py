@@ -175,7 +175,8 @@ class Pieces:
         else:
             self._counts = self._given(units, weight, unit_weights, n, is_read=is_read)
         if is_read:
-            self._forwards.forget()  # of before the piece
+            if by_forward:
+                self._forwards.forget()  # of before the piece
             if self._gives_counts == by_forward:  # otherwise than the piece before
                 self._forwards.open(counts=by_forward)
             self._is_scheduled, self._gives_counts = n is not None, not by_forward

@@ -135,7 +135,8 @@ class NoiseScaleProbe:
         self._grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         hook_name = hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
         self._rounding = functools.partial(rounding_tolerance, wrapper, hook_name)
-        self._metrics = MetricTrackers(found.metrics, functools.partial(self._new_tracker, fixed_weights))
+        new_tracker = functools.partial(self._new_tracker, fixed_weights)
+        self._metrics = MetricTrackers(options.metrics, found.metrics.names, new_tracker)
         self._tracker = self._metrics.headline
         own = OwnTime()
         self._mechanism = Mechanism(model, wrapper, options, found.group_names, own)
@@ -146,7 +147,7 @@ class NoiseScaleProbe:
         self._tap = choose_tap(
             wrapper,
             witness,
-            metrics.measured,
+            metrics,
             name=options.tap,
             comm_hook=comm_hook,
             comm_state=comm_state,
@@ -157,7 +158,7 @@ class NoiseScaleProbe:
         self._reader = WindowReader(
             wrapper,
             found.group_names,
-            metrics.measured,
+            metrics,
             witness,
             self._tap,
             own,
@@ -166,9 +167,7 @@ class NoiseScaleProbe:
             n_further_units=len(options.units) - 1,
             examples=self._mechanism.examples,
         )
-        self._delivery = Delivery(
-            lambda window: self._arrivals.take(window), self._reader.device, metrics.measured.adds, own
-        )
+        self._delivery = Delivery(lambda window: self._arrivals.take(window), self._reader.device, metrics.adds, own)
         self._alone = self._delivery.alone
         n_summed_ranks = n_summed(wrapper.group)
         self._pace = pace = Pace(

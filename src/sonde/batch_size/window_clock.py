@@ -24,11 +24,10 @@ class OwnTime:
     def __init__(self) -> None:
         self.spent = [0.0, 0.0, 0.0]
         """Seconds of host time so far, by purpose. Short code that runs often adds to it by itself."""
-        self._stretches = tuple(_Stretch(self.spent, purpose) for purpose in (MEASURING, ALWAYS, NO_COST))
-
-    def on(self, purpose: int) -> _Stretch:
-        """A context whose time is spent on a purpose."""
-        return self._stretches[purpose]
+        self.measuring, self.always, self.no_cost = (
+            _Stretch(self.spent, purpose) for purpose in (MEASURING, ALWAYS, NO_COST)
+        )
+        """Contexts whose time is spent on each purpose."""
 
 
 class _Stretch:

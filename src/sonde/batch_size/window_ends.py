@@ -23,7 +23,7 @@ from sonde.batch_size.step_watch import Alert, StepWatch
 from sonde.batch_size.taps.problems import Problem
 from sonde.batch_size.taps.tap import Tap
 from sonde.batch_size.taps.window_reader import WindowReader
-from sonde.batch_size.window_clock import ALWAYS, MEASURING, NO_COST, OwnTime, WindowClock, marks_of
+from sonde.batch_size.window_clock import ALWAYS, MEASURING, OwnTime, WindowClock, marks_of
 from sonde.gradient_norm.global_norm import GlobalNorm, global_norm
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.scaling import Nonfinite, check_options, check_order, clip_measured_
@@ -188,7 +188,7 @@ class WindowEnds:
                 self._n_quiet = self._n_passed = 0
             if self._inputs_are_uneven():
                 return self._leave_out(clip)
-            with self._own.on(MEASURING):
+            with self._own.measuring:
                 self._deliver()
             if clip is not None:
                 self._reader.final.clip_also(self._model.not_measured())
@@ -238,7 +238,7 @@ class WindowEnds:
         Returns:
             The norm, if it was asked for, or an error to raise after the window has ended.
         """
-        with self._own.on(MEASURING):
+        with self._own.measuring:
             problems, frozen = self._model.window_ends()
             problems |= self._steps.take_problems() | ({Problem.UNITS_ASKED} if self._pieces.is_doubted else set())
             self._steps.window_ended()
@@ -264,14 +264,14 @@ class WindowEnds:
 
     def _leave_unmeasured(self, clip: WindowClip | None) -> Tensor | RuntimeError | None:
         """End a window that was not measured: only the clip has work to do."""
-        with self._own.on(ALWAYS):
+        with self._own.always:
             self._pass()
             return None if clip is None else self._clipped(clip)
 
     def _clipped(self, clip: WindowClip, measured: GlobalNorm | None = None) -> Tensor | RuntimeError:
         """Clip; or the error that is to be raised after the window has ended. The user asked for it: it is no cost."""
         try:
-            with self._own.on(NO_COST):
+            with self._own.no_cost:
                 return clip.apply(self._reader.final.plan, measured)
         except RuntimeError as error:
             return error
@@ -279,12 +279,12 @@ class WindowEnds:
     def _begin_next(self) -> None:
         """Begin the next window: switch the tap on or off if that window differs from the one that has ended."""
         pace, was_measured = self._pace, self._pace.is_measured
-        with self._own.on(ALWAYS):
+        with self._own.always:
             if not pace.n_quiet:
                 self._clock.window_ended(pace.windows + 1, was_measured=was_measured)
             pace.window_ends()
         if was_measured or pace.is_measured:
-            with self._own.on(MEASURING):
+            with self._own.measuring:
                 # The tap's hooks are the first to come and the last to go: nothing of them stays behind then.
                 if not was_measured:
                     self._tap.resume()
