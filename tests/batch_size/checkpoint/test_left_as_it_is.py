@@ -131,22 +131,3 @@ def test_everything_is_as_before_after_an_error(error: type[BaseException], wher
     with pytest.raises(error, match="on purpose"):
         sonde.measure(model, failing_loss, data(), unit="rows", verbose=False, on_window=on_window)
     assert_same(everything(model), before)
-
-
-def test_training_goes_on_as_without_it() -> None:
-    def train(*, measures: bool) -> list[Tensor]:
-        model = stateful_model()
-        model[2].train()
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-        torch.manual_seed(11)
-        for step, batch in enumerate(batches([6] * 12, seed=4)):
-            loss(model, batch).backward()
-            if measures and step % 3 == 1:  # with gradients of an unfinished step in .grad
-                sonde.measure(model, loss, batches([4] * 12), unit="rows", verbose=False)
-            if step % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        return [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
-
-    for one, other in zip(train(measures=True), train(measures=False), strict=True):
-        assert torch.equal(one, other)

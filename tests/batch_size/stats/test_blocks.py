@@ -72,18 +72,6 @@ def test_a_jump_of_the_learning_rate_ends_a_block() -> None:
     assert len(ends({step: float(1 + 9 * (step % 2)) for step in range(1, 1001)})) <= 4 * (len(usual) + 1)
 
 
-def test_blocks_are_equally_long_in_log_time() -> None:
-    blocks = filled(range(1, 3001))
-    assert len(blocks.complete) > 20
-    assert ends_of(blocks)[0] == (8, 8, 8)  # the fewest windows, which take longer here
-    for block in blocks.complete[1:]:
-        # A block is too long by less than its last step.
-        assert 0.2 <= block.log_time < 0.2 + math.log((block.end + 30) / (block.end + 29))
-        assert block.n_windows == block.n_steps
-    assert sum(block.n_steps for block in blocks.all) == 3000
-    assert sum(block.n_windows for block in blocks.all) == blocks.n_windows == 3000
-
-
 def test_a_long_run_is_kept_in_few_numbers() -> None:
     """Also where a block has thousands of windows, and where its windows are far apart."""
     dense = filled(range(1, 20_001))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sonde.batch_size.stats import filter as of_filter
-from sonde.batch_size.stats.filter import Block, Blocks, NoiseScaleFilter, change_of_rate
+from sonde.batch_size.stats.filter import Block, Blocks, NoiseScaleFilter
 from sonde.stats.intervals import RatioInterval, fieller_interval
 from tests.batch_size.stats.windows import gaussian_windows
 from tests.mutants import Mutant
@@ -241,21 +241,6 @@ def test_a_jump_with_the_learning_rate_is_held() -> None:
 
     assert held([0.1 if t > jump else 1.0 for t in ends]) >= 0.95 - 3 * math.sqrt(0.95 * 0.05 / N_RUNS)
     assert held(None) < 0.75
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "change"),
-    [
-        (None, 1.0, 0.0),
-        (1.0, None, 0.0),
-        (1.0, 1.0, 0.0),
-        (0.0, 0.0, 0.0),
-        (2.0, 1.0, math.log(2)),
-        (1.0, 0.0, math.inf),
-    ],
-)
-def test_a_change_of_the_rate(before: float | None, now: float | None, change: float) -> None:
-    assert change_of_rate(before, now) == pytest.approx(change)
 
 
 # What one window may do, and what changes nothing.

@@ -120,17 +120,6 @@ def test_bounds_and_advice() -> None:
     assert found.windows_needed == 1
 
 
-def test_windows_grow_alike_however_many_ranks_share_them() -> None:
-    def first(n_ranks: int, **options: float) -> list[int]:
-        return [n_ranks * n for n in itertools.islice(window_lengths(n_ranks, **options), 6)]
-
-    assert first(1) == [2, 4, 6, 8, 10, 12]
-    assert first(2) == [2, 4, 6, 8, 10, 12]
-    assert first(3) == [3, 6, 6, 9, 12, 12]
-    assert first(64) == [64] * 6
-    assert first(1, longest=5) == [2, 4, 5, 5, 5, 5]
-
-
 # Over many repetitions.
 
 

@@ -131,13 +131,6 @@ def test_the_level_and_the_scatter_are_those_of_the_windows() -> None:
     assert reading.average.low < mean_x / mean_y < reading.average.high
 
 
-def test_a_reading_of_the_total_has_no_groups() -> None:
-    averages = averages_of(30)
-    total, whole = averages.reading(with_groups=False), averages.reading()
-    assert total.groups == {}
-    assert (total.b_simple, total.low, total.high) == pytest.approx((whole.b_simple, whole.low, whole.high), rel=1e-9)
-
-
 @pytest.mark.parametrize(("n_windows", "batch"), [(20, 8.0), (300, 4.0), (300, 1e4)])
 def test_a_reading_in_words_gives_the_advice_of_its_verdict(n_windows: int, batch: float) -> None:
     """In the first steps there is none, for a small batch none is needed, and a large one may be anything."""
@@ -223,9 +216,3 @@ def test_a_change_is_an_accident_once_one_of_its_parameters_is_seen_sound() -> N
         assert "no unchanged gradient" in each.reading().doubts["changed"]
         each.dependence.see_change(None, sound={0, 1, 7})
         assert each.reading().status == "resolved"
-
-
-def test_the_first_window_may_hold_gradients_from_before() -> None:
-    averages = tracker_of(["signal", "noise"])
-    change(averages, 0, 7)
-    assert not averages.reading().doubts
