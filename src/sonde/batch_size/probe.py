@@ -138,9 +138,42 @@ class NoiseScaleProbe:
         new_tracker = functools.partial(self._new_tracker, fixed_weights)
         self._metrics = MetricTrackers(options.metrics, found.metrics.names, new_tracker)
         self._tracker = self._metrics.headline
-        own = OwnTime()
-        self._mechanism = Mechanism(model, wrapper, options, found.group_names, own)
-        # The tap installs hooks, so it comes after everything that may refuse the model.
+        self._own = OwnTime()
+        self._mechanism = Mechanism(model, wrapper, options, found.group_names, self._own)
+        self._scalars = Scalars(log)
+        self._closed = False
+        self._verbose = verbose and log.is_first_rank
+        self._log_every = log.every
+        # These install hooks, so they come after everything that may refuse the model.
+        self._read_gradients(comm_hook, comm_state)
+        self._follow_the_loop(model, optimizer)
+        try:
+            self._log = self._begun_log(log)
+        except BaseException:  # leave no hook behind
+            self._remove_hooks()
+            raise
+        self._arrivals = Arrivals(
+            self._metrics,
+            self._log,
+            self._rounding,
+            frozen=self._frozen,
+            mechanism=self._mechanism,
+            pace=self._pace,
+            tap=self._tap,
+            wrapper=wrapper,
+            counted_in=lambda: self._pieces.counted_in,
+            say=self._say,
+        )
+        self._mechanism.begin_window(is_measured=True)
+        self._say(describe(self._setup(), self._tracker.unit, self._tracker.groups))
+        if found.sequences_axis is not None:
+            self._alert("context_axis", describe_context_axis(found.sequences_axis))
+        self._at_exit = functools.partial(_close_left_open, weakref.ref(self), os.getpid())
+        atexit.register(self._at_exit)
+
+    def _read_gradients(self, comm_hook: CommHook | None, comm_state: object) -> None:
+        """Make what reads gradients, and brings their numbers to the host."""
+        wrapper, found, options = self._wrapper, self._found, self._options
         whole, metrics = found.whole, found.metrics
         experts = frozenset() if wrapper.experts is None else wrapper.experts.indices
         witness = Witness(whole.shapes, whole.first, len(wrapper.parameters), apart=experts)
@@ -153,7 +186,7 @@ class NoiseScaleProbe:
             comm_state=comm_state,
             staging_bytes=options.staging_bytes(wrapper.leaves[0].device),
             on_backward=lambda: self._pieces.backward_ended(),
-            own=own,
+            own=self._own,
         )
         self._reader = WindowReader(
             wrapper,
@@ -161,36 +194,33 @@ class NoiseScaleProbe:
             metrics,
             witness,
             self._tap,
-            own,
+            self._own,
             grad_scaler=self._grad_scaler,
             first=whole.first,
             n_further_units=len(options.units) - 1,
             examples=self._mechanism.examples,
         )
-        self._delivery = Delivery(lambda window: self._arrivals.take(window), self._reader.device, metrics.adds, own)
+        self._delivery = Delivery(
+            lambda window: self._arrivals.take(window), self._reader.device, metrics.adds, self._own
+        )
         self._alone = self._delivery.alone
-        n_summed_ranks = n_summed(wrapper.group)
+
+    def _follow_the_loop(self, model: nn.Module, optimizer: Optimizers) -> None:
+        """Make what follows the user's loop: its forwards, pieces and steps, and what becomes of the model."""
+        wrapper, options, reader, own = self._wrapper, self._options, self._reader, self._own
+        n_ranks, n_stages = n_summed(wrapper.group), 1 if wrapper.pp_mesh is None else wrapper.pp_mesh.size()
         self._pace = pace = Pace(
-            every=options.every, budget=options.budget, allowance=options.allowance, n_ranks=n_summed_ranks
+            every=options.every, budget=options.budget, allowance=options.allowance, n_ranks=n_ranks
         )
-        self._scalars = Scalars(log)
-        self._closed = False
-        self._verbose = verbose and log.is_first_rank
-        self._log_every = log.every
-        self._frozen = FrozenWatch(
-            wrapper.parameters,
-            n_ranks=n_summed_ranks,
-            n_stages=1 if wrapper.pp_mesh is None else wrapper.pp_mesh.size(),
-            device=self._reader.device,
-        )
+        self._frozen = FrozenWatch(wrapper.parameters, n_ranks=n_ranks, n_stages=n_stages, device=reader.device)
         self._model = ModelWatch(model, wrapper, self._frozen, alert=self._alert)
         self._steps = StepWatch(
             optimizer,
             wrapper,
-            self._reader,
+            reader,
             pace,
             own,
-            has_peers=n_summed_ranks > 1,
+            has_peers=n_ranks > 1,
             end_window=self._end_at_step,
             alert=self._alert,
         )
@@ -200,14 +230,14 @@ class NoiseScaleProbe:
             options.units,
             units,
             forwards,
-            reader=self._reader,
+            reader=reader,
             steps=self._steps,
             pace=pace,
             own=own,
             in_pipeline=wrapper.pp_mesh is not None,
         )
         self._ends = WindowEnds(
-            self._reader,
+            reader,
             self._steps,
             self._model,
             self._pieces,
@@ -218,32 +248,9 @@ class NoiseScaleProbe:
             self._scalars,
             own,
             ddp=wrapper.ddp,
-            log_every=log.every,
+            log_every=self._log_every,
             alert=self._alert,
         )
-        try:
-            self._log = self._begun_log(log)
-        except BaseException:  # leave no hook behind
-            self._remove_hooks()
-            raise
-        self._arrivals = Arrivals(
-            self._metrics,
-            self._log,
-            self._rounding,
-            frozen=self._frozen,
-            mechanism=self._mechanism,
-            pace=pace,
-            tap=self._tap,
-            wrapper=wrapper,
-            counted_in=lambda: self._pieces.counted_in,
-            say=self._say,
-        )
-        self._mechanism.begin_window(is_measured=True)
-        self._say(describe(self._setup(), self._tracker.unit, self._tracker.groups))
-        if found.sequences_axis is not None:
-            self._alert("context_axis", describe_context_axis(found.sequences_axis))
-        self._at_exit = functools.partial(_close_left_open, weakref.ref(self), os.getpid())
-        atexit.register(self._at_exit)
 
     def _begun_log(self, log: RunLog) -> NoiseScaleLog:
         """The log of all that is measured, begun. If one rank cannot begin it, none measures, so that none waits."""
