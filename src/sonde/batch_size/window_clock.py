@@ -6,7 +6,6 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol, Self
 
 import torch
@@ -73,23 +72,6 @@ class HostMark:
         return (later.at - self.at) * 1e3
 
 
-@dataclass(frozen=True)
-class WindowTimes:
-    """Durations that have become known, in seconds.
-
-    Attributes:
-        idle: of windows that were not measured.
-        n_idle: how many they are.
-        measured: of measured windows.
-        n_measured: how many they are.
-    """
-
-    idle: float = 0.0
-    n_idle: int = 0
-    measured: float = 0.0
-    n_measured: int = 0
-
-
 class WindowClock:
     """Times windows from end to end. The first one, whose beginning nobody marked, is left out.
 
@@ -109,17 +91,21 @@ class WindowClock:
         """Mark the end of a window. Marks of a device are read when it has passed them; nothing waits for it."""
         self._marks.append((self._mark(), number, was_measured))
 
-    def take(self) -> WindowTimes:
-        """The durations that have become known since the last call."""
-        seconds, n_windows = {False: 0.0, True: 0.0}, {False: 0, True: 0}
+    def take(self) -> dict[str, float]:
+        """The durations that have become known since the last call, in seconds, and of how many windows they are.
+
+        Under the names that `WindowCosts` has for them.
+        """
+        known = dict.fromkeys(("idle_time", "n_idle", "measured_time", "n_measured"), 0.0)
         while self._marks and self._marks[0][0].query():
             mark, number, was_measured = self._marks.popleft()
             if self._last is not None:
                 before, n_before = self._last
-                seconds[was_measured] += before.elapsed_time(mark) / 1e3
-                n_windows[was_measured] += number - n_before
+                kind = "measured" if was_measured else "idle"
+                known[f"{kind}_time"] += before.elapsed_time(mark) / 1e3
+                known[f"n_{kind}"] += number - n_before
             self._last = mark, number
-        return WindowTimes(seconds[False], n_windows[False], seconds[True], n_windows[True])
+        return known
 
 
 def marks_of(device: torch.device) -> Callable[[], Mark]:

@@ -306,7 +306,7 @@ class WindowEnds:
 
     def take_costs(self) -> WindowCosts:
         """This rank's costs since the last call, and what it has seen. They ride in the sum over ranks."""
-        times, pace, spent = self._clock.take(), self._pace, self._own.spent
+        pace, spent = self._pace, self._own.spent
         idle_before, seconds_before = self._idle_seconds, self._seconds
         # The part that is spent in windows which are not measured, and as much in each that is.
         self._idle_seconds = spent[ALWAYS] * _COST_OVER_TIMED
@@ -315,10 +315,7 @@ class WindowEnds:
         return WindowCosts(
             seconds=self._seconds - seconds_before,
             idle_seconds=self._idle_seconds - idle_before,
-            idle_time=times.idle,
-            n_idle=times.n_idle,
-            measured_time=times.measured,
-            n_measured=times.n_measured,
+            **self._clock.take(),
             changed=float(is_changed),
             windows_before=pace.windows_before,
             spent_before=pace.spent_before,
