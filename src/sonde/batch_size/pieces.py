@@ -314,12 +314,3 @@ class Pieces:
         """What was seen in a forward since the last call that does not show its units; empty if all did."""
         question, self._question = self._question, ""
         return question
-
-    @property
-    def counted_in(self) -> str:
-        """The tensor whose rows were counted first, in words; empty where no rows are counted."""
-        return self._forwards.counted_in
-
-    def close(self) -> None:
-        """Remove the hooks of forwards."""
-        self._forwards.close()

@@ -48,8 +48,9 @@ from sonde.batch_size.taps.tap_choice import choose_tap
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.taps.witness import Witness
 from sonde.batch_size.window_clock import OwnTime
-from sonde.batch_size.window_ends import WindowClip, WindowEnds, checked_clip
+from sonde.batch_size.window_ends import WindowClip, WindowEnds
 from sonde.console import tell
+from sonde.gradient_norm.scaling import Nonfinite, check_options, check_order
 from sonde.parallel.optimizers import Optimizers
 from sonde.parallel.process_groups import n_summed
 from sonde.parallel.same_on_ranks import holds_on_all
@@ -161,7 +162,7 @@ class NoiseScaleProbe:
             pace=self._pace,
             tap=self._tap,
             wrapper=wrapper,
-            counted_in=lambda: self._pieces.counted_in,
+            counted_in=lambda: self._forwards.counted_in,
             say=self._say,
         )
         self._mechanism.begin_window(is_measured=True)
@@ -225,11 +226,11 @@ class NoiseScaleProbe:
             alert=self._alert,
         )
         units = options.units_per_piece
-        forwards = ForwardUnits(model, units if is_of_forward(units) else None, own, self._steps)
+        self._forwards = ForwardUnits(model, units if is_of_forward(units) else None, own, self._steps)
         self._pieces = Pieces(
             options.units,
             units,
-            forwards,
+            self._forwards,
             reader=reader,
             steps=self._steps,
             pace=pace,
@@ -437,7 +438,8 @@ class NoiseScaleProbe:
             RuntimeError: as `step()`; for a norm that is not finite, with `error_if_nonfinite`; and while a CUDA graph
                 is recorded.
         """
-        clip = checked_clip(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        nonfinite: Nonfinite = "raise" if error_if_nonfinite else "ignore"
+        clip = WindowClip(check_options(max_norm, nonfinite, None), check_order(norm_type), nonfinite)
         with self._alone:
             self._check_open()
             norm = self._ends.end(clip)
@@ -632,7 +634,7 @@ class NoiseScaleProbe:
 
     def _remove_hooks(self) -> None:
         self._mechanism.close()
-        self._pieces.close()
+        self._forwards.close()
         self._tap.close()
         self._steps.close()
 

@@ -26,7 +26,7 @@ from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.window_clock import ALWAYS, MEASURING, OwnTime, WindowClock, marks_of
 from sonde.gradient_norm.global_norm import GlobalNorm, global_norm
 from sonde.gradient_norm.plan import NormPlan
-from sonde.gradient_norm.scaling import Nonfinite, check_options, check_order, clip_measured_
+from sonde.gradient_norm.scaling import Nonfinite, clip_measured_
 
 _WINDOWS_HELD = 8
 """Most windows that wait on the device, however rarely a reading is written. `Pace` needs their costs soon."""
@@ -74,17 +74,6 @@ class WindowClip:
         most = math.inf if self.max_norm is None else self.max_norm
         clipped: dict[str, float | Tensor] = {CLIP_FRACTION: norm > most}
         return clipped | {NORM: norm} if self.order == 2.0 else clipped
-
-
-def checked_clip(max_norm: float | None, norm_type: float, *, error_if_nonfinite: bool) -> WindowClip:
-    """A clip with the arguments of `clip_grad_norm_`.
-
-    Raises:
-        ValueError: when `max_norm` is negative or NaN, or `norm_type` is neither from above 0 to 6 nor infinite.
-    """
-    nonfinite: Nonfinite = "raise" if error_if_nonfinite else "ignore"
-    max_norm, order = check_options(max_norm, nonfinite, None), check_order(norm_type)
-    return WindowClip(max_norm, order, nonfinite)
 
 
 class WindowEnds:
