@@ -8,6 +8,7 @@ that is lower than the last one it was given. W&B does not: there, the window is
 from __future__ import annotations
 
 import html
+import importlib
 import json
 import re
 from abc import ABC, abstractmethod
@@ -22,6 +23,18 @@ from sonde.version import install_hint
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+
+def _imported(module: str, package: str, sink: object) -> Any:
+    """The module of a tracker.
+
+    Raises:
+        ImportError: without its package.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{type(sink).__name__} needs {package}: {install_hint(package)}") from error
 
 
 class TensorBoardSink:
@@ -48,17 +61,14 @@ class TensorBoardSink:
         if not isinstance(log_dir, str | Path):
             self._opened = log_dir
             return
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError(f"TensorBoardSink needs tensorboard: {install_hint('tensorboard')}") from error
+        writer = _imported("torch.utils.tensorboard", "tensorboard", self).SummaryWriter
         # Made with the first record: a writer makes a file at once, and every rank may make a sink.
-        self._open = lambda: SummaryWriter(str(log_dir), flush_secs=flush_secs)
+        self._open: Callable[[], SummaryWriter] = lambda: writer(str(log_dir), flush_secs=flush_secs)
 
     @property
     def _writer(self) -> SummaryWriter:
         if self._opened is None:
-            self._opened = self._open()  # type: ignore[no-untyped-call]
+            self._opened = self._open()
         return self._opened
 
     def write(self, record: Mapping[str, object]) -> None:
@@ -224,11 +234,7 @@ class MlflowSink(_TrackerSink):
 
     def __init__(self, run_id: str | None = None, *, step: Step | None = None, name: str | None = None) -> None:
         super().__init__(step)
-        try:
-            import mlflow
-        except ImportError as error:
-            raise ImportError(f"MlflowSink needs mlflow: {install_hint('mlflow')}") from error
-        self._mlflow: Any = mlflow
+        self._mlflow = _imported("mlflow", "mlflow", self)
         self._run_id, self._is_own, self._new_name = run_id, False, name
 
     def close(self) -> None:
@@ -251,7 +257,21 @@ class MlflowSink(_TrackerSink):
         self._mlflow.MlflowClient().set_tag(self._run_id, name, message[:_LONGEST_TAG])
 
 
-class TrackioSink(_TrackerSink):
+class _RunSink(_TrackerSink):
+    """Logs to a run object of a tracker, which is finished at the end if this sink began it."""
+
+    def __init__(self, package: str, run: Any, step: Step | None, name: str | None) -> None:
+        super().__init__(step)
+        self._package = _imported(package, package, self)
+        self._run, self._is_own, self._new_name = run, False, name
+
+    def close(self) -> None:
+        """Finish the run, if this sink began it."""
+        if self._is_own:
+            self._run.finish()
+
+
+class TrackioSink(_RunSink):
     """Writes metrics to a trackio run, and no alerts.
 
     Args:
@@ -265,24 +285,13 @@ class TrackioSink(_TrackerSink):
     """
 
     def __init__(self, run: Any = None, *, step: Step | None = None, name: str | None = None) -> None:
-        super().__init__(step)
-        try:
-            import trackio
-        except ImportError as error:
-            raise ImportError(f"TrackioSink needs trackio: {install_hint('trackio')}") from error
-        self._trackio: Any = trackio
-        self._run, self._is_own, self._new_name = run, False, name
-
-    def close(self) -> None:
-        """Finish the run, if this sink began it."""
-        if self._is_own:
-            self._run.finish()
+        super().__init__("trackio", run, step, name)
 
     def _begin(self) -> None:
         if self._run is None:
-            self._run = self._trackio.context_vars.current_run.get()
+            self._run = self._package.context_vars.current_run.get()
         if self._run is None:
-            self._run, self._is_own = self._trackio.init(project="sonde", name=self._new_name, embed=False), True
+            self._run, self._is_own = self._package.init(project="sonde", name=self._new_name, embed=False), True
 
     def _log(self, metrics: dict[str, float], step: int, time: float) -> None:
         self._run.log(metrics, step)
@@ -291,7 +300,7 @@ class TrackioSink(_TrackerSink):
         pass
 
 
-class WandbSink(_TrackerSink):
+class WandbSink(_RunSink):
     """Writes metrics to a W&B run, against the number of the window as their x axis; alerts to its summary.
 
     In a run of your own, numbers join the next row that you log, so that your steps stay as they are. If two readings
@@ -308,26 +317,15 @@ class WandbSink(_TrackerSink):
     """
 
     def __init__(self, run: Any = None, *, step: Step | None = None, name: str | None = None) -> None:
-        super().__init__(step)
-        try:
-            import wandb
-        except ImportError as error:
-            raise ImportError(f"WandbSink needs wandb: {install_hint('wandb')}") from error
-        self._wandb: Any = wandb
-        self._run, self._is_own, self._new_name = run, False, name
+        super().__init__("wandb", run, step, name)
         self._has_axis: set[str] = set()
         """Metrics whose x axis W&B knows."""
 
-    def close(self) -> None:
-        """Finish the run, if this sink began it."""
-        if self._is_own:
-            self._run.finish()
-
     def _begin(self) -> None:
         if self._run is None:
-            self._run = self._wandb.run
+            self._run = self._package.run
         if self._run is None:
-            self._run, self._is_own = self._wandb.init(name=self._new_name), True
+            self._run, self._is_own = self._package.init(name=self._new_name), True
         self._run.define_metric(WINDOW, hidden=True)
 
     def _log(self, metrics: dict[str, float], step: int, time: float) -> None:
