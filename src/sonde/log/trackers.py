@@ -172,21 +172,18 @@ class _TrackerSink(ABC):
                 self._alert(f"sonde/alert/{alert['name']}", str(alert["message"]))
             self._alerts.clear()
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """End what this sink began."""
 
-    @abstractmethod
-    def _begin(self) -> None:
+    def _begin(self) -> None:  # noqa: B027
         """Find the run, or begin one."""
 
     @abstractmethod
     def _log(self, metrics: dict[str, float], step: int, time: float) -> None:
         """Hand over metrics of a step; `time` in seconds since the epoch."""
 
-    @abstractmethod
-    def _alert(self, name: str, message: str) -> None:
-        """Hand over an alert."""
+    def _alert(self, name: str, message: str) -> None:  # noqa: B027
+        """Hand over an alert, if the tracker has a place for it."""
 
 
 class FunctionSink(_TrackerSink):
@@ -206,17 +203,8 @@ class FunctionSink(_TrackerSink):
             raise ValueError(f"log must be a function of metrics and a step, got {log!r:.60}")
         self._function = log
 
-    def close(self) -> None:
-        """Nothing is to be closed."""
-
-    def _begin(self) -> None:
-        pass
-
     def _log(self, metrics: dict[str, float], step: int, time: float) -> None:
         self._function(metrics, step)
-
-    def _alert(self, name: str, message: str) -> None:
-        pass
 
 
 class MlflowSink(_TrackerSink):
@@ -295,9 +283,6 @@ class TrackioSink(_RunSink):
 
     def _log(self, metrics: dict[str, float], step: int, time: float) -> None:
         self._run.log(metrics, step)
-
-    def _alert(self, name: str, message: str) -> None:
-        pass
 
 
 class WandbSink(_RunSink):
