@@ -120,7 +120,7 @@ def settle(setup: Setup, stays: int) -> tuple[dict[str, object], MeasuringCost]:
     contestant = at_budget(run)
     # Early in a run, more is measured than the budget allows.
     begun = unsealed("state of the probe", contestant.probe.state_dict())
-    contestant.probe.load_state_dict(sealed(begun | {"pace": begun["pace"] | {"windows": LATE}}))
+    contestant.probe.load_state_dict(sealed(begun | {"windows": LATE}))
     windows = draw_windows(setup, sequences(setup.shape), MOST_SETTLING, seed=0)
     since, every = 0, 0
     for k, window in enumerate(windows):
