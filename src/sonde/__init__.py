@@ -4,7 +4,7 @@ import importlib
 from typing import Any
 
 from sonde.batch_size.attach import attach
-from sonde.batch_size.checkpoint.measure import Measurement, measure
+from sonde.batch_size.measure import Measurement, measure
 from sonde.batch_size.per_example.covered import PerExampleSquares
 from sonde.batch_size.per_example.gradients import OuterProducts
 from sonde.batch_size.per_example.norms import PerExampleNorms
@@ -19,8 +19,7 @@ from sonde.gradient_norm.clip import clip_grad_norm_, clip_grad_norm_distributed
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.two_steps import clip_grads_with_norm_, get_total_norm
 from sonde.log.sinks import JsonlSink
-from sonde.log.tensorboard import TensorBoardSink
-from sonde.log.trackers import FunctionSink, MlflowSink, TrackioSink, WandbSink
+from sonde.log.trackers import FunctionSink, MlflowSink, TensorBoardSink, TrackioSink, WandbSink
 from sonde.policy.entropy_change import EntropyChangeProbe
 from sonde.policy.entropy_options import EntropyChangeOptions, MeanGradients
 from sonde.policy.log import PolicyLog

@@ -54,7 +54,7 @@ def _loop(
             probe._delivery.receive = lambda *, wait: receive(probe._delivery, wait=True) if wait else None  # type: ignore
         for window in range(1, n_windows + 1):
             before = _n_collectives()
-            if probe and probe._pacing.is_measured:
+            if probe and probe._pace.is_measured:
                 measured.append(window)
             data = batches(rank, n_micro, window)
             for i, (x, y) in enumerate(data):
@@ -102,8 +102,7 @@ def test_one_collective_in_measured_windows_and_none_in_the_others(
     for on, off in results:
         assert_one_collective(on, off)
         assert on["measured"] == results[0][0]["measured"]
-        assert on["measured"][:16] == list(range(1, 17))
-        assert len(on["measured"]) in (22, 23, 24)
+        assert len(on["measured"]) in (10, 11)
         assert on["reading"].windows == len(on["measured"])
         assert on["alerts"] == {}
         assert on["tap"] == ("leaf hooks" if tap == "leaf" else "DDP's communication hook")
@@ -188,22 +187,11 @@ def _one_rank_loads_a_state() -> dict[str, Any]:
     return _loop(60, {"every": 3}, state=state if dist.get_rank() == 0 else None)
 
 
-def test_a_state_that_only_one_rank_loads_is_named_and_every_window_is_measured(ranks2: Ranks) -> None:
-    for result in ranks2(_one_rank_loads_a_state):
-        assert result["measured"] == list(range(1, 61))
-        assert "load the state on every rank" in result["alerts"]["ranks_disagree"]
-
-
-def _all_ranks_load_a_state() -> tuple[list[int], list[int]]:
-    whole = _loop(90, {"every": 3})["measured"]
-    state = _loop(40, {"every": 3})["state"]
-    return whole, [40 + window for window in _loop(50, {"every": 3}, state=state)["measured"]]
-
-
-def test_a_restart_on_all_ranks_goes_on_with_the_same_windows(ranks2: Ranks) -> None:
-    for whole, again in ranks2(_all_ranks_load_a_state):
-        assert again[:16] == list(range(41, 57))  # ranks first see that all began alike
-        assert again[16:] == [window for window in whole if window > 56]
+def test_a_state_that_only_one_rank_loads_changes_no_choice(ranks2: Ranks) -> None:
+    first, second = ranks2(_one_rank_loads_a_state)
+    assert first["measured"] == second["measured"]
+    assert len(first["measured"]) in (20, 21)
+    assert first["alerts"] == second["alerts"] == {}
 
 
 def test_the_log_shows_what_measuring_costs(ranks2: Ranks) -> None:
@@ -229,7 +217,7 @@ def _one_stops_reading_examples() -> tuple[list[int], list[bool]]:
         for window in range(1, 301):
             if window == 6 and dist.get_rank() == 0:
                 mechanism.examples.open = refuses  # type: ignore[method-assign]
-            if probe._pacing.is_measured:
+            if probe._pace.is_measured:
                 measured.append(window)
             data = batches(dist.get_rank(), 2, window)
             for i, (x, y) in enumerate(data):

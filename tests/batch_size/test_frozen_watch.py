@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from sonde import NoiseScaleProbe
-from sonde.batch_size.frozen_watch import FrozenWatch
+from sonde.batch_size.model_watch import FrozenWatch
 from tests.batch_size.loops import attached, batch, contents_of, counted, mean_loss, small_model
 
 

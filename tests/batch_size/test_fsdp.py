@@ -118,11 +118,11 @@ def _unchanged(loop: Loop, probed: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("clips", [True, False])
 def test_windows_that_are_not_measured_take_no_collective(ranks2: Ranks, clips: bool) -> None:
-    loop = Loop(clips=clips, dropout=True, windows=40, options={"every": 3})  # the first 16, and every third
+    loop = Loop(clips=clips, dropout=True, windows=40, options={"every": 3})
     for with_probe, without in zip(ranks2(_unchanged, loop, True), ranks2(_unchanged, loop, False), strict=True):
         assert all(map(torch.equal, with_probe["weights"], without["weights"]))
         assert with_probe["norms"] == without["norms"]
-        assert 20 <= with_probe["reading"].windows <= 30
+        assert 13 <= with_probe["reading"].windows <= 15
         n_more = 0 if clips else with_probe["reading"].windows
         assert with_probe["collectives"] - without["collectives"] == n_more
 

@@ -32,7 +32,7 @@ from tests.ranks import Ranks, mesh_of
 WATCHED = 3
 """Windows in which reads are noted; twice as many where not all windows are measured."""
 WINDOWS_BEFORE = 15
-"""There they come after these. The first 16 are all measured."""
+"""There they come after these."""
 METRICS = ("euclidean", "sign")  # the others need whole matrices or moments
 
 

@@ -194,7 +194,7 @@ def test_three_ranks(ranks3: Ranks) -> None:
         assert_untouched(on, off)
 
 
-# Where not every window is measured. Ranks measure the first 16 in any case.
+# Where not every window is measured.
 
 
 @pytest.mark.parametrize(("autocast", "clip", "compiled"), list(itertools.product([False, True], repeat=3)))

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from sonde.batch_size.budget import RANKS_DISAGREE
-from sonde.batch_size.found_model import ChosenMetrics
-from sonde.batch_size.frozen_watch import FrozenWatch
 from sonde.batch_size.log import MeasuredWindow, NoiseScaleLog
 from sonde.batch_size.mechanism import Mechanism
-from sonde.batch_size.pacing import Pacing
+from sonde.batch_size.model_watch import FrozenWatch
+from sonde.batch_size.pace import Pace
 from sonde.batch_size.setup import describe_window
-from sonde.batch_size.stats.scale_witness import RoundingTolerance
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
-from sonde.batch_size.stats.window_row import Drop, WindowRow
+from sonde.batch_size.stats.window_row import Drop, RoundingTolerance, WindowRow
 from sonde.batch_size.taps.tap import Tap
 from sonde.parallel.wrappers import Wrapper
 from sonde.stats.sealed_state import Stateful
@@ -24,15 +21,16 @@ class MetricTrackers(Stateful):
     """One tracker for each metric that was asked for. The first is the headline.
 
     Args:
-        metrics: of the probe.
+        names: of the metrics that were asked for.
+        measured: names of all that are measured, in the order of a window's rows.
         make: makes a tracker, called with the name of its metric.
     """
 
     STATE = ("all",)
 
-    def __init__(self, metrics: ChosenMetrics, make: Callable[[str], NoiseScaleTracker]) -> None:
-        self._row: dict[str, int] = {name: metrics.measured.names.index(name) for name in metrics.names}
-        self.all: dict[str, NoiseScaleTracker] = {name: make(name) for name in metrics.names}
+    def __init__(self, names: Sequence[str], measured: Sequence[str], make: Callable[[str], NoiseScaleTracker]) -> None:
+        self._row = {name: measured.index(name) for name in names}
+        self.all = {name: make(name) for name in names}
         self.headline = next(iter(self.all.values()))
         self.further = {name: tracker for name, tracker in self.all.items() if tracker is not self.headline}
         """The others, by name."""
@@ -84,7 +82,7 @@ class Arrivals:
         rounding: looks up how far rounding may move gradients now.
         frozen: which parameters are frozen, on any rank.
         mechanism: solves windows from their pieces or from single examples.
-        pacing: of the measured windows.
+        pace: of the measured windows.
         tap: learns that only declared pieces count, once some rank has declared one.
         wrapper: of the model.
         counted_in: gives the tensor whose rows are counted as units, in words; empty if none is.
@@ -99,14 +97,14 @@ class Arrivals:
         *,
         frozen: FrozenWatch,
         mechanism: Mechanism,
-        pacing: Pacing,
+        pace: Pace,
         tap: Tap,
         wrapper: Wrapper,
         counted_in: Callable[[], str],
         say: Callable[[str], None],
     ) -> None:
         self._metrics, self._tracker, self._log = metrics, metrics.headline, log
-        self._rounding, self._mechanism, self._pacing, self._tap = rounding, mechanism, pacing, tap
+        self._rounding, self._mechanism, self._pace, self._tap = rounding, mechanism, pace, tap
         self._wrapper, self._say, self._frozen = wrapper, say, frozen
         self._counted_in, self._has_seen_one = counted_in, False
         # Numbers come to each rank at a time of its own. Ranks that share pieces sum parts of each, so all of them must
@@ -142,10 +140,8 @@ class Arrivals:
             else:
                 self._say(message)
         if self._mechanism.reads_examples != read_examples:
-            self._pacing.measures_otherwise()
-        self._pacing.pace.take(window.known.n_ended, window.costs)
-        if self._pacing.pace.disagrees:
-            self._log.alert("ranks_disagree", RANKS_DISAGREE, window=number)
+            self._pace.is_changed = True
+        self._pace.take(window.known.n_ended, window.costs)
         if window.row.n_ranks_declaring and not self._shares_pieces:
             self._tap.only_declared = True
         self._say_first(window.row)

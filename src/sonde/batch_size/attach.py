@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sonde.batch_size.budget import DEFAULT_ALLOWANCE, DEFAULT_BUDGET
 from sonde.batch_size.forward_units import FIRST_DIM, UnitsPerPiece
 from sonde.batch_size.found_model import RanksOfModel, raised_on_all_ranks
+from sonde.batch_size.pace import DEFAULT_ALLOWANCE, DEFAULT_BUDGET
 from sonde.batch_size.per_example.rules import GradientsOf
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.setup import Groups, NoiseScaleOptions

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sonde.batch_size.log import KnownOfWindow, MeasuredWindow
-from sonde.batch_size.measuring_cost import WindowCosts
+from sonde.batch_size.pace import WindowCosts
 from sonde.batch_size.taps.tap import Adds
 from sonde.batch_size.taps.window_reader import Window
 from sonde.batch_size.taps.window_sums import as_vector, named, packed, read_rows, those_under
-from sonde.batch_size.window_clock import NO_COST, OwnTime
+from sonde.batch_size.window_clock import OwnTime
 from sonde.parallel.devices import HostCopy, start_copy_to_host
 
 Read = Callable[[list[Tensor]], MeasuredWindow]
@@ -113,7 +113,7 @@ class Delivery:
                 continue
             try:
                 if work is not None:
-                    with self._own.on(NO_COST):
+                    with self._own.no_cost:
                         work.wait()  # on a GPU only the stream waits; gloo has usually finished in the windows since
             except RuntimeError as error:
                 failure = error
@@ -147,7 +147,7 @@ class Delivery:
             if not copy.has_arrived():
                 if not wait:
                     return
-                with self._own.on(NO_COST):
+                with self._own.no_cost:
                     copy.wait()
             del self._copies[0]
             vectors = iter(copy.host.split([n for sizes, _ in sent for n in sizes]))

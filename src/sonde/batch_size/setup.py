@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from typing_extensions import TypeIs
 
-from sonde.batch_size.budget import DEFAULT_ALLOWANCE, DEFAULT_BUDGET
 from sonde.batch_size.forward_units import (
     FIRST_DIM,
     UnitsPerPiece,
     is_of_forward,
 )
+from sonde.batch_size.pace import DEFAULT_ALLOWANCE, DEFAULT_BUDGET
 from sonde.batch_size.per_example.rules import GradientsOf
 from sonde.batch_size.taps.metric import MetricName
 from sonde.batch_size.taps.tap_choice import TapName

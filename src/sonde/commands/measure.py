@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import Tensor
 from tyro.conf import Positional, arg
 
-from sonde.batch_size.checkpoint.measure import Measurement, check_limits, measure
+from sonde.batch_size.measure import Measurement, check_limits, measure
 from sonde.batch_size.stats.critical_batch import ABOUT_RIGHT
 from sonde.batch_size.stats.reading import GroupReading
 from sonde.commands.text import read_documents, sequences

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.batch_size.measuring_cost import WindowCosts
+from sonde.batch_size.pace import WindowCosts
 from sonde.batch_size.taps.metric import GradientTerms, Metrics
 from sonde.batch_size.taps.problems import Problem
 from sonde.batch_size.taps.shared_pieces import CutGradients, ExpertPieces
 from sonde.batch_size.taps.tap import GradientSummary, Number, Tap
 from sonde.batch_size.taps.window_sums import PieceCounts, Shapes, WindowSums, packed, under
 from sonde.batch_size.taps.witness import Witness
-from sonde.batch_size.window_clock import MEASURING, NO_COST, OwnTime
+from sonde.batch_size.window_clock import OwnTime
 from sonde.gradient_norm.global_norm import GlobalNorm, global_norm
 from sonde.gradient_norm.plan import NormPlan
 from sonde.parallel.devices import is_capturing, runs_beside_host, widened
@@ -86,7 +86,7 @@ class FinalGradient:
 
     def norm_of_clip(self, riding: Tensor | None = None) -> GlobalNorm:
         """The norm as a clip takes it, waiting for all ranks; `riding` is summed over them besides."""
-        with self._own.on(NO_COST):  # a clip needs it in any window
+        with self._own.no_cost:  # a clip needs it in any window
             return global_norm(self.plan, 2.0, riding=riding)
 
     def witness(self, grads: Sequence[Tensor | None]) -> Tensor:
@@ -240,7 +240,7 @@ class WindowReader:
             is_declared: whether it is no backward outside `begin_piece` … `end_piece`.
         """
         self._outside[Problem.NOT_ALL_DECLARED] += not is_declared
-        with self._own.on(MEASURING):
+        with self._own.measuring:
             gradients: Sequence[GradientSummary | None] = self._tap.end_piece() or [None] * len(counts)
             for gradient, of_piece in zip(gradients, counts, strict=True):
                 if gradient is None:  # the tap sees whole windows: end_window gets the gradient

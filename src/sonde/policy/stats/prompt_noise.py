@@ -20,10 +20,9 @@ from dataclasses import dataclass
 
 import torch
 
-from sonde.batch_size.stats.noise_scale import Pieces, WindowEstimate
-from sonde.batch_size.stats.ratio_average import RatioAverage
+from sonde.batch_size.stats.averages import WindowsOfRun
+from sonde.batch_size.stats.noise_scale import Pieces, RatioAverage, WindowEstimate
 from sonde.batch_size.stats.window_row import SolvedWindow
-from sonde.batch_size.stats.windows_of_run import WindowsOfRun
 from sonde.stats.sealed_state import Stateful
 
 _MEMORY = 100.0

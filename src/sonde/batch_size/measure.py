@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.batch_size.batch_dim import units_in_batch
-from sonde.batch_size.checkpoint.model import MeasuredModel
+from sonde.batch_size.measured_model import MeasuredModel
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.setup import BATCH_NORM, Groups, NoiseScaleOptions, is_number, n_batch_norms
-from sonde.batch_size.stats.fixed_weights import FixedWeights, window_lengths
+from sonde.batch_size.stats.averages import FixedWeights, window_lengths
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.console import tell
 from sonde.parallel.process_groups import gather_objects

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sonde.batch_size.stats.scale_witness import read_scale
+from sonde.batch_size.stats.window_row import read_scale
 
 SUMMED = torch.randn(256, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
