@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sonde
-from sonde.batch_size import hook_failures
+from sonde.batch_size import hooks
 from sonde.batch_size.per_example.piece import PieceSums
 from sonde.batch_size.step_watch import StepWatch
 from sonde.batch_size.taps.ddp_buckets import DDPBucketTap
@@ -28,7 +28,7 @@ DROPPED = "sonde failed while it read a gradient: the logger 'sonde' has shown t
 
 @pytest.fixture(autouse=True)
 def _logged_nothing_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hook_failures, "_logged", set())
+    monkeypatch.setattr(hooks, "_logged", set())
 
 
 def _trained(

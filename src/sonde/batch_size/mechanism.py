@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from sonde.batch_size.hook_failures import log_failure
+from sonde.batch_size.hooks import log_failure
 from sonde.batch_size.log import MeasuredWindow
 from sonde.batch_size.per_example.norms import PerExampleNorms
 from sonde.batch_size.setup import NoiseScaleOptions

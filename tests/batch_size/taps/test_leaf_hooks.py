@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 import sonde
-from sonde.batch_size.taps.autograd_internals import accumulates
+from sonde.batch_size.hooks import accumulates
 from sonde.batch_size.taps.leaf_hooks import STAGED_NUMEL, LeafHookTap
 from sonde.batch_size.taps.metric import Euclidean, Metrics
 from sonde.batch_size.taps.witness import Witness

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from sonde.batch_size.batch_dim import batch_dim
-from sonde.batch_size.module_hook import is_compiled
+from sonde.batch_size.hooks import is_compiled
 from sonde.batch_size.per_example.gradients import OuterProducts, PerExample, wide
 from sonde.batch_size.per_example.rules import (
     BY_NAME,

@@ -21,7 +21,17 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from sonde.batch_size.batch_dim import LayerSaw, layers_that_know, seen_by
-from sonde.batch_size.module_hook import ModuleHook, is_in_graph, put_on, takes_fast_path
+from sonde.batch_size.hooks import (
+    ModuleHook,
+    accumulates,
+    backward_number,
+    in_backward,
+    inside_another_backward,
+    is_in_graph,
+    put_on,
+    takes_fast_path,
+    will_accumulate,
+)
 from sonde.batch_size.per_example.covered import PerExampleSquares
 from sonde.batch_size.per_example.layers import refuse_cut, refuse_model, rule_of, rules_by_type
 from sonde.batch_size.per_example.piece import Call, Layer, PieceSums, Uses
@@ -32,13 +42,6 @@ from sonde.batch_size.per_example.rules import (
     Inputs,
     NotCoveredError,
     couples_examples,
-)
-from sonde.batch_size.taps.autograd_internals import (
-    accumulates,
-    backward_number,
-    in_backward,
-    inside_another_backward,
-    will_accumulate,
 )
 from sonde.batch_size.window_clock import MEASURING, OwnTime
 from sonde.parallel.devices import default_staging_bytes, is_capturing

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # documented, but not in its __all__
 from torch.nn.parallel import DistributedDataParallel
 
-from sonde.batch_size.taps.autograd_internals import backward_number, in_backward
+from sonde.batch_size.hooks import backward_number, in_backward
 from sonde.batch_size.taps.metric import GradientTerms, Metrics
 from sonde.batch_size.taps.problems import Problem
 from sonde.batch_size.taps.tap import GradientSummary, Tap

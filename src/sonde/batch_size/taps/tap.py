@@ -15,8 +15,7 @@ from torch.autograd import Variable
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
-from sonde.batch_size.hook_failures import log_failure
-from sonde.batch_size.taps.autograd_internals import accumulates, inside_another_backward
+from sonde.batch_size.hooks import accumulates, inside_another_backward, log_failure
 from sonde.batch_size.taps.problems import Problem
 from sonde.batch_size.taps.witness import Witness
 from sonde.batch_size.window_clock import MEASURING, OwnTime

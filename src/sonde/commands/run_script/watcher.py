@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sonde.batch_size.found_model import NOT_ON_ALL_RANKS
+from sonde.batch_size.hooks import in_backward
 from sonde.batch_size.step_watch import Arguments, with_closure
-from sonde.batch_size.taps.autograd_internals import in_backward
 from sonde.commands.run_script.endings import say_end
 from sonde.commands.run_script.found_models import ModelOfOptimizers, stepped_by
 from sonde.commands.run_script.measured import MeasuredModel, MeasuredTrainer, why_not_reduced
