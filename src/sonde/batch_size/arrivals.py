@@ -31,7 +31,8 @@ class MetricTrackers(Stateful):
     STATE = ("all",)
 
     def __init__(self, metrics: ChosenMetrics, make: Callable[[str], NoiseScaleTracker]) -> None:
-        self._row: dict[str, int] = {name: metrics.measured.names.index(name) for name in metrics.names}
+        rows = [metric.name for metric in metrics.measured]
+        self._row: dict[str, int] = {name: rows.index(name) for name in metrics.names}
         self.all: dict[str, NoiseScaleTracker] = {name: make(name) for name in metrics.names}
         self.headline = next(iter(self.all.values()))
         self.further = {name: tracker for name, tracker in self.all.items() if tracker is not self.headline}

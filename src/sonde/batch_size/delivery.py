@@ -13,9 +13,10 @@ from torch import Tensor
 
 from sonde.batch_size.log import KnownOfWindow, MeasuredWindow
 from sonde.batch_size.measuring_cost import WindowCosts
-from sonde.batch_size.taps.tap import Adds
+from sonde.batch_size.taps.metric import Adds
 from sonde.batch_size.taps.window_reader import Window
-from sonde.batch_size.taps.window_sums import as_vector, named, packed, read_rows, those_under
+from sonde.batch_size.taps.window_sums import named, packed, read_rows, those_under
+from sonde.batch_size.units import as_vector
 from sonde.batch_size.window_clock import NO_COST, OwnTime
 from sonde.parallel.devices import HostCopy, start_copy_to_host
 

@@ -20,7 +20,6 @@ from sonde.batch_size.taps.metric import (
     Euclidean,
     GradientMetric,
     MetricName,
-    Metrics,
     SignMetric,
     SpectralMetric,
     nuclear_norm_bytes,
@@ -67,7 +66,7 @@ class ChosenMetrics:
     """
 
     names: tuple[MetricName, ...]
-    measured: Metrics
+    measured: Sequence[GradientMetric]
 
 
 @dataclass(frozen=True)
@@ -333,7 +332,7 @@ def _choose_metrics(
             metrics.append(SignMetric())
         elif name == "spectral":
             metrics.append(_spectral(model, wrapper, given, options.staging_bytes(wrapper.leaves[0].device)))
-    return ChosenMetrics(names, Metrics(metrics))
+    return ChosenMetrics(names, metrics)
 
 
 def _adam(wrapper: Wrapper, optimizers: Sequence[Any]) -> AdamMetric:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from sonde.batch_size.taps.window_sums import as_vector
+from sonde.batch_size.units import as_vector
 from sonde.parallel.devices import exact_bits
 from sonde.wording import some_of
 

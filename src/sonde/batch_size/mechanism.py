@@ -18,7 +18,8 @@ from sonde.batch_size.setup import NoiseScaleOptions
 from sonde.batch_size.stats.dependence import N_SCORES, order_scores, scores_of_examples
 from sonde.batch_size.stats.reading import ENOUGH_COVERED, CoveredPart
 from sonde.batch_size.stats.window_row import WITHOUT_EXAMPLES, Drop, ExampleSums, WindowRow
-from sonde.batch_size.taps.window_sums import Named, PieceCounts, WindowSums, as_vector
+from sonde.batch_size.taps.window_sums import Named, WindowSums
+from sonde.batch_size.units import PieceCounts, as_vector
 from sonde.batch_size.window_clock import OwnTime
 from sonde.parallel.devices import to_device, widened, zero_sums
 from sonde.parallel.same_on_ranks import holds_on_all

@@ -46,8 +46,8 @@ from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import SolvedWindow
 from sonde.batch_size.step_watch import StepWatch
 from sonde.batch_size.taps.ddp_buckets import CommHook, comm_hook_name, hook_label
-from sonde.batch_size.taps.squared_norms import LEAST_SQ_NORM
-from sonde.batch_size.taps.tap_choice import choose_tap
+from sonde.batch_size.taps.leaf_hooks import choose_tap
+from sonde.batch_size.taps.metric import LEAST_SQ_NORM
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.taps.witness import Witness
 from sonde.batch_size.window_clock import OwnTime
@@ -171,7 +171,7 @@ class NoiseScaleProbe:
             examples=self._mechanism.examples,
         )
         self._delivery = Delivery(
-            lambda window: self._arrivals.take(window), self._reader.device, metrics.measured.adds, own
+            lambda window: self._arrivals.take(window), self._reader.device, [m.adds for m in metrics.measured], own
         )
         self._alone = self._delivery.alone
         n_summed_ranks = n_summed(wrapper.group)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from sonde.batch_size.stats.noise_scale import noise_scale
-from sonde.batch_size.taps.metric import GradientMetric, SignMetric, SpectralMetric
-from sonde.batch_size.taps.squared_norms import add_parts
+from sonde.batch_size.taps.metric import GradientMetric, SignMetric, SpectralMetric, add_parts
 
 N_PIECES, UNITS, WINDOWS = 4, 6, 300
 

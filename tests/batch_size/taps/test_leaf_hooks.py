@@ -13,7 +13,7 @@ from torch.autograd import Variable
 import sonde
 from sonde.batch_size.hooks import accumulates
 from sonde.batch_size.taps.leaf_hooks import STAGED_NUMEL, LeafHookTap
-from sonde.batch_size.taps.metric import Euclidean, Metrics
+from sonde.batch_size.taps.metric import Euclidean
 from sonde.batch_size.taps.witness import Witness
 
 
@@ -41,7 +41,7 @@ def test_a_large_gradient_is_not_copied_even_by_autograd() -> None:
         seen: list[int] = []
         weight.register_hook(lambda g: seen.append(g.data_ptr()))
         tap = (
-            LeafHookTap([weight], Witness([weight.shape]), Metrics([Euclidean()]), on_backward_end=lambda: None)
+            LeafHookTap([weight], Witness([weight.shape]), [Euclidean()], on_backward_end=lambda: None)
             if tapped
             else None
         )
@@ -61,7 +61,7 @@ def test_a_large_gradient_is_not_copied_even_by_autograd() -> None:
 def test_the_hook_creates_no_tensor_of_gradient_size() -> None:
     weight = nn.Parameter(torch.randn(512, 512))
     weight.grad = torch.zeros(512, 512)  # added to in place: autograd makes nothing of that size either
-    tap = LeafHookTap([weight], Witness([weight.shape]), Metrics([Euclidean()]), on_backward_end=lambda: None)
+    tap = LeafHookTap([weight], Witness([weight.shape]), [Euclidean()], on_backward_end=lambda: None)
     grad = torch.randn(512, 512)
     tap.begin_piece()
     with Watch() as watch:
@@ -77,7 +77,7 @@ def test_small_gradients_are_staged_within_a_bound() -> None:
     tap = LeafHookTap(
         parameters,
         Witness([p.shape for p in parameters]),
-        Metrics([Euclidean()]),
+        [Euclidean()],
         on_backward_end=lambda: None,
         staging_bytes=200_000,
         staged_numel=20_000,
@@ -99,7 +99,7 @@ def test_small_gradients_are_staged_within_a_bound() -> None:
 def test_staged_gradients_are_reduced_before_anything_can_write_to_them() -> None:
     """After backward has ended, a write to `.grad` must not change a gradient that waits."""
     small = nn.Parameter(torch.ones(10))
-    metrics = Metrics([Euclidean()])
+    metrics = [Euclidean()]
     tap = LeafHookTap([small], Witness([small.shape]), metrics, on_backward_end=lambda: None, staged_numel=100)
     tap.begin_piece()
     (small * 3).sum().backward()
@@ -121,7 +121,7 @@ def test_staging_changes_no_result(staging_bytes: int) -> None:
         tap = LeafHookTap(
             parameters,
             witness,
-            Metrics([Euclidean()]),
+            [Euclidean()],
             on_backward_end=lambda: None,
             staging_bytes=staging_bytes,
             staged_numel=staged_numel,

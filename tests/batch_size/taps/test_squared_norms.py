@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sonde.batch_size.taps.squared_norms import add_parts, gradient_parts, roots
+from sonde.batch_size.taps.metric import add_parts, norm_parts, norms_of_rows
 
 
 def sq_norm(grad: Tensor) -> float:
@@ -14,7 +14,7 @@ def sq_norm(grad: Tensor) -> float:
 
 
 def sq_norms(grads: list[Tensor]) -> Tensor:
-    return add_parts(len(grads), gradient_parts(range(len(grads)), grads), torch.device("cpu"))
+    return add_parts(len(grads), norm_parts(range(len(grads)), grads, 2), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -25,7 +25,7 @@ def test_norm_is_exact_to_fp32(shape: tuple[int, ...], dtype: torch.dtype) -> No
     # 8191 elements added in fp32 lanes are off by a few 1e-7; fp64 gradients are not rounded to fp32.
     rel = 1e-14 if dtype == torch.float64 else 2e-6
     assert sq_norm(grad) == pytest.approx(expected**2, rel=2 * rel)
-    assert float(roots(grad).double().square().sum()) == pytest.approx(expected**2, rel=2 * rel)
+    assert float(norms_of_rows(grad).double().square().sum()) == pytest.approx(expected**2, rel=2 * rel)
 
 
 def test_a_large_norm_is_exact() -> None:
@@ -90,5 +90,5 @@ def test_squares_are_added_by_owner() -> None:
 @pytest.mark.parametrize("shape", [(64, 512), (8, 4, 1024), (3, 100_000), (100_000, 3), (8192,), (5, 257)], ids=str)
 def test_few_numbers_are_kept_of_a_gradient(shape: tuple[int, ...]) -> None:
     grad = torch.randn(shape)
-    assert roots(grad).numel() <= grad.numel() // 256 + 1
-    assert float(roots(grad).double().norm()) == pytest.approx(float(grad.double().norm()), rel=1e-6)
+    assert norms_of_rows(grad).numel() <= grad.numel() // 256 + 1
+    assert float(norms_of_rows(grad).double().norm()) == pytest.approx(float(grad.double().norm()), rel=1e-6)

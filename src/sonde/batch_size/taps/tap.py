@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,17 +15,14 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from sonde.batch_size.hooks import accumulates, inside_another_backward, log_failure
+from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.problems import Problem
 from sonde.batch_size.taps.witness import Witness
+from sonde.batch_size.units import Number
 from sonde.batch_size.window_clock import MEASURING, OwnTime
 from sonde.parallel.devices import is_capturing, to_device
 from sonde.parallel.own_passes import is_in_own_pass
 from sonde.parallel.placements import local_tensor, spec_of
-
-Number = float | Tensor
-"""A Python number, or a 0-dim tensor that is never read on the host."""
-Adds = Literal["squares", "norms"]
-"""What adds up over parameters in a metric: squared norms, or the norms themselves, whose sum is squared."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +35,16 @@ class GradientSummary:
         witness: the witness's elements, [witness.size].
         witness_squares: squares of the parts that were added up to the witness's elements, which rounding is relative
             to, [witness.size]; None for the squares of the elements themselves.
-        problem: why the gradient could not be read, if so.
     """
 
     terms: Tensor
     witness: Tensor
     witness_squares: Tensor | None = None
-    problem: Problem | None = None
 
-    def scaled(self, factor: Tensor, adds: Sequence[Adds]) -> GradientSummary:
-        """The summary of `factor` times the gradient; factor: 0-dim and positive. `adds`: of each metric."""
+    def scaled(self, factor: Tensor, metrics: Sequence[GradientMetric]) -> GradientSummary:
+        """The summary of `factor` times the gradient; factor: 0-dim and positive."""
         square = factor.square()
-        of_metrics = torch.stack([square if each == "squares" else factor for each in adds])
+        of_metrics = torch.stack([square if metric.adds == "squares" else factor for metric in metrics])
         squares = None if self.witness_squares is None else self.witness_squares * square
         return GradientSummary(self.terms * of_metrics[:, None], self.witness * factor, squares)
 
@@ -263,12 +257,10 @@ class Tap(ABC):
     def _look_at_first(self) -> None:
         """Look at what is in `.grad` before a window's first backward adds to it. The answer stays on the device."""
         self._is_first = False
-        grads = {i: p.grad.detach() for i, p in self._watched.items() if p.grad is not None}
-        self._left_over += [
-            self.witness.read_shard(i, local_tensor(grad), spec_of(grad)).any()
-            for i, grad in grads.items()
-            if not grad.is_sparse
-        ]
+        for i, p in self._watched.items():
+            if (grad := p.grad) is not None and not grad.is_sparse:
+                grad = grad.detach()
+                self._left_over.append(self.witness.read(i, local_tensor(grad), spec_of(grad)).any())
 
     def failed(self, error: Exception) -> None:
         """Log an error that is being handled, and drop the window by it."""

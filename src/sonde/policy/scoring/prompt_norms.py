@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sonde.batch_size.taps.squared_norms import roots
+from sonde.batch_size.taps.metric import norms_of_rows
 from sonde.gradient_norm.global_norm import global_norm
 from sonde.gradient_norm.plan import NormPlan
 from sonde.parallel.gathered import gathered_parameters
@@ -285,7 +285,7 @@ class _PartReader:
         """What this rank counts of the squared norm of one gradient; 0-dim, fp64."""
         if not self._counts[index]:
             return torch.zeros((), dtype=torch.float64, device=part.device)
-        return roots(part).double().square().sum()
+        return norms_of_rows(part).double().square().sum()
 
     def square(self, parts: Sequence[Tensor]) -> Tensor:
         """The same of the gradients of all parameters; 0-dim, fp64."""
