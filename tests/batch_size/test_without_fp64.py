@@ -168,7 +168,7 @@ def windows_of(device: torch.device, size: float, weight: float) -> tuple[int, l
     ("size", "weight", "match"),
     [
         (1e19, 1.0, "so large (above 1e19) that its squares overflow fp32"),
-        (1e18, 1e-3, "squares of the gradient leave the range of fp32: scale the loss"),
+        (1e18, 1e-3, "so large (above 1e19) that its squares overflow fp32"),
         (2.65e18, 1.0, "squares of the gradient leave the range of fp32: scale the loss"),
     ],
     ids=["one piece's", "over small weights", "the window's"],

@@ -134,11 +134,9 @@ class WindowSums:
         """The same per group and, last, of the whole model, where norms add up before they are squared."""
         self._witness, self._witness_squares = zeros(2, self._witness_of.size)
         self._witness_small, self._bad_counts = zeros(2)
-        self._others: Tensor | None = None
-        """1 for the witness's elements of other parameters than experts', 0 for those of experts."""
+        self._mask: Tensor | None = None
         self._pieces_of_experts: ExpertPieces | None = None
         if (experts := self._experts) is not None:
-            self._others = self._witness_of.of_others(self.device).to(self._dtype)
             shape = len(self._metrics), self._n_groups
             self._pieces_of_experts = ExpertPieces(experts, counts=self._counts_pieces, shape=shape, device=self.device)
         self.n_pieces = 0
@@ -197,8 +195,16 @@ class WindowSums:
 
     def _of_others(self, elements: Tensor) -> Tensor:
         """The witness's elements without those of experts."""
+        if self._pieces_of_experts is None:
+            return elements
         # Multiplied by 0, not left out: what is not finite stays so, and drops the window.
-        return elements if self._others is None else elements * self._others
+        return elements * self._others()
+
+    def _others(self) -> Tensor:
+        """1 for the witness's elements of other parameters than experts', 0 for those of experts."""
+        if self._mask is None:  # the witness moves on with every window
+            self._mask = self._witness_of.of_others(self.device)
+        return self._mask
 
     @property
     def sq_norms_over_weight(self) -> Tensor:
@@ -249,9 +255,9 @@ class WindowSums:
             small[i] = of_metric
         sums: dict[str, Tensor] = {"small": small}
         own: dict[str, Tensor] = {}
-        if self._pieces_of_experts is not None and self._others is not None:
+        if self._pieces_of_experts is not None:
             small[:, self._n_groups : -1], sums["counts_of_experts"], differs = self._pieces_of_experts.take()
-            met[Problem.EXPERTS_DIFFER], own["others"] = differs, self._others
+            met[Problem.EXPERTS_DIFFER], own["others"] = differs, self._others()
         of_host: dict[str, Sequence[Number]] = {
             "counts": [*counts, float(declares)],
             "further_units": further,
