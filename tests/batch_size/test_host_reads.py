@@ -151,7 +151,7 @@ READS = [
     ),
     Mutant(
         "the copy to the host waits",
-        "sonde.batch_size.delivery:Delivery.send",
+        "sonde.batch_size.arrivals:Delivery.send",
         "start_copy_to_host(flat)",
         "start_copy_to_host(flat.cpu())",
     ),

@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sonde.batch_size.arrivals import Arrivals, MetricTrackers
+from sonde.batch_size.arrivals import Arrivals, Delivery, MetricTrackers
 from sonde.batch_size.budget import Pace
-from sonde.batch_size.delivery import Delivery
 from sonde.batch_size.forward_units import ForwardUnits, is_of_forward
 from sonde.batch_size.found_model import RanksOfModel, find_model, raised_on_all_ranks
 from sonde.batch_size.frozen_watch import FrozenWatch

@@ -30,7 +30,7 @@ from sonde.parallel.shares import share_of
 from sonde.parallel.wrappers import Wrapper
 
 if TYPE_CHECKING:
-    from sonde.batch_size.mechanism import ExampleWindow
+    from sonde.batch_size.per_example.example_window import ExampleWindow
 
 
 @dataclass(frozen=True)
@@ -217,21 +217,21 @@ class WindowReader:
         Later backwards outside pieces never count.
         """
         self._tap.begin_piece(n)
-        if self._examples is not None:
-            self._examples.begin_piece()
+        if self._examples is not None and self._examples.is_open:
+            self._examples.norms.forget_backwards()
 
     def discard_piece(self) -> None:
         """Forget the present piece."""
         self._tap.discard_piece()
         if self._examples is not None:
-            self._examples.discard_piece()
+            self._examples.norms.discard()
 
     def leave_out_backward(self, problem: Problem) -> None:
         """Forget the backward outside pieces that has just ended, since it is no piece; `problem` says why."""
         self._outside[problem] += 1
         self._tap.leave_out_backward()
         if self._examples is not None:
-            self._examples.discard_piece()
+            self._examples.norms.discard()
 
     def end_piece(self, *counts: PieceCounts, is_declared: bool = True) -> None:
         """Add the piece that ends here to the window, or the pieces of a pipeline's schedule.
