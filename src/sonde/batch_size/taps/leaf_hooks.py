@@ -165,10 +165,17 @@ class PieceGradient:
             self._fired[index] = 1
             if grad.is_sparse and not grad.is_cpu:
                 return Problem.SPARSE_ON_GPU
-            if index in tap.summed or (grad.numel() <= tap.staged_numel and not grad.is_sparse):
-                self._stage(index, grad)
-            else:
+            if index not in tap.summed and (grad.numel() > tap.staged_numel or grad.is_sparse):
                 self._keep({index: grad})
+                return None
+            copies, stream = self._clones or tap.copies or index in tap.summed, None
+            if not grad.is_cpu:
+                stream, copies = stream_of(grad), copies or is_output_of_graph(grad)
+            self._staged.setdefault(stream, {})[index] = grad.clone() if copies else grad
+            if index not in tap.summed:
+                self._staged_bytes += grad.numel() * grad.element_size()
+                if self._staged_bytes + tap.summed_bytes > self._staging_bytes:
+                    self._flush(tap.summed)
         except RuntimeError as error:
             return self._cannot_read(error)
         return None
@@ -210,19 +217,18 @@ class PieceGradient:
             self._flush()
         except RuntimeError as error:
             tap.problems[self._cannot_read(error)] += 1
-        self._adopt_results()
+        for stream, results in self._results:
+            if tap.one_device and results[0].device != tap.device:
+                raise RuntimeError(
+                    f"the model was on {tap.device} when the probe was attached and is on {results[0].device} now: "
+                    "attach after moving it"
+                )
+            # Autograd may run a hook on another stream. The allocator must not reuse the memory of the hook's results
+            # before the present stream has read them.
+            if stream is not None and stream != torch.accelerator.current_stream(stream.device):
+                for result in results:
+                    keep_for_present_stream(result)
         return GradientSummary(self._terms.sum(), tap.witness.join(self._witnessed, tap.device))
-
-    def _stage(self, index: int, grad: Tensor) -> None:
-        tap, stream = self._tap, None
-        copies = self._clones or tap.copies or index in tap.summed
-        if not grad.is_cpu:
-            stream, copies = stream_of(grad), copies or is_output_of_graph(grad)
-        self._staged.setdefault(stream, {})[index] = grad.clone() if copies else grad
-        if index not in tap.summed:
-            self._staged_bytes += grad.numel() * grad.element_size()
-            if self._staged_bytes + tap.summed_bytes > self._staging_bytes:
-                self._flush(tap.summed)
 
     def _flush(self, but: Collection[int] = ()) -> None:
         """Reduce the gradients that wait, each on the stream that wrote it, but those of some leaves."""
@@ -248,21 +254,7 @@ class PieceGradient:
             # Cloned: they are a view of the gradient, which autograd may write to once the hook returns.
             self._witnessed[index] = elements.clone()
             results.append(self._witnessed[index])
-        self._results.append((stream_of(results[0]), results))
-
-    def _adopt_results(self) -> None:
-        """Check the device of the hooks' results and keep them alive on this stream."""
-        for stream, results in self._results:
-            if self._tap.one_device and results[0].device != self._tap.device:
-                raise RuntimeError(
-                    f"the model was on {self._tap.device} when the probe was attached and is on {results[0].device} "
-                    "now: attach after moving it"
-                )
-            # Autograd may run a hook on another stream. The allocator must not reuse the memory of the hook's results
-            # before the present stream has read them.
-            if stream is not None and stream != torch.accelerator.current_stream(stream.device):
-                for result in results:
-                    keep_for_present_stream(result)
+        self._results.append((None if results[0].is_cpu else stream_of(results[0]), results))
 
 
 def _is_same_memory(earlier: Tensor, later: Tensor) -> bool:

@@ -11,6 +11,7 @@ more. A clip uses another norm: `power_sums.py` sums it in fp64.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, Protocol
 
@@ -78,7 +79,7 @@ class GradientTerms:
 
     def __init__(self, metrics: Sequence[GradientMetric], n_parameters: int, device: torch.device) -> None:
         self._metrics, self._n, self._device = metrics, n_parameters, device
-        self._parts: list[list[Part]] = [[] for _ in metrics]
+        self._parts: defaultdict[str, list[Part]] = defaultdict(list)
 
     def take(self, indices: Sequence[int], grads: Sequence[Tensor], start: int | None = None) -> list[Tensor]:
         """Add gradients on one device, as `GradientMetric.parts` takes them.
@@ -87,20 +88,19 @@ class GradientTerms:
             What was computed, for whoever manages streams.
         """
         results = []
-        for own, metric in zip(self._parts, self._metrics, strict=True):
+        for metric in self._metrics:
             for part in metric.parts(indices, grads, start):
-                own.append(part)
+                self._parts[metric.name].append(part)
                 results.append(part[1])
         return results
 
     def sum(self) -> Tensor:
         """The terms, 0 for a parameter without a part; [metrics, parameters]."""
-        return torch.stack(
-            [
-                add_parts(self._n, parts, self._device, squares=metric.adds == "squares")
-                for metric, parts in zip(self._metrics, self._parts, strict=True)
-            ]
-        )
+        terms = []
+        for metric in self._metrics:
+            squares = metric.adds == "squares"
+            terms.append(add_parts(self._n, self._parts[metric.name], self._device, squares=squares))
+        return torch.stack(terms)
 
 
 def norm_parts(indices: Sequence[int], grads: Sequence[Tensor], order: int) -> list[Part]:

@@ -242,7 +242,10 @@ class Tap(ABC):
             if self._stray is not None:
                 self.problems[self._stray] += 1
             return False
-        self.problems[Problem.CONTEXT_PARALLEL] += not self._shares_sequences and _is_context_parallel()
+        if not self._shares_sequences:
+            # torch's `context_parallel` replaces the attention while it is in force.
+            where = getattr(functional.scaled_dot_product_attention, "__module__", None) or ""
+            self.problems[Problem.CONTEXT_PARALLEL] += where.startswith("torch.distributed.tensor.experimental")
         if not self._explicit:
             nested = inside_another_backward(grad)
             if self.backwards and not nested:
@@ -269,6 +272,8 @@ class Tap(ABC):
 
     def runs_in_graph(self, grad: Tensor) -> bool:
         """Whether the device records this backward into a graph, where nothing may be launched. Asked once for each."""
+        if grad.is_cpu:
+            return False
         number = torch._C._current_graph_task_id()
         if number != self._asked_at:
             self._asked_at, self._is_recorded = number, is_capturing(grad.device)
@@ -281,9 +286,3 @@ class Tap(ABC):
                 self._on_backward_end()
         except Exception as error:
             self.failed(error)
-
-
-def _is_context_parallel() -> bool:
-    """Whether torch's `context_parallel` is in force now: it replaces the attention while it is."""
-    name = getattr(functional.scaled_dot_product_attention, "__module__", None) or ""
-    return name.startswith("torch.distributed.tensor.experimental")

@@ -249,8 +249,8 @@ class WindowReader:
                 self._sums.count(of_piece)
             else:
                 self._sums.add(gradient if unscale is None else gradient.scaled(unscale, self._metrics), of_piece)
-        if self._reads_examples:  # no pipeline's
-            self._examples.end_piece(counts[0], unscale)  # type: ignore[union-attr]
+        if self._examples is not None and self._examples.is_open:  # no pipeline's
+            self._examples.end_piece(counts[0], unscale)
         self._own.spent[MEASURING] += time.perf_counter() - start
 
     def _unscale(self, grad_scaler: torch.amp.GradScaler) -> Tensor:

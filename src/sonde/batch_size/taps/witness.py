@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sonde.parallel.devices import to_device, widened
+from sonde.parallel.devices import to_device, zero_sums
 from sonde.parallel.placements import shard_of
 
 _VECTORS, _MATRICES = 4, 2
@@ -141,7 +141,7 @@ class Witness:
 
         Parameters that were not read count as 0. Zeros fill the rest of the vector.
         """
-        zeros = torch.zeros(self.size, dtype=torch.float32, device=device)
+        zeros = zero_sums(self.size, device=device)  # joined to it, all elements are in its dtype
         parts = []
         for i, n in self.sizes.items():
             part = elements.get(i - self._first)
@@ -149,7 +149,7 @@ class Witness:
                 parts.append(zeros[:n])
             else:
                 parts.append(part.reshape(-1) if part.device == device else to_device(part.reshape(-1), device))
-        return widened(torch.cat([*parts, zeros[self.n_read :]]))
+        return torch.cat([*parts, zeros[self.n_read :]])
 
 
 def _split(items: list[int], most: int) -> tuple[list[int], list[int]]:
