@@ -333,9 +333,9 @@ READS = [
     ),
     Mutant(
         "experts",
-        "sonde.batch_size.taps.shared_pieces:ExpertPieces.take_from",
-        "self._sum += of_experts",
-        "self._sum += of_experts; bool(of_experts.any())",
+        "sonde.batch_size.taps.shared_pieces:ExpertPieces.add",
+        "self._squares.append(squares)",
+        "self._squares.append(squares); bool(squares.any())",
     ),
 ]
 BROKEN: dict[str, Callable[[], set[str]]] = {

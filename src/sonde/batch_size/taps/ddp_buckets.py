@@ -40,11 +40,6 @@ def comm_hook_name(model: DistributedDataParallel | None) -> str | None:
     return None
 
 
-def is_tapped(model: DistributedDataParallel) -> bool:
-    """Whether a tap reads this model's buckets now."""
-    return any(isinstance(state, _Relay) and state.listener is not None for _, state in model._comm_hooks)
-
-
 def averages_alike(model: DistributedDataParallel) -> bool:
     """Whether a communication hook can average a bucket with the rounding of DDP's own average.
 
@@ -91,7 +86,7 @@ class DDPBucketTap(Tap):
         own: OwnTime,
     ) -> None:
         model, parameters = _ddp_of(wrapper), wrapper.leaves
-        if is_tapped(model):
+        if any(isinstance(state, _Relay) and state.listener is not None for _, state in model._comm_hooks):
             raise ValueError("another probe reads the buckets of this DDP model already: close it first")
         if comm_hook is None and comm_hook_name(model) is None and not averages_alike(model):
             raise ValueError(

@@ -16,7 +16,7 @@ from torch import Tensor
 from sonde.batch_size.taps.ddp_buckets import CommHook, DDPBucketTap
 from sonde.batch_size.taps.metric import ROW, GradientMetric, GradientTerms
 from sonde.batch_size.taps.problems import Problem
-from sonde.batch_size.taps.shared_pieces import ContextPiece, ContextPieces, CutGradients
+from sonde.batch_size.taps.shared_pieces import ContextPiece, CutGradients
 from sonde.batch_size.taps.tap import GradientSummary, Tap
 from sonde.batch_size.taps.witness import Witness
 from sonde.batch_size.window_clock import OwnTime
@@ -61,7 +61,7 @@ class LeafHookTap(Tap):
         *,
         parameters: Sequence[Tensor] | None = None,
         cut: CutGradients | None = None,
-        context: ContextPieces | None = None,
+        context: ContextPiece | None = None,
         on_backward_end: Callable[[], None],
         own: OwnTime | None = None,
         staging_bytes: int = 8 * 2**20,
@@ -90,8 +90,11 @@ class LeafHookTap(Tap):
     def forget_piece(self) -> None:
         """Forget the present piece, or the pieces of a schedule."""
         super().forget_piece()
-        piece = PieceGradient(self, self.staging_bytes) if self._context is None else ContextPiece(self._context)
-        self._pieces: Sequence[PieceGradient | ContextPiece] = [piece]
+        if self._context is not None:
+            self._context.begin()
+        self._pieces: Sequence[PieceGradient | ContextPiece] = [
+            self._context or PieceGradient(self, self.staging_bytes)
+        ]
 
     def begin_piece(self, n: int | None = None) -> None:
         """From here until `end_piece` all backwards are one piece, or the n pieces of a pipeline's schedule.
@@ -301,7 +304,7 @@ def choose_tap(
     leaves, data = wrapper.leaves, wrapper.data
     context = cut = None
     if (group := wrapper.sequence_group) is not None:
-        context = ContextPieces(leaves, group, witness, metrics, staging_bytes=staging_bytes)
+        context = ContextPiece(leaves, group, witness, metrics, staging_bytes=staging_bytes)
     if data.n_sharing > 1 or wrapper.experts or wrapper.has_cut_leaves:
         cut = CutGradients(leaves, data.first_sharing)
     return LeafHookTap(

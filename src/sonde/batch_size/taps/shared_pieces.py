@@ -99,12 +99,12 @@ class CutGradients:
         return parts
 
 
-class ContextPieces:
-    """Reads pieces whose gradients are means over the ranks of context parallelism; all of these ranks together.
+class ContextPiece:
+    """Takes the gradients of one piece after another, each the mean over the ranks of context parallelism.
 
-    Gradients are summed in chunks, one after another, from the last layer to the first: this sends as much as the
-    reduction of a whole gradient, for every piece of a measured window. Every piece takes the same collectives on all
-    of these ranks, whichever parameters its backward reached.
+    All of these ranks take them together. Gradients are summed in chunks, one after another, from the last layer to the
+    first: this sends as much as the reduction of a whole gradient, for every piece of a measured window. Every piece
+    takes the same collectives on all of these ranks, whichever parameters its backward reached.
 
     Args:
         leaves: the tensors that backward makes gradients for.
@@ -123,38 +123,31 @@ class ContextPieces:
         *,
         staging_bytes: int,
     ) -> None:
-        self.leaves, self.group, self.witness, self.metrics = list(leaves), group, witness, metrics
-        self.n_ranks, self.is_first, self.device = group.size(), group.rank() == 0, leaves[0].device
-        self.dtype = torch.float64 if any(leaf.dtype == torch.float64 for leaf in leaves) else torch.float32
-        self.chunk_numel = max(staging_bytes // self.dtype.itemsize, _SHORTEST_CHUNK)
+        self._leaves, self._group, self._witness, self._metrics = list(leaves), group, witness, metrics
+        self._is_first, self._device = group.rank() == 0, leaves[0].device
+        self._dtype = torch.float64 if any(leaf.dtype == torch.float64 for leaf in leaves) else torch.float32
+        self._chunk_numel = max(staging_bytes // self._dtype.itemsize, _SHORTEST_CHUNK)
         # Chunks of ranges of elements, (index, start, stop). Backward comes to the last layers first.
-        self.chunks: list[list[tuple[int, int, int]]] = []
+        self._chunks: list[list[tuple[int, int, int]]] = []
         room = 0
-        for index in range(len(self.leaves))[::-1]:
-            numel = self.leaves[index].numel()
-            for start in range(0, numel, self.chunk_numel):
-                stop = min(start + self.chunk_numel, numel)
+        for index in range(len(self._leaves))[::-1]:
+            numel = self._leaves[index].numel()
+            for start in range(0, numel, self._chunk_numel):
+                stop = min(start + self._chunk_numel, numel)
                 if stop - start > room:
-                    self.chunks.append([])
-                    room = self.chunk_numel
-                self.chunks[-1].append((index, start, stop))
+                    self._chunks.append([])
+                    room = self._chunk_numel
+                self._chunks[-1].append((index, start, stop))
                 room -= stop - start
+        self.begin()
 
-
-class ContextPiece:
-    """Takes the gradients of one piece; as `PieceGradient`.
-
-    Args:
-        pieces: how they are read.
-    """
-
-    def __init__(self, pieces: ContextPieces) -> None:
-        self._pieces = pieces
+    def begin(self) -> None:
+        """Begin a piece."""
         self._waiting: dict[int, Tensor] = {}
         self._arrived: set[int] = set()
         self._next = 0
         self._is_lost = False
-        self._terms = GradientTerms(pieces.metrics, len(pieces.leaves), pieces.device)
+        self._terms = GradientTerms(self._metrics, len(self._leaves), self._device)
         self._witnessed: dict[int, Tensor] = {}
 
     def take(self, index: int, grad: Tensor) -> Problem | None:
@@ -170,14 +163,14 @@ class ContextPiece:
         if index in self._arrived:
             return Problem.TOO_LARGE_TO_SUM  # a second backward: the first is summed already
         self._arrived.add(index)
-        pieces, grad = self._pieces, grad.to_dense() if grad.is_sparse else grad
-        if index in pieces.witness.indices:
-            self._witnessed[index] = pieces.witness.read(index, grad).clone()
+        grad = grad.to_dense() if grad.is_sparse else grad
+        if index in self._witness.indices:
+            self._witnessed[index] = self._witness.read(index, grad).clone()
         if not self._is_lost:
             self._waiting[index] = grad  # itself, no view: autograd then leaves it alone
-        while self._next < len(pieces.chunks) and all(i in self._arrived for i, _, _ in pieces.chunks[self._next]):
+        while self._next < len(self._chunks) and all(i in self._arrived for i, _, _ in self._chunks[self._next]):
             self._sum_next()
-        if sum(map(Tensor.numel, self._waiting.values())) > _MOST_WAITING * pieces.chunk_numel:
+        if sum(map(Tensor.numel, self._waiting.values())) > _MOST_WAITING * self._chunk_numel:
             # Forget the gradients and keep to the collectives: the other ranks wait for them.
             self._is_lost = True
             self._waiting.clear()
@@ -185,18 +178,18 @@ class ContextPiece:
 
     def _sum_next(self) -> None:
         """Sum one chunk over ranks, and take the terms of the mean."""
-        pieces, chunk = self._pieces, self._pieces.chunks[self._next]
+        chunk = self._chunks[self._next]
         sizes = [stop - start for _, start, stop in chunk]
-        buffer = torch.zeros(sum(sizes), dtype=pieces.dtype, device=pieces.device)
+        buffer = torch.zeros(sum(sizes), dtype=self._dtype, device=self._device)
         parts = buffer.split(sizes)
         for part, (index, start, stop) in zip(parts, chunk, strict=True):
             if index in self._waiting:
                 part.copy_(self._waiting[index].reshape(-1)[start:stop])
-                if stop == pieces.leaves[index].numel():
+                if stop == self._leaves[index].numel():
                     del self._waiting[index]
-        dist.all_reduce(buffer, group=pieces.group)
-        if pieces.is_first:
-            buffer /= pieces.n_ranks
+        dist.all_reduce(buffer, group=self._group)
+        if self._is_first:
+            buffer /= self._group.size()
             for part, (index, start, _) in zip(parts, chunk, strict=True):
                 self._terms.take((index,), (part,), start)
         self._next += 1
@@ -204,13 +197,12 @@ class ContextPiece:
     @torch.no_grad()
     def summary(self) -> GradientSummary:
         """The squares and the witness's elements, on the first of the ranks; 0 on the others."""
-        pieces = self._pieces
-        while self._next < len(pieces.chunks):
+        while self._next < len(self._chunks):
             self._sum_next()
-        part = pieces.witness.join(self._witnessed, pieces.device) / pieces.n_ranks
+        part = self._witness.join(self._witnessed, self._device) / self._group.size()
         witness = torch.stack([part, part.square()])
-        dist.all_reduce(witness, group=pieces.group)
-        if not pieces.is_first:
+        dist.all_reduce(witness, group=self._group)
+        if not self._is_first:
             witness.zero_()
         # The parts of different ranks may nearly cancel, as those of a key's bias do: rounding is relative to them.
         return GradientSummary(self._terms.sum(), witness[0], witness_squares=witness[1])
