@@ -138,7 +138,7 @@ def piece_counts(
             "leave out units="
         )
     units = _positive("units", units)
-    others = tuple(_positive("units", number) for number in further)
+    others = tuple([_positive("units", number) for number in further]) if further else ()
     n_units = units if effective is None else effective
     return PieceCounts(_positive("weight", weight), n_units, units, unit_weights, others)
 

@@ -107,6 +107,7 @@ class DDPBucketTap(Tap):
             own=own,
             stray=Problem.OUTSIDE_PIECES,
         )
+        self.take = lambda index, grad: None  # the buckets are read
         self._metrics, self._index = metrics, {id(p): i for i, p in enumerate(parameters)}
         self._forget_window()
         self._is_paused = False
@@ -121,9 +122,6 @@ class DDPBucketTap(Tap):
         if n is not None:
             raise RuntimeError("tap='comm_hook' cannot read the pieces of a pipeline schedule: use tap='leaf'")
         super().begin_piece()
-
-    def take(self, index: int, grad: Tensor) -> None:
-        """Nothing: the buckets are read."""
 
     def _forget_window(self) -> None:
         self._terms = GradientTerms(self._metrics, len(self.leaves), self.leaves[0].device)

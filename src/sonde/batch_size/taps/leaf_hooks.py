@@ -92,9 +92,9 @@ class LeafHookTap(Tap):
         super().forget_piece()
         if self._context is not None:
             self._context.begin()
-        self._pieces: Sequence[PieceGradient | ContextPiece] = [
-            self._context or PieceGradient(self, self.staging_bytes)
-        ]
+        piece = self._context or PieceGradient(self, self.staging_bytes)
+        self._pieces: Sequence[PieceGradient | ContextPiece] = [piece]
+        self.take = piece.take
 
     def begin_piece(self, n: int | None = None) -> None:
         """From here until `end_piece` all backwards are one piece, or the n pieces of a pipeline's schedule.
@@ -107,6 +107,7 @@ class LeafHookTap(Tap):
             # Zero-bubble schedules add to gradients that autograd leaves alone since somebody holds them: copies wait.
             self._pieces = [PieceGradient(self, self.staging_bytes // n, clones=True) for _ in range(n)]
             self._turns = [0] * len(self.leaves)
+            self.take = self._take_turn
 
     def end_piece(self) -> list[GradientSummary]:
         """The gradients of the pieces that end here, in their order; parameters that they did not reach count as 0."""
@@ -116,14 +117,11 @@ class LeafHookTap(Tap):
         super().end_piece()
         return summaries
 
-    def take(self, index: int, grad: Tensor) -> None:
-        """Add a gradient to the present piece or, in a schedule, to the piece whose turn it is."""
-        turn = 0
-        if self.is_scheduled:
-            turn = self._turns[index]
-            self._turns[index] += 1
-        if turn < len(self._pieces) and (problem := self._pieces[turn].take(index, grad)) is not None:
-            self.problems[problem] += 1
+    def _take_turn(self, index: int, grad: Tensor) -> Problem | None:
+        """Add a gradient to the piece of a schedule whose turn it is."""
+        turn = self._turns[index]
+        self._turns[index] += 1
+        return self._pieces[turn].take(index, grad) if turn < len(self._pieces) else None
 
 
 class PieceGradient:
@@ -237,7 +235,10 @@ class PieceGradient:
         """Reduce the gradients that wait, each on the stream that wrote it, but those of some leaves."""
         self._staged_bytes = 0
         for stream, gradients in self._staged.items():
-            staged = {i: gradients.pop(i) for i in list(gradients) if i not in but}
+            staged, self._staged[stream] = gradients, {}
+            if but:
+                self._staged[stream] = {i: grad for i, grad in gradients.items() if i in but}
+                staged = {i: grad for i, grad in gradients.items() if i not in but}
             if not staged:
                 continue
             if stream is None:

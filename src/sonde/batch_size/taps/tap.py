@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -103,6 +103,9 @@ class Tap(ABC):
 
     name: str
     """The place where gradients are read, for people."""
+    take: Callable[[int, Tensor], Problem | None]
+    """Takes the gradient that a backward of the present piece adds to a leaf, by index; returns why the piece is lost,
+    if it is."""
     _shares_sequences = False
     """Whether pieces are read whose sequences other ranks hold parts of."""
 
@@ -132,10 +135,6 @@ class Tap(ABC):
         self.backwards: set[int] = set()
         """Autograd's numbers of the present piece's backwards."""
         self._hooks = SwitchedHooks([(leaves[i], self._hook(i)) for i in hooked])
-
-    @abstractmethod
-    def take(self, index: int, grad: Tensor) -> None:
-        """Take the gradient that a backward of the present piece adds to a leaf."""
 
     def forget_piece(self) -> None:
         """Forget the present piece, or the pieces of a schedule."""
@@ -210,9 +209,11 @@ class Tap(ABC):
                 if torch._C._current_graph_task_id() in self.backwards or self._opens_backward(index, grad):
                     if torch.is_grad_enabled():  # create_graph: the measurement must stay out of the user's graph
                         with torch.no_grad():
-                            self.take(index, grad)
+                            problem = self.take(index, grad)
                     else:
-                        self.take(index, grad)
+                        problem = self.take(index, grad)
+                    if problem is not None:
+                        self.problems[problem] += 1
             except Exception as error:  # a bug, or no memory left: the user's backward goes on
                 self.failed(error)
             spent[MEASURING] += time.perf_counter() - start
@@ -235,7 +236,11 @@ class Tap(ABC):
         if self._is_first:
             self._look_at_first()
         elif self._leaves_have_grad and not self.is_scheduled:
-            self.problems[Problem.ZEROED] += all(p.grad is None for p in self._watched.values())
+            for p in self._watched.values():
+                if p.grad is not None:
+                    break
+            else:
+                self.problems[Problem.ZEROED] += 1
         # Once pieces are declared, a backward outside them does not count. If it only fills up, its own part is 0, but
         # DDP and FSDP2 may have reduced the gradient of other ranks into `.grad`.
         if self.only_declared and not self._explicit:

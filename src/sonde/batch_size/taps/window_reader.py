@@ -101,8 +101,9 @@ class FinalGradient:
         for i in self._witness.indices:
             if (grad := grads[i]) is None:
                 continue
-            spec = None if self._wrapper.mesh is None else spec_of(grad)
-            if self._wrapper.mesh is None or share_of(spec).is_first_copy(self._first_rank):
+            if self._wrapper.mesh is None:
+                elements[i] = self._witness.read(i, grad)
+            elif share_of(spec := spec_of(grad)).is_first_copy(self._first_rank):
                 elements[i] = self._witness.read(i, local_tensor(grad), spec)
         return self._witness.join(elements, self._device)
 

@@ -157,7 +157,9 @@ class WindowSums:
         if self._pieces_of_experts is not None:
             self._pieces_of_experts.add(self.per_group(gradient.terms)[:, self._n_groups : -1], counts)
         if len(self._compared) < _MOST_COMPARED:
-            self._compared.append(self._of_others(gradient.witness) / counts.weight)
+            # Multiplied by 0, not left out: what is not finite stays so, and drops the window.
+            witness = gradient.witness if self._experts is None else gradient.witness * self._others()
+            self._compared.append(witness / counts.weight)
             if not isinstance(counts.units, Tensor):
                 self._sizes.append(gradient.terms[0].sum() / counts.weight / counts.weight)
                 self._units_of_pieces.append(counts.units)
@@ -191,14 +193,8 @@ class WindowSums:
         squares = gradient.witness.square()
         self._witness += gradient.witness
         self._witness_squares += squares if gradient.witness_squares is None else gradient.witness_squares
-        self._witness_small += self._of_others(squares).sum() / weight
-
-    def _of_others(self, elements: Tensor) -> Tensor:
-        """The witness's elements without those of experts."""
-        if self._pieces_of_experts is None:
-            return elements
-        # Multiplied by 0, not left out: what is not finite stays so, and drops the window.
-        return elements * self._others()
+        of_others = squares if self._experts is None else squares * self._others()
+        self._witness_small += of_others.sum() / weight
 
     def _others(self) -> Tensor:
         """1 for the witness's elements of other parameters than experts', 0 for those of experts."""
@@ -268,7 +264,7 @@ class WindowSums:
         sizes = {name: len(each) for name, each in of_host.items()}
         vector = as_vector([n for each in of_host.values() for n in each], self.device)
         sums |= zip(sizes, vector.split([*sizes.values()]), strict=True)
-        witness = self._of_others(self._witness)
+        witness = self._witness if self._experts is None else self._witness * self._others()
         # A ratio of this rank's own sums is formed before the sum over ranks.
         of_rank = witness.square().sum() / self._weight if self.n_pieces else witness.new_zeros(())
         marks = witness.new_zeros(self._n_marked, 2)
