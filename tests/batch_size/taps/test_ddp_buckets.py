@@ -274,7 +274,7 @@ class Blocks(nn.Module):
 
 
 def _windows(kind: str, tap: str) -> tuple[str, int, int, list[str]]:
-    """Where a model's gradients are read, DDP's communication hooks, windows and reasons, of 12 windows of one piece."""
+    """Where gradients are read, how many communication hooks DDP has, windows and reasons, of 12 windows."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     makes: dict[str, Any] = {"sparse": Sparse, "skipped": Blocks, "two modules": _two_modules}
     model = makes.get(kind, small_model)()

@@ -47,20 +47,10 @@ def test_any_memory_layout(layout: str) -> None:
     assert sq_norm(grad) == pytest.approx(float(grad.double().norm()) ** 2, rel=2e-6)
 
 
-def test_bf16_is_squared_in_fp32() -> None:
-    grad = torch.full((4096,), 0.01, dtype=torch.bfloat16)
-    assert sq_norm(grad) == pytest.approx(float(grad.double().norm()) ** 2, rel=2e-6)
-
-
 def test_sparse_duplicates_add_up_before_they_are_squared() -> None:
     grad = torch.sparse_coo_tensor(torch.tensor([[1, 1, 3]]), torch.ones(3, 2), (5, 2), check_invariants=True)
     assert sq_norm(grad) == pytest.approx(float(grad.to_dense().norm()) ** 2)
     assert sq_norm(grad) == pytest.approx(10)
-
-
-def test_zeros_have_norm_zero() -> None:
-    for n in (0, 1, 300_000):
-        assert sq_norm(torch.zeros(n)) == 0.0
 
 
 def test_non_finite_is_not_lost() -> None:
