@@ -145,7 +145,9 @@ def norms_of_rows(grad: Tensor, order: int = 2) -> Tensor:
         return norm(grad, order, dtype=dtype)
     if len(shape) > 1 and _SHORTEST_ROW <= shape[-1] <= _LONGEST_ROW and grad.is_contiguous():
         return norm(grad, order, -1, dtype=dtype)
-    dense = grad.permute(sorted(range(grad.dim()), key=grad.stride, reverse=True))  # in the order of memory
+    dense = grad
+    if not grad.is_contiguous():  # its dims in the order of memory
+        dense = grad.permute(sorted(range(grad.dim()), key=grad.stride, reverse=True))
     if not dense.is_contiguous():
         return norm(grad, order, dtype=torch.float64)  # the elements are no dense block, which is rare: slow but exact
     flat, whole = dense.view(-1), n // ROW * ROW
