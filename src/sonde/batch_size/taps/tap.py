@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from abc import ABC
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -83,7 +82,7 @@ class SwitchedHooks:
                     leaf._backward_hooks = None
 
 
-class Tap(ABC):
+class Tap:
     """Reads the gradients of pieces and never changes them. A new way to read gradients is a new class of this kind.
 
     Hooks on leaves tell which backwards make a piece. A tap also looks at `.grad` of a few parameters when a backward
