@@ -98,8 +98,8 @@ def test_a_changed_run_is_noticed() -> None:
     mutant = Mutant(
         "a hook changes the gradient that it reads",
         "sonde.batch_size.taps.leaf_hooks:PieceGradient._keep",
-        "witness, cut = self._reading.witness, self._reading.cut",
-        "witness, cut = self._reading.witness, self._reading.cut; [g.mul_(1.001) for g in grads.values()]",
+        "witness, cut = self._tap.witness, self._tap.cut",
+        "witness, cut = self._tap.witness, self._tap.cut; [g.mul_(1.001) for g in grads.values()]",
     )
     with mutant.applied():
         _, is_untouched = compared(CPU, {})

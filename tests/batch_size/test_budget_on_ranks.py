@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sonde.batch_size.delivery import Delivery
+from sonde.batch_size.arrivals import Delivery
 from tests.batch_size.ddp_loops import batches, by_hand, wrap
 from tests.batch_size.loops import Recording, attached, mean_loss
 from tests.ranks import Ranks

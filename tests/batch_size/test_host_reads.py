@@ -140,18 +140,18 @@ READS = [
     Mutant(
         "a norm is looked at in a hook",
         "sonde.batch_size.taps.leaf_hooks:PieceGradient._keep",
-        "witness, cut = self._reading.witness, self._reading.cut",
-        "witness, cut = self._reading.witness, self._reading.cut; bool(results[0].sum() > 0)",
+        "witness, cut = self._tap.witness, self._tap.cut",
+        "witness, cut = self._tap.witness, self._tap.cut; bool(results[0].sum() > 0)",
     ),
     Mutant(
         "elements are chosen by a mask",
         "sonde.batch_size.taps.window_reader:WindowReader._of_pieces",
-        "counts = self._take_problems(problems)",
-        "counts = self._take_problems(problems); self._sums._small[self._sums._small > 0]",
+        "own: dict[str, Tensor] = {}",
+        "own = {}; self._sums._small[self._sums._small > 0]",
     ),
     Mutant(
         "the copy to the host waits",
-        "sonde.batch_size.delivery:Delivery.send",
+        "sonde.batch_size.arrivals:Delivery.send",
         "start_copy_to_host(flat)",
         "start_copy_to_host(flat.cpu())",
     ),
@@ -192,13 +192,13 @@ FLOAT64 = [
     Mutant(
         "elements are squared in fp64",
         "sonde.batch_size.taps.window_sums:WindowSums._add_gradient",
-        "squares.sum() / weight",
-        "squares.sum(dtype=torch.float64) / weight",
+        "of_others.sum() / weight",
+        "of_others.sum(dtype=torch.float64) / weight",
     ),
     Mutant(
         "a 0-dim number of the host widens another",
         "sonde.batch_size.taps.window_sums:WindowSums._add_gradient",
-        "self._witness_small += squares.sum() / weight",
+        "self._witness_small += of_others.sum() / weight",
         "self._witness_small += torch.mul(squares.sum(), torch.ones((), dtype=torch.float64, device='cpu')) / weight",
     ),
 ]

@@ -303,7 +303,7 @@ def test_a_clip_that_waits_is_noticed(ranks2: Ranks) -> None:
 READS = [
     Mutant(
         "a copy to the host",
-        "sonde.batch_size.delivery:Delivery.send",
+        "sonde.batch_size.arrivals:Delivery.send",
         "start_copy_to_host(flat)",
         "start_copy_to_host(flat.cpu())",
     ),
@@ -321,7 +321,7 @@ READS = [
     ),
     Mutant(
         "single examples",
-        "sonde.batch_size.mechanism:ExampleWindow.end_piece",
+        "sonde.batch_size.per_example.example_window:ExampleWindow.end_piece",
         "self._n_pieces += 1",
         "self._n_pieces += 1; float(self._sq_weight)",
     ),
@@ -333,9 +333,9 @@ READS = [
     ),
     Mutant(
         "experts",
-        "sonde.batch_size.taps.shared_pieces:ExpertPieces.take_from",
-        "self._sum += of_experts",
-        "self._sum += of_experts; bool(of_experts.any())",
+        "sonde.batch_size.taps.shared_pieces:ExpertPieces.add",
+        "self._squares.append(squares)",
+        "self._squares.append(squares); bool(squares.any())",
     ),
 ]
 BROKEN: dict[str, Callable[[], set[str]]] = {

@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sonde
 from sonde import NoiseScaleProbe
-from sonde.batch_size.taps.window_sums import PieceCounts, read_rows
+from sonde.batch_size.taps.window_sums import read_rows
+from sonde.batch_size.units import PieceCounts
 from sonde.runs.report.verdicts import batch_size_panel
 from sonde.stats.sealed_state import sealed
 from sonde.wording import number
@@ -227,7 +228,7 @@ def test_a_count_on_a_device_that_is_not_finite_drops_the_window() -> None:
             sums = probe._reader._sums
             sums.count(PieceCounts(1.0, 4.0, 4.0, None, (torch.tensor(count, dtype=torch.float64),)))
             final = {"big": torch.zeros(1, 5), "witness_final": sums._witness}
-            [row] = read_rows(sums.take({}) | final, ["squares"], {})
+            [row] = read_rows(sums.take({})[0] | final, ["squares"], {})
             kinds.append([drop.kind for drop in row.problems])
     assert kinds == [["bad_counts"], []]
 

@@ -175,8 +175,8 @@ CHANGES_WEIGHTS = [
         Mutant(
             "squares the gradient in place",
             TAPS + "leaf_hooks:PieceGradient.take",
-            "self._stage(index, grad)",
-            "self._stage(index, grad.square_())",
+            "grad.clone() if copies else grad",
+            "grad.square_()",
         ),
         Case(),
         "leaf",

@@ -17,8 +17,8 @@ from sonde.batch_size.per_example.rules import GradientsOf
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.setup import Groups, NoiseScaleOptions
 from sonde.batch_size.taps.ddp_buckets import CommHook
+from sonde.batch_size.taps.leaf_hooks import TapName
 from sonde.batch_size.taps.metric import MetricName
-from sonde.batch_size.taps.tap_choice import TapName
 from sonde.parallel.optimizers import Optimizers
 from sonde.probe import Partners
 from sonde.record_values import whole_number

@@ -12,14 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.batch_size.forward_units import FIRST_DIM, is_of_forward
-from sonde.batch_size.module_hook import why_no_hook
+from sonde.batch_size.hooks import why_no_hook
 from sonde.batch_size.setup import Groups, NoiseScaleOptions, is_number, n_batch_norms, n_sync_batch_norms
 from sonde.batch_size.taps.ddp_buckets import comm_hook_name
 from sonde.batch_size.taps.metric import (
     AdamMetric,
     Euclidean,
     GradientMetric,
-    Metrics,
     SignMetric,
     SpectralMetric,
     nuclear_norm_bytes,
@@ -73,7 +72,7 @@ class FoundModel:
     wrapper: Wrapper
     whole: ModelParameters
     group_names: list[str]
-    metrics: Metrics
+    metrics: Sequence[GradientMetric]
     options: NoiseScaleOptions
     sequences_axis: str | None
     record: dict[str, object]
@@ -294,7 +293,9 @@ def _group_names(groups: Groups, parameters: ModelParameters) -> list[str]:
     return names
 
 
-def _choose_metrics(options: NoiseScaleOptions, model: nn.Module, wrapper: Wrapper, optimizer: Optimizers) -> Metrics:
+def _choose_metrics(
+    options: NoiseScaleOptions, model: nn.Module, wrapper: Wrapper, optimizer: Optimizers
+) -> Sequence[GradientMetric]:
     """The metrics that were asked for, for this model.
 
     Raises:
@@ -311,7 +312,7 @@ def _choose_metrics(options: NoiseScaleOptions, model: nn.Module, wrapper: Wrapp
             metrics.append(SignMetric())
         elif name == "spectral":
             metrics.append(_spectral(model, wrapper, given, options.staging_bytes(wrapper.leaves[0].device)))
-    return Metrics(metrics)
+    return metrics
 
 
 def _adam(wrapper: Wrapper, optimizers: Sequence[Any]) -> AdamMetric:

@@ -19,7 +19,7 @@ from sonde.batch_size.stats.window_row import RoundingTolerance
 from sonde.batch_size.step_watch import Alert
 from sonde.batch_size.taps.ddp_buckets import comm_hook_name
 from sonde.batch_size.taps.problems import Problem
-from sonde.batch_size.taps.window_sums import as_vector
+from sonde.batch_size.units import as_vector
 from sonde.parallel.devices import exact_bits
 from sonde.parallel.gathered import shown_after_forward
 from sonde.parallel.inventory import Inventory

@@ -22,8 +22,7 @@ from sonde.batch_size.pace import Pace
 from sonde.batch_size.step_watch import StepWatch
 from sonde.batch_size.taps.problems import Problem
 from sonde.batch_size.taps.window_reader import WindowReader
-from sonde.batch_size.taps.window_sums import PieceCounts, check_counts, piece_counts
-from sonde.batch_size.units import counted_in
+from sonde.batch_size.units import PieceCounts, check_counts, counted_in, piece_counts
 from sonde.batch_size.window_clock import ALWAYS, MEASURING, OwnTime
 from sonde.record_values import whole_number
 

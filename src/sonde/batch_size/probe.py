@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sonde.batch_size.arrivals import Arrivals, MetricTrackers
-from sonde.batch_size.delivery import Delivery
+from sonde.batch_size.arrivals import Arrivals, Delivery, MetricTrackers
 from sonde.batch_size.forward_units import ForwardUnits, is_of_forward
 from sonde.batch_size.found_model import RanksOfModel, find_model, raised_on_all_ranks
 from sonde.batch_size.log import METRICS as LOG_METRICS
@@ -43,8 +42,8 @@ from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import SolvedWindow
 from sonde.batch_size.step_watch import StepWatch
 from sonde.batch_size.taps.ddp_buckets import CommHook, comm_hook_name, hook_label
-from sonde.batch_size.taps.squared_norms import LEAST_SQ_NORM
-from sonde.batch_size.taps.tap_choice import choose_tap
+from sonde.batch_size.taps.leaf_hooks import choose_tap
+from sonde.batch_size.taps.metric import LEAST_SQ_NORM
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.taps.witness import Witness
 from sonde.batch_size.window_clock import OwnTime
@@ -137,7 +136,7 @@ class NoiseScaleProbe:
         hook_name = hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
         self._rounding = functools.partial(rounding_tolerance, wrapper, hook_name)
         new_tracker = functools.partial(self._new_tracker, fixed_weights)
-        self._metrics = MetricTrackers(options.metrics, found.metrics.names, new_tracker)
+        self._metrics = MetricTrackers(options.metrics, [metric.name for metric in found.metrics], new_tracker)
         self._tracker = self._metrics.headline
         self._own = OwnTime()
         self._mechanism = Mechanism(model, wrapper, options, found.group_names, self._own)
@@ -202,7 +201,7 @@ class NoiseScaleProbe:
             examples=self._mechanism.examples,
         )
         self._delivery = Delivery(
-            lambda window: self._arrivals.take(window), self._reader.device, metrics.adds, self._own
+            lambda window: self._arrivals.take(window), self._reader.device, [m.adds for m in metrics], self._own
         )
         self._alone = self._delivery.alone
 

@@ -19,8 +19,8 @@ from sonde.batch_size.forward_units import (
 )
 from sonde.batch_size.pace import DEFAULT_ALLOWANCE, DEFAULT_BUDGET
 from sonde.batch_size.per_example.rules import GradientsOf
+from sonde.batch_size.taps.leaf_hooks import TapName
 from sonde.batch_size.taps.metric import MetricName
-from sonde.batch_size.taps.tap_choice import TapName
 from sonde.batch_size.units import counted_in, unit_names
 from sonde.parallel.devices import default_staging_bytes
 from sonde.parallel.loss_scale import check_grad_scaler

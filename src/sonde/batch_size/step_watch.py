@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import TypeIs
 
-from sonde.batch_size.hook_failures import log_failure
+from sonde.batch_size.hooks import in_backward, log_failure
 from sonde.batch_size.pace import Pace
-from sonde.batch_size.taps.autograd_internals import in_backward
 from sonde.batch_size.taps.problems import Problem
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.window_clock import ALWAYS, OwnTime

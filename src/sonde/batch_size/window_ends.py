@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from sonde.batch_size.delivery import RATE, Delivery
+from sonde.batch_size.arrivals import RATE, Delivery
 from sonde.batch_size.log import CLIP_FRACTION, NORM, KnownOfWindow, Scalars
 from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.model_watch import ModelWatch

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sonde.batch_size.batch_dim import UnclearUnitsError
 from sonde.batch_size.forward_units import FIRST_DIM, CountsOfForward
-from sonde.batch_size.module_hook import why_no_hook
+from sonde.batch_size.hooks import why_no_hook
 from sonde.gradient_norm.clip import clip_grad_norm_
 from sonde.integrations.guarded import (
     NOT_MEASURED,

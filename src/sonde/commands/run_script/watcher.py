@@ -20,8 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import sonde
 from sonde.batch_size.found_model import NOT_ON_ALL_RANKS
+from sonde.batch_size.hooks import in_backward
 from sonde.batch_size.step_watch import Arguments, with_closure
-from sonde.batch_size.taps.autograd_internals import in_backward
 from sonde.commands.run_script.measured import MeasuredModel, MeasuredTrainer, why_not_reduced
 from sonde.commands.run_script.model_search import ModelOfOptimizers, ModelSearch, stepped_by
 from sonde.commands.run_script.settings import LogOfScript, Settings

@@ -80,7 +80,7 @@ def _watch_torch() -> None:
         kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + 2
         if not (_Watcher.is_on and isinstance(obj, torch.nn.Module)):
             return script(obj, *args, **kwargs)
-        with importlib.import_module("sonde.batch_size.module_hook").lifted(obj):
+        with importlib.import_module("sonde.batch_size.hooks").lifted(obj):
             return script(obj, *args, **kwargs)
 
     _replace("__init__", watched_init, torch.optim.Optimizer)
