@@ -146,15 +146,20 @@ def test_ctrl_c_stops_all_ranks_at_the_same_step(has_begun: bool, tmp_path: Path
     assert (folder / "report.html").exists() == has_begun
 
 
-def test_a_second_ctrl_c_ends_the_launcher_at_once_and_the_ranks_follow(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_killed", [False, True], ids=["second Ctrl-C", "killed"])
+def test_a_launcher_that_ends_at_once_is_followed_by_its_ranks(is_killed: bool, tmp_path: Path) -> None:
     with Python(*SMALL, "--steps", "5000", "--out", str(tmp_path / "run"), folder=tmp_path) as demo:
         _wait_for(lambda: len(_ranks_of(demo.pid)) == 2)
         ranks = _ranks_of(demo.pid)
-        os.killpg(demo.pid, signal.SIGINT)
-        time.sleep(0.2)  # two signals at once are one
-        os.killpg(demo.pid, signal.SIGINT)
-        assert demo.wait(DEADLINE).status == 130
+        if is_killed:
+            demo.kill()
+        else:
+            os.killpg(demo.pid, signal.SIGINT)
+            time.sleep(0.2)  # two signals at once are one
+            os.killpg(demo.pid, signal.SIGINT)
+        assert demo.wait(DEADLINE).status == (-signal.SIGKILL if is_killed else 130)
         _wait_for(lambda: not any(map(_is_running, ranks)))
+    assert read_run(tmp_path / "run").ended == "interrupted"
 
 
 def test_a_killed_rank_ends_the_demo_with_one_sentence(tmp_path: Path) -> None:

@@ -90,9 +90,8 @@ def launch(setup: Setup) -> str:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     is_asked_to_stop = multiprocessing.get_context("spawn").Event()
     with TemporaryDirectory(prefix="sonde-demo-") as folder, interrupts_left_to_launcher():
-        ranks = start_processes(
-            train_rank, (setup, Path(folder) / "ranks", is_asked_to_stop), setup.ranks, join=False, daemon=True
-        )
+        given = setup, Path(folder) / "ranks", is_asked_to_stop, os.getpid()
+        ranks = start_processes(train_rank, given, setup.ranks, join=False, daemon=True)
         assert ranks is not None
         signal.signal(signal.SIGINT, _asks(is_asked_to_stop))
         try:

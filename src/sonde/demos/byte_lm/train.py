@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -31,7 +31,7 @@ LAST_RATE = 0.1  # of the peak learning rate
 _SECONDS_BETWEEN_LINES = 5.0
 
 
-def train_rank(rank: int, setup: Setup, meeting_point: Path, is_asked_to_stop: Event) -> None:
+def train_rank(rank: int, setup: Setup, meeting_point: Path, is_asked_to_stop: Event, launcher: int) -> None:
     """Train one rank, in its own process.
 
     Args:
@@ -39,6 +39,7 @@ def train_rank(rank: int, setup: Setup, meeting_point: Path, is_asked_to_stop: E
         setup: the run, the same on every rank.
         meeting_point: a file that is not there yet, by which the ranks find each other.
         is_asked_to_stop: set by the launcher at Ctrl-C. All ranks then stop together, after the same step.
+        launcher: its process. If it is gone, the ranks stop too.
     """
     where: dict[str, Any] = {"init_method": f"file://{meeting_point}", "rank": rank, "world_size": setup.ranks}
     if setup.device == "cuda":  # NCCL, which serves CUDA and ROCm alone: the demo is not for other accelerators
@@ -50,13 +51,13 @@ def train_rank(rank: int, setup: Setup, meeting_point: Path, is_asked_to_stop: E
         torch.set_num_threads(setup.threads)
         dist.init_process_group("gloo", **where)
     try:
-        _train(setup, device, is_asked_to_stop)
+        _train(setup, device, lambda: is_asked_to_stop.is_set() or os.getppid() != launcher)
     finally:
         dist.destroy_process_group()
 
 
-def _train(setup: Setup, device: torch.device, is_asked_to_stop: Event) -> None:
-    rank, launcher, options = dist.get_rank(), os.getppid(), setup.options
+def _train(setup: Setup, device: torch.device, must_stop: Callable[[], bool]) -> None:
+    rank, options = dist.get_rank(), setup.options
     corpus = read_corpus(find_sources())
     torch.manual_seed(options.seed)  # the same initial weights on every rank
     model = DistributedDataParallel(ByteTransformer(context=options.context).to(device))
@@ -72,7 +73,7 @@ def _train(setup: Setup, device: torch.device, is_asked_to_stop: Event) -> None:
     # By default, windows are left out to cost 1 %. A few hundred steps are few.
     with sonde.attach(model, optimizer, unit="sequences", every=1, log=log) as probe:
         for step in range(options.steps):
-            if _any_rank(is_asked_to_stop.is_set() or os.getppid() != launcher):
+            if _any_rank(must_stop()):
                 probe.close("interrupted")
                 return
             generator = window_generator(options.seed, step, rank)
