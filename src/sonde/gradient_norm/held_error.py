@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 OTHER_GRADIENT = "another rank found a gradient that cannot be counted, and its message names the gradient"
 OTHER_CALL = "another rank was called with something that cannot be used, and its message says what"
@@ -28,10 +30,10 @@ class HeldError:
 
     Example:
         >>> problem = HeldError()
-        >>> with problem.hold():
-        ...     raise ValueError("mesh= is missing")
+        >>> problem.attempt(int, "one", otherwise=0)
+        0
         >>> problem.first
-        ValueError('mesh= is missing')
+        ValueError("invalid literal for int() with base 10: 'one'")
     """
 
     def __init__(self, first: ValueError | None = None) -> None:
@@ -41,13 +43,13 @@ class HeldError:
         """Hold this error, unless there is an earlier one."""
         self.first = self.first or error
 
-    @contextlib.contextmanager
-    def hold(self) -> Iterator[None]:
-        """Hold a `ValueError` that the block raises; execution continues after the block."""
+    def attempt(self, function: Callable[..., T], *args: Any, otherwise: T) -> T:
+        """What a function returns; if it raises a `ValueError`, that is held, and `otherwise` is returned."""
         try:
-            yield
+            return function(*args)
         except ValueError as error:
             self.keep(error)
+            return otherwise
 
 
 def unexpected(what: str, error: Exception) -> ValueError:

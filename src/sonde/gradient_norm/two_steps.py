@@ -108,9 +108,7 @@ def get_total_norm(
             error = ValueError(_WEIGHTS.format(f"the module {type(tensors).__name__}, whose tensors are its weights"))
         elif any(isinstance(tensor, nn.Parameter) for tensor in listed):
             error = ValueError(_WEIGHTS.format("parameters, which are weights"))
-        groups, parts = list[str](), None
-        with problem.hold():
-            groups, parts = _groups(by_group, listed, error)
+        groups, parts = problem.attempt(_groups, by_group, listed, error, otherwise=(list[str](), None))
         plan = NormPlan(
             listed,
             names,

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from sonde.gradient_norm.cross_check import NormRequest, compared_numbers, disagreement
-from sonde.gradient_norm.global_norm import rank_sums
+from sonde.gradient_norm.global_norm import SummedVector, rank_sums
 from sonde.gradient_norm.held_error import OTHER_PLAN
 from sonde.gradient_norm.plan import NormPlan
-from sonde.gradient_norm.summed_vector import SummedVector
 from sonde.parallel.placements import is_dtensor, local_tensor, spec_of
 from sonde.parallel.process_groups import gather_objects, group_of_mesh, is_fake
 from sonde.parallel.shares import share_of
