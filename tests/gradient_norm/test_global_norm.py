@@ -85,7 +85,7 @@ def test_nothing_at_all() -> None:
 
 def _order_of_events() -> list[str]:
     """Without a mesh: gradients cut over two sets of ranks."""
-    from sonde.gradient_norm import summed_vector as module
+    from sonde.gradient_norm import global_norm as module
 
     mesh = mesh_of((2, 2), ("dp", "tp"))
     plan = sonde.group_parameters_for_norm(
@@ -102,9 +102,9 @@ def _order_of_events() -> list[str]:
             events.append("wait")
             self._work.wait()
 
-    def spied_read(*args: Any) -> Tensor:
+    def spied_read(*args: Any, **kwargs: Any) -> Tensor:
         events.append("read")
-        return read(*args)
+        return read(*args, **kwargs)
 
     def spied_reduce(*args: Any) -> Any:
         work = reduce(*args)

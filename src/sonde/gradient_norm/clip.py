@@ -35,7 +35,8 @@ _cached_plans: dict[tuple[object, ...], tuple[NormPlan, list[Any]]] = {}
 function has nowhere else to cache. A cached plan behaves exactly like a new one, since everything that a new plan would
 look at is in its key: so ranks need not have the same plans cached."""
 _PLAIN = frozenset((Tensor, nn.Parameter))
-_MAX_CACHED = 8
+_MAX_CACHED, _MAX_TENSORS = 8, 20_000
+"""Plans that are kept in any case; more are, if all together have at most so many tensors, as for clips by layer."""
 
 _GENERATORS_OF_A_MODULE = (nn.Module.parameters.__code__, nn.Module.named_parameters.__code__)
 
@@ -128,8 +129,8 @@ def clip_grad_norm_(
     if may_cache:
         plan.rebind([], mesh, pp_mesh)
         _cached_plans[key] = plan, specs
-        for oldest in list(_cached_plans)[:-_MAX_CACHED]:
-            _cached_plans.pop(oldest, None)
+        if len(_cached_plans) > _MAX_CACHED and sum(len(kept[0]) for kept in [*_cached_plans]) > _MAX_TENSORS:  # type: ignore[arg-type]
+            _cached_plans.pop(next(iter(_cached_plans)), None)
     return norm
 
 

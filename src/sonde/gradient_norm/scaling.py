@@ -155,7 +155,7 @@ def _where_not_finite(plan: NormPlan, measured: GlobalNorm, norm: Tensor, max_no
     remedy = f"Find the loss that is not finite, or pass {otherwise}"
     if bad_names:
         where = f"not finite in {first_names(bad_names)}"
-    elif not measured.has_peers:
+    elif measured.vector is None:
         where = f"every gradient is finite, but their norm overflows in {str(norm.dtype).removeprefix('torch.')}"
         remedy = f"Make the loss smaller, or pass {otherwise}"
     elif norm.isfinite():
