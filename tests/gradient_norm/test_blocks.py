@@ -47,7 +47,9 @@ class LargestBuffer(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(512, 1024), (300, 700), (64, 256), (2, 40_000), (8192,), (10_007,), (2048, 8)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(512, 1024), (300, 700), (64, 256), (2, 40_000), (8192,), (10_007,), (2048, 8)], ids=str
+)
 def test_blocks_are_as_exact_as_fp32_needs(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     gradient = torch.randn(shape).to(dtype)
     assert is_read_in_blocks(gradient)

@@ -22,7 +22,6 @@ from sonde.gradient_norm.refused_gradients import marks_of
 from sonde.gradient_norm.scaling import Nonfinite, check_options, check_order, clip_measured_
 from sonde.gradient_norm.verify import check_replicas, compare_plans
 from sonde.parallel.outside_graphs import outside_graphs
-from sonde.parallel.placements import spec_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -129,7 +128,7 @@ def clip_grad_norm_(
     if may_cache:
         plan.rebind([], mesh, pp_mesh)
         _cached_plans[key] = plan, specs
-        if len(_cached_plans) > _MAX_CACHED and sum(len(kept[0]) for kept in [*_cached_plans]) > _MAX_TENSORS:  # type: ignore[arg-type]
+        if len(_cached_plans) > _MAX_CACHED and sum(map(len, [*_cached_plans])) > _MAX_TENSORS:
             _cached_plans.pop(next(iter(_cached_plans)), None)
     return norm
 
@@ -151,8 +150,9 @@ def _cache_key(
     """
     bare = [p for p in tensors if p.grad is None]
     return (
-        tuple(map(id, tensors)),
-        tuple(map(id, specs)) if specs else (),
+        len(tensors),
+        *map(id, tensors),
+        *map(id, specs),
         tuple([(id(p), p.requires_grad, p.dtype, None if is_lazy(p) else p.shape) for p in bare]) if bare else (),
         tuple([(id(p), marks_of(p)) for p in tensors if vars(p)]) if not specs and any(map(vars, tensors)) else (),
         None if names is None else tuple(names),

@@ -80,7 +80,7 @@ class GlobalNorm:
 
     @property
     def is_usable(self) -> Tensor:
-        """Whether the norm is finite on all ranks, also where it is rounded to fp32, and no rank has an error. 0-dim."""
+        """Whether the norm is finite on all ranks, also rounded to fp32, and no rank has an error. 0-dim bool."""
         overflows = self.norm.to(torch.float32).isinf() & self.is_single
         failed = self.failed
         return self.norm.isfinite() & ~overflows & (~failed if isinstance(failed, Tensor) else True)
@@ -141,12 +141,9 @@ def global_norm(
         problem = problem or plan.gradient_problem or error or _lacks_float64(plan)
         collected = _sum_partial(plan, collected)
         if plan.is_alone:
-            if problem is None:
-                try:
-                    return _norm_alone(plan, collected, request)
-                except Exception as error:
-                    problem = _cannot_sum(plan.device, error)
-            raise problem
+            if problem is not None:
+                raise problem
+            return _norm_alone(plan, collected, request)
         measured, error = _sum_over_ranks(plan, collected, request, problem, riding)
         problem = problem or error
         # All sums are done and the peers have heard of the error: this rank may raise now.
@@ -158,7 +155,7 @@ def global_norm(
 
 
 def _norm_alone(plan: NormPlan, collected: list[Collected], request: NormRequest) -> GlobalNorm:
-    """The norm of gradients that no other rank counts: a few operations, since they are half of a small model's clip."""
+    """The norm of gradients that no other rank counts, in few operations: they are half of a small model's clip."""
     order = request.order
     combine = torch.maximum if math.isinf(order) else torch.add
     sums: dict[int, Tensor] = {}

@@ -381,8 +381,8 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         if not _FINISHED.issuperset(map(type, locals_)):  # a collective may still be writing to some
             locals_ = [g if g is None else local_tensor(g) for g in gradients]
         states = [
-            None if local is None else (id(getattr(g, "_spec", None)), local.device, local.dtype, local.layout, local.shape)
-            for g, local in zip(gradients, locals_, strict=True)
+            None if t is None else (id(getattr(g, "_spec", None)), t.device, t.dtype, t.layout, t.shape)
+            for g, t in zip(gradients, locals_, strict=True)
         ]
         absent = self._unusable
         if states != self._states:
@@ -444,7 +444,9 @@ class NormPlan(Mapping[Key, list[Tensor]]):
             if gradient is None and (not parameter.requires_grad or is_lazy(parameter)):
                 continue
             tensor, n_replicas = parameter if gradient is None else gradient, self.n_replicas.get(i)
-            spec = spec_of(tensor) if gradient is not None else self._partials.get(i) or self._specs[i] or spec_of(tensor)
+            spec = spec_of(tensor)
+            if gradient is None:
+                spec = self._partials.get(i) or self._specs[i] or spec
             local = local_tensor(tensor)
             layout = torch.strided if gradient is None else local.layout
             self._specs[i], self._states[i] = spec, (id(spec), local.device, tensor.dtype, layout, local.shape)

@@ -1,8 +1,8 @@
 """Σ|x|^p of local tensors, such that the norm, rounded to fp32, hardly depends on how they are cut.
 
 Small tensors are summed in fp64. Large ones on a CPU are summed as fast as memory: squares in fp32 within short blocks,
-in fp64 across. Blocks are parts of rows, so the usual cuts divide none, and then all ways to cut give the same fp32 norm
-(but once in 1e8 times, where it is half-way between two fp32 numbers). A cut inside blocks changes the norm by 1e-9.
+in fp64 across. Blocks are parts of rows, so the usual cuts divide none, and then all ways to cut give the same fp32
+norm (but once in 1e8 times, where it is half-way between two fp32 numbers). A cut inside blocks changes its last bit.
 """
 
 from __future__ import annotations

@@ -71,9 +71,7 @@ def clip_measured_(
         return norm
 
 
-def _scale(
-    plan: NormPlan, collected: Sequence[Collected], coefficient: Tensor | None, skip: Tensor | None
-) -> None:
+def _scale(plan: NormPlan, collected: Sequence[Collected], coefficient: Tensor | None, skip: Tensor | None) -> None:
     if coefficient is None and skip is None:
         return
     # Last read, first scaled: what was read last may still be in the cache.
@@ -235,9 +233,7 @@ def check_options(max_norm: float | None, nonfinite: str, fold_into: object) -> 
     if max_norm is not None:
         max_norm = check_max_norm(max_norm)
     if nonfinite not in _NONFINITE:
-        raise ValueError(
-            f"nonfinite must be one of {', '.join(_NONFINITE)}, got {nonfinite!r}: use one of them"
-        )
+        raise ValueError(f"nonfinite must be one of {', '.join(_NONFINITE)}, got {nonfinite!r}: use one of them")
     if fold_into is not None and not isinstance(fold_into, torch.optim.Optimizer):
         raise ValueError(
             f"fold_into must be one optimizer, got {fold_into!r:.60}: with several, clip without fold_into"

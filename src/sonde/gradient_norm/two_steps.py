@@ -108,7 +108,8 @@ def get_total_norm(
             error = ValueError(_WEIGHTS.format(f"the module {type(tensors).__name__}, whose tensors are its weights"))
         elif any(isinstance(tensor, nn.Parameter) for tensor in listed):
             error = ValueError(_WEIGHTS.format("parameters, which are weights"))
-        groups, parts = problem.attempt(_groups, by_group, listed, error, otherwise=(list[str](), None))
+        none: tuple[list[str], list[int] | None] = ([], None)
+        groups, parts = problem.attempt(_groups, by_group, listed, error, otherwise=none)
         plan = NormPlan(
             listed,
             names,
