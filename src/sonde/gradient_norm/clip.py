@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from sonde.call_site import stack_level
-from sonde.gradient_norm.global_norm import GlobalNorm, global_norm, warm_up
-from sonde.gradient_norm.held_error import HeldError
+from sonde.gradient_norm.global_norm import GlobalNorm, compare_plans, global_norm
 from sonde.gradient_norm.plan import NormPlan
-from sonde.gradient_norm.refused_gradients import marks_of
+from sonde.gradient_norm.refused_gradients import HeldError, marks_of
 from sonde.gradient_norm.scaling import Nonfinite, check_options, check_order, clip_measured_
-from sonde.gradient_norm.verify import check_replicas, compare_plans
+from sonde.gradient_norm.verify import check_replicas
 from sonde.parallel.outside_graphs import outside_graphs
 
 if TYPE_CHECKING:
@@ -196,7 +195,6 @@ def group_parameters_for_norm(
     tensors, names, problem = tensors_of(parameters)
     plan = NormPlan(tensors, names, mesh=mesh, pp_mesh=pp_mesh, replicas=replicas, module=module, problem=problem)
     compare_plans(plan, verify=verify)
-    warm_up(plan)
     if verify:
         check_replicas(plan)
     return plan
@@ -322,15 +320,9 @@ def _no_tensors(got: object, *, is_listed: bool) -> ValueError:
             "gradients or parameters must be tensors, got None among them: leave out gradients that are None, "
             "[p.grad for p in model.parameters() if p.grad is not None]"
         )
-    of_optimizer = "[p for group in optimizer.param_groups for p in group['params']]"
-    pairs = ", or pairs of a name and a tensor" if is_listed and not isinstance(got, Mapping) else ""
     what, instead = f"{got!r:.60}", "model.parameters() or model.named_parameters()"
-    if isinstance(got, torch.optim.Optimizer):
-        what, instead = f"the optimizer {type(got).__name__}", of_optimizer
-    elif isinstance(got, Mapping) and "params" in got and is_listed:
-        what, instead = "the groups of an optimizer", of_optimizer
-    elif isinstance(got, Mapping) and "params" in got:
-        what, instead = "one group of an optimizer", "its tensors, group['params']"
+    if isinstance(got, torch.optim.Optimizer) or (isinstance(got, Mapping) and "params" in got):
+        what, instead = "an optimizer or its groups", "[p for group in optimizer.param_groups for p in group['params']]"
     elif isinstance(got, Mapping):
         what, instead = f"a {type(got).__name__}", "its items(), names and tensors"
-    return ValueError(f"parameters must be tensors{pairs}, got {what}: pass {instead}")
+    return ValueError(f"parameters must be tensors, or pairs of a name and a tensor, got {what}: pass {instead}")

@@ -19,9 +19,9 @@ from torch import Tensor
 from sonde.gradient_norm.agreement import N_SLOTS, Contrast, contrast, disagreements
 from sonde.gradient_norm.cross_check import NormRequest, Peers, compared_numbers, disagreement
 from sonde.gradient_norm.fused_clip import apply_folds
-from sonde.gradient_norm.held_error import OTHER_CALL, OTHER_GRADIENT, OTHER_PLAN, unexpected
 from sonde.gradient_norm.plan import Collected, NormPlan
 from sonde.gradient_norm.power_sums import power_sum
+from sonde.gradient_norm.refused_gradients import OTHER_CALL, OTHER_GRADIENT, OTHER_PLAN, unexpected
 from sonde.parallel.devices import has_float64, is_at_hand, to_device, zero_sums
 from sonde.parallel.meshes import ranks_of
 from sonde.parallel.placements import local_tensor
@@ -98,6 +98,8 @@ class GlobalNorm:
         """What other ranks found, or what the ranks disagree about, if anything. Waits for the device."""
         if self.vector is None:
             return None
+        if self.vector.failed.item() and self.request.is_plan:
+            return ValueError(OTHER_PLAN)
         if self.vector.failed.item():
             why = OTHER_CALL if self.vector.wrong_call.item() else OTHER_GRADIENT
             whose = "no gradient" if plan.mesh is not None else "no gradient of this rank"
@@ -398,27 +400,29 @@ class SummedVector:
         return value
 
 
-def warm_up(plan: NormPlan) -> None:
-    """Open the communicators that a plan's norm needs: the first collective on each takes far longer than the others.
+def compare_plans(plan: NormPlan, *, verify: bool) -> None:
+    """Compare a new plan with those of the other ranks, and open the communicators that its norm needs.
 
-    Call it on every rank that holds a part of the model. Waits.
+    Each norm compares plans too; here it is known before training. And the first collective on a communicator takes far
+    longer than the others. Call it on every rank that holds a part of the model. Waits.
+
+    Args:
+        plan: of this rank.
+        verify: whether this rank will verify the plan; the ranks compare it.
 
     Raises:
-        ValueError: when something is wrong with the plan, on this rank or on a rank that shares a sum with it.
+        ValueError: on every rank of the plan's mesh, or that shares a sum with this one, when something is wrong with
+            the plan of one of them, or two have different parameters.
     """
-    groups = [process_group(plan, share) for share, _ in plan.remembered(rank_sums)]
-    if plan.pp_mesh is not None and plan.n_stages > plan.n_stages_in_mesh:
-        groups.append(group_of_mesh(plan.pp_mesh))
-    # Partial gradients are summed over single axes of their meshes.
-    meshes = dict.fromkeys(s.mesh for s in plan.shares if s.mesh is not None and s.mesh.get_coordinate() is not None)
-    groups += [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     problem = plan.request_problem or plan.gradient_problem
-    failed = torch.zeros(1, device=plan.device)
-    for group in dict.fromkeys(groups):
-        failed = failed.clamp(max=1.0) + float(problem is not None)
-        if work := start_reduce(failed, group):
-            work.wait()
+    request = NormRequest(2.0, verify=verify, is_plan=True)
+    if not plan.is_alone:
+        measured, error = _sum_over_ranks(plan, [], request, problem, None)
+        problem = problem or error or measured.error_of_peers(plan)
     if problem is not None:
         raise problem
-    if failed.item():
-        raise ValueError(OTHER_PLAN)
+    # Partial gradients are summed over single axes of their meshes.
+    meshes = dict.fromkeys(s.mesh for s in plan.shares if s.mesh is not None and s.mesh.get_coordinate() is not None)
+    for group in dict.fromkeys(mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)):
+        if work := start_reduce(torch.zeros(1, device=plan.device), group):
+            work.wait()

@@ -14,9 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from sonde.gradient_norm.held_error import HeldError, unexpected
 from sonde.gradient_norm.power_sums import is_read_in_blocks
-from sonde.gradient_norm.refused_gradients import check_elements, check_marks, check_share, check_stages
+from sonde.gradient_norm.refused_gradients import (
+    HeldError,
+    check_elements,
+    check_marks,
+    check_share,
+    check_stages,
+    unexpected,
+)
 from sonde.parallel.inventory import Inventory
 from sonde.parallel.meshes import check_mesh, mesh_of_all_ranks, ranks_of, root_of, size_along, stage_ranks
 from sonde.parallel.placements import from_local, local_tensor, shard_of, spec_of

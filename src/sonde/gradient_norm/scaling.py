@@ -158,12 +158,9 @@ def _where_not_finite(plan: NormPlan, measured: GlobalNorm, norm: Tensor, max_no
         remedy = f"Make the loss smaller, or pass {otherwise}"
     elif norm.isfinite():
         where = "it overflows in fp32, the dtype in which another rank returns it"
-    elif norm.isnan() or not measured.collected:
-        where = "not finite on another rank, whose message names the parameters"
     else:
         where = (
-            "every gradient of this rank is finite: gradients of another rank are not, or the norm of all ranks' "
-            "gradients overflows in fp32"
+            "every gradient of this rank is finite: gradients of another rank are not, or the norm overflows in fp32"
         )
     to = "" if max_norm is None else f", so gradients cannot be clipped to {max_norm:g}"
     return f"the gradient norm is {norm:g}{to}: {where}. {remedy}"

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from sonde.gradient_norm.clip import Parameters, measure_and_clip, tensors_of
 from sonde.gradient_norm.fused_clip import apply_folds, scale_
-from sonde.gradient_norm.held_error import HeldError
 from sonde.gradient_norm.plan import NormPlan
+from sonde.gradient_norm.refused_gradients import HeldError
 from sonde.gradient_norm.scaling import Nonfinite, check_max_norm, clip_coefficient, is_one
 from sonde.parallel.outside_graphs import outside_graphs
 from sonde.parallel.placements import is_dtensor, local_tensor
