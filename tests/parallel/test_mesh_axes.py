@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from sonde.parallel.meshes import axes_over, place_along, stage_ranks
-from sonde.parallel.placements import cut_every
+from sonde.parallel.placements import axes_over, cut_every, place_along, stage_ranks
 from sonde.parallel.process_groups import group_over
 from tests.ranks import Ranks, mesh_of
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sonde.config import probes_from_config
-from sonde.parallel.loss_scale import loss_scale
+from sonde.parallel.unwrap import loss_scale
 from sonde.policy.entropy_change import EntropyChangeProbe
 from sonde.policy.entropy_options import EntropyChangeOptions
 from tests.policy.entropy_scene import Scene

@@ -21,7 +21,7 @@ from sonde.batch_size.stats.window_row import WITHOUT_EXAMPLES, Drop, ExampleSum
 from sonde.batch_size.taps.window_sums import Named, PieceCounts, WindowSums, as_vector
 from sonde.batch_size.window_clock import OwnTime
 from sonde.parallel.devices import to_device, widened, zero_sums
-from sonde.parallel.same_on_ranks import holds_on_all
+from sonde.parallel.process_groups import holds_on_all
 from sonde.parallel.wrappers import Wrapper
 from sonde.wording import plural
 

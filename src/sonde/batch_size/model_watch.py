@@ -13,8 +13,7 @@ from sonde.batch_size.step_watch import Alert
 from sonde.batch_size.taps.ddp_buckets import comm_hook_name
 from sonde.batch_size.taps.problems import Problem
 from sonde.parallel.gathered import shown_after_forward
-from sonde.parallel.inventory import Inventory
-from sonde.parallel.optimizers import parameters_of
+from sonde.parallel.unwrap import Inventory, parameters_of
 from sonde.parallel.wrappers import Wrapper, clean_name, lowest_precision
 from sonde.wording import plural, some_of
 

@@ -20,7 +20,7 @@ from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.refused_gradients import HeldError, marks_of
 from sonde.gradient_norm.scaling import Nonfinite, check_options, check_order, clip_measured_
 from sonde.gradient_norm.verify import check_replicas
-from sonde.parallel.outside_graphs import outside_graphs
+from sonde.parallel.unwrap import outside_graphs
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

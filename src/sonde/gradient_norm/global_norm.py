@@ -23,8 +23,7 @@ from sonde.gradient_norm.plan import Collected, NormPlan
 from sonde.gradient_norm.power_sums import power_sum
 from sonde.gradient_norm.refused_gradients import OTHER_CALL, OTHER_GRADIENT, OTHER_PLAN, unexpected
 from sonde.parallel.devices import has_float64, is_at_hand, to_device, zero_sums
-from sonde.parallel.meshes import ranks_of
-from sonde.parallel.placements import local_tensor
+from sonde.parallel.placements import local_tensor, ranks_of
 from sonde.parallel.process_groups import group_of_mesh, group_over, is_fake, start_reduce
 from sonde.parallel.shares import Share, reduce_partial
 

@@ -23,10 +23,20 @@ from sonde.gradient_norm.refused_gradients import (
     check_stages,
     unexpected,
 )
-from sonde.parallel.inventory import Inventory
-from sonde.parallel.meshes import check_mesh, mesh_of_all_ranks, ranks_of, root_of, size_along, stage_ranks
-from sonde.parallel.placements import from_local, local_tensor, shard_of, spec_of
+from sonde.parallel.placements import (
+    check_mesh,
+    from_local,
+    local_tensor,
+    mesh_of_all_ranks,
+    ranks_of,
+    root_of,
+    shard_of,
+    size_along,
+    spec_of,
+    stage_ranks,
+)
 from sonde.parallel.shares import Share, same_placement, share_of
+from sonde.parallel.unwrap import Inventory
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

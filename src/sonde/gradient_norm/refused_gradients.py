@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from sonde.parallel.meshes import list_ranks, ranks_of
-from sonde.parallel.placements import local_tensor
+from sonde.parallel.placements import list_ranks, local_tensor, ranks_of
 from sonde.parallel.shares import Share
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from sonde.gradient_norm.fused_clip import apply_folds, scale_
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.refused_gradients import HeldError
 from sonde.gradient_norm.scaling import Nonfinite, check_max_norm, clip_coefficient, is_one
-from sonde.parallel.outside_graphs import outside_graphs
 from sonde.parallel.placements import is_dtensor, local_tensor
+from sonde.parallel.unwrap import outside_graphs
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

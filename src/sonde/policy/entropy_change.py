@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.gradient_norm.fused_clip import scale_in_step
-from sonde.parallel.loss_scale import check_grad_scaler, loss_scale
 from sonde.parallel.process_groups import check_group, data_parallel_group, together
-from sonde.parallel.unwrap import unwrap_optimizer
+from sonde.parallel.unwrap import check_grad_scaler, loss_scale, unwrap_optimizer
 from sonde.policy.cost import Cost
 from sonde.policy.entropy_checks import (
     as_factor,

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sonde.parallel.living import kinds_of, living_of
-from sonde.parallel.optimizers import parameters_of
 from sonde.parallel.placements import is_dtensor
+from sonde.parallel.refused_models import kinds_of, living_of
+from sonde.parallel.unwrap import parameters_of
 
 _ENOUGH = 0.99
 """Part of an optimizer's elements that its model must hold. The rest may be a temperature, or an entropy's weight."""

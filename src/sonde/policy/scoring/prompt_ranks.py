@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sonde.parallel.data_ranks import DataRanks, check_whole_mesh, data_ranks
-from sonde.parallel.expert_ranks import find_experts
+from sonde.parallel.data_ranks import DataRanks, check_whole_mesh, data_ranks, find_experts
 from sonde.parallel.gathered import gathered_parameters
-from sonde.parallel.meshes import stage_ranks
-from sonde.parallel.placements import is_dtensor
+from sonde.parallel.placements import is_dtensor, stage_ranks
 from sonde.parallel.process_groups import data_parallel_group, group_of_mesh, group_over
 
 if TYPE_CHECKING:

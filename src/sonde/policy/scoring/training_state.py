@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sonde.parallel.model_state import preserve_buffers, preserve_modes_and_randomness
-from sonde.parallel.own_passes import own_passes
+from sonde.parallel.model_state import own_passes, preserve_buffers, preserve_modes_and_randomness
 
 
 @contextlib.contextmanager
