@@ -241,7 +241,7 @@ def _verified_on_one_rank() -> str:
 
 def test_a_plan_that_is_verified_on_one_rank_only_is_refused(ranks2: Ranks) -> None:
     for message in ranks2(_verified_on_one_rank):
-        assert "verify= differs between ranks, got " in message
+        assert "verify differs between ranks, got " in message
 
 
 def _declared_like(counts: tuple[int, ...], order: float) -> str:

@@ -340,12 +340,15 @@ def test_an_exhausted_iterator_is_warned_of() -> None:
 @pytest.mark.parametrize(
     ("made_of", "match"),
     [
-        (lambda p: torch.optim.SGD([p]), r"got the optimizer SGD: pass \[p for group in optimizer.param_groups for p"),
-        (lambda p: torch.optim.SGD([p]).param_groups[0], r"got one group of an optimizer: pass its tensors, group\['p"),
+        (
+            lambda p: torch.optim.SGD([p]),
+            r"got an optimizer or its groups: pass \[p for group in optimizer.param_groups",
+        ),
+        (lambda p: torch.optim.SGD([p]).param_groups[0], r"got an optimizer or its groups: pass \[p for group in opt"),
         (lambda p: {"w": p}, r"got a dict: pass its items\(\), names and tensors"),
         (lambda p: 3, r"got 3: pass model.parameters\(\)"),
     ],
 )
 def test_what_is_no_list_of_parameters_is_named(made_of: Any, match: str) -> None:
-    with pytest.raises(ValueError, match=f"parameters must be tensors, {match}"):
+    with pytest.raises(ValueError, match=f"parameters must be tensors, .*{match}"):
         sonde.clip_grad_norm_(made_of(nn.Parameter(torch.ones(2))), 1.0)

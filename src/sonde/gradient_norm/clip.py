@@ -20,6 +20,7 @@ from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.refused_gradients import HeldError, marks_of
 from sonde.gradient_norm.scaling import Nonfinite, check_options, check_order, clip_measured_
 from sonde.gradient_norm.verify import check_replicas
+from sonde.parallel.placements import spec_of
 from sonde.parallel.unwrap import outside_graphs
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def clip_grad_norm_(
     problem = problem or _are_gradients(tensors)
     may_cache = replicas is None and problem is None
     # Plain tensors, asked all at once, have no spec.
-    specs = [] if _PLAIN.issuperset(map(type, tensors)) else [getattr(p, "_spec", None) for p in tensors]
+    specs = [] if _PLAIN.issuperset(map(type, tensors)) else [spec_of(p) for p in tensors]
     key = _cache_key(tensors, specs, names, mesh, pp_mesh) if may_cache else ()
     # A plan leaves the cache while it is in use: no other thread can take it.
     plan, _ = _cached_plans.pop(key, (None, None))

@@ -277,7 +277,9 @@ def _options(plan: NormPlan, request: NormRequest) -> Mapping[str, object]:
 
 def _other_option(name: str, plan: NormPlan, request: NormRequest) -> str:
     what, got, more = name, _options(plan, request)[name], ""
-    if name == "max_norm":
+    if name == "norm_type":
+        got = f"{request.order:g}"
+    elif name == "max_norm":
         got = request.max_norm
     elif name == "nonfinite":
         what, got = "nonfinite or error_if_nonfinite", f"nonfinite={request.nonfinite!r}"
@@ -335,15 +337,14 @@ def _tied(plan: NormPlan, slots: Tensor, row: int) -> str:
     n_stages, is_here = tied_stages(slots, row, plan.pp_mesh.get_local_rank(), plan.n_stages)
     here = [i for i, its_row in plan.remembered(_holdings).ties.items() if its_row == row]
     if not here or not is_here:
-        name, key, n = "a parameter of other stages", "its name there", "n"
+        name, key, n_all, n_copies = "a parameter of other stages", "its name there", "n", "m"
     else:
         name = plan.name_of(here[0])
         key = repr(name) if plan.has_names else "tensor"
         n_shards = max((group.key.n_shards for group in plan.groups if here[0] in group.indices), default=1)
-        n_copies = plan.mesh.size() // plan.n_stages // n_shards if plan.mesh is not None else 1
-        n = f"{n_stages * n_copies}"
+        in_stage = plan.mesh.size() // plan.n_stages // n_shards if plan.mesh is not None else 1
+        n_all, n_copies = str(n_stages * in_stage), str(in_stage)
     return (
         f"{name} has the same gradient on {n_stages} pipeline stages and would count {n_stages} times: pass mesh= of "
-        f"all ranks and, if it is tied over these stages, replicas={{{key}: {n}}} on each of them; if it is not, "
-        "declare on how many ranks of its stage it is"
+        f"all ranks and replicas={{{key}: {n_all}}} on each of them if it is tied, replicas={{{key}: {n_copies}}} if not"
     )
