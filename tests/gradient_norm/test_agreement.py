@@ -232,7 +232,7 @@ REFUSED: list[tuple[str, int, Callable[[], Call], str]] = [
         "tied, no names",
         2,
         lambda: _without_names(_tied_over((0, 1), 8, 6)),
-        r"replicas=\{tensor: 2\}.*where tensor is p",
+        r"^parameter 0 .*replicas=\{tensor: 2\}",
     ),
     ("stages are copies", 2, lambda: _copies_as_stages(2), "the same gradients throughout, as data-parallel copies do"),
     ("copies, one shape", 4, lambda: _copies_as_stages(4), "the same gradients throughout, as data-parallel copies do"),

@@ -104,10 +104,7 @@ def drawn(seed: int) -> Layout:
             kind = draw.choice(
                 ["plain", "plain", "DTensor", "DTensor", "DTensor", "DTensor", "on an axis", "expert", "none"]
             )
-            if kind == "on an axis" and on.ndim > 1:
-                on_axis = on[draw.choice(names)]
-            else:
-                on_axis = on
+            on_axis = on[draw.choice(names)] if kind == "on an axis" and on.ndim > 1 else on
             if kind == "expert" and (has_stages or len(shape) != 2):
                 kind = "plain"
             own = gradient

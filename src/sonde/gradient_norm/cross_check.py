@@ -346,5 +346,6 @@ def _tied(plan: NormPlan, slots: Tensor, row: int) -> str:
         n_all, n_copies = str(n_stages * in_stage), str(in_stage)
     return (
         f"{name} has the same gradient on {n_stages} pipeline stages and would count {n_stages} times: pass mesh= of "
-        f"all ranks and replicas={{{key}: {n_all}}} on each of them if it is tied, replicas={{{key}: {n_copies}}} if not"
+        f"all ranks, and replicas={{{key}: {n_all}}} on each of them if it is tied, or replicas={{{key}: {n_copies}}} "
+        "if not"
     )
