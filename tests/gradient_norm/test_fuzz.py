@@ -199,7 +199,9 @@ def _fuzz(first: int, n: int) -> list[str]:
             continue
         text = f"{call}, p {order}, to {max_norm}, {layout.text}"
         norm, n_collectives = _clip(layout, call, order, max_norm)
-        if norm != pytest.approx(exact, rel=1e-6):
+        # Rounded once, from fp64: the same bits as the dense gradient's, however it is cut. (Blocks give 7 digits.)
+        is_rounded_once = max((g.numel() for g in layout.dense), default=0) < 8192
+        if norm != (pytest.approx(exact, rel=1.2e-7 if is_rounded_once else 1e-6)):
             wrong.append(f"norm {norm} for {exact}: {text}")
         if n_collectives not in (-1, 1 + layout.n_partial):
             wrong.append(f"{n_collectives} collectives for {1 + layout.n_partial}: {text}")
@@ -217,7 +219,7 @@ def _fuzz(first: int, n: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 500, 100))
+@pytest.mark.parametrize("first", range(0, 300, 100))
 def test_random_layouts_on_four_ranks(ranks4: Ranks, first: int) -> None:
     for wrong in ranks4(_fuzz, first, 100):
         assert not wrong, "\n".join(wrong[:5])
@@ -225,5 +227,5 @@ def test_random_layouts_on_four_ranks(ranks4: Ranks, first: int) -> None:
 
 @pytest.mark.slow
 def test_random_layouts_on_eight_ranks(ranks8: Ranks) -> None:
-    for wrong in ranks8(_fuzz, 10_000, 100):
+    for wrong in ranks8(_fuzz, 10_000, 60):
         assert not wrong, "\n".join(wrong[:5])
