@@ -39,6 +39,16 @@ def test_as_torch(max_norm: float, dtype: torch.dtype) -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=0)
 
 
+def test_gradients_are_multiplied_by_torchs_coefficient_to_the_last_bit() -> None:
+    """On a CPU it is computed in Python numbers, rounded to fp32 after each operation as torch's kernels round."""
+    generator = torch.Generator().manual_seed(0)
+    for k in range(300):
+        (p,) = gradients((11,))
+        before, max_norm = p.grad.clone(), 10.0 ** float(torch.rand((), generator=generator) * 4 - 3)  # type: ignore[union-attr]
+        norm = sonde.clip_grad_norm_(p, max_norm)
+        assert torch.equal(p.grad, before * torch.clamp(max_norm / (norm + 1e-6), max=1.0)), k  # type: ignore[arg-type]
+
+
 def test_single_tensor_generator_missing_and_repeated() -> None:
     a, b = gradients((3,), (4,))
     alone = float(a.grad.norm())  # type: ignore[union-attr]
