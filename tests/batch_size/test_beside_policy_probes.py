@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sonde
-from sonde.parallel.own_passes import is_in_own_pass
+from sonde.parallel.model_state import is_in_own_pass
 from sonde.policy.entropy_options import EntropyChangeOptions
 from tests.small_policy import STATISTICS, drawn, loss, optimizer_of, policy
 

@@ -9,7 +9,7 @@ import torch
 
 from sonde.config import probes_from_config
 from sonde.contrib.hold_entropy import HoldEntropy
-from sonde.parallel.loss_scale import loss_scale
+from sonde.parallel.unwrap import loss_scale
 from sonde.policy.entropy_change import EntropyChangeProbe
 from sonde.policy.entropy_options import EntropyChangeOptions
 from tests.policy.entropy_scene import Scene

@@ -19,7 +19,7 @@ from sonde.batch_size.setup import Groups, NoiseScaleOptions
 from sonde.batch_size.taps.ddp_buckets import CommHook
 from sonde.batch_size.taps.leaf_hooks import TapName
 from sonde.batch_size.taps.metric import MetricName
-from sonde.parallel.optimizers import Optimizers
+from sonde.parallel.unwrap import Optimizers
 from sonde.probe import Partners
 from sonde.record_values import whole_number
 from sonde.records import LogOrPlaces, RunLog, log_of

@@ -25,12 +25,11 @@ from sonde.batch_size.taps.metric import (
 )
 from sonde.parallel.data_ranks import axis_of_sequences
 from sonde.parallel.devices import accumulation_dtype
-from sonde.parallel.optimizers import Optimizers, given_optimizers, parameters_of
 from sonde.parallel.parameter_roles import kinds_of, parameter_roles
+from sonde.parallel.process_groups import ModelParameters, check_same_on_ranks, model_parameters, refuse_on_all_stages
 from sonde.parallel.refused_models import refuse_stage_alone
-from sonde.parallel.same_on_ranks import check_same_on_ranks
 from sonde.parallel.shares import is_gathered
-from sonde.parallel.stages import ModelParameters, model_parameters, refuse_on_all_stages
+from sonde.parallel.unwrap import Optimizers, given_optimizers, parameters_of
 from sonde.parallel.wrappers import Wrapper, block_of, check_model, find_wrapper
 from sonde.wording import some_of
 

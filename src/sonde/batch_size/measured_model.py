@@ -13,8 +13,7 @@ from sonde.batch_size.setup import n_sync_batch_norms
 from sonde.parallel.devices import to_device
 from sonde.parallel.model_state import preserve_gradients_and_buffers, preserve_modes_and_randomness
 from sonde.parallel.placements import is_fully_sharded
-from sonde.parallel.process_groups import start_reduce
-from sonde.parallel.same_on_ranks import holds_on_all
+from sonde.parallel.process_groups import holds_on_all, start_reduce
 from sonde.parallel.unwrap import unwrap_model
 from sonde.parallel.wrappers import Wrapper
 

@@ -14,7 +14,7 @@ from sonde.batch_size.setup import NoiseScaleOptions
 from sonde.batch_size.stats.reading import ENOUGH_COVERED, CoveredPart
 from sonde.batch_size.stats.window_row import WITHOUT_EXAMPLES, Drop, WindowRow
 from sonde.batch_size.window_clock import OwnTime
-from sonde.parallel.same_on_ranks import holds_on_all
+from sonde.parallel.process_groups import holds_on_all
 from sonde.parallel.wrappers import Wrapper
 
 _IN_A_ROW = 3

@@ -22,8 +22,7 @@ from sonde.batch_size.taps.problems import Problem
 from sonde.batch_size.units import as_vector
 from sonde.parallel.devices import exact_bits
 from sonde.parallel.gathered import shown_after_forward
-from sonde.parallel.inventory import Inventory
-from sonde.parallel.optimizers import parameters_of
+from sonde.parallel.unwrap import Inventory, parameters_of
 from sonde.parallel.wrappers import Wrapper, clean_name, lowest_precision
 from sonde.wording import plural, some_of
 

@@ -50,9 +50,8 @@ from sonde.batch_size.window_clock import OwnTime
 from sonde.batch_size.window_ends import WindowClip, WindowEnds
 from sonde.console import tell
 from sonde.gradient_norm.scaling import Nonfinite, check_options, check_order
-from sonde.parallel.optimizers import Optimizers
-from sonde.parallel.process_groups import n_summed
-from sonde.parallel.same_on_ranks import holds_on_all
+from sonde.parallel.process_groups import holds_on_all, n_summed
+from sonde.parallel.unwrap import Optimizers
 from sonde.probe import Metric
 from sonde.record_values import known
 from sonde.records import LogOrPlaces, RunLog, log_of

@@ -23,8 +23,7 @@ from sonde.batch_size.taps.leaf_hooks import TapName
 from sonde.batch_size.taps.metric import MetricName
 from sonde.batch_size.units import counted_in, unit_names
 from sonde.parallel.devices import default_staging_bytes
-from sonde.parallel.loss_scale import check_grad_scaler
-from sonde.parallel.optimizers import Optimizers, given_optimizers
+from sonde.parallel.unwrap import Optimizers, check_grad_scaler, given_optimizers
 from sonde.parallel.wrappers import GroupOf
 from sonde.record_values import whole_number
 from sonde.wording import number, percent, plural

@@ -20,7 +20,7 @@ from sonde.batch_size.taps.problems import Problem
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.window_clock import ALWAYS, OwnTime
 from sonde.parallel.devices import runs_beside_host
-from sonde.parallel.optimizers import Optimizers, given_optimizers
+from sonde.parallel.unwrap import Optimizers, given_optimizers
 from sonde.parallel.wrappers import Wrapper
 from sonde.wording import plural, some_of
 

@@ -18,7 +18,7 @@ from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.units import unit_names
 from sonde.console import tell
 from sonde.gradient_norm.clip import clip_grad_norm_
-from sonde.parallel.optimizers import Optimizers
+from sonde.parallel.unwrap import Optimizers
 from sonde.records import LogOrPlaces, log_of, logger
 
 OnError = Literal["warn", "raise"]

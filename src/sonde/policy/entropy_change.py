@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from sonde.console import stack_level
 from sonde.gradient_norm.fused_clip import scale_in_step
-from sonde.parallel.loss_scale import check_grad_scaler, loss_scale
 from sonde.parallel.process_groups import check_group, data_parallel_group, gather_from_all_ranks, together
-from sonde.parallel.unwrap import unwrap_optimizer
+from sonde.parallel.unwrap import check_grad_scaler, loss_scale, unwrap_optimizer
 from sonde.policy.entropy_checks import (
     as_factor,
     check_evaluation,

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from sonde.console import stack_level
 from sonde.parallel.placements import is_fsdp1, local_tensor, reshard
-from sonde.parallel.process_groups import gather_from_all_ranks
-from sonde.parallel.same_on_ranks import digest
+from sonde.parallel.process_groups import digest, gather_from_all_ranks
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.rollouts import Rollouts

@@ -47,7 +47,7 @@ from sonde.batch_size.per_example.rules import (
 )
 from sonde.batch_size.window_clock import MEASURING, OwnTime
 from sonde.parallel.devices import default_staging_bytes, is_capturing
-from sonde.parallel.own_passes import is_in_own_pass
+from sonde.parallel.model_state import is_in_own_pass
 from sonde.parallel.placements import is_dtensor
 from sonde.parallel.wrappers import clean_name, find_wrapper
 from sonde.wording import plural, some_of

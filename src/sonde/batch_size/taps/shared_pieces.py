@@ -21,8 +21,8 @@ from sonde.batch_size.taps.problems import Problem
 from sonde.batch_size.taps.tap import GradientSummary
 from sonde.batch_size.taps.witness import Witness
 from sonde.batch_size.units import Number, PieceCounts, as_vector
+from sonde.parallel.data_ranks import ExpertRanks
 from sonde.parallel.devices import widened, zero_sums
-from sonde.parallel.expert_ranks import ExpertRanks
 from sonde.parallel.placements import from_local, local_tensor, spec_of
 from sonde.parallel.shares import CountedPart, counted_part, reduce_partial, same_placement, share_of
 

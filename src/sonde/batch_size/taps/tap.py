@@ -20,7 +20,7 @@ from sonde.batch_size.taps.witness import Witness
 from sonde.batch_size.units import Number
 from sonde.batch_size.window_clock import MEASURING, OwnTime
 from sonde.parallel.devices import is_capturing, to_device
-from sonde.parallel.own_passes import is_in_own_pass
+from sonde.parallel.model_state import is_in_own_pass
 from sonde.parallel.placements import local_tensor, spec_of
 
 

@@ -25,9 +25,8 @@ from sonde.batch_size.taps.shared_pieces import ExpertPieces
 from sonde.batch_size.taps.tap import GradientSummary
 from sonde.batch_size.taps.witness import Witness
 from sonde.batch_size.units import Number, PieceCounts, as_vector
-from sonde.parallel.data_ranks import DataRanks
+from sonde.parallel.data_ranks import DataRanks, ExpertRanks
 from sonde.parallel.devices import accumulation_dtype, to_device
-from sonde.parallel.expert_ranks import ExpertRanks
 
 Named = Mapping[str, Tensor]
 Shapes = Mapping[str, torch.Size]

@@ -19,8 +19,8 @@ from sonde.commands.run_script.model_search import ModelOfOptimizers, trainable
 from sonde.commands.run_script.settings import LogOfScript, Settings
 from sonde.commands.run_script.units import units_in_batch, units_of
 from sonde.integrations.guarded import GuardedProbe
-from sonde.parallel.living import kinds_of, living_of
 from sonde.parallel.placements import is_dtensor
+from sonde.parallel.refused_models import kinds_of, living_of
 from sonde.parallel.unwrap import unwrap_model
 
 PATIENCE = 2.0

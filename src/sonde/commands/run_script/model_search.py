@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sonde.parallel.living import kinds_of, living_of
-from sonde.parallel.optimizers import parameters_of
+from sonde.parallel.refused_models import kinds_of, living_of
+from sonde.parallel.unwrap import parameters_of
 
 _ENOUGH = 0.99
 """Part of an optimizer's elements that its model must hold. The rest may be a temperature, or an entropy's weight."""

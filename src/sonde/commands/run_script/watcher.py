@@ -26,7 +26,7 @@ from sonde.commands.run_script.measured import MeasuredModel, MeasuredTrainer, w
 from sonde.commands.run_script.model_search import ModelOfOptimizers, ModelSearch, stepped_by
 from sonde.commands.run_script.settings import LogOfScript, Settings
 from sonde.commands.run_script.words import rank, say, say_in_words_of_run
-from sonde.parallel.optimizers import parameters_of
+from sonde.parallel.unwrap import parameters_of
 
 
 class ScriptWatcher:

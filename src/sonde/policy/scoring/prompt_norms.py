@@ -20,11 +20,9 @@ from sonde.batch_size.taps.metric import norms_of_rows
 from sonde.batch_size.taps.shared_pieces import CutGradients
 from sonde.gradient_norm.global_norm import global_norm
 from sonde.gradient_norm.plan import NormPlan
-from sonde.parallel.data_ranks import DataRanks, check_whole_mesh, data_ranks
-from sonde.parallel.expert_ranks import find_experts
+from sonde.parallel.data_ranks import DataRanks, check_whole_mesh, data_ranks, find_experts
 from sonde.parallel.gathered import gathered_parameters
-from sonde.parallel.meshes import stage_ranks
-from sonde.parallel.placements import is_dtensor, is_fully_sharded, local_tensor
+from sonde.parallel.placements import is_dtensor, is_fully_sharded, local_tensor, stage_ranks
 from sonde.parallel.process_groups import (
     data_parallel_group,
     gather_from_all_ranks,

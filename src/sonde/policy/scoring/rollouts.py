@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from sonde.parallel.same_on_ranks import digest
+from sonde.parallel.process_groups import digest
 from sonde.policy.stats.entropy_gradient import Responses
 
 _SHAPES = {

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from sonde.parallel.model_state import preserve_buffers, preserve_modes_and_randomness
-from sonde.parallel.own_passes import own_passes
+from sonde.parallel.model_state import own_passes, preserve_buffers, preserve_modes_and_randomness
 
 
 @contextlib.contextmanager
