@@ -17,8 +17,9 @@ from sonde.batch_size.taps.window_sums import PieceCounts, read_rows
 from sonde.runs.report.verdicts import batch_size_panel
 from sonde.stats.sealed_state import sealed
 from sonde.wording import number
+from tests.batch_size.cuts import made
 from tests.batch_size.loops import Recording, attached, batch, contents_of, mean_loss, small_model
-from tests.batch_size.sharded_loops import Loop, build, shard, tokens
+from tests.batch_size.set_ups import Loop
 from tests.ranks import Ranks
 
 UNITS = ("rows", "tokens")
@@ -159,11 +160,11 @@ def test_ranks_add_up(ranks2: Ranks) -> None:
 
 
 def _ranks_that_share_pieces() -> Mapping[str, float | None]:
-    model = shard(build(Loop(cut="tp")), Loop(cut="tp"))
-    with attached(model, unit=UNITS) as probe:
+    cut = made(Loop("tp"))
+    with attached(cut.model, unit=UNITS) as probe:
         for k in range(2):
             with probe.piece(units={"rows": 4, "tokens": 24}):
-                model(tokens(0, 0, k)[:, :-1]).square().mean().backward()
+                cut.loss(0, k).backward()
         probe.step()
         assert probe.reading().units_per_window == 8
         return probe.reading().further_units
