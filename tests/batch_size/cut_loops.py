@@ -85,6 +85,9 @@ def run_pieces(cut: Cut, probe: Any, window: int) -> None:
 
 
 def end_window(cut: Cut, probe: Any, parameters: list[nn.Parameter]) -> float:
+    if cut.loop.clips == "torch":
+        norm = nn.utils.clip_grad_norm_(parameters, 0.05)
+        return float(norm) + (probe.step() or 0.0 if probe else 0.0)
     if probe:
         return float(probe.clip_grad_norm_(0.5)) if cut.loop.clips else probe.step() or 0.0
     return float(clip_alone(cut, parameters)) if cut.loop.clips else 0.0
@@ -280,7 +283,7 @@ def n_chunks(loop: Loop, size: int = CHUNK) -> int:
 
 def more_collectives(loop: Loop) -> int:
     """What the probe adds to a window: its sum, unless that rides in the clip's; and sums of parts of gradients."""
-    rides = loop.has("one") or (loop.clips and loop.cut != "ddp")
+    rides = loop.has("one") or (loop.clips is True and loop.cut != "ddp")
     own = 0 if rides else 1
     if loop.has("ep"):
         own += loop.n_feeding > 1
@@ -289,6 +292,14 @@ def more_collectives(loop: Loop) -> int:
     if loop.has("sp"):  # each piece, and once more at the end of a window if all of its pieces are partial
         own += N_MICRO + 1 if loop.has("pp") else 2 + (loop.cut == "sp")
     return own
+
+
+def assert_exact(found: Values, exact: Values, metric: str) -> None:
+    """In float64; |G|² is a small difference of squares. Singular values that are 0 keep half of the digits."""
+    rel = 1e-7 if metric == "spectral" else 1e-9
+    for (trace_cov, grad_sq), (exact_trace_cov, exact_grad_sq) in zip(found, exact, strict=True):
+        assert trace_cov == pytest.approx(exact_trace_cov, rel=rel), metric
+        assert grad_sq == pytest.approx(exact_grad_sq, rel=rel, abs=rel * exact_trace_cov), metric
 
 
 def check(ranks: Ranks | None, loop: Loop) -> list[dict[str, Any]]:
@@ -303,6 +314,9 @@ def check(ranks: Ranks | None, loop: Loop) -> list[dict[str, Any]]:
                     assert window[metric] is None
                     continue
                 assert window[metric] is not None, probed["reading"].dropped
+                if loop.exact:
+                    assert_exact(window[metric], values, metric)
+                    continue
                 # A rank's whole window is one piece in buckets, so that S and B differ by less.
                 if metric == "euclidean" and "tap" not in loop.options:
                     assert_same_values(window[metric], values, probed["reading"].effective_units)

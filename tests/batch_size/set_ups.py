@@ -54,7 +54,8 @@ class Loop:
         schedule: of a pipeline, a class of torch's.
         looped: the order in which ranks take the four stages; None for two stages of two parts.
         axes: sizes of "dp", "tp", and of copies among dp ("replicate").
-        clips: the probe clips, rather than only ending windows.
+        clips: the probe clips, rather than only ending windows; or "torch" clips before that.
+        exact: parameters are in float64.
         weighted: pieces weigh by their units.
         declared: whether pieces are declared; otherwise each backward is a piece of 4 units.
         windows: how many.
@@ -91,7 +92,8 @@ class Loop:
     schedule: str = "Schedule1F1B"
     looped: tuple[tuple[int, ...], ...] | None = None
     axes: dict[str, int] = field(default_factory=dict)
-    clips: bool = True
+    clips: bool | str = True
+    exact: bool = False
     weighted: bool = False
     declared: bool = True
     windows: int = 2
@@ -241,7 +243,7 @@ def bare(loop: Loop) -> LM:
         assert isinstance(block, Block)
         block.checkpoints, block.dropout.p = loop.checkpoints, 0.1 * loop.dropout
     model.embed.weight.requires_grad_(not loop.frozen)
-    return model
+    return model.double() if loop.exact else model
 
 
 def build(loop: Loop) -> nn.Module:

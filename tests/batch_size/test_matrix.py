@@ -20,7 +20,19 @@ EXAMPLES, BUCKETS, LEAVES = {"per_example": "always"}, {"tap": "comm_hook"}, {"t
 IN_LOOP, IN_V = ((0, 2), (1, 3)), ((0, 3), (1, 2))
 
 CASES: dict[str, tuple[int, Loop]] = {
+    # One process, in float64.
+    "one process": (1, Loop("one process", exact=True, weighted=True, metric=EVERY, windows=3)),
+    "one process, clipped by torch": (1, Loop("one process", exact=True, clips="torch", metric=EVERY, windows=3)),
+    "one process, sign and Adam": (1, Loop("one process", exact=True, clips=False, metric=("sign", "adam"), windows=3)),
+    "one process, examples": (1, Loop("one process", exact=True, covered=True, options=EXAMPLES, n_pieces=1)),
+    "one process, examples, clipped by torch": (
+        1,
+        Loop("one process", exact=True, covered=True, weighted=True, clips="torch", options=EXAMPLES),
+    ),
     # DDP.
+    "DDP, exact": (2, Loop("ddp", exact=True, metric=EVERY, clips="torch", windows=3)),
+    "DDP, buckets, exact": (2, Loop("ddp", exact=True, metric=EVERY, options=BUCKETS, windows=3)),
+    "DDP, buckets, exact, clipped by torch": (2, Loop("ddp", exact=True, clips="torch", options=BUCKETS)),
     "DDP": (2, Loop("ddp", weighted=True, metric=EVERY, optimizer="two groups", windows=3)),
     "DDP, every piece reduces, no clip": (2, Loop("ddp", sync="every", clips=False)),
     "DDP, views of buckets": (2, Loop("ddp", ddp={"gradient_as_bucket_view": True})),
@@ -34,6 +46,8 @@ CASES: dict[str, tuple[int, Loop]] = {
     "DDP, examples": (2, Loop("ddp", covered=True, options=EXAMPLES)),
     "DDP, examples, 3 ranks, no clip": (3, Loop("ddp", covered=True, clips=False, weighted=True, options=EXAMPLES)),
     # FSDP2 and HSDP.
+    "FSDP2, exact": (2, Loop(exact=True, metric=SIGN, weighted=True, sync="every")),
+    "FSDP2, examples, exact": (2, Loop(exact=True, covered=True, clips=False, options=EXAMPLES)),
     "FSDP2": (2, Loop(metric=SIGN, weighted=True, clips=False)),
     "FSDP2, reshard after forward, every piece reduces": (
         2,
@@ -162,7 +176,18 @@ CASES: dict[str, tuple[int, Loop]] = {
     "PP with FSDP2 over TP": (8, Loop("pp fsdp over tp", axes={"dp": 2, "tp": 2}, weighted=True)),
 }
 SHOWN = (
-    *("DDP", "DDP, examples", "FSDP2", "FSDP2, examples", "HSDP", "HSDP, examples", "TP", "SP", "FSDP2 over TP"),
+    *(
+        "one process",
+        "DDP",
+        "DDP, examples",
+        "FSDP2",
+        "FSDP2, examples",
+        "HSDP",
+        "HSDP, examples",
+        "TP",
+        "SP",
+        "FSDP2 over TP",
+    ),
     *("FSDP2 over SP", "LoRA, hooks", "LoRA alone, hooks", "CP", "DDP over CP", "FSDP2 over CP", "EP", "PP"),
     *("EP over all ranks beside plain", "PP with DDP", "PP with FSDP2", "PP with TP", "PP with SP", "PP with HSDP"),
     "PP with FSDP2 over TP",
@@ -173,6 +198,10 @@ SHOWN = (
 @pytest.mark.parametrize(
     "name",
     [
+        pytest.param(
+            "one process",
+            marks=pytest.mark.shows(("noise scale", "adam metric", "sign metric", "spectral metric"), "one process"),
+        ),
         pytest.param(
             "DDP",
             marks=pytest.mark.shows(("noise scale", "adam metric", "sign metric", "spectral metric"), "DDP"),
@@ -207,14 +236,14 @@ SHOWN = (
 )
 def test_a_window_is_that_of_one_process_and_training_is_unchanged(request: pytest.FixtureRequest, name: str) -> None:
     n_ranks, loop = CASES[name]
-    for result in check(request.getfixturevalue(f"ranks{n_ranks}"), loop):
+    for result in check(request.getfixturevalue(f"ranks{n_ranks}") if n_ranks > 1 else None, loop):
         ranks_with_data = n_ranks // (2 * loop.axes.get("tp", 1)) if loop.has("pp") else n_ranks
         assert result["setup"]["ranks"] == ranks_with_data // (1 + loop.has("tp", "sp", "cp") * (not loop.has("pp")))
         assert ("experts over" in result["setup"]["wrapper"]) == (loop.has("ep") and loop.n_feeding > 1)
         assert ("over context parallelism" in result["setup"]["wrapper"]) == loop.has("cp")
         if loop.options is EXAMPLES:
             assert result["reading"].u == 1.0
-            sizes = [n for units in UNITS[:n_ranks] for n in units[:2]]
+            sizes = [n for units in UNITS[:n_ranks] for n in units[: loop.n_pieces]]
             n_effective = sum(sizes) if loop.weighted else len(sizes) ** 2 / sum(1 / n for n in sizes)
             assert result["reading"].effective_units == pytest.approx(n_effective)
 
