@@ -8,7 +8,7 @@ from torch import nn
 
 from sonde import NoiseScaleProbe
 from sonde.batch_size.frozen_watch import FrozenWatch
-from tests.batch_size.loops import attached, batch, contents_of, counted, mean_loss, small_model
+from tests.batch_size.loops import attached, batch, contents_of, counted, small_model
 
 
 def windows_of(model: nn.Module, probe: NoiseScaleProbe, windows: int, *, seed: int = 0, cut: bool = False) -> None:
@@ -107,21 +107,6 @@ def test_a_branch_that_rests_now_and_then_is_left_alone() -> None:
         assert "frozen" not in probe.alerts
 
 
-def test_a_loop_that_freezes_in_turn_is_left_alone() -> None:
-    model = small_model()
-    generator = torch.Generator().manual_seed(0)
-    with attached(model, log_every=1) as probe:
-        for window in range(12):
-            model[0].requires_grad_(window % 2 == 0)
-            for _ in range(2):
-                with probe.piece(units=4):
-                    mean_loss(model, *batch(4, generator)).backward()
-            probe.step()
-            model.zero_grad()
-        assert probe.reading().windows == 12
-        assert probe.alerts == {}
-
-
 def test_parts_that_are_trained_in_turn_for_longer_begin_anew_each_time() -> None:
     """As many parameters are frozen as before, and of the same shapes, but not the same."""
     model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 3))
@@ -145,22 +130,6 @@ def test_frozen_at_attach_or_never_used_raises_nothing() -> None:
         windows_of(model[:5], probe, 25)  # type: ignore[arg-type]
         assert "frozen" not in probe.alerts
         assert probe.reading().windows == 25
-
-
-def test_a_block_that_was_frozen_before_a_restart_is_measured_again_after_it() -> None:
-    model = small_model()
-    with attached(model) as probe:
-        windows_of(model, probe, 10)
-        model[0].requires_grad_(False)
-        windows_of(model, probe, 10)
-        state = probe.state_dict()
-        assert "0" not in probe.reading().groups
-    model[0].requires_grad_(True)
-    with attached(model) as probe:
-        probe.load_state_dict(state)
-        windows_of(model, probe, 20)
-        groups = probe.reading().groups
-        assert groups["0"].status == "resolved"
 
 
 def test_a_state_that_is_loaded_while_a_block_is_frozen_keeps_the_reading() -> None:

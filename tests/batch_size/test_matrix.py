@@ -176,21 +176,10 @@ CASES: dict[str, tuple[int, Loop]] = {
     "PP with FSDP2 over TP": (8, Loop("pp fsdp over tp", axes={"dp": 2, "tp": 2}, weighted=True)),
 }
 SHOWN = (
-    *(
-        "one process",
-        "DDP",
-        "DDP, examples",
-        "FSDP2",
-        "FSDP2, examples",
-        "HSDP",
-        "HSDP, examples",
-        "TP",
-        "SP",
-        "FSDP2 over TP",
-    ),
-    *("FSDP2 over SP", "LoRA, hooks", "LoRA alone, hooks", "CP", "DDP over CP", "FSDP2 over CP", "EP", "PP"),
-    *("EP over all ranks beside plain", "PP with DDP", "PP with FSDP2", "PP with TP", "PP with SP", "PP with HSDP"),
-    "PP with FSDP2 over TP",
+    *("one process", "one process, examples", "DDP", "DDP, examples", "FSDP2", "FSDP2, examples", "HSDP", "TP", "SP"),
+    *("HSDP, examples", "FSDP2 over TP", "FSDP2 over SP", "LoRA, hooks", "LoRA alone, hooks", "CP", "DDP over CP"),
+    *("FSDP2 over CP", "EP", "EP over all ranks beside plain", "PP", "PP with DDP", "PP with FSDP2", "PP with TP"),
+    *("PP with SP", "PP with HSDP", "PP with FSDP2 over TP"),
 )
 """Cases with a cell of their own in docs/where-it-works.md."""
 
@@ -206,6 +195,7 @@ SHOWN = (
             "DDP",
             marks=pytest.mark.shows(("noise scale", "adam metric", "sign metric", "spectral metric"), "DDP"),
         ),
+        pytest.param("one process, examples", marks=pytest.mark.shows("single examples", "one process")),
         pytest.param("DDP, examples", marks=pytest.mark.shows("single examples", "DDP")),
         pytest.param("FSDP2", marks=pytest.mark.shows(("noise scale", "sign metric"), "FSDP2")),
         pytest.param("FSDP2, examples", marks=pytest.mark.shows("single examples", "FSDP2")),

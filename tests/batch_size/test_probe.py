@@ -138,17 +138,6 @@ def test_a_closed_probe_refuses_to_end_a_window() -> None:
         probe.step()
 
 
-def test_close_removes_every_hook_and_may_be_called_again() -> None:
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    probe = attached(model, optimizer)
-    assert all(p._backward_hooks for p in model.parameters())
-    probe.close()
-    probe.close()
-    assert not any(p._backward_hooks for p in model.parameters())
-    assert not optimizer._optimizer_step_pre_hooks
-
-
 def test_a_reading_says_what_it_means_for_the_batch() -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

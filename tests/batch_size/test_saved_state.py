@@ -56,15 +56,6 @@ def test_contents_with_other_keys_have_another_version() -> None:
     assert (VERSION, of_contents) == (9, "a231e79c"), "raise VERSION: states with other keys must be refused"
 
 
-def test_state_of_another_model_is_refused() -> None:
-    with (
-        attached(small_model()) as a,
-        attached(nn.Linear(2, 2)) as b,
-        pytest.raises(ValueError, match=r"measured other parameters .*attach before any parameter is frozen"),
-    ):
-        b.load_state_dict(a.state_dict())
-
-
 def test_state_of_another_unit_metric_or_groups_is_refused() -> None:
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sonde
 from sonde import NoiseScaleProbe
-from sonde.batch_size.taps.window_sums import PieceCounts, read_rows
 from sonde.runs.report.verdicts import batch_size_panel
 from sonde.stats.sealed_state import sealed
 from sonde.wording import number
@@ -69,12 +68,6 @@ def test_the_estimate_is_that_of_the_first_unit_and_the_rest_is_converted(as_ten
     assert reading.in_unit("rows").b_simple == reading.b_simple
     with pytest.raises(ValueError, match="counted in rows, tokens, got 'words'"):
         reading.in_unit("words")
-
-
-def test_an_unresolved_reading_converts_to_nothing() -> None:
-    with attached(small_model(), unit=UNITS) as probe:
-        converted = probe.reading().in_unit("tokens")
-    assert (converted.b_simple, converted.low, converted.high, converted.units_per_window) == (None,) * 4
 
 
 def test_the_log_declares_and_writes_each_unit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,19 +167,6 @@ def test_a_piece_that_ranks_share_counts_once(ranks2: Ranks) -> None:
     assert ranks2(_ranks_that_share_pieces) == [{"tokens": 6.0}] * 2
 
 
-def _other_units() -> str:
-    try:
-        attached(small_model(), process_group=dist.group.WORLD, unit=UNITS if dist.get_rank() else "rows").close()
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-def test_ranks_that_count_in_other_units_are_refused(ranks2: Ranks) -> None:
-    for said in ranks2(_other_units):
-        assert said.startswith("the list of further units differs between ranks")
-
-
 def test_the_state_keeps_the_counts() -> None:
     model = small_model()
     with attached(model, unit=UNITS) as probe:
@@ -218,19 +198,6 @@ def test_wrong_counts_are_refused_in_every_window(units: Any, message: str, is_m
             assert probe.reading().windows < 3
         with pytest.raises((ValueError, RuntimeError), match=message), probe.piece(units=units):
             pass
-
-
-def test_a_count_on_a_device_that_is_not_finite_drops_the_window() -> None:
-    """A CPU's counts are refused at once, so the sums get what a device would give."""
-    with attached(small_model(), unit=UNITS) as probe:
-        kinds = []
-        for count in (float("nan"), 8.0):
-            sums = probe._reader._sums
-            sums.count(PieceCounts(1.0, 4.0, 4.0, None, (torch.tensor(count, dtype=torch.float64),)))
-            final = {"big": torch.zeros(1, 5), "witness_final": sums._witness}
-            [row] = read_rows(sums.take({}) | final, ["squares"], {})
-            kinds.append([drop.kind for drop in row.problems])
-    assert kinds == [["bad_counts"], []]
 
 
 @pytest.mark.parametrize(
