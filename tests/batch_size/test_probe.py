@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,15 +158,3 @@ def test_a_reading_says_what_it_means_for_the_batch() -> None:
         f"is {number(reading.b_simple)} rows [{number(reading.low)} – {number(reading.high)}] now" in verdict.headline
     )
     assert str(reading).endswith(f"{number(average.b_simple)} over the run, batch 12, 120 windows: {verdict.in_short}")
-
-
-def test_a_log_may_be_the_name_of_its_folder(tmp_path: Path) -> None:
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-    for folder in (tmp_path / "path", str(tmp_path / "text")):
-        probe = sonde.attach(model, optimizer, unit="rows", log=folder, verbose=False)
-        train(model, probe, optimizer, windows=3)
-        probe.close()
-        assert sonde.read_run(folder).readings[-1].window == 3
-    with pytest.raises(ValueError, match=r"a log needs places for records, got 7"):
-        sonde.attach(model, optimizer, unit="rows", log=7)  # type: ignore[arg-type]
