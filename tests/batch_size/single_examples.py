@@ -65,9 +65,10 @@ def pieces_of(*sizes: int, seed: int = 3) -> list[tuple[Tensor, Tensor]]:
     return [batch(n, generator) for n in sizes]
 
 
-def run(
-    model: nn.Module, probe: Any, *windows: Sequence[tuple[Tensor, Tensor]], units: Sequence[float] | None = None
-) -> None:
+Rows = tuple[Tensor, Tensor]
+
+
+def run(model: nn.Module, probe: Any, *windows: Sequence[Rows], units: Sequence[float] | None = None) -> None:
     """Windows at fixed weights, each of the given pieces."""
     for pieces in windows:
         for k, (x, y) in enumerate(pieces):
@@ -77,5 +78,5 @@ def run(
         model.zero_grad()
 
 
-def drawn(windows: int, *sizes: int, first: int = 0) -> list[list[tuple[Tensor, Tensor]]]:
+def drawn(windows: int, *sizes: int, first: int = 0) -> list[list[Rows]]:
     return [pieces_of(*sizes, seed=first + window) for window in range(windows)]
