@@ -130,13 +130,6 @@ def test_one_piece_with_all_the_weight_is_dropped() -> None:
         assert "all the weight" in probe.reading().reason
 
 
-def test_a_closed_probe_refuses_to_end_a_window() -> None:
-    probe = attached(small_model())
-    probe.close()
-    with pytest.raises(RuntimeError, match="the probe is closed"):
-        probe.step()
-
-
 def test_a_reading_says_what_it_means_for_the_batch() -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

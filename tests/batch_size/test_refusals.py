@@ -167,6 +167,8 @@ def test_a_clip_threshold_that_is_not_a_number_is_refused(max_norm: Any) -> None
         ({"loss": torch.ones(3)}, "0-dim tensor"),
         ({"loss": "low"}, "takes a number"),
         ({"gns/b_simple": 7.0}, "is measured by sonde"),
+        ({"a b": 1.0}, "letters, digits"),
+        ({"z": torch.zeros((), dtype=torch.complex64)}, "real number"),
     ],
 )
 def test_log_refuses(scalars: dict[str, Any], message: str) -> None:

@@ -257,23 +257,6 @@ def test_sound_loops_raise_no_alert() -> None:
         assert probe.alerts == {}
 
 
-def test_a_block_that_is_frozen_leaves_the_noise_scale_and_returns() -> None:
-    model, probe, optimizer = at_fixed_weights(every=4, log_every=1)
-    with probe:
-        list(windows(model, probe, optimizer, 40))
-        model[0].requires_grad_(False)
-        list(windows(model, probe, optimizer, 24, first=41))
-        probe.reading()
-        assert "0.weight" in probe.alerts["frozen"]
-        assert "0" not in probe.reading().groups
-        model[0].requires_grad_(True)
-        list(windows(model, probe, optimizer, 24, first=65))
-        probe.reading()
-        assert "unfrozen" in probe.alerts
-        assert "0" in probe.reading().groups
-        assert 16 < probe._tracker.run.blocks.n_steps <= 24  # up to the last measured one
-
-
 # Compiled models.
 
 
