@@ -383,21 +383,3 @@ def test_a_log_that_one_rank_cannot_begin(ranks2: Ranks, cut: str) -> None:
     assert n_left == 0
     assert own_log == log
     assert log.startswith("this log has ended, as every probe that wrote to it was closed: make a new RunLog")
-
-
-@pytest.mark.parametrize(
-    ("attribute", "message"),
-    [
-        ("ds_id", "DeepSpeed .ZeRO-3 holds '0.weight' in parts.*engine.get_global_grad_norm"),
-        (
-            "main_grad",
-            "'0.weight' is added up in .main_grad, as Megatron's own DDP.*Megatron's own clip_grad measures the norm",
-        ),
-        ("tensor_model_parallel", "'0.weight' is a shard of Megatron's tensor parallelism.*mesh= and replicas="),
-    ],
-)
-def test_parameters_that_other_frameworks_have_cut(attribute: str, message: str) -> None:
-    model = small_model()
-    setattr(model[0].weight, attribute, True)
-    with pytest.raises(ValueError, match=message):
-        attached(model)

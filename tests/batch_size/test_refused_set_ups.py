@@ -1,4 +1,4 @@
-"""Set-ups in which a quantity is refused. Each test makes the set-ups that its own marker names, on real ranks."""
+"""Set-ups in which a quantity is refused: each test makes those its own marker names, on real ranks where needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import sonde
 from tests.batch_size.cuts import made
-from tests.batch_size.loops import small_model
+from tests.batch_size.loops import attached, small_model
 from tests.batch_size.set_ups import Loop
 from tests.ranks import Ranks, mesh_of
 
@@ -109,3 +109,21 @@ def test_what_is_accepted_is_no_refusal(ranks4: Ranks) -> None:
     """The comparison can fail: what is shown to work says nothing."""
     for of_rank in ranks4(messages, list(SETUPS), {"per_example": "never"}):
         assert set(of_rank.values()) == {""}, of_rank
+
+
+@pytest.mark.parametrize(
+    ("attribute", "message"),
+    [
+        ("ds_id", "DeepSpeed .ZeRO-3 holds '0.weight' in parts.*engine.get_global_grad_norm"),
+        (
+            "main_grad",
+            "'0.weight' is added up in .main_grad, as Megatron's own DDP.*Megatron's own clip_grad measures the norm",
+        ),
+        ("tensor_model_parallel", "'0.weight' is a shard of Megatron's tensor parallelism.*mesh= and replicas="),
+    ],
+)
+def test_parameters_that_other_frameworks_have_cut(attribute: str, message: str) -> None:
+    model = small_model()
+    setattr(model[0].weight, attribute, True)
+    with pytest.raises(ValueError, match=message):
+        attached(model)
