@@ -374,7 +374,7 @@ def test_the_loops_own_clip_is_logged_as_the_probes(tmp_path: Path) -> None:
     logged = []
     for own in (False, True):
         model, generator = small_model(), torch.Generator().manual_seed(0)
-        with sonde.attach(model, unit="rows", log=tmp_path / str(own), verbose=False) as probe:
+        with sonde.attach(model, unit="rows", log=f"{tmp_path}/{own}", verbose=False) as probe:
             for k in range(5):
                 for n in SIZES:
                     mean_loss(model, *batch(n, generator)).backward()
