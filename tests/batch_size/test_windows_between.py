@@ -272,6 +272,3 @@ def test_a_compiled_model_is_not_compiled_again_when_windows_change() -> None:
         list(windows(fast, probe, optimizer, 20, first=5))  # type: ignore[arg-type]
         assert compiled.frame_count == n_first > 0
         assert probe.reading().windows > 5
-
-
-# Saved states.
