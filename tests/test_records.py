@@ -99,6 +99,15 @@ def test_a_probe_of_ones_own_gets_its_section(tmp_path: Path) -> None:
     assert "layer/never (fraction)" not in page  # no curve for a metric that was never known
 
 
+def test_a_log_of_ones_own_probe_alone_has_a_report(tmp_path: Path) -> None:
+    log = sonde.RunLog(sonde.JsonlSink(tmp_path))
+    log.measure(DeadUnits(), 1)
+    log.end("done", window=1)
+    run = sonde.read_run(tmp_path)
+    assert (run.ended, len(run.own)) == ("done", 1)
+    assert "Dead units" in sonde.write_report(tmp_path).read_text()
+
+
 def test_a_log_that_has_ended_takes_no_further_probe() -> None:
     log = sonde.RunLog()
     sonde.attach(nn.Linear(3, 1), unit="rows", log=log, verbose=False).close()

@@ -8,7 +8,7 @@ from torch import nn
 
 from sonde import NoiseScaleProbe
 from sonde.batch_size.frozen_watch import FrozenWatch
-from tests.batch_size.loops import attached, batch, contents_of, counted, small_model
+from tests.batch_size.loops import attached, batch, contents_of, counted, mean_loss, small_model
 
 
 def windows_of(model: nn.Module, probe: NoiseScaleProbe, windows: int, *, seed: int = 0, cut: bool = False) -> None:
@@ -105,6 +105,21 @@ def test_a_branch_that_rests_now_and_then_is_left_alone() -> None:
             model.zero_grad()
         assert probe.reading().windows == 80
         assert "frozen" not in probe.alerts
+
+
+def test_a_loop_that_freezes_in_turn_is_left_alone() -> None:
+    model = small_model()
+    generator = torch.Generator().manual_seed(0)
+    with attached(model, log_every=1) as probe:
+        for window in range(12):
+            model[0].requires_grad_(window % 2 == 0)
+            for _ in range(2):
+                with probe.piece(units=4):
+                    mean_loss(model, *batch(4, generator)).backward()
+            probe.step()
+            model.zero_grad()
+        assert probe.reading().windows == 12
+        assert probe.alerts == {}
 
 
 def test_parts_that_are_trained_in_turn_for_longer_begin_anew_each_time() -> None:

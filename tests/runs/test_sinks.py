@@ -37,6 +37,16 @@ def test_a_torn_line_does_not_merge_with_the_next_record(tmp_path: Path, torn: b
     assert run.torn == "line 3 was cut off when the run was interrupted: it was left out"
 
 
+def test_each_record_is_on_disk_when_write_returns(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "new" / "folder")
+    records = [header_record(), reading_record(0, 2), reading_record(1, 2), end_record(20)]
+    for n, record in enumerate(records, start=1):
+        sink.write(record)
+        lines = (tmp_path / "new" / "folder" / "records.jsonl").read_text(encoding="utf-8").splitlines()
+        assert list(map(json.loads, lines)) == records[:n]
+    sink.close()
+
+
 def test_a_header_torn_at_any_byte_is_survived(tmp_path: Path) -> None:
     whole = json.dumps(header_record(), separators=(",", ":")).encode()
     for length in (1, 8, 16, 17, len(whole) - 1):
