@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -75,17 +74,6 @@ def test_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
     assert capsys.readouterr().out == f"report  {tmp_path / 'page.html'}\n"
     assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")
-
-
-def test_report_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "no run at" in _error(capsys, "report", str(tmp_path / "absent"))
-    assert "no records.jsonl in the folder" in _error(capsys, "report", str(tmp_path))
-    log = tmp_path / "records.jsonl"
-    log.write_text("")
-    assert "is not a run's log" in _error(capsys, "report", str(tmp_path))
-    log.write_text(json.dumps({"step": 1, "loss": 2.0}) + "\n")
-    assert "is not a run's log" in _error(capsys, "report", str(tmp_path))
-    assert list(tmp_path.iterdir()) == [log]
 
 
 def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,18 +103,6 @@ def test_a_probe_that_is_closed_in_a_quiet_window_takes_no_more() -> None:
     assert probe._ends.n_windows == 4
 
 
-def test_a_count_in_one_of_several_units_is_refused_in_quiet_windows_too() -> None:
-    model = small_model()
-    with attached(model, every=10**6, unit=("rows", "values"), units_per_piece={"rows": 4, "values": 12}) as probe:
-        for _ in range(4):
-            with probe.piece():
-                mean_loss(model, *batch(4, torch.Generator().manual_seed(0))).backward()
-            probe.step()
-        assert probe._pace.n_quiet
-        with pytest.raises(ValueError, match="rows, values"), probe.piece(units=4):
-            pass
-
-
 def test_quiet_windows_are_clipped_counted_and_timed() -> None:
     model = small_model()
     generator = torch.Generator().manual_seed(0)
@@ -284,8 +272,7 @@ class _InterruptingClock:
         return 0.0
 
 
-@pytest.mark.parametrize("every", [1, 10**6])
-@pytest.mark.parametrize("after", [1, 2, 3, "the reader has begun"])
+@pytest.mark.parametrize(("every", "after"), [(1, 1), (1, 3), (1, "the reader has begun"), (10**6, 1), (10**6, 3)])
 def test_a_piece_that_is_interrupted_on_its_way_in_is_not_left_open(
     every: int, after: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,8 +283,6 @@ def test_a_piece_that_is_interrupted_on_its_way_in_is_not_left_open(
             with probe.piece(units=4):
                 mean_loss(model, *batch(4, generator)).backward()
             probe.step()
-        if isinstance(after, str) and every > 1:
-            return  # the reader begins no piece
         with monkeypatch.context() as patched:
             if isinstance(after, str):
                 begin = probe._reader.begin_piece

@@ -133,7 +133,7 @@ def test_hooks_of_the_user_stay_and_run_in_every_window() -> None:
         handle.remove()
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("norm_type", [1.0, float("inf")])
 def test_a_clip_clips_and_returns_the_norm_in_every_window(norm_type: float) -> None:
     model, probe, _ = at_fixed_weights(every=4, units_per_piece=4)
     twin = small_model()
@@ -164,29 +164,6 @@ def test_a_norm_that_is_not_finite_raises_in_every_window_and_the_window_has_end
             with pytest.raises(RuntimeError, match="not finite"):
                 probe.clip_grad_norm_(1.0, error_if_nonfinite=True)
             assert probe._ends.n_windows == number
-
-
-def test_misuse_is_refused_in_every_window() -> None:
-    model, probe, optimizer = at_fixed_weights(every=5, units_per_piece=None)
-    kinds = set()
-    with probe:
-        for number in range(1, 21):
-            kinds.add(probe._pace.is_measured)
-            with pytest.raises(RuntimeError, match="inside another piece"), probe.piece(units=4), probe.piece(units=4):
-                pass
-            with pytest.raises(RuntimeError, match="number of units in a piece is not known"), probe.piece():
-                pass
-            for bad in ({"units": 0}, {"units": 4, "weight": -1.0}, {"unit_weights": []}, {"units": torch.ones(2)}):
-                with pytest.raises(ValueError, match=r"units|weight"), probe.piece(**bad):
-                    pass
-            with probe.piece(units=4), pytest.raises(RuntimeError, match="ended inside a piece"):
-                probe.step()
-            with pytest.raises(ValueError, match="max_norm"):
-                probe.clip_grad_norm_(-1.0)
-            list(windows(model, probe, optimizer, 1, first=number))
-    assert kinds == {True, False}
-    with pytest.raises(RuntimeError, match="closed"):
-        probe.step()
 
 
 # The log.
@@ -273,44 +250,6 @@ def test_sound_loops_raise_no_alert() -> None:
         assert probe.alerts == {}
 
 
-def test_a_block_that_is_frozen_leaves_the_noise_scale_and_returns() -> None:
-    model, probe, optimizer = at_fixed_weights(every=4, log_every=1)
-    with probe:
-        list(windows(model, probe, optimizer, 40))
-        model[0].requires_grad_(False)
-        list(windows(model, probe, optimizer, 24, first=41))
-        probe.reading()
-        assert "0.weight" in probe.alerts["frozen"]
-        assert "0" not in probe.reading().groups
-        model[0].requires_grad_(True)
-        list(windows(model, probe, optimizer, 24, first=65))
-        probe.reading()
-        assert "unfrozen" in probe.alerts
-        assert "0" in probe.reading().groups
-        assert 16 < probe._tracker.run.blocks.n_steps <= 24  # up to the last measured one
-
-
-def test_another_optimizer_is_followed_between() -> None:
-    model, probe, _ = at_fixed_weights(every=1000)
-    other = torch.optim.SGD(model.parameters(), lr=0.0)
-    with probe:
-        list(windows(model, probe, other, 12))
-        assert list(probe.alerts) == ["optimizer_replaced"]
-
-
-def test_an_error_inside_a_piece_between_leaves_the_next_one_alone() -> None:
-    model, probe, optimizer = at_fixed_weights(every=4)
-    with probe:
-        for number in range(1, 41):
-            is_measured = probe._pace.is_measured
-            if not is_measured:
-                with pytest.raises(ZeroDivisionError), probe.piece(units=4):
-                    _ = 1 / 0
-            list(windows(model, probe, optimizer, 1, first=number))
-        assert probe.reading().dropped == {}
-        assert probe.alerts == {}
-
-
 # Compiled models.
 
 
@@ -326,27 +265,3 @@ def test_a_compiled_model_is_not_compiled_again_when_windows_change() -> None:
         list(windows(fast, probe, optimizer, 20, first=5))  # type: ignore[arg-type]
         assert compiled.frame_count == n_first > 0
         assert probe.reading().windows > 5
-
-
-# Saved states.
-
-
-def test_a_restart_goes_on_at_the_same_pace() -> None:
-    def measured(probe: NoiseScaleProbe, model: nn.Module, n: int, first: int) -> list[int]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        return [number for number, is_measured in windows(model, probe, optimizer, n, first=first) if is_measured]
-
-    model = small_model()
-    with attached(model, every=5) as whole:
-        measured(whole, model, 33, 1)
-        state = whole.state_dict()
-        measured(whole, model, 40, 34)
-        reading = whole.reading()
-    with attached(model, every=5) as second:
-        second.load_state_dict(state)
-        got = measured(second, model, 40, 34)
-        assert len(got) in (8, 9)  # the first window after attach is measured besides
-        assert second._ends.n_windows == 73
-        again = second.reading()
-    assert again.every == pytest.approx(reading.every, rel=0.1)
-    assert again.trace_cov == pytest.approx(reading.trace_cov, rel=0.2)

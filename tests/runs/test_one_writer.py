@@ -87,15 +87,6 @@ def test_a_second_sink_of_the_same_process_is_refused_until_the_first_is_closed(
 
 
 @pytest.mark.usefixtures("_no_patience")
-def test_a_restart_after_a_crash_goes_on_at_once(tmp_path: Path) -> None:
-    with _writer(tmp_path) as writer:
-        writer.kill()
-        writer.wait(10)
-    write_run(tmp_path, 2)
-    assert [reading.segment for reading in read_run(tmp_path).readings] == [0, 1, 1]
-
-
-@pytest.mark.usefixtures("_no_patience")
 def test_a_child_that_outlives_a_crash_does_not_keep_the_restart_out(tmp_path: Path) -> None:
     """As a worker of a data loader does, for some seconds."""
     more = "child = os.fork()\nif child == 0:\n    time.sleep(60)\n    os._exit(0)\nprint(child, flush=True)"
