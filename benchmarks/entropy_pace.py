@@ -43,8 +43,9 @@ class Recorded:
 
 def demo(seed: int, steps: int) -> Recorded:
     """The run of `sonde demo entropy`. Its truth is the median of three neighbouring measurements."""
-    import sonde.integrations.trl
     from sonde.demos.arithmetic.options import EntropyDemoOptions
+
+    import sonde.integrations.trl
     from sonde.demos.arithmetic.run import make_trainer
 
     with tempfile.TemporaryDirectory() as folder:
