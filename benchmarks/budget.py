@@ -32,8 +32,8 @@ from benchmarks.launch import on_ranks
 from benchmarks.machine import page
 from benchmarks.timing import Cost, cost, in_words
 from benchmarks.training import Run, Setup, draw_windows
-from sonde.batch_size.budget import REVIEW
-from sonde.batch_size.measuring_cost import Cost as MeasuringCost
+from sonde.batch_size.pace import REVIEW
+from sonde.batch_size.pace import Cost as MeasuringCost
 from sonde.stats.sealed_state import sealed, unsealed
 
 SMALL = GptShape(width=64, depth=6, heads=4, context=64)
@@ -120,7 +120,7 @@ def settle(setup: Setup, stays: int) -> tuple[dict[str, object], MeasuringCost]:
     contestant = at_budget(run)
     # Early in a run, more is measured than the budget allows.
     begun = unsealed("state of the probe", contestant.probe.state_dict())
-    contestant.probe.load_state_dict(sealed(begun | {"pace": begun["pace"] | {"windows": LATE}}))
+    contestant.probe.load_state_dict(sealed(begun | {"windows": LATE}))
     windows = draw_windows(setup, sequences(setup.shape), MOST_SETTLING, seed=0)
     since, every = 0, 0
     for k, window in enumerate(windows):

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from benchmarks.machine import describe
-from sonde.batch_size.checkpoint.measure import precision
-from sonde.batch_size.stats.fixed_weights import FixedWeights, window_lengths
+from sonde.batch_size.measure import precision
+from sonde.batch_size.stats.averages import FixedWeights, window_lengths
 from sonde.batch_size.stats.noise_scale import Pieces, WindowEstimate
 from sonde.batch_size.stats.window_row import SolvedWindow
 

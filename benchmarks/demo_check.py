@@ -31,8 +31,7 @@ from torch import Tensor, nn
 import sonde
 from benchmarks.machine import page
 from sonde.batch_size.stats.critical_batch import relative_steps
-from sonde.demos.byte_lm.data import draw_windows, find_sources, read_corpus, window_generator
-from sonde.demos.byte_lm.model import ByteTransformer
+from sonde.demos.byte_lm.task import ByteTransformer, draw_windows, find_sources, read_corpus, window_generator
 from sonde.demos.byte_lm.train import LAST_RATE, MAX_GRAD_NORM, WARMUP_STEPS, next_byte_loss
 
 BATCH, STEPS, RATE, CONTEXT = 32, 300, 1e-3, 96

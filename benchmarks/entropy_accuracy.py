@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import sonde
-from sonde.demos.arithmetic.options import COMPLETIONS, EntropyDemoOptions
-from sonde.demos.arithmetic.run import make_trainer
+from sonde.demos.arithmetic.run import COMPLETIONS, EntropyDemoOptions, make_trainer
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.optimizer_step import forecast_step, taken
 from sonde.policy.scoring.scorer import Scored, Scorer
@@ -103,7 +102,7 @@ def trials(plan: Plan) -> list[Trial]:
 def _at_step(trainer: Any, optimizer: Any, step: int, plan: Plan) -> list[Trial]:
     model = trainer.model
     optimizer = getattr(optimizer, "optimizer", optimizer)
-    probe = sonde.EntropyChangeProbe(model, optimizer, EntropyChangeOptions(micro_batch_prompts=16, first_order=True))
+    probe = sonde.EntropyChangeProbe(model, optimizer, EntropyChangeOptions(micro_batch_prompts=16))
     rates = [group["lr"] for group in optimizer.param_groups]
     found = []
     with preserve_training_state(model):
@@ -116,7 +115,7 @@ def _at_step(trainer: Any, optimizer: Any, step: int, plan: Plan) -> list[Trial]
         for scale in SCALES:
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = scale * rate  # a step of AdamW, decay included, is proportional to it
-            forecasts = [probe.forecast(batch) for batch in batches]
+            forecasts = [probe.forecast(batch, causes=True) for batch in batches]
             with taken(forecast_step(optimizer, of=list(model.parameters())), model):
                 after = _everything(trainer, step, plan)
             truths = [

@@ -182,7 +182,7 @@ def _dot(a: dict[Tensor, Tensor], b: dict[Tensor, Tensor]) -> float:
     return float(sum(torch.dot(a[p].flatten(), b[p].flatten()).double() for p in b))
 
 
-def by_sonde(made: Scene, **options: Any) -> tuple[float, float, dict[str, float]]:
+def by_sonde(made: Scene, *, causes: bool = False, **options: Any) -> tuple[float, float, dict[str, float]]:
     """Sonde's forecast: δH, its variance, and the seconds of the phases.
 
     The variance along gradients is unbiased, and may be negative in a single batch.
@@ -192,8 +192,8 @@ def by_sonde(made: Scene, **options: Any) -> tuple[float, float, dict[str, float
         made.probes[key] = sonde.EntropyChangeProbe(
             made.model, made.optimizer, EntropyChangeOptions(**options), token_statistics=STATISTICS
         )
-    found = made.probes[key].forecast(made.evaluation, made.update)
-    if options.get("first_order"):
+    found = made.probes[key].forecast(made.evaluation, made.update, causes=causes)
+    if causes:
         return found.first_order.delta, found.first_order.se**2, dict(found.seconds)
     return found.delta, found.v_x + found.v_y, dict(found.seconds)
 
@@ -202,7 +202,7 @@ CONTESTANTS: dict[str, Callable[[Scene], Any]] = {
     "gradient, three backwards for every prompt": by_backwards_of_both,
     "step, a backward for every prompt": by_backwards_along_the_step,
     "sonde, update='gradient'": lambda made: by_sonde(made, update="gradient"),
-    "sonde, the derivative along the step, and the finite step": lambda made: by_sonde(made, first_order=True),
+    "sonde, the finite step, and causes by prompt": lambda made: by_sonde(made, causes=True),
     "sonde, the finite step": by_sonde,
 }
 OURS = "sonde, the finite step"

@@ -25,11 +25,10 @@ from transformers import TrainerCallback
 
 import sonde
 from benchmarks.machine import describe
-from sonde.demos.arithmetic.options import COMPLETIONS, EntropyDemoOptions
-from sonde.demos.arithmetic.run import make_trainer
+from sonde.demos.arithmetic.run import COMPLETIONS, EntropyDemoOptions, make_trainer
 from sonde.integrations import trl as integration
+from sonde.integrations.guarded import WrappedMethods
 from sonde.integrations.trl_rollouts import TrlRollouts
-from sonde.integrations.wrapped_methods import WrappedMethods
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.scoring.training_state import preserve_training_state, seed_everything
@@ -169,10 +168,13 @@ def run(way: str, seed: int) -> list[Step]:
             watch.dropping = Dropping(trainer)
             trainer.add_callback(watch.dropping)
         entropy = {"enabled": True, "every": 1, "micro_batch_prompts": _PROMPTS}
-        entropy["coefficient_to_hold"] = way == "coefficient"
         watch.trainer = trainer
         watch.probes = integration.attach(
-            trainer, {"entropy_probe": entropy}, evaluation_prompts=_PROMPTS, on_error="raise"
+            trainer,
+            {"entropy_probe": entropy},
+            evaluation_prompts=_PROMPTS,
+            coefficient_to_hold=way == "coefficient",
+            on_error="raise",
         )
         trainer.add_callback(watch)
         trainer.train()

@@ -10,7 +10,6 @@ what they cost.
 from __future__ import annotations
 
 import argparse
-import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +17,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -27,7 +25,7 @@ from benchmarks.contestants import Sonde
 from benchmarks.gpt import GptShape, sequences
 from benchmarks.machine import page
 from benchmarks.training import Run, Setup, draw_windows
-from sonde.batch_size.pacing import Pacing
+from sonde.batch_size.window_clock import ALWAYS
 
 SHAPES = (
     GptShape(width=64, depth=6, heads=4, context=64),
@@ -112,7 +110,6 @@ def calls_of(setup: Setup, n_windows: int) -> Calls:
         register_optimizer_step_post_hook(hooks.stop),
     ]
     windows = draw_windows(setup, sequences(setup.shape), WARM_UP_WINDOWS + n_windows, seed=0)
-    timed: list[float] = []  # the probe's own clock, read whenever it counts its quiet windows
 
     def train(window: torch.Tensor, end: Callable[[], object]) -> None:
         for tokens in window:
@@ -125,25 +122,20 @@ def calls_of(setup: Setup, n_windows: int) -> Calls:
         run.optimizer.step()
         run.optimizer.zero_grad()
 
-    with patch.object(Pacing, "spent_in_all_windows", lambda _, seconds: timed.append(seconds)):
-        for window in windows[: WARM_UP_WINDOWS - 1]:
-            train(window, probe.step)
-        count_quiet = functools.partial(probe.clip_grad_norm_, None)
-        train(windows[WARM_UP_WINDOWS - 1], count_quiet)
-        for timer in (pieces, step, hooks):
-            timer.seconds = 0.0
-        start = time.perf_counter()
-        before = timed[-1]
-        for window in windows[WARM_UP_WINDOWS:]:
-            train(window, probe.step)
-        took = time.perf_counter() - start
-        calls = [timer.seconds / n_windows for timer in (pieces, step, hooks)]
-        probe.clip_grad_norm_(None)
+    for window in windows[:WARM_UP_WINDOWS]:
+        train(window, probe.step)
+    for timer in (pieces, step, hooks):
+        timer.seconds = 0.0
+    start, before = time.perf_counter(), probe._pieces.spent[ALWAYS]
+    for window in windows[WARM_UP_WINDOWS:]:
+        train(window, probe.step)
+    took, themselves = time.perf_counter() - start, probe._pieces.spent[ALWAYS] - before
+    calls = [timer.seconds / n_windows for timer in (pieces, step, hooks)]
     for handle in handles:
         handle.remove()
     probe.close()
     tensors = sum(1 for _ in run.model.parameters())
-    return Calls(tensors, *calls, themselves=(timed[-1] - before) / n_windows, window=took / n_windows)
+    return Calls(tensors, *calls, themselves=themselves / n_windows, window=took / n_windows)
 
 
 def as_table(rows: Sequence[Calls]) -> str:

@@ -21,10 +21,9 @@ import torch
 
 from benchmarks.machine import describe
 from sonde.batch_size.log import KnownOfWindow, MeasuredWindow, NoiseScaleLog
-from sonde.batch_size.measuring_cost import Cost
-from sonde.batch_size.stats.scale_witness import RoundingTolerance
+from sonde.batch_size.pace import Cost
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
-from sonde.batch_size.stats.window_row import WindowRow
+from sonde.batch_size.stats.window_row import RoundingTolerance, WindowRow
 from sonde.log.sinks import JsonlSink
 from sonde.records import RunLog
 

@@ -33,11 +33,10 @@ import torch
 
 from benchmarks.machine import page
 from benchmarks.recorded_runs import FOLDER, Recorded, load
-from sonde.batch_size.budget import Pace
-from sonde.batch_size.measuring_cost import WindowCosts
-from sonde.batch_size.stats.ratio_average import RatioAverage
+from sonde.batch_size.pace import Pace, WindowCosts
+from sonde.batch_size.stats.averages import WindowsOfRun
+from sonde.batch_size.stats.noise_scale import RatioAverage
 from sonde.batch_size.stats.window_row import SolvedWindow
-from sonde.batch_size.stats.windows_of_run import WindowsOfRun
 from sonde.stats.intervals import RatioInterval
 
 LENGTHS = {"lm": (600, 1200), "digits": (300, 1500), "mlp": (300, 1500), "grpo": (300, 1000), "demo": (300,)}

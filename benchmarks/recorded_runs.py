@@ -24,8 +24,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from sonde.batch_size.stats.noise_scale import noise_scale
-from sonde.demos.byte_lm.data import draw_windows, find_sources, read_corpus
-from sonde.demos.byte_lm.model import ByteTransformer
+from sonde.demos.byte_lm.task import ByteTransformer, draw_windows, find_sources, read_corpus
 from sonde.demos.byte_lm.train import MAX_GRAD_NORM, next_byte_loss, rate_at
 
 TaskName = Literal["lm", "digits", "mlp", "grpo", "demo"]

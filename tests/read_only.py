@@ -20,6 +20,8 @@ def read_only_folder(mode: int = 0o555) -> Iterator[Path]:
     folder.chmod(0o755)
     (folder / "read-only").chmod(mode)
     if is_root:
+        import torch._dynamo  # noqa: F401 - attach imports it, and `nobody` may not be allowed to read its files
+
         os.seteuid(_NOBODY)
     try:
         yield folder / "read-only"

@@ -3,7 +3,8 @@
     python -m tests.shown_setups
 
 A test says so by `@pytest.mark.shows("noise scale", "FSDP2", "HSDP")`: it compares that quantity with one process, or
-with a definition, under each of these set-ups. `@pytest.mark.refuses(...)` says likewise that the quantity is refused.
+with a definition, under each of these set-ups. A tuple names several quantities. `@pytest.mark.refuses(...)` says
+likewise that the quantity is refused.
 Where one of several cases shows a set-up, that case has it, so that the cell goes when the case goes:
 `pytest.param(..., marks=pytest.mark.shows(...))`. So a marker of a whole test names one set-up, unless the set-ups are
 refused: such a test makes those that its own markers name.
@@ -83,16 +84,17 @@ def shown(kind: str = "shows") -> Iterator[tuple[str, str, str]]:
             for call in _marks(node, kind):
                 name = f"{path.relative_to(TESTS.parent)}::{getattr(node, 'name', '')}"
                 values = [ast.literal_eval(argument) for argument in call.args]
+                quantities = values[0] if values and isinstance(values[0], tuple) else tuple(values[:1])
                 if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
                     raise ValueError(f"{name} is no test: mark the test function itself")
-                if len(values) < 2 or values[0] not in QUANTITIES or not set(values[1:]) <= set(SETUPS):
+                if len(values) < 2 or not set(quantities) <= set(QUANTITIES) or not set(values[1:]) <= set(SETUPS):
                     raise ValueError(f"{name} is marked with {values}, expected a quantity and set-ups of {__name__}")
                 if _may_be_left_out([node, *of_all]):
                     raise ValueError(f"{name} may be skipped or may fail, so it shows nothing: mark another test")
                 if kind == "shows" and call in node.decorator_list and len(values) > 2:
                     raise ValueError(f"{name} is marked with several set-ups: mark the case that shows each of them")
-                for setup in values[1:]:
-                    yield name, values[0], setup
+                for quantity in quantities:
+                    yield from ((name, quantity, setup) for setup in values[1:])
 
 
 def _may_be_left_out(nodes: Iterable[ast.AST]) -> bool:

@@ -23,7 +23,7 @@ from sonde import (
     RunLog,
     probes_from_config,
 )
-from sonde.policy.entropy_config import EntropyProbeConfig
+from sonde.policy.entropy_change import EntropyProbeConfig
 from tests.small_policy import drawn, loss, optimizer_of, policy
 
 ALL_ON = """
@@ -118,12 +118,12 @@ def test_a_yaml_file_makes_probes_that_work(tmp_path: Path) -> None:
             {"gns_probe": {"rules": "x"}},
             "gns_probe of the config holds 'rules', .* functions or objects .* rules= in code",
         ),
-        ({"entropy_probe": {"buffer-dtype": "x"}}, "buffer_dtype in .* must be a dtype such as float32, got 'x'"),
+        ({"entropy_probe": {"update": {"buffer_dtype": "x"}}}, "update in .* must be .* or a mapping of step_size, "),
         ({"entropy_probe": {"sequence_weights": "x"}}, "sequence_weights in .* must be one of one, length, longest"),
         ({"gns_probe": {"enabled": "yes"}}, "enabled in gns_probe of the config must be true or false, got 'yes'"),
         ({"gns_probe": {"tap": "hook"}}, "tap in .* must be one of leaf, comm_hook, got 'hook'"),
         ({"entropy_probe": {"every": 1.5}}, "every in entropy_probe of the config must be a whole number, got 1.5"),
-        ({"entropy_probe": {"step_size": True}}, "step_size in .* must be a number, got True"),
+        ({"entropy_probe": {"budget": True}}, "budget in .* must be a number, got True"),
         ({"policy_entropy_probe": {"temperature": "hot"}}, "temperature in .* must be a number, got 'hot'"),
     ],
 )
@@ -174,7 +174,6 @@ def test_the_whole_configuration_of_a_training_may_be_given() -> None:
         ({}, {"sampler": 3}, "got sampler=3: pass sampler=, a function model -> sonde.Rollouts"),
         ({"update": "gradient"}, {}, "needs the update's responses, and step\\(\\) has none"),
         ({}, {"optimizer": torch.optim.RMSprop}, "sonde cannot forecast the step of RMSprop: use around_step"),
-        ({"level": 0.9}, {"log": "runs"}, r"level: 0\.9\} cannot be logged, since a log holds 95% intervals"),
     ],
 )
 def test_a_probe_that_cannot_work_as_configured_is_refused_at_once(
@@ -194,19 +193,18 @@ def test_every_option_can_be_reached() -> None:
         {
             "entropy_probe": {
                 "enabled": True,
-                "buffer_dtype": "float64",
-                "level": 0.9,
-                "weighting": "clip",
                 "clip_at": 5,
                 "sequence_weights": "longest",
                 "precision": "model",
-                "first_order": True,
+                "budget": 0.5,
             },
-            "policy_entropy_probe": {"enabled": True, "level": 0.8},
-            "prompt_noise_probe": {"enabled": True, "weighs": "tokens", "horizon": 7},
+            "policy_entropy_probe": {"enabled": True, "micro_batch_prompts": 3},
+            "prompt_noise_probe": {"enabled": True, "weighs": "tokens"},
         }
     )
-    assert (config.entropy_probe.buffer_dtype, config.entropy_probe.clip_at) == (torch.float64, 5.0)
+    assert (config.entropy_probe.budget, config.entropy_probe.clip_at) == (0.5, 5.0)
+    by_gradients = probes_from_config({"entropy_probe": {"update": {"buffer_dtype": "fp16", "offload": True}}})
+    assert by_gradients.entropy_probe.gradients.buffer_dtype == torch.float16
     assert config.entropy_probe.sequence_weights == "longest"
     probes = attached(config, sampler=lambda m: drawn(m, 0, 6, seed=1))
     assert list(probes) == ["entropy_probe", "policy_entropy_probe", "prompt_noise_probe"]

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 import sonde
-from sonde.batch_size.stats.ratio_average import RatioAverage
+from sonde.batch_size.stats.noise_scale import RatioAverage
 from tests.docs_blocks import DOCS, PAGES
 
 METRICS = {metric for name in sonde.__all__ for metric in getattr(getattr(sonde, name), "METRICS", ())}

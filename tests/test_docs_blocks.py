@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 import sonde
-from sonde.cli import _parse, main
-from sonde.commands.run import split_command
+from sonde.cli import main, options_of
 from tests import docs_trainer_scenes  # noqa: F401 (declares a scene)
 from tests.docs_blocks import PAGES, ROOT, Block, Page, commands, pattern_of, python_blocks
 from tests.docs_scenes import SCENES, plain
@@ -92,9 +91,9 @@ def check(command: list[str]) -> None:
         case ["sonde", name]:  # the command's name alone
             assert main([name, "--help"]) == 0, command
         case ["sonde", "run", *words] if "--" in words:  # and the script with its own options
-            _parse(["run", *split_command(words)[0]])
+            options_of(["run", *words])
         case ["sonde", *words]:
-            _parse(["anything" if word == "…" else word for word in words])
+            options_of(["anything" if word == "…" else word for word in words])
         case _:
             raise AssertionError(f"no rule for {command}")
 
@@ -104,4 +103,4 @@ def test_options_of_sonde_run_exist() -> None:
     options = [option for row in rows for option in re.findall(r"`(--[^`]+)`", row)]
     assert len(options) > 8
     for option in options:
-        _parse(["run", *option.split()])
+        options_of(["run", *option.split(), "--", "train.py"])

@@ -83,13 +83,13 @@ def test_entropy() -> None:
     forecast = entropy_forecast(CPU)
     assert forecast != 0
     with PretendDevice():
-        assert entropy_forecast(DEVICE, derivatives="central") == pytest.approx(forecast, rel=1e-3)
+        assert entropy_forecast(DEVICE) == pytest.approx(forecast, rel=1e-3)
 
 
 def test_training_beside_forecasts() -> None:
     assert equal(train_policy(CPU, probed=False), train_policy(CPU, probed=True))
     with PretendDevice():
-        probed = train_policy(DEVICE, probed=True, derivatives="central")  # wrapped tensors have no forward mode
+        probed = train_policy(DEVICE, probed=True)
         assert equal(train_policy(DEVICE, probed=False), probed)
 
 
@@ -98,8 +98,8 @@ def test_a_changed_run_is_noticed() -> None:
     mutant = Mutant(
         "a hook changes the gradient that it reads",
         "sonde.batch_size.taps.leaf_hooks:PieceGradient._keep",
-        "witness, cut = self._reading.witness, self._reading.cut",
-        "witness, cut = self._reading.witness, self._reading.cut; [g.mul_(1.001) for g in grads.values()]",
+        "witness, cut = self._tap.witness, self._tap.cut",
+        "witness, cut = self._tap.witness, self._tap.cut; [g.mul_(1.001) for g in grads.values()]",
     )
     with mutant.applied():
         _, is_untouched = compared(CPU, {})

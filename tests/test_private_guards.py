@@ -95,7 +95,7 @@ def test_guard_a_tensor_counts_writes_in_place() -> None:
 
 
 def test_guard_foreach_norm_computes_in_the_dtype_it_is_asked_for() -> None:
-    """squared_norms and, on GPUs, power_sums measure 16-bit gradients without a converted copy."""
+    """metric.py and, on GPUs, power_sums measure 16-bit gradients without a converted copy."""
     tensors = [torch.full((300,), 1.0078125, dtype=torch.bfloat16), torch.full((5, 5), -3.0, dtype=torch.bfloat16)]
     norms = torch._foreach_norm(tensors, 2, dtype=torch.float64)
     assert [n.dtype for n in norms] == [torch.float64] * 2
@@ -139,7 +139,7 @@ def test_guard_values_of_a_sparse_gradient_are_its_own() -> None:
 
 
 def test_guard_a_module_finds_its_parameters_and_children_in_dictionaries() -> None:
-    """directional_derivatives puts dual tensors into the first; Inventory compares both with what it saw before."""
+    """precision puts wider tensors into the first; Inventory compares both with what it saw before."""
     model = nn.Sequential(nn.Linear(2, 1, bias=False))
     layer = model[0]
     assert model._modules == {"0": layer}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import sonde
-from sonde.log.locked_file import LockedFile
+from sonde.log.sinks import LockedFile
 from tests.batch_size.loops import Recording
 
 

@@ -2,7 +2,7 @@
 
 from sonde import integrations as integrations
 from sonde.batch_size.attach import attach
-from sonde.batch_size.checkpoint.measure import Measurement, measure
+from sonde.batch_size.measure import Measurement, measure
 from sonde.batch_size.per_example.covered import PerExampleSquares
 from sonde.batch_size.per_example.gradients import OuterProducts
 from sonde.batch_size.per_example.norms import PerExampleNorms
@@ -17,14 +17,12 @@ from sonde.gradient_norm.clip import clip_grad_norm_, clip_grad_norm_distributed
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.two_steps import clip_grads_with_norm_, get_total_norm
 from sonde.log.sinks import JsonlSink
-from sonde.log.tensorboard import TensorBoardSink
-from sonde.log.trackers import FunctionSink, MlflowSink, TrackioSink, WandbSink
+from sonde.log.trackers import FunctionSink, MlflowSink, TensorBoardSink, TrackioSink, WandbSink
 from sonde.policy.entropy_change import EntropyChangeProbe
-from sonde.policy.entropy_options import EntropyChangeOptions
+from sonde.policy.entropy_options import EntropyChangeOptions, MeanGradients
 from sonde.policy.log import PolicyLog
 from sonde.policy.policy_entropy import PolicyEntropyProbe
 from sonde.policy.prompt_noise import PromptNoiseProbe, PromptNoiseReading
-from sonde.policy.scoring.packed_statistics import PackedLMStatistics
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.stats.entropy_forecast import EntropyForecast
@@ -47,6 +45,7 @@ __all__ = [
     "FunctionSink",
     "GroupReading",
     "JsonlSink",
+    "MeanGradients",
     "Measurement",
     "Metric",
     "MlflowSink",
@@ -56,7 +55,6 @@ __all__ = [
     "NormPlan",
     "NotCoveredError",
     "OuterProducts",
-    "PackedLMStatistics",
     "Partners",
     "PerExampleNorms",
     "PerExampleSquares",

@@ -6,15 +6,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from tyro.conf import Positional, arg, subcommand
 
-from sonde.commands.measure_options import MeasureOptions
-from sonde.commands.run_options import RunOptions
-from sonde.demos.arithmetic.options import EntropyDemoOptions
-from sonde.demos.byte_lm.options import DemoOptions
+from sonde.runs.report.write import write_report
 from sonde.version import __version__
 
 ERROR = 2
@@ -34,9 +31,6 @@ class ReportOptions:
     out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: report.html beside the log)")] = None
 
 
-Command = RunOptions | DemoOptions | EntropyDemoOptions | MeasureOptions | ReportOptions
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
@@ -47,13 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: that of the command, or 2 for input that cannot be used.
     """
     args = list(sys.argv[1:] if argv is None else argv)
-    if args == ["--version"]:
-        print(f"sonde {__version__}")
-        return 0
     try:
-        if args[:1] == ["run"]:
-            return _run_script(args[1:])
-        return _run(_parse(args))
+        return _run(args)
     except SystemExit as exit_of_parser:  # after --help, or after a message about wrong arguments
         return int(exit_of_parser.code or 0)
     except KeyboardInterrupt:
@@ -63,68 +52,57 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ERROR
 
 
-def _parse(args: Sequence[str]) -> Command:
-    if list(args[:2]) == ["demo", "entropy"]:
-        return _parse_entropy_demo(args[2:])
-    command = _parse_with(args, DemoOptions())
-    if isinstance(command, DemoOptions) and command.config is not None:
-        command = _parse_with(args, DemoOptions.from_file(command.config))  # flags win over the file
-    return command
+def options_of(args: Sequence[str]) -> tuple[Any, list[str]]:
+    """The options of a command, and the script of `sonde run` with its own.
 
+    Args:
+        args: arguments after the program's name.
+    """
+    if args[:1] == ["report"]:
+        return tyro.cli(ReportOptions, prog="sonde report", args=args[1:]), []
+    # Here, since they import torch, which a report does not need.
+    from sonde.commands.measure import MeasureOptions
+    from sonde.commands.run import RunOptions, split_command
+    from sonde.demos.arithmetic.run import EntropyDemoOptions
+    from sonde.demos.byte_lm.options import DemoOptions
 
-def _parse_with(args: Sequence[str], demo: DemoOptions) -> Command:
+    script: list[str] = []
+    if args[:1] == ["run"]:
+        own, script = split_command(args[1:])
+        args = ["run", *own]
+    if args[:2] == ["demo", "entropy"]:
+        return tyro.cli(EntropyDemoOptions, prog="sonde demo entropy", args=args[2:]), script
     commands = (
         Annotated[RunOptions, subcommand("run")]
-        | Annotated[DemoOptions, subcommand("demo", default=demo)]
+        | Annotated[DemoOptions, subcommand("demo")]
         | Annotated[MeasureOptions, subcommand("measure")]
         | Annotated[ReportOptions, subcommand("report")]
     )
-    return tyro.cli(
-        commands,
-        prog="sonde",
-        description="Measure a PyTorch training run while it runs, or a checkpoint. "
-        "`sonde --version` prints the version.",
-        args=args,
-    )
+    about = "Measure a PyTorch training run while it runs, or a checkpoint. `sonde --version` prints the version."
+    return tyro.cli(commands, prog="sonde", description=about, args=args), script
 
 
-def _parse_entropy_demo(args: Sequence[str]) -> EntropyDemoOptions:
-    def parsed(default: EntropyDemoOptions) -> EntropyDemoOptions:
-        return tyro.cli(EntropyDemoOptions, prog="sonde demo entropy", default=default, args=args)
+def _run(args: list[str]) -> int:
+    if args == ["--version"]:
+        print(f"sonde {__version__}")
+        return 0
+    options, script = options_of(args)
+    if isinstance(options, ReportOptions):
+        print(f"report  {write_report(options.run, options.out)}")
+        return 0
+    from sonde.commands.measure import MeasureOptions, run_measure
+    from sonde.commands.run import RunOptions, run_script
+    from sonde.demos.arithmetic.run import EntropyDemoOptions, run_entropy_demo
+    from sonde.demos.byte_lm.options import DemoOptions
+    from sonde.demos.byte_lm.run import run_demo
 
-    options = parsed(EntropyDemoOptions())
-    return options if options.config is None else parsed(EntropyDemoOptions.from_file(options.config))
-
-
-def _run_script(args: Sequence[str]) -> int:
-    """`sonde run`: only the arguments before `--` are sonde's own."""
-    from sonde.commands.run import run_script, split_command
-
-    own, script = split_command(args)
-    options = _parse_with(["run", *own], DemoOptions())
-    assert isinstance(options, RunOptions)
-    return run_script(options, script)
-
-
-def _run(command: Command) -> int:
-    """Carry out a command. What it needs is imported only here: --help needs none of it."""
-    match command:
-        case DemoOptions():
-            from sonde.demos.byte_lm.run import run_demo
-
-            return run_demo(command)
-        case EntropyDemoOptions():
-            from sonde.demos.arithmetic.run import run_entropy_demo
-
-            return run_entropy_demo(command)
-        case MeasureOptions():
-            from sonde.commands.measure import run_measure
-
-            return run_measure(command)
-        case ReportOptions():
-            from sonde.runs.report.write import write_report
-
-            print(f"report  {write_report(command.run, command.out)}")
-            return 0
+    match options:
         case RunOptions():
-            raise AssertionError("`sonde run` takes its script from the command line, in `_run_script`")
+            return run_script(options, script)
+        case DemoOptions():
+            return run_demo(options)
+        case EntropyDemoOptions():
+            return run_entropy_demo(options)
+        case MeasureOptions():
+            return run_measure(options)
+    raise AssertionError(f"a command of the kind {type(options).__name__}")

@@ -1,4 +1,4 @@
-"""Where sonde's own sentences go: to stderr."""
+"""Where sonde's own sentences go, to stderr, and where its warnings point: to the user's line that called sonde."""
 
 from __future__ import annotations
 
@@ -56,3 +56,11 @@ def write_to(stream: TextIO, in_words: Callable[[str], str]) -> None:
     """
     global _chosen, _in_words
     _chosen, _in_words = stream, in_words
+
+
+def stack_level() -> int:
+    """The `stacklevel` with which `warnings.warn` in the calling function points outside sonde and torch."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("sonde", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level

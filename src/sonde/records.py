@@ -40,8 +40,7 @@ import torch
 from sonde.log.trackers import sinks_for
 from sonde.probe import Metric, Probe, ReportSection, RolloutProbe
 from sonde.record_values import SCHEMA, check_setup, metric_values, step_number, whole_number
-from sonde.record_writer import RecordWriter
-from sonde.sink import TRACKERS
+from sonde.sink import TRACKERS, RecordWriter
 from sonde.version import __version__
 
 logger = logging.getLogger("sonde")

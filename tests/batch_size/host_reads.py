@@ -35,7 +35,7 @@ COPIES = {"parallel/devices.py:start_copy_to_host"}
 AT_HAND = OF_A_CLIP | OF_A_MESH | COPIES
 """Functions that may read on a CPU."""
 
-ARRIVED = "batch_size/delivery.py:receive"
+ARRIVED = "batch_size/arrivals.py:receive"
 """Takes in copies that have arrived: what is read inside is on the host on any device."""
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
-from sonde.batch_size.budget import Pace
-from sonde.batch_size.measuring_cost import WindowCosts
+from sonde.batch_size.pace import Pace, WindowCosts
 
 
 def measured_by(pace: Pace, n_windows: int, **costs: float) -> list[int]:
@@ -45,9 +43,8 @@ def feed(pace: Pace, costs: dict[str, float]) -> None:
     pace.take(number, WindowCosts(**costs))
 
 
-def late(every: int, *, budget: float = 0.01, costs: Sequence[Sequence[float]] = ()) -> Pace:
+def late(every: int, *, budget: float = 0.01) -> Pace:
     """A pace of so long a run that the budget alone decides: 16 windows of a doubling are less than one in 1,000."""
     pace = Pace(budget=budget, allowance=0.0)
-    n = 10**7
-    pace.load_state_dict({"windows": n, "every": every, "base": n - 20, "spent": 9.0, "costs": list(costs)})
+    pace.every, pace.windows, pace._base = every, 10**7, 10**7 - 20
     return pace

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import sonde
-from tests.batch_size.loops import batch, flat_grad
+from tests.batch_size.loops import batch, flat_grad, mean_loss
 from tests.oracles import window_by_hand
 
 
@@ -62,3 +63,20 @@ def assert_as(reading: sonde.NoiseScaleReading, expected: tuple[float, float]) -
 def pieces_of(*sizes: int, seed: int = 3) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     return [batch(n, generator) for n in sizes]
+
+
+Rows = tuple[Tensor, Tensor]
+
+
+def run(model: nn.Module, probe: Any, *windows: Sequence[Rows], units: Sequence[float] | None = None) -> None:
+    """Windows at fixed weights, each of the given pieces."""
+    for pieces in windows:
+        for k, (x, y) in enumerate(pieces):
+            with probe.piece(units=units[k] if units else len(x)):
+                mean_loss(model, x, y).backward()
+        probe.step()
+        model.zero_grad()
+
+
+def drawn(windows: int, *sizes: int, first: int = 0) -> list[list[Rows]]:
+    return [pieces_of(*sizes, seed=first + window) for window in range(windows)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sonde
-from sonde.parallel.own_passes import is_in_own_pass
+from sonde.parallel.model_state import is_in_own_pass
 from sonde.policy.entropy_options import EntropyChangeOptions
 from tests.small_policy import STATISTICS, drawn, loss, optimizer_of, policy
 
@@ -46,8 +46,15 @@ def reading(name: str | None, per_example: Any, dtype: torch.dtype) -> tuple[Any
     return found.windows, found.trace_cov, found.grad_sq, found.units_per_window
 
 
-@pytest.mark.parametrize("name", PROBES)
-@pytest.mark.parametrize(("per_example", "dtype"), [("never", torch.float32), ("always", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("name", "per_example", "dtype"),
+    [
+        ("coefficient", "never", torch.float32),
+        ("causes", "always", torch.bfloat16),
+        ("prompt noise", "never", torch.float32),
+        ("prompt noise", "always", torch.bfloat16),
+    ],
+)
 def test_passes_of_other_probes_are_no_pieces(name: str, per_example: Any, dtype: torch.dtype) -> None:
     assert reading(name, per_example, dtype) == reading(None, per_example, dtype)
 

@@ -31,8 +31,7 @@ def test_clip_is_torchs(max_norm: float) -> None:
         assert probe.reading().windows == 1  # measured before the clip
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
-@pytest.mark.parametrize("max_norm", [None, 0.1])
+@pytest.mark.parametrize(("norm_type", "max_norm"), [(1.0, 0.1), (2.0, None), (3.0, 0.1), (math.inf, None)])
 def test_clip_takes_torchs_other_norms_and_only_measures_with_none(norm_type: float, max_norm: float | None) -> None:
     ours, theirs = small_model(), small_model()
     with attached(ours) as probe:
@@ -68,15 +67,6 @@ def test_clip_refuses_a_bad_threshold_and_touches_nothing(max_norm: float) -> No
     with attached(model) as probe, pytest.raises(ValueError, match="max_norm must be ≥ 0"):
         probe.clip_grad_norm_(max_norm)
     assert all(torch.equal(p.grad, b) for p, b in zip(model.parameters(), before, strict=True))  # type: ignore[arg-type]
-
-
-def test_clip_raises_on_a_norm_that_is_not_finite() -> None:
-    model = small_model()
-    with attached(model) as probe:
-        with probe.piece(units=4):
-            (piece_losses(model, [4])[0]() * math.nan).backward()
-        with pytest.raises(RuntimeError, match="the gradient norm is nan"):
-            probe.clip_grad_norm_(1.0, error_if_nonfinite=True)
 
 
 def test_a_norm_that_is_not_finite_is_counted_before_it_is_raised() -> None:

@@ -135,8 +135,10 @@ def train(layer: Callable[[], nn.Module], n_pieces: int, options: dict[str, Any]
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("n_pieces", [1, 3])
-@pytest.mark.parametrize("options", [{"per_example": "always"}, {}, {"metric": ("euclidean", "spectral"), "every": 1}])
+@pytest.mark.parametrize(
+    ("n_pieces", "options"),
+    [(1, {}), (3, {"per_example": "always"}), (3, {"metric": ("euclidean", "spectral"), "every": 1})],
+)
 def test_nothing_that_computes_is_read(name: str, n_pieces: int, options: dict[str, Any]) -> None:
     if name == "batch norm" and options.get("per_example") == "always":
         pytest.skip("a buffer that is computed may be that of train mode, which couples the examples: refused")

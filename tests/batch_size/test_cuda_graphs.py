@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import sonde
 from sonde.batch_size.taps.leaf_hooks import PieceGradient, is_output_of_graph
 from tests.batch_size.loops import assert_same, attached, batch, mean_loss, small_model
-from tests.gpu.graphs import compiled, graphed, graphed_layer, layer, windows_of
+from tests.gpu.graphs import graphed, graphed_layer, windows_of
 from tests.mutants import Mutant
 from tests.oracles import window_by_hand
 from tests.pretend_device import DEVICE, PretendDevice, on_host
@@ -275,16 +275,6 @@ def test_examples_of_graphed_callables_are_refused_by_name(make: str) -> None:
         reading = probe.reading()
     assert "replayed as a whole by torch.cuda.make_graphed_callables" in reading.reason
     assert "Accumulate gradients over 2 or more micro-batches" in reading.reason
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_model_compiled_with_reduced_overhead() -> None:
-    """Compiled as on a GPU, but a CPU has no graphs."""
-    measured, by_hand, reading = windows_of(compiled(CPU), CPU, alike=layer)
-    assert reading.windows == len(by_hand), reading.dropped
-    for got, exact in zip(measured, by_hand, strict=True):
-        assert got == pytest.approx(exact, rel=1e-5, abs=1e-5 * exact[0])
 
 
 # Memory that is taken back, as by torch.compile(mode="reduce-overhead").

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sonde.batch_size.delivery import Delivery
+from sonde.batch_size.arrivals import Delivery
 from sonde.batch_size.window_clock import OwnTime
 
 

@@ -10,16 +10,15 @@ from torch import Tensor, nn
 
 import sonde
 from tests.batch_size.loops import Recording, attached, mean_loss, small_model
-from tests.batch_size.single_examples import Scaled, assert_as, by_hand, pieces_of
+from tests.batch_size.single_examples import Scaled, assert_as, by_hand, drawn, pieces_of, run
 from tests.runs.report.visible_text import visible_text
 
 
 def test_only_the_covered_parameters_count_and_the_others_are_named() -> None:
     torch.manual_seed(0)
-    model, pieces = Scaled(), pieces_of(6)
+    model, pieces, sink = Scaled(), pieces_of(6), Recording()
     keep = torch.cat([torch.full((p.numel(),), name != "own") for name, p in model.named_parameters()])
     expected = by_hand(model, pieces, keep=keep.tolist())
-    sink = Recording()
     with attached(model, per_example="always", sinks=[sink]) as probe:
         with probe.piece(units=6):
             mean_loss(model, *pieces[0]).backward()
@@ -32,6 +31,7 @@ def test_only_the_covered_parameters_count_and_the_others_are_named() -> None:
     assert reading.coverage.part == pytest.approx(1 - grads["own"] / sum(grads.values()), rel=1e-6)
     assert "own (Scaled has no rule" in probe.alerts["not_covered"]
     assert "of 4 of 5 parameters" in str(reading)
+    assert set(reading.groups) == {"first", "last"}
     assert sink.of_kind("reading")[-1]["metrics"]["gns/covered"] == pytest.approx(reading.coverage.part)
 
 
@@ -46,11 +46,7 @@ def test_where_hardly_anything_is_left_out_nothing_looks_wrong(tmp_path: Path) -
     torch.manual_seed(0)
     model = HardlyScaled()
     with attached(model, per_example="auto", sinks=[sonde.JsonlSink(tmp_path)], log_every=4) as probe:
-        for window in range(20):
-            with probe.piece(units=16):
-                mean_loss(model, *pieces_of(16, seed=window)[0]).backward()
-            probe.step()
-            model.zero_grad()
+        run(model, probe, *drawn(20, 16))
         reading = probe.reading()
         assert probe.alerts == {}
     assert "(of 4 of 5 parameters, with 99.9 % of |F|²)" in str(reading)
@@ -59,71 +55,7 @@ def test_where_hardly_anything_is_left_out_nothing_looks_wrong(tmp_path: Path) -
     assert "Something looks wrong" not in text
 
 
-def test_units_that_are_not_rows_give_a_reason() -> None:
-    model, (x, y) = small_model(), pieces_of(6)[0]
-    with attached(model, per_example="auto") as probe:
-        for _ in range(5):
-            with probe.piece(units=3):
-                mean_loss(model, x, y).backward()
-            probe.step()
-            model.zero_grad()
-        reading = probe.reading()
-    assert reading.windows == 0
-    assert "its examples cannot be told apart: the first dim of what its layer returned is 6, not 3" in reading.reason
-    assert "Accumulate gradients over 2 or more micro-batches" in reading.reason
-
-
-def test_units_that_are_no_whole_number_give_a_reason() -> None:
-    model, (x, y) = small_model(), pieces_of(6)[0]
-    with attached(model, per_example="always") as probe:
-        with probe.piece(units=6.5):
-            mean_loss(model, x, y).backward()
-        probe.step()
-        reading = probe.reading()
-    assert reading.windows == 0
-    why = "examples were read in 0 of 1 piece only: the number of units of a piece is no whole number"
-    assert why in reading.reason
-    assert "pass an int" in reading.reason
-
-
-@pytest.mark.parametrize("per_example", ["auto", "always"])
-def test_batch_normalisation_counts_by_what_it_does_in_the_window(per_example: str) -> None:
-    """It couples the examples in train mode alone, and is often put in evaluation mode after attach."""
-    model = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-    with attached(model, per_example=per_example) as probe:
-        for mode in (True, False):
-            model[1].train(mode)
-            with probe.piece(units=6):
-                mean_loss(model, *pieces_of(6)[0]).backward()
-            probe.step()
-            model.zero_grad()
-            if mode:
-                assert "batch normalisation in train mode" in probe.reading().reason
-        assert probe.reading().windows == 1
-
-
-def test_batch_normalisation_in_a_forward_before_the_piece_counts_too() -> None:
-    """The piece's backward is its own; one before it, outside pieces, does not count, nor does it hide the layer."""
-    model = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-    (x, y), (a, b) = pieces_of(6)[0], pieces_of(5)[0]
-    with attached(model, per_example="always") as probe:
-        for window in range(3):
-            loss = mean_loss(model, x, y)
-            if window:  # once pieces are declared
-                mean_loss(nn.Sequential(model[0], model[2]), a, b).backward()
-                model.zero_grad()
-            with probe.piece(units=6):
-                loss.backward()
-            probe.step()
-            model.zero_grad()
-        assert probe.reading().windows == 0
-        assert "batch normalisation in train mode" in probe.reading().reason
-
-
 def test_layers_of_ones_own_have_rules() -> None:
-    torch.manual_seed(0)
-    pieces = pieces_of(6)
-
     class Scale(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -132,31 +64,45 @@ def test_layers_of_ones_own_have_rules() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x * self.own
 
-    model = nn.Sequential(nn.Linear(12, 20), nn.Tanh(), Scale(), nn.Linear(20, 3))
+    torch.manual_seed(0)
+    model, pieces = nn.Sequential(nn.Linear(12, 20), nn.Tanh(), Scale(), nn.Linear(20, 3)), pieces_of(6)
     rules = {Scale: lambda layer, inputs, grad: {"own": grad * inputs[0]}}
     expected = by_hand(model, pieces)
     with attached(model, per_example="auto", rules=rules) as probe:
-        with probe.piece(units=6):
-            mean_loss(model, *pieces[0]).backward()
-        probe.step()
-        reading = probe.reading()
-    assert_as(reading, expected)
-    assert reading.coverage is None
+        run(model, probe, pieces)
+        assert_as(probe.reading(), expected)
+        assert probe.reading().coverage is None
 
 
-def test_groups_without_a_covered_parameter_are_left_out() -> None:
-    torch.manual_seed(0)
-    model, pieces = Scaled(), pieces_of(6)
+WRONG_UNITS: dict[str, tuple[tuple[int, ...], tuple[float, ...], tuple[str, ...]]] = {
+    "no rows": (
+        (6,),
+        (3,),
+        (
+            "its examples cannot be told apart: the first dim of what its layer returned is 6, not 3",
+            "Accumulate gradients over 2 or more micro-batches",
+        ),
+    ),
+    "no whole number": (
+        (6,),
+        (6.5,),
+        ("examples were read in 0 of 1 piece only: the number of units of a piece is no whole number", "pass an int"),
+    ),
+    "no whole number of one piece": ((6, 4), (6, 4.5), ("examples were read in 1 of 2 pieces only", "no whole number")),
+    "very many": ((6,), (2_000_000,), ("the norms of 2,000,000 examples in 8 parameters take too much memory",)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_UNITS)
+def test_units_that_are_not_rows_give_a_reason(name: str) -> None:
+    sizes, units, reasons = WRONG_UNITS[name]
+    model = small_model()
     with attached(model, per_example="always") as probe:
-        for _ in range(2):
-            with probe.piece(units=6):
-                mean_loss(model, *pieces[0]).backward()
-            probe.step()
-            model.zero_grad()
+        run(model, probe, pieces_of(*sizes), units=units)
         reading = probe.reading()
-    assert "own" not in reading.groups
-    assert reading.groups["first"].trace_cov is not None
-    assert "not_covered" in probe.alerts
+    assert reading.windows == 0
+    for reason in reasons:
+        assert reason in reading.reason
 
 
 def test_rows_that_may_be_positions_are_not_taken_for_examples() -> None:
@@ -169,55 +115,48 @@ def test_rows_that_may_be_positions_are_not_taken_for_examples() -> None:
         assert "batch_first=False was called with as many examples as positions" in probe.reading().reason
 
 
-def test_more_units_than_could_be_rows_take_no_memory() -> None:
-    model = small_model()
+@pytest.mark.parametrize("per_example", ["auto", "always"])
+def test_batch_normalisation_counts_by_what_it_does_in_the_window(per_example: str) -> None:
+    """It couples the examples in train mode alone, and is often put in evaluation mode after attach."""
+    model = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    with attached(model, per_example=per_example) as probe:
+        for mode in (True, False):
+            model[1].train(mode)
+            run(model, probe, pieces_of(6))
+            assert not mode or "batch normalisation in train mode" in probe.reading().reason
+        assert probe.reading().windows == 1
+
+
+def test_batch_normalisation_in_a_forward_before_the_piece_counts_too() -> None:
+    """The piece's backward is its own; one before it, outside pieces, does not count, nor does it hide the layer."""
+    model = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     with attached(model, per_example="always") as probe:
-        with probe.piece(units=2_000_000):
-            mean_loss(model, *pieces_of(6)[0]).backward()
-        probe.step()
-        assert "the norms of 2,000,000 examples in 8 parameters take too much memory" in probe.reading().reason
-
-
-@pytest.mark.parametrize("sizes", [(6,), (6, 6)])
-def test_parameters_may_be_frozen_between_measured_windows(sizes: tuple[int, ...]) -> None:
-    model = small_model()
-    with attached(model, per_example="auto", every=3) as probe:
-        for window in range(30):
-            if window == 12:
-                for p in model[0].parameters():
-                    p.requires_grad_(False)
-            for piece in pieces_of(*sizes, seed=window):
-                with probe.piece(units=6):
-                    mean_loss(model, *piece).backward()
+        for window in range(3):
+            loss = mean_loss(model, *pieces_of(6)[0])
+            if window:  # once pieces are declared
+                mean_loss(nn.Sequential(model[0], model[2]), *pieces_of(5)[0]).backward()
+                model.zero_grad()
+            with probe.piece(units=6):
+                loss.backward()
             probe.step()
             model.zero_grad()
-        assert probe.reading().windows > 5
-    assert not any(p._backward_hooks for p in model.parameters())
+        assert probe.reading().windows == 0
+        assert "batch normalisation in train mode" in probe.reading().reason
 
 
 def test_windows_of_other_parameters_are_not_continued() -> None:
     """A state of the covered parameters, loaded by a probe that measures pieces of the whole model."""
     torch.manual_seed(0)
     model = Scaled()
-
-    def run(probe: sonde.NoiseScaleProbe, sizes: tuple[int, ...], first: int) -> None:
-        for window in range(first, first + (12 if first < 13 else 11)):
-            for piece in pieces_of(*sizes, seed=window):
-                with probe.piece(units=len(piece[0])):
-                    mean_loss(model, *piece).backward()
-            probe.step()
-            model.zero_grad()
-
     with attached(model, per_example="always") as covered:
-        run(covered, (6,), 0)
+        run(model, covered, *drawn(12, 6))
         state = covered.state_dict()
     with attached(model) as fresh:
-        run(fresh, (6, 6), 13)  # the first of other parameters shows it
+        run(model, fresh, *drawn(11, 6, 6, first=13))  # the first of other parameters shows it
         expected = fresh.reading()
     with attached(model) as resumed:
         resumed.load_state_dict(state)
-        run(resumed, (6, 6), 12)
+        run(model, resumed, *drawn(12, 6, 6, first=12))
         reading = resumed.reading()
     assert reading.coverage is None
-    assert reading.grad_sq == pytest.approx(expected.grad_sq, rel=1e-4)
-    assert reading.trace_cov == pytest.approx(expected.trace_cov, rel=1e-4)
+    assert (reading.grad_sq, reading.trace_cov) == pytest.approx((expected.grad_sq, expected.trace_cov), rel=1e-4)

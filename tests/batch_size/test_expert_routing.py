@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import sonde
+from tests.batch_size.cut_loops import attached
 from tests.batch_size.cut_models import Values, last_window
-from tests.batch_size.expert_loops import Loop, cut, group_of, loss_of, reduce_by_hand
-from tests.gradient_norm.routed_experts import LENGTH, N_EXPERTS, build
+from tests.batch_size.cuts import made
+from tests.batch_size.set_ups import LENGTH, Loop, loss_of
+from tests.gradient_norm.routed_experts import N_EXPERTS, build
 from tests.ranks import Ranks
 
-LOOP = Loop(dense="plain")
+LOOP = Loop("ep plain")
 """Two pairs of ranks, each of which holds all experts: with two backwards, an expert has four pieces."""
 ROWS = 4
 """Sequences of one rank's piece. Their tokens can be shared by all experts equally."""
@@ -34,18 +37,18 @@ class Routes(nn.Module):
 
 def _window(is_even: bool) -> dict[str, tuple[float, float]]:
     """(tr Σ, |G|²) of each group. All tokens of a rank's piece are the same one, and so have the same gradient."""
-    model, options = cut(LOOP)
-    model.router = routes = Routes()  # type: ignore[assignment]
+    cut = made(LOOP)
+    model: Any = cut.model
+    model.router = routes = Routes()
     with torch.no_grad():
         model.experts.w.to_local().copy_(build().experts.w[0])
     rank = dist.get_rank()
-    options |= {"unit": "sequences", "verbose": False, "every": 1, "groups": group_of}
-    with sonde.attach(model, **options) as probe:
+    with attached(cut, None) as probe:
         for k in range(2):
             routes.expert = None if is_even else 2 * (rank // LOOP.n_feeding) + k  # each of the four pieces has its own
             with probe.piece(units=ROWS):
-                loss_of(model, torch.full((ROWS, LENGTH), 2 * rank + k), LOOP).backward()
-        reduce_by_hand(model, LOOP)
+                loss_of(LOOP, model, torch.full((ROWS, LENGTH), 2 * rank + k)).backward()
+        cut.reduce()
         probe.step()
         values: Values | None = last_window(probe)
         reading = probe.reading()

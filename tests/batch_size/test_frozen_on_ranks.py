@@ -20,7 +20,6 @@ BEFORE, FROZEN, AFTER = 6, 7, 6
 """Windows before parameters are frozen, while they are, and once they are trained again."""
 CASES = {
     "the last stage": ("c.weight", "c.bias", "d.weight", "d.bias"),
-    "a part of a group": ("c.weight",),
     "parts of both stages": ("a.weight", "b.weight", "b.bias", "d.bias"),
 }
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from sonde import NoiseScaleProbe
-from sonde.batch_size.frozen_watch import FrozenWatch
+from sonde.batch_size.model_watch import FrozenWatch
 from tests.batch_size.loops import attached, batch, contents_of, counted, mean_loss, small_model
 
 
@@ -145,22 +145,6 @@ def test_frozen_at_attach_or_never_used_raises_nothing() -> None:
         windows_of(model[:5], probe, 25)  # type: ignore[arg-type]
         assert "frozen" not in probe.alerts
         assert probe.reading().windows == 25
-
-
-def test_a_block_that_was_frozen_before_a_restart_is_measured_again_after_it() -> None:
-    model = small_model()
-    with attached(model) as probe:
-        windows_of(model, probe, 10)
-        model[0].requires_grad_(False)
-        windows_of(model, probe, 10)
-        state = probe.state_dict()
-        assert "0" not in probe.reading().groups
-    model[0].requires_grad_(True)
-    with attached(model) as probe:
-        probe.load_state_dict(state)
-        windows_of(model, probe, 20)
-        groups = probe.reading().groups
-        assert groups["0"].status == "resolved"
 
 
 def test_a_state_that_is_loaded_while_a_block_is_frozen_keeps_the_reading() -> None:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sonde
-from sonde.batch_size import hook_failures
+from sonde.batch_size import hooks
 from sonde.batch_size.per_example.piece import PieceSums
 from sonde.batch_size.step_watch import StepWatch
 from sonde.batch_size.taps.ddp_buckets import DDPBucketTap
-from sonde.batch_size.taps.leaf_hooks import LeafHookTap
+from sonde.batch_size.taps.leaf_hooks import LeafHookTap, PieceGradient
 from tests.batch_size.loops import attached, batch, mean_loss, small_model
 from tests.ranks import Ranks
 
@@ -28,7 +28,7 @@ DROPPED = "sonde failed while it read a gradient: the logger 'sonde' has shown t
 
 @pytest.fixture(autouse=True)
 def _logged_nothing_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hook_failures, "_logged", set())
+    monkeypatch.setattr(hooks, "_logged", set())
 
 
 def _trained(
@@ -59,11 +59,11 @@ def _failing(owner: type, method: str) -> Any:
 
 
 @pytest.mark.parametrize("declared", [True, False])
-@pytest.mark.parametrize("method", ["take", "_opens_backward"])
-def test_leaf_hooks(method: str, declared: bool, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("owner", "method"), [(PieceGradient, "take"), (LeafHookTap, "_opens_backward")])
+def test_leaf_hooks(owner: type, method: str, declared: bool, caplog: pytest.LogCaptureFixture) -> None:
     expected = _trained(small_model(), None, declared=False)
     model = small_model()
-    with attached(model, units_per_piece=4, per_example="never") as probe, _failing(LeafHookTap, method):
+    with attached(model, units_per_piece=4, per_example="never") as probe, _failing(owner, method):
         _assert_same(_trained(model, probe, declared=declared), expected)
         assert probe.reading().dropped == {DROPPED: 3}
     (logged,) = [record for record in caplog.records if record.levelno == logging.ERROR]
@@ -74,7 +74,7 @@ def test_leaf_hooks(method: str, declared: bool, caplog: pytest.LogCaptureFixtur
 def test_measuring_goes_on_with_the_next_window() -> None:
     model = small_model()
     with attached(model, units_per_piece=4, per_example="never") as probe:
-        with _failing(LeafHookTap, "take"):
+        with _failing(LeafHookTap, "_opens_backward"):
             _trained(model, probe, declared=True, windows=1)
         _trained(model, probe, declared=True, windows=2)
         reading = probe.reading()

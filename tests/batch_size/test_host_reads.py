@@ -24,7 +24,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "two backwards in a piece": {"twice": True},
     "single examples": {"per_example": "always", "sizes": (8,)},
     "single examples of several pieces": {"per_example": "always"},
-    "single examples until pieces are seen": {"per_example": "auto", "windows": 12},
+    "single examples until pieces are seen": {"per_example": "auto", "windows": 8},
     "gradients that wait are few": {"staging_mib": 1e-6},
     "large gradients wait too": {"waits": STAGED_NUMEL},
     "frozen later": {"freezes": True},
@@ -42,6 +42,14 @@ SETUPS: dict[str, dict[str, Any]] = {
     "scalars of the user": {"logs": True},
     "an overflow": {"overflows": True},
 }
+
+
+WITH_FLOAT64_ALONE = (
+    *("gradients that wait are few", "large gradients wait too", "frozen later", "a GradScaler", "scalars of the user"),
+    *("single examples of several pieces", "single examples until pieces are seen", "one window in three", "a budget"),
+    *("a clip that does nothing", "a norm alone", "another norm"),
+)
+"""Nothing there depends on whether the device has fp64 that the others do not show."""
 
 
 def train(
@@ -107,8 +115,10 @@ def train(
     return reading, [on_host(p.detach()).clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("has_float64", [True, False])
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize(
+    ("name", "has_float64"),
+    [*((name, True) for name in SETUPS), *((name, False) for name in SETUPS if name not in WITH_FLOAT64_ALONE)],
+)
 def test_nothing_waits_for_the_device(name: str, has_float64: bool) -> None:
     """The device's reading is that of the CPU, and its training that without a probe, bit for bit."""
     expected, _ = train(torch.device("cpu"), **SETUPS[name])
@@ -140,18 +150,18 @@ READS = [
     Mutant(
         "a norm is looked at in a hook",
         "sonde.batch_size.taps.leaf_hooks:PieceGradient._keep",
-        "witness, cut = self._reading.witness, self._reading.cut",
-        "witness, cut = self._reading.witness, self._reading.cut; bool(results[0].sum() > 0)",
+        "witness, cut = self._tap.witness, self._tap.cut",
+        "witness, cut = self._tap.witness, self._tap.cut; bool(results[0].sum() > 0)",
     ),
     Mutant(
         "elements are chosen by a mask",
         "sonde.batch_size.taps.window_reader:WindowReader._of_pieces",
-        "counts = self._take_problems(problems)",
-        "counts = self._take_problems(problems); self._sums._small[self._sums._small > 0]",
+        "own: dict[str, Tensor] = {}",
+        "own = {}; self._sums._small[self._sums._small > 0]",
     ),
     Mutant(
         "the copy to the host waits",
-        "sonde.batch_size.delivery:Delivery.send",
+        "sonde.batch_size.arrivals:Delivery.send",
         "start_copy_to_host(flat)",
         "start_copy_to_host(flat.cpu())",
     ),
@@ -192,13 +202,13 @@ FLOAT64 = [
     Mutant(
         "elements are squared in fp64",
         "sonde.batch_size.taps.window_sums:WindowSums._add_gradient",
-        "squares.sum() / weight",
-        "squares.sum(dtype=torch.float64) / weight",
+        "of_others.sum() / weight",
+        "of_others.sum(dtype=torch.float64) / weight",
     ),
     Mutant(
         "a 0-dim number of the host widens another",
         "sonde.batch_size.taps.window_sums:WindowSums._add_gradient",
-        "self._witness_small += squares.sum() / weight",
+        "self._witness_small += of_others.sum() / weight",
         "self._witness_small += torch.mul(squares.sum(), torch.ones((), dtype=torch.float64, device='cpu')) / weight",
     ),
 ]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from sonde.batch_size.budget import Pace
-from sonde.batch_size.measuring_cost import WindowCosts
-from tests.batch_size.paces import timed
+from sonde.batch_size.pace import Pace, WindowCosts
+from tests.batch_size.paces import feed, late, timed
 from tests.mutants import Mutant
 
 
@@ -20,6 +20,7 @@ def windows_of_ranks(
     options: Sequence[dict[str, Any]],
     cheaper_from: int = 0,
     noticing: Sequence[int] = (0, 1, 2),
+    before: tuple[int, float] = (0, 0.0),
 ) -> tuple[list[list[int]], list[Pace]]:
     """The windows that each of several ranks measures, if numbers take a while to arrive, on each rank another.
 
@@ -29,6 +30,7 @@ def windows_of_ranks(
     n, rng = len(delays), random.Random(4)
     has_noticed = [False] * n
     paces = [Pace(**own, n_ranks=n) for own in options]
+    paces[0].windows_before, paces[0].spent_before = before  # a state that one rank alone has loaded
     measured: list[list[int]] = [[] for _ in paces]
     first_cheap = 0
 
@@ -43,13 +45,8 @@ def windows_of_ranks(
         dear, sums = 0.01 if not cheaper_from or first_cheap else 0.05, [0.0] * len(WindowCosts().numbers())
         for rank, pace in enumerate(paces):
             own = timed(measured=dear, idle=1e-6, window=0.05, every=pace.every, rng=rng)
-            start = pace.start
-            numbers = WindowCosts(
-                **own,
-                start=start,
-                sq_start=float(start * start),
-                changed=float(has_noticed[rank]),
-            )
+            before = {"windows_before": pace.windows_before, "spent_before": pace.spent_before}
+            numbers = WindowCosts(**own, **before, changed=float(has_noticed[rank]))
             has_noticed[rank] &= not pace.is_measured
             sums = [a + b for a, b in zip(sums, numbers.numbers(), strict=True)]
         for rank, pace in enumerate(paces):
@@ -89,7 +86,7 @@ def test_ranks_forget_old_costs_at_the_same_window(noticing: tuple[int, ...]) ->
         assert measured[0] == measured[1] == measured[2]
         assert len({pace.every for pace in paces}) == 1
         _, paces = windows_of_ranks(DELAYS, cheaper_from + 300, options, cheaper_from=cheaper_from, noticing=noticing)
-        numbers = [[row[0] for row in pace.state_dict()["costs"]] for pace in paces]
+        numbers = [[row.number for row in pace._rows] for pace in paces]
         assert all(own and min(own) > cheaper_from for own in numbers), numbers
 
 
@@ -97,7 +94,7 @@ MISTAKES: list[tuple[Mutant, Callable[[], None]]] = [
     (
         Mutant(
             "forgets nothing",
-            "sonde.batch_size.budget:since_change",
+            "sonde.batch_size.pace:_since_change",
             "[] if row.costs.changed else [*kept, row]",
             "[*kept, row]",
         ),
@@ -106,7 +103,7 @@ MISTAKES: list[tuple[Mutant, Callable[[], None]]] = [
     (
         Mutant(
             "uses all that has arrived",
-            "sonde.batch_size.budget:Pace._decide",
+            "sonde.batch_size.pace:Pace._decide",
             "while self._arrived and self._arrived[0].number <= up_to:",
             "while self._arrived:",
         ),
@@ -121,40 +118,11 @@ def test_a_mistake_is_noticed(mutant: Mutant, test: Callable[[], None]) -> None:
         test()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        [{"budget": 0.01}, {"budget": 0.02}],
-        [{"every": 3}, {"every": 4}],
-        [{"every": 1}, {"every": 4}],
-        [{"budget": 0.01}, {"budget": None}],
-        [{"budget": 0.01}, {"budget": 0.01, "allowance": 11.0}],
-        [{"every": 3}, {"every": 3}, {"every": 5}],
-    ],
-)
-def test_ranks_with_other_options_measure_every_window(options: list[dict[str, Any]]) -> None:
-    measured, paces = windows_of_ranks(DELAYS[: len(options)], 300, options)
-    assert measured == [list(range(1, 301))] * len(options)
-    assert all(pace.disagrees for pace in paces)
-
-
-def test_ranks_whose_digests_only_add_up_to_the_same_still_disagree() -> None:
-    pace = Pace(every=7, n_ranks=3)
-    start = float(pace.start)
-    for window in range(1, 101):
-        assert pace.is_measured, window
-        pace.window_ends()
-        around = start**2 + (start - 5) ** 2 + (start + 5) ** 2
-        pace.take(window, WindowCosts(start=3 * start, sq_start=around))
-    assert pace.disagrees
-
-
-def test_with_ranks_the_first_windows_show_that_all_began_alike() -> None:
-    measured, paces = windows_of_ranks(DELAYS, 200, [{"every": 5}] * 3)
-    assert measured[0][:16] == list(range(1, 17))
-    in_stretch = [(number - 1) // 5 for number in measured[0] if number > 20]
-    assert in_stretch == list(range(4, 40))
-    assert not any(pace.disagrees for pace in paces)
+def test_ranks_of_which_one_has_loaded_a_state_measure_the_same_windows() -> None:
+    measured, paces = windows_of_ranks(DELAYS, 900, [{"budget": 0.005, "allowance": 2.0}] * 3, before=(10**6, 5.0))
+    assert measured[0] == measured[1] == measured[2]
+    assert len({pace.every for pace in paces}) == 1
+    assert len(measured[0]) < 120  # a run that begins measures twice as many
 
 
 def test_one_rank_waits_for_nothing() -> None:
@@ -162,3 +130,29 @@ def test_one_rank_waits_for_nothing() -> None:
     for _ in range(100):
         assert pace.awaits is None
         pace.window_ends()
+
+
+def test_a_few_dear_windows_slow_the_pace_by_four_at_most() -> None:
+    """At one window in 1,000, it would take thousands of windows to learn that they were an accident."""
+    pace, rng = late(1), random.Random(5)
+    chosen = []
+    for i in range(80):
+        idle = 1e-2 if 60 <= i < 64 else 1e-5
+        feed(pace, timed(measured=0.005, idle=idle, window=0.03, every=pace.every, rng=rng))
+        chosen.append(pace.every)
+    steps = list(itertools.pairwise(chosen[chosen.index(next(n for n in chosen if n > 1)) :]))
+    assert all(after <= 4 * before for before, after in steps)
+    assert any(after > before for before, after in steps)
+
+
+def test_windows_that_are_dearer_once_others_are_left_out_are_soon_rarer() -> None:
+    """Caches are cold then, and each of them writes a reading. The first 64 were cheap, and are not asked for long."""
+    pace, rng, n_sparse, chosen = late(1), random.Random(8), 0, []
+    while n_sparse < 7:
+        n_sparse += pace.every > 1
+        chosen.append(pace.every)
+        dear = 0.02 if pace.every > 1 else 0.008
+        feed(pace, timed(measured=dear, idle=0.0, window=0.03, every=pace.every, rng=rng))
+    first = next(n for n in chosen if n > 1)
+    assert 20 < first < 50
+    assert chosen[-1] > 1.6 * first

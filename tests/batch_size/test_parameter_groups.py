@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import sonde
-from sonde.demos.byte_lm.model import ByteTransformer
+from sonde.demos.byte_lm.task import ByteTransformer
 from sonde.parallel.parameter_roles import kinds_of, parameter_roles
 from tests.batch_size.loops import Recording, attached, batch, flat_grad, mean_loss, small_model, train
 from tests.oracles import window_by_hand

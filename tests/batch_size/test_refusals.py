@@ -15,7 +15,6 @@ from tests.batch_size.loops import (
     piece_losses,
     small_model,
 )
-from tests.pretend_device import DEVICE, PretendDevice
 
 
 def test_refuses_lazy_parameters_until_they_have_a_shape() -> None:
@@ -135,8 +134,8 @@ def test_a_missing_number_of_units_is_refused(given: dict[str, Any]) -> None:
         with pytest.raises(RuntimeError, match="pass units_per_piece="), probe.piece():
             pass
         piece_losses(model, [4])[0]().backward()
-        with pytest.raises(RuntimeError, match="pass units_per_piece="):
-            probe.step()
+        probe.step()
+        assert "pass units_per_piece=" in probe.reading().reason
 
 
 def test_wrong_order_of_calls() -> None:
@@ -168,23 +167,10 @@ def test_a_clip_threshold_that_is_not_a_number_is_refused(max_norm: Any) -> None
         ({"loss": torch.ones(3)}, "0-dim tensor"),
         ({"loss": "low"}, "takes a number"),
         ({"gns/b_simple": 7.0}, "is measured by sonde"),
+        ({"a b": 1.0}, "letters, digits"),
+        ({"z": torch.zeros((), dtype=torch.complex64)}, "real number"),
     ],
 )
 def test_log_refuses(scalars: dict[str, Any], message: str) -> None:
     with attached(small_model()) as probe, pytest.raises(ValueError, match=message):
         probe.log(**scalars)
-
-
-def test_negative_unit_weights_on_the_device_drop_the_window() -> None:
-    with PretendDevice() as device:
-        model = small_model().to(DEVICE)
-        weights = torch.tensor([3.0, -1.0, 2.0, -2.0], device="cpu").to(DEVICE)
-        with attached(model) as probe:
-            with device.no_reads():
-                for _ in range(2):
-                    with probe.piece(unit_weights=weights):
-                        model(torch.randn(4, 12, device=DEVICE)).square().mean().backward()
-                probe.step()
-            reading = probe.reading()
-    assert reading.windows == 0
-    assert "not finite and positive" in reading.reason

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from sonde import NoiseScaleProbe
 from sonde.stats.sealed_state import VERSION
 from tests.batch_size.loops import (
     attached,
@@ -20,32 +19,6 @@ from tests.batch_size.loops import (
 )
 
 
-def test_a_restart_continues_from_the_state() -> None:
-    def run(model: nn.Module, probe: NoiseScaleProbe, seed: int) -> None:
-        train(model, probe, torch.optim.SGD(model.parameters(), lr=0.0), windows=10, seed=seed)
-
-    model = small_model()
-    with attached(model) as whole:
-        run(model, whole, 0)
-        run(model, whole, 1)
-        expected = whole.reading()
-    with attached(model) as first:
-        run(model, first, 0)
-        state, before = first.state_dict(), first.reading()
-    with attached(model) as second:
-        second.load_state_dict(state)
-        assert second.reading() == before
-        run(model, second, 1)
-        got = second.reading()
-    # Other elements are compared after a restart, and κ has their rounding: some 1e-8.
-    assert (got.b_simple, got.low, got.high) == pytest.approx(
-        (expected.b_simple, expected.low, expected.high), rel=1e-6
-    )
-    assert got.windows == 20
-    for name, group in got.groups.items():
-        assert group.trace_cov == pytest.approx(expected.groups[name].trace_cov, rel=1e-6)
-
-
 def keys(value: Any) -> Any:
     return {name: keys(entry) for name, entry in value.items()} if isinstance(value, dict) else None
 
@@ -53,16 +26,7 @@ def keys(value: Any) -> Any:
 def test_contents_with_other_keys_have_another_version() -> None:
     with attached(nn.Linear(2, 2)) as probe:
         of_contents = hashlib.sha256(json.dumps(keys(contents_of(probe))).encode()).hexdigest()[:8]
-    assert (VERSION, of_contents) == (9, "a231e79c"), "raise VERSION: states with other keys must be refused"
-
-
-def test_state_of_another_model_is_refused() -> None:
-    with (
-        attached(small_model()) as a,
-        attached(nn.Linear(2, 2)) as b,
-        pytest.raises(ValueError, match=r"measured other parameters .*attach before any parameter is frozen"),
-    ):
-        b.load_state_dict(a.state_dict())
+    assert (VERSION, of_contents) == (10, "57077b0f"), "raise VERSION: states with other keys must be refused"
 
 
 def test_state_of_another_unit_metric_or_groups_is_refused() -> None:

@@ -1,23 +1,19 @@
-"""The noise scale from single examples: windows of one piece, and the choice between examples and pieces."""
+"""The noise scale from single examples, the choice between examples and pieces."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-import sonde
 from tests.batch_size.loops import attached, batch, mean_loss, small_model
-from tests.batch_size.single_examples import assert_as, by_hand, pieces_of, shares
+from tests.batch_size.single_examples import assert_as, by_hand, drawn, pieces_of, run, shares
 from tests.oracles import per_example_gradients, population
-from tests.ranks import Ranks
 
 
 def test_backwards_of_one_piece_are_added_up_for_each_example_from_the_second_window_on() -> None:
@@ -36,25 +32,16 @@ def test_backwards_of_one_piece_are_added_up_for_each_example_from_the_second_wi
         assert probe.alerts == {}
 
 
-@pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("is_declared", [True, False])
-@pytest.mark.shows("single examples", "one process")
-def test_one_piece_without_accumulation_gives_the_examples_own_noise_scale(is_declared: bool, clips: bool) -> None:
+def test_the_gradient_before_a_clip_is_read(is_declared: bool) -> None:
     model, (x, y) = small_model(), pieces_of(6)[0]
     expected = by_hand(model, [(x, y)])
     with attached(model, per_example="auto", units_per_piece=6) as probe:
-        if is_declared:
-            with probe.piece(units=6):
-                mean_loss(model, x, y).backward()
-        else:
+        with probe.piece(units=6) if is_declared else contextlib.nullcontext():
             mean_loss(model, x, y).backward()
-        if clips:
-            probe.clip_grad_norm_(1e-3)
-        else:
-            probe.step()
+        probe.clip_grad_norm_(1e-3)
         reading = probe.reading()
-    if clips:  # the gradient of now is what was clipped; readings are of the gradient before
-        assert reading.scale == pytest.approx(1.0)
+    assert reading.scale == pytest.approx(1.0)
     assert_as(reading, expected)
     assert (reading.u, reading.effective_units, reading.coverage) == (1.0, pytest.approx(6.0), None)
 
@@ -71,30 +58,6 @@ def test_pieces_of_other_sizes_and_weights() -> None:
         assert_as(probe.reading(), expected)
 
 
-def test_weights_may_be_tensors_on_the_device() -> None:
-    model, pieces = small_model(), pieces_of(4, 3)
-    own = [[1.0, 2.0, 3.0, 1.0], [1.0, 5.0, 2.0]]
-    expected = by_hand(model, pieces, weights=[2.0, 1.0], unit_weights=own)
-    with attached(model, per_example="always") as probe:
-        for (x, y), weight, of_units in zip(pieces, (2.0, 1.0), own, strict=True):
-            with probe.piece(weight=torch.tensor(weight), unit_weights=torch.tensor(of_units)):
-                (weight * shares(model, x, y, of_units).sum()).backward()
-        probe.step()
-        assert_as(probe.reading(), expected)
-
-
-def test_every_group_is_solved_from_its_examples() -> None:
-    model, pieces = small_model(), pieces_of(5)
-    with attached(model, per_example="always") as probe:
-        with probe.piece(units=5):
-            mean_loss(model, *pieces[0]).backward()
-        probe.step()
-        groups = probe.reading().groups
-    total = sum(g.trace_cov or 0.0 for g in groups.values())
-    assert len(groups) == 4
-    assert total == pytest.approx(by_hand(model, pieces)[0], rel=2e-6)
-
-
 def test_a_gradient_scaler_and_a_later_scaling_change_nothing() -> None:
     model, (x, y) = small_model(), pieces_of(6)[0]
     expected = by_hand(model, [(x, y)])
@@ -109,114 +72,62 @@ def test_a_gradient_scaler_and_a_later_scaling_change_nothing() -> None:
         assert_as(probe.reading(), expected)
 
 
-def run(model: nn.Module, probe: sonde.NoiseScaleProbe, windows: int, sizes: Sequence[int], **step: Any) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for window in range(windows):
-        for x, y in pieces_of(*sizes, seed=window):
-            with probe.piece(units=len(x)):
-                mean_loss(model, x, y).backward()
-        probe.step()
-        optimizer.step()
-        optimizer.zero_grad()
+def test_windows_of_one_piece_are_unbiased_and_their_interval_holds_the_exact_value() -> None:
+    """200 windows of 8 of 64 rows, drawn with replacement; the exact moments are those of all 64."""
+    model, (x, y) = small_model(torch.float64), batch(64, torch.Generator().manual_seed(1), torch.float64)
+    exact = population(per_example_gradients(model, lambda out, target: (out - target).square().sum(), x, y))
+    generator, solved = torch.Generator().manual_seed(2), []
+    with attached(model, per_example="always") as probe:
+        for _ in range(200):
+            rows = torch.randint(64, (8,), generator=generator)
+            run(model, probe, [(x[rows], y[rows])])
+            window = probe.window()
+            assert window is not None
+            solved.append([window.total.trace_cov, window.total.grad_sq])
+        reading = probe.reading()
+    values = torch.tensor(solved, dtype=torch.float64)
+    errors = values.std(0) / math.sqrt(len(values))
+    for mean, error, truth in zip(values.mean(0), errors, (exact.trace_cov, exact.grad_sq), strict=True):
+        assert abs(float(mean) - truth) < 3 * float(error)
+    assert reading.low < exact.b_simple < reading.high  # type: ignore[operator]
+
+
+# The choice between examples and pieces.
 
 
 def test_pieces_are_compared_where_a_window_has_several() -> None:
-    model = small_model()
-    with attached(model, per_example="auto", log_every=1) as probe:
-        run(model, probe, 12, (32, 32))
-        reading = probe.reading()
-    assert not any(m._forward_hooks for m in model.modules())
-    model = small_model()
-    with attached(model, per_example="never", log_every=1) as of_pieces:
-        run(model, of_pieces, 12, (32, 32))
-        expected = of_pieces.reading()
+    readings = []
+    for per_example in ("auto", "never"):
+        model = small_model()
+        with attached(model, per_example=per_example, log_every=1) as probe:
+            run(model, probe, *drawn(12, 32, 32))
+            readings.append(probe.reading())
+        assert not any(m._forward_hooks for m in model.modules())
+    reading, expected = readings
     assert reading.windows == 12
     assert (reading.trace_cov, reading.grad_sq, reading.u) == (expected.trace_cov, expected.grad_sq, expected.u)
-
-
-def test_several_ranks_have_several_pieces_so_no_examples_are_read(ranks2: Ranks) -> None:
-    assert ranks2(of_ranks) == [(False, 4)] * 2
-
-
-def of_ranks() -> tuple[bool, int]:
-    model = small_model()
-    hooked = False
-    with attached(model, per_example="auto", process_group=dist.group.WORLD, log_every=1) as probe:
-        for window in range(4):
-            hooked |= any(layer._forward_hooks for layer in model)  # type: ignore[arg-type]
-            x, y = pieces_of(6, seed=2 * window + dist.get_rank())[0]
-            with probe.piece(units=6):
-                mean_loss(model, x, y).backward()
-            for p in model.parameters():
-                dist.all_reduce(p.grad)
-            probe.step()
-            model.zero_grad()
-        return hooked, probe.reading().windows
 
 
 def test_three_windows_in_a_row_change_from_pieces_to_examples_and_back(capsys: pytest.CaptureFixture[str]) -> None:
     model = small_model()
     with attached(model, per_example="auto", log_every=1, verbose=True) as probe:
-        run(model, probe, 20, (4, 4))
-        run(model, probe, 1, (8,))  # shows nothing, and changes nothing
-        run(model, probe, 4, (4, 4))
+        run(model, probe, *drawn(20, 4, 4))
+        run(model, probe, *drawn(1, 8))  # shows nothing, and changes nothing
+        run(model, probe, *drawn(4, 4, 4))
         assert probe.reading().windows == 24
-        run(model, probe, 8, (16,))
+        run(model, probe, *drawn(8, 16))
         # Three windows show that single pieces are all there is, when the fourth has begun; then examples are read.
         reading = probe.reading()
         assert (reading.windows, reading.u) == (28, 1.0)
         assert "windows are single pieces now" in capsys.readouterr().err
-        run(model, probe, 8, (4, 4))
+        run(model, probe, *drawn(8, 4, 4))
         reading = probe.reading()
         assert (reading.windows, reading.u) == (36, 0.25)
         assert "windows have several pieces now" in capsys.readouterr().err
     assert not any(m._forward_hooks for m in model.modules())
 
 
-@pytest.mark.parametrize("sizes", [(32, 32), (24,)])
-def test_a_restart_equals_the_run_that_was_not_interrupted(sizes: tuple[int, ...]) -> None:
-    model = small_model()
-    with attached(model, per_example="auto", log_every=1) as whole:
-        run(model, whole, 24, sizes)
-        state = whole.state_dict()
-        run(model, whole, 16, sizes)
-        expected = whole.reading()
-    with attached(model, per_example="auto", log_every=1) as resumed:
-        resumed.load_state_dict(state)
-        run(model, resumed, 16, sizes)
-        reading = resumed.reading()
-    # The witness looks at other elements after a restart, so κ differs in the last bits.
-    for name in ("trace_cov", "grad_sq", "low", "high", "u"):
-        assert getattr(reading, name) == pytest.approx(getattr(expected, name), rel=1e-6)
-
-
-@pytest.mark.parametrize("options", [{"tap": "comm_hook"}, {"metric": "adam"}])
-def test_what_does_not_go_together_is_refused(options: dict[str, Any]) -> None:
-    model = small_model()
-    optimizer = torch.optim.Adam(model.parameters())
-    with pytest.raises(ValueError, match="per_example='always' needs the gradients of single examples"):
-        attached(model, optimizer, per_example="always", **options)
-
-
-def test_windows_that_are_not_measured_have_no_hook() -> None:
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    hooked = []
-    with attached(model, optimizer, per_example="always", every=4) as probe:
-        for window in range(16):
-            (x, y) = pieces_of(6, seed=window)[0]
-            hooked.append(any(layer._forward_hooks for layer in model))
-            with probe.piece(units=6):
-                mean_loss(model, x, y).backward()
-            probe.step()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert probe.reading().windows == sum(hooked) < 8
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    assert not any(p._backward_hooks for p in model.parameters())
-
-
-def test_training_is_bit_for_bit_the_same() -> None:
+def test_training_is_bit_for_bit_the_same_through_the_change() -> None:
     def weights(per_example: str) -> list[Tensor]:
         model = small_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -233,6 +144,41 @@ def test_training_is_bit_for_bit_the_same() -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights("auto"), weights("never"), strict=True))
 
 
+@pytest.mark.parametrize("sizes", [(32, 32), (24,)])
+def test_a_restart_equals_the_run_that_was_not_interrupted(sizes: tuple[int, ...]) -> None:
+    model = small_model()
+    with attached(model, per_example="auto", log_every=1) as whole:
+        run(model, whole, *drawn(24, *sizes))
+        state = whole.state_dict()
+        run(model, whole, *drawn(16, *sizes))
+        expected = whole.reading()
+    with attached(model, per_example="auto", log_every=1) as resumed:
+        resumed.load_state_dict(state)
+        run(model, resumed, *drawn(16, *sizes))
+        reading = resumed.reading()
+    # The witness looks at other elements after a restart, so κ differs in the last bits.
+    for name in ("trace_cov", "grad_sq", "low", "high", "u"):
+        assert getattr(reading, name) == pytest.approx(getattr(expected, name), rel=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"tap": "comm_hook"}, {"metric": "adam"}])
+def test_what_does_not_go_together_is_refused(options: dict[str, Any]) -> None:
+    model = small_model()
+    with pytest.raises(ValueError, match="per_example='always' needs the gradients of single examples"):
+        attached(model, torch.optim.Adam(model.parameters()), per_example="always", **options)
+
+
+def test_windows_that_are_not_measured_have_no_hook() -> None:
+    model, hooked = small_model(), []
+    with attached(model, per_example="always", every=4) as probe:
+        for window in drawn(16, 6):
+            hooked.append(any(layer._forward_hooks for layer in model))
+            run(model, probe, window)
+        assert probe.reading().windows == sum(hooked) < 8
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
 def test_an_interrupted_piece_does_not_count() -> None:
     model, pieces = small_model(), pieces_of(6, 4)
     expected = by_hand(model, pieces[1:])
@@ -241,63 +187,8 @@ def test_an_interrupted_piece_does_not_count() -> None:
             mean_loss(model, *pieces[0]).backward()
             raise KeyError
         model.zero_grad()
-        with probe.piece(units=4):
-            mean_loss(model, *pieces[1]).backward()
-        probe.step()
+        run(model, probe, pieces[1:])
         assert_as(probe.reading(), expected)
-
-
-def test_windows_of_one_piece_are_unbiased_and_their_interval_holds_the_exact_value() -> None:
-    """400 windows of 8 of 64 rows, drawn with replacement; the exact moments are those of all 64."""
-    model, (x, y) = small_model(torch.float64), batch(64, torch.Generator().manual_seed(1), torch.float64)
-    exact = population(per_example_gradients(model, lambda out, target: (out - target).square().sum(), x, y))
-    generator, solved = torch.Generator().manual_seed(2), []
-    with attached(model, per_example="always") as probe:
-        for _ in range(400):
-            rows = torch.randint(64, (8,), generator=generator)
-            with probe.piece(units=8):
-                mean_loss(model, x[rows], y[rows]).backward()
-            probe.step()
-            model.zero_grad()
-            window = probe.window()
-            assert window is not None
-            solved.append([window.total.trace_cov, window.total.grad_sq])
-        reading = probe.reading()
-    values = torch.tensor(solved, dtype=torch.float64)
-    errors = values.std(0) / math.sqrt(len(values))
-    for mean, error, truth in zip(values.mean(0), errors, (exact.trace_cov, exact.grad_sq), strict=True):
-        assert abs(float(mean) - truth) < 3 * float(error)
-    assert reading.low is not None
-    assert reading.high is not None
-    assert reading.low < exact.b_simple < reading.high
-
-
-def test_a_window_with_a_piece_whose_examples_cannot_be_counted_gives_a_reason() -> None:
-    model = small_model()
-    with attached(model, per_example="always") as probe:
-        for (x, y), units in zip(pieces_of(6, 4), (6, 4.5), strict=True):
-            with probe.piece(units=units):
-                mean_loss(model, x, y).backward()
-        probe.step()
-        reading = probe.reading()
-    assert reading.windows == 0
-    assert "examples were read in 1 of 2 pieces only" in reading.reason
-    assert "no whole number" in reading.reason
-
-
-def test_reading_that_closes_within_a_window_gives_that_window_no_examples() -> None:
-    """A window that arrives while the next one ends may decide that examples are read no more."""
-    model = small_model()
-    with attached(model, per_example="always") as probe:
-        for closes in (False, True, False):
-            for x, y in (batch(4, torch.Generator().manual_seed(k)) for k in (1, 2)):
-                with probe.piece(units=4):
-                    mean_loss(model, x, y).backward()
-            if closes:
-                probe._reader._examples.close()  # type: ignore[union-attr]
-            probe.step()
-            model.zero_grad()
-        assert probe.reading().windows >= 2
 
 
 @pytest.mark.parametrize("per_example", ["auto", "always"])
@@ -324,17 +215,38 @@ def test_backwards_outside_declared_pieces_do_not_count(per_example: str) -> Non
 
 def test_a_parameter_that_is_released_while_examples_are_read_is_read_from_the_next_window_on() -> None:
     """It was frozen when the hooks were installed. In the window in which it is released it has none."""
-    model = small_model()
-    of_two, (x, y) = pieces_of(4, 4), pieces_of(6)[0]
-    expected = by_hand(model, [(x, y)])
+    model, of_two, of_one = small_model(), pieces_of(4, 4), pieces_of(6)
+    expected = by_hand(model, of_one)
     with attached(model, per_example="auto", log_every=1) as probe:
         for window in range(10):
             model[0].requires_grad_(not 2 <= window < 8)
-            for x_k, y_k in of_two if window < 3 else [(x, y)]:
-                with probe.piece(units=len(x_k)):
-                    mean_loss(model, x_k, y_k).backward()
-            probe.step()
-            model.zero_grad()
+            run(model, probe, of_two if window < 3 else of_one)
             probe.reading()
         assert any("0.weight, … became trainable after the hooks" in why for why in probe.reading().dropped)
         assert (probe.window().total.trace_cov, probe.window().total.grad_sq) == pytest.approx(expected, rel=1e-5)
+
+
+def test_reading_that_closes_within_a_window_gives_that_window_no_examples() -> None:
+    """A window that arrives while the next one ends may decide that examples are read no more."""
+    model = small_model()
+    with attached(model, per_example="always") as probe:
+        for closes in (False, True, False):
+            for x, y in pieces_of(4, 4):
+                with probe.piece(units=4):
+                    mean_loss(model, x, y).backward()
+            if closes:
+                probe._reader._examples.close()  # type: ignore[union-attr]
+            probe.step()
+            model.zero_grad()
+        assert probe.reading().windows >= 2
+
+
+@pytest.mark.parametrize("sizes", [(6,), (6, 6)])
+def test_parameters_may_be_frozen_between_measured_windows(sizes: tuple[int, ...]) -> None:
+    model = small_model()
+    with attached(model, per_example="auto", every=3) as probe:
+        for number, window in enumerate(drawn(30, *sizes)):
+            model[0].requires_grad_(number < 12)
+            run(model, probe, window)
+        assert probe.reading().windows > 5
+    assert not any(p._backward_hooks for p in model.parameters())

@@ -42,67 +42,6 @@ def data(rank: int, window: int, n: int | None = None) -> tuple[Tensor, Tensor]:
     return batch(n or SIZES[rank], torch.Generator().manual_seed(100 * window + rank))
 
 
-def by_hand(model: nn.Module, window: int, n_pieces: int, world: int) -> tuple[float, float]:
-    gradients, weights = [], []
-    for rank in range(world):
-        for k in range(n_pieces):
-            x, y = data(rank, 10 * window + k)
-            for b in range(len(x)):
-                gradients.append(flat_grad(model, (model(x) - y).square().sum(-1)[b] / len(x)))
-                weights.append(1 / len(x))
-    return window_by_hand(gradients, weights, [1.0] * len(gradients), torch.stack(gradients).sum(0) / world)
-
-
-def ddp(per_example: str, n_pieces: int, windows: int, clips: bool, compares: bool = True) -> dict[str, Any]:
-    plain = small_model()
-    model = DistributedDataParallel(plain)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    result: dict[str, Any] = {"windows": [], "by hand": []}
-    rank, world = dist.get_rank(), dist.get_world_size()
-    with attached(model, optimizer, per_example=per_example, log_every=1) as probe:
-        group = dist.distributed_c10d._get_default_group()
-        before = group._get_sequence_number_for_group()
-        for window in range(windows):
-            result["by hand"].append(by_hand(plain, window, n_pieces, world) if compares else None)
-            for k in range(n_pieces):
-                x, y = data(rank, 10 * window + k)
-                with probe.piece(units=len(x)):
-                    mean_loss(model, x, y).backward()
-            if clips:
-                probe.clip_grad_norm_(0.5)
-            else:
-                probe.step()
-            optimizer.step()
-            optimizer.zero_grad()
-            solved = probe.window() if compares else None
-            result["windows"].append(solved and (solved.total.trace_cov, solved.total.grad_sq))
-        result["collectives"] = group._get_sequence_number_for_group() - before
-        result["reading"] = probe.reading()
-    result["weights"] = [p.detach().clone() for p in model.parameters()]
-    return result
-
-
-@pytest.mark.parametrize(("n_pieces", "clips"), [(1, False), (2, True)])
-@pytest.mark.shows("single examples", "DDP")
-def test_ddp(ranks3: Ranks, n_pieces: int, clips: bool) -> None:
-    results = ranks3(ddp, "always", n_pieces, 3, clips)
-    for result in results:
-        for found, exact in zip(result["windows"], result["by hand"], strict=True):
-            assert found is not None, result["reading"].dropped
-            assert found[0] == pytest.approx(exact[0], rel=5e-6)
-            assert found[1] == pytest.approx(exact[1], rel=5e-6, abs=5e-6 * exact[0])
-    assert len({str(result["windows"]) for result in results}) == 1
-
-
-def test_training_under_ddp_is_the_same_with_one_collective_a_window(ranks2: Ranks) -> None:
-    args = (2, 24, True, False)
-    read, without = ranks2(ddp, "always", *args), ranks2(ddp, "never", *args)
-    for a, b in zip(read, without, strict=True):
-        assert all(map(torch.equal, a["weights"], b["weights"]))
-        assert a["collectives"] == b["collectives"]
-        assert a["reading"].windows == 24
-
-
 def by_hand_reduced(has_data: list[bool], partly: bool) -> dict[str, Any]:
     """A plain module whose gradients the loop sums itself; some ranks have no data in the window."""
     torch.manual_seed(2)
@@ -166,40 +105,6 @@ def test_only_parameters_that_are_covered_on_all_ranks_count(ranks2: Ranks) -> N
     for result in ranks2(routed):
         assert result["found"] == pytest.approx(result["exact"], rel=5e-6)
         assert result["coverage"].n_parameters == result["coverage"].n_all - 1
-
-
-def compiled_on_one_rank() -> str:
-    plain = small_model()
-    model = torch.compile(plain, backend="aot_eager") if dist.get_rank() else plain
-    group = dist.distributed_c10d._get_default_group()
-    try:
-        attached(model, per_example="always", process_group=group)  # type: ignore[arg-type]
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-def test_ranks_read_examples_only_if_all_can(ranks2: Ranks) -> None:
-    errors = ranks2(compiled_on_one_rank)
-    assert errors[0].endswith("but another rank cannot read them")
-    assert "is compiled" in errors[1]
-
-
-def with_another_optimizer() -> str:
-    model = small_model()
-    kind = torch.optim.SGD if dist.get_rank() else torch.optim.AdamW
-    group = dist.distributed_c10d._get_default_group()
-    try:
-        attached(model, kind(model.parameters(), lr=0.1), metric="adam", process_group=group)
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_metric_that_one_rank_refuses_is_refused_on_all(ranks2: Ranks) -> None:
-    first, second = ranks2(with_another_optimizer)
-    assert "another rank refused to attach" in first or "ranks" in first
-    assert "metric='adam'" in second
 
 
 class Partly(Scaled):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import sonde
-from sonde.batch_size.measuring_cost import MOST_EVERY
+from sonde.batch_size.pace import MOST_EVERY
 from tests.batch_size.loops import flat_grad
 from tests.oracles import window_by_hand
 

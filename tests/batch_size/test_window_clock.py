@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from sonde.batch_size.window_clock import HostMark, WindowClock, WindowTimes, marks_of
+from sonde.batch_size.window_clock import HostMark, WindowClock, marks_of
 
 
 class Device:
@@ -39,10 +39,10 @@ def test_each_duration_is_given_once_when_the_device_has_come_so_far() -> None:
     rng, device = random.Random(0), Device()
     clock = WindowClock(device.mark)
     ends, kinds, got = [0.0], [], []
-    for _ in range(200):
+    for number in range(200):
         device.given.append(ends[-1])
         kind = rng.random() < 0.3
-        clock.window_ended(was_measured=kind)
+        clock.window_ended(number, was_measured=kind)
         kinds.append(kind)
         ends.append(ends[-1] + rng.uniform(0.1, 1.0))
         if rng.random() < 0.4:
@@ -52,22 +52,22 @@ def test_each_duration_is_given_once_when_the_device_has_come_so_far() -> None:
     got.append(clock.take())
     durations = [b - a for a, b in itertools.pairwise(ends[:-1])]  # without the first window, begun by nobody
     of = {kind: [d for d, k in zip(durations, kinds[1:], strict=True) if k is kind] for kind in (True, False)}
-    assert sum(t.n_measured for t in got) == len(of[True])
-    assert sum(t.n_idle for t in got) == len(of[False])
-    assert sum(t.measured for t in got) == pytest.approx(sum(of[True]))
-    assert sum(t.idle for t in got) == pytest.approx(sum(of[False]))
-    assert clock.take() == WindowTimes()
+    assert sum(t["n_measured"] for t in got) == len(of[True])
+    assert sum(t["n_idle"] for t in got) == len(of[False])
+    assert sum(t["measured_time"] for t in got) == pytest.approx(sum(of[True]))
+    assert sum(t["idle_time"] for t in got) == pytest.approx(sum(of[False]))
+    assert not any(clock.take().values())
 
 
 def test_a_device_that_has_done_nothing_gives_nothing() -> None:
     device = Device()
     clock = WindowClock(device.mark)
-    for end in (1.0, 2.0, 3.0):
+    for number, end in enumerate((1.0, 2.0, 3.0)):
         device.given.append(end)
-        clock.window_ended(was_measured=True)
-    assert clock.take() == WindowTimes()
+        clock.window_ended(number, was_measured=True)
+    assert not any(clock.take().values())
     device.now = 2.0
-    assert clock.take() == WindowTimes(measured=1.0, n_measured=1)
+    assert clock.take() == {"idle_time": 0, "n_idle": 0, "measured_time": 1.0, "n_measured": 1}
 
 
 def test_the_hosts_clock_is_read_where_the_host_does_the_work() -> None:

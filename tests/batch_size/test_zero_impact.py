@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from typing import Any
 
 import pytest
@@ -129,105 +128,79 @@ def assert_untouched(on: dict[str, Any], off: dict[str, Any]) -> None:
             assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y, key
 
 
-@pytest.mark.parametrize(
-    ("n_micro", "autocast", "clip", "compiled"),
-    list(itertools.product([1, 4], [False, True], [False, True], [False, True])),
-)
-def test_plain(n_micro: int, autocast: bool, clip: bool, compiled: bool) -> None:
-    options = {"n_micro": n_micro, "autocast": autocast, "clip": clip, "compiled": compiled}
-    assert_untouched(run(probed=True, **options), run(probed=False, **options))
+def options_of(**options: Any) -> dict[str, Any]:
+    return {"n_micro": 1, "autocast": False, "clip": True} | options
 
 
-def test_adam_metric_only_reads_the_optimizer() -> None:
-    options = {"n_micro": 2, "autocast": False, "clip": True, "metric": "adam"}
-    assert_untouched(run(probed=True, **options), run(probed=False, **options))
+def on_ranks(**options: Any) -> dict[str, Any]:
+    return options_of(**{"ddp_options": {}} | options)
 
 
-def _both(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+SPARSE_PACE = {"every": 3, "steps": 32}
+"""Not every window is measured. Ranks measure the first 16 in any case."""
+ONE_PROCESS: dict[str, dict[str, Any]] = {
+    "one piece": options_of(),
+    "one piece, compiled, autocast": options_of(compiled=True, autocast=True, clip=False),
+    "pieces": options_of(n_micro=4, clip=False),
+    "pieces, autocast": options_of(n_micro=4, autocast=True),
+    "pieces, compiled, autocast": options_of(n_micro=4, compiled=True, autocast=True),
+    "Adam's metric": options_of(n_micro=2, metric="adam"),
+    "a GradScaler": options_of(autocast=True, scaled=True),
+    "pieces, a GradScaler": options_of(n_micro=4, autocast=True, scaled=True),
+    "one window in three": options_of(n_micro=2, **SPARSE_PACE),
+    "one window in three, autocast, compiled, no clip": options_of(
+        n_micro=2, autocast=True, compiled=True, clip=False, **SPARSE_PACE
+    ),
+}
+OF_TWO: dict[str, dict[str, Any]] = {
+    "one piece": on_ranks(),
+    "one piece, compiled, autocast": on_ranks(compiled=True, autocast=True, clip=False),
+    "pieces, compiled": on_ranks(n_micro=4, compiled=True),
+    "pieces, autocast, no clip": on_ranks(n_micro=4, autocast=True, clip=False),
+    "a static graph": on_ranks(ddp_options={"static_graph": True}),
+} | {
+    f"{tap}, {n_micro} pieces, {name}": on_ranks(tap=tap, n_micro=n_micro, **options)
+    for tap in ("leaf", "comm_hook")
+    for n_micro, name, options in (
+        (1, "views of buckets", {"ddp_options": {"gradient_as_bucket_view": True}}),
+        (3, "small buckets", {"ddp_options": {"bucket_cap_mb": 0.01}}),
+        (3, "small buckets, one window in three", {"ddp_options": {"bucket_cap_mb": 0.01}} | SPARSE_PACE),
+        (3, "the user's hook", {"compressed": True}),
+        (1, "the user's hook, one window in three", {"compressed": True} | SPARSE_PACE),
+    )
+}
+OF_THREE: dict[str, dict[str, Any]] = {
+    "one piece": on_ranks(),
+    "leaf, one window in three": on_ranks(n_micro=2, clip=False, tap="leaf", **SPARSE_PACE),
+    "comm_hook, one window in three": on_ranks(n_micro=2, clip=False, tap="comm_hook", **SPARSE_PACE),
+}
+
+
+def both(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return run(probed=True, **options), run(probed=False, **options)
 
 
-@pytest.mark.parametrize(
-    ("n_micro", "autocast", "clip", "compiled"),
-    list(itertools.product([1, 4], [False, True], [False, True], [False, True])),
-)
-def test_ddp(ranks2: Ranks, n_micro: int, autocast: bool, clip: bool, compiled: bool) -> None:
-    options = {"n_micro": n_micro, "autocast": autocast, "clip": clip, "compiled": compiled, "ddp_options": {}}
-    for on, off in ranks2(_both, options):
-        assert_untouched(on, off)
-
-
-@pytest.mark.parametrize("tap", ["leaf", "comm_hook"])
-@pytest.mark.parametrize("n_micro", [1, 3])
-@pytest.mark.parametrize("ddp_options", [{"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.01}], ids=str)
-def test_ddp_options(ranks2: Ranks, tap: str, n_micro: int, ddp_options: dict[str, Any]) -> None:
-    options = {"n_micro": n_micro, "autocast": False, "clip": True, "ddp_options": ddp_options, "tap": tap}
-    for on, off in ranks2(_both, options):
-        assert_untouched(on, off)
-
-
-def test_static_graph(ranks2: Ranks) -> None:
-    options = {"n_micro": 1, "autocast": False, "clip": True, "ddp_options": {"static_graph": True}}
-    for on, off in ranks2(_both, options):
-        assert_untouched(on, off)
-
-
-@pytest.mark.parametrize("tap", ["leaf", "comm_hook"])
-@pytest.mark.parametrize("n_micro", [1, 3])
-def test_the_users_own_communication_hook(ranks2: Ranks, tap: str, n_micro: int) -> None:
-    options = {"n_micro": n_micro, "autocast": False, "clip": True, "ddp_options": {}, "tap": tap, "compressed": True}
-    for on, off in ranks2(_both, options):
-        assert_untouched(on, off)
-
-
-@pytest.mark.parametrize("n_micro", [1, 4])
-def test_grad_scaler(n_micro: int) -> None:
-    options = {"n_micro": n_micro, "autocast": True, "clip": True, "scaled": True}
-    on, off = run(probed=True, **options), run(probed=False, **options)
-    assert on["scale"] > 1024
+@pytest.mark.parametrize("name", ONE_PROCESS)
+def test_one_process(name: str) -> None:
+    on, off = both(ONE_PROCESS[name])
+    assert (on["scale"] > 1024) == ("GradScaler" in name)
     assert_untouched(on, off)
 
 
-def test_three_ranks(ranks3: Ranks) -> None:
-    options = {"n_micro": 1, "autocast": False, "clip": True, "ddp_options": {}}
-    for on, off in ranks3(_both, options):
+@pytest.mark.parametrize("name", OF_TWO)
+def test_two_ranks(ranks2: Ranks, name: str) -> None:
+    for on, off in ranks2(both, OF_TWO[name]):
         assert_untouched(on, off)
 
 
-# Where not every window is measured. Ranks measure the first 16 in any case.
-
-
-@pytest.mark.parametrize(("autocast", "clip", "compiled"), list(itertools.product([False, True], repeat=3)))
-def test_one_window_in_three(autocast: bool, clip: bool, compiled: bool) -> None:
-    options = {"n_micro": 2, "autocast": autocast, "clip": clip, "compiled": compiled, "every": 3, "steps": 30}
-    assert_untouched(run(probed=True, **options), run(probed=False, **options))
-
-
-@pytest.mark.parametrize("tap", ["leaf", "comm_hook"])
-@pytest.mark.parametrize("n_micro", [1, 3])
-def test_one_window_in_three_on_two_ranks(ranks2: Ranks, tap: str, n_micro: int) -> None:
-    options = {"n_micro": n_micro, "autocast": False, "clip": True, "ddp_options": {"bucket_cap_mb": 0.01}}
-    for on, off in ranks2(_both, options | {"tap": tap, "every": 3, "steps": 32}):
-        assert_untouched(on, off)
-
-
-@pytest.mark.parametrize("tap", ["leaf", "comm_hook"])
-def test_one_window_in_three_on_three_ranks(ranks3: Ranks, tap: str) -> None:
-    options = {"n_micro": 2, "autocast": False, "clip": False, "ddp_options": {}, "tap": tap}
-    for on, off in ranks3(_both, options | {"every": 3, "steps": 32}):
-        assert_untouched(on, off)
-
-
-@pytest.mark.parametrize("tap", ["leaf", "comm_hook"])
-def test_one_window_in_three_with_the_users_own_communication_hook(ranks2: Ranks, tap: str) -> None:
-    options = {"n_micro": 1, "autocast": False, "clip": True, "ddp_options": {}, "tap": tap, "compressed": True}
-    for on, off in ranks2(_both, options | {"every": 3, "steps": 32}):
+@pytest.mark.parametrize("name", OF_THREE)
+def test_three_ranks(ranks3: Ranks, name: str) -> None:
+    for on, off in ranks3(both, OF_THREE[name]):
         assert_untouched(on, off)
 
 
 def test_the_comparison_sees_a_difference() -> None:
-    options = {"n_micro": 2, "autocast": False, "clip": False}
-    on, off = run(probed=True, **options), run(probed=False, **options)
+    on, off = both(options_of(n_micro=2))
     off["parameters"][0][0, 0] = torch.nextafter(off["parameters"][0][0, 0], torch.tensor(9.0))
     with pytest.raises(AssertionError, match="parameters"):
         assert_untouched(on, off)

@@ -19,12 +19,12 @@ def test_the_quick_benchmark_of_the_entropy_runs_end_to_end(tmp_path: Path) -> N
     found = json.loads((tmp_path / "entropy_cpu.json").read_text())
     assert found["quick"]
     trials = found["accuracy"]["trials"]
-    assert {(t["step"], t["scale"]) for t in trials} == {(0, 1.0), (0, 0.1), (2, 1.0), (2, 0.1)}
+    assert {(t["step"], t["scale"]) for t in trials} == {(0, 1.0), (0, 0.1)}
     assert {t["how"] for t in trials} == {"finite step", "first order"}
     for t in (t for t in trials if t["how"] == "finite step"):  # from 6 prompts the truth may be missed, but not by far
         assert abs(t["delta"] - t["truth"]) < 6 * math.hypot(t["se"], t["truth_se"]), t
     [row] = found["lengths"]
-    assert (row["tokens"], row["batches"]) == (8, 4)
+    assert (row["tokens"], row["batches"]) == (8, 2)
     assert 0 < row["support"] <= 1
     said = found["cost"]["said"]
     exact = said["step, a backward for every prompt"]["delta"]

@@ -5,17 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.accuracy import accuracy, estimates, exact_moments, population, train_then_freeze
-from benchmarks.contestants import ENTRIES
+from benchmarks.accuracy import exact_moments, population
 from benchmarks.gpt import TINY, build
-from benchmarks.launch import on_ranks
 from benchmarks.noise_scale import main
 from benchmarks.timing import cost
-from benchmarks.training import Setup
 
 from tests import oracles
-
-ALONE = Setup(ranks=1, threads=1, micro_batches=4, sequences=4, shape=TINY)
 
 
 # functorch has no batching rule for attention on the CPU, and says so.
@@ -30,21 +25,6 @@ def test_the_exact_moments_are_those_of_the_oracle() -> None:
     # Two ways to the same float64 gradients: they differ in the order of sums only.
     assert exact.grad_sq == pytest.approx(expected.grad_sq, rel=1e-10)
     assert exact.trace_cov == pytest.approx(expected.trace_cov, rel=1e-10)
-
-
-def test_sonde_agrees_with_the_exact_moments_and_the_common_snapshot_does_not(tmp_path: Path) -> None:
-    weights = tmp_path / "weights.pt"
-    [exact] = on_ranks(ALONE, train_then_freeze, 20, weights)
-    [sonde_estimates] = on_ranks(ALONE, estimates, ENTRIES["sonde"], weights, 100, range(3))
-    [snapshot_estimates] = on_ranks(ALONE, estimates, ENTRIES["snapshot"], weights, 10, range(1))
-    sonde = accuracy(sonde_estimates, exact)
-    for bias in (sonde.b_simple, sonde.trace_cov, sonde.grad_sq):
-        assert bias is not None
-        assert bias.n_runs == 3
-        # One run of 100 windows is good to about 9 %, the mean of three to 5 %; three of those.
-        assert abs(bias.mean) < 0.15
-    # Increments of a loss divided by 4 are 4 times too small: tr Σ is clamped to 0 in every window.
-    assert snapshot_estimates[0].trace_cov == 0
 
 
 def test_the_cost_is_the_median_ratio() -> None:

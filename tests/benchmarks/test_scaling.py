@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.contestants import Plain
-from benchmarks.gpt import build, sequences
+from benchmarks.gpt import sequences
 from benchmarks.noise_scale import main as noise_scale
 from benchmarks.training import Cut, Run, Setup, draw_windows
 
@@ -33,14 +32,6 @@ def test_results_have_the_name_of_the_device(monkeypatch: pytest.MonkeyPatch) ->
     assert device.full_name("cpu") == "cpu"
     monkeypatch.setattr(device, "full_name", lambda _: "NVIDIA H100 80GB HBM3")
     assert device.stem("norm", "cuda") == "norm_nvidia_h100_80gb_hbm3"
-
-
-def test_models_have_the_tensors_that_the_table_says() -> None:
-    for n, shape in scaling.SHAPES.items():
-        parameters = list(build(shape, torch.device("cpu")).parameters()) if n < 7500 else []
-        tensors = len(parameters) or 12 * shape.depth + 4
-        assert tensors == pytest.approx(n, rel=0.02)
-        assert shape.width % shape.heads == 0
 
 
 class Differentiates(Plain):
@@ -80,16 +71,14 @@ def test_a_model_that_is_cut_has_the_gradient_of_one_process(request: pytest.Fix
 
 
 @pytest.mark.slow
-def test_the_quick_table_runs_end_to_end(tmp_path: Path) -> None:
+def test_the_quick_table_has_a_row_for_each_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    all_of_them = list(scaling.questions("cpu", quick=True))
+    assert [setup.cut for question, setup, _ in all_of_them if question == "cut"] == [*scaling.CUTS_OF_TWO]
+    firsts = {question: (question, setup, entry) for question, setup, entry in reversed(all_of_them)}
+    assert set(firsts) == {"ranks", "cut", "metric", "tokens", "tensors"}
+    monkeypatch.setattr(scaling, "questions", lambda *_, **__: iter(firsts.values()))
     scaling.main(["--quick", "--out", str(tmp_path)])
     found = json.loads((tmp_path / "scaling_cpu.json").read_text())
-    assert [row["ranks"] for row in found["rows"]["ranks"]] == [1, 1, 2, 2, 2]
-    assert len({row["tensors"] for row in found["rows"]["tensors"]}) == 2
-    for row in itertools.chain(*found["rows"].values()):
+    for (row,) in found["rows"].values():
         assert row["cost"]["window_seconds"] > 0
-    assert [row["cut"] for row in found["rows"]["cut"]] == [*scaling.CUTS_OF_TWO]
-    assert [row["tokens"] for row in found["rows"]["tokens"]] == [32, 32]
-    assert [row["metric"] for row in found["rows"]["metric"]] == ["euclidean", "euclidean, adam, sign, spectral"]
-    page = (tmp_path / "scaling_cpu.md").read_text()
-    assert "| 2 | sonde, tap=comm_hook |" in page
-    assert "| 2 | sonde, single examples |" in page
+    assert "| FSDP2 over 2 ranks | sonde |" in (tmp_path / "scaling_cpu.md").read_text()

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from tests.commands.scripts import END, START
-
-LBFGS = (
-    START
-    + """
+LBFGS = """
 model = network()
 optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1)
 x, y = batch(32)
@@ -18,12 +14,8 @@ def closure():
 for step in range(3):
     optimizer.step(closure)
 """
-    + END
-)
 
-TWO_MODULES = (
-    START
-    + """
+TWO_MODULES = """
 encoder, decoder = nn.Linear(6, 16), nn.Linear(16, 1)
 model = decoder
 optimizer = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], lr=1e-2)
@@ -33,12 +25,8 @@ for step in range(5):
     optimizer.step()
     optimizer.zero_grad()
 """
-    + END
-)
 
-PARTS = (
-    START
-    + """
+PARTS = """
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -56,12 +44,8 @@ for step in range(12):
     optimizer.step()
     optimizer.zero_grad()
 """
-    + END
-)
 
-TWO_FORWARDS = (
-    START
-    + """
+TWO_FORWARDS = """
 model = network()
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
 for step in range(8):
@@ -70,33 +54,8 @@ for step in range(8):
     optimizer.step()
     optimizer.zero_grad()
 """
-    + END
-)
 
-OTHER_ROWS = (
-    START
-    + """
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(6, 16)
-    def forward(self, x):  # four rows are one sample
-        return self.body(x).unflatten(0, (-1, 4)).mean(1)
-
-model = Model()
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-for step in range(8):
-    for micro in range(2):
-        model(batch(12)[0]).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-    + END
-)
-
-STEPS_IN_BACKWARD = (
-    START
-    + """
+STEPS_IN_BACKWARD = """
 model = network()
 optimizers = {p: torch.optim.SGD([p], lr=1e-2) for p in model.parameters()}
 def step(p):
@@ -108,12 +67,8 @@ for _ in range(5):
     x, y = batch()
     nn.functional.mse_loss(model(x), y).backward()
 """
-    + END
-)
 
-TOKENS = (
-    START
-    + """
+TOKENS = """
 class Tagger(nn.Module):
     def __init__(self):
         super().__init__()
@@ -138,5 +93,3 @@ for step in range(12):
     optimizer.step()
     optimizer.zero_grad()
 """
-    + END
-)

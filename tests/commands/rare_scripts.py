@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from tests.commands.scripts import DDP, END, PLAIN, START
+from tests.commands.scripts import DDP, PLAIN, START
 
-THREADS = (
-    START
-    + """
+THREADS = """
 import threading
 together, trained = threading.Barrier(3), {}
 
@@ -30,8 +28,6 @@ for thread in threads:
     thread.join()
 model = nn.ModuleList([trained[number] for number in range(3)])
 """
-    + END
-)
 
 _SHOWS = "if dist.get_rank() == 0:\n    print(tuple(model{}(torch.ones(2, 6)).shape), flush=True)\n"
 SHOWS_BEFORE_IT_WRAPS = DDP.replace(
@@ -65,9 +61,7 @@ print(Scripted(torch.ones(1)).x.item())
 """
 )
 
-LEARNS_FROM_ITS_ANSWERS = (
-    START
-    + """
+LEARNS_FROM_ITS_ANSWERS = """
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -91,8 +85,6 @@ for step in range(20):
     optimizer.step()
     optimizer.zero_grad()
 """
-    + END
-)
 
 LOGS_TO_STDOUT = START.replace(
     "import torch\n",
@@ -110,13 +102,13 @@ class Tee:
 sys.stderr = Tee()
 """,
     1,
-) + PLAIN.removeprefix(START).replace(
+) + PLAIN.replace(
     "optimizer.step()\n",
     "nn.utils.clip_grad_value_(model.parameters(), 1.0 if step % 2 else 1e-4)\n    optimizer.step()\n",
 )
 
 STOPS_ITSELF = (
-    PLAIN.replace("import torch\n", "import os, signal\nimport torch\n", 1)
+    PLAIN.replace("model = network()\n", "import os, signal\nmodel = network()\n", 1)
     .replace(
         "    optimizer.step()\n",
         """    optimizer.step()
@@ -144,9 +136,7 @@ if __name__ == "__main__":
     print(child.exitcode)
 """
 
-READS_IN_WORKERS = (
-    START
-    + """
+READS_IN_WORKERS = """
 class Rows(torch.utils.data.Dataset):
     turned = nn.Linear(6, 6)
     def __len__(self):
@@ -162,12 +152,8 @@ if __name__ == "__main__":
         optimizer.step()
         optimizer.zero_grad()
 """
-    + END
-)
 
-RAGGED_SUMS = (
-    START
-    + """
+RAGGED_SUMS = """
 model = network()
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
 # (attach here)
@@ -179,26 +165,8 @@ for step in range(12):
     optimizer.step()
     optimizer.zero_grad()
 """
-    + END
-)
 
-TIME_FIRST = (
-    START
-    + """
-model = nn.LSTM(6, 4)
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-for step in range(12):
-    for micro in range(2):
-        model(batch(40)[0].view(5, 8, 6))[0].square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-    + END
-)
-
-POINTS_OF_ALL_ROWS = (
-    START
-    + """
+POINTS_OF_ALL_ROWS = """
 class Field(nn.Module):
     "The values of each row's function at the points that all rows share."
     def __init__(self):
@@ -215,20 +183,10 @@ for step in range(12):
     optimizer.step()
     optimizer.zero_grad()
 """
-    + END
-)
 
 GRADIENTS_BY_HAND = PLAIN.replace(
     "loss.backward()",
     """gradients = torch.autograd.grad(loss, list(model.parameters()))
         for p, gradient in zip(model.parameters(), gradients):
             p.grad = gradient if p.grad is None else p.grad + gradient""",
-)
-
-ADAPTERS_IN_TURN = PLAIN.replace(
-    "for step in range(12):\n",
-    """for step in range(12):
-    for number, part in enumerate(model.children()):
-        part.requires_grad_(number == step // 6 * 2)  # as PEFT does for the adapter that is not set
-""",
 )

@@ -29,11 +29,20 @@ print(sys.argv[2:], torch.rand(1).item(), flush=True)
 torch.save(model.state_dict(), sys.argv[1])
 """
 
-PLAIN = (
-    START
-    + """
+
+def whole(script: str) -> str:
+    """A script as a file: with `START` if it imports no torch, and with `END` if it does not save by itself."""
+    start = "" if "import torch\n" in script else START
+    return start + script + ("" if "sys.argv[1]" in script else END)
+
+
+PLAIN = """
 model = network()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+model.eval()
+with torch.no_grad():
+    print(model(batch(32)[0]).sum().item())
+model.train()
 # (attach here)
 for step in range(12):
     for micro in range(4):
@@ -45,34 +54,8 @@ for step in range(12):
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 """
-    + END
-)
 
-EVALUATES_FIRST = (
-    START
-    + """
-model = network()
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-# (attach here)
-for step in range(12):
-    if step % 4 == 0:
-        model.eval()
-        with torch.no_grad():
-            print(nn.functional.mse_loss(model(batch(32)[0]), batch(32)[1]).item())
-        model.train()
-    optimizer.zero_grad()
-    for rows in (8, 8, 4):
-        x, y = batch(rows)
-        nn.functional.mse_loss(model(x), y).backward()
-    # (a window ends here)
-    optimizer.step()
-"""
-    + END
-)
-
-COMPILED = (
-    START
-    + """
+COMPILED = """
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -94,12 +77,8 @@ for step in range(12):
     optimizer.step()
     optimizer.zero_grad()
 """
-    + END
-)
 
-AMP = (
-    START
-    + """
+AMP = """
 model = network()
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
@@ -119,12 +98,8 @@ for step in range(14):
     scaler.update()
     optimizer.zero_grad()
 """
-    + END
-)
 
-TWO_OPTIMIZERS = (
-    START
-    + """
+TWO_OPTIMIZERS = """
 model = network()
 matrices = [p for p in model.parameters() if p.dim() == 2]
 vectors = [p for p in model.parameters() if p.dim() < 2]
@@ -141,12 +116,8 @@ for step in range(12):
     for optimizer in optimizers:
         optimizer.zero_grad()
 """
-    + END
-)
 
-GAN = (
-    START
-    + """
+GAN = """
 class Gan(nn.Module):
     def __init__(self):
         super().__init__()
@@ -167,8 +138,6 @@ for step in range(12):
     bce(model.d(fake), torch.ones(8, 1)).backward()
     of_g.step()
 """
-    + END
-)
 
 GAN_OF_TWO_LOSSES = GAN.replace(
     "bce(model.d(both), torch.cat([torch.ones(8, 1), torch.zeros(8, 1)]))", "bce(model.d(real), torch.ones(8, 1))"
@@ -177,9 +146,7 @@ GAN_OF_TWO_LOSSES = GAN.replace(
     "of_d_loss.backward()\n    bce(model.d(fake.detach()), torch.zeros(8, 1)).backward()",
 )
 
-CLOSURE = (
-    START
-    + """
+CLOSURE = """
 model = network()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 def closure():
@@ -193,12 +160,8 @@ def closure():
 for step in range(12):
     print(optimizer.step(closure).item())
 """
-    + END
-)
 
-DDP = (
-    START
-    + """
+DDP = """
 import contextlib
 from torch.nn.parallel import DistributedDataParallel
 
@@ -222,11 +185,8 @@ if dist.get_rank() == 0:
     torch.save(model.module.state_dict(), sys.argv[1])
 dist.destroy_process_group()
 """
-)
 
-FSDP2 = (
-    START
-    + """
+FSDP2 = """
 from torch.distributed.fsdp import fully_shard
 
 dist.init_process_group("gloo")
@@ -251,11 +211,8 @@ if dist.get_rank() == 0:
     torch.save(weights, sys.argv[1])
 dist.destroy_process_group()
 """
-)
 
-BY_HAND = (
-    START
-    + """
+BY_HAND = """
 dist.init_process_group("gloo")
 generator.manual_seed(dist.get_rank())
 model = network()
@@ -275,7 +232,6 @@ if dist.get_rank() == 0:
     torch.save(model.state_dict(), sys.argv[1])
 dist.destroy_process_group()
 """
-)
 
 ENDINGS = {
     "crash": "raise ValueError('the script has a mistake')",

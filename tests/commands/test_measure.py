@@ -134,11 +134,3 @@ def test_without_transformers_the_error_names_it(
     monkeypatch.setitem(sys.modules, "transformers", None)
     said = error(capsys, gpt, "--data", TEXT)
     assert said == "sonde: error: sonde measure needs transformers: pip install 'gradsonde[transformers]'\n"
-
-
-def test_help_names_its_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["measure", "--help"]) == 0
-    said = capsys.readouterr().out
-    for option in ("MODEL", "--data FILE_OR_FOLDER", "--tokens N", "--until PART", "--batch N", "--log FOLDER"):
-        assert option in said
-    assert "{None}" not in said

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from sonde.commands.run_script import first_forward
-from sonde.commands.run_script.found_models import model_among_living, models_in
+from sonde.commands.run_script.model_search import model_among_living, models_in, watch_calls
 
 
 class Two(nn.Module):
@@ -20,13 +19,6 @@ class Around(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner, self.frozen = inner, nn.Linear(3, 3).requires_grad_(False)
-
-
-def test_optimizers_of_the_parts_of_one_called_module_share_it() -> None:
-    model = Two()
-    body, head = SGD(model.body.parameters()), SGD(model.head.parameters())
-    (found,) = models_in(model, [body, head])
-    assert (found.model, found.optimizers) == (model, (body, head))
 
 
 def test_an_optimizer_of_one_part_has_that_part_for_its_model() -> None:
@@ -69,7 +61,7 @@ def test_the_first_calls_are_seen_and_torchs_own_code_comes_back() -> None:
     call, code = nn.Module.__call__, nn.Module.__call__.__code__
     seen: list[nn.Module] = []
     model = nn.Sequential(nn.Linear(2, 2))
-    end = first_forward.watch(seen.append)
+    end = watch_calls(seen.append)
     try:
         expected = model(torch.ones(1, 2))
         assert nn.Module.__call__ is call  # torch's compiler compares its identity

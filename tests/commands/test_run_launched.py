@@ -1,8 +1,11 @@
-"""`sonde run` as it is typed, in real processes: with torchrun, `accelerate launch`, and a module."""
+"""`sonde run` as it is typed, in real processes: Python, torchrun, `accelerate launch`, and Ctrl-C."""
 
 from __future__ import annotations
 
 import os
+import re
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,34 +14,30 @@ import pytest
 import torch
 
 import sonde
-from tests.commands.scripts import DDP, NEVER_TRAINS, PLAIN
+from tests.commands.scripts import DDP, NEVER_TRAINS, PLAIN, whole
 from tests.commands.unmodified import bare, same_weights
 from tests.new_process import Ended, Python
 
 pytestmark = pytest.mark.slow
 
-TORCHRUN = ["torchrun", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
-STARTS = [
-    ["train.py"],
-    ["-m", "torch.distributed.run", *TORCHRUN[1:], "-m", "train"],
-]
 COMMANDS = {
-    "torchrun": (DDP, 2, ["--", *TORCHRUN, "package/train.py"]),
     "--nproc": (DDP, 2, ["--nproc", "2", "--", "package/train.py"]),
     "accelerate launch": (PLAIN, 1, ["--", "accelerate", "launch", "--cpu", "package/train.py"]),
-    "-m": (PLAIN, 1, ["--", "-m", "package.train"]),
 }
+OPTIONS = ["--every", "1", "--no-report", "--unit", "images"]
+CHAINED = """
+import sys
+print("chained", "torch" in sys.modules, flush=True)
+"""
 
 
-def launched(command: Sequence[str], folder: Path) -> Ended:
+def launched(arguments: Sequence[str], folder: Path, *paths: Path) -> Ended:
     environment = {
         "OMP_NUM_THREADS": "1",
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "PYTHONPATH": str(Path(sonde.__file__).parents[1]),
+        "PYTHONPATH": os.pathsep.join(map(str, [*paths, Path(sonde.__file__).parents[1]])),
     }
-    options = ["--every", "1", "--no-report", "--unit", "images"]
-    arguments = ["-m", "sonde", "run", *options, *command, "w.pt", "--lr", "3"]
-    with Python(*arguments, folder=folder, environment=environment) as process:
+    with Python("-m", "sonde", "run", *arguments, folder=folder, environment=environment) as process:
         return process.wait()
 
 
@@ -49,8 +48,8 @@ def test_a_script_is_measured_as_it_is_launched(name: str, tmp_path: Path) -> No
         pytest.importorskip("accelerate", reason="needs accelerate: pip install '.[accelerate]'")
     without = bare(script, tmp_path, ranks=ranks)
     (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "train.py").write_text(script)
-    ended = launched(command, tmp_path)
+    (tmp_path / "package" / "train.py").write_text(whole(script))
+    ended = launched([*OPTIONS, *command, "w.pt", "--lr", "3"], tmp_path)
     assert (ended.status, ended.out) == (0, without.out), ended.err
     assert same_weights(torch.load(tmp_path / "w.pt"), without.weights)
     assert ended.err.count("sonde: B_simple") == 1, ended.err
@@ -62,9 +61,46 @@ def test_a_script_is_measured_as_it_is_launched(name: str, tmp_path: Path) -> No
     assert run.header.metadata["command"] == " ".join([*command[command.index("--") + 1 :], "w.pt", "--lr", "3"])
 
 
-@pytest.mark.parametrize("before", STARTS, ids=" ".join)
-def test_a_script_without_an_optimizer_says_so_and_its_launcher_does_not(before: list[str], tmp_path: Path) -> None:
+def test_a_real_python_runs_the_script_as_it_was(tmp_path: Path) -> None:
+    """The whole way: the command becomes the script, whose own sitecustomize runs too."""
+    without = bare(PLAIN, tmp_path)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(CHAINED)
+    more = "print(sys.path[0], [path for path in sys.path if 'on_start' in path], __name__)\nsys.exit(3)\n"
+    (tmp_path / "train.py").write_text(whole(PLAIN) + more)
+    ended = launched(["--every", "1", "--", "train.py", "b.pt", "--lr", "3"], tmp_path, tmp_path / "site")
+    assert (ended.status, ended.out) == (3, f"chained False\n{without.out}{tmp_path} [] __main__\n"), ended.err
+    assert same_weights(torch.load(tmp_path / "b.pt"), without.weights)
+    assert re.search(r"sonde: B_simple [\d.]+ rows \[", ended.err)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert f"sonde: report  {folder}/report.html\n" in ended.err
+    assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
+    assert sonde.read_run(folder).ended == "the script ended"
+
+
+def test_a_script_without_an_optimizer_says_so(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(NEVER_TRAINS)
-    ended = launched(["--", *before], tmp_path)
+    ended = launched(["--", "train.py", "w.pt", "--lr", "3"], tmp_path)
     assert ended.status == 0
-    assert ended.err.count("sonde: nothing was measured: the script made no torch.optim.Optimizer\n") == 1
+    assert ended.err == "sonde: nothing was measured: the script made no torch.optim.Optimizer\n"
+
+
+def test_ctrl_c_ends_a_real_python_as_it_did(tmp_path: Path) -> None:
+    """By the signal itself, a shell's 130: the report at the end does not change that."""
+    interrupt = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"
+    (tmp_path / "train.py").write_text(whole(PLAIN).replace("sys.argv[1]", "'weights.pt'") + interrupt)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(sonde.__file__).parents[1])}
+    ended = subprocess.run(
+        [sys.executable, "-m", "sonde", "run", "--every", "1", "--", "-m", "train"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        # A shell starts tests in the background with interrupts ignored, and processes hand that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert ended.returncode == -signal.SIGINT, ended.stderr
+    assert "KeyboardInterrupt" in ended.stderr
+    assert re.search(r"sonde: B_simple [\d.]+ rows \[", ended.stderr)
+    assert "sonde: report" in ended.stderr

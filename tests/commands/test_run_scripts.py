@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.commands import scripts
-from tests.commands.scripts import ENDINGS, PLAIN
+from tests.commands.scripts import END, ENDINGS, PLAIN
 from tests.commands.unmodified import check_untouched, explicit, with_run
 
 STYLES = {
     "plain": (scripts.PLAIN, 1, {}),
-    "evaluates first": (scripts.EVALUATES_FIRST, 1, {}),
     "compiled": (scripts.COMPILED, 1, {}),
     "amp": (
         scripts.AMP,
@@ -59,10 +58,12 @@ def test_a_clip_of_the_script_is_in_the_log(tmp_path: Path) -> None:
     assert measured.run.readings[-1].metrics["grad/clip_fraction"] == 1.0
 
 
-@pytest.mark.parametrize("writes_report", [False, True])
-@pytest.mark.parametrize(("ending", "status"), [("crash", 1), ("exit 3", 3), ("interrupted", 1), ("terminated", -15)])
+@pytest.mark.parametrize(
+    ("ending", "status", "writes_report"),
+    [("crash", 1, True), ("exit 3", 3, False), ("interrupted", 1, False), ("terminated", -15, False)],
+)
 def test_scripts_end_as_they_did(ending: str, status: int, writes_report: bool, tmp_path: Path) -> None:
-    measured = check_untouched(PLAIN + ENDINGS[ending], tmp_path, report=writes_report)
+    measured = check_untouched(PLAIN + END + ENDINGS[ending], tmp_path, report=writes_report)
     assert measured.status == status
     assert ("ValueError: the script has a mistake" in measured.err) == (ending == "crash")
     if ending == "terminated":  # nothing runs then: the log is whole up to its last reading

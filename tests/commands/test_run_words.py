@@ -1,11 +1,10 @@
-"""What a user of `sonde run` reads: tracebacks of the script alone, and remedies that a script's user can follow."""
+"""What a user of `sonde run` reads: remedies that a script's user can follow."""
 
 from __future__ import annotations
 
 import ast
 import io
 import logging
-import re
 from pathlib import Path
 
 import pytest
@@ -13,83 +12,6 @@ import pytest
 import sonde
 from sonde.batch_size.taps.problems import HOW_TO_COUNT
 from sonde.commands.run_script.words import REMEDIES, in_words_of_run, say_in_words_of_run
-from tests.commands.scripts import START
-from tests.commands.unmodified import bare, with_run
-
-ERRORS = (
-    START
-    + """
-import traceback
-
-model = network()
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-
-def forward():
-    model(torch.randn(8, 5))
-
-def clip():
-    nn.utils.clip_grad_norm_(model.parameters(), "a")
-
-def closure():
-    raise OSError("in the closure")
-
-def closure_in_step():
-    optimizer.step(closure)
-
-def empty():
-    torch.optim.SGD([], lr=0.1)
-
-def cause():
-    try:
-        clip()
-    except TypeError as error:
-        raise ValueError("after the clip") from error
-
-def recursion():
-    recursion()
-
-sys.stderr = sys.stdout
-for make in (forward, clip, closure_in_step, empty, cause, recursion):
-    try:
-        make()
-    except Exception:
-        print(f"== {make.__name__}")
-        sys.excepthook(*sys.exc_info())
-sys.stderr = sys.__stderr__
-print("== printed by the script")
-try:
-    torch.optim.SGD([], lr=0.1)
-except ValueError:
-    traceback.print_exc(file=sys.stdout)
-x, y = batch()
-nn.functional.mse_loss(model(x), y).backward()
-optimizer.step()
-torch.save(model.state_dict(), sys.argv[1])
-"""
-)
-
-
-def test_a_traceback_that_ends_the_script_has_the_scripts_frames_alone(tmp_path: Path) -> None:
-    without, measured = bare(ERRORS, tmp_path), with_run(ERRORS, tmp_path)
-    names = [_named(outcome.out, tmp_path) for outcome in (without, measured)]
-    makers = ["forward", "clip", "closure_in_step", "empty", "cause", "recursion"]
-    assert [list(each) for each in names] == [[*makers, "printed by the script"]] * 2
-    for make in makers:
-        assert len(names[0][make]) > 3
-        assert names[1][make] == names[0][make], make
-    assert "in watched_init" in "".join(names[1]["printed by the script"])
-
-
-def _named(out: str, folder: Path) -> dict[str, list[str]]:
-    """Tracebacks by what raised them, without the frames of torch's modules, which differ where a module has hooks."""
-    named = {}
-    for part in out.split("== ")[1:]:
-        name, *lines = part.splitlines()
-        text = re.sub(r"repeated \d+ more", "repeated many more", "\n".join(lines))
-        frames = re.split(r"\n(?=  File )", text)
-        kept = [frame for frame in frames if "torch/nn/modules/module.py" not in frame]
-        named[name] = [re.sub(rf"{re.escape(str(folder))}/(bare|run)", "", frame) for frame in kept]
-    return named
 
 
 def test_every_remedy_replaces_something_that_sonde_says() -> None:

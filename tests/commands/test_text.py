@@ -44,9 +44,13 @@ def test_a_long_document_is_shuffled_in_parts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.jsonl", '{"text": "x"}\nnonsense\n', "line 2 of {file} is not JSON"),
-        ("a.jsonl", '{"text": "x"}\n{"body": "y"}\n', 'line 2 of {file} has no "text", got \'{{"body": "y"}}\''),
-        ("a.jsonl", '["x"]\n', 'line 1 of {file} has no "text"'),
+        ("a.jsonl", '{"text": "x"}\nnonsense\n', "line 2 of {file} is no JSON object with a \"text\", got 'nonsense'"),
+        (
+            "a.jsonl",
+            '{"text": "x"}\n{"body": "y"}\n',
+            'line 2 of {file} is no JSON object with a "text", got \'{{"body',
+        ),
+        ("a.jsonl", '["x"]\n', "line 1 of {file} is no JSON object"),
         ("a.txt", " \n ", "{file} has no text"),
     ],
 )

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 import sonde
-from sonde.commands.run import environment_of
-from sonde.commands.run_options import RunOptions
-from tests.commands.scripts import ATTACH, STEP
+from sonde.commands.run import RunOptions, environment_of
+from tests.commands.scripts import ATTACH, STEP, whole
 from tests.new_process import Ended, Python, as_python
 
 
@@ -97,7 +96,7 @@ def _outcome(
 ) -> Outcome:
     folder.mkdir(parents=True)
     file, weights = folder / "script.py", folder / "weights.pt"
-    file.write_text(script)
+    file.write_text(whole(script))
     arguments = [*before, str(file), str(weights), "--lr", "3"]
     variables = {**(environment or {}), "OMP_NUM_THREADS": "1"}
     if ranks > 1:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from sonde.cli import main
-from sonde.demos.arithmetic.options import EntropyDemoOptions
 from sonde.runs.reader import read_run
 
 pytest.importorskip("trl", reason="needs trl: pip install '.[trl]'")
@@ -73,31 +72,27 @@ def test_a_failing_training_is_reported_and_keeps_its_measurements(
 @pytest.mark.filterwarnings("ignore")
 def test_ctrl_c_keeps_the_measurements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A real signal to this process, which may have imported TRL already: a new one would import it for seconds."""
-    folder, is_over, strays = tmp_path / "run", threading.Event(), list[int]()
+    folder, is_over = tmp_path / "run", threading.Event()
 
     def press_ctrl_c() -> None:
         log = folder / "records.jsonl"
         while not is_over.wait(0.05):
-            if log.exists() and '"policy"' in log.read_text():
+            if log.exists() and '{"kind":"policy"' in log.read_text():
                 return os.kill(os.getpid(), signal.SIGINT)
 
-    def note(number: int, _: object) -> None:
-        strays.append(number)
-
-    # A signal that the demo does not take must not end the test run.
-    before, presses = signal.signal(signal.SIGINT, note), threading.Thread(target=press_ctrl_c)
+    presses = threading.Thread(target=press_ctrl_c)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
     presses.start()
     try:
         status = main(["demo", "entropy", *SMALL[2:], "--steps", "1000", "--out", str(folder)])
-        assert signal.getsignal(signal.SIGINT) is note
     finally:
         is_over.set()
         presses.join()
         signal.signal(signal.SIGINT, before)
-    assert (status, strays) == (130, [])
+    assert status == 130
     said = capsys.readouterr()
-    assert "Stopped at step" in said.out
-    assert str(read_run(folder).ended).startswith("stopped at step ")
+    assert "Stopped after step" in said.out
+    assert read_run(folder).ended == "interrupted"
     assert (folder / "report.html").exists()
     assert "Traceback" not in said.err
 
@@ -120,27 +115,8 @@ def test_bad_options(options: list[str], message: str, capsys: pytest.CaptureFix
     assert message in capsys.readouterr().err
 
 
-def test_flags_override_options_from_a_file(tmp_path: Path) -> None:
-    from sonde.cli import _parse
-
-    config = tmp_path / "demo.yaml"
-    config.write_text("steps: 7\nlearning-rate: 1e-4\n")
-    options = _parse(["demo", "entropy", "--config", str(config), "--steps", "9"])
-    assert isinstance(options, EntropyDemoOptions)
-    assert (options.steps, options.learning_rate, options.every) == (9, 1e-4, 5)
-
-
 def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine").write_text("mine")
     assert main(["demo", "entropy", *SMALL, "--out", str(tmp_path)]) == 2
     assert "a folder that is not empty" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
-def test_help_describes_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "entropy", "--help"]) == 0
-    message = " ".join(capsys.readouterr().out.split())
-    assert "sonde demo entropy" in message
-    assert "forecasts what the optimizer's step will do" in message
-    assert main(["demo", "--help"]) == 0
-    assert "sonde demo entropy" in " ".join(capsys.readouterr().out.split())

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sonde
 from sonde.gradient_norm.global_norm import global_norm
 from sonde.gradient_norm.plan import NormPlan
-from sonde.gradient_norm.power_sums import block_length, is_read_in_blocks, power_sum, square_sum_in_blocks
+from sonde.gradient_norm.power_sums import block_length, is_read_in_blocks, power_sum
 from tests.ranks import Ranks, mesh_of
 
 
@@ -47,16 +47,18 @@ class LargestBuffer(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(512, 1024), (300, 700), (8, 64, 256), (2, 40_000)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(512, 1024), (300, 700), (64, 256), (2, 40_000), (8192,), (10_007,), (2048, 8)], ids=str
+)
 def test_blocks_are_as_exact_as_fp32_needs(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     gradient = torch.randn(shape).to(dtype)
     assert is_read_in_blocks(gradient)
     exact = float(gradient.double().square().sum())
-    # The kernel adds half-precision elements one after the other, which rounds more.
-    assert float(square_sum_in_blocks([gradient])) == pytest.approx(exact, rel=1e-8 if dtype.itemsize == 4 else 1e-7)
+    # Elements far smaller than a block's sum so far are rounded off; in half precision, more of them fall on one side.
+    assert float(power_sum([gradient], 2.0, in_blocks=True)) == pytest.approx(exact, rel=1e-7)
 
 
-@pytest.mark.parametrize("columns", [1024, 257, 511, 1000, 1600, 2880, 50257])
+@pytest.mark.parametrize("columns", [1024, 257, 511, 1000, 1600, 2053, 2880, 50257])
 def test_large_gradients_are_not_converted(columns: int) -> None:
     """A pass in fp64 would return 128k elements of fp64 at a time."""
     parameter = with_gradient(torch.randn(2**20 // columns, columns))
@@ -121,7 +123,7 @@ def test_no_cut_on_a_block_border_changes_one_bit(size: int) -> None:
                 part = whole[a:b, c:d]
                 offset = int(torch.randint(0, 16, (), generator=generator))  # shards lie anywhere in a flat buffer
                 parts.append(padded[offset : offset + part.numel()].view(part.shape).clone().copy_(part))
-        sums.append(float(square_sum_in_blocks([p for p in parts if p.numel()])))
+        sums.append(float(power_sum([p for p in parts if p.numel()], 2.0, in_blocks=True)))
     assert len(set(torch.tensor(sums, dtype=torch.float64).sqrt().float().tolist())) == 1
     # The order of the sum in fp64 differs, the norms of the blocks do not: a cut inside a block would change 1e-10.
     assert max(sums) / min(sums) - 1 < 1e-13
@@ -151,18 +153,16 @@ def test_the_norm_does_not_depend_on_the_ranks(ranks4: Ranks, inner: tuple[int, 
     assert len({norm for norms in ranks4(_any_cut, *inner) for norm in norms}) == 1
 
 
-def _cut_inside_a_block() -> list[Any]:
+def _cut_inside_a_block() -> float:
     mesh = mesh_of((2,))
     gradient = torch.randn(600, 257, generator=torch.Generator().manual_seed(1))
     p = nn.Parameter(distribute_tensor(torch.zeros_like(gradient), mesh, [Shard(1)]))
     p.grad = distribute_tensor(gradient, mesh, [Shard(1)])
-    ratio = float(sonde.clip_grad_norm_(p, None, mesh=mesh)) / float(gradient.double().norm())
-    return [is_read_in_blocks(p.grad), ratio]
+    return float(sonde.clip_grad_norm_(p, None, mesh=mesh)) / float(gradient.double().norm())
 
 
-def test_cuts_inside_a_block_are_read_in_fp64(ranks2: Ranks) -> None:
-    for in_blocks, ratio in ranks2(_cut_inside_a_block):
-        assert not in_blocks
+def test_cuts_inside_a_block_change_the_eighth_digit_at_most(ranks2: Ranks) -> None:
+    for ratio in ranks2(_cut_inside_a_block):
         assert ratio == pytest.approx(1.0, rel=1e-7)
 
 
@@ -184,7 +184,7 @@ def test_what_is_not_finite_stays_so() -> None:
 
 
 def _huge_on_one_rank(size: float) -> list[Any]:
-    """Only rank 1's shard leaves the range of fp32; both ranks measure again, and only then."""
+    """Only rank 1's shard leaves the range of fp32, and only this rank reads it again."""
     mesh, rank = mesh_of((2,)), dist.get_rank()
     local = torch.randn(256, 512, generator=torch.Generator().manual_seed(rank)) * (size if rank else 1.0)
     whole = torch.cat([torch.randn(256, 512, generator=torch.Generator().manual_seed(r)).double() for r in range(2)])
@@ -200,12 +200,12 @@ def _huge_on_one_rank(size: float) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize(("size", "collectives"), [(1.0, 1), (1e25, 2)])
-def test_all_ranks_measure_again_or_none_does(ranks2: Ranks, size: float, collectives: int) -> None:
+@pytest.mark.parametrize("size", [1.0, 1e25])
+def test_a_shard_beyond_fp32_takes_no_collective_more(ranks2: Ranks, size: float) -> None:
     for with_mesh, n_with_mesh, without, n_without in ranks2(_huge_on_one_rank, size):
         assert with_mesh == pytest.approx(1.0, rel=1e-6)
         assert without == pytest.approx(1.0, rel=1e-6)
-        assert n_with_mesh == n_without == collectives
+        assert n_with_mesh == n_without == 1
 
 
 def test_other_orders_are_read_in_fp64() -> None:

@@ -84,34 +84,6 @@ def _one_bad_option_without(*args: Any) -> list[str]:
     return _one_bad_option(*args, with_mesh=False)
 
 
-def _orders_differ(scale: float, other: float) -> str:
-    """Gradients so large that they are read in blocks, whose squares leave the range of fp32."""
-    gradient = torch.full((256, 256), scale)
-    norm_type = other if dist.get_rank() else 2.0
-    return _called(sonde.clip_grad_norm_, [plain(gradient)], 1.0, norm_type, mesh=mesh_of((2,)))
-
-
-@pytest.mark.parametrize("scale", [0.0, 1e-25, 1e25])
-@pytest.mark.parametrize("other", [1.0, 3.0, math.inf])
-def test_another_order_on_one_rank_is_refused_where_gradients_are_read_again(
-    ranks2: Ranks, scale: float, other: float
-) -> None:
-    for message in ranks2(_orders_differ, scale, other):
-        assert "norm_type differs between ranks" in message
-
-
-def _groups_differ(n: int) -> str:
-    gradients = [torch.zeros(256, 256) for _ in range(3)]
-    by_group = ["a", "b", "c"] if dist.get_rank() else ["a", "a", "b"][: n + 1] + ["a"] * (2 - n)
-    return _called(sonde.get_total_norm, gradients, mesh=mesh_of((2,)), by_group=by_group)
-
-
-@pytest.mark.parametrize("n", [0, 1, 2])
-def test_other_groups_on_one_rank_are_refused_where_gradients_are_read_again(ranks2: Ranks, n: int) -> None:
-    for message in ranks2(_groups_differ, n):
-        assert "by_group= differs between ranks" in message
-
-
 def _partial_of_two_dtypes_in_another_order() -> str:
     mesh = mesh_of((2,))
     made = [
@@ -241,7 +213,7 @@ def _verified_on_one_rank() -> str:
 
 def test_a_plan_that_is_verified_on_one_rank_only_is_refused(ranks2: Ranks) -> None:
     for message in ranks2(_verified_on_one_rank):
-        assert "verify= differs between ranks, got " in message
+        assert "verify differs between ranks, got " in message
 
 
 def _declared_like(counts: tuple[int, ...], order: float) -> str:

@@ -6,11 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sonde
-from tests.ranks import Ranks, mesh_of
 
 
 def gradients(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -41,23 +39,14 @@ def test_as_torch(max_norm: float, dtype: torch.dtype) -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=0)
 
 
-def test_large_gradients_are_clipped_to_the_norm_asked_for() -> None:
-    parameters = gradients((4096, 2048))
-    exact = float(parameters[0].grad.double().norm())  # type: ignore[union-attr]
-    assert float(sonde.clip_grad_norm_(parameters, 1.0)) == pytest.approx(exact, rel=1e-7)
-    assert float(parameters[0].grad.double().norm()) == pytest.approx(1.0, rel=1e-6)  # type: ignore[union-attr]
-
-
-def test_huge_gradients_are_clipped_and_not_zeroed() -> None:
-    """Their squares overflow in fp32: torch's norm is infinite, and its clip sets everything to 0."""
-    parameters = gradients((400, 300))
-    for p in parameters:
-        p.grad.mul_(1e30)  # type: ignore[union-attr]
-    theirs = copies(parameters)
-    sonde.clip_grad_norm_(parameters, 1.0)
-    assert float(parameters[0].grad.norm()) == pytest.approx(1.0, rel=1e-5)  # type: ignore[union-attr]
-    torch.nn.utils.clip_grad_norm_(theirs, 1.0)
-    assert float(theirs[0].grad.norm()) == 0.0  # type: ignore[union-attr]  # if this fails, torch has fixed it
+def test_gradients_are_multiplied_by_torchs_coefficient_to_the_last_bit() -> None:
+    """On a CPU it is computed in Python numbers, rounded to fp32 after each operation as torch's kernels round."""
+    generator = torch.Generator().manual_seed(0)
+    for k in range(300):
+        (p,) = gradients((11,))
+        before, max_norm = p.grad.clone(), 10.0 ** float(torch.rand((), generator=generator) * 4 - 3)  # type: ignore[union-attr]
+        norm = sonde.clip_grad_norm_(p, max_norm)
+        assert torch.equal(p.grad, before * torch.clamp(max_norm / (norm + 1e-6), max=1.0)), k  # type: ignore[arg-type]
 
 
 def test_single_tensor_generator_missing_and_repeated() -> None:
@@ -92,20 +81,6 @@ def test_not_finite(bad: float) -> None:
     assert not math.isfinite(float(sonde.clip_grad_norm_([a, b], math.inf)))
 
 
-def _sharded() -> tuple[float, list[float]]:
-    mesh = mesh_of((2,))
-    p = nn.Parameter(distribute_tensor(torch.ones(5), mesh, [Shard(0)]))  # 3 on one rank, 2 on the other
-    p.grad = distribute_tensor(torch.full((5,), 2.0), mesh, [Shard(0)])
-    norm = sonde.clip_grad_norm_(p, 1.0)
-    return float(norm), p.grad.full_tensor().tolist()  # type: ignore[attr-defined]
-
-
-def test_sharded_gradients_are_clipped_by_the_norm_of_all_shards(ranks2: Ranks) -> None:
-    for norm, clipped in ranks2(_sharded):
-        assert norm == pytest.approx(math.sqrt(20), rel=1e-7)
-        assert clipped == pytest.approx([2 / math.sqrt(20)] * 5, rel=1e-6)
-
-
 def test_named_parameters_are_named() -> None:
     model = nn.Linear(3, 2)
     model.weight.grad, model.bias.grad = torch.ones(2, 3), torch.tensor([math.nan, 1.0])
@@ -131,12 +106,6 @@ def test_none_only_measures() -> None:
     before = copies(parameters)
     assert float(sonde.clip_grad_norm_(parameters, None)) > 1
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(parameters, before, strict=True))  # type: ignore[arg-type]
-
-
-def test_zero_is_not_none() -> None:
-    parameters = gradients((7, 3))
-    sonde.clip_grad_norm_(parameters, 0.0)
-    assert not parameters[0].grad.any()  # type: ignore[union-attr]
 
 
 def test_not_finite_skipped_or_asserted() -> None:
@@ -236,11 +205,11 @@ def test_the_host_reads_nothing_but_what_a_cpu_has_at_hand() -> None:
     with Items():
         for n_calls, nonfinite in enumerate(("ignore", "skip"), 1):
             sonde.clip_grad_norm_distributed_(plan, 1.0, nonfinite=nonfinite)  # type: ignore[arg-type]
-            assert Items.count == 2 * n_calls  # whether the norm overflows fp32, and whether the coefficient is 1
+            assert Items.count == 2 * n_calls  # whether blocks are in fp32's range, and the norm
         sonde.clip_grad_norm_distributed_(plan, None)
-        assert Items.count == 4
-        sonde.clip_grad_norm_distributed_(plan, None, nonfinite="raise")
         assert Items.count == 5
+        sonde.clip_grad_norm_distributed_(plan, None, nonfinite="raise")
+        assert Items.count == 7
 
 
 def test_a_cpu_multiplies_by_nothing_that_is_one() -> None:
@@ -340,12 +309,15 @@ def test_an_exhausted_iterator_is_warned_of() -> None:
 @pytest.mark.parametrize(
     ("made_of", "match"),
     [
-        (lambda p: torch.optim.SGD([p]), r"got the optimizer SGD: pass \[p for group in optimizer.param_groups for p"),
-        (lambda p: torch.optim.SGD([p]).param_groups[0], r"got one group of an optimizer: pass its tensors, group\['p"),
+        (
+            lambda p: torch.optim.SGD([p]),
+            r"got an optimizer or its groups: pass \[p for group in optimizer.param_groups",
+        ),
+        (lambda p: torch.optim.SGD([p]).param_groups[0], r"got an optimizer or its groups: pass \[p for group in opt"),
         (lambda p: {"w": p}, r"got a dict: pass its items\(\), names and tensors"),
         (lambda p: 3, r"got 3: pass model.parameters\(\)"),
     ],
 )
 def test_what_is_no_list_of_parameters_is_named(made_of: Any, match: str) -> None:
-    with pytest.raises(ValueError, match=f"parameters must be tensors, {match}"):
+    with pytest.raises(ValueError, match=f"parameters must be tensors, .*{match}"):
         sonde.clip_grad_norm_(made_of(nn.Parameter(torch.ones(2))), 1.0)

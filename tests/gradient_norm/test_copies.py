@@ -57,7 +57,7 @@ def _experts(sharded_over: str, kind: str) -> str:
 def test_undeclared_experts_are_refused_where_mesh_has_no_axis_of_their_cut(ranks4: Ranks, sharded_over: str) -> None:
     for message in ranks4(_experts, sharded_over, "undeclared"):
         assert "DTensors on a part of mesh= (here 1, the first is w) have gradients that differ" in message
-        assert "declare experts by replicas=" in message
+        assert "declare experts and shards by replicas=" in message
     for message in ranks4(_experts, sharded_over, "declared"):
         assert norm_in(message) == pytest.approx(math.sqrt(squares(0, 1)), rel=1e-6)
     for message in ranks4(_experts, sharded_over, "copies"):

@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from sonde.gradient_norm.agreement import Ballot, contrast, digest, disagreements
+from sonde.gradient_norm.agreement import Ballot, contrast, digest
 from sonde.gradient_norm.cross_check import NormRequest
-from sonde.gradient_norm.global_norm import GlobalNorm
+from sonde.gradient_norm.global_norm import GlobalNorm, SummedVector
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.scaling import clip_measured_
-from sonde.gradient_norm.summed_vector import SummedVector
 
 
 def measured(plan: NormPlan, thresholds: tuple[float, float], *, failed: float, wrong_call: float) -> GlobalNorm:
@@ -24,15 +23,8 @@ def measured(plan: NormPlan, thresholds: tuple[float, float], *, failed: float, 
     total.sums.fill_(25.0)
     total.failed.fill_(failed)
     total.wrong_call.fill_(wrong_call)
-    return OnAGpu(total, NormRequest(2.0, thresholds[0], "raise"), plan.collect(), has_peers=True)
-
-
-class OnAGpu(GlobalNorm):
-    """A norm that cannot be read without waiting, so that no rank has raised yet."""
-
-    @property
-    def failed(self) -> torch.Tensor:  # type: ignore[override]
-        return self.total.failed + disagreements(self.total.slots, uses_max=False).any()
+    request = NormRequest(2.0, thresholds[0], "raise")
+    return GlobalNorm(total.sums, plan.collect(), False, True, total, request)
 
 
 @pytest.mark.parametrize(

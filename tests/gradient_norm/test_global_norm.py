@@ -83,49 +83,6 @@ def test_nothing_at_all() -> None:
     assert torch.equal(norm.norm, torch.zeros((), dtype=torch.float64))
 
 
-def _order_of_events() -> list[str]:
-    """Without a mesh: gradients cut over two sets of ranks."""
-    from sonde.gradient_norm import summed_vector as module
-
-    mesh = mesh_of((2, 2), ("dp", "tp"))
-    plan = sonde.group_parameters_for_norm(
-        [placed(torch.ones(2), mesh[axis], [Shard(0)], (4,)) for axis in ("dp", "tp")]
-    )
-    events: list[str] = []
-    read, reduce = module.power_sum, module.start_reduce
-
-    class Waited:
-        def __init__(self, work: Any) -> None:
-            self._work = work
-
-        def wait(self) -> None:
-            events.append("wait")
-            self._work.wait()
-
-    def spied_read(*args: Any) -> Tensor:
-        events.append("read")
-        return read(*args)
-
-    def spied_reduce(*args: Any) -> Any:
-        work = reduce(*args)
-        if work is None:
-            return None
-        events.append("begin")
-        return Waited(work)
-
-    module.power_sum, module.start_reduce = spied_read, spied_reduce  # type: ignore[assignment]
-    try:
-        sonde.clip_grad_norm_distributed_(plan, None)
-    finally:
-        module.power_sum, module.start_reduce = read, reduce
-    return events
-
-
-def test_sums_over_ranks_run_while_other_gradients_are_read(ranks4: Ranks) -> None:
-    for events in ranks4(_order_of_events):
-        assert events == ["read", "begin", "read", "begin", "wait", "wait"]
-
-
 def _opened() -> set[tuple[int, ...]]:
     mesh = mesh_of((2, 2), ("dp", "tp"))
     p = placed(torch.ones(3), mesh, [Shard(0), Partial()], (6,), [Shard(0), Replicate()])

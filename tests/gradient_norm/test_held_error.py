@@ -246,35 +246,6 @@ def test_an_unexpected_error_on_one_rank_leaves_no_rank_waiting(ranks2: Ranks, o
     assert "gradients cannot be summed on cpu: LookupError: these elements are elsewhere" in second
 
 
-class _UnreadableInFp64(torch.Tensor):
-    """A gradient that can be read in blocks; in fp64 there is no memory for it."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") == "copy_":
-            raise MemoryError("no room for fp64")
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-def _unreadable_a_second_time(with_mesh: bool) -> str:
-    mesh = mesh_of((2,))
-    p = nn.Parameter(distribute_tensor(torch.zeros(512, 512), mesh, [Shard(0)]))
-    p.grad = distribute_tensor(torch.full((512, 512), 1e30), mesh, [Shard(0)])
-    if dist.get_rank():
-        p.grad._local_tensor = p.grad._local_tensor.as_subclass(_UnreadableInFp64)
-    try:
-        return str(float(sonde.clip_grad_norm_([p], 1.0, mesh=mesh if with_mesh else None)))
-    except ValueError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize("with_mesh", [True, False])
-def test_no_memory_for_the_second_reading_leaves_no_rank_waiting(ranks2: Ranks, with_mesh: bool) -> None:
-    first, second = ranks2(_unreadable_a_second_time, with_mesh)
-    assert "another rank found a gradient that cannot be counted" in first
-    assert "gradients cannot be summed on cpu: MemoryError: no room for fp64" in second
-
-
 class _Nowhere(torch.Tensor):
     """A gradient of a kind that nobody knows: it does not say on which device it is."""
 

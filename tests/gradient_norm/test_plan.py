@@ -94,11 +94,14 @@ def _stages() -> tuple[list[float], list[str]]:
     mesh = mesh_of((2, 2), ("pp", "dp"))
     p = placed(torch.ones(2), mesh["dp"], [Shard(0)], (4,))  # each stage has its own
     plan = sonde.group_parameters_for_norm([p], mesh=mesh, pp_mesh=mesh["pp"])
-    late = sonde.group_parameters_for_norm([p])
+    unnamed = mesh_of(
+        (2, 2), ("stage", "data")
+    )  # of a mesh with an axis "pp", the plan would ask for the stages at once
+    late = sonde.group_parameters_for_norm([placed(torch.ones(2), unnamed["data"], [Shard(0)], (4,))])
     norms = [
         float(sonde.clip_grad_norm_distributed_(plan, None)),
         float(sonde.clip_grad_norm_distributed_(plan, None, 2.0, mesh["pp"])),
-        float(sonde.clip_grad_norm_distributed_(late, None, 2.0, mesh["pp"])),
+        float(sonde.clip_grad_norm_distributed_(late, None, 2.0, unnamed["stage"])),
     ]
     messages = []
     wrong: list[dict[str, Any]] = [

@@ -39,21 +39,6 @@ def test_the_norm_is_torchs_and_changes_nothing(order: float, dtype: torch.dtype
     assert all(torch.equal(t, b) and t.grad is None for t, b in zip(tensors, before, strict=True))
 
 
-@pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e6, math.inf])
-def test_both_steps_are_one_clip(max_norm: float) -> None:
-    ours = gradients((7, 3), (300, 400))
-    theirs, together = gradients((7, 3), (300, 400)), gradients((7, 3), (300, 400))
-    for p, q, r in zip(ours, theirs, together, strict=True):
-        q.grad, r.grad = p.grad.clone(), p.grad.clone()  # type: ignore[union-attr]
-    norm = sonde.get_total_norm(grads_of(ours))
-    sonde.clip_grads_with_norm_([*ours, ours[0]], max_norm, norm)  # a tensor that comes twice is scaled once
-    torch.nn.utils.clip_grads_with_norm_(theirs, max_norm, norm)
-    assert torch.equal(sonde.clip_grad_norm_(together, max_norm), norm)
-    for p, q, r in zip(ours, theirs, together, strict=True):
-        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
-        assert torch.equal(p.grad, r.grad)  # type: ignore[arg-type]
-
-
 def _on_ranks(way: str) -> dict[str, Any]:
     cut = WAYS[way][1]()
     norms, counts = [], []
@@ -132,11 +117,6 @@ def test_what_cannot_be_is_refused() -> None:
         sonde.get_total_norm([bad], error_if_nonfinite=True)
     assert math.isnan(sonde.get_total_norm([bad]))
     assert float(sonde.get_total_norm([])) == 0.0
-
-
-def test_no_tensors_have_no_groups() -> None:
-    norm, by_group = sonde.get_total_norm([], by_group=[])
-    assert (float(norm), by_group) == (0.0, {})
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from sonde.integrations.guarded import GuardedProbe
+import sonde
+from sonde.integrations.guarded import GuardedProbe, warn_if_untested
 from tests.batch_size.loops import batch, mean_loss, small_model
 from tests.integrations.plain_loop import optimizer_of
 from tests.ranks import Ranks
@@ -121,3 +122,19 @@ def test_an_error_of_the_training_inside_a_piece_is_raised_as_it_is() -> None:
     reading = probe.reading()
     assert reading is not None
     assert reading.windows == 2
+
+
+def test_a_version_that_was_not_tested_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    warn_if_untested("trainer", "1.15.3", ("1.15", "1.16"))
+    assert caplog.text == ""
+    for version in ("1.14.9", "1.16.0"):
+        warn_if_untested("trainer", version, ("1.15", "1.16"))
+        said = f"trainer {version} is not a version that sonde was tested with, which are those from 1.15 to below 1.16"
+        assert said in caplog.text
+
+
+def test_an_integration_is_imported_when_it_is_first_used() -> None:
+    assert sonde.integrations.guarded.GuardedProbe is GuardedProbe
+    for name in ("trll", "_trl"):
+        with pytest.raises(AttributeError, match=f"'sonde.integrations' has no attribute '{name}'"):
+            getattr(sonde.integrations, name)

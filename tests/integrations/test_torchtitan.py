@@ -223,15 +223,6 @@ def test_closing_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:
         integration.attach(object())
 
 
-def test_another_version_is_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.2.1")
-    with caplog.at_level(logging.WARNING):
-        integration.attach(trainer_of(config_of(tmp_path)), unit="rows", verbose=False).close()
-    assert "torchtitan 0.2.1 is not a version that sonde was tested with, which are those from 0.3" in caplog.text
-
-
 def test_guard_the_order_of_torchtitans_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the integration leans on: these calls, by these names and with these arguments, in this order."""
     trainer = trainer_of(config_of(tmp_path, steps=2))

@@ -90,7 +90,7 @@ def _clipped(options: dict[str, Any]) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     from torch.distributed.tensor.debug import CommDebugMode
 
-    from sonde.integrations.wrapped_methods import WrappedMethods
+    from sonde.integrations.guarded import WrappedMethods
     from tests.integrations.titan_trainer import config_of, integration, titan, trainer_of, whole_state
 
     norms: dict[bool, list[float]] = {False: [], True: []}

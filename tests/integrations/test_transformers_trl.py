@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 from accelerate.state import AcceleratorState  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from trl import KTOConfig, KTOTrainer, SFTTrainer  # noqa: E402
+from trl import KTOConfig, KTOTrainer  # noqa: E402
 
 import sonde  # noqa: E402
 from sonde.demos.arithmetic import task  # noqa: E402
@@ -82,46 +82,6 @@ def test_supervised_fine_tuning(tmp_path: Path, options: dict[str, Any]) -> None
     assert same_numbers(reading, plain_loop(start, windows, loss_of))
 
 
-class MeanLoss(SFTTrainer):  # type: ignore[misc]
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return model(**inputs).loss
-
-
-class WithMore(SFTTrainer):  # type: ignore[misc]
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return 2 * super().compute_loss(model, inputs, *args, **kwargs)
-
-
-@pytest.mark.parametrize(("kind", "over_window"), [(MeanLoss, False), (WithMore, True)])
-def test_the_loss_of_a_subclass_shows_how_pieces_weigh(
-    kind: type[SFTTrainer],
-    over_window: bool,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    trainer = sft(tmp_path, kind=kind)
-    start, recorded = copy.deepcopy(trainer.model), record(trainer)
-    probe = integration.attach(trainer, on_error="raise", **(BY_PIECES | {"verbose": True}))
-    trainer.train()
-    said = "weigh by their loss tokens: the loss is " if over_window else "each piece weighs the same, since the loss "
-    assert capsys.readouterr().err.count(said) == 1
-    windows = []
-    for window in recorded.windows:
-        pieces = []
-        for inputs, n_items in window:
-            tokens = [sum(label != -100 for label in row[1:]) for row in inputs["labels"].tolist()]
-            weight = sum(tokens) / n_items if over_window else 1.0
-            pieces.append(Piece(inputs, {"unit_weights": tokens}, weight, torch.tensor(n_items)))
-        windows.append(pieces)
-
-    def loss_of(model: Any, piece: Piece) -> Any:
-        if over_window:
-            return trainer.compute_loss(model, dict(piece.inputs), num_items_in_batch=piece.n_items)
-        return type(model).forward(model, **piece.inputs).loss  # SFTTrainer replaces the forward of its own model
-
-    assert same_numbers(probe.reading(), plain_loop(start, windows, loss_of))
-
-
 @pytest.mark.parametrize("trainer_of", [dpo, reward])
 def test_preferences_are_counted_in_pairs(tmp_path: Path, trainer_of: Any) -> None:
     start, recorded, probe, other = both(trainer_of, tmp_path)
@@ -144,7 +104,7 @@ def test_trainers_whose_samples_depend_on_each_other(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"measured in prompts: use sonde\.integrations\.trl\.attach\(trainer, \{'gns"):
         integration.attach(grpo)
     sonde.integrations.trl.attach(grpo, {"gns_probe": {"enabled": True, "unit": "prompts"}}).close()
-    with pytest.raises(ValueError, match=r"gns_probe: unit does nothing with TRL"):
+    with pytest.raises(ValueError, match=r"gns_probe: the unit is prompts with TRL, got 'completions'"):
         sonde.integrations.trl.attach(grpo, {"gns_probe": {"enabled": True, "unit": "completions"}})
 
 

@@ -17,17 +17,12 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("no_
 
 from transformers import (  # noqa: E402
     BertConfig,
-    BertForMaskedLM,
     BertForSequenceClassification,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
     Trainer,
 )
 
 from sonde.integrations import transformers as integration  # noqa: E402
-from sonde.integrations.transformers_batches import MicroBatches, is_divided_by, samples, shifts_labels  # noqa: E402
+from sonde.integrations.transformers_batches import MicroBatches, is_divided_by, samples  # noqa: E402
 from tests.integrations.hf_trainer import gpt2, padded, ragged_texts, record, trainer_of  # noqa: E402
 from tests.integrations.plain_loop import BY_PIECES, Piece, plain_loop, same_numbers  # noqa: E402
 
@@ -117,16 +112,6 @@ def test_the_user_weighs_micro_batches(tmp_path: Path, capsys: pytest.CaptureFix
         return nn.functional.cross_entropy(logits, labels, reduction="sum")
 
     assert same_numbers(probe.reading(), plain_loop(start, windows, loss_of))
-
-
-def test_which_losses_shift_labels() -> None:
-    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
-    t5 = T5Config(d_model=8, d_kv=8, d_ff=8, num_layers=1, num_heads=1, vocab_size=9)
-    assert shifts_labels(gpt2())
-    assert not trainer_of("unused")._loss_shifts_labels  # for the same GPT-2: why sonde does not ask the trainer
-    assert shifts_labels(Qwen2ForCausalLM(Qwen2Config(**small, num_key_value_heads=1, vocab_size=9)))
-    assert not shifts_labels(BertForMaskedLM(BertConfig(**small, vocab_size=9)))
-    assert not shifts_labels(T5ForConditionalGeneration(t5))
 
 
 def test_guard_a_division_by_the_windows_items_is_seen_in_the_graph() -> None:

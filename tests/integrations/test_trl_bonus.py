@@ -16,7 +16,6 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 from transformers import TrainerCallback  # noqa: E402
 
 from sonde.integrations import trl as integration  # noqa: E402
-from sonde.integrations.trl_bonus import entropy_coefficient  # noqa: E402
 from sonde.policy.scoring.scorer import Scorer  # noqa: E402
 from sonde.policy.scoring.token_statistics import CausalLMStatistics  # noqa: E402
 from sonde.policy.scoring.training_state import preserve_training_state  # noqa: E402
@@ -97,7 +96,7 @@ def test_the_probes_know_the_clip_and_the_adaptive_coefficient(tmp_path: Path) -
         callbacks=[noting],
     )
     noting.probes = integration.attach(
-        trainer, {"entropy_probe": {"enabled": True, "coefficient_to_hold": True}}, on_error="raise"
+        trainer, {"entropy_probe": {"enabled": True}}, coefficient_to_hold=True, on_error="raise"
     )
     trainer.train()
     assert [coefficient for coefficient, _, _ in noting.seen] == [0.0, 0.25, 0.5, 0.75]
@@ -108,12 +107,3 @@ def test_the_probes_know_the_clip_and_the_adaptive_coefficient(tmp_path: Path) -
     assert norms == [] or noting.seen[-1][1] == pytest.approx(0.01 / (float(norms[-1]) + 1e-6), rel=1e-4)
     [hold] = [f.coefficient_to_hold for step, f in noting.probes.forecasts if step == 1]
     assert hold.present == 0.0
-
-
-def test_guard_trls_controller_remembers_the_entropy_of_the_window_before(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, steps=1, use_adaptive_entropy=True, entropy_target=10.0, entropy_coef=0.3)
-    assert trainer._last_world_entropy == float("inf")
-    assert entropy_coefficient(trainer) == 0.0
-    trainer.train()
-    assert 0.0 < trainer._last_world_entropy < 10.0
-    assert entropy_coefficient(trainer) == trainer.entropy_coef > 0.3

@@ -35,21 +35,32 @@ def failing(monkeypatch: pytest.MonkeyPatch, kind: type, name: str, first: int) 
     monkeypatch.setattr(kind, name, method)
 
 
+@pytest.fixture(scope="module")
+def without_probes(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+    plain = trainer_of(tmp_path_factory.mktemp("plain"), steps=7)
+    plain.train()
+    return weights(plain)
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "first", "n_forecasts"),
     [(TrlRollouts, "fresh", 2, 1), (TrlRollouts, "learned_from", 3, 1), (Scorer, "scored", 4, 1)],
     ids=["before a step", "in a micro-batch", "after a step"],
 )
 def test_training_goes_on_without_the_measurement(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type, name: str, first: int, n_forecasts: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    without_probes: torch.Tensor,
+    kind: type,
+    name: str,
+    first: int,
+    n_forecasts: int,
 ) -> None:
-    plain = trainer_of(tmp_path / "plain", steps=7)
-    plain.train()
     watched = trainer_of(tmp_path / "watched", steps=7)
     failing(monkeypatch, kind, name, first)
     probes = integration.attach(watched, CONFIG, log=tmp_path / "log", on_error="warn")
     watched.train()
-    assert torch.equal(weights(plain), weights(watched))
+    assert torch.equal(without_probes, weights(watched))
     assert watched.state.global_step == 7
     assert len(probes.forecasts) >= n_forecasts
     records = [

@@ -52,7 +52,7 @@ PLACES = {
     "learned_from": "sonde.integrations.trl_rollouts.TrlRollouts",
     "window": "sonde.integrations.trl_rollouts.TrlRollouts",
     "sample": "sonde.policy.entropy_measurement.EntropyMeasurement",
-    "has_moved": "sonde.policy.scoring.optimizer_step.StepWatch",
+    "was_skipped": "sonde.policy.policy_step.PolicyStep",
     "forecast": "sonde.policy.entropy_measurement.EntropyMeasurement",
 }
 """Methods that are called before, between and after gatherings, by their classes."""

@@ -13,7 +13,6 @@ transformers = pytest.importorskip("transformers", reason="needs transformers: p
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 import sonde  # noqa: E402
-from tests.integrations.hf_trainer import gpt2  # noqa: E402
 
 N, T = 3, 12
 ASKED = None
@@ -76,11 +75,6 @@ t5 = of(
     "T5ForConditionalGeneration", "T5Config", d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=29,
     decoder_start_token_id=0,
 )  # fmt: skip
-whisper = of(
-    "WhisperForConditionalGeneration", "WhisperConfig", vocab_size=29, d_model=16, encoder_layers=1, decoder_layers=1,
-    encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, num_mel_bins=5,
-    max_source_positions=10, bos_token_id=0, eos_token_id=0, pad_token_id=0, decoder_start_token_id=0,
-)  # fmt: skip
 speech = of(
     "Wav2Vec2ForCTC", "Wav2Vec2Config", **SMALL, vocab_size=29, conv_dim=(8, 8), conv_stride=(4, 2), conv_kernel=(8, 4),
     num_feat_extract_layers=2, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, mask_time_prob=0.0,
@@ -92,18 +86,14 @@ clip = of(
 )  # fmt: skip
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], int | None]] = {
-    "GPT-2": (gpt2, text, N),
     "Llama": (llama, text, N),
     "Llama, positions that rows share": (llama, lambda: text(position_ids=torch.arange(T)[None]), N),
-    "Llama, scores alone": (llama, lambda: {"input_ids": ids()}, N),
     "Llama, a tuple": (llama, lambda: text(return_dict=False), N),
-    "Llama, hidden states": (llama, lambda: text(output_hidden_states=True), N),
     "Llama, a causal mask": (
         llama,
         lambda: text(attention_mask=torch.zeros(N, 1, T, T).masked_fill(torch.ones(T, T).triu(1) > 0, -1e9)),
         N,
     ),
-    "preferences, both answers of each pair": (llama, lambda: {"input_ids": ids(2 * N, T)}, 2 * N),
     "packed, with positions": (
         llama,
         lambda: {"input_ids": ids(1, T), "position_ids": torch.arange(T // 2).repeat(2)[None], "labels": ids(1, T)},
@@ -121,28 +111,16 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], in
         },
         ASKED,
     ),
-    "BERT, classes": (
-        of("BertForSequenceClassification", "BertConfig", **bert, num_labels=3),
-        lambda: text(labels=torch.arange(N), token_type_ids=torch.zeros(N, T, dtype=torch.long)),
-        N,
-    ),
     "BERT, choices": (
         of("BertForMultipleChoice", "BertConfig", **bert),
         lambda: {"input_ids": ids(N, 4, T), "labels": torch.zeros(N, dtype=torch.long)},
         N,
     ),
-    "BERT, spans": (
-        of("BertForQuestionAnswering", "BertConfig", **bert),
-        lambda: {"input_ids": ids(), "start_positions": torch.arange(N), "end_positions": torch.arange(N)},
-        N,
-    ),
     "T5": (t5, lambda: text(labels=ids(N, 7)), N),
     "ViT": (vit, lambda: {"pixel_values": torch.randn(N, 3, 8, 8), "labels": torch.arange(N)}, N),
     "CLIP": (clip, lambda: {"input_ids": ids(), "pixel_values": torch.randn(N, 3, 8, 8), "return_loss": True}, N),
-    "Whisper": (whisper, lambda: {"input_features": torch.randn(N, 5, 20), "labels": ids(N, 7)}, N),
     "Wav2Vec2": (speech, lambda: {"input_values": torch.randn(N, 400), "labels": ids(N, 7)}, N),
     "Qwen2-VL, patches of images first": (qwen_vl, pictured_text, N),
-    "Qwen2-VL, text first": (qwen_vl, lambda: dict(reversed(pictured_text().items())), N),
 }
 
 

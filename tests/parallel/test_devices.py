@@ -64,11 +64,11 @@ def test_events_without_timing_leave_the_clock_to_the_host(monkeypatch: pytest.M
     with PretendDevice() as device:
         assert marks_of(DEVICE).func is devices.record_event  # type: ignore[attr-defined]
         clock = WindowClock(marks_of(DEVICE))
-        for _ in range(3):
-            clock.window_ended(was_measured=True)
-        assert clock.take().n_measured == 0
+        for number in range(3):
+            clock.window_ended(number, was_measured=True)
+        assert clock.take()["n_measured"] == 0
         device.catch_up()
-        assert clock.take().n_measured == 2
+        assert clock.take()["n_measured"] == 2
     monkeypatch.setattr(PretendEvent, "elapsed_time", refuses)
     with PretendDevice(), pytest.warns(UserWarning, match="cannot be timed .elapsedTime is not supported.: windows"):
         assert marks_of(DEVICE) is HostMark

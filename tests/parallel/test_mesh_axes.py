@@ -8,10 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from sonde.parallel.meshes import axes_over, place_along, stage_ranks
-from sonde.parallel.placements import cut_every
+from sonde.parallel.placements import axes_over, place_along, stage_ranks
 from sonde.parallel.process_groups import group_over
 from tests.ranks import Ranks, mesh_of
 
@@ -87,25 +85,6 @@ def test_a_group_of_ranks_is_made_once(ranks4: Ranks) -> None:
         assert is_same
         assert is_world
         assert (total, size) == (rank + (rank ^ 1), 2)
-
-
-def _cuts() -> list[int]:
-    line, grid = mesh_of((4,)), mesh_of((2, 2), ("a", "b"))
-    whole = torch.zeros(6, 512)
-    placements: list[tuple[DeviceMesh, list[Any], int]] = [
-        (line, [Replicate()], 1),
-        (line, [Shard(0)], 1),
-        (line, [Shard(1)], 1),
-        (line, [Shard(0)], 0),  # 2, 2, 2 and 0 rows
-        (grid, [Replicate(), Shard(1)], 1),
-        (grid, [Shard(1), Shard(1)], 1),
-    ]
-    return [cut_every(whole, 1), *(cut_every(distribute_tensor(whole, m, p), dim) for m, p, dim in placements)]
-
-
-def test_after_how_many_elements_a_dim_is_cut(ranks4: Ranks) -> None:
-    for cuts in ranks4(_cuts):
-        assert cuts == [0, 0, 0, 128, 2, 256, 1]
 
 
 def _root_axes() -> list[Any]:

@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from sonde.gradient_norm.refused_gradients import check_share
-from sonde.parallel.meshes import ranks_of
-from sonde.parallel.placements import local_tensor, spec_of
+from sonde.parallel.placements import local_tensor, ranks_of, spec_of
 from sonde.parallel.shares import Share, share_of
 from tests.ranks import Ranks, mesh_of
 

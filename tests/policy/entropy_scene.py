@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sonde.policy.cost import Cost
 from sonde.policy.entropy_change import EntropyChangeProbe
-from sonde.policy.entropy_measurement import EntropyMeasurement
+from sonde.policy.entropy_measurement import Cost, EntropyMeasurement
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.optimizer_step import forecast_step
 from sonde.policy.scoring.rollouts import Rollouts
@@ -52,13 +51,16 @@ class Scene:
         self.U = drawn(self.model, 200, N_U, seed=2)
         loss(self.model, self.U).backward()
 
-    def probe(self, *, token_statistics: Any = None, sampler: Any = None, **options: Any) -> EntropyChangeProbe:
+    def probe(
+        self, *, token_statistics: Any = None, sampler: Any = None, beside: Any = None, **options: Any
+    ) -> EntropyChangeProbe:
         return EntropyChangeProbe(
             self.model,
             self.optimizer,
             EntropyChangeOptions(**options),
             token_statistics=token_statistics,
             sampler=sampler,
+            beside=beside,
         )
 
 

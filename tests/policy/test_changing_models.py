@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import sonde
-from sonde.policy.entropy_options import EntropyChangeOptions
+from sonde.contrib.hold_entropy import HoldEntropy
 from sonde.policy.stats.forecast_point import forecast_point
 from sonde.policy.stats.policy_alerts import find_policy_alerts
 from tests.policy.entropy_scene import Scene
@@ -40,7 +40,7 @@ class Counting(SmallPolicy):
 
 PROBES = {
     "forecast": lambda scene: scene.probe().forecast(scene.E),
-    "causes": lambda scene: scene.probe(coefficient_to_hold=True).forecast(scene.E, scene.U, causes=True),
+    "causes": lambda scene: scene.probe(beside=HoldEntropy()).forecast(scene.E, scene.U, causes=True),
     "policy entropy": lambda scene: sonde.PolicyEntropyProbe(scene.model, token_statistics=STATISTICS).measure(scene.E),
     "prompt noise": lambda scene: sonde.PromptNoiseProbe(scene.model, token_statistics=STATISTICS).measure(scene.U),
 }
@@ -68,16 +68,16 @@ def test_parameters_that_are_unfrozen_later_are_part_of_the_step(around: bool) -
     """Frozen while the probe was made, as the base of a model is in the first phase of some trainings."""
     scene = Scene("sgd", lr=0.1)
     scene.model.hidden.requires_grad_(False)
-    probe = scene.probe(first_order=True)
+    probe = scene.probe()
     scene.model.hidden.requires_grad_(True)
-    expected = scene.probe(first_order=True).forecast(scene.E)
+    expected = scene.probe().forecast(scene.E, causes=True)
     if around:
-        with probe.around_step(scene.E) as step:
+        with probe.around_step(scene.E, causes=True) as step:
             scene.optimizer.step()
         found = step.forecast
         assert found.doubt == ""
     else:
-        found = probe.forecast(scene.E)
+        found = probe.forecast(scene.E, causes=True)
     assert found.delta == pytest.approx(expected.delta, rel=1e-5)
     assert found.first_order.delta == pytest.approx(expected.first_order.delta, rel=1e-4)
     scene.model.requires_grad_(False)
@@ -126,10 +126,8 @@ def test_a_scale_that_is_still_in_the_gradients_may_be_given_around_a_step() -> 
         p.grad *= 1024.0
     found = []
     for scene, scale in zip(scenes, (1.0, 1024.0), strict=True):
-        probe = sonde.EntropyChangeProbe(
-            scene.model, scene.optimizer, EntropyChangeOptions(coefficient_to_hold=True, first_order=True)
-        )
-        with probe.around_step(scene.E, gradient_scale=1 / scale, applied_scale=scale) as around:
+        probe = scene.probe(beside=HoldEntropy(applied_scale=scale))
+        with probe.around_step(scene.E, gradient_scale=1 / scale, causes=True) as around:
             for p in scene.model.parameters():
                 p.grad /= scale
             scene.optimizer.step()

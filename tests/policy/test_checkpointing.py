@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
+from sonde.contrib.hold_entropy import HoldEntropy
 from sonde.policy.entropy_change import EntropyChangeProbe
-from sonde.policy.entropy_options import EntropyChangeOptions
-from sonde.policy.scoring.checkpointing import is_checkpointing
+from sonde.policy.entropy_options import EntropyChangeOptions, MeanGradients
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
-from tests.small_policy import STATISTICS, SmallPolicy, drawn, loss, policy
+from sonde.policy.scoring.training_state import is_checkpointing
 
 pytest.importorskip("transformers", reason="needs transformers: pip install '.[trl]'")
 
@@ -58,7 +57,7 @@ def measured(model: Any, **options: Any) -> tuple[int, Any]:
     probe = EntropyChangeProbe(
         model,
         torch.optim.SGD(model.parameters(), lr=1e-3),
-        EntropyChangeOptions(update="gradient", derivatives="forward", **options),
+        EntropyChangeOptions(update=MeanGradients(**options)),
         token_statistics=CausalLMStatistics(),
     )
     with torch.autograd.graph.saved_tensors_hooks(pack, same):
@@ -74,6 +73,8 @@ def test_checkpointing_gives_the_same_numbers_with_fewer_activations(was_on: boo
     assert forecast.se == pytest.approx(plain.se, rel=1e-4)
     assert bytes_ < 0.4 * plain_bytes, (bytes_, plain_bytes)
     assert not is_checkpointing(model)
+    assert not any("_gradient_checkpointing_func" in vars(module) for module in model.modules())
+    assert not model.get_input_embeddings()._forward_hooks
     if was_on:  # a training that checkpoints is measured in the same way, and goes on so
         model.activation_checkpointing_enable({"use_reentrant": False})
         assert is_checkpointing(model)
@@ -83,8 +84,8 @@ def test_checkpointing_gives_the_same_numbers_with_fewer_activations(was_on: boo
 
 
 @pytest.mark.parametrize("is_reentrant", [False, True])
-def test_layers_that_a_training_checkpoints_have_a_forward_mode(is_reentrant: bool) -> None:
-    """Reentrant checkpoints have none, and warn of passes without a backward; in torch 2.9, no checkpoints have one."""
+def test_layers_that_a_training_checkpoints_are_scored_without_a_warning(is_reentrant: bool) -> None:
+    """Reentrant checkpoints warn of passes without a backward."""
     found = []
     for is_on in (False, True):
         model = model_of_transformers()
@@ -93,28 +94,11 @@ def test_layers_that_a_training_checkpoints_have_a_forward_mode(is_reentrant: bo
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model(input_ids=torch.arange(8)[None]).logits.square().sum().backward()
         model.train()
-        probe = EntropyChangeProbe(model, optimizer, EntropyChangeOptions(first_order=True))
-        found.append(probe.forecast(responses(0)))
+        probe = EntropyChangeProbe(model, optimizer, EntropyChangeOptions())
+        found.append(probe.forecast(responses(0), causes=True))
         assert is_checkpointing(model) == is_on
     plain, checkpointed = found
-    assert checkpointed.derivatives == "forward", checkpointed.why_derivatives
     assert (checkpointed.delta, checkpointed.first_order.delta) == (plain.delta, plain.first_order.delta)
-
-
-def test_embeddings_keep_their_own_hooks() -> None:
-    """transformers makes embeddings require gradients while checkpointing is on, and leaves the hooks when it ends."""
-    model = model_of_transformers()
-    model.enable_input_require_grads()  # as for adapters
-    table = model.get_input_embeddings()
-    own = dict(table._forward_hooks)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(input_ids=torch.arange(8)[None]).logits.sum().backward()
-    probe = EntropyChangeProbe(model, optimizer, EntropyChangeOptions(checkpoint=True))
-    for _ in range(2):
-        probe.forecast(responses(0))
-        assert table._forward_hooks == own
-    model.disable_input_require_grads()
-    assert not table._forward_hooks
 
 
 def test_parameters_of_16_bits_are_widened_again_where_checkpointing_computes_again() -> None:
@@ -124,42 +108,12 @@ def test_parameters_of_16_bits_are_widened_again_where_checkpointing_computes_ag
         model = model_of_transformers().bfloat16()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         model(input_ids=torch.arange(8)[None]).logits.float().square().sum().backward()
-        options = EntropyChangeOptions(
-            checkpoint=is_on, coefficient_to_hold=True, derivatives="backward", first_order=True
-        )
-        found.append(EntropyChangeProbe(model, optimizer, options).forecast(responses(0)))
+        if is_on:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        found.append(EntropyChangeProbe(model, optimizer, beside=HoldEntropy()).forecast(responses(0), causes=True))
     plain, checkpointed = found
     assert checkpointed.precision == "float32"
     assert checkpointed.delta == plain.delta
     assert checkpointed.first_order.delta == pytest.approx(plain.first_order.delta, rel=1e-5)
     slopes = [f.coefficient_to_hold.change_per_unit for f in found]
     assert slopes[1] == pytest.approx(slopes[0], rel=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("derivatives", ["backward", "auto"])
-def test_the_older_checkpointing_allows_whole_backwards_alone(derivatives: Any) -> None:
-    """It has neither forward mode nor gradients of chosen tensors; bfloat16 leaves no central differences."""
-
-    class Checkpointed(SmallPolicy):
-        def forward(self, input_ids: Tensor) -> Tensor:
-            position = torch.arange(input_ids.shape[1])
-            last = self.token(input_ids) + self.position(position)
-            past = last.cumsum(1) / (position[:, None] + 1)
-            hidden = checkpoint(self.hidden, torch.cat([last, past], -1), use_reentrant=True)
-            logits: Tensor = self.out(torch.tanh(hidden))
-            return logits
-
-    found = []
-    for kind in (SmallPolicy, Checkpointed):
-        torch.manual_seed(0)
-        model = kind().bfloat16()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        E, U = drawn(policy(), 0, 8, seed=1), drawn(policy(), 200, 4, seed=2)
-        loss(model, U).backward()
-        options = EntropyChangeOptions(first_order=True, derivatives=derivatives)
-        found.append(EntropyChangeProbe(model, optimizer, options, token_statistics=STATISTICS).forecast(E, U))
-    assert found[1].derivatives == "backward"
-    # A backward rounds gradients to the 8 bits of the parameters, which forward mode does not.
-    within = 0.02 * found[0].first_order.se
-    assert found[1].first_order.delta == pytest.approx(found[0].first_order.delta, abs=within)

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sonde.policy.stats.attribution import doubt_of_parts
 from tests.policy.entropy_scene import N_U, Scene
-from tests.small_policy import drawn, loss, policy
+from tests.small_policy import STATISTICS, drawn, loss, policy
 
 
 @pytest.mark.parametrize("kind", ["adamw", "momentum", "sgd"])
@@ -36,15 +36,6 @@ def test_momentum_batch_decay_and_prompts_add_up(kind: str, scale: float) -> Non
     if kind != "adamw":  # its second moment would change too
         without = scene.probe().forecast(scene.E, others, gradient_scale=scale, causes=True)
         assert whole - without.first_order.delta == pytest.approx(worst.change, rel=2e-2)
-
-
-@pytest.mark.parametrize(("dtype", "buffer"), [(torch.float64, "float32"), (torch.float32, "float64")])
-def test_central_differences_take_sums_of_any_dtype(dtype: torch.dtype, buffer: str) -> None:
-    scene = Scene(dtype=dtype)
-    probe = scene.probe(derivatives="central", buffer_dtype=getattr(torch, buffer))
-    causes = probe.forecast(scene.E, scene.U, causes=True).causes
-    assert causes is not None
-    assert causes.explained == pytest.approx(1.0, rel=2e-2)
 
 
 def test_without_rollouts_of_the_update_causes_are_momentum_and_batch() -> None:
@@ -73,6 +64,30 @@ def test_causes_of_another_loss_are_doubted() -> None:
     assert plain.causes.cosine == pytest.approx(1.0, abs=1e-3)
 
 
+@pytest.mark.parametrize("coefficient", [0.1, 2.0])
+def test_the_part_of_an_entropy_bonus_is_no_prompts(coefficient: float) -> None:
+    """Along SGD's step, it is the change by the bonus alone, as far as its gradient is not along the prompts'."""
+
+    def bonus() -> Tensor:
+        _, h = STATISTICS(scene.model, scene.U)
+        return -coefficient * (h * scene.U.mask).sum() / scene.U.mask.sum()
+
+    scene = Scene("sgd")
+    plain = scene.probe().forecast(scene.E, scene.U, causes=True).causes
+    scene.optimizer.zero_grad()
+    bonus().backward()
+    alone = scene.probe(first_order=True).forecast(scene.E).first_order.delta
+    loss(scene.model, scene.U).backward()
+    forecast = scene.probe().forecast(scene.E, scene.U, causes=True)
+    causes = forecast.causes
+    assert plain.other == pytest.approx(0.0, abs=0.02 * abs(plain.batch))
+    assert causes.batch == pytest.approx(plain.batch + alone, rel=1e-3)
+    assert causes.other == pytest.approx(alone, rel=0.5)
+    assert sum(c.change for c in causes.prompts) + causes.other == pytest.approx(causes.batch)
+    assert f"in this batch's, {causes.other:+.2e} from terms other than the advantages" in forecast.table()
+    assert ("such as a KL penalty or an entropy bonus" in forecast.doubt) == (coefficient > 1.0)
+
+
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_a_value_loss_on_parameters_of_its_own_changes_no_part(kind: str) -> None:
     """Its gradient is far larger, and moves no score."""
@@ -97,10 +112,10 @@ def test_advantages_of_the_wrong_sign_are_doubted() -> None:
 
 
 @pytest.mark.parametrize("unit", [1e4, 1e-9])
-def test_advantages_have_any_unit_also_where_gradients_are_summed_in_16_bits(unit: float) -> None:
+def test_advantages_have_any_unit(unit: float) -> None:
     scene = Scene("sgd")
     update = dataclasses.replace(scene.U, advantage=unit * scene.U.advantage)
-    causes = scene.probe(buffer_dtype=torch.float16).forecast(scene.E, update, causes=True).causes
+    causes = scene.probe().forecast(scene.E, update, causes=True).causes
     assert causes.explained == pytest.approx(1.0, rel=2e-2)
     assert causes.cosine == pytest.approx(1.0, abs=1e-3)
 

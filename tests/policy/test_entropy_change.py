@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sonde.policy.entropy_change import EntropyChangeProbe
+from sonde.policy.scoring.rollouts import Rollouts
 from tests.policy.entropy_scene import N_E, N_U, Scene, coefficients, first_order, gradient_per_prompt
 from tests.small_policy import STATISTICS, drawn, policy, real_step, sample
 
 
-@pytest.mark.parametrize("derivatives", ["forward", "central", "backward"])
 @pytest.mark.parametrize("kind", ["adamw", "momentum"])
 @pytest.mark.parametrize(
     ("objective", "weights"),
     [("per_token", "one"), ("sequence", "one"), ("sequence", "length"), ("sequence", "longest")],
 )
-def test_each_prompts_derivative_is_its_gradient_along_the_real_step(
-    kind: str, objective: str, weights: str, derivatives: str
-) -> None:
+def test_each_prompts_derivative_is_its_gradient_along_the_real_step(kind: str, objective: str, weights: str) -> None:
     scene = Scene(kind)
     x = gradient_per_prompt(scene, scene.E, coefficients(objective, weights, scene))
     step = torch.cat([d.flatten() for d in real_step(scene.model, scene.optimizer).values()]).double()
     expected = x @ step
-    found = first_order(scene, objective=objective, sequence_weights=weights, derivatives=derivatives)
-    assert found.derivatives == derivatives
+    found = first_order(scene, objective=objective, sequence_weights=weights)
     # Central differences of fp32 scores keep 2 to 3 digits; the real step is rounded to the parameters' fp32.
-    off = 6e-3 if derivatives == "central" else 5e-4
+    off = 6e-3
     assert float((found.change.per_prompt - expected).norm() / expected.norm()) < off
     assert found.change.delta == pytest.approx(float(expected.mean()), abs=off * float(expected.std()))
     assert found.bars_dot == found.change.delta
@@ -43,8 +41,8 @@ def test_each_prompts_derivative_is_its_gradient_along_the_real_step(
 def test_a_small_step_is_the_derivative_along_it(objective: str, weights: str) -> None:
     """The derivative has a baseline, which takes away a part of the scatter that the finite step has."""
     scene = Scene(lr=1e-5, dtype=torch.float64)
-    probe = scene.probe(objective=objective, sequence_weights=weights, first_order=True)
-    forecast = probe.forecast(scene.E)
+    probe = scene.probe(objective=objective, sequence_weights=weights)
+    forecast = probe.forecast(scene.E, causes=True)
     assert forecast.first_order is not None
     assert abs(forecast.delta - forecast.first_order.delta) < 0.2 * forecast.se
     assert forecast.se == pytest.approx(forecast.first_order.se, rel=0.15)
@@ -63,7 +61,7 @@ def test_the_truth_is_the_effect_of_a_real_step() -> None:
     scene = Scene(lr=5e-4)
     with torch.no_grad():
         _, before = STATISTICS(scene.model, scene.E)
-    forecast = scene.probe(first_order=True).forecast(scene.E)
+    forecast = scene.probe().forecast(scene.E, causes=True)
     scene.optimizer.step()
     with torch.no_grad():
         _, after = STATISTICS(scene.model, scene.E)
@@ -101,7 +99,7 @@ def test_a_step_beyond_all_support_is_not_to_be_trusted() -> None:
     scene = Scene(lr=0.3)
     forecast = scene.probe().forecast(drawn(policy(), 0, N_E, seed=1))
     assert not forecast.is_valid
-    assert "not to be trusted: the step is too large for these responses: from token" in forecast.reason
+    assert "the step is too large for these responses: their effective sample size is 26\xa0%" in forecast.reason
     assert math.isfinite(forecast.delta)
     assert math.isfinite(forecast.se)
     assert forecast.support.unsupported > 0.5
@@ -110,11 +108,11 @@ def test_a_step_beyond_all_support_is_not_to_be_trusted() -> None:
 @pytest.mark.parametrize("kind", ["adamw", "momentum", "rmsprop"])
 def test_around_a_real_step(kind: str) -> None:
     scene = Scene(kind)
-    expected = None if kind == "rmsprop" else scene.probe(first_order=True).forecast(scene.E)
+    expected = None if kind == "rmsprop" else scene.probe().forecast(scene.E, causes=True)
     before = [p.detach().clone() for p in scene.model.parameters()]
     step = real_step(scene.model, scene.optimizer)
-    probe = scene.probe(sampler=lambda m: sample(m, list(range(20))), first_order=True)
-    with probe.around_step(scene.E) as around:
+    probe = scene.probe(sampler=lambda m: sample(m, list(range(20))))
+    with probe.around_step(scene.E, causes=True) as around:
         with pytest.raises(RuntimeError, match="known after the with block"):
             _ = around.forecast
         scene.optimizer.step()
@@ -124,16 +122,17 @@ def test_around_a_real_step(kind: str) -> None:
     assert forecast.is_valid, forecast.reason
     assert forecast.rollouts is not None
     assert forecast.fixed_prefixes is not None
-    assert abs(forecast.fixed_prefixes.true - forecast.fixed_prefixes.linear) < 0.5 * forecast.se
+    assert (forecast.first_order is None) == (expected is None)
     if expected is not None:
+        assert abs(forecast.fixed_prefixes.true - forecast.fixed_prefixes.linear) < 0.5 * forecast.se
         # The real step rounds its last bits differently.
         assert forecast.delta == pytest.approx(expected.delta, rel=1e-3)
-        assert forecast.first_order.delta == pytest.approx(expected.first_order.delta, rel=1e-6)
+        assert forecast.first_order.delta == pytest.approx(expected.first_order.delta, rel=1e-3)
 
 
 def test_a_step_is_measured_though_it_was_clipped_after_the_derivatives() -> None:
     scene = Scene("sgd")
-    with scene.probe(first_order=True).around_step(scene.E) as around:
+    with scene.probe().around_step(scene.E, causes=True) as around:
         torch.nn.utils.clip_grad_norm_(scene.model.parameters(), 1e-3)
         scene.optimizer.step()
     forecast = around.forecast
@@ -188,3 +187,24 @@ def test_a_step_of_no_optimizer_of_torch_is_measured() -> None:
     assert around.forecast.delta == pytest.approx(other.probe().forecast(other.E).delta, rel=1e-3)
     with pytest.raises(ValueError, match="use around_step"):
         probe.forecast(scene.E)
+
+
+def test_the_growth_of_the_peak_memory_counts_from_the_first_forward_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of the first check, which reach the peak. Here the peak is the number of forwards."""
+    n_forwards = 0
+
+    def statistics(model: nn.Module, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
+        nonlocal n_forwards
+        n_forwards += 1
+        return STATISTICS(model, rollouts)
+
+    monkeypatch.setattr("sonde.policy.cost._peak_bytes", lambda device: n_forwards)
+    scene = Scene()
+    assert scene.probe(token_statistics=statistics).forecast(scene.E).peak_bytes == n_forwards
+
+
+def test_a_mask_that_is_not_that_of_the_sampled_tokens_causes_a_warning() -> None:
+    scene = Scene()
+    mask = torch.cat([torch.ones(len(scene.E), 1, dtype=torch.bool), scene.E.mask], 1)
+    with pytest.warns(UserWarning, match="the mask begins with the same token in all responses to a prompt"):
+        scene.probe().forecast(dataclasses.replace(scene.E, mask=mask))

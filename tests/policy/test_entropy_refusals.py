@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sonde.contrib.hold_entropy import HoldEntropy
 from sonde.policy.entropy_change import EntropyChangeProbe
-from sonde.policy.entropy_options import EntropyChangeOptions
+from sonde.policy.entropy_options import EntropyChangeOptions, MeanGradients
 from sonde.policy.policy_entropy import PolicyEntropyProbe
 from sonde.policy.prompt_noise import PromptNoiseProbe
 from sonde.policy.scoring.rollouts import Rollouts
@@ -70,12 +72,12 @@ def test_a_forecast_reports_that_it_is_lost_in_rounding() -> None:
         s, h = STATISTICS(model, rollouts)
         return tuple(t + ((t * 64).round() / 64 - t).detach() for t in (s, h))  # type: ignore[return-value]
 
-    options = {"update": "gradient", "derivatives": "central"}
+    options = {"update": "gradient"}
     forecast = scene.probe(token_statistics=rounded, **options).forecast(scene.E, scene.U)
     assert "lost in rounding" in forecast.reason
     assert not forecast.is_valid
     assert scene.probe(**options).forecast(scene.E, scene.U).is_valid
-    step = scene.probe(token_statistics=rounded, first_order=True, derivatives="central").forecast(scene.E)
+    step = scene.probe(token_statistics=rounded).forecast(scene.E, causes=True)
     assert "lost in rounding" in step.doubt
     assert step.is_valid, step.reason  # scores after a finite step need no derivative
 
@@ -99,8 +101,6 @@ def test_evaluation_and_update_that_share_prompts() -> None:
     scene = Scene()
     with pytest.warns(UserWarning, match=r"share prompts \(24\), \[0, 1, 2\] among them"):
         scene.probe().forecast(scene.E, scene.E)
-    with pytest.raises(ValueError, match=r"share prompts \(24\)"):
-        scene.probe(strict=True).forecast(scene.E, scene.E)
 
 
 def forecast(E: dict[str, Any] | None = None, U: dict[str, Any] | None = None, **options: Any) -> EntropyForecast:
@@ -131,9 +131,7 @@ def forecast(E: dict[str, Any] | None = None, U: dict[str, Any] | None = None, *
             "process_group must be a torch.distributed.ProcessGroup",
         ),
         (lambda: forecast(token_statistics=lambda m, r: None), r"got \['NoneType'\]"),
-        (lambda: EntropyChangeOptions(level="0.95"), "level must be between 0 and 1, got '0.95'"),  # type: ignore[arg-type]
-        (lambda: EntropyChangeOptions(clip_at=None), "clip_at must be above 1"),  # type: ignore[arg-type]
-        (lambda: EntropyChangeOptions(first_order="yes"), "first_order must be True or False, got 'yes'"),  # type: ignore[arg-type]
+        (lambda: EntropyChangeOptions(clip_at="2"), "clip_at must be above 1"),  # type: ignore[arg-type]
         (lambda: Scene().probe().forecast(rollouts(), gradient_scale=-1.0), "gradient_scale must not be negative"),
         (
             lambda: forecast({"temperature": 0.7}, token_statistics=CausalLMStatistics(1.0)),
@@ -158,9 +156,11 @@ def forecast(E: dict[str, Any] | None = None, U: dict[str, Any] | None = None, *
         (lambda: forecast(token_statistics=lambda m, r: (torch.zeros(2), torch.zeros(2))), "token statistics must be"),
         (lambda: forecast(objective="tokens"), "objective must be one of per_token, sequence, got 'tokens'"),
         (lambda: forecast(micro_batch_prompts=0), "micro_batch_prompts must be a whole number from 1 up, got 0"),
-        (lambda: forecast(level=95), "level must be between 0 and 1, got 95"),
-        (lambda: forecast(buffer_dtype=torch.int32), "buffer_dtype must be one of"),
-        (lambda: forecast(step_size=0.0), "step_size must be positive"),
+        (lambda: MeanGradients(buffer_dtype=torch.int32), "buffer_dtype must be one of"),
+        (lambda: MeanGradients(buffer_dtype="fp17"), "buffer_dtype must be one of .* got 'fp17'"),
+        (lambda: MeanGradients(offload="yes"), "offload must be True or False, got 'yes'"),
+        (lambda: EntropyChangeOptions(budget=2.0), "budget must be a part of the run's time"),
+        (lambda: MeanGradients(step_size=0.0), "step_size must be positive"),
         (lambda: forecast(clip_at=1.0), "clip_at must be above 1, as a multiple of the mean weight, got 1.0"),
         (lambda: forecast(sequence_weights="shortest"), "sequence_weights must be one of one, length, longest"),
         (
@@ -171,14 +171,13 @@ def forecast(E: dict[str, Any] | None = None, U: dict[str, Any] | None = None, *
             lambda: forecast(objective="sequence", sequence_weights=lambda mask, prompt: 1.0),
             r"sequence_weights must return a tensor, \[responses, tokens\], got float",
         ),
-        (lambda: forecast(checkpoint=True), "checkpoint=True needs a model of transformers"),
+        (lambda: forecast(update=MeanGradients(checkpoint=True)), "checkpoint=True needs a model of transformers"),
         (
             lambda: forecast(token_statistics=CausalLMStatistics),
             r"got the class CausalLMStatistics: pass an object of it, CausalLMStatistics\(\)",
         ),
         (lambda: PolicyEntropyProbe(policy(), token_statistics=3), "token_statistics must be a function .* got 3"),  # type: ignore[arg-type]
         (lambda: PromptNoiseProbe(policy(), token_statistics=3), "token_statistics must be a function .* got 3"),  # type: ignore[arg-type]
-        (lambda: PolicyEntropyProbe(policy(), level="x"), "level must be between 0 and 1, got 'x'"),  # type: ignore[arg-type]
         (lambda: forecast(sampler=rollouts()), "sampler must be a function of the model .* got a Rollouts"),
         (lambda: EntropyChangeProbe(policy(), "adam"), "the optimizer must have param_groups, .* got 'adam'"),
         (
@@ -188,14 +187,6 @@ def forecast(E: dict[str, Any] | None = None, U: dict[str, Any] | None = None, *
         (
             lambda: Scene().probe().forecast(rollouts(), gradient_scale=None),  # type: ignore[arg-type]
             "gradient_scale must be a number or a tensor of one element, got None",
-        ),
-        (
-            lambda: Scene().probe().forecast(rollouts(), applied_scale=torch.ones(2)),
-            r"applied_scale must be a number or a tensor of one element, got \[2\]",
-        ),
-        (
-            lambda: Scene().probe().forecast(rollouts(), entropy_coefficient="x"),  # type: ignore[arg-type]
-            "entropy_coefficient must be a number or a tensor of one element, got 'x'",
         ),
         (lambda: forecast().table(["2+3="]), "texts must map the prompts' numbers to their texts, got a list"),  # type: ignore[arg-type]
     ],
@@ -249,12 +240,21 @@ def test_a_step_that_is_skipped_inside_around_step(kind: str) -> None:
         pass
     forecast = around.forecast
     assert (forecast.delta, forecast.se, forecast.importance, forecast.is_valid) == (None, None, None, False)
-    assert "no parameter moved in the block of around_step(): the step was skipped" in forecast.reason
+    assert "no parameter moved in the block of around_step(): the step was not called; or skipped" in forecast.reason
     assert forecast.entropy == pytest.approx(float(h[scene.E.mask].mean()))
     assert forecast.metrics()["entropy/evaluation_per_token"] == forecast.entropy
     with scene.probe().around_step(scene.E) as around:
         scene.optimizer.step()
     assert around.forecast.is_valid, around.forecast.reason
+
+
+def test_a_step_without_a_gradient_is_not_called_skipped() -> None:
+    scene = Scene("sgd")
+    scene.optimizer.zero_grad()
+    loss(scene.model, dataclasses.replace(scene.U, advantage=torch.zeros(len(scene.U)))).backward()
+    with scene.probe().around_step(scene.E) as around:
+        scene.optimizer.step()
+    assert around.forecast.reason.startswith("all gradients were 0, as where the advantages of a whole batch are")
 
 
 def test_a_step_that_a_grad_scaler_skips() -> None:
@@ -281,13 +281,12 @@ def test_another_optimizer_that_steps_in_the_same_block_is_noticed() -> None:
     scene = Scene("sgd")
     part = torch.optim.SGD(scene.model.out.parameters(), lr=1e-3)
     rest = torch.optim.SGD([p for n, p in scene.model.named_parameters() if not n.startswith("out")], lr=1e-3)
-    options = EntropyChangeOptions(first_order=True, coefficient_to_hold=True)
-    probe = EntropyChangeProbe(scene.model, part, options)
-    with probe.around_step(scene.E) as around:
+    probe = EntropyChangeProbe(scene.model, part, beside=HoldEntropy())
+    with probe.around_step(scene.E, causes=True) as around:
         part.step()
     assert around.forecast.doubt == ""
     assert around.forecast.coefficient_to_hold.change_per_unit is not None
-    with probe.around_step(scene.E) as around:
+    with probe.around_step(scene.E, causes=True) as around:
         part.step()
         rest.step()
     assert "parameters moved in the block of around_step() that are not in" in around.forecast.doubt
@@ -301,21 +300,16 @@ def detached(model: nn.Module, rollouts: Rollouts, /) -> tuple[Tensor, Tensor]:
     return s, torch.from_numpy(h.detach().numpy())
 
 
-def test_scores_without_a_graph_have_a_finite_step_and_central_differences() -> None:
+def test_scores_without_a_graph_have_a_finite_step() -> None:
     scene = Scene()
-    forecast = scene.probe(token_statistics=detached, first_order=True).forecast(scene.E)
+    forecast = scene.probe(token_statistics=detached).forecast(scene.E)
     assert forecast.delta == scene.probe().forecast(scene.E).delta
-    assert forecast.derivatives == "central"
-    assert "scores that no gradient can be taken of" in forecast.why_derivatives
-    expected = scene.probe(first_order=True, derivatives="central").forecast(scene.E)
-    assert forecast.first_order == expected.first_order
 
 
 @pytest.mark.parametrize(
     ("options", "causes"),
     [
-        ({"coefficient_to_hold": True}, False),
-        ({"first_order": True, "derivatives": "backward"}, False),
+        ({"beside": HoldEntropy()}, False),
         ({"update": "gradient"}, False),
         ({}, True),
     ],

@@ -45,6 +45,6 @@ def test_one_response_to_each_prompt_is_enough_for_a_finite_step(options: dict[s
 
 def test_derivatives_need_two_responses_only_where_weights_depend_on_them() -> None:
     scene = Scene()
-    assert scene.probe(first_order=True).forecast(one_each(scene)).first_order.se is not None
+    assert scene.probe().forecast(one_each(scene), causes=True).first_order.se is not None
     with pytest.raises(ValueError, match="leave-one-out needs at least 2 responses to every prompt"):
-        scene.probe(objective="sequence", sequence_weights="length", first_order=True).forecast(one_each(scene))
+        scene.probe(objective="sequence", sequence_weights="length").forecast(one_each(scene), causes=True)

@@ -13,9 +13,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import sonde
+from sonde.contrib.hold_entropy import HoldEntropy
 from sonde.policy.entropy_change import EntropyChangeProbe
-from sonde.policy.entropy_options import EntropyChangeOptions
-from sonde.policy.scoring.fsdp_precision import gathered_in_float32, gathers_narrow
+from sonde.policy.entropy_options import EntropyChangeOptions, MeanGradients
+from sonde.policy.scoring.precision import gathered_in_float32, gathers_narrow
 from tests.ranks import Ranks, mesh_of
 from tests.small_policy import STATISTICS, drawn, loss, policy
 
@@ -45,10 +46,8 @@ def weights_after_training(dtype: torch.dtype, is_watched: bool, reshards: Any) 
         loss(model, U).backward()
         if is_watched:
             if probe is None:
-                # Parameters of 16 bits have derivatives by a backward for every prompt, which FSDP2 takes by turns.
-                options = EntropyChangeOptions(first_order=dtype == torch.float32, coefficient_to_hold=True)
-                probe = EntropyChangeProbe(model, optimizer, options)
-            probe.forecast(E, U, causes=dtype == torch.float32)
+                probe = EntropyChangeProbe(model, optimizer, beside=HoldEntropy())
+            probe.forecast(E, U, causes=True)
             with probe.around_step(E, U) as around:
                 optimizer.step()
             assert around.forecast.precision == "float32", around.forecast.why_precision
@@ -79,7 +78,7 @@ def forecasts_of_a_small_step() -> list[tuple[float, float, float]]:
         with torch.no_grad():  # the same gradients
             for k, p in enumerate(model.parameters()):
                 p.grad.copy_(torch.full_like(p, 0.1 * (k + 1)))
-        forecast = EntropyChangeProbe(model, optimizer, EntropyChangeOptions(first_order=True)).forecast(E)
+        forecast = EntropyChangeProbe(model, optimizer).forecast(E, causes=True)
         found.append((forecast.delta, forecast.se, forecast.first_order.delta))
     return found
 
@@ -93,7 +92,7 @@ def test_a_small_step_is_forecast_as_without_mixed_precision(ranks2: Ranks) -> N
 def steps_below_the_spacing(on_ranks: bool) -> list[tuple[float, ...]]:
     """Of bf16 parameters: along a gradient, and with a bonus; on two ranks of FSDP2 or in one process."""
     found = []
-    for options in ({"update": "gradient", "step_size": 1e-5}, {"coefficient_to_hold": True}):
+    for update, beside in ((MeanGradients(step_size=1e-5), None), ("step", HoldEntropy())):
         own = policy(dtype=torch.bfloat16)
         E, U = drawn(policy(), 0, 16, seed=1), drawn(policy(), 1000, 8, seed=2)
         model: Any = own
@@ -105,7 +104,7 @@ def steps_below_the_spacing(on_ranks: bool) -> list[tuple[float, ...]]:
             E, U = E.rows(torch.arange(32) + 32 * rank), U.rows(torch.arange(16) + 16 * rank)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
         loss(model, U).backward()
-        probe = EntropyChangeProbe(model, optimizer, EntropyChangeOptions(**options))  # type: ignore[arg-type]
+        probe = EntropyChangeProbe(model, optimizer, EntropyChangeOptions(update=update), beside=beside)  # type: ignore[arg-type]
         forecast = probe.forecast(E, U)
         if forecast.coefficient_to_hold is not None:
             found.append((forecast.coefficient_to_hold.change_per_unit,))
@@ -130,8 +129,7 @@ def noise_scale(is_beside: bool) -> tuple[Any, ...]:
             E, U = batches(2 * step + piece)
             loss(model, U).backward()
         if is_beside:
-            options = EntropyChangeOptions(coefficient_to_hold=True)
-            EntropyChangeProbe(model, optimizer, options).forecast(E)
+            EntropyChangeProbe(model, optimizer, beside=HoldEntropy()).forecast(E)
         probe.step()
         optimizer.step()
     reading = probe.reading()

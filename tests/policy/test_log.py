@@ -136,15 +136,6 @@ def test_a_collapse_is_told_once_and_stays_in_the_records(tmp_path: Path, caplog
     assert list(log.alerts) == ["entropy_collapse"]
 
 
-def test_a_forecast_of_responses_says_so(tmp_path: Path) -> None:
-    log = PolicyLog(RunLog(JsonlSink(tmp_path)))
-    log.measured(1, {}, changed(objective="sequence", reason="why"))
-    log.end("done")
-    [_, record, _] = records(tmp_path)
-    assert (record["per"], record["reason"]) == ("response", "why")
-    assert log.points[0].per == "response"
-
-
 def test_an_alert_stays_while_only_the_noise_is_measured(tmp_path: Path) -> None:
     log = PolicyLog(RunLog(JsonlSink(tmp_path)))
     for step, entropy in enumerate([2.0, 0.1], start=1):
@@ -156,11 +147,6 @@ def test_an_alert_stays_while_only_the_noise_is_measured(tmp_path: Path) -> None
     assert list(last.alerts) == ["entropy_collapse"]
     assert last.per == "response"
     assert max(len(share["prompt"]) for share in records(tmp_path)[1]["shares"]) == 201
-
-
-def test_intervals_of_another_level_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="a log holds 95% intervals, got a forecast with an interval of 80%"):
-        PolicyLog(RunLog()).measured(1, {}, changed(level=0.8))
 
 
 class FullDisk:
@@ -186,15 +172,3 @@ def test_a_sink_that_fails_does_not_end_the_run(tmp_path: Path, caplog: pytest.L
 def test_a_folder_is_a_log_of_its_own(tmp_path: Path) -> None:
     PolicyLog(tmp_path).end("training ended")
     assert read_run(tmp_path).header.unit == "prompts"
-
-
-def test_a_collapse_is_found_without_forecasts() -> None:
-    """`PolicyEntropyProbe` alone measures the entropy too."""
-    log = PolicyLog(RunLog())
-    for step, entropy in enumerate((2.0, None, 0.1), start=1):
-        log.measured(step, {"entropy/update_token_weighted": entropy, "gns_prompts/prompts_per_window": 8.0})
-    assert [point.step for point in log.points] == [1, 3]
-    assert (
-        "has collapsed to 0.100 nats a token, 5\N{NO-BREAK SPACE}% of its level at step 1"
-        in log.alerts["entropy_collapse"]
-    )

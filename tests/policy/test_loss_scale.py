@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from sonde.config import probes_from_config
-from sonde.parallel.loss_scale import loss_scale
+from sonde.contrib.hold_entropy import HoldEntropy
+from sonde.parallel.unwrap import loss_scale
 from sonde.policy.entropy_change import EntropyChangeProbe
 from sonde.policy.entropy_options import EntropyChangeOptions
 from tests.policy.entropy_scene import Scene
@@ -27,13 +28,14 @@ def scaled(kind: str, *, is_unscaled: bool) -> tuple[Scene, torch.amp.GradScaler
     return scene, scaler
 
 
-def probe_of(scene: Scene, scaler: Any = None, **options: Any) -> EntropyChangeProbe:
+def probe_of(scene: Scene, scaler: Any = None, beside: Any = None, **options: Any) -> EntropyChangeProbe:
     return EntropyChangeProbe(
         scene.model,
         scene.optimizer,
         EntropyChangeOptions(**options),
         sampler=lambda model: drawn(model, 0, 24, seed=1),
         grad_scaler=scaler,
+        beside=beside,
     )
 
 
@@ -41,9 +43,8 @@ def probe_of(scene: Scene, scaler: Any = None, **options: Any) -> EntropyChangeP
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
 def test_the_scale_is_left_out(kind: str, is_unscaled: bool) -> None:
     plain, (scene, scaler) = Scene(kind), scaled(kind, is_unscaled=is_unscaled)
-    options = {"coefficient_to_hold": True}
-    expected = probe_of(plain, **options).forecast(plain.E, plain.U, causes=True)
-    probe = probe_of(scene, scaler, **options)
+    expected = probe_of(plain, beside=HoldEntropy()).forecast(plain.E, plain.U, causes=True)
+    probe = probe_of(scene, scaler, HoldEntropy())
     found = probe.forecast(scene.E, scene.U, causes=True)
     assert found.delta == pytest.approx(expected.delta, rel=1e-5)
     assert found.causes.batch == pytest.approx(expected.causes.batch, rel=1e-3)
@@ -78,17 +79,6 @@ def test_a_configuration_passes_the_scaler_on() -> None:
         probe.step()
         found.append(probe.metrics()["entropy/delta_forecast"])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
-
-
-def test_metrics_have_the_ends_of_95_percent_intervals_only() -> None:
-    scene = Scene()
-    forecast = probe_of(scene, level=0.5, coefficient_to_hold=True).forecast(scene.E)
-    assert forecast.low is not None
-    metrics = forecast.metrics()
-    assert metrics["entropy/delta_se"] == forecast.se
-    ends = [name for name in metrics if name.endswith(("_low", "_high"))]
-    assert len(ends) == 4
-    assert all(metrics[name] is None for name in ends)
 
 
 def test_guard_private_state_of_a_grad_scaler() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from sonde.parallel.unwrap import unwrap_model
-from sonde.policy.cost import Cost
 from sonde.policy.entropy_change import EntropyChangeProbe
-from sonde.policy.entropy_measurement import EntropyMeasurement
+from sonde.policy.entropy_measurement import Cost, EntropyMeasurement
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.optimizer_step import Direction, forecast_step
 from sonde.policy.scoring.rollouts import Rollouts
@@ -24,12 +24,50 @@ from sonde.policy.scoring.scorer import Scored, Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.stats.entropy_change import EntropyObjective
 from sonde.policy.stats.finite_step import Scores, change_by_finite_step
-from tests.policy.model_cells import CELLS, Cell
 from tests.ranks import Ranks, mesh_of
 
 pytest.importorskip("peft", reason="needs transformers and peft: pip install '.[trl]' peft")
 
 N_PROMPTS, EACH, N_TOKENS = 12, 4, 12
+WITHIN, FIRST_ORDER_WITHIN = 1e-3, 0.02
+"""Largest errors of δH and of the change to first order against float64, over their standard errors."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A model before its step.
+
+    Attributes:
+        parameters: their dtype; for adapters over a frozen base, the dtypes of both.
+        attention: "eager", or "sdpa": torch's fused attention.
+        arithmetic: "", or the dtype of autocast or of FSDP2's mixed precision.
+        wrapper: "plain", "DDP" or "FSDP2".
+    """
+
+    parameters: str
+    attention: str = "sdpa"
+    arithmetic: str = ""
+    wrapper: str = "plain"
+
+    @property
+    def name(self) -> str:
+        """For the test."""
+        return ", ".join(filter(None, vars(self).values()))
+
+
+LORA = [Cell("bf16 base, fp32 LoRA"), Cell("bf16 base, bf16 LoRA")]
+PLAIN = [
+    Cell("fp32", "eager"),
+    Cell("fp32"),
+    Cell("fp32", arithmetic="bf16"),
+    Cell("fp32", arithmetic="fp16"),
+    Cell("bf16", "eager"),
+    Cell("bf16"),
+    *LORA,
+]
+ON_RANKS = [
+    replace(cell, wrapper=wrapper) for wrapper in ("DDP", "FSDP2") for cell in PLAIN if cell.attention == "sdpa"
+]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -124,12 +162,11 @@ def scored(model: Any, E: Rollouts) -> Scored:
 
 
 def exact_first_order(model: Any, E: Rollouts, step: dict[str, Tensor]) -> float:
-    """The derivative along the step, by forward mode in float64."""
+    """The derivative along the step, in float64."""
     base = scored(model, E)
     parameters = list(model.parameters())
-    options = EntropyChangeOptions(derivatives="forward")
     scorer = Scorer(model, CausalLMStatistics(), 4, None)
-    measurement = EntropyMeasurement(options, scorer, parameters, base, None, Cost(torch.device("cpu")))
+    measurement = EntropyMeasurement(EntropyChangeOptions(), scorer, parameters, base, None, Cost(torch.device("cpu")))
     named = dict(model.named_parameters())
     direction: Direction = {named[name]: delta.double() for name, delta in step.items()}
     return float(measurement.along_step(direction).change.delta)
@@ -152,7 +189,7 @@ def measured(cell: Cell, rank: int = 0, n_ranks: int = 1) -> dict[str, Any]:
         if p.grad is not None:
             p.grad.mul_(scaler.get_scale())
     before = in_float64(cell, model)
-    probe = EntropyChangeProbe(model, optimizer, EntropyChangeOptions(first_order=True, micro_batch_prompts=4))
+    probe = EntropyChangeProbe(model, optimizer, EntropyChangeOptions(micro_batch_prompts=4))
     if scaler.is_enabled():  # as a loop under a GradScaler does before it clips
         scaler.scale(torch.ones(()))
         scaler.unscale_(optimizer)
@@ -163,7 +200,7 @@ def measured(cell: Cell, rank: int = 0, n_ranks: int = 1) -> dict[str, Any]:
     # Also a loop that has autocast around everything is scored in 32 bits.
     with (
         torch.autocast("cpu", DTYPES[arithmetic or "bf16"], enabled=bool(arithmetic)),
-        probe.around_step(E) as around,
+        probe.around_step(E, causes=True) as around,
     ):
         scaler.step(optimizer) if scaler.is_enabled() else optimizer.step()
     after = in_float64(cell, model)
@@ -178,27 +215,22 @@ def measured(cell: Cell, rank: int = 0, n_ranks: int = 1) -> dict[str, Any]:
     first_order = exact_first_order(before, whole_E, whole_step)
     return {
         "precision": forecast.precision,
-        "derivatives": forecast.derivatives,
         "off": abs(forecast.delta - exact.delta) / exact.se,
         "first_order_off": abs(forecast.first_order.delta - first_order) / forecast.first_order.se,
         "delta": forecast.delta,
     }
 
 
-def check(cell: Cell, found: dict[str, Any]) -> None:
-    assert (found["precision"], found["derivatives"]) == (cell.scored_in, cell.derivatives), found
-    assert found["off"] < cell.within, found
-    assert found["first_order_off"] < cell.first_order_within, found
-
-
-PLAIN = [cell for cell in CELLS if cell.wrapper == "plain"]
-ON_RANKS = [cell for cell in CELLS if cell.wrapper != "plain"]
+def check(found: dict[str, Any]) -> None:
+    assert found["precision"] == "float32", found
+    assert found["off"] < WITHIN, found
+    assert found["first_order_off"] < FIRST_ORDER_WITHIN, found
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's own
 @pytest.mark.parametrize("cell", PLAIN, ids=lambda cell: cell.name)
 def test_a_forecast_agrees_with_float64(cell: Cell) -> None:
-    check(cell, measured(cell))
+    check(measured(cell))
 
 
 def on_rank(cell: Cell) -> dict[str, Any]:
@@ -210,5 +242,5 @@ def on_rank(cell: Cell) -> dict[str, Any]:
 @pytest.mark.parametrize("cell", ON_RANKS, ids=lambda cell: cell.name)
 def test_a_forecast_on_ranks_agrees_with_float64(ranks2: Ranks, cell: Cell) -> None:
     first, second = ranks2(on_rank, cell)
-    check(cell, first)
+    check(first)
     assert first["delta"] == second["delta"]

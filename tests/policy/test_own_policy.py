@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
 
 from sonde.policy.scoring.rollouts import Rollouts
+from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.stats.forecast_point import forecast_point
-from sonde.policy.stats.own_policy import OwnPolicyTest
+from sonde.policy.stats.own_policy import OwnPolicyTest, SamplerTest
 from sonde.policy.stats.policy_alerts import find_policy_alerts
 from tests.policy.entropy_scene import Scene
-from tests.small_policy import STATISTICS, SmallPolicy, policy, sample
+from tests.small_policy import STATISTICS, SmallPolicy, drawn, policy, sample
 
 
 class Sampling(SmallPolicy):
@@ -67,6 +70,55 @@ def test_an_alert_names_the_likely_cause_after_a_few_forecasts(how: str, cause: 
     alerts = find_policy_alerts(points)
     assert ("not_own_policy" in alerts) == bool(cause), alerts
     assert cause in alerts.get("not_own_policy", "")
+
+
+OLDER = policy()
+with torch.no_grad():
+    OLDER.out.weight.mul_(0.9)
+    OLDER.token.weight.add_(0.1 * torch.randn(OLDER.token.weight.shape, generator=torch.Generator().manual_seed(1)))
+"""The sampler, some steps behind the policy."""
+
+
+def reported(how: str, seed: int) -> Rollouts:
+    """Responses of the older policy, with its log-probabilities or with wrong ones."""
+    made = drawn(OLDER, 0, 32, seed=seed)
+    with torch.no_grad():
+        cold = CausalLMStatistics(0.7)(OLDER, made)[0]
+        q = STATISTICS(OLDER, made)[0]
+    wrong = {"right": q, "cold": cold, "constant": torch.full_like(q, -1.0)}
+    wrong["shifted"] = torch.cat([q[:, :1], q[:, :-1]], 1)
+    return dataclasses.replace(made, log_prob=wrong[how])
+
+
+@pytest.mark.parametrize("how", ["right", "cold", "constant", "shifted"])
+def test_log_probabilities_that_are_not_the_samplers_are_found_out(how: str) -> None:
+    """E[π/q − 1] = 0 at each token, whatever the policy π: within its error only if q is the sampler's."""
+    scene, points, z = Scene(), [], []
+    for seed in range(12):
+        forecast = scene.probe(micro_batch_prompts=32).forecast(reported(how, seed))
+        assert forecast.sampler is not None
+        z.append(forecast.sampler.z)
+        points.append(forecast_point(seed, forecast.metrics()))
+        assert points[-1].sampler == forecast.sampler
+        assert not forecast.is_valid or how != "constant"
+    alerts = find_policy_alerts(points)
+    assert ("not_of_sampler" in alerts) == (how != "right"), alerts
+    if how == "right":
+        assert abs(sum(z) / 12) < 3 / 12**0.5
+        assert 0.005 < forecast.sampler.kl < 0.2
+        assert f"KL of sampler and policy {forecast.sampler.kl:.1e} nats a token" in str(forecast)
+
+
+def test_the_samplers_z_has_the_scatter_that_it_says() -> None:
+    z = []
+    for seed in range(200):
+        made = reported("right", seed)
+        with torch.no_grad():
+            s, _ = STATISTICS(policy(), made)
+        assert made.log_prob is not None
+        z.append(SamplerTest.of(s, made.log_prob, made.responses()).z)
+    assert abs(float(torch.tensor(z).mean())) < 0.25
+    assert float(torch.tensor(z).std()) == pytest.approx(1.0, abs=0.18)
 
 
 def test_a_forecast_says_that_its_responses_are_not_the_policys_own() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -67,17 +65,6 @@ def test_without_advantages_there_is_no_correlation() -> None:
     probe = PolicyEntropyProbe(model)
     probe.measure(type(rollouts)(rollouts.inputs, rollouts.mask, rollouts.prompt))
     assert probe.metrics()["entropy/update_advantage_correlation"] is None
-
-
-def test_metrics_have_the_ends_of_95_percent_intervals_only() -> None:
-    probe = PolicyEntropyProbe(policy(), level=0.5)
-    measured = probe.measure(drawn(policy(), 0, 16, seed=1))
-    assert measured.advantage_correlation.low is not None
-    metrics = probe.metrics()
-    assert metrics["entropy/update_advantage_correlation"] is not None
-    assert metrics["entropy/update_advantage_correlation_low"] is None
-    assert metrics["entropy/update_advantage_correlation_high"] is None
-    assert not any(isinstance(v, float) and math.isnan(v) for v in probe.metrics().values())
 
 
 def test_another_temperature_is_refused() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -40,7 +38,7 @@ def test_the_advice_is_what_runs_with_more_completions_and_with_more_prompts_mea
     The scatter of the three measured ratios moves their quotients by about 0.03.
     """
     model = policy(dtype=torch.float64)
-    probe = PromptNoiseProbe(model, horizon=math.inf)
+    probe = PromptNoiseProbe(model)
     for seed in range(60):
         reading = probe.measure(drawn(model, N_PROMPTS, N_EACH, seed))
     now = noise_to_signal(model, N_PROMPTS, N_EACH)

@@ -15,7 +15,6 @@ from sonde.policy.entropy_change import EntropyChangeProbe
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.policy_entropy import PolicyEntropyProbe
 from sonde.policy.prompt_noise import PromptNoiseProbe
-from sonde.policy.scoring.directional_derivatives import TooFewBits
 from tests.ranks import Ranks
 from tests.small_policy import STATISTICS, drawn, loss, optimizer_of, policy
 
@@ -46,7 +45,7 @@ def _causes_on_one() -> Any:
 
 def _option_on_one() -> Any:
     model, optimizer, E, _ = _scene()
-    options = EntropyChangeOptions(coefficient_to_hold=dist.get_rank() == 0)
+    options = EntropyChangeOptions(clip_at=2.0 if dist.get_rank() == 0 else None)
     return EntropyChangeProbe(model, optimizer, options).forecast(E)
 
 
@@ -70,6 +69,7 @@ def _no_memory_on_one(name: str) -> Callable[[], Any]:
 
     def measured() -> Any:
         from sonde.policy import entropy_measurement, policy_step
+        from sonde.policy.scoring import scorer
 
         model, optimizer, E, U = _scene()
         with pytest.MonkeyPatch.context() as patch:
@@ -78,33 +78,14 @@ def _no_memory_on_one(name: str) -> Callable[[], Any]:
                 raise MemoryError("no memory")
 
             if dist.get_rank() == 1:
-                module = policy_step if hasattr(policy_step, name) else entropy_measurement
+                module = next(m for m in (policy_step, entropy_measurement, scorer) if hasattr(m, name))
                 patch.setattr(module, name, fail)
-            probe = EntropyChangeProbe(model, optimizer, EntropyChangeOptions(first_order=True))
-            with probe.around_step(E, U) as around:
+            probe = EntropyChangeProbe(model, optimizer)
+            with probe.around_step(E, U, causes=True) as around:
                 optimizer.step()
             return around.forecast
 
     return measured
-
-
-def _other_errors() -> Any:
-    """Parameters of 16 bits have no central differences, and go on with backwards, which all ranks have to take."""
-    from sonde.policy.scoring import scorer
-
-    model, rank = policy(dtype=torch.bfloat16), dist.get_rank()
-    optimizer = optimizer_of(model)
-    loss(model, drawn(policy(), 200 + 4 * rank, 4, seed=2)).backward()
-
-    def fails(*args: Any, **options: Any) -> Any:
-        if rank == 1:
-            raise MemoryError("no memory")
-        raise TooFewBits("few")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scorer, "derivatives_along", fails)
-        probe = EntropyChangeProbe(DistributedDataParallel(model), optimizer, EntropyChangeOptions(first_order=True))
-        return probe.forecast(drawn(policy(), 8 * rank, 8, seed=1))
 
 
 def _detached_on_one() -> Any:
@@ -117,6 +98,23 @@ def _detached_on_one() -> Any:
     return PromptNoiseProbe(model, token_statistics=statistics).measure(U)
 
 
+MEASURES: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "entropy": lambda model, _, own: PolicyEntropyProbe(model).measure(own),
+    "noise scale in prompts": lambda model, _, own: PromptNoiseProbe(model).measure(own),
+    "forecast": lambda model, optimizer, own: EntropyChangeProbe(model, optimizer).forecast(own),
+    "sampler": lambda model, optimizer, own: EntropyChangeProbe(model, optimizer, sampler=lambda _: own).step(),
+}
+NO_RESPONSES = "a rank has no response, expected at least one on each rank"
+
+
+def _no_responses_on_one(name: str) -> Callable[[], Any]:
+    def measured() -> Any:
+        model, optimizer, _, U = _scene()
+        return MEASURES[name](model, optimizer, U.rows(torch.arange(len(U) if dist.get_rank() == 0 else 0)))
+
+    return measured
+
+
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "advantages": (_advantages_on_one, "some ranks gave responses with advantages, and others without"),
     "update": (_update_on_one, "some ranks gave update=, and others did not"),
@@ -124,9 +122,10 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "options": (_option_on_one, "the ranks' probes have different options"),
     "log_prob": (_log_prob_on_one, "some ranks gave log_prob= of the evaluation responses, and others did not"),
     "gradient": (_no_gradient_on_one, "no parameter has a gradient"),
-    "a watch": (_no_memory_on_one("StepWitness"), "no memory"),
+    "a watch": (_no_memory_on_one("_Sample"), "no memory"),
     "a truth": (_no_memory_on_one("fixed_prefix_change"), "no memory"),
-    "another error": (_other_errors, "no memory"),
+    "derivatives": (_no_memory_on_one("derivatives_along"), "no memory"),
+    **{f"no responses, {name}": (_no_responses_on_one(name), NO_RESPONSES) for name in MEASURES},
     "a graph": (_detached_on_one, "log-probabilities that no gradient can be taken of"),
 }
 
@@ -147,3 +146,11 @@ def test_both_ranks_raise_the_error_and_go_on(ranks2: Ranks) -> None:
     for name, (_, message) in CASES.items():
         assert message in first[name], name
         assert message in second[name], name
+
+
+def test_no_responses_at_all_are_refused() -> None:
+    model = policy()
+    none = drawn(model, 0, 4, seed=1).rows(torch.arange(0))
+    for measure in MEASURES.values():
+        with pytest.raises(ValueError, match=NO_RESPONSES):
+            measure(model, optimizer_of(model), none)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -33,16 +32,6 @@ def test_stale_responses_give_the_change_of_the_policy_as_it_is() -> None:
     assert "or by another policy, such as older weights" in unweighted.reason
 
 
-def test_a_step_that_is_skipped_has_the_entropy_of_the_policy_as_it_is() -> None:
-    scene = Scene()
-    E = stale(scene.model, 24, 2)
-    known = scene.probe().forecast(E)
-    with scene.probe().around_step(E) as around:
-        """A GradScaler takes no step after gradients that are not finite."""
-    assert around.forecast.delta is None
-    assert (around.forecast.entropy, around.forecast.entropy_se) == (known.entropy, known.entropy_se)
-
-
 def test_reported_log_probabilities_of_the_policy_itself_change_nothing() -> None:
     scene = Scene()
     with torch.no_grad():
@@ -57,7 +46,7 @@ def test_reported_log_probabilities_of_the_policy_itself_change_nothing() -> Non
 
 def test_derivatives_of_stale_responses_are_those_of_the_policy_as_it_is() -> None:
     scene = Scene("sgd", lr=1e-3)
-    probe = scene.probe(micro_batch_prompts=200, first_order=True)
+    probe = scene.probe(micro_batch_prompts=200)
     own = probe.forecast(drawn(scene.model, 0, 200, seed=1), scene.U, causes=True)
     old = probe.forecast(stale(scene.model, 200, 2), scene.U, causes=True)
     for a, b in ((own.first_order, old.first_order), (own.finite_step, old.finite_step)):
@@ -69,19 +58,10 @@ def test_derivatives_of_stale_responses_are_those_of_the_policy_as_it_is() -> No
     assert old.fixed_prefixes.linear_over_true == pytest.approx(1.0, abs=0.02)
 
 
-@pytest.mark.parametrize(
-    ("options", "causes"), [({"first_order": True}, False), ({"coefficient_to_hold": True}, False), ({}, True)]
-)
-def test_derivatives_of_the_entropy_of_sequences_need_the_policys_own_responses(
-    options: dict[str, Any], causes: bool
-) -> None:
+def test_derivatives_of_the_entropy_of_sequences_need_the_policys_own_responses() -> None:
     scene = Scene()
-    probe = scene.probe(objective="sequence", **options)
-    name = "causes" if causes else next(iter(options))
-    with pytest.raises(
-        ValueError, match=f"and {name}=True of objective='sequence' needs responses of the policy as it"
-    ):
-        probe.forecast(stale(scene.model, 8, 2), scene.U, causes=causes)
+    with pytest.raises(ValueError, match="and causes=True of objective='sequence' needs responses of the policy as it"):
+        scene.probe(objective="sequence").forecast(stale(scene.model, 8, 2), scene.U, causes=True)
 
 
 def test_each_token_may_have_its_own_temperature() -> None:
@@ -140,7 +120,7 @@ def test_packed_rows_are_scored_as_padded_ones() -> None:
     [
         ({"inputs": {"input_ids": torch.zeros(7)}}, "nothing says where packed responses begin"),
         ({"inputs": {"ids": torch.zeros(7)}}, "packed rows need 'input_ids'"),
-        ({"inputs": {"input_ids": [1, 2]}}, r"inputs\['input_ids'\] of packed rows must be a tensor, .* got a list"),
+        ({"inputs": {"input_ids": [1, 2]}}, r"input_ids of packed rows must be a tensor, .* got a list"),
         ({"inputs": [1, 2]}, "inputs must map names to tensors, got a list"),
         (
             {"mask": [0, 1]},
@@ -154,12 +134,12 @@ def test_packed_rows_are_scored_as_padded_ones() -> None:
             r"cu_seqlens must be whole numbers, .* of torch\.float32",
         ),
         ({"cu_seqlens": torch.tensor(7)}, r"cu_seqlens must be whole numbers, \[responses \+ 1\], got \[\]"),
-        ({"temperature": torch.ones(5)}, r"temperature of packed rows must be \[7\] or \[1, 7\]"),
+        ({"temperature": torch.ones(5)}, r"temperature of packed rows must be a tensor, \[7\] or \[1, 7\]"),
         ({"cu_seqlens": torch.tensor([0, 4, 8])}, r"must rise from 0 to the row's 7 tokens, got \[0, 4, 8\]"),
         ({"prompt": torch.tensor([3])}, "the row holds 2 responses, and prompt 1 numbers"),
         ({"mask": torch.tensor([1, 0, 1, 1, 0, 0, 1])}, "response 0 of the row has no token before its first"),
         ({"mask": torch.tensor([0, 0, 1, 1, 0, 0, 0])}, "response 1 of the row has no sampled token"),
-        ({"mask": torch.zeros(6)}, r"mask of packed rows must be \[7\] or \[1, 7\], as input_ids, got \[6\]"),
+        ({"mask": torch.zeros(6)}, r"mask of packed rows must be a tensor, \[7\] or \[1, 7\], as input_ids, got \[6\]"),
     ],
 )
 def test_packed_rows_that_cannot_be_cut(changes: dict[str, object], message: str) -> None:
@@ -185,8 +165,8 @@ def test_packed_rows_carry_what_each_token_has_and_leave_out_their_padding() -> 
         torch.tensor([3, 3]),
         temperature=torch.tensor([0.0, 0, 1, 0.5, 0, 0, 0.7, 0, 0]),
     )
-    assert made.inputs["input_ids"].tolist() == [[5, 6, 7, 2], [0, 5, 6, 2]]
-    assert made.inputs["expert"].tolist() == [[0, 1, 2, 3], [0, 4, 5, 6]]
+    assert made.inputs["input_ids"].tolist() == [[5, 6, 7, 2], [5, 6, 2, 0]]
+    assert made.inputs["expert"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 0]]
     assert made.per_token("temperature")[made.mask].tolist() == pytest.approx([1.0, 0.5, 0.7])
     by_response = Rollouts.from_packed(
         {"input_ids": torch.tensor([5, 6, 7, 2, 5, 6, 2])},
@@ -196,10 +176,3 @@ def test_packed_rows_carry_what_each_token_has_and_leave_out_their_padding() -> 
         temperature=torch.tensor([1.0, 0.5]),
     )
     assert by_response.per_token("temperature").tolist() == [[1.0, 1.0], [0.5, 0.5]]
-
-
-@pytest.mark.parametrize("bad", [[0.0] * 16, torch.zeros(3), torch.zeros(16)])
-def test_log_probabilities_of_another_form_are_refused(bad: object) -> None:
-    E = drawn(policy(), 0, 4, seed=1)
-    with pytest.raises(ValueError, match="log_prob must be"):
-        dataclasses.replace(E, log_prob=bad)  # type: ignore[arg-type]

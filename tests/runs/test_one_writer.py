@@ -16,7 +16,7 @@ from torch import nn
 
 import sonde
 from sonde.cli import main
-from sonde.log import locked_file
+from sonde.log import sinks
 from sonde.log.sinks import JsonlSink
 from sonde.runs.reader import read_run
 from tests.batch_size.loops import windows_of_rows
@@ -61,7 +61,7 @@ def _run(code: str, folder: Path) -> Ended:
 
 @pytest.fixture
 def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locked_file, "SECONDS_TO_WAIT", 0.1)
+    monkeypatch.setattr(sinks, "SECONDS_TO_WAIT", 0.1)
 
 
 @pytest.mark.usefixtures("_no_patience")
@@ -84,15 +84,6 @@ def test_a_second_sink_of_the_same_process_is_refused_until_the_first_is_closed(
     second.write(header_record())
     second.close()
     assert len(read_run(tmp_path).headers) == 2
-
-
-@pytest.mark.usefixtures("_no_patience")
-def test_a_restart_after_a_crash_goes_on_at_once(tmp_path: Path) -> None:
-    with _writer(tmp_path) as writer:
-        writer.kill()
-        writer.wait(10)
-    write_run(tmp_path, 2)
-    assert [reading.segment for reading in read_run(tmp_path).readings] == [0, 1, 1]
 
 
 @pytest.mark.usefixtures("_no_patience")
@@ -119,7 +110,7 @@ def test_a_successor_waits_for_a_writer_that_is_ending(tmp_path: Path) -> None:
 def test_a_system_without_locks_is_pointed_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(locked_file, "fcntl", None)  # as on Windows
+    monkeypatch.setattr(sinks, "fcntl", None)  # as on Windows
     write_run(tmp_path, 1)
     assert "records.jsonl is not locked, as this system has no locks for files: two runs in one folder" in caplog.text
 

@@ -99,34 +99,6 @@ def test_groups_of_a_start_outlast_a_restart_that_wrote_none(tmp_path: Path) -> 
     assert read_run(tmp_path).readings[-1].groups == {}
 
 
-def test_metrics_of_any_name_come_and_go(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path)
-    sink.write(header_record())
-    given: list[dict[str, float | None]] = [
-        {"a": 1.5},
-        {"a": 2.5, "new/metric": 3.0},
-        {"new/metric": None},
-        {"a": 0.0, "b": 1e300},
-    ]
-    for i, metrics in enumerate(given):
-        sink.write(reading_record(i, 4, metrics=metrics))
-    sink.close()
-    read = [dict(reading.metrics) for reading in read_run(tmp_path).readings]
-    assert read == given
-
-
-def test_a_record_that_is_refused_leaves_the_next_lines_whole(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path)
-    sink.write(header_record())
-    with pytest.raises(ValueError, match="a 'reading' record must hold JSON values only"):
-        sink.write(reading_record(0, 2, metrics={"only here": math.nan}))
-    sink.write(reading_record(1, 2))
-    sink.close()
-    [reading] = read_run(tmp_path).readings
-    assert (reading.window, reading.status) == (20, "resolved")
-    assert "only here" not in reading.metrics
-
-
 def test_each_window_is_logged_on_request_and_can_be_computed_with_again(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, sink = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)), Recording()

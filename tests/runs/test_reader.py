@@ -9,7 +9,7 @@ import pytest
 from sonde.cli import main
 from sonde.runs.reader import read_run
 from sonde.runs.report.write import write_report
-from tests.runs.report.plausible_run import alert_record, end_record, header_record, reading_record, write_run
+from tests.runs.report.plausible_run import header_record, reading_record, write_run
 
 
 def _log(folder: Path, *lines: object, end: str = "\n") -> Path:
@@ -29,18 +29,6 @@ HEADER = _header()
 def _with_value(loss: str) -> str:
     """A reading with a loss that JSON would write otherwise."""
     return json.dumps(reading_record(0, 1, metrics={"loss": 0.123})).replace("0.123", loss)
-
-
-def test_a_whole_run(tmp_path: Path) -> None:
-    write_run(tmp_path, 30, alerts=[alert_record("look here")])
-    run = read_run(tmp_path)
-    assert (len(run.headers), len(run.readings), run.ended, run.torn) == (1, 30, "closed", None)
-    assert (run.header.unit, run.header.setup["ranks"], run.path) == ("sequences", 2, tmp_path / "records.jsonl")
-    assert [alert.message for alert in run.alerts] == ["look here"]
-    last, record = run.readings[-1], reading_record(29, 30)
-    assert last.metrics == record["metrics"]
-    assert last.groups["head"].low == record["groups"]["head"]["low"]
-    assert (last.window, last.status, last.dropped) == (300, "resolved", {"a piece was not finite": 2})
 
 
 def test_the_file_itself_may_be_named(tmp_path: Path) -> None:
@@ -67,14 +55,6 @@ def test_a_series_skips_what_is_not_known(tmp_path: Path) -> None:
     assert windows == [10 * (i + 1) for i in range(10, 30)]  # the first third is a lower bound
     assert values == [reading_record(i, 30)["metrics"]["gns/b_simple"] for i in range(10, 30)]
     assert run.series("no/such/metric") == ([], [])
-
-
-def test_segments_of_a_restarted_run(tmp_path: Path) -> None:
-    _log(tmp_path, HEADER, reading_record(0, 3), end_record(10), HEADER, reading_record(1, 3))
-    run = read_run(tmp_path)
-    assert [reading.segment for reading in run.readings] == [0, 1]
-    assert len(run.headers) == 2
-    assert run.ended is None  # the end was the first start's
 
 
 @pytest.mark.parametrize("end", ["", "\n"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sonde.log.tensorboard import TensorBoardSink
+from sonde.log.trackers import TensorBoardSink
 from tests.runs.report.plausible_run import GROUPS, STARTED, alert_record, end_record, header_record, reading_record
 
 SCRIPT = "<script>alert(1)</script>"

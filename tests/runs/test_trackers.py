@@ -15,8 +15,7 @@ import pytest
 import torch
 
 import sonde
-from sonde.log.known_metrics import known_metrics
-from sonde.log.trackers import FunctionSink, MlflowSink, TrackioSink, WandbSink, sinks_for
+from sonde.log.trackers import FunctionSink, MlflowSink, TrackioSink, WandbSink, known_metrics, sinks_for
 from tests.batch_size.loops import Recording, small_model, train
 from tests.new_process import in_new_process
 

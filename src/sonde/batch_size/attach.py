@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sonde.batch_size.budget import DEFAULT_ALLOWANCE, DEFAULT_BUDGET
 from sonde.batch_size.forward_units import FIRST_DIM, UnitsPerPiece
 from sonde.batch_size.found_model import RanksOfModel, raised_on_all_ranks
+from sonde.batch_size.pace import DEFAULT_ALLOWANCE, DEFAULT_BUDGET
 from sonde.batch_size.per_example.rules import GradientsOf
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.setup import Groups, NoiseScaleOptions
 from sonde.batch_size.taps.ddp_buckets import CommHook
+from sonde.batch_size.taps.leaf_hooks import TapName
 from sonde.batch_size.taps.metric import MetricName
-from sonde.batch_size.taps.tap_choice import TapName
-from sonde.parallel.optimizers import Optimizers
+from sonde.parallel.unwrap import Optimizers
 from sonde.probe import Partners
 from sonde.record_values import whole_number
 from sonde.records import LogOrPlaces, RunLog, log_of

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from sonde.batch_size.module_hook import is_compiled, takes_fast_path
+from sonde.batch_size.hooks import is_compiled, takes_fast_path
 from sonde.batch_size.taps.problems import HOW_TO_COUNT
 from sonde.wording import plural
 

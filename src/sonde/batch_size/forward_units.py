@@ -27,7 +27,7 @@ from sonde.batch_size.batch_dim import (
     shown_by,
     tensors_in,
 )
-from sonde.batch_size.module_hook import ModuleHook, is_in_graph, put_on, why_no_hook
+from sonde.batch_size.hooks import ModuleHook, is_in_graph, put_on, why_no_hook
 from sonde.batch_size.window_clock import ALWAYS, OwnTime
 from sonde.parallel.unwrap import unwrap_model
 

@@ -12,27 +12,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.batch_size.forward_units import FIRST_DIM, is_of_forward
-from sonde.batch_size.module_hook import why_no_hook
+from sonde.batch_size.hooks import why_no_hook
 from sonde.batch_size.setup import Groups, NoiseScaleOptions, is_number, n_batch_norms, n_sync_batch_norms
 from sonde.batch_size.taps.ddp_buckets import comm_hook_name
 from sonde.batch_size.taps.metric import (
     AdamMetric,
     Euclidean,
     GradientMetric,
-    MetricName,
-    Metrics,
     SignMetric,
     SpectralMetric,
     nuclear_norm_bytes,
 )
 from sonde.parallel.data_ranks import axis_of_sequences
 from sonde.parallel.devices import accumulation_dtype
-from sonde.parallel.optimizers import Optimizers, given_optimizers, parameters_of
 from sonde.parallel.parameter_roles import kinds_of, parameter_roles
+from sonde.parallel.process_groups import ModelParameters, check_same_on_ranks, model_parameters, refuse_on_all_stages
 from sonde.parallel.refused_models import refuse_stage_alone
-from sonde.parallel.same_on_ranks import check_same_on_ranks
 from sonde.parallel.shares import is_gathered
-from sonde.parallel.stages import ModelParameters, model_parameters, refuse_on_all_stages
+from sonde.parallel.unwrap import Optimizers, given_optimizers, parameters_of
 from sonde.parallel.wrappers import Wrapper, block_of, check_model, find_wrapper
 from sonde.wording import some_of
 
@@ -57,20 +54,6 @@ class RanksOfModel:
 
 
 @dataclass(frozen=True)
-class ChosenMetrics:
-    """The metrics of one probe.
-
-    Attributes:
-        names: those that were asked for, the headline first.
-        measured: the first is the plain metric, whose squares the checks of every window use, or Adam's where nothing
-            else was asked for.
-    """
-
-    names: tuple[MetricName, ...]
-    measured: Metrics
-
-
-@dataclass(frozen=True)
 class FoundModel:
     """A model that can be measured.
 
@@ -78,7 +61,8 @@ class FoundModel:
         wrapper: what it is wrapped in, with this rank's parameters.
         whole: the parameters of the whole model.
         group_names: the group of each parameter of the whole model.
-        metrics: how its gradients are measured.
+        metrics: in which its gradients are measured: those that were asked for, and the plain one first, whose squares
+            the checks of every window use; or Adam's first where nothing else was asked for.
         options: of the probe; no units of forwards where this model shows none.
         sequences_axis: the name of a mesh axis that looks like context parallelism while `cp_mesh` is not given.
         record: what the log's header says of the model and of the options.
@@ -87,7 +71,7 @@ class FoundModel:
     wrapper: Wrapper
     whole: ModelParameters
     group_names: list[str]
-    metrics: ChosenMetrics
+    metrics: Sequence[GradientMetric]
     options: NoiseScaleOptions
     sequences_axis: str | None
     record: dict[str, object]
@@ -153,12 +137,9 @@ def find_model(model: nn.Module, optimizer: Optimizers, options: NoiseScaleOptio
             "experts in pipeline stages are not measured: measure the norm by sonde.clip_grad_norm_, or the noise "
             "scale without a pipeline"
         )
-    try:
+    with raised_on_all_ranks(model, ranks, wrapper):  # also of the user's own function, or for this rank alone
         names = _group_names(options.groups, whole)
         metrics = _choose_metrics(options, model, wrapper, optimizer)
-    except Exception as error:  # of the user's own function, or for this rank alone: its peers must not wait for it
-        _join_comparison(wrapper, error)
-        raise
     _compare_over_ranks(wrapper, _same_on_ranks(options, wrapper, whole, names))
     options = _with_units_that_show(model, options, in_pipeline=wrapper.pp_mesh is not None)
     axis = axis_of_sequences(list(wrapper.parameters.values())) if ranks.cp_mesh is None else None
@@ -243,27 +224,24 @@ def _compare_over_ranks(wrapper: Wrapper, values: Mapping[str, object] | None) -
     check_same_on_ranks(wrapper.group, wrapper.leaves[0].device, values, refused_elsewhere)
 
 
-def _join_comparison(wrapper: Wrapper, error: Exception) -> None:
-    """Take part in the comparison where this rank raises an error, so that its peers raise too. The error is noted."""
-    try:
-        _compare_over_ranks(wrapper, None)
-    except ValueError:
-        error.add_note(NOT_ON_ALL_RANKS)
-
-
 @contextlib.contextmanager
-def raised_on_all_ranks(model: nn.Module, ranks: RanksOfModel) -> Iterator[None]:
+def raised_on_all_ranks(model: nn.Module, ranks: RanksOfModel, wrapper: Wrapper | None = None) -> Iterator[None]:
     """Let peers raise too where an error is raised in here: their own arguments may be accepted, and they would wait.
 
     Args:
-        model: that is about to be found.
+        model: that is found, or is about to be.
         ranks: as they were given.
+        wrapper: of the model, once it is found.
     """
     try:
         yield
-    except ValueError as error:
+    except Exception as error:
         with contextlib.suppress(ValueError):  # of the model: all ranks refuse it
-            _join_comparison(find_parameters(model, ranks)[0], error)
+            wrapper = wrapper or find_parameters(model, ranks)[0]
+            try:
+                _compare_over_ranks(wrapper, None)
+            except ValueError:
+                error.add_note(NOT_ON_ALL_RANKS)
         raise
 
 
@@ -316,7 +294,7 @@ def _group_names(groups: Groups, parameters: ModelParameters) -> list[str]:
 
 def _choose_metrics(
     options: NoiseScaleOptions, model: nn.Module, wrapper: Wrapper, optimizer: Optimizers
-) -> ChosenMetrics:
+) -> Sequence[GradientMetric]:
     """The metrics that were asked for, for this model.
 
     Raises:
@@ -333,7 +311,7 @@ def _choose_metrics(
             metrics.append(SignMetric())
         elif name == "spectral":
             metrics.append(_spectral(model, wrapper, given, options.staging_bytes(wrapper.leaves[0].device)))
-    return ChosenMetrics(names, Metrics(metrics))
+    return metrics
 
 
 def _adam(wrapper: Wrapper, optimizers: Sequence[Any]) -> AdamMetric:

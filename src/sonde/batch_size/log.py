@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 import torch
 from torch import Tensor
 
-from sonde.batch_size.measuring_cost import Cost, WindowCosts
-from sonde.batch_size.stats.reading import ENOUGH_COVERED, NoiseScaleReading
+from sonde.batch_size.pace import Cost, WindowCosts
+from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, SolvedWindow, WindowRow
 from sonde.probe import Metric, ReportSection
@@ -293,8 +293,6 @@ class NoiseScaleLog:
     def _alert_if_wrong(self, reading: NoiseScaleReading, cost: Cost) -> None:
         for name, message in reading.doubts.items():  # too few data are not wrong
             self.alert(name, message)
-        if (covered := reading.coverage) is not None and covered.part < ENOUGH_COVERED:
-            self.alert("not_covered", f"the noise scale is {covered}")
         if cost.is_over:
             assert cost.share is not None
             assert cost.budget is not None

@@ -1,29 +1,21 @@
-"""Chooses what a window is solved from, its pieces or its single examples, and adds the examples up.
-
-Each example is a piece of one unit.
-"""
+"""Chooses what a window is solved from: its pieces, or its single examples."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from sonde.batch_size.hook_failures import log_failure
 from sonde.batch_size.log import MeasuredWindow
+from sonde.batch_size.per_example.example_window import NOTHING_COVERED, ExampleWindow
 from sonde.batch_size.per_example.norms import PerExampleNorms
 from sonde.batch_size.setup import NoiseScaleOptions
-from sonde.batch_size.stats.dependence import N_SCORES, order_scores, scores_of_examples
 from sonde.batch_size.stats.reading import ENOUGH_COVERED, CoveredPart
-from sonde.batch_size.stats.window_row import WITHOUT_EXAMPLES, Drop, ExampleSums, WindowRow
-from sonde.batch_size.taps.window_sums import Named, PieceCounts, WindowSums, as_vector
+from sonde.batch_size.stats.window_row import WITHOUT_EXAMPLES, Drop, WindowRow
 from sonde.batch_size.window_clock import OwnTime
-from sonde.parallel.devices import to_device, widened, zero_sums
-from sonde.parallel.same_on_ranks import holds_on_all
+from sonde.parallel.process_groups import holds_on_all
 from sonde.parallel.wrappers import Wrapper
-from sonde.wording import plural
 
 _IN_A_ROW = 3
 """Windows in a row that must be of the other kind before it changes what is read: the last one of an epoch may be."""
@@ -34,20 +26,6 @@ _OF_EXAMPLES = (
     "the gradient of each example is read; rows that share samples, as after mixup, or that are not drawn at random, "
     "as without shuffling, would give a wrong number: accumulate over 2 micro-batches, and shuffle"
 )
-_NOTHING_COVERED = (
-    "no parameter was covered: what layers were called with does not add up to the gradients, as under torch.compile, "
-    "with a penalty on weights in the loss, or where 16 bits round too much"
-)
-"""Why a window's examples cannot be used, where the host knows no reason for a single parameter."""
-_SEVERAL_BACKWARDS = (
-    "a piece had several backwards; from the next piece on, each example's gradients are summed before they are "
-    "squared. If the backwards are of different examples, give each a piece of its own"
-)
-_MOST_BYTES = 64 * 2**20
-"""Memory for the squared norms of one piece, of every example and parameter."""
-_COUNTS = ("sq_weight", "n_examples", "n_pieces", "n_open", "n_closed", "next", "opposite", "half", "n_scores")
-"""Σ w_b²; examples; pieces whose examples were read; ranks that read examples, and those that do not; and what
-`order_scores` gives."""
 
 
 class Mechanism:
@@ -98,6 +76,8 @@ class Mechanism:
         """Whether examples are read in measured windows, besides pieces, which leaf hooks must read then."""
         self.covered = CoveredPart(len(self._names))
         """What the covered parameters are of the whole model, where windows are solved from examples."""
+        self._is_covered = [True] * len(self._names)
+        """Which parameters are, in the last window that has arrived."""
         self._has_chosen, self._n_otherwise = False, 0
         self._news: list[tuple[str, str]] = []
 
@@ -137,7 +117,7 @@ class Mechanism:
         row = window.row
         if not window.examples or self.examples is None:
             return _explained(row, self.why_not)
-        sums, why_not, _ = self.examples.read(window.examples, row)
+        sums, why_not, self._is_covered = self.examples.read(window.examples, row)
         self._choose(row.n_pieces)
         if row.n_pieces >= 2 and not self.reads_examples:
             return row
@@ -145,7 +125,10 @@ class Mechanism:
             return replace(row, examples=sums)
         if row.n_pieces >= 2 and not self._is_asked and self.covered.coverage is None:
             return row  # both mechanisms speak of the whole model
-        why = self._in_words(why_not) if why_not else self.why_not
+        if why_not:  # with the first reason that the host knows of a parameter
+            reason = next(iter(self.examples.reasons.values()), "")
+            why_not = why_not if not reason else reason if why_not == NOTHING_COVERED else f"{why_not}: {reason}"
+        why = why_not or self.why_not
         if row.n_pieces < 2:
             return _explained(row, why)
         message = f"the window's single examples could not be used: {why or 'they were not read'}"
@@ -166,40 +149,22 @@ class Mechanism:
             self._news.append(("", "windows have several pieces now, which are compared in place of single examples"))
         self._has_chosen, self.reads_examples, self._n_otherwise = True, needs_examples, 0
 
-    def saw(self, window: MeasuredWindow, *, is_sound: bool, scale: float | None) -> None:
-        """Note a window that was solved or dropped.
-
-        Args:
-            window: its numbers.
-            is_sound: whether it was averaged.
-            scale: κ of the last sound window.
-        """
-        if self.examples is None or not self.reads_examples or not is_sound or scale is None:
+    def averaged(self, row: WindowRow) -> None:
+        """Note the row of a window that was averaged."""
+        if (examples := row.examples) is None:
             return
-        row = window.row
-        sums, _, covered = self.examples.read(window.examples, row)
-        if sums is None:
-            return
-        self.covered.update(sums.n_covered, sums.big, row.big)
+        self.covered.update(examples.n_covered, examples.big, row.big)
         coverage = self.covered.coverage
         if coverage is not None and coverage.part < ENOUGH_COVERED:
-            self._news.append(("not_covered", f"the noise scale is {coverage}; not covered: {self._missing(covered)}"))
+            self._news.append(("not_covered", f"the noise scale is {coverage}; not covered: {self._missing()}"))
 
-    def _missing(self, covered: Sequence[bool]) -> str:
+    def _missing(self) -> str:
         """The first parameters that are not covered, and why."""
-        assert self.examples is not None
-        missing = [name for name, is_covered in zip(self._names, covered, strict=True) if not is_covered]
-        reasons = self.examples.reasons
+        reasons = {} if self.examples is None else self.examples.reasons
+        missing = [name for name, is_covered in zip(self._names, self._is_covered, strict=True) if not is_covered]
         named = [f"{name} ({reasons.get(name, 'it has a use that no rule has seen')})" for name in missing]
         more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
         return ", ".join(named[:_MOST_NAMED]) + more
-
-    def _in_words(self, why_not: str) -> str:
-        """Why the examples of a window cannot be used, with the first reason that the host knows of a parameter."""
-        assert self.examples is not None
-        if not (reason := next(iter(self.examples.reasons.values()), "")):
-            return why_not
-        return reason if why_not == _NOTHING_COVERED else f"{why_not}: {reason}"
 
 
 def _explained(row: WindowRow, why_not: str) -> WindowRow:
@@ -239,194 +204,3 @@ def _example_window(
     window.open()
     window.close()
     return window
-
-
-class ExampleWindow:
-    """Adds up |h_b|²/w_b of each example of a window; no value is read on the host before its numbers arrive.
-
-    Examples are the units of a piece, and the rows of what the model's layers are called with. A piece whose units are
-    not the rows cannot be used, and says so.
-
-    Args:
-        norms: of the model's examples.
-        group_names: the group of each parameter, [parameters].
-        device: of the parameters.
-        is_sharded: whether ranks hold parts of `.grad`, whose squares are known only after the sum over ranks.
-    """
-
-    def __init__(
-        self, norms: PerExampleNorms, group_names: Sequence[str], device: torch.device, *, is_sharded: bool
-    ) -> None:
-        self.norms, self._is_sharded, self._device = norms, is_sharded, device
-        self._n_parameters = len(group_names)
-        places = {name: i for i, name in enumerate(dict.fromkeys(group_names))}
-        self._group_index = torch.tensor([places[name] for name in group_names], device="cpu")
-        self.reasons: dict[str, str] = {}
-        """Why parameters, by name, are not covered, as far as the host knows; "" holds a reason for all of them."""
-        self._reset()
-
-    def _reset(self) -> None:
-        self._small = zero_sums(self._n_parameters, device=self._device)
-        self._sq_weight = self._small.new_zeros(())
-        self._scores = self._small.new_zeros(N_SCORES)
-        self._n_examples = self._n_pieces = 0
-
-    @property
-    def is_open(self) -> bool:
-        """Whether examples are read now."""
-        return self.norms.is_open
-
-    def open(self) -> None:
-        """Read the examples of the pieces from now on.
-
-        Raises:
-            ValueError: see `PerExampleNorms.open`.
-        """
-        if self.norms.is_open and self.norms.released:
-            self.norms.close()
-        if not self.norms.is_open:
-            self.norms.open()
-
-    def close(self) -> None:
-        """Read nothing until `open`; keep no hook."""
-        self.norms.close()
-
-    def begin_piece(self) -> None:
-        """From here until `end_piece` all backwards are one piece: those before it, outside pieces, do not count."""
-        if self.norms.is_open:
-            self.norms.forget_backwards()
-
-    def end_piece(self, counts: PieceCounts, unscale: Tensor | None) -> None:
-        """Add the examples of the piece that ends here.
-
-        Args:
-            counts: of the piece.
-            unscale: the factor that undoes a GradScaler's scale; None without one.
-        """
-        if not self.norms.is_open:
-            return
-        # Rows that count for nothing, as padding may, have a weight of 0, and are no units.
-        units = counts.units if counts.unit_weights is None else len(counts.unit_weights)
-        if why_not := self._why_not_rows(units):
-            self.reasons[""] = why_not
-            self.norms.discard()
-            return
-        if self.norms.had_unexpected_backwards:  # taken to be of the same examples
-            self.reasons[""] = _SEVERAL_BACKWARDS
-            self.norms.discard()
-            self.norms.add_backwards_up()
-            return
-        n = int(units)
-        try:
-            squares = self.norms.take(n)
-        except Exception as error:  # a bug, a mistake in a rule of the user's, or no memory left: training goes on
-            log_failure(error)
-            self.reasons[""] = f"reading them failed ({type(error).__name__}: {error})"
-            self.norms.discard()
-            return
-        self.reasons.pop("", None)
-        self.reasons |= squares.reasons
-        weights = _weights_of_examples(counts, n, self._small)
-        over_weight = torch.where(weights > 0, squares.sq_norms / weights, squares.sq_norms * 0.0).sum(1)
-        self._small += over_weight if unscale is None else over_weight * unscale.square()
-        self._sq_weight += weights.square().sum()
-        of_gradients = torch.where(weights[:, None] > 0, squares.projections / weights[:, None], 0.0)
-        self._scores += order_scores(of_gradients)
-        self._n_examples += n
-        self._n_pieces += 1
-
-    def _why_not_rows(self, units: float | Tensor) -> str:
-        """Why the units of a piece cannot be the rows that layers are called with, in words."""
-        if isinstance(units, Tensor) or not float(units).is_integer():
-            return "the number of units of a piece is no whole number that the host knows: pass an int"
-        if 8 * units * self._n_parameters > _MOST_BYTES:
-            examples, parameters = plural(round(units), "example"), plural(self._n_parameters, "parameter")
-            return f"the norms of {examples} in {parameters} take too much memory: is the unit a row?"
-        return ""
-
-    def discard_piece(self) -> None:
-        """Forget the present piece."""
-        if self.norms.is_open:
-            self.norms.discard()
-
-    def end_window(self, sums: WindowSums, sq_norms_big: Tensor | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The numbers of the window by name; starts the next one.
-
-        Every rank sends all of its parameters, covered or not: which of them count is known once all ranks have said
-        what they cover.
-
-        Args:
-            sums: of the window's pieces, not taken yet.
-            sq_norms_big: |F|² per parameter, of a sharded model this rank's share of it, [parameters]; None if examples
-                were not read.
-
-        Returns:
-            The numbers to be summed over ranks, and this rank's own.
-        """
-        is_open = sq_norms_big is not None
-        if sq_norms_big is None:
-            sq_norms_big = torch.zeros_like(self._small)
-            if self._n_pieces:  # read before the hooks were taken off
-                self._reset()
-        is_finite = torch.isfinite(self._small)
-        counts = (self._sq_weight, self._n_examples, self._n_pieces, float(is_open), float(not is_open))
-        of_ranks = {
-            "small": self._small.where(is_finite, 0.0),
-            "of_pieces": sums.sq_norms_over_weight,
-            "covered": widened(is_finite),
-            "counts": as_vector([*counts, *self._scores.unbind()], self._device),
-        }
-        own: dict[str, Tensor] = {}
-        (of_ranks if self._is_sharded else own)["big"] = sq_norms_big
-        self._reset()
-        return of_ranks, own
-
-    def read(self, sums: Named, row: WindowRow) -> tuple[ExampleSums | None, str, list[bool]]:
-        """What the examples of a window gave, once its numbers are on the host.
-
-        Args:
-            sums: by name, summed over ranks; on the CPU.
-            row: of the window's pieces.
-
-        Returns:
-            Their sums, None if they cannot be used; the reason, empty where examples were not read; and which
-            parameters are covered on all ranks that read examples, [parameters].
-        """
-        counts = dict(zip(_COUNTS, sums["counts"].tolist(), strict=True))
-        n_read, n_open = round(counts["n_pieces"]), round(counts["n_open"])
-        is_covered = sums["covered"] >= n_open - 0.5
-        why_not = ""
-        if n_open and round(counts["n_closed"]):
-            why_not = "another rank does not read them"
-        elif n_open and n_read != row.n_pieces:
-            why_not = f"examples were read in {n_read} of {plural(row.n_pieces, 'piece')} only"
-        elif n_open and not is_covered.any():
-            why_not = _NOTHING_COVERED
-        if why_not or not n_read:
-            return None, why_not, is_covered.tolist()
-        of_examples = ExampleSums(
-            sq_norm_over_weight=self._per_group(sums["small"], is_covered),
-            weight=row.weight,
-            weight_over_units=row.weight,  # n_b = 1 throughout
-            sq_weight_over_units=counts["sq_weight"],
-            n_pieces=round(counts["n_examples"]),
-            of_pieces=self._per_group(sums["of_pieces"], is_covered),
-            sq_norm_big=self._per_group(sums["big"], is_covered),
-            n_covered=int(is_covered.sum()),
-            scores=scores_of_examples(*(counts[name] for name in _COUNTS[-N_SCORES:])),
-        )
-        return of_examples, "", is_covered.tolist()
-
-    def _per_group(self, of_parameters: Tensor, is_covered: Tensor) -> Tensor:
-        """The sums over the covered parameters of each group, on the host: [groups]."""
-        values = of_parameters.double().where(is_covered, 0.0)
-        return values.new_zeros(int(self._group_index.max()) + 1).index_add_(0, self._group_index, values)
-
-
-def _weights_of_examples(counts: PieceCounts, n: int, like: Tensor) -> Tensor:
-    """w_b, each example's part of its piece's weight: [examples]."""
-    if counts.unit_weights is None:
-        return like.new_ones(n) / n * counts.weight
-    own = counts.unit_weights
-    own = widened(to_device(own.detach(), like.device)) if isinstance(own, Tensor) else as_vector(own, like.device)
-    return own / own.sum() * counts.weight

@@ -18,12 +18,11 @@ from sonde.batch_size.forward_units import (
     UnitsPerPiece,
     is_of_forward,
 )
-from sonde.batch_size.pacing import Pacing
+from sonde.batch_size.pace import Pace
 from sonde.batch_size.step_watch import StepWatch
 from sonde.batch_size.taps.problems import Problem
 from sonde.batch_size.taps.window_reader import WindowReader
-from sonde.batch_size.taps.window_sums import PieceCounts, check_counts, piece_counts
-from sonde.batch_size.units import counted_in
+from sonde.batch_size.units import PieceCounts, check_counts, counted_in, piece_counts
 from sonde.batch_size.window_clock import ALWAYS, MEASURING, OwnTime
 from sonde.record_values import whole_number
 
@@ -35,6 +34,8 @@ logger = logging.getLogger("sonde")
 
 _MANY = 2**53
 """Whole numbers of units below it are floats without rounding."""
+_MANY_PIECES = 16
+"""Pieces of a window after which parameters that change show that no optimizer of torch steps them."""
 
 
 class DeclaredPiece:
@@ -68,7 +69,7 @@ class DeclaredPiece:
             pieces.spent[ALWAYS] += time.perf_counter() - start
             pieces.is_open = True  # last: if Ctrl-C comes before this line, __exit__ never runs
         else:
-            self._is_read = pieces.begin(*self._given)
+            self._is_read = pieces.begin(*self._given, is_usual=self._is_usual)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self._is_read:
@@ -93,11 +94,12 @@ class Pieces:
         forwards: of the model, which count the units of such a piece where `units_per_piece` says so.
         reader: of the pieces.
         steps: count the pieces of windows that are not measured.
-        pacing: says whether a window is measured.
+        pace: says whether a window is measured.
         own: the probe's time.
         in_pipeline: whether the model is a pipeline's stage, so that a backward alone is no piece.
-        has_peers: whether other ranks sum with this one. They would wait for a rank that raises alone, so a window
-            with backwards that are no pieces is dropped instead, unless a rank declares pieces.
+
+    A window with backwards that are no pieces is dropped, unless a rank declares pieces. Nothing is raised: other ranks
+    would wait for a rank that raises alone.
     """
 
     def __init__(
@@ -108,15 +110,14 @@ class Pieces:
         *,
         reader: WindowReader,
         steps: StepWatch,
-        pacing: Pacing,
+        pace: Pace,
         own: OwnTime,
         in_pipeline: bool = False,
-        has_peers: bool = False,
     ) -> None:
         self._names, self._forwards = tuple(names), forwards
         self._by_forward = is_of_forward(units_per_piece)
         self._units_per_piece: Any = None if self._by_forward else units_per_piece
-        self._reader, self.steps, self._pacing = reader, steps, pacing
+        self._reader, self.steps, self._pace = reader, steps, pace
         self.is_open = False
         """Whether a declared piece has begun, and not ended."""
         self._is_scheduled = self._gives_counts = False
@@ -130,9 +131,9 @@ class Pieces:
         """Whether the number of units need not be given for each piece."""
         self.spent = own.spent
         """Of the probe's time."""
-        self._in_pipeline, self._has_peers = in_pipeline, has_peers
-        self._has_run = False
-        """Whether a piece has ended in the present window, or a backward that was none."""
+        self._in_pipeline = in_pipeline
+        self._n = 0
+        """Pieces of the present window that were read, and backwards that were none."""
         self._question = ""
         self.why_not_another: Callable[[], str] = str
         """Asked at a second backward outside `piece()`: why it is no micro-batch; empty if it is one."""
@@ -140,14 +141,16 @@ class Pieces:
         """Whether a further backward of the present window is no micro-batch."""
         self._has_logged = False
         """Whether an error of `units_per_piece` was logged. Its text may be another one for each piece."""
-        self._error: Exception | None = None
-        self._error_outside: Exception | None = None
-        """Errors of pieces, and of backwards that are none and count nothing beside declared pieces.
 
-        They are raised from the user's own call, not inside autograd."""
-
-    def begin(self, units: Any, weight: Any, unit_weights: Any, n: int | None) -> bool:
+    def begin(self, units: Any, weight: Any, unit_weights: Any, n: int | None, *, is_usual: bool) -> bool:
         """Begin a declared piece, or n of them; see `DeclaredPiece`.
+
+        Args:
+            units: as for the others, see `DeclaredPiece`.
+            weight: in the loss.
+            unit_weights: within the piece.
+            n: pieces of the schedule.
+            is_usual: whether units and weight alone were given, as numbers that can be.
 
         Returns:
             Whether it is read: not in a window that is not measured, nor while a CUDA graph is recorded.
@@ -159,30 +162,35 @@ class Pieces:
                 f"{called} was entered inside another piece: open one 'with probe.piece():' per micro-batch, or one "
                 "'with probe.pieces(n):' per step of a pipeline schedule"
             )
-        is_read = self._pacing.is_measured and not self._reader.is_recorded()
+        is_read = self._pace.is_measured and not self._reader.is_recorded()
         by_forward = self._by_forward and n is None and units is None and unit_weights is None
         if by_forward:
             check_counts(1.0, weight, None)
             self._counts, self._weight = None, weight
         elif units is NOT_COUNTED:
             self._counts = NOT_COUNTED
+        elif is_usual and type(units) is int and not self._names[1:]:  # nearly all pieces, and they are checked
+            self._counts = PieceCounts(weight, float(units), float(units))
         else:
             self._counts = self._given(units, weight, unit_weights, n, is_read=is_read)
         if is_read:
-            self._begin_reading(n, by_forward=by_forward)
+            if by_forward:
+                self._forwards.forget()  # of before the piece
+            if self._gives_counts == by_forward:  # otherwise than the piece before
+                self._forwards.open(counts=by_forward)
+            self._is_scheduled, self._gives_counts = n is not None, not by_forward
+            self._count()
+            self._reader.begin_piece(n)
         else:
-            self.steps.n_runs += not self._pacing.is_measured
+            self.steps.n_runs += not self._pace.is_measured
         self.spent[MEASURING if is_read else ALWAYS] += time.perf_counter() - start
         self.is_open = True
         return is_read
 
-    def _begin_reading(self, n: int | None, *, by_forward: bool) -> None:
-        self._forwards.forget()  # of before the piece
-        if self._gives_counts == by_forward:  # otherwise than the piece before
-            self._forwards.open(counts=by_forward)
-        self._error_outside, self._is_scheduled, self._gives_counts = None, n is not None, not by_forward
-        self.steps.piece_begins()
-        self._reader.begin_piece(n)
+    def _count(self) -> None:
+        if self._n and self._n % _MANY_PIECES == 0:
+            self.steps.many_pieces()
+        self._n += 1
 
     def end(self, *, failed: bool) -> None:
         """End a declared piece that is read, or several.
@@ -190,7 +198,7 @@ class Pieces:
         Args:
             failed: whether an exception ended it.
         """
-        self.is_open, self._has_run = False, True
+        self.is_open = False
         if failed or self._reader.is_recorded():
             self._reader.discard_piece()
             return
@@ -204,9 +212,8 @@ class Pieces:
 
     def backward_ended(self) -> None:
         """End the piece that was a backward outside `piece()`."""
-        self._has_run = True
         self.steps.n_runs += 1
-        self.steps.piece_begins()
+        self._count()
         if self._reader.n_pieces and (why_not := self.why_not_another()):
             self._question, self.is_doubted = why_not, True
         counts = self._counts_outside()
@@ -218,12 +225,10 @@ class Pieces:
     def _counts_outside(self) -> PieceCounts | Problem:
         """The counts of a backward outside `piece()`, or why it is no piece."""
         if self._in_pipeline:
-            self._raise_later(RuntimeError(Problem.OUTSIDE_SCHEDULE.message))
             return Problem.OUTSIDE_SCHEDULE
         if self._by_forward:
             return self._counted_by_forward(None)
         if self._units_per_piece is None:
-            self._raise_later(RuntimeError(_NOT_KNOWN))
             return Problem.UNITS_UNKNOWN
         try:
             self._forwards.of_backward()
@@ -231,10 +236,6 @@ class Pieces:
             return Problem.MORE_BACKWARDS
         first, further = self._counted(None, has_weights=False)
         return piece_counts(first, 1.0, None, further)
-
-    def _raise_later(self, error: Exception) -> None:
-        """Have an error raised when the window ends, unless peers would wait, or pieces are declared until then."""
-        self._error_outside = None if self._has_peers else error
 
     def _counted_by_forward(self, weight: float | Tensor | None) -> PieceCounts | Problem:
         """The counts of a piece that is ending, by its forward, or why its forward does not show them.
@@ -254,13 +255,7 @@ class Pieces:
             self._question = f"{question}. {question.remedy}"
             return Problem.UNITS_ASKED
         except Exception as error:  # of the user's function, or a number that cannot be
-            if not self._has_peers:
-                self._error = RuntimeError(
-                    f"the units of a piece could not be counted by units_per_piece= ({type(error).__name__}: {error}): "
-                    "it is called as the model is, and must return a number of units > 0"
-                )
-                self._error.__cause__ = error
-            elif not self._has_logged:  # peers would wait for a rank that raises: the window is dropped
+            if not self._has_logged:
                 logger.error("sonde: units_per_piece= could not count a piece: %s: %s", type(error).__name__, error)
                 self._has_logged = True
             return Problem.NOT_COUNTED
@@ -298,7 +293,7 @@ class Pieces:
     def begin_window(self, *, is_measured: bool) -> None:
         """Note whether the window that begins is measured."""
         self.is_quiet = not is_measured and len(self._names) == 1
-        self._has_run = self.is_doubted = False
+        self._n, self.is_doubted = 0, False
         if self._gives_counts and not self.steps.may_be_recorded:  # whoever counts pieces pays for no hook
             self._forwards.close()
         self._forwards.begin_window(is_measured=is_measured)
@@ -309,34 +304,12 @@ class Pieces:
         Returns:
             Whether there are any to forget: none where nothing is measured.
         """
-        has_run, self._has_run = self._has_run and not self.is_open, False
+        has_run, self._n = self._n > 0 and not self.is_open, 0
         if has_run:
-            self._error = self._error_outside = None
             self._question, self.is_doubted = "", False
         return has_run
-
-    def check_ended(self) -> None:
-        """Refuse to end a window that cannot end here.
-
-        Raises:
-            RuntimeError: inside a piece; in one process, also when the number of units is not known.
-        """
-        if self.is_open:
-            raise RuntimeError("the window was ended inside a piece: leave 'with probe.piece():' first")
-        error, self._error, self._error_outside = self._error or self._error_outside, None, None
-        if error is not None:
-            raise error
 
     def take_question(self) -> str:
         """What was seen in a forward since the last call that does not show its units; empty if all did."""
         question, self._question = self._question, ""
         return question
-
-    @property
-    def counted_in(self) -> str:
-        """The tensor whose rows were counted first, in words; empty where no rows are counted."""
-        return self._forwards.counted_in
-
-    def close(self) -> None:
-        """Remove the hooks of forwards."""
-        self._forwards.close()

@@ -21,18 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sonde.batch_size.arrivals import Arrivals, MetricTrackers
-from sonde.batch_size.budget import Pace
-from sonde.batch_size.delivery import Delivery
+from sonde.batch_size.arrivals import Arrivals, Delivery, MetricTrackers
 from sonde.batch_size.forward_units import ForwardUnits, is_of_forward
 from sonde.batch_size.found_model import RanksOfModel, find_model, raised_on_all_ranks
-from sonde.batch_size.frozen_watch import FrozenWatch
 from sonde.batch_size.log import METRICS as LOG_METRICS
 from sonde.batch_size.log import NoiseScaleLog, Scalars
-from sonde.batch_size.measuring_cost import Cost
 from sonde.batch_size.mechanism import Mechanism
-from sonde.batch_size.model_watch import ModelWatch, rounding_tolerance
-from sonde.batch_size.pacing import Pacing
+from sonde.batch_size.model_watch import FrozenWatch, ModelWatch, rounding_tolerance
+from sonde.batch_size.pace import Cost, Pace
 from sonde.batch_size.pieces import NOT_COUNTED, DeclaredPiece, Pieces, Units, UnitsOfPieces
 from sonde.batch_size.setup import (
     NoiseScaleOptions,
@@ -40,23 +36,22 @@ from sonde.batch_size.setup import (
     describe,
     describe_context_axis,
 )
-from sonde.batch_size.stats.fixed_weights import FixedWeights
+from sonde.batch_size.stats.averages import FixedWeights
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import SolvedWindow
 from sonde.batch_size.step_watch import StepWatch
 from sonde.batch_size.taps.ddp_buckets import CommHook, comm_hook_name, hook_label
-from sonde.batch_size.taps.squared_norms import LEAST_SQ_NORM
-from sonde.batch_size.taps.tap_choice import choose_tap
+from sonde.batch_size.taps.leaf_hooks import choose_tap
+from sonde.batch_size.taps.metric import LEAST_SQ_NORM
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.taps.witness import Witness
 from sonde.batch_size.window_clock import OwnTime
-from sonde.batch_size.window_ends import WindowClip, WindowEnds, checked_clip
+from sonde.batch_size.window_ends import WindowClip, WindowEnds
 from sonde.console import tell
-from sonde.parallel.devices import exact_bits
-from sonde.parallel.optimizers import Optimizers
-from sonde.parallel.process_groups import n_summed
-from sonde.parallel.same_on_ranks import holds_on_all
+from sonde.gradient_norm.scaling import Nonfinite, check_options, check_order
+from sonde.parallel.process_groups import holds_on_all, n_summed
+from sonde.parallel.unwrap import Optimizers
 from sonde.probe import Metric
 from sonde.record_values import known
 from sonde.records import LogOrPlaces, RunLog, log_of
@@ -139,86 +134,18 @@ class NoiseScaleProbe:
         self._grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         hook_name = hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
         self._rounding = functools.partial(rounding_tolerance, wrapper, hook_name)
-        self._metrics = MetricTrackers(found.metrics, functools.partial(self._new_tracker, fixed_weights))
+        new_tracker = functools.partial(self._new_tracker, fixed_weights)
+        self._metrics = MetricTrackers(options.metrics, [metric.name for metric in found.metrics], new_tracker)
         self._tracker = self._metrics.headline
-        own = OwnTime()
-        self._mechanism = Mechanism(model, wrapper, options, found.group_names, own)
-        # The tap installs hooks, so it comes after everything that may refuse the model.
-        whole, metrics = found.whole, found.metrics
-        experts = frozenset() if wrapper.experts is None else wrapper.experts.indices
-        witness = Witness(whole.shapes, whole.first, len(wrapper.parameters), apart=experts)
-        self._tap = choose_tap(
-            wrapper,
-            witness,
-            metrics.measured,
-            name=options.tap,
-            comm_hook=comm_hook,
-            comm_state=comm_state,
-            staging_bytes=options.staging_bytes(wrapper.leaves[0].device),
-            on_backward=lambda: self._pieces.backward_ended(),
-            own=own,
-        )
-        self._reader = WindowReader(
-            wrapper,
-            found.group_names,
-            metrics.measured,
-            witness,
-            self._tap,
-            own,
-            grad_scaler=self._grad_scaler,
-            first=whole.first,
-            n_further_units=len(options.units) - 1,
-            examples=self._mechanism.examples,
-        )
-        self._delivery = Delivery(
-            lambda window: self._arrivals.take(window), self._reader.device, metrics.measured.adds, own
-        )
-        self._alone = self._delivery.alone
-        n_summed_ranks = n_summed(wrapper.group)
-        pace = Pace(
-            every=options.every,
-            budget=options.budget,
-            allowance=options.allowance,
-            n_ranks=n_summed_ranks,
-            exact_bits=exact_bits(self._reader.device, n_summed_ranks),
-        )
-        self._pacing = Pacing(pace, self._tap, self._mechanism, self._reader, own)
+        self._own = OwnTime()
+        self._mechanism = Mechanism(model, wrapper, options, found.group_names, self._own)
         self._scalars = Scalars(log)
         self._closed = False
         self._verbose = verbose and log.is_first_rank
         self._log_every = log.every
-        self._frozen = FrozenWatch(
-            wrapper.parameters,
-            n_ranks=n_summed_ranks,
-            n_stages=1 if wrapper.pp_mesh is None else wrapper.pp_mesh.size(),
-            device=self._reader.device,
-        )
-        self._model = ModelWatch(model, wrapper, self._frozen, alert=self._alert)
-        self._steps = StepWatch(
-            optimizer,
-            wrapper,
-            self._reader,
-            self._pacing,
-            own,
-            has_peers=n_summed_ranks > 1,
-            end_window=self._end_at_step,
-            alert=self._alert,
-        )
-        units = options.units_per_piece
-        forwards = ForwardUnits(model, units if is_of_forward(units) else None, own, self._steps)
-        self._pieces = Pieces(
-            options.units,
-            units,
-            forwards,
-            reader=self._reader,
-            steps=self._steps,
-            pacing=self._pacing,
-            own=own,
-            in_pipeline=wrapper.pp_mesh is not None,
-            has_peers=n_summed_ranks > 1,
-        )
-        of_windows = self._reader, self._steps, self._model, self._pieces, self._pacing, self._delivery, self._scalars
-        self._ends = WindowEnds(*of_windows, own, ddp=wrapper.ddp, log_every=log.every, alert=self._alert)
+        # These install hooks, so they come after everything that may refuse the model.
+        self._read_gradients(comm_hook, comm_state)
+        self._follow_the_loop(model, optimizer)
         try:
             self._log = self._begun_log(log)
         except BaseException:  # leave no hook behind
@@ -230,10 +157,10 @@ class NoiseScaleProbe:
             self._rounding,
             frozen=self._frozen,
             mechanism=self._mechanism,
-            pacing=self._pacing,
+            pace=self._pace,
             tap=self._tap,
             wrapper=wrapper,
-            counted_in=lambda: self._pieces.counted_in,
+            counted_in=lambda: self._forwards.counted_in,
             say=self._say,
         )
         self._mechanism.begin_window(is_measured=True)
@@ -243,9 +170,90 @@ class NoiseScaleProbe:
         self._at_exit = functools.partial(_close_left_open, weakref.ref(self), os.getpid())
         atexit.register(self._at_exit)
 
+    def _read_gradients(self, comm_hook: CommHook | None, comm_state: object) -> None:
+        """Make what reads gradients, and brings their numbers to the host."""
+        wrapper, found, options = self._wrapper, self._found, self._options
+        whole, metrics = found.whole, found.metrics
+        experts = frozenset() if wrapper.experts is None else wrapper.experts.indices
+        witness = Witness(whole.shapes, whole.first, len(wrapper.parameters), apart=experts)
+        self._tap = choose_tap(
+            wrapper,
+            witness,
+            metrics,
+            name=options.tap,
+            comm_hook=comm_hook,
+            comm_state=comm_state,
+            staging_bytes=options.staging_bytes(wrapper.leaves[0].device),
+            on_backward=lambda: self._pieces.backward_ended(),
+            own=self._own,
+        )
+        self._reader = WindowReader(
+            wrapper,
+            found.group_names,
+            metrics,
+            witness,
+            self._tap,
+            self._own,
+            grad_scaler=self._grad_scaler,
+            first=whole.first,
+            n_further_units=len(options.units) - 1,
+            examples=self._mechanism.examples,
+        )
+        self._delivery = Delivery(
+            lambda window: self._arrivals.take(window), self._reader.device, [m.adds for m in metrics], self._own
+        )
+        self._alone = self._delivery.alone
+
+    def _follow_the_loop(self, model: nn.Module, optimizer: Optimizers) -> None:
+        """Make what follows the user's loop: its forwards, pieces and steps, and what becomes of the model."""
+        wrapper, options, reader, own = self._wrapper, self._options, self._reader, self._own
+        n_ranks, n_stages = n_summed(wrapper.group), 1 if wrapper.pp_mesh is None else wrapper.pp_mesh.size()
+        self._pace = pace = Pace(
+            every=options.every, budget=options.budget, allowance=options.allowance, n_ranks=n_ranks
+        )
+        self._frozen = FrozenWatch(wrapper.parameters, n_ranks=n_ranks, n_stages=n_stages, device=reader.device)
+        self._model = ModelWatch(model, wrapper, self._frozen, alert=self._alert)
+        self._steps = StepWatch(
+            optimizer,
+            wrapper,
+            reader,
+            pace,
+            own,
+            has_peers=n_ranks > 1,
+            end_window=self._end_at_step,
+            alert=self._alert,
+        )
+        units = options.units_per_piece
+        self._forwards = ForwardUnits(model, units if is_of_forward(units) else None, own, self._steps)
+        self._pieces = Pieces(
+            options.units,
+            units,
+            self._forwards,
+            reader=reader,
+            steps=self._steps,
+            pace=pace,
+            own=own,
+            in_pipeline=wrapper.pp_mesh is not None,
+        )
+        self._ends = WindowEnds(
+            reader,
+            self._steps,
+            self._model,
+            self._pieces,
+            pace,
+            self._tap,
+            self._mechanism,
+            self._delivery,
+            self._scalars,
+            own,
+            ddp=wrapper.ddp,
+            log_every=self._log_every,
+            alert=self._alert,
+        )
+
     def _begun_log(self, log: RunLog) -> NoiseScaleLog:
         """The log of all that is measured, begun. If one rank cannot begin it, none measures, so that none waits."""
-        setup, further, pace = self._setup(), self._metrics.further, self._pacing.pace
+        setup, further, pace = self._setup(), self._metrics.further, self._pace
         on_all = functools.partial(holds_on_all, self._wrapper.group, self._wrapper.leaves[0].device)
         try:
             begun = NoiseScaleLog(self._tracker, log, setup, lambda: pace.cost, further)
@@ -360,15 +368,15 @@ class NoiseScaleProbe:
         unscaled, divided or clipped by norm before. If they were clipped by value, the window is dropped.
 
         Raises:
-            RuntimeError: inside a piece; in one process, also when the number of units is not known. Peers would wait
-                for a rank that raises, so with several ranks such a window is dropped.
+            RuntimeError: inside a piece.
 
         While a CUDA graph is recorded, it does nothing but say so, since a graph that is replayed calls nothing.
         """
         start = time.perf_counter()
         with self._alone:
-            if not (self._steps.is_ended_already() or self._ends.pass_quiet(start)):
+            if self._closed:
                 self._check_open()
+            if not (self._steps.is_ended_already() or self._ends.pass_quiet(start)):
                 self._ends.end(None)
 
     def _end_at_step(self) -> None:
@@ -428,7 +436,8 @@ class NoiseScaleProbe:
             RuntimeError: as `step()`; for a norm that is not finite, with `error_if_nonfinite`; and while a CUDA graph
                 is recorded.
         """
-        clip = checked_clip(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        nonfinite: Nonfinite = "raise" if error_if_nonfinite else "ignore"
+        clip = WindowClip(check_options(max_norm, nonfinite, None), check_order(norm_type), nonfinite)
         with self._alone:
             self._check_open()
             norm = self._ends.end(clip)
@@ -442,7 +451,7 @@ class NoiseScaleProbe:
             norm: 2-norm of all gradients before the clip, 0-dim; it is not waited for.
             max_norm: the largest norm allowed; None without a limit.
         """
-        if not self._closed and self._pacing.is_measured:
+        if not self._closed and self._pace.is_measured:
             for name, value in WindowClip(max_norm, 2.0, "ignore").scalars(norm).items():
                 self._scalars.note(name, value)
 
@@ -529,13 +538,13 @@ class NoiseScaleProbe:
     @property
     def measures_now(self) -> bool:
         """Whether the present window is measured. In the others, `piece()` makes no use of its numbers."""
-        return self._pacing.is_measured
+        return self._pace.is_measured
 
     def cost(self) -> Cost:
         """How many windows are measured now, and the part of the run's time that it takes. Waits for the device."""
         with self._alone:
             self._delivery.receive_all()
-            return self._pacing.pace.cost
+            return self._pace.cost
 
     @property
     def alerts(self) -> Mapping[str, str]:
@@ -549,7 +558,6 @@ class NoiseScaleProbe:
         probe itself as one of its entries.
         """
         with self._alone:
-            self._ends.catch_up()
             self._delivery.receive_all()
             return sealed(
                 {
@@ -559,7 +567,7 @@ class NoiseScaleProbe:
                     "run": self._log.state_dict(),
                     "windows": self._ends.n_windows,
                     "covered": self._arrivals.n_covered,
-                    "pace": self._pacing.pace.state_dict(),
+                    "spent": self._pace.spent,
                 }
             )
 
@@ -567,7 +575,6 @@ class NoiseScaleProbe:
         """Continue from the result of `state_dict`.
 
         Load it on every rank, before the first window; the run that saved it may have had another number of ranks.
-        Ranks that began with different states measure every window.
 
         Raises:
             ValueError: when it is damaged, or of another version, unit, metric, of other parameters or groups;
@@ -576,14 +583,13 @@ class NoiseScaleProbe:
         contents = unsealed("noise-scale probe state", state)
         check_identity(contents["what"], self._identity())
         with self._alone:
-            self._ends.catch_up()
             self._delivery.receive_all()  # windows still on their way belong to the time before
             self._metrics.load_state_dict(contents["averages"])
             self._frozen.restore(contents["frozen"])
             self._log.load_state_dict(contents["run"])
             self._ends.n_windows = contents["windows"]
             self._arrivals.n_covered = contents["covered"]
-            self._pacing.pace.load_state_dict(contents["pace"])
+            self._pace.windows_before, self._pace.spent_before = contents["windows"], contents["spent"]
 
     def _identity(self) -> dict[str, object]:
         """What is measured. Averages of something else must not be continued."""
@@ -607,7 +613,6 @@ class NoiseScaleProbe:
         with self._alone:
             if not self._closed:
                 self._closed = True
-                self._ends.catch_up()
                 self._end(reason, patience=patience)
 
     def _end(self, reason: str, *, patience: float) -> None:
@@ -627,7 +632,7 @@ class NoiseScaleProbe:
 
     def _remove_hooks(self) -> None:
         self._mechanism.close()
-        self._pieces.close()
+        self._forwards.close()
         self._tap.close()
         self._steps.close()
 

@@ -12,19 +12,18 @@ import torch
 from torch import nn
 from typing_extensions import TypeIs
 
-from sonde.batch_size.budget import DEFAULT_ALLOWANCE, DEFAULT_BUDGET
 from sonde.batch_size.forward_units import (
     FIRST_DIM,
     UnitsPerPiece,
     is_of_forward,
 )
+from sonde.batch_size.pace import DEFAULT_ALLOWANCE, DEFAULT_BUDGET
 from sonde.batch_size.per_example.rules import GradientsOf
+from sonde.batch_size.taps.leaf_hooks import TapName
 from sonde.batch_size.taps.metric import MetricName
-from sonde.batch_size.taps.tap_choice import TapName
 from sonde.batch_size.units import counted_in, unit_names
 from sonde.parallel.devices import default_staging_bytes
-from sonde.parallel.loss_scale import check_grad_scaler
-from sonde.parallel.optimizers import Optimizers, given_optimizers
+from sonde.parallel.unwrap import Optimizers, check_grad_scaler, given_optimizers
 from sonde.parallel.wrappers import GroupOf
 from sonde.record_values import whole_number
 from sonde.wording import number, percent, plural

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import TypeIs
 
-from sonde.batch_size.hook_failures import log_failure
-from sonde.batch_size.pacing import Pacing
-from sonde.batch_size.taps.autograd_internals import in_backward
+from sonde.batch_size.hooks import in_backward, log_failure
+from sonde.batch_size.pace import Pace
 from sonde.batch_size.taps.problems import Problem
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.window_clock import ALWAYS, OwnTime
 from sonde.parallel.devices import runs_beside_host
-from sonde.parallel.optimizers import Optimizers, given_optimizers
+from sonde.parallel.unwrap import Optimizers, given_optimizers
 from sonde.parallel.wrappers import Wrapper
 from sonde.wording import plural, some_of
 
@@ -37,8 +36,6 @@ _SETTLED_AFTER = 20
 _OFTEN_AFTER = 5
 """Steps in a row that ended several windows each, after which the windows are certainly ended too often. A GradScaler
 that finds its scale may leave out a few steps."""
-_MANY_PIECES = 16
-"""Pieces without a step, after which parameters that change show that no optimizer of torch steps them."""
 
 
 class StepWatch:
@@ -54,7 +51,7 @@ class StepWatch:
         optimizer: the optimizer of the loop, or several in a list; None to find them by their steps.
         wrapper: of the model. Optimizers that step what is not measured join its own.
         reader: the reader of the window.
-        pacing: says whether a window is measured.
+        pace: says whether a window is measured.
         own: the probe's time.
         has_peers: whether other ranks sum with this one. Then each step ends a window, since they may have pieces.
         end_window: ends the present window.
@@ -69,14 +66,14 @@ class StepWatch:
         optimizer: Optimizers,
         wrapper: Wrapper,
         reader: WindowReader,
-        pacing: Pacing,
+        pace: Pace,
         own: OwnTime,
         *,
         has_peers: bool,
         end_window: Callable[[], None],
         alert: Alert,
     ) -> None:
-        self._reader, self._pacing, self._has_peers = reader, pacing, has_peers
+        self._reader, self._pace, self._has_peers = reader, pace, has_peers
         self._end_window, self._alert = end_window, alert
         self._spent = own.spent
         self.n_runs = 0
@@ -88,7 +85,8 @@ class StepWatch:
         self._ids = frozenset(id(p) for p in self._parameters.values())
         self._left_out = frozenset(id(p) for p in wrapper.frozen.values() if p.requires_grad)
         self._versions = [p._version for p in self._parameters.values()]
-        self._n_writes = 0
+        self._n_writes: int | None = None
+        """Writes to the parameters when the present window had many pieces; None before."""
         self._n_ended = self._n_by_loop = self._n_often = 0
         """Windows ended so far; those that the loop has ended since the last step; steps in a row with several."""
         self._is_ending = self._is_ended_by_step = False
@@ -149,7 +147,7 @@ class StepWatch:
 
     def window_ended(self) -> None:
         """Note that a window is being ended, measured or not."""
-        self.n_runs = 0
+        self.n_runs, self._n_writes = 0, None
         self._n_ended += 1
         if not self._is_ending:
             self._is_ended_by_step = False
@@ -170,16 +168,10 @@ class StepWatch:
         """End the window of a step that began before attach, and whose closure has run now."""
         self._while_alive(StepWatch._before_step)(optimizer)
 
-    def piece_begins(self) -> None:
-        """Notice a loop whose steps cannot be seen, and end no window."""
-        n = self._reader.n_pieces
-        if n == _MANY_PIECES:
-            self._n_writes = self._written()
-        elif (
-            n == 2 * _MANY_PIECES
-            and self._written() != self._n_writes
-            and Problem.STEPPED_IN_BACKWARD not in self._problems
-        ):
+    def many_pieces(self) -> None:
+        """Notice a loop whose steps cannot be seen, and end no window; called every 16 pieces of a window."""
+        before, self._n_writes = self._n_writes, self._written()
+        if before not in (None, self._n_writes) and Problem.STEPPED_IN_BACKWARD not in self._problems:
             self._alert(
                 "steps_unseen",
                 "the parameters change, but no optimizer of torch steps them, so no window ends: call probe.step() "
@@ -285,7 +277,7 @@ class StepWatch:
 
     def _has_window(self, optimizer: Any) -> bool:
         """Whether an optimizer steps on gradients of a window that was not ended."""
-        is_measured = self._pacing.is_measured
+        is_measured = self._pace.is_measured
         if self._last_step == self._n_ended != self._last_steps.get(optimizer):
             # Another one of the same window, or of the next.
             return self._reader.n_pieces > 0 or (not is_measured and self.n_runs > 0)

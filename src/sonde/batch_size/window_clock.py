@@ -6,7 +6,6 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol, Self
 
 import torch
@@ -24,27 +23,28 @@ class OwnTime:
     def __init__(self) -> None:
         self.spent = [0.0, 0.0, 0.0]
         """Seconds of host time so far, by purpose. Short code that runs often adds to it by itself."""
+        self.measuring, self.always, self.no_cost = (
+            _Stretch(self.spent, purpose) for purpose in (MEASURING, ALWAYS, NO_COST)
+        )
+        """Contexts whose time is spent on each purpose."""
 
-    def on(self, purpose: int) -> Stretch:
-        """A context whose time is spent on a purpose."""
-        return Stretch(self.spent, purpose)
 
+class _Stretch:
+    """Time inside the probe that is spent on one purpose; may be entered again inside itself."""
 
-class Stretch:
-    """Some time inside the probe. Its purpose may be set later, before it ends."""
-
-    __slots__ = ("_before", "_spent", "_start", "purpose")
+    __slots__ = ("_begun", "_purpose", "_spent")
 
     def __init__(self, spent: list[float], purpose: int) -> None:
-        self._spent, self.purpose = spent, purpose
+        self._spent, self._purpose = spent, purpose
+        self._begun: list[tuple[float, float]] = []
 
-    def __enter__(self) -> Self:
-        self._before, self._start = sum(self._spent), time.perf_counter()
-        return self
+    def __enter__(self) -> None:
+        self._begun.append((sum(self._spent), time.perf_counter()))
 
     def __exit__(self, *error: object) -> None:
-        inside = sum(self._spent) - self._before
-        self._spent[self.purpose] += time.perf_counter() - self._start - inside
+        before, start = self._begun.pop()
+        inside = sum(self._spent) - before
+        self._spent[self._purpose] += time.perf_counter() - start - inside
 
 
 class Mark(Protocol):
@@ -72,23 +72,6 @@ class HostMark:
         return (later.at - self.at) * 1e3
 
 
-@dataclass(frozen=True)
-class WindowTimes:
-    """Durations that have become known, in seconds.
-
-    Attributes:
-        idle: of windows that were not measured.
-        n_idle: how many they are.
-        measured: of measured windows.
-        n_measured: how many they are.
-    """
-
-    idle: float = 0.0
-    n_idle: int = 0
-    measured: float = 0.0
-    n_measured: int = 0
-
-
 class WindowClock:
     """Times windows from end to end. The first one, whose beginning nobody marked, is left out.
 
@@ -100,34 +83,29 @@ class WindowClock:
 
     def __init__(self, mark: Callable[[], Mark]) -> None:
         self._mark = mark
-        self._last: Mark | None = None
-        self._n_unmarked = 0
+        self._last: tuple[Mark, int] | None = None
         self._marks: deque[tuple[Mark, int, bool]] = deque()
-        """The end of a stretch of windows, how many they are, and whether the last was measured."""
+        """The end of a stretch of windows, the number of the last one, and whether that was measured."""
 
-    def windows_ended_unmarked(self, n: int) -> None:
-        """Note the end of windows that were not measured, the last of which is followed by another such window.
-
-        Args:
-            n: how many.
-        """
-        self._n_unmarked += n
-
-    def window_ended(self, *, was_measured: bool) -> None:
+    def window_ended(self, number: int, *, was_measured: bool) -> None:
         """Mark the end of a window. Marks of a device are read when it has passed them; nothing waits for it."""
-        self._marks.append((self._mark(), 1 + self._n_unmarked, was_measured))
-        self._n_unmarked = 0
+        self._marks.append((self._mark(), number, was_measured))
 
-    def take(self) -> WindowTimes:
-        """The durations that have become known since the last call."""
-        seconds, n_windows = {False: 0.0, True: 0.0}, {False: 0, True: 0}
+    def take(self) -> dict[str, float]:
+        """The durations that have become known since the last call, in seconds, and of how many windows they are.
+
+        Under the names that `WindowCosts` has for them.
+        """
+        known = dict.fromkeys(("idle_time", "n_idle", "measured_time", "n_measured"), 0.0)
         while self._marks and self._marks[0][0].query():
-            mark, n, was_measured = self._marks.popleft()
+            mark, number, was_measured = self._marks.popleft()
             if self._last is not None:
-                seconds[was_measured] += self._last.elapsed_time(mark) / 1e3
-                n_windows[was_measured] += n
-            self._last = mark
-        return WindowTimes(seconds[False], n_windows[False], seconds[True], n_windows[True])
+                before, n_before = self._last
+                kind = "measured" if was_measured else "idle"
+                known[f"{kind}_time"] += before.elapsed_time(mark) / 1e3
+                known[f"n_{kind}"] += number - n_before
+            self._last = mark, number
+        return known
 
 
 def marks_of(device: torch.device) -> Callable[[], Mark]:

@@ -1,31 +1,41 @@
-"""Ends windows: reads those that are measured and puts their numbers on their way, and counts the others."""
+"""Ends windows: reads those that are measured and puts their numbers on their way, and counts the others.
+
+Between windows, the tap is switched on or off, as the pace wants it, which learns here what windows cost.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from sonde.batch_size.delivery import RATE, Delivery
+from sonde.batch_size.arrivals import RATE, Delivery
 from sonde.batch_size.log import CLIP_FRACTION, MAX_NORM, NORM, KnownOfWindow, Scalars
+from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.model_watch import ModelWatch
-from sonde.batch_size.pacing import Pacing
+from sonde.batch_size.pace import Pace, WindowCosts
 from sonde.batch_size.pieces import Pieces
 from sonde.batch_size.step_watch import Alert, StepWatch
 from sonde.batch_size.taps.problems import Problem
-from sonde.batch_size.taps.window_reader import Window, WindowReader
-from sonde.batch_size.window_clock import ALWAYS, MEASURING, NO_COST, OwnTime
+from sonde.batch_size.taps.tap import Tap
+from sonde.batch_size.taps.window_reader import WindowReader
+from sonde.batch_size.window_clock import ALWAYS, MEASURING, OwnTime, WindowClock, marks_of
 from sonde.gradient_norm.global_norm import GlobalNorm, global_norm
 from sonde.gradient_norm.plan import NormPlan
-from sonde.gradient_norm.scaling import Nonfinite, check_options, check_order, clip_measured_
+from sonde.gradient_norm.scaling import Nonfinite, clip_measured_
 
 _WINDOWS_HELD = 8
 """Most windows that wait on the device, however rarely a reading is written. `Pace` needs their costs soon."""
+_COST_OVER_TIMED = 2.5
+"""What calls in windows that are not measured cost, over the time that they see themselves.
+
+They are short, and training has pushed their code out of the caches, so it takes as long again to enter and to leave
+them. 2.1 to 2.3 was measured: `python -m benchmarks.idle_calls`.
+"""
 
 
 @dataclass(frozen=True)
@@ -70,17 +80,6 @@ class WindowClip:
         return found
 
 
-def checked_clip(max_norm: float | None, norm_type: float, *, error_if_nonfinite: bool) -> WindowClip:
-    """A clip with the arguments of `clip_grad_norm_`.
-
-    Raises:
-        ValueError: when `max_norm` is negative or NaN, or `norm_type` is neither from above 0 to 6 nor infinite.
-    """
-    nonfinite: Nonfinite = "raise" if error_if_nonfinite else "ignore"
-    max_norm, order = check_options(max_norm, nonfinite, None), check_order(norm_type)
-    return WindowClip(max_norm, order, nonfinite)
-
-
 class WindowEnds:
     """Ends the windows of a probe, one after another.
 
@@ -88,12 +87,18 @@ class WindowEnds:
     first one at once), and those that have arrived are taken in. Then window n is read and its collective started. So
     its numbers come with the end of a later window, or with `reading()`.
 
+    What measuring costs is host time inside the probe, without what it waits for and without the clip that the user
+    asked for. If measured windows turn out to be longer than the others by more than that time, as on a device that
+    does extra work, the difference counts.
+
     Args:
         reader: of the windows.
         steps: of the optimizers; they count the end of each window.
         model: looks at the model at the end of each window.
         pieces: of the windows.
-        pacing: chooses the windows that are measured, and adds up what each costs.
+        pace: chooses the windows that are measured.
+        tap: is paused in windows that are not measured.
+        mechanism: reads single examples in some of the measured windows.
         delivery: brings the numbers of windows to the host.
         scalars: the user's own, which travel with a window.
         own: the probe's time.
@@ -108,7 +113,9 @@ class WindowEnds:
         steps: StepWatch,
         model: ModelWatch,
         pieces: Pieces,
-        pacing: Pacing,
+        pace: Pace,
+        tap: Tap,
+        mechanism: Mechanism,
         delivery: Delivery,
         scalars: Scalars,
         own: OwnTime,
@@ -117,14 +124,16 @@ class WindowEnds:
         log_every: int,
         alert: Alert,
     ) -> None:
-        self._reader, self._steps, self._model, self._pieces, self._pacing = reader, steps, model, pieces, pacing
-        self._delivery, self._scalars = delivery, scalars
+        self._reader, self._steps, self._model, self._pieces = reader, steps, model, pieces
+        self._pace, self._tap, self._mechanism, self._delivery, self._scalars = pace, tap, mechanism, delivery, scalars
+        self._own, self._clock = own, WindowClock(marks_of(reader.device))
         self._ddp, self._log_every, self._alert = ddp, log_every, alert
         self.n_windows = 0
         """Windows ended so far, those before a restart included."""
-        self._n_quiet = self._n_quiet_begun = 0
-        """Quiet windows that are left, of those that were left when the last other window had ended."""
-        self._own, self._seconds_put = own, 0.0
+        self._n_quiet = self._n_passed = 0
+        """Quiet windows that may pass from now on, and those that have, of which nobody else knows yet."""
+        self._seconds = self._idle_seconds = 0.0
+        """What the last measured window was told of the time spent."""
 
     def pass_quiet(self, start: float) -> bool:
         """End the present window if it is a quiet one, as nearly all are: short, since every window pays for it.
@@ -138,11 +147,16 @@ class WindowEnds:
         if not self._n_quiet or self._pieces.is_open or self._reader.is_recorded() or self._inputs_are_uneven():
             return False
         self._n_quiet -= 1
+        self._n_passed += 1
+        self._pass()
+        self._own.spent[ALWAYS] += time.perf_counter() - start
+        return True
+
+    def _pass(self) -> None:
+        """Count a window that was not measured."""
         self.n_windows += 1
         self._steps.window_ended()
         self._model.window_passes()
-        self._own.spent[ALWAYS] += time.perf_counter() - start
-        return True
 
     def end(self, clip: WindowClip | None) -> Tensor | None:
         """End the present window.
@@ -156,12 +170,26 @@ class WindowEnds:
         Raises:
             RuntimeError: see `NoiseScaleProbe.step` and `clip_grad_norm_`.
         """
-        self._pieces.check_ended()
+        if self._pieces.is_open:
+            raise RuntimeError("the window was ended inside a piece: leave 'with probe.piece():' first")
         if self._reader.is_recorded():
             self._refuse_in_graph(clip)
             return None
         with torch.no_grad():
-            return self._leave_out(clip) if self._inputs_are_uneven() else self._end_checked(clip)
+            if self._n_passed:
+                self._pace.window_ends(self._n_passed)
+                self._n_quiet = self._n_passed = 0
+            if self._inputs_are_uneven():
+                return self._leave_out(clip)
+            with self._own.measuring:
+                self._deliver()
+            if clip is not None:
+                self._reader.final.clip_also(self._model.not_measured())
+            norm = self._measure(clip) if self._pace.is_measured else self._leave_unmeasured(clip)
+            self._begin_next()
+        if isinstance(norm, RuntimeError):
+            raise norm
+        return norm
 
     def _inputs_are_uneven(self) -> bool:
         """Whether DDP's `join()` is in force: ranks without further batches take part in DDP's collectives alone.
@@ -178,34 +206,11 @@ class WindowEnds:
             "sonde's sum over ranks. Where all ranks have as many batches, as DistributedSampler gives them, leave out "
             "join(), or pass enable=False to it",
         )
-        if self._pacing.is_measured:
+        if self._pace.is_measured:
             self._pieces.discard()
             self._reader.forget_window()
         self._steps.window_ended()
         return None if clip is None else clip.apply(self._reader.final.plan)
-
-    def _end_checked(self, clip: WindowClip | None) -> Tensor | None:
-        self.catch_up()
-        with self._own.on(MEASURING):
-            self._deliver()
-        if clip is not None:
-            self._reader.final.clip_also(self._model.not_measured())
-        is_measured = self._pacing.is_measured
-        with self._own.on(MEASURING if is_measured else ALWAYS):
-            norm, failure = self._measure(clip) if is_measured else self._pass(clip)
-        self._pacing.window_ended()
-        self._pieces.begin_window(is_measured=self._pacing.is_measured)
-        if self._delivery.is_empty:
-            self._n_quiet = self._n_quiet_begun = self._pacing.pace.n_quiet
-        if failure is not None:
-            raise failure
-        return norm
-
-    def catch_up(self) -> None:
-        """Tell the pace and the clock of the quiet windows that have ended since the last call."""
-        if n := self._n_quiet_begun - self._n_quiet:
-            self._pacing.quiet_windows_ended(n)
-        self._n_quiet = self._n_quiet_begun = 0
 
     def _refuse_in_graph(self, clip: WindowClip | None) -> None:
         """Do nothing while a CUDA graph is recorded, since no step is taken then; a clip cannot be left out, so raise.
@@ -220,60 +225,67 @@ class WindowEnds:
             )
         self._alert("cuda_graph", Problem.IN_CUDA_GRAPH.message)
 
-    def _measure(self, clip: WindowClip | None) -> tuple[Tensor | None, RuntimeError | None]:
+    def _measure(self, clip: WindowClip | None) -> Tensor | RuntimeError | None:
         """Read the window that ends, clip, and put its numbers on their way.
 
         Returns:
-            The norm, if it was asked for; and an error to raise after the window has ended.
+            The norm, if it was asked for, or an error to raise after the window has ended.
         """
-        problems, frozen = self._model.window_ends()
-        problems |= self._steps.take_problems() | ({Problem.UNITS_ASKED} if self._pieces.is_doubted else set())
-        self._steps.window_ended()
-        if question := self._pieces.take_question():
-            self._alert("units", question)
-        window, measured = self._reader.end_window(
-            reads_grad=clip is not None,
-            problems=problems,
-            costs=self._pacing.take_costs(),
-            frozen=frozen,
-        )
-        norm = failure = None
-        clip_scalars: dict[str, float | Tensor] = {}
-        if clip is not None:
-            norm, failure = self._clipped(clip, self._reader.final.plan, measured)
-            if norm is not None:
-                clip_scalars = clip.scalars(norm)
-        self._put(window, clip_scalars | self._scalars.take())
-        return norm, failure
+        with self._own.measuring:
+            problems, frozen = self._model.window_ends()
+            problems |= self._steps.take_problems() | ({Problem.UNITS_ASKED} if self._pieces.is_doubted else set())
+            self._steps.window_ended()
+            if question := self._pieces.take_question():
+                self._alert("units", question)
+            costs = self.take_costs()
+            window, measured = self._reader.end_window(
+                reads_grad=clip is not None, problems=problems, costs=costs, frozen=frozen
+            )
+            norm: Tensor | RuntimeError | None = None
+            scalars = self._scalars.take()
+            if clip is not None and isinstance(norm := self._clipped(clip, measured), Tensor):
+                scalars = clip.scalars(norm) | scalars
+            if (rate := self._steps.rate) is not None:
+                scalars[RATE] = rate
+            self.n_windows += 1
+            pace = self._pace
+            known = KnownOfWindow(
+                self.n_windows, time.time(), costs.seconds, self._reader.tap_name, pace.every, pace.windows + 1
+            )
+            self._delivery.put_window(window, scalars, known)
+        return norm
 
-    def _clipped(
-        self, clip: WindowClip, plan: NormPlan, measured: GlobalNorm | None = None
-    ) -> tuple[Tensor | None, RuntimeError | None]:
+    def _leave_unmeasured(self, clip: WindowClip | None) -> Tensor | RuntimeError | None:
+        """End a window that was not measured: only the clip has work to do."""
+        with self._own.always:
+            self._pass()
+            return None if clip is None else self._clipped(clip)
+
+    def _clipped(self, clip: WindowClip, measured: GlobalNorm | None = None) -> Tensor | RuntimeError:
         """Clip; or the error that is to be raised after the window has ended. The user asked for it: it is no cost."""
         try:
-            with self._own.on(NO_COST):
-                return clip.apply(plan, measured), None
+            with self._own.no_cost:
+                return clip.apply(self._reader.final.plan, measured)
         except RuntimeError as error:
-            return None, error
+            return error
 
-    def _pass(self, clip: WindowClip | None) -> tuple[Tensor | None, RuntimeError | None]:
-        """End a window that was not measured: only the clip has work to do."""
-        self.n_windows += 1
-        self._steps.window_ended()
-        self._model.window_passes()
-        return (None, None) if clip is None else self._clipped(clip, self._reader.final.plan)
-
-    def _put(self, window: Window, scalars: Mapping[str, float | Tensor]) -> None:
-        """Put a window's numbers on their way, with what the host knows of it."""
-        self.n_windows += 1
-        seconds, before = self._pacing.seconds, self._seconds_put
-        pace, self._seconds_put = self._pacing.pace, seconds
-        known = KnownOfWindow(
-            self.n_windows, time.time(), seconds - before, self._reader.tap_name, pace.every, pace.windows + 1
-        )
-        if (rate := self._steps.rate) is not None:
-            scalars = {**scalars, RATE: rate}
-        self._delivery.put_window(window, scalars, known)
+    def _begin_next(self) -> None:
+        """Begin the next window: switch the tap on or off if that window differs from the one that has ended."""
+        pace, was_measured = self._pace, self._pace.is_measured
+        with self._own.always:
+            if not pace.n_quiet:
+                self._clock.window_ended(pace.windows + 1, was_measured=was_measured)
+            pace.window_ends()
+        if was_measured or pace.is_measured:
+            with self._own.measuring:
+                # The tap's hooks are the first to come and the last to go: nothing of them stays behind then.
+                if not was_measured:
+                    self._tap.resume()
+                self._mechanism.begin_window(is_measured=pace.is_measured)
+                if not pace.is_measured:
+                    self._tap.pause()
+        self._pieces.begin_window(is_measured=pace.is_measured)
+        self._n_quiet = pace.n_quiet if self._delivery.is_empty else 0
 
     def _deliver(self) -> None:
         """Send the windows that are due, and take in those that arrived. The first is sent at once."""
@@ -282,5 +294,22 @@ class WindowEnds:
             if self._delivery.n_put == 1 or is_due:
                 self._delivery.send()
             self._delivery.receive(wait=False)
-        if self._pacing.pace.awaits is not None:  # ranks must choose alike, so none may choose before it has come
+        if self._pace.awaits is not None:  # ranks must choose alike, so none may choose before it has come
             self._delivery.receive_all()
+
+    def take_costs(self) -> WindowCosts:
+        """This rank's costs since the last call, and what it has seen. They ride in the sum over ranks."""
+        pace, spent = self._pace, self._own.spent
+        idle_before, seconds_before = self._idle_seconds, self._seconds
+        # The part that is spent in windows which are not measured, and as much in each that is.
+        self._idle_seconds = spent[ALWAYS] * _COST_OVER_TIMED
+        self._seconds = spent[MEASURING] + self._idle_seconds
+        is_changed, pace.is_changed = pace.is_changed, False
+        return WindowCosts(
+            seconds=self._seconds - seconds_before,
+            idle_seconds=self._idle_seconds - idle_before,
+            **self._clock.take(),
+            changed=float(is_changed),
+            windows_before=pace.windows_before,
+            spent_before=pace.spent_before,
+        )

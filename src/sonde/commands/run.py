@@ -6,7 +6,6 @@ Environment variables tell Python to import `on_start/sitecustomize.py` first, i
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import itertools
 import os
@@ -16,20 +15,64 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import arg
 
 from sonde.batch_size.setup import NoiseScaleOptions
-from sonde.commands.run_options import RunOptions
-from sonde.commands.run_script.counted_units import check_units_from
 from sonde.commands.run_script.settings import VARIABLE, Settings
-from sonde.commands.run_script.words import in_words_of_run
-from sonde.console import tell
+from sonde.commands.run_script.units import check_units_from
 
 USAGE = "sonde run [options] -- train.py …"
 _ON_START = Path(__file__).parent / "run_script" / "on_start"
 _STARTERS = ("python", "torchrun", "accelerate")
 """Programs that start scripts, by the beginning of their names."""
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Measure a training script as it is: no line of it changes.
+
+    Use: sonde run [options] -- train.py --its own options. After the two dashes also: -m package.module, torchrun …,
+    accelerate launch …, or any other command that starts Python. The script computes what it computes without sonde,
+    and ends with its own exit status. At its end, sonde prints the noise scale on stderr and writes a report.
+
+    Attributes:
+        nproc: Start this number of processes, as torchrun --nproc-per-node does.
+        unit: What a row of a batch is, as a plural: sequences, images. The noise scale is counted in it.
+        units_from: What shows how many units a micro-batch has. first-dim: the rows of what the model is called with,
+            unless it is not clear which dim they are. A number: it has always so many. NAME:DIM, as input_ids:0: a dim
+            of an argument of the model's forward. package.module:function: a function of yours, called as the model is.
+        weights_from: What shows the weight of a micro-batch in the loss. labels: the number of labels that are not
+            -100, where the loss is a mean over the tokens of the whole step. units: the units of the micro-batch, where
+            the loss is added up over rows and divided by those of the whole step. equal: all have the same. auto:
+            labels where a model of transformers is told the tokens of the step, otherwise equal.
+        reduced_by_hand: The script averages or adds up gradients over all processes by itself, without DDP or FSDP2.
+        micro_batches: Several backwards in a step are micro-batches of one batch, also where the script trains several
+            models. Without it, such a model is not measured: its backwards may be of different losses.
+        budget: Part of the run's time that measuring may cost: 0.01 for 1 %.
+        allowance: Seconds that measuring may take in any case, however short the run is.
+        every: Measure one step in N, whatever it costs. 1 measures all: use it for a few hundred steps.
+        out: Folder for the log and the report. A second model of the script has its own, with -2 at the end.
+        report: Write a report at the end.
+    """
+
+    nproc: Annotated[int | None, arg(metavar="N", help_behavior_hint="(optional)")] = None
+    unit: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: rows)")] = None
+    units_from: Annotated[str, arg(metavar="SOURCE")] = "first-dim"
+    weights_from: Literal["auto", "labels", "units", "equal"] = "auto"
+    reduced_by_hand: bool = False
+    micro_batches: bool = False
+    budget: Annotated[float, arg(metavar="PART")] = 0.01
+    allowance: Annotated[float, arg(metavar="SECONDS")] = 10.0
+    every: Annotated[int | None, arg(metavar="N", help_behavior_hint="(optional)")] = None
+    out: Annotated[
+        Path | None, arg(metavar="FOLDER", help_behavior_hint="(default: runs/ with the script's name and the time)")
+    ] = None
+    report: bool = True
 
 
 def split_command(args: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -72,10 +115,6 @@ def run_script(options: RunOptions, command: Sequence[str]) -> int:
     program = arguments_of(command, options.nproc)
     environment = environment_of(options, command, os.environ)
     _check_folder(Path(Settings.of_environment(environment).folder))
-    after_python = _words_after_python(program)
-    _check_flags(after_python or ())
-    if after_python is None and not any(word.endswith(".py") for word in command):
-        tell(f"{command[0]} is no Python program: only what it starts by Python is measured. For a script: {USAGE}")
     sys.stdout.flush()
     sys.stderr.flush()
     os.execvpe(program[0], program, environment)
@@ -94,7 +133,7 @@ def _check(options: RunOptions) -> None:
     try:
         NoiseScaleOptions(unit, budget=options.budget, allowance=options.allowance, every=every)
     except ValueError as error:
-        raise ValueError(in_words_of_run(str(error))) from None
+        raise ValueError(f"--{error}") from None  # it begins with the name of the option
 
 
 def _check_folder(folder: Path) -> None:
@@ -146,41 +185,6 @@ def arguments_of(command: Sequence[str], nproc: int | None) -> list[str]:
     return [program, *command[1:]]
 
 
-def _words_after_python(program: Sequence[str]) -> list[str] | None:
-    """What follows `python` in a command, or in the first line of a script that Python runs. None for others."""
-    words = list(program)
-    if not Path(words[0]).name.startswith("python"):
-        first = b""
-        with contextlib.suppress(OSError), open(words[0], "rb") as file:  # it may be executable alone
-            first = file.readline(1000)
-        words = first[2:].decode(errors="replace").split() if first.startswith(b"#!") else []
-    at = next((i for i, word in enumerate(words) if Path(word).name.startswith("python")), None)
-    return None if at is None else words[at + 1 :]
-
-
-def _check_flags(words: Sequence[str]) -> None:
-    """Refuse flags with which Python does not load what measures the script.
-
-    Args:
-        words: that follow `python`.
-
-    Raises:
-        ValueError: with the flag.
-    """
-    rest = iter(words)
-    for word in rest:
-        if not word.startswith("-") or word.startswith(("--", "-c", "-m")):
-            return
-        flags = "".join(itertools.takewhile(lambda flag: flag not in "WX", word))
-        if set(flags) & set("EIS"):
-            raise ValueError(
-                f"python {word} ignores the environment, or the start-up files, by which sonde reaches the script: "
-                f"leave out {word}, or call sonde.attach in the script"
-            )
-        if word in ("-W", "-X"):
-            next(rest, None)
-
-
 def environment_of(options: RunOptions, command: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of the script: as it is, with sonde's settings, and a folder in front of Python's path.
 
@@ -192,7 +196,8 @@ def environment_of(options: RunOptions, command: Sequence[str], environment: Map
     folder = options.out or Path("runs") / f"{_name_of(command)}-{time.strftime('%Y-%m-%d_%H-%M-%S')}"
     start = f"{datetime.datetime.now()}, process {os.getpid()}"
     handed_on = {name: value for name, value in vars(options).items() if name not in ("nproc", "out")}
-    settings = Settings(tuple(command), str(folder.absolute()), start, **handed_on)
+    pid = os.getpid() if options.nproc is None else 0  # the command becomes the script, or torchrun
+    settings = Settings(tuple(command), str(folder.absolute()), start, pid, **handed_on)
     before = environment.get("PYTHONPATH")
     path = str(_ON_START) if not before else f"{_ON_START}{os.pathsep}{before}"
     return dict(environment) | {VARIABLE: settings.in_environment(), "PYTHONPATH": path}

@@ -57,12 +57,14 @@ def _documents(file: Path) -> Iterator[str]:
         if not line.strip():
             continue
         try:
-            document = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"line {number} of {file} is not JSON ({error.msg}): one JSON object a line") from None
-        if not isinstance(document, dict) or not isinstance(document.get("text"), str):
-            raise ValueError(f'line {number} of {file} has no "text", got {line[:60]!r}: one {{"text": "…"}} a line')
-        yield document["text"]
+            document = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError):
+            document = None
+        if not isinstance(document, str):
+            raise ValueError(
+                f'line {number} of {file} is no JSON object with a "text", got {line[:50]!r}: write {{"text": "…"}}'
+            )
+        yield document
 
 
 def _parts(document: str) -> Iterator[str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -12,8 +14,11 @@ from rich.panel import Panel
 from rich.text import Text
 
 from sonde.runs.report.write import write_report
+from sonde.runs.run import Run
 
 PANEL_WIDTH = 88
+INTERRUPTED = 128 + signal.SIGINT
+"""The exit status that shells expect after Ctrl-C."""
 
 
 class LastingConsole(Console):
@@ -41,32 +46,27 @@ def choose_folder(out: Path | None) -> Path:
     return out
 
 
-def verdict_panel(headline: str, detail: str, *, style: str, width: int) -> Panel:
-    """A verdict in a frame.
+def conclude(run: Run, judge: Callable[[], tuple[str, str, str]], console: Console) -> None:
+    """Print the verdict on a run that has ended, write its report, and print where the log and the report are.
 
     Args:
-        headline: one sentence. An interval in it stays on one line.
-        detail: what follows from the verdict, or what it rests on.
-        style: style of the frame.
-        width: width of the screen, in characters.
+        run: as its log has it.
+        judge: returns the verdict's headline, what follows from it, and the colour of its frame. It is not called if
+            nothing was measured.
+        console: where to print.
     """
-    return Panel(
-        Text.assemble((headline.replace(" – ", "–"), "bold"), "\n\n", detail),
-        title="verdict",
-        title_align="left",
-        border_style=style,
-        width=min(width, PANEL_WIDTH),
-        padding=(1, 2),
-    )
-
-
-def leave_report(log: Path, folder: Path, console: Console) -> None:
-    """Write the report of a run, and print where the log and the report are."""
-    console.print(f"log     {log}", soft_wrap=True)
+    if not (run.readings or run.policy):
+        console.print(f"Nothing was measured. The log is {run.path}.", soft_wrap=True)
+        return
+    headline, detail, style = judge()
+    text = Text.assemble((headline.replace(" – ", "–"), "bold"), "\n\n", detail)  # an interval stays on one line
+    width = min(console.width, PANEL_WIDTH)
+    console.print()
+    console.print(Panel(text, title="verdict", title_align="left", border_style=style, width=width, padding=(1, 2)))
+    console.print(f"log     {run.path}", soft_wrap=True)
+    folder = run.path.parent
     try:
-        report = write_report(folder)
+        console.print(f"report  {write_report(folder)}  (open it in a browser)", soft_wrap=True)
+        console.print(f"        sonde report {folder}  writes it again", soft_wrap=True)
     except ImportError as error:
         console.print(f"report  {error}, then run: sonde report {folder}", markup=False, soft_wrap=True)
-    else:
-        console.print(f"report  {report}  (open it in a browser)", soft_wrap=True)
-        console.print(f"        sonde report {folder}  writes it again", soft_wrap=True)

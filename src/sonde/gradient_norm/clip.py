@@ -14,15 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from sonde.call_site import stack_level
-from sonde.gradient_norm.global_norm import GlobalNorm, global_norm, warm_up
-from sonde.gradient_norm.held_error import HeldError
+from sonde.console import stack_level
+from sonde.gradient_norm.global_norm import GlobalNorm, compare_plans, global_norm
 from sonde.gradient_norm.plan import NormPlan
-from sonde.gradient_norm.refused_gradients import marks_of
+from sonde.gradient_norm.refused_gradients import HeldError, marks_of
 from sonde.gradient_norm.scaling import Nonfinite, check_options, check_order, clip_measured_
-from sonde.gradient_norm.verify import check_replicas, compare_plans
-from sonde.parallel.outside_graphs import outside_graphs
+from sonde.gradient_norm.verify import check_replicas
 from sonde.parallel.placements import spec_of
+from sonde.parallel.unwrap import outside_graphs
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,8 +33,9 @@ _cached_plans: dict[tuple[object, ...], tuple[NormPlan, list[Any]]] = {}
 """The plans of the last few calls, and the specs of their parameters, whose `id` is in the key. Module-level because a
 function has nowhere else to cache. A cached plan behaves exactly like a new one, since everything that a new plan would
 look at is in its key: so ranks need not have the same plans cached."""
-_PLAIN = {Tensor, nn.Parameter}
-_MAX_CACHED = 8
+_PLAIN = frozenset((Tensor, nn.Parameter))
+_MAX_CACHED, _MAX_TENSORS = 8, 20_000
+"""Plans that are kept in any case; more are, if all together have at most so many tensors, as for clips by layer."""
 
 _GENERATORS_OF_A_MODULE = (nn.Module.parameters.__code__, nn.Module.named_parameters.__code__)
 
@@ -115,7 +115,7 @@ def clip_grad_norm_(
     problem = problem or _are_gradients(tensors)
     may_cache = replicas is None and problem is None
     # Plain tensors, asked all at once, have no spec.
-    specs = [None] * len(tensors) if {type(p) for p in tensors} <= _PLAIN else [spec_of(p) for p in tensors]
+    specs = [] if _PLAIN.issuperset(map(type, tensors)) else [spec_of(p) for p in tensors]
     key = _cache_key(tensors, specs, names, mesh, pp_mesh) if may_cache else ()
     # A plan leaves the cache while it is in use: no other thread can take it.
     plan, _ = _cached_plans.pop(key, (None, None))
@@ -128,8 +128,8 @@ def clip_grad_norm_(
     if may_cache:
         plan.rebind([], mesh, pp_mesh)
         _cached_plans[key] = plan, specs
-        for oldest in list(_cached_plans)[:-_MAX_CACHED]:
-            _cached_plans.pop(oldest, None)
+        if len(_cached_plans) > _MAX_CACHED and sum(map(len, [*_cached_plans])) > _MAX_TENSORS:
+            _cached_plans.pop(next(iter(_cached_plans)), None)
     return norm
 
 
@@ -140,30 +140,25 @@ def _cache_key(
     mesh: DeviceMesh | None,
     pp_mesh: DeviceMesh | None,
 ) -> tuple[object, ...]:
-    """What a new plan would look at.
+    """What a new plan would look at, but for what a plan compares at each call: how gradients are placed.
 
     Tensors are known by their addresses, without any reference to them. A strong reference would keep them alive; a
     weak one would break `model.to()`, as torch does not swap sharded tensors that have weak references. Another tensor
-    may come to an old address: so the rest of what a plan knows of a tensor is in the key too. Meshes are compared by
-    value, since mesh["pp"] is another object at every call, but specs by `is`: a new process group's may be equal.
+    may come to an old address: so what a plan knows of a tensor without a gradient is in the key too. Meshes are
+    compared by value, since mesh["pp"] is another object at every call, but specs by `is`: a new process group's may be
+    equal.
     """
+    bare = [p for p in tensors if p.grad is None]
     return (
-        tuple(map(id, tensors)),
-        tuple(map(id, specs)),
-        _shapes(tensors),
-        tuple([(p.requires_grad, p.grad is None, p.dtype, marks_of(p) if vars(p) else None) for p in tensors]),
+        len(tensors),
+        *map(id, tensors),
+        *map(id, specs),
+        tuple([(id(p), p.requires_grad, p.dtype, None if is_lazy(p) else p.shape) for p in bare]) if bare else (),
+        tuple([(id(p), marks_of(p)) for p in tensors if vars(p)]) if not specs and any(map(vars, tensors)) else (),
         None if names is None else tuple(names),
         mesh,
         pp_mesh,
     )
-
-
-def _shapes(tensors: Sequence[Tensor]) -> tuple[object, ...]:
-    """The shape of each tensor; None of a lazy one, which are rare: to ask each costs as much as all the rest."""
-    try:
-        return tuple([p.shape for p in tensors])
-    except RuntimeError:
-        return tuple([None if is_lazy(p) else p.shape for p in tensors])
 
 
 @outside_graphs
@@ -201,7 +196,6 @@ def group_parameters_for_norm(
     tensors, names, problem = tensors_of(parameters)
     plan = NormPlan(tensors, names, mesh=mesh, pp_mesh=pp_mesh, replicas=replicas, module=module, problem=problem)
     compare_plans(plan, verify=verify)
-    warm_up(plan)
     if verify:
         check_replicas(plan)
     return plan
@@ -257,13 +251,10 @@ def measure_and_clip(
     """`clip_grad_norm_distributed_`, with all that was measured; `problem` is what is wrong with the call already."""
     # The order decides which collectives follow. So it is read whatever else is wrong; if it is wrong itself, this rank
     # follows its peers.
-    problem, order, threshold = problem or HeldError(), math.nan, None
-    with problem.hold():
-        order = check_order(norm_type)
-    with problem.hold():
-        plan.use_stages(pp_mesh)
-    with problem.hold():
-        threshold = check_options(max_norm, nonfinite, fold_into)
+    problem = problem or HeldError()
+    order = problem.attempt(check_order, norm_type, otherwise=math.nan)
+    problem.attempt(plan.use_stages, pp_mesh, otherwise=None)
+    threshold = problem.attempt(check_options, max_norm, nonfinite, fold_into, otherwise=None)
     measured = global_norm(plan, order, max_norm=threshold, nonfinite=nonfinite, problem=problem.first)
     norm = clip_measured_(plan, measured, threshold, nonfinite=nonfinite, fold_into=fold_into)
     if any(share.mesh is not None for share in plan.shares):
@@ -330,15 +321,9 @@ def _no_tensors(got: object, *, is_listed: bool) -> ValueError:
             "gradients or parameters must be tensors, got None among them: leave out gradients that are None, "
             "[p.grad for p in model.parameters() if p.grad is not None]"
         )
-    of_optimizer = "[p for group in optimizer.param_groups for p in group['params']]"
-    pairs = ", or pairs of a name and a tensor" if is_listed and not isinstance(got, Mapping) else ""
     what, instead = f"{got!r:.60}", "model.parameters() or model.named_parameters()"
-    if isinstance(got, torch.optim.Optimizer):
-        what, instead = f"the optimizer {type(got).__name__}", of_optimizer
-    elif isinstance(got, Mapping) and "params" in got and is_listed:
-        what, instead = "the groups of an optimizer", of_optimizer
-    elif isinstance(got, Mapping) and "params" in got:
-        what, instead = "one group of an optimizer", "its tensors, group['params']"
+    if isinstance(got, torch.optim.Optimizer) or (isinstance(got, Mapping) and "params" in got):
+        what, instead = "an optimizer or its groups", "[p for group in optimizer.param_groups for p in group['params']]"
     elif isinstance(got, Mapping):
         what, instead = f"a {type(got).__name__}", "its items(), names and tensors"
-    return ValueError(f"parameters must be tensors{pairs}, got {what}: pass {instead}")
+    return ValueError(f"parameters must be tensors, or pairs of a name and a tensor, got {what}: pass {instead}")

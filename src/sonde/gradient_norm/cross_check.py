@@ -1,8 +1,16 @@
-"""What the ranks of a norm compare, and what to say if they differ: what differs, the likely cause, and the way out."""
+"""What the ranks of a norm compare, and what to say if they differ: what differs, the likely cause, and the way out.
+
+Gradients that two pipeline stages both have would count twice, silently. So a stage adds, for each of a few gradients,
+a number t to the sum over ranks, in a slot of its own; then all ranks see whether two stages have the same t. Up to
+4,096 elements x_i count: t = Σ w_i (|x_i| + 0.3 x_i), with fixed random weights w_i from 1 to 2. So t depends on the
+order and the signs of elements, and rounding is small against it. Independent gradients of n elements have equal t, up
+to a relative 1e-14, in 6.5e-15·√n of cases. Too few elements may be equal by chance: see `_MIN_NONZERO`.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +21,7 @@ from torch import Tensor
 
 from sonde.gradient_norm.agreement import (
     KINDS,
+    PROOFS,
     WHOLE_STAGE,
     Ballot,
     Contrast,
@@ -21,12 +30,18 @@ from sonde.gradient_norm.agreement import (
     digest,
     disagreements,
     first_disagreement,
+    tie_row,
     tied_stages,
 )
 from sonde.gradient_norm.plan import Collected, Key, NormPlan
-from sonde.gradient_norm.ties import add_ties, tie_candidates
+from sonde.parallel.devices import to_device
 
 _MAX_NAMED = 5
+_SAMPLE = 4096
+_MIN_NONZERO = 8
+"""Fewer nonzero elements on a rank prove nothing. 8 random elements of 5 bits each are all equal in 9e-13 of cases; in
+bf16, an element has 8 bits without its exponent."""
+_SIGN = 0.3
 
 
 @dataclass(frozen=True)
@@ -38,6 +53,7 @@ class NormRequest:
         max_norm: the threshold; None only measures.
         nonfinite: how a norm that is not finite is treated.
         verify: whether the plan will be verified.
+        is_plan: whether only the plans are compared, before there are gradients.
         is_wrong: whether the call cannot be served, because of its options or parameters.
     """
 
@@ -45,6 +61,7 @@ class NormRequest:
     max_norm: float | None = None
     nonfinite: str = "ignore"
     verify: bool = False
+    is_plan: bool = False
     is_wrong: bool = False
 
 
@@ -95,13 +112,13 @@ def _holdings(plan: NormPlan) -> Holdings:
         digest(sorted(descriptions)),
         digest([plan.description(i) for i in partial]),
         sum(1.0 / n for n in plan.n_replicas.values()),
-        tie_candidates(plan),
+        _tie_candidates(plan),
         copies,
     )
 
 
 def compared_numbers(
-    plan: NormPlan, request: NormRequest, peers: Peers, powers: Sequence[tuple[Collected, Tensor]] | None
+    plan: NormPlan, request: NormRequest, peers: Peers, powers: Sequence[tuple[Collected, Tensor]]
 ) -> Tensor | None:
     """The numbers that this rank adds to one sum over ranks, to be compared; None if there is nobody to compare with.
 
@@ -109,15 +126,14 @@ def compared_numbers(
         plan: of this rank.
         request: its options.
         peers: the ranks of the sum.
-        powers: the gradients of this sum, and the power sum of each group of them; None to compare plans, when a
-            gradient that is partial may still be missing on some ranks.
+        powers: the gradients of this sum, and the power sum of each group of them.
     """
     uses_max, has_stages = math.isinf(request.order), plan.n_stages > 1
     if peers.everyone.n_ranks == 1 and (uses_max or not has_stages):
         return None
     held = plan.remembered(_holdings)
     ballot = Ballot(None if math.isnan(request.order) else KINDS[uses_max], uses_max=uses_max)
-    for name, (value, _) in _options(plan, request).items():
+    for name, value in _options(plan, request).items():
         ballot.add_digest(name, digest(value), peers.everyone)
     if peers.stage is not None:
         ballot.add_replicas(held.n_distinct)
@@ -125,10 +141,10 @@ def compared_numbers(
     if peers.stage is not None and not (uses_max and has_stages):
         ballot.add_digest("number", held.number, peers.stage)
         ballot.add_digest("parameters", held.parameters, peers.stage)
-        if powers is not None:
+        if not request.is_plan:  # a gradient that is partial may still be missing on some ranks
             ballot.add_digest("partial", held.partial, peers.stage)
         copies = []
-        for gradients, power in powers or ():
+        for gradients, power in powers:
             key, among = gradients.group.key, held.copies[gradients.group.key]
             if among is not None and not (uses_max and key.ranks):
                 tolerance = copies_tolerance(request.order, key.dtype, sum(g.numel() for g in gradients.locals))
@@ -139,8 +155,87 @@ def compared_numbers(
         for each in copies:
             ballot.add_copies(*each)
     if has_stages and not uses_max:
-        add_ties(ballot, plan, held.ties, [gradients for gradients, _ in powers or ()])
+        _add_ties(ballot, plan, held.ties, [gradients for gradients, _ in powers])
     return ballot.slots(plan.device)
+
+
+def _tie_candidates(plan: NormPlan) -> dict[int, int]:
+    """Parameters that may be tied over pipeline stages, by index, at most one for each slot; and their rows.
+
+    A parameter whose shape is not unique on this rank only counts for the comparison of whole stages.
+    """
+    if plan.n_stages == 1:
+        return {}
+    by_shape: dict[tuple[int, ...], list[int]] = {}
+    declared = {tuple(p.shape) for i, p in plan.with_shapes() if i in plan.n_replicas}
+    for i, parameter in plan.with_shapes():
+        if parameter.dim() > 0 and i not in plan.n_replicas:
+            by_shape.setdefault(tuple(parameter.shape), []).append(i)
+    # A slot takes the largest of its parameters alone: the numbers of two parameters would be added up.
+    by_slot: dict[int, tuple[int, int]] = {}
+    for shape, indices in sorted(by_shape.items(), key=lambda item: math.prod(item[0])):
+        slot, is_unique = tie_row(shape), len(indices) == 1 and shape not in declared
+        if is_unique or by_slot.get(slot, (0, WHOLE_STAGE))[1] == WHOLE_STAGE:
+            by_slot[slot] = indices[0], slot if is_unique else WHOLE_STAGE
+    return dict(by_slot.values())
+
+
+def _add_ties(ballot: Ballot, plan: NormPlan, candidates: Mapping[int, int], collected: Sequence[Collected]) -> None:
+    """Look for gradients that another pipeline stage has too, and for stages whose gradients are all the same.
+
+    Args:
+        ballot: of this rank; changed.
+        plan: with pipeline stages.
+        candidates: the rows of parameters to look at, by index.
+        collected: the gradients of one sum over ranks.
+    """
+    assert plan.pp_mesh is not None
+    add = functools.partial(ballot.add_tie, stage=plan.pp_mesh.get_local_rank(), n_stages=plan.pp_mesh.size())
+    whole: list[Tensor] = []
+    proofs: list[Tensor] = []
+    for gradients in collected:
+        for index, local in zip(gradients.indices, gradients.locals, strict=True):
+            if index not in candidates or local.is_sparse or not local.numel():
+                continue
+            number, is_telling = _number(local, _weights(local.device))
+            number = to_device(plan.weight(gradients.group) * number, plan.device)
+            is_telling = to_device(is_telling, plan.device)
+            whole.append(number)
+            proofs.append(is_telling)
+            if (row := candidates[index]) != WHOLE_STAGE:
+                add(row, torch.where(is_telling, number, 0.0))
+    if whole:  # if no gradient proves anything, nothing is compared
+        add(WHOLE_STAGE, torch.stack(whole).sum())
+        add(PROOFS, torch.stack(proofs).sum())
+
+
+@functools.lru_cache(maxsize=8)
+def _weights(device: torch.device) -> Tensor:
+    """Random, as weights with a pattern have equal sums: those of a progression do for (1, 0, 1) and (0, 2, 0)."""
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    weights = 1.0 + torch.rand(_SAMPLE, generator=generator, dtype=torch.float64, device="cpu")
+    return to_device(weights, device)
+
+
+def _number(local: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The number of a gradient, and whether it proves anything if another gradient has it too, both 0-dim.
+
+    Gradients whose elements are all equal prove nothing: untied gradients may both be 1 throughout.
+    """
+    elements = _sample(local).to(weights.dtype)
+    sizes = elements.abs()
+    number = (weights[: len(elements)] * (sizes + _SIGN * elements)).sum()
+    is_telling = ((sizes > 0).sum() >= _MIN_NONZERO) & (sizes.amax() > (1 + 1e-6) * sizes.amin())
+    return number, is_telling
+
+
+def _sample(local: Tensor) -> Tensor:
+    """Up to 4,096 elements from everywhere: of an embedding, a few columns, since most rows may be zero."""
+    for dim in reversed(range(local.dim())):
+        step = -(-local.numel() // _SAMPLE)
+        if step > 1:
+            local = local[(slice(None),) * dim + (slice(None, None, step),)]
+    return local.reshape(-1)[:_SAMPLE]
 
 
 def disagreement(plan: NormPlan, request: NormRequest, slots: Tensor) -> ValueError | None:
@@ -155,55 +250,45 @@ def disagreement(plan: NormPlan, request: NormRequest, slots: Tensor) -> ValueEr
     if not any(disagreeing):
         return None
     name, row = first_disagreement(disagreeing)
-    options = _options(plan, request)
-    if name in ("kind", *options):
-        text = options["norm_type" if name == "kind" else name][1]
-    elif name in ("number", "parameters"):
-        text = _different_parameters(plan, same_number=name == "parameters")
-    elif name == "partial":
-        text = (
-            "partial gradients come in another order on other ranks, so different gradients would be added up: list "
-            "the parameters in the same order on every rank"
-        )
-    elif name == "replicas":
-        declared = sorted(set(plan.n_replicas.values())) or "none"
-        text = (
-            f"replicas= does not fit over all ranks, got {declared} on this rank: on each rank that holds the same "
-            "values, pass how many these ranks are"
-        )
+    if name == "tie":
+        text = _tied(plan, slots, row)
+    elif name in ("kind", *_options(plan, request)):
+        text = _other_option("norm_type" if name == "kind" else name, plan, request)
     else:
-        text = _tied(plan, slots, row) if name == "tie" else _not_copies(plan, name)
+        text = _other_holdings(name, plan)
     # Without a mesh, ranks that share no sum with this rank do not hear of it, and clip.
     whose = "No gradient" if plan.mesh is not None else "No gradient of this rank"
     return ValueError(f"{text}. {whose} has been changed")
 
 
-def _options(plan: NormPlan, request: NormRequest) -> Mapping[str, tuple[object, str]]:
-    """What a call was asked for, by name: what is compared, and what to say if it differs."""
-    same = "on this rank: pass the same on every rank"
-    nonfinite = f"nonfinite={request.nonfinite!r}"
-    stages = f"one of {plan.n_stages} stages" if plan.pp_mesh is not None else "none"
-    groups = first_names(plan.part_names) or "none"
+def _options(plan: NormPlan, request: NormRequest) -> Mapping[str, object]:
+    """What a call was asked for, by name, as it is compared."""
     # None and infinity both only measure, and 0.1 is the same as torch.tensor(0.1).
     in_fp32 = ctypes.c_float(math.inf if request.max_norm is None else request.max_norm).value
     return {
-        "norm_type": (request.order, f"norm_type differs between ranks, got {request.order:g} {same}"),
-        "max_norm": (in_fp32, f"max_norm differs between ranks, got {request.max_norm} {same}"),
-        "nonfinite": (
-            request.nonfinite,
-            f"nonfinite or error_if_nonfinite differs between ranks, got {nonfinite} {same}",
-        ),
-        "stages": (
-            plan.n_stages,
-            f"pp_mesh= differs between ranks, got {stages} on this rank: pass it on every rank",
-        ),
-        "verify": (request.verify, f"verify= differs between ranks, got {request.verify} {same}"),
-        "groups": (
-            (plan.n_parts, plan.part_names),
-            f"by_group= differs between ranks, got {groups} on this rank: name the same groups on every rank; for a "
-            "group that this rank has no gradient of, pass an empty tensor, torch.empty(0)",
-        ),
+        "norm_type": request.order,
+        "max_norm": in_fp32,
+        "nonfinite": request.nonfinite,
+        "stages": plan.n_stages,
+        "verify": request.verify,
+        "groups": (plan.n_parts, plan.part_names),
     }
+
+
+def _other_option(name: str, plan: NormPlan, request: NormRequest) -> str:
+    what, got, more = name, _options(plan, request)[name], ""
+    if name == "norm_type":
+        got = f"{request.order:g}"
+    elif name == "max_norm":
+        got = request.max_norm
+    elif name == "nonfinite":
+        what, got = "nonfinite or error_if_nonfinite", f"nonfinite={request.nonfinite!r}"
+    elif name == "stages":
+        what, got = "pp_mesh=", f"one of {plan.n_stages} stages" if plan.pp_mesh is not None else "none"
+    elif name == "groups":
+        what, got = "by_group=", first_names(plan.part_names) or "none"
+        more = "; for a group that this rank has no gradient of, pass an empty tensor, torch.empty(0)"
+    return f"{what} differs between ranks, got {got} on this rank: pass the same on every rank{more}"
 
 
 def first_names(names: Sequence[str]) -> str:
@@ -212,39 +297,32 @@ def first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:_MAX_NAMED]) + more
 
 
-def _different_parameters(plan: NormPlan, *, same_number: bool) -> str:
-    n = plan.remembered(_holdings).number
-    ranks, declare, stages = "ranks of mesh=", "replicas=", "pass pp_mesh= if they are"
-    if plan.pp_mesh is not None:
-        ranks, stages = "ranks of one pipeline stage", "check that pp_mesh= is the axis of the"
-    elif plan.mesh is None:
-        ranks, declare = "ranks that hold shards of one gradient", "mesh= and replicas="
-    if same_number:
-        how = "since their names, shapes or dtypes differ:"
-    else:
-        how = (
-            "since their numbers differ: pass all parameters on every rank, even those without a gradient (a plan in "
-            "place of a list of gradients),"
+def _other_holdings(name: str, plan: NormPlan) -> str:
+    """What to say of ranks that hold other parameters or gradients than they count."""
+    if name == "partial":
+        return (
+            "partial gradients come in another order on other ranks, so different gradients would be added up: list "
+            "the parameters in the same order on every rank"
         )
-    return (
-        f"{ranks} have different parameters ({n} on this rank), {how} {stages} pipeline stages, and declare parameters "
-        f"that only some ranks have by {declare}"
-    )
-
-
-def _not_copies(plan: NormPlan, kind: str) -> str:
-    groups = [g for g in plan.groups if bool(g.key.ranks) == (kind == "sharded") and g.key.n_replicas is None]
+    if name == "replicas":
+        return (
+            f"replicas= does not fit over all ranks, got {sorted(set(plan.n_replicas.values())) or 'none'} on this "
+            "rank: on each rank that holds the same values, pass how many these ranks are"
+        )
+    if name in ("number", "parameters"):
+        whose = "one pipeline stage" if plan.pp_mesh is not None else "mesh=" if plan.mesh is not None else "one shard"
+        return (
+            f"ranks of {whose} have different parameters ({plan.remembered(_holdings).number} on this rank): pass all "
+            "parameters on every rank, even those without a gradient, in one dtype; pass pp_mesh= if they are pipeline "
+            "stages, and declare parameters that only some ranks have by replicas="
+        )
+    groups = [g for g in plan.groups if bool(g.key.ranks) == (name == "sharded") and g.key.n_replicas is None]
     indices = [i for group in groups for i in group.indices]
     first = f" (here {len(indices)}, the first is {plan.name_of(indices[0])})" if indices else ""
-    if kind == "sharded":
-        return (
-            f"DTensors on a part of mesh={first} have gradients that differ between ranks that should hold the same: "
-            "pass pp_mesh= if these are pipeline stages, declare experts by replicas=, or sum the gradients over the "
-            "ranks first"
-        )
+    what = "DTensors on a part of mesh=" if name == "sharded" else "plain gradients"
     return (
-        f"plain gradients{first} differ between ranks that should hold the same: declare experts and shards by "
-        "replicas= (how many ranks hold the same values), pass pp_mesh= if these are pipeline stages, or sum the "
+        f"{what}{first} have gradients that differ between ranks that should hold the same: declare experts and shards "
+        "by replicas= (how many ranks hold the same values), pass pp_mesh= if these are pipeline stages, or sum the "
         "gradients over the ranks first; group_parameters_for_norm(..., verify=True) names the parameter"
     )
 
@@ -259,22 +337,15 @@ def _tied(plan: NormPlan, slots: Tensor, row: int) -> str:
     n_stages, is_here = tied_stages(slots, row, plan.pp_mesh.get_local_rank(), plan.n_stages)
     here = [i for i, its_row in plan.remembered(_holdings).ties.items() if its_row == row]
     if not here or not is_here:
-        return (
-            f"{n_stages} other pipeline stages have the same gradient of one parameter, which would count {n_stages} "
-            "times: declare it on those stages as their messages say; this stage does not hold it"
-        )
-    name = plan.name_of(here[0])
-    key = repr(name) if plan.has_names else "tensor"
-    which = ", on each stage by its name there" if plan.has_names else f", where tensor is {name}"
-    text = f"{name} has the same gradient on {n_stages} pipeline stages and would count {n_stages} times: pass "
-    if plan.mesh is None:
-        return (
-            f"{text}mesh= of all ranks and, if it is tied over these stages, replicas={{{key}: n}}{which}; n is how "
-            "many of their ranks hold it"
-        )
-    n_shards = max((group.key.n_shards for group in plan.groups if here[0] in group.indices), default=1)
-    n_copies = plan.mesh.size() // plan.n_stages // n_shards
+        name, key, n_all, n_copies = "a parameter of other stages", "its name there", "n", "m"
+    else:
+        name = plan.name_of(here[0])
+        key = repr(name) if plan.has_names else "tensor"
+        n_shards = max((group.key.n_shards for group in plan.groups if here[0] in group.indices), default=1)
+        in_stage = plan.mesh.size() // plan.n_stages // n_shards if plan.mesh is not None else 1
+        n_all, n_copies = str(n_stages * in_stage), str(in_stage)
     return (
-        f"{text}replicas={{{key}: {n_stages * n_copies}}} if it is tied over them{which}, and "
-        f"replicas={{{key}: {n_copies}}} if not"
+        f"{name} has the same gradient on {n_stages} pipeline stages and would count {n_stages} times: pass mesh= of "
+        f"all ranks, and replicas={{{key}: {n_all}}} on each of them if it is tied, or replicas={{{key}: {n_copies}}} "
+        "if not"
     )

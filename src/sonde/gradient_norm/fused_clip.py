@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sonde.call_site import stack_level
+from sonde.console import stack_level
 from sonde.parallel.devices import is_at_hand, to_device
 from sonde.parallel.placements import local_tensor
 from sonde.parallel.unwrap import unwrap_optimizer

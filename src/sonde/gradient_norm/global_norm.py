@@ -9,25 +9,29 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.gradient_norm.agreement import Contrast, contrast, disagreements
-from sonde.gradient_norm.cross_check import NormRequest, Peers, disagreement
+from sonde.gradient_norm.agreement import N_SLOTS, Contrast, contrast, disagreements
+from sonde.gradient_norm.cross_check import NormRequest, Peers, compared_numbers, disagreement
 from sonde.gradient_norm.fused_clip import apply_folds
-from sonde.gradient_norm.held_error import OTHER_CALL, OTHER_GRADIENT, OTHER_PLAN, unexpected
 from sonde.gradient_norm.plan import Collected, NormPlan
 from sonde.gradient_norm.power_sums import power_sum
-from sonde.gradient_norm.summed_vector import SummedVector
+from sonde.gradient_norm.refused_gradients import OTHER_CALL, OTHER_GRADIENT, OTHER_PLAN, unexpected
 from sonde.parallel.devices import has_float64, is_at_hand, to_device, zero_sums
-from sonde.parallel.meshes import ranks_of
-from sonde.parallel.placements import local_tensor
+from sonde.parallel.placements import local_tensor, ranks_of
 from sonde.parallel.process_groups import group_of_mesh, group_over, is_fake, start_reduce
 from sonde.parallel.shares import Share, reduce_partial
+
+_N_FLAGS = 4
+_MAX_PARTS = 64
+"""How many parts of the model have room in the vector. The vector has the same length on every rank, even if ranks were
+given different parts: vectors of different lengths hang or abort the collective."""
+_LENGTH = 2 * _MAX_PARTS + _N_FLAGS + N_SLOTS
 
 
 @dataclass(frozen=True)
@@ -35,73 +39,73 @@ class GlobalNorm:
     """A measured norm; the same bits on every rank that took part in the sum.
 
     Attributes:
-        total: what came out of the sums over ranks.
-        request: the options of this rank.
+        sums: the power sum, or the largest element, of each part of the model, [parts], fp64.
         collected: this rank's gradients; partial ones are already summed, and not yet written back.
-        has_peers: whether other ranks took part, really.
+        is_double: whether a rank has fp64 gradients.
+        is_single: whether a rank has none.
+        vector: what came out of the sums over ranks; None for this rank alone.
+        request: the options of this rank.
     """
 
-    total: SummedVector
-    request: NormRequest
+    sums: Tensor
     collected: list[Collected]
-    has_peers: bool
+    is_double: Tensor | bool
+    is_single: Tensor | bool
+    vector: SummedVector | None
+    request: NormRequest
 
     @functools.cached_property
     def by_part(self) -> Tensor:
         """The norm of each part of the model, [parts], fp64."""
-        if self.total.uses_max:
-            return torch.where(self.total.is_nan > 0, torch.nan, self.total.sums)
-        return self.total.sums.pow(1.0 / self.request.order)
+        return self.sums if math.isinf(self.request.order) else self.sums.pow(1.0 / self.request.order)
 
     @functools.cached_property
     def norm(self) -> Tensor:
         """Of the whole gradient, 0-dim, fp64."""
-        if self.total.uses_max:
-            return self.by_part.max()  # of NaN and numbers, it is NaN
-        return self.total.sums.sum().pow(1.0 / self.request.order)
+        if math.isinf(self.request.order):
+            return self.sums.max()  # of NaN and numbers, it is NaN
+        total = self.sums[0] if self.sums.numel() == 1 else self.sums.sum()
+        return total.pow(1.0 / self.request.order)
 
     @functools.cached_property
-    def failed(self) -> Tensor:
-        """How many ranks have an error, 0-dim, plus 1 if ranks disagree.
+    def failed(self) -> Tensor | bool:
+        """Whether a rank has an error or the ranks disagree.
 
         On a GPU, the other ranks learn of the error only from this. On the CPU they have raised.
         """
-        if not self.has_peers or is_at_hand(self.total.failed.device):
-            return self.total.failed
-        return self.total.failed + disagreements(self.total.slots, uses_max=self.total.uses_max).any()
-
-    @property
-    def is_finite(self) -> Tensor:
-        """Whether the norm is finite on all ranks, also where it is rounded to fp32; alike on all ranks. 0-dim bool."""
-        overflows = self.norm.to(torch.float32).isinf() & (self.total.is_single > 0)
-        return self.norm.isfinite() & ~overflows
+        if self.vector is None:
+            return False
+        return (self.vector.failed > 0) | disagreements(self.vector.slots, uses_max=self.vector.uses_max).any()
 
     @property
     def is_usable(self) -> Tensor:
-        """Whether the norm is finite, and no rank has an error; alike on all ranks. 0-dim bool."""
-        return self.is_finite & (self.failed == 0)
+        """Whether the norm is finite on all ranks, also rounded to fp32, and no rank has an error. 0-dim bool."""
+        overflows = self.norm.to(torch.float32).isinf() & self.is_single
+        failed = self.failed
+        return self.norm.isfinite() & ~overflows & (~failed if isinstance(failed, Tensor) else True)
 
     def rounded(self, value: Tensor) -> Tensor:
         """`norm` or `by_part` as this rank returns it: in fp32, or in fp64 if this rank has fp64 gradients.
 
         On a GPU, NaN if a rank has an error: only the rank with the error has raised. (On the CPU all ranks have.)
         """
-        if not is_at_hand(value.device):
-            value = torch.where(self.failed > 0, math.nan, value)
+        if self.vector is not None and not is_at_hand(value.device):
+            value = torch.where(torch.as_tensor(self.failed), math.nan, value)
         return value.to(torch.float64 if _has_fp64(self.collected) else torch.float32)
 
     def error_of_peers(self, plan: NormPlan) -> ValueError | None:
         """What other ranks found, or what the ranks disagree about, if anything. Waits for the device."""
-        if not self.has_peers:
+        if self.vector is None:
             return None
-        if self.total.failed.item():
-            why = OTHER_CALL if self.total.wrong_call.item() else OTHER_GRADIENT
+        if self.vector.failed.item() and self.request.is_plan:
+            return ValueError(OTHER_PLAN)
+        if self.vector.failed.item():
+            why = OTHER_CALL if self.vector.wrong_call.item() else OTHER_GRADIENT
             whose = "no gradient" if plan.mesh is not None else "no gradient of this rank"
             return ValueError(f"{why}: {whose} has been changed")
-        return disagreement(plan, self.request, self.total.slots)
+        return disagreement(plan, self.request, self.vector.slots)
 
 
-@torch.no_grad()
 def global_norm(
     plan: NormPlan,
     order: float,
@@ -130,31 +134,50 @@ def global_norm(
             their options, or hold other parameters than they count. If the sum can be read without waiting (on the
             CPU), every rank that shares a sum with this rank raises; on a GPU this rank alone.
     """
-    apply_folds(plan.parameters)
-    collected, error = _collect(plan)
-    problem = problem or plan.request_problem
-    request = NormRequest(order, max_norm, nonfinite, is_wrong=problem is not None)
-    problem = problem or plan.gradient_problem or error or _lacks_float64(plan)
-    collected = _sum_partial(plan, collected)
-    measured, error = _sum_over_ranks(plan, collected, request, problem, riding)
-    problem = problem or error
-    # All sums are done and the peers have heard of the error: this rank may raise now.
-    if problem is None and is_at_hand(plan.device):
-        problem = measured.error_of_peers(plan)
-    if problem is not None:
-        raise problem
-    return measured
+    with torch.no_grad():
+        apply_folds(plan.parameters)
+        collected, error = _collect(plan)
+        problem = problem or plan.request_problem
+        request = NormRequest(order, max_norm, nonfinite, is_wrong=problem is not None)
+        problem = problem or plan.gradient_problem or error or _lacks_float64(plan)
+        collected = _sum_partial(plan, collected)
+        if plan.is_alone:
+            if problem is not None:
+                raise problem
+            return _norm_alone(plan, collected, request)
+        measured, error = _sum_over_ranks(plan, collected, request, problem, riding)
+        problem = problem or error
+        # All sums are done and the peers have heard of the error: this rank may raise now.
+        if problem is None and is_at_hand(plan.device):
+            problem = measured.error_of_peers(plan)
+        if problem is not None:
+            raise problem
+        return measured
 
 
-def _has_fp64(collected: list[Collected]) -> bool:
+def _norm_alone(plan: NormPlan, collected: list[Collected], request: NormRequest) -> GlobalNorm:
+    """The norm of gradients that no other rank counts, in few operations: they are half of a small model's clip."""
+    order = request.order
+    combine = torch.maximum if math.isinf(order) else torch.add
+    sums: dict[int, Tensor] = {}
+    for each in collected:
+        if each.locals:
+            part, value = each.group.key.part, _read(plan, each, order)
+            sums[part] = combine(sums[part], value) if part in sums else value
+    parts = [sums[part] if part in sums else zero_sums(device=plan.device) for part in range(plan.n_parts)]
+    has_fp64 = _has_fp64(collected)
+    by_part = parts[0].view(1) if plan.n_parts == 1 else torch.stack(parts)
+    return GlobalNorm(by_part, collected, has_fp64, not has_fp64, None, request)
+
+
+def _has_fp64(collected: Sequence[Collected]) -> bool:
     """Whether this rank has fp64 gradients."""
     return any(g.locals and g.group.key.dtype == torch.float64 for g in collected)
 
 
 def _lacks_float64(plan: NormPlan) -> ValueError | None:
     """Ranks are compared by sums of whole numbers that must be exact, for which fp32 is too short."""
-    has_peers = plan.mesh is not None or plan.n_stages > 1 or any(share.ranks for share in plan.shares)
-    if has_float64(plan.device) or not has_peers:
+    if plan.is_alone or has_float64(plan.device):
         return None
     return ValueError(
         f"a norm over several ranks needs fp64, which {plan.device} has not: clip by torch.nn.utils.clip_grad_norm_, "
@@ -206,6 +229,10 @@ def rank_sums(plan: NormPlan) -> list[tuple[Share | None, Peers]]:
     return [*cut, (None, Peers(alone, alone))]
 
 
+def _is_dry_run(plan: NormPlan) -> bool:
+    return any(is_fake(process_group(plan, share)) for share, _ in plan.remembered(rank_sums))
+
+
 def _peers_over_stages(plan: NormPlan) -> Peers:
     assert plan.pp_mesh is not None
     return Peers(_among(ranks_of(plan.pp_mesh)), None)
@@ -245,14 +272,11 @@ def _sum_over_ranks(
         packed.wrong_call.fill_(request.is_wrong)
         packed.is_single.fill_(not _has_fp64(collected))
         group = process_group(plan, share)
-        under_way.append((packed, gradients, group, packed.start(group)))
-    has_peers = False
-    for packed, gradients, group, work in under_way:
-        has_peers |= packed.wait(work, group)
+        under_way.append((packed, group, packed.start(group)))
+    for packed, group, work in under_way:
+        packed.wait(work, group)
         if riding is not None and work is not None:
             riding.copy_(packed.riding)
-        if request.order == 2.0 and is_at_hand(plan.device):
-            problem = problem or _measure_again(plan, packed, gradients, group)
     total = under_way[0][0]
     for packed, *_ in under_way[1:]:
         total.add(packed)
@@ -260,9 +284,11 @@ def _sum_over_ranks(
     if plan.pp_mesh is not None and over_stages is not None:
         total.add(over_stages)
         stages = group_of_mesh(plan.pp_mesh)
-        has_peers |= total.wait(total.start(stages), stages)
-    has_peers = has_peers and not any(is_fake(group) for _, _, group, _ in under_way)
-    return GlobalNorm(total, request, collected, has_peers), problem
+        total.wait(total.start(stages), stages)
+    # A fake group gives back this rank's own numbers: nothing can be compared.
+    vector = None if plan.remembered(_is_dry_run) else total
+    sums = torch.where(total.is_nan > 0, torch.nan, total.sums) if total.uses_max else total.sums
+    return GlobalNorm(sums, collected, total.is_double > 0, total.is_single > 0, vector, request), problem
 
 
 def _packed(
@@ -278,62 +304,124 @@ def _packed(
     return packed, None
 
 
-def _measure_again(
-    plan: NormPlan, packed: SummedVector, gradients: list[Collected], group: dist.ProcessGroup | None
-) -> ValueError | None:
-    """Read gradients again in fp64 where blocks in fp32 lost something: on every rank of a sum or on none of them.
-
-    Only the sum over ranks decides, which all its ranks have alike. (On a GPU all is read in fp64 at once.) If a rank
-    has failed or the ranks disagree, nothing is read again: ranks of another order or with other parts of the model
-    would not come to the second sum. `error_of_peers` finds the error later.
-
-    Returns:
-        The error of this rank's second reading. Its peers learn of it in the same sum.
-    """
-    lost = packed.parts_to_read_again()
-    if not lost or packed.is_refused():
-        return None
-    sums, failed, problem = zero_sums(plan.n_parts + 1, device=plan.device), 0.0, None
-    try:
-        for each in gradients:
-            if each.group.key.part in lost:
-                value = to_device(power_sum(each.locals, 2.0), plan.device)
-                sums[each.group.key.part] += plan.weight(each.group) * value
-    except Exception as error:  # no memory, or a defect: this rank still has to join the sum
-        problem, failed = _cannot_sum(plan.device, error), 1.0
-    sums[-1] = failed
-    if work := start_reduce(sums, group):
-        work.wait()
-    packed.sums[lost] = sums[lost]
-    packed.failed.add_(sums[-1])
-    return problem
-
-
 def _cannot_sum(device: torch.device, error: Exception) -> ValueError:
     return unexpected(f"gradients cannot be summed on {device}", error)
 
 
-def warm_up(plan: NormPlan) -> None:
-    """Open the communicators that a plan's norm needs: the first collective on each takes far longer than the others.
+def _read(plan: NormPlan, gradients: Collected, order: float) -> Tensor:
+    """The power sum of a group's gradients on this rank, 0-dim on the plan's device."""
+    return to_device(power_sum(gradients.locals, order, in_blocks=gradients.group.key.in_blocks), plan.device)
 
-    Call it on every rank that holds a part of the model. Waits.
+
+class SummedVector:
+    """The vector and its views; zeros at first.
+
+    Args:
+        plan: the plan of this rank.
+        uses_max: the ranks take the maximum of their vectors, not the sum.
+        riding: other numbers to sum in the same collective; of one length on all ranks.
+
+    Attributes:
+        vector: everything except `overflow`, on the plan's device; the same length on every rank.
+        overflow: `sums` and `is_nan` if there is no room for them in `vector`, [2 · parts]; else None. It takes a
+            collective of its own, after the ranks have agreed on its length.
+        sums: the power sum, or the largest element, of each part of the model, [parts].
+        is_nan: whether a part is NaN, [parts]. Only p = ∞ uses it.
+        failed: how many ranks have an error, 0-dim.
+        wrong_call: how many ranks have an error in their call, 0-dim.
+        is_double: how many ranks have fp64 gradients, 0-dim.
+        is_single: how many ranks have no fp64 gradients, 0-dim.
+        slots: the numbers that are compared; see `agreement`.
+        riding: the other numbers.
+    """
+
+    def __init__(self, plan: NormPlan, *, uses_max: bool, riding: Tensor | None = None) -> None:
+        n, n_riding = plan.n_parts, 0 if riding is None else len(riding)
+        self.uses_max = uses_max
+        self._operation = dist.ReduceOp.MAX if uses_max else dist.ReduceOp.SUM
+        self.failed: Tensor
+        self.is_single: Tensor
+        self.vector = zero_sums(_LENGTH + n_riding, device=plan.device)
+        parts, flags, self.slots, self.riding = self.vector.split([2 * _MAX_PARTS, _N_FLAGS, N_SLOTS, n_riding])
+        if riding is not None:
+            self.riding.copy_(riding)
+        self.overflow = zero_sums(2 * n, device=plan.device) if n > _MAX_PARTS else None
+        of_parts: Tensor = (parts if self.overflow is None else self.overflow)[: 2 * n].view(2, n)
+        self.sums, self.is_nan = of_parts.unbind()
+        self.failed, self.wrong_call, self.is_double, self.is_single = flags.unbind()
+
+    def add(self, other: SummedVector) -> None:
+        """Add the vector of another set of gradients."""
+        combine = torch.maximum if self.uses_max else torch.add
+        own = self.vector[:_LENGTH]
+        combine(own, other.vector[:_LENGTH], out=own)
+        if self.overflow is not None and other.overflow is not None:
+            combine(self.overflow, other.overflow, out=self.overflow)
+
+    def start(self, group: dist.ProcessGroup | None) -> dist.Work | None:
+        """Start the sum over ranks; None if this rank is alone."""
+        return start_reduce(self.vector, group, self._operation)
+
+    def wait(self, work: dist.Work | None, group: dist.ProcessGroup | None) -> None:
+        """Wait for the sum, and sum the overflow too.
+
+        If the ranks disagree, their overflows may differ in length: then none of them is summed. Every rank knows.
+        """
+        if work is None:
+            return
+        work.wait()
+        if self.overflow is not None:
+            differ = disagreements(self.slots, uses_max=self.uses_max).any()
+            if not bool((self.failed > 0) | differ) and (more := start_reduce(self.overflow, group, self._operation)):
+                more.wait()
+
+    def fill(self, plan: NormPlan, collected: list[Collected], request: NormRequest, peers: Peers) -> None:
+        """Put in what this rank adds to one sum over ranks: its gradients, and the numbers that are compared."""
+        order = 2.0 if math.isnan(request.order) else request.order
+        powers = [(gradients, self._add_group(plan, gradients, order)) for gradients in collected if gradients.locals]
+        if self.uses_max:
+            # A maximum over ranks loses NaN. So flags carry NaN, and the sums are sent without it.
+            self.is_nan.copy_(self.sums.isnan())
+            self.sums.nan_to_num_(nan=0.0, posinf=math.inf)
+        if (numbers := compared_numbers(plan, request, peers, powers)) is not None:
+            self.slots.copy_(numbers)
+
+    def _add_group(self, plan: NormPlan, gradients: Collected, order: float) -> Tensor:
+        """Add a group of gradients to its part of the model; returns this rank's power sum, 0-dim on plan's device."""
+        key = gradients.group.key
+        if key.dtype == torch.float64:
+            self.is_double.fill_(1.0)
+        value, part = _read(plan, gradients, order), self.sums.select(0, key.part)
+        if self.uses_max:
+            torch.maximum(part, value, out=part)
+        else:
+            part.add_(plan.weight(gradients.group) * value)
+        return value
+
+
+def compare_plans(plan: NormPlan, *, verify: bool) -> None:
+    """Compare a new plan with those of the other ranks, and open the communicators that its norm needs.
+
+    Each norm compares plans too; here it is known before training. And the first collective on a communicator takes far
+    longer than the others. Call it on every rank that holds a part of the model. Waits.
+
+    Args:
+        plan: of this rank.
+        verify: whether this rank will verify the plan; the ranks compare it.
 
     Raises:
-        ValueError: when something is wrong with the plan, on this rank or on a rank that shares a sum with it.
+        ValueError: on every rank of the plan's mesh, or that shares a sum with this one, when something is wrong with
+            the plan of one of them, or two have different parameters.
     """
-    groups = [process_group(plan, share) for share, _ in plan.remembered(rank_sums)]
-    if plan.pp_mesh is not None and plan.n_stages > plan.n_stages_in_mesh:
-        groups.append(group_of_mesh(plan.pp_mesh))
-    # Partial gradients are summed over single axes of their meshes.
-    meshes = dict.fromkeys(s.mesh for s in plan.shares if s.mesh is not None and s.mesh.get_coordinate() is not None)
-    groups += [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     problem = plan.request_problem or plan.gradient_problem
-    failed = torch.zeros(1, device=plan.device)
-    for group in dict.fromkeys(groups):
-        failed = failed.clamp(max=1.0) + float(problem is not None)
-        if work := start_reduce(failed, group):
-            work.wait()
+    request = NormRequest(2.0, verify=verify, is_plan=True)
+    if not plan.is_alone:
+        measured, error = _sum_over_ranks(plan, [], request, problem, None)
+        problem = problem or error or measured.error_of_peers(plan)
     if problem is not None:
         raise problem
-    if failed.item():
-        raise ValueError(OTHER_PLAN)
+    # Partial gradients are summed over single axes of their meshes.
+    meshes = dict.fromkeys(s.mesh for s in plan.shares if s.mesh is not None and s.mesh.get_coordinate() is not None)
+    for group in dict.fromkeys(mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)):
+        if work := start_reduce(torch.zeros(1, device=plan.device), group):
+            work.wait()

@@ -14,13 +14,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from sonde.gradient_norm.held_error import HeldError, unexpected
 from sonde.gradient_norm.power_sums import is_read_in_blocks
-from sonde.gradient_norm.refused_gradients import check_elements, check_marks, check_share, check_stages
-from sonde.parallel.inventory import Inventory
-from sonde.parallel.meshes import check_mesh, mesh_of_all_ranks, ranks_of, root_of, size_along, stage_ranks
-from sonde.parallel.placements import from_local, local_tensor, shard_of, spec_of
+from sonde.gradient_norm.refused_gradients import (
+    HeldError,
+    check_elements,
+    check_marks,
+    check_share,
+    check_stages,
+    unexpected,
+)
+from sonde.parallel.placements import (
+    check_mesh,
+    from_local,
+    local_tensor,
+    mesh_of_all_ranks,
+    ranks_of,
+    root_of,
+    shard_of,
+    size_along,
+    spec_of,
+    stage_ranks,
+)
 from sonde.parallel.shares import Share, same_placement, share_of
+from sonde.parallel.unwrap import Inventory
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -81,36 +97,19 @@ class Collected:
     Attributes:
         group: the group.
         indices: the parameters that have a gradient.
-        gradients: as they are in `.grad`.
+        gradients: as they are in `.grad`, if they are partial.
         locals: this rank's parts of the gradients.
     """
 
     group: ParameterGroup
-    indices: list[int] = field(default_factory=list)
-    gradients: list[Tensor] = field(default_factory=list)
+    indices: Sequence[int] = ()
+    gradients: Sequence[Tensor] = ()
     locals: list[Tensor] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class _Seen:
-    """How a parameter's gradient was when it was last seen; without a gradient, how the parameter itself was.
-
-    Attributes:
-        spec: None for a plain tensor.
-        partial: its last spec that was partial. If such a gradient is missing, this rank joins the sum with zeros,
-            since its peers may have the gradient.
-        device: of its local part.
-        dtype: of its elements.
-        shape: of the whole.
-        is_usable: whether it can be counted.
-    """
-
-    spec: Any = None
-    partial: Any = None
-    device: torch.device | None = None
-    dtype: torch.dtype | None = None
-    shape: torch.Size | None = None
-    is_usable: bool = True
+_State = tuple[int, torch.device, torch.dtype, torch.layout, torch.Size]
+"""Of a gradient: the `id` of its spec, which the plan keeps, and what its local part is like."""
+_FINISHED = frozenset((Tensor, type(None)))
 
 
 class NormPlan(Mapping[Key, list[Tensor]]):
@@ -151,6 +150,7 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         groups: parameters whose gradients are spread alike; groups of sharded gradients first.
         shares: how these gradients are spread, each way once, in the same order on every rank.
         gradient_problem: what is wrong on this rank with a gradient.
+        is_alone: whether no other rank holds anything that this rank counts.
         device: where sums over ranks are made: on the meshes' device, since gradients may be offloaded from it.
 
     Raises:
@@ -202,13 +202,19 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         self._inventory = None if module is None else Inventory(module)
         self._module_parameters: Mapping[str, Tensor] = {}
         self._unplanned: dict[str, Tensor] = {}
-        self._seen = [_Seen() for _ in self.parameters]
+        self._specs: list[Any] = [None] * len(self.parameters)
+        """How each gradient was placed when it was last seen; without a gradient, how its parameter is."""
+        self._partials: dict[int, Any] = {}
+        """The last partial spec of a gradient. If such a gradient is missing, this rank joins the sum with zeros, since
+        its peers may have it."""
+        self._states: list[_State | None] = []
         self._memory: dict[Callable[[NormPlan], Any], Any] = {}
         self._request_problem = HeldError(problem)
         self.n_replicas: dict[int, int] = {}
         self.groups: tuple[ParameterGroup, ...] = ()
         self.shares: list[Share] = []
-        self._left_out: list[int] = []
+        self._partial_now: set[int] = set()
+        self._unusable: set[int] = set()
         self.gradient_problem: ValueError | None = None
         if replicas is not None:
             indices_of: dict[object, list[int]] = {}
@@ -216,10 +222,8 @@ class NormPlan(Mapping[Key, list[Tensor]]):
                 indices_of.setdefault(id(parameter), []).append(i)
             if names is not None:  # a tied weight goes by any of its names
                 indices_of |= {name: indices_of[id(p)] for name, p in zip(names, parameters, strict=True)}
-            with self._request_problem.hold():
-                self._declare(replicas, indices_of)
-        with self._request_problem.hold():
-            self.use_stages(pp_mesh)
+            self._request_problem.attempt(self._declare, replicas, indices_of, otherwise=None)
+        self._request_problem.attempt(self.use_stages, pp_mesh, otherwise=None)
         if self.pp_mesh is None:
             self._regroup()
 
@@ -369,7 +373,7 @@ class NormPlan(Mapping[Key, list[Tensor]]):
 
     def zeros(self, index: int) -> Tensor:
         """Zeros in place of a missing gradient that was partial before, placed as it was then."""
-        spec = self._seen[index].partial
+        spec = self._partials[index]
         local = torch.zeros(shard_of(spec)[0], dtype=spec.tensor_meta.dtype, device=spec.mesh.device_type)
         return from_local(local, spec)
 
@@ -387,41 +391,42 @@ class NormPlan(Mapping[Key, list[Tensor]]):
 
     def _collect_as_planned(self) -> list[Collected] | None:
         """None when a gradient is not placed as planned."""
-        parameters, gradients, all_seen = self.parameters, self._gradients(), self._seen
-        if any(gradients[i] is not None for i in self._left_out):
-            return None
+        # The hot path, run for every parameter at every step: comprehensions, and one comparison of two lists.
+        gradients = self._gradients()
+        locals_ = [getattr(g, "_local_tensor", g) for g in gradients]
+        if not _FINISHED.issuperset(map(type, locals_)):  # a collective may still be writing to some
+            locals_ = [g if g is None else local_tensor(g) for g in gradients]
+        states = [
+            None if t is None else (id(getattr(g, "_spec", None)), t.device, t.dtype, t.layout, t.shape)
+            for g, t in zip(gradients, locals_, strict=True)
+        ]
+        absent = self._unusable
+        if states != self._states:
+            if not self._fits(gradients, states):
+                return None
+            absent = absent.union(i for i, state in enumerate(states) if state is None)
         collected = []
-        # The hot path, run for every parameter at every step: it compares, mostly by `is`, and avoids calls.
         for group in self.groups:
-            of_group = Collected(group)
-            for i in group.indices:
-                gradient, seen = gradients[i], all_seen[i]
-                if parameters[i].shape != seen.shape:
-                    return None
-                if gradient is None:
-                    # Peers may have a partial gradient here, and then wait for this rank's: it must join with zeros.
-                    if seen.partial is not None and not group.key.is_partial:
-                        return None
-                    continue
-                if not seen.is_usable:
-                    continue
-                spec = getattr(gradient, "_spec", None)
-                if spec is not seen.spec:
-                    if not same_placement(spec, seen.spec):
-                        return None
-                    seen.spec = spec
-                local = gradient if spec is None else gradient._local_tensor
-                if type(local) is not Tensor:
-                    local = local_tensor(gradient)  # a collective may still be writing to it
-                if local.device != seen.device or local.dtype is not seen.dtype:
-                    return None
-                if local.layout is not torch.strided and (group.key.in_blocks or not self.allow_sparse):
-                    return None
-                of_group.indices.append(i)
-                of_group.gradients.append(gradient)
-                of_group.locals.append(local)
-            collected.append(of_group)
+            indices = [i for i in group.indices if i not in absent] if absent else group.indices
+            whole = [gradients[i] for i in indices] if group.key.is_partial else []
+            collected.append(Collected(group, indices, whole, [locals_[i] for i in indices]))
         return collected
+
+    def _fits(self, gradients: Sequence[Tensor | None], states: Sequence[_State | None]) -> bool:
+        """Whether those gradients that exist are placed as planned, though perhaps by other objects than before."""
+        for i, (gradient, state, planned) in enumerate(zip(gradients, states, self._states, strict=True)):
+            if gradient is None:
+                # Peers may have a partial gradient here, and then wait for this rank's: it must join with zeros.
+                if i in self._partials and i not in self._partial_now:
+                    return False
+            elif state != planned:
+                spec = spec_of(gradient)
+                if planned is None or state is None or state[1:] != planned[1:]:
+                    return False
+                if not same_placement(spec, self._specs[i]):
+                    return False
+                self._specs[i], self._states[i] = spec, state
+        return True
 
     def _regroup(self) -> None:
         self._memory, problem = {}, HeldError()
@@ -431,13 +436,15 @@ class NormPlan(Mapping[Key, list[Tensor]]):
             problem = HeldError(unexpected("gradients cannot be grouped", error))
         self.gradient_problem = problem.first
         self.device = self._device_of_sums()
+        meshes = [m for m in (self.mesh, self.pp_mesh) if m is not None]
+        self.is_alone = all(m.size() == 1 for m in meshes) and not any(share.ranks for share in self.shares)
 
     def _sort_into_groups(self, problem: HeldError) -> None:
         """Sort parameters by how their gradients are spread over ranks; hold the first gradient that cannot be counted.
 
         If a gradient is missing, the spec seen before counts, or the parameter's own.
         """
-        gradients, left_out = self._gradients(), []
+        gradients = self._gradients()
         # Hashing a placement costs as much as all other planning: each way to place a gradient is worked out once.
         shares: dict[tuple[Any, ...], Share] = {}
         # Without a mesh, the order of shares is the order of collectives. It must not depend on which gradients exist:
@@ -448,34 +455,39 @@ class NormPlan(Mapping[Key, list[Tensor]]):
                     _share(spec, shares)
         members: dict[tuple[Any, ...], list[int]] = {}
         countable: set[tuple[Any, ...]] = set()
-        for i, (parameter, gradient, seen) in enumerate(zip(self.parameters, gradients, self._seen, strict=True)):
+        self._states, self._unusable, self._partial_now = [None] * len(gradients), set(), set()
+        for i, (parameter, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
             if gradient is None and (not parameter.requires_grad or is_lazy(parameter)):
-                left_out.append(i)
                 continue
             tensor, n_replicas = parameter if gradient is None else gradient, self.n_replicas.get(i)
-            seen.spec = spec_of(tensor) if gradient is not None else seen.partial or seen.spec or spec_of(tensor)
-            seen.shape, seen.dtype, seen.device = parameter.shape, tensor.dtype, local_tensor(tensor).device
-            seen.is_usable = True
+            spec = spec_of(tensor)
+            if gradient is None:
+                spec = self._partials.get(i) or self._specs[i] or spec
+            local = local_tensor(tensor)
+            layout = torch.strided if gradient is None else local.layout
+            self._specs[i], self._states[i] = spec, (id(spec), local.device, tensor.dtype, layout, local.shape)
             try:
                 if vars(parameter):
                     check_marks(parameter, is_declared=n_replicas is not None)
-                share = _share(seen.spec, shares)
+                share = _share(spec, shares)
             except ValueError as error:  # no share is known: the gradient is in no group
                 problem.keep(ValueError(f"gradient of {self.name_of(i)}: {error}"))
                 continue
-            seen.partial = seen.spec if share.partial else seen.partial
-            kind = (share, seen.device, n_replicas, seen.dtype, None if gradient is None else tensor.layout)
+            if share.partial:
+                self._partials[i] = spec
+                self._partial_now.add(i)
+            kind = (share, local.device, n_replicas, tensor.dtype, None if gradient is None else layout)
             try:
                 if kind not in countable:
-                    check_share(share, seen.device, self.mesh, n_replicas=n_replicas)
+                    check_share(share, local.device, self.mesh, n_replicas=n_replicas)
                     check_stages(share, self.pp_mesh, self.in_stage)
                     if gradient is not None:
                         check_elements(tensor, allow_sparse=self.allow_sparse)
                     countable.add(kind)
             except ValueError as error:
                 problem.keep(ValueError(f"gradient of {self.name_of(i)}: {error}"))
-                seen.is_usable = False  # it stays in its group: if it is partial, its peers sum theirs, this rank zeros
-            alike = (share, n_replicas, self._parts[i], seen.device, seen.dtype, is_read_in_blocks(tensor))
+                self._unusable.add(i)  # it stays in its group: if it is partial, its peers sum theirs, this rank zeros
+            alike = (share, n_replicas, self._parts[i], local.device, tensor.dtype, is_read_in_blocks(tensor))
             members.setdefault(alike, []).append(i)
         groups: dict[Key, ParameterGroup] = {}
         for (share, n_replicas, part, device, dtype, in_blocks), indices in members.items():
@@ -484,7 +496,7 @@ class NormPlan(Mapping[Key, list[Tensor]]):
             together = tuple(sorted((*(groups[key].indices if key in groups else ()), *indices)))
             groups[key] = ParameterGroup(key, share, together)
         self.groups = tuple(groups[key] for key in sorted(groups, key=lambda key: key.order))
-        self.shares, self._left_out = list(shares.values()), left_out
+        self.shares = list(shares.values())
 
 
 def _share(spec: Any, shares: dict[tuple[Any, ...], Share]) -> Share:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from numbers import Real
@@ -20,10 +21,10 @@ from sonde.parallel.devices import is_at_hand, widened
 Nonfinite = Literal["ignore", "skip", "raise", "assert_async"]
 """What to do when the norm is not finite; `clip_grad_norm_` says what each means."""
 
+_NONFINITE = get_args(Nonfinite)
 _EPS = 1e-6  # torch's, so that clipped gradients equal torch's
 
 
-@torch.no_grad()
 def clip_measured_(
     plan: NormPlan,
     measured: GlobalNorm,
@@ -50,33 +51,34 @@ def clip_measured_(
     """
     # On the CPU, an error of another rank has been raised by now. A GPU is not waited for: it only learns of the error
     # here, by tensors. The norm is NaN and, further below, the coefficient 1, so that gradients stay as they are.
-    norm = measured.rounded(measured.norm)
-    skip = None
-    if nonfinite != "ignore":
-        is_usable = measured.is_usable
+    with torch.no_grad():
+        norm = measured.rounded(measured.norm)
         # Whether to skip is decided on the device too: the mask is passed on, never read here.
-        skip = ~is_usable if nonfinite == "skip" else None
-    # Both checks come before anything is written, so that gradients are unchanged if they fail.
-    if nonfinite == "raise" and not bool(is_usable):
-        if error := measured.error_of_peers(plan):
-            raise error
-        raise RuntimeError(_where_not_finite(plan, measured, norm, max_norm))
-    if nonfinite == "assert_async":
-        torch._assert_async(is_usable, f"the gradient norm is not finite, so gradients cannot be clipped to {max_norm}")
-    if max_norm is None:
+        skip = ~measured.is_usable if nonfinite == "skip" else None
+        # Both checks come before anything is written, so that gradients are unchanged if they fail.
+        if nonfinite == "raise" and not bool(measured.is_usable):
+            if error := measured.error_of_peers(plan):
+                raise error
+            raise RuntimeError(_where_not_finite(plan, measured, norm, max_norm))
+        if nonfinite == "assert_async":
+            text = f"the gradient norm is not finite, so gradients cannot be clipped to {max_norm}"
+            torch._assert_async(measured.is_usable, text)
+        if max_norm is not None:
+            _write_back(plan, measured.collected)
+            coefficient, multiplies = _coefficient(max_norm, measured, norm.dtype)
+            if fold_into is None or not fold(fold_into, plan.parameters, coefficient, skip):
+                _scale(plan, measured.collected, coefficient if multiplies else None, skip)
         return norm
-    _write_back(plan, measured.collected)
-    coefficient = _coefficient(max_norm, measured).to(norm.dtype)
-    if not is_at_hand(norm.device):
-        coefficient = torch.where(measured.failed > 0, 1.0, coefficient)
-    if fold_into is not None and fold(fold_into, plan.parameters, coefficient, skip):
-        return norm
-    multiplies = not is_one(coefficient, max_norm)
-    for gradients in measured.collected:
+
+
+def _scale(plan: NormPlan, collected: Sequence[Collected], coefficient: Tensor | None, skip: Tensor | None) -> None:
+    if coefficient is None and skip is None:
+        return
+    # Last read, first scaled: what was read last may still be in the cache.
+    for gradients in reversed(collected):
         if gradients.locals:
             values = [_stored_values(g) for g in gradients.locals] if plan.allow_sparse else gradients.locals
-            scale_(values, coefficient if multiplies else None, skip)
-    return norm
+            scale_(values[::-1], coefficient, skip)
 
 
 def clip_coefficient(max_norm: float, norm: Tensor) -> Tensor:
@@ -86,17 +88,39 @@ def clip_coefficient(max_norm: float, norm: Tensor) -> Tensor:
     return torch.clamp(max_norm / (norm + _EPS), max=1.0)
 
 
-def _coefficient(max_norm: float, measured: GlobalNorm) -> Tensor:
-    """What torch computes from the norm that is returned: the same bits on every rank, for any cut.
+def _coefficient(max_norm: float, measured: GlobalNorm, dtype: torch.dtype) -> tuple[Tensor, bool]:
+    """What torch computes from the norm that is returned, and whether it may be another number than 1.
 
-    In fp32, unless a rank has fp64 gradients, or the norm of finite gradients is too large for fp32.
+    The same bits on every rank, for any cut: in fp32, unless a rank has fp64 gradients, or the norm of finite gradients
+    is too large for fp32.
     """
-    exact, rounded = measured.norm, measured.norm.to(torch.float32)
-    uses_exact = (measured.total.is_double > 0) | rounded.isinf()
-    if is_at_hand(exact.device):  # to read it costs less than to compute both
-        return widened(clip_coefficient(max_norm, exact if uses_exact.item() else rounded))
+    exact = measured.norm
+    if is_at_hand(exact.device):
+        number = _coefficient_at_hand(max_norm, exact.item(), is_double=bool(measured.is_double))
+        return torch.tensor(number, dtype=dtype, device="cpu"), number != 1.0
+    rounded = exact.to(torch.float32)
     in_fp32 = widened(clip_coefficient(max_norm, rounded))
-    return torch.where(uses_exact, clip_coefficient(max_norm, exact), in_fp32)
+    uses_exact = rounded.isinf() | measured.is_double
+    coefficient = torch.where(uses_exact, clip_coefficient(max_norm, exact), in_fp32).to(dtype)
+    if isinstance(measured.failed, Tensor):
+        coefficient = torch.where(measured.failed, 1.0, coefficient)
+    return coefficient, max_norm != math.inf
+
+
+def _coefficient_at_hand(max_norm: float, norm: float, *, is_double: bool) -> float:
+    """`clip_coefficient` in Python numbers: its operations in fp32 on tensors would take longer than a small norm."""
+    if math.isinf(max_norm):
+        return 1.0
+    rounded = _in_fp32(norm)
+    if is_double or math.isinf(rounded):
+        product = max_norm * (1.0 / (norm + _EPS))
+    else:
+        product = _in_fp32(_in_fp32(max_norm) * _in_fp32(1.0 / _in_fp32(rounded + _in_fp32(_EPS))))
+    return 1.0 if product > 1.0 else product  # NaN stays
+
+
+def _in_fp32(number: float) -> float:
+    return ctypes.c_float(number).value
 
 
 def is_one(coefficient: Tensor, max_norm: float) -> bool:
@@ -129,17 +153,14 @@ def _where_not_finite(plan: NormPlan, measured: GlobalNorm, norm: Tensor, max_no
     remedy = f"Find the loss that is not finite, or pass {otherwise}"
     if bad_names:
         where = f"not finite in {first_names(bad_names)}"
-    elif not measured.has_peers:
+    elif measured.vector is None:
         where = f"every gradient is finite, but their norm overflows in {str(norm.dtype).removeprefix('torch.')}"
         remedy = f"Make the loss smaller, or pass {otherwise}"
     elif norm.isfinite():
         where = "it overflows in fp32, the dtype in which another rank returns it"
-    elif norm.isnan() or not measured.collected:
-        where = "not finite on another rank, whose message names the parameters"
     else:
         where = (
-            "every gradient of this rank is finite: gradients of another rank are not, or the norm of all ranks' "
-            "gradients overflows in fp32"
+            "every gradient of this rank is finite: gradients of another rank are not, or the norm overflows in fp32"
         )
     to = "" if max_norm is None else f", so gradients cannot be clipped to {max_norm:g}"
     return f"the gradient norm is {norm:g}{to}: {where}. {remedy}"
@@ -157,6 +178,8 @@ def check_max_norm(max_norm: object) -> float:
     Raises:
         ValueError: when it is negative, NaN or not a number.
     """
+    if type(max_norm) is float and max_norm >= 0:  # the usual case: to ask for a Real takes ten times as long
+        return max_norm
     if isinstance(max_norm, Tensor) and is_at_hand(max_norm.device) and max_norm.numel() == 1:
         max_norm = max_norm.item()
     if isinstance(max_norm, bool) or not isinstance(max_norm, Real):
@@ -206,10 +229,8 @@ def check_options(max_norm: float | None, nonfinite: str, fold_into: object) -> 
     """
     if max_norm is not None:
         max_norm = check_max_norm(max_norm)
-    if nonfinite not in get_args(Nonfinite):
-        raise ValueError(
-            f"nonfinite must be one of {', '.join(get_args(Nonfinite))}, got {nonfinite!r}: use one of them"
-        )
+    if nonfinite not in _NONFINITE:
+        raise ValueError(f"nonfinite must be one of {', '.join(_NONFINITE)}, got {nonfinite!r}: use one of them")
     if fold_into is not None and not isinstance(fold_into, torch.optim.Optimizer):
         raise ValueError(
             f"fold_into must be one optimizer, got {fold_into!r:.60}: with several, clip without fold_into"

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from sonde.gradient_norm.clip import Parameters, measure_and_clip, tensors_of
 from sonde.gradient_norm.fused_clip import apply_folds, scale_
-from sonde.gradient_norm.held_error import HeldError
 from sonde.gradient_norm.plan import NormPlan
+from sonde.gradient_norm.refused_gradients import HeldError
 from sonde.gradient_norm.scaling import Nonfinite, check_max_norm, clip_coefficient, is_one
-from sonde.parallel.outside_graphs import outside_graphs
 from sonde.parallel.placements import is_dtensor, local_tensor
+from sonde.parallel.unwrap import outside_graphs
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -108,9 +108,8 @@ def get_total_norm(
             error = ValueError(_WEIGHTS.format(f"the module {type(tensors).__name__}, whose tensors are its weights"))
         elif any(isinstance(tensor, nn.Parameter) for tensor in listed):
             error = ValueError(_WEIGHTS.format("parameters, which are weights"))
-        groups, parts = list[str](), None
-        with problem.hold():
-            groups, parts = _groups(by_group, listed, error)
+        none: tuple[list[str], list[int] | None] = ([], None)
+        groups, parts = problem.attempt(_groups, by_group, listed, error, otherwise=none)
         plan = NormPlan(
             listed,
             names,

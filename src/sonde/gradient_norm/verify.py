@@ -1,21 +1,16 @@
-"""Checks that ranks hold what a plan assumes: the same parameters, and each on as many ranks as it is counted on."""
+"""Checks that each parameter of a plan is on as many ranks as it is counted on, by values and gradients."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from sonde.gradient_norm.cross_check import NormRequest, compared_numbers, disagreement
-from sonde.gradient_norm.global_norm import rank_sums
-from sonde.gradient_norm.held_error import OTHER_PLAN
 from sonde.gradient_norm.plan import NormPlan
-from sonde.gradient_norm.summed_vector import SummedVector
 from sonde.parallel.placements import is_dtensor, local_tensor, spec_of
-from sonde.parallel.process_groups import gather_objects, group_of_mesh, is_fake
+from sonde.parallel.process_groups import gather_objects, group_of_mesh
 from sonde.parallel.shares import share_of
 
 Fingerprint = tuple[tuple[int, ...], float, float]
@@ -34,38 +29,6 @@ class _Held:
     counted: int
     value: Fingerprint
     gradient: Fingerprint | None
-
-
-def compare_plans(plan: NormPlan, *, verify: bool) -> None:
-    """Refuse a mesh whose ranks have different parameters, or different ones within a pipeline stage.
-
-    Each norm compares them too; here it is known before training. One all-reduce over the mesh compares names, shapes
-    and dtypes, and says whether a rank has an error. It comes before any other collective: ranks with different
-    parameters would open different communicators.
-
-    Args:
-        plan: on every rank of its mesh; without a mesh nothing is compared.
-        verify: whether this rank will call `check_replicas`; the ranks compare it.
-
-    Raises:
-        ValueError: on every rank, when a rank has an error or two ranks have different parameters. Parameters without
-            names are compared by shape and dtype.
-    """
-    group = group_of_mesh(plan.mesh) if plan.mesh is not None else None
-    if group is None or is_fake(group):
-        return
-    ((_, peers),) = plan.remembered(rank_sums)
-    request, total = NormRequest(2.0, verify=verify), SummedVector(plan, uses_max=False)
-    total.slots.copy_(cast(Tensor, compared_numbers(plan, request, peers, None)))  # there are peers, as in any group
-    problem = plan.request_problem or plan.gradient_problem
-    total.failed.fill_(problem is not None)
-    total.wait(total.start(group), group)
-    if problem is not None:
-        raise problem
-    if total.failed.item():
-        raise ValueError(OTHER_PLAN)
-    if problem := disagreement(plan, request, total.slots):
-        raise problem
 
 
 def check_replicas(plan: NormPlan) -> None:

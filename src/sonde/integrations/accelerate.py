@@ -11,12 +11,17 @@ from torch import Tensor, nn
 
 from sonde.batch_size.batch_dim import UnclearUnitsError
 from sonde.batch_size.forward_units import FIRST_DIM, CountsOfForward
-from sonde.batch_size.module_hook import why_no_hook
+from sonde.batch_size.hooks import why_no_hook
 from sonde.gradient_norm.clip import clip_grad_norm_
-from sonde.integrations.guarded import NOT_MEASURED, Attached, GuardedProbe
-from sonde.integrations.on_error import OnError
-from sonde.integrations.versions import warn_if_untested
-from sonde.integrations.wrapped_methods import WrappedMethods, is_wrapped
+from sonde.integrations.guarded import (
+    NOT_MEASURED,
+    Attached,
+    GuardedProbe,
+    OnError,
+    WrappedMethods,
+    is_wrapped,
+    warn_if_untested,
+)
 from sonde.records import LogOrPlaces, logger
 from sonde.version import install_hint
 

@@ -1,12 +1,13 @@
-"""What all trainers share: a noise-scale probe that is never the reason why a training stops."""
+"""What all trainers share: a probe that never stops a training, methods that are wrapped, and tested versions."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from torch import Tensor, nn
 
@@ -17,10 +18,11 @@ from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.units import unit_names
 from sonde.console import tell
 from sonde.gradient_norm.clip import clip_grad_norm_
-from sonde.integrations.on_error import OnError, checked_on_error
-from sonde.parallel.optimizers import Optimizers
+from sonde.parallel.unwrap import Optimizers
 from sonde.records import LogOrPlaces, log_of, logger
 
+OnError = Literal["warn", "raise"]
+"""What becomes of an error of the probe, once it is attached."""
 Counts = dict[str, Any]
 """The arguments of `NoiseScaleProbe.piece`."""
 T = TypeVar("T")
@@ -33,6 +35,11 @@ _WINDOW_NOT_MEASURED = "a window is not measured"
 _NAMES = ("b_simple", "b_simple_low", "b_simple_high", "b_simple_average", "grad_sq", "trace_cov", "units_per_window")
 LOGGED = tuple(f"gns/{name}" for name in _NAMES)
 """What trainers' own logs get, which many print whole. The log of the run has all metrics."""
+
+TESTED_TRL = ("1.16", "1.17")
+"""The first version of TRL that the tests ran with, and the first one above it that they did not."""
+_MARK = "is_wrapped_by_sonde"
+"""Attribute of a wrapper."""
 
 
 def as_counts(units: Any) -> Counts:
@@ -81,10 +88,6 @@ class GuardedProbe:
         on_error: OnError = "warn",
         verbose: bool = True,
     ) -> None:
-        for name, function, number in (("units", units, 8), ("weight", weight, 2.0)):
-            if function is not None and not callable(function):
-                example = f"as {name}=lambda batch: {number}"
-                raise ValueError(f"{name} must be a function of a batch, got {function!r:.60}: {example}")
         of_options = {name: value for name, value in options.items() if name not in _PARTNERS}
         names = unit_names(NoiseScaleOptions(**of_options, units_per_piece=None).unit)
         if len(names) > 1 and units is None:
@@ -339,3 +342,89 @@ class Attached:
         """End the log, and leave the trainer as it was."""
         self.guarded.end(reason)
         self.undo.close()
+
+
+def warn_if_untested(
+    package: str,
+    version: str,
+    tested: tuple[str, str],
+    check: str = "compare the pieces and units per window that sonde prints with your own",
+) -> None:
+    """Log a warning for a version outside the tested range, since a trainer's hooks may have moved.
+
+    Args:
+        package: its name.
+        version: installed.
+        tested: the first version that the tests ran with, and the first one above it that they did not.
+        check: how one sees that all is well.
+    """
+    from packaging.version import Version  # comes with the trainers' packages, whose absence has a message of its own
+
+    first, beyond = tested
+    if not Version(first).release <= Version(version).release < Version(beyond).release:
+        logger.warning(
+            "sonde: %s %s is not a version that sonde was tested with, which are those from %s to below %s: %s",
+            package,
+            version,
+            first,
+            beyond,
+            check,
+        )
+
+
+def checked_on_error(on_error: OnError) -> OnError:
+    """The option, if it is one.
+
+    Raises:
+        ValueError: for another value.
+    """
+    if on_error not in ("warn", "raise"):
+        raise ValueError(f"on_error must be 'warn' or 'raise', got {on_error!r}")
+    return on_error
+
+
+class WrappedMethods:
+    """Methods of one object, each replaced by a wrapper until `restore`, or the end of a `with` block.
+
+    Args:
+        owner: the object, or a module. An object's class stays as it is, and so do other objects.
+        **wrappers: by the method's name; called with the method as it was, then with the caller's own arguments.
+    """
+
+    def __init__(self, owner: object, **wrappers: Callable[..., Any]) -> None:
+        self._owner = owner
+        self._own = {name: vars(owner)[name] for name in wrappers if name in vars(owner)}  # wrapped before, say
+        self._wrapped = {name: _wrapped(getattr(owner, name), wrapper) for name, wrapper in wrappers.items()}
+        for name, wrapped in self._wrapped.items():
+            setattr(owner, name, wrapped)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Put the methods back. One that was wrapped again since keeps its newer wrapper."""
+        for name, wrapped in self._wrapped.items():
+            if vars(self._owner).get(name) is not wrapped:
+                continue
+            if name in self._own:
+                setattr(self._owner, name, self._own[name])
+            else:
+                delattr(self._owner, name)
+        self._wrapped = {}
+
+
+def is_wrapped(owner: object, name: str) -> bool:
+    """Whether `WrappedMethods` has replaced this method of the object, and nobody has replaced it since."""
+    return hasattr(vars(owner).get(name), _MARK)
+
+
+def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(call, _MARK, True)
+    return call

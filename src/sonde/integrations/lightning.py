@@ -9,9 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from sonde.batch_size.batch_dim import units_in_batch
-from sonde.integrations.guarded import Attached, GuardedProbe
-from sonde.integrations.on_error import OnError
-from sonde.integrations.versions import warn_if_untested
+from sonde.integrations.guarded import Attached, GuardedProbe, OnError, warn_if_untested
 from sonde.records import LogOrPlaces
 from sonde.version import install_hint
 

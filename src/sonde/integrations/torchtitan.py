@@ -12,11 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from sonde.integrations.guarded import Attached, GuardedProbe
-from sonde.integrations.on_error import OnError
+from sonde.integrations.guarded import Attached, GuardedProbe, OnError, WrappedMethods, is_wrapped, warn_if_untested
 from sonde.integrations.torchtitan_batches import UnitsOfBatch, counts_of, counts_of_each
-from sonde.integrations.versions import warn_if_untested
-from sonde.integrations.wrapped_methods import WrappedMethods, is_wrapped
 from sonde.records import LogOrPlaces, logger
 
 try:

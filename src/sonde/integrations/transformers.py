@@ -9,10 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
-from sonde.integrations.guarded import Attached, Counts, GuardedProbe
-from sonde.integrations.on_error import OnError
-from sonde.integrations.versions import TESTED_TRL, warn_if_untested
-from sonde.integrations.wrapped_methods import WrappedMethods
+from sonde.integrations.guarded import (
+    TESTED_TRL,
+    Attached,
+    Counts,
+    GuardedProbe,
+    OnError,
+    WrappedMethods,
+    warn_if_untested,
+)
 from sonde.records import LogOrPlaces
 from sonde.version import install_hint
 
@@ -97,7 +102,7 @@ class TransformersProbe(Attached, TrainerCallback):  # type: ignore[misc]
         self._trainer, self._batches = trainer, batches
         guarded.backward = "self.accelerator.backward(loss)"
         methods: dict[str, Any] = {"train": guarded.train, "training_step": self._training_step, "log": self._log}
-        methods |= {"_save_checkpoint": self._save_checkpoint, "_load_callback_state": self._load_callback_state}
+        methods["_save_checkpoint"] = self._save_checkpoint
         self.undo.enter_context(WrappedMethods(trainer, **methods))
         self.undo.callback(trainer.pop_callback, self)
         trainer.add_callback(self)
@@ -134,16 +139,6 @@ class TransformersProbe(Attached, TrainerCallback):  # type: ignore[misc]
         if (averages := self.guarded.state_dict()) is not None:
             self._trainer.state.stateful_callbacks[SAVED_AS] = averages
         return original(*args, **kwargs)
-
-    def _load_callback_state(self, original: Callable[..., Any]) -> Any:
-        """Hide the averages from a trainer that restores its callbacks: it would warn that none has this name."""
-        saved = self._trainer.state.stateful_callbacks
-        averages = saved.pop(SAVED_AS, None)
-        try:
-            return original()
-        finally:
-            if averages is not None:
-                saved[SAVED_AS] = averages
 
     # Events of the trainer, in their order.
 

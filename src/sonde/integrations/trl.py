@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -11,9 +12,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from sonde.config import ProbesConfig, probes_from_config
+from sonde.contrib.hold_entropy import HoldEntropy
 from sonde.parallel.process_groups import data_parallel_group, gather_objects, together
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.policy.entropy_change import AroundStep, EntropyChangeProbe
@@ -33,12 +36,9 @@ try:
     from trl import GRPOTrainer
     from trl import __version__ as trl_version
 
-    from sonde.integrations.on_error import OnError, checked_on_error
-    from sonde.integrations.trl_bonus import clip_coefficient, entropy_coefficient
+    from sonde.integrations.guarded import TESTED_TRL, OnError, WrappedMethods, checked_on_error, warn_if_untested
     from sonde.integrations.trl_checks import check_arguments, default_prompts
     from sonde.integrations.trl_rollouts import FullPrecision, TrlRollouts
-    from sonde.integrations.versions import TESTED_TRL, warn_if_untested
-    from sonde.integrations.wrapped_methods import WrappedMethods
 except ImportError as error:
     raise ImportError(f"this needs trl: {install_hint('trl')}") from error
 
@@ -64,6 +64,7 @@ def attach(
     evaluation_prompts: int | None = None,
     causes: bool = False,
     rollouts: bool = False,
+    coefficient_to_hold: bool = False,
     on_error: OnError = "warn",
     log: LogOrPlaces = None,
 ) -> TrlProbes:
@@ -87,6 +88,7 @@ def attach(
         causes: also split the change into momentum and this batch, and by prompt of the step; this takes another
             backward.
         rollouts: also measure the step's effect by fresh rollouts: as many prompts, answered before and after it.
+        coefficient_to_hold: also say with which `entropy_coef` the entropy would not change.
         on_error: "warn" makes an error of a probe an alert, with its traceback in the log, and training goes on;
             "raise" raises it, for tests.
         log: of the run, or what `RunLog` takes, such as a folder, of which `sonde report folder` makes a page. The
@@ -99,7 +101,9 @@ def attach(
     log = log_of(log)
     config = config if isinstance(config, ProbesConfig) else probes_from_config(config)
     config.warn_if_nothing_is_on()
-    warn_if_untested("trl", trl_version, TESTED_TRL)
+    warn_if_untested(
+        "trl", trl_version, TESTED_TRL, "compare a few forecasts with fresh rollouts, by attach(…, rollouts=True)"
+    )
     if evaluation_prompts is None:
         evaluation_prompts = default_prompts(trainer)
     check_arguments(
@@ -109,6 +113,7 @@ def attach(
         evaluation_prompts=evaluation_prompts,
         causes=causes,
         rollouts=rollouts,
+        coefficient_to_hold=coefficient_to_hold,
     )
     return TrlProbes(
         trainer,
@@ -117,9 +122,21 @@ def attach(
         n_prompts=evaluation_prompts // trainer.accelerator.num_processes,
         causes=causes,
         rollouts=rollouts,
+        coefficient_to_hold=coefficient_to_hold,
         on_error=checked_on_error(on_error),
         log=log,
     )
+
+
+def _forgiving(event: Callable[..., None]) -> Callable[..., None]:
+    """An event of the trainer in which an error of a probe does not end training."""
+
+    @functools.wraps(event)
+    def forgiven(self: TrlProbes, *args: Any, **kwargs: Any) -> None:
+        with self._forgiven():
+            event(self, *args, **kwargs)
+
+    return forgiven
 
 
 class TrlProbes(TrainerCallback):  # type: ignore[misc]
@@ -139,6 +156,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         n_prompts: int,
         causes: bool,
         rollouts: bool,
+        coefficient_to_hold: bool,
         on_error: OnError,
         log: RunLog,
     ) -> None:
@@ -148,20 +166,19 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         self._evaluation = evaluation
         self._has_causes = causes
         self._has_rollouts = rollouts
+        self._hold = HoldEntropy() if coefficient_to_hold else None
         self._on_error = on_error
         self._run_log, self._has_log = log, log.has_sinks
         self._statistics = FullPrecision(CausalLMStatistics(trainer.args.temperature))
         self._entropy: EntropyChangeProbe | None = None
         self._policy: PolicyEntropyProbe | None = None
         self._noise: PromptNoiseProbe | None = None
-        self._saved_noise: Mapping[str, Any] | None = None
-        self._has_probes = False
         self._policy_log: PolicyLog | None = None
         self._rollouts = TrlRollouts(trainer, n_prompts)
-        self._around: tuple[ExitStack, AroundStep] | None = None
-        self._n_micro_batches = self._n_known = 0
-        """Micro-batches of the window, and those whose responses are known: all, unless an error was forgiven."""
-        self._sampling_seconds = 0.0
+        self._around: tuple[ExitStack, AroundStep, float] | None = None
+        """Of the forecast under way, with the seconds that sampling took."""
+        self._knows_window = True
+        """Whether the responses of all micro-batches so far are known: unless an error was forgiven."""
         self._for_truth: list[int] = []
         """Rows of the dataset that are answered before and after the step."""
         self._metrics: dict[str, float | None] = {}
@@ -206,17 +223,16 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
     def _micro_batch(self, original: Callable[..., Any], model: Any, inputs: Mapping[str, Any]) -> Any:
         if not self._trainer.model.training:  # an evaluation
             return original(model, inputs)
+        knew_all, self._knows_window = self._knows_window, False
         with self._forgiven():
-            self._n_micro_batches += 1
             self._rollouts.learned_from(inputs)
-            self._n_known += 1
+            self._knows_window = knew_all
         return original(model, inputs)
 
     def _clipped(self, original: Callable[..., Any], parameters: Any, max_norm: float, *args: Any, **kw: Any) -> Any:
         norm = original(parameters, max_norm, *args, **kw)
         with self._forgiven():
-            if norm is not None:  # None with DeepSpeed, which clips by itself
-                self._clip_coefficient = clip_coefficient(norm, max_norm)
+            self._clip_coefficient = _clip_coefficient(norm, max_norm)
         return norm
 
     @contextlib.contextmanager
@@ -240,96 +256,94 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
 
     # Events of the trainer, in their order.
 
+    @_forgiving
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the header. Only the first training is logged: its end ends the log."""
-        with self._forgiven():
-            self._begin(state)
+        """Write the header, and make the probes: the model has its wrapper, and the optimizer exists.
 
-    def _begin(self, state: Any) -> None:
-        self._saved_noise = state.stateful_callbacks.get(SAVED_AS)
+        Only the first training is logged: its end ends the log.
+        """
         if self._policy_log is None:
             self._policy_log = PolicyLog(self._run_log, setup=self._setup())
         elif self._has_log:
             logger.warning("sonde: the log ended with the first training: attach again to log this training")
+        with together(self._group):
+            self._make_probes(kwargs["optimizer"], state.stateful_callbacks.get(SAVED_AS))
 
+    @_forgiving
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin a window."""
-        self._around, self._n_micro_batches, self._n_known = None, 0, 0
+        self._around, self._knows_window = None, True
         self._rollouts.begin_window()
         self._metrics, self._forecast = {}, None
         self._clip_coefficient = 1.0
-        with self._forgiven():
-            self._entropy_coefficient = entropy_coefficient(self._trainer)
+        self._entropy_coefficient = _entropy_coefficient(self._trainer)
 
+    @_forgiving
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure, and forecast the step: gradients are whole and clipped."""
-        measures_noise = self._config.gns_probe.enabled and state.global_step % self._config.gns_probe.log_every == 0
+        measures_noise = self._noise is not None and state.global_step % self._config.gns_probe.log_every == 0
         forecasts = state.global_step % self._config.entropy_probe.every == 0
-        if not (measures_noise or forecasts):
-            return
-        with self._forgiven(), together(data_parallel_group(self._trainer.model_wrapped)):
-            self._before_step(state, kwargs["optimizer"], measures_noise=measures_noise, forecasts=forecasts)
+        if measures_noise or forecasts:
+            with together(self._group):
+                update = self._rollouts.window() if self._knows_window else None
+                everywhere = self._on_every_rank((self._knows_window, update is not None))
+                if not all(knows_window for knows_window, _ in everywhere):
+                    return  # an error in a micro-batch was forgiven
+                if not all(has_tokens for _, has_tokens in everywhere):
+                    update = None  # TRL has emptied all masks of a rank, as of truncated completions
+                if update is None and self._evaluation == "same":
+                    return
+                if measures_noise and update is not None:
+                    self._measure_noise(update, state)
+                if forecasts:
+                    self._forecast_step(update, state.global_step)
 
-    def _before_step(self, state: Any, optimizer: Any, *, measures_noise: bool, forecasts: bool) -> None:
-        self._make_probes(optimizer)
-        update = self._rollouts.window() if self._n_known == self._n_micro_batches else None
-        if None in self._on_every_rank(None if update is None else len(update)):
-            return  # TRL has emptied all masks, or an error in a micro-batch was forgiven
-        assert update is not None
-        if measures_noise and self._noise is not None:
-            self._resume_noise(self._noise)
-            self._noise.measure(update)
-            self._log(self._noise.metrics())
-            state.stateful_callbacks[SAVED_AS] = self._noise.state_dict()
-        if not forecasts:
-            return
-        if self._policy is not None:
+    def _measure_noise(self, update: Rollouts, state: Any) -> None:
+        assert self._noise is not None
+        self._noise.measure(update)
+        self._log(self._noise.metrics())
+        state.stateful_callbacks[SAVED_AS] = self._noise.state_dict()
+
+    def _forecast_step(self, update: Rollouts | None, step: int) -> None:
+        if self._policy is not None and update is not None:
             self._policy.measure(update)
             self._log(self._policy.metrics())
-        if self._entropy is not None:
-            begun = time.perf_counter()
-            evaluation = self._own_responses(update) if self._evaluation == "same" else self._fresh(state.global_step)
-            self._sampling_seconds = time.perf_counter() - begun
-            every_text = self._on_every_rank({**update.texts, **evaluation.texts})
-            self.texts = {n: text for texts in every_text for n, text in texts.items()}
-            if self._has_rollouts:
-                self._for_truth = self._choose(self._seed_for(state.global_step) + 500_000)
-            stack = ExitStack()
-            learned = self._with_loss_weights(update) if self._has_causes else None
-            around = stack.enter_context(
-                self._entropy.around_step(
-                    evaluation,
-                    learned,
-                    causes=self._has_causes,
-                    entropy_coefficient=self._entropy_coefficient,
-                    applied_scale=self._clip_coefficient,
-                )
-            )
-            self._around = stack, around
+        if self._entropy is None:
+            return
+        begun = time.perf_counter()
+        if update is not None and self._evaluation == "same":
+            evaluation = self._own_responses(update)
+        else:
+            evaluation = self._fresh(step)
+        sampling_seconds = time.perf_counter() - begun
+        every_text = self._on_every_rank({**({} if update is None else update.texts), **evaluation.texts})
+        self.texts = {n: text for texts in every_text for n, text in texts.items()}
+        if self._has_rollouts:
+            self._for_truth = self._choose(self._seed_for(step) + 500_000)
+        if self._hold is not None:
+            self._hold.entropy_coefficient = self._entropy_coefficient
+            self._hold.applied_scale = self._clip_coefficient
+        stack = ExitStack()
+        learned = self._with_loss_weights(update) if self._has_causes and update is not None else None
+        around = stack.enter_context(self._entropy.around_step(evaluation, learned, causes=self._has_causes))
+        self._around = stack, around, sampling_seconds
 
+    @_forgiving
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure the step, which has been taken."""
         if self._around is None:
             return
-        stack, around = self._around
-        self._around = None
-        with self._forgiven():
-            with together(data_parallel_group(self._trainer.model_wrapped)):
-                stack.close()
-            self._after_step(state, around)
-
-    def _after_step(self, state: Any, around: AroundStep) -> None:
-        self._forecast = around.forecast.after_sampling(self._sampling_seconds)
+        (stack, around, sampling_seconds), self._around = self._around, None
+        with together(self._group):
+            stack.close()
+        self._forecast = around.forecast.after_sampling(sampling_seconds)
         self.forecasts.append((state.global_step + 1, self._forecast))
         self._log(self._forecast.metrics())
         self._log({"entropy/is_of_own_prompts": float(self._evaluation == "same")})
 
+    @_forgiving
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log the measurements around the step."""
-        with self._forgiven():
-            self._write(state)
-
-    def _write(self, state: Any) -> None:
         if self._metrics and self._policy_log is not None:
             logged = self._trainer._metrics["train"]
             scalars = {name: float(logged[name][-1]) for name in _SCALARS if logged.get(name)}
@@ -338,15 +352,15 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the log."""
         if self._policy_log is not None:
-            is_whole = state.global_step >= state.max_steps
-            self._policy_log.end(
-                "training ended" if is_whole else f"stopped at step {state.global_step} of {state.max_steps}"
-            )
+            n, most = state.global_step, state.max_steps
+            self._policy_log.end("training ended" if n >= most else f"stopped at step {n} of {most}")
 
-    def _make_probes(self, optimizer: Any) -> None:
-        """Make the probes at the first measurement: the model gets its wrapper only when training begins."""
-        if self._has_probes:
-            return
+    @property
+    def _group(self) -> Any:
+        """The ranks that hold different data."""
+        return data_parallel_group(self._trainer.model_wrapped)
+
+    def _make_probes(self, optimizer: Any, saved_noise: Mapping[str, Any] | None) -> None:
         model, statistics, config = self._trainer.model_wrapped, self._statistics, self._config
         if config.entropy_probe.enabled:
             self._entropy = EntropyChangeProbe(
@@ -356,26 +370,20 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
                 token_statistics=statistics,
                 sampler=self._truth if self._has_rollouts else None,
                 grad_scaler=self._trainer.accelerator.scaler,
+                beside=self._hold,
             )
         if config.policy_entropy_probe.enabled:
             n_prompts = config.policy_entropy_probe.micro_batch_prompts
             self._policy = PolicyEntropyProbe(model, token_statistics=statistics, micro_batch_prompts=n_prompts)
         if config.gns_probe.enabled:
-            weighs: Literal["tokens", "completions"] = "completions"
-            if self._trainer.loss_type in DIVIDED_BY_TOKENS:
-                weighs = "tokens"
+            by_tokens = self._trainer.loss_type in DIVIDED_BY_TOKENS
+            weighs: Literal["tokens", "completions"] = "tokens" if by_tokens else "completions"
             self._noise = PromptNoiseProbe(model, token_statistics=statistics, weighs=weighs)
-        self._has_probes = True
-
-    def _resume_noise(self, noise: PromptNoiseProbe) -> None:
-        """Go on with the averages of the checkpoint that this training began with, if it has any."""
-        saved, self._saved_noise = self._saved_noise, None
-        if saved is None:
-            return
-        try:
-            noise.load_state_dict(saved)
-        except ValueError as error:
-            logger.warning("sonde: the averages of the noise scale in prompts begin anew: %s", error)
+            if saved_noise is not None:
+                try:
+                    self._noise.load_state_dict(saved_noise)
+                except ValueError as error:
+                    logger.warning("sonde: the averages of the noise scale in prompts begin anew: %s", error)
 
     def _log(self, metrics: Mapping[str, float | None]) -> None:
         """Add metrics to the record, and to TRL's own logs, which are means since the previous log."""
@@ -386,10 +394,10 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
 
     def _with_loss_weights(self, update: Rollouts) -> Rollouts:
         """U, with the weights that its tokens have in the loss."""
-        if self._rollouts.sampled_log_prob is None:
+        if not self._rollouts.has_ratios:
             return update
         model = self._trainer.model_wrapped
-        scorer = Scorer(model, self._statistics, _PROMPTS_EACH, data_parallel_group(model))
+        scorer = Scorer(model, self._statistics, _PROMPTS_EACH, self._group)
         with preserve_training_state(model):
             scored = scorer.scored(update)
         return self._rollouts.reweighed(update, scored.own(scored.log_prob))
@@ -418,7 +426,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
 
     def _on_every_rank(self, value: T) -> list[T]:
         """The values of all ranks."""
-        return gather_objects(data_parallel_group(self._trainer.model_wrapped), lambda: value)
+        return gather_objects(self._group, lambda: value)
 
     def _seed_for(self, step: int) -> int:
         return 1_000_003 * (step + 1) + int(self._trainer.args.seed)
@@ -441,3 +449,24 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
             "objective": entropy.objective,
             "level": 0.95,
         }
+
+
+def _entropy_coefficient(trainer: Any) -> float:
+    """The coefficient of the entropy bonus in the window that begins.
+
+    TRL's adaptive controller changes the coefficient at the end of a window, and applies it only while the entropy of
+    the window before is at or below its target.
+    """
+    coefficient = float(getattr(trainer, "entropy_coef", 0.0))
+    if getattr(trainer, "use_adaptive_entropy", False) and trainer._last_world_entropy > trainer.args.entropy_target:
+        return 0.0
+    return coefficient
+
+
+def _clip_coefficient(norm: float | Tensor, max_norm: float) -> Tensor:
+    """The factor by which torch clips gradients of this norm; no host synchronisation.
+
+    It is 1 for a norm that is not finite: the step is not finite either, and says so itself.
+    """
+    factor = max_norm / (torch.as_tensor(norm) + 1e-6)
+    return factor.where(factor > 0.0, 1.0).clamp(max=1.0)

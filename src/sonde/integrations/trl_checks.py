@@ -18,6 +18,7 @@ def check_arguments(
     evaluation_prompts: int,
     causes: bool,
     rollouts: bool,
+    coefficient_to_hold: bool,
 ) -> None:
     """Refuse whatever cannot be measured in this trainer's run; the arguments are those of `attach`.
 
@@ -26,129 +27,67 @@ def check_arguments(
     """
     if evaluation not in ("fresh", "same"):
         raise ValueError(f"evaluation must be 'fresh' or 'same', got {evaluation!r}")
-    if config.gns_probe.enabled:
-        _check_whole_groups(trainer)
-    _check_config(trainer, config, evaluation, causes=causes)
-    if causes:
-        _check_loss(trainer)
-    is_fresh = config.entropy_probe.enabled and (evaluation == "fresh" or rollouts)
-    _check_sampling(trainer, is_fresh=is_fresh)
-    if is_fresh:
-        _check_prompts(trainer, evaluation_prompts)
+    _check_used(config)
+    _check_probes(trainer, config, evaluation, causes=causes, holds=coefficient_to_hold)
+    _check_sampling(trainer)
+    if config.entropy_probe.enabled and (evaluation == "fresh" or rollouts):
+        _check_fresh(trainer, evaluation_prompts)
 
 
-def _check_sampling(trainer: Any, *, is_fresh: bool) -> None:
-    """Refuse a trainer whose samples are not the policy's, or cannot be drawn without disturbing training."""
-    args = trainer.args
-    cuts = {"top_p": (args.top_p, 1.0), "top_k": (args.top_k, 0), "min_p": (args.min_p, None)}
-    cuts["repetition_penalty"] = (args.repetition_penalty, 1.0)
-    if any(value and value != neutral for value, neutral in cuts.values()):
-        raise ValueError(
-            f"the trainer samples with {', '.join(f'{n}={v}' for n, (v, _) in cuts.items())}, which cuts off tokens or "
-            "makes them less likely, so the responses do not have the policy's entropy: sample with "
-            f"{', '.join(f'{n}={neutral}' for n, (_, neutral) in cuts.items())}"
-        )
-    if others := sorted(set(args.generation_kwargs or {}) - _HARMLESS):
-        raise ValueError(
-            f"generation_kwargs has {', '.join(others)}, which may change the sampling, so the responses may not have "
-            "the policy's entropy: leave them out"
-        )
-    columns = set(getattr(trainer.train_dataset, "column_names", None) or ())
-    if images := sorted(columns & {"image", "images"}):
-        raise ValueError(
-            f"the dataset has the column {images[0]!r}, and sonde scores only text so far: attach no probe"
-        )
-    if trainer.is_deepspeed_enabled:
-        raise ValueError("DeepSpeed does not show its gradients, so no step can be forecast: use DDP or FSDP2")
-    if is_fresh and (getattr(trainer, "tools", None) or getattr(trainer, "rollout_func", None)):
-        raise ValueError(
-            "the trainer samples with tools or a rollout_func, and fresh responses would not use them: pass "
-            "evaluation='same', without rollouts"
-        )
-    if is_fresh and getattr(args, "use_transformers_continuous_batching", False):
-        raise ValueError(
-            "continuous batching moves the model while it samples: pass evaluation='same', without rollouts"
-        )
-    if is_fresh and args.use_vllm:
-        raise ValueError(
-            "vLLM samples by random numbers of its own, which cannot be restored: fresh responses would change the "
-            "training. Pass evaluation='same', without rollouts"
-        )
-    if is_fresh and not hasattr(trainer.train_dataset, "__len__"):
-        raise ValueError(
-            "the dataset can only be read in order, and fresh responses need its prompts in any order: pass "
-            "evaluation='same', without rollouts"
-        )
-
-
-def _check_config(trainer: Any, config: ProbesConfig, evaluation: str, *, causes: bool) -> None:
-    """Refuse options that have no effect with TRL, or would fail at the first step or a later one."""
+def _check_used(config: ProbesConfig) -> None:
+    """Refuse options that have no effect with TRL."""
     used = {
-        "gns_probe": ("enabled", "log_every"),
-        # TRL's step is the optimizer's own, and a log holds intervals of 95 %.
-        "entropy_probe": tuple(
-            vars(config.entropy_probe).keys() - {"temperature", "step_size", "level", "entropy_coefficient"}
-        ),
-        "policy_entropy_probe": ("enabled", "micro_batch_prompts"),
+        "gns_probe": {"enabled", "log_every", "unit"},
+        "entropy_probe": vars(config.entropy_probe).keys() - {"temperature", "budget"},
+        "policy_entropy_probe": {"enabled", "micro_batch_prompts"},
     }
     for probe, names in used.items():
         options = getattr(config, probe)
-        if probe == "gns_probe" and options.unit == "prompts":  # which it is in any case
-            names = (*names, "unit")
-        idle = [n for n, value in vars(options).items() if n not in names and value != getattr(type(options)(), n)]
+        idle = [n for n, v in vars(options).items() if n not in names and v != getattr(type(options)(), n)]
         if idle:
             raise ValueError(f"{probe}: {idle[0]} does nothing with TRL: leave it out (temperatures are the trainer's)")
-    if config.prompt_noise_probe.enabled:
+    if config.gns_probe.unit not in (type(config.gns_probe)().unit, "prompts"):
+        raise ValueError(f"gns_probe: the unit is prompts with TRL, got {config.gns_probe.unit!r}: leave it out")
+    others = ["prompt_noise_probe"] if config.prompt_noise_probe.enabled else list(config.own)
+    if others:
         raise ValueError(
-            "prompt_noise_probe does nothing with TRL, where gns_probe is the noise scale in prompts: write gns_probe: "
-            "{enabled: true}"
+            f"{others[0]} does nothing with TRL, where gns_probe is the noise scale in prompts, and probes of your own "
+            "are not called: leave it out"
         )
-    if config.own:
-        raise ValueError(
-            f"{next(iter(config.own))} does nothing with TRL, which calls sonde's probes alone: leave it out"
-        )
-    if config.entropy_probe.update == "gradient":
+
+
+def _check_probes(trainer: Any, config: ProbesConfig, evaluation: str, *, causes: bool, holds: bool) -> None:
+    """Refuse what would fail at the first step or a later one."""
+    args, entropy = trainer.args, config.entropy_probe
+    if not entropy.is_step:
         raise ValueError(
             "entropy_probe: {update: gradient} is not TRL's step, and only TRL's is forecast: leave it out"
         )
-    if config.entropy_probe.coefficient_to_hold and trainer.args.top_entropy_quantile < 1.0:
+    if holds and args.top_entropy_quantile < 1.0:
         raise ValueError(
-            "entropy_probe: {coefficient_to_hold: true} is about a bonus on all tokens, and with top_entropy_quantile "
-            "below 1 TRL's bonus is on some of them: leave one of the two out"
+            "coefficient_to_hold=True is about a bonus on all tokens, and with top_entropy_quantile below 1 TRL's "
+            "bonus is on some of them: leave one of the two out"
         )
-    if config.entropy_probe.strict and evaluation == "same" and causes:
-        raise ValueError(
-            "entropy_probe: {strict: true} refuses evaluation='same', which shares all prompts with the update: pass "
-            "evaluation='fresh'"
-        )
-    leaves_out = trainer.args.mask_truncated_completions and evaluation == "same"
-    if config.entropy_probe.enabled and config.entropy_probe.objective == "sequence" and leaves_out:
+    leaves_out = args.mask_truncated_completions and evaluation == "same"
+    if entropy.enabled and entropy.objective == "sequence" and leaves_out:
         raise ValueError(
             "objective='sequence' compares each response with others to its prompt, and mask_truncated_completions may "
             "leave a prompt of the step with one response: pass evaluation='fresh', or objective='per_token'"
         )
-    if config.gns_probe.enabled and trainer.is_fsdp_enabled:
-        raise ValueError(
-            "the noise scale in prompts is not measured in TRL's trainer under FSDP: train under DDP, turn gns_probe "
-            "off, or call sonde.PromptNoiseProbe on an FSDP2 model yourself"
-        )
-
-
-def _check_loss(trainer: Any) -> None:
-    """Refuse causes of a loss whose token weights are not known here."""
-    args = trainer.args
-    unsupported = {
+    unknown_weights = {
         "top_entropy_quantile": args.top_entropy_quantile < 1.0,
         "off_policy_mask_threshold": args.off_policy_mask_threshold is not None,
         "vllm_importance_sampling_correction": args.use_vllm and args.vllm_importance_sampling_correction,
         "loss_type='vespo'": trainer.loss_type == "vespo",
     }
-    if named := [name for name, is_on in unsupported.items() if is_on]:
+    if causes and (named := [name for name, is_on in unknown_weights.items() if is_on]):
         raise ValueError(f"causes=True does not know the token weights of {named[0]}: leave out one of the two")
+    if config.gns_probe.enabled:
+        _check_noise_scale(trainer)
 
 
-def _check_whole_groups(trainer: Any) -> None:
-    """Refuse windows that hold parts of groups, or a single group."""
+def _check_noise_scale(trainer: Any) -> None:
+    """Refuse windows that hold parts of groups, or a single group, and FSDP."""
     args, n_ranks = trainer.args, trainer.accelerator.num_processes
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
     if rows % trainer.num_generations or rows * n_ranks < 2 * trainer.num_generations:
@@ -163,17 +102,56 @@ def _check_whole_groups(trainer: Any) -> None:
             f"{args.steps_per_generation} and gradient_accumulation_steps={args.gradient_accumulation_steps}, so a "
             "group's completions are spread over several windows: make them equal, or turn gns_probe off"
         )
+    if trainer.is_fsdp_enabled:
+        raise ValueError(
+            "the noise scale in prompts is not measured in TRL's trainer under FSDP: train under DDP, turn gns_probe "
+            "off, or call sonde.PromptNoiseProbe on an FSDP2 model yourself"
+        )
 
 
-def default_prompts(trainer: Any) -> int:
-    """The smallest number of evaluation prompts from 16 up that gives each rank as many as the others, and 2."""
-    n_ranks = int(trainer.accelerator.num_processes)
-    return max(-(-16 // n_ranks), 2) * n_ranks
+def _check_sampling(trainer: Any) -> None:
+    """Refuse a trainer whose samples are not the policy's, or whose responses sonde cannot score."""
+    args = trainer.args
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+    given = {name: getattr(args, name) for name in neutral}
+    if any(value and value != neutral[name] for name, value in given.items()):
+        raise ValueError(
+            f"the trainer samples with {', '.join(f'{n}={v}' for n, v in given.items())}, which cuts off tokens or "
+            "makes them less likely, so the responses do not have the policy's entropy: sample with "
+            f"{', '.join(f'{n}={v}' for n, v in neutral.items())}"
+        )
+    if others := sorted(set(args.generation_kwargs or {}) - _HARMLESS):
+        raise ValueError(
+            f"generation_kwargs has {', '.join(others)}, which may change the sampling, so the responses may not have "
+            "the policy's entropy: leave them out"
+        )
+    columns = set(getattr(trainer.train_dataset, "column_names", None) or ())
+    if images := sorted(columns & {"image", "images"}):
+        raise ValueError(
+            f"the dataset has the column {images[0]!r}, and sonde scores only text so far: attach no probe"
+        )
+    if trainer.is_deepspeed_enabled:
+        raise ValueError("DeepSpeed does not show its gradients, so no step can be forecast: use DDP or FSDP2")
 
 
-def _check_prompts(trainer: Any, evaluation_prompts: int) -> None:
-    """Refuse numbers that ranks cannot share, and a dataset with too few prompts besides those a step learns from."""
-    n_learned, n_ranks = _prompts_of_a_step(trainer), trainer.accelerator.num_processes
+def _check_fresh(trainer: Any, evaluation_prompts: int) -> None:
+    """Refuse fresh responses that cannot be drawn without disturbing training, or to too few prompts."""
+    reasons = {
+        "the trainer samples with tools or a rollout_func, and fresh responses would not use them": (
+            getattr(trainer, "tools", None) or getattr(trainer, "rollout_func", None)
+        ),
+        "continuous batching moves the model while it samples": getattr(
+            trainer.args, "use_transformers_continuous_batching", False
+        ),
+        "vLLM samples by random numbers of its own, which cannot be restored": trainer.args.use_vllm,
+        "the dataset can only be read in order, and fresh responses need its prompts in any order": not hasattr(
+            trainer.train_dataset, "__len__"
+        ),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ValueError(f"{reason}: pass evaluation='same', without rollouts")
+    n_ranks = trainer.accelerator.num_processes
     if isinstance(evaluation_prompts, bool) or not isinstance(evaluation_prompts, int):
         raise ValueError(f"evaluation_prompts must be a whole number, got {evaluation_prompts!r}: pass 16, say")
     if evaluation_prompts < 2 * n_ranks or evaluation_prompts % n_ranks:
@@ -181,27 +159,14 @@ def _check_prompts(trainer: Any, evaluation_prompts: int) -> None:
             f"evaluation_prompts must be a multiple of the {n_ranks} ranks and at least 2 for each, got "
             f"{evaluation_prompts}: pass {max(2, evaluation_prompts // n_ranks) * n_ranks}"
         )
-    data, different = trainer.train_dataset, set[str]()
-    for i in range(len(data)):
-        different.add(str(data[i]["prompt"]))
-        if len(different) >= evaluation_prompts + n_learned:
-            return
-    n_left = max(len(different) - n_learned, 0)
-    n_most = n_left // n_ranks * n_ranks
-    smaller = f"pass evaluation_prompts={n_most}, or " if n_most >= 2 * n_ranks else "pass "
-    raise ValueError(
-        f"the dataset has {len(different)} different prompts, and a step may learn from {n_learned} of them. That "
-        f"leaves {n_left} for fresh responses, fewer than evaluation_prompts={evaluation_prompts}: {smaller}"
-        "evaluation='same' without rollouts"
-    )
+    if evaluation_prompts >= (n := len(trainer.train_dataset)):  # most steps need more; they say so when they come
+        raise ValueError(
+            f"the dataset has {n} prompts, of which a step learns from some, fewer than evaluation_prompts="
+            f"{evaluation_prompts} need: pass a smaller number, or evaluation='same' without rollouts"
+        )
 
 
-def _prompts_of_a_step(trainer: Any) -> int:
-    """The largest number of prompts that an optimizer step learns from, on all ranks."""
-    args = trainer.args
-    n_backwards, n_slices = args.gradient_accumulation_steps, args.steps_per_generation
-    rows = args.per_device_train_batch_size * trainer.accelerator.num_processes  # of a micro-batch, on all ranks
-    groups = rows * n_slices // trainer.num_generations  # of a generation, whose completions TRL shuffles
-    is_aligned = not n_backwards % n_slices or not n_slices % n_backwards
-    n_generations = max(n_backwards // n_slices, 1) if is_aligned else n_backwards // n_slices + 2
-    return int(min(rows * n_backwards, n_generations * groups))
+def default_prompts(trainer: Any) -> int:
+    """The smallest number of evaluation prompts from 16 up that gives each rank as many as the others, and 2."""
+    n_ranks = int(trainer.accelerator.num_processes)
+    return max(-(-16 // n_ranks), 2) * n_ranks

@@ -18,6 +18,8 @@ GROUP = "sonde_prompt"
 USED = ("_tokenize_prompts", "_generate_single_turn")
 """Methods of the trainer that sample evaluation responses."""
 
+_OLD, _REPORTED = "old_per_token_logps", "sampling_per_token_logps"
+"""Keys of log-probabilities in TRL's batches: of the policy that sampled, and those that vLLM reported."""
 _MEANS_OVER_COMPLETIONS = ("grpo", "sapo")
 """Losses that average each completion over its own tokens."""
 _MEANS_OVER_MICRO_BATCHES = ("bnpo",)
@@ -55,8 +57,10 @@ class TrlRollouts:
         self._window: list[Mapping[str, Any]] = []
         self._texts: dict[int, str] = {}
         self._n_generations = 0
-        self._sampled_at: Tensor | None = None
-        """Log-probabilities of the window's tokens when they were sampled, if an older policy sampled them."""
+        self._old: Tensor | None = None
+        """Log-probabilities of the window's tokens under the policy that sampled them, if it is older."""
+        self._sampler: Tensor | None = None
+        """The same as the sampler reported them, if it did, as vLLM does."""
 
     # Called as the trainer goes on.
 
@@ -97,10 +101,7 @@ class TrlRollouts:
         rows = sampled.bool().any(1).nonzero()[:, 0]
         if not len(rows):
             return None
-        self._sampled_at = None
-        if all(i.get("old_per_token_logps") is not None for i in window):
-            old = [(i["old_per_token_logps"], i["old_per_token_logps"]) for i in window]
-            self._sampled_at = _padded(old, left=False)[0][rows]
+        self._old, self._sampler = (self._in_window(name, rows) for name in (_OLD, _REPORTED))
         return Rollouts(
             inputs={
                 "input_ids": torch.cat([prompts[0], completions[0]], 1)[rows],
@@ -114,10 +115,23 @@ class TrlRollouts:
             texts=self._texts,
         )
 
+    def _in_window(self, name: str, rows: Tensor) -> Tensor | None:
+        """What TRL keeps of each token of the window; None if it does not."""
+        kept = [(i[name], i[name]) for i in self._window if i.get(name) is not None]
+        return _padded(kept, left=False)[0][rows] if len(kept) == len(self._window) else None
+
     @property
     def sampled_log_prob(self) -> Tensor | None:
-        """Log-probabilities of the last `window` at sampling, [responses, tokens], if an older policy sampled it."""
-        return self._sampled_at
+        """Log-probabilities of the last `window` at sampling, [responses, tokens], if another policy sampled it: those
+        that the sampler reported, or else those of the older policy."""
+        if self._sampler is None or self._old is None:
+            return self._old if self._sampler is None else self._sampler
+        return torch.where(self._sampler.isnan(), self._old, self._sampler)  # vLLM does not report every token
+
+    @property
+    def has_ratios(self) -> bool:
+        """Whether the loss has likelihood ratios to an older policy."""
+        return self._old is not None
 
     def reweighed(self, update: Rollouts, log_prob: Tensor) -> Rollouts:
         """The window with the weights that the loss gives it if an older policy sampled it.
@@ -128,9 +142,9 @@ class TrlRollouts:
             update: the last `window`.
             log_prob: log-probabilities of its tokens under the present policy; [responses, tokens].
         """
-        assert self._sampled_at is not None
+        assert self._old is not None
         assert update.weight is not None
-        mask, old = update.mask.cpu().bool(), self._sampled_at.cpu().double()
+        mask, old = update.mask.cpu().bool(), self._old.cpu().double()
         log_ratio = torch.where(mask, log_prob.cpu() - old, 0.0)
         if self._trainer.importance_sampling_level == "sequence":
             log_ratio = (log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)).expand_as(log_ratio)
@@ -217,8 +231,7 @@ class TrlRollouts:
         ones = mask.double()
         if self._trainer.loss_type in _MEANS_OVER_MICRO_BATCHES:
             return ones / ones.sum().clamp(min=1.0)
-        is_of_sequences = self._trainer.importance_sampling_level == "sequence" and self._trainer.loss_type != "luspo"
-        if self._trainer.loss_type in _MEANS_OVER_COMPLETIONS or is_of_sequences:
+        if self._trainer.loss_type in _MEANS_OVER_COMPLETIONS:
             return ones / ones.sum(1, keepdim=True).clamp(min=1.0)
         return ones
 

@@ -1,4 +1,4 @@
-"""Sinks for experiment trackers: W&B, MLflow, trackio, or any function that takes metrics and a step.
+"""Sinks for experiment trackers: TensorBoard, W&B, MLflow, trackio, or any function of metrics and a step.
 
 A tracker shows sonde's numbers beside those that a team already looks at. The log that a report is made from is
 `JsonlSink`'s. Records come a few windows late, and carry the number of their own window, so a tracker must take a step
@@ -7,17 +7,129 @@ that is lower than the last one it was given. W&B does not: there, the window is
 
 from __future__ import annotations
 
+import html
+import importlib
+import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from sonde.log.known_metrics import known_metrics
 from sonde.log.sinks import JsonlSink
-from sonde.log.tensorboard import TensorBoardSink
 from sonde.sink import TRACKERS, Sink
 from sonde.version import install_hint
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+def _imported(module: str, package: str, sink: object) -> Any:
+    """The module of a tracker.
+
+    Raises:
+        ImportError: without its package.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{type(sink).__name__} needs {package}: {install_hint(package)}") from error
+
+
+class TensorBoardSink:
+    """Writes readings as scalars at step = window, headers and alerts as text.
+
+    A metric that is not known (null) has no point: the curve has a gap. A group's B_simple is written under
+    `gns_by_group/NAME`. TensorBoard is a view: the log that a report is made from is `JsonlSink`'s.
+
+    Args:
+        log_dir: the folder TensorBoard is pointed at; or a writer of yours, which is flushed at the end, not closed.
+        flush_secs: seconds between two flushes to disk, done by a thread of TensorBoard's own.
+        step: gives your own number of a step from the number of a window, from 1; by default they are the same.
+
+    Raises:
+        ImportError: without the `tensorboard` package.
+    """
+
+    def __init__(
+        self, log_dir: str | Path | SummaryWriter, *, flush_secs: int = 10, step: Callable[[int], int] | None = None
+    ) -> None:
+        self._step_of = step or (lambda window: window)
+        self._opened: SummaryWriter | None = None
+        self._is_own = isinstance(log_dir, str | Path)
+        if not isinstance(log_dir, str | Path):
+            self._opened = log_dir
+            return
+        writer = _imported("torch.utils.tensorboard", "tensorboard", self).SummaryWriter
+        # Made with the first record: a writer makes a file at once, and every rank may make a sink.
+        self._open: Callable[[], SummaryWriter] = lambda: writer(str(log_dir), flush_secs=flush_secs)
+
+    @property
+    def _writer(self) -> SummaryWriter:
+        if self._opened is None:
+            self._opened = self._open()
+        return self._opened
+
+    def write(self, record: Mapping[str, object]) -> None:
+        """Take one record; kinds that TensorBoard has no place for are left out."""
+        match record["kind"]:
+            case "header" | "probe":
+                self._add_text("sonde/run", json.dumps(record, indent=2, ensure_ascii=False), record)
+            case "alert":
+                self._add_text(f"sonde/alert/{record['name']}", str(record["message"]), record)
+            case "reading" | "policy" | "metrics":
+                self._add_reading(record)
+
+    def close(self) -> None:
+        """Write out what is pending and close the file."""
+        if self._opened is not None:
+            (self._opened.close if self._is_own else self._opened.flush)()
+
+    def _add_reading(self, record: Mapping[str, object]) -> None:
+        for tag, value in known_metrics(record).items():
+            step = self._step_of(cast(int, record["window"]))
+            self._writer.add_scalar(tag, value, global_step=step, walltime=record["time"])
+
+    def _add_text(self, tag: str, text: str, record: Mapping[str, object]) -> None:
+        # TensorBoard renders text as Markdown with HTML in it: escaped and in <pre>, it shows as it was written.
+        window = cast(int, record.get("window", 0))
+        step = self._step_of(window) if window else 0
+        self._writer.add_text(tag, f"<pre>{html.escape(text)}</pre>", global_step=step, walltime=record["time"])
+
+
+_READINGS = ("reading", "policy", "metrics")
+
+
+def known_metrics(record: Mapping[str, object]) -> dict[str, float]:
+    """The numbers of a record that are known, also each group's B_simple as `gns_by_group/NAME`.
+
+    Names hold letters, digits, `_` and `/` only, which all trackers take.
+
+    Args:
+        record: any record; one without numbers gives none.
+    """
+    if record["kind"] not in _READINGS:
+        return {}
+    metrics = cast(Mapping[str, float | None], record["metrics"])
+    groups = cast(Mapping[str, Mapping[str, float | None]], record.get("groups", {}))
+    names = dict(zip(groups, _group_names(groups), strict=True))
+    by_group = {f"gns_by_group/{names[name]}": group["b_simple"] for name, group in groups.items()}
+    return {name: value for name, value in {**metrics, **by_group}.items() if value is not None}
+
+
+def _group_names(groups: Mapping[str, object]) -> Iterator[str]:
+    """Names of groups that all trackers take, each different: "layers.0" becomes "layers_0"."""
+    taken: set[str] = set()
+    for group in groups:
+        name = plain = re.sub(r"[^A-Za-z0-9_/]+", "_", group) or "_"
+        n = 1
+        while name in taken:
+            n += 1
+            name = f"{plain}_{n}"
+        taken.add(name)
+        yield name
+
 
 Log = Callable[[dict[str, float], int], object]
 """Takes metrics by name, and the step they belong to."""
@@ -60,21 +172,18 @@ class _TrackerSink(ABC):
                 self._alert(f"sonde/alert/{alert['name']}", str(alert["message"]))
             self._alerts.clear()
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """End what this sink began."""
 
-    @abstractmethod
-    def _begin(self) -> None:
+    def _begin(self) -> None:  # noqa: B027
         """Find the run, or begin one."""
 
     @abstractmethod
     def _log(self, metrics: dict[str, float], step: int, time: float) -> None:
         """Hand over metrics of a step; `time` in seconds since the epoch."""
 
-    @abstractmethod
-    def _alert(self, name: str, message: str) -> None:
-        """Hand over an alert."""
+    def _alert(self, name: str, message: str) -> None:  # noqa: B027
+        """Hand over an alert, if the tracker has a place for it."""
 
 
 class FunctionSink(_TrackerSink):
@@ -94,17 +203,8 @@ class FunctionSink(_TrackerSink):
             raise ValueError(f"log must be a function of metrics and a step, got {log!r:.60}")
         self._function = log
 
-    def close(self) -> None:
-        """Nothing is to be closed."""
-
-    def _begin(self) -> None:
-        pass
-
     def _log(self, metrics: dict[str, float], step: int, time: float) -> None:
         self._function(metrics, step)
-
-    def _alert(self, name: str, message: str) -> None:
-        pass
 
 
 class MlflowSink(_TrackerSink):
@@ -122,11 +222,7 @@ class MlflowSink(_TrackerSink):
 
     def __init__(self, run_id: str | None = None, *, step: Step | None = None, name: str | None = None) -> None:
         super().__init__(step)
-        try:
-            import mlflow
-        except ImportError as error:
-            raise ImportError(f"MlflowSink needs mlflow: {install_hint('mlflow')}") from error
-        self._mlflow: Any = mlflow
+        self._mlflow = _imported("mlflow", "mlflow", self)
         self._run_id, self._is_own, self._new_name = run_id, False, name
 
     def close(self) -> None:
@@ -149,7 +245,21 @@ class MlflowSink(_TrackerSink):
         self._mlflow.MlflowClient().set_tag(self._run_id, name, message[:_LONGEST_TAG])
 
 
-class TrackioSink(_TrackerSink):
+class _RunSink(_TrackerSink):
+    """Logs to a run object of a tracker, which is finished at the end if this sink began it."""
+
+    def __init__(self, package: str, run: Any, step: Step | None, name: str | None) -> None:
+        super().__init__(step)
+        self._package = _imported(package, package, self)
+        self._run, self._is_own, self._new_name = run, False, name
+
+    def close(self) -> None:
+        """Finish the run, if this sink began it."""
+        if self._is_own:
+            self._run.finish()
+
+
+class TrackioSink(_RunSink):
     """Writes metrics to a trackio run, and no alerts.
 
     Args:
@@ -163,33 +273,19 @@ class TrackioSink(_TrackerSink):
     """
 
     def __init__(self, run: Any = None, *, step: Step | None = None, name: str | None = None) -> None:
-        super().__init__(step)
-        try:
-            import trackio
-        except ImportError as error:
-            raise ImportError(f"TrackioSink needs trackio: {install_hint('trackio')}") from error
-        self._trackio: Any = trackio
-        self._run, self._is_own, self._new_name = run, False, name
-
-    def close(self) -> None:
-        """Finish the run, if this sink began it."""
-        if self._is_own:
-            self._run.finish()
+        super().__init__("trackio", run, step, name)
 
     def _begin(self) -> None:
         if self._run is None:
-            self._run = self._trackio.context_vars.current_run.get()
+            self._run = self._package.context_vars.current_run.get()
         if self._run is None:
-            self._run, self._is_own = self._trackio.init(project="sonde", name=self._new_name, embed=False), True
+            self._run, self._is_own = self._package.init(project="sonde", name=self._new_name, embed=False), True
 
     def _log(self, metrics: dict[str, float], step: int, time: float) -> None:
         self._run.log(metrics, step)
 
-    def _alert(self, name: str, message: str) -> None:
-        pass
 
-
-class WandbSink(_TrackerSink):
+class WandbSink(_RunSink):
     """Writes metrics to a W&B run, against the number of the window as their x axis; alerts to its summary.
 
     In a run of your own, numbers join the next row that you log, so that your steps stay as they are. If two readings
@@ -206,26 +302,15 @@ class WandbSink(_TrackerSink):
     """
 
     def __init__(self, run: Any = None, *, step: Step | None = None, name: str | None = None) -> None:
-        super().__init__(step)
-        try:
-            import wandb
-        except ImportError as error:
-            raise ImportError(f"WandbSink needs wandb: {install_hint('wandb')}") from error
-        self._wandb: Any = wandb
-        self._run, self._is_own, self._new_name = run, False, name
+        super().__init__("wandb", run, step, name)
         self._has_axis: set[str] = set()
         """Metrics whose x axis W&B knows."""
 
-    def close(self) -> None:
-        """Finish the run, if this sink began it."""
-        if self._is_own:
-            self._run.finish()
-
     def _begin(self) -> None:
         if self._run is None:
-            self._run = self._wandb.run
+            self._run = self._package.run
         if self._run is None:
-            self._run, self._is_own = self._wandb.init(name=self._new_name), True
+            self._run, self._is_own = self._package.init(name=self._new_name), True
         self._run.define_metric(WINDOW, hidden=True)
 
     def _log(self, metrics: dict[str, float], step: int, time: float) -> None:

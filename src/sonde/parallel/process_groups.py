@@ -1,11 +1,14 @@
-"""Process groups: which ranks have data of their own, asynchronous sums over ranks, values gathered from all ranks."""
+"""Sums over ranks, values gathered from or compared over all ranks, and the list of all pipeline stages' parameters."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -13,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sonde.parallel.meshes import ranks_of
-from sonde.parallel.placements import is_dtensor, is_fsdp1
+from sonde.parallel.placements import check_mesh, is_dtensor, is_fsdp1, ranks_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
 
 T = TypeVar("T")
 Tokens = dict[str, Tensor]
@@ -208,3 +211,131 @@ def _stack_rows(by_rank: Sequence[Tokens]) -> Tokens:
             tensors = [torch.cat([t, t.new_zeros(len(t), width - t.shape[1])], 1) for t in tensors]
         merged[name] = torch.cat(tensors)
     return merged
+
+
+_BYTES = 7
+"""Bytes of a digest, so that it and its negative are int64."""
+_MOST_COMPARED = 32
+"""Length of the vector that is compared, also on a rank that has no values."""
+
+
+def digest(value: object) -> int:
+    """A number that differs where the `repr` of values does, on any rank; from 0 up, within int64."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:_BYTES], "big")
+
+
+def holds_on_all(group: dist.ProcessGroup | None, device: torch.device, *, here: bool) -> bool:
+    """Whether something holds on all ranks, by one all-reduce that all ranks of the group have to join. Waits.
+
+    Args:
+        group: the ranks; None for this process alone.
+        device: one that the group's backend accepts.
+        here: whether it holds on this rank.
+    """
+    if group is None or group.size() == 1:
+        return here
+    answer = torch.tensor([int(here)], device=device)
+    dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=group)
+    return bool(answer.cpu())
+
+
+def check_same_on_ranks(
+    group: dist.ProcessGroup | None, device: torch.device, values: Mapping[str, object] | None, refused_elsewhere: str
+) -> None:
+    """Compare values over ranks, by one all-reduce that all ranks of the group have to join. Waits.
+
+    Args:
+        group: the ranks; None for this process alone.
+        device: one that the group's backend accepts.
+        values: by name, the same names on every rank; compared by their `repr`. None on a rank that has an error of its
+            own to raise.
+        refused_elsewhere: the message where some ranks have such an error and others do not.
+
+    Raises:
+        ValueError: on all ranks, when a value differs, naming it and this rank's value.
+    """
+    if group is None or group.size() == 1:
+        return
+    digests = [int(values is not None), *map(digest, (values or {}).values())]
+    digests += [0] * (_MOST_COMPARED - len(digests))
+    numbers = torch.tensor(digests, dtype=torch.int64, device=device)
+    largest = torch.cat([numbers, -numbers])
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    highest, lowest = largest.view(2, -1).cpu()
+    some_refuse, *differ = (highest != -lowest).tolist()
+    if some_refuse:
+        raise ValueError(refused_elsewhere)
+    for (name, value), differs in zip((values or {}).items(), differ, strict=False):
+        if differs:
+            raise ValueError(
+                f"{name} differs between ranks, got {value!r:.80} on this rank: attach with the same arguments, to the "
+                "same model, on every rank"
+            )
+
+
+@dataclass(frozen=True)
+class ModelParameters:
+    """The parameters of the whole model.
+
+    Attributes:
+        names: of all of them; those of the first pipeline rank first, then those of the second, and so on.
+        shapes: of each, whole.
+        roles: of each, from `parameter_roles`.
+        first: where this rank's parameters begin in that list.
+    """
+
+    names: list[str]
+    shapes: list[tuple[int, ...]]
+    roles: list[str]
+    first: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole model."""
+        return sum(map(math.prod, self.shapes))
+
+
+def refuse_on_all_stages(why: str, pp_mesh: DeviceMesh) -> None:
+    """Raise on all ranks of a pipeline if the stage of one is refused. All of them have to call this.
+
+    Args:
+        why: this rank's stage is refused; empty if it is not.
+        pp_mesh: the pipeline's ranks.
+
+    Raises:
+        ValueError: naming the stages; also when `pp_mesh` is no mesh of one axis that contains this rank.
+    """
+    check_mesh("pp_mesh", pp_mesh, n_axes=1)
+    reasons = gather_objects(group_of_mesh(pp_mesh), lambda: why)
+    if why:
+        raise ValueError(why)
+    if refused := [f"stage {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]:
+        raise ValueError(f"another rank's pipeline stage cannot be measured. {'. '.join(refused)}")
+
+
+def model_parameters(own: Mapping[str, Tensor], roles: Sequence[str], pp_mesh: DeviceMesh | None) -> ModelParameters:
+    """The parameters of all pipeline stages, by one exchange. All ranks of the pipeline have to call this.
+
+    Names that two pipeline ranks both use, as those of modules that were numbered anew on each rank, begin with the
+    number of the rank.
+
+    Args:
+        own: this rank's parameters, by name.
+        roles: of each, from `parameter_roles`.
+        pp_mesh: the pipeline's ranks; None without a pipeline.
+
+    Raises:
+        ValueError: when `pp_mesh` is no mesh of one axis that contains this rank.
+    """
+    mine = [(name, tuple(p.shape), role) for (name, p), role in zip(own.items(), roles, strict=True)]
+    if pp_mesh is None:
+        return ModelParameters(list(own), [shape for _, shape, _ in mine], list(roles))
+    check_mesh("pp_mesh", pp_mesh, n_axes=1)
+    stages = gather_objects(group_of_mesh(pp_mesh), lambda: mine)
+    every_name = [name for stage in stages for name, *_ in stage]
+    are_numbered = len(set(every_name)) < len(every_name)
+    prefixes = [f"stages.{rank}." if are_numbered else "" for rank in range(len(stages))]
+    names = [prefix + name for prefix, stage in zip(prefixes, stages, strict=True) for name, *_ in stage]
+    shapes = [tuple(shape) for stage in stages for _, shape, _ in stage]
+    every_role = [role for stage in stages for *_, role in stage]
+    return ModelParameters(names, shapes, every_role, first=sum(map(len, stages[: pp_mesh.get_local_rank()])))

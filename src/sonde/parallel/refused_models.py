@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import sys
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sonde.parallel.living import kinds_of, living_of
 from sonde.parallel.placements import is_dtensor, is_fsdp1
 
 _INSTEAD = "sonde.attach measures DDP, FSDP2 (fully_shard) and DTensors"
@@ -134,3 +134,26 @@ def _deepspeed(what: str) -> str:
         f"DeepSpeed ({what}) does not show the gradients of micro-batches: {_INSTEAD}, and "
         "engine.get_global_grad_norm() has the norm"
     )
+
+
+T = TypeVar("T")
+
+
+def living_of(kinds: Sequence[type[T]]) -> Iterator[T]:
+    """Every living object of these types, but not of types derived from them."""
+    # Each object refers to its type, and the garbage collector finds referrers in C: to look at each object in Python
+    # takes much longer. By type(), since some objects make up their __class__, or import modules to know it; by id,
+    # since a type may have no hash.
+    ids = {id(kind) for kind in kinds}
+    return (each for each in gc.get_referrers(*kinds) if id(type(each)) in ids)
+
+
+def kinds_of(kind: type[T]) -> list[type[T]]:
+    """A type, and every type derived from it."""
+    found = {id(kind): kind}
+    to_look_at = [kind]
+    while to_look_at:
+        derived = [each for each in type.__subclasses__(to_look_at.pop()) if id(each) not in found]
+        found.update((id(each), each) for each in derived)
+        to_look_at += derived
+    return list(found.values())

@@ -19,8 +19,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.parallel.meshes import axes_over, ranks_along, ranks_of
-from sonde.parallel.placements import from_local, is_dtensor, local_tensor, shard_of, spec_of
+from sonde.parallel.placements import (
+    axes_over,
+    from_local,
+    is_dtensor,
+    local_tensor,
+    ranks_along,
+    ranks_of,
+    shard_of,
+    spec_of,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from sonde.parallel.data_ranks import DataRanks, check_whole_mesh, data_ranks
-from sonde.parallel.expert_ranks import ExpertRanks, find_experts
+from sonde.parallel.data_ranks import DataRanks, ExpertRanks, check_whole_mesh, data_ranks, find_experts
 from sonde.parallel.gathered import gathered_parameters, reduction_dtypes
-from sonde.parallel.meshes import check_mesh, ranks_of
-from sonde.parallel.optimizers import Optimizers, given_optimizers, parameters_of
-from sonde.parallel.placements import is_dtensor
+from sonde.parallel.placements import check_mesh, is_dtensor, ranks_of
 from sonde.parallel.process_groups import check_group, group_of_mesh
 from sonde.parallel.refused_models import refuse_hidden_gradients, refuse_inner_module
+from sonde.parallel.unwrap import Optimizers, given_optimizers, parameters_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

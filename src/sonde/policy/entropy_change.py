@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sonde.console import stack_level
 from sonde.gradient_norm.fused_clip import scale_in_step
-from sonde.parallel.loss_scale import check_grad_scaler, loss_scale
-from sonde.parallel.process_groups import check_group, data_parallel_group, together
-from sonde.parallel.unwrap import unwrap_optimizer
-from sonde.policy.cost import Cost
+from sonde.parallel.process_groups import check_group, data_parallel_group, gather_from_all_ranks, together
+from sonde.parallel.unwrap import check_grad_scaler, loss_scale, unwrap_optimizer
 from sonde.policy.entropy_checks import (
     as_factor,
     check_evaluation,
@@ -30,20 +32,22 @@ from sonde.policy.entropy_checks import (
     check_sampler,
     trainable,
 )
-from sonde.policy.entropy_measurement import EntropyMeasurement
-from sonde.policy.entropy_metrics import METRICS
-from sonde.policy.entropy_options import EntropyChangeOptions
+from sonde.policy.entropy_measurement import Beside, Cost, EntropyMeasurement
+from sonde.policy.entropy_options import METRICS, EntropyChangeOptions
+from sonde.policy.mean_gradients import along_mean_gradients
 from sonde.policy.policy_step import STEP_NOT_FINITE, STEP_ROUNDED_AWAY, PolicyStep
-from sonde.policy.scoring.checkpointing import checkpointing, is_checkpointing
-from sonde.policy.scoring.optimizer_step import taken, why_no_forecast
-from sonde.policy.scoring.precision import NARROW
-from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
+from sonde.policy.scoring.optimizer_step import Direction, taken, why_no_forecast
+from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics, mask_doubt
 from sonde.policy.scoring.scorer import Scorer
-from sonde.policy.scoring.step_inputs import StepInputs
 from sonde.policy.scoring.token_statistics import CausalLMStatistics, check_is_statistics
-from sonde.policy.scoring.training_state import preserve_training_state, seed_everything, set_evaluation_mode
-from sonde.policy.stats.entropy_forecast import EntropyForecast, unknown
-from sonde.probe import Metric
+from sonde.policy.scoring.training_state import (
+    is_checkpointing,
+    preserve_training_state,
+    seed_everything,
+    set_evaluation_mode,
+)
+from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder, unknown
+from sonde.probe import Metric, Partners
 
 Sampler = Callable[[nn.Module], Rollouts]
 """Samples responses of a model, to the same prompts in each call, with the global random numbers of torch, numpy or
@@ -78,8 +82,7 @@ class EntropyChangeProbe:
     The probe needs two batches of the policy's own responses. E evaluates the change: sampled without truncation, and
     independent of the update. U is the batch that the update learns from. The unit is the prompt with its group of
     responses. Nothing of the training changes, whatever fails: afterwards parameters have the same bits, and `.grad`,
-    the optimizer, modes and random numbers are as before. With `coefficient_to_hold` or parameters of 16 bits, the
-    optimizer has two step hooks until `close`: see `around_step`.
+    the optimizer, modes and random numbers are as before.
 
     Each forecast stands alone, so the probe has no state to save for a restart. Only `step` counts windows: after a
     restart, it forecasts its first one.
@@ -95,6 +98,7 @@ class EntropyChangeProbe:
         grad_scaler: the `torch.amp.GradScaler` in use, if there is one. Its scale is left out of the gradients, before
             and after its `unscale_`.
         process_group: the ranks that hold different responses; by default those of DDP or FSDP2.
+        beside: measures something more of the same step, such as `sonde.contrib.hold_entropy.HoldEntropy`.
 
     Raises:
         ValueError: for an option outside its range, a model without trainable parameters, or an optimizer that holds
@@ -116,6 +120,7 @@ class EntropyChangeProbe:
         sampler: Sampler | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         process_group: dist.ProcessGroup | None = None,
+        beside: Beside | None = None,
     ) -> None:
         options = EntropyChangeOptions() if options is None else options
         if not isinstance(options, EntropyChangeOptions):
@@ -125,31 +130,31 @@ class EntropyChangeProbe:
         check_is_statistics(token_statistics)
         check_sampler(sampler)
         parameters = trainable(model)
-        check_model(model, parameters, has_checkpoints=options.checkpoint)
+        check_model(model, parameters, has_checkpoints=options.gradients.checkpoint)
         check_optimizer(optimizer, parameters)
         check_grad_scaler(grad_scaler)
-        if options.update == "gradient" and options.step_size is None and optimizer is None:
+        if not options.is_step and options.gradients.step_size is None and optimizer is None:
             raise ValueError("update='gradient' takes the optimizer's learning rate, got no optimizer: pass step_size=")
-        if options.coefficient_to_hold and why_no_forecast(optimizer):
-            raise ValueError(
-                "coefficient_to_hold=True needs the optimizer's answer to a bonus, known for torch's SGD, Adam "
-                f"and AdamW, got {type(unwrap_optimizer(optimizer)).__name__}: leave coefficient_to_hold out"
-            )
-        self._options = options
-        self._model = model
-        self._optimizer = optimizer
-        self._sampler = sampler
-        self._grad_scaler = grad_scaler
-        self._has_checkpoints = options.checkpoint or is_checkpointing(model)
+        if beside is not None:
+            if not options.is_step:
+                raise ValueError(
+                    "beside= is about the optimizer's own step, and update='gradient' is another: leave one out"
+                )
+            beside.check(optimizer)
+        self._options, self._model, self._optimizer = options, model, optimizer
+        self._sampler, self._grad_scaler, self._beside = sampler, grad_scaler, beside
         self._statistics = CausalLMStatistics() if token_statistics is None else token_statistics
         self._group = data_parallel_group(model) if process_group is None else process_group
-        self._scorer = Scorer(model, self._statistics, options.micro_batch_prompts, self._group, options.precision)
-        self._inputs: StepInputs | None = None
-        may_differ = options.coefficient_to_hold or any(p.dtype in NARROW for p in model.parameters())
-        if may_differ and not why_no_forecast(optimizer):
-            self._inputs = StepInputs(optimizer)
+        self._scorer = Scorer(
+            model,
+            self._statistics,
+            options.micro_batch_prompts,
+            self._group,
+            options.precision,
+            checkpoints=options.gradients.checkpoint or is_checkpointing(model),
+        )
         self._n_calls = 0
-        self._n_steps = 0
+        self._pace = ForecastPace(options.every, options.budget, self._group)
         self._latest: EntropyForecast | None = None
 
     def forecast(
@@ -159,8 +164,6 @@ class EntropyChangeProbe:
         *,
         gradient_scale: float | Tensor = 1.0,
         causes: bool = False,
-        entropy_coefficient: float | None = None,
-        applied_scale: float | Tensor = 1.0,
     ) -> EntropyForecast:
         """What the next optimizer step will do. Parameters take the step for one forward, and have their bits again.
 
@@ -171,20 +174,14 @@ class EntropyChangeProbe:
             update: this rank's part of U, with advantages. Needed with update="gradient", and for causes by prompt.
             gradient_scale: factor that gradients are still multiplied by before the step, such as a clip's coefficient.
                 Leave out the scale of `grad_scaler` and a clip by `fold_into=`: the probe knows both.
-            causes: also split the change into momentum and this batch, and by prompt of U. This takes a backward of E
-                and one of U, and passes over U.
-            entropy_coefficient: that of the bonus which the loss has now, if it is not the option's; for
-                `coefficient_to_hold`.
-            applied_scale: factor of the loss's gradient that `.grad` holds already, such as the coefficient of a clip
-                that came first. Leave out the scale of `grad_scaler`. For `coefficient_to_hold`.
+            causes: also take the change to first order, split into momentum, this batch and decay, and by prompt of U.
+                This takes a backward of E and one of U, and passes over both.
 
         Raises:
             ValueError: for responses that cannot be used, or an optimizer whose step cannot be forecast.
             RuntimeError: if there is no gradient yet.
         """
-        with together(self._group):
-            bonus, scale = self._bonus_in_loss(entropy_coefficient, applied_scale), self._gradient_scale(gradient_scale)
-            return self._run(evaluation, update, scale, causes, bonus, sampler=None)
+        return self._forecast(evaluation, update, gradient_scale, causes, None)
 
     def measure(
         self,
@@ -193,8 +190,6 @@ class EntropyChangeProbe:
         *,
         gradient_scale: float | Tensor = 1.0,
         causes: bool = False,
-        entropy_coefficient: float | None = None,
-        applied_scale: float | Tensor = 1.0,
     ) -> EntropyForecast:
         """`forecast` with the third truth: responses sampled before and after the step, with common random numbers.
 
@@ -203,9 +198,7 @@ class EntropyChangeProbe:
         """
         if self._sampler is None:
             raise RuntimeError("truth by fresh rollouts needs a sampler: EntropyChangeProbe(…, sampler=…)")
-        with together(self._group):
-            bonus, scale = self._bonus_in_loss(entropy_coefficient, applied_scale), self._gradient_scale(gradient_scale)
-            return self._run(evaluation, update, scale, causes, bonus, sampler=self._sampler)
+        return self._forecast(evaluation, update, gradient_scale, causes, self._sampler)
 
     @contextlib.contextmanager
     def around_step(
@@ -215,28 +208,20 @@ class EntropyChangeProbe:
         *,
         gradient_scale: float | Tensor = 1.0,
         causes: bool = False,
-        entropy_coefficient: float | None = None,
-        applied_scale: float | Tensor = 1.0,
     ) -> Iterator[AroundStep]:
         """Around the optimizer's real step, of any optimizer: what the step did to the entropy.
 
         E is scored on entry and on exit. With update="gradient", the change along the update prompts' gradients is
         forecast on entry, and `finite_step` has the change by the real step beside it.
 
-        Derivatives are taken with causes=True or the option `first_order`. If the optimizer's step can be forecast,
-        they are taken along the forecast on entry. On exit, a sample of elements checks that this was the step actually
-        taken. If it cannot be forecast, the probe keeps a copy of the parameters and measures the step on exit.
-
-        With `coefficient_to_hold`, or parameters of 16 bits, it also looks at the gradients as the step begins. For
-        that, the optimizer has two hooks from the making of the probe until its `close`, which do nothing elsewhere.
+        Causes are those of the step that is forecast on entry. On exit, a sample of elements checks that this was the
+        step actually taken.
 
         Args:
             evaluation: this rank's part of E, sampled before the step.
             update: this rank's part of U, with advantages. Needed with update="gradient", and for causes by prompt.
             gradient_scale: as for `forecast`, of the gradients before the block.
             causes: as for `forecast`; ignored if the step cannot be forecast.
-            entropy_coefficient: as for `forecast`.
-            applied_scale: as for `forecast`.
 
         Raises:
             ValueError: for responses that cannot be used.
@@ -248,138 +233,150 @@ class EntropyChangeProbe:
             ...         optimizer.step()
             ...     print(around.forecast)
         """
-        around, options = AroundStep(), self._options
-        is_gradient = options.update == "gradient"
+        around = AroundStep()
         with together(self._group):
-            present, applied = self._bonus_in_loss(entropy_coefficient, applied_scale)
-            scale = self._gradient_scale(gradient_scale)
-            n_update = self._check_responses(evaluation, update, causes)
-            if is_gradient and update is None:
-                raise ValueError(_NO_UPDATE)
-            step = PolicyStep(self._model, trainable(self._model), self._optimizer, self._group, self._inputs)
+            scale, n_update = self._begin(evaluation, update, gradient_scale, causes)
             with self._measuring(evaluation, self._sampler, n_update) as measurement:
-                before = step.before(
-                    measurement,
-                    update,
-                    has_derivatives=not is_gradient and (causes or options.first_order),
-                    has_bonus=options.coefficient_to_hold,
-                    causes=causes,
-                    gradient_scale=scale,
-                )
-                if is_gradient and measurement is not None:
-                    assert update is not None
-                    before.first_order, _ = measurement.along_gradients(update, self._optimizer, self._learning_rate())
-                if options.coefficient_to_hold and measurement is not None:
-                    before.bonus = measurement.bonus(
-                        self._model,
-                        self._optimizer,
-                        gradient_scale=scale,
-                        applied_scale=applied,
-                        present=present,
-                        why_not=before.why_no_answer,
-                    )
-        with step.watched(before, scale):
-            yield around
-        with together(self._group), self._undisturbed():
+                step = PolicyStep(trainable(self._model), self._optimizer, self._group, scale)
+                first_order, before = None, None
+                if measurement is not None:
+                    first_order = self._at_entry(measurement, step, update, scale, causes)
+                    before = measurement.sample()
+        yield around
+        with together(self._group), preserve_training_state(self._model):
             if measurement is None:
                 around._forecast = self._unknown(_SCORES_NOT_FINITE)
-            else:
-                finish = step.after_gradients if is_gradient else step.after
-                around._forecast = finish(measurement, before)
+                return
+            now = measurement.scored_after()
+            if step.was_skipped(is_unchanged=measurement.is_unchanged(now)):
+                around._forecast = measurement.unknown(step.why_unmoved())
+                return
+            why = "" if self._beside is None else step.why_another_answer()
+            after = measurement.after(now, before, self._beside, why)
+            is_step = self._options.is_step
+            if is_step and first_order is not None:
+                first_order = dataclasses.replace(first_order, doubt=step.why_another() or first_order.doubt)
+            rounded = step.rounded_away()
+            around._forecast = measurement.forecast(first_order, after, is_same_step=is_step, rounded_away=rounded)
 
     def step(self) -> None:
-        """In every `every`-th window, forecast the next optimizer step on fresh responses of the sampler.
+        """In every `every`-th window, or in fewer by `budget`, forecast the next step on responses of the sampler.
 
         Raises:
             RuntimeError: without a sampler; or with update="gradient", which needs the update's responses: call
                 `forecast` with them.
         """
-        if self._sampler is None or self._options.update == "gradient":
+        if self._sampler is None or not self._options.is_step:
             raise RuntimeError(
                 "step() evaluates an optimizer's step on responses of a sampler: pass sampler=, or call "
                 "forecast() with responses"
             )
-        is_due, self._n_steps = self._n_steps % self._options.every == 0, self._n_steps + 1
         self._latest = None
-        if is_due:
+        if self._pace.is_due():
             self._n_calls += 1
             begun = time.perf_counter()
             with together(self._group), preserve_training_state(self._model):
                 evaluation = self._sample(self._sampler, self._seed())
             sampling = time.perf_counter() - begun
             self._latest = self.forecast(evaluation).after_sampling(sampling)
+            self._pace.took(time.perf_counter() - begun)
 
     def metrics(self) -> Mapping[str, float | None]:
         """The forecast of this window by metric name; empty if this window had none."""
         return {} if self._latest is None else self._latest.metrics()
 
     def close(self) -> None:
-        """Take the hooks away that the optimizer has for `around_step`: see there. Call it after the last block."""
-        if self._inputs is not None:
-            self._inputs.close()
-            self._inputs = None
+        """Does nothing: the probe installs no hooks."""
 
-    def _run(
+    def _begin(
+        self, evaluation: Rollouts, update: Rollouts | None, gradient_scale: float | Tensor, causes: bool
+    ) -> tuple[float, int]:
+        """The factor of the gradients, and the number of update prompts on all ranks."""
+        scale = as_factor("gradient_scale", gradient_scale)
+        if scale < 0:
+            raise ValueError(f"gradient_scale must not be negative, got {scale!r}: pass the factor of a clip, say")
+        n_update = check_responses(
+            evaluation, update, self._statistics, self._group, options=self._options, causes=causes
+        )
+        if not self._options.is_step and update is None:
+            raise ValueError(_NO_UPDATE)
+        return scale / self._loss_scale() * float(scale_in_step(self._optimizer)), n_update
+
+    def _forecast(
         self,
         evaluation: Rollouts,
         update: Rollouts | None,
-        gradient_scale: float,
+        gradient_scale: float | Tensor,
         causes: bool,
-        bonus_in_loss: tuple[float, float],
         sampler: Sampler | None,
     ) -> EntropyForecast:
-        n_update = self._check_responses(evaluation, update, causes)
-        is_step = self._options.update == "step"
-        if is_step and (why := why_no_forecast(self._optimizer)):
-            raise ValueError(why)
-        if not is_step and update is None:
-            raise ValueError(_NO_UPDATE)
-        with self._measuring(evaluation, sampler, n_update) as measurement:
-            if measurement is None:
-                return self._unknown(_SCORES_NOT_FINITE)
-            first_order, bonus = None, None
-            if is_step:
-                policy_step = PolicyStep(self._model, trainable(self._model), self._optimizer, self._group)
-                step = policy_step.forecast(gradient_scale)
-                if not policy_step.is_finite(step):
-                    return measurement.unknown(STEP_NOT_FINITE)
-                if causes or self._options.first_order:
-                    first_order = measurement.along_step(step)
-                    del step  # each direction has the size of the parameters, and causes need one of their own
-                    if causes:
-                        first_order = measurement.with_causes(first_order, self._optimizer, update, gradient_scale)
-                    step = policy_step.forecast(gradient_scale)  # again: derivatives change it by rounding
-                if self._options.coefficient_to_hold:
-                    present, applied = bonus_in_loss
-                    bonus = measurement.bonus(
-                        self._model,
-                        self._optimizer,
-                        gradient_scale=gradient_scale,
-                        applied_scale=applied,
-                        present=present,
+        is_step = self._options.is_step
+        with together(self._group):
+            scale, n_update = self._begin(evaluation, update, gradient_scale, causes)
+            if is_step and (why := why_no_forecast(self._optimizer)):
+                raise ValueError(why)
+            with self._measuring(evaluation, sampler, n_update) as measurement:
+                if measurement is None:
+                    return self._unknown(_SCORES_NOT_FINITE)
+                if is_step:
+                    policy_step = PolicyStep(trainable(self._model), self._optimizer, self._group, scale)
+                    step = policy_step.forecast()
+                    if not policy_step.is_finite(step):
+                        return measurement.unknown(STEP_NOT_FINITE)
+                    first_order = self._along(measurement, step, update, scale) if causes else None
+                    self._beside_begins(measurement, scale)
+                else:
+                    assert update is not None
+                    first_order, step = along_mean_gradients(
+                        measurement, update, self._optimizer, self._learning_rate()
                     )
-            else:
-                assert update is not None
-                first_order, step = measurement.along_gradients(update, self._optimizer, self._learning_rate())
-            before = measurement.sample()
-            # Along gradients, no optimizer rounds the step.
-            with (
-                taken(step, self._model, keeps_residuals=not is_step) as now,
-                self._scorer.adding(now.residuals),
-            ):
-                scored = measurement.scored_after()
-                if is_step and now.rounded_away and measurement.is_unchanged(scored):
-                    return measurement.unknown(STEP_ROUNDED_AWAY, rounded_away=now.rounded_away)
-                after = measurement.after(scored, before, bonus)
-            is_rounded = is_step or not self._scorer.adds_residuals
-            return measurement.forecast(first_order, after, rounded_away=now.rounded_away if is_rounded else 0.0)
+                before = measurement.sample()
+                # Along gradients, no optimizer rounds the step.
+                with (
+                    taken(step, self._model, keeps_residuals=not is_step) as now,
+                    self._scorer.adding(now.residuals),
+                ):
+                    scored = measurement.scored_after()
+                    if is_step and now.rounded_away and measurement.is_unchanged(scored):
+                        return measurement.unknown(STEP_ROUNDED_AWAY, rounded_away=now.rounded_away)
+                    after = measurement.after(scored, before, self._beside)
+                is_rounded = is_step or not self._scorer.adds_residuals
+                return measurement.forecast(first_order, after, rounded_away=now.rounded_away if is_rounded else 0.0)
 
-    @contextlib.contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        """The training state is as before on exit; layers are checkpointed inside, if they are to be."""
-        checkpoints = checkpointing(self._model) if self._has_checkpoints else contextlib.nullcontext()
-        with preserve_training_state(self._model), checkpoints:
-            yield
+    def _at_entry(
+        self, measurement: EntropyMeasurement, step: PolicyStep, update: Rollouts | None, scale: float, causes: bool
+    ) -> FirstOrder | None:
+        """Whatever is measured at θ around a real step, which is watched from here on."""
+        if not self._options.is_step:
+            assert update is not None
+            step.watch(whole=False)
+            return along_mean_gradients(measurement, update, self._optimizer, self._learning_rate())[0]
+        first_order, why_not = None, ""
+        if is_forecast := causes or self._beside is not None:
+            why_not = step.why_no_forecast()
+            if not why_not and not step.is_finite(direction := step.forecast()):
+                why_not = f"on entry, {STEP_NOT_FINITE}"
+            if causes and not why_not:
+                first_order = self._along(measurement, direction, update, scale)
+        self._beside_begins(measurement, scale, why_not)
+        step.watch(whole=is_forecast and not why_not)
+        return first_order
+
+    def _along(
+        self, measurement: EntropyMeasurement, step: Direction, update: Rollouts | None, scale: float
+    ) -> FirstOrder:
+        return measurement.with_causes(measurement.along_step(step), self._optimizer, update, scale)
+
+    def _beside_begins(self, measurement: EntropyMeasurement, scale: float, why_not: str = "") -> None:
+        if self._beside is not None:
+            self._beside.begins(
+                measurement,
+                self._model,
+                self._optimizer,
+                gradient_scale=scale,
+                loss_scale=self._loss_scale(),
+                why_not=why_not,
+            )
 
     @contextlib.contextmanager
     def _measuring(
@@ -387,17 +384,18 @@ class EntropyChangeProbe:
     ) -> Iterator[EntropyMeasurement | None]:
         """A measurement that leaves the training state as it was; None if the policy's scores are not finite."""
         self._n_calls += 1
-        with self._undisturbed():
+        with preserve_training_state(self._model):
             parameters = trainable(self._model)  # of now: some are perhaps unfrozen as training goes on
-            if not self._scorer.is_checked:
-                self._scorer.check(evaluation)
-            cost = Cost(parameters[0].device)
+            cost = Cost(parameters[0].device)  # before the first check, whose forwards reach the peak already
+            self._scorer.check(evaluation)
             with cost.phase("scores"):
                 base = self._scorer.scored(evaluation)
             if not base.is_finite:
                 yield None
                 return
             check_sampled_log_prob(base)
+            if doubt := mask_doubt(evaluation, base.own(base.log_prob)):
+                warnings.warn(doubt, stacklevel=stack_level())
             sample = None if sampler is None else functools.partial(self._sample, sampler, self._seed())
             yield EntropyMeasurement(self._options, self._scorer, parameters, base, sample, cost, n_update)
 
@@ -424,43 +422,110 @@ class EntropyChangeProbe:
         """A different seed in each call and on each rank."""
         return 1_000_003 * self._n_calls + (self._group.rank() if self._group is not None else 0)
 
-    def _check_responses(self, evaluation: Rollouts, update: Rollouts | None, causes: bool) -> int:
-        return check_responses(
-            evaluation,
-            update,
-            self._statistics,
-            self._group,
-            options=self._options,
-            causes=causes,
-        )
-
-    def _gradient_scale(self, given: float | Tensor) -> float:
-        """The factor of gradients before the step; not finite if they are not."""
-        scale = as_factor("gradient_scale", given)
-        if scale < 0:
-            raise ValueError(f"gradient_scale must not be negative, got {scale!r}: pass the factor of a clip, say")
-        return scale / loss_scale(self._grad_scaler, self._optimizer) * float(scale_in_step(self._optimizer))
-
-    def _bonus_in_loss(self, coefficient: float | None, applied_scale: float | Tensor) -> tuple[float, float]:
-        """The coefficient of the loss's entropy bonus, and the factor of the loss's gradient in `.grad`."""
-        present = self._options.entropy_coefficient
-        if coefficient is not None:
-            present = as_factor("entropy_coefficient", coefficient)
-        applied = as_factor("applied_scale", applied_scale) * loss_scale(self._grad_scaler, self._optimizer)
-        if not math.isfinite(present):
-            raise ValueError(f"entropy_coefficient must be finite, got {present!r}")
-        if self._options.coefficient_to_hold and not 0.0 < applied < math.inf:
-            raise ValueError(f"applied_scale must be positive and finite, got {applied!r}")
-        return present, applied
+    def _loss_scale(self) -> float:
+        return loss_scale(self._grad_scaler, self._optimizer)
 
     def _learning_rate(self) -> float:
         """η: the `step_size` of the options, or the optimizer's learning rate."""
-        if self._options.step_size is not None:
-            return self._options.step_size
+        if (step_size := self._options.gradients.step_size) is not None:
+            return step_size
         rates = {float(group["lr"]) for group in unwrap_optimizer(self._optimizer).param_groups}
         if len(rates) > 1:
             raise ValueError(f"the optimizer has several learning rates, {sorted(rates)}: choose one by step_size=")
         return rates.pop()
 
     def _unknown(self, reason: str) -> EntropyForecast:
-        return unknown(reason, self._options.objective, self._options.update)
+        return unknown(reason, self._options.objective, "step" if self._options.is_step else "gradient")
+
+
+class ForecastPace:
+    """In which windows `step` makes a forecast: alike on all ranks, which choose by numbers that were summed over them.
+
+    Args:
+        every: windows from one forecast to the next, at least.
+        budget: part of the run's time that forecasts may take; None for no limit.
+        group: the ranks that have to choose alike; None for this process alone.
+    """
+
+    def __init__(self, every: int, budget: float | None, group: dist.ProcessGroup | None) -> None:
+        self._every, self._budget, self._group = every, budget, group
+        self._n = self._next = 0
+        self._spent = 0.0
+        self._begun: float | None = None
+
+    def is_due(self) -> bool:
+        """Whether this window has a forecast; call it in every window."""
+        if self._begun is None:
+            self._begun = time.perf_counter()
+        self._n += 1
+        if self._n <= self._next:
+            return False
+        self._next = self._n + self._every - 1
+        return True
+
+    def took(self, seconds: float) -> None:
+        """Note how long the forecast of this window took, and choose the next one."""
+        if self._budget is None:
+            return
+        assert self._begun is not None
+        self._spent += seconds
+        of_training = time.perf_counter() - self._begun - self._spent
+        own = torch.tensor([[seconds, self._spent, of_training]], dtype=torch.float64)
+        latest, spent, trained = gather_from_all_ranks(self._group, lambda: {"of": own})["of"].sum(0).tolist()
+        # With n more windows, forecasts will have taken `budget` of the time by the end of the next one. Before the
+        # second forecast, nothing is known of a window's length.
+        if self._n > 1 and trained > 0:
+            wanted = (spent + latest) * (1.0 - self._budget) / self._budget  # seconds of training
+            n_more = (wanted - trained) / (trained / (self._n - 1))
+            self._next = max(self._next, self._n + math.ceil(n_more) - 1)
+
+
+@dataclass(frozen=True)
+class EntropyProbeConfig(EntropyChangeOptions):
+    """`entropy_probe:` in a configuration.
+
+    Attributes:
+        enabled: whether the probe is wanted.
+        every: as in `EntropyChangeOptions`.
+        budget: as in `EntropyChangeOptions`.
+        temperature: at which responses are scored, where `attach` is given no token statistics; None for that of the
+            responses.
+    """
+
+    enabled: bool = False
+    every: int = 10
+    budget: float | None = 0.05
+    temperature: float | None = None
+
+    def attach(self, partners: Partners) -> EntropyChangeProbe:
+        """Make the probe, whose `step` a loop calls.
+
+        Raises:
+            ValueError: if `step` could not work: without a sampler, for an optimizer whose step cannot be forecast, or
+                for update="gradient".
+        """
+        if not self.is_step:
+            raise ValueError(
+                "entropy_probe: {update: gradient} needs the update's responses, and step() has none: leave it out, or "
+                "make sonde.EntropyChangeProbe in code and call forecast() with them"
+            )
+        if not callable(partners.sampler):
+            raise ValueError(
+                f"entropy_probe evaluates each step on fresh responses, got sampler={partners.sampler!r:.60}: pass "
+                "sampler=, a function model -> sonde.Rollouts, or make sonde.EntropyChangeProbe in code and call "
+                "forecast() with responses"
+            )
+        if why := why_no_forecast(partners.optimizer):
+            raise ValueError(f"entropy_probe forecasts each step, and {why}; make sonde.EntropyChangeProbe in code")
+        statistics = partners.token_statistics
+        if statistics is None:
+            statistics = CausalLMStatistics(self.temperature)
+        return EntropyChangeProbe(
+            partners.model,
+            partners.optimizer,
+            self,
+            token_statistics=statistics,
+            sampler=partners.sampler,
+            grad_scaler=partners.grad_scaler,
+            process_group=partners.process_group,
+        )

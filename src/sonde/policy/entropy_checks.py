@@ -13,16 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sonde.call_site import stack_level
+from sonde.console import stack_level
 from sonde.parallel.placements import is_fsdp1, local_tensor, reshard
-from sonde.parallel.process_groups import gather_from_all_ranks
-from sonde.parallel.same_on_ranks import digest
+from sonde.parallel.process_groups import digest, gather_from_all_ranks
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.policy.entropy_options import EntropyChangeOptions
-from sonde.policy.scoring.checkpointing import can_checkpoint
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Scored
 from sonde.policy.scoring.token_statistics import check_scorable
+from sonde.policy.scoring.training_state import can_checkpoint
 
 _ROUNDING = 1e-3
 """Nats above 0 that a log-probability of 16 bits may have."""
@@ -207,11 +206,9 @@ def check_responses(
             raise ValueError(f"some ranks gave {name}, and others did not: give it on all ranks or on none")
     shared = sorted(set(prompts["E"].tolist()) & set(prompts["U"].tolist()))
     if shared:
-        message = (
+        warnings.warn(
             f"evaluation and update share prompts ({len(shared)}), {shared[:3]} among them. An update changes its own "
-            "prompts more than others, so the forecast is biased: evaluate on other prompts"
+            "prompts more than others, so the forecast is biased: evaluate on other prompts",
+            stacklevel=stack_level(),
         )
-        if options.strict:
-            raise ValueError(message)
-        warnings.warn(message, stacklevel=stack_level())
     return len(prompts["U"].unique())

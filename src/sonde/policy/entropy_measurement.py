@@ -5,38 +5,89 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from sonde.policy.cost import Cost
-from sonde.policy.entropy_bonus import EntropyBonus
-from sonde.policy.entropy_gradients import EntropyGradients
+from sonde.parallel.devices import peak_bytes
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.optimizer_step import (
     Direction,
-    Part,
+    dot,
     fit_to_gradients,
     forecast_step,
     gradient_for,
-    has_second_moment,
 )
-from sonde.policy.scoring.preconditioner import Preconditioner
 from sonde.policy.scoring.rollouts import Rollouts
-from sonde.policy.scoring.scorer import Scored, ScoreDerivatives, Scorer
-from sonde.policy.stats.attribution import Cause, causes_by_prompt, credit_by_sign, split_gradient, split_step
-from sonde.policy.stats.entropy_change import change_by_gradients
-from sonde.policy.stats.entropy_forecast import AfterStep, EntropyForecast, FirstOrder, entropy_forecast, unknown
+from sonde.policy.scoring.scorer import Batch, Scored, ScoreDerivatives, Scorer
+from sonde.policy.stats.attribution import Cause, causes_by_prompt, credit_by_sign, split_step
+from sonde.policy.stats.entropy_change import EntropyObjective
+from sonde.policy.stats.entropy_forecast import (
+    AfterStep,
+    EntropyForecast,
+    FirstOrder,
+    Result,
+    Update,
+    entropy_forecast,
+    unknown,
+)
 from sonde.policy.stats.entropy_gradient import (
+    Coefficients,
     on_same_prefixes_coefficients,
+    surprise_sd,
     weighted_entropy_rate,
 )
-from sonde.policy.stats.finite_step import Scores, change_by_finite_step
-from sonde.policy.stats.forecast_point import surprise_sd
+from sonde.policy.stats.finite_step import FiniteStep, Scores, change_by_finite_step
 from sonde.policy.stats.importance import fixed_prefix_change, importance_sampled_change, resampled_change
+from sonde.policy.stats.prefix_weights import prefix_weights
+from sonde.stats.intervals import LEVEL
+
+_STATUS = Path("/proc/self/status")
+
+
+class Beside(Protocol):
+    """Measures something more of the same step, such as `sonde.contrib.hold_entropy.HoldEntropy`."""
+
+    def check(self, optimizer: Any) -> None:
+        """Refuse an optimizer that it cannot work with."""
+
+    def begins(
+        self,
+        measurement: EntropyMeasurement,
+        model: nn.Module,
+        optimizer: Any,
+        *,
+        gradient_scale: float,
+        loss_scale: float,
+        why_not: str,
+    ) -> None:
+        """Parameters hold θ, and `.grad` the gradients of the step.
+
+        Args:
+            measurement: of E at θ.
+            model: the policy.
+            optimizer: whose step it is.
+            gradient_scale: factor that gradients are still multiplied by before the step.
+            loss_scale: factor of a GradScaler in the gradients.
+            why_not: why the optimizer's step cannot be forecast; empty if it can.
+        """
+
+    def ends(self, measurement: EntropyMeasurement, now: Scored, step: FiniteStep, why_another: str) -> Result:
+        """Parameters hold θ⁺.
+
+        Args:
+            measurement: that it began with.
+            now: E at θ⁺.
+            step: the change of the entropy.
+            why_another: why the step was not what it was on entry; empty if it was.
+        """
 
 
 class EntropyMeasurement:
@@ -63,18 +114,19 @@ class EntropyMeasurement:
         n_update: int = 0,
     ) -> None:
         self._n_update = n_update
+        self._kind: Update = "step" if options.is_step else "gradient"
         self._options = options
-        self._scorer = scorer
-        self._parameters = parameters
-        self._base = base
+        self.scorer = scorer
+        self.parameters = parameters
+        self.base = base
         self._sample = sample
-        self._cost = cost
-        self._gradients = EntropyGradients(options, scorer, base)
-        self._objective = self._gradients.objective
+        self.cost = cost
+        self.gradients = EntropyGradients(options, scorer, base)
+        self._objective = self.gradients.objective
 
     def along_step(self, step: Direction) -> FirstOrder:
-        """The change along a given step. Afterwards `step` holds the same vector only approximately."""
-        with self._cost.phase("derivatives"):
+        """The change along a given step."""
+        with self.cost.phase("derivatives"):
             return self._along(step)
 
     def with_causes(
@@ -88,144 +140,53 @@ class EntropyMeasurement:
             update: U with advantages, to split this batch's part by prompt; None leaves it whole.
             gradient_scale: factor that gradients are still multiplied by before the step.
         """
-        with self._cost.phase("causes"):
-            momentum, decay = (self._along_part(part, optimizer, gradient_scale) for part in ("momentum", "decay"))
-            prompts, cosine, doubt = None, None, ""
+        part = functools.partial(forecast_step, optimizer, of=self.parameters, gradient_scale=gradient_scale)
+        prompts, cosine, doubt = None, None, ""
+        with self.cost.phase("causes"):
+            # X̄ gives every part of the step by a product with it: no further pass over E.
+            x = self.gradients.at_work(self.gradients.entropy_gradient())
+            momentum, decay = dot(x, part(part="momentum")), dot(x, part(part="decay"))
             if update is not None:
-                prompts, cosine, doubt = self._causes_by_prompt(optimizer, update, gradient_scale)
-        causes = split_step(
-            first_order.change.delta,
-            momentum=momentum.change.delta if momentum else 0.0,
-            decay=decay.change.delta if decay else 0.0,
-            prompts=prompts,
-            cosine=cosine,
-        )
-        doubts = [part.doubt for part in (first_order, momentum, decay) if part is not None]
-        return dataclasses.replace(first_order, causes=causes, doubt=next(filter(None, [*doubts, doubt]), ""))
-
-    def along_gradients(self, update: Rollouts, optimizer: Any, step_size: float) -> tuple[FirstOrder, Direction]:
-        """The change along η Ȳ, the mean of the update prompts' preconditioned gradients times η.
-
-        Returns:
-            The change with its causes by prompt; and the step η Ȳ, approximately.
-        """
-        base, responses = self._base, self._base.responses
-        with self._cost.phase("scores"):
-            learned = self._scorer.scored(update)
-        n_update = learned.responses.n_prompts
-        # Each prompt's gradient is a mean over its responses.
-        on_update = self._credit(learned) * learned.responses.share[:, None]
-        with self._cost.phase("gradients"):
-            # X̄₁ and X̄₂, the means of X over halves of the evaluation prompts; then Ȳ.
-            halves = [
-                (half, self._gradients.put_away(self._gradients.entropy_gradient(half))) for half in responses.halves()
-            ]
-            y, precondition = self._update_gradient(update, learned, on_update, optimizer)
-        with self._cost.phase("derivatives"):
-            # X_n·Ȳ is the derivative of prompt n's terms along Ȳ; Y_p·X̄₁ is that of prompt p's terms along P X̄₁.
-            along_y = self._derivatives(base, y)
-            coefficients = self._gradients.coefficients
-            x_along_y, sharpening, on_same_prefixes = along_y.along(
-                [coefficients, coefficients.entropy_alone(), on_same_prefixes_coefficients(responses)]
-            )
-            y_along_halves, doubts = [], [along_y.doubt]
-            rewarded, penalised = (torch.zeros(n_update, dtype=torch.float64) for _ in range(2))
-            for half, stored in halves:
-                direction = self._gradients.at_work(stored)
-                precondition(direction)
-                along_half = self._derivatives(learned, direction)
-                doubts.append(along_half.doubt)
-                up, down = along_half.along(credit_by_sign(on_update))
-                y_along_halves.append(up + down)
-                # X̄ is the mean of X̄₁ and X̄₂, weighted by their shares of the prompts.
-                part = float(responses.share[half].sum()) / responses.n_prompts
-                rewarded += part * up
-                penalised += part * down
-        change = change_by_gradients(
-            x_along_y,
-            rewarded + penalised,
-            step_size,
-            y_along_halves=(y_along_halves[0], y_along_halves[-1]),
-            sharpening=sharpening if bool(coefficients.on_entropy.any()) else None,
-            level=self._options.level,
-        )
-        prompts = causes_by_prompt(rewarded, penalised, learned.responses, step_size / n_update)
-        first_order = FirstOrder(
-            change,
-            step_size * float(on_same_prefixes.mean()),
-            None if change.delta is None else change.delta / step_size,
-            along_y.mode,
-            along_y.why,
-            next(filter(None, doubts), ""),
-            split_gradient(change.delta, prompts),
-        )
-        for vector in y.values():
-            vector.mul_(step_size)
-        return first_order, y
+                # This batch's δH is X̄·Δ, and Δ is linear in the gradient. So δH = c D·∇ Σ credit·s, where D is the
+                # step that the optimizer would take along X̄.
+                to_entropy = part(part="batch", along=gradient_for(optimizer, x))
+                del x
+                prompts, cosine, doubt = self._causes_by_prompt(optimizer, update, to_entropy)
+        causes = split_step(first_order.change.delta, momentum=momentum, decay=decay, prompts=prompts, cosine=cosine)
+        return dataclasses.replace(first_order, causes=causes, doubt=first_order.doubt or doubt)
 
     def sample(self) -> Scored | None:
         """Fresh responses of the parameters as they are; None without a sampler."""
         if self._sample is None:
             return None
-        with self._cost.phase("rollouts"):
-            return self._scorer.scored(self._sample())
+        with self.cost.phase("rollouts"):
+            return self.scorer.scored(self._sample())
 
     def scored_after(self) -> Scored:
         """E, scored again; parameters hold θ⁺."""
-        with self._cost.phase("scores_after"):
-            return self._scorer.scored(self._base.rollouts)
+        with self.cost.phase("scores_after"):
+            return self.scorer.scored(self.base.rollouts)
 
     def is_unchanged(self, now: Scored) -> bool:
         """Whether scores are those before the step, bit for bit."""
-        base = self._base
+        base = self.base
         return torch.equal(now.log_prob, base.log_prob) and torch.equal(now.entropy, base.entropy)
 
-    def bonus(
-        self,
-        model: nn.Module,
-        optimizer: Any,
-        *,
-        gradient_scale: float,
-        applied_scale: float,
-        present: float,
-        why_not: str = "",
-    ) -> EntropyBonus:
-        """What an entropy bonus adds to the optimizer's step; `.grad` holds the gradients of this step.
-
-        Args:
-            model: the policy.
-            optimizer: whose step it is.
-            gradient_scale: factor that gradients are still multiplied by before the step.
-            applied_scale: factor of the loss's gradient that `.grad` holds already.
-            present: the coefficient of the bonus that the loss has already.
-            why_not: why the optimizer has no answer to a bonus, on all ranks; empty if it has.
-        """
-        return EntropyBonus(
-            model,
-            self._parameters,
-            self._gradients,
-            self._scorer,
-            self._base,
-            optimizer,
-            gradient_scale=gradient_scale,
-            applied_scale=applied_scale,
-            present=present,
-            cost=self._cost,
-            why_not=why_not,
-        )
-
-    def after(self, now: Scored, before: Scored | None, bonus: EntropyBonus | None = None) -> AfterStep | None:
+    def after(
+        self, now: Scored, before: Scored | None, beside: Beside | None = None, why_another: str = ""
+    ) -> AfterStep | None:
         """What scores after the step say; parameters hold θ⁺.
 
         Args:
             now: what `scored_after` gave.
             before: what `sample` gave at θ.
-            bonus: what `bonus` gave at θ, for the coefficient that would hold the entropy.
+            beside: has begun at θ.
+            why_another: why the step was not what it was at θ; empty if it was.
 
         Returns:
             None if the policy's scores are not finite at θ⁺.
         """
-        base, terms, options = self._base, self._terms, self._options
+        base, terms, (weighting, clip_at) = self.base, self._terms, self._options.weights
         if not now.is_finite:
             return None
         importance = importance_sampled_change(
@@ -235,20 +196,11 @@ class EntropyMeasurement:
             now.log_prob,
             base.responses,
             sampled_log_prob=base.sampled_log_prob,
-            weighting=options.weighting,
-            clip_at=options.clip_at,
+            weighting=weighting,
+            clip_at=clip_at,
             per=self._objective.per,
         )
-        finite_step = change_by_finite_step(
-            Scores(base.log_prob, base.entropy),
-            Scores(now.log_prob, now.entropy),
-            base.responses,
-            self._objective,
-            sampled_log_prob=base.sampled_log_prob,
-            weighting=options.weighting,
-            clip_at=options.clip_at,
-            level=options.level,
-        )
+        finite_step = self.change_to(now.log_prob, now.entropy)
         rollouts = None
         if before is not None and (after := self.sample()) is not None:
             rollouts = resampled_change(
@@ -257,13 +209,24 @@ class EntropyMeasurement:
                 terms(after),
                 after.responses,
                 per=self._objective.per,
-                n_differ=self._scorer.n_that_differ(before.rollouts, after.rollouts),
+                n_differ=self.scorer.n_that_differ(before.rollouts, after.rollouts),
             )
-        on_same_prefixes = fixed_prefix_change(
-            base.entropy, now.entropy, base.responses, self._gradients.prefix_weights
+        on_same_prefixes = fixed_prefix_change(base.entropy, now.entropy, base.responses, self.gradients.prefix_weights)
+        more = None if beside is None else beside.ends(self, now, finite_step, why_another)
+        return AfterStep(finite_step, on_same_prefixes, importance, rollouts, more)
+
+    def change_to(self, log_prob: Tensor, entropy: Tensor) -> FiniteStep:
+        """The change of the entropy from θ to where E has these scores."""
+        base, (weighting, clip_at) = self.base, self._options.weights
+        return change_by_finite_step(
+            Scores(base.log_prob, base.entropy),
+            Scores(log_prob, entropy),
+            base.responses,
+            self._objective,
+            sampled_log_prob=base.sampled_log_prob,
+            weighting=weighting,
+            clip_at=clip_at,
         )
-        coefficient = None if bonus is None else bonus.coefficient(now, finite_step, level=options.level)
-        return AfterStep(finite_step, on_same_prefixes, importance, rollouts, coefficient)
 
     def forecast(
         self,
@@ -284,30 +247,31 @@ class EntropyMeasurement:
         return entropy_forecast(
             first_order,
             after,
-            self._base.log_prob,
-            self._base.entropy,
-            self._base.responses,
+            self.base.log_prob,
+            self.base.entropy,
+            self.base.responses,
             objective=self._objective,
-            update=self._options.update,
-            level=self._options.level,
+            update=self._kind,
+            level=LEVEL,
             is_same_step=is_same_step,
             n_update=self._n_update,
-            prefix_weights=self._gradients.prefix_weights,
+            prefix_weights=self.gradients.prefix_weights,
+            sampled_log_prob=self.base.sampled_log_prob,
             rounded_away=rounded_away,
-            precision=self._scorer.precision,
-            why_precision=self._scorer.why_precision,
-            seconds=self._cost.seconds,
-            peak_bytes=self._cost.peak_bytes(),
+            precision=self.scorer.precision,
+            why_precision=self.scorer.why_precision,
+            seconds=self.cost.seconds,
+            peak_bytes=self.cost.peak_bytes(),
         )
 
     def unknown(self, reason: str, *, rounded_away: float | None = None) -> EntropyForecast:
         """A forecast that could not be made, with the entropy at θ."""
-        base = self._base
-        rate, rate_se = weighted_entropy_rate(base.entropy, base.responses, self._gradients.prefix_weights)
+        base = self.base
+        rate, rate_se = weighted_entropy_rate(base.entropy, base.responses, self.gradients.prefix_weights)
         return unknown(
             reason,
             self._options.objective,
-            self._options.update,
+            self._kind,
             entropy=rate,
             entropy_se=rate_se,
             surprise_sd=surprise_sd(base.log_prob, base.entropy, base.responses),
@@ -315,15 +279,14 @@ class EntropyMeasurement:
         )
 
     def _along(self, step: Direction) -> FirstOrder:
-        base, responses = self._base, self._base.responses
-        d = self._derivatives(base, step)
+        base, responses = self.base, self.base.responses
+        d = self.derivatives(base, step)
         change = self._objective.change(
             base.log_prob,
             base.entropy,
             responses,
             d.along,
-            prefix_weights=self._gradients.prefix_weights,
-            level=self._options.level,
+            prefix_weights=self.gradients.prefix_weights,
         )
         if self._objective.kind == "per_token":
             assert change.sharpening is not None
@@ -331,69 +294,130 @@ class EntropyMeasurement:
         else:
             [on_same] = d.along([on_same_prefixes_coefficients(responses)])
             on_same_prefixes = float(on_same.mean())
-        return FirstOrder(change, on_same_prefixes, change.delta, d.mode, d.why, d.doubt)
-
-    def _along_part(self, part: Part, optimizer: Any, gradient_scale: float) -> FirstOrder | None:
-        """The change along one part of the optimizer's step; None if this part is 0."""
-        step = forecast_step(optimizer, of=self._parameters, gradient_scale=gradient_scale, part=part)
-        return self._along(step) if any(bool(delta.any()) for delta in step.values()) else None
+        return FirstOrder(change, on_same_prefixes, change.delta, d.doubt)
 
     def _causes_by_prompt(
-        self, optimizer: Any, update: Rollouts, gradient_scale: float
+        self, optimizer: Any, update: Rollouts, to_entropy: Direction
     ) -> tuple[tuple[Cause, ...] | None, float | None, str]:
         """Each update prompt's part of the change along this batch's part of the step; `Causes.cosine`; and a doubt.
 
         Both are None if all advantages or gradients are 0.
         """
-        learned = self._scorer.scored(update)
-        credit = self._credit(learned)
+        learned, credit = self.scorer.credited(update)
         # The loss's gradient is −c ∇ Σ credit·s, and only c is unknown. It is fitted where ∇ Σ credit·s is not 0: a
         # value loss on parameters of its own has no part in c.
         size = float(credit.abs().sum())  # advantages have any unit, and gradients may be summed in 16 bits
-        ascent = self._gradients.at_work(self._gradients.gradient(update, learned.own(credit / (size or 1.0))))
+        ascent = self.gradients.at_work(self.gradients.gradient(update, learned.own(credit / (size or 1.0))))
         fit = fit_to_gradients(gradient_for(optimizer, ascent))
         del ascent
         if fit is None:
             return None, None, ""
-        # This batch's δH is X̄·Δ, and Δ is linear in the gradient. So δH = c D·∇ Σ credit·s, where D is the step that
-        # the optimizer would take along X̄.
-        x = gradient_for(optimizer, self._gradients.entropy_gradient())
-        to_entropy = forecast_step(optimizer, of=self._parameters, gradient_scale=gradient_scale, part="batch", along=x)
-        del x
-        d = self._derivatives(learned, to_entropy)
+        d = self.derivatives(learned, to_entropy)
         rewarded, penalised = d.along(credit_by_sign(credit))
         return causes_by_prompt(rewarded, penalised, learned.responses, fit.factor / size), fit.cosine, d.doubt
 
     def _terms(self, scored: Scored) -> Tensor:
         return self._objective.terms(scored.log_prob, scored.entropy, scored.responses)
 
-    def _derivatives(self, scored: Scored, direction: Direction) -> ScoreDerivatives:
-        """Derivatives of the scores of all ranks. Afterwards the direction is the same only approximately."""
-        direction = self._gradients.at_work(direction)
-        return self._scorer.derivatives(scored, direction, self._options.derivatives)
+    def derivatives(self, batch: Batch, direction: Direction) -> ScoreDerivatives:
+        """Derivatives of the scores of all ranks."""
+        return self.scorer.derivatives(batch, self.gradients.at_work(direction))
 
-    def _update_gradient(
-        self, update: Rollouts, learned: Scored, on_log_prob: Tensor, optimizer: Any
-    ) -> tuple[Direction, Preconditioner]:
-        """Ȳ = P∇J, the mean over all update prompts; and P."""
-        responses = learned.responses
-        # Adam's P needs the gradient by halves of the prompts; SGD's is 1.
-        masks = responses.halves() if has_second_moment(optimizer) else [responses.mask.any(1)]
-        halves, sizes = [], []
-        for half in masks:
-            sizes.append(float(responses.share[half].sum()))  # number of prompts
-            mean = self._gradients.gradient(update, learned.own(on_log_prob) / sizes[-1], None, half[learned.rows])
-            halves.append(self._gradients.put_away(mean))
-        halves = [self._gradients.at_work(half) for half in halves]
-        precondition = Preconditioner(optimizer, halves)
-        y, *others = halves
-        for parameter, part in y.items():
-            part.mul_(sizes[0] / responses.n_prompts)
-            for other, n in zip(others, sizes[1:], strict=True):
-                part.add_(other[parameter], alpha=n / responses.n_prompts)
-        precondition(y)
-        return y, precondition
 
-    def _credit(self, scored: Scored) -> Tensor:
-        """Advantage × weight of every rank's tokens, [responses, tokens]."""
-        return self._scorer.everywhere("credit", lambda: scored.rollouts.credit().cpu())
+class Cost:
+    """Counts seconds and memory from its creation on.
+
+    Args:
+        device: the model's device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._peak = _peak_bytes(device)
+        self.seconds: dict[str, float] = {}
+        """Seconds by phase."""
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the seconds inside as this phase; a phase may come several times."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def peak_bytes(self) -> int | None:
+        """Growth of the process's peak memory; None if the system does not report it."""
+        if self._peak is None:
+            return None
+        now = _peak_bytes(self._device)
+        return None if now is None else now - self._peak
+
+
+def _peak_bytes(device: torch.device) -> int | None:
+    """The peak so far: allocated memory on a device, resident memory on Linux."""
+    if device.type != "cpu":
+        return peak_bytes(device)
+    if not _STATUS.exists():
+        return None
+    [line] = [line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM")]
+    return 1024 * int(line.split()[1])
+
+
+class EntropyGradients:
+    """Takes gradients by backwards, a few prompts at a time.
+
+    Args:
+        options: the probe's options.
+        scorer: runs the model over responses.
+        base: E, scored at θ, with finite scores.
+    """
+
+    def __init__(self, options: EntropyChangeOptions, scorer: Scorer, base: Scored) -> None:
+        self.options = options
+        self._scorer = scorer
+        self._base = base
+        self.objective = EntropyObjective(options.objective, options.sequence_weights)
+
+    @functools.cached_property
+    def coefficients(self) -> Coefficients:
+        """Those of X_n, the evaluation prompts' gradients of the entropy."""
+        base = self._base
+        return self.objective.coefficients(base.log_prob, base.entropy, base.responses, self.prefix_weights)
+
+    @functools.cached_property
+    def prefix_weights(self) -> Tensor | None:
+        """Weights by which the evaluation responses represent the policy; None if they are its own."""
+        base = self._base
+        if base.sampled_log_prob is None:
+            return None
+        return prefix_weights(base.log_prob, base.sampled_log_prob, base.responses, *self.options.weights)
+
+    def entropy_gradient(self, half: Tensor | None = None) -> Direction:
+        """X̄ over all prompts; or over a half of them, given as a mask of all ranks' responses."""
+        return self.mean(self.coefficients, half)
+
+    def gradient(
+        self, rollouts: Rollouts, on_log_prob: Tensor, on_entropy: Tensor | None = None, rows: Tensor | None = None
+    ) -> Direction:
+        """∇ Σ (on_log_prob·s + on_entropy·H), as `Scorer.gradient` gives it."""
+        dtype = self.options.gradients.buffer_dtype
+        assert isinstance(dtype, torch.dtype)
+        return self._scorer.gradient(rollouts, on_log_prob, on_entropy, rows=rows, dtype=dtype)
+
+    def put_away(self, direction: Direction) -> Direction:
+        """The direction on the CPU, with offload."""
+        return {p: v.cpu() for p, v in direction.items()} if self.options.gradients.offload else direction
+
+    def at_work(self, direction: Direction) -> Direction:
+        """The direction on the parameters' devices and in their dtypes, of 32 bits at least."""
+        return {p: v.to(p.device, torch.promote_types(p.dtype, torch.float32)) for p, v in direction.items()}
+
+    def mean(self, coefficients: Coefficients, half: Tensor | None = None) -> Direction:
+        """The gradient of coefficients, a mean over all prompts or over a half of them."""
+        base = self._base
+        share = base.responses.share
+        n_prompts = float(share.sum() if half is None else share[half].sum())
+        on_log_prob = base.own(coefficients.on_log_prob) / n_prompts
+        on_entropy = base.own(coefficients.on_entropy) / n_prompts
+        return self.gradient(base.rollouts, on_log_prob, on_entropy, None if half is None else half[base.rows])

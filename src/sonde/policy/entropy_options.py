@@ -1,21 +1,61 @@
-"""The options of an `EntropyChangeProbe`."""
+"""The options of an `EntropyChangeProbe`, and its metrics."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from sonde.policy.scoring.directional_derivatives import Derive
 from sonde.policy.scoring.precision import Precision
 from sonde.policy.scoring.summed_gradient import DTYPES
 from sonde.policy.stats.entropy_change import Objective
-from sonde.policy.stats.entropy_forecast import Update
 from sonde.policy.stats.prefix_weights import CLIPPED_AT, Weighting
 from sonde.policy.stats.sequence_entropy import SequenceWeights
+from sonde.probe import Metric
 from sonde.record_values import whole_number
+
+_SHORT = {"fp32": torch.float32, "fp64": torch.float64, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class MeanGradients:
+    """The textbook's update: η times the mean of the update prompts' gradients, preconditioned by Adam's second moment.
+
+    The forecast is to first order. The scatter of the update prompts counts in its standard error too.
+
+    Attributes:
+        step_size: η; None for the optimizer's learning rate.
+        buffer_dtype: dtype of summed gradients, also as "fp32" or "fp16".
+        offload: keep summed gradients on the CPU while they are not needed.
+        checkpoint: turn on gradient checkpointing during backwards; for models of transformers. A training that
+            checkpoints is measured so in any case.
+
+    Raises:
+        ValueError: for an option outside its range.
+
+    Example:
+        >>> MeanGradients(buffer_dtype="fp16", offload=True).buffer_dtype
+        torch.float16
+    """
+
+    step_size: float | None = None
+    buffer_dtype: torch.dtype | str = torch.float32
+    offload: bool = False
+    checkpoint: bool = False
+
+    def __post_init__(self) -> None:
+        given = self.buffer_dtype
+        if isinstance(given, str):
+            object.__setattr__(self, "buffer_dtype", _SHORT.get(given, getattr(torch, given, given)))
+        _check_choice("buffer_dtype", self.buffer_dtype, DTYPES)
+        for name in ("offload", "checkpoint"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.step_size is not None and not _is_between(0, self.step_size, math.inf):
+            raise ValueError(f"step_size must be positive and finite, got {self.step_size!r}")
 
 
 @dataclass(frozen=True)
@@ -25,32 +65,19 @@ class EntropyChangeOptions:
     Attributes:
         objective: which entropy: "per_token" for R = E[Σ H]/E[T], in nats a token; "sequence" for E[−Σ w s], in nats a
             response.
-        update: which update: "step" for the optimizer's own step, of any size, from scores before and after it;
-            "gradient" for η times the mean of the update prompts' gradients, preconditioned by Adam's second moment, to
-            first order. With "gradient", the scatter of the update prompts counts in the standard error too.
         sequence_weights: w of the "sequence" objective: "one"; one over the response's "length"; one over the "longest"
             length among the prompt's responses; or a function of the mask, [responses, tokens], and the prompts,
             [responses], that returns [responses, tokens]. What a function depends on is found out by calling it with
             other masks.
-        step_size: η of update="gradient"; None for the optimizer's learning rate.
+        update: which update: "step" for the optimizer's own step, of any size, from scores before and after it; or
+            `MeanGradients`, with "gradient" for the defaults of it.
         micro_batch_prompts: number of prompts scored at a time.
-        first_order: with update="step", also take the derivative along the step, as a check. `causes` take it anyway.
-        coefficient_to_hold: with update="step", also compute the entropy coefficient that would hold the entropy; this
-            takes two backwards of E and four more forwards.
-        entropy_coefficient: that of the bonus which the loss has already, for `coefficient_to_hold`.
-        derivatives: "forward" mode; "central" differences; "backward", a backward for every prompt; or "auto": the
-            first of these that the model supports.
-        weighting: weights of responses after the step: "snis" (self-normalised), or "clip" for less variance and some
-            bias.
-        clip_at: largest weight with weighting="clip", as a multiple of the mean weight at its position.
+        clip_at: largest weight of a response after the step, as a multiple of the mean weight at its position: less
+            variance and some bias. None leaves the weights self-normalised.
         precision: "float32" scores responses in 32 bits: autocast is off, and parameters of 16 bits are converted while
             they are used, a layer at a time. "model" scores as the model computes.
-        every: `step` makes a forecast in every so many windows.
-        buffer_dtype: dtype of summed gradients, where backwards are needed.
-        offload: keep summed gradients on the CPU while they are not needed.
-        checkpoint: turn on gradient checkpointing during measurements; for models of transformers.
-        strict: refuse E and U that share prompts, rather than warn.
-        level: confidence level of the intervals.
+        every: `step` makes a forecast in every so many windows at most.
+        budget: part of the run's time that `step` may take; None for no limit.
 
     Raises:
         ValueError: for an option outside its range.
@@ -61,51 +88,42 @@ class EntropyChangeOptions:
     """
 
     objective: Objective = "per_token"
-    update: Update = "step"
     sequence_weights: SequenceWeights = "one"
-    step_size: float | None = None
+    update: Literal["step", "gradient"] | MeanGradients = "step"
     micro_batch_prompts: int = 2
-    first_order: bool = False
-    coefficient_to_hold: bool = False
-    entropy_coefficient: float = 0.0
-    derivatives: Derive = "auto"
-    weighting: Weighting = "snis"
-    clip_at: float = CLIPPED_AT
+    clip_at: float | None = None
     precision: Precision = "float32"
     every: int = 1
-    buffer_dtype: torch.dtype = torch.float32
-    offload: bool = False
-    checkpoint: bool = False
-    strict: bool = False
-    level: float = 0.95
+    budget: float | None = None
 
     def __post_init__(self) -> None:
         _check_choice("objective", self.objective, ("per_token", "sequence"))
-        _check_choice("update", self.update, ("step", "gradient"))
+        if not isinstance(self.update, MeanGradients):
+            _check_choice("update", self.update, ("step", "gradient"))
         if not callable(self.sequence_weights):
             _check_choice("sequence_weights", self.sequence_weights, ("one", "length", "longest"))
-        _check_choice("derivatives", self.derivatives, ("auto", "forward", "central", "backward"))
         _check_choice("precision", self.precision, ("float32", "model"))
-        _check_choice("weighting", self.weighting, ("snis", "clip"))
-        _check_choice("buffer_dtype", self.buffer_dtype, DTYPES)
         for name, n in (("micro_batch_prompts", self.micro_batch_prompts), ("every", self.every)):
             object.__setattr__(self, name, whole_number(f"{name} must be a whole number", n))
-        for name in ("first_order", "coefficient_to_hold", "checkpoint", "offload", "strict"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.coefficient_to_hold and self.update == "gradient":
-            raise ValueError(
-                "coefficient_to_hold=True asks for the optimizer's answer to an entropy bonus, which update='gradient' "
-                "does not follow: leave one of the two out"
-            )
-        if not _is_between(1, self.clip_at, math.inf):
+        if self.clip_at is not None and not _is_between(1, self.clip_at, math.inf):
             raise ValueError(f"clip_at must be above 1, as a multiple of the mean weight, got {self.clip_at!r}")
-        if not _is_between(0, self.level, 1):
-            raise ValueError(f"level must be between 0 and 1, got {self.level!r}")
-        if not _is_between(-math.inf, self.entropy_coefficient, math.inf):
-            raise ValueError(f"entropy_coefficient must be finite, got {self.entropy_coefficient!r}")
-        if self.step_size is not None and not _is_between(0, self.step_size, math.inf):
-            raise ValueError(f"step_size must be positive and finite, got {self.step_size!r}")
+        if self.budget is not None and not _is_between(0, self.budget, 1):
+            raise ValueError(f"budget must be a part of the run's time, above 0 and below 1, got {self.budget!r}")
+
+    @property
+    def is_step(self) -> bool:
+        """Whether the update is the optimizer's own step."""
+        return self.update == "step"
+
+    @property
+    def gradients(self) -> MeanGradients:
+        """How gradients are summed."""
+        return self.update if isinstance(self.update, MeanGradients) else MeanGradients()
+
+    @property
+    def weights(self) -> tuple[Weighting, float]:
+        """How responses are weighed after the step."""
+        return ("snis", CLIPPED_AT) if self.clip_at is None else ("clip", self.clip_at)
 
     def needs_own_responses(self, *, causes: bool = False) -> str:
         """The option, if there is one, for which evaluation responses must be the policy's own, without `log_prob=`.
@@ -116,16 +134,10 @@ class EntropyChangeOptions:
         Returns:
             The option as it is written, or "".
         """
-        if self.update == "gradient":
+        if not self.is_step:
             return "update='gradient'"
-        if self.objective == "sequence":  # its gradient has no prefix weights
-            wanted = {
-                "causes": causes,
-                "first_order": self.first_order,
-                "coefficient_to_hold": self.coefficient_to_hold,
-            }
-            return next((f"{name}=True of objective='sequence'" for name, is_on in wanted.items() if is_on), "")
-        return ""
+        # The gradient of whole responses has no prefix weights.
+        return "causes=True of objective='sequence'" if causes and self.objective == "sequence" else ""
 
 
 def _is_between(low: float, value: object, high: float) -> bool:
@@ -135,3 +147,62 @@ def _is_between(low: float, value: object, high: float) -> bool:
 def _check_choice(name: str, got: object, choices: Sequence[object]) -> None:
     if got not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {got!r}")
+
+
+METRICS: Mapping[str, Metric] = {
+    "entropy/evaluation_per_token": Metric("nats a token", "entropy of the policy, on the evaluation responses"),
+    "entropy/evaluation_per_token_se": Metric("nats a token", "standard error of this entropy, over prompts"),
+    "entropy/evaluation_surprise_sd": Metric(
+        "nats", "scatter of −log π around the entropy; almost 0 for a uniform policy"
+    ),
+    "entropy/evaluation_own_policy_z": Metric(
+        "standard errors", "−log π above the entropy; −2 to 2 for the policy's own"
+    ),
+    "entropy/evaluation_own_policy_departure": Metric("fraction", "−log π above the entropy, over the entropy"),
+    "entropy/sampler_kl": Metric("nats a token", "KL of the sampler's log-probabilities and the policy's; 0 if equal"),
+    "entropy/sampler_z": Metric("standard errors", "π/q above 1; −2 to 2 if q, log_prob=, is the sampler's"),
+    "entropy/sampler_departure": Metric("fraction", "mean of π/q over the responses' tokens, minus 1"),
+    "entropy/delta_forecast": Metric("nats", "change of entropy by the step"),
+    "entropy/delta_se": Metric("nats", "standard error of this change"),
+    "entropy/delta_low": Metric("nats", "lower end of the change's 95 % interval"),
+    "entropy/delta_high": Metric("nats", "upper end of the change's 95 % interval"),
+    "entropy/delta_sharpening": Metric("nats", "part of the change at the same prefixes"),
+    "entropy/delta_drift": Metric("nats", "part of the change from more and less likely prefixes"),
+    "entropy/frac_var": Metric("ratio", "variance of the change over its square"),
+    "entropy/v_x": Metric("nats²", "variance of the change from the evaluation prompts"),
+    "entropy/v_y": Metric("nats²", "variance of the change from the update prompts"),
+    "entropy/bars_dot": Metric("nats", "mean entropy gradient times mean update gradient, or times the step"),
+    "entropy/n_evaluation_prompts": Metric("prompts", "evaluation prompts, B_E"),
+    "entropy/n_update_prompts": Metric("prompts", "update prompts, B_U, where they were passed"),
+    "entropy/support": Metric("fraction", "effective sample size after the step over responses, by position"),
+    "entropy/unsupported": Metric("fraction", "entropy after the step that positions of little support carry"),
+    "entropy/delta_first_order": Metric("nats", "change to first order, if a derivative was taken"),
+    "entropy/delta_first_order_se": Metric("nats", "standard error of the change to first order"),
+    "entropy/delta_finite_step": Metric("nats", "change by the real step, beside a forecast along gradients"),
+    "entropy/delta_finite_step_se": Metric("nats", "standard error of the change by the real step"),
+    "entropy/delta_fixed_prefixes": Metric("nats a token", "true change on the same prefixes"),
+    "entropy/linear_over_true": Metric("ratio", "first order over truth on the same prefixes; about 1 if small"),
+    "entropy/delta_importance": Metric("nats", "change by weights of whole responses, if enough of them count"),
+    "entropy/ess_fraction": Metric("fraction", "effective sample size of whole responses, over their number"),
+    "entropy/delta_rollouts": Metric("nats", "true change by fresh rollouts"),
+    "entropy/delta_rollouts_se": Metric("nats", "standard error of the change by fresh rollouts"),
+    "entropy/rollouts_that_differ": Metric("responses", "fresh responses that the step has changed"),
+    "entropy/rounded_away": Metric("fraction", "part of the step that parameters of 16 bits do not hold"),
+    "entropy/coefficient_to_hold": Metric("1", "entropy coefficient with which the entropy would not change"),
+    "entropy/coefficient_to_hold_low": Metric("1", "lower end of its 95 % interval"),
+    "entropy/coefficient_to_hold_high": Metric("1", "upper end of its 95 % interval"),
+    "entropy/coefficient_now": Metric("1", "entropy coefficient of the loss"),
+    "entropy/change_per_coefficient": Metric("nats", "change of entropy by a step, for a coefficient of 1"),
+    "entropy/is_valid": Metric("0 or 1", "whether the forecast gives no reason not to trust it"),
+    "entropy/is_of_own_prompts": Metric("0 or 1", "whether evaluation prompts are those that the step learns from"),
+    "cost/entropy_seconds": Metric("seconds", "time of the forecast of the entropy change"),
+    "cost/entropy_seconds_sampling": Metric("seconds", "of these, drawing evaluation responses"),
+    "cost/entropy_seconds_scores": Metric("seconds", "of these, scoring responses before the step"),
+    "cost/entropy_seconds_scores_after": Metric("seconds", "of these, scoring responses after the step"),
+    "cost/entropy_seconds_derivatives": Metric("seconds", "of these, derivatives"),
+    "cost/entropy_seconds_gradients": Metric("seconds", "of these, backwards of update='gradient'"),
+    "cost/entropy_seconds_causes": Metric("seconds", "of these, causes"),
+    "cost/entropy_seconds_coefficient": Metric("seconds", "of these, the coefficient that would hold the entropy"),
+    "cost/entropy_seconds_rollouts": Metric("seconds", "of these, fresh rollouts"),
+    "cost/entropy_peak_bytes": Metric("bytes", "growth of the peak memory by the forecast"),
+}

@@ -13,7 +13,6 @@ from sonde.policy.stats.forecast_point import Per, Point, forecast_point
 from sonde.policy.stats.policy_alerts import PolicyAlerts
 from sonde.record_values import json_number, metric_values, step_number
 from sonde.records import LogOrPlaces, log_of, logger
-from sonde.stats.intervals import LEVEL
 
 METRICS = {**EntropyChangeProbe.METRICS, **PolicyEntropyProbe.METRICS, **PromptNoiseProbe.METRICS}
 
@@ -68,20 +67,15 @@ class PolicyLog:
             metrics: numbers by metric name, also of numpy's or torch's types; None where one is not known. Those of
                 `forecast` among them.
             forecast: of the entropy's change; its reason, shares and causes are written too.
-            texts: of prompts, by their numbers.
+            texts: of prompts, by their numbers: those of the update too, where there are causes.
 
         Raises:
-            ValueError: for a step or a metric that is no number, and a forecast whose interval is not one of 95 %.
+            ValueError: for a step or a metric that is no number.
         """
         if self._has_ended:
             return
         step, metrics = step_number("step", step), metric_values(metrics)
         if forecast is not None:
-            if forecast.level != LEVEL:
-                raise ValueError(
-                    f"a log holds {LEVEL:.0%} intervals, got a forecast with an interval of {forecast.level:.0%}: "
-                    f"use EntropyChangeOptions(level={LEVEL})"
-                )
             self._per = "response" if forecast.objective == "sequence" else "token"
         self._step = step
         point = forecast_point(step, metrics, self._per, "" if forecast is None else forecast.reason)

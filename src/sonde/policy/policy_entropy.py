@@ -18,7 +18,6 @@ from sonde.policy.scoring.training_state import preserve_training_state
 from sonde.policy.stats.policy_entropy import QUANTILES, PolicyEntropy, policy_entropy
 from sonde.probe import Metric, Partners
 from sonde.record_values import whole_number
-from sonde.stats.intervals import LEVEL
 
 
 class PolicyEntropyProbe:
@@ -31,7 +30,6 @@ class PolicyEntropyProbe:
         token_statistics: scores responses; by default `CausalLMStatistics`, for a causal language model of
             transformers.
         micro_batch_prompts: number of prompts scored at a time.
-        level: confidence level of the correlation's interval.
         process_group: the ranks that hold different responses; by default those of DDP or FSDP2.
 
     Raises:
@@ -73,12 +71,9 @@ class PolicyEntropyProbe:
         *,
         token_statistics: TokenStatistics | None = None,
         micro_batch_prompts: int = 8,
-        level: float = 0.95,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         micro_batch_prompts = whole_number("micro_batch_prompts must be a whole number", micro_batch_prompts)
-        if isinstance(level, bool) or not isinstance(level, (int, float)) or not 0 < level < 1:
-            raise ValueError(f"level must be between 0 and 1, got {level!r}")
         check_is_model(model)
         check_group(process_group)
         check_is_statistics(token_statistics)
@@ -87,7 +82,6 @@ class PolicyEntropyProbe:
         self._model = model
         self._statistics = statistics
         self._scorer = Scorer(model, statistics, micro_batch_prompts, self._group)
-        self._level = level
         self._latest: PolicyEntropy | None = None
 
     def measure(self, rollouts: Rollouts) -> PolicyEntropy:
@@ -106,12 +100,11 @@ class PolicyEntropyProbe:
             if any(has_advantage) and not all(has_advantage):
                 raise ValueError("some ranks gave responses with advantages, and others without: give them on all")
             with preserve_training_state(self._model):
-                self._scorer.check_statistics(rollouts)
                 scored = self._scorer.scored(rollouts)
             advantage = None
             if has_advantage[0]:
                 advantage = self._scorer.everywhere("advantage", lambda: rollouts.per_token("advantage").cpu())
-        self._latest = policy_entropy(scored.log_prob, scored.entropy, scored.responses, advantage, level=self._level)
+        self._latest = policy_entropy(scored.log_prob, scored.entropy, scored.responses, advantage)
         return self._latest
 
     def _checked(self, rollouts: Rollouts) -> Rollouts:
@@ -125,7 +118,6 @@ class PolicyEntropyProbe:
         if (latest := self._latest) is None:
             return {}
         correlation = latest.advantage_correlation
-        is_logged = self._level == LEVEL  # metrics of ends are those of 95 % intervals
         return {
             "entropy/update_token_weighted": latest.token_weighted,
             "entropy/update_token_weighted_se": latest.token_weighted_se,
@@ -135,8 +127,8 @@ class PolicyEntropyProbe:
             **{f"entropy/update_response_q{q:02}": value for q, value in latest.response_quantiles.items()},
             "entropy/update_sequence_sum": latest.sequence_sum,
             "entropy/update_advantage_correlation": correlation.r if correlation else None,
-            "entropy/update_advantage_correlation_low": correlation.low if correlation and is_logged else None,
-            "entropy/update_advantage_correlation_high": correlation.high if correlation and is_logged else None,
+            "entropy/update_advantage_correlation_low": correlation.low if correlation else None,
+            "entropy/update_advantage_correlation_high": correlation.high if correlation else None,
             "entropy/update_cov_log_prob_advantage": latest.log_prob_advantage,
             "length/update_mean": latest.mean_length,
             "length/update_sd": latest.sd_length,
@@ -155,14 +147,12 @@ class PolicyEntropyProbeConfig:
     Attributes:
         enabled: whether the probe is wanted.
         micro_batch_prompts: prompts scored at a time.
-        level: confidence level of the correlation's interval.
         temperature: at which responses are scored, where `attach` is given no token statistics; None for that of the
             responses.
     """
 
     enabled: bool = False
     micro_batch_prompts: int = 8
-    level: float = 0.95
     temperature: float | None = None
 
     def __post_init__(self) -> None:
@@ -177,6 +167,5 @@ class PolicyEntropyProbeConfig:
             partners.model,
             token_statistics=statistics,
             micro_batch_prompts=self.micro_batch_prompts,
-            level=self.level,
             process_group=partners.process_group,
         )

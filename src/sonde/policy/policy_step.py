@@ -1,143 +1,92 @@
-"""The optimizer's real step: forecast before it is taken, and checked or measured after it."""
+"""The optimizer's step: forecast before it is taken, and recognised after it, alike on all ranks."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from sonde.parallel.placements import local_tensor, reshard
+from sonde.parallel.placements import local_tensor
 from sonde.parallel.process_groups import gather_from_all_ranks
 from sonde.parallel.unwrap import unwrap_optimizer
-from sonde.policy.entropy_bonus import EntropyBonus
-from sonde.policy.entropy_measurement import EntropyMeasurement
 from sonde.policy.scoring.optimizer_step import (
     Direction,
-    StepMeter,
-    StepWatch,
-    StepWitness,
-    forecast_step,
+    each_step,
     has_second_moment,
     has_sparse_gradient,
     why_no_forecast,
 )
 from sonde.policy.scoring.precision import NARROW
-from sonde.policy.scoring.rollouts import Rollouts
-from sonde.policy.scoring.scorer import Scored
-from sonde.policy.scoring.step_inputs import Inputs, InputsWatch, StepInputs
-from sonde.policy.scoring.step_rounding import StepRounding
-from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder
 
 _LARGEST_DEPARTURE = 0.01
-"""Relative difference between the step that was taken and its forecast, above which they count as different steps."""
+"""Relative difference between the step that was taken and its forecast, above which they count as different steps; and
+between gradients."""
 _ANOTHER_STEP = 0.5
 """The same for parameters of 16 bits, whose step is rounded: a few elements are rounded to another neighbour."""
+_SAMPLED = 256
+"""Elements of each parameter that are compared."""
 STEP_NOT_FINITE = "the step is not finite"
-_FORECAST_NOT_FINITE = "the step that the optimizer would take on entry is not finite"
-_SPARSE = "the optimizer's answer to a bonus is not known for a sparse gradient: build the layer with sparse=False"
 STEP_ROUNDED_AWAY = (
     "the step changes nothing, since parameters of 16 bits round it away as a whole: train parameters in fp32, or use "
     "a larger learning rate"
+)
+_NO_GRADIENT = (
+    "all gradients were 0, as where the advantages of a whole batch are: the step in the block of around_step() "
+    "changed nothing"
 )
 _STEP_SKIPPED = (
     "no parameter moved in the block of around_step(): the step was skipped, as a GradScaler does after gradients that "
     "are not finite, or it was not called, or its learning rate is 0, or it is too small for parameters of 16 bits"
 )
-_OTHER_INPUTS = {
-    Inputs.UNSEEN: (
-        "the gradients of the step were not seen, and the step itself does not show whether they were those on entry, "
-        "as with parameters of 16 bits or in Adam's first step: call optimizer.step() in the block, without a closure "
-        "and before zero_grad(), and close the probe only after its last block"
-    ),
-    Inputs.HOOKED: (
-        "a step pre-hook that is newer than the probe may have changed gradients: register it before the probe is "
-        "made. If it stays on the optimizer, the probe looks at gradients after it from the next step on"
-    ),
-    Inputs.SEVERAL: "the block of around_step() took several steps: take one in each block",
-    Inputs.OPTIONS: (
-        "the optimizer's options, such as its learning rate, were changed in the block of around_step() before the "
-        "step: change them before the block"
-    ),
-    Inputs.GRADIENTS: (
-        "gradients were changed in the block of around_step(): clip before the block, and pass applied_scale=; or pass "
-        "the factor that the block multiplies them by as gradient_scale="
-    ),
-}
-"""Why the optimizer would answer a bonus otherwise than on entry."""
+_SPARSE = "the optimizer's answer is not known for a sparse gradient: build the layer with sparse=False"
 _MOVED_OTHERS = (
-    "parameters moved in the block of around_step() that are not in the probe's optimizer, or had no gradient, so "
-    "derivatives and the coefficient to hold leave them out: pass an optimizer that holds all parameters of the model"
+    "parameters moved in the block of around_step() that are not in the probe's optimizer, or had no gradient, so what "
+    "was forecast on entry leaves them out: pass an optimizer that holds all parameters of the model"
+)
+_OTHER_GRADIENTS = (
+    "the gradients after the block of around_step() are not those on entry, and the step itself does not show whether "
+    "it was taken with these, as with parameters of 16 bits or in Adam's first step: in the block, take the step "
+    "alone, without a closure and zero_grad(); clip before the block, and pass applied_scale="
 )
 
 
-@dataclass
-class BeforeStep:
-    """What is known of a step before it is taken.
-
-    Attributes:
-        sample: fresh responses, scored; None without a sampler.
-        first_order: the change along the forecast step, or along the update prompts' gradients; None if no derivative
-            is wanted, or if the step has no forecast, or is not finite.
-        watch: sees whether a step is taken; where derivatives or a bonus are wanted, it also compares this step with
-            its forecast, or measures it.
-        bonus: what an entropy bonus adds to the step; None if not asked for.
-        inputs: sees what the step of the block begins with; None if that does not matter.
-        rounding: sees how much of the step parameters of 16 bits do not hold.
-        why_no_answer: why the optimizer's answer to a bonus is not known; empty if it is.
-        shows_gradients: whether the step that is taken shows if its gradients were others than on entry.
-    """
-
-    sample: Scored | None
-    first_order: FirstOrder | None
-    watch: StepWatch | StepWitness | StepMeter
-    bonus: EntropyBonus | None = None
-    inputs: InputsWatch | None = None
-    rounding: StepRounding | None = None
-    why_no_answer: str = ""
-    shows_gradients: bool = True
-
-
 class PolicyStep:
-    """The step of a policy's optimizer, judged alike on all ranks.
+    """The next step of a policy's optimizer. `.grad` holds its gradients.
 
     Args:
-        model: the policy.
-        parameters: its trainable parameters.
-        optimizer: its optimizer, which may hold other parameters too.
+        parameters: the model's trainable parameters; the optimizer may hold others too.
+        optimizer: the policy's.
         group: the ranks that hold different responses; None for this process alone.
-        inputs: sees what a step begins with; None if that does not matter.
+        gradient_scale: factor that gradients are still multiplied by before the step.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        parameters: Sequence[nn.Parameter],
-        optimizer: Any,
-        group: dist.ProcessGroup | None,
-        inputs: StepInputs | None = None,
+        self, parameters: Sequence[nn.Parameter], optimizer: Any, group: dist.ProcessGroup | None, gradient_scale: float
     ) -> None:
-        self._inputs = inputs
-        self._model, self._parameters = model, list(parameters)
-        self._optimizer, self._group = optimizer, group
-        self._is_narrow = any(p.dtype in NARROW for p in self._parameters)
+        self._parameters, self._optimizer, self._group = list(parameters), optimizer, group
+        self._scale = gradient_scale
+        self._narrow = [p for p in self._parameters if p.dtype in NARROW]
+        self._samples: list[_Sample] = []
+        self._shows_gradients = True
 
-    def forecast(self, gradient_scale: float) -> Direction:
-        """The next step of the model's parameters.
+    def why_no_forecast(self) -> str:
+        """Why the step cannot be forecast, on all ranks; empty if it can."""
+        return why_no_forecast(self._optimizer) or (
+            _SPARSE if self._on_any_rank(has_sparse_gradient(self._parameters)) else ""
+        )
 
-        Args:
-            gradient_scale: factor that gradients are still multiplied by before the step.
+    def forecast(self) -> Direction:
+        """The step of the model's parameters.
 
         Raises:
             RuntimeError: if there is no gradient yet.
         """
-        step = forecast_step(self._optimizer, gradient_scale=gradient_scale, of=self._parameters)
+        step = dict(each_step(self._optimizer, gradient_scale=self._scale, of=self._parameters))
         if not step:
             raise RuntimeError("no parameter has a gradient: call this after the backward and before zero_grad()")
         return step
@@ -146,160 +95,97 @@ class PolicyStep:
         """Whether the step is finite on all ranks."""
         return not self._on_any_rank(not all(bool(local_tensor(delta).isfinite().all()) for delta in step.values()))
 
-    def before(
-        self,
-        measurement: EntropyMeasurement | None,
-        update: Rollouts | None,
-        *,
-        has_derivatives: bool,
-        has_bonus: bool,
-        causes: bool,
-        gradient_scale: float,
-    ) -> BeforeStep:
-        """Put a watch on the step before it is taken, and take derivatives along its forecast.
+    @torch.no_grad()
+    def watch(self, *, whole: bool) -> None:
+        """Note a few hundred elements of each parameter, to be compared after the step.
 
         Args:
-            measurement: None if the policy's scores are not finite.
-            update: this rank's part of U, for causes by prompt.
-            has_derivatives: whether derivatives are wanted along the step.
-            has_bonus: whether the coefficient of an entropy bonus is wanted, which is that of the forecast step.
-            causes: whether to split the change to first order into its causes.
-            gradient_scale: factor that gradients are still multiplied by before the step.
+            whole: note the forecast of all parameters; otherwise of those of 16 bits alone, which may be rounded away.
         """
-        sample = None if measurement is None else measurement.sample()
-        rounding = None
-        if self._is_narrow:
-            rounding = StepRounding(self._optimizer, self._parameters, gradient_scale)
-        if not (has_derivatives or has_bonus):
-            return BeforeStep(sample, None, StepWatch(self._parameters), rounding=rounding)
-        is_sparse = self._on_any_rank(has_sparse_gradient(self._parameters))
-        if why_no_forecast(self._optimizer) or is_sparse:
-            meter = StepMeter(self._parameters)
-            return BeforeStep(sample, None, meter, rounding=rounding, why_no_answer=_SPARSE if is_sparse else "")
-        step = self.forecast(gradient_scale)
-        witness, first_order, is_finite = StepWitness(step, self._parameters), None, self.is_finite(step)
-        if has_derivatives and measurement is not None and is_finite:
-            first_order = measurement.along_step(step)
-        del step  # each direction has the size of the parameters, and causes need one of their own
-        if causes and measurement is not None and first_order is not None:
-            first_order = measurement.with_causes(first_order, self._optimizer, update, gradient_scale)
-        return BeforeStep(
-            sample,
-            first_order,
-            witness,
-            rounding=rounding,
-            why_no_answer="" if is_finite else _FORECAST_NOT_FINITE,
-            shows_gradients=not self._on_any_rank(self._is_narrow or self._is_first_of_adam()),
-        )
+        of: Iterable[nn.Parameter] = self._parameters if whole else self._narrow
+        deltas: dict[Tensor, Tensor] = {}
+        if not why_no_forecast(self._optimizer):
+            dense = [p for p in of if p.grad is not None and not p.grad.is_sparse]
+            steps = each_step(self._optimizer, gradient_scale=self._scale, of=dense)  # one at a time
+            deltas = {p: _elements(delta).clone() for p, delta in steps}
+            self._shows_gradients = not self._on_any_rank(bool(self._narrow) or self._is_first_of_adam())
+        self._samples = [
+            _Sample(p, _elements(p).clone(), deltas.get(p), _elements(p.grad).clone() if p in deltas else None)  # type: ignore[arg-type]
+            for p in self._parameters
+        ]
 
-    @contextlib.contextmanager
-    def watched(self, before: BeforeStep, gradient_scale: float) -> Iterator[None]:
-        """Around the block of the user: notes what its step begins with, if that matters.
+    def was_skipped(self, *, is_unchanged: bool) -> bool:
+        """Whether a step that was to move the policy has not.
 
         Args:
-            before: of this step; gets the notes.
-            gradient_scale: factor that gradients are still multiplied by before the step.
+            is_unchanged: whether scores are those before. A step of other elements than the noted ones shows there.
         """
-        if self._inputs is None:
-            yield
-            return
-        with self._inputs.watched(self._optimizer, self._parameters, gradient_scale) as before.inputs:
-            yield
+        groups = getattr(unwrap_optimizer(self._optimizer), "param_groups", ())
+        # Without a learning rate, as a warm-up begins, nothing is to move.
+        is_to_move = any(float(group.get("lr", 1.0)) != 0.0 for group in groups) or not groups
+        return is_to_move and not self._on_any_rank(any(s.has_moved() for s in self._samples)) and is_unchanged
 
-    def after(self, measurement: EntropyMeasurement, before: BeforeStep) -> EntropyForecast:
-        """The change by the step that was taken. Parameters hold θ⁺.
+    def why_unmoved(self) -> str:
+        """Why no parameter moved, by the gradients that are still there."""
+        gradients = [local_tensor(p.grad) for p in self._parameters if p.grad is not None]
+        is_zero = bool(gradients) and not any(bool(g.any()) for g in gradients)
+        return _STEP_SKIPPED if self._on_any_rank(not is_zero) else _NO_GRADIENT
 
-        Args:
-            measurement: that `before` was made with.
-            before: the result of `before`; its watch is given up.
-        """
-        watch, first_order = before.watch, before.first_order
-        now = measurement.scored_after()
-        # A watch sees a few elements of each parameter. A step of others alone shows in the scores.
-        if self._is_to_move() and not self._on_any_rank(watch.has_moved()) and measurement.is_unchanged(now):
-            return measurement.unknown(_STEP_SKIPPED)
-        bonus, before.bonus = before.bonus, None
-        inputs = self._worst_inputs(before)
-        if isinstance(watch, StepWitness) and bonus is not None:
-            bonus.why_not = bonus.why_not or self._why_another_bonus(watch, inputs, before.shows_gradients)
-        after = measurement.after(now, before.sample, bonus)
-        del bonus  # it holds several vectors of the size of the parameters
-        if isinstance(watch, StepWitness) and first_order is not None:
-            first_order = dataclasses.replace(first_order, doubt=self._why_another_step(watch) or first_order.doubt)
-        elif isinstance(watch, StepMeter):
-            first_order = self._along_measured_step(measurement, watch)
-        del watch, before.watch  # a meter holds a copy of the parameters
-        return measurement.forecast(first_order, after, rounded_away=self._rounded_away(before, inputs))
-
-    def after_gradients(self, measurement: EntropyMeasurement, before: BeforeStep) -> EntropyForecast:
-        """The change along the update prompts' gradients, beside that by the step that was taken."""
-        now = measurement.scored_after()
-        if self._is_to_move() and not self._on_any_rank(before.watch.has_moved()) and measurement.is_unchanged(now):
-            return measurement.unknown(_STEP_SKIPPED)
-        after = measurement.after(now, before.sample)
-        rounded_away = self._rounded_away(before, self._worst_inputs(before))
-        return measurement.forecast(before.first_order, after, is_same_step=False, rounded_away=rounded_away)
-
-    def _worst_inputs(self, before: BeforeStep) -> Inputs:
-        """What the step began with: the worst that a rank saw; UNSEEN if nobody looked."""
-        seen = Inputs.UNSEEN if before.inputs is None else before.inputs.seen()
-        return Inputs(int(max(self._gather_from_ranks(float(seen)))))
-
-    def _rounded_away(self, before: BeforeStep, inputs: Inputs) -> float | None:
-        """The part of the step that parameters of 16 bits do not hold; 0 if there are none.
-
-        None if it is unknown: if the step has no forecast, or began with other things than on entry, or was not seen.
-        """
-        if before.rounding is None:
-            return 0.0
-        rounding = before.rounding
-        sums = gather_from_all_ranks(self._group, lambda: {"of": torch.tensor([rounding.sq_norms()])})["of"].sum(0)
-        sq_lost, sq_step, sq_other, sq_moved = sums.tolist()
-        is_another = inputs is not Inputs.SAME or sq_other > _ANOTHER_STEP**2 * max(sq_moved, sq_other)
-        return min(math.sqrt(sq_lost / sq_step), 1.0) if sq_step and not is_another else None
-
-    def _why_another_step(self, witness: StepWitness) -> str:
+    def why_another(self) -> str:
         """How the step that was taken differs from its forecast; empty if it does not."""
-        if self._on_any_rank(witness.has_moved_others()):
+        if self._on_any_rank(any(s.has_moved() for s in self._samples if s.delta is None)):
             return _MOVED_OTHERS
-        departure = max(self._gather_from_ranks(witness.departure()))
-        if departure > _LARGEST_DEPARTURE and self._is_narrow:
+        if (departure := max(self._gather(self._departure()))) <= _LARGEST_DEPARTURE:
+            return ""
+        if self._narrow:
             return (
                 f"rounding to 16 bits has moved the step that was taken by {departure:.0%} from that of the derivatives"
             )
-        if departure > _LARGEST_DEPARTURE:
-            return f"derivatives are along another step, {_off(departure)} the one taken: clip before the block"
-        return ""
+        off = "far off" if departure > 10.0 else f"{departure:.0%} off"
+        return f"derivatives are along another step, {off} the one taken: clip before the block"
 
-    def _why_another_bonus(self, witness: StepWitness, inputs: Inputs, shows_gradients: bool) -> str:
-        """Why the optimizer would answer a bonus otherwise than on entry; empty if it would not.
+    def why_another_answer(self) -> str:
+        """Why the optimizer would answer more gradient otherwise than on entry; empty if it would not.
 
         Rounding to 16 bits does not matter.
         """
-        if self._on_any_rank(witness.has_moved_others()):
-            return _MOVED_OTHERS
-        if inputs > (Inputs.HOOKED if shows_gradients else Inputs.SAME):
-            return _OTHER_INPUTS[inputs]
-        departure = max(self._gather_from_ranks(witness.departure()))
-        if departure > (_ANOTHER_STEP if self._is_narrow else _LARGEST_DEPARTURE):
-            return (
-                f"the step that was taken is {_off(departure)} the one forecast on entry: in the block, change nothing "
-                "that the step depends on, such as gradients, before the step"
-            )
+        another = self.why_another()
+        departure = max(self._gather(self._departure()))
+        if another and not (self._narrow and another != _MOVED_OTHERS and departure <= _ANOTHER_STEP):
+            return another
+        if not self._shows_gradients and self._on_any_rank(not self._has_same_gradients()):
+            return _OTHER_GRADIENTS
         return ""
 
-    def _along_measured_step(self, measurement: EntropyMeasurement, meter: StepMeter) -> FirstOrder | None:
-        """The change along the step that was taken; None if this step is not finite. Parameters hold θ⁺."""
-        step, after = meter.step(), StepMeter(self._parameters)
-        if not self.is_finite(step):
-            return None
-        # Derivatives are taken at θ. Afterwards parameters have the bits of θ⁺ again, whatever fails.
-        meter.restore()
-        try:
-            return measurement.along_step(step)
-        finally:
-            after.restore()
-            reshard(self._model)
+    def rounded_away(self) -> float | None:
+        """The part of the step that parameters of 16 bits do not hold; 0 if there are none.
+
+        None if it is unknown: if the step has no forecast, or was taken with other gradients than on entry.
+        """
+        if not self._narrow:
+            return 0.0
+        sums = torch.zeros(1, 4, dtype=torch.float64)
+        for sample in self._samples:
+            if sample.delta is not None and sample.parameter.dtype in NARROW:
+                sums += sample.rounding()
+        is_same = torch.tensor([self._has_same_gradients()])
+        found = gather_from_all_ranks(self._group, lambda: {"of": sums, "is_same": is_same})
+        lost, whole, other, moved = found["of"].sum(0).tolist()
+        is_another = not bool(found["is_same"].all()) or other > _ANOTHER_STEP**2 * max(moved, other)
+        return min(math.sqrt(lost / whole), 1.0) if whole and not is_another else None
+
+    def _departure(self) -> float:
+        """|taken − forecast|/|forecast| on this rank's elements; 0 if both are 0, ∞ if one of them is not finite."""
+        parts = [s.departure() for s in self._samples if s.delta is not None]
+        sq_error, sq_step = (math.fsum(part) for part in zip(*parts, strict=True)) if parts else (0.0, 0.0)
+        if not sq_step:
+            return math.inf if sq_error else 0.0
+        departure = math.sqrt(sq_error / sq_step)
+        return departure if math.isfinite(departure) else math.inf
+
+    def _has_same_gradients(self) -> bool:
+        """Whether `.grad` is what it was on entry. A fused optimizer leaves it scaled as in the step."""
+        return all(s.has_same_gradient(self._scale) for s in self._samples if s.gradient is not None)
 
     def _is_first_of_adam(self) -> bool:
         """Whether this is Adam's first step for any parameter: it moves by the gradient's sign, whatever its size."""
@@ -308,19 +194,64 @@ class PolicyStep:
             p.grad is not None and not state.get(p) for p in self._parameters
         )
 
-    def _is_to_move(self) -> bool:
-        """Whether a step is expected to move anything; without a learning rate, as a warm-up begins, it is not."""
-        groups = getattr(unwrap_optimizer(self._optimizer), "param_groups", ())
-        return any(float(group.get("lr", 1.0)) != 0.0 for group in groups) or not groups
-
     def _on_any_rank(self, is_so: bool) -> bool:
-        return any(self._gather_from_ranks(float(is_so)))
+        return any(self._gather(float(is_so)))
 
-    def _gather_from_ranks(self, value: float) -> list[float]:
+    def _gather(self, value: float) -> list[float]:
         values: list[float] = gather_from_all_ranks(self._group, lambda: {"v": torch.tensor([value])})["v"].tolist()
         return values
 
 
-def _off(departure: float) -> str:
-    """How far one step is off another."""
-    return "far off" if departure > 10.0 else f"{departure:.0%} off"
+@dataclass
+class _Sample:
+    """A few elements of a parameter before a step. Its methods wait for the device.
+
+    Attributes:
+        parameter: which one.
+        before: elements of θ.
+        delta: those of Δ, forecast; None if it is not.
+        gradient: those of `.grad`; None without a forecast.
+    """
+
+    parameter: Tensor
+    before: Tensor
+    delta: Tensor | None
+    gradient: Tensor | None
+
+    def has_moved(self) -> bool:
+        """Whether any of the elements has moved."""
+        return not torch.equal(_elements(self.parameter), self.before)
+
+    def departure(self) -> tuple[float, float]:
+        """|taken − forecast|² and |forecast|². An optimizer of 32 bits may round twice: after weight decay too."""
+        assert self.delta is not None
+        after = (self.before.to(self.delta.dtype) + self.delta).to(self.before.dtype)
+        error = (_elements(self.parameter).double() - after).abs()
+        if after.dtype.itemsize >= 4:
+            error = (error - 2.0 * torch.finfo(after.dtype).eps * after.double().abs()).clamp(min=0.0)
+        return float(error.square().sum()), float((after.double() - self.before).square().sum())
+
+    def rounding(self) -> Tensor:
+        """Squared norms, [4]: of θ⁺ − θ − Δ; of Δ; of θ⁺ minus θ + Δ in 16 bits; and of θ + Δ in 16 bits minus θ."""
+        assert self.delta is not None
+        after, theta, step = _elements(self.parameter).double(), self.before.double(), self.delta.double()
+        rounded = (theta + step).to(self.before.dtype).double()
+        parts = (after - theta - step, step, after - rounded, rounded - theta)
+        return torch.stack([part.square().sum() for part in parts]).cpu()
+
+    def has_same_gradient(self, scale: float) -> bool:
+        """Whether the gradient is there still, as it was or multiplied by the scale of the step."""
+        if self.gradient is None or (grad := self.parameter.grad) is None or grad.is_sparse:
+            return False
+        now, before = _elements(grad).double(), self.gradient.double()
+        # Spacing of the smallest numbers.
+        numbers = torch.finfo(grad.dtype)
+        spacing = numbers.smallest_normal * numbers.eps * math.sqrt(now.numel())
+        expected = (before, scale * before)
+        return any(bool((now - e).norm() <= _LARGEST_DEPARTURE * e.norm() + spacing) for e in expected)
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """A few hundred elements of this rank's part; views of the tensor."""
+    flat = local_tensor(tensor.detach()).reshape(-1)
+    return flat[:: max(flat.numel() // _SAMPLED, 1)]

@@ -20,8 +20,7 @@ from sonde.parallel.refused_models import refuse_hidden_gradients
 from sonde.parallel.unwrap import unwrap_model
 from sonde.parallel.wrappers import clean_name
 from sonde.policy.entropy_checks import check_is_model, check_is_rollouts
-from sonde.policy.scoring.prompt_norms import halves, nested_norms
-from sonde.policy.scoring.prompt_ranks import PromptRanks, prompt_ranks
+from sonde.policy.scoring.prompt_norms import PromptRanks, halves, nested_norms, prompt_ranks
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import (
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PromptNoiseReading:
-    """The noise scale in prompts, as far as it is known: a running average, which lags while training moves.
+    """The noise scale in prompts now, as far as it is known.
 
     Attributes:
         b_simple: B_simple = tr Σ/|G|² in prompts; None unless resolved.
@@ -51,14 +50,14 @@ class PromptNoiseReading:
         high: upper end; infinite for a lower bound, None if unresolved.
         status: "resolved", "lower_bound" (B_simple > low), "upper_bound" (B_simple < high) or "unresolved".
         reason: why B_simple is not resolved; empty if it is.
-        trace_cov: running tr Σ of one prompt; None before the first window.
-        grad_sq: running |G|², which may be negative; None before the first window.
+        trace_cov: tr Σ of one prompt over the last windows; None before the first.
+        grad_sq: |G|² over the last windows, which may be negative; None before the first.
         completions_share: the part of tr Σ that more completions to each prompt would reduce. Only more prompts reduce
             the rest. None if no prompt has two completions.
         completions_share_low: lower end of its 95 % interval; None with fewer than 2 windows.
         completions_share_high: upper end; None with fewer than 2 windows, or if there is none.
         prompts_per_window: number of prompts in the last window, on all ranks.
-        windows: number of windows averaged.
+        windows: number of windows measured.
     """
 
     b_simple: float | None
@@ -102,8 +101,7 @@ class PromptNoiseProbe:
     a measurement it holds two vectors of the size of this rank's parameters. Under FSDP2 it runs a forward and a
     backward of the whole prompt besides, and holds no vector but the shards of one gradient.
 
-    Its noise scale is the ratio of two exponential averages over the measured windows. It is not the noise scale now,
-    as a reading of `sonde.attach` is: while |G|² shrinks, old windows outweigh new ones, and the ratio lags.
+    Its noise scale is the level now, by the filter of `sonde.attach`'s readings. Its steps are measured windows.
 
     Args:
         model: the policy: plain, in DDP, or cut by FSDP2, tensor or sequence parallelism, or FSDP2 over these.
@@ -111,7 +109,6 @@ class PromptNoiseProbe:
             transformers.
         weighs: "completions" if every completion has the same weight in the loss: as a sum, or as a mean over its own
             tokens. "tokens" if the loss is divided by the number of all tokens, so that long responses weigh more.
-        horizon: length of the exponential averages, in measured windows. A shorter one lags less and is noisier.
         process_group: the ranks that hold different responses, for a model that is not cut; by default those of DDP.
         mesh: all ranks that hold any of a cut model, where no parameter is on all of them.
 
@@ -124,7 +121,7 @@ class PromptNoiseProbe:
     """
 
     METRICS: ClassVar[Mapping[str, Metric]] = {
-        "gns_prompts/b_simple": Metric("prompts", "gradient noise scale tr Σ/|G|² in prompts, running average"),
+        "gns_prompts/b_simple": Metric("prompts", "gradient noise scale tr Σ/|G|² in prompts, now"),
         "gns_prompts/b_simple_low": Metric("prompts", "lower end of the noise scale's 95 % interval"),
         "gns_prompts/b_simple_high": Metric("prompts", "upper end of the noise scale's 95 % interval, if there is one"),
         "gns_prompts/grad_sq": Metric("gradient²", "squared norm of the true gradient |G|², unclamped"),
@@ -142,7 +139,6 @@ class PromptNoiseProbe:
         *,
         token_statistics: TokenStatistics | None = None,
         weighs: Literal["completions", "tokens"] = "completions",
-        horizon: float = 100.0,
         process_group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
@@ -154,7 +150,7 @@ class PromptNoiseProbe:
             raise ValueError("process_group= is for plain modules, and a sharded model knows its ranks: leave it out")
         if weighs not in ("completions", "tokens"):
             raise ValueError(f"weighs must be 'completions' or 'tokens', got {weighs!r}")
-        self._running = RunningPromptNoise(horizon)
+        self._running = RunningPromptNoise()
         self._model = model
         self._statistics = CausalLMStatistics() if token_statistics is None else token_statistics
         self._weighs = weighs
@@ -162,7 +158,7 @@ class PromptNoiseProbe:
         self._ranks: PromptRanks | None = None
         self._scorer: Scorer | None = None
         # Of the parameters as they are now: they may be frozen later, before the state is saved or after it is loaded.
-        self._identity = _identity(model, self._statistics, weighs, horizon)
+        self._identity = _identity(model, self._statistics, weighs)
 
     def measure(self, rollouts: Rollouts) -> PromptNoiseReading:
         """Add one window: the responses that this rank learns from, with advantages.
@@ -184,9 +180,8 @@ class PromptNoiseProbe:
         self._check_responses(rollouts, ranks)
         if self._scorer is None:
             self._scorer = Scorer(self._model, self._statistics, 1, ranks.everyone)
-        if not self._scorer.is_checked:
-            with preserve_training_state(self._model):
-                self._scorer.check(rollouts)
+        with preserve_training_state(self._model):
+            self._scorer.check(rollouts)
         credit, prompts = rollouts.credit(), rollouts.order(1)
 
         def objective(rows: Tensor) -> Tensor:
@@ -241,20 +236,19 @@ class PromptNoiseProbe:
 
     def reading(self) -> PromptNoiseReading:
         """The noise scale so far."""
-        noise = self._running.noise
-        interval, share = noise.interval(), self._running.within.interval()
-        trace_cov, grad_sq = (noise.x, noise.y) if noise.windows else (None, None)
+        [interval], share = self._running.windows.levels(), self._running.within.interval()
+        recent = self._running.windows.recent()
         return PromptNoiseReading(
             b_simple=interval.ratio,
             low=interval.low,
             high=interval.high,
             status=interval.status,
             reason=interval.reason,
-            trace_cov=trace_cov,
-            grad_sq=grad_sq,
+            trace_cov=None if recent is None else recent.trace_cov[0],
+            grad_sq=None if recent is None else recent.grad_sq[0],
             completions_share=self._running.completions_share,
             prompts_per_window=self._running.n_prompts,
-            windows=noise.windows,
+            windows=self._running.n_windows,
             completions_share_low=share.low,
             completions_share_high=None if share.high == math.inf else share.high,
         )
@@ -292,8 +286,8 @@ class PromptNoiseProbe:
         or a model that was cut in another way.
 
         Raises:
-            ValueError: when it is damaged, or of another version, of other parameters, or of another `weighs`,
-                temperature or horizon; nothing is changed then.
+            ValueError: when it is damaged, or of another version, of other parameters, or of another `weighs`
+                or temperature; nothing is changed then.
         """
         contents = unsealed("prompt-noise probe state", state)
         check_identity(contents["what"], self._identity)
@@ -315,7 +309,7 @@ class PromptNoiseProbe:
         return lengths
 
 
-def _identity(model: nn.Module, statistics: TokenStatistics, weighs: str, horizon: float) -> dict[str, object]:
+def _identity(model: nn.Module, statistics: TokenStatistics, weighs: str) -> dict[str, object]:
     """What is measured, for the saved state. Averages of something else must not be continued."""
     trained = [(clean_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
     temperature: float | str
@@ -329,7 +323,6 @@ def _identity(model: nn.Module, statistics: TokenStatistics, weighs: str, horizo
     return {
         "probe": PromptNoiseProbe.__name__,
         "weighs": weighs,
-        "horizon": horizon,
         "temperature": temperature,
         "parameters": parameters_digest(
             [name for name, _ in trained], [None if is_lazy(p) else tuple(p.shape) for _, p in trained]
@@ -365,14 +358,12 @@ class PromptNoiseProbeConfig:
     Attributes:
         enabled: whether the probe is wanted.
         weighs: as for `PromptNoiseProbe`.
-        horizon: as for `PromptNoiseProbe`.
         temperature: at which responses are scored, where `attach` is given no token statistics; None for that of the
             responses.
     """
 
     enabled: bool = False
     weighs: Literal["completions", "tokens"] = "completions"
-    horizon: float = 100.0
     temperature: float | None = None
 
     def attach(self, partners: Partners) -> PromptNoiseProbe:
@@ -384,6 +375,5 @@ class PromptNoiseProbeConfig:
             partners.model,
             token_statistics=statistics,
             weighs=self.weighs,
-            horizon=self.horizon,
             process_group=partners.process_group,
         )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sonde.batch_size.stats.fixed_weights import window_lengths
+from sonde.batch_size.stats.averages import window_lengths
 from tests.batch_size.loops import flat_grad
 from tests.oracles import window_by_hand
 

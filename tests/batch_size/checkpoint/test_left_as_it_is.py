@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -132,49 +131,3 @@ def test_everything_is_as_before_after_an_error(error: type[BaseException], wher
     with pytest.raises(error, match="on purpose"):
         sonde.measure(model, failing_loss, data(), unit="rows", verbose=False, on_window=on_window)
     assert_same(everything(model), before)
-
-
-def test_without_gradients_enabled() -> None:
-    """As inside an evaluation function."""
-    model, data = stateful_model(), batches([4] * 42)
-    expected = sonde.measure(model, loss, data, unit="rows", verbose=False).reading.trace_cov
-    for off in (torch.no_grad(), torch.inference_mode()):
-        with off:
-            before = everything(model)
-            reading = sonde.measure(model, loss, data, unit="rows", verbose=False).reading
-            assert_same(everything(model), before)
-        assert reading.trace_cov == pytest.approx(expected, rel=1e-6)
-
-
-def test_training_goes_on_as_without_it() -> None:
-    def train(*, measures: bool) -> list[Tensor]:
-        model = stateful_model()
-        model[2].train()
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-        torch.manual_seed(11)
-        for step, batch in enumerate(batches([6] * 12, seed=4)):
-            loss(model, batch).backward()
-            if measures and step % 3 == 1:  # with gradients of an unfinished step in .grad
-                sonde.measure(model, loss, batches([4] * 12), unit="rows", verbose=False)
-            if step % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        return [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
-
-    for one, other in zip(train(measures=True), train(measures=False), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_a_graph_that_waits_for_its_backward_is_not_disturbed() -> None:
-    """Between a forward and its backward, too, as far as the model keeps no buffer that the graph needs."""
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
-    other = copy.deepcopy(model)
-    batch = batches([6])[0]
-    waiting = loss(model, batch)
-    sonde.measure(model, loss, batches([4] * 12), unit="rows", verbose=False)
-    waiting.backward()
-    loss(other, batch).backward()
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert p.grad is not None
-        assert q.grad is not None
-        assert torch.equal(p.grad, q.grad)

@@ -72,15 +72,6 @@ def test_units_and_weights_are_the_users() -> None:
     assert tensors.reading.trace_cov == pytest.approx(usual.trace_cov, rel=1e-5)
 
 
-@pytest.mark.parametrize("factor", [1e-3, 300.0])
-def test_a_factor_of_the_loss_cancels(factor: float) -> None:
-    model, data = model_of(), batches([4] * 30)
-    one = measure(model, data).reading
-    other = measure(model, data, loss=lambda m, b: factor * loss(m, b)).reading
-    assert other.trace_cov / other.grad_sq == pytest.approx(one.trace_cov / one.grad_sq, rel=1e-4)
-    assert other.trace_cov == pytest.approx(factor**2 * one.trace_cov, rel=1e-4)
-
-
 def test_it_stops_when_the_interval_is_as_narrow_as_was_asked_for() -> None:
     data = draw(3000, torch.Generator().manual_seed(1))
     for until in (0.5, 0.2):
@@ -109,41 +100,6 @@ def test_the_interval_holds_the_exact_noise_scale_of_the_data_set() -> None:
     assert mean == pytest.approx(exact.b_simple, rel=0.1)  # 40 readings of ± 40 % or better: ± 6 %
 
 
-def test_it_stops_at_a_limit() -> None:
-    measurement = measure(model_of(), endless(draw(100, torch.Generator().manual_seed(1)), 4, 0), most_batches=20)
-    assert (measurement.ended, measurement.n_batches) == ("limit", 20)
-    exactly = measure(model_of(), batches([4] * 20), most_batches=20)
-    assert exactly.ended == "limit"
-
-
-def test_no_batch_is_taken_that_is_not_measured() -> None:
-    taken = []
-
-    def data() -> Any:
-        for batch in endless(draw(3000, torch.Generator().manual_seed(1)), 16, seed=2):
-            taken.append(1)
-            yield batch
-
-    measurement = measure(model_of(), data(), most_batches=12)
-    assert measurement.n_batches == len(taken) == 12
-    taken.clear()
-    measurement = measure(model_of(), data(), until=0.7)
-    assert measurement.ended == "precise"
-    assert measurement.n_batches == len(taken)
-
-
-def test_what_the_batches_may_be() -> None:
-    model, data = model_of(), batches([4] * 12)
-    expected = measure(model, data).reading.trace_cov
-    rows = torch.utils.data.TensorDataset(*(torch.cat(t) for t in zip(*data, strict=True)))
-    as_loader = measure(model, torch.utils.data.DataLoader(rows, batch_size=4))
-    as_dict = measure(model, [{"x": x, "y": y} for x, y in data], loss=lambda m, b: loss(m, (b["x"], b["y"])))
-    joined = [torch.cat(b, 1) for b in data]
-    as_tensor = measure(model, joined, loss=lambda m, b: loss(m, (b[:, :8], b[:, 8:])))
-    for other in (as_loader, as_dict, as_tensor):
-        assert other.reading.trace_cov == pytest.approx(expected, rel=1e-6)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_dtypes_of_weights(dtype: torch.dtype) -> None:
     model, data = model_of(), batches([4] * 90)
@@ -159,7 +115,7 @@ def test_other_dtypes_of_weights(dtype: torch.dtype) -> None:
 
 def test_windows_stop_growing_where_gradients_have_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long sums in bf16 lose what is added last."""
-    monkeypatch.setattr("sonde.batch_size.checkpoint.measure._LONGEST_IN_16_BITS", 6)
+    monkeypatch.setattr("sonde.batch_size.measure._LONGEST_IN_16_BITS", 6)
     model, data = model_of(), batches([4] * 30)
     assert measure(model, data).reading.windows == 5  # of 2, 4, 6, 8, 10
     in_bf16 = [(x.bfloat16(), y.bfloat16()) for x, y in data]
@@ -178,30 +134,6 @@ def test_autocast_and_a_compiled_model() -> None:
     assert measure(model, data, loss=in_bf16).reading.trace_cov == pytest.approx(expected.trace_cov, rel=0.02)
     compiled = torch.compile(copy.deepcopy(model), backend="aot_eager")
     assert measure(compiled, data).reading.trace_cov == pytest.approx(expected.trace_cov, rel=1e-5)
-
-
-def test_frozen_and_unused_parameters() -> None:
-    model, data = model_of(), batches([4] * 30)
-    model[0].requires_grad_(False)
-    model.append(nn.Linear(2, 2))
-
-    def without_the_last(m: nn.Module, batch: Batch) -> Tensor:
-        return loss(m[:3], batch)  # type: ignore[index]
-
-    reading = measure(model, data, loss=without_the_last).reading
-    assert list(reading.groups) == ["2"]
-    assert reading.groups["2"].trace_cov == pytest.approx(reading.trace_cov, rel=1e-9)
-
-
-def test_sparse_gradients_in_one_process() -> None:
-    def reading(*, sparse: bool) -> sonde.NoiseScaleReading:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Embedding(9, 8, sparse=sparse), nn.Flatten(), nn.Linear(8, 2))
-        rows = torch.Generator().manual_seed(2)
-        data = [(torch.randint(0, 9, (4, 1), generator=rows), y) for _, y in batches([4] * 30)]
-        return measure(model, data).reading
-
-    assert reading(sparse=True).trace_cov == pytest.approx(reading(sparse=False).trace_cov, rel=1e-5)
 
 
 def test_the_data_of_a_long_window_are_freed() -> None:

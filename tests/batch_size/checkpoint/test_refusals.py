@@ -23,14 +23,12 @@ def refused(data: Any = None, error: type[Exception] = ValueError, **options: An
     return str(raised.value)
 
 
-@pytest.mark.parametrize("until", [0, 1, -0.1, 10, 10**400, float("nan"), "0.1", True])
-def test_until(until: object) -> None:
-    assert "use 0.1 for ± 10 %" in refused(until=until)
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        ({"until": 0}, "use 0.1 for ± 10 %"),
+        ({"until": math.nan}, "use 0.1 for ± 10 %"),
+        ({"until": "0.1"}, "use 0.1 for ± 10 %"),
         ({"most_batches": 0}, "most_batches must be a whole number from 1 up, got 0"),
         ({"most_batches": 2.5}, "most_batches must be a whole number"),
         ({"batch": -1}, "batch must be a positive number of units, got -1"),
@@ -85,11 +83,6 @@ def test_a_window_with_a_loss_that_is_not_finite_is_left_out(value: float) -> No
     assert not math.isfinite(measurement.loss or 0.0)
 
 
-def test_models() -> None:
-    frozen = model_of().requires_grad_(False)
-    assert "has no trainable parameters" in refused(model=frozen)
-
-
 def test_a_loss_that_trains_the_model() -> None:
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -115,9 +108,3 @@ def test_gradients_that_a_hook_changes_are_no_measurement() -> None:
     said = refused(model=model)
     assert said.startswith("no window can be measured: ")
     assert "not a multiple of the sum of its pieces" in said
-
-
-def test_a_model_without_gradients_has_a_reason() -> None:
-    model = model_of()
-    said = refused(model=model, loss=lambda m, b: 0.0 * loss(m, b))
-    assert "no window can be measured: no piece had a gradient" in said

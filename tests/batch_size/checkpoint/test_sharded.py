@@ -101,7 +101,7 @@ def test_the_reading_is_that_of_one_process_with_the_same_pieces(ranks2: Ranks, 
 
 def interleaved(of_ranks: list[list[Batch]]) -> list[Batch]:
     """The batches of all ranks in the order in which windows take them."""
-    from sonde.batch_size.stats.fixed_weights import window_lengths
+    from sonde.batch_size.stats.averages import window_lengths
 
     left, order = [list(own) for own in of_ranks], []
     for length in window_lengths(len(of_ranks)):

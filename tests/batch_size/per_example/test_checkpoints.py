@@ -75,14 +75,6 @@ def test_a_block_that_is_shared_by_checkpoints(depth: int) -> None:
     assert_exact(model, without_checkpoints(model))
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_layer_that_a_checkpoint_calls_twice(depth: int) -> None:
-    model = Checkpointed(reentrant=False, depth=depth).double()
-    for block in model.blocks:
-        block[4] = block[1]
-    assert_exact(model, without_checkpoints(model))
-
-
 def test_a_block_shared_by_reentrant_checkpoints_is_covered_from_the_second_piece_on() -> None:
     """A reentrant checkpoint hides how often a layer is called until backward has begun."""
     model = Checkpointed(reentrant=True, shared=True).double()

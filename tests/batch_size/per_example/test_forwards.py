@@ -123,25 +123,6 @@ def test_other_forwards_in_between_do_not_count() -> None:
     assert torch.equal(squares.sq_norms, alone.sq_norms)
 
 
-def test_the_scale_of_the_loss_is_squared() -> None:
-    """As under a GradScaler: the caller divides by the square of its scale."""
-    model, shares = nn.Linear(WIDTH, 3).double(), shares_of(torch.randn(B, T, WIDTH))
-    scaled = measure(model, lambda m: 1024.0 * shares(m))
-    assert torch.equal(scaled.sq_norms, measure(model, shares).sq_norms * 1024.0**2)
-
-
-def test_the_mean_over_a_batch_divides_each_example_by_its_size() -> None:
-    """A batch of copies: each example's gradient is the whole gradient, divided by their number."""
-    model = nn.Linear(WIDTH, 3).double()
-    x = torch.randn(1, T, WIDTH).double().expand(B, -1, -1)
-    with PerExampleNorms(model) as norms:
-        model(x).square().mean().backward()
-        squares = norms.take(B)
-    for p, row in zip(model.parameters(), squares.sq_norms, strict=True):
-        assert p.grad is not None
-        torch.testing.assert_close(row, (p.grad / B).square().sum().expand(B))
-
-
 def test_a_gradient_that_is_nothing_but_rounding_is_covered() -> None:
     """The bias of attention's keys moves all scores of a query alike, so its gradient is 0 but for rounding."""
 
@@ -252,14 +233,6 @@ def test_ways_to_run_a_backward(way: Callable[[Callable[[], Tensor]], None]) -> 
     model.zero_grad()  # breaks the cycle of parameters and gradients
 
 
-def test_two_at_once() -> None:
-    model, shares = nn.Linear(WIDTH, 3).double(), shares_of(X)
-    first, second = PerExampleNorms(model), PerExampleNorms(model, staging_bytes=1)
-    with first, second:
-        shares(model).sum().backward()
-        assert torch.allclose(first.take(B).sq_norms, second.take(B).sq_norms, rtol=1e-12, atol=0.0)
-
-
 class Nested(nn.Module):
     def __init__(self, layout: torch.layout) -> None:
         super().__init__()
@@ -309,12 +282,3 @@ REFUSED = {
 def test_layers_that_do_not_see_single_examples(model: nn.Module, names: tuple[str, ...], reason: str) -> None:
     squares = assert_exact(model.double(), shares_of(X), not_covered=names)
     assert all(reason in text for text in squares.not_covered().values()), squares.not_covered()
-
-
-def test_parameters_that_functional_call_puts_in_place() -> None:
-    model = nn.Linear(WIDTH, 3).double()
-    with PerExampleNorms(model) as norms:
-        other = {name: 2.0 * p for name, p in model.named_parameters()}
-        torch.func.functional_call(model, other, (X,)).sum().backward()
-        squares = norms.take(B)
-    assert set(squares.not_covered()) == {"weight", "bias"}

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from sonde.batch_size.taps.autograd_internals import will_accumulate
+from sonde.batch_size.hooks import will_accumulate
 
 
 def test_guard_a_write_into_a_view_leaves_the_hooks_of_the_tensor_under_it() -> None:

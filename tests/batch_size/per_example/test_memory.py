@@ -7,14 +7,39 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sonde.batch_size.per_example import piece
 from sonde.batch_size.per_example.norms import PerExampleNorms
-from tests.batch_size.per_example.live_memory import LiveMemory
 from tests.mutants import Mutant
 
 STAGING = 2**17
 """Bytes. The results themselves, some vectors of the number of examples, come on top: an eighth of it is allowed."""
+
+
+class LiveMemory(TorchDispatchMode):
+    """Watches every operator: the storages that it makes, until nothing holds them any more.
+
+    Attributes:
+        peak: bytes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._alive: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {StorageWeakRef(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for t in tree_leaves(result):
+            if isinstance(t, Tensor) and (reference := StorageWeakRef(t.untyped_storage())) not in given:
+                self._alive[reference] = t.untyped_storage().nbytes()
+        self._alive = {reference: n for reference, n in self._alive.items() if not reference.expired()}
+        self.peak = max(self.peak, sum(self._alive.values()))
+        return result
 
 
 @pytest.fixture

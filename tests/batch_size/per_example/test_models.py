@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from benchmarks.gpt import TINY, Gpt
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from sonde.batch_size.per_example.norms import PerExampleNorms
-from tests.batch_size.per_example.oracle import assert_as, assert_exact, exact_squares, measure, shares_of
+from tests.batch_size.per_example.oracle import assert_exact, exact_squares, measure, shares_of
 
 B = 4
 
@@ -215,26 +212,6 @@ def test_a_model_of_transformers_with_gradient_checkpointing(reentrant: bool) ->
     squares = measure(model, lambda m: token_shares(m, ids))
     assert squares.not_covered() == {}
     torch.testing.assert_close(squares.sq_norms, plain.sq_norms, rtol=1e-6, atol=0.0)
-
-
-class FreeHeadGpt(Gpt):
-    """It multiplies by the embedding's weight as a head, and adds the positions' weight as it is."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids[:, :-1]) + self.position.weight
-        for block in self.blocks:
-            x = block(x)
-        logits = self.norm(x) @ self.embed.weight.T
-        return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-
-
-def test_weights_that_are_used_outside_their_layers_are_named() -> None:
-    model, ids = FreeHeadGpt(TINY).double(), torch.randint(256, (B, 33))
-    exact = exact_squares(copy.deepcopy(model), lambda m: torch.stack([m(x[None]) / B for x in ids]))
-    with PerExampleNorms(model) as norms:
-        model(ids).backward()
-        squares = norms.take(B)
-    assert_as(squares, exact, not_covered={"embed.weight", "position.weight"})
 
 
 def test_adapters_on_a_frozen_model() -> None:

@@ -65,14 +65,6 @@ def test_without_the_check_such_a_use_would_be_a_wrong_number(monkeypatch: pytes
     assert measure(model, shares_of(X)).not_covered() == {}
 
 
-def test_a_layer_that_is_only_used_by_its_weight() -> None:
-    model = Model(lambda m, x, y: y).double()
-    model.second.forward = lambda x: x  # type: ignore[method-assign]
-    model.then = lambda m, x, y: F.linear(y, m.second.weight, m.second.bias)
-    squares = assert_exact(model, shares_of(X), not_covered=("second.weight", "second.bias"))
-    assert "is not what the rules have seen" in squares.not_covered()["second.bias"]
-
-
 @pytest.mark.parametrize("how", ["hook", "pre-hook", "parameter hook"])
 def test_hooks_of_the_user(how: str) -> None:
     """A forward hook that changes what a layer takes or returns is no matter. One that changes a gradient is named."""

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from sonde.batch_size.per_example.norms import PerExampleNorms
@@ -121,32 +120,6 @@ def own_examples_on_rank() -> None:
 
 def test_under_ddp_each_rank_has_the_norms_of_its_own_examples(ranks2: Ranks) -> None:
     ranks2(own_examples_on_rank)
-
-
-class HostReads(TorchDispatchMode):
-    """Notes every operator that a GPU would have to be waited for."""
-
-    NAMES = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select", "unique", "_unique2", "allclose")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = function.overloadpacket.__name__
-        self.seen += [name] if name in self.NAMES else []
-        return function(*args, **(kwargs or {}))
-
-
-def test_nothing_waits_for_the_device_until_the_reasons_are_read() -> None:
-    model, ids = Everything(), torch.randint(VOCABULARY, (B, T))
-    with HostReads() as reads:
-        with PerExampleNorms(model) as norms:
-            model(ids).square().mean().backward()
-            squares = norms.take(B)
-        assert reads.seen == []
-        squares.totals()[0].item()
-    assert reads.seen == ["_local_scalar_dense"]
 
 
 def nodes_of(output: Tensor) -> list[str]:

@@ -72,18 +72,6 @@ def test_a_jump_of_the_learning_rate_ends_a_block() -> None:
     assert len(ends({step: float(1 + 9 * (step % 2)) for step in range(1, 1001)})) <= 4 * (len(usual) + 1)
 
 
-def test_blocks_are_equally_long_in_log_time() -> None:
-    blocks = filled(range(1, 3001))
-    assert len(blocks.complete) > 20
-    assert ends_of(blocks)[0] == (8, 8, 8)  # the fewest windows, which take longer here
-    for block in blocks.complete[1:]:
-        # A block is too long by less than its last step.
-        assert 0.2 <= block.log_time < 0.2 + math.log((block.end + 30) / (block.end + 29))
-        assert block.n_windows == block.n_steps
-    assert sum(block.n_steps for block in blocks.all) == 3000
-    assert sum(block.n_windows for block in blocks.all) == blocks.n_windows == 3000
-
-
 def test_a_long_run_is_kept_in_few_numbers() -> None:
     """Also where a block has thousands of windows, and where its windows are far apart."""
     dense = filled(range(1, 20_001))
@@ -94,15 +82,6 @@ def test_a_long_run_is_kept_in_few_numbers() -> None:
     assert 45 < len(long.all) < 80
     assert sum(block.n_steps for block in long.all) == 1_000_000
     assert len(json.dumps(long.state_dict())) < 20_000
-
-
-def test_sparse_windows_make_longer_blocks_of_eight() -> None:
-    """One in 50: in log time, 8 windows take longer than a block at first."""
-    blocks = filled(range(50, 20_001, 50))
-    assert ends_of(blocks)[:2] == [(400, 400, 8), (800, 400, 8)]
-    assert min(block.n_windows for block in blocks.complete) == 8
-    assert all(block.n_windows == 8 or block.log_time < 0.21 for block in blocks.complete)
-    assert sum(block.n_steps for block in blocks.all) == 20_000
 
 
 def of_table(windows: Tensor, v: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,15 +113,3 @@ def test_a_block_under_way_is_that_of_its_windows_at_once() -> None:
         torch.testing.assert_close(block.means, means)
         # 1e-16 of the mean is 1e-7 of a scatter of 1e-9.
         torch.testing.assert_close(block.scatter, sums, rtol=1e-5, atol=0.0)
-
-
-@pytest.mark.parametrize("n_before", [0, 8, 20])
-def test_the_state_goes_on_bit_for_bit(n_before: int) -> None:
-    whole, first, second = filled(range(1, 61), n_series=3), filled(range(1, n_before + 1), n_series=3), Blocks()
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    generator = torch.Generator().manual_seed(0)
-    for end in range(1, 61):
-        window = torch.randn(3, 2, generator=generator, dtype=torch.float64).exp()
-        if end > n_before:
-            second.add(end, window, 1 / 8)
-    assert second.state_dict() == whole.state_dict()

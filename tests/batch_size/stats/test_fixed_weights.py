@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sonde.batch_size.stats.fixed_weights import FixedWeights, window_lengths
+from sonde.batch_size.stats.averages import FixedWeights, window_lengths
 from sonde.batch_size.stats.noise_scale import Pieces
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.window_row import SolvedWindow
@@ -104,24 +104,6 @@ def test_too_little_gives_a_reason() -> None:
     assert fixed.total().status == "unresolved"
 
 
-def test_all_windows_dropped_gives_the_usual_reason() -> None:
-    tracker = tracker_of(fixed_weights=FixedWeights())
-    tracker.dropped = {"it was zeroed": 3, "NaN": 1}
-    assert tracker.reading().reason == "it was zeroed"
-
-
-def test_a_doubt_takes_all_numbers_away() -> None:
-    fixed = FixedWeights()
-    for estimates, units in WINDOWS:
-        fixed.add(solved(estimates, units), weight=1.0)
-    found = reading(fixed, 5, ("a", "b"), differences=0.0)
-    assert set(found.doubts) == {"same_data"}
-    assert found.status == "unresolved"
-    assert "same data" in found.reason
-    assert {found.b_simple, found.low, found.grad_sq, found.average} == {None}
-    assert {group.b_simple for group in found.groups.values()} == {None}
-
-
 def test_bounds_and_advice() -> None:
     fixed = FixedWeights()
     for i, y in enumerate((1.0, -0.9, 1.1, -0.8, 0.9, -0.7)):
@@ -136,17 +118,6 @@ def test_bounds_and_advice() -> None:
     # Standard error of log B: √(0.4/30)/1 = 0.115; at ± 20 % it is 0.102: (0.115/0.102)² − 1 of 60 rows.
     assert found.advice == "measure about 17 more rows"
     assert found.windows_needed == 1
-
-
-def test_windows_grow_alike_however_many_ranks_share_them() -> None:
-    def first(n_ranks: int, **options: float) -> list[int]:
-        return [n_ranks * n for n in itertools.islice(window_lengths(n_ranks, **options), 6)]
-
-    assert first(1) == [2, 4, 6, 8, 10, 12]
-    assert first(2) == [2, 4, 6, 8, 10, 12]
-    assert first(3) == [3, 6, 6, 9, 12, 12]
-    assert first(64) == [64] * 6
-    assert first(1, longest=5) == [2, 4, 5, 5, 5, 5]
 
 
 # Over many repetitions.

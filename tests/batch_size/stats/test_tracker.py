@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sonde.batch_size.stats.fixed_weights import FixedWeights
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, SolvedWindow, solve_window
 from sonde.runs.run import logged_batch
@@ -71,12 +70,6 @@ def test_windows_that_were_dropped_are_not_taken_for_unmeasured_ones(are_dropped
     assert ("measure every window" in advice) == (not are_dropped)
 
 
-def test_no_window_yet() -> None:
-    reading = tracker_of(["a"]).reading()
-    assert (reading.status, reading.reason) == ("unresolved", "no window has ended yet")
-    assert (reading.b_simple, reading.grad_sq, reading.units_per_window) == (None, None, None)
-
-
 def test_the_most_frequent_reason_is_given_where_all_windows_were_dropped() -> None:
     averages = tracker_of(["a"])
     for reason in ("rare", "frequent", "frequent"):
@@ -97,33 +90,6 @@ def test_a_doubt_hides_every_number_and_is_the_reason() -> None:
         assert (known.b_simple, known.low, known.high, known.grad_sq, known.trace_cov) == (None,) * 5
     assert reading.windows_needed is None
     assert reading.windows == 30
-
-
-def test_pieces_without_any_noise_raise_the_doubt_of_the_same_data() -> None:
-    reading = averages_of(10, noise=0.0).reading()
-    assert list(reading.doubts) == ["same_data"]
-    assert reading.b_simple is None
-
-
-def test_old_windows_say_nothing_about_now() -> None:
-    averages = averages_of(60)
-    for _ in range(40):
-        averages.n_seen += 1
-        averages.drop(Drop("not_finite", "a loss was NaN"))
-    reading = averages.reading()
-    assert (reading.status, reading.b_simple) == ("unresolved", None)
-    assert reading.reason == "the last 40 windows could not be used: a loss was NaN"
-
-
-def test_a_few_missing_windows_are_bridged() -> None:
-    averages = averages_of(60)
-    expected = averages.reading()
-    for _ in range(5):
-        averages.n_seen += 1
-        averages.drop(Drop("not_finite", "a loss was NaN"))
-    reading = averages.reading()
-    assert (reading.status, reading.dropped) == ("resolved", {"a loss was NaN": 5})
-    assert (reading.low, reading.high) == (expected.low, expected.high)  # of the last window that was used
 
 
 def test_a_reading_can_be_made_however_long_ago_the_last_window_was() -> None:
@@ -165,13 +131,6 @@ def test_the_level_and_the_scatter_are_those_of_the_windows() -> None:
     assert reading.average.low < mean_x / mean_y < reading.average.high
 
 
-def test_a_reading_of_the_total_has_no_groups() -> None:
-    averages = averages_of(30)
-    total, whole = averages.reading(with_groups=False), averages.reading()
-    assert total.groups == {}
-    assert (total.b_simple, total.low, total.high) == pytest.approx((whole.b_simple, whole.low, whole.high), rel=1e-9)
-
-
 @pytest.mark.parametrize(("n_windows", "batch"), [(20, 8.0), (300, 4.0), (300, 1e4)])
 def test_a_reading_in_words_gives_the_advice_of_its_verdict(n_windows: int, batch: float) -> None:
     """In the first steps there is none, for a small batch none is needed, and a large one may be anything."""
@@ -181,13 +140,6 @@ def test_a_reading_in_words_gives_the_advice_of_its_verdict(n_windows: int, batc
     ending = "; measure more" if batch == 1e4 else ""
     assert str(reading).endswith(f"{reading.verdict.in_short}{ending}" if n_windows > 100 else "20 windows")
     assert str(replace(reading, units_per_window=None)).endswith("; measure more")  # of a checkpoint: no verdict
-
-
-def test_groups_without_a_gradient_are_left_out() -> None:
-    averages = averages_of(30)
-    averages.run.begin_anew(31)
-    take(averages, *[of_pieces([[1.0, 0.0], [2.0, 0.0]])] * 3)
-    assert list(averages.reading().groups) == ["signal"]
 
 
 def of_two(trace_cov: float, grad_sq: float) -> SolvedWindow:
@@ -229,14 +181,6 @@ def test_averages_by_hand() -> None:
     assert (reading.u, reading.scale, reading.scale_residual) == (0.25, 1.0, 1e-8)
 
 
-def test_dropped_windows_are_counted_by_reason() -> None:
-    averages = averages_of_some_windows()
-    for _ in range(2):
-        averages.drop(Drop("zero", "the gradient was 0"))
-    assert averages.dropped == {"noise was added": 2, "the gradient was 0": 2}
-    assert averages.windows == 3
-
-
 def test_the_state_round_trips_through_json() -> None:
     averages, restored = averages_of_some_windows(), tracker_of(["a", "b"])
     restored.load_state_dict(json.loads(json.dumps(averages.state_dict())))
@@ -257,14 +201,6 @@ def test_a_batch_that_was_changed_is_not_averaged_with_the_one_before() -> None:
     assert averages.units_per_window == 16.0
 
 
-def test_batches_of_many_sizes_are_averaged() -> None:
-    averages = tracker_of(fixed_weights=FixedWeights())  # which forgets nothing
-    sizes = [2.0, 8.0, 8.0, 2.0, 32.0, 32.0, 32.0, 32.0, 2.0, 8.0]
-    for n_units in sizes:
-        averages.see_units(n_units)
-    assert averages.units_per_window == pytest.approx(sum(sizes) / len(sizes))
-
-
 def test_a_change_is_an_accident_once_one_of_its_parameters_is_seen_sound() -> None:
     averages = averages_of(40)
     change(averages, 1, 7)
@@ -280,20 +216,3 @@ def test_a_change_is_an_accident_once_one_of_its_parameters_is_seen_sound() -> N
         assert "no unchanged gradient" in each.reading().doubts["changed"]
         each.dependence.see_change(None, sound={0, 1, 7})
         assert each.reading().status == "resolved"
-
-
-def test_several_changed_windows_are_doubted_until_they_are_old() -> None:
-    """A lasting change of a parameter that is seldom compared shows once in many windows."""
-    averages = averages_of(40)
-    for _ in range(3):
-        change(averages, 0)
-        take(averages, *[of_two(32.0, 16.0)] * 20)
-    assert "2 of the last windows were changed, and others may" in averages.reading().doubts["changed"]
-    take(averages, *[of_two(32.0, 16.0)] * 100)
-    assert not averages.reading().doubts
-
-
-def test_the_first_window_may_hold_gradients_from_before() -> None:
-    averages = tracker_of(["signal", "noise"])
-    change(averages, 0, 7)
-    assert not averages.reading().doubts

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sonde.batch_size.stats.scale_witness import RoundingTolerance
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
-from sonde.batch_size.stats.window_row import SolvedWindow, WindowRow
+from sonde.batch_size.stats.window_row import RoundingTolerance, SolvedWindow, WindowRow
 
 
 def window_row(ranks: Sequence[Sequence[Sequence[float]]], *, units: float, kappa: float = 1.0) -> WindowRow:

@@ -1,11 +1,12 @@
-"""DDP's buckets as pieces: a rank's window is one piece, and what else the buckets hold is named."""
+"""Which tap reads a model under DDP, and DDP's buckets as pieces: what else they hold, or cannot hold, is named."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import pickle
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from sonde.batch_size.taps.ddp_buckets import comm_hook_name
+from sonde.batch_size.taps.ddp_buckets import averages_alike, comm_hook_name
 from tests.batch_size.ddp_loops import (
     assert_as_by_hand,
     batches,
@@ -66,22 +67,6 @@ def test_buckets_reduced_more_than_once_are_refused(ranks2: Ranks) -> None:
     for result in ranks2(_buckets_reduced_each_time):
         assert result["reading"].windows == 0
         assert "accumulate under model.no_sync()" in result["reading"].reason
-
-
-def _second_hook() -> str:
-    _, model = wrap({})
-    model.register_comm_hook(None, default_hooks.allreduce_hook)
-    try:
-        attached(model, tap="comm_hook")
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_registered_hook_cannot_be_wrapped_and_the_message_says_what_to_do(ranks2: Ranks) -> None:
-    for message in ranks2(_second_hook):
-        assert "'allreduce_hook' is registered already" in message
-        assert "attach(comm_hook=" in message
 
 
 def _attach_again(how: str) -> dict[str, Any]:
@@ -143,66 +128,7 @@ def test_changes_after_the_reduction_are_seen(ranks2: Ranks, tap: str) -> None:
         assert (tap_name == "leaf hooks") == (tap == "leaf")
 
 
-def _scaled_behind_the_buckets() -> list[tuple[float | None, float | None]]:
-    """Moments without a clip, and with a clip by norm before probe.step(), whose factor differs between windows."""
-    moments = []
-    for clips in (False, True):
-        model = DistributedDataParallel(small_model())
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        with attached(model, tap="comm_hook") as probe:
-            for _ in range(20):
-                with probe.piece(units=4):
-                    mean_loss(model, *batch(4, generator)).backward()
-                if clips:
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-                probe.step()
-                model.zero_grad()
-            moments.append((probe.reading().trace_cov, probe.reading().grad_sq))
-    return moments
-
-
-def test_scaling_after_the_reduction_does_not_matter(ranks2: Ranks) -> None:
-    for plain, clipped in ranks2(_scaled_behind_the_buckets):
-        assert clipped == pytest.approx(plain, rel=1e-4)
-
-
-def _odd_pieces(case: str) -> tuple[int, list[str]]:
-    model = DistributedDataParallel(small_model())
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    with attached(model, tap="comm_hook", units_per_piece=4) as probe:
-        for _ in range(5):
-            if case == "empty":
-                with probe.piece():
-                    pass
-            elif case == "interrupted":
-                with contextlib.suppress(KeyError), model.no_sync(), probe.piece():
-                    mean_loss(model, *batch(4, generator)).backward()
-                    raise KeyError
-            with contextlib.nullcontext() if case == "undeclared" else probe.piece():
-                mean_loss(model, *batch(4, generator)).backward()
-            probe.step()
-            model.zero_grad()
-        return probe.reading().windows, list(probe.reading().dropped)
-
-
-@pytest.mark.parametrize(
-    ("case", "windows", "reason"),
-    [
-        ("empty", 0, "no backward reached the parameters in a piece"),
-        ("interrupted", 0, "in a piece that was interrupted"),
-        ("undeclared", 5, None),
-        ("plain", 5, None),
-    ],
-)
-def test_empty_interrupted_and_undeclared_pieces_in_buckets(
-    ranks2: Ranks, case: str, windows: int, reason: str | None
-) -> None:
-    for got_windows, dropped in ranks2(_odd_pieces, case):
-        assert got_windows == windows
-        assert (reason in dropped[0]) if reason else dropped == []
-
-
-def _ungated(case: str, tap: str) -> tuple[str, float | None, int, list[str]]:
+def _beside(case: str, tap: str) -> tuple[float | None, int, list[str]]:
     """Train a batch per window and rank, without `piece()` unless a case needs it."""
     torch.manual_seed(3)
     model = DistributedDataParallel(small_model())
@@ -219,12 +145,19 @@ def _ungated(case: str, tap: str) -> tuple[str, float | None, int, list[str]]:
             if case == "outside":
                 with model.no_sync():
                     mean_loss(model, x, y).backward()
-            with probe.piece() if case == "outside" else contextlib.nullcontext():
+            if case == "empty":
+                with probe.piece():
+                    pass
+            if case == "interrupted":
+                with contextlib.suppress(KeyError), model.no_sync(), probe.piece():
+                    mean_loss(model, x, y).backward()
+                    raise KeyError
+            with probe.piece() if case in ("outside", "empty", "interrupted") else contextlib.nullcontext():
                 mean_loss(model, x, y).backward()
             probe.step()
             if case != "left over":
                 model.zero_grad()
-        return probe._reader.tap_name, probe.reading().trace_cov, probe.reading().windows, list(probe.reading().dropped)
+        return probe.reading().trace_cov, probe.reading().windows, list(probe.reading().dropped)
 
 
 def _fails_halfway(model: nn.Module, x: torch.Tensor) -> None:
@@ -239,10 +172,10 @@ def _fails_halfway(model: nn.Module, x: torch.Tensor) -> None:
 
 
 def test_buckets_are_read_without_declared_pieces_too(ranks2: Ranks) -> None:
-    expected = ranks2(_ungated, "plain", "leaf")[0]
-    for tap_name, trace_cov, windows, dropped in ranks2(_ungated, "plain", "comm_hook"):
-        assert (tap_name, windows, dropped) == ("DDP's communication hook", 12, [])
-        assert trace_cov == pytest.approx(expected[1], rel=1e-5)
+    expected = ranks2(_beside, "plain", "leaf")[0]
+    for trace_cov, windows, dropped in ranks2(_beside, "plain", "comm_hook"):
+        assert (windows, dropped) == (12, [])
+        assert trace_cov == pytest.approx(expected[0], rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -251,12 +184,12 @@ def test_buckets_are_read_without_declared_pieces_too(ranks2: Ranks) -> None:
         ("left over", 1, "gradients from before the window's first backward"),
         ("failed", 11, "in a piece that was interrupted"),
         ("outside", 0, "a backward outside piece(), or in"),
+        ("empty", 0, "no backward reached the parameters in a piece"),
+        ("interrupted", 0, "in a piece that was interrupted"),
     ],
 )
-def test_gradients_in_ddps_buckets_beside_the_piece_are_named(
-    ranks2: Ranks, case: str, windows: int, reason: str
-) -> None:
-    for _, _, got_windows, dropped in ranks2(_ungated, case, "comm_hook"):
+def test_what_buckets_hold_beside_the_piece_is_named(ranks2: Ranks, case: str, windows: int, reason: str) -> None:
+    for _, got_windows, dropped in ranks2(_beside, case, "comm_hook"):
         assert got_windows == windows, dropped
         assert reason in dropped[-1]  # in the first window, the backward outside counted as a piece
 
@@ -308,3 +241,149 @@ def test_a_loss_scale_is_taken_out_of_the_buckets(ranks2: Ranks) -> None:
     for scaled, plain in zip(ranks2(_scaled, 1024.0), ranks2(_scaled, 0.0), strict=True):
         assert scaled[0] == plain[0] == 4
         assert scaled[1:] == pytest.approx(plain[1:], rel=1e-6)  # powers of two scale without rounding
+
+
+class Sparse(nn.Module):
+    """An embedding with sparse gradients, which DDP reduces in a bucket of its own kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(50, 6, sparse=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.embed(rows))
+        return out
+
+
+class Blocks(nn.Module):
+    """Residual blocks that a step may skip: all but two that the witness does not read in every window."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(6))
+        self.choose = torch.Generator().manual_seed(9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skips = float(torch.rand((), generator=self.choose)) < 0.5
+        for layer in (self.layers[1], self.layers[4]) if skips else self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def _windows(kind: str, tap: str) -> tuple[str, int, int, list[str]]:
+    """Where gradients are read, how many communication hooks DDP has, windows and reasons, of 12 windows."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    makes: dict[str, Any] = {"sparse": Sparse, "skipped": Blocks, "two modules": _two_modules}
+    model = makes.get(kind, small_model)()
+    if kind != "two modules":
+        model = DistributedDataParallel(model, find_unused_parameters=kind in ("skipped", "frozen"))
+    if kind == "frozen":  # after DDP was made
+        model.module[0].requires_grad_(False)
+    if kind == "built-in hook":
+        model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    with attached(model, tap=tap, units_per_piece=8, log_every=1, groups=None) as probe:
+        for _ in range(12):
+            x = torch.randint(50, (8,), generator=generator) if kind == "sparse" else batch(8, generator)[0]
+            with probe.piece():
+                model(x).square().sum(1).mean().backward()
+            probe.step()
+            model.zero_grad()
+        n_hooks = len(getattr(model, "_comm_hooks", ()))
+        return probe._reader.tap_name, n_hooks, probe.reading().windows, list(probe.reading().dropped)
+
+
+def _two_modules() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(DistributedDataParallel(nn.Linear(12, 8)), DistributedDataParallel(nn.Linear(8, 3)))
+
+
+LEAF, BUCKETS = "leaf hooks", "DDP's communication hook"
+
+
+@pytest.mark.parametrize("kind", ["plain", "sparse", "skipped", "two modules", "built-in hook"])
+def test_leaf_hooks_read_any_model_and_ddp_gets_no_communication_hook(ranks2: Ranks, kind: str) -> None:
+    assert ranks2(_windows, kind, "leaf") == [(LEAF, 0, 12, [])] * 2
+
+
+@pytest.mark.parametrize("kind", ["frozen", "skipped"])
+def test_buckets_with_parameters_that_get_no_gradient(ranks2: Ranks, kind: str) -> None:
+    """Blocks that are skipped at random are compared in other windows. They do not count as empty pieces."""
+    for tap_name, _, windows, dropped in ranks2(_windows, kind, "comm_hook"):
+        assert tap_name == BUCKETS
+        assert not [reason for reason in dropped if "no backward" in reason]
+        assert windows >= 10, dropped
+
+
+def test_sparse_buckets_are_named(ranks2: Ranks) -> None:
+    for _, _, windows, dropped in ranks2(_windows, "sparse", "comm_hook"):
+        assert windows == 0
+        assert "DDP does not put a sparse gradient into a bucket" in dropped[0]
+
+
+def _refusal(kind: str) -> str:
+    if kind == "registered":
+        model: nn.Module = wrap({})[1]
+        model.register_comm_hook(None, default_hooks.allreduce_hook)  # type: ignore[operator]
+    elif kind == "two modules":
+        model = _two_modules()
+    else:
+        alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+        model = DistributedDataParallel(small_model(), process_group=alone)
+        attached(model, tap="leaf").close()
+    try:
+        attached(model, tap="comm_hook")
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("registered", ("'allreduce_hook' is registered already", "attach(comm_hook=")),
+        ("two modules", ("parameters outside", "use tap='leaf'")),
+        ("one rank", ("got 1 rank", "use tap='leaf'")),
+    ],
+)
+def test_buckets_that_cannot_be_read_are_refused_with_the_way_out(
+    ranks2: Ranks, kind: str, words: tuple[str, ...]
+) -> None:
+    for message in ranks2(_refusal, kind):
+        assert all(each in message for each in words), message
+
+
+def test_a_hook_rounds_as_ddp_does_on_powers_of_two_ranks_or_without_a_bucket_view() -> None:
+    def is_alike(n_ranks: int, view: bool) -> bool:
+        model = SimpleNamespace(gradient_as_bucket_view=view, process_group=SimpleNamespace(size=lambda: n_ranks))
+        return averages_alike(cast(DistributedDataParallel, model))
+
+    assert [n for n in range(1, 20) if is_alike(n, True)] == [1, 2, 4, 8, 16]
+    assert all(is_alike(n, False) for n in range(1, 20))
+
+
+def _issued(tap: str | None, n_micro: int) -> int:
+    """Collectives of 4 windows; without a probe if `tap` is None."""
+    _, model = wrap({"bucket_cap_mb": 0.01})
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    group: Any = dist.group.WORLD
+    with attached(model, tap=tap, units_per_piece=4) if tap else contextlib.nullcontext() as probe:
+        for window in range(8):  # DDP rebuilds its buckets after the first
+            if window == 4:
+                before = group._get_sequence_number_for_group()
+            for i in range(n_micro):
+                sync = contextlib.nullcontext() if i == n_micro - 1 else model.no_sync()
+                with probe.piece() if probe else contextlib.nullcontext(), sync:
+                    mean_loss(model, *batch(4, generator)).backward()
+            if probe:
+                probe.clip_grad_norm_(1.0)
+            model.zero_grad()
+        return int(group._get_sequence_number_for_group() - before)
+
+
+@pytest.mark.parametrize(("tap", "n_micro"), [("leaf", 3), ("comm_hook", 1), ("comm_hook", 3)])
+def test_one_collective_a_window(ranks2: Ranks, tap: str, n_micro: int) -> None:
+    for n_with, n_without in zip(ranks2(_issued, tap, n_micro), ranks2(_issued, None, n_micro), strict=True):
+        assert n_with - n_without == 4

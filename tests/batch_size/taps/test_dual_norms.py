@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from sonde.batch_size.stats.noise_scale import noise_scale
-from sonde.batch_size.taps.metric import GradientMetric, SignMetric, SpectralMetric
-from sonde.batch_size.taps.squared_norms import add_parts
+from sonde.batch_size.taps.metric import GradientMetric, SignMetric, SpectralMetric, add_parts
 
 N_PIECES, UNITS, WINDOWS = 4, 6, 300
 
@@ -77,24 +76,6 @@ def test_sign_windows_have_the_expectation_of_the_closed_form(size: float) -> No
     assert abs(float(grad_sq.mean()) - expected[1]) < 4 * error
 
 
-def test_where_noise_dominates_it_is_the_ratio_of_adams_weights() -> None:
-    """Σσ over Σ G²/σ: the noise scale with weights 1/σ. Without the factor π/2, which would go to tr Σ alone."""
-    generator = torch.Generator().manual_seed(1)
-    deviation = torch.randn(4000, generator=generator, dtype=torch.float64).exp()
-    signal = 0.01 * deviation * torch.rand(4000, generator=generator, dtype=torch.float64)
-    trace_cov, grad_sq = _solved(lambda batch: float(_absolute(signal, deviation, batch)[0].sum()) ** 2)
-    assert trace_cov / grad_sq == pytest.approx(float(deviation.sum() / (signal**2 / deviation).sum()), rel=5e-3)
-
-
-def test_of_gaussian_signals_it_is_the_same_at_every_batch() -> None:
-    """g_j/σ_j is Gaussian then, so that the squared norm is a straight line in 1/batch."""
-    signal = torch.randn(100_000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    for size in (0.01, 0.2, 5.0):
-        deviation = torch.full_like(signal, 1.0 / size)
-        trace_cov, grad_sq = _solved(lambda b, d=deviation: float(_absolute(signal, d, b)[0].sum()) ** 2)  # type: ignore[misc]
-        assert trace_cov / grad_sq == pytest.approx(1 / size**2, rel=0.02)  # 100,000 elements are Gaussian to 1 %
-
-
 @pytest.mark.parametrize("rank", [1, 8, 24])
 def test_spectral_windows_have_the_expectation_of_singular_values(rank: int) -> None:
     """E‖G + ε/√B‖_*² at two batch sizes, by Monte Carlo with singular values of its own draws."""
@@ -112,25 +93,3 @@ def test_spectral_windows_have_the_expectation_of_singular_values(rank: int) -> 
     _assert_mean(trace_cov, expected[0])
     error = float(grad_sq.std()) / math.sqrt(len(grad_sq))
     assert abs(float(grad_sq.mean()) - expected[1]) < 5 * error  # of which one is the oracle's own
-
-
-def test_the_real_gain_follows_from_the_promised_one() -> None:
-    """P = f − 2τ f′ with τ = 1/B, for steps of signs and for orthogonal factors: why two norms tell a gain."""
-    generator = torch.Generator().manual_seed(1)
-    signal = torch.randn(50, generator=generator, dtype=torch.float64).exp()
-    deviation = torch.ones_like(signal)
-    tau, h = 0.3, 1e-4
-
-    def f(t: float) -> float:
-        return float(_absolute(signal, deviation, 1 / t)[0].sum())
-
-    real = float((signal * torch.erf(signal / math.sqrt(2 * tau))).sum())  # E⟨G, sign(g)⟩
-    assert f(tau) - 2 * tau * (f(tau + h) - f(tau - h)) / (2 * h) == pytest.approx(real, rel=1e-6)
-
-    matrix = torch.randn(12, 20, generator=generator, dtype=torch.float64)
-    noise = torch.randn(4000, 12, 20, generator=generator, dtype=torch.float64)
-    tau, h = 2.0, 0.02
-    norms = [torch.linalg.svdvals(matrix + math.sqrt(t) * noise).sum(-1).mean() for t in (tau - h, tau, tau + h)]
-    u, _, v = torch.linalg.svd(matrix + math.sqrt(tau) * noise, full_matrices=False)
-    real = float((matrix * (u @ v)).sum((-2, -1)).mean())
-    assert float(norms[1] - 2 * tau * (norms[2] - norms[0]) / (2 * h)) == pytest.approx(real, rel=2e-2)

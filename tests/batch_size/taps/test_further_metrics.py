@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import sonde
-from sonde.batch_size.taps.metric import nuclear_norm, nuclear_norm_by_iteration
-from sonde.batch_size.taps.squared_norms import absolute_sum
+from sonde.batch_size.taps.metric import SignMetric, add_parts, nuclear_norm, nuclear_norm_by_iteration
 from tests.batch_size import norms_by_hand as by_hand
 from tests.batch_size.loops import Recording, attached, mean_loss, piece_losses, small_model, train
 
@@ -190,6 +189,10 @@ def test_nuclear_norms(shape: tuple[int, int], spread: float) -> None:
     in_fp32 = nuclear_norm_by_iteration(gram.float())
     assert float(in_fp32) == pytest.approx(exact, rel=1e-4 if not spread else 2e-2)
     assert math.isnan(float(nuclear_norm(matrix * math.inf)))
+
+
+def absolute_sum(grad: Tensor) -> Tensor:
+    return add_parts(1, SignMetric().parts([0], [grad]), torch.device("cpu"), squares=False)
 
 
 def test_sums_of_absolute_values() -> None:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sonde.batch_size.taps.metric import AdamMetric
-from sonde.batch_size.taps.squared_norms import add_parts
+from sonde.batch_size.taps.metric import AdamMetric, add_parts
 from tests.batch_size.loops import (
     assert_same,
     attached,

@@ -65,4 +65,4 @@ def test_sparse_reads_as_dense() -> None:
 
 
 def test_empty_parameters_are_passed_over() -> None:
-    assert Witness([(0,), (0, 5), (3,)]).indices == [2]
+    assert Witness([(0,), (0, 5), (3,)]).indices == {2}

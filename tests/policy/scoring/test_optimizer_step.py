@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 from typing import Any
 
 import pytest
@@ -13,8 +12,6 @@ from torch import Tensor, nn
 
 import sonde
 from sonde.policy.scoring.optimizer_step import (
-    StepMeter,
-    StepWitness,
     dot,
     forecast_step,
     taken,
@@ -22,6 +19,7 @@ from sonde.policy.scoring.optimizer_step import (
 )
 from tests.ranks import Ranks
 from tests.sharded import backward, exact_gradients, fsdp, norm_of, whole
+from tests.step_meter import StepMeter
 
 KINDS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.SGD, {"lr": 0.1}),
@@ -118,30 +116,6 @@ def test_a_forecast_changes_nothing() -> None:
         optimizer.step()
 
 
-def test_bf16_parameters_take_the_step_rounded() -> None:
-    model = make_model(torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    set_gradients(model, torch.Generator().manual_seed(1))
-    forecast, meter = forecast_step(optimizer), StepMeter(model.parameters())
-    optimizer.step()
-    for p, step in meter.step().items():
-        assert forecast[p].dtype == torch.float32
-        assert difference(step, forecast[p]) < 0.02  # steps of 0.1 on weights of about 1/2, with 8 bits
-
-
-def test_a_step_is_undone_bit_for_bit() -> None:
-    model = make_model(torch.float32)
-    before = [p.detach().clone() for p in model.parameters()]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    set_gradients(model, torch.Generator().manual_seed(1))
-    meter = StepMeter(model.parameters())
-    optimizer.step()
-    assert any(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
-    meter.restore()
-    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
-    assert not any(step.any() for step in meter.step().values())
-
-
 def test_a_step_that_cannot_be_forecast_is_refused() -> None:
     model = make_model()
     optimizer = torch.optim.RMSprop(model.parameters())
@@ -229,24 +203,6 @@ def test_taken_restores_the_parameters(dtype: torch.dtype, is_failing: bool) -> 
     except KeyError:
         assert is_failing
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("factor", [1.0, 0.9])
-def test_a_witness_measures_the_departure_from_the_forecast(dtype: torch.dtype, factor: float) -> None:
-    model = make_model(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    set_gradients(model, torch.Generator().manual_seed(1))
-    witness = StepWitness(forecast_step(optimizer), model.parameters())
-    for p in model.parameters():
-        assert p.grad is not None
-        p.grad.mul_(factor)
-    optimizer.step()
-    # in bf16 the optimizer's own arithmetic rounds differently
-    assert witness.departure() == pytest.approx(1.0 - factor, abs=1e-12 if dtype == torch.float64 else 0.05)
-    with torch.no_grad():
-        next(model.parameters()).view(-1)[0] = torch.nan
-    assert witness.departure() == math.inf
 
 
 def _dot() -> float:

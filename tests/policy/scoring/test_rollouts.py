@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from sonde.policy.scoring.rollouts import Rollouts
-from tests.small_policy import rollouts
+from sonde.policy.scoring.rollouts import Rollouts, mask_doubt
+from tests.small_policy import STATISTICS, drawn, policy, rollouts
 
 
 @pytest.mark.parametrize(
@@ -80,3 +81,24 @@ def test_an_empty_packed_row_has_no_response(bounds: Tensor | None) -> None:
     nothing = torch.zeros(0, dtype=torch.long)
     row = {"input_ids": nothing, "position_ids": nothing}
     assert len(Rollouts.from_packed(row, nothing, nothing, cu_seqlens=bounds)) == 0
+
+
+def doubt(made: Rollouts) -> str:
+    with torch.no_grad():
+        s, _ = STATISTICS(policy(), made)
+    return mask_doubt(made, torch.where(made.mask.bool(), s, 0.0))
+
+
+def test_a_mask_without_the_token_that_ends_a_response_or_with_the_prompt_is_doubted() -> None:
+    """Either makes the change of entropy wrong by as much as a factor of 2, with no other sign."""
+    made = drawn(policy(), 0, 12, seed=3)
+    assert not doubt(made)
+    assert not doubt(made.rows(torch.arange(0, 48, 4)))  # one response to each prompt
+    ids, mask = made.inputs["input_ids"][:, 2:], made.mask
+    keeps = (mask & (ids != 0)).any(1).nonzero()[:, 0]  # END is 0: some responses are nothing else
+    without_end = dataclasses.replace(made, mask=mask & (ids != 0) | ~(mask & (ids != 0)).any(1, keepdim=True) & mask)
+    assert "token 0 follows each: if the policy samples a token that ends a response" in doubt(without_end.rows(keeps))
+    with_prompt = dataclasses.replace(made, mask=torch.cat([torch.ones(48, 1, dtype=torch.bool), mask], 1))
+    assert "the mask begins with the same token in all responses to a prompt, which the policy" in doubt(with_prompt)
+    other = dataclasses.replace(with_prompt, inputs={"ids": made.inputs["input_ids"]})
+    assert not mask_doubt(other, torch.zeros(48, 7))  # tokens that are not known

@@ -81,8 +81,3 @@ def test_grad_is_restored_if_a_backward_fails() -> None:
         assert p.grad is grad
         assert grad is None or torch.equal(grad, copied)  # type: ignore[arg-type]
         assert not p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-
-
-def test_an_integer_dtype_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"must be one of torch.float32, .* got torch.int32"):
-        summed_gradient(lambda b: b, build(), [], dtype=torch.int32)

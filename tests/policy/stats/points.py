@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from sonde.policy.stats.entropy_course import Course, entropy_course
-from sonde.policy.stats.forecast_point import Point
-from sonde.policy.stats.steps_kept import steps_kept
+from sonde.policy.stats.forecast_point import Point, steps_kept
 
 GOOD = Point(
     step=1, entropy=1.0, delta=-0.02, low=-0.022, high=-0.018, is_valid=True,

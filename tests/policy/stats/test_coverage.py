@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from sonde.policy.stats.coverage import Coverage, coverage
+from sonde.policy.stats.forecast_point import Coverage, coverage
 from tests.policy.stats.points import GOOD, points
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import random
 from collections import Counter
+from statistics import linear_regression
 
 import pytest
 
@@ -153,3 +154,43 @@ def test_noise_of_single_measurements_is_no_trend(n: int, error: float | None) -
     assert still["holds"] >= (120 if n > 40 else 80 if n == 40 else 30), still  # levels of 5, 4 and 3 measurements
     assert falls["falling"] + falls["fallen"] >= (190 if n >= 40 else 160), falls
     assert falls["holds"] == 0
+
+
+def walk(draw: random.Random, n: int, *, drift: float, noise: float, error: float) -> tuple[list[float], list[float]]:
+    """The true entropies of n steps, and what is measured of them."""
+    level, true = 0.0, []
+    for _ in range(n):
+        true.append(math.exp(level))
+        level += draw.gauss(drift, noise)
+    return true, [value * math.exp(draw.gauss(0.0, error)) for value in true]
+
+
+@pytest.mark.parametrize(("noise", "error"), [(0.05, 0.02), (0.1, 0.1), (0.01, 0.1)])
+@pytest.mark.parametrize("n", [8, 40])
+def test_a_pace_and_the_earliest_halving_hold_as_often_as_they_say(n: int, noise: float, error: float) -> None:
+    """Of 400 falls by 3 % a step that go on. A fall that is not clear from the scatter has no pace."""
+    draw, n_stated, n_held, n_early = random.Random(3), 0, 0, 0
+    for _ in range(400):
+        true, measured = walk(draw, n + 100, drift=-0.03, noise=noise, error=error)
+        pace = course_of(entropies(*measured[:n], every=1, error=error)).pace
+        if pace is not None:
+            happened = linear_regression(range(pace.n_steps + 1), [math.log(t) for t in true[:n][-pace.n_steps - 1 :]])
+            halved = next((k for k, value in enumerate(true[n - 1 :]) if value <= true[n - 1] / 2), 999)
+            n_stated += 1
+            n_held += abs(pace.log_per_step - happened.slope) <= pace.half
+            n_early += halved < pace.earliest
+    assert n_stated > (50 if n == 40 else 5)
+    assert n_held >= 0.93 * n_stated
+    assert n_early <= 0.08 * n_stated
+
+
+def test_no_pace_of_what_has_no_logarithm_or_no_scatter() -> None:
+    falls = [2.0 * 0.8**i for i in range(8)]
+    assert course_of(entropies(*falls)).pace is not None
+    assert course_of(entropies(*falls[:5])).pace is None
+    assert course_of(entropies(*falls[:-1], 0.0)).pace is None
+    assert course_of(entropies(*reversed(falls))).pace is None
+    exact = course_of(entropies(*falls, every=1, error=0.0)).pace
+    assert exact is not None
+    assert exact.halves_in == pytest.approx(math.log(2) / -math.log(0.8))
+    assert exact.earliest == pytest.approx(exact.halves_in)

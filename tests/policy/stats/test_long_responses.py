@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
 
 import pytest
 import torch
+from benchmarks.tiny_policies import Markov, learn, sampled, statistics
 
+import sonde
 from sonde.policy.stats.entropy_change import EntropyObjective
 from sonde.policy.stats.entropy_gradient import Responses
 from sonde.policy.stats.finite_step import FiniteStep, Scores, change_by_finite_step
@@ -27,7 +31,7 @@ PROMPTS, EACH, N_BATCHES = 24, 4, 150
     ],
 )
 def test_intervals_hold_the_exact_change(longest: int, scale: float, support: tuple[float, float]) -> None:
-    """95 % of 150 batches have a standard error of 1.8 %. At 0.06, intervals grow."""
+    """95 % of 150 batches have a standard error of 1.8 %. Where support falls, intervals are too wide."""
     policy, after = MarkovPolicy(longest), MarkovPolicy(longest, moved=scale)
     exact = after.rate() - policy.rate()
     generator = torch.Generator().manual_seed(longest)
@@ -41,8 +45,8 @@ def test_intervals_hold_the_exact_change(longest: int, scale: float, support: tu
 
     each = [found(batch) for batch in range(N_BATCHES)]
     held = sum(f.change.low < exact < f.change.high for f in each) / N_BATCHES
-    assert 0.95 - 2.8 * math.sqrt(0.05 * 0.95 / N_BATCHES) < held < 0.995, held
     low, high = support
+    assert 0.95 - 2.8 * math.sqrt(0.05 * 0.95 / N_BATCHES) < held < (0.999 if low > 0.5 else 1.01), held
     assert low < sum(f.support.ess_fraction for f in each) / N_BATCHES <= high
     deltas = torch.tensor([f.change.delta for f in each])
     assert float(deltas.mean()) == pytest.approx(exact, abs=4 * float(deltas.std()) / math.sqrt(N_BATCHES))
@@ -50,3 +54,47 @@ def test_intervals_hold_the_exact_change(longest: int, scale: float, support: tu
     if low > 0.5:
         errors = math.sqrt(sum(f.change.se**2 for f in each) / N_BATCHES)
         assert errors == pytest.approx(float(deltas.std()), rel=0.15)
+
+
+@pytest.mark.parametrize(("times", "valid"), [(15, (0.6, 1.0)), (25, (0.0, 0.1))])
+def test_forecasts_that_call_themselves_valid_hold_where_a_few_prompts_dominate(
+    times: float, valid: tuple[float, float]
+) -> None:
+    """After a reward that few prompts can earn. Student's t by the weights alone held 70 of 105 at 15 times a step."""
+    generator = torch.Generator().manual_seed(3)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    policy = Markov(0, longest=128)
+    policy.features.copy_(randn(200, 8))
+    for p, scale in ((policy.last, 1.0), (policy.mix, 0.6), (policy.out, 8**-0.5)):
+        p.data.copy_(scale * randn(*p.shape))
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3, weight_decay=0.0)
+    generator = torch.Generator().manual_seed(4)
+    for k in range(11):
+        optimizer.zero_grad()
+        learn(policy, _rewarded(sampled(policy, 32, generator, EACH)))
+        optimizer.param_groups[0]["lr"] = 3e-3 * (times if k == 10 else 1)
+        before = copy.deepcopy(policy)
+        optimizer.step()
+    exact = policy.rate() - before.rate()
+    n_valid = n_held = 0
+    for _ in range(N_BATCHES):
+        made = sampled(before, PROMPTS, generator, EACH)
+        with torch.no_grad():
+            scores = [Scores(*statistics(p, made)) for p in (before, policy)]
+        found = change_by_finite_step(*scores, made.responses(), EntropyObjective("per_token"))
+        n_valid += found.support.is_enough
+        n_held += found.support.is_enough and found.change.low < exact < found.change.high
+    low, high = valid
+    assert low <= n_valid / N_BATCHES <= high, n_valid
+    assert n_held >= 0.85 * n_valid or n_valid < 20, (n_held, n_valid)
+
+
+def _rewarded(made: sonde.Rollouts) -> sonde.Rollouts:
+    tokens, prompt = made.inputs["tokens"], made.inputs["prompt"]
+    right = (tokens == 0).double() + 0.5 * (tokens == (prompt % 6)[:, None])
+    reward = ((right * made.mask).sum(1) / made.mask.sum(1)).view(-1, EACH)
+    advantage = (reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-3)
+    return dataclasses.replace(made, advantage=advantage.flatten())

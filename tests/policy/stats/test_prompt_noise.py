@@ -51,7 +51,7 @@ def normal(dim: int, variance: float, generator: torch.Generator) -> Tensor:
     ],
 )
 def test_both_parts_are_unbiased(sizes: list[tuple[int, int]], weights: list[float]) -> None:
-    generator, running = torch.Generator().manual_seed(0), RunningPromptNoise(horizon=1e9)
+    generator, running = torch.Generator().manual_seed(0), RunningPromptNoise()
     estimates = []
     for _ in range(1500):
         solved = solve_prompts(*window(sizes, weights, generator))
@@ -65,8 +65,8 @@ def test_both_parts_are_unbiased(sizes: list[tuple[int, int]], weights: list[flo
     ):
         assert error < 0.03 * true
         assert abs(got - true) < 3.5 * error
-    assert running.completions_share == pytest.approx(within / (OF_PROMPTS + within), rel=0.05)
-    assert running.noise.interval().status == "resolved"
+    assert running.completions_share == pytest.approx(within / (OF_PROMPTS + within), rel=0.15)
+    assert running.windows.levels()[0].status == "resolved"
 
 
 def test_two_prompts_by_hand() -> None:

@@ -10,7 +10,7 @@ import torch
 from sonde.policy.stats.entropy_change import EntropyObjective
 from sonde.policy.stats.entropy_gradient import Responses
 from sonde.policy.stats.finite_step import Scores, change_by_finite_step
-from sonde.policy.stats.ratios import WeightedSums, rate_change
+from sonde.policy.stats.ratios import WeightedSums, effective_number, rate_change
 from sonde.stats.intervals import student_t_quantile
 
 
@@ -64,7 +64,17 @@ def test_the_interval_takes_them() -> None:
     log_prob = before.log_prob.clone()
     log_prob[:2, 0] = -60.0
     entropy = before.entropy + 0.1 * torch.randn(6, 2, generator=torch.Generator().manual_seed(0))
-    change = change_by_finite_step(before, Scores(log_prob, entropy), responses, EntropyObjective("per_token")).change
+    found = change_by_finite_step(before, Scores(log_prob, entropy), responses, EntropyObjective("per_token"))
     # The first token always counts: weights of 1, 1, 2, 2, 2 and 2.
-    n = 10.0**2 / (1 + 1 + 4 * 4)
-    assert change.high - change.delta == pytest.approx(student_t_quantile(0.975, n - 1) * change.se)
+    assert found.degrees_of_freedom == pytest.approx(10.0**2 / (1 + 1 + 4 * 4) - 1)
+    half = student_t_quantile(0.975, effective_number(found.without_each)) * found.change.se
+    assert found.change.high - found.change.delta == pytest.approx(half / math.sqrt(found.support.ess_fraction))
+    assert 0.8 < found.support.ess_fraction < 1.0
+
+
+def test_prompts_that_make_the_scatter_count_by_its_fourth_powers() -> None:
+    normal = torch.randn(3000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert effective_number(normal) == pytest.approx(1000, rel=0.15)
+    assert effective_number(torch.tensor([1.0, -1.0, 1.0, -1.0])) == pytest.approx(4.0)
+    assert effective_number(torch.tensor([100.0, 1.0, -1.0, 0.0, 0.0])) == pytest.approx(1.5, abs=0.1)
+    assert effective_number(torch.zeros(4)) == 1.0

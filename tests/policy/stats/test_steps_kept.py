@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sonde.policy.stats.entropy_verdict import judge_entropy
-from sonde.policy.stats.steps_kept import StepsKept, steps_kept
+from sonde.policy.stats.forecast_point import StepsKept, steps_kept
 from tests.policy.stats.points import points
 
 SURE = {"entropy_se": 0.01}

@@ -21,9 +21,19 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from sonde.batch_size.batch_dim import LayerSaw, layers_that_know, seen_by
-from sonde.batch_size.module_hook import ModuleHook, is_in_graph, put_on, takes_fast_path
+from sonde.batch_size.hooks import (
+    ModuleHook,
+    accumulates,
+    backward_number,
+    in_backward,
+    inside_another_backward,
+    is_compiled,
+    is_in_graph,
+    put_on,
+    takes_fast_path,
+    will_accumulate,
+)
 from sonde.batch_size.per_example.covered import PerExampleSquares
-from sonde.batch_size.per_example.layers import refuse_cut, refuse_model, rule_of, rules_by_type
 from sonde.batch_size.per_example.piece import Call, Layer, PieceSums, Uses
 from sonde.batch_size.per_example.rules import (
     BATCH_NORMS,
@@ -32,17 +42,13 @@ from sonde.batch_size.per_example.rules import (
     Inputs,
     NotCoveredError,
     couples_examples,
-)
-from sonde.batch_size.taps.autograd_internals import (
-    accumulates,
-    backward_number,
-    in_backward,
-    inside_another_backward,
-    will_accumulate,
+    rule_of,
+    rules_by_type,
 )
 from sonde.batch_size.window_clock import MEASURING, OwnTime
 from sonde.parallel.devices import default_staging_bytes, is_capturing
-from sonde.parallel.own_passes import is_in_own_pass
+from sonde.parallel.model_state import is_in_own_pass
+from sonde.parallel.placements import is_dtensor
 from sonde.parallel.wrappers import clean_name, find_wrapper
 from sonde.wording import plural, some_of
 
@@ -119,7 +125,7 @@ class PerExampleNorms:
         if not parameters:
             raise ValueError("there are no parameters to measure: give at least one that is trained")
         measured: list[Tensor] = list(parameters.values() if leaves is None else leaves)
-        refuse_cut(parameters, measured)
+        _refuse_cut(parameters, measured)
         self._model, self._rules, self._device = model, rules_by_type(rules or {}), measured[0].device
         named = dict(zip(parameters, measured, strict=True))
         self._piece = PieceSums(
@@ -170,7 +176,7 @@ class PerExampleNorms:
         """
         if self._handles:
             raise RuntimeError("the hooks are installed already: close() comes before another open()")
-        refuse_model(self._model)
+        _refuse_model(self._model)
         present = {self._uses[id(p)] for p in self._model.parameters() if id(p) in self._uses}
         if gone := [uses.name for uses in self._piece.uses if uses not in present]:
             raise ValueError(
@@ -468,3 +474,37 @@ def _hook_gradient_of(output: Tensor, inputs: Inputs, function: Callable[[Tensor
         output.register_hook(function)
     else:
         base.register_hook(lambda grad: function(grad.contiguous().as_strided(shape, stride)))
+
+
+def _refuse_cut(parameters: Mapping[str, Tensor], leaves: Sequence[Tensor]) -> None:
+    """Refuse parameters of which forward uses a part only.
+
+    Args:
+        parameters: what is measured, by name.
+        leaves: the tensor that forward uses for each of them.
+
+    Raises:
+        ValueError: naming the first.
+    """
+    for name, leaf in zip(parameters, leaves, strict=True):
+        if is_dtensor(leaf):
+            raise ValueError(
+                f"per-example norms need whole parameters in forward, and {name!r} is cut over ranks there: measure "
+                "its pieces, as sonde.attach does"
+            )
+
+
+def _refuse_model(model: nn.Module) -> None:
+    """Refuse a model whose layers are not called one by one.
+
+    Raises:
+        ValueError: naming the first layer.
+    """
+    for name, layer in model.named_modules():
+        is_graphed = getattr(vars(layer).get("forward"), "__module__", None) == "torch.cuda.graphs"
+        if is_graphed or is_compiled(layer):
+            how = "replayed as a whole by torch.cuda.make_graphed_callables" if is_graphed else "compiled"
+            raise ValueError(
+                f"per-example norms need the calls of single layers, and {name or 'the model'!r} is {how}: measure "
+                "without that, or measure its pieces, as sonde.attach does with two or more in a window"
+            )

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence, Set
 import torch
 from torch import Tensor
 
-from sonde.batch_size.stats.ratio_average import RatioAverage
+from sonde.batch_size.stats.noise_scale import RatioAverage
 from sonde.stats.sealed_state import Stateful
 
 Numbers = dict[str, tuple[float, float]]

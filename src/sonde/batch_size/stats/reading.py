@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sonde.batch_size.stats.critical_batch import Estimate, Verdict, as_weighed, judge_batch
-from sonde.batch_size.stats.ratio_average import RatioAverage
+from sonde.batch_size.stats.noise_scale import RatioAverage
 from sonde.stats.intervals import RatioInterval, Status
 from sonde.wording import number, plural
 

@@ -6,21 +6,22 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from sonde.batch_size.stats.averages import FixedWeights, WindowsOfRun
 from sonde.batch_size.stats.critical_batch import Estimate, advise, windows_needed
 from sonde.batch_size.stats.dependence import Dependence
-from sonde.batch_size.stats.fixed_weights import FixedWeights
-from sonde.batch_size.stats.ratio_average import RatioAverage
+from sonde.batch_size.stats.noise_scale import RatioAverage
 from sonde.batch_size.stats.reading import Coverage, NoiseScaleReading, Series, group_reading
-from sonde.batch_size.stats.scale_witness import RoundingTolerance, ScaleReading, read_scale
 from sonde.batch_size.stats.window_row import (
     Drop,
+    RoundingTolerance,
+    ScaleReading,
     SolvedWindow,
     WindowRow,
     WitnessedPieces,
+    read_scale,
     solve_window,
     why_unusable,
 )
-from sonde.batch_size.stats.windows_of_run import WindowsOfRun
 from sonde.stats.intervals import RatioInterval, unresolved
 from sonde.stats.sealed_state import Stateful
 from sonde.wording import plural

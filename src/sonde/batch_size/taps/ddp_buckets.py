@@ -18,13 +18,14 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # documented, but not in its __all__
 from torch.nn.parallel import DistributedDataParallel
 
-from sonde.batch_size.taps.autograd_internals import backward_number, in_backward
-from sonde.batch_size.taps.metric import GradientTerms, Metrics
+from sonde.batch_size.hooks import backward_number, in_backward
+from sonde.batch_size.taps.metric import GradientMetric, GradientTerms
 from sonde.batch_size.taps.problems import Problem
 from sonde.batch_size.taps.tap import GradientSummary, Tap
 from sonde.batch_size.taps.witness import Witness
 from sonde.batch_size.window_clock import MEASURING, OwnTime
 from sonde.parallel.devices import keep_for_present_stream
+from sonde.parallel.wrappers import Wrapper
 
 CommHook = Callable[[object, GradBucket], "torch.futures.Future[Tensor]"]
 
@@ -37,11 +38,6 @@ def comm_hook_name(model: DistributedDataParallel | None) -> str | None:
         if not isinstance(state.comm_hook, _Average | None):
             return hook_label(state.comm_hook)
     return None
-
-
-def is_tapped(model: DistributedDataParallel) -> bool:
-    """Whether a tap reads this model's buckets now."""
-    return any(isinstance(state, _Relay) and state.listener is not None for _, state in model._comm_hooks)
 
 
 def averages_alike(model: DistributedDataParallel) -> bool:
@@ -63,8 +59,7 @@ class DDPBucketTap(Tap):
     """Reads every bucket before DDP's all-reduce. Hooks on a few parameters only notice backwards.
 
     Args:
-        model: the wrapped model; must have no communication hook yet, except the relay of an earlier probe.
-        parameters: its trainable parameters, in the order in which results are given.
+        wrapper: the model, in one DDP module without a communication hook, except the relay of an earlier probe.
         witness: elements to copy besides the norms.
         metrics: in which gradients are measured.
         comm_hook: the user's own hook, which does the reduction; None for DDP's average.
@@ -73,25 +68,25 @@ class DDPBucketTap(Tap):
         own: the probe's time.
 
     Raises:
-        ValueError: when the user's own communication hook is registered, another tap reads the buckets, or a hook
-            cannot average as DDP does.
+        ValueError: when the buckets of one DDP module do not hold the whole gradient, the user's own communication
+            hook is registered, another tap reads the buckets, or a hook cannot average as DDP does.
     """
 
     name = "DDP's communication hook"
 
     def __init__(
         self,
-        model: DistributedDataParallel,
-        parameters: Sequence[Tensor],
+        wrapper: Wrapper,
         witness: Witness,
-        metrics: Metrics,
+        metrics: Sequence[GradientMetric],
         *,
         comm_hook: CommHook | None = None,
         comm_state: object = None,
         on_backward_end: Callable[[], None],
         own: OwnTime,
     ) -> None:
-        if is_tapped(model):
+        model, parameters = _ddp_of(wrapper), wrapper.leaves
+        if any(isinstance(state, _Relay) and state.listener is not None for _, state in model._comm_hooks):
             raise ValueError("another probe reads the buckets of this DDP model already: close it first")
         if comm_hook is None and comm_hook_name(model) is None and not averages_alike(model):
             raise ValueError(
@@ -112,6 +107,7 @@ class DDPBucketTap(Tap):
             own=own,
             stray=Problem.OUTSIDE_PIECES,
         )
+        self.take = lambda index, grad: None  # the buckets are read
         self._metrics, self._index = metrics, {id(p): i for i, p in enumerate(parameters)}
         self._forget_window()
         self._is_paused = False
@@ -126,9 +122,6 @@ class DDPBucketTap(Tap):
         if n is not None:
             raise RuntimeError("tap='comm_hook' cannot read the pieces of a pipeline schedule: use tap='leaf'")
         super().begin_piece()
-
-    def take(self, index: int, grad: Tensor) -> None:
-        """Nothing: the buckets are read."""
 
     def _forget_window(self) -> None:
         self._terms = GradientTerms(self._metrics, len(self.leaves), self.leaves[0].device)
@@ -192,9 +185,30 @@ class DDPBucketTap(Tap):
         }
         # The reduction writes to this buffer, so elements are copied.
         self._buckets.add(bucket.index())
-        elements = {i: self.witness.read(i, g).clone() for i, g in grads.items() if i in self.witness}
+        elements = {i: self.witness.read(i, g).clone() for i, g in grads.items() if i in self.witness.indices}
         self._witnessed |= elements
         self._results += [*self._terms.take(tuple(grads), tuple(grads.values())), *elements.values()]
+
+
+def _ddp_of(wrapper: Wrapper) -> DistributedDataParallel:
+    """The DDP module whose buckets hold each rank's whole gradient.
+
+    Raises:
+        ValueError: when there is none.
+    """
+    if wrapper.ddp is None or wrapper.mesh is not None:
+        raise ValueError(f"tap='comm_hook' reads DDP's buckets, got a model of kind {wrapper.name}: use tap='leaf'")
+    if not wrapper.ddp_holds_all:
+        raise ValueError(
+            "tap='comm_hook' reads the buckets of one DDP module, got a model with trainable parameters outside: "
+            "use tap='leaf'"
+        )
+    if wrapper.n_ranks < 2:
+        raise ValueError(
+            "tap='comm_hook' takes each rank's whole window for one piece, got 1 rank, whose one piece shows no "
+            "noise: use tap='leaf', which reads each micro-batch, or train on 2 or more ranks"
+        )
+    return wrapper.ddp
 
 
 class _Relay:

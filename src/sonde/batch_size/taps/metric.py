@@ -3,22 +3,40 @@
 A step that is bounded in some norm gains at most the gradient's dual norm. Steps bounded element by element, as those
 of signSGD, Lion and nearly Adam, have the dual norm Σ|g_j|. Steps bounded in spectral norm, as those of Muon, have the
 nuclear norm, the sum of singular values. docs/batch-size.md derives the batch size that each speaks of.
+
+Norms are taken in fp32 or better, without copies of gradient size, and summed in fp64: averages over windows need no
+more. A clip uses another norm: `power_sums.py` sums it in fp64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from sonde.batch_size.taps.squared_norms import ROW, Part, absolute_sum, add_parts, gradient_parts, norms
-from sonde.batch_size.taps.tap import Adds
 from sonde.parallel.devices import to_device, widened, zero_sums
 from sonde.parallel.placements import local_tensor
 
 MetricName = Literal["euclidean", "adam", "sign", "spectral"]
+Adds = Literal["squares", "norms"]
+"""What adds up over parameters in a metric: squared norms, or the norms themselves, whose sum is squared."""
+
+# torch's fp32 reduction over a flat CPU tensor keeps one running sum per vector lane, and is off by 8e-4 at 16M
+# elements. Norms of rows of this length, combined in fp64, are off by 4e-9 and no slower: they vectorise along the row.
+ROW = 4096
+_SHORTEST_ROW, _LONGEST_ROW = 256, 4 * ROW  # a matrix's own rows of these lengths serve as well
+# A dot product would be cheaper, but BLAS adds in an order that depends on the memory's alignment. Replicas would get
+# norms that differ in the last bit, clip by different factors and drift apart.
+
+LEAST_SQ_NORM = 1e-30
+"""Squared norm per element below which squares may have lost digits to underflow in fp32."""
+
+Part = tuple[tuple[int, ...], Tensor]
+"""Owners and values, such as norms of rows: a single owner has all the values; otherwise each owner has one."""
 
 _CHUNK = 2**18
 """Elements worked on at a time, so that no temporary is of gradient size."""
@@ -50,15 +68,6 @@ class GradientMetric(Protocol):
         """
 
 
-class Metrics:
-    """The metrics of a probe. The first is the plain 2-norm, whose squares the checks of every window use."""
-
-    def __init__(self, metrics: Sequence[GradientMetric]) -> None:
-        self.all = list(metrics)
-        self.names = [metric.name for metric in self.all]
-        self.adds = [metric.adds for metric in self.all]
-
-
 class GradientTerms:
     """The parts of one gradient in every metric, until all parameters have come.
 
@@ -68,9 +77,9 @@ class GradientTerms:
         device: of the sums.
     """
 
-    def __init__(self, metrics: Metrics, n_parameters: int, device: torch.device) -> None:
+    def __init__(self, metrics: Sequence[GradientMetric], n_parameters: int, device: torch.device) -> None:
         self._metrics, self._n, self._device = metrics, n_parameters, device
-        self._parts: list[list[Part]] = [[] for _ in metrics.all]
+        self._parts: defaultdict[str, list[Part]] = defaultdict(list)
 
     def take(self, indices: Sequence[int], grads: Sequence[Tensor], start: int | None = None) -> list[Tensor]:
         """Add gradients on one device, as `GradientMetric.parts` takes them.
@@ -79,25 +88,102 @@ class GradientTerms:
             What was computed, for whoever manages streams.
         """
         results = []
-        for own, metric in zip(self._parts, self._metrics.all, strict=True):
-            new = metric.parts(indices, grads, start)
-            own += new
-            results += [values for _, values in new]
+        for metric in self._metrics:
+            for part in metric.parts(indices, grads, start):
+                self._parts[metric.name].append(part)
+                results.append(part[1])
         return results
-
-    @property
-    def device(self) -> torch.device | None:
-        """Where the first part lies; None before it."""
-        return self._parts[0][0][1].device if self._parts[0] else None
 
     def sum(self) -> Tensor:
         """The terms, 0 for a parameter without a part; [metrics, parameters]."""
-        return torch.stack(
-            [
-                add_parts(self._n, parts, self._device, squares=adds == "squares")
-                for adds, parts in zip(self._metrics.adds, self._parts, strict=True)
-            ]
-        )
+        terms = []
+        for metric in self._metrics:
+            squares = metric.adds == "squares"
+            terms.append(add_parts(self._n, self._parts[metric.name], self._device, squares=squares))
+        return torch.stack(terms)
+
+
+def norm_parts(indices: Sequence[int], grads: Sequence[Tensor], order: int) -> list[Part]:
+    """The norms of several gradients, or of their rows, in few kernels where launches are the main cost.
+
+    Args:
+        indices: the owner of each gradient.
+        grads: on one device; fp16, bf16, fp32 or fp64; strided or sparse COO (duplicates are summed first).
+        order: 2 for the 2-norm, 1 for the sum of absolute values.
+
+    Returns:
+        Parts for `add_parts`.
+    """
+    parts: list[Part] = []
+    small: dict[int, Tensor] = {}
+    dtypes = set()
+    for i, grad in zip(indices, grads, strict=True):
+        if grad.is_sparse or (grad.is_cpu and grad.numel() > ROW):
+            parts.append(((i,), norms_of_rows(grad, order)))
+        else:
+            small[i] = grad
+            dtypes.add(grad.dtype)
+    if small:
+        dtype = torch.float64 if torch.float64 in dtypes else None if dtypes == {torch.float32} else torch.float32
+        parts.append((tuple(small), torch.stack(torch._foreach_norm(list(small.values()), order, dtype=dtype))))
+    return parts
+
+
+def norms_of_rows(grad: Tensor, order: int = 2) -> Tensor:
+    """The norms of a gradient's rows, or its norm: at most one number per 256 elements, fp32 or fp64.
+
+    Args:
+        grad: any shape, as `norm_parts` takes it.
+        order: likewise.
+    """
+    if grad.is_sparse:
+        grad = grad.coalesce().values()
+    norm: Callable[..., Tensor] = torch.linalg.vector_norm
+    dtype = torch.float32 if grad.dtype.itemsize < 4 else None
+    n, shape = grad.numel(), grad.shape
+    if not grad.is_cpu or n <= ROW:
+        return norm(grad, order, dtype=dtype)
+    if len(shape) > 1 and _SHORTEST_ROW <= shape[-1] <= _LONGEST_ROW and grad.is_contiguous():
+        return norm(grad, order, -1, dtype=dtype)
+    dense = grad
+    if not grad.is_contiguous():  # its dims in the order of memory
+        dense = grad.permute(sorted(range(grad.dim()), key=grad.stride, reverse=True))
+    if not dense.is_contiguous():
+        return norm(grad, order, dtype=torch.float64)  # the elements are no dense block, which is rare: slow but exact
+    flat, whole = dense.view(-1), n // ROW * ROW
+    rows = norm(flat[:whole].view(-1, ROW), order, -1, dtype=dtype)
+    return rows if whole == n else torch.cat([rows, norm(flat[whole:], order, dtype=dtype).view(1)])
+
+
+def add_parts(n_owners: int, parts: Sequence[Part], device: torch.device, *, squares: bool = True) -> Tensor:
+    """Sum the values of parts, or their squares, by owner.
+
+    Args:
+        n_owners: number of owners.
+        parts: on any devices.
+        device: where the sums go.
+        squares: whether squares add up.
+
+    Returns:
+        [owners], 0 for an owner without a part.
+    """
+    total = zero_sums(n_owners, device=device)
+    if not parts:
+        return total
+    flat, owned = [], []
+    for owners, values in parts:
+        flat.append(to_device(values, device).reshape(-1) if values.device != device else values.reshape(-1))
+        owned.append((owners, values.numel()))
+    values = torch.cat(flat).to(total.dtype)
+    if squares:  # after the upcast: fp32 squares of small numbers would underflow
+        values = values.square()
+    return total.index_add_(0, _owners(tuple(owned), device), values)
+
+
+@functools.lru_cache(maxsize=64)  # backward visits parameters in the same order in every window
+def _owners(parts: tuple[tuple[tuple[int, ...], int], ...], device: torch.device) -> Tensor:
+    owner_of_each_value = [i for owners, n in parts for i in (owners if len(owners) > 1 else owners * n)]
+    return to_device(torch.tensor(owner_of_each_value, device="cpu"), device)
 
 
 class Euclidean:
@@ -108,7 +194,7 @@ class Euclidean:
 
     def parts(self, indices: Sequence[int], grads: Sequence[Tensor], start: int | None = None) -> list[Part]:
         """The norms of rows, or norms; small gradients share a kernel."""
-        return gradient_parts(indices, grads)
+        return norm_parts(indices, grads, 2)
 
 
 class AdamMetric:
@@ -196,15 +282,8 @@ class SignMetric:
     adds: Adds = "norms"
 
     def parts(self, indices: Sequence[int], grads: Sequence[Tensor], start: int | None = None) -> list[Part]:
-        """Σ |g_j| of each gradient; small ones share a kernel."""
-        small: dict[int, Tensor] = {}
-        parts: list[Part] = []
-        for i, grad in zip(indices, grads, strict=True):
-            if grad.is_sparse or not grad.numel() or (grad.is_cpu and grad.numel() > ROW):
-                parts.append(((i,), absolute_sum(grad)))
-            else:
-                small[i] = grad
-        return [*parts, (tuple(small), widened(norms(list(small.values()), 1)))] if small else parts
+        """Σ |g_j| of each gradient's rows, or of all of it; small ones share a kernel."""
+        return norm_parts(indices, grads, 1)
 
 
 class SpectralMetric:

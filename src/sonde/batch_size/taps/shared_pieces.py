@@ -9,20 +9,20 @@ known only once the ranks that fed it are summed (see `stats/window_row.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.batch_size.taps.metric import GradientTerms, Metrics
+from sonde.batch_size.taps.metric import GradientMetric, GradientTerms
 from sonde.batch_size.taps.problems import Problem
-from sonde.batch_size.taps.tap import GradientSummary, Number
-from sonde.batch_size.taps.window_sums import PieceCounts, WindowSums, as_vector
+from sonde.batch_size.taps.tap import GradientSummary
 from sonde.batch_size.taps.witness import Witness
+from sonde.batch_size.units import Number, PieceCounts, as_vector
+from sonde.parallel.data_ranks import ExpertRanks
 from sonde.parallel.devices import widened, zero_sums
-from sonde.parallel.expert_ranks import ExpertRanks
 from sonde.parallel.placements import from_local, local_tensor, spec_of
 from sonde.parallel.shares import CountedPart, counted_part, reduce_partial, same_placement, share_of
 
@@ -99,12 +99,12 @@ class CutGradients:
         return parts
 
 
-class ContextPieces:
-    """Reads pieces whose gradients are means over the ranks of context parallelism; all of these ranks together.
+class ContextPiece:
+    """Takes the gradients of one piece after another, each the mean over the ranks of context parallelism.
 
-    Gradients are summed in chunks, one after another, from the last layer to the first: this sends as much as the
-    reduction of a whole gradient, for every piece of a measured window. Every piece takes the same collectives on all
-    of these ranks, whichever parameters its backward reached.
+    All of these ranks take them together. Gradients are summed in chunks, one after another, from the last layer to the
+    first: this sends as much as the reduction of a whole gradient, for every piece of a measured window. Every piece
+    takes the same collectives on all of these ranks, whichever parameters its backward reached.
 
     Args:
         leaves: the tensors that backward makes gradients for.
@@ -119,42 +119,35 @@ class ContextPieces:
         leaves: Sequence[Tensor],
         group: dist.ProcessGroup,
         witness: Witness,
-        metrics: Metrics,
+        metrics: Sequence[GradientMetric],
         *,
         staging_bytes: int,
     ) -> None:
-        self.leaves, self.group, self.witness, self.metrics = list(leaves), group, witness, metrics
-        self.n_ranks, self.is_first, self.device = group.size(), group.rank() == 0, leaves[0].device
-        self.dtype = torch.float64 if any(leaf.dtype == torch.float64 for leaf in leaves) else torch.float32
-        self.chunk_numel = max(staging_bytes // self.dtype.itemsize, _SHORTEST_CHUNK)
+        self._leaves, self._group, self._witness, self._metrics = list(leaves), group, witness, metrics
+        self._is_first, self._device = group.rank() == 0, leaves[0].device
+        self._dtype = torch.float64 if any(leaf.dtype == torch.float64 for leaf in leaves) else torch.float32
+        self._chunk_numel = max(staging_bytes // self._dtype.itemsize, _SHORTEST_CHUNK)
         # Chunks of ranges of elements, (index, start, stop). Backward comes to the last layers first.
-        self.chunks: list[list[tuple[int, int, int]]] = []
+        self._chunks: list[list[tuple[int, int, int]]] = []
         room = 0
-        for index in range(len(self.leaves))[::-1]:
-            numel = self.leaves[index].numel()
-            for start in range(0, numel, self.chunk_numel):
-                stop = min(start + self.chunk_numel, numel)
+        for index in range(len(self._leaves))[::-1]:
+            numel = self._leaves[index].numel()
+            for start in range(0, numel, self._chunk_numel):
+                stop = min(start + self._chunk_numel, numel)
                 if stop - start > room:
-                    self.chunks.append([])
-                    room = self.chunk_numel
-                self.chunks[-1].append((index, start, stop))
+                    self._chunks.append([])
+                    room = self._chunk_numel
+                self._chunks[-1].append((index, start, stop))
                 room -= stop - start
+        self.begin()
 
-
-class ContextPiece:
-    """Takes the gradients of one piece; as `PieceGradient`.
-
-    Args:
-        pieces: how they are read.
-    """
-
-    def __init__(self, pieces: ContextPieces) -> None:
-        self._pieces = pieces
+    def begin(self) -> None:
+        """Begin a piece."""
         self._waiting: dict[int, Tensor] = {}
         self._arrived: set[int] = set()
         self._next = 0
         self._is_lost = False
-        self._terms = GradientTerms(pieces.metrics, len(pieces.leaves), pieces.device)
+        self._terms = GradientTerms(self._metrics, len(self._leaves), self._device)
         self._witnessed: dict[int, Tensor] = {}
 
     def take(self, index: int, grad: Tensor) -> Problem | None:
@@ -170,14 +163,14 @@ class ContextPiece:
         if index in self._arrived:
             return Problem.TOO_LARGE_TO_SUM  # a second backward: the first is summed already
         self._arrived.add(index)
-        pieces, grad = self._pieces, grad.to_dense() if grad.is_sparse else grad
-        if index in pieces.witness:
-            self._witnessed[index] = pieces.witness.read(index, grad).clone()
+        grad = grad.to_dense() if grad.is_sparse else grad
+        if index in self._witness.indices:
+            self._witnessed[index] = self._witness.read(index, grad).clone()
         if not self._is_lost:
             self._waiting[index] = grad  # itself, no view: autograd then leaves it alone
-        while self._next < len(pieces.chunks) and all(i in self._arrived for i, _, _ in pieces.chunks[self._next]):
+        while self._next < len(self._chunks) and all(i in self._arrived for i, _, _ in self._chunks[self._next]):
             self._sum_next()
-        if sum(map(Tensor.numel, self._waiting.values())) > _MOST_WAITING * pieces.chunk_numel:
+        if sum(map(Tensor.numel, self._waiting.values())) > _MOST_WAITING * self._chunk_numel:
             # Forget the gradients and keep to the collectives: the other ranks wait for them.
             self._is_lost = True
             self._waiting.clear()
@@ -185,18 +178,18 @@ class ContextPiece:
 
     def _sum_next(self) -> None:
         """Sum one chunk over ranks, and take the terms of the mean."""
-        pieces, chunk = self._pieces, self._pieces.chunks[self._next]
+        chunk = self._chunks[self._next]
         sizes = [stop - start for _, start, stop in chunk]
-        buffer = torch.zeros(sum(sizes), dtype=pieces.dtype, device=pieces.device)
+        buffer = torch.zeros(sum(sizes), dtype=self._dtype, device=self._device)
         parts = buffer.split(sizes)
         for part, (index, start, stop) in zip(parts, chunk, strict=True):
             if index in self._waiting:
                 part.copy_(self._waiting[index].reshape(-1)[start:stop])
-                if stop == pieces.leaves[index].numel():
+                if stop == self._leaves[index].numel():
                     del self._waiting[index]
-        dist.all_reduce(buffer, group=pieces.group)
-        if pieces.is_first:
-            buffer /= pieces.n_ranks
+        dist.all_reduce(buffer, group=self._group)
+        if self._is_first:
+            buffer /= self._group.size()
             for part, (index, start, _) in zip(parts, chunk, strict=True):
                 self._terms.take((index,), (part,), start)
         self._next += 1
@@ -204,75 +197,46 @@ class ContextPiece:
     @torch.no_grad()
     def summary(self) -> GradientSummary:
         """The squares and the witness's elements, on the first of the ranks; 0 on the others."""
-        pieces = self._pieces
-        while self._next < len(pieces.chunks):
+        while self._next < len(self._chunks):
             self._sum_next()
-        part = pieces.witness.join(self._witnessed, pieces.device) / pieces.n_ranks
+        part = self._witness.join(self._witnessed, self._device) / self._group.size()
         witness = torch.stack([part, part.square()])
-        dist.all_reduce(witness, group=pieces.group)
-        if not pieces.is_first:
+        dist.all_reduce(witness, group=self._group)
+        if not self._is_first:
             witness.zero_()
         # The parts of different ranks may nearly cancel, as those of a key's bias do: rounding is relative to them.
         return GradientSummary(self._terms.sum(), witness[0], witness_squares=witness[1])
 
 
 class ExpertPieces:
-    """Adds up the pieces of experts in one window on this rank. Squares add up over parameters in every metric.
+    """The squares of experts in the pieces of one window on this rank, until the pieces' weights are known.
+
+    Squares add up over parameters in every metric that experts are measured in.
 
     Args:
         experts: which parameters are experts', and the ranks that feed them.
-        sums: of the other parameters.
-        witness: elements that are compared.
+        counts: whether this rank counts the pieces of its data.
+        shape: of a piece's squares, [metrics, groups].
+        device: of the sums.
     """
 
-    def __init__(self, experts: ExpertRanks, sums: WindowSums, witness: Witness) -> None:
-        self._experts, self._sums, self._witness, self._device = experts, sums, witness, sums.device
-        self._n_metrics, n_parameters = sums.shape
-        self.is_own = as_vector([float(i not in experts.indices) for i in range(n_parameters)], sums.device)
-        """1 for other parameters than experts', 0 for those of experts; [parameters]."""
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget the pieces since the last window ended."""
+    def __init__(self, experts: ExpertRanks, *, counts: bool, shape: tuple[int, int], device: torch.device) -> None:
+        self._experts, self._counts_pieces = experts, counts and experts.is_first
+        self._shape, self._device = shape, device
         self._squares: list[Tensor] = []
         self._counts: list[Number] = []
-        self._sum = zero_sums(self._witness.size, device=self._device)
-        self._sum_of_squares = torch.zeros_like(self._sum)
-        self._own_elements: Tensor | None = None
 
-    @property
-    def own_elements(self) -> Tensor:
-        """1 for the witness's elements of other parameters than experts', 0 for those of experts; [witness]."""
-        if self._own_elements is None:  # the witness moves on with every window
-            own = [
-                float(i not in self._experts.indices) for i, size in self._witness.sizes.items() for _ in range(size)
-            ]
-            own += [1.0] * (self._witness.size - len(own))
-            self._own_elements = as_vector(own, self._device)
-        return self._own_elements
-
-    def take_from(self, gradient: GradientSummary, counts: PieceCounts) -> GradientSummary:
-        """Keep the experts' part of a piece's gradient.
-
-        Returns:
-            The other part, with 0 for experts.
-        """
-        # Multiplied by 0, not left out: what is not finite stays so, and drops the window.
-        self._squares.append(self._sums.per_group(gradient.terms * (1.0 - self.is_own)))
+    def add(self, squares: Tensor, counts: PieceCounts) -> None:
+        """Add a piece; squares: [metrics, groups]."""
+        self._squares.append(squares)
         self._counts += [counts.weight, counts.weight * counts.weight / counts.effective_units]
-        own = gradient.witness * self.own_elements
-        of_experts = gradient.witness - own
-        self._sum += of_experts
-        self._sum_of_squares += of_experts.square()
-        return replace(gradient, terms=gradient.terms * self.is_own, witness=own)
 
-    def take(self) -> tuple[dict[str, Tensor], dict[Problem, Number]]:
-        """The sums of the window by name, to be summed over ranks; starts the next window.
-
-        All ranks that feed the experts have to call this, also one without pieces.
+    def take(self) -> tuple[Tensor, Tensor, Number]:
+        """What the window's pieces give, to be summed over ranks. All ranks that feed the experts have to call this.
 
         Returns:
-            The sums; and problems: whether these ranks had different numbers of pieces, or too many.
+            Σ |h_k|²/w_k, [metrics, groups]; Σ w_k/n_k and the number of pieces, [2]; and whether these ranks had
+            different numbers of pieces, or too many.
         """
         n = min(len(self._squares), _MOST_PIECES)
         table = zero_sums(3, _MOST_PIECES, device=self._device)
@@ -282,13 +246,9 @@ class ExpertPieces:
         dist.all_reduce(table, group=self._experts.group)
         n_feeding, weight, sq_weight_over_units = table
         differs = ((n_feeding > 0) & (n_feeding < self._experts.n_ranks)).any()
-        differs = differs + float(len(self._squares) > _MOST_PIECES)
         weight = torch.where(n_feeding > 0, weight, 1.0)
-        small = zero_sums(self._n_metrics, self._sums.n_groups + 1, device=self._device)
+        small = zero_sums(*self._shape, device=self._device)
         if n:
             small = (torch.stack(self._squares[:n]) / weight[:n, None, None]).sum(0)
         counts = torch.stack([(sq_weight_over_units / weight).sum(), widened((n_feeding > 0).sum())])
-        counts *= float(self._sums.counts_pieces and self._experts.is_first)
-        sums = {"small": small, "counts": counts, "witness": self._sum, "witness_squares": self._sum_of_squares}
-        self.forget()
-        return sums, {Problem.EXPERTS_DIFFER: differs}
+        return small, counts * float(self._counts_pieces), differs + float(len(self._squares) > _MOST_PIECES)

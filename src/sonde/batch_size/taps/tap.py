@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,19 +13,15 @@ from torch.autograd import Variable
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
-from sonde.batch_size.hook_failures import log_failure
-from sonde.batch_size.taps.autograd_internals import accumulates, inside_another_backward
+from sonde.batch_size.hooks import accumulates, inside_another_backward, log_failure
+from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.problems import Problem
 from sonde.batch_size.taps.witness import Witness
+from sonde.batch_size.units import Number
 from sonde.batch_size.window_clock import MEASURING, OwnTime
 from sonde.parallel.devices import is_capturing, to_device
-from sonde.parallel.own_passes import is_in_own_pass
+from sonde.parallel.model_state import is_in_own_pass
 from sonde.parallel.placements import local_tensor, spec_of
-
-Number = float | Tensor
-"""A Python number, or a 0-dim tensor that is never read on the host."""
-Adds = Literal["squares", "norms"]
-"""What adds up over parameters in a metric: squared norms, or the norms themselves, whose sum is squared."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +34,16 @@ class GradientSummary:
         witness: the witness's elements, [witness.size].
         witness_squares: squares of the parts that were added up to the witness's elements, which rounding is relative
             to, [witness.size]; None for the squares of the elements themselves.
-        problem: why the gradient could not be read, if so.
     """
 
     terms: Tensor
     witness: Tensor
     witness_squares: Tensor | None = None
-    problem: Problem | None = None
 
-    def scaled(self, factor: Tensor, adds: Sequence[Adds]) -> GradientSummary:
-        """The summary of `factor` times the gradient; factor: 0-dim and positive. `adds`: of each metric."""
+    def scaled(self, factor: Tensor, metrics: Sequence[GradientMetric]) -> GradientSummary:
+        """The summary of `factor` times the gradient; factor: 0-dim and positive."""
         square = factor.square()
-        of_metrics = torch.stack([square if each == "squares" else factor for each in adds])
+        of_metrics = torch.stack([square if metric.adds == "squares" else factor for metric in metrics])
         squares = None if self.witness_squares is None else self.witness_squares * square
         return GradientSummary(self.terms * of_metrics[:, None], self.witness * factor, squares)
 
@@ -90,7 +82,7 @@ class SwitchedHooks:
                     leaf._backward_hooks = None
 
 
-class Tap(ABC):
+class Tap:
     """Reads the gradients of pieces and never changes them. A new way to read gradients is a new class of this kind.
 
     Hooks on leaves tell which backwards make a piece. A tap also looks at `.grad` of a few parameters when a backward
@@ -110,6 +102,9 @@ class Tap(ABC):
 
     name: str
     """The place where gradients are read, for people."""
+    take: Callable[[int, Tensor], Problem | None]
+    """Takes the gradient that a backward of the present piece adds to a leaf, by index; returns why the piece is lost,
+    if it is."""
     _shares_sequences = False
     """Whether pieces are read whose sequences other ranks hold parts of."""
 
@@ -139,10 +134,6 @@ class Tap(ABC):
         self.backwards: set[int] = set()
         """Autograd's numbers of the present piece's backwards."""
         self._hooks = SwitchedHooks([(leaves[i], self._hook(i)) for i in hooked])
-
-    @abstractmethod
-    def take(self, index: int, grad: Tensor) -> None:
-        """Take the gradient that a backward of the present piece adds to a leaf."""
 
     def forget_piece(self) -> None:
         """Forget the present piece, or the pieces of a schedule."""
@@ -217,9 +208,11 @@ class Tap(ABC):
                 if torch._C._current_graph_task_id() in self.backwards or self._opens_backward(index, grad):
                     if torch.is_grad_enabled():  # create_graph: the measurement must stay out of the user's graph
                         with torch.no_grad():
-                            self.take(index, grad)
+                            problem = self.take(index, grad)
                     else:
-                        self.take(index, grad)
+                        problem = self.take(index, grad)
+                    if problem is not None:
+                        self.problems[problem] += 1
             except Exception as error:  # a bug, or no memory left: the user's backward goes on
                 self.failed(error)
             spent[MEASURING] += time.perf_counter() - start
@@ -242,14 +235,21 @@ class Tap(ABC):
         if self._is_first:
             self._look_at_first()
         elif self._leaves_have_grad and not self.is_scheduled:
-            self.problems[Problem.ZEROED] += all(p.grad is None for p in self._watched.values())
+            for p in self._watched.values():
+                if p.grad is not None:
+                    break
+            else:
+                self.problems[Problem.ZEROED] += 1
         # Once pieces are declared, a backward outside them does not count. If it only fills up, its own part is 0, but
         # DDP and FSDP2 may have reduced the gradient of other ranks into `.grad`.
         if self.only_declared and not self._explicit:
             if self._stray is not None:
                 self.problems[self._stray] += 1
             return False
-        self.problems[Problem.CONTEXT_PARALLEL] += not self._shares_sequences and _is_context_parallel()
+        if not self._shares_sequences:
+            # torch's `context_parallel` replaces the attention while it is in force.
+            where = getattr(functional.scaled_dot_product_attention, "__module__", None) or ""
+            self.problems[Problem.CONTEXT_PARALLEL] += where.startswith("torch.distributed.tensor.experimental")
         if not self._explicit:
             nested = inside_another_backward(grad)
             if self.backwards and not nested:
@@ -264,12 +264,10 @@ class Tap(ABC):
     def _look_at_first(self) -> None:
         """Look at what is in `.grad` before a window's first backward adds to it. The answer stays on the device."""
         self._is_first = False
-        grads = {i: p.grad.detach() for i, p in self._watched.items() if p.grad is not None}
-        self._left_over += [
-            self.witness.read_shard(i, local_tensor(grad), spec_of(grad)).any()
-            for i, grad in grads.items()
-            if not grad.is_sparse
-        ]
+        for i, p in self._watched.items():
+            if (grad := p.grad) is not None and not grad.is_sparse:
+                grad = grad.detach()
+                self._left_over.append(self.witness.read(i, local_tensor(grad), spec_of(grad)).any())
 
     def failed(self, error: Exception) -> None:
         """Log an error that is being handled, and drop the window by it."""
@@ -278,6 +276,8 @@ class Tap(ABC):
 
     def runs_in_graph(self, grad: Tensor) -> bool:
         """Whether the device records this backward into a graph, where nothing may be launched. Asked once for each."""
+        if grad.is_cpu:
+            return False
         number = torch._C._current_graph_task_id()
         if number != self._asked_at:
             self._asked_at, self._is_recorded = number, is_capturing(grad.device)
@@ -290,9 +290,3 @@ class Tap(ABC):
                 self._on_backward_end()
         except Exception as error:
             self.failed(error)
-
-
-def _is_context_parallel() -> bool:
-    """Whether torch's `context_parallel` is in force now: it replaces the attention while it is."""
-    name = getattr(functional.scaled_dot_product_attention, "__module__", None) or ""
-    return name.startswith("torch.distributed.tensor.experimental")

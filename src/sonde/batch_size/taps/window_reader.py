@@ -11,14 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.batch_size.measuring_cost import WindowCosts
-from sonde.batch_size.taps.metric import GradientTerms, Metrics
+from sonde.batch_size.pace import WindowCosts
+from sonde.batch_size.taps.metric import GradientMetric, GradientTerms
 from sonde.batch_size.taps.problems import Problem
-from sonde.batch_size.taps.shared_pieces import CutGradients, ExpertPieces
-from sonde.batch_size.taps.tap import GradientSummary, Number, Tap
-from sonde.batch_size.taps.window_sums import PieceCounts, Shapes, WindowSums, packed, under
+from sonde.batch_size.taps.shared_pieces import CutGradients
+from sonde.batch_size.taps.tap import GradientSummary, Tap
+from sonde.batch_size.taps.window_sums import Shapes, WindowSums, packed, under
 from sonde.batch_size.taps.witness import Witness
-from sonde.batch_size.window_clock import MEASURING, NO_COST, OwnTime
+from sonde.batch_size.units import Number, PieceCounts
+from sonde.batch_size.window_clock import OwnTime
 from sonde.gradient_norm.global_norm import GlobalNorm, global_norm
 from sonde.gradient_norm.plan import NormPlan
 from sonde.parallel.devices import is_capturing, runs_beside_host, widened
@@ -28,7 +29,7 @@ from sonde.parallel.shares import share_of
 from sonde.parallel.wrappers import Wrapper
 
 if TYPE_CHECKING:
-    from sonde.batch_size.mechanism import ExampleWindow
+    from sonde.batch_size.per_example.example_window import ExampleWindow
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class FinalGradient:
         own: the probe's time.
     """
 
-    def __init__(self, wrapper: Wrapper, metrics: Metrics, witness: Witness, own: OwnTime) -> None:
+    def __init__(self, wrapper: Wrapper, metrics: Sequence[GradientMetric], witness: Witness, own: OwnTime) -> None:
         self._wrapper, self._metrics, self._witness = wrapper, metrics, witness
         self._device = wrapper.leaves[0].device
         self._unmeasured: list[int] | None = None
@@ -86,7 +87,7 @@ class FinalGradient:
 
     def norm_of_clip(self, riding: Tensor | None = None) -> GlobalNorm:
         """The norm as a clip takes it, waiting for all ranks; `riding` is summed over them besides."""
-        with self._own.on(NO_COST):  # a clip needs it in any window
+        with self._own.no_cost:  # a clip needs it in any window
             return global_norm(self.plan, 2.0, riding=riding)
 
     def witness(self, grads: Sequence[Tensor | None]) -> Tensor:
@@ -97,13 +98,12 @@ class FinalGradient:
         """
         elements: dict[int, Tensor] = {}
         for i in self._witness.indices:
-            grad = grads[i]
-            if grad is None:
+            if (grad := grads[i]) is None:
                 continue
             if self._wrapper.mesh is None:
                 elements[i] = self._witness.read(i, grad)
-            elif share_of(spec_of(grad)).is_first_copy(self._first_rank):
-                elements[i] = self._witness.read_shard(i, local_tensor(grad), spec_of(grad))
+            elif share_of(spec := spec_of(grad)).is_first_copy(self._first_rank):
+                elements[i] = self._witness.read(i, local_tensor(grad), spec)
         return self._witness.join(elements, self._device)
 
     def terms(self, grads: Sequence[Tensor | None]) -> Tensor:
@@ -111,21 +111,23 @@ class FinalGradient:
 
         In fp32, at half the cost of a clip's norm: |F|² is only compared with the pieces, which are squared alike.
         """
-        counted = self._counted(grads)
+        by_device: dict[torch.device, dict[int, Tensor]] = {}
+        for i, grad in self._counted(grads).items():
+            by_device.setdefault(grad.device, {})[i] = grad
         terms = GradientTerms(self._metrics, len(grads), self._device)
-        for device in dict.fromkeys(g.device for g in counted.values()):
-            on_device = {i: g for i, g in counted.items() if g.device == device}
+        for on_device in by_device.values():
             terms.take(tuple(on_device), tuple(on_device.values()))
         return terms.sum()
 
     def _counted(self, grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
         """What this rank counts of each gradient, by index: all, or a part, so that every element counts once."""
-        present = {i: g for i, g in enumerate(grads) if g is not None}
-        if self._wrapper.mesh is None:
-            return present
         partial: dict[int, Tensor] = {}
-        parts = {i: part for i, g in present.items() if (part := self._cut.take(i, g, partial)) is not None}
-        return parts | self._cut.sum_partial(partial)
+        parts: dict[int, Tensor] = {}
+        is_whole = self._wrapper.mesh is None
+        for i, grad in enumerate(grads):
+            if grad is not None and (part := grad if is_whole else self._cut.take(i, grad, partial)) is not None:
+                parts[i] = part
+        return parts if is_whole else parts | self._cut.sum_partial(partial)
 
 
 class WindowReader:
@@ -148,7 +150,7 @@ class WindowReader:
         self,
         wrapper: Wrapper,
         group_names: Sequence[str],
-        metrics: Metrics,
+        metrics: Sequence[GradientMetric],
         witness: Witness,
         tap: Tap,
         own: OwnTime,
@@ -168,15 +170,14 @@ class WindowReader:
         self._sums = WindowSums(
             group_index,
             n_groups=len(self.groups),
-            n_witness=witness.size,
             metrics=metrics,
+            witness=witness,
             device=self.device,
             data=wrapper.data,
+            experts=wrapper.experts,
             has_loss_scale=grad_scaler is not None,
             n_further_units=n_further_units,
         )
-        self._apart = {"experts": ExpertPieces(wrapper.experts, self._sums, witness)} if wrapper.experts else {}
-        """Classes of parameters that other pieces feed, or that have a factor of their own: see `CLASSES`."""
         self._may_be_recorded, self._saw_recording = runs_beside_host(self.device), False
         self._outside: Counter[Problem] = Counter()
         self.final = FinalGradient(wrapper, metrics, witness, own)
@@ -216,21 +217,21 @@ class WindowReader:
         Later backwards outside pieces never count.
         """
         self._tap.begin_piece(n)
-        if self._examples is not None:
-            self._examples.begin_piece()
+        if self._examples is not None and self._examples.is_open:
+            self._examples.norms.forget_backwards()
 
     def discard_piece(self) -> None:
         """Forget the present piece."""
         self._tap.discard_piece()
         if self._examples is not None:
-            self._examples.discard_piece()
+            self._examples.norms.discard()
 
     def leave_out_backward(self, problem: Problem) -> None:
         """Forget the backward outside pieces that has just ended, since it is no piece; `problem` says why."""
         self._outside[problem] += 1
         self._tap.leave_out_backward()
         if self._examples is not None:
-            self._examples.discard_piece()
+            self._examples.norms.discard()
 
     def end_piece(self, *counts: PieceCounts, is_declared: bool = True) -> None:
         """Add the piece that ends here to the window, or the pieces of a pipeline's schedule.
@@ -240,30 +241,20 @@ class WindowReader:
             is_declared: whether it is no backward outside `begin_piece` … `end_piece`.
         """
         self._outside[Problem.NOT_ALL_DECLARED] += not is_declared
-        with self._own.on(MEASURING):
+        with self._own.measuring:
+            unscale = None if self._grad_scaler is None else self._unscale(self._grad_scaler)
             gradients: Sequence[GradientSummary | None] = self._tap.end_piece() or [None] * len(counts)
             for gradient, of_piece in zip(gradients, counts, strict=True):
                 if gradient is None:  # the tap sees whole windows: end_window gets the gradient
                     self._sums.count(of_piece)
-                    continue
-                gradient = self._unscaled(gradient)
-                for pieces in self._apart.values():
-                    gradient = pieces.take_from(gradient, of_piece)
-                self._sums.add(gradient, of_piece)
+                else:
+                    self._sums.add(gradient if unscale is None else gradient.scaled(unscale, self._metrics), of_piece)
             if self._examples is not None and self._examples.is_open:  # no pipeline's
-                self._examples.end_piece(counts[0], self._unscale())
+                self._examples.end_piece(counts[0], unscale)
 
-    def _unscaled(self, gradient: GradientSummary) -> GradientSummary:
-        """The gradient divided by the GradScaler's present scale, which stays on the device."""
-        unscale = self._unscale()
-        return gradient if unscale is None else gradient.scaled(unscale, self._metrics.adds)
-
-    def _unscale(self) -> Tensor | None:
+    def _unscale(self, grad_scaler: torch.amp.GradScaler) -> Tensor:
         """The factor that undoes the GradScaler's present scale; it stays on the device."""
-        if self._grad_scaler is None:
-            return None
-        scale = self._grad_scaler.scale(torch.ones((), device=self.device))
-        return widened(scale).reciprocal()
+        return widened(grad_scaler.scale(torch.ones((), device=self.device))).reciprocal()
 
     # Windows.
 
@@ -289,10 +280,12 @@ class WindowReader:
             The window; and the plain norm of its gradient, including parameters given to `clip_also`, if `reads_grad`.
         """
         if (whole := self._tap.end_window()) is not None and self._sums.n_pieces:
-            self._sums.merge(self._unscaled(whole))
+            if self._grad_scaler is not None:
+                whole = whole.scaled(self._unscale(self._grad_scaler), self._metrics)
+            self._sums.merge(whole)
         grads = [p.grad for p in self.parameters]
         terms = self.final.terms(grads)
-        final = self._of_final(self.final.witness(grads), terms)
+        final = {"witness_final": self.final.witness(grads), "big": self._sums.per_group(terms)}
         sums, own = self._of_pieces(problems, terms, costs)
         sums["frozen"] = frozen
         # Where ranks hold parts of the gradient, the sum over ranks takes in its squares and elements.
@@ -315,23 +308,10 @@ class WindowReader:
         if self._examples is not None:
             sums, own = self._examples.end_window(self._sums, terms[0] if self._reads_examples else None)
             sums, own = under("examples", sums), under("examples", own)
-        counts = self._take_problems(problems)
-        for name, pieces in self._apart.items():
-            of_class, met = pieces.take()
-            sums |= under(name, of_class)
-            counts |= met
-        return self._sums.take(counts, costs.numbers(), declares=self._tap.only_declared) | sums, own
-
-    def _of_final(self, witness: Tensor, terms: Tensor) -> dict[str, Tensor]:
-        """The elements and the squares of the final gradient by name, and those of each class apart."""
-        found: dict[str, Tensor] = {}
-        for name, pieces in self._apart.items():
-            # Multiplied by 0, not left out: what is not finite stays so, and drops the window.
-            own, of_others = witness * pieces.own_elements, terms * pieces.is_own
-            of_class = {"witness_final": witness - own, "big": self._sums.per_group(terms - of_others)}
-            found |= under(name, of_class)
-            witness, terms = own, of_others
-        return found | {"witness_final": witness, "big": self._sums.per_group(terms)}
+        of_pieces, others = self._sums.take(
+            self._take_problems(problems), costs.numbers(), declares=self._tap.only_declared
+        )
+        return of_pieces | sums, others | own
 
     def forget_window(self) -> None:
         """Forget the pieces since the last window ended."""
@@ -340,9 +320,8 @@ class WindowReader:
             return
         if self._examples is not None:
             self._examples.end_window(self._sums, None)
-        for pieces in self._apart.values():
-            pieces.forget()
-        self._sums.take(self._take_problems())
+        self._take_problems()
+        self._sums.forget()
         self._tap.end_window()
 
     def _take_problems(self, of_window: Collection[Problem] = ()) -> dict[Problem, Number]:

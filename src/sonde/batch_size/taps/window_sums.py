@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-import sys
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from numbers import Real
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,13 +18,15 @@ from sonde.batch_size.stats.dependence import (
     same_ranks,
     scores_of_pieces,
 )
-from sonde.batch_size.stats.noise_scale import effective_units
 from sonde.batch_size.stats.window_row import CLASSES, Drop, WindowRow, WitnessedPieces
-from sonde.batch_size.taps.metric import Metrics
+from sonde.batch_size.taps.metric import Adds, GradientMetric
 from sonde.batch_size.taps.problems import Problem
-from sonde.batch_size.taps.tap import Adds, GradientSummary, Number
-from sonde.parallel.data_ranks import DataRanks
-from sonde.parallel.devices import is_at_hand, to_device, widened, zero_sums
+from sonde.batch_size.taps.shared_pieces import ExpertPieces
+from sonde.batch_size.taps.tap import GradientSummary
+from sonde.batch_size.taps.witness import Witness
+from sonde.batch_size.units import Number, PieceCounts, as_vector
+from sonde.parallel.data_ranks import DataRanks, ExpertRanks
+from sonde.parallel.devices import accumulation_dtype, to_device
 
 Named = Mapping[str, Tensor]
 Shapes = Mapping[str, torch.Size]
@@ -58,99 +59,6 @@ def those_under(prefix: str, tensors: Named) -> dict[str, Tensor]:
     return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
 
 
-@dataclass(frozen=True)
-class PieceCounts:
-    """A piece's weight w_k, its effective number of units n_k, its units as counted, and their own weights.
-
-    Attributes:
-        further: its size in each of the further units.
-    """
-
-    weight: Number
-    effective_units: Number
-    units: Number
-    unit_weights: Sequence[float] | Tensor | None = None
-    further: tuple[Number, ...] = ()
-
-
-def piece_counts(
-    units: Number | None,
-    weight: Number,
-    unit_weights: Sequence[float] | Tensor | None,
-    further: Sequence[Number] = (),
-) -> PieceCounts:
-    """Check the counts that a user gives for a piece, and complete them.
-
-    Args:
-        units: units in the piece; None for one unit per entry of `unit_weights`.
-        weight: the piece's weight in the loss.
-        unit_weights: weights of the units within the piece, [units].
-        further: the piece's size in each of the further units.
-
-    Raises:
-        ValueError: for a number that is not positive and finite, or a tensor of the wrong shape.
-    """
-    effective: Number | None = None
-    if isinstance(unit_weights, Tensor) and unit_weights.dim() == 1 and is_at_hand(unit_weights.device):
-        unit_weights = unit_weights.tolist()
-    if isinstance(unit_weights, Tensor):
-        if unit_weights.dim() != 1 or not unit_weights.numel():
-            raise ValueError(
-                f"unit_weights must hold one weight for each unit, [units], got shape {tuple(unit_weights.shape)}"
-            )
-        weights = widened(unit_weights.detach())
-        effective = weights.sum().square() / weights.square().sum()  # Kish
-        effective = torch.where((weights >= 0).all(), effective, torch.nan)  # NaN drops the window later
-    elif unit_weights is not None:
-        effective = effective_units(unit_weights)
-    if units is None:
-        assert unit_weights is not None
-        units = float(len(unit_weights))
-    elif unit_weights is not None and not isinstance(units, Tensor) and units != len(unit_weights):
-        raise ValueError(
-            f"unit_weights must hold one weight for each unit, got {len(unit_weights)} weights for units={units}: "
-            "leave out units="
-        )
-    units = _positive("units", units)
-    others = tuple(_positive("units", number) for number in further)
-    n_units = units if effective is None else effective
-    return PieceCounts(_positive("weight", weight), n_units, units, unit_weights, others)
-
-
-def check_counts(
-    units: Number | None,
-    weight: Number,
-    unit_weights: Sequence[float] | Tensor | None,
-    further: Sequence[Number] = (),
-) -> None:
-    """Check the counts of a piece that is not measured, as `piece_counts` does, without any work for a device.
-
-    Raises:
-        ValueError: for a number that is not positive and finite.
-    """
-    if not any(
-        isinstance(value, Tensor) and not is_at_hand(value.device) for value in (units, weight, unit_weights, *further)
-    ):
-        piece_counts(units, weight, unit_weights, further)
-
-
-def _positive(name: str, value: Number) -> Number:
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ValueError(f"{name} must be a number or a 0-dim tensor, got shape {tuple(value.shape)}")
-        if not is_at_hand(value.device):
-            return widened(value.detach().reshape(()))
-        value = value.item()
-    if type(value) not in (int, float) and (isinstance(value, bool) or not isinstance(value, Real)):
-        raise ValueError(f"{name} must be a number or a 0-dim tensor, got {value!r}")
-    value = math.inf if value > sys.float_info.max else float(value)
-    if not 0 < value < math.inf:
-        raise ValueError(
-            f"{name} must be positive and finite, got {value}: leave out a micro-batch that does not count"
-        )
-    return value
-
-
 _COUNTS = (
     "weight",
     "weight_over_units",
@@ -166,6 +74,7 @@ _COUNTS = (
     "n_declaring",
 )
 """The numbers that a rank counts its pieces by, as the row names them."""
+(EXPERTS,) = CLASSES
 _MOST_COMPARED = 32
 """Pieces of a rank and window, from the first on, that are compared with each other; bounds their memory."""
 _MOST_MARKED = 256
@@ -178,10 +87,11 @@ class WindowSums:
     Args:
         group_index: the parameter group of each parameter, [parameters].
         n_groups: number of groups.
-        n_witness: elements of the witness.
         metrics: in which gradients are measured.
+        witness: which elements are compared.
         device: where the sums live.
         data: this rank's place among those that have data of their own; None for a single process.
+        experts: parameters that other pieces feed than the rest; None without. They have columns of their own.
         has_loss_scale: whether gradients were multiplied by a GradScaler's scale.
         n_further_units: how many further units pieces are counted in.
     """
@@ -191,39 +101,43 @@ class WindowSums:
         group_index: Sequence[int],
         *,
         n_groups: int,
-        n_witness: int,
-        metrics: Metrics,
+        metrics: Sequence[GradientMetric],
+        witness: Witness,
         device: torch.device,
         data: DataRanks | None = None,
+        experts: ExpertRanks | None = None,
         has_loss_scale: bool = False,
         n_further_units: int = 0,
     ) -> None:
         self._not_finite = Problem.LOSS_SCALE if has_loss_scale else Problem.NOT_FINITE
-        self._n_further_units, self.device = n_further_units, device
-        self._group_index = to_device(torch.tensor(group_index, device="cpu"), device)
-        self.n_groups = n_groups
-        self._data = data = data if data is not None else DataRanks()
-        self._n_marked = min(data.n_ranks, _MOST_MARKED) if data.n_ranks > 1 else 0
-        self.counts_pieces = data.counts_pieces
+        self._n_further_units, self.device, self._dtype = n_further_units, device, accumulation_dtype(device)
+        self._metrics, self._n_groups, self._witness_of, self._experts = metrics, n_groups, witness, experts
+        of_experts = frozenset() if experts is None else experts.indices
+        columns = [g + n_groups if i in of_experts else g for i, g in enumerate(group_index)]
+        self._columns = to_device(torch.tensor(columns, device="cpu"), device)
+        self._n_columns = n_groups if experts is None else 2 * n_groups
+        data = data if data is not None else DataRanks()
+        self._rank, self._n_marked = data.rank, min(data.n_ranks, _MOST_MARKED) if data.n_ranks > 1 else 0
+        self._counts_pieces = data.counts_pieces
         """Whether this rank counts the pieces of its data. Ranks that share a piece hold parts of its gradient: all add
         their squares, and one of them counts the piece."""
-        self.shape, self._n_witness = (len(metrics.all), len(group_index)), n_witness
-        self._of_norms = [i for i, adds in enumerate(metrics.adds) if adds == "norms"]
-        self._begin()
+        self._of_norms = [i for i, metric in enumerate(metrics) if metric.adds == "norms"]
+        self.forget()
 
-    def _begin(self) -> None:
+    def forget(self) -> None:
         """Begin a window."""
-        device = self.device
-        self._small = zero_sums(*self.shape, device=device)
+        zeros = functools.partial(torch.zeros, dtype=self._dtype, device=self.device)
+        self._small = zeros(len(self._metrics), len(self._columns))
         """Σ |h_k|²/w_k per metric and parameter, where squares add up over parameters."""
-        self._small_of_norms = zero_sums(len(self._of_norms), self.n_groups + 1, device=device)
+        self._small_of_norms = zeros(len(self._of_norms), self._n_columns + 1)
         """The same per group and, last, of the whole model, where norms add up before they are squared."""
-        self._witness = zero_sums(self._n_witness, device=device)
-        self._witness_squares = zero_sums(self._n_witness, device=device)
-        self._witness_small = zero_sums(device=device)
-        self._squares = zero_sums(device=device)
-        """A sum of squares: once it is not finite, it stays so."""
-        self._bad_counts = zero_sums(device=device)
+        self._witness, self._witness_squares = zeros(2, self._witness_of.size)
+        self._witness_small, self._bad_counts = zeros(2)
+        self._mask: Tensor | None = None
+        self._pieces_of_experts: ExpertPieces | None = None
+        if (experts := self._experts) is not None:
+            shape = len(self._metrics), self._n_groups
+            self._pieces_of_experts = ExpertPieces(experts, counts=self._counts_pieces, shape=shape, device=self.device)
         self.n_pieces = 0
         self._weight: Number = 0.0
         self._weight_over_units: Number = 0.0
@@ -239,8 +153,12 @@ class WindowSums:
         """Add one piece's gradient h_k with its weight w_k and its effective number of units n_k."""
         self._add_gradient(gradient, counts.weight)
         self.count(counts)
+        if self._pieces_of_experts is not None:
+            self._pieces_of_experts.add(self.per_group(gradient.terms)[:, self._n_groups : -1], counts)
         if len(self._compared) < _MOST_COMPARED:
-            self._compared.append(gradient.witness / counts.weight)
+            # Multiplied by 0, not left out: what is not finite stays so, and drops the window.
+            witness = gradient.witness if self._experts is None else gradient.witness * self._others()
+            self._compared.append(witness / counts.weight)
             if not isinstance(counts.units, Tensor):
                 self._sizes.append(gradient.terms[0].sum() / counts.weight / counts.weight)
                 self._units_of_pieces.append(counts.units)
@@ -252,7 +170,8 @@ class WindowSums:
         self._weight_over_units += counts.weight / counts.effective_units
         self._sq_weight_over_units += counts.weight * counts.weight / counts.effective_units
         self._units += counts.units
-        self._further_units = [a + b for a, b in zip(self._further_units, counts.further, strict=True)]
+        for i, number in enumerate(counts.further):
+            self._further_units[i] += number
         for number in (counts.weight, counts.effective_units, counts.units, *counts.further):
             # `piece_counts` has checked Python numbers. Tensors cannot be checked without waiting for the device.
             if isinstance(number, Tensor):
@@ -266,7 +185,6 @@ class WindowSums:
         self.n_pieces = 1
 
     def _add_gradient(self, gradient: GradientSummary, weight: Number) -> None:
-        self._squares += gradient.terms[0].sum()
         self._small += gradient.terms / weight
         if self._of_norms:
             of_norms = torch.stack([gradient.terms[i] for i in self._of_norms])
@@ -274,7 +192,14 @@ class WindowSums:
         squares = gradient.witness.square()
         self._witness += gradient.witness
         self._witness_squares += squares if gradient.witness_squares is None else gradient.witness_squares
-        self._witness_small += squares.sum() / weight
+        of_others = squares if self._experts is None else squares * self._others()
+        self._witness_small += of_others.sum() / weight
+
+    def _others(self) -> Tensor:
+        """1 for the witness's elements of other parameters than experts', 0 for those of experts."""
+        if self._mask is None:  # the witness moves on with every window
+            self._mask = self._witness_of.of_others(self.device)
+        return self._mask
 
     @property
     def sq_norms_over_weight(self) -> Tensor:
@@ -282,22 +207,26 @@ class WindowSums:
         return self._small[0]
 
     def per_group(self, terms: Tensor) -> Tensor:
-        """Sums over the parameters of each group and, last, over all; [metrics, parameters] → [metrics, groups + 1]."""
-        sums = zero_sums(len(terms), self.n_groups + 1, device=self.device).index_add_(1, self._group_index, terms)
+        """Sums over the parameters of each group and, last, over all; [metrics, parameters] → [metrics, columns + 1].
+
+        After the columns of all groups come those of their experts, if there are any.
+        """
+        sums = torch.zeros(len(terms), self._n_columns + 1, dtype=self._dtype, device=self.device)
+        sums.index_add_(1, self._columns, terms)
         sums[:, -1] = terms.sum(1)
         return sums
 
     def take(
         self, problems: Mapping[Problem, Number], costs: Sequence[float] = (), *, declares: bool = False
-    ) -> dict[str, Tensor]:
-        """This rank's sums by name; starts the next window.
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """This rank's sums by name, and what is the same on all ranks; starts the next window.
 
         Args:
             problems: that were met, with their counts.
             costs: what the rank has spent, which rides along.
             declares: whether this rank takes only declared pieces by now.
         """
-        may_compare = self.counts_pieces and len(self._compared) >= FEWEST_PIECES
+        may_compare = self._counts_pieces and len(self._compared) >= FEWEST_PIECES
         # The last ratio is one of this rank's own sums: it is formed before the sum over ranks.
         counts: list[Number] = [
             self._weight,
@@ -310,42 +239,46 @@ class WindowSums:
             *order_of_pieces(self._sizes, self._units_of_pieces),
         ]
         further = self._further_units
-        if not self.counts_pieces:
+        if not self._counts_pieces:
             counts, further = [0.0] * len(counts), [0.0] * len(further)
-        met = {Problem.BAD_COUNTS: self._bad_counts, self._not_finite: ~torch.isfinite(self._squares)}
+        small = self.per_group(self._small)
+        met: dict[Problem, Number] = {
+            Problem.BAD_COUNTS: self._bad_counts,
+            self._not_finite: ~torch.isfinite(small[0, -1]),
+        }
+        for i, of_metric in zip(self._of_norms, self._small_of_norms, strict=True):
+            small[i] = of_metric
+        sums: dict[str, Tensor] = {"small": small}
+        own: dict[str, Tensor] = {}
+        if self._pieces_of_experts is not None:
+            small[:, self._n_groups : -1], sums["counts_of_experts"], differs = self._pieces_of_experts.take()
+            met[Problem.EXPERTS_DIFFER], own["others"] = differs, self._others()
         of_host: dict[str, Sequence[Number]] = {
             "counts": [*counts, float(declares)],
             "further_units": further,
             "costs": costs,
+            "problems": [problems.get(p, 0) + met.get(p, 0) for p in Problem],
         }
-        of_host["problems"] = [problems.get(p, 0) + met.get(p, 0) for p in Problem]
         # One copy brings all numbers of the host to the device.
+        sizes = {name: len(each) for name, each in of_host.items()}
         vector = as_vector([n for each in of_host.values() for n in each], self.device)
-        numbers = dict(zip(of_host, vector.split([len(each) for each in of_host.values()]), strict=True))
-        small = self.per_group(self._small)
-        for i, of_metric in zip(self._of_norms, self._small_of_norms, strict=True):
-            small[i] = of_metric
+        sums |= zip(sizes, vector.split([*sizes.values()]), strict=True)
+        witness = self._witness if self._experts is None else self._witness * self._others()
         # A ratio of this rank's own sums is formed before the sum over ranks.
-        of_rank = self._witness.square().sum() / self._weight if self.n_pieces else self._witness.new_zeros(())
-        sums = {
-            "small": small,
-            **numbers,
+        of_rank = witness.square().sum() / self._weight if self.n_pieces else witness.new_zeros(())
+        marks = witness.new_zeros(self._n_marked, 2)
+        if self._counts_pieces and self._rank < self._n_marked:
+            marks[self._rank] = rank_mark(witness)
+        sums |= {
             "witness_small": self._witness_small,
             "witness_ranks": of_rank,
-            "compared": neighbour_products(torch.stack(self._compared)) if may_compare else self._witness.new_zeros(2),
+            "compared": neighbour_products(torch.stack(self._compared)) if may_compare else witness.new_zeros(2),
             "witness": self._witness,
             "witness_squares": self._witness_squares,
-            "marks": self._mark(),
+            "marks": marks,  # each rank's in its own place, so that the sum over ranks holds those of all
         }
-        self._begin()
-        return sums
-
-    def _mark(self) -> Tensor:
-        """This rank's mark in its own place, so that the sum over ranks holds the marks of all; [marked ranks, 2]."""
-        marks = self._witness.new_zeros(self._n_marked, 2)
-        if self.counts_pieces and self._data.rank < self._n_marked:
-            marks[self._data.rank] = rank_mark(self._witness)
-        return marks
+        self.forget()
+        return sums, own
 
 
 def read_rows(sums: Named, metrics: Sequence[Adds], witness_sizes: Mapping[int, int]) -> list[WindowRow]:
@@ -357,16 +290,20 @@ def read_rows(sums: Named, metrics: Sequence[Adds], witness_sizes: Mapping[int, 
         witness_sizes: elements that the witness read of each parameter, in order, by index.
     """
     counts: dict[str, float] = dict(zip(_COUNTS, sums["counts"].tolist(), strict=True))
-    met = {p for p, n in zip(Problem, sums["problems"].tolist(), strict=True) if n > 0}
+    met = [p for p, n in zip(Problem, sums["problems"].tolist(), strict=True) if n > 0]
     n_declaring = round(counts["n_declaring"])
-    witness, marks = sums["witness"].double(), sums["marks"].double()
+    drops = [p for p in met if p.applies(are_declared=n_declaring > 0)]
     weight, witness_small, witness_ranks = counts["weight"], *map(float, (sums["witness_small"], sums["witness_ranks"]))
-    small = sums["small"].double()
-    squared = torch.tensor([adds == "norms" for adds in metrics], device="cpu")[:, None]
-    big = torch.where(squared, sums["big"].double().square(), sums["big"].double())
-    apart = {name: found for name in CLASSES if (found := those_under(name, sums))}
+    small, big = sums["small"].double(), sums["big"].double()
+    elements = [sums[name].double() for name in ("witness", "witness_squares", "witness_final")]
+    n, of_experts = small.shape[1] - 1, None
+    if (others := sums.get("others")) is not None:
+        n, of_experts = n // 2, [each * (1.0 - others.double()) for each in elements]
+        elements = [each * others.double() for each in elements]
+    witness_sum, witness_squares, witness_final = elements
     plain = WindowRow(
-        sq_norm_over_weight=small[0, :-1],
+        sq_norm_over_weight=small[0, :n],
+        sq_norm_big=big[0, :n],
         weight=weight,
         weight_over_units=counts["weight_over_units"],
         sq_weight_over_units=counts["sq_weight_over_units"],
@@ -377,77 +314,43 @@ def read_rows(sums: Named, metrics: Sequence[Adds], witness_sizes: Mapping[int, 
         further_units=sums["further_units"].tolist(),
         in_fp32=sums["small"].dtype == torch.float32,
         rank_sq_weight_over_units=counts["rank_sq_weight_over_units"],
-        problems=_drops(met, are_declared=n_declaring > 0, explain=False),
-        explanations=_drops(met, are_declared=n_declaring > 0, explain=True),
+        problems=[_drop(p) for p in drops if not p.only_explains],
+        explanations=[_drop(p) for p in drops if p.only_explains],
         witness_small=witness_small,
         witness_ranks=witness_ranks,
         witness_sizes=witness_sizes,
-        witness_sum=witness,
-        witness_squares=sums["witness_squares"].double(),
-        sq_norm_big=big[0, :-1],
-        witness_final=sums["witness_final"].double(),
+        witness_sum=witness_sum,
+        witness_squares=witness_squares,
+        witness_final=witness_final,
         scores=scores_of_pieces(
             counts, *sums["compared"].tolist(), mean_square=witness_small / weight if weight else 0.0
         ),
-        same_ranks=same_ranks(marks, spread=_spread(weight * witness_ranks, witness)),
+        same_ranks=same_ranks(sums["marks"].double(), spread=_spread(weight * witness_ranks, witness_sum)),
     )
-    return [_in_metric(plain, i, adds, small, big, apart) for i, adds in enumerate(metrics)]
-
-
-def _in_metric(
-    plain: WindowRow, i: int, adds: Adds, small: Tensor, big: Tensor, apart: Mapping[str, Named]
-) -> WindowRow:
-    """The row in one metric, of small and big [metrics, groups + 1], and of classes apart by name."""
-    problems = list(plain.problems)
-    # What is finite in the first metric alone lacks a second moment.
-    if not problems and math.isfinite(small[0, -1]) and not math.isfinite(small[i, -1]):
-        problems = [_drop(Problem.NO_SECOND_MOMENT)]
-    return replace(
-        plain,
-        sq_norm_over_weight=small[i, :-1],
-        sq_norm_big=big[i, :-1],
-        whole=(float(small[i, -1]), float(big[i, -1])) if adds == "norms" else None,
-        problems=problems,
-        apart={name: _of_class(found, plain, i) for name, found in apart.items()},
-    )
+    rows = []
+    for of_metric, big_of_metric, adds in zip(small, big, metrics, strict=True):
+        row = replace(plain, sq_norm_over_weight=of_metric[:n], sq_norm_big=big_of_metric[:n])
+        if adds == "norms":
+            big_of_metric = big_of_metric.square()
+            whole = float(of_metric[-1]), float(big_of_metric[-1])
+            row = replace(row, sq_norm_big=big_of_metric[:n], whole=whole)
+        # What is finite in the first metric alone lacks a second moment.
+        if not plain.problems and math.isfinite(small[0, -1]) and not math.isfinite(of_metric[-1]):
+            row = replace(row, problems=[_drop(Problem.NO_SECOND_MOMENT)])
+        if of_experts is not None:  # their Σ w_k and Σ w_k²/n_k are those of the rest
+            weight_over_units, n_pieces = sums["counts_of_experts"].tolist()
+            numbers = row.weight, weight_over_units, row.sq_weight_over_units, round(n_pieces)
+            apart = WitnessedPieces(*numbers, of_metric[n:-1], big_of_metric[n:-1], *of_experts)
+            row = replace(row, apart={EXPERTS: apart})
+        rows.append(row)
+    return rows
 
 
 def _drop(problem: Problem) -> Drop:
     return Drop(problem.name.lower(), problem.message)
 
 
-def _drops(met: Collection[Problem], *, are_declared: bool, explain: bool) -> list[Drop]:
-    """The problems that were met, or those that only explain a changed gradient."""
-    found = [p for p in Problem if p in met and p.applies(are_declared=are_declared)]
-    return [_drop(p) for p in found if p.only_explains == explain]
-
-
-def _of_class(sums: Named, row: WindowRow, metric: int) -> WitnessedPieces:
-    """What a class apart gives in one metric, whose squares add up. Its Σ w_k and Σ w_k²/n_k are those of the rest."""
-    weight_over_units, n_pieces = sums["counts"].tolist()
-    return WitnessedPieces(
-        row.weight,
-        weight_over_units,
-        row.sq_weight_over_units,
-        round(n_pieces),
-        sums["small"][metric, :-1].double(),
-        sums["big"][metric, :-1].double(),
-        *(sums[name].double() for name in ("witness", "witness_squares", "witness_final")),
-    )
-
-
 def _spread(mean_square: float, rank_total: Tensor) -> float:
     """The variance of the ranks' gradients over their mean square; 0 where they are 0 or not finite."""
-    difference = mean_square - float(rank_total.double().square().sum())
+    difference = mean_square - float(rank_total.square().sum())
     return difference / mean_square if 0 < mean_square < math.inf else 0.0
-
-
-def as_vector(numbers: Sequence[Number], device: torch.device) -> Tensor:
-    """Numbers as one vector on the device, without waiting for tensors that are there already; [numbers]."""
-    on_device = {i: n for i, n in enumerate(numbers) if isinstance(n, Tensor) and n.device.type == device.type}
-    values = [0.0 if i in on_device else float(n) for i, n in enumerate(numbers)]
-    # device="cpu" is explicit, since the user may have set another default device.
-    vector = to_device(torch.tensor(values, dtype=torch.float64, device="cpu"), device)
-    for i, n in on_device.items():
-        vector[i] = n
-    return vector

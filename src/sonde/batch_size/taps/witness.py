@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sonde.parallel.devices import to_device, widened
+from sonde.parallel.devices import to_device, zero_sums
 from sonde.parallel.placements import shard_of
 
 _VECTORS, _MATRICES = 4, 2
@@ -41,11 +41,10 @@ class Witness:
     ) -> None:
         self._shapes = [tuple(shape) for shape in shapes]
         self._first, self._n = first, len(shapes) - first if n is None else n
-        self.apart = frozenset(apart)
-        """As passed."""
-        usual = [(i, len(shape)) for i, shape in enumerate(self._shapes) if 0 not in shape and i not in self.apart]
+        self._apart = frozenset(apart)
+        usual = [(i, len(shape)) for i, shape in enumerate(self._shapes) if 0 not in shape and i not in self._apart]
         vectors, matrices = [i for i, n_dims in usual if n_dims < 2], [i for i, n_dims in usual if n_dims >= 2]
-        special = sorted(i for i in self.apart if 0 not in self._shapes[i])
+        special = sorted(i for i in self._apart if 0 not in self._shapes[i])
         self._kinds = [(*_split(vectors, _VECTORS), _VECTORS), (*_split(matrices, _MATRICES), _MATRICES)]
         self._kinds += [(*_split(special, _MATRICES), _MATRICES)] if special else []
         n_read = sum(min(len(fixed) + len(moving), 2 * n) for fixed, moving, n in self._kinds)
@@ -64,15 +63,18 @@ class Witness:
             # Each round takes every n_rounds-th of the moving parameters, so that they are spread over the depth.
             n_rounds = math.ceil(len(moving) / n)
             chosen += fixed + (moving[window % n_rounds :: n_rounds] if moving else [])
-        slices = {i: _strided_block(self._shapes[i], window) for i in sorted(chosen)}
-        shapes_read = {i: _sliced_shape(self._shapes[i], slices[i]) for i in slices}
-        self.sizes = {i: math.prod(shape) for i, shape in shapes_read.items()}
+        self.sizes: dict[int, int] = {}
         """Elements that are read of each parameter of the model, by its index there."""
-        # This rank's parameters, counted from 0.
-        own = [i for i in slices if 0 <= i - self._first < self._n]
-        self._slices = {i - self._first: slices[i] for i in own}
-        self._shapes_read = {i - self._first: shapes_read[i] for i in own}
-        self.indices = list(self._slices)
+        self._blocks: dict[int, _Block] = {}
+        for i in sorted(chosen):
+            block = _strided_block(self._shapes[i], window)
+            self.sizes[i] = math.prod(block.shape)
+            if 0 <= i - self._first < self._n:  # this rank's, counted from 0
+                self._blocks[i - self._first] = block
+        self.n_read = sum(self.sizes.values())
+        """Elements that are read of all of them."""
+        self.indices = self._blocks.keys()
+        """This rank's parameters that are read."""
         self._places: dict[tuple[int, tuple[int, ...]], tuple[list[int], int]] = {}
 
     @property
@@ -81,49 +83,52 @@ class Witness:
         stay = sorted(index - self._first for fixed, _, _ in self._kinds for index in fixed)
         return [index for index in stay if 0 <= index < self._n]
 
-    def __contains__(self, index: int) -> bool:
-        return index in self._slices
+    def of_others(self, device: torch.device) -> Tensor:
+        """1 for the elements of the usual parameters and the zeros that fill up, 0 for those apart; [size]."""
+        own = [float(i not in self._apart) for i, n in self.sizes.items() for _ in range(n)]
+        own += [1.0] * (self.size - self.n_read)
+        return to_device(torch.tensor(own, dtype=torch.float64, device="cpu"), device)
 
-    def read(self, index: int, grad: Tensor) -> Tensor:
-        """The chosen elements of the gradient of parameter `index`, sizes[index] in all; a view if it is dense."""
-        if grad.is_sparse:
-            slices = self._slices[index]
-            grad = grad.coalesce()
-            rows = range(*slices[0].indices(grad.shape[0]))
-            picked = grad.index_select(0, torch.tensor(rows, device=grad.device)).to_dense()
-            return picked[(slice(None), *slices[1:])]
-        # grad[slices] as a single view: inside a backward, each operator costs.
-        if grad.shape != self._shapes[index + self._first]:  # `.data` was replaced since attach
-            return grad.new_zeros(self._shapes_read[index])
-        strides = grad.stride()
-        if (index, strides) not in self._places:  # the same for all pieces of a window
-            by_dim = [*zip(self._slices[index], strides, strict=True)]
-            steps, start = [s.step * stride for s, stride in by_dim], sum(s.start * stride for s, stride in by_dim)
-            self._places[index, strides] = steps, start
-        steps, start = self._places[index, strides]
-        return grad.as_strided(self._shapes_read[index], steps, grad.storage_offset() + start)
-
-    def read_shard(self, index: int, local: Tensor, spec: Any) -> Tensor:
-        """As `read`, of a gradient of which this rank holds a shard: 0 in place of elements on other ranks.
+    def read(self, index: int, grad: Tensor, spec: Any = None) -> Tensor:
+        """The chosen elements of the gradient of parameter `index`, sizes[index] in all; a view where it is dense.
 
         Args:
             index: of the parameter.
-            local: this rank's shard.
-            spec: how the gradient is placed, as a DTensor's; None if the shard is all of it.
+            grad: what this rank holds of the gradient.
+            spec: how the gradient is placed, as a DTensor's; None if the rank holds all of it. Elements on other ranks
+                are 0.
         """
-        if spec is None:
-            return self.read(index, local)
-        block = local.new_zeros(self._shapes_read[index])
-        if spec.shape != self._shapes[index + self._first]:  # the parameter was replaced since attach
-            return block
+        block = self._blocks[index]
+        if (grad.shape if spec is None else spec.shape) != self._shapes[index + self._first]:
+            return grad.new_zeros(block.shape)  # the parameter, or its `.data`, was replaced since attach
+        if spec is not None:
+            return self._read_shard(index, grad, spec)
+        if grad.is_sparse:
+            grad = grad.coalesce()
+            rows = range(*block.slices[0].indices(grad.shape[0]))
+            picked = grad.index_select(0, torch.tensor(rows, device=grad.device)).to_dense()
+            return picked[(slice(None), *block.slices[1:])]
+        # grad[slices] as a single view: inside a backward, each operator costs.
+        key = index, grad.stride()
+        if (place := self._places.get(key)) is None:  # the same for all pieces of a window
+            steps, start = [], 0
+            for chosen, stride in zip(block.slices, key[1], strict=True):
+                steps.append(chosen.step * stride)
+                start += chosen.start * stride
+            place = self._places[key] = steps, start
+        return grad.as_strided(block.shape, place[0], grad.storage_offset() + place[1])
+
+    def _read_shard(self, index: int, local: Tensor, spec: Any) -> Tensor:
+        block = self._blocks[index]
+        elements = local.new_zeros(block.shape)
         into, out_of = [], []
-        for chosen, n_local, offset in zip(self._slices[index], local.shape, self._offset(index, spec), strict=True):
+        for chosen, n_local, offset in zip(block.slices, local.shape, self._offset(index, spec), strict=True):
             n_before = max(-((chosen.start - offset) // chosen.step), 0)  # chosen elements that come before the shard
             start = chosen.start + n_before * chosen.step - offset
             into.append(slice(n_before, n_before + len(range(start, n_local, chosen.step))))
             out_of.append(slice(start, None, chosen.step))
-        block[tuple(into)] = local[tuple(out_of)]
-        return block
+        elements[tuple(into)] = local[tuple(out_of)]
+        return elements
 
     def _offset(self, index: int, spec: Any) -> tuple[int, ...]:
         """Where this rank's shard begins in the whole gradient, along each dim. Worked out once for each placement."""
@@ -136,13 +141,15 @@ class Witness:
 
         Parameters that were not read count as 0. Zeros fill the rest of the vector.
         """
-        zeros = torch.zeros(self.size, dtype=torch.float32, device=device)
-        parts = [
-            elements[own].reshape(-1) if (own := i - self._first) in elements else zeros[:n]
-            for i, n in self.sizes.items()
-        ]
-        on_device = [part if part.device == device else to_device(part, device) for part in parts]
-        return widened(torch.cat([*on_device, zeros[sum(self.sizes.values()) :]]))
+        zeros = zero_sums(self.size, device=device)  # joined to it, all elements are in its dtype
+        parts = []
+        for i, n in self.sizes.items():
+            part = elements.get(i - self._first)
+            if part is None:
+                parts.append(zeros[:n])
+            else:
+                parts.append(part.reshape(-1) if part.device == device else to_device(part.reshape(-1), device))
+        return torch.cat([*parts, zeros[self.n_read :]])
 
 
 def _split(items: list[int], most: int) -> tuple[list[int], list[int]]:
@@ -153,9 +160,16 @@ def _split(items: list[int], most: int) -> tuple[list[int], list[int]]:
     return fixed, [i for i in items if i not in fixed]
 
 
-def _strided_block(shape: tuple[int, ...], window: int) -> tuple[slice, ...]:
-    """Slices that pick at most `_ELEMENTS_PER_PARAMETER` elements spread over the whole shape, others each window."""
-    slices, budget = [], _ELEMENTS_PER_PARAMETER
+class _Block(NamedTuple):
+    """A strided block of a tensor: its slices, each with a start and a step, and its shape."""
+
+    slices: tuple[slice, ...]
+    shape: list[int]
+
+
+def _strided_block(shape: tuple[int, ...], window: int) -> _Block:
+    """At most `_ELEMENTS_PER_PARAMETER` elements spread over the whole shape, others in each window."""
+    slices, sizes, budget = [], [], _ELEMENTS_PER_PARAMETER
     for left, size in zip(range(len(shape) - 1, -1, -1), shape, strict=True):
         # The budget is shared evenly over this dim and the `left` later dims: its (left + 1)-th root for this dim.
         take = min(size, max(int(budget ** (1 / (left + 1)) + 1e-9), 1))
@@ -163,9 +177,6 @@ def _strided_block(shape: tuple[int, ...], window: int) -> tuple[slice, ...]:
         # The window's number, counted in mixed radix over the steps, gives every block its turn.
         window, start = divmod(window, step)
         slices.append(slice(start, None, step))
+        sizes.append(len(range(start, size, step)))
         budget //= -(-size // step)
-    return tuple(slices)
-
-
-def _sliced_shape(shape: tuple[int, ...], slices: tuple[slice, ...]) -> list[int]:
-    return [len(range(*s.indices(size))) for s, size in zip(slices, shape, strict=True)]
+    return _Block(tuple(slices), sizes)

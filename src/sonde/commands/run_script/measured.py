@@ -10,22 +10,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import sonde
 from sonde.batch_size.found_model import RanksOfModel, raised_on_all_ranks
 from sonde.batch_size.probe import NoiseScaleProbe
-from sonde.commands.run_script.counted_units import units_in_batch, units_of
-from sonde.commands.run_script.endings import PATIENCE, LogOfScript
-from sonde.commands.run_script.found_models import (
-    ModelOfOptimizers,
-    enabled_grad_scaler,
-    is_reduced_by_hand,
-    trainable,
-)
-from sonde.commands.run_script.settings import Settings
+from sonde.commands.run_script.model_search import ModelOfOptimizers, trainable
+from sonde.commands.run_script.settings import LogOfScript, Settings
+from sonde.commands.run_script.units import units_in_batch, units_of
 from sonde.integrations.guarded import GuardedProbe
 from sonde.parallel.placements import is_dtensor
+from sonde.parallel.refused_models import kinds_of, living_of
 from sonde.parallel.unwrap import unwrap_model
+
+PATIENCE = 2.0
+"""Seconds in which other ranks may still sum the last windows with this one. They may be gone."""
 
 
 class MeasuredModel:
@@ -77,9 +76,9 @@ class MeasuredModel:
         assert self._probe is not None
         return self._probe
 
-    def holds(self, tensors: Mapping[int, object]) -> bool:
-        """Whether any of these tensors, by identity, is a parameter of the model."""
-        return not self._parameters.isdisjoint(tensors)
+    def holds_any(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether any of these tensors is a parameter of the model."""
+        return not self._parameters.isdisjoint(map(id, tensors))
 
     @property
     def n_windows(self) -> int:
@@ -130,12 +129,12 @@ def _attached(found: ModelOfOptimizers, settings: Settings, log: sonde.RunLog) -
         ValueError: on all ranks of the model, when it cannot be measured on one of them.
     """
     model = found.model
-    group = dist.group.WORLD if is_reduced_by_hand(model) else None
+    group = dist.group.WORLD if _is_reduced_by_hand(model) else None
     with raised_on_all_ranks(model, RanksOfModel(group)):
         if why := why_not_reduced(model, settings):
             raise ValueError(why)
         units = units_of(settings.units_from, settings.weights_from, model)
-        scaler = enabled_grad_scaler()
+        scaler = _enabled_grad_scaler()
     device = next(model.parameters()).device.type
     with torch.autocast("cpu", enabled=False), torch.autocast(device, enabled=False):
         return sonde.attach(
@@ -143,7 +142,7 @@ def _attached(found: ModelOfOptimizers, settings: Settings, log: sonde.RunLog) -
             found.optimizers,
             unit=settings.unit or "rows",
             units_per_piece=units,
-            **settings.averaging,
+            **settings.pace,
             grad_scaler=scaler,
             process_group=group,
             log=log,
@@ -157,12 +156,35 @@ def why_not_reduced(model: nn.Module, settings: Settings) -> str:
         model: as the script calls it.
         settings: of `sonde run`.
     """
-    if settings.reduced_by_hand or not is_reduced_by_hand(model):
+    if settings.reduced_by_hand or not _is_reduced_by_hand(model):
         return ""
     return (
         f"the model is neither in DDP nor cut by FSDP2, and this is a job of {dist.get_world_size()} processes: pass "
         "--reduced-by-hand if the script averages or adds up the gradients over all of them by itself"
     )
+
+
+def _is_reduced_by_hand(model: nn.Module) -> bool:
+    """Whether neither DDP nor FSDP2 averages the gradients of a model, or of a part of it, over the ranks of a job."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return False
+    has_ddp = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+    return not has_ddp and not any(map(is_dtensor, model.parameters()))
+
+
+def _enabled_grad_scaler() -> torch.amp.GradScaler | None:
+    """The GradScaler that the script uses; None without one.
+
+    Raises:
+        ValueError: when there are several, since nothing shows which of them scales a model's loss.
+    """
+    scalers = [scaler for scaler in living_of(kinds_of(torch.amp.GradScaler)) if scaler.is_enabled()]
+    if len(scalers) > 1:
+        raise ValueError(
+            f"the script uses {len(scalers)} GradScalers, and nothing shows which of them scales this model's loss: "
+            "use one for all models, as torch allows, or attach by sonde.attach(grad_scaler=...)"
+        )
+    return scalers[0] if scalers else None
 
 
 class MeasuredTrainer(GuardedProbe):
@@ -184,7 +206,7 @@ class MeasuredTrainer(GuardedProbe):
         from sonde.integrations.transformers_batches import MicroBatches
 
         batches = MicroBatches(trainer, units_in_batch(settings.units_from))
-        super().__init__({"unit": settings.unit or batches.unit, **settings.averaging})
+        super().__init__({"unit": settings.unit or batches.unit, **settings.pace})
         self.name, self._new_log = type(trainer).__name__, settings.log
         self.file: LogOfScript | None = None
         self._callback: TransformersProbe | None = TransformersProbe(trainer, batches, self)

@@ -18,16 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+import sonde
 from sonde.batch_size.found_model import NOT_ON_ALL_RANKS
+from sonde.batch_size.hooks import in_backward
 from sonde.batch_size.step_watch import Arguments, with_closure
-from sonde.batch_size.taps.autograd_internals import in_backward
-from sonde.commands.run_script.endings import say_end
-from sonde.commands.run_script.found_models import ModelOfOptimizers, stepped_by
 from sonde.commands.run_script.measured import MeasuredModel, MeasuredTrainer, why_not_reduced
-from sonde.commands.run_script.model_search import ModelSearch
-from sonde.commands.run_script.settings import Settings
+from sonde.commands.run_script.model_search import ModelOfOptimizers, ModelSearch, stepped_by
+from sonde.commands.run_script.settings import LogOfScript, Settings
 from sonde.commands.run_script.words import rank, say, say_in_words_of_run
-from sonde.parallel.optimizers import parameters_of
+from sonde.parallel.unwrap import parameters_of
 
 
 class ScriptWatcher:
@@ -56,9 +55,7 @@ class ScriptWatcher:
         """Trainings of trainers that go on now, one inside the other: optimizers that step there are theirs."""
         self._refused: weakref.WeakSet[Any] = weakref.WeakSet()
         """Optimizers whose model is not measured."""
-        self._has_refused = self._has_failed = self._has_said_fork = self._has_ended = False
-        self._models_of: weakref.WeakKeyDictionary[Any, tuple[MeasuredModel, ...]] = weakref.WeakKeyDictionary()
-        """Models that hold parameters of an optimizer or a module; forgotten when a model is added."""
+        self._has_refused = self._has_failed = self._has_ended = False
         register_optimizer_step_pre_hook(torch.compiler.disable(functools.partial(tell, "before_step")))
         atexit.register(self.script_ends)
         if multiprocessing.parent_process() is not None:
@@ -114,14 +111,6 @@ class ScriptWatcher:
             model.probe.step_has_begun(optimizer)
         if not models and optimizer not in self._refused:
             self._search.stepped_unseen(optimizer)
-
-    def forked(self, method: str) -> None:
-        """Something happens in a process that the script has forked. Workers of a data loader call modules too."""
-        if method == "before_step" and not self._has_said_fork:
-            self._has_said_fork = True
-            say(
-                "a process that the script forked after it had made an optimizer is not measured: fork before, or spawn"
-            )
 
     def zeroes(self, owner: Any) -> None:
         """An optimizer or a module zeroes its gradients: backwards since the last step no longer count."""
@@ -184,22 +173,17 @@ class ScriptWatcher:
             for number, each in enumerate(told, 1):
                 first, *others = each.verdict() or [""]
                 numbered = f"{number}. {each.name}: {first}" if len(told) > 1 else first
-                say_end([numbered, *others] if first else [], each.file, writes_report=self._settings.report)
+                _say_end([numbered, *others] if first else [], each.file, writes_report=self._settings.report)
         # Python ends by SIGINT if KeyboardInterrupt ended the last text that it has executed. The report executes some.
         with contextlib.suppress(KeyboardInterrupt):
             exec("raise KeyboardInterrupt" if kind is KeyboardInterrupt else "")
 
     # What is measured.
 
-    def _models_with(self, owner: Any) -> tuple[MeasuredModel, ...]:
+    def _models_with(self, owner: Any) -> list[MeasuredModel]:
         """The measured models that hold parameters of an optimizer or a module."""
-        if not self._models:
-            return ()
-        if (known := self._models_of.get(owner)) is None:
-            tensors = owner.parameters() if isinstance(owner, nn.Module) else parameters_of(owner)
-            held = dict.fromkeys(map(id, tensors))
-            self._models_of[owner] = known = tuple(model for model in self._models if model.holds(held))
-        return known
+        is_module = isinstance(owner, nn.Module)
+        return [m for m in self._models if m.holds_any(owner.parameters() if is_module else parameters_of(owner))]
 
     def _others_train(self, model: MeasuredModel) -> bool:
         """Whether the script trains another model beside this one. One of an earlier fold that is done is none."""
@@ -222,7 +206,6 @@ class ScriptWatcher:
             return
         self._all.append(model)
         self._models.append(model)
-        self._models_of.clear()
         atexit.unregister(self.script_ends)
         atexit.register(self.script_ends)  # the last one comes first: before the probe closes itself
 
@@ -232,7 +215,6 @@ class ScriptWatcher:
         for model in self._models:
             self._refused.update(model.optimizers)
         self._models = []
-        self._models_of.clear()
 
     def _close_ended(self) -> None:
         """Close models whose optimizers the script has let go of, where hooks may be removed."""
@@ -241,10 +223,29 @@ class ScriptWatcher:
                 if not model.optimizers:
                     model.close("the script was done with its optimizers")
             self._models = [model for model in self._models if model.optimizers]
-            self._models_of.clear()
 
     def _refuse(self, optimizers: Sequence[Any], why: str, *, is_alone: bool = False) -> None:
         """Leave these optimizers alone, and say why; on each rank if it `is_alone` with this reason."""
         self._refused.update(optimizers)
         self._has_refused = True
         say(f"not measured: {why}. The script runs on", on_every_rank=is_alone)
+
+
+def _say_end(verdict: Sequence[str], file: LogOfScript | None, *, writes_report: bool) -> None:
+    """Say what was measured of one model, and where its log and its report lie, which is written now.
+
+    Args:
+        verdict: in lines.
+        file: the log.
+        writes_report: whether a report is wanted.
+    """
+    for line in verdict:
+        say(line)
+    if not verdict or file is None or (folder := file.folder) is None:
+        return
+    say(f"log     {folder}")
+    if writes_report:
+        try:
+            say(f"report  {sonde.write_report(folder)}")
+        except Exception as error:  # of a log without a reading, without bokeh, on a full disk
+            say(f"no report was written: {error}")

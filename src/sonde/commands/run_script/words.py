@@ -18,64 +18,30 @@ REMEDIES: Mapping[str, str] = {
         "a step came without a backward of the parameters that it steps: gradients are set by hand, as those of "
         "torch.autograd.grad, or other parameters are trained now, such as another adapter"
     ),
-    "unit must name the": "--unit must name the",
-    ": use 'sequences', 'images' or 'prompts', or several, the independent sample first: ('sequences', 'tokens')": (
-        ": pass sequences, images or prompts"
-    ),
-    ": name the sequences, 'sequences', or count pieces in both, unit=('sequences', 'tokens') with "
-    "piece(units={'sequences': 8, 'tokens': 4096})": (
-        ": pass --unit sequences. Times the tokens of a sequence, its noise scale is that in tokens"
-    ),
-    "budget must be": "--budget must be",
-    "or None to measure every window": "or --every 1 to measure every step",
-    "allowance must be": "--allowance must be",
-    "every must be a whole number of windows": "--every must be a whole number of steps",
-    " has no rule: give one in rules=, or leave the parameter out": " has no rule",
-    ": pass rules= to attach, see sonde.PerExampleNorms": "",
-    "pass cp_mesh= to attach, the mesh axis of the ranks that share sequences": (
-        "'sonde run' does not know these ranks: use sonde.attach(cp_mesh=...)"
-    ),
-    ": attach anew (or make a new PerExampleNorms)": "",
-    ", unless piece(units=...) says it": "",
     "Pass units_per_piece= a number, or enter 'with probe.piece(units=…):' around the backward of each micro-batch": (
         "To count such micro-batches, pass --units-from with the number of units in one"
     ),
+    HOW_TO_COUNT: "Pass --units-from: a number, NAME:DIM as labels:0, or package.module:function",
+    "pass units= to attach, a function of the batch": "pass --units-from package.module:function, a function",
+    "units_per_piece=": "--units-from",
     "raise budget=, or put more work into each window": "raise --budget, or put more work into each step",
     "(every=": "(--every=",
     ", or a larger budget=)": ", or a larger --budget)",
     "another rank refused to attach, and its own error says why: attach with the same arguments, to the same model, on "
     "every rank": "another rank could not be measured, and says why",
-    ": where the loop zeroes them without a step, call probe.discard() on every rank": "",
-    ", put every backward into a piece, and end a window before each optimizer.step() only, not after each "
-    "micro-batch": "",
     "Wrap the model in DDP before attach and pass the wrapped one, or pass process_group= if you average them "
     "yourself": "Wrap the model in DDP, or pass --reduced-by-hand if the script averages them",
-    "attach after the model is wrapped, cut or changed": "wrap, cut or change it before its first training forward",
-    "attach after moving it": "move it before its first training forward",
-    "after attach": "after measuring began",
-    "so at attach": "so when measuring began",
-    "before attach": "before the first training forward",
-    "cannot be measured (": "are not measured (",
-    "no given one held at attach": "no optimizer held when measuring began",
-    ", with all optimizers that step the model: optimizer=(first, second)": "",
     "): attach again": "), so the noise scale is that of the other parameters",
-    ", pass it too: optimizer=(first, second)": ", these steps are not in the noise scale",
-    "pass the optimizers that step to attach as optimizer=, or freeze": "freeze",
-    "probe.alerts['units'] says why, and what to do": "see above",
-    HOW_TO_COUNT: "Pass --units-from: a number, NAME:DIM as labels:0, or package.module:function",
-    "pass units= to attach, a function of the batch": "pass --units-from package.module:function, a function",
-    "units_per_piece=": "--units-from",
-    ", and run each backward inside its own 'with probe.piece():'": "",
-    "wrap each micro-batch in 'with probe.piece():' or use": "use",
+    "before attach": "before the first training forward",
+    "after attach": "after measuring began",
+    ", put every backward into a piece, and end a window before each optimizer.step() only, not after each "
+    "micro-batch": "",
     "put all backwards of one batch into one 'with probe.piece():'": "add up all losses of one batch before backward",
     "Put all backwards of one batch into one 'with probe.piece():'": "Add up all losses of one batch before backward",
-    "put one of each into one 'with probe.piece():'": "nothing can be measured: their sum has another noise",
-    ", or clipped to 0, before probe.step()?": ", or clipped to 0, before the step?",
+    "pass the optimizers that step to attach as optimizer=, or freeze": "freeze",
     "clipped by value before probe.step(): clip by norm, or clip after probe.step()": (
         "clipped by value before the step: clip by norm"
     ),
-    "steps these parameters, not the optimizer given to attach. "
-    "With metric='adam', attach again with it": "steps these parameters now, in place of an earlier optimizer",
 }
 """By what `sonde.attach` says. The order matters: what is replaced first is no longer there for the lines below."""
 

@@ -2,31 +2,88 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import signal
+import math
 import tempfile
-import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
+from tyro.conf import arg
 
-from sonde.demos.arithmetic.options import COMPLETIONS, EntropyDemoOptions
-from sonde.demos.arithmetic.progress import ForecastLines
-from sonde.demos.console import PANEL_WIDTH, LastingConsole, choose_folder, leave_report, verdict_panel
+from sonde.demos.console import INTERRUPTED, PANEL_WIDTH, LastingConsole, choose_folder, conclude
 from sonde.log.sinks import JsonlSink
 from sonde.policy.stats.entropy_verdict import judge_entropy
+from sonde.policy.stats.forecast_point import forecast_point
 from sonde.records import RunLog
 from sonde.runs.reader import read_run
+from sonde.wording import number
 
-INTERRUPTED = 128 + signal.SIGINT
-"""The exit status that shells expect after Ctrl-C."""
 FAILED = 1
+_COLUMNS = f"{'step':>9}  {'reward':>6}  {'entropy':>7}  {'forecast ± SE':>19}  {'truth ± SE':>19}"
 _STYLES = {"holds": "green", "collapses": "red", "unknown": "cyan"}
 """Colours of the verdict; yellow for all others."""
+
+COMPLETIONS = 8
+"""Completions of each prompt."""
+_N_PROMPTS = 100  # sums of two digits
+
+
+@dataclass(frozen=True)
+class EntropyDemoOptions:
+    """Train a tiny language model to add by GRPO, and forecast what each update does to its entropy.
+
+    TRL's GRPOTrainer teaches a tiny model to add two digits, on the CPU. Every few steps, sonde forecasts what the
+    optimizer's step will do to the policy's entropy, and then measures what it did. It needs TRL. Ctrl-C stops
+    early and keeps the measurements.
+
+    Attributes:
+        steps: Optimizer steps.
+        every: Optimizer steps from one forecast to the next.
+        prompts: Prompts that a step learns from, with 8 completions each.
+        evaluation_prompts: Prompts that evaluate a forecast and its truth.
+        learning_rate: Learning rate of AdamW.
+        seed: Seed of the weights and of sampling.
+        out: New or empty folder for log and report.
+    """
+
+    steps: Annotated[int, arg(metavar="N")] = 120
+    every: Annotated[int, arg(metavar="N")] = 5
+    prompts: Annotated[int, arg(metavar="N")] = 8
+    evaluation_prompts: Annotated[int, arg(metavar="N")] = 32
+    learning_rate: Annotated[float, arg(metavar="RATE")] = 3e-3
+    seed: Annotated[int, arg(metavar="N")] = 0
+    out: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="(default: sonde-demo/DATE-TIME)")] = None
+
+    def check(self) -> None:
+        """Refuse options out of range.
+
+        Raises:
+            ValueError: naming the option.
+        """
+        for name in ("steps", "every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}: give a whole number from 1 up")
+        if self.prompts < 2:
+            raise ValueError(f"prompts must be at least 2, got {self.prompts}: noise is measured by comparing prompts")
+        if self.prompts > _N_PROMPTS - 2:
+            raise ValueError(
+                f"prompts must be at most {_N_PROMPTS - 2}, got {self.prompts}: of {_N_PROMPTS} sums, at least 2 must "
+                "evaluate the forecast"
+            )
+        if not 2 <= self.evaluation_prompts <= _N_PROMPTS - self.prompts:
+            raise ValueError(
+                f"evaluation_prompts must be from 2 to {_N_PROMPTS - self.prompts}, the number of sums that a step "
+                f"does not learn from, got {self.evaluation_prompts}: pass --evaluation-prompts "
+                f"{min(32, _N_PROMPTS - self.prompts)}"
+            )
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"seed must be at least 0 and less than 2³¹, got {self.seed}: choose another")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate must be positive and finite, got {self.learning_rate}: try 0.003")
 
 
 def run_entropy_demo(options: EntropyDemoOptions) -> int:
@@ -75,58 +132,27 @@ def run_entropy_demo(options: EntropyDemoOptions) -> int:
             log=RunLog([JsonlSink(folder), ForecastLines(options.steps, console)], run="adding by GRPO"),
         )
         try:
-            with warnings.catch_warnings(), note_interrupts() as is_interrupted:
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                stop_when(trainer, is_interrupted.is_set)
                 trainer.train()
-        except KeyboardInterrupt:  # the second Ctrl-C
-            is_interrupted.set()
+        except KeyboardInterrupt:
+            status, ending = INTERRUPTED, "interrupted"
+            console.print(f"Stopped after step {trainer.state.global_step} of {options.steps}.")
         except RuntimeError as error:  # torch raises it if probabilities are not finite
             status, ending = FAILED, f"training failed: {error}"
             Console(stderr=True, markup=False, soft_wrap=True).print(
                 f"sonde: error: training failed at step {trainer.state.global_step + 1}: {error}; was the learning "
                 f"rate of {options.learning_rate:g} too large?"
             )
-        if is_interrupted.is_set():
-            status, ending = INTERRUPTED, "interrupted"
-            console.print(f"Stopped at step {trainer.state.global_step} of {options.steps}.")
         probes.close(ending)
-    conclude(folder, console)
+    run = read_run(folder)
+
+    def judge() -> tuple[str, str, str]:
+        verdict = judge_entropy([reading.point for reading in run.policy])
+        return verdict.headline, verdict.detail, _STYLES.get(verdict.kind, "yellow")
+
+    conclude(run, judge, console)
     return status
-
-
-@contextlib.contextmanager
-def note_interrupts() -> Iterator[threading.Event]:
-    """The first Ctrl-C sets the event; the second raises KeyboardInterrupt.
-
-    The first is not raised, since Python drops exceptions in destructors and in callbacks of C code.
-    """
-    noted = threading.Event()
-
-    def note(*_: object) -> None:
-        if noted.is_set():
-            raise KeyboardInterrupt
-        noted.set()
-
-    if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
-        yield noted
-        return
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield noted
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def stop_when(trainer: Any, is_asked: Callable[[], bool]) -> None:
-    """Make a trainer stop after the step in which `is_asked` becomes true."""
-    from transformers import TrainerCallback
-
-    class Stopping(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            control.should_training_stop = control.should_training_stop or is_asked()
-
-    trainer.add_callback(Stopping())
 
 
 def make_trainer(options: EntropyDemoOptions, folder: str | Path, **more: Any) -> Any:
@@ -177,19 +203,62 @@ def make_trainer(options: EntropyDemoOptions, folder: str | Path, **more: Any) -
     return trainer
 
 
-def conclude(folder: Path, console: Console) -> None:
-    """Print a run's verdict and write its report.
+class ForecastLines:
+    """A sink that prints a policy's records as they are written: the same numbers as in the log.
 
     Args:
-        folder: the folder of the log.
-        console: where the verdict goes.
+        n_steps: number of optimizer steps of the run.
+        console: where the lines go.
     """
-    run = read_run(folder)
-    if not run.policy:
-        console.print(f"Nothing was measured. The log is {run.path}.", soft_wrap=True)
-        return
-    verdict = judge_entropy([r.point for r in run.policy])
-    console.print()
-    style = _STYLES.get(verdict.kind, "yellow")
-    console.print(verdict_panel(verdict.headline, verdict.detail, style=style, width=console.width))
-    leave_report(run.path, folder, console)
+
+    def __init__(self, n_steps: int, console: Console) -> None:
+        self._n_steps, self._console = n_steps, console
+        self._has_head = False
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Print a record."""
+        match record["kind"]:
+            case "alert":
+                self._console.print(f"alert: {record['message']}", style="yellow", markup=False, highlight=False)
+            case "policy":
+                if not self._has_head:
+                    self._has_head = True
+                    self._console.print(_COLUMNS, style="dim", soft_wrap=True)
+                self._console.print(record_line(record, self._n_steps), markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """No record follows."""
+
+
+def record_line(record: Mapping[str, Any], n_steps: int) -> str:
+    """A policy's record as one line.
+
+    Example:
+        >>> entropy = {"evaluation_per_token": 1.2, "delta_forecast": -0.0213, "delta_se": 0.001}
+        >>> entropy |= {"delta_rollouts": -0.02, "delta_rollouts_se": 0.0001, "is_valid": 1}
+        >>> metrics = {"reward": 0.5} | {f"entropy/{name}": value for name, value in entropy.items()}
+        >>> record_line({"window": 6, "metrics": metrics, "reason": ""}, 120)
+        '    6/120    0.50     1.20  −2.13e-2 ± 1.0e-3  −2.00e-2 ± 1.0e-4'
+    """
+    metrics = record["metrics"]
+    point = forecast_point(record["window"], metrics, reason=record["reason"])
+    step = f"{record['window']}/{n_steps}"
+    reward = "–" if metrics.get("reward") is None else f"{metrics['reward']:.2f}"
+    entropy = "–" if point.entropy is None else number(point.entropy)
+    forecast = _with_error(metrics.get("entropy/delta_forecast"), metrics.get("entropy/delta_se"))
+    truth = _with_error(metrics.get("entropy/delta_rollouts"), metrics.get("entropy/delta_rollouts_se"))
+    doubt = ""
+    if not point.is_valid and record["reason"]:
+        doubt = "  step too large" if point.is_too_large else f"  {record['reason'].split(':')[0]}"
+    return f"{step:>9}  {reward:>6}  {entropy:>7}  {forecast:>17}  {truth:>17}{doubt}"
+
+
+def _with_error(value: float | None, se: float | None) -> str:
+    if value is None:
+        return "–"
+    return _short(value, 2) + ("" if se is None else f" ± {_short(se, 1)}")
+
+
+def _short(value: float, decimals: int) -> str:
+    mantissa, _, exponent = f"{value:.{decimals}e}".partition("e")
+    return f"{mantissa.replace('-', '−')}e{int(exponent)}"

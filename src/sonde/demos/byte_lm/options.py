@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 from tyro.conf import arg
 
 BATCH_PER_RANK = 16
 """Sequences per rank and optimizer step without `--batch`."""
-
-Device = Literal["auto", "cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,6 @@ class DemoOptions:
         device: Where to train. With auto, on GPUs if there are any, otherwise on the CPU.
         log_every: Optimizer steps between readings.
         out: New or empty folder for the log and the report.
-        config: YAML file with any of these options. Flags override the file.
     """
 
     steps: Annotated[int, arg(metavar="N")] = 300
@@ -45,22 +42,9 @@ class DemoOptions:
     context: Annotated[int, arg(metavar="N")] = 96
     learning_rate: Annotated[float, arg(metavar="RATE")] = 1e-3
     seed: Annotated[int, arg(metavar="N")] = 0
-    device: Device = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     log_every: Annotated[int, arg(metavar="N")] = 5
     out: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="(default: sonde-demo/DATE-TIME)")] = None
-    config: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(optional)")] = None
-
-    @classmethod
-    def from_file(cls, path: Path) -> Self:
-        """The options that a YAML file gives, with defaults for the others.
-
-        Raises:
-            FileNotFoundError: when there is no such file.
-            ValueError: when the file is not a mapping of options to valid values.
-        """
-        from sonde.options import options_from, read_yaml  # here: it imports torch, which `sonde report` does not need
-
-        return options_from(cls, read_yaml(path, "steps: 100"), path, without=("config",))
 
 
 @dataclass(frozen=True)
@@ -68,41 +52,26 @@ class Setup:
     """A run with every choice made, the same on every rank.
 
     Attributes:
-        folder: folder for the log and the report.
-        device: device of every rank.
-        n_ranks: number of processes.
-        n_threads: CPU threads per process.
-        n_steps: optimizer steps.
-        n_micro_batches: micro-batches per rank and step.
-        sequences_per_micro_batch: sequences per micro-batch.
-        context: bytes per sequence.
-        learning_rate: peak learning rate.
-        seed: seed of the weights and of the windows of text.
-        log_every: steps between readings.
+        options: of the user.
+        folder: for the log and the report.
+        device: of every rank.
+        ranks: number of processes.
+        threads: CPU threads per process.
+        batch: sequences per optimizer step, over all ranks.
     """
 
+    options: DemoOptions
     folder: Path
     device: Literal["cpu", "cuda"]
-    n_ranks: int
-    n_threads: int
-    n_steps: int
-    n_micro_batches: int
-    sequences_per_micro_batch: int
-    context: int
-    learning_rate: float
-    seed: int
-    log_every: int
-
-    @property
-    def batch(self) -> int:
-        """Sequences per optimizer step, over all ranks."""
-        return self.n_ranks * self.n_micro_batches * self.sequences_per_micro_batch
+    ranks: int
+    threads: int
+    batch: int
 
     def metadata(self) -> dict[str, object]:
         """The choices for the log, as JSON values."""
-        choices = asdict(self)
-        del choices["folder"]
-        return {"batch": self.batch, **choices}
+        chosen = {"device": self.device, "ranks": self.ranks, "threads": self.threads, "batch": self.batch}
+        given = {name: value for name, value in asdict(self.options).items() if name != "out"}
+        return given | chosen
 
 
 def decide(options: DemoOptions, folder: Path, *, n_gpus: int, n_cores: int) -> Setup:
@@ -119,44 +88,26 @@ def decide(options: DemoOptions, folder: Path, *, n_gpus: int, n_cores: int) -> 
     """
     _check_ranges(options)
     on_cpu = options.device == "cpu" or (options.device == "auto" and n_gpus == 0)
-    n_ranks = options.ranks or (2 if on_cpu else n_gpus)
-    if not on_cpu and n_gpus == 0:
-        raise ValueError("no GPU was found, and --device cuda was given: pass --device cpu, or leave out --device")
-    if not on_cpu and not 1 <= n_ranks <= n_gpus:
+    ranks = options.ranks or (2 if on_cpu else n_gpus)
+    if not on_cpu and not 1 <= ranks <= n_gpus:
         raise ValueError(
-            f"each rank needs its own GPU, got {n_ranks} ranks and {n_gpus} GPUs: pass --device cpu or fewer --ranks"
+            f"each rank needs its own GPU, got {ranks} ranks and {n_gpus} GPUs: pass --device cpu or fewer --ranks"
         )
-    n_pieces = n_ranks * options.micro_batches
+    n_pieces = ranks * options.micro_batches
     if n_pieces < 2:
         raise ValueError(
             "need at least 2 pieces per step to distinguish noise from signal, got 1 rank × 1 micro-batch: "
             "pass --micro-batches 2 or --ranks 2"
         )
-    batch = n_ranks * _per_rank(options) if options.batch is None else options.batch
+    default = n_pieces * max(1, round(BATCH_PER_RANK / options.micro_batches))
+    batch = default if options.batch is None else options.batch
     if batch % n_pieces:
         below = batch - batch % n_pieces
         raise ValueError(
-            f"the batch must be a multiple of ranks × micro-batches = {n_ranks} × {options.micro_batches}, "
+            f"the batch must be a multiple of ranks × micro-batches = {ranks} × {options.micro_batches}, "
             f"got {batch}: pass --batch {below or n_pieces}"
         )
-    return Setup(
-        folder=folder,
-        device="cpu" if on_cpu else "cuda",
-        n_ranks=n_ranks,
-        n_threads=max(1, n_cores // n_ranks),
-        n_steps=options.steps,
-        n_micro_batches=options.micro_batches,
-        sequences_per_micro_batch=batch // n_pieces,
-        context=options.context,
-        learning_rate=options.learning_rate,
-        seed=options.seed,
-        log_every=options.log_every,
-    )
-
-
-def _per_rank(options: DemoOptions) -> int:
-    """Sequences per rank: the multiple of the number of micro-batches that is nearest to the default."""
-    return options.micro_batches * max(1, round(BATCH_PER_RANK / options.micro_batches))
+    return Setup(options, folder, "cpu" if on_cpu else "cuda", ranks, max(1, n_cores // ranks), batch)
 
 
 def _check_ranges(options: DemoOptions) -> None:

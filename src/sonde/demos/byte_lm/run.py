@@ -1,22 +1,32 @@
-"""`sonde demo` from beginning to end: choices, training, verdict, report."""
+"""`sonde demo` from beginning to end: choices, one process per rank, verdict, report."""
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.synchronize import Event
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
 
 import torch
 from rich.console import Console
+from torch import multiprocessing
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
-from sonde.demos.byte_lm.data import find_sources
-from sonde.demos.byte_lm.interrupt import INTERRUPTED
-from sonde.demos.byte_lm.launch import TrainingFailed, launch
 from sonde.demos.byte_lm.options import DemoOptions, Setup, decide
-from sonde.demos.console import PANEL_WIDTH, LastingConsole, choose_folder, leave_report, verdict_panel
+from sonde.demos.byte_lm.task import find_sources
+from sonde.demos.byte_lm.train import train_rank
+from sonde.demos.console import INTERRUPTED, PANEL_WIDTH, LastingConsole, choose_folder, conclude
 from sonde.log.sinks import RECORDS_NAME
 from sonde.runs.reader import read_run
 from sonde.runs.report.verdicts import judge_reading
 
+FAILED = 1
 _VERDICT_STYLES = {"about_right": "green", "too_small": "yellow", "too_large": "yellow"}
 
 
@@ -27,7 +37,7 @@ def run_demo(options: DemoOptions) -> int:
         options: the options of the user.
 
     Returns:
-        The exit status: 0, 130 after Ctrl-C, or another number when a rank failed.
+        The exit status: 0; 130 after Ctrl-C; 1 when a rank failed.
 
     Raises:
         ValueError: when the options cannot be satisfied.
@@ -40,18 +50,12 @@ def run_demo(options: DemoOptions) -> int:
     setup = decide(options, folder, n_gpus=torch.cuda.device_count(), n_cores=_n_cores())
     folder.mkdir(parents=True, exist_ok=True)
     _announce(setup, n_bytes=sum(source.stat().st_size for source in sources), console=console)
-    try:
-        ending = launch(setup)
-    except TrainingFailed as failure:
-        if console.show_cursor():  # in a terminal, a killed rank leaves its panel open
-            console.print()
-        _explain(failure, folder / RECORDS_NAME)
-        return failure.status
-    if ending.interrupted:
-        outcome = "log and report are complete up to this step" if ending.n_steps else "no step was finished"
-        console.print(f"Stopped at step {ending.n_steps} of {setup.n_steps}; {outcome}.")
-    conclude(setup, console)
-    return INTERRUPTED if ending.interrupted else 0
+    if failure := launch(setup):
+        log = folder / RECORDS_NAME
+        log_text = f"; the log so far: {log}" if log.exists() else ""
+        Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(f"{failure}{log_text}")
+        return FAILED
+    return end(setup, console)
 
 
 def _n_cores() -> int:
@@ -62,35 +66,86 @@ def _n_cores() -> int:
 def _announce(setup: Setup, *, n_bytes: int, console: Console) -> None:
     where = "the CPU" if setup.device == "cpu" else "one GPU each"
     console.print(
-        f"sonde demo: {setup.n_ranks} processes on {where} train a small transformer to write Python, byte by byte, "
+        f"sonde demo: {setup.ranks} processes on {where} train a small transformer to write Python, byte by byte, "
         f"from the {n_bytes / 1e6:.0f} MB of Python's standard library. Meanwhile sonde measures the gradient noise "
         "scale B_simple: it shows how large a batch may be and still be worth its cost. Ctrl-C stops early and keeps "
         "what was measured.\n\n"
-        f"Starting {setup.n_ranks} processes ...\n",
+        f"Starting {setup.ranks} processes ...\n",
         width=min(console.width, PANEL_WIDTH),
     )
 
 
-def _explain(failure: TrainingFailed, log: Path) -> None:
-    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    if failure.traceback:
-        console.print(failure.traceback)
-    log_text = f"; the log so far: {log}" if log.exists() else ""
-    console.print(f"sonde: error: {failure}{log_text}")
-
-
-def conclude(setup: Setup, console: Console) -> None:
-    """Print the verdict on a run, write its report, and print where the log and the report are.
+def launch(setup: Setup) -> str:
+    """Train on every rank and wait for the end.
 
     Args:
-        setup: the run, which has ended.
+        setup: the run.
+
+    Returns:
+        What ended the training, for the user; empty if it ended by itself or by Ctrl-C.
+    """
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # what it warns of is told below
+    # The ranks inherit these variables.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    is_asked_to_stop = multiprocessing.get_context("spawn").Event()
+    with TemporaryDirectory(prefix="sonde-demo-") as folder, interrupts_left_to_launcher():
+        given = setup, Path(folder) / "ranks", is_asked_to_stop, os.getpid()
+        ranks = start_processes(train_rank, given, setup.ranks, join=False, daemon=True)
+        assert ranks is not None
+        signal.signal(signal.SIGINT, _asks(is_asked_to_stop))
+        try:
+            while not ranks.join():
+                pass
+        except ProcessRaisedException as error:
+            *_, last = str(error).rstrip().splitlines()
+            return f"{error}\nsonde: error: rank {error.error_index} failed: {last}"
+        except ProcessExitedException as error:
+            killed = f"was killed by {error.signal_name}" if error.signal_name else f"ended with {error.exit_code}"
+            cause = "; the system kills a process when memory runs out" if error.signal_name == "SIGKILL" else ""
+            return f"sonde: error: rank {error.error_index} {killed}{cause}"
+    return ""
+
+
+@contextmanager
+def interrupts_left_to_launcher() -> Iterator[None]:
+    """Ignore Ctrl-C in this process and in those that it starts inside: it reaches all of them at once."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _asks(to_stop: Event) -> Callable[[int, FrameType | None], None]:
+    """A handler of Ctrl-C: the first asks all ranks to stop, a second ends this process at once, and then the ranks."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if to_stop.is_set():
+            os._exit(INTERRUPTED)
+        to_stop.set()
+
+    return handle
+
+
+def end(setup: Setup, console: Console) -> int:
+    """Say how a run has ended, and what follows from it.
+
+    Args:
+        setup: the run.
         console: the console to print to.
+
+    Returns:
+        The exit status.
     """
     run = read_run(setup.folder)
-    if not run.readings:
-        console.print(f"Nothing was measured. The log is {run.path}.", soft_wrap=True)
-        return
-    verdict = judge_reading(run.readings[-1], run.probe("reading").unit)
-    style = _VERDICT_STYLES.get(verdict.kind, "cyan")
-    console.print(verdict_panel(verdict.headline, verdict.detail, style=style, width=console.width))
-    leave_report(run.path, setup.folder, console)
+
+    def judge() -> tuple[str, str, str]:
+        verdict = judge_reading(run.readings[-1], run.probe("reading").unit)
+        return verdict.headline, verdict.detail, _VERDICT_STYLES.get(verdict.kind, "cyan")
+
+    if run.ended == "interrupted":
+        done = f"step {run.readings[-1].window}" if run.readings else "the first step"
+        console.print(f"Stopped at {done} of {setup.options.steps}. Log and report are complete up to this step.")
+    conclude(run, judge, console)
+    return INTERRUPTED if run.ended == "interrupted" else 0

@@ -5,106 +5,95 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import sonde
-from sonde.demos.byte_lm.data import draw_windows, find_sources, read_corpus, window_generator
-from sonde.demos.byte_lm.interrupt import StopRequest
-from sonde.demos.byte_lm.model import ByteTransformer
 from sonde.demos.byte_lm.options import Setup
-from sonde.demos.byte_lm.progress import TrainingDisplay
+from sonde.demos.byte_lm.task import ByteTransformer, draw_windows, find_sources, read_corpus, window_generator
 from sonde.demos.console import LastingConsole
+from sonde.wording import count, number, percent
 
 MAX_GRAD_NORM = 1.0
 WARMUP_STEPS = 20
 LAST_RATE = 0.1  # of the peak learning rate
+_SECONDS_BETWEEN_LINES = 5.0
 
 
-@dataclass(frozen=True)
-class Ending:
-    """How a training ended.
-
-    Attributes:
-        n_steps: optimizer steps done.
-        interrupted: whether Ctrl-C stopped it before the last step.
-    """
-
-    n_steps: int
-    interrupted: bool
-
-
-def train_rank(setup: Setup) -> Ending:
-    """Train one rank, in its own process, which torch's launcher has started.
+def train_rank(rank: int, setup: Setup, meeting_point: Path, is_asked_to_stop: Event, launcher: int) -> None:
+    """Train one rank, in its own process.
 
     Args:
+        rank: its number.
         setup: the run, the same on every rank.
-
-    Returns:
-        The ending, the same on every rank.
+        meeting_point: a file that is not there yet, by which the ranks find each other.
+        is_asked_to_stop: set by the launcher at Ctrl-C. All ranks then stop together, after the same step.
+        launcher: its process. If it is gone, the ranks stop too.
     """
-    stop = StopRequest()
+    where: dict[str, Any] = {"init_method": f"file://{meeting_point}", "rank": rank, "world_size": setup.ranks}
     if setup.device == "cuda":  # NCCL, which serves CUDA and ROCm alone: the demo is not for other accelerators
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **where)
     else:
         device = torch.device("cpu")
-        torch.set_num_threads(setup.n_threads)
-        dist.init_process_group("gloo")
+        torch.set_num_threads(setup.threads)
+        dist.init_process_group("gloo", **where)
     try:
-        return _train(setup, device, stop)
+        _train(setup, device, lambda: is_asked_to_stop.is_set() or os.getppid() != launcher)
     finally:
         dist.destroy_process_group()
 
 
-def _train(setup: Setup, device: torch.device, stop: StopRequest) -> Ending:
-    rank = dist.get_rank()
+def _train(setup: Setup, device: torch.device, must_stop: Callable[[], bool]) -> None:
+    rank, options = dist.get_rank(), setup.options
     corpus = read_corpus(find_sources())
-    torch.manual_seed(setup.seed)  # the same initial weights on every rank
-    model = DistributedDataParallel(ByteTransformer(context=setup.context).to(device))
+    torch.manual_seed(options.seed)  # the same initial weights on every rank
+    model = DistributedDataParallel(ByteTransformer(context=options.context).to(device))
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99))
 
-    logging.getLogger("sonde").addHandler(logging.NullHandler())  # the display shows the alerts of the probe
-    display = TrainingDisplay(setup, LastingConsole(quiet=rank != 0))
+    logging.getLogger("sonde").addHandler(logging.NullHandler())  # the lines show the alerts of the probe
     log = sonde.RunLog(
-        [sonde.JsonlSink(setup.folder), display],
+        [sonde.JsonlSink(setup.folder), TrainingLines(setup, LastingConsole(highlight=False))],
         run="sonde demo: byte-level language model",
         metadata=setup.metadata(),
-        every=setup.log_every,
+        every=options.log_every,
     )
-    probe = sonde.attach(
-        model,
-        optimizer,
-        unit="sequences",
-        every=1,  # a few hundred steps are few: by default, windows are left out to cost 1 %
-        log=log,
-    )
-    with display, probe:
-        for step in range(setup.n_steps):
-            if stop.agreed():
+    # By default, windows are left out to cost 1 %. A few hundred steps are few.
+    with sonde.attach(model, optimizer, unit="sequences", every=1, log=log) as probe:
+        for step in range(options.steps):
+            if _any_rank(must_stop()):
                 probe.close("interrupted")
-                return Ending(step, interrupted=True)
-            generator = window_generator(setup.seed, step, rank)
-            windows = draw_windows(corpus, setup.batch // setup.n_ranks, setup.context, generator).to(device)
+                return
+            generator = window_generator(options.seed, step, rank)
+            windows = draw_windows(corpus, setup.batch // setup.ranks, options.context, generator).to(device)
             for group in optimizer.param_groups:
-                group["lr"] = setup.learning_rate * rate_at(step, setup.n_steps)
+                group["lr"] = options.learning_rate * rate_at(step, options.steps)
 
-            loss = accumulate_gradients(model, probe, windows.chunk(setup.n_micro_batches))
+            loss = accumulate_gradients(model, probe, windows.chunk(options.micro_batches))
             probe.log(loss=loss)
             probe.clip_grad_norm_(MAX_GRAD_NORM)
             optimizer.step()
             optimizer.zero_grad()
-            display.advance(step + 1)
         probe.close("finished")
-    return Ending(setup.n_steps, interrupted=False)
+
+
+def _any_rank(value: bool) -> bool:
+    """Whether it is so on any rank. All ranks call this together and get the same answer."""
+    found = torch.tensor(float(value))  # on the CPU, through gloo, so that nothing waits for the GPU
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found)
 
 
 def accumulate_gradients(
@@ -152,3 +141,56 @@ def rate_at(step: int, n_steps: int) -> float:
         return (step + 1) / WARMUP_STEPS
     done = (step - WARMUP_STEPS) / max(1, n_steps - WARMUP_STEPS)
     return LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * done)) / 2
+
+
+class TrainingLines:
+    """A sink that prints the probe's records as lines, a few seconds apart: the same numbers as in the log.
+
+    Args:
+        setup: the run.
+        console: where the lines go.
+    """
+
+    def __init__(self, setup: Setup, console: Console) -> None:
+        self._setup, self._console = setup, console
+        self._last = time.monotonic()
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Take a record of the probe."""
+        if record["kind"] == "alert":
+            self._print(f"alert: {record['message']}")
+        elif record["kind"] == "reading":
+            is_due = time.monotonic() - self._last >= _SECONDS_BETWEEN_LINES
+            if is_due or record["window"] == self._setup.options.steps:
+                self._last = time.monotonic()
+                self._print(_line(record, self._setup))
+
+    def close(self) -> None:
+        """No record follows."""
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True, markup=False)
+
+
+def _line(reading: Mapping[str, Any], setup: Setup) -> str:
+    metrics, context = reading["metrics"], setup.options.context
+    speed = metrics["run/units_per_second"]
+    bytes_per_second = count(None if speed is None else speed * context)
+    return (
+        f"step {reading['window']}/{setup.options.steps}, loss {number(metrics['loss'])} nats per byte, B_simple "
+        f"{_noise_scale(reading)}, {bytes_per_second} bytes/s, probe {percent(metrics['cost/fraction'])} of the time"
+    )
+
+
+def _noise_scale(reading: Mapping[str, Any]) -> str:
+    metrics = reading["metrics"]
+    low, high = number(metrics["gns/b_simple_low"]), number(metrics["gns/b_simple_high"])
+    match reading["status"]:
+        case "resolved":
+            return f"{number(metrics['gns/b_simple'])} [{low} – {high}] sequences"
+        case "lower_bound":
+            return f"> {low} sequences"
+        case "upper_bound":
+            return f"< {high} sequences"
+        case _:
+            return f"not known yet ({reading['reason']})"

@@ -18,8 +18,6 @@ from sonde.parallel.unwrap import unwrap_optimizer
 Direction = dict[Tensor, Tensor]
 """A vector in parameter space: for each parameter, by identity, a tensor like it."""
 
-_SAMPLED = 256
-"""Elements of each parameter that a watch copies."""
 Part = Literal["all", "momentum", "batch", "decay"]
 """Part of a step: from earlier batches' gradients, from this batch's, or from weight decay. They add up to "all"."""
 
@@ -45,29 +43,20 @@ def has_second_moment(optimizer: Any) -> bool:
     return _RULES[type(unwrap_optimizer(optimizer))].has_second_moment
 
 
-def options_of_step(optimizer: Any) -> tuple[str, ...]:
-    """The entries of a parameter group that the forecast of its step depends on.
-
-    Args:
-        optimizer: one whose step can be forecast.
-    """
-    return _RULES[type(unwrap_optimizer(optimizer))].options
-
-
 def has_sparse_gradient(parameters: Iterable[Tensor]) -> bool:
     """Whether any of these gradients is sparse, so that the step cannot be forecast, only measured."""
     return any(p.grad is not None and p.grad.is_sparse for p in parameters)
 
 
 @torch.no_grad()
-def forecast_step(
+def each_step(
     optimizer: Any,
     *,
     gradient_scale: float | Tensor = 1.0,
     part: Part = "all",
     along: Mapping[Tensor, Tensor] | None = None,
     of: Collection[Tensor] | None = None,
-) -> Direction:
+) -> Iterator[tuple[Tensor, Tensor]]:
     """The step that `optimizer.step()` would take now, from its state and the gradients in `.grad`. Nothing changes.
 
     Args:
@@ -81,9 +70,9 @@ def forecast_step(
             gradient. It is 0 for elements of Adam's without a second moment, which no gradient has reached.
         of: the parameters whose step is wanted; by default all that have a gradient.
 
-    Returns:
-        θ⁺ − θ of every parameter that has a gradient, in the parameter's dtype but at least fp32. The rounding of the
-        sum θ + Δ, for parameters of fewer bits, is not included.
+    Yields:
+        Every parameter that has a gradient, and its θ⁺ − θ, in the parameter's dtype but at least fp32. The rounding of
+        the sum θ + Δ, for parameters of fewer bits, is not included.
 
     Raises:
         ValueError: for another optimizer, or a sparse or complex gradient.
@@ -92,7 +81,6 @@ def forecast_step(
     if why := why_no_forecast(optimizer):
         raise ValueError(why)
     rule = _RULES[type(optimizer)].step
-    step: Direction = {}
     wanted = None if of is None else {id(p) for p in of}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -101,8 +89,12 @@ def forecast_step(
             factor = -gradient_scale if group["maximize"] else gradient_scale
             gradient = gradient_of(parameter) * factor
             linear = gradient if along is None else widened(along[parameter]) * factor
-            step[parameter] = rule(parameter, gradient, linear, group, optimizer.state.get(parameter, {}), part)
-    return step
+            yield parameter, rule(parameter, gradient, linear, group, optimizer.state.get(parameter, {}), part)
+
+
+def forecast_step(optimizer: Any, **options: Any) -> Direction:
+    """The whole step, as `each_step` gives it for one parameter after the other."""
+    return dict(each_step(optimizer, **options))
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
@@ -172,9 +164,9 @@ def _adam(
     (beta1, beta2), lr, decay = group["betas"], number_of(group["lr"]), group["weight_decay"]
     is_decoupled = bool(group.get("decoupled_weight_decay"))
     theta = widened(parameter)
-    n_steps = _next_step(state)
+    n_steps = next_step(state)
     # The second moment is updated first, with the whole gradient: it is not linear in it, so `along` has no part in it.
-    v = _second_after(_with_decay(parameter, gradient, group), group, state)
+    v = second_after(with_decay(parameter, gradient, group), group, state)
     if group["amsgrad"] and state:
         v = torch.maximum(v, widened(state["max_exp_avg_sq"]))
     m = widened(state["exp_avg"]) if state else torch.zeros_like(gradient)
@@ -192,7 +184,7 @@ def _adam(
     return step
 
 
-def _with_decay(parameter: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> Tensor:
+def with_decay(parameter: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> Tensor:
     """What Adam takes the moments of: the gradient, with weight decay in it unless it is decoupled."""
     if group.get("decoupled_weight_decay") or not group["weight_decay"]:
         return gradient
@@ -200,42 +192,11 @@ def _with_decay(parameter: Tensor, gradient: Tensor, group: Mapping[str, Any]) -
     return whole
 
 
-def _second_after(whole: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> Tensor:
+def second_after(whole: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> Tensor:
     """v after a gradient, without bias correction; a new tensor."""
     beta2 = group["betas"][1]
     v: Tensor = (1.0 - beta2) * whole.square()
     return v.add_(widened(state["exp_avg_sq"]), alpha=beta2) if state else v
-
-
-class Moments(NamedTuple):
-    """Adam's moments after the next step, corrected for their bias.
-
-    Attributes:
-        first: m̂ of each element.
-        second: v̂ of each element.
-        largest: with amsgrad, the largest v̂ so far, which the step divides by; None without it.
-        n_steps: number of steps with the next one.
-    """
-
-    first: Tensor
-    second: Tensor
-    largest: Tensor | None
-    n_steps: Any
-
-
-def moments_after(parameter: Tensor, gradient: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> Moments:
-    """Moments of torch's Adam or AdamW after a step with this gradient, as the optimizer gets it."""
-    beta1, beta2 = group["betas"]
-    whole, n_steps = _with_decay(parameter, gradient, group), _next_step(state)
-    first = (1.0 - beta1) * whole
-    if state:
-        first = first.add_(widened(state["exp_avg"]), alpha=beta1)
-    second, largest = _second_after(whole, group, state), None
-    correction = 1.0 - beta2**n_steps
-    if group["amsgrad"]:
-        largest = second if not state else torch.maximum(second, widened(state["max_exp_avg_sq"]))
-        largest = largest / correction
-    return Moments(first / (1.0 - beta1**n_steps), second / correction, largest, n_steps)
 
 
 class _Rule(NamedTuple):
@@ -243,28 +204,22 @@ class _Rule(NamedTuple):
 
     Attributes:
         step: its step of one parameter, as `_sgd` and `_adam` give it.
-        options: the entries of a parameter group that it depends on.
         has_second_moment: whether it preconditions gradients by `exp_avg_sq`, as Adam does.
     """
 
     step: Callable[..., Tensor]
-    options: tuple[str, ...]
     has_second_moment: bool
 
 
-_OF_ALL = ("lr", "weight_decay", "maximize")
-_OF_SGD = (*_OF_ALL, "momentum", "dampening", "nesterov")
-_OF_ADAM = (*_OF_ALL, "betas", "eps", "amsgrad", "decoupled_weight_decay")
-
 _RULES: dict[type, _Rule] = {
-    torch.optim.SGD: _Rule(_sgd, _OF_SGD, has_second_moment=False),
-    torch.optim.Adam: _Rule(_adam, _OF_ADAM, has_second_moment=True),
-    torch.optim.AdamW: _Rule(_adam, _OF_ADAM, has_second_moment=True),
+    torch.optim.SGD: _Rule(_sgd, has_second_moment=False),
+    torch.optim.Adam: _Rule(_adam, has_second_moment=True),
+    torch.optim.AdamW: _Rule(_adam, has_second_moment=True),
 }
 """The optimizers whose step can be forecast. To add one, write its function and its line here."""
 
 
-def _next_step(state: Mapping[str, Any]) -> Any:
+def next_step(state: Mapping[str, Any]) -> Any:
     """The number of the next step; on the device if the state counts there, so that nothing waits for the device."""
     return number_of(state["step"]) + 1.0 if state else 1.0
 
@@ -394,104 +349,3 @@ def taken(step: Direction, model: nn.Module, *, keeps_residuals: bool = False) -
             for theta, before in reversed(moved):  # if memory is shared, the first to move knows its bits
                 theta.copy_(before)
         reshard(model)
-
-
-class StepWatch:
-    """Sees whether a step is taken, by a few hundred elements of each parameter.
-
-    Args:
-        parameters: all that may move; the elements are copied.
-    """
-
-    @torch.no_grad()
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._samples = [(p, sampled_elements(p).clone()) for p in parameters]
-
-    @torch.no_grad()
-    def has_moved(self) -> bool:
-        """Whether any of the elements has moved. Waits for the device."""
-        return any(not torch.equal(sampled_elements(p), before) for p, before in self._samples)
-
-
-class StepWitness:
-    """Tells whether the step that was taken is the one that was forecast, by a few hundred elements of each parameter.
-
-    Parameters of 32 bits may be off by two roundings, since an optimizer may round after weight decay too.
-
-    Args:
-        step: the forecast; the elements are copied.
-        parameters: all that may move, also those that the forecast leaves out.
-    """
-
-    @torch.no_grad()
-    def __init__(self, step: Direction, parameters: Iterable[Tensor]) -> None:
-        self._samples = []
-        self._left_out = [(p, sampled_elements(p).clone()) for p in parameters if p not in step]
-        for parameter, delta in step.items():
-            theta, part = sampled_elements(parameter), sampled_elements(delta)
-            after = (theta.to(part.dtype) + part).to(theta.dtype)
-            self._samples.append((parameter, theta.clone(), after))
-
-    @torch.no_grad()
-    def has_moved(self) -> bool:
-        """Whether any of the elements has moved. Waits for the device."""
-        return any(not torch.equal(sampled_elements(p), before) for p, before, _ in self._samples)
-
-    @torch.no_grad()
-    def has_moved_others(self) -> bool:
-        """Whether any parameter that the forecast leaves out has moved. Waits for the device."""
-        return any(not torch.equal(sampled_elements(p), before) for p, before in self._left_out)
-
-    @torch.no_grad()
-    def departure(self) -> float:
-        """|taken − forecast|/|forecast| on this rank's elements; 0 if both are 0. Waits for the device.
-
-        Returns:
-            ∞ if only the forecast is 0, or if one of them is not finite.
-        """
-        sq_error, sq_step = 0.0, 0.0
-        for parameter, before, after in self._samples:
-            error = (sampled_elements(parameter).double() - after).abs()
-            if after.dtype.itemsize >= 4:
-                error = (error - 2.0 * torch.finfo(after.dtype).eps * after.double().abs()).clamp(min=0.0)
-            sq_error += float(error.square().sum())
-            sq_step += float((after.double() - before).square().sum())
-        if not sq_step:
-            return math.inf if sq_error else 0.0
-        departure = math.sqrt(sq_error / sq_step)
-        return departure if math.isfinite(departure) else math.inf
-
-
-class StepMeter:
-    """Measures the step that is taken after it was made, and can undo this step bit for bit.
-
-    Args:
-        parameters: the parameters that may change; a copy of them is kept.
-    """
-
-    @torch.no_grad()
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._before = {p: p.detach().clone() for p in parameters}
-
-    @torch.no_grad()
-    def has_moved(self) -> bool:
-        """Whether any parameter has moved. Waits for the device."""
-        pairs = ((local_tensor(p.detach()), local_tensor(old)) for p, old in self._before.items())
-        return any(not torch.equal(now, before) for now, before in pairs)
-
-    @torch.no_grad()
-    def step(self) -> Direction:
-        """θ⁺ − θ so far, as the parameters hold it; in fp32 at least."""
-        return {p: widened(p.detach()) - widened(old) for p, old in self._before.items()}
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Give every parameter its former bits."""
-        for parameter, old in self._before.items():
-            parameter.copy_(old)
-
-
-def sampled_elements(tensor: Tensor) -> Tensor:
-    """A few hundred elements of this rank's part; views of the tensor."""
-    flat = local_tensor(tensor.detach()).reshape(-1)
-    return flat[:: max(flat.numel() // _SAMPLED, 1)]

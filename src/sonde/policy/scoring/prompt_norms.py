@@ -8,23 +8,39 @@ FSDP2 itself adds the prompts up, in shards.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sonde.batch_size.taps.squared_norms import roots
+from sonde.batch_size.taps.metric import norms_of_rows
+from sonde.batch_size.taps.shared_pieces import CutGradients
 from sonde.gradient_norm.global_norm import global_norm
 from sonde.gradient_norm.plan import NormPlan
+from sonde.parallel.data_ranks import DataRanks, check_whole_mesh, data_ranks, find_experts
 from sonde.parallel.gathered import gathered_parameters
-from sonde.parallel.placements import from_local, is_dtensor, is_fully_sharded, local_tensor, spec_of
-from sonde.parallel.process_groups import gather_from_all_ranks, start_reduce
-from sonde.parallel.shares import reduce_partial, share_of
-from sonde.policy.scoring.fsdp_reduction import check_nothing_waits, divisors_of, reduces_every_backward
-from sonde.policy.scoring.prompt_ranks import PromptRanks
-from sonde.policy.scoring.summed_gradient import check_no_other_hook, gradients_set_aside, gradients_taken
+from sonde.parallel.placements import is_dtensor, is_fully_sharded, local_tensor, stage_ranks
+from sonde.parallel.process_groups import (
+    data_parallel_group,
+    gather_from_all_ranks,
+    group_of_mesh,
+    group_over,
+    start_reduce,
+)
+from sonde.policy.scoring.summed_gradient import (
+    check_no_other_hook,
+    check_nothing_waits,
+    divisors_of,
+    gradients_set_aside,
+    gradients_taken,
+    reduces_every_backward,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 Objective = Callable[[Tensor], Tensor]
@@ -93,7 +109,7 @@ class BufferedNorms:
 
     def __init__(self, model: nn.Module, parameters: Sequence[Tensor], ranks: PromptRanks) -> None:
         self._model, self._parameters, self._ranks = model, list(parameters), ranks
-        self._reader = _PartReader(parameters, ranks)
+        self._counted = _CountedParts(parameters, ranks)
         locals_ = [local_tensor(p) for p in parameters]
         sizes = [p.numel() for p in locals_]
         self._all = torch.zeros(sum(sizes), device=locals_[0].device)
@@ -108,7 +124,7 @@ class BufferedNorms:
             for column, half in enumerate(halves(rows), 1):
                 of_prompt[column] = self._half(objective, half)
             self._all.add_(self._whole)
-            of_prompt[0] = self._reader.square(self._parts_of_whole)
+            of_prompt[0] = self._square(self._parts_of_whole)
         return squares
 
     def _half(self, objective: Objective, rows: Tensor) -> Tensor:
@@ -117,24 +133,28 @@ class BufferedNorms:
 
         def take(index: int, grad: Tensor) -> None:
             # A half's square is known parameter by parameter; the prompt's needs the sum over its halves first.
-            if (part := self._reader.part(index, grad)) is not None:
+            if (part := self._counted.take(index, grad)) is not None:
                 add(index, part)
 
         def add(index: int, part: Tensor) -> None:
-            square.add_(self._reader.square_of(index, part))
+            square.add_(_square(part))
             self._parts_of_whole[index].add_(part.reshape(-1))
 
         with gradients_taken(self._model, self._parameters, take), torch.enable_grad():
             objective(rows).backward()
-        for index, part in self._reader.summed_partial().items():
+        for index, part in self._counted.of_partial().items():
             add(index, part)
         return square
+
+    def _square(self, parts: Sequence[Tensor]) -> Tensor:
+        """What this rank counts of the squared norm of a buffer, which is 0 where another rank counts; 0-dim, fp64."""
+        return torch.stack([_square(part) for part in parts]).sum()
 
     def sq_norm_of_sum(self) -> float:
         """By one all-reduce of the buffer, and a small one if ranks share it."""
         if work := start_reduce(self._all, self._ranks.same_part):
             work.wait()
-        square = self._reader.square(self._parts_of_all)
+        square = self._square(self._parts_of_all)
         if self._ranks.data.n_sharing > 1:
             # Every set of ranks that share the parameters now has the same sum.
             square = square / self._ranks.data.n_ranks
@@ -160,7 +180,7 @@ class FullyShardedNorms:
         self, model: nn.Module, parameters: dict[str, nn.Parameter], leaves: Sequence[Tensor], ranks: PromptRanks
     ) -> None:
         self._model, self._parameters, self._leaves, self._ranks = model, parameters, list(leaves), ranks
-        self._reader = _PartReader(leaves, ranks)
+        self._counted = _CountedParts(leaves, ranks)
 
     def add(self, objective: Objective, prompts: Sequence[Tensor]) -> Tensor:
         """One backward for each half that is not the whole prompt, then one for each prompt."""
@@ -206,13 +226,13 @@ class FullyShardedNorms:
 
     def _squared_into(self, squares: list[Tensor]) -> Callable[[int, Tensor], None]:
         def take(index: int, grad: Tensor) -> None:
-            if (part := self._reader.part(index, grad)) is not None:
-                squares.append(self._reader.square_of(index, part))
+            if (part := self._counted.take(index, grad)) is not None:
+                squares.append(_square(part))
 
         return take
 
     def _sum(self, squares: list[Tensor]) -> Tensor:
-        squares += [self._reader.square_of(index, part) for index, part in self._reader.summed_partial().items()]
+        squares += [_square(part) for part in self._counted.of_partial().values()]
         return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
 
     def sq_norm_of_sum(self) -> float:
@@ -239,11 +259,11 @@ class FullyShardedNorms:
             part.copy_(total.view_as(part))
 
 
-class _PartReader:
-    """What this rank counts of the gradients of parameters: every element counts on one of the ranks that share it.
+class _CountedParts:
+    """What this rank counts of the gradients of one backward, as the noise scale counts pieces that ranks share.
 
-    A gradient is brought into the placement of its parameter. Partial gradients, as those of norm weights under
-    sequence parallelism, wait until the backward has ended, and are summed by one all-reduce.
+    Every element counts on one of the ranks that share it. Partial gradients, as those of norm weights under sequence
+    parallelism, wait until the backward has ended, and are summed by one all-reduce.
 
     Args:
         leaves: the tensors that backward makes gradients for.
@@ -251,45 +271,23 @@ class _PartReader:
     """
 
     def __init__(self, leaves: Sequence[Tensor], ranks: PromptRanks) -> None:
-        self._leaves = list(leaves)
-        is_shared = ranks.data.n_sharing > 1
-        self._counts = [
-            not is_shared or share_of(spec_of(leaf)).is_first_copy(ranks.data.first_sharing) for leaf in self._leaves
-        ]
+        is_cut = ranks.data.n_sharing > 1 or any(map(is_dtensor, leaves))
+        self._cut = CutGradients(leaves, ranks.data.first_sharing) if is_cut else None
         self._partial: dict[int, Tensor] = {}
 
-    def part(self, index: int, grad: Tensor) -> Tensor | None:
-        """This rank's part of a gradient; None for a partial one, which waits."""
-        if not is_dtensor(grad):
-            return grad
-        if share_of(spec_of(grad)).partial:
-            # A copy of the local part, since autograd goes on with the gradient; to clone a DTensor may reduce it.
-            self._partial[index] = from_local(local_tensor(grad).clone(), spec_of(grad))
-            return None
-        return self._as_parameter(index, grad)
+    def take(self, index: int, grad: Tensor) -> Tensor | None:
+        """This rank's part of a gradient; None if it waits, or counts on another rank."""
+        return grad if self._cut is None else self._cut.take(index, grad, self._partial)
 
-    def summed_partial(self) -> dict[int, Tensor]:
+    def of_partial(self) -> dict[int, Tensor]:
         """This rank's parts of the gradients that waited, by index. All ranks that share them have to call this."""
         partial, self._partial = self._partial, {}
-        indices = sorted(partial)
-        summed = reduce_partial([partial[i] for i in indices]) if indices else []
-        return {i: self._as_parameter(i, grad) for i, grad in zip(indices, summed, strict=True)}
+        return {} if self._cut is None else self._cut.sum_partial(partial)
 
-    def _as_parameter(self, index: int, grad: Tensor) -> Tensor:
-        placements = cast(Any, self._leaves[index]).placements
-        if cast(Any, grad).placements != placements:
-            grad = cast(Any, grad).redistribute(placements=placements)
-        return local_tensor(grad)
 
-    def square_of(self, index: int, part: Tensor) -> Tensor:
-        """What this rank counts of the squared norm of one gradient; 0-dim, fp64."""
-        if not self._counts[index]:
-            return torch.zeros((), dtype=torch.float64, device=part.device)
-        return roots(part).double().square().sum()
-
-    def square(self, parts: Sequence[Tensor]) -> Tensor:
-        """The same of the gradients of all parameters; 0-dim, fp64."""
-        return torch.stack([self.square_of(index, part) for index, part in enumerate(parts)]).sum()
+def _square(part: Tensor) -> Tensor:
+    """The squared norm of what a rank counts of one gradient; 0-dim, fp64."""
+    return norms_of_rows(part).double().square().sum()
 
 
 def _with_index(take: Callable[[int, Tensor], None], index: int) -> Callable[[Tensor], None]:
@@ -300,3 +298,56 @@ def _padded(batches: Sequence[T], spare: T, n: int) -> Iterator[tuple[float, T]]
     """The batches with weight 1, and a spare one with weight 0 for each that is missing from n."""
     yield from ((1.0, batch) for batch in batches)
     yield from ((0.0, spare) for _ in range(n - len(batches)))
+
+
+@dataclass(frozen=True)
+class PromptRanks:
+    """The ranks that take part in a measurement of a policy.
+
+    Attributes:
+        everyone: all of them; None for this process alone.
+        same_part: those that hold the same part of every gradient as this rank, each for responses of its own.
+        data: which of the ranks have responses of their own. Ranks of tensor parallelism share theirs.
+        mesh: all of them, if parameters are cut over ranks; otherwise None.
+    """
+
+    everyone: dist.ProcessGroup | None
+    same_part: dist.ProcessGroup | None
+    data: DataRanks
+    mesh: DeviceMesh | None
+
+
+def prompt_ranks(
+    model: nn.Module, process_group: dist.ProcessGroup | None = None, mesh: DeviceMesh | None = None
+) -> PromptRanks:
+    """Find the ranks of a policy. Under FSDP2 and tensor parallelism, all ranks have to call this.
+
+    Args:
+        model: plain, in DDP, or cut by FSDP2 or tensor parallelism.
+        process_group: the ranks with responses of their own, for a model that is not cut; by default those of DDP.
+        mesh: all ranks that hold any of a cut model, where no parameter is on all of them.
+
+    Raises:
+        ValueError: when the ranks of a cut model cannot be found.
+    """
+    parameters: Mapping[str, Tensor] = dict(model.named_parameters())
+    if not any(map(is_dtensor, parameters.values())):
+        group = data_parallel_group(model) if process_group is None else process_group
+        data = DataRanks(group.rank(), group.size()) if group is not None else DataRanks()
+        return PromptRanks(group, group, data, None)
+    gathered = gathered_parameters(model)
+    parameters = dict(model.named_parameters())  # FSDP2 shows its sharded parameters again
+    leaves: list[Tensor] = [gathered.get(id(p), p) for p in parameters.values()]
+    if find_experts(list(parameters.values()), leaves) is not None:
+        raise ValueError(
+            "gradients of single prompts cannot be read of experts that several ranks feed: measure the model without "
+            "expert parallelism"
+        )
+    mesh = check_whole_mesh(parameters, mesh)
+    data = data_ranks(mesh, leaves)
+    cut: list[DeviceMesh] = [leaf.device_mesh for leaf in leaves if is_dtensor(leaf)]  # type: ignore[attr-defined]
+    everyone = same_part = group_of_mesh(mesh)
+    if data.n_sharing > 1:
+        peers = stage_ranks(mesh, max(cut, key=lambda m: m.size()))
+        same_part = group_over(peers) if len(peers) > 1 else None
+    return PromptRanks(everyone, same_part, data, mesh)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,8 +12,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from sonde.parallel.same_on_ranks import digest
-from sonde.policy.scoring.packed_rows import unpacked
+from sonde.parallel.process_groups import digest
 from sonde.policy.stats.entropy_gradient import Responses
 
 _SHAPES = {
@@ -31,6 +30,12 @@ _PACKED_SHAPES = {
     "log_prob": "[tokens]",
 }
 _OPTIONAL = ("advantage", "weight", "log_prob")
+_BY_CHANCE = math.log(1e-6)
+"""Log-probability below which what all responses have in common is no chance."""
+_EARLY_FROM = 8
+"""Smallest number of responses that end before the last column from which their ends are judged."""
+_MADE_ANEW = ("attention_mask", "position_ids")
+"""Inputs of a packed row that rows of their own do without."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +138,9 @@ class Rollouts:
         is_truncated: bool = False,
         texts: Mapping[int, str] | None = None,
     ) -> Self:
-        """Responses that lie one after another in one row, each behind its prompt: a row each here, padded on the left.
+        """Responses that lie one after another in one row, each behind its prompt: a row each here, padded at its end.
+
+        A causal model needs no attention mask for such rows, nor positions: so models that take packed rows take these.
 
         Args:
             inputs: `input_ids`, and `position_ids` unless `cu_seqlens` is given; [tokens] or [1, tokens]. What else
@@ -158,7 +165,7 @@ class Rollouts:
             >>> made = Rollouts.from_packed(
             ...     {"input_ids": ids}, sampled, torch.tensor([3, 3]), cu_seqlens=torch.tensor([0, 4, 7]))
             >>> made.inputs["input_ids"].tolist(), made.mask.tolist()
-            ([[5, 6, 7, 2], [0, 5, 6, 2]], [[True, True], [False, True]])
+            ([[5, 6, 7, 2], [5, 6, 2, 0]], [[True, True], [True, False]])
         """
         given = {"mask": mask, "prompt": prompt, "advantage": advantage, "weight": weight, "log_prob": log_prob}
         _check_types(inputs, given, _PACKED_SHAPES)
@@ -172,11 +179,36 @@ class Rollouts:
             for name, value in per_response.items()
             if isinstance(value, Tensor) and value.dim() and value.shape != prompt.shape
         }
-        rows = unpacked(inputs, {n: t for n, t in per_token.items() if t is not None}, prompt, cu_seqlens)
-        if "temperature" in rows.per_token:  # no token was sampled outside the mask, so none of them is cold
-            rows.per_token["temperature"].masked_fill_(~rows.per_token["mask"], 1.0)
-        values = per_response | rows.per_token
-        return cls(rows.inputs, prompt=prompt, is_truncated=is_truncated, texts=texts or {}, **values)
+        bounds = _bounds(inputs, cu_seqlens)
+        length = inputs["input_ids"].numel()
+        flat = {n: _flat(n, t, length) for n, t in (dict(inputs) | per_token).items() if t is not None}
+        while len(bounds) > len(prompt) and not bool(flat["mask"][slice(*bounds[-1])].any()):
+            del bounds[-1]  # padding
+        if len(bounds) != len(prompt):
+            raise ValueError(
+                f"the row holds {len(bounds)} responses, and prompt {len(prompt)} numbers: give one for each"
+            )
+        for row, (a, b) in enumerate(bounds):
+            sampled = flat["mask"][a:b]
+            if not bool(sampled.any()) or bool(sampled[0]):
+                what = "no sampled token" if not bool(sampled.any()) else "no token before its first sampled one"
+                raise ValueError(f"response {row} of the row has {what}: correct the mask, or leave the response out")
+        width = max((b - a for a, b in bounds), default=0)
+        # The mask's columns are the last ones, from the earliest sampled token on.
+        begins = min((int(flat["mask"][a:b].nonzero()[0]) for a, b in bounds), default=0)
+
+        def rows(values: Tensor, begin: int) -> Tensor:
+            made = values.new_zeros(len(bounds), width - begin)
+            for row, (a, b) in zip(made, bounds, strict=True):
+                row[: max(b - a - begin, 0)] = values[a + begin : b]
+            return made
+
+        cut = {n: rows(t, begins if n in per_token else 0) for n, t in flat.items()}
+        if "temperature" in cut:  # no token was sampled outside the mask, so none of them is cold
+            cut["temperature"].masked_fill_(~cut["mask"], 1.0)
+        values = per_response | {n: t for n, t in cut.items() if n in per_token}
+        made = {n: t for n, t in cut.items() if n in inputs and n not in _MADE_ANEW}
+        return cls(made, prompt=prompt, is_truncated=is_truncated, texts=texts or {}, **values)
 
     def __len__(self) -> int:
         return len(self.mask)
@@ -254,21 +286,15 @@ class Rollouts:
         ]
 
     def rows(self, index: Tensor) -> Self:
-        """The responses with these row numbers."""
+        """The responses with these row numbers. What was checked once is not checked again."""
 
-        def pick(tensor: Tensor) -> Tensor:
-            return tensor[index.to(tensor.device)]
+        def pick(value: Any) -> Any:
+            return value[index.to(value.device)] if isinstance(value, Tensor) else value
 
-        return dataclasses.replace(
-            self,
-            inputs={name: pick(tensor) for name, tensor in self.inputs.items()},
-            mask=pick(self.mask),
-            prompt=pick(self.prompt),
-            advantage=None if self.advantage is None else pick(self.advantage),
-            weight=None if self.weight is None else pick(self.weight),
-            log_prob=None if self.log_prob is None else pick(self.log_prob),
-            temperature=pick(self.temperature) if isinstance(self.temperature, Tensor) else self.temperature,
-        )
+        made = object.__new__(type(self))
+        picked = {name: pick(value) for name, value in vars(self).items()}
+        vars(made).update(picked, inputs={name: pick(tensor) for name, tensor in self.inputs.items()})
+        return made
 
     def per_token(self, name: str) -> Tensor:
         """The advantage, weight, log-probability or temperature of every token; [responses, tokens].
@@ -285,6 +311,90 @@ class Rollouts:
             expected = f"[{len(self)}] or {list(self.mask.shape)}"
             raise ValueError(f"{name} must be {expected}, one for each response or token, got {list(values.shape)}")
         return values
+
+
+def mask_doubt(rollouts: Rollouts, log_prob: Tensor) -> str:
+    """Why the mask may not be that of the sampled tokens; empty if nothing says so, or the tokens are not known.
+
+    Args:
+        rollouts: with `input_ids`, whose last columns the mask belongs to.
+        log_prob: s_k under the policy in nats, 0 outside the mask; [responses, tokens].
+    """
+    ids, mask = rollouts.inputs.get("input_ids"), rollouts.mask.cpu().bool()
+    rows, width = torch.arange(len(mask)), mask.shape[1]
+    if ids is None or ids.dim() != 2 or ids.shape[1] < width:
+        return ""
+    ids = ids[:, -width:].cpu()
+    first, last = mask.int().argmax(1), width - 1 - mask.int().flip(1).argmax(1)
+    # The first sampled token differs between responses to a prompt, as often as its probability says.
+    opening: dict[int, tuple[int, int]] = {}
+    chance, is_shared = 0.0, True
+    for row, prompt in enumerate(rollouts.prompt.tolist()):
+        at = int(first[row]), int(ids[row, first[row]])
+        if prompt in opening:
+            is_shared &= opening[prompt] == at
+            chance += float(log_prob[row, first[row]])
+        opening.setdefault(prompt, at)
+    if is_shared and chance < _BY_CHANCE:
+        return (
+            "the mask begins with the same token in all responses to a prompt, which the policy would sample with a "
+            f"probability of 10^{chance / math.log(10.0):.0f}: let mask be True from the first sampled token on, and "
+            "not for the prompt"
+        )
+    early = rows[last < width - 1]
+    if len(early) < _EARLY_FROM:
+        return ""
+    ends, behind = ids[early, last[early]], ids[early, last[early] + 1]
+    counts = ends.unique(return_counts=True)[1]
+    # A policy has few tokens that end responses.
+    is_varied = len(counts) >= 4 and int(counts.max()) <= 0.75 * len(early)
+    if is_varied and bool((behind == behind[0]).all()) and not bool((ends == behind[0]).any()):
+        return (
+            f"the {len(early)} responses that end early end in different tokens, and token {int(behind[0])} follows "
+            "each: if the policy samples a token that ends a response, as <eos>, mask must be True for it too. Ignore "
+            "this where stop strings end responses"
+        )
+    return ""
+
+
+def _bounds(inputs: Mapping[str, Tensor], cu_seqlens: Tensor | None) -> list[tuple[int, int]]:
+    """Where each response of a packed row begins and ends."""
+    if "input_ids" not in inputs:
+        raise ValueError(f"packed rows need 'input_ids', got {sorted(inputs)}: add it to inputs")
+    n = len(_flat("input_ids", inputs["input_ids"], None))
+    if cu_seqlens is not None:
+        if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
+            raise ValueError(
+                f"cu_seqlens must be whole numbers, [responses + 1], got {list(cu_seqlens.shape)} of "
+                f"{cu_seqlens.dtype}: pass where each response begins, and where the last one ends"
+            )
+        bounds = cu_seqlens.tolist()
+        if not bounds or bounds[0] != 0 or bounds[-1] != n or any(a >= b for a, b in itertools.pairwise(bounds)):
+            raise ValueError(f"cu_seqlens must rise from 0 to the row's {n} tokens, got {bounds}")
+        return list(itertools.pairwise(bounds))
+    if "position_ids" not in inputs:
+        raise ValueError("nothing says where packed responses begin: pass cu_seqlens=, or 'position_ids' in inputs")
+    positions = _flat("position_ids", inputs["position_ids"], n)
+    if n and int(positions[0]) != 0:
+        raise ValueError(
+            f"the row begins at position {int(positions[0])}, in the middle of a sequence: pass whole sequences, "
+            "whose position_ids begin with 0, or cu_seqlens="
+        )
+    return list(itertools.pairwise([*(positions == 0).nonzero()[:, 0].tolist(), n]))
+
+
+def _flat(name: str, tensor: object, length: int | None) -> Tensor:
+    """[tokens] from [tokens] or [1, tokens].
+
+    Raises:
+        ValueError: for another shape.
+    """
+    flat = tensor[0] if isinstance(tensor, Tensor) and tensor.dim() == 2 and len(tensor) == 1 else tensor
+    if not isinstance(flat, Tensor) or flat.dim() != 1 or (length is not None and len(flat) != length):
+        expected = "[tokens] or [1, tokens]" if length is None else f"[{length}] or [1, {length}], as input_ids"
+        got = list(tensor.shape) if isinstance(tensor, Tensor) else _kind(tensor)
+        raise ValueError(f"{name} of packed rows must be a tensor, {expected}, got {got}")
+    return flat
 
 
 def _check_types(inputs: object, values: Mapping[str, object], shapes: Mapping[str, str]) -> None:
@@ -317,28 +427,6 @@ def _checksum(tensor: Tensor) -> int:
 
 def _kind(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
-
-
-class CheckedStatistics:
-    """Token statistics with checks of their own: probes ask them."""
-
-    def check_inputs(self, rollouts: Rollouts) -> None:
-        """Refuse rollouts whose inputs cannot be scored. Probes ask before the first forward, on all ranks.
-
-        Raises:
-            ValueError: for inputs that are missing, or of other shapes.
-        """
-
-    def check_model(self, model: nn.Module, rollouts: Rollouts) -> bool:
-        """Refuse a model whose scores would be wrong. All ranks run as many forwards, also where one refuses.
-
-        Returns:
-            Whether the answer is certain; if not, it is asked again at the next measurement.
-
-        Raises:
-            ValueError: saying what is wrong.
-        """
-        return True
 
 
 class TokenStatistics(Protocol):

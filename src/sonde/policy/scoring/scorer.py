@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,31 +12,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.parallel.placements import is_fully_sharded, reshard
-from sonde.parallel.process_groups import Tokens, gather_from_all_ranks, gather_objects
+from sonde.parallel.process_groups import Tokens, gather_from_all_ranks
 from sonde.parallel.unwrap import unwrap_model
-from sonde.policy.scoring.checkpointing import without_checkpoints
-from sonde.policy.scoring.directional_derivatives import (
-    LOST_IN_ROUNDING,
-    Derivatives,
-    Derive,
-    Mode,
-    TooFewBits,
-    check_has_graph,
-    derivatives_along,
-    dots_with_gradients,
-)
-from sonde.policy.scoring.fsdp_precision import (
+from sonde.policy.scoring.directional_derivatives import LOST_IN_ROUNDING, derivatives_along
+from sonde.policy.scoring.optimizer_step import Direction
+from sonde.policy.scoring.precision import (
+    NARROW,
+    Precision,
     gathered_in_float32,
     gathers_narrow,
     has_run,
+    in_float32,
+    narrow_parameter,
     why_not_in_float32,
+    without_autocast,
 )
-from sonde.policy.scoring.optimizer_step import Direction, dot
-from sonde.policy.scoring.precision import Precision, in_float32, narrow_parameter, without_autocast
-from sonde.policy.scoring.rollouts import CheckedStatistics, Rollouts, TokenStatistics
+from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.summed_gradient import GradientSum, summed_gradient
 from sonde.policy.scoring.token_statistics import checked_scores
-from sonde.policy.stats.entropy_gradient import Along, Coefficients, Responses, along_tokens
+from sonde.policy.scoring.training_state import checkpointing
+from sonde.policy.stats.entropy_gradient import Along, Responses, along_tokens
 
 T = TypeVar("T")
 
@@ -47,34 +41,43 @@ _ROUNDING = 0.01
 
 
 @dataclass(frozen=True, eq=False)
-class Scored:
-    """The policy's scores of the responses of all ranks.
+class Batch:
+    """The responses of all ranks.
 
     Attributes:
         rollouts: this rank's responses.
         responses: which tokens of all ranks' responses count.
-        log_prob: s_k in nats, [responses, tokens] of all ranks; fp64, on the CPU.
-        entropy: H_k in nats, [responses, tokens] of all ranks; fp64, on the CPU.
         rows: where this rank's responses are among all.
-        sampled_log_prob: log-probabilities that the sampler reported, as `log_prob`; None if the responses are the
-            policy's own.
     """
 
     rollouts: Rollouts
     responses: Responses
+    rows: slice
+
+    def own(self, values: Tensor) -> Tensor:
+        """This rank's rows of values of all ranks; [responses, tokens]."""
+        return values[self.rows, : self.rollouts.mask.shape[1]]
+
+
+@dataclass(frozen=True, eq=False)
+class Scored(Batch):
+    """The policy's scores of the responses of all ranks.
+
+    Attributes:
+        log_prob: s_k in nats, [responses, tokens] of all ranks; fp64, on the CPU.
+        entropy: H_k in nats, [responses, tokens] of all ranks; fp64, on the CPU.
+        sampled_log_prob: log-probabilities that the sampler reported, as `log_prob`; None if the responses are the
+            policy's own.
+    """
+
     log_prob: Tensor
     entropy: Tensor
-    rows: slice
     sampled_log_prob: Tensor | None = None
 
     @property
     def is_finite(self) -> bool:
         """Whether all scores are finite."""
         return bool((self.log_prob.isfinite() & self.entropy.isfinite()).all())
-
-    def own(self, values: Tensor) -> Tensor:
-        """This rank's rows of values of all ranks; [responses, tokens]."""
-        return values[self.rows, : self.rollouts.mask.shape[1]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,15 +86,11 @@ class ScoreDerivatives:
 
     Attributes:
         along: sums over each prompt's tokens, of all ranks.
-        mode: how derivatives are taken.
-        why: why they are not taken in forward mode; empty if they are.
         doubt: why they are not to be trusted; empty if they are.
     """
 
     along: Along
-    mode: Mode
-    why: str = ""
-    doubt: str = ""
+    doubt: str
 
 
 class Scorer:
@@ -103,6 +102,7 @@ class Scorer:
         prompts_each: number of prompts in a micro-batch.
         group: the ranks that hold different responses; None for this process alone.
         precision: in which arithmetic responses are scored.
+        checkpoints: whether backwards checkpoint the layers of a model of transformers.
     """
 
     def __init__(
@@ -112,11 +112,14 @@ class Scorer:
         prompts_each: int,
         group: dist.ProcessGroup | None,
         precision: Precision = "model",
+        *,
+        checkpoints: bool = False,
     ) -> None:
         self._wrapped = model
         self._model = unwrap_model(model)  # the forward of DDP would issue collectives
         self._statistics = statistics
         self._prompts_each = prompts_each
+        self._checkpoints = checkpoints
         self._group = group
         self._is_sharded = any(map(is_fully_sharded, model.modules()))
         self.precision: Precision = precision
@@ -124,7 +127,6 @@ class Scorer:
         """Why responses are not scored in 32 bits, if they were to be."""
         self._residuals: Mapping[Tensor, Tensor] = {}
         self._is_repeatable = False
-        self._check_model = statistics.check_model if isinstance(statistics, CheckedStatistics) else None
 
     @contextlib.contextmanager
     def adding(self, residuals: Mapping[Tensor, Tensor]) -> Iterator[None]:
@@ -159,131 +161,73 @@ class Scorer:
         """`log_prob` and `entropy` of the responses of all ranks."""
         batches = self._batches(rollouts)
 
-        def work() -> Tokens:
+        def scores() -> Tokens:
             with self._arithmetic():
                 outputs = [self._outputs(b) for b in batches]
             tokens = self._in_order(rollouts, outputs, ("log_prob", "entropy"))
-            n = torch.tensor([len(rollouts)])
             if rollouts.log_prob is not None:
                 tokens["sampled"] = rollouts.log_prob.cpu().double()
-            return tokens | {"mask": rollouts.mask.cpu().bool(), "prompt": rollouts.prompt.cpu(), "n": n}
+            return tokens
+
+        batch, tokens = self._gathered(rollouts, scores)
+        reshard(self._wrapped)
+        scores_of = (tokens["log_prob"], tokens["entropy"], tokens.get("sampled"))
+        return Scored(batch.rollouts, batch.responses, batch.rows, *scores_of)
+
+    def credited(self, rollouts: Rollouts) -> tuple[Batch, Tensor]:
+        """The responses of all ranks, and advantage × weight of their tokens, [responses, tokens]. Scores nothing."""
+        batch, tokens = self._gathered(rollouts, lambda: {"credit": rollouts.credit().cpu()})
+        return batch, tokens["credit"]
+
+    def _gathered(self, rollouts: Rollouts, of_tokens: Callable[[], Tokens]) -> tuple[Batch, Tokens]:
+        """The responses of all ranks, with values of each token from every rank."""
+
+        def work() -> Tokens:
+            n = torch.tensor([len(rollouts)])
+            return of_tokens() | {"mask": rollouts.mask.cpu().bool(), "prompt": rollouts.prompt.cpu(), "n": n}
 
         tokens = gather_from_all_ranks(self._group, work)
-        reshard(self._wrapped)
         rank = self._group.rank() if self._group is not None else 0
         n_before = int(tokens["n"][:rank].sum())
         rows = slice(n_before, n_before + len(rollouts))
-        responses = Responses(tokens["mask"], tokens["prompt"])
-        return Scored(rollouts, responses, tokens["log_prob"], tokens["entropy"], rows, tokens.get("sampled"))
+        return Batch(rollouts, Responses(tokens["mask"], tokens["prompt"]), rows), tokens
 
-    def derivatives(self, scored: Scored, direction: Direction, mode: Derive) -> ScoreDerivatives:
+    def derivatives(self, scored: Batch, direction: Direction) -> ScoreDerivatives:
         """Derivatives of the scores of all ranks' responses along a direction.
-
-        With "auto", a backward for every prompt is the last resort: where forward mode is missing, and where
-        parameters, or what is computed of them, have too few bits for central differences.
 
         Args:
             scored: the responses.
-            direction: Δ. Afterwards it is the same only approximately.
-            mode: how to take derivatives.
+            direction: Δ.
+
+        Raises:
+            ValueError: for parameters of 16 bits that are not scored in 32: rounding swallows so small a movement.
         """
-        why = "asked for"
-        if mode != "backward":
-            try:
-                found = self._token_derivatives(scored, direction, mode)
-            except TooFewBits as error:
-                if mode != "auto":
-                    raise
-                why = f"{error.forward}; {error}"
-            else:
-                if not found.doubt or mode != "auto":
-                    return found
-                why = "forward mode gives numbers that are not finite"
-                if found.mode == "central":
-                    why = f"{found.why}; central differences are lost in rounding"
-
-        def along(coefficients: Sequence[Coefficients]) -> list[Tensor]:
-            return self._by_backwards(scored, direction, coefficients)
-
-        return ScoreDerivatives(along, "backward", why)
-
-    def _token_derivatives(self, scored: Scored, direction: Direction, mode: Derive) -> ScoreDerivatives:
-        """By the derivative of every token's scores."""
+        if not self.adds_residuals and (narrow := next((p.dtype for p in direction if p.dtype in NARROW), None)):
+            raise ValueError(
+                f"derivatives need scores in 32 bits, got parameters of {narrow} and precision='model'"
+                f"{self.why_precision and f' ({self.why_precision})'}: leave out what needs derivatives (causes, "
+                "update='gradient'), or train parameters in fp32"
+            )
         rollouts = scored.rollouts
         batches = self._batches(rollouts)
         # The pilot has responses to many prompts: where the policy is certain of its answer, nothing changes.
         n = min(_PILOT_RESPONSES, min(len(batch) for batch in batches))
         pilot = rollouts.rows(torch.linspace(0, len(rollouts) - 1, n).round().long())
-        made: list[Derivatives] = []
 
-        def attempt() -> TooFewBits | None:
-            try:
-                with self._arithmetic():
-                    made.append(
-                        derivatives_along(self._outputs, self._model, direction, batches, mode=mode, pilot=pilot)
-                    )
-            except TooFewBits as error:
-                return error
-            return None
-
-        # Gathered, and not raised on one rank: the caller goes on with backwards, and needs all ranks for that.
-        for error in gather_objects(self._group, attempt):
-            if error is not None:
-                raise error
+        def passes(of: Sequence[Rollouts], narrow: Mapping[Tensor, Tensor]) -> list[tuple[Tensor, ...]]:
+            with self.adding(narrow), self._arithmetic():
+                return [tuple(out.clone() for out in self._outputs(batch)) for batch in of]
 
         def work() -> Tokens:
-            tokens = self._in_order(rollouts, made[0].batches, ("d_log_prob", "d_entropy"))
+            made = derivatives_along(passes, self._model, direction, batches, pilot=pilot)
+            tokens = self._in_order(rollouts, made.batches, ("d_log_prob", "d_entropy"))
             is_finite = all(bool(values.isfinite().all()) for values in tokens.values())
             tokens = {name: values.nan_to_num(0.0, 0.0, 0.0) for name, values in tokens.items()}
-            return tokens | {"is_lost": torch.tensor([bool(made[0].doubt) or not is_finite])}
+            return tokens | {"is_lost": torch.tensor([bool(made.doubt) or not is_finite])}
 
         tokens = gather_from_all_ranks(self._group, work)
         along = along_tokens(tokens["d_entropy"], tokens["d_log_prob"], scored.responses)
-        doubt = LOST_IN_ROUNDING if bool(tokens["is_lost"].any()) else ""
-        return ScoreDerivatives(along, made[0].mode, made[0].why, doubt)
-
-    def _by_backwards(self, scored: Scored, direction: Direction, of: Sequence[Coefficients]) -> list[Tensor]:
-        """X_n·Δ by the gradient X_n of every prompt, of which only the product with Δ is kept."""
-        n_prompts = scored.responses.n_prompts
-        if self._is_sharded:
-            return self._by_turns(scored, direction, of)
-
-        def work() -> Tensor | None:
-            """None if the older checkpointing does not allow gradients of chosen tensors."""
-            own = torch.zeros(n_prompts, len(of), dtype=torch.float64)
-            index = scored.responses.index[scored.rows]
-            sums = [(scored.own(c.on_log_prob), scored.own(c.on_entropy)) for c in of]
-            for rows in scored.rollouts.order(1):
-                batch = scored.rollouts.rows(rows)
-                weights = [(on_s[rows], on_h[rows]) for on_s, on_h in sums]
-                outputs = functools.partial(self._outputs, batch)
-                try:
-                    with self._arithmetic():
-                        dots = dots_with_gradients(outputs, self._model, weights, direction)
-                except RuntimeError as error:
-                    if "use_reentrant" not in str(error):
-                        raise
-                    return None
-                own[index[rows[0]]] = torch.tensor(dots, dtype=torch.float64)
-            return own.T.contiguous()
-
-        # Each rank has added up its own responses to a prompt.
-        parts = [part for part in gather_objects(self._group, work) if part is not None]
-        if len(parts) < (1 if self._group is None else self._group.size()):
-            return self._by_turns(scored, direction, of)
-        return list(torch.stack(parts).sum(0).unbind(0))
-
-    def _by_turns(self, scored: Scored, direction: Direction, of: Sequence[Coefficients]) -> list[Tensor]:
-        """The same by whole backwards, which add up over ranks: ranks that do not have the prompt fill up."""
-        n_prompts, index = scored.responses.n_prompts, scored.responses.index[scored.rows]
-        found = torch.zeros(n_prompts, len(of), dtype=torch.float64)
-        for prompt in range(n_prompts):
-            for k, c in enumerate(of):
-                gradient = self.gradient(
-                    scored.rollouts, scored.own(c.on_log_prob), scored.own(c.on_entropy), rows=index == prompt
-                )
-                found[prompt, k] = dot(gradient, direction)
-        return list(found.unbind(1))
+        return ScoreDerivatives(along, LOST_IN_ROUNDING if bool(tokens["is_lost"].any()) else "")
 
     def n_that_differ(self, first: Rollouts, second: Rollouts) -> int:
         """How many of all ranks' responses differ between two samples of the same prompts, row by row."""
@@ -322,7 +266,7 @@ class Scorer:
         def weighted(batch: tuple[Tensor, float]) -> Tensor:
             chosen, factor = batch
             s, h = self._outputs(rollouts.rows(chosen))
-            check_has_graph([s] if on_entropy is None else [s, h])
+            _check_has_graph([s] if on_entropy is None else [s, h])
             total = (factor * on_log_prob[chosen].to(s) * s).sum()
             return total if on_entropy is None else total + (factor * on_entropy[chosen].to(h) * h).sum()
 
@@ -330,7 +274,8 @@ class Scorer:
 
         @torch.enable_grad()
         def work() -> GradientSum:
-            with self._arithmetic():
+            checkpoints = checkpointing(self._model) if self._checkpoints else contextlib.nullcontext()
+            with checkpoints, self._arithmetic():
                 return summed_gradient(weighted, self._wrapped, batches, n_ranks=n_ranks, dtype=dtype)
 
         reshard(self._wrapped)
@@ -347,49 +292,23 @@ class Scorer:
         gather_from_all_ranks(self._group, and_gather_nothing)
         return results[0]
 
-    @property
-    def is_checked(self) -> bool:
-        """Whether `check` has nothing more to do."""
-        return self._is_repeatable and self._check_model is None
-
+    @torch.no_grad()
     def check(self, rollouts: Rollouts) -> None:
-        """Refuse, on all ranks, a model whose scores would be wrong. Called until `is_checked`.
+        """Refuse, on all ranks, a model that is random; once.
 
         If the model cannot compute in 32 bits, it is scored as it computes from here on.
 
         Raises:
             ValueError: if two forwards of the same responses differ by more than rounding and the order of sums can
-                explain; or of the token statistics' own check of a model.
+                explain.
         """
-        if not self._is_repeatable:
-            self._check_repeatable(rollouts)
-            self._is_repeatable = True
-        self.check_statistics(rollouts)
-
-    @torch.no_grad()
-    def check_statistics(self, rollouts: Rollouts) -> None:
-        """The part of `check` that is the token statistics' own: `check_model`, until its answer is certain.
-
-        All ranks ask as often, since a sharded forward needs them all.
-        """
-        if (check_model := self._check_model) is None:
+        if self._is_repeatable:
             return
-
-        def check() -> Tokens:
-            with self._arithmetic():
-                return {"is_decided": torch.tensor([check_model(self._model, self._own(rollouts)[0])])}
-
-        if bool(gather_from_all_ranks(self._group, check)["is_decided"].all()):
-            self._check_model = None
-        reshard(self._wrapped)
-
-    @torch.no_grad()
-    def _check_repeatable(self, rollouts: Rollouts) -> None:
+        batch = self._own(rollouts)[0]
         if self.precision == "float32":
-            self._try_float32(self._own(rollouts)[0])
+            self._try_float32(batch)
 
         def check() -> None:
-            batch = self._own(rollouts)[0]
             with self._arithmetic():
                 first, second = self._outputs(batch), self._outputs(batch)
             difference = max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
@@ -400,6 +319,7 @@ class Scorer:
                 )
 
         self.on_all_ranks(check)
+        self._is_repeatable = True
 
     def _try_float32(self, batch: Rollouts) -> None:
         """Whether the model computes in 32 bits on all ranks. One without 16 bits is not tried."""
@@ -433,9 +353,7 @@ class Scorer:
         return batches + [filler(batches[-1])] * (int(counts.max()) - len(batches))
 
     def _outputs(self, batch: Rollouts) -> tuple[Tensor, Tensor]:
-        checkpoints = contextlib.nullcontext() if torch.is_grad_enabled() else without_checkpoints(self._model)
-        with checkpoints:
-            outputs = checked_scores(self._statistics(self._model, batch), batch.mask)
+        outputs = checked_scores(self._statistics(self._model, batch), batch.mask)
         # 0 outside the mask, where scores may be NaN, and their derivatives too.
         s, h = (torch.where(batch.mask.bool().to(t.device), t, 0.0) for t in outputs)
         return s, h
@@ -449,3 +367,13 @@ class Scorer:
             tokens[name] = torch.zeros(rollouts.mask.shape, dtype=torch.float64)
             tokens[name][rows] = torch.cat([outputs[i].detach().cpu().double() for outputs in batches[: len(order)]])
         return tokens
+
+
+def _check_has_graph(outputs: Sequence[Tensor]) -> None:
+    """Refuse outputs that no gradient can be taken of: it would be 0 without notice."""
+    if not all(out.requires_grad for out in outputs):
+        raise ValueError(
+            "the token statistics return scores that no gradient can be taken of: compute both in torch, without "
+            "detach() and no_grad(), or leave out what needs gradients (causes, update='gradient', "
+            "HoldEntropy)"
+        )

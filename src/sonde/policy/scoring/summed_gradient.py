@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from sonde.parallel.gathered import fsdp_groups
 from sonde.parallel.placements import is_fully_sharded
 from sonde.parallel.process_groups import start_reduce
-from sonde.policy.scoring.fsdp_reduction import check_nothing_waits, divisors_of, reduces_every_backward
 from sonde.policy.scoring.optimizer_step import Direction
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -59,11 +59,9 @@ def summed_gradient(
         dtype: dtype of the buffer. FSDP2 has no buffer, and reduces in the dtype of its own mixed precision.
 
     Raises:
-        ValueError: for a dtype that is not a floating-point dtype, or parameters whose gradient another hook consumes
-            after accumulation, as an optimizer in the backward does.
+        ValueError: for parameters whose gradient another hook consumes after accumulation, as an optimizer in the
+            backward does.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"the buffer must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
     parameters = [p for p in model.parameters() if p.requires_grad]
     if any(map(is_fully_sharded, model.modules())):
         check_no_other_hook(parameters)
@@ -128,7 +126,7 @@ def check_no_other_hook(parameters: Sequence[Tensor]) -> None:
             raise ValueError(
                 "a hook runs after each gradient is accumulated, perhaps an optimizer in the backward. It would take "
                 "this backward for one of the training's: leave out what needs a backward, which is causes=True, "
-                "coefficient_to_hold=True, update='gradient', derivatives='backward', and first_order=True in 16 bits"
+                "update='gradient' and HoldEntropy"
             )
 
 
@@ -162,3 +160,55 @@ def _under_fsdp(
     # FSDP divides the reduced sum, since training averages over ranks: multiplying makes it a sum again.
     divisors = divisors_of(model, n_ranks)
     return {p: torch.zeros_like(p) if p.grad is None else p.grad.mul_(divisors.get(p, 1.0)) for p in parameters}
+
+
+@contextlib.contextmanager
+def reduces_every_backward(model: nn.Module) -> Iterator[None]:
+    """Every backward inside is reduced over ranks. On exit, FSDP2 reduces those that it reduced before.
+
+    Args:
+        model: with modules of FSDP2, or without.
+    """
+    groups = fsdp_groups(model)
+    flags = [(group.reduce_grads, group.all_reduce_grads) for group in groups]
+    try:
+        for group in groups:
+            group.reduce_grads = group.all_reduce_grads = True
+        yield
+    finally:
+        for group, (reduces, all_reduces) in zip(groups, flags, strict=True):
+            group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
+
+
+def check_nothing_waits(model: nn.Module) -> None:
+    """Refuse a model whose last backward has not been reduced: the next reduction would add it.
+
+    Raises:
+        ValueError: when gradients wait inside FSDP2.
+    """
+    for group in fsdp_groups(model):
+        waits = getattr(group, "_partial_reduce_output", None) is not None
+        for parameter in group.fsdp_params:
+            gathered = getattr(parameter, "_unsharded_param", None)
+            waits |= parameter.unsharded_accumulated_grad is not None
+            waits |= gathered is not None and gathered.grad is not None
+        if waits:
+            raise ValueError(
+                "gradients of an earlier backward wait inside FSDP2 to be reduced over ranks, and a measurement would "
+                "reduce them: measure before the first backward of a window, or after a backward with "
+                "set_requires_gradient_sync(True)"
+            )
+
+
+def divisors_of(model: nn.Module, n_ranks: int) -> dict[Tensor, float]:
+    """The divisor of the sum over ranks of each parameter that FSDP2 shards.
+
+    Args:
+        model: with modules of FSDP2, or without.
+        n_ranks: over which FSDP2 reduces, which it divides by unless the user has set another divisor.
+    """
+    return {
+        parameter.sharded_param: float(group.gradient_divide_factor or n_ranks)
+        for group in fsdp_groups(model)
+        for parameter in group.fsdp_params
+    }

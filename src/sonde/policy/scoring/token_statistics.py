@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from sonde.parallel.unwrap import unwrap_model
-from sonde.policy.scoring.rollouts import CheckedStatistics, Rollouts
+from sonde.policy.scoring.rollouts import Rollouts
 
 _ELEMENTS_AT_ONCE = 2**22
 """Number of logits converted to fp32 at a time, when nothing is kept for a backward."""
 
 
 @dataclass(frozen=True)
-class CausalLMStatistics(CheckedStatistics):
+class CausalLMStatistics:
     """Scores responses with a causal language model of transformers, or with a model that is called in the same way.
 
     `Rollouts.inputs` holds `input_ids`, [responses, length], with the prompt first: the mask belongs to the last
@@ -60,30 +60,21 @@ class CausalLMStatistics(CheckedStatistics):
         Raises:
             ValueError: for inputs without `input_ids`, or of other shapes.
         """
-        ids, n_tokens = input_ids_of(rollouts), rollouts.mask.shape[1]
+        if "input_ids" not in rollouts.inputs:
+            raise ValueError(
+                f"inputs need 'input_ids' for a causal language model, got {sorted(rollouts.inputs)}: add it"
+            )
+        ids = rollouts.inputs["input_ids"]
+        if ids.dim() != 2:
+            raise ValueError(f"input_ids must be [responses, length], got {list(ids.shape)}: give each response a row")
+        if ids.is_floating_point() or ids.is_complex():
+            raise ValueError(f"input_ids must be whole numbers, the tokens of a vocabulary, got {ids.dtype}")
+        n_tokens = rollouts.mask.shape[1]
         if n_tokens >= ids.shape[1]:
             raise ValueError(
                 f"the mask belongs to the last columns of input_ids, and the first cannot have been sampled, got "
                 f"{n_tokens} columns in the mask and {ids.shape[1]} in input_ids: put the prompt first in input_ids"
             )
-
-
-def input_ids_of(rollouts: Rollouts) -> Tensor:
-    """The tokens that a causal language model is called with, [responses, length].
-
-    Raises:
-        ValueError: if there are none, or if they have another shape.
-    """
-    if "input_ids" not in rollouts.inputs:
-        raise ValueError(
-            f"inputs need 'input_ids' for a causal language model, got {sorted(rollouts.inputs)}: add it to Rollouts"
-        )
-    ids = rollouts.inputs["input_ids"]
-    if ids.dim() != 2:
-        raise ValueError(f"input_ids must be [responses, length], got {list(ids.shape)}: give each response a row")
-    if ids.is_floating_point() or ids.is_complex():
-        raise ValueError(f"input_ids must be whole numbers, the tokens of a vocabulary, got {ids.dtype}")
-    return ids
 
 
 def check_is_statistics(statistics: object) -> None:
@@ -120,7 +111,7 @@ def check_scorable(rollouts: Rollouts, statistics: object, name: str = "") -> No
     Raises:
         ValueError: naming both temperatures; or of the statistics' own check.
     """
-    if isinstance(statistics, CheckedStatistics):
+    if isinstance(statistics, CausalLMStatistics):
         statistics.check_inputs(rollouts)
     scored_at, sampled_at = getattr(statistics, "temperature", None), rollouts.temperature
     if scored_at is None:

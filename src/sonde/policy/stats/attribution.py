@@ -20,6 +20,8 @@ _OFF_AT_MOST = 0.5
 prompts' parts may miss the batch's. Clipped ratios and a small KL term stay below."""
 _LEAST_COSINE = 0.85
 """That of half of the responses is 0.71, if all have gradients of one length that point anywhere."""
+_OF_OTHER_TERMS = 0.05
+"""Part of the batch's change from which a table names that of the loss's other terms."""
 _TEXT_WIDTH = 40
 
 
@@ -69,8 +71,9 @@ class Causes:
         decay: the part from weight decay; None if the change is unknown.
         prompts: the update prompts, each with its part of `batch`; empty without their rollouts.
         explained: the sum of the prompts' parts over `batch`. The prompts' parts are computed for a loss that is the
-            mean of advantage × log-probability, without dropout: `explained` is 1 for this loss, and another number if
-            other terms contribute. None without the prompts' rollouts, or if `batch` is unknown or 0.
+            mean of advantage × log-probability, without dropout: `explained` is 1 for this loss. `other` is what a KL
+            penalty, an entropy bonus and all other terms add. None without the prompts' rollouts, or if `batch` is
+            unknown or 0.
         cosine: cosine similarity of the loss's gradient and that of this mean, among the elements that the mean
             reaches. It is 1 for this loss, and negative if advantages have the wrong sign. None without the prompts'
             rollouts, or with update="gradient", which takes the gradient of this mean.
@@ -84,10 +87,21 @@ class Causes:
     cosine: float | None = None
 
     @property
+    def other(self) -> float | None:
+        """The part of `batch` that is no prompt's: of a KL penalty, an entropy bonus, a value loss, clipped ratios, or
+        dropout. None where `explained` is."""
+        return other_terms(self.batch, self.explained)
+
+    @property
     def doubt(self) -> str:
         """Why the prompts' parts are not to be trusted; empty if they are."""
         parts = [cause.change for cause in self.prompts]
         return doubt_of_parts(self.batch, self.explained, parts, cosine=self.cosine)
+
+
+def other_terms(batch: float | None, explained: float | None) -> float | None:
+    """The part of a batch's change that is no prompt's, in nats; None if unknown."""
+    return None if batch is None or explained is None else batch * (1.0 - explained)
 
 
 def doubt_of_parts(
@@ -109,7 +123,8 @@ def doubt_of_parts(
     if cosine is not None and cosine < _LEAST_COSINE:
         return (
             f"the loss's gradient differs from that of advantage × log-probability (cosine {cosine:.2f}): pass all "
-            "responses that this step learns from; or the loss has other terms, such as a value loss"
+            "responses that this step learns from; or the loss has other terms, such as a KL penalty or an entropy "
+            "bonus"
         )
     if batch is None or explained is None:
         return ""
@@ -117,8 +132,9 @@ def doubt_of_parts(
     if abs(explained - 1.0) * abs(batch) <= _OFF_AT_MOST * size:
         return ""
     return (
-        f"the prompts' parts add up to {explained * batch:+.1e} nats, and the batch's part is {batch:+.1e}: the loss "
-        "has terms other than advantage × log-probability, or dropout changes its gradients"
+        f"the prompts' parts add up to {explained * batch:+.1e} nats, and the batch's part is {batch:+.1e}: the "
+        "rest is from terms other than advantage × log-probability, such as a KL penalty or an entropy bonus, or from "
+        "dropout"
     )
 
 
@@ -220,6 +236,8 @@ def attribution_table(shares: Sequence[Share], causes: Causes | None, texts: Map
     if causes is not None:
         sources = {"from this batch": causes.batch, "from earlier ones": causes.momentum, "from decay": causes.decay}
         lines += [", ".join(f"{_signed(value)} {name}" for name, value in sources.items() if value != 0.0), ""]
+        if causes.other is not None and abs(causes.other) > _OF_OTHER_TERMS * abs(causes.batch or 0.0):
+            lines[:1] = [f"{lines[0]}; in this batch's, {_signed(causes.other)} from terms other than the advantages"]
         if causes.prompts:
             lines.append(head("learning from", "change", "rewarded", "penalised"))
             lines += [row(c.prompt, c.change, c.from_rewarded, c.from_penalised) for c in _ends(causes.prompts, n)]

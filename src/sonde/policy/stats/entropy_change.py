@@ -29,7 +29,7 @@ from sonde.policy.stats.sequence_entropy import (
     sequence_coefficients,
     token_weights,
 )
-from sonde.stats.intervals import student_t_quantile
+from sonde.stats.intervals import LEVEL, student_t_quantile
 
 Objective = Literal["per_token", "sequence"]
 
@@ -55,7 +55,6 @@ class EntropyChange:
             this part is not measured.
         v_x: variance of `delta` from the evaluation prompts; None if unknown.
         v_y: variance of `delta` from the update prompts; 0 for a given update, None if unknown.
-        double_count: the part of v_x + v_y that is counted twice; None if v_y leaves it out already, or if unknown.
     """
 
     delta: float | None
@@ -67,7 +66,6 @@ class EntropyChange:
     sharpening_per_prompt: Tensor | None
     v_x: float | None
     v_y: float | None = 0.0
-    double_count: float | None = 0.0
 
     @property
     def sharpening(self) -> float | None:
@@ -146,13 +144,12 @@ class EntropyObjective:
         along: Along,
         *,
         prefix_weights: Tensor | None = None,
-        level: float = 0.95,
     ) -> EntropyChange:
         """The change along a given update to first order, from every token's scores and derivatives along it."""
         if self.kind == "per_token":
-            return change_per_token(entropy, responses, along, prefix_weights=prefix_weights, level=level)
+            return change_per_token(entropy, responses, along, prefix_weights=prefix_weights)
         assert prefix_weights is None
-        return change_of_sequences(self.coefficients(log_prob, entropy, responses), along, level=level)
+        return change_of_sequences(self.coefficients(log_prob, entropy, responses), along)
 
 
 def change_per_token(
@@ -161,7 +158,6 @@ def change_per_token(
     along: Along,
     *,
     prefix_weights: Tensor | None = None,
-    level: float = 0.95,
 ) -> EntropyChange:
     """δR along a given update to first order.
 
@@ -178,7 +174,6 @@ def change_per_token(
         responses: which tokens count.
         along: derivatives along the update.
         prefix_weights: by `prefix_weights`, of responses of another policy, [responses, tokens + 1]; None for 1.
-        level: confidence level.
     """
     weights, _ = token_and_prefix_weights(responses, prefix_weights)
     h, t = weighted_sums(entropy, responses, weights)
@@ -191,57 +186,45 @@ def change_per_token(
     shares, sharpening, d_length = along([coefficients, coefficients.entropy_alone(), of_length])
     delta = float(shares.mean())
     influence = shares - delta * t / length - float(d_length.mean()) / length * (h - rate * t) / length
-    return _change(delta, influence, shares, sharpening, level)
+    return _change(delta, influence, shares, sharpening)
 
 
-def change_of_sequences(coefficients: Coefficients, along: Along, *, level: float = 0.95) -> EntropyChange:
+def change_of_sequences(coefficients: Coefficients, along: Along) -> EntropyChange:
     """δH_w along a given update to first order.
 
     Args:
         coefficients: of ∇H_w, by `sequence_coefficients`.
         along: derivatives along the update.
-        level: confidence level.
     """
     if bool(coefficients.on_entropy.any()):
         shares, sharpening = along([coefficients, coefficients.entropy_alone()])
     else:
         [shares], sharpening = along([coefficients]), None
     delta = float(shares.mean())
-    return _change(delta, shares - delta, shares, sharpening, level)
+    return _change(delta, shares - delta, shares, sharpening)
 
 
 def change_by_gradients(
     x_along_y: Tensor,
+    y_along_halves: tuple[Tensor, Tensor],
     y_along_x: Tensor,
     step_size: float,
     *,
-    products: Tensor | None = None,
-    y_along_halves: tuple[Tensor, Tensor] | None = None,
     sharpening: Tensor | None = None,
-    level: float = 0.95,
 ) -> EntropyChange:
     """δH = η X̄·Ȳ for an update along the mean of the update prompts' own preconditioned gradients Y_p.
 
-    The scatter of each batch gives a variance of X̄·Ȳ. Both variances contain tr(Σ_X Σ_Y)/(B_E·B_U), so their sum counts
-    this term twice. If every product X_n·Y_p is known, the term is subtracted exactly. Otherwise the second variance
-    leaves it out: the means of the two halves of the evaluation prompts replace X̄.
+    The scatter of each batch gives a variance of X̄·Ȳ. Both variances contain tr(Σ_X Σ_Y)/(B_E·B_U), so their sum would
+    count this term twice. The second variance leaves it out: the means of the two halves of the evaluation prompts
+    replace X̄.
 
     Args:
         x_along_y: X_n·Ȳ, [evaluation prompts].
+        y_along_halves: Y_p·X̄₁ and Y_p·X̄₂, where X̄₁ and X̄₂ are the means over halves of the evaluation prompts.
         y_along_x: Y_p·X̄, [update prompts].
         step_size: η.
-        products: X_n·Y_p, [evaluation prompts, update prompts].
-        y_along_halves: Y_p·X̄₁ and Y_p·X̄₂, where X̄₁ and X̄₂ are the means over halves of the evaluation prompts.
         sharpening: the part of X_n·Ȳ from distributions that change at the same prefixes, if known.
-        level: confidence level.
-
-    Raises:
-        ValueError: if neither or both of `products` and `y_along_halves` are given.
     """
-    if (products is None) == (y_along_halves is None):
-        raise ValueError(
-            "pass exactly one of products= and y_along_halves=: without them, noise common to both is counted twice"
-        )
     x, y = x_along_y.double(), y_along_x.double()
     delta = float(x.mean())
     scaled_sharpening = None if sharpening is None else step_size * sharpening.double()
@@ -250,35 +233,21 @@ def change_by_gradients(
             f"{SE_UNKNOWN}: it needs at least 2 prompts to evaluate and 2 to update on, got {len(x)} and {len(y)}: "
             "pass more prompts"
         )
-        return EntropyChange(
-            step_size * delta, None, None, None, reason, step_size * x, scaled_sharpening, None, None, None
-        )
+        return EntropyChange(step_size * delta, None, None, None, reason, step_size * x, scaled_sharpening, None, None)
     doubt = ""
     if not math.isclose(delta, float(y.mean()), rel_tol=_ROUNDING, abs_tol=_ROUNDING * float(x.std())):
         doubt = (
             f"the mean of X_n·Ȳ and the mean of Y_p·X̄ should both be X̄·Ȳ, got {delta:g} and {float(y.mean()):g}: "
             "derivatives or sums are lost in rounding"
         )
-    v_x = _variance_of_mean(x, x)
-    if products is not None:
-        g = products.double()
-        centred = g - g.mean(0) - g.mean(1, keepdim=True) + g.mean()
-        v_y = _variance_of_mean(y, y)
-        twice = float(centred.square().sum()) / (len(x) * (len(x) - 1) * len(y) * (len(y) - 1))
-    else:
-        assert y_along_halves is not None
-        v_y, twice = _variance_of_mean(y_along_halves[0].double(), y_along_halves[1].double()), 0.0
-    scale = step_size**2
+    v_x, v_y = _variance_of_mean(x, x), _variance_of_mean(*(half.double() for half in y_along_halves))
     return _with_interval(
         step_size * delta,
-        scale * (v_x + v_y - twice),
         min(len(x), len(y)),
-        level,
         per_prompt=step_size * x,
         sharpening=scaled_sharpening,
-        v_x=scale * v_x,
-        v_y=scale * v_y,
-        double_count=scale * twice if products is not None else None,
+        v_x=step_size**2 * v_x,
+        v_y=step_size**2 * v_y,
         doubt=doubt,
     )
 
@@ -289,32 +258,29 @@ def _variance_of_mean(a: Tensor, b: Tensor) -> float:
     return float(((a - a.mean()) * (b - b.mean())).sum()) / (n * (n - 1))
 
 
-def _change(delta: float, influence: Tensor, shares: Tensor, sharpening: Tensor | None, level: float) -> EntropyChange:
+def _change(delta: float, influence: Tensor, shares: Tensor, sharpening: Tensor | None) -> EntropyChange:
     n = len(influence)
     if n < 2:
         reason = f"{SE_UNKNOWN}: it needs at least 2 evaluation prompts, got {n}: pass more prompts"
         return EntropyChange(delta, None, None, None, reason, shares, sharpening, None)
     v_x = float(influence.square().sum()) / (n * (n - 1))
-    return _with_interval(delta, v_x, n, level, per_prompt=shares, sharpening=sharpening, v_x=v_x)
+    return _with_interval(delta, n, per_prompt=shares, sharpening=sharpening, v_x=v_x)
 
 
 def _with_interval(
     delta: float,
-    variance: float,
     n: int,
-    level: float,
     *,
     per_prompt: Tensor,
     sharpening: Tensor | None,
     v_x: float,
     v_y: float = 0.0,
-    double_count: float | None = 0.0,
     doubt: str = "",
 ) -> EntropyChange:
     se = low = high = None
     reason = f"{SE_UNKNOWN}: the estimates of the variances cancel: use more prompts"
-    if variance >= 0.0:
-        se, reason = math.sqrt(variance), doubt
-        half = student_t_quantile(0.5 + level / 2, n - 1) * se
+    if v_x + v_y >= 0.0:
+        se, reason = math.sqrt(v_x + v_y), doubt
+        half = student_t_quantile(0.5 + LEVEL / 2, n - 1) * se
         low, high = delta - half, delta + half
-    return EntropyChange(delta, se, low, high, reason, per_prompt, sharpening, v_x, v_y, double_count)
+    return EntropyChange(delta, se, low, high, reason, per_prompt, sharpening, v_x, v_y)

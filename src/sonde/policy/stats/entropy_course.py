@@ -6,10 +6,12 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from sonde.policy.stats.entropy_errors import SCATTER_FROM, Errors, entropy_errors
-from sonde.policy.stats.steps_kept import StepsKept
+from sonde.policy.stats.forecast_point import StepsKept
+from sonde.stats.intervals import student_t_quantile
 
 Trend = Literal["holds", "falling", "fallen", "rising", "risen", "unknown"]
 
@@ -27,6 +29,10 @@ _HALF_THE_PACE = 0.5
 """A fall goes on if the pace of the last third is at least this fraction of the pace of the whole run."""
 _STILL_MOVES = 0.25
 """A change in the last third goes on if at least this fraction of it falls into the later half of the third."""
+_PACE_FROM = 6
+"""Smallest number of measurements that show a pace: the scatter of 5 changes. With fewer, ends of intervals are far."""
+_WALKS = 0.1
+"""Part of the scatter between neighbours that standard errors do not explain, at least: a few changes show it badly."""
 _ONE_IN = 10
 _FEWEST, _MOST = 3, 5
 """A level is the mean of a tenth of all measurements, but of 3 at least and of 5 at most. More would show a collapse
@@ -92,6 +98,35 @@ class Change:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """How fast an entropy falls, as a fraction of itself, over the last third of the steps.
+
+    Attributes:
+        log_per_step: the mean change of its logarithm in a step, below 0.
+        half: half of the width of its 95 % interval, by the scatter from one measurement to the next.
+        n_steps: the steps that show it.
+        earliest: steps from now in which it has halved at the earliest, on the 97.5 % level: if the pace goes on, and
+            scatters from step to step as it did. There is no latest: a fall may end (`benchmarks/entropy_pace.py`).
+    """
+
+    log_per_step: float
+    half: float
+    n_steps: int
+    earliest: float
+
+    @property
+    def halves_in(self) -> float:
+        """Steps in which this pace halves the entropy."""
+        return math.log(2.0) / -self.log_per_step
+
+    @property
+    def fall_per_step(self) -> tuple[float, float, float]:
+        """The fraction that is lost in each step, and both ends of its 95 % interval."""
+        at, half = self.log_per_step, self.half
+        return -math.expm1(at), -math.expm1(at + half), -math.expm1(at - half)
+
+
+@dataclass(frozen=True)
 class Course:
     """The course of the entropy.
 
@@ -105,6 +140,7 @@ class Course:
         n_steps: steps from the first measurement to the last.
         kept: the measurements that count.
         quantile: standard errors from the centre of a 95 % interval to its end.
+        pace: how fast the entropy falls; None unless the fall of the last third is clear from its scatter.
     """
 
     start: Level
@@ -116,6 +152,7 @@ class Course:
     n_steps: int
     kept: StepsKept
     quantile: float | None
+    pace: Pace | None
 
     @property
     def trend(self) -> Trend:
@@ -143,13 +180,6 @@ class Course:
         return self.now.nats + half < COLLAPSED_BELOW * self.start.nats
 
     @property
-    def steps_left(self) -> float | None:
-        """Steps until nothing is left at the pace of the last third, if the entropy is falling; None otherwise."""
-        if self.trend != "falling" or self.is_continuous:
-            return None
-        return self.now.nats / (-self.recent.nats / self.n_recent)
-
-    @property
     def is_continuous(self) -> bool:
         """Whether a level is negative: only continuous distributions have such an entropy, and no 0 to collapse to."""
         return self.start.nats <= 0 or self.now.nats < 0
@@ -168,7 +198,7 @@ def entropy_course(kept: StepsKept) -> Course:
 
     Example:
         >>> from sonde.policy.stats.forecast_point import Point
-        >>> from sonde.policy.stats.steps_kept import steps_kept
+        >>> from sonde.policy.stats.forecast_point import steps_kept
         >>> def point(step: int, entropy: float) -> Point:
         ...     return Point(step, entropy, None, None, None, False, None, None, False, entropy_se=0.02)
         >>> entropy_course(steps_kept([point(1, 2.7), point(28, 1.2), point(56, 0.4)])).trend
@@ -197,7 +227,49 @@ def entropy_course(kept: StepsKept) -> Course:
         max(last - kept.positions[0], 1),
         kept,
         None if errors is None else errors.quantile,
+        _falling_pace(kept, max(min(bisect_left(kept.positions, third), n - _PACE_FROM), 0), now.n),
     )
+
+
+def _falling_pace(kept: StepsKept, begin: int, n_level: int) -> Pace | None:
+    """The pace from a measurement on, if the logarithm of the entropy certainly falls.
+
+    The logarithm is a random walk with a drift, and each measurement adds its own error to it. The walk's variance a
+    step is that of the changes between neighbours, less what their standard errors explain.
+
+    Args:
+        kept: the measurements.
+        begin: index of the first one that counts.
+        n_level: how many of them make the present level.
+    """
+    points, x = kept.points[begin:], kept.positions[begin:]
+    n, span = len(x), x[-1] - x[0]
+    if n < _PACE_FROM or min(p.entropy or 0.0 for p in points) <= 0.0 or len(set(x)) < n:
+        return None
+    y = [math.log(p.entropy or 1.0) for p in points]
+    noise = [((p.entropy_se or 0.0) / (p.entropy or 1.0)) ** 2 for p in points]
+    centre, mean = sum(x) / n, sum(y) / n
+    spread = sum((at - centre) ** 2 for at in x)
+    drift = sum((at - centre) * (value - mean) for at, value in zip(x, y, strict=True)) / spread
+    steps = [b - a for a, b in pairwise(x)]
+    seen = sum((b - a - drift * d) ** 2 / d for (a, b), d in zip(pairwise(y), steps, strict=True)) / (n - 2)
+    explained = sum((a + b) / d for (a, b), d in zip(pairwise(noise), steps, strict=True)) / (n - 1)
+    walk, error = max(seen - explained, _WALKS * seen), sum(noise) / n
+    # Of the slope of least squares: 6/5 of the variance of a walk's mean step, and that of independent errors.
+    quantile, variance = student_t_quantile(0.975, n - 2), 1.2 * walk / span + error / spread
+    half = quantile * math.sqrt(variance)
+    if drift + half >= 0.0:
+        return None
+
+    def lowest(steps: float) -> float:
+        """The lower end of the interval of the logarithm's change after so many steps."""
+        return drift * steps - quantile * math.sqrt(walk * steps + variance * steps**2 + error / n_level)
+
+    low, high = 0.0, math.log(2.0) / -drift
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if lowest(middle) > -math.log(2.0) else (low, middle)
+    return Pace(drift, half, span, high)
 
 
 def measurements_in_level(n: int) -> int:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from sonde.policy.stats.forecast_point import Z
-from sonde.policy.stats.steps_kept import StepsKept
+from sonde.policy.stats.forecast_point import StepsKept, Z
 from sonde.stats.intervals import student_t_quantile
 
 SCATTER_FROM = 10

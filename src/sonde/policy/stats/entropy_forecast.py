@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
 from sonde.policy.stats.attribution import Causes, Share, attribution_table, shares_by_prompt
-from sonde.policy.stats.coefficient_to_hold import CoefficientToHold
 from sonde.policy.stats.entropy_change import EntropyChange, EntropyObjective, Objective
-from sonde.policy.stats.entropy_gradient import Responses, weighted_entropy_rate
+from sonde.policy.stats.entropy_gradient import Responses, surprise_sd, weighted_entropy_rate
 from sonde.policy.stats.finite_step import FiniteStep
 from sonde.policy.stats.forecast_point import (
     LEAST_SUPPORT,
     LINEAR_BETWEEN,
     TOO_LARGE,
     is_near_uniform,
-    surprise_sd,
 )
 from sonde.policy.stats.importance import MeasuredChange
-from sonde.policy.stats.own_policy import OwnPolicyTest, why_not_own
+from sonde.policy.stats.own_policy import OwnPolicyTest, SamplerTest, why_not_of_sampler, why_not_own
 from sonde.policy.stats.prefix_weights import Support
 from sonde.stats.intervals import LEVEL
 from sonde.wording import percent
 
 Update = Literal["step", "gradient"]
+
+
+class Result(Protocol):
+    """What was measured beside a forecast."""
+
+    def metrics(self) -> Mapping[str, float | None]:
+        """Its numbers by metric name."""
+
 
 UNIFORM_MOVES_FAR = "not to be trusted: the policy is almost uniform, and the step takes it too far"
 NEAR_UNIFORM = "not to be trusted: the policy is almost uniform, where the entropy has no slope"
@@ -46,8 +51,6 @@ class FirstOrder:
         change: the change of entropy.
         on_same_prefixes: the change of R on the same prefixes, in nats a token.
         bars_dot: X̄·Ȳ with update="gradient"; `change.delta` along a given step.
-        derivatives: how derivatives were taken.
-        why: why they were not taken in a simpler way; empty with "forward".
         doubt: why they are not to be trusted; empty if they are.
         causes: where the change comes from; None if not asked for.
     """
@@ -55,8 +58,6 @@ class FirstOrder:
     change: EntropyChange
     on_same_prefixes: float
     bars_dot: float | None
-    derivatives: str
-    why: str = ""
     doubt: str = ""
     causes: Causes | None = None
 
@@ -70,14 +71,14 @@ class AfterStep:
         on_same_prefixes: the change of R on the same prefixes, in nats a token.
         importance: the change by weights of whole responses.
         rollouts: the change by fresh rollouts; None without a sampler.
-        coefficient_to_hold: the entropy coefficient that would hold the entropy; None if not asked for.
+        coefficient_to_hold: what was measured beside, as by `sonde.contrib.hold_entropy`; None if nothing was.
     """
 
     finite_step: FiniteStep
     on_same_prefixes: float
     importance: MeasuredChange
     rollouts: MeasuredChange | None = None
-    coefficient_to_hold: CoefficientToHold | None = None
+    coefficient_to_hold: Result | None = None
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,8 @@ class EntropyForecast:
         entropy: R before the update, in nats a token.
         entropy_se: standard error of `entropy` over the evaluation prompts; None with fewer than 2.
         surprise_sd: scatter of −s_k around H_k before the update, in nats; almost 0 for a uniform policy.
-        own_policy: whether the evaluation responses are the policy's own; None if not tested.
+        own_policy: whether the evaluation responses are the policy's own; None if they came with `log_prob=`.
+        sampler: how far the sampler of the evaluation responses is from the policy; None without `log_prob=`.
         finite_step: the change by the finite step. With update="gradient", that of the real step in `around_step`.
         support: how well the responses represent the policy after the step.
         first_order: the change to first order; None if no derivative was taken.
@@ -153,7 +155,6 @@ class EntropyForecast:
         drift: the part of `delta` from prefixes and lengths that become more or less likely; None if unknown.
         v_x: variance of `delta` from the evaluation prompts.
         v_y: variance of `delta` from the update prompts; 0 along a given step.
-        double_count: the noise that v_x and v_y have in common; None if v_y leaves it out already.
         bars_dot: X̄·Ȳ with update="gradient"; the change to first order along a given step, if it was taken.
         n_evaluation: number of evaluation prompts, B_E.
         n_update: number of update prompts, B_U; 0 if they were not passed.
@@ -162,9 +163,7 @@ class EntropyForecast:
         rollouts: the truth by fresh rollouts; None if not measured.
         shares: every evaluation prompt's part of `delta`. The prompt that lowers entropy most comes first.
         causes: where the change to first order comes from; None if not asked for.
-        coefficient_to_hold: the entropy coefficient that would hold the entropy; None if not asked for.
-        derivatives: how derivatives were taken: "forward", "central" or "backward"; empty if none was.
-        why_derivatives: why they were not taken in forward mode; empty if they were.
+        coefficient_to_hold: what was measured beside, as by `sonde.contrib.hold_entropy`; None if nothing was.
         precision: in which arithmetic responses were scored: "float32", or as the "model" computes.
         why_precision: why not in 32 bits, if they were to be; empty if they were.
         rounded_away: part of the step, by its norm, that parameters of 16 bits do not hold after the optimizer's
@@ -187,6 +186,7 @@ class EntropyForecast:
     entropy_se: float | None = None
     surprise_sd: float | None = None
     own_policy: OwnPolicyTest | None = None
+    sampler: SamplerTest | None = None
     finite_step: Estimate | None = None
     support: Support | None = None
     first_order: Estimate | None = None
@@ -195,7 +195,6 @@ class EntropyForecast:
     drift: float | None = None
     v_x: float | None = None
     v_y: float | None = None
-    double_count: float | None = None
     bars_dot: float | None = None
     n_evaluation: int = 0
     n_update: int = 0
@@ -204,9 +203,7 @@ class EntropyForecast:
     rollouts: MeasuredChange | None = None
     shares: tuple[Share, ...] = ()
     causes: Causes | None = None
-    coefficient_to_hold: CoefficientToHold | None = None
-    derivatives: str = ""
-    why_derivatives: str = ""
+    coefficient_to_hold: Any = None
     precision: str = ""
     why_precision: str = ""
     rounded_away: float | None = None
@@ -225,10 +222,9 @@ class EntropyForecast:
     def metrics(self) -> dict[str, float | None]:
         """The forecast's numbers by metric name; None if unknown. Ends of intervals are those of 95 %, or None."""
         fixed, importance, rollouts = self.fixed_prefixes, self.importance, self.rollouts
-        support, own, first_order = self.support, self.own_policy, self.first_order
+        support, own, sampler, first_order = self.support, self.own_policy, self.sampler, self.first_order
         real = self.finite_step if self.update == "gradient" else None
         n_differ = rollouts.n_differ if rollouts else None
-        hold = self.coefficient_to_hold
         is_logged = self.level == LEVEL  # metrics of ends are those of 95 % intervals
         return {
             "entropy/evaluation_per_token": self.entropy,
@@ -236,6 +232,9 @@ class EntropyForecast:
             "entropy/evaluation_surprise_sd": self.surprise_sd,
             "entropy/evaluation_own_policy_z": own.z if own else None,
             "entropy/evaluation_own_policy_departure": own.departure if own else None,
+            "entropy/sampler_kl": sampler.kl if sampler else None,
+            "entropy/sampler_z": sampler.z if sampler else None,
+            "entropy/sampler_departure": sampler.departure if sampler else None,
             "entropy/delta_forecast": self.delta,
             "entropy/delta_se": self.se,
             "entropy/delta_low": self.low if is_logged else None,
@@ -262,11 +261,7 @@ class EntropyForecast:
             "entropy/delta_rollouts_se": rollouts.se if rollouts else None,
             "entropy/rollouts_that_differ": None if n_differ is None else float(n_differ),
             "entropy/rounded_away": self.rounded_away,
-            "entropy/coefficient_to_hold": hold.value if hold else None,
-            "entropy/coefficient_to_hold_low": finite(hold.low) if hold and is_logged else None,
-            "entropy/coefficient_to_hold_high": finite(hold.high) if hold and is_logged else None,
-            "entropy/coefficient_now": hold.present if hold else None,
-            "entropy/change_per_coefficient": hold.change_per_unit if hold else None,
+            **(self.coefficient_to_hold.metrics() if self.coefficient_to_hold else {}),
             "entropy/is_valid": float(self.is_valid),
             "cost/entropy_seconds": sum(self.seconds.values()),
             **{f"cost/entropy_seconds_{phase}": seconds for phase, seconds in self.seconds.items()},
@@ -301,14 +296,11 @@ class EntropyForecast:
             parts.append(f"first order {self.first_order}")
         if self.rollouts is not None:
             parts.append(f"fresh rollouts {self.rollouts}")
+        if self.sampler is not None:
+            parts.append(f"KL of sampler and policy {self.sampler.kl:.1e} nats a token")
         if self.coefficient_to_hold is not None:
             parts.append(str(self.coefficient_to_hold))
         return "; ".join([*parts, self.reason] if self.reason else parts)
-
-
-def finite(value: float | None) -> float | None:
-    """The value; None if it is infinite, since metrics are finite."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 def entropy_forecast(
@@ -324,6 +316,7 @@ def entropy_forecast(
     is_same_step: bool = True,
     n_update: int = 0,
     prefix_weights: Tensor | None = None,
+    sampled_log_prob: Tensor | None = None,
     precision: str = "",
     why_precision: str = "",
     rounded_away: float | None = None,
@@ -344,6 +337,7 @@ def entropy_forecast(
         is_same_step: whether `first_order` and `after` are of the same step.
         n_update: number of update prompts; 0 if they are not known.
         prefix_weights: by `prefix_weights`, if another policy sampled the responses; None if they are the policy's own.
+        sampled_log_prob: log-probabilities of that other policy, [responses, tokens].
         precision: in which arithmetic responses were scored.
         why_precision: why not in 32 bits.
         rounded_away: part of the step that parameters of 16 bits do not hold; None if unknown.
@@ -351,7 +345,11 @@ def entropy_forecast(
         peak_bytes: growth of the process's peak memory.
     """
     scatter = surprise_sd(log_prob, entropy, responses)
-    own_policy = OwnPolicyTest.of(log_prob, entropy, responses) if prefix_weights is None else None
+    own_policy, sampler = None, None
+    if sampled_log_prob is None:
+        own_policy = OwnPolicyTest.of(log_prob, entropy, responses)
+    else:
+        sampler = SamplerTest.of(log_prob, sampled_log_prob, responses)
     rate, rate_se = weighted_entropy_rate(entropy, responses, prefix_weights)
     linear = first_order.on_same_prefixes if first_order is not None and is_same_step else None
     fixed = None if after is None else FixedPrefixes(after.on_same_prefixes, linear)
@@ -372,7 +370,8 @@ def entropy_forecast(
         reasons.append(why_no_support(after.finite_step.support, is_uniform=is_near_uniform(rate, scatter)))
     if headline is not None:
         reasons.insert(0, headline.reason)
-    reasons.append("" if own_policy is None else why_not_own(own_policy))
+    reasons.append("" if own_policy is None else why_not_own(own_policy.z, own_policy.departure))
+    reasons.append("" if sampler is None else why_not_of_sampler(sampler.z, sampler.departure))
     reason = next(filter(None, reasons), "")
     causes = None if first_order is None else first_order.causes
     return EntropyForecast(
@@ -389,6 +388,7 @@ def entropy_forecast(
         entropy_se=rate_se,
         surprise_sd=scatter,
         own_policy=own_policy,
+        sampler=sampler,
         finite_step=None if after is None else Estimate.of(after.finite_step.change),
         support=None if after is None else after.finite_step.support,
         first_order=None if first_order is None else Estimate.of(first_order.change),
@@ -397,7 +397,6 @@ def entropy_forecast(
         drift=headline.drift if headline else None,
         v_x=headline.v_x if headline else None,
         v_y=headline.v_y if headline else None,
-        double_count=headline.double_count if headline else None,
         bars_dot=None if first_order is None else first_order.bars_dot,
         n_evaluation=responses.n_prompts,
         n_update=n_update,
@@ -407,8 +406,6 @@ def entropy_forecast(
         shares=() if headline is None else shares_by_prompt(headline, responses),
         causes=causes,
         coefficient_to_hold=None if after is None else after.coefficient_to_hold,
-        derivatives="" if first_order is None else first_order.derivatives,
-        why_derivatives="" if first_order is None else first_order.why,
         precision=precision,
         why_precision=why_precision,
         rounded_away=rounded_away,
@@ -451,11 +448,12 @@ def why_no_support(support: Support, *, is_uniform: bool = False) -> str:
     """
     if support.is_enough:
         return ""
-    numbers = (
-        f"from token {support.from_position} on, their effective sample size falls below {percent(LEAST_SUPPORT)} of "
-        f"their number, and tokens of which this holds carry {percent(support.unsupported)} of the entropy after the "
-        "step"
-    )
+    numbers = f"their effective sample size is {percent(support.ess_fraction)} of their number, a mean over positions"
+    if support.from_position is not None:
+        numbers += (
+            f"; from token {support.from_position} on it falls below {percent(LEAST_SUPPORT)}, and tokens of which "
+            f"this holds carry {percent(support.unsupported)} of the entropy after the step"
+        )
     if is_uniform:
         return f"{UNIFORM_MOVES_FAR} for these responses: {numbers}: train on, and forecast later steps"
     return f"{TOO_LARGE} for these responses: {numbers}: use a smaller learning rate, or more prompts"

@@ -267,3 +267,18 @@ def covariance(log_prob: Tensor, advantage: Tensor, responses: Responses) -> flo
         advantage = advantage[:, None].expand_as(responses.mask)
     s, a = (responses.tokens(n, v)[responses.mask] for n, v in (("log_prob", log_prob), ("advantage", advantage)))
     return float(((s - s.mean()) * (a - a.mean())).mean())
+
+
+def surprise_sd(log_prob: Tensor, entropy: Tensor, responses: Responses) -> float:
+    """Root mean square of −s_k − H_k over tokens, in nats: how far a token's surprise is from the entropy.
+
+    It is 0 if the policy is uniform over the tokens that it may sample: then all of them have the log-probability −H.
+    To first order, a change of logits by δ changes the entropy by −Cov(δ, log p), which is then 0 for every δ.
+
+    Args:
+        log_prob: s_k in nats, [responses, tokens].
+        entropy: H_k in nats, [responses, tokens].
+        responses: which tokens count.
+    """
+    s, h = responses.tokens("log_prob", log_prob), responses.tokens("entropy", entropy)
+    return float(((s + h).square().sum() / responses.length.sum()).sqrt())

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sonde.policy.stats.coverage import coverage
 from sonde.policy.stats.entropy_course import HOLDS_WITHIN, NO_CHANGE, Change, Course, Trend, entropy_course
 from sonde.policy.stats.entropy_errors import SCATTER_FROM
-from sonde.policy.stats.forecast_point import Point
-from sonde.policy.stats.policy_alerts import find_policy_alerts
-from sonde.policy.stats.steps_kept import StepsKept, steps_kept
+from sonde.policy.stats.forecast_point import Point, StepsKept, coverage, steps_kept
+from sonde.policy.stats.policy_alerts import find_policy_alerts, pace_text
 from sonde.wording import number, percent, plural
 
 Kind = Trend | Literal["collapses", "not_linear"]
@@ -112,9 +110,8 @@ def _recent(course: Course) -> str:
     text = f"Over the last {plural(course.n_recent, 'step')}, it changed by {_amount(recent, 'of its level before')}"
     if not (recent.sign or recent.is_small):
         return f"{text}, so its present direction is not known yet."
-    left = course.steps_left
-    gone = "" if left is None else f" At this pace, nothing is left in {plural(max(round(left), 1), 'more step')}."
-    return f"{text}.{gone}"
+    pace = course.pace if course.trend == "falling" else None
+    return _joined(f"{text}.", "" if pace is None else _sentence(pace_text(pace)))
 
 
 def _amount(change: Change, of: str) -> str:

@@ -12,6 +12,7 @@ with weights of mean 1. If its token weights depend on what was sampled, whole r
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from sonde.policy.stats.entropy_change import SE_UNKNOWN, EntropyChange, EntropyObjective
 from sonde.policy.stats.entropy_gradient import Responses
 from sonde.policy.stats.prefix_weights import CLIPPED_AT, Support, Weighting, prefix_log_ratio, support, weights_from
-from sonde.policy.stats.ratios import WeightedSums, rate_change
+from sonde.policy.stats.ratios import WeightedSums, effective_number, rate_change
 from sonde.stats.intervals import student_t_quantile
 
 Columns = Literal["one", "positions", "responses"]
@@ -71,7 +72,8 @@ def change_by_finite_step(
     """The entropy at θ⁺ minus the entropy at θ, both from the same responses.
 
     The standard error is the jackknife's over prompts. Its interval takes Student's t with the effective number of
-    prompts, so it grows as fewer of them carry the weight.
+    prompts that carry the weight, or that carry the standard error, if these are fewer. It also grows as support falls:
+    the scatter of responses that are there does not show those that are missing.
 
     Args:
         before: at θ.
@@ -115,8 +117,10 @@ def change_by_finite_step(
         sharpening = (same.value / same.weight.mean(0)).sum(1)
     n, delta, se = responses.n_prompts, found.delta, found.se
     reason, low, high = "", None, None
+    carried = support(new.expand_as(responses.mask), terms(after), responses)
     if se is not None:
-        half = student_t_quantile(0.5 + level / 2, found.degrees_of_freedom) * se
+        degrees = min(found.degrees_of_freedom, effective_number(found.without_each))
+        half = student_t_quantile(0.5 + level / 2, degrees) * se / math.sqrt(carried.ess_fraction)
         low, high = delta - half, delta + half
     elif n < 2:
         reason = f"{SE_UNKNOWN}: it needs at least 2 evaluation prompts, got {n}: pass more prompts"
@@ -124,7 +128,6 @@ def change_by_finite_step(
         reason = f"{SE_UNKNOWN}: after the step, one prompt has all the weight: use a smaller step"
     variance = None if se is None else se * se
     change = EntropyChange(delta, se, low, high, reason, found.per_prompt, sharpening, variance)
-    carried = support(new.expand_as(responses.mask), terms(after), responses)
     return FiniteStep(change, carried, found.without_each, found.degrees_of_freedom)
 
 

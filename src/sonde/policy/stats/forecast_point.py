@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Self
 
-from sonde.policy.stats.own_policy import OwnPolicyTest
-
-if TYPE_CHECKING:  # a report needs this file where torch is not installed
-    from torch import Tensor
-
-    from sonde.policy.stats.entropy_gradient import Responses
+from sonde.policy.stats.own_policy import OwnPolicyTest, SamplerTest
 
 Per = Literal["token", "response"]
 
@@ -24,6 +19,8 @@ LEAST_SUPPORT = 0.2
 """Effective sample size over the number of responses that reach a position. Below it, the position has no support."""
 MOST_UNSUPPORTED = 0.5
 """Largest part of the entropy that positions without support may carry."""
+LEAST_MEAN_SUPPORT = 0.5
+"""Smallest mean of the fraction over positions. Below it, intervals miss the change where few prompts carry it."""
 _NEAR_UNIFORM = 0.1
 """Scatter of the surprise over the entropy. Below it, the entropy is within 5 % of the logarithm of the vocabulary, for
 a vocabulary of 10 to 10⁵ tokens."""
@@ -62,6 +59,7 @@ class Point:
         entropy_se: standard error of the entropy, over prompts; None if unknown.
         segment: which start of the run measured it, from 0.
         own_policy: whether the evaluation responses were the policy's own; None if not tested.
+        sampler: how far their sampler was from the policy; None if its log-probabilities were not given.
         rounded_away: part of the step that parameters of 16 bits did not hold; None if unknown.
     """
 
@@ -81,6 +79,7 @@ class Point:
     entropy_se: float | None = None
     segment: int = 0
     own_policy: OwnPolicyTest | None = None
+    sampler: SamplerTest | None = None
     rounded_away: float | None = None
 
     @property
@@ -120,7 +119,8 @@ def forecast_point(
     entropy, entropy_se, surprise_sd = map(metric, _ON_EVALUATION)
     if entropy is None:
         entropy, entropy_se, surprise_sd = map(metric, _ON_UPDATE)
-    z, departure = metric("evaluation_own_policy_z"), metric("evaluation_own_policy_departure")
+    own_z, own_departure = metric("evaluation_own_policy_z"), metric("evaluation_own_policy_departure")
+    z, departure, kl = metric("sampler_z"), metric("sampler_departure"), metric("sampler_kl")
     return Point(
         step=step,
         entropy=entropy,
@@ -139,24 +139,10 @@ def forecast_point(
         surprise_sd=surprise_sd,
         entropy_se=entropy_se,
         segment=segment,
-        own_policy=None if z is None or departure is None else OwnPolicyTest(z, departure),
+        own_policy=None if own_z is None or own_departure is None else OwnPolicyTest(own_z, own_departure),
+        sampler=None if z is None or departure is None or kl is None else SamplerTest(z, departure, kl),
         rounded_away=metric("rounded_away"),
     )
-
-
-def surprise_sd(log_prob: Tensor, entropy: Tensor, responses: Responses) -> float:
-    """Root mean square of −s_k − H_k over tokens, in nats: how far a token's surprise is from the entropy.
-
-    It is 0 if the policy is uniform over the tokens that it may sample: then all of them have the log-probability −H.
-    To first order, a change of logits by δ changes the entropy by −Cov(δ, log p), which is then 0 for every δ.
-
-    Args:
-        log_prob: s_k in nats, [responses, tokens].
-        entropy: H_k in nats, [responses, tokens].
-        responses: which tokens count.
-    """
-    s, h = responses.tokens("log_prob", log_prob), responses.tokens("entropy", entropy)
-    return float(((s + h).square().sum() / responses.length.sum()).sqrt())
 
 
 def is_near_uniform(entropy: float | None, scatter: float | None) -> bool:
@@ -167,3 +153,152 @@ def is_near_uniform(entropy: float | None, scatter: float | None) -> bool:
         scatter: `surprise_sd`, in nats. A policy that is certain of each token has a small scatter too, and no entropy.
     """
     return entropy is not None and scatter is not None and scatter < _NEAR_UNIFORM * entropy
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How many intervals held the truth.
+
+    Attributes:
+        n: number of forecasts that were to be trusted and whose truth was measured on fresh rollouts.
+        n_held: number of these whose interval held the truth.
+        low: lower end of the 95 % interval of the true share; 0 without forecasts.
+        high: upper end; 1 without forecasts.
+    """
+
+    n: int
+    n_held: int
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, n: int, n_held: int) -> Self:
+        """Coverage with Wilson's interval (1927): the true shares that `n_held` out of `n` does not contradict."""
+        if not n:
+            return cls(0, 0, 0.0, 1.0)
+        centre = (n_held + Z**2 / 2) / (n + Z**2)
+        half = Z / (n + Z**2) * math.sqrt(n_held * (n - n_held) / n + Z**2 / 4)
+        return cls(n, n_held, max(centre - half, 0.0), min(centre + half, 1.0))
+
+    @property
+    def fraction(self) -> float | None:
+        """n_held over n; None without forecasts."""
+        return self.n_held / self.n if self.n else None
+
+
+def coverage(points: Sequence[Point]) -> Coverage:
+    """Coverage of the forecasts so far.
+
+    Example:
+        >>> held = Point(1, 1.0, -0.02, -0.03, -0.01, True, -0.025, 0.001, True)
+        >>> coverage([held, held]).n_held
+        2
+    """
+    judged = [p for p in points if is_judged(p)]
+    return Coverage.of(len(judged), sum(p.held for p in judged))
+
+
+def is_judged(point: Point) -> bool:
+    """Whether a forecast was to be trusted and its truth was measured on fresh rollouts."""
+    return point.is_valid and point.is_independent and point.has_truth
+
+
+@dataclass(frozen=True)
+class StepsKept:
+    """The measurements of a run, without the measurements that a restart undid.
+
+    Attributes:
+        points: the measurements, in the order in which their steps were taken.
+        positions: the number of steps that the run had taken at each measurement. It never falls. It is the number of
+            the step, unless a restart counted steps from 1 again.
+        starts: to which start of the counting each measurement belongs, from 0.
+        n_undone: measurements of steps that a restart from a checkpoint took again.
+    """
+
+    points: tuple[Point, ...]
+    positions: tuple[int, ...]
+    starts: tuple[int, ...]
+    n_undone: int
+
+    def label(self, index: int) -> str:
+        """The step of one measurement, in words."""
+        return f"step {self.points[index].step:,}{self._where(index)}"
+
+    def labels(self, first: int, last: int) -> str:
+        """The steps of neighbouring measurements, in words."""
+        if self.starts[first] != self.starts[last] or self.points[first].step == self.points[last].step:
+            return self.label(last)
+        return f"steps {self.points[first].step:,} to {self.points[last].step:,}{self._where(last)}"
+
+    def _where(self, index: int) -> str:
+        again = self.starts[-1] - self.starts[index]
+        return "" if not again else " before the restart" if again == 1 else f", {again} restarts ago"
+
+
+@dataclass(frozen=True)
+class _Kept:
+    point: Point
+    position: int
+    start: int
+
+
+class StepsKeeper:
+    """Leaves out the measurements that a restart undid, as they come in. See `steps_kept`."""
+
+    def __init__(self) -> None:
+        self._kept: list[_Kept] = []
+        self._n_undone = 0
+
+    def add(self, point: Point) -> None:
+        """Add the next measurement."""
+        kept, before = self._kept, len(self._kept)
+        if kept and point.segment != kept[-1].point.segment:
+            while kept and kept[-1].point.step >= point.step:
+                kept.pop()
+        elif kept and point.step < kept[-1].point.step:
+            first = next(k.point.step for k in kept if k.start == kept[-1].start)
+            if point.step <= first:
+                kept.append(_Kept(point, kept[-1].position + 1, kept[-1].start + 1))
+                return
+            while kept[-1].point.step >= point.step:
+                kept.pop()
+        self._n_undone += before - len(kept)
+        offset = kept[-1].position - kept[-1].point.step if kept else 0
+        kept.append(_Kept(point, point.step + offset, kept[-1].start if kept else 0))
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def kept(self, at_each_end: int | None = None) -> StepsKept:
+        """The measurements that count: all of them, or so many at each end of the run."""
+        some = self._kept
+        if at_each_end is not None and len(some) > 2 * at_each_end:
+            some = [*some[:at_each_end], *some[-at_each_end:]]
+        return StepsKept(
+            tuple(k.point for k in some), tuple(k.position for k in some), tuple(k.start for k in some), self._n_undone
+        )
+
+
+def steps_kept(points: Sequence[Point]) -> StepsKept:
+    """Leave out the measurements that a restart undid.
+
+    A new start of the run takes all steps again from its first measured step on: earlier measurements of these steps
+    are of weights that no longer exist. Within one start, a step number that falls has two meanings. If the start
+    already has smaller numbers, it went back to a checkpoint. Otherwise it counts steps from the beginning again, and
+    all measurements stay: the weights may have been kept.
+
+    Args:
+        points: in the order in which they were measured.
+
+    Example:
+        >>> def at(step: int, segment: int = 0) -> Point:
+        ...     return Point(step, 1.0, None, None, None, False, None, None, False, segment=segment)
+        >>> [point.step for point in steps_kept([at(10), at(20), at(30), at(30, 1), at(40, 1)]).points]
+        [10, 20, 30, 40]
+        >>> steps_kept([at(1), at(11), at(1), at(11)]).positions
+        (1, 11, 12, 22)
+    """
+    keeper = StepsKeeper()
+    for point in points:
+        keeper.add(point)
+    return keeper.kept()

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 
-from sonde.policy.stats.coverage import Coverage, is_judged
-from sonde.policy.stats.entropy_course import Course, entropy_course
-from sonde.policy.stats.forecast_point import Point
-from sonde.policy.stats.own_policy import OwnPolicyTrack
-from sonde.policy.stats.steps_kept import StepsKeeper
+from sonde.policy.stats.entropy_course import Course, Pace, entropy_course
+from sonde.policy.stats.forecast_point import Coverage, Point, StepsKeeper, is_judged
+from sonde.policy.stats.own_policy import Track, why_not_of_sampler, why_not_own
 from sonde.stats.intervals import LEVEL
 from sonde.wording import number, percent, plural
 
-_RUNS_OUT_WITHIN = 20
-"""Optimizer steps. An entropy that reaches 0 within them, at the pace of the last forecasts, raises an alert."""
+_HALVES_WITHIN = 20
+"""Optimizer steps. An entropy that certainly falls, and halves within them at its pace, raises an alert."""
 _LEARNS_ABOVE = 0.5
 """Fraction of the entropy of an almost uniform start above which a fall is how the policy learns, and no alert."""
 _IN_A_ROW = 3
@@ -45,7 +42,8 @@ class PolicyAlerts:
         self._with_entropy = StepsKeeper()
         self._forecasts: deque[Point] = deque(maxlen=_IN_A_ROW)
         self._n_judged = self._n_held = 0
-        self._own_policy = OwnPolicyTrack()
+        self._own_policy = Track(why_not_own)
+        self._sampler = Track(why_not_of_sampler)
 
     def add(self, point: Point) -> None:
         """Add the next point, in the order in which points were measured."""
@@ -53,8 +51,8 @@ class PolicyAlerts:
             self._with_entropy.add(point)
         if point.delta is not None:
             self._forecasts.append(point)
-        if point.own_policy is not None:
-            self._own_policy.add(point.own_policy)
+        self._own_policy.add(point.own_policy)
+        self._sampler.add(point.sampler)
         if is_judged(point):
             self._n_judged += 1
             self._n_held += point.held
@@ -64,7 +62,7 @@ class PolicyAlerts:
 
         Returns:
             Messages by name: "entropy_collapse", "steps_too_large", "steps_rounded_away", "not_own_policy",
-            "intervals_miss". Empty if nothing looks wrong.
+            "not_of_sampler", "intervals_miss". Empty if nothing looks wrong.
         """
         alerts = {}
         if len(self._with_entropy) > 1 and (
@@ -85,6 +83,8 @@ class PolicyAlerts:
             )
         if why := self._own_policy.why_not():
             alerts["not_own_policy"] = why
+        if why := self._sampler.why_not():
+            alerts["not_of_sampler"] = why
         so_far = Coverage.of(self._n_judged, self._n_held)
         fraction = so_far.fraction
         if fraction is not None and so_far.n >= _JUDGED_FROM and so_far.high < LEVEL and fraction < _MISSES_BELOW:
@@ -132,24 +132,18 @@ def _collapse(course: Course) -> str:
         )
     if first.is_near_uniform and level > _LEARNS_ABOVE * start:
         return ""
-    pace, high = _mean_forecast(course.kept.points[-_IN_A_ROW:])
-    most = level + (course.quantile or 0.0) * (course.now.se or 0.0)
-    if high < 0.0 < level <= most < _RUNS_OUT_WITHIN * -pace:
-        return (
-            f"the policy's entropy is collapsing: at {number(pace)} nats a token and step, the remaining "
-            f"{number(level)} nats are gone in {plural(max(round(level / -pace), 1), 'step')}: {remedy}"
-        )
-    return ""
+    pace = course.pace
+    if pace is None or pace.halves_in > _HALVES_WITHIN:
+        return ""
+    over = f"over the last {plural(pace.n_steps, 'step')}, {pace_text(pace)}"
+    return f"the policy's entropy is collapsing: {over}. It is {number(level)} nats a token now: {remedy}"
 
 
-def _mean_forecast(points: Sequence[Point]) -> tuple[float, float]:
-    """The mean change a step, and the upper end of its interval; 0 if the last forecast is not to be trusted.
-
-    Steps scatter with their batches: one that lowers the entropy much may come before one that raises it again.
-    """
-    known = [(p, p.delta, p.high) for p in points if p.delta is not None and p.high is not None]
-    trusted = [(p, delta, high) for p, delta, high in known if p.is_valid and p.per == "token"]
-    if not trusted or trusted[-1][0] is not points[-1]:
-        return 0.0, 0.0
-    pace = math.fsum(delta for _, delta, _ in trusted) / len(trusted)
-    return pace, pace + math.hypot(*(high - delta for _, delta, high in trusted)) / len(trusted)
+def pace_text(pace: Pace) -> str:
+    """How fast the entropy falls, with its scatter, and what can be said of the steps to come."""
+    fall, low, high = map(percent, pace.fall_per_step)
+    halves, earliest = (max(round(steps), 1) for steps in (pace.halves_in, pace.earliest))
+    return (
+        f"it fell by {fall} a step (95 % interval: {low} to {high}). It halves in {plural(halves, 'step')} if this "
+        f"pace lasts, and in {earliest:,} at the earliest"
+    )

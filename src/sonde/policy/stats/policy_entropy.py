@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sonde.policy.stats.entropy_gradient import Responses, covariance, standard_error
-from sonde.policy.stats.forecast_point import surprise_sd
-from sonde.stats.intervals import student_t_quantile
+from sonde.policy.stats.entropy_gradient import Responses, covariance, standard_error, surprise_sd
+from sonde.stats.intervals import LEVEL, student_t_quantile
 
 QUANTILES = (5, 25, 50, 75, 95)
 """Per cent of responses below a quantile."""
@@ -79,7 +78,7 @@ class PolicyEntropy:
 
 
 def policy_entropy(
-    log_prob: Tensor, entropy: Tensor, responses: Responses, advantage: Tensor | None = None, *, level: float = 0.95
+    log_prob: Tensor, entropy: Tensor, responses: Responses, advantage: Tensor | None = None
 ) -> PolicyEntropy:
     """Summarise the sampled responses.
 
@@ -88,7 +87,6 @@ def policy_entropy(
         entropy: H_k in nats, [responses, tokens].
         responses: which tokens count.
         advantage: [responses] or [responses, tokens]. A response's advantage is the mean over its tokens.
-        level: confidence level.
     """
     s, h, length = responses.tokens("log_prob", log_prob), responses.tokens("entropy", entropy), responses.length
     mean_entropy = h.sum(1) / length
@@ -96,7 +94,7 @@ def policy_entropy(
     if advantage is not None:
         per_token = advantage[:, None].expand_as(responses.mask) if advantage.dim() == 1 else advantage
         per_response = responses.tokens("advantage", per_token).sum(1) / length
-        correlation = correlate(mean_entropy, per_response, responses.index, level=level)
+        correlation = correlate(mean_entropy, per_response, responses.index)
         log_prob_advantage = covariance(log_prob, per_token, responses)
     token_weighted = float(h.sum() / length.sum())
     # Σ H − R·Σ T of all responses to a prompt; see `weighted_entropy_rate`.
@@ -123,14 +121,13 @@ def policy_entropy(
     )
 
 
-def correlate(x: Tensor, y: Tensor, cluster: Tensor, *, level: float = 0.95) -> Correlation:
+def correlate(x: Tensor, y: Tensor, cluster: Tensor) -> Correlation:
     """Pearson's r, with an interval by Fisher's transform and the scatter of whole clusters.
 
     Args:
         x: [samples].
         y: [samples].
         cluster: each sample's cluster, numbered from 0; [samples].
-        level: confidence level.
 
     Returns:
         r and its interval. For fewer than 3 clusters, or if x or y does not vary, the numbers are None with a reason.
@@ -151,5 +148,5 @@ def correlate(x: Tensor, y: Tensor, cluster: Tensor, *, level: float = 0.95) -> 
     if 1.0 - r * r < 1e-12:
         return Correlation(r, r, r)
     # Fisher's z = atanh r has a nearly constant variance, and dz = dr/(1 − r²).
-    half = student_t_quantile(0.5 + level / 2, n_clusters - 1) * se / (1.0 - r * r)
+    half = student_t_quantile(0.5 + LEVEL / 2, n_clusters - 1) * se / (1.0 - r * r)
     return Correlation(r, math.tanh(math.atanh(r) - half), math.tanh(math.atanh(r) + half))

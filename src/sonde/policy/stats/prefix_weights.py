@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sonde.policy.stats.entropy_gradient import Responses
-from sonde.policy.stats.forecast_point import LEAST_SUPPORT, MOST_UNSUPPORTED
+from sonde.policy.stats.forecast_point import LEAST_MEAN_SUPPORT, LEAST_SUPPORT, MOST_UNSUPPORTED
 
 Weighting = Literal["snis", "clip"]
 CLIPPED_AT = 10.0
@@ -40,8 +40,8 @@ class Support:
 
     @property
     def is_enough(self) -> bool:
-        """Whether positions with support carry at least half of the entropy."""
-        return self.unsupported <= MOST_UNSUPPORTED
+        """Whether support is enough on average, and positions with support carry at least half of the entropy."""
+        return self.unsupported <= MOST_UNSUPPORTED and self.ess_fraction >= LEAST_MEAN_SUPPORT
 
 
 def prefix_log_ratio(log_prob: Tensor, reference: Tensor, responses: Responses) -> Tensor:

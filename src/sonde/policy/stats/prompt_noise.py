@@ -14,12 +14,19 @@ too large then, by a fraction of about 1/n.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sonde.batch_size.stats.noise_scale import Pieces, WindowEstimate
-from sonde.batch_size.stats.ratio_average import RatioAverage
+import torch
+
+from sonde.batch_size.stats.averages import WindowsOfRun
+from sonde.batch_size.stats.noise_scale import Pieces, RatioAverage, WindowEstimate
+from sonde.batch_size.stats.window_row import SolvedWindow
 from sonde.stats.sealed_state import Stateful
+
+_MEMORY = 100.0
+"""Windows that the completions' share is averaged over: it hardly moves as training goes on."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +57,13 @@ class PromptWindow:
         from_completions: the part of tr Σ that more completions to the same prompts would reduce; None if no prompt
             has two.
         n_prompts: number of prompts, on all ranks.
+        effective_prompts: (Σw)²/Σw²; their number if they weigh the same.
     """
 
     noise: WindowEstimate
     from_completions: float | None
     n_prompts: int
+    effective_prompts: float
 
 
 def solve_prompts(prompts: Sequence[PromptNorms], sq_norm_big: float) -> PromptWindow:
@@ -84,7 +93,7 @@ def solve_prompts(prompts: Sequence[PromptNorms], sq_norm_big: float) -> PromptW
         split_weight = sum(p.weight for p in split)
         within = sum(p.weight / split_weight * _within(p) * (total / p.weight) ** 2 for p in split)
     noise = WindowEstimate(*pieces.solve(sum(p.sq_norm / p.weight for p in prompts), sq_norm_big))
-    return PromptWindow(noise, within, len(prompts))
+    return PromptWindow(noise, within, len(prompts), total**2 / pieces.sq_weight_over_units)
 
 
 def _within(prompt: PromptNorms) -> float:
@@ -98,28 +107,30 @@ def _within(prompt: PromptNorms) -> float:
 
 
 class RunningPromptNoise(Stateful):
-    """Averages over windows: the noise scale in prompts, and the completions' share of it.
+    """The windows so far: the noise scale in prompts now, by the filter, and the completions' share of the noise."""
 
-    Args:
-        horizon: length of the exponential average, in windows.
-    """
+    STATE = ("windows", "within", "n_prompts")
 
-    STATE = ("noise", "within", "n_prompts")
-
-    def __init__(self, horizon: float = 100.0) -> None:
-        self.noise = RatioAverage(horizon)
-        """tr Σ over |G|²."""
+    def __init__(self) -> None:
+        self.windows = WindowsOfRun(())
         self.n_prompts = 0
         """Prompts of the last window."""
-        self.within = RatioAverage(horizon)
+        self.within = RatioAverage(_MEMORY)
         """The completions' part of tr Σ over tr Σ, of windows that have both."""
+
+    @property
+    def n_windows(self) -> int:
+        """How many windows there were."""
+        return self.windows.blocks.n_windows
 
     def update(self, window: PromptWindow) -> None:
         """Add one window."""
-        self.noise.update(window.noise.trace_cov, window.noise.grad_sq)
+        noise = window.noise
+        estimates = torch.tensor([[noise.trace_cov], [noise.grad_sq]], dtype=torch.float64)
+        self.windows.add(SolvedWindow(estimates, math.nan, window.effective_prompts, 1.0), self.n_windows + 1)
         self.n_prompts = window.n_prompts
         if window.from_completions is not None:
-            self.within.update(window.from_completions, window.noise.trace_cov)
+            self.within.update(window.from_completions, noise.trace_cov)
 
     @property
     def completions_share(self) -> float | None:

@@ -85,6 +85,19 @@ def rate_change(before: WeightedSums, after: WeightedSums) -> RateChange:
     )
 
 
+def effective_number(without_each: Tensor) -> float:
+    """How many prompts carry the jackknife's variance, (Σd²)²/Σd⁴: a third of all if they are normal, and at least 1.
+
+    As degrees of freedom they allow for the scatter itself being uncertain where a few prompts make most of it.
+
+    Args:
+        without_each: the estimate without each prompt, [prompts].
+    """
+    squares = (without_each - without_each.mean()).square()
+    fourth = float(squares.square().sum())
+    return max(float(squares.sum()) ** 2 / fourth, 1.0) if fourth else 1.0
+
+
 def jackknife_covariance(a: Tensor, b: Tensor) -> float | None:
     """The covariance of two estimates, from both without each prompt; None with fewer than 2, or if any is not finite.
 

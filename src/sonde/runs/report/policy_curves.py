@@ -10,9 +10,16 @@ from typing import Any
 from bokeh.models import BasicTicker
 from bokeh.models.glyphs import Line, Scatter, Segment
 
-from sonde.policy.stats.coverage import Coverage, is_judged
-from sonde.policy.stats.forecast_point import LEAST_SUPPORT, LINEAR_BETWEEN, MOST_UNSUPPORTED, Point, Z
-from sonde.policy.stats.steps_kept import steps_kept
+from sonde.policy.stats.forecast_point import (
+    LEAST_SUPPORT,
+    LINEAR_BETWEEN,
+    MOST_UNSUPPORTED,
+    Coverage,
+    Point,
+    Z,
+    is_judged,
+    steps_kept,
+)
 from sonde.runs.report.curves import Curve, OverRun, Panel, TimeAxis
 from sonde.runs.report.figures import (
     BLUE,

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from sonde.policy.stats.attribution import other_terms
 from sonde.runs.report.curves import Panel, TimeAxis, draw_panels
 from sonde.runs.report.figures import Plot, Section, Table
 from sonde.runs.report.policy_curves import (
@@ -53,7 +54,8 @@ def policy_sections(run: Run) -> list[Section]:
         over_run("Can the forecasts be trusted?", _TRUST, TRUST,
                  "No true change was measured on the evaluation responses."),
         over_run("Are the evaluation responses the policy's own?", _OWN, (OWN_POLICY,),
-                 "This was not tested in this run."),
+                 "This was not tested: no evaluation responses were sampled by the policy itself. Those that came with "
+                 "their sampler's log-probabilities have their own test, among the numbers of each forecast below."),
         Section("Prompts that change the entropy most", _causes_text(policy), _tables(run)),
         over_run("Which entropy coefficient would hold the entropy?", _COEFFICIENT, (COEFFICIENT,), ""),
         over_run("Noise scale in prompts", _NOISE + _allocation_text(policy), *prompt_noise_panels(policy)),
@@ -146,8 +148,9 @@ def _causes_text(policy: Sequence[PolicyReading]) -> str:
         text += f" The parts of its prompts are not to be trusted: {causes.doubt}."
     elif causes.explained is not None and not 0.9 < causes.explained < 1.1:
         text += (
-            f" The parts of its prompts add up to {percent(causes.explained)} of the batch's part. The rest comes "
-            "from other terms of the loss, such as clipped ratios or a KL term, or from dropout."
+            f" Of the batch's part, {number(other_terms(causes.batch, causes.explained))} is no prompt's: "
+            "it is from other terms of the loss, such as a KL penalty, an entropy bonus or clipped ratios, or from "
+            "dropout."
         )
     return text
 
@@ -223,6 +226,8 @@ _PARTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("– its variance from the update prompts, V_Y (nats²)", "entropy/v_y", number),
     ("Variance of the change over its square", "entropy/frac_var", percent),
     ("Change to first order, or X̄·Ȳ (nats)", "entropy/bars_dot", number),
+    ("KL of sampler and policy (nats a token)", "entropy/sampler_kl", number),
+    ("– test of log_prob=, E[π/q] = 1 (standard errors)", "entropy/sampler_z", number),
     ("Time", "cost/entropy_seconds", duration),
     ("– drawing evaluation responses", "cost/entropy_seconds_sampling", duration),
     ("– scoring them before the step", "cost/entropy_seconds_scores", duration),

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from sonde.batch_size.stats.critical_batch import Estimate, Kind, Verdict, judge_batch, steps_and_examples
 from sonde.batch_size.stats.reading import in_percent
-from sonde.policy.stats.coverage import coverage
 from sonde.policy.stats.entropy_verdict import judge_entropy
-from sonde.policy.stats.steps_kept import steps_kept
+from sonde.policy.stats.forecast_point import coverage, steps_kept
 from sonde.runs.run import (
     PROMPT_NOISE,
     Alert,

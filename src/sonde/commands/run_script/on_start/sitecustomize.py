@@ -11,19 +11,12 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-import itertools
 import json
 import os
 import sys
 import threading
 from collections.abc import Callable
 from typing import Any
-
-_FOLDER, _STARTED = os.getcwd(), sys.argv[0]
-"""Where this process was started, and its script, or "-m": a script may change both."""
-_RUN_SCRIPT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_STEP_WATCH = os.path.normpath(os.path.join(_RUN_SCRIPT, os.pardir, os.pardir, "batch_size", "step_watch.py"))
-"""Another file that calls a function of the script's own: the closure of a step."""
 
 
 class _AfterImports:
@@ -87,7 +80,7 @@ def _watch_torch() -> None:
         kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + 2
         if not (_Watcher.is_on and isinstance(obj, torch.nn.Module)):
             return script(obj, *args, **kwargs)
-        with importlib.import_module("sonde.batch_size.module_hook").lifted(obj):
+        with importlib.import_module("sonde.batch_size.hooks").lifted(obj):
             return script(obj, *args, **kwargs)
 
     _replace("__init__", watched_init, torch.optim.Optimizer)
@@ -160,8 +153,8 @@ def _tell(method: str, *args: Any) -> Any:
             if _Watcher.watcher is None:
                 _Watcher.watcher = importlib.import_module("sonde.commands.run_script.watcher").ScriptWatcher(_tell)
                 _Watcher.is_on = True
-            if _Watcher.watcher.pid != os.getpid():
-                return _Watcher.watcher.forked(method)
+            if _Watcher.watcher.pid != os.getpid():  # a fork, such as a worker of a data loader
+                return None
             return getattr(_Watcher.watcher, method)(*args)
         except Exception as error:
             _Watcher.has_failed, _Watcher.is_on = True, False
@@ -172,12 +165,13 @@ def _tell(method: str, *args: Any) -> Any:
 
 
 def _say_that_no_optimizer_was_made() -> None:
-    """Say at the script's end that there was nothing to measure. Launchers make no optimizer either, and are silent.
+    """Say at the end of a script that was started by its file, not by a launcher, that there was nothing to measure.
 
-    So are scripts whose child processes have trained: these have a log.
+    A script whose child processes have trained has a log.
     """
-    is_silent = _Watcher.is_on or _Watcher.has_failed or _size_of_log() != _SIZE_BEFORE
-    if not is_silent and _is_the_script():
+    is_the_script = os.getpid() == _SETTINGS["pid"] and _SETTINGS["command"][0].endswith(".py")
+    log = os.path.join(_SETTINGS["folder"], "records.jsonl")
+    if is_the_script and not (_Watcher.is_on or _Watcher.has_failed or os.path.exists(log)):
         _say("nothing was measured: the script made no torch.optim.Optimizer")
 
 
@@ -186,64 +180,6 @@ def _say(text: str) -> None:
     if os.environ.get("RANK", "0") == "0" and sys.__stderr__ is not None:
         with contextlib.suppress(OSError, ValueError):
             sys.__stderr__.write(f"sonde: {text}\n")
-
-
-def _size_of_log() -> int:
-    """Of the first log, in bytes; 0 without one."""
-    try:
-        return os.path.getsize(os.path.join(_SETTINGS["folder"], "records.jsonl"))
-    except OSError:
-        return 0
-
-
-def _is_the_script() -> bool:
-    """Whether this process runs the script or module of the command, and is not its launcher or another program."""
-    command = _SETTINGS["command"]
-    if scripts := [_real_path(word) for word in command if word.endswith(".py")]:
-        return _real_path(_STARTED) in scripts
-    return _STARTED == "-m" and _modules(sys.orig_argv)[:1] == _modules(command)[-1:]  # those before are launchers
-
-
-def _real_path(word: str) -> str:
-    return os.path.realpath(os.path.join(_FOLDER, word))
-
-
-def _modules(words: list[str]) -> list[str]:
-    return [after for word, after in itertools.pairwise(words) if word == "-m"]
-
-
-def _show_tracebacks_of_the_script() -> None:
-    """Leave sonde's frames out of the traceback that ends the script."""
-    show = sys.excepthook
-
-    def show_without_sonde(kind: Any, error: BaseException, trace: Any) -> None:
-        seen: set[int] = set()
-        waiting: list[BaseException | None] = [error]
-        while waiting:
-            if (each := waiting.pop()) is not None and id(each) not in seen:
-                seen.add(id(each))
-                each.__traceback__ = _without_sonde(each.__traceback__)
-                waiting += [each.__cause__, each.__context__, *getattr(each, "exceptions", ())]
-        show(kind, error, error.__traceback__)
-
-    sys.excepthook = show_without_sonde
-
-
-def _without_sonde(trace: Any) -> Any:
-    kept = []
-    while trace is not None:
-        if not _is_of_sonde(trace.tb_frame.f_code):
-            kept.append(trace)
-        trace = trace.tb_next
-    for each, following in itertools.pairwise([*kept, None]):
-        each.tb_next = following
-    return kept[0] if kept else None
-
-
-def _is_of_sonde(code: Any) -> bool:
-    # The code that stands for that of torch's modules names torch's file.
-    is_own = code.co_filename.startswith((_RUN_SCRIPT, _STEP_WATCH))
-    return is_own or "sonde.commands.run_script" in code.co_names
 
 
 def _hand_on() -> None:
@@ -263,7 +199,6 @@ def _hand_on() -> None:
 
 def _watch() -> None:
     """Watch torch and transformers once they are imported, or now if a .pth file has imported them."""
-    _show_tracebacks_of_the_script()
     atexit.register(_say_that_no_optimizer_was_made)
     callbacks = {"torch": _watch_torch, "transformers.trainer": _watch_trainer}
     sys.meta_path.insert(0, _AfterImports(callbacks))
@@ -274,6 +209,5 @@ def _watch() -> None:
 
 if "SONDE_RUN" in os.environ:
     _SETTINGS: dict[str, Any] = json.loads(os.environ["SONDE_RUN"])  # the script may clear its environment
-    _SIZE_BEFORE = _size_of_log()
     _watch()
 _hand_on()

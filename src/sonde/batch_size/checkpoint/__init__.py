@@ -1,1 +1,0 @@
-"""A measurement at fixed weights: its batches, its ranks, the model that it leaves as it is, and its result."""

@@ -1,0 +1,334 @@
+"""Training of models that are cut over ranks, with a probe and without; and the same windows by hand in float64."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import sonde
+from sonde.parallel.wrappers import block_of
+from tests.batch_size import norms_by_hand
+from tests.batch_size.cut_models import (
+    Values,
+    assert_same_values,
+    last_window,
+    local_weights,
+    n_collectives,
+    whole_parameters,
+    with_total,
+)
+from tests.batch_size.cuts import Cut, made
+from tests.batch_size.set_ups import N_MICRO, Loop, build, counts, loss_of, loss_of_stages, of_window, tokens
+from tests.ranks import Ranks, mesh_of
+
+CHUNK = 1024
+"""Elements of a chunk of gradients that ranks sum together, the least: these loops ask for no staging area."""
+
+
+def in_two_groups(parameters: list[Any]) -> torch.optim.Optimizer:
+    rest = {"params": parameters[3:], "betas": (0.8, 0.9), "eps": 1e-3}
+    return torch.optim.AdamW([{"params": parameters[:3]}, rest], lr=1e-2)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    "one by one": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=False),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+    "amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, amsgrad=True, foreach=False),
+    "NAdam": lambda parameters: torch.optim.NAdam(parameters, lr=1e-2),
+    "RAdam": lambda parameters: torch.optim.RAdam(parameters, lr=1e-2),
+    "two groups": in_two_groups,
+}
+
+
+def attached(cut: Cut, optimizer: torch.optim.Optimizer | None, **more: Any) -> sonde.NoiseScaleProbe:
+    loop = cut.loop
+    options: dict[str, Any] = {"unit": "sequences", "verbose": False, "every": 1, "log": sonde.RunLog(every=1000)}
+    options |= {"per_example": "never", "metric": loop.metric} | ({} if loop.declared else {"units_per_piece": 4})
+    options |= {"staging_mib": 0.0} if loop.has("cp") else {}
+    options |= {"groups": group_of} if loop.has("ep", "pp") else {}
+    return sonde.attach(cut.model, optimizer, **(options | cut.arguments | loop.options | more))
+
+
+def group_of(name: str) -> str:
+    """The router and the experts are one layer, so that a group has parameters of both kinds."""
+    first = name.split(".")[0]
+    return "layer" if first in ("router", "experts") else first
+
+
+def run_pieces(cut: Cut, probe: Any, window: int) -> None:
+    """All backwards of one window on this rank."""
+    loop = cut.loop
+    of_pieces = counts(loop, loop.data_rank, window)
+    if loop.has("pp"):
+        units, weights = zip(*of_pieces, strict=True)
+        with probe.pieces(N_MICRO, units=units, weights=weights) if probe else contextlib.nullcontext():
+            cut.run_schedule(window)
+        return
+    merges = loop.merges and dist.get_rank() == 0
+    with contextlib.ExitStack() as merged:
+        for k, (units, weight) in enumerate(of_pieces):
+            piece: Any = contextlib.nullcontext()
+            if probe and loop.declared and not (merges and k):
+                piece = probe.piece(units=units, weight=weight)
+            with contextlib.nullcontext(merged.enter_context(piece)) if merges else piece:
+                for _ in range(1 + loop.twice):
+                    cut.backward(window, k, is_last=k == len(of_pieces) - 1)
+
+
+def end_window(cut: Cut, probe: Any, parameters: list[nn.Parameter]) -> float:
+    if cut.loop.clips == "torch":
+        norm = nn.utils.clip_grad_norm_(parameters, 0.05)
+        return float(norm) + (probe.step() or 0.0 if probe else 0.0)
+    if probe:
+        return float(probe.clip_grad_norm_(0.5)) if cut.loop.clips else probe.step() or 0.0
+    return float(clip_alone(cut, parameters)) if cut.loop.clips else 0.0
+
+
+def clip_alone(cut: Cut, parameters: list[nn.Parameter]) -> Tensor:
+    """The clip of a run without a probe: over all ranks, as the probe's."""
+    loop = cut.loop
+    arguments: dict[str, Any] = {name: cut.arguments[name] for name in ("mesh", "pp_mesh") if name in cut.arguments}
+    if loop.has("cp"):
+        arguments = {"mesh": mesh_of((dist.get_world_size() // 2, 2), ("dp", "cp"))}
+    elif loop.has("ep") and not arguments:
+        arguments = {"mesh": mesh_of((2, 2), ("dp", "tp")) if loop.has("tp") else mesh_of((4,))}
+    elif not arguments and (meshes := [p.device_mesh for p in parameters if isinstance(p, DTensor)]):
+        arguments = {"mesh": max(meshes, key=lambda m: m.size())}
+    return sonde.clip_grad_norm_(parameters, 0.5, **arguments)
+
+
+def evaluate(cut: Cut, window: int) -> None:
+    cut.model.eval()
+    with torch.no_grad():
+        cut.loss(window, 0)
+    cut.model.train()
+
+
+def train(loop: Loop, *, probed: bool, compares: bool = True) -> dict[str, Any]:
+    """Train on this rank.
+
+    Returns:
+        The parameters after training, norms, and the collectives that were issued in windows; with a probe its reading
+        and alerts; if it `compares`, also each window in each metric, and the same by hand.
+    """
+    if loop.compiled:
+        torch._dynamo.reset()
+    cut = made(loop)
+    model, parameters = cut.model, list(cut.model.parameters())  # FSDP2 may show others after a forward
+    optimizer = OPTIMIZERS[loop.optimizer]([p for p in parameters if p.requires_grad])
+    probe: Any = None
+    result: dict[str, Any] = {"norms": [], "windows": [], "by hand": [], "collectives": 0}
+    torch.manual_seed(11 + loop.data_rank)
+    for window in range(-loop.late, loop.windows):
+        if window == 0 and probed:
+            probe = attached(cut, optimizer)
+        whole = of_all_stages(cut, whole_parameters(model)) if compares and window >= 0 else {}
+        squares = squares_of(cut, optimizer) if compares and probe else {}
+        before = n_collectives()
+        if loop.evaluates == "before":
+            evaluate(cut, window)
+        run_pieces(cut, probe, max(window, 0))
+        if loop.evaluates == "end":
+            evaluate(cut, window)
+        cut.reduce()
+        result["norms"].append(end_window(cut, probe, parameters))
+        optimizer.step()
+        optimizer.zero_grad()
+        if compares and probe:
+            result["windows"].append({metric: last_window(probe, metric) for metric in loop.metric})
+        result["collectives"] += n_collectives() - before if window >= 0 else 0
+        if compares and probe:
+            result["by hand"].append(by_hand(loop, whole, window, squares, probe._reader.groups))
+    if probe:
+        result |= {"reading": probe.reading(), "alerts": dict(probe.alerts), "setup": probe._setup()}
+        probe.close()
+        result["hooks"] = sum(len(p._backward_hooks or ()) for p in model.parameters())
+    result["weights"] = local_weights(model)
+    return result
+
+
+def both(loop: Loop, compares: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
+    """With a probe and without."""
+    compares = compares and not loop.dropout
+    return train(loop, probed=True, compares=compares), train(loop, probed=False, compares=compares)
+
+
+# By hand.
+
+
+def of_all_stages(cut: Cut, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by the name of their parameter in the whole model, on all ranks."""
+    if not cut.loop.has("pp"):
+        return own
+    mesh = cut.arguments["pp_mesh"]
+    gathered: list[Any] = [None] * mesh.size()
+    renamed = {name.split(".", 1)[1].removeprefix("module."): tensor for name, tensor in own.items()}
+    dist.all_gather_object(gathered, renamed, group=mesh.get_group())
+    return {name: tensor for stage in gathered for name, tensor in stage.items()}
+
+
+def squares_of(cut: Cut, optimizer: torch.optim.Optimizer) -> dict[str, norms_by_hand.Square]:
+    """The squared norm of a gradient in each metric; in Adam's, once there are moments. (All ranks take part.)"""
+    squares = {name: getattr(norms_by_hand, name) for name in ("euclidean", "sign", "spectral")}
+    named = {n.removeprefix("module."): p for n, p in cut.model.named_parameters() if optimizer.state.get(p)}
+    if "adam" in cut.loop.metric and named:
+        weights = norms_by_hand.adam_weights(optimizer, named)
+        squares["adam"] = norms_by_hand.adam(of_all_stages(cut, weights))
+    return {name: square for name, square in squares.items() if name in cut.loop.metric}
+
+
+Piece = tuple[dict[str, Tensor], float, float]
+"""The gradient of each parameter, the weight, and the units."""
+
+
+def by_hand(
+    loop: Loop, whole: dict[str, Tensor], window: int, squares: dict[str, norms_by_hand.Square], groups: Sequence[str]
+) -> dict[str, Values | None]:
+    """(tr Σ, |G|²) of the total and of each group in each metric, by whole gradients; None before Adam has moments."""
+    model = copy.deepcopy(build(loop)).to(torch.bfloat16 if loop.bf16 == "parameters" else torch.float64)
+    for name, p in model.named_parameters():
+        p.data = whole[name].to(p.dtype)
+    pieces = pieces_of(loop, model, window)
+    names = list(pieces[0][0])
+    group = {"parameters": str}.get(loop.options.get("groups", ""), group_of if loop.has("ep", "pp") else block_of)
+    parts = [[n for n in names if group(n) == each] for each in groups]
+    found: dict[str, Values | None] = dict.fromkeys(loop.metric)
+    for metric, square in squares.items():
+        of_groups = [solved(loop, pieces, each, square) for each in parts]
+        # Norms that add up before they are squared do not add up over groups.
+        adds = metric in ("euclidean", "adam")
+        found[metric] = with_total(of_groups) if adds else [solved(loop, pieces, names, square), *of_groups]
+    return found
+
+
+def solved(loop: Loop, pieces: list[Piece], names: list[str], square: norms_by_hand.Square) -> tuple[float, float]:
+    """tr Σ and |G|² of some parameters. Experts' pieces are what the ranks that feed them have sent in one backward."""
+    trace_cov = grad_sq = 0.0
+    n_feeding = min(loop.n_feeding, loop.n_data)
+    for is_expert in (False, True):
+        part = [n for n in names if n.startswith("experts.") == is_expert]
+        if not part:
+            continue
+        own, divisor = pieces, float(loop.n_data)
+        if is_expert:
+            n = loop.n_pieces
+            first = [rank * n + k for rank in range(0, loop.n_data, n_feeding) for k in range(n)]
+            own = [merged([pieces[i + n * r] for r in range(n_feeding)]) for i in first]
+            # Below tensor parallelism, both ranks of a pair send the same tokens.
+            divisor *= 1.0 if loop.averaged else 1.0 / loop.n_feeding
+        gradients = [{n: g[n] for n in part} for g, _, _ in own]
+        t, g = norms_by_hand.window(gradients, [w for _, w, _ in own], [n for _, _, n in own], square, 1 / divisor)
+        trace_cov, grad_sq = trace_cov + t, grad_sq + g
+    return trace_cov, grad_sq
+
+
+def merged(pieces: list[Piece]) -> Piece:
+    """One piece of several, with Kish's number of their units."""
+    weight = sum(w for _, w, _ in pieces)
+    units = weight**2 / sum(w * w / n for _, w, n in pieces)
+    return {name: torch.stack([g[name] for g, _, _ in pieces]).sum(0) for name in pieces[0][0]}, weight, units
+
+
+def gradient_of(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    """By name, in float64."""
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad and n != "unused"}
+    return {n: g.double() for n, g in zip(named, torch.autograd.grad(loss, list(named.values())), strict=True)}
+
+
+def pieces_of(loop: Loop, model: nn.Module, window: int) -> list[Piece]:
+    """Every piece of every rank: examples, micro-batches, or a rank's whole window where buckets are read."""
+    pieces: list[Piece] = []
+    for rank in range(loop.n_data):
+        own = []
+        for k, (units, weight) in enumerate(counts(loop, rank, window)):
+            parts = 1
+            if loop.has("pp"):
+                x, y = (t.chunk(N_MICRO)[k] for t in of_window(rank, window))
+                losses = [loss_of_stages(model(x), y, loop.weighted)]
+            else:
+                ids = tokens(loop, rank, window, k)
+                rows = ids.split(1) if loop.options.get("per_example") == "always" else [ids]
+                parts = len(rows)
+                losses = [
+                    loss_of(loop, model, row) * (1.0 if loop.weighted or parts == 1 else 1 / parts) for row in rows
+                ]
+            own += [(gradient_of(model, loss), weight / parts, units / parts) for loss in losses]
+        pieces += [merged(own)] if loop.options.get("tap") == "comm_hook" else own
+    return pieces
+
+
+# What is compared.
+
+
+def n_chunks(loop: Loop, size: int = CHUNK) -> int:
+    """How many chunks of a size hold the gradients, the last first, if only those that are longer are cut."""
+    numels = [p.numel() for p in reversed(list(build(loop).parameters()))]
+    parts = [min(size, n - start) for n in numels for start in range(0, n, size)]
+    n = room = 0
+    for numel in parts:
+        if numel > room:
+            n, room = n + 1, size
+        room -= numel
+    return n
+
+
+def more_collectives(loop: Loop) -> int:
+    """What the probe adds to a window: its sum, unless that rides in the clip's; and sums of parts of gradients."""
+    rides = loop.has("one") or (loop.clips is True and loop.cut != "ddp")
+    own = 0 if rides else 1
+    if loop.has("ep"):
+        own += loop.n_feeding > 1
+    if loop.has("cp"):
+        own += 2 * (n_chunks(loop) + 1)
+    if loop.has("sp"):  # each piece, and once more at the end of a window if all of its pieces are partial
+        own += N_MICRO + 1 if loop.has("pp") else 2 + (loop.cut == "sp")
+    return own
+
+
+def assert_exact(found: Values, exact: Values, metric: str) -> None:
+    """In float64; |G|² is a small difference of squares. Singular values that are 0 keep half of the digits."""
+    rel = 1e-7 if metric == "spectral" else 1e-9
+    for (trace_cov, grad_sq), (exact_trace_cov, exact_grad_sq) in zip(found, exact, strict=True):
+        assert trace_cov == pytest.approx(exact_trace_cov, rel=rel), metric
+        assert grad_sq == pytest.approx(exact_grad_sq, rel=rel, abs=rel * exact_trace_cov), metric
+
+
+def check(ranks: Ranks | None, loop: Loop) -> list[dict[str, Any]]:
+    """Values are those by hand and alike on all ranks, and training is bit for bit that of a run without a probe."""
+    results = ranks(both, loop) if ranks else [both(loop)]
+    for probed, plain in results:
+        assert probed["alerts"] == {}
+        assert len(probed["windows"]) == (0 if loop.dropout else loop.windows)
+        for window, exact in zip(probed["windows"], probed["by hand"], strict=True):
+            for metric, values in exact.items():
+                if values is None:  # before the optimizer's first step
+                    assert window[metric] is None
+                    continue
+                assert window[metric] is not None, probed["reading"].dropped
+                if loop.exact:
+                    assert_exact(window[metric], values, metric)
+                    continue
+                # A rank's whole window is one piece in buckets, so that S and B differ by less.
+                if metric == "euclidean" and "tap" not in loop.options:
+                    assert_same_values(window[metric], values, probed["reading"].effective_units)
+                    continue
+                # fp32 gradients: a few 1e-7 of S and B, amplified by their difference. A group's |G|² may be many times
+                # its tr Σ.
+                for k, (found, by_definition) in enumerate(zip(window[metric], values, strict=True)):
+                    size = by_definition[0] if k == 0 else max(by_definition)
+                    assert found == pytest.approx(by_definition, abs=1e-5 * size), metric
+        assert all(map(torch.equal, probed["weights"], plain["weights"]))
+        assert probed["norms"] == plain["norms"]
+        assert probed["collectives"] - plain["collectives"] == loop.windows * more_collectives(loop)
+        assert probed["hooks"] == 0
+    assert len({str(probed["windows"]) for probed, _ in results}) == 1
+    return [probed for probed, _ in results]
