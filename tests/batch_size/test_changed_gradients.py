@@ -81,7 +81,7 @@ def b_simple_of(
         {"grows": True},
         {"grows": True, "unscales": False},
     ],
-    ids=str,
+    ids=lambda options: ", ".join(options),
 )
 def test_scaling_does_not_matter(change: dict[str, Any]) -> None:
     """A real GradScaler grows every 5 windows: pieces are unscaled by the scale they were taken at."""

@@ -45,7 +45,7 @@ def train(
     optimizers: Sequence[torch.optim.Optimizer],
     of: Sequence[Tensor],
     zero: Callable[[], object],
-    windows: int = 8,
+    windows: int = 24,
 ) -> None:
     """Windows whose tr Σ and |G|² must be those of some parameters."""
     for window in range(windows):
@@ -193,7 +193,7 @@ def test_parameters_that_the_loop_steps_by_itself_are_stepped() -> None:
     model = small_model()
     optimizer = adam(model[3:].parameters())
     with attached(model, log_every=1) as probe:
-        for window in range(17):
+        for window in range(24):
             pieces(model, list(model.parameters()), window)
             probe.step()
             optimizer.step()
