@@ -6,6 +6,7 @@ import contextlib
 import copy
 import logging
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -202,12 +203,13 @@ def test_forwards_are_counted_in_measured_windows_alone() -> None:
 
 
 @pytest.mark.parametrize(("units", "why"), [(lambda x: 1 / 0, "ZeroDivisionError"), (lambda x: 0, "must be positive")])
-def test_a_function_that_cannot_count_is_named(units: Any, why: str) -> None:
+def test_a_function_that_cannot_count_is_named(units: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
     model = small_model()
     with attached(model, units_per_piece=units) as probe:
         mean_loss(model, *batch(4, torch.Generator().manual_seed(0))).backward()
-        with pytest.raises(RuntimeError, match=f"could not be counted by units_per_piece=.*{why}"):
-            probe.step()
+        probe.step()
+        assert probe.reading().reason == Problem.NOT_COUNTED.message
+    assert re.search(f"units_per_piece= could not count a piece: .*{why}", caplog.text)
 
 
 def a_function_that_fails() -> tuple[int, str, str | None]:
