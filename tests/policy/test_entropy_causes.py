@@ -76,7 +76,7 @@ def test_the_part_of_an_entropy_bonus_is_no_prompts(coefficient: float) -> None:
     plain = scene.probe().forecast(scene.E, scene.U, causes=True).causes
     scene.optimizer.zero_grad()
     bonus().backward()
-    alone = scene.probe(first_order=True).forecast(scene.E).first_order.delta
+    alone = scene.probe().forecast(scene.E, causes=True).first_order.delta
     loss(scene.model, scene.U).backward()
     forecast = scene.probe().forecast(scene.E, scene.U, causes=True)
     causes = forecast.causes

@@ -198,7 +198,7 @@ def test_the_growth_of_the_peak_memory_counts_from_the_first_forward_on(monkeypa
         n_forwards += 1
         return STATISTICS(model, rollouts)
 
-    monkeypatch.setattr("sonde.policy.cost._peak_bytes", lambda device: n_forwards)
+    monkeypatch.setattr("sonde.policy.entropy_measurement._peak_bytes", lambda device: n_forwards)
     scene = Scene()
     assert scene.probe(token_statistics=statistics).forecast(scene.E).peak_bytes == n_forwards
 

@@ -17,14 +17,15 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import TypeVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeVar
 
 from sonde.stats.intervals import TOO_FEW_WINDOWS, RatioInterval, fieller_interval
 from sonde.stats.sealed_state import Stateful
 
-T = TypeVar("T", float, Tensor)
+if TYPE_CHECKING:  # a report needs this file where torch is not installed
+    from torch import Tensor
+
+T = TypeVar("T", float, "Tensor")
 
 
 @dataclass(frozen=True)

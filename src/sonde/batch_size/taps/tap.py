@@ -276,8 +276,6 @@ class Tap:
 
     def runs_in_graph(self, grad: Tensor) -> bool:
         """Whether the device records this backward into a graph, where nothing may be launched. Asked once for each."""
-        if grad.is_cpu:
-            return False
         number = torch._C._current_graph_task_id()
         if number != self._asked_at:
             self._asked_at, self._is_recorded = number, is_capturing(grad.device)
