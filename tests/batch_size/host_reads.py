@@ -18,9 +18,8 @@ from tests.pretend_device import reads_host, sonde_functions
 OF_A_CLIP = {
     "gradient_norm/global_norm.py:error_of_peers",
     "gradient_norm/scaling.py:_coefficient",
-    "gradient_norm/scaling.py:is_one",
+    "gradient_norm/power_sums.py:power_sum",
     "gradient_norm/fused_clip.py:fold",
-    "gradient_norm/summed_vector.py:parts_to_read_again",
     "gradient_norm/cross_check.py:disagreement",
 }
 """A clip looks at its norm and at its ranks' errors, if these are at hand: not on a GPU."""
@@ -28,7 +27,7 @@ OF_A_MESH = {
     # torch works out a shard's place with tensors of its own, on the CPU, once for each placement.
     "parallel/placements.py:shard_of",
     # A mesh's ranks are a tensor on the CPU.
-    "parallel/meshes.py:ranks_along",
+    "parallel/placements.py:ranks_along",
 }
 COPIES = {"parallel/devices.py:start_copy_to_host"}
 """Copies at once where no device works beside the host. (Of a GPU, it starts a copy that does not wait.)"""

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import sonde
+from sonde.contrib.hold_entropy import HoldEntropy
 from sonde.parallel.model_state import is_in_own_pass
-from sonde.policy.entropy_options import EntropyChangeOptions
 from tests.small_policy import STATISTICS, drawn, loss, optimizer_of, policy
 
 PROBES: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     "coefficient": lambda model, optimizer, E, U: sonde.EntropyChangeProbe(
-        model, optimizer, EntropyChangeOptions(coefficient_to_hold=True), token_statistics=STATISTICS
+        model, optimizer, token_statistics=STATISTICS, beside=HoldEntropy()
     ).forecast(E),
     "causes": lambda model, optimizer, E, U: sonde.EntropyChangeProbe(
         model, optimizer, token_statistics=STATISTICS

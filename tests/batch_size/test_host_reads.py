@@ -172,10 +172,10 @@ READS = [
         "self._delivery.receive(wait=True)",
     ),
     Mutant(
-        "a clip looks at its coefficient",
-        "sonde.gradient_norm.scaling:is_one",
-        "is_at_hand(coefficient.device) and coefficient.item()",
-        "coefficient.item()",
+        "a clip looks at its norm",
+        "sonde.gradient_norm.scaling:_coefficient",
+        "if is_at_hand(exact.device):",
+        "if True:",
     ),
     Mutant(
         "scalars go to the host one by one",

@@ -19,7 +19,7 @@ def committed() -> list[dict[str, Any]]:
 
 
 def test_the_page_has_the_numbers_of_the_results() -> None:
-    page = " ".join((ROOT / "docs/batch-size.md").read_text().split())
+    page = " ".join((ROOT / "docs/checkpoint.md").read_text().split())
     held = [c["held"] for c in committed() if c["division"] == GROWING]
     assert (
         f"the interval held the exact value in {100 * min(held):.0f} to {100 * max(held):.0f} % of 100 runs in each of "

@@ -40,7 +40,7 @@ def saved(folder: Path, step: int) -> dict[str, Any]:
 
 def test_a_resumed_run_has_the_averages_of_the_whole_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole = trained(tmp_path / "whole")
-    assert saved(tmp_path / "whole", SAVED_AT)["noise"]["windows"] == SAVED_AT
+    assert saved(tmp_path / "whole", SAVED_AT)["windows"]["blocks"]["n_windows"] == SAVED_AT
     expected = saved(tmp_path / "whole", STEPS)
     checkpoint = tmp_path / "whole" / f"checkpoint-{SAVED_AT}"
 
@@ -57,5 +57,5 @@ def test_a_resumed_run_has_the_averages_of_the_whole_run(tmp_path: Path, caplog:
     with caplog.at_level(logging.WARNING, logger="sonde"):
         other = trained(tmp_path / "other", resume=checkpoint)
     assert torch.equal(other, whole)
-    assert saved(tmp_path / "other", STEPS)["noise"]["windows"] == STEPS - SAVED_AT
+    assert saved(tmp_path / "other", STEPS)["windows"]["blocks"]["n_windows"] == STEPS - SAVED_AT
     assert re.search(r"begin anew: .* of version 1, is damaged or is not of version", caplog.text)

@@ -101,9 +101,9 @@ class WindowClock:
             mark, number, was_measured = self._marks.popleft()
             if self._last is not None:
                 before, n_before = self._last
-                kind = "measured" if was_measured else "idle"
-                known[f"{kind}_time"] += before.elapsed_time(mark) / 1e3
-                known[f"n_{kind}"] += number - n_before
+                seconds, n = ("measured_time", "n_measured") if was_measured else ("idle_time", "n_idle")
+                known[seconds] += before.elapsed_time(mark) / 1e3
+                known[n] += number - n_before
             self._last = mark, number
         return known
 

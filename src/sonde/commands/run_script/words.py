@@ -24,6 +24,7 @@ REMEDIES: Mapping[str, str] = {
     HOW_TO_COUNT: "Pass --units-from: a number, NAME:DIM as labels:0, or package.module:function",
     "pass units= to attach, a function of the batch": "pass --units-from package.module:function, a function",
     "units_per_piece=": "--units-from",
+    ", unless piece(units=...) says it": "",
     "raise budget=, or put more work into each window": "raise --budget, or put more work into each step",
     "(every=": "(--every=",
     ", or a larger budget=)": ", or a larger --budget)",
