@@ -65,7 +65,7 @@ nitpick_ignore_regex = [
     # Handed from one call of sonde to another, and read by no user.
     (
         r"py:class",
-        r"sonde\..*\.(Collected|EntropyChange|Key|ParameterGroup|Point|Responses|RowSums|Share|SolvedWindow|T|GuardedProbe|_TrackerSink)",
+        r"sonde\..*\.(Collected|EntropyChange|EntropyMeasurement|FiniteStep|Result|Scored|Key|ParameterGroup|Point|Responses|RowSums|Share|SolvedWindow|T|GuardedProbe|_TrackerSink)",
     ),
 ]
 default_role = "py:obj"

@@ -32,7 +32,7 @@ PRESENT = {
     "files that one forecast closes over": 37,
     "calls of one measured window": 373,
     "files of one measured window": 25,
-    "words of docs": 29_128,
+    "words of docs": 27_638,
     "lines of tests": 49_416,
 }
 """What `python -m tests.house` prints. A change may lower a number. A line that raises one says why, beside it."""

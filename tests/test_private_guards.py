@@ -1,4 +1,4 @@
-"""Guards: each shows that a private part of PyTorch still does what sonde needs. docs/where-it-works.md lists them.
+"""Guards: each shows that a private part of PyTorch still does what sonde needs. tests/private_names.md lists them.
 
 A guard that fails on a new torch names the file of sonde that has to change. Guards of what hooks see in a backward are
 in tests/batch_size/taps/test_leaf_hooks.py, those of TRL in tests/integrations/test_trl.py.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "where-it-works.md"
+PAGE = ROOT / "tests" / "private_names.md"
 SOURCES = sorted(path for path in (ROOT / "src" / "sonde").rglob("*.py"))
 OF_PYTHON = {"_getframe", "_exit"}
 """Public in spite of their underscore: Python documents `sys._getframe` and `os._exit`."""
