@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Batch, Scored, ScoreDerivatives, Scorer
 from sonde.policy.stats.attribution import Cause, causes_by_prompt, credit_by_sign, split_step
 from sonde.policy.stats.entropy_change import EntropyObjective
+from sonde.policy.stats.entropy_comparison import EntropyComparison, entropy_difference
 from sonde.policy.stats.entropy_forecast import (
     AfterStep,
     EntropyForecast,
@@ -217,13 +218,34 @@ class EntropyMeasurement:
 
     def change_to(self, log_prob: Tensor, entropy: Tensor) -> FiniteStep:
         """The change of the entropy from θ to where E has these scores."""
+        return self._change_between(self.base, log_prob, entropy)
+
+    def compared(self, found: Mapping[str, tuple[EntropyForecast, Scored | None]], baseline: str) -> EntropyComparison:
+        """Forecasts of several steps, with their paired differences.
+
+        Args:
+            found: by name, the forecast of a step, and E at its θ⁺; None if scores there are unknown.
+            baseline: name of the step that the others are compared with.
+        """
+        of_baseline, start = found[baseline]
+        differences = {}
+        for name, (forecast, now) in found.items():
+            if name != baseline:
+                change = None
+                if start is not None and now is not None:
+                    change = self._change_between(start, now.log_prob, now.entropy)
+                differences[name] = entropy_difference(forecast, of_baseline, change, self.base.responses)
+        return EntropyComparison(baseline, {name: forecast for name, (forecast, _) in found.items()}, differences)
+
+    def _change_between(self, start: Scored, log_prob: Tensor, entropy: Tensor) -> FiniteStep:
+        """The change of the entropy between two policies, both represented by E."""
         base, (weighting, clip_at) = self.base, self._options.weights
         return change_by_finite_step(
-            Scores(base.log_prob, base.entropy),
+            Scores(start.log_prob, start.entropy),
             Scores(log_prob, entropy),
             base.responses,
             self._objective,
-            sampled_log_prob=base.sampled_log_prob,
+            sampled_log_prob=base.log_prob if base.sampled_log_prob is None else base.sampled_log_prob,
             weighting=weighting,
             clip_at=clip_at,
         )
