@@ -17,9 +17,8 @@ from torch import Tensor, nn
 import sonde
 from sonde.policy.entropy_change import EntropyChangeProbe
 from sonde.policy.entropy_options import EntropyChangeOptions
-from tests.policy.entropy_scene import Scene
+from tests.policy.entropy_scene import Scene, assert_untouched, held
 from tests.policy.enumerated_policy import EnumeratedPolicy, after_step, rate, responses, scores
-from tests.policy.test_entropy_zero_impact import assert_untouched, held
 from tests.small_policy import STATISTICS, loss
 
 N_COMPARISONS = 150
