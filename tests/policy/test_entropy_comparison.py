@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import sonde
 from sonde.policy.entropy_change import EntropyChangeProbe
 from sonde.policy.entropy_options import EntropyChangeOptions
+from sonde.policy.scoring.rollouts import Rollouts
 from tests.policy.entropy_scene import Scene, assert_untouched, held
 from tests.policy.enumerated_policy import EnumeratedPolicy, after_step, rate, responses, scores
 from tests.small_policy import STATISTICS, loss
@@ -152,8 +153,20 @@ def test_two_equal_losses_differ_by_nothing() -> None:
     scene = Scene()
     scene.model.dropout.p = 0.3
     scene.model.train()
-    found = scene.probe().compare({name: lambda: loss(scene.model, scene.U) for name in "ab"}, scene.E)
+    scene.model.register_buffer("factor", torch.ones(1))
+
+    def of() -> Tensor:
+        assert scene.model.dropout.training
+        scene.model.factor.mul_(2.0)  # type: ignore[operator, union-attr]
+        return loss(scene.model, scene.U)
+
+    def scaled(model: nn.Module, rollouts: Rollouts, /) -> tuple[Tensor, Tensor]:
+        s, h = STATISTICS(model, rollouts)
+        return s, h * model.factor  # type: ignore[operator]
+
+    found = scene.probe(token_statistics=scaled).compare({"a": of, "b": of}, scene.E)
     difference = found.differences["b"]
+    assert abs(found.forecasts["b"].delta) < 0.1 * found.forecasts["b"].entropy  # buffers are as before
     # The same random numbers: dropout leaves out the same units.
     assert (difference.difference, difference.low, difference.high) == (0.0, 0.0, 0.0)
     assert str(found).endswith("cannot be distinguished from a")

@@ -16,7 +16,12 @@ from sonde.parallel.placements import is_fully_sharded, local_tensor
 from sonde.parallel.process_groups import digest, gather_from_all_ranks, start_reduce
 from sonde.parallel.unwrap import parameters_of, unwrap_optimizer
 from sonde.policy.scoring.optimizer_step import Direction
-from sonde.policy.scoring.summed_gradient import check_no_other_hook, check_nothing_waits, reduces_every_backward
+from sonde.policy.scoring.summed_gradient import (
+    check_no_other_hook,
+    check_nothing_waits,
+    gradients_set_aside,
+    reduces_every_backward,
+)
 
 Loss = Callable[[], Tensor] | Tensor
 """Returns the loss of a whole update batch, with a graph of its own; or this loss."""
@@ -100,7 +105,7 @@ class LossGradients:
         gather_from_all_ranks(
             self._group, dict
         )  # a rank that failed before says so here, and not in the middle of a backward
-        with self._as_in_training(), _set_aside(self._all), _unmoved(self._all) as have_moved:
+        with self._as_in_training(), gradients_set_aside(self._all), _unmoved(self._all) as have_moved:
             value: list[Tensor] = []
 
             def forward() -> dict[str, Tensor]:
@@ -108,7 +113,7 @@ class LossGradients:
                 return {}
 
             gather_from_all_ranks(self._group, forward)
-            with _set_aside(_leaves(value[0])):
+            with gradients_set_aside(_leaves(value[0])):
                 _backward(name, self._loss_scale * value.pop())
                 found = {p: p.grad for p in self._parameters if p.grad is not None}
             is_moved = have_moved()
@@ -130,7 +135,7 @@ class LossGradients:
     @contextlib.contextmanager
     def as_gradients(self, gradient: Direction) -> Iterator[None]:
         """`.grad` holds a gradient inside."""
-        with _set_aside(self._all):
+        with gradients_set_aside(self._all):
             for parameter, own in gradient.items():
                 parameter.grad = own
             yield
@@ -197,25 +202,6 @@ def _backward(name: str, loss: Tensor) -> None:
             f"the graph of the loss {name!r} was used already, perhaps by the loss before it: pass functions that run "
             "the model's forward anew"
         ) from error
-
-
-@contextlib.contextmanager
-def _set_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """`.grad` is empty inside. On exit each leaf has its former tensor back, with its bits.
-
-    The tensor itself may be written to inside: with `gradient_as_bucket_view`, it lies in DDP's buckets.
-    """
-    before = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in dict.fromkeys(leaves)]
-    try:
-        for p, _, _ in before:
-            p.grad = None
-        yield
-    finally:
-        with torch.no_grad():
-            for p, grad, bits in before:
-                p.grad = grad
-                if grad is not None and bits is not None:
-                    grad.copy_(bits)
 
 
 @contextlib.contextmanager
