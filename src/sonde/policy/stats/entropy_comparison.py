@@ -85,6 +85,13 @@ class EntropyComparison:
     forecasts: Mapping[str, EntropyForecast]
     differences: Mapping[str, EntropyDifference]
 
+    def in_words(self, name: str) -> str:
+        """What the comparison says of a loss, in a few words."""
+        if name != self.baseline:
+            return self.differences[name].in_words(self.baseline)
+        reason = self.forecasts[name].reason
+        return f"the baseline; {reason}" if reason else "the baseline"
+
     def table(self) -> str:
         """A line for each loss: its forecast, its difference from the baseline, and what this says in words."""
         width = max(20, *map(len, self.forecasts))
@@ -92,11 +99,10 @@ class EntropyComparison:
         head = f"{f'loss (nats {per})':<{width}}  {'change':>22}  {'difference, paired':>22}"
         lines = [head]
         for name, forecast in self.forecasts.items():
-            change, difference, words = _with_error(forecast.delta, forecast.se), "", f"the baseline; {forecast.reason}"
-            if name != self.baseline:
-                found = self.differences[name]
-                difference, words = _with_error(found.difference, found.se), found.in_words(self.baseline)
-            lines.append(f"{name:<{width}}  {change:>22}  {difference:>22}  {words.rstrip('; ')}")
+            found = self.differences.get(name)
+            change = _with_error(forecast.delta, forecast.se)
+            difference = "" if found is None else _with_error(found.difference, found.se)
+            lines.append(f"{name:<{width}}  {change:>22}  {difference:>22}  {self.in_words(name)}")
         return "\n".join(lines)
 
     def __str__(self) -> str:
