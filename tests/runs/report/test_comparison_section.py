@@ -78,7 +78,7 @@ def test_a_damaged_comparison_is_refused(tmp_path: Path) -> None:
     file = logged(tmp_path) / "records.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     lines[1]["options"][0]["low"] = "much"
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
     with pytest.raises(ValueError, match=r"line 2 of .* is not a record of schema"):
         read_run(tmp_path)
 
@@ -88,8 +88,8 @@ def test_the_report_shows_the_last_comparison(tmp_path: Path) -> None:
     for fact in (
         "What would other losses do?",
         "This is the comparison at step 7, the last of 2 comparisons.",
-        "clip 0.2 −0.005 0.001 – – the baseline",
-        "<b>bonus</b> −0.004 0.001 0.001 8.00 × 10⁻⁴ to 0.0012 more entropy than clip 0.2",
+        "clip 0.2 −0.00500 0.00100 – – the baseline",
+        "<b>bonus</b> −0.00400 0.00100 0.00100 8.00 × 10⁻⁴ to 0.00120 more entropy than clip 0.2",
         "cannot be distinguished from clip 0.2",
         "broken not known not known not known not known the step is not finite",
     ):
@@ -108,4 +108,4 @@ def test_a_point_with_its_interval_for_each_loss(tmp_path: Path) -> None:
     assert list(bars["y0"]) == sorted([places["<b>bonus</b>"], places["clip-higher 0.28"]])
     assert dict(zip(bars["y0"], bars["x0"], strict=True))[places["<b>bonus</b>"]] == 8e-4
     assert dict(zip(bars["y0"], bars["x1"], strict=True))[places["<b>bonus</b>"]] == 1.2e-3
-    assert "<b>bonus</b>: 0.001 [8.00 × 10⁻⁴ to 0.0012], more entropy than clip 0.2" in plot.in_words
+    assert "<b>bonus</b>: 0.00100 [8.00 × 10⁻⁴ to 0.00120], more entropy than clip 0.2" in plot.in_words
