@@ -47,8 +47,9 @@ from sonde.policy.scoring.training_state import (
     seed_everything,
     set_evaluation_mode,
 )
-from sonde.policy.stats.entropy_comparison import EntropyComparison, entropy_difference
+from sonde.policy.stats.entropy_comparison import EntropyComparison, comparison_of
 from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder, unknown
+from sonde.policy.stats.finite_step import FiniteStep
 from sonde.probe import Metric, Partners
 
 Sampler = Callable[[nn.Module], Rollouts]
@@ -306,13 +307,7 @@ class EntropyChangeProbe:
             gradients.check_same_names(losses, baseline)
             with self._measuring(evaluation, None, 0) as measurement:
                 if measurement is None:
-                    forecasts = {name: self._unknown(_SCORES_NOT_FINITE) for name in losses}
-                    differences = {
-                        name: entropy_difference(forecast, forecasts[baseline], None, None)
-                        for name, forecast in forecasts.items()
-                        if name != baseline
-                    }
-                    return EntropyComparison(baseline, forecasts, differences)
+                    return comparison_of({name: (self._unknown(_SCORES_NOT_FINITE), None) for name in losses}, baseline)
                 # A step in place would make graphs unusable: those that exist already come first.
                 early = {name: gradients.take(name, loss) for name, loss in losses.items() if isinstance(loss, Tensor)}
                 found: dict[str, tuple[EntropyForecast, Scored | None]] = {}
@@ -321,7 +316,11 @@ class EntropyChangeProbe:
                     with gradients.as_gradients(gradient):
                         found[name] = self._stepped(measurement, gradient_scale)
                     del gradient
-                return measurement.compared(found, baseline)
+
+                def between(start: Scored, now: Scored) -> FiniteStep:
+                    return measurement.change_to(now.log_prob, now.entropy, start)
+
+                return comparison_of(found, baseline, between, measurement.base.responses)
 
     def step(self) -> None:
         """In every `every`-th window, or in fewer by `budget`, forecast the next step on responses of the sampler.

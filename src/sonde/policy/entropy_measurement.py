@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,7 +29,6 @@ from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Batch, Scored, ScoreDerivatives, Scorer
 from sonde.policy.stats.attribution import Cause, causes_by_prompt, credit_by_sign, split_step
 from sonde.policy.stats.entropy_change import EntropyObjective
-from sonde.policy.stats.entropy_comparison import EntropyComparison, entropy_difference
 from sonde.policy.stats.entropy_forecast import (
     AfterStep,
     EntropyForecast,
@@ -216,30 +215,10 @@ class EntropyMeasurement:
         more = None if beside is None else beside.ends(self, now, finite_step, why_another)
         return AfterStep(finite_step, on_same_prefixes, importance, rollouts, more)
 
-    def change_to(self, log_prob: Tensor, entropy: Tensor) -> FiniteStep:
-        """The change of the entropy from θ to where E has these scores."""
-        return self._change_between(self.base, log_prob, entropy)
-
-    def compared(self, found: Mapping[str, tuple[EntropyForecast, Scored | None]], baseline: str) -> EntropyComparison:
-        """Forecasts of several steps, with their paired differences.
-
-        Args:
-            found: by name, the forecast of a step, and E at its θ⁺; None if scores there are unknown.
-            baseline: name of the step that the others are compared with.
-        """
-        of_baseline, start = found[baseline]
-        differences = {}
-        for name, (forecast, now) in found.items():
-            if name != baseline:
-                change = None
-                if start is not None and now is not None:
-                    change = self._change_between(start, now.log_prob, now.entropy)
-                differences[name] = entropy_difference(forecast, of_baseline, change, self.base.responses)
-        return EntropyComparison(baseline, {name: forecast for name, (forecast, _) in found.items()}, differences)
-
-    def _change_between(self, start: Scored, log_prob: Tensor, entropy: Tensor) -> FiniteStep:
-        """The change of the entropy between two policies, both represented by E."""
+    def change_to(self, log_prob: Tensor, entropy: Tensor, start: Scored | None = None) -> FiniteStep:
+        """The change of the entropy to where E has these scores: from θ, or from another policy that scored E."""
         base, (weighting, clip_at) = self.base, self._options.weights
+        start = base if start is None else start
         return change_by_finite_step(
             Scores(start.log_prob, start.entropy),
             Scores(log_prob, entropy),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from sonde.policy.stats.attribution import Share, shares_by_prompt
 from sonde.policy.stats.entropy_forecast import EntropyForecast, why_no_support
 from sonde.policy.stats.entropy_gradient import Responses
 from sonde.policy.stats.finite_step import FiniteStep
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,26 +53,6 @@ class EntropyDifference:
         return f"{'more' if self.difference > 0 else 'less'} entropy than {baseline}"
 
 
-def entropy_difference(
-    of: EntropyForecast, baseline: EntropyForecast, found: FiniteStep | None, responses: Responses | None
-) -> EntropyDifference:
-    """The paired difference of two forecasts.
-
-    Args:
-        of: an option's forecast.
-        baseline: the baseline's, of the same responses.
-        found: the change from the baseline's step to the option's; None if either is unknown.
-        responses: the evaluation responses.
-    """
-    reasons = (of.reason, baseline.reason and f"the baseline: {baseline.reason}")
-    if found is None or responses is None:
-        return EntropyDifference(None, None, None, None, next(filter(None, reasons)))
-    change = found.change
-    reason = next(filter(None, (*reasons, change.reason, why_no_support(found.support))), "")
-    shares = shares_by_prompt(change, responses)
-    return EntropyDifference(change.delta, change.se, change.low, change.high, reason, shares)
-
-
 @dataclass(frozen=True)
 class EntropyComparison:
     """What each of several losses would do to the policy's entropy, on one update batch and one evaluation batch.
@@ -107,6 +90,35 @@ class EntropyComparison:
 
     def __str__(self) -> str:
         return self.table()
+
+
+def comparison_of(
+    found: Mapping[str, tuple[EntropyForecast, T | None]],
+    baseline: str,
+    between: Callable[[T, T], FiniteStep] | None = None,
+    responses: Responses | None = None,
+) -> EntropyComparison:
+    """Forecasts of several steps on the same responses, with their paired differences.
+
+    Args:
+        found: by name, the forecast of a step and the scores after it; None if these are unknown.
+        baseline: name of the step that the others are compared with.
+        between: the change of the entropy from one step to another, by the scores after both.
+        responses: the evaluation responses.
+    """
+    (of_baseline, start), differences = found[baseline], {}
+    for name, (forecast, now) in found.items():
+        if name == baseline:
+            continue
+        reasons = [forecast.reason, of_baseline.reason and f"the baseline: {of_baseline.reason}"]
+        difference = EntropyDifference(None, None, None, None, next(filter(None, reasons), ""))
+        if between is not None and responses is not None and start is not None and now is not None:
+            step = between(start, now)
+            change, shares = step.change, shares_by_prompt(step.change, responses)
+            reason = next(filter(None, [*reasons, change.reason, why_no_support(step.support)]), "")
+            difference = EntropyDifference(change.delta, change.se, change.low, change.high, reason, shares)
+        differences[name] = difference
+    return EntropyComparison(baseline, {name: forecast for name, (forecast, _) in found.items()}, differences)
 
 
 def _with_error(value: float | None, se: float | None) -> str:

@@ -22,7 +22,7 @@ from sonde.runs.report.figures import (
     scale_for,
 )
 from sonde.runs.report.how_measured import cut
-from sonde.runs.run import ComparedLoss, ComparisonReading, Run
+from sonde.runs.run import ComparisonReading, Run
 from sonde.wording import interval, number, plural, shorten
 
 _TEXT = (
@@ -43,23 +43,14 @@ def comparison_sections(run: Run) -> list[Section]:
 
 
 def _table(comparison: ComparisonReading) -> Table:
-    rows = [
-        (cut(of.name, 120), number(of.change), number(of.change_se), *_difference(of, comparison), cut(of.words, 300))
-        for of in comparison.losses
-    ]
-    heads = ("Loss", "Change (nats)", "Standard error", "Difference", "95 % interval", "In words")
-    return Table(
-        f"Change of entropy (nats a {comparison.per}) by the step of each loss, and its difference from that of "
-        f"{cut(comparison.baseline, 120)}",
-        heads,
-        tuple(rows),
-    )
-
-
-def _difference(of: ComparedLoss, comparison: ComparisonReading) -> tuple[str, str]:
-    if of.name == comparison.baseline:
-        return "–", "–"
-    return number(of.difference), interval(of.low, of.high)
+    rows = []
+    for of in comparison.losses:
+        is_baseline = of.name == comparison.baseline
+        difference = ("–", "–") if is_baseline else (number(of.difference), interval(of.low, of.high))
+        rows.append((of.name, number(of.change), number(of.change_se), *difference, cut(of.words, 300)))
+    caption = f"Change of entropy (nats a {comparison.per}), and its difference from that of {comparison.baseline}"
+    heads = ("Loss", "Change", "Standard error", "Difference", "95 % interval", "In words")
+    return Table(caption, heads, tuple(rows))
 
 
 def _figure(comparison: ComparisonReading) -> Plot | str:
