@@ -18,9 +18,9 @@ import sonde
 from sonde.policy.entropy_change import EntropyChangeProbe
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.rollouts import Rollouts
-from tests.policy.entropy_scene import Scene, assert_untouched, held
+from tests.policy.entropy_scene import Scene, assert_untouched, held, stale
 from tests.policy.enumerated_policy import EnumeratedPolicy, after_step, rate, responses, scores
-from tests.small_policy import STATISTICS, loss
+from tests.small_policy import STATISTICS, drawn, loss
 
 N_COMPARISONS = 150
 OPTIONS: dict[str, dict[str, float]] = {
@@ -185,6 +185,34 @@ def test_the_scale_of_gradients_may_be_that_of_each_losss_own_clip() -> None:
     assert clipped.differences["ten times"].difference == pytest.approx(
         0.0, abs=1e-3 * abs(found.forecasts["once"].delta)
     )
+
+
+@pytest.mark.parametrize(
+    "options", [{"objective": "sequence"}, {"objective": "sequence", "sequence_weights": "length"}, {"clip_at": 2.0}]
+)
+@pytest.mark.parametrize("is_stale", [False, True])
+def test_with_other_options_and_responses_of_older_weights(options: dict[str, Any], is_stale: bool) -> None:
+    scene = Scene(lr=1e-4)
+    E = stale(scene.model, 24, seed=1) if is_stale else scene.E
+    losses = {
+        "a": lambda: loss(scene.model, scene.U),
+        "b": lambda: loss(scene.model, drawn(scene.model, 300, 8, seed=5)),
+    }
+    found = scene.probe(**options).compare(losses, E)
+    paired, (a, b) = found.differences["b"], found.forecasts.values()
+    # A clip cuts the weights of the two steps at different means.
+    assert paired.difference == pytest.approx(b.delta - a.delta, rel=1e-9)
+    assert 0.0 < paired.se < 1.5 * math.hypot(a.se, b.se)
+
+
+def test_a_scaler_of_gradients_changes_nothing() -> None:
+    scene = Scene("sgd")
+    losses = {"a": lambda: loss(scene.model, scene.U), "b": lambda: loss(scene.model, scene.U).exp()}
+    expected = scene.probe().compare(losses, scene.E)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(loss(scene.model, scene.U))  # a scaler has its scale from its first use on
+    scaled = EntropyChangeProbe(scene.model, scene.optimizer, grad_scaler=scaler).compare(losses, scene.E)
+    assert scaled.differences == expected.differences
 
 
 @pytest.mark.parametrize("fails", ["", "first", "second", "step"])

@@ -40,8 +40,10 @@ def half(rollouts: Rollouts, n_first: int) -> Rollouts:
 def wrapped(how: str, kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = policy()
     optimizer = optimizer_of(model, kind)
-    if how == "DDP":
-        return DistributedDataParallel(model, gradient_as_bucket_view=True), optimizer
+    if how.startswith("DDP"):
+        return DistributedDataParallel(
+            model, gradient_as_bucket_view=True, find_unused_parameters="unused" in how, static_graph="static" in how
+        ), optimizer
     state, mesh = optimizer.state_dict()["state"], mesh_of((2,))
     for layer in (model.hidden, model.out):
         fully_shard(layer, mesh=mesh)
@@ -90,7 +92,7 @@ def on_rank(how: str, kind: str) -> tuple[Any, bool, bool]:
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
-@pytest.mark.parametrize("how", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("how", ["DDP", "DDP that finds unused parameters", "FSDP2"])
 def test_ranks_agree_with_one_process_and_training_goes_on_bit_for_bit(ranks2: Ranks, how: str, kind: str) -> None:
     (first, *kept), (second, *also_kept) = ranks2(on_rank, how, kind)
     assert first == second
@@ -129,10 +131,11 @@ def fails_on_a_rank(how: str, what: str) -> str:
             "ValueError: the loss 'plain' is a tensor, whose",
             "ValueError: the loss 'plain' is a tensor, whose",
         ),
+        ("static", "ValueError: DDP with static_graph=True must", "ValueError: DDP with static_graph=True must"),
         ("raises", "RuntimeError: rank 1 of the group failed: Zero", "ZeroDivisionError: "),
     ],
 )
 def test_an_error_on_one_rank_is_raised_on_all(ranks2: Ranks, what: str, first: str, second: str) -> None:
-    found = ranks2(fails_on_a_rank, "DDP", what)
+    found = ranks2(fails_on_a_rank, "DDP of a static graph" if what == "static" else "DDP", what)
     assert found[0].startswith(first), found
     assert found[1].startswith(second), found

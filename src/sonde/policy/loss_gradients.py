@@ -77,6 +77,11 @@ class LossGradients:
         self._all = list(dict.fromkeys([*model.parameters(), *parameters_of(optimizer)]))
         self._modes = [(module, module.training) for module in model.modules()]
         self._is_sharded = any(map(is_fully_sharded, model.modules()))
+        if any(isinstance(m, DistributedDataParallel) and m.static_graph for m in model.modules()):
+            raise ValueError(
+                "DDP with static_graph=True must reduce its first backward, so no loss can be compared beside the "
+                "training: leave static_graph out"
+            )
         check_no_other_hook(self._all)
         check_nothing_waits(model)
 
