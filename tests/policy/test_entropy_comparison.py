@@ -144,8 +144,8 @@ def test_a_difference_is_that_of_the_forecasts_and_is_the_sum_of_its_prompts() -
     assert lines[0].split() == ["loss", "(nats", "a", "token)", "change", "difference,", "paired"]
     assert [line.split("  ")[0] for line in lines[1:]] == list(OPTIONS)
     assert lines[4].endswith("the baseline")
-    assert lines[1].endswith("less entropy than KL-Cov")
-    json.dumps(dataclasses.asdict(found.differences["clip 0.2"]))
+    assert lines[1].endswith("less entropy")
+    json.dumps(dataclasses.asdict(found))
     assert type(found) is sonde.EntropyComparison
 
 
@@ -169,7 +169,7 @@ def test_two_equal_losses_differ_by_nothing() -> None:
     assert abs(found.forecasts["b"].delta) < 0.1 * found.forecasts["b"].entropy  # buffers are as before
     # The same random numbers: dropout leaves out the same units.
     assert (difference.difference, difference.low, difference.high) == (0.0, 0.0, 0.0)
-    assert str(found).endswith("cannot be distinguished from a")
+    assert str(found).endswith("cannot be distinguished")
 
 
 def test_the_scale_of_gradients_may_be_that_of_each_losss_own_clip() -> None:

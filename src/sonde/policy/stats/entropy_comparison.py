@@ -44,13 +44,14 @@ class EntropyDifference:
         """Whether the difference is to be trusted, and its interval does not contain 0."""
         return self.is_valid and self.low is not None and self.high is not None and not self.low <= 0.0 <= self.high
 
-    def in_words(self, baseline: str) -> str:
+    @property
+    def in_words(self) -> str:
         """What it says, in a few words."""
         if not self.is_valid:
             return self.reason
         if not self.is_resolved or self.difference is None:
-            return f"cannot be distinguished from {baseline}"
-        return f"{'more' if self.difference > 0 else 'less'} entropy than {baseline}"
+            return "cannot be distinguished"
+        return "more entropy" if self.difference > 0 else "less entropy"
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class EntropyComparison:
     def in_words(self, name: str) -> str:
         """What the comparison says of a loss, in a few words."""
         if name != self.baseline:
-            return self.differences[name].in_words(self.baseline)
+            return self.differences[name].in_words
         reason = self.forecasts[name].reason
         return f"the baseline; {reason}" if reason else "the baseline"
 

@@ -27,7 +27,7 @@ from sonde.wording import interval, number, plural, shorten
 
 _TEXT = (
     "Each loss was computed on the same update batch, and its step was forecast on the same evaluation responses. What "
-    "the responses have in common cancels in the difference from the baseline, so a difference is known far better "
+    "the responses have in common cancels in the difference from the baseline, so a difference is usually known far better "
     "than either change. If its interval does not contain 0, the loss leaves more entropy, or less, than the baseline."
 )
 
@@ -47,9 +47,10 @@ def _table(comparison: ComparisonReading) -> Table:
     for of in comparison.losses:
         is_baseline = of.name == comparison.baseline
         difference = ("–", "–") if is_baseline else (number(of.difference), interval(of.low, of.high))
-        rows.append((of.name, number(of.change), number(of.change_se), *difference, cut(of.words, 300)))
+        change = f"{number(of.change)} ± {number(of.change_se, 2)}" if of.change_se else number(of.change)
+        rows.append((of.name, change, *difference, cut(of.words, 300)))
     caption = f"Change of entropy (nats a {comparison.per}), and its difference from that of {comparison.baseline}"
-    heads = ("Loss", "Change", "Standard error", "Difference", "95 % interval", "In words")
+    heads = ("Loss", "Change", "Difference", "95 % interval", "In words")
     return Table(caption, heads, tuple(rows))
 
 
