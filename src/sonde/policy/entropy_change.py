@@ -272,7 +272,7 @@ class EntropyChangeProbe:
     ) -> EntropyComparison:
         """What the next optimizer step would do with each of several losses, and how much they differ.
 
-        All are forecast on the same responses, so differences are paired: usually they are known far better than the changes.
+        All are forecast on the same responses, so differences are paired, and usually known far better than changes.
         Each loss takes a backward and a forecast. It runs as in training, with the same random numbers as the others.
         Gradients that are in `.grad` do not count, and are there again afterwards.
 
