@@ -74,7 +74,7 @@ class LossGradients:
     ) -> None:
         self._model, self._parameters, self._optimizer = model, list(parameters), optimizer
         self._group, self._loss_scale = group, loss_scale
-        self._all = list(dict.fromkeys([*model.parameters(), *parameters_of(optimizer)]))
+        self._all = list(dict.fromkeys([*parameters, *parameters_of(optimizer)]))
         self._modes = [(module, module.training) for module in model.modules()]
         self._is_sharded = any(map(is_fully_sharded, model.modules()))
         if any(isinstance(m, DistributedDataParallel) and m.static_graph for m in model.modules()):
@@ -103,6 +103,8 @@ class LossGradients:
 
     def take(self, name: str, loss: Loss) -> Direction:
         """The gradient of a loss, averaged over ranks; parameters that it does not reach are left out.
+
+        While the loss runs, a copy of the parameters is held, to find out whether it changes them.
 
         Raises:
             ValueError: for what is no loss of this model, on all ranks alike.

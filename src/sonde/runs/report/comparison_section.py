@@ -27,8 +27,8 @@ from sonde.wording import interval, number, plural, shorten
 
 _TEXT = (
     "Each loss was computed on the same update batch, and its step was forecast on the same evaluation responses. What "
-    "the responses have in common cancels in the difference from the baseline, so a difference is usually known better than "
-    "either change. If its interval does not contain 0, the loss leaves more entropy, or less, than the baseline."
+    "the responses have in common cancels in the difference from the baseline, so a difference is usually known better "
+    "than either change. If its interval does not contain 0, the loss leaves more entropy, or less, than the baseline."
 )
 
 
