@@ -283,6 +283,9 @@ def entropy_change(page: Page) -> None:
     run = sonde.read_run("runs/mine")
     assert [reading.window for reading in run.policy] == [1]
     assert run.ended == "training ended"
+    page.run(names)  # comparing losses
+    assert names["comparison"].differences["clip-higher"].difference == 0.0  # at a ratio of 1, no clip counts
+    assert names["comparison"].differences["dr_grpo"].is_valid
 
 
 @scene("holding-entropy.md")

@@ -25,6 +25,7 @@ from sonde.policy.policy_entropy import PolicyEntropyProbe
 from sonde.policy.prompt_noise import PromptNoiseProbe, PromptNoiseReading
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
+from sonde.policy.stats.entropy_comparison import EntropyComparison
 from sonde.policy.stats.entropy_forecast import EntropyForecast
 from sonde.policy.stats.policy_entropy import PolicyEntropy
 from sonde.probe import Metric, Partners, Probe, ProbeConfig, ReportSection, RolloutProbe
@@ -40,6 +41,7 @@ __all__ = [
     "CausalLMStatistics",
     "EntropyChangeOptions",
     "EntropyChangeProbe",
+    "EntropyComparison",
     "EntropyForecast",
     "Estimate",
     "FunctionSink",

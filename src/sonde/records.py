@@ -15,6 +15,8 @@ A run is a sequence of records, each a JSON object with a `kind`:
 - `policy`, around each optimizer step at which a policy's entropy was measured: `window`, `metrics`, `reason`, `per`
   ("token" or "response": the unit of the forecast), `shares` and `causes` (prompts with their parts of the change in
   nats; `causes` is null if they were not asked for), and `alerts`.
+- `comparison`, when losses were compared: `window`, `baseline`, `per`, and `options`: of each loss its `name`, forecast
+  `change`, paired `difference` from the baseline with its interval, and what this says in `words`.
 - `metrics`, when a probe of the user's own is logged: `window` and `metrics`.
 - `alert`, when something looks wrong for the first time, with its `name` and a `message` in plain words.
 - `end`, when the last probe was closed; a run without it was cut off.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,35 +10,8 @@ from torch import Tensor, nn
 
 from sonde.contrib.hold_entropy import HoldEntropy
 from sonde.policy.scoring.rollouts import Rollouts
-from tests.policy.entropy_scene import Scene
+from tests.policy.entropy_scene import Scene, assert_untouched, held
 from tests.small_policy import STATISTICS, loss, sample
-
-
-def held(scene: Scene) -> list[Any]:
-    """The training state, copied."""
-    state = copy.deepcopy(scene.optimizer.state_dict())
-    tensors = [p.detach().clone() for p in scene.model.parameters()]
-    grads = [p.grad for p in scene.model.parameters()]
-    copies = [None if g is None else g.clone() for g in grads]
-    modes = [m.training for m in scene.model.modules()]
-    return [tensors, grads, copies, state, modes, torch.get_rng_state()]
-
-
-def assert_untouched(scene: Scene, before: list[Any]) -> None:
-    tensors, grads, copies, state, modes, rng = before
-    for p, old, grad, copied in zip(scene.model.parameters(), tensors, grads, copies, strict=True):
-        assert torch.equal(p, old)
-        assert p.grad is grad
-        assert grad is None or torch.equal(grad, copied)
-    now = scene.optimizer.state_dict()
-    assert now["param_groups"] == state["param_groups"]
-    for key, values in state["state"].items():
-        for name, value in values.items():
-            assert torch.equal(torch.as_tensor(now["state"][key][name]), torch.as_tensor(value))
-    assert [m.training for m in scene.model.modules()] == modes
-    assert torch.equal(torch.get_rng_state(), rng)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in scene.model.modules())
-    assert not any(p._post_accumulate_grad_hooks for p in scene.model.parameters())  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("update", ["step", "gradient"])

@@ -34,11 +34,12 @@ from sonde.policy.entropy_checks import (
 )
 from sonde.policy.entropy_measurement import Beside, Cost, EntropyMeasurement
 from sonde.policy.entropy_options import METRICS, EntropyChangeOptions
+from sonde.policy.loss_gradients import Loss, LossGradients, check_losses
 from sonde.policy.mean_gradients import along_mean_gradients
 from sonde.policy.policy_step import STEP_NOT_FINITE, STEP_ROUNDED_AWAY, PolicyStep
 from sonde.policy.scoring.optimizer_step import Direction, taken, why_no_forecast
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics, mask_doubt
-from sonde.policy.scoring.scorer import Scorer
+from sonde.policy.scoring.scorer import Scored, Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics, check_is_statistics
 from sonde.policy.scoring.training_state import (
     is_checkpointing,
@@ -46,7 +47,9 @@ from sonde.policy.scoring.training_state import (
     seed_everything,
     set_evaluation_mode,
 )
+from sonde.policy.stats.entropy_comparison import EntropyComparison, comparison_of
 from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder, unknown
+from sonde.policy.stats.finite_step import FiniteStep
 from sonde.probe import Metric, Partners
 
 Sampler = Callable[[nn.Module], Rollouts]
@@ -259,6 +262,66 @@ class EntropyChangeProbe:
             rounded = step.rounded_away()
             around._forecast = measurement.forecast(first_order, after, is_same_step=is_step, rounded_away=rounded)
 
+    def compare(
+        self,
+        losses: Mapping[str, Loss],
+        evaluation: Rollouts,
+        *,
+        baseline: str | None = None,
+        gradient_scale: float | Tensor | Callable[[], float | Tensor] = 1.0,
+    ) -> EntropyComparison:
+        """What the next optimizer step would do with each of several losses, and how much they differ.
+
+        All are forecast on the same responses, so differences are paired, and usually known far better than changes.
+        Each loss takes a backward and a forecast. It runs as in training, with the same random numbers as the others.
+        Gradients that are in `.grad` do not count, and are there again afterwards.
+
+        Args:
+            losses: by name, functions without arguments that run the model on the update batch and return its loss, a
+                mean over this rank's part; or losses with graphs of their own. All ranks pass the same names in the
+                same order.
+            evaluation: this rank's part of E.
+            baseline: name of the loss that the others are compared with; by default the first.
+            gradient_scale: factor that gradients are multiplied by before the step. A function is called once a
+                loss, with its gradients in `.grad`: for the coefficient of a clip, which differs from loss to loss.
+
+        Raises:
+            ValueError: for losses that cannot be compared, such as one that reaches no parameter or changes some; or an
+                optimizer whose step cannot be forecast.
+
+        Example:
+            >>> def compared(probe: EntropyChangeProbe, loss: Callable[[float], Tensor], evaluation: Rollouts) -> None:
+            ...     losses = {"clip 0.2": lambda: loss(0.2), "clip-higher 0.28": lambda: loss(0.28)}
+            ...     print(probe.compare(losses, evaluation))
+        """
+        with together(self._group):
+            baseline = check_losses(losses, baseline)
+            if not self._options.is_step:
+                raise ValueError("compare() forecasts the optimizer's own step: leave update='gradient' out")
+            if why := why_no_forecast(self._optimizer):
+                raise ValueError(why.replace("use around_step(), which measures it", "compare() needs the forecast"))
+            check_responses(evaluation, None, self._statistics, self._group, options=self._options, causes=False)
+            gradients = LossGradients(
+                self._model, trainable(self._model), self._optimizer, self._group, self._loss_scale()
+            )
+            gradients.check_same_names(losses, baseline)
+            with self._measuring(evaluation, None, 0) as measurement:
+                if measurement is None:
+                    return comparison_of({name: (self._unknown(_SCORES_NOT_FINITE), None) for name in losses}, baseline)
+                # A step in place would make graphs unusable: those that exist already come first.
+                early = {name: gradients.take(name, loss) for name, loss in losses.items() if isinstance(loss, Tensor)}
+                found: dict[str, tuple[EntropyForecast, Scored | None]] = {}
+                for name, loss in losses.items():
+                    gradient = early.pop(name) if name in early else gradients.take(name, loss)
+                    with gradients.as_gradients(gradient):
+                        found[name] = self._stepped(measurement, gradient_scale)
+                    del gradient
+
+                def between(start: Scored, now: Scored) -> FiniteStep:
+                    return measurement.change_to(now.log_prob, now.entropy, start)
+
+                return comparison_of(found, baseline, between, measurement.base.responses)
+
     def step(self) -> None:
         """In every `every`-th window, or in fewer by `budget`, forecast the next step on responses of the sampler.
 
@@ -292,9 +355,7 @@ class EntropyChangeProbe:
         self, evaluation: Rollouts, update: Rollouts | None, gradient_scale: float | Tensor, causes: bool
     ) -> tuple[float, int]:
         """The factor of the gradients, and the number of update prompts on all ranks."""
-        scale = as_factor("gradient_scale", gradient_scale)
-        if scale < 0:
-            raise ValueError(f"gradient_scale must not be negative, got {scale!r}: pass the factor of a clip, say")
+        scale = self._factor(gradient_scale)
         n_update = check_responses(
             evaluation, update, self._statistics, self._group, options=self._options, causes=causes
         )
@@ -342,6 +403,29 @@ class EntropyChangeProbe:
                     after = measurement.after(scored, before, self._beside)
                 is_rounded = is_step or not self._scorer.adds_residuals
                 return measurement.forecast(first_order, after, rounded_away=now.rounded_away if is_rounded else 0.0)
+
+    def _stepped(
+        self, measurement: EntropyMeasurement, gradient_scale: float | Tensor | Callable[[], float | Tensor]
+    ) -> tuple[EntropyForecast, Scored | None]:
+        """The forecast by the gradients in `.grad`, and E at θ⁺; None if scores there are unknown."""
+        given = gradient_scale() if callable(gradient_scale) else gradient_scale
+        scale = self._factor(given) / self._loss_scale()
+        policy_step = PolicyStep(trainable(self._model), self._optimizer, self._group, scale)
+        if not policy_step.is_finite(step := policy_step.forecast()):
+            return measurement.unknown(STEP_NOT_FINITE), None
+        with taken(step, self._model) as now:
+            scored = measurement.scored_after()
+            if now.rounded_away and measurement.is_unchanged(scored):
+                return measurement.unknown(STEP_ROUNDED_AWAY, rounded_away=now.rounded_away), None
+            after = measurement.after(scored, None)
+        forecast = measurement.forecast(None, after, rounded_away=now.rounded_away)
+        return forecast, None if after is None else scored
+
+    def _factor(self, gradient_scale: float | Tensor) -> float:
+        scale = as_factor("gradient_scale", gradient_scale)
+        if scale < 0:
+            raise ValueError(f"gradient_scale must not be negative, got {scale!r}: pass the factor of a clip, say")
+        return scale
 
     def _at_entry(
         self, measurement: EntropyMeasurement, step: PolicyStep, update: Rollouts | None, scale: float, causes: bool

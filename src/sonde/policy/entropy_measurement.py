@@ -215,15 +215,16 @@ class EntropyMeasurement:
         more = None if beside is None else beside.ends(self, now, finite_step, why_another)
         return AfterStep(finite_step, on_same_prefixes, importance, rollouts, more)
 
-    def change_to(self, log_prob: Tensor, entropy: Tensor) -> FiniteStep:
-        """The change of the entropy from θ to where E has these scores."""
+    def change_to(self, log_prob: Tensor, entropy: Tensor, start: Scored | None = None) -> FiniteStep:
+        """The change of the entropy to where E has these scores: from θ, or from another policy that scored E."""
         base, (weighting, clip_at) = self.base, self._options.weights
+        start = base if start is None else start
         return change_by_finite_step(
-            Scores(base.log_prob, base.entropy),
+            Scores(start.log_prob, start.entropy),
             Scores(log_prob, entropy),
             base.responses,
             self._objective,
-            sampled_log_prob=base.sampled_log_prob,
+            sampled_log_prob=base.log_prob if base.sampled_log_prob is None else base.sampled_log_prob,
             weighting=weighting,
             clip_at=clip_at,
         )

@@ -8,6 +8,7 @@ from sonde.policy.entropy_change import EntropyChangeProbe
 from sonde.policy.policy_entropy import PolicyEntropyProbe
 from sonde.policy.prompt_noise import PromptNoiseProbe
 from sonde.policy.stats.attribution import Causes
+from sonde.policy.stats.entropy_comparison import EntropyComparison
 from sonde.policy.stats.entropy_forecast import EntropyForecast
 from sonde.policy.stats.forecast_point import Per, Point, forecast_point
 from sonde.policy.stats.policy_alerts import PolicyAlerts
@@ -100,6 +101,28 @@ class PolicyLog:
         )
         self.alerts |= self._log.alerts  # of a sink that has failed
 
+    def compared(self, step: int, comparison: EntropyComparison) -> None:
+        """Write a comparison of losses; nothing once the log has ended.
+
+        Args:
+            step: number of the optimizer step that was compared, from 0 up.
+            comparison: by `EntropyChangeProbe.compare`.
+
+        Raises:
+            ValueError: for a step that is no number.
+        """
+        step = step_number("step", step)
+        if self._has_ended:
+            return
+        per = {forecast.objective for forecast in comparison.forecasts.values()}
+        self._log.write(
+            "comparison",
+            window=step,
+            baseline=_shortened(comparison.baseline),
+            per="response" if per == {"sequence"} else "token",
+            options=_options(comparison),
+        )
+
     def alert(self, name: str, message: str, *, details: str = "") -> None:
         """Write an alert of something that went wrong, once for each name; nothing once the log has ended.
 
@@ -138,6 +161,25 @@ def _shares(forecast: EntropyForecast, texts: Mapping[int, str]) -> list[dict[st
     ]
 
 
+def _options(comparison: EntropyComparison) -> list[dict[str, object]]:
+    options: list[dict[str, object]] = []
+    for name, forecast in comparison.forecasts.items():
+        found = comparison.differences.get(name)
+        options.append(
+            {
+                "name": _shortened(name),
+                "change": json_number(forecast.delta),
+                "change_se": json_number(forecast.se),
+                "difference": None if found is None else json_number(found.difference),
+                "low": None if found is None else json_number(found.low),
+                "high": None if found is None else json_number(found.high),
+                "words": comparison.in_words(name),
+                "is_valid": forecast.is_valid if found is None else found.is_valid,
+            }
+        )
+    return options
+
+
 def _causes(causes: Causes, texts: Mapping[int, str]) -> dict[str, object]:
     largest = sorted(causes.prompts, key=lambda cause: -abs(cause.change))[:_PROMPTS_AT_MOST]
     return {
@@ -159,5 +201,8 @@ def _causes(causes: Causes, texts: Mapping[int, str]) -> dict[str, object]:
 
 
 def _text(prompt: int, texts: Mapping[int, str]) -> str:
-    text = texts.get(prompt, f"prompt {prompt}")
+    return _shortened(texts.get(prompt, f"prompt {prompt}"))
+
+
+def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"

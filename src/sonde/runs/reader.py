@@ -12,11 +12,14 @@ from typing import Any, NoReturn, TypeVar, cast, get_args
 from sonde.batch_size.stats.reading import GroupReading
 from sonde.log.lines import LastRun, begins_header, last_run, lines_of, parse_record
 from sonde.log.sinks import RECORDS_NAME, other_unit
+from sonde.policy.stats.forecast_point import Per
 from sonde.probe import ReportSection
 from sonde.record_values import SCHEMA, SETUP_KINDS
 from sonde.runs.run import (
     Alert,
     CausesReading,
+    ComparedLoss,
+    ComparisonReading,
     Header,
     MetricsReading,
     PolicyReading,
@@ -201,6 +204,7 @@ class _Contents:
         self._readings: list[Reading] = []
         self._policy: list[PolicyReading] = []
         self._own: list[MetricsReading] = []
+        self._comparisons: list[ComparisonReading] = []
         self._alerts: list[Alert] = []
         self._ended: str | None = None
         self._declared: set[str] = set()
@@ -229,6 +233,8 @@ class _Contents:
             case "policy":
                 self._policy.append(_policy_reading(record, segment))
                 self._check_own_numbers(self._policy[-1].metrics, line)
+            case "comparison":
+                self._comparisons.append(_comparison(record, segment))
             case "metrics":
                 self._own.append(MetricsReading(segment, *_when(record), _metrics(record)))
             case "alert":
@@ -323,6 +329,7 @@ class _Contents:
             self._ended,
             torn,
             earlier_runs,
+            tuple(self._comparisons),
         )
 
 
@@ -340,11 +347,28 @@ def _policy_reading(record: Mapping[str, Any], segment: int) -> PolicyReading:
         time=time,
         metrics=_metrics(record),
         reason=str(record["reason"]),
-        per="response" if record["per"] == "response" else "token",
+        per=_per(record),
         shares=_parts(record["shares"]),
         causes=causes,
         alerts=_texts(record["alerts"]),
     )
+
+
+def _per(record: Mapping[str, Any]) -> Per:
+    return "response" if record["per"] == "response" else "token"
+
+
+def _comparison(record: Mapping[str, Any], segment: int) -> ComparisonReading:
+    losses = tuple(
+        ComparedLoss(
+            name=str(of["name"]),
+            words=str(of["words"]),
+            is_valid=bool(of["is_valid"]),
+            **{name: _number(of[name]) for name in ("change", "change_se", "difference", "low", "high")},
+        )
+        for of in map(_mapping, _list(record["options"]))
+    )
+    return ComparisonReading(segment, *_when(record), str(record["baseline"]), _per(record), losses)
 
 
 def _parts(value: object) -> tuple[PromptPart, ...]:

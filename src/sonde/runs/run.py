@@ -244,6 +244,52 @@ def prompt_effects(readings: Iterable[PolicyReading]) -> dict[str, PromptEffect]
 
 
 @dataclass(frozen=True)
+class ComparedLoss:
+    """What one of several losses would do to the entropy; in nats, None where it is not known.
+
+    Attributes:
+        name: of the loss.
+        change: the forecast of the change of entropy.
+        change_se: its standard error.
+        difference: the change minus that of the baseline; None for the baseline.
+        low: lower end of the difference's 95 % interval.
+        high: upper end.
+        words: what this says.
+        is_valid: whether it is to be trusted.
+    """
+
+    name: str
+    change: float | None
+    change_se: float | None
+    difference: float | None
+    low: float | None
+    high: float | None
+    words: str
+    is_valid: bool
+
+
+@dataclass(frozen=True)
+class ComparisonReading:
+    """Several losses, compared on the same responses.
+
+    Attributes:
+        segment: index into `Run.headers` of the start it belongs to.
+        window: the optimizer step, from 0 up, as it was passed to `PolicyLog.compared`.
+        time: seconds since 1970.
+        baseline: the loss that the others are compared with.
+        per: the unit of the changes, "token" or "response".
+        losses: the losses, in the order in which they were passed.
+    """
+
+    segment: int
+    window: int
+    time: float
+    baseline: str
+    per: Per
+    losses: tuple[ComparedLoss, ...]
+
+
+@dataclass(frozen=True)
 class MetricsReading:
     """Metrics of a probe of the user's own.
 
@@ -294,6 +340,7 @@ class Run:
         ended: why the last start ended; None while it goes on, or if it was cut off.
         torn: which lines a crash cut off, in words; None if no line is torn.
         earlier_runs: runs in the same log that began before this one; nothing of them is in here.
+        comparisons: of losses, of all starts, in the order written.
     """
 
     path: Path
@@ -305,6 +352,7 @@ class Run:
     ended: str | None
     torn: str | None
     earlier_runs: int = 0
+    comparisons: tuple[ComparisonReading, ...] = ()
 
     @property
     def header(self) -> Header:
@@ -330,12 +378,12 @@ class Run:
     @property
     def is_empty(self) -> bool:
         """Whether nothing was measured yet."""
-        return not self.readings and not self.policy and not self.own
+        return not self.readings and not self.policy and not self.own and not self.comparisons
 
     @property
-    def last(self) -> AnyReading:
+    def last(self) -> AnyReading | ComparisonReading:
         """The last reading of any kind, of a run that has one."""
-        kinds: list[Sequence[AnyReading]] = [self.readings, self.policy, self.own]
+        kinds: list[Sequence[AnyReading | ComparisonReading]] = [self.readings, self.policy, self.own, self.comparisons]
         return max((kind[-1] for kind in kinds if kind), key=lambda reading: reading.time)
 
     @property
@@ -353,7 +401,8 @@ class Run:
     def _first_windows(self) -> dict[int, int]:
         """The lowest window that each start wrote something of."""
         first: dict[int, int] = {}
-        written: Iterable[AnyReading | Alert] = chain(self.readings, self.policy, self.own, self.alerts)
+        readings: Iterable[AnyReading] = chain(self.readings, self.policy, self.own)
+        written: Iterable[AnyReading | ComparisonReading | Alert] = chain(readings, self.comparisons, self.alerts)
         for each in written:
             first[each.segment] = min(first.get(each.segment, each.window), each.window)
         return first

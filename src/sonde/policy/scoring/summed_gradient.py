@@ -126,7 +126,7 @@ def check_no_other_hook(parameters: Sequence[Tensor]) -> None:
             raise ValueError(
                 "a hook runs after each gradient is accumulated, perhaps an optimizer in the backward. It would take "
                 "this backward for one of the training's: leave out what needs a backward, which is causes=True, "
-                "update='gradient' and HoldEntropy"
+                "update='gradient', compare() and HoldEntropy"
             )
 
 

@@ -15,6 +15,7 @@ from sonde.runs.run import (
     PROMPT_NOISE,
     Alert,
     AnyReading,
+    ComparisonReading,
     PolicyReading,
     Reading,
     Run,
@@ -347,11 +348,11 @@ def _is_newer_than_readings(alert: Alert, run: Run) -> bool:
     return run.last.segment < alert.segment or alert.window > run.last.window
 
 
-def position_text(reading: AnyReading, unit: str) -> str:
+def position_text(reading: AnyReading | ComparisonReading, unit: str) -> str:
     """The point of the run at which a reading was taken, in words."""
-    seen = reading.metrics.get("run/units_seen")
+    seen = None if isinstance(reading, ComparisonReading) else reading.metrics.get("run/units_seen")
     after = "" if seen is None else f", after {count(seen)} {unit}"
-    noun = "step" if isinstance(reading, PolicyReading) else "window"
+    noun = "step" if isinstance(reading, PolicyReading | ComparisonReading) else "window"
     return f"{noun} {count(reading.window)}{after}"
 
 

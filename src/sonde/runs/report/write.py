@@ -66,6 +66,7 @@ def render_page(run: Run) -> str:
     from jinja2 import Environment
     from markupsafe import Markup
 
+    from sonde.runs.report.comparison_section import comparison_sections
     from sonde.runs.report.figures import Plot
     from sonde.runs.report.policy_sections import policy_sections
     from sonde.runs.report.sections import declared_sections, noise_scale_sections
@@ -73,6 +74,7 @@ def render_page(run: Run) -> str:
     sections = [
         *(noise_scale_sections(run) if run.readings else []),
         *(policy_sections(run) if run.policy else []),
+        *comparison_sections(run),
         *declared_sections(run),
     ]
     plots = [part for section in sections for part in section.content if isinstance(part, Plot)]
@@ -82,7 +84,7 @@ def render_page(run: Run) -> str:
     page, style, keys = ((folder / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
     scripts = [bokeh, drawing, keys]
     subjects = ["batch size and gradient noise"] if run.readings else []
-    subjects += ["entropy of the policy"] if run.policy else []
+    subjects += ["entropy of the policy"] if run.policy or run.comparisons else []
     places = iter(divs)
     panels = verdict_panels(run)
     said = tuple(panel.headline.removesuffix(".").lower() for panel in panels)

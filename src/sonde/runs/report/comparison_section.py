@@ -1,0 +1,88 @@
+"""The section of a run in which losses were compared by what they would do to the entropy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from bokeh.models import FixedTicker, PlainText
+from bokeh.models.glyphs import Scatter, Segment
+
+from sonde.runs.report.figures import (
+    BLUE,
+    GREY,
+    LegendEntry,
+    Plot,
+    Section,
+    Table,
+    add_hover,
+    add_line_at,
+    draw,
+    new_figure,
+    scale_for,
+)
+from sonde.runs.report.how_measured import cut
+from sonde.runs.run import ComparisonReading, Run
+from sonde.wording import interval, number, plural, shorten
+
+_TEXT = (
+    "Each loss was computed on the same update batch, and its step was forecast on the same evaluation responses. What "
+    "the responses have in common cancels in the difference from the baseline, so a difference is usually known better "
+    "than either change. If its interval does not contain 0, the loss leaves more entropy, or less, than the baseline."
+)
+
+
+def comparison_sections(run: Run) -> list[Section]:
+    """The section with the last comparison; none if there was none."""
+    if not run.comparisons:
+        return []
+    last, n = run.comparisons[-1], len(run.comparisons)
+    text = f"{_TEXT} This is the comparison at step {last.window:,}"
+    text += "." if n == 1 else f", the last of {plural(n, 'comparison')}."
+    return [Section("What would other losses do?", text, (_figure(last), _table(last)))]
+
+
+def _table(comparison: ComparisonReading) -> Table:
+    rows = []
+    for of in comparison.losses:
+        is_baseline = of.name == comparison.baseline
+        difference = ("–", "–") if is_baseline else (number(of.difference), interval(of.low, of.high))
+        change = f"{number(of.change)} ± {number(of.change_se, 2)}" if of.change_se else number(of.change)
+        rows.append((of.name, change, *difference, cut(of.words, 300)))
+    caption = f"Change of entropy (nats a {comparison.per}), and its difference from that of {comparison.baseline}"
+    heads = ("Loss", "Change", "Difference", "95 % interval", "In words")
+    return Table(caption, heads, tuple(rows))
+
+
+def _figure(comparison: ComparisonReading) -> Plot | str:
+    """A point with its interval for each loss, one below the other."""
+    others = [of for of in comparison.losses if of.name != comparison.baseline][::-1]
+    ends = [v for of in others for v in (of.difference, of.low, of.high) if v is not None]
+    if not ends:
+        return "No difference is known."
+    places = [float(i) for i in range(len(others))]
+    x, y = scale_for([0.0, *ends], "linear"), scale_for([-0.5, len(others) - 0.5], "linear")
+    label = f"Difference (nats a {comparison.per})"
+    fig = new_figure(x, y, x_label=label, y_label="", height=40 * len(others) + 90)
+    fig.yaxis[0].ticker = FixedTicker(ticks=list(range(len(others))))
+    fig.yaxis[0].major_label_overrides = {i: PlainText(text=shorten(of.name, 25)) for i, of in enumerate(others)}
+    fig.yaxis.axis_label = None
+    add_line_at(fig, 0.0, "height", GREY, "dotted")
+    for is_valid, color in ((True, BLUE), (False, GREY)):
+        rows = [i for i, of in enumerate(others) if of.is_valid is is_valid]
+        at = [places[i] for i in rows]
+        low, high, middle = ([_drawn(getattr(others[i], of)) for i in rows] for of in ("low", "high", "difference"))
+        draw(fig, Segment(line_color=color, line_width=5, line_alpha=0.3), x0=low, y0=at, x1=high, y1=at)
+        draw(fig, Scatter(size=8, fill_color=color if is_valid else None, line_color=color), x=middle, y=at)
+    known = [f"{number(of.difference)} [{interval(of.low, of.high)}]" for of in others]
+    texts: dict[str, Callable[[int], str]] = {"loss": lambda i: others[i].name, "difference": lambda i: known[i]}
+    add_hover(fig, [_drawn(of.difference) for of in others], places, texts, mode="hline")
+    legend = [LegendEntry("whisker", BLUE, f"difference from {comparison.baseline}, with its 95 % interval")]
+    if not all(of.is_valid for of in others):
+        legend.append(LegendEntry("dot", GREY, "difference that is not to be trusted"))
+    words = "; ".join(f"{of.name}: {text}, {of.words}" for of, text in zip(others[::-1], known[::-1], strict=True))
+    return Plot((fig,), tuple(legend), f"{label} from {comparison.baseline}. {words}.")
+
+
+def _drawn(value: float | None) -> float:
+    return math.nan if value is None else value

@@ -1,0 +1,111 @@
+"""Comparisons of losses: what a log writes of them, what is read back, and what the report shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sonde.log.sinks import JsonlSink
+from sonde.policy.log import PolicyLog
+from sonde.policy.stats.entropy_comparison import EntropyComparison, EntropyDifference
+from sonde.policy.stats.entropy_forecast import EntropyForecast, unknown
+from sonde.records import RunLog
+from sonde.runs.reader import read_run
+from sonde.runs.report.comparison_section import comparison_sections
+from sonde.runs.report.figures import Plot, Table
+from sonde.runs.report.write import write_report
+from tests.runs.report.visible_text import visible_text
+
+
+def forecast(delta: float) -> EntropyForecast:
+    known: dict[str, Any] = {"delta": delta, "se": 1e-3, "low": delta - 2e-3, "high": delta + 2e-3, "is_valid": True}
+    return dataclasses.replace(unknown("", "per_token", "step"), **known)
+
+
+NAN = "the step is not finite"
+COMPARISON = EntropyComparison(
+    "clip 0.2",
+    {
+        "clip 0.2": forecast(-5e-3),
+        "<b>bonus</b>": forecast(-4e-3),
+        "clip-higher 0.28": forecast(-4.99e-3),
+        "broken": unknown(NAN, "per_token", "step"),
+    },
+    {
+        "<b>bonus</b>": EntropyDifference(1e-3, 1e-4, 8e-4, 1.2e-3, ""),
+        "clip-higher 0.28": EntropyDifference(1e-5, 1e-5, -1e-5, 3e-5, ""),
+        "broken": EntropyDifference(None, None, None, None, NAN),
+    },
+)
+
+
+def logged(folder: Path) -> Path:
+    log = PolicyLog(RunLog(JsonlSink(folder), run="options"))
+    log.compared(3, COMPARISON)
+    log.compared(7, COMPARISON)
+    log.end("done")
+    log.compared(8, COMPARISON)  # says nothing more
+    return folder
+
+
+def test_a_comparison_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    run = read_run(logged(tmp_path))
+    assert [c.window for c in run.comparisons] == [3, 7]
+    assert not run.is_empty
+    last = run.comparisons[-1]
+    assert (last.baseline, last.per) == ("clip 0.2", "token")
+    base, bonus, _, broken = last.losses
+    assert (base.name, base.change, base.change_se, base.difference, base.words) == (
+        "clip 0.2",
+        -5e-3,
+        1e-3,
+        None,
+        "the baseline",
+    )
+    assert (bonus.difference, bonus.low, bonus.high) == (1e-3, 8e-4, 1.2e-3)
+    assert (broken.change, broken.is_valid, broken.words) == (None, False, NAN)
+    log = PolicyLog(tmp_path / "other")
+    with pytest.raises(ValueError, match="step must be the number of an optimizer step, got -1"):
+        log.compared(-1, COMPARISON)
+    log.end("done")
+
+
+def test_a_damaged_comparison_is_refused(tmp_path: Path) -> None:
+    file = logged(tmp_path) / "records.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines[1]["options"][0]["low"] = "much"
+    file.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+    with pytest.raises(ValueError, match=r"line 2 of .* is not a record of schema"):
+        read_run(tmp_path)
+
+
+def test_the_report_shows_the_last_comparison(tmp_path: Path) -> None:
+    text = visible_text(write_report(logged(tmp_path)))
+    for fact in (
+        "What would other losses do?",
+        "This is the comparison at step 7, the last of 2 comparisons.",
+        "clip 0.2 −0.00500 ± 0.0010 – – the baseline",
+        "<b>bonus</b> −0.00400 ± 0.0010 0.00100 8.00 × 10⁻⁴ to 0.00120 more entropy",
+        "cannot be distinguished",
+        "broken not known not known not known the step is not finite",
+    ):
+        assert fact in text, fact
+
+
+def test_a_point_with_its_interval_for_each_loss(tmp_path: Path) -> None:
+    [section] = comparison_sections(read_run(logged(tmp_path)))
+    plot, table = section.content
+    assert isinstance(plot, Plot)
+    assert isinstance(table, Table)
+    (fig,) = plot.figures
+    drawn = [r.data_source.data for r in fig.renderers]  # type: ignore[attr-defined]
+    (bars,) = [d for d in drawn if "x0" in d]
+    places = {label.text: y for y, label in fig.yaxis[0].major_label_overrides.items()}
+    assert list(bars["y0"]) == sorted([places["<b>bonus</b>"], places["clip-higher 0.28"]])
+    assert dict(zip(bars["y0"], bars["x0"], strict=True))[places["<b>bonus</b>"]] == 8e-4
+    assert dict(zip(bars["y0"], bars["x1"], strict=True))[places["<b>bonus</b>"]] == 1.2e-3
+    assert "<b>bonus</b>: 0.00100 [8.00 × 10⁻⁴ to 0.00120], more entropy" in plot.in_words
