@@ -23,17 +23,17 @@ PRESENT = {
     "lines of code: integrations": 1_541,
     "lines of code: log": 450,
     "lines of code: parallel": 1_181,
-    "lines of code: policy": 5_185,
-    "lines of code: runs": 2_317,
+    "lines of code: policy": 5_531,  # losses compared
+    "lines of code: runs": 2_432,  # losses compared
     "lines of code: stats": 178,  # + 1: a state shares nothing with its object
-    "files of source": 175,
+    "files of source": 178,  # losses compared
     "files that one window closes over": 70,
     "files that one clip closes over": 16,
-    "files that one forecast closes over": 37,
+    "files that one forecast closes over": 39,  # losses compared
     "calls of one measured window": 373,
     "files of one measured window": 25,
-    "words of docs": 27_638,
-    "lines of tests": 49_416,
+    "words of docs": 27_873,  # losses compared
+    "lines of tests": 50_090,  # losses compared
 }
 """What `python -m tests.house` prints. A change may lower a number. A line that raises one says why, beside it."""
 
