@@ -54,6 +54,7 @@ class OwnPolicyTest:
 
         Example:
             >>> import torch
+            >>> from sonde.policy.stats.entropy_gradient import Responses
             >>> likely = OwnPolicyTest.of(torch.full((8, 64), -0.7), torch.ones(8, 64), Responses(
             ...     torch.ones(8, 64), torch.arange(8)))
             >>> round(likely.z, 1), round(likely.departure, 2)
@@ -92,6 +93,7 @@ class SamplerTest:
 
         Example:
             >>> import torch
+            >>> from sonde.policy.stats.entropy_gradient import Responses
             >>> responses = Responses(torch.ones(8, 64), torch.arange(8))
             >>> found = SamplerTest.of(torch.full((8, 64), -0.7), torch.full((8, 64), -0.9), responses)
             >>> round(found.z, 1), round(found.departure, 2), round(found.kl, 3)
