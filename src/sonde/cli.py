@@ -48,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except (ValueError, OSError, ImportError) as error:
-        print(f"sonde: error: {error}", file=sys.stderr)
+        needs_torch = isinstance(error, ImportError) and error.name == "torch"
+        hint = ": install torch, without which only `sonde report` works" if needs_torch else ""
+        print(f"sonde: error: {error}{hint}", file=sys.stderr)
         return ERROR
 
 

@@ -61,6 +61,7 @@ def write_to(stream: TextIO, in_words: Callable[[str], str]) -> None:
 def stack_level() -> int:
     """The `stacklevel` with which `warnings.warn` in the calling function points outside sonde and torch."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("sonde", "torch"):
+    inside = ("sonde", "torch", "contextlib")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in inside:
         level, frame = level + 1, frame.f_back
     return level

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -350,3 +351,20 @@ def test_gradients_that_are_not_finite_have_no_coefficient() -> None:
         scene.optimizer.step()
     assert around.forecast.coefficient_to_hold is None
     assert not around.forecast.is_valid
+
+
+@pytest.mark.parametrize("ends", ["forecast", "step", "no step", "another step", "error"])
+def test_nothing_of_parameter_size_is_kept(ends: str) -> None:
+    scene, hold = Scene("sgd"), HoldEntropy()
+    probe = scene.probe(beside=hold)
+    if ends == "forecast":
+        probe.forecast(scene.E)
+    else:
+        with contextlib.suppress(ZeroDivisionError), probe.around_step(scene.E):
+            if ends == "error":
+                raise ZeroDivisionError
+            if ends == "another step":
+                scene.optimizer.param_groups[0]["lr"] *= 3.0
+            if ends != "no step":
+                scene.optimizer.step()
+    assert not {"_answer", "_of_bonus", "_of_entropy"} & vars(hold).keys()

@@ -138,10 +138,12 @@ class HoldEntropy:
         if why := self._why_not or why_another:
             return unknown_coefficient(why, self._present)
         with measurement.cost.phase("coefficient"):
-            found = self._coefficient(measurement, now, step)
-        # They have the size of the parameters.
-        del self._answer, self._of_bonus, self._of_entropy
-        return found
+            return self._coefficient(measurement, now, step)
+
+    def forget(self) -> None:
+        """Give up what has the size of the parameters; see `Beside`."""
+        for name in ("_answer", "_of_bonus", "_of_entropy"):
+            vars(self).pop(name, None)
 
     def _coefficient(self, measurement: EntropyMeasurement, now: Scored, step: FiniteStep) -> CoefficientToHold:
         weight = measurement.gradients.objective.total_weight(measurement.base.responses)

@@ -82,16 +82,19 @@ def scale_in_step(optimizer: Any) -> Tensor | float:
     return 1.0 if divisor is None else torch.as_tensor(divisor).reciprocal()
 
 
-def apply_folds(parameters: Iterable[Tensor]) -> None:
-    """Scale the gradients of folds that involve any of these parameters now: something is about to look at them.
+def apply_folds(tensors: Iterable[Tensor]) -> None:
+    """Scale the gradients of folds that involve any of these tensors now: something is about to look at them.
 
     So whatever comes between a clip and its step sees and leaves the gradients that it would without a fold.
+
+    Args:
+        tensors: parameters, or gradients.
     """
     if not _pending:
         return
-    looked_at = {id(p) for p in parameters}
+    looked_at = {id(each) for t in tensors for each in (t, local_tensor(t))}
     for optimizer, pending in [*_pending.items()]:
-        if looked_at & pending.parameters.keys():
+        if not looked_at.isdisjoint(pending.parameters.keys() | pending.gradients()):
             pending.apply(optimizer)
 
 
@@ -135,6 +138,11 @@ class _Fold:
         self._grad_scale = coefficient.float().reciprocal()
         optimizer.grad_scale = self._grad_scale  # type: ignore[attr-defined]
         optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]
+
+    def gradients(self) -> set[int]:
+        """The identities of the clipped gradients that are still alive."""
+        alive = [state[0]() for state in self.parameters.values() if state is not None]
+        return {id(gradient) for gradient in alive if gradient is not None}
 
     def begin_step(self, optimizer: Any, *, has_closure: bool) -> None:
         """Check that the gradients are those that were clipped, and join the flag of a GradScaler."""

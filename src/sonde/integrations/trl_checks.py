@@ -45,7 +45,12 @@ def _check_used(config: ProbesConfig) -> None:
         options = getattr(config, probe)
         idle = [n for n, v in vars(options).items() if n not in names and v != getattr(type(options)(), n)]
         if idle:
-            raise ValueError(f"{probe}: {idle[0]} does nothing with TRL: leave it out (temperatures are the trainer's)")
+            instead = {
+                "temperature": "the temperature is the trainer's",
+                "budget": "forecasts come every `every` steps",
+            }
+            why = f" ({instead[idle[0]]})" if idle[0] in instead else ""
+            raise ValueError(f"{probe}: {idle[0]} does nothing with TRL: leave it out{why}")
     if config.gns_probe.unit not in (type(config.gns_probe)().unit, "prompts"):
         raise ValueError(f"gns_probe: the unit is prompts with TRL, got {config.gns_probe.unit!r}: leave it out")
     others = ["prompt_noise_probe"] if config.prompt_noise_probe.enabled else list(config.own)

@@ -139,6 +139,11 @@ class EntropyChangeProbe:
         if not options.is_step and options.gradients.step_size is None and optimizer is None:
             raise ValueError("update='gradient' takes the optimizer's learning rate, got no optimizer: pass step_size=")
         if beside is not None:
+            if not callable(getattr(beside, "begins", None)):
+                raise ValueError(
+                    "beside must measure something beside the forecast, as sonde.contrib.hold_entropy.HoldEntropy() "
+                    f"does, got {beside!r:.60}"
+                )
             if not options.is_step:
                 raise ValueError(
                     "beside= is about the optimizer's own step, and update='gradient' is another: leave one out"
@@ -237,30 +242,31 @@ class EntropyChangeProbe:
             ...     print(around.forecast)
         """
         around = AroundStep()
-        with together(self._group):
-            scale, n_update = self._begin(evaluation, update, gradient_scale, causes)
-            with self._measuring(evaluation, self._sampler, n_update) as measurement:
-                step = PolicyStep(trainable(self._model), self._optimizer, self._group, scale)
-                first_order, before = None, None
-                if measurement is not None:
-                    first_order = self._at_entry(measurement, step, update, scale, causes)
-                    before = measurement.sample()
-        yield around
-        with together(self._group), preserve_training_state(self._model):
-            if measurement is None:
-                around._forecast = self._unknown(_SCORES_NOT_FINITE)
-                return
-            now = measurement.scored_after()
-            if step.was_skipped(is_unchanged=measurement.is_unchanged(now)):
-                around._forecast = measurement.unknown(step.why_unmoved())
-                return
-            why = "" if self._beside is None else step.why_another_answer()
-            after = measurement.after(now, before, self._beside, why)
-            is_step = self._options.is_step
-            if is_step and first_order is not None:
-                first_order = dataclasses.replace(first_order, doubt=step.why_another() or first_order.doubt)
-            rounded = step.rounded_away()
-            around._forecast = measurement.forecast(first_order, after, is_same_step=is_step, rounded_away=rounded)
+        with self._beside_forgets():
+            with together(self._group):
+                scale, n_update = self._begin(evaluation, update, gradient_scale, causes)
+                with self._measuring(evaluation, self._sampler, n_update) as measurement:
+                    step = PolicyStep(trainable(self._model), self._optimizer, self._group, scale)
+                    first_order, before = None, None
+                    if measurement is not None:
+                        first_order = self._at_entry(measurement, step, update, scale, causes)
+                        before = measurement.sample()
+            yield around
+            with together(self._group), preserve_training_state(self._model):
+                if measurement is None:
+                    around._forecast = self._unknown(_SCORES_NOT_FINITE)
+                    return
+                now = measurement.scored_after()
+                if step.was_skipped(is_unchanged=measurement.is_unchanged(now)):
+                    around._forecast = measurement.unknown(step.why_unmoved())
+                    return
+                why = "" if self._beside is None else step.why_another_answer()
+                after = measurement.after(now, before, self._beside, why)
+                is_step = self._options.is_step
+                if is_step and first_order is not None:
+                    first_order = dataclasses.replace(first_order, doubt=step.why_another() or first_order.doubt)
+                rounded = step.rounded_away()
+                around._forecast = measurement.forecast(first_order, after, is_same_step=is_step, rounded_away=rounded)
 
     def compare(
         self,
@@ -372,7 +378,7 @@ class EntropyChangeProbe:
         sampler: Sampler | None,
     ) -> EntropyForecast:
         is_step = self._options.is_step
-        with together(self._group):
+        with together(self._group), self._beside_forgets():
             scale, n_update = self._begin(evaluation, update, gradient_scale, causes)
             if is_step and (why := why_no_forecast(self._optimizer)):
                 raise ValueError(why)
@@ -403,6 +409,15 @@ class EntropyChangeProbe:
                     after = measurement.after(scored, before, self._beside)
                 is_rounded = is_step or not self._scorer.adds_residuals
                 return measurement.forecast(first_order, after, rounded_away=now.rounded_away if is_rounded else 0.0)
+
+    @contextlib.contextmanager
+    def _beside_forgets(self) -> Iterator[None]:
+        """Around a forecast: what is measured beside it keeps nothing afterwards, however the forecast ends."""
+        try:
+            yield
+        finally:
+            if self._beside is not None:
+                self._beside.forget()
 
     def _stepped(
         self, measurement: EntropyMeasurement, gradient_scale: float | Tensor | Callable[[], float | Tensor]

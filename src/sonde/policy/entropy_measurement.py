@@ -89,6 +89,9 @@ class Beside(Protocol):
             why_another: why the step was not what it was on entry; empty if it was.
         """
 
+    def forget(self) -> None:
+        """Give up what it keeps between `begins` and `ends`: the forecast is over, whether `ends` was called or not."""
+
 
 class EntropyMeasurement:
     """Measures one update's effect on the entropy. Parameters hold θ, except where a method says θ⁺.

@@ -98,8 +98,8 @@ class EntropyChangeOptions:
 
     def __post_init__(self) -> None:
         _check_choice("objective", self.objective, ("per_token", "sequence"))
-        if not isinstance(self.update, MeanGradients):
-            _check_choice("update", self.update, ("step", "gradient"))
+        if not isinstance(self.update, MeanGradients) and self.update not in ("step", "gradient"):
+            raise ValueError(f"update must be step, gradient or a sonde.MeanGradients(...), got {self.update!r:.60}")
         if not callable(self.sequence_weights):
             _check_choice("sequence_weights", self.sequence_weights, ("one", "length", "longest"))
         _check_choice("precision", self.precision, ("float32", "model"))
