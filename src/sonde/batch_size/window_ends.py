@@ -83,7 +83,7 @@ class WindowClip:
 class WindowEnds:
     """Ends the windows of a probe, one after another.
 
-    When window n ends, first the windows before it are sent to the host if a reading is due or 8 of them wait (the
+    When window n ends, first the windows before it are sent to the host, if a reading is due or with every eighth (the
     first one at once), and those that have arrived are taken in. Then window n is read and its collective started. So
     its numbers come with the end of a later window, or with `reading()`.
 
