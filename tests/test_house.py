@@ -32,7 +32,7 @@ PRESENT = {
     "files that one forecast closes over": 39,  # losses compared
     "calls of one measured window": 373,
     "files of one measured window": 25,
-    "words of docs": 27_879,  # losses compared
+    "words of docs": 27_850,  # losses compared
     "lines of tests": 50_120,  # losses compared
 }
 """What `python -m tests.house` prints. A change may lower a number. A line that raises one says why, beside it."""

@@ -54,7 +54,7 @@ class FrozenWatch:
         """What this rank holds and does not train; None before the first window."""
         self._sent: tuple[tuple[str, ...], Tensor] | None = None
         self._told: tuple[str, ...] = ()
-        """What of it was frozen in the first window that arrived, or when an alert told it last."""
+        """What of it was frozen in the first window that arrived, or at the last alert about it."""
         self._seen: tuple[str, ...] = ()
         self._n_seen = 0
         """What was frozen when this looked last, where that is something else; and how often in a row."""

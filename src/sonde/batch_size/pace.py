@@ -263,7 +263,7 @@ class Pace:
         n_windows = before.windows_before + self.windows
         wanted = max(min(wanted, int(n_windows * math.log(2) / per_doubling)), 1)
         low, high = _LEAST_CHANGE
-        # The slowest pace is reached in any case: there, a cost above the budget is told.
+        # The slowest pace is reached in any case: there, an alert names a cost above the budget.
         if not low * self.every <= wanted <= high * self.every or wanted == MOST_EVERY > self.every:
             self.every, self._base = wanted, self.windows
 
@@ -281,7 +281,7 @@ def _place(stretch: int, every: int) -> int:
 
 
 def _since_change(rows: Iterable[CostRow]) -> list[CostRow]:
-    """The rows after the last one in which a rank told of another way of measuring."""
+    """The rows after the last one in which a rank reported another way of measuring."""
     kept: list[CostRow] = []
     for row in rows:
         kept = [] if row.costs.changed else [*kept, row]

@@ -133,7 +133,7 @@ class WindowEnds:
         self._n_quiet = self._n_passed = 0
         """Quiet windows that may pass from now on, and those that have, of which nobody else knows yet."""
         self._seconds = self._idle_seconds = 0.0
-        """What the last measured window was told of the time spent."""
+        """The time spent, as the last measured window reported it."""
 
     def pass_quiet(self, start: float) -> bool:
         """End the present window if it is a quiet one, as nearly all are: short, since every window pays for it.

@@ -71,7 +71,7 @@ class Pieces:
             Both unbiased, in the units of F.
 
         Raises:
-            ValueError: with fewer than 2 pieces, since noise cannot then be told from signal.
+            ValueError: with fewer than 2 pieces, since noise and signal cannot then be separated.
 
         Example:
             >>> Pieces(2.0, 0.5, 0.5, n_pieces=2).solve(20.0, 4.0, scale=0.5)

@@ -136,7 +136,7 @@ class NoiseScaleReading:
         grad_sq: |G|², averaged over about the last half of the run; may be negative. None before the first window.
         trace_cov: tr Σ per unit, likewise. Their ratio lags behind `b_simple` while training moves.
         units_per_window: the batch size: average units in a window; None before the first window. In a measurement at
-            fixed weights, the batch size that it was told to judge.
+            fixed weights, the batch size that the caller gave to judge.
         effective_units: effective number of units (Kish) in such a batch, if units weigh as in the last window.
         u: Σ a_k/n_k of the last window, the mean of 1/n_k over its pieces; other systems report tr Σ·u/|G|².
         windows: windows measured, without those that were dropped.
