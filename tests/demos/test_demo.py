@@ -34,6 +34,19 @@ INTO_A_PIPE = (
     "import os, runpy, sys\nos.dup2(os.open(sys.argv.pop(1), os.O_WRONLY), 1)\n"
     "runpy.run_module('sonde', run_name='__main__', alter_sys=True)"
 )
+CTRL_C_WHILE_RANKS_START = """
+import os, runpy, signal
+from sonde.demos.byte_lm import run
+start = run.start_processes
+
+def and_ctrl_c(*args, **options):
+    ranks = start(*args, **options)
+    os.killpg(0, signal.SIGINT)
+    return ranks
+
+run.start_processes = and_ctrl_c
+runpy.run_module("sonde", run_name="__main__", alter_sys=True)
+"""
 
 
 def _ranks_of(launcher: int) -> list[int]:
@@ -133,9 +146,11 @@ def test_without_bokeh_the_end_says_how_to_get_the_report(
 def test_ctrl_c_stops_all_ranks_at_the_same_step(has_begun: bool, tmp_path: Path) -> None:
     """It reaches the launcher and all ranks at once. While ranks still start, it is not lost."""
     folder = tmp_path / "run"
-    with Python(*SMALL, "--steps", "5000", "--out", str(folder), folder=tmp_path) as demo:
-        _wait_for(lambda: _has_reading(folder) if has_begun else len(_ranks_of(demo.pid)) == 2)
-        os.killpg(demo.pid, signal.SIGINT)
+    start = SMALL if has_begun else ["-c", CTRL_C_WHILE_RANKS_START, *SMALL[2:]]
+    with Python(*start, "--steps", "5000", "--out", str(folder), folder=tmp_path) as demo:
+        if has_begun:
+            _wait_for(lambda: _has_reading(folder))
+            os.killpg(demo.pid, signal.SIGINT)
         ended = demo.wait(DEADLINE)
     assert ended.status == 130, ended.err
     assert "Traceback" not in ended.out + ended.err

@@ -89,11 +89,11 @@ def launch(setup: Setup) -> str:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     is_asked_to_stop = multiprocessing.get_context("spawn").Event()
-    with TemporaryDirectory(prefix="sonde-demo-") as folder, interrupts_left_to_launcher():
+    with TemporaryDirectory(prefix="sonde-demo-") as folder, _at_ctrl_c(_asks(is_asked_to_stop)):
         given = setup, Path(folder) / "ranks", is_asked_to_stop, os.getpid()
-        ranks = start_processes(train_rank, given, setup.ranks, join=False, daemon=True)
+        with _interrupts_held_back():
+            ranks = start_processes(train_rank, given, setup.ranks, join=False, daemon=True)
         assert ranks is not None
-        signal.signal(signal.SIGINT, _asks(is_asked_to_stop))
         try:
             while not ranks.join():
                 pass
@@ -108,13 +108,25 @@ def launch(setup: Setup) -> str:
 
 
 @contextmanager
-def interrupts_left_to_launcher() -> Iterator[None]:
-    """Ignore Ctrl-C in this process and in those that it starts inside: it reaches all of them at once."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _at_ctrl_c(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Let Ctrl-C wait until the end. Processes started inside never see it, though it reaches all: they inherit this.
+
+    A signal that is ignored meanwhile, which they would inherit too, is lost to this process.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _asks(to_stop: Event) -> Callable[[int, FrameType | None], None]:
