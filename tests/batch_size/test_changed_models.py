@@ -232,3 +232,18 @@ def test_a_new_parameter_is_counted_in_the_singular() -> None:
             probe.step()
         alert = probe.alerts["not_watched"]
     assert alert == "1 parameter came or became trainable after attach and cannot be measured (scale): attach again"
+
+
+def test_a_loop_whose_gradients_reach_no_measured_parameter_is_named() -> None:
+    """Its optimizer holds the new parameters alone, so no step ends a window."""
+    model = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3))
+    with attached(model, per_example="never") as probe:
+        for name in ("0", "2"):
+            new_layer(model, name)
+        optimizer, generator = torch.optim.SGD(model.parameters(), lr=0.1), torch.Generator().manual_seed(0)
+        for _ in range(50):
+            mean_loss(model, *batch(4, generator)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert list(probe.alerts) == ["not_reached"]
+    assert "reach none of the parameters that it had at attach" in probe.alerts["not_reached"]

@@ -58,7 +58,7 @@ class StepWatch:
         alert: called with "called_often" when windows are ended with each micro-batch; with "stepped_in_backward" when
             an optimizer steps there; with "steps_unseen" when parameters change, and no step ends a window; with
             "optimizer_replaced" when another optimizer than those given steps the parameters; with "not_stepped" when
-            measured parameters are in no optimizer that steps.
+            measured parameters are in no optimizer that steps; with "not_reached" when they get no gradient.
     """
 
     def __init__(
@@ -176,6 +176,16 @@ class StepWatch:
                 "steps_unseen",
                 "the parameters change, but no optimizer of torch steps them, so no window ends: call probe.step() "
                 "before each step",
+            )
+
+    def backwards_without_pieces(self) -> None:
+        """Notice that gradients have never come to the measured parameters, though backwards run through the model."""
+        if self._n_ended == 0 and all(p.grad is None for p in self._parameters.values()):
+            self._alert(
+                "not_reached",
+                "backwards run through the model, but reach none of the parameters that it had at attach: attach after "
+                "fully_shard and all else that replaces parameters, or call loss.backward() in place of "
+                "torch.autograd.grad",
             )
 
     def _written(self) -> int:
