@@ -53,9 +53,11 @@ def _share_one_device() -> None:
     made: Any = ProcessGroupGloo
     device, of_its_own = made.create_default_device(), made.__init__
 
-    def with_the_device(self: Any, store: Any, rank: int, size: int, timeout: Any) -> None:
+    def with_the_device(self: Any, store: Any, rank: int, size: int, timeout: Any, **newer: Any) -> None:
         options = made._Options()
         options._devices, options._timeout = [device], timeout
+        for name, value in newer.items():  # `enable_reconfigure`, since torch 2.15
+            setattr(options, name, value)
         of_its_own(self, store, rank, size, options)
 
     made.__init__ = with_the_device
