@@ -150,18 +150,10 @@ def checkpoint(page: Page) -> None:
 
 @scene("single-examples.md")
 def single_examples(page: Page) -> None:
-    names = training() | {"model": nn.Linear(4, 1), "loss": loss_of, "batch": torch.randn(6, 5), "sonde": sonde}
+    names = training() | {"model": nn.Linear(4, 1), "loss": loss_of, "batch": torch.randn(6, 5)}
     page.run(names)
     assert names["squares"].sq_norms.shape == (2, 6)
     assert names["squares"].not_covered() == {}
-
-    names |= {"Scale": Scale, "model": nn.Sequential(nn.Linear(5, 3), Scale(3))}
-    page.run(names)  # a rule
-    with names["norms"] as norms:
-        names["model"](torch.randn(6, 2, 5)).square().mean().backward()
-        squares = norms.take(n_examples=6)
-    assert "1.scale" in squares.names
-    assert squares.not_covered() == {}
 
 
 def train(names: Names, probe: sonde.NoiseScaleProbe | None, n: int) -> None:
@@ -172,17 +164,6 @@ def train(names: Names, probe: sonde.NoiseScaleProbe | None, n: int) -> None:
                 loss_of(names["model"], micro).backward()
         names["optimizer"].step()
         names["optimizer"].zero_grad()
-
-
-class Scale(nn.Module):
-    """A layer of one's own."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
 
 
 def images() -> Names:

@@ -181,7 +181,6 @@ class EntropyChangeProbe:
             evaluation: this rank's part of E.
             update: this rank's part of U, with advantages. Needed with update="gradient", and for causes by prompt.
             gradient_scale: factor that gradients are still multiplied by before the step, such as a clip's coefficient.
-                A clip by `fold_into=` is known: leave it out.
                 Leave out the scale of `grad_scaler` and a clip by `fold_into=`: the probe knows both.
             causes: also take the change to first order, split into momentum, this batch and decay, and by prompt of U.
                 This takes a backward of E and one of U, and passes over both.
