@@ -89,12 +89,11 @@ def readme(page: Page) -> None:
 
 @scene("getting-started.md")
 def getting_started(page: Page) -> None:
-    for folder in ("plain", "one-batch", "clipped"):
+    for folder in ("plain", "one-batch"):
         names = training()
         page.run(names)
         names["probe"].close()
-        run = a_run(f"runs/{folder}")
-        assert ("loss" in run.readings[-1].metrics) == (folder == "clipped")
+        a_run(f"runs/{folder}")
     for folder in ("ddp", "fsdp2"):
         page.run_on_ranks(on_a_rank)
         run = sonde.read_run(f"runs/{folder}")
@@ -150,18 +149,10 @@ def checkpoint(page: Page) -> None:
 
 @scene("single-examples.md")
 def single_examples(page: Page) -> None:
-    names = training() | {"model": nn.Linear(4, 1), "loss": loss_of, "batch": torch.randn(6, 5), "sonde": sonde}
+    names = training() | {"model": nn.Linear(4, 1), "loss": loss_of, "batch": torch.randn(6, 5)}
     page.run(names)
     assert names["squares"].sq_norms.shape == (2, 6)
     assert names["squares"].not_covered() == {}
-
-    names |= {"Scale": Scale, "model": nn.Sequential(nn.Linear(5, 3), Scale(3))}
-    page.run(names)  # a rule
-    with names["norms"] as norms:
-        names["model"](torch.randn(6, 2, 5)).square().mean().backward()
-        squares = norms.take(n_examples=6)
-    assert "1.scale" in squares.names
-    assert squares.not_covered() == {}
 
 
 def train(names: Names, probe: sonde.NoiseScaleProbe | None, n: int) -> None:
@@ -172,17 +163,6 @@ def train(names: Names, probe: sonde.NoiseScaleProbe | None, n: int) -> None:
                 loss_of(names["model"], micro).backward()
         names["optimizer"].step()
         names["optimizer"].zero_grad()
-
-
-class Scale(nn.Module):
-    """A layer of one's own."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
 
 
 def images() -> Names:
@@ -233,13 +213,6 @@ def with_stages(blocks: list[Block], folder: str) -> None:
 # A policy.
 
 
-class Policy(small_policy.SmallPolicy):
-    """Called as models of transformers are."""
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        return super().forward(input_ids)
-
-
 def reinforcement() -> Names:
     """A policy about to take a step, and responses that it sampled."""
     model = small_policy.policy()
@@ -258,11 +231,7 @@ def reinforcement() -> Names:
 
 @scene("policy-entropy.md")
 def policy_entropy(page: Page) -> None:
-    model = Policy()
-    rows = small_policy.drawn(model, 0, 8, seed=1)
-    ids = rows.inputs["input_ids"]
-    names: Names = {"sonde": sonde, "model": model, "ids": ids, "attention": torch.ones_like(ids)}
-    names |= {"completion_mask": rows.mask, "group": rows.prompt, "advantages": rows.advantage}
+    names = reinforcement()
     page.run(names)
     assert 0 < names["entropy"].token_weighted < math.log(small_policy.N_TOKENS)
 

@@ -21,11 +21,11 @@ PAGE = TESTS.parent / "docs" / "where-it-works.md"
 
 QUANTITIES = {
     "noise scale": "noise scale",
-    "adam metric": "noise scale in Adam's metric",
-    "sign metric": "noise scale in the sign metric",
-    "spectral metric": "noise scale in the spectral metric",
-    "single examples": "noise scale from single examples",
-    "prompts": "noise scale in prompts",
+    "adam metric": "Adam's metric",
+    "sign metric": "sign metric",
+    "spectral metric": "spectral metric",
+    "single examples": "single examples",
+    "prompts": "in prompts",
     "measure": "`sonde.measure`",
     "norm and clip": "norm and clip",
     "entropy change": "entropy change",
@@ -58,8 +58,8 @@ SETUPS = (
     "EP",
 )
 """The rows. TP, SP, CP, PP and EP are tensor, sequence, context, pipeline and expert parallelism."""
-REFUSED, NOT_TRIED = "✗", "·"
-"""Signs of a cell: before the tests that show a refusal, and where no test says anything."""
+SHOWN, REFUSED, NOT_TRIED = "✓", "✗", "·"
+"""Signs of a cell: a test compares, a test shows that it is refused, and no test says anything."""
 _LEAVE_OUT = {
     *("pytest.mark.skip", "pytest.mark.skipif", "pytest.mark.xfail"),
     *("pytest.skip", "pytest.xfail", "pytest.importorskip"),
@@ -110,7 +110,7 @@ def _marks(node: ast.AST, kind: str) -> list[ast.Call]:
 
 
 def table() -> str:
-    """The table: in each cell the tests that show it or that show that it is refused, or that it was not tried.
+    """The table: each cell links to the files of the tests that show it, or that show that it is refused.
 
     Raises:
         ValueError: when tests show a quantity in a set-up, and show that it is refused there.
@@ -118,21 +118,26 @@ def table() -> str:
     cells, refused = _tests_by_cell("shows"), _tests_by_cell("refuses")
     if both := sorted(cells.keys() & refused.keys()):
         raise ValueError(f"{both[0]} is shown by {cells[both[0]]} and refused by {refused[both[0]]}: one must be wrong")
-    cells |= {cell: f"{REFUSED} {tests}" for cell, tests in refused.items()}
+    links = {cell: _links(SHOWN, tests) for cell, tests in cells.items()}
+    links |= {cell: _links(REFUSED, tests) for cell, tests in refused.items()}
     rows = [
-        f"| {setup} | {' | '.join(cells.get((setup, quantity), NOT_TRIED) for quantity in QUANTITIES)} |\n"
+        f"| {setup} | {' | '.join(links.get((setup, quantity), NOT_TRIED) for quantity in QUANTITIES)} |\n"
         for setup in SETUPS
     ]
     return _HEAD + "|---" * (1 + len(QUANTITIES)) + "|\n" + "".join(rows)
 
 
-def _tests_by_cell(kind: str) -> dict[tuple[str, str], str]:
-    """Links to tests, by set-up and quantity."""
+def _links(sign: str, tests: Iterable[str]) -> str:
+    files = dict.fromkeys(test.partition("::")[0] for test in tests)
+    return " ".join(f"[{sign}](../{file})" for file in files)
+
+
+def _tests_by_cell(kind: str) -> dict[tuple[str, str], list[str]]:
+    """Tests as `path::name`, by set-up and quantity."""
     cells: dict[tuple[str, str], list[str]] = {}
     for name, quantity, setup in shown(kind):
-        path, _, test = name.partition("::")
-        cells.setdefault((setup, quantity), []).append(f"[`{test}`](../{path})")
-    return {cell: " ".join(dict.fromkeys(tests)) for cell, tests in cells.items()}
+        cells.setdefault((setup, quantity), []).append(name)
+    return cells
 
 
 def with_table(page: str) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests import shown_setups
-from tests.shown_setups import NOT_TRIED, PAGE, QUANTITIES, REFUSED, SETUPS, shown, table, with_table
+from tests.shown_setups import NOT_TRIED, PAGE, QUANTITIES, REFUSED, SETUPS, SHOWN, shown, table, with_table
 
 
 def test_the_page_has_the_table_that_the_tests_make() -> None:
@@ -79,18 +81,16 @@ def test_a_whole_test_is_not_marked_with_several_set_ups(
         list(shown())
 
 
-def test_what_is_shown_and_refused_is_a_contradiction(
-    tmp_path: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_shown_and_refused_is_a_contradiction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shown_setups, "TESTS", tmp_path)
-    file = tmp_path / "test_it.py"  # type: ignore[operator]
+    file = tmp_path / "test_it.py"
     test = "def test_{}(): pass\n"
     says = "@pytest.mark.shows('prompts', 'EP')\n" + test.format("a")
     refuses = "@pytest.mark.refuses('prompts', 'EP', 'PP')\n" + test.format("b")
     file.write_text(says)
-    assert "| EP | · | · | · | · | · | [`test_a`]" in table()
+    assert f"| EP | · | · | · | · | · | [✓](../{tmp_path.name}/test_it.py) |" in table()
     file.write_text(refuses)
-    assert "| EP | · | · | · | · | · | ✗ [`test_b`]" in table()
+    assert f"| EP | · | · | · | · | · | [✗](../{tmp_path.name}/test_it.py) |" in table()
     file.write_text(says + refuses)
     with pytest.raises(ValueError, match=r"is shown by .*test_a.* and refused by .*test_b"):
         table()
@@ -98,7 +98,8 @@ def test_what_is_shown_and_refused_is_a_contradiction(
 
 def test_the_page_explains_the_signs() -> None:
     page = PAGE.read_text()
-    assert f"{REFUSED} before a test" in page
+    assert f"{SHOWN} leads to the test that compares" in page
+    assert f"{REFUSED} leads to the\ntest that shows" in page
     assert f"{NOT_TRIED} means that no test" in page
 
 

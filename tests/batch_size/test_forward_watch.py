@@ -107,7 +107,7 @@ def own_smoothness(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(("second", "n_batches"), [(own_l1, 1), (own_smoothness, 4)])
 def test_two_forwards_of_one_batch_are_noticed(second: Micro, n_batches: int) -> None:
-    """Each has its own backward, so no count shows it: docs/limits.md says when it is noticed."""
+    """Each has its own backward, so no count shows it: docs/noise-scale.md says when it is noticed."""
     model = small_model()
     generator = torch.Generator().manual_seed(0)
     with attached(model, units_per_piece=4, log_every=10) as probe:

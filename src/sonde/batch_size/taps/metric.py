@@ -2,7 +2,7 @@
 
 A step that is bounded in some norm gains at most the gradient's dual norm. Steps bounded element by element, as those
 of signSGD, Lion and nearly Adam, have the dual norm Σ|g_j|. Steps bounded in spectral norm, as those of Muon, have the
-nuclear norm, the sum of singular values. docs/batch-size.md derives the batch size that each speaks of.
+nuclear norm, the sum of singular values. docs/noise-scale.md derives the batch size that each speaks of.
 
 Norms are taken in fp32 or better, without copies of gradient size, and summed in fp64: averages over windows need no
 more. A clip uses another norm: `power_sums.py` sums it in fp64.
