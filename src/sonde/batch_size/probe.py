@@ -138,7 +138,7 @@ class NoiseScaleProbe:
         self._metrics = MetricTrackers(options.metrics, [metric.name for metric in found.metrics], new_tracker)
         self._tracker = self._metrics.headline
         self._own = OwnTime()
-        self._mechanism = Mechanism(model, wrapper, options, found.group_names, self._own)
+        self._mechanism = Mechanism(model, found, self._own)
         self._scalars = Scalars(log)
         self._closed = False
         self._verbose = verbose and log.is_first_rank
@@ -174,8 +174,8 @@ class NoiseScaleProbe:
         """Make what reads gradients, and brings their numbers to the host."""
         wrapper, found, options = self._wrapper, self._found, self._options
         whole, metrics = found.whole, found.metrics
-        experts = frozenset() if wrapper.experts is None else wrapper.experts.indices
-        witness = Witness(whole.shapes, whole.first, len(wrapper.parameters), apart=experts)
+        apart = [of_class.indices for of_class in found.classes]
+        witness = Witness(whole.shapes, whole.first, len(wrapper.parameters), apart)
         self._tap = choose_tap(
             wrapper,
             witness,
@@ -192,6 +192,7 @@ class NoiseScaleProbe:
             found.group_names,
             metrics,
             witness,
+            found.classes,
             self._tap,
             self._own,
             grad_scaler=self._grad_scaler,
