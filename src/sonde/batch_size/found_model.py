@@ -140,7 +140,7 @@ def find_model(model: nn.Module, optimizer: Optimizers, options: NoiseScaleOptio
             "experts in pipeline stages are not measured: measure the norm by sonde.clip_grad_norm_, or the noise "
             "scale without a pipeline"
         )
-    classes = _classes(wrapper)
+    classes = [experts_apart(wrapper.experts)] if wrapper.experts is not None else []
     with raised_on_all_ranks(model, ranks, wrapper):  # also of the user's own function, or for this rank alone
         names = _group_names(options.groups, whole)
         metrics = _choose_metrics(options, model, wrapper, classes, optimizer)
@@ -294,14 +294,6 @@ def _group_names(groups: Groups, parameters: ModelParameters) -> list[str]:
                 "one name for all parameters that belong nowhere else"
             )
     return names
-
-
-def _classes(wrapper: Wrapper) -> list[PieceClass]:
-    """The classes of parameters that are solved apart from the rest. A further class is one more of this list."""
-    classes: list[PieceClass] = []
-    if wrapper.experts is not None:
-        classes.append(experts_apart(wrapper.experts))
-    return classes
 
 
 def _choose_metrics(

@@ -201,7 +201,7 @@ class WitnessedSums(ClassSums):
     witness_final: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SumsApart(WitnessedSums):
     """Those of a class of parameters that other pieces feed than the rest, or that have a κ of their own, as experts.
 

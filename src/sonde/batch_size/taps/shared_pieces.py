@@ -291,9 +291,7 @@ class ExpertPieces:
         over_weight = torch.zeros_like(squares)
         if n:
             over_weight = (torch.stack(self._squares[:n]) / weight[:n, None, None]).sum(0)
-        counts_here = float(self._experts.is_first)
-        numbers = {
-            "weight_over_units": (sq_weight_over_units / weight).sum() * counts_here,
-            "n_pieces": widened((n_feeding > 0).sum()) * counts_here,
-        }
+        counts = torch.stack([(sq_weight_over_units / weight).sum(), widened((n_feeding > 0).sum())])
+        counts *= float(self._experts.is_first)
+        numbers = {"weight_over_units": counts[0], "n_pieces": counts[1]}
         return over_weight, numbers, {Problem.EXPERTS_DIFFER: differs + float(len(self._squares) > _MOST_PIECES)}

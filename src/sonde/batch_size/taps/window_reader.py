@@ -314,10 +314,8 @@ class WindowReader:
         if self._examples is not None:
             sums, own = self._examples.end_window(self._sums, terms[0] if self._reads_examples else None)
             sums, own = prefixed("examples", sums), prefixed("examples", own)
-        of_pieces = self._sums.end_window(
-            self._take_problems(problems), costs.numbers(), declares=self._tap.only_declared
-        )
-        return of_pieces | sums, own
+        met = self._take_problems(problems)
+        return self._sums.end_window(met, costs.numbers(), declares=self._tap.only_declared) | sums, own
 
     def forget_window(self) -> None:
         """Forget the pieces since the last window ended."""

@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,7 +153,7 @@ class WindowSums:
         self._add_gradient(gradient, counts.weight)
         self.count(counts)
         if self._own_pieces:
-            squares = self._by_class(self.per_group(gradient.terms))
+            squares = self.per_group(gradient.terms)[:, :-1].unflatten(1, (-1, self._n_groups))
             for place, pieces in self._own_pieces.items():
                 pieces.add(squares[:, place], counts)
         if len(self._compared) < _MOST_COMPARED:
@@ -213,17 +212,12 @@ class WindowSums:
     def per_group(self, terms: Tensor) -> Tensor:
         """Sums over the parameters of each group and, last, over all; [metrics, parameters] → [metrics, columns + 1].
 
-        The columns are all groups' of the rest, then all groups' of each class.
+        The columns are those of the rest, [groups], then those of each class: [classes, groups].
         """
         sums = torch.zeros(len(terms), self._n_columns + 1, dtype=self._dtype, device=self.device)
         sums.index_add_(1, self._columns, terms)
         sums[:, -1] = terms.sum(1)
         return sums
-
-    def _by_class(self, sums: Tensor) -> Tensor:
-        """The columns by class, the rest first; [metrics, columns + 1] → [metrics, classes, groups], a view."""
-        by_class: Tensor = sums[:, :-1].unflatten(1, (-1, self._n_groups))
-        return by_class
 
     def end_window(
         self, problems: Mapping[Problem, Number], costs: Sequence[float] = (), *, declares: bool = False
@@ -259,7 +253,7 @@ class WindowSums:
             small[i] = of_metric
         sums: dict[str, Tensor] = {"small": small}
         for place, pieces in self._own_pieces.items():
-            squares = self._by_class(small)[:, place]
+            squares = small[:, :-1].unflatten(1, (-1, self._n_groups))[:, place]
             squares[:], numbers, met_in_class = pieces.sum(squares)
             is_counted = float(self._counts_pieces)
             sums |= {f"{self._classes[place - 1].name}/{name}": n * is_counted for name, n in numbers.items()}
@@ -310,17 +304,22 @@ def read_rows(
     weight, witness_small, witness_ranks = counts["weight"], *map(float, (sums["witness_small"], sums["witness_ranks"]))
     small, big = sums["small"].double(), sums["big"].double()
     elements = [sums["witness"].double(), sums["witness_squares"].double(), sums["witness_final"].double()]
-    of_classes: list[dict[str, Any]] = []
+    apart: dict[str, SumsApart] = {}
     for each in classes:
-        own_counts = {name: float(n) for name, n in unprefixed(each.name, sums).items()}
+        own = counts | {name: float(n) for name, n in unprefixed(each.name, sums).items()}
+        numbers = own["weight"], own["weight_over_units"], own["sq_weight_over_units"], round(own["n_pieces"])
         mask = elements_of(each.indices, witness_sizes, len(elements[0]))
         # Multiplied by 0, not left out: what is not finite stays so, and drops the window.
-        of_classes.append(_without_squares(counts | own_counts, [part * mask for part in elements]))
-        elements = [part * (1.0 - mask) for part in elements]
+        own_elements, elements = [part * mask for part in elements], [part * (1.0 - mask) for part in elements]
+        apart[each.name] = SumsApart(*numbers, small[0], big[0], *own_elements, likely_cause=each.likely_cause)
+    witness_sum, witness_squares, witness_final = elements
     plain = WindowRow(
-        **_without_squares(counts, elements),
         sq_norm_over_weight=small[0],
         sq_norm_big=big[0],
+        weight=weight,
+        weight_over_units=counts["weight_over_units"],
+        sq_weight_over_units=counts["sq_weight_over_units"],
+        n_pieces=round(counts["n_pieces"]),
         n_ranks_declaring=n_declaring,
         stepped_alone=Problem.STEP_ALONE in met and Problem.FORWARD_ALONE not in met,
         n_units=counts["n_units"],
@@ -332,10 +331,13 @@ def read_rows(
         witness_small=witness_small,
         witness_ranks=witness_ranks,
         witness_sizes=witness_sizes,
+        witness_sum=witness_sum,
+        witness_squares=witness_squares,
+        witness_final=witness_final,
         scores=scores_of_pieces(
             counts, *sums["compared"].tolist(), mean_square=witness_small / weight if weight else 0.0
         ),
-        same_ranks=same_ranks(sums["marks"].double(), spread=_spread(weight * witness_ranks, elements[0])),
+        same_ranks=same_ranks(sums["marks"].double(), spread=_spread(weight * witness_ranks, witness_sum)),
     )
     rows = []
     for of_metric, big_of_metric, adds in zip(small, big, metrics, strict=True):
@@ -343,30 +345,16 @@ def read_rows(
         whole = (float(of_metric[-1]), float(big_of_metric[-1])) if adds == "norms" else None
         # [classes, groups]: the first are those of the rest.
         squares, squares_big = of_metric[:-1].view(1 + len(classes), -1), big_of_metric[:-1].view(1 + len(classes), -1)
-        apart: dict[str, SumsApart] = {}
-        for each, of_class, *both in zip(classes, of_classes, squares[1:], squares_big[1:], strict=True):
-            apart[each.name] = SumsApart(
-                **of_class, sq_norm_over_weight=both[0], sq_norm_big=both[1], likely_cause=each.likely_cause
-            )
-        row = replace(plain, sq_norm_over_weight=squares[0], sq_norm_big=squares_big[0], whole=whole, apart=apart)
+        of_classes = {
+            name: replace(of_class, sq_norm_over_weight=own_squares, sq_norm_big=own_big)
+            for (name, of_class), own_squares, own_big in zip(apart.items(), squares[1:], squares_big[1:], strict=True)
+        }
+        row = replace(plain, sq_norm_over_weight=squares[0], sq_norm_big=squares_big[0], whole=whole, apart=of_classes)
         # What is finite in the first metric alone lacks a second moment.
         if not plain.problems and math.isfinite(small[0, -1]) and not math.isfinite(of_metric[-1]):
             row = replace(row, problems=[_drop(Problem.NO_SECOND_MOMENT)])
         rows.append(row)
     return rows
-
-
-def _without_squares(counts: Mapping[str, float], elements: Sequence[Tensor]) -> dict[str, Any]:
-    """The numbers of a `WitnessedSums` that are the same in every metric, by name."""
-    return {
-        "weight": counts["weight"],
-        "weight_over_units": counts["weight_over_units"],
-        "sq_weight_over_units": counts["sq_weight_over_units"],
-        "n_pieces": round(counts["n_pieces"]),
-        "witness_sum": elements[0],
-        "witness_squares": elements[1],
-        "witness_final": elements[2],
-    }
 
 
 def _drop(problem: Problem) -> Drop:
