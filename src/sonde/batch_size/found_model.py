@@ -314,7 +314,7 @@ def _choose_metrics(
                 raise ValueError(f"metric='sign' {reason}: use metric='euclidean', or without FSDP2 metric='adam'")
             metrics.append(SignMetric())
         elif name == "spectral":
-            metrics.append(_spectral(model, wrapper, given, options.staging_bytes(wrapper.leaves[0].device)))
+            metrics.append(_spectral(model, wrapper, classes, given, options.staging_bytes(wrapper.leaves[0].device)))
     return metrics
 
 
@@ -342,8 +342,10 @@ def _norms_do_not_add_up(wrapper: Wrapper, classes: Sequence[PieceClass]) -> str
     return ""
 
 
-def _spectral(model: nn.Module, wrapper: Wrapper, optimizers: Sequence[Any], staging_bytes: int) -> SpectralMetric:
-    if wrapper.mesh is not None or wrapper.sequence_group is not None:
+def _spectral(
+    model: nn.Module, wrapper: Wrapper, classes: Sequence[PieceClass], optimizers: Sequence[Any], staging_bytes: int
+) -> SpectralMetric:
+    if wrapper.mesh is not None or wrapper.sequence_group is not None or classes:
         raise ValueError(
             f"metric='spectral' needs each matrix whole on one rank, got a model cut by {wrapper.name}: use DDP, or "
             "metric='adam' or 'euclidean'"
