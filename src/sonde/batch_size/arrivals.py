@@ -80,11 +80,12 @@ class Delivery:
         on_host = {name: n for name, n in scalars.items() if not isinstance(n, Tensor)}
         own, own_shapes = packed({**window.own, _SCALARS: as_vector(list(on_device.values()), self._device)})
         # `read` must not hold the window itself, so that its memory is freed once it is sent.
-        names, shapes, axes = tuple(on_device), window.shapes, (self._adds, window.witness_sizes, window.classes)
+        names, shapes, adds = tuple(on_device), window.shapes, self._adds
+        sizes, classes = window.witness_sizes, window.classes
 
         def read(vectors: list[Tensor]) -> MeasuredWindow:
             numbers = named(vectors[0], shapes) | named(vectors[1], own_shapes)
-            rows = read_rows(numbers, *axes)
+            rows = read_rows(numbers, adds, sizes, classes)
             by_name = dict(zip(names, numbers[_SCALARS].tolist(), strict=True)) | on_host
             of_window = replace(known, rate=by_name.pop(RATE, None))
             examples = unprefixed("examples", numbers)

@@ -61,7 +61,7 @@ class CutGradients:
         self.specs: list[Any] = [None] * len(leaves)
         """How the part of each gradient that counts here is placed; None for a plain one."""
 
-    def take(self, index: int, gradient: Tensor, partial: dict[int, Tensor]) -> Tensor | None:
+    def part(self, index: int, gradient: Tensor, partial: dict[int, Tensor]) -> Tensor | None:
         """This rank's part of a gradient; None if it counts later or on another rank.
 
         Args:
@@ -231,7 +231,8 @@ class OwnPieces(Protocol):
 class PieceClass:
     """A class of parameters that is solved apart from the rest: it has pieces of its own, or a κ of its own.
 
-    It has columns in the window's sums and elements in the witness. No parameter is in two classes.
+    It has columns in the window's sums and elements in the witness. No parameter is in two classes. Single examples are
+    refused beside a class, and metrics in which norms add up before they are squared: they speak of the whole model.
 
     Attributes:
         name: plural, for people and for the names of its sums.

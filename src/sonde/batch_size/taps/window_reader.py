@@ -127,7 +127,7 @@ class FinalGradient:
         parts: dict[int, Tensor] = {}
         is_whole = self._wrapper.mesh is None
         for i, grad in enumerate(grads):
-            if grad is not None and (part := grad if is_whole else self._cut.take(i, grad, partial)) is not None:
+            if grad is not None and (part := grad if is_whole else self._cut.part(i, grad, partial)) is not None:
                 parts[i] = part
         return parts if is_whole else parts | self._cut.sum_partial(partial)
 
@@ -167,9 +167,8 @@ class WindowReader:
         self.parameters = list(wrapper.parameters.values())
         self.device = wrapper.leaves[0].device
         self.groups = tuple(dict.fromkeys(group_names))
-        self._wrapper, self._metrics, self._witness = wrapper, metrics, witness
+        self._wrapper, self._metrics, self._witness, self._classes = wrapper, metrics, witness, classes
         self._tap, self._grad_scaler, self._examples, self._own = tap, grad_scaler, examples, own
-        self._classes = classes
         place = {name: i for i, name in enumerate(self.groups)}
         class_of = {i: k for k, each in enumerate(classes, 1) for i in each.indices}
         columns = [class_of.get(i, 0) * len(place) + place[name] for i, name in enumerate(group_names)]
@@ -291,7 +290,7 @@ class WindowReader:
             self._sums.merge(whole)
         grads = [p.grad for p in self.parameters]
         terms = self.final.terms(grads)
-        final = {"witness_final": self.final.witness(grads), "big": self._sums.per_group(terms)}
+        final = {"witness_final": self.final.witness(grads), "sq_norm_big": self._sums.per_group(terms)}
         sums, own = self._of_pieces(problems, terms, costs)
         sums["frozen"] = frozen
         # Where ranks hold parts of the gradient, the sum over ranks takes in its squares and elements.

@@ -251,7 +251,7 @@ class WindowSums:
         }
         for i, of_metric in zip(self._of_norms, self._small_of_norms, strict=True):
             small[i] = of_metric
-        sums: dict[str, Tensor] = {"small": small}
+        sums: dict[str, Tensor] = {"sq_norm_over_weight": small}
         for place, pieces in self._own_pieces.items():
             squares = small[:, :-1].unflatten(1, (-1, self._n_groups))[:, place]
             squares[:], numbers, met_in_class = pieces.sum(squares)
@@ -302,7 +302,7 @@ def read_rows(
     n_declaring = round(counts["n_declaring"])
     drops = [p for p in met if p.applies(are_declared=n_declaring > 0)]
     weight, witness_small, witness_ranks = counts["weight"], *map(float, (sums["witness_small"], sums["witness_ranks"]))
-    small, big = sums["small"].double(), sums["big"].double()
+    small, big = sums["sq_norm_over_weight"].double(), sums["sq_norm_big"].double()
     elements = [sums["witness"].double(), sums["witness_squares"].double(), sums["witness_final"].double()]
     apart: dict[str, SumsApart] = {}
     for each in classes:
@@ -324,7 +324,7 @@ def read_rows(
         stepped_alone=Problem.STEP_ALONE in met and Problem.FORWARD_ALONE not in met,
         n_units=counts["n_units"],
         further_units=sums["further_units"].tolist(),
-        in_fp32=sums["small"].dtype == torch.float32,
+        in_fp32=sums["sq_norm_over_weight"].dtype == torch.float32,
         rank_sq_weight_over_units=counts["rank_sq_weight_over_units"],
         problems=[_drop(p) for p in drops if not p.only_explains],
         explanations=[_drop(p) for p in drops if p.only_explains],
