@@ -131,7 +131,6 @@ class WindowSums:
         """The same per group and, last, of the whole model, where norms add up before they are squared."""
         self._witness, self._witness_squares = zeros(2, self._witness_of.size)
         self._witness_small, self._bad_counts = zeros(2)
-        self._rest_of_witness: Tensor | None = None
         self._own_pieces: dict[int, OwnPieces] = {}
         """Of each class that has pieces of its own, by its place: after 0, which is that of the rest."""
         for place, each in enumerate(self._classes, 1):
@@ -158,7 +157,7 @@ class WindowSums:
                 pieces.add(squares[:, place], counts)
         if len(self._compared) < _MOST_COMPARED:
             # Multiplied by 0, not left out: what is not finite stays so, and drops the window.
-            witness = gradient.witness if not self._classes else gradient.witness * self._rest()
+            witness = gradient.witness if not self._classes else gradient.witness * self._witness_of.rest(self.device)
             self._compared.append(witness / counts.weight)
             if not isinstance(counts.units, Tensor):
                 self._sizes.append(gradient.terms[0].sum() / counts.weight / counts.weight)
@@ -193,16 +192,8 @@ class WindowSums:
         squares = gradient.witness.square()
         self._witness += gradient.witness
         self._witness_squares += squares if gradient.witness_squares is None else gradient.witness_squares
-        of_rest = squares if not self._classes else squares * self._rest()
+        of_rest = squares if not self._classes else squares * self._witness_of.rest(self.device)
         self._witness_small += of_rest.sum() / weight
-
-    def _rest(self) -> Tensor:
-        """1 for the witness's elements of parameters in no class, 0 for those of classes; [witness]."""
-        if self._rest_of_witness is None:  # the witness moves on with every window
-            witness = self._witness_of
-            of_classes = elements_of(witness.apart, witness.sizes, witness.size)
-            self._rest_of_witness = to_device(1.0 - of_classes, self.device)
-        return self._rest_of_witness
 
     @property
     def sq_norms_over_weight(self) -> Tensor:
@@ -268,7 +259,7 @@ class WindowSums:
         sizes = {name: len(each) for name, each in of_host.items()}
         vector = as_vector([n for each in of_host.values() for n in each], self.device)
         sums |= zip(sizes, vector.split([*sizes.values()]), strict=True)
-        witness = self._witness if not self._classes else self._witness * self._rest()
+        witness = self._witness if not self._classes else self._witness * self._witness_of.rest(self.device)
         # A ratio of this rank's own sums is formed before the sum over ranks.
         of_rank = witness.square().sum() / self._weight if self.n_pieces else witness.new_zeros(())
         marks = witness.new_zeros(self._n_marked, 2)

@@ -45,9 +45,8 @@ class Witness:
     ) -> None:
         self._shapes = [tuple(shape) for shape in shapes]
         self._first, self._n = first, len(shapes) - first if n is None else n
-        self.apart = frozenset(i for indices in apart for i in indices)
-        """Parameters of the model that are in a class apart."""
-        rest = [(i, len(shape)) for i, shape in enumerate(self._shapes) if 0 not in shape and i not in self.apart]
+        self._apart = frozenset(i for indices in apart for i in indices)
+        rest = [(i, len(shape)) for i, shape in enumerate(self._shapes) if 0 not in shape and i not in self._apart]
         vectors, matrices = [i for i, n_dims in rest if n_dims < 2], [i for i, n_dims in rest if n_dims >= 2]
         of_classes = [sorted(i for i in indices if 0 not in self._shapes[i]) for indices in apart]
         self._kinds = [(*_split(vectors, _VECTORS), _VECTORS), (*_split(matrices, _MATRICES), _MATRICES)]
@@ -80,6 +79,7 @@ class Witness:
         """Elements that are read of all of them."""
         self.indices = self._blocks.keys()
         """This rank's parameters that are read."""
+        self._rest: Tensor | None = None
         self._places: dict[tuple[int, tuple[int, ...]], tuple[list[int], int]] = {}
 
     @property
@@ -87,6 +87,12 @@ class Witness:
         """Parameters of this rank that are read in every window, spread over the depth of the model."""
         stay = sorted(index - self._first for fixed, _, _ in self._kinds for index in fixed)
         return [index for index in stay if 0 <= index < self._n]
+
+    def rest(self, device: torch.device) -> Tensor:
+        """0 for the elements of parameters in a class apart, 1 for the others and the zeros that fill up; [size]."""
+        if self._rest is None:
+            self._rest = to_device(1.0 - elements_of(self._apart, self.sizes, self.size), device)
+        return self._rest
 
     def read(self, index: int, grad: Tensor, spec: Any = None) -> Tensor:
         """The chosen elements of the gradient of parameter `index`, sizes[index] in all; a view where it is dense.
