@@ -202,13 +202,13 @@ FLOAT64 = [
     Mutant(
         "elements are squared in fp64",
         "sonde.batch_size.taps.window_sums:WindowSums._add_gradient",
-        "of_others.sum() / weight",
-        "of_others.sum(dtype=torch.float64) / weight",
+        "of_rest.sum() / weight",
+        "of_rest.sum(dtype=torch.float64) / weight",
     ),
     Mutant(
         "a 0-dim number of the host widens another",
         "sonde.batch_size.taps.window_sums:WindowSums._add_gradient",
-        "self._witness_small += of_others.sum() / weight",
+        "self._witness_small += of_rest.sum() / weight",
         "self._witness_small += torch.mul(squares.sum(), torch.ones((), dtype=torch.float64, device='cpu')) / weight",
     ),
 ]

@@ -158,8 +158,8 @@ def test_a_count_on_a_device_that_is_not_finite_drops_the_window() -> None:
         for count in (float("nan"), 8.0):
             sums = probe._reader._sums
             sums.count(PieceCounts(1.0, 4.0, 4.0, None, (torch.tensor(count, dtype=torch.float64),)))
-            final = {"big": torch.zeros(1, 5), "witness_final": sums._witness}
-            [row] = read_rows(sums.take({})[0] | final, ["squares"], {})
+            final = {"sq_norm_big": torch.zeros(1, 5), "witness_final": sums._witness}
+            [row] = read_rows(sums.end_window({}) | final, ["squares"], {})
             kinds.append([drop.kind for drop in row.problems])
     assert kinds == [["bad_counts"], []]
 

@@ -85,7 +85,7 @@ def squares_of(n_parameters: int, n_pieces: int) -> tuple[float, float]:
         squares = add_parts(n_parameters, [(owners, piece.norm(dim=1))], cpu)
         sums.add(GradientSummary(squares[None], no_elements.to(squares)), piece_counts(2.0, 1.0, None))
     big = sums.per_group(add_parts(n_parameters, [(owners, total.norm(dim=1).float())], cpu)[None])
-    [row] = read_rows(sums.take({})[0] | {"big": big, "witness_final": no_elements}, ["squares"], {})
+    [row] = read_rows(sums.end_window({}) | {"sq_norm_big": big, "witness_final": no_elements}, ["squares"], {})
     return row.small, row.big
 
 

@@ -21,7 +21,7 @@ from sonde.batch_size.stats.window_row import Drop, RoundingTolerance, WindowRow
 from sonde.batch_size.taps.metric import Adds
 from sonde.batch_size.taps.tap import Tap
 from sonde.batch_size.taps.window_reader import Window
-from sonde.batch_size.taps.window_sums import named, packed, read_rows, those_under
+from sonde.batch_size.taps.window_sums import named, packed, read_rows, unprefixed
 from sonde.batch_size.units import as_vector
 from sonde.batch_size.window_clock import OwnTime
 from sonde.parallel.devices import HostCopy, start_copy_to_host
@@ -80,14 +80,15 @@ class Delivery:
         on_host = {name: n for name, n in scalars.items() if not isinstance(n, Tensor)}
         own, own_shapes = packed({**window.own, _SCALARS: as_vector(list(on_device.values()), self._device)})
         # `read` must not hold the window itself, so that its memory is freed once it is sent.
-        names, sizes, adds, shapes = tuple(on_device), window.witness_sizes, self._adds, window.shapes
+        names, shapes, adds = tuple(on_device), window.shapes, self._adds
+        sizes, classes = window.witness_sizes, window.classes
 
         def read(vectors: list[Tensor]) -> MeasuredWindow:
             numbers = named(vectors[0], shapes) | named(vectors[1], own_shapes)
-            rows = read_rows(numbers, adds, sizes)
+            rows = read_rows(numbers, adds, sizes, classes)
             by_name = dict(zip(names, numbers[_SCALARS].tolist(), strict=True)) | on_host
             of_window = replace(known, rate=by_name.pop(RATE, None))
-            examples = those_under("examples", numbers)
+            examples = unprefixed("examples", numbers)
             costs = WindowCosts(*numbers["costs"].tolist())
             return MeasuredWindow(rows, of_window, by_name, costs, numbers["frozen"], examples)
 

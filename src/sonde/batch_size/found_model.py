@@ -23,6 +23,7 @@ from sonde.batch_size.taps.metric import (
     SpectralMetric,
     nuclear_norm_bytes,
 )
+from sonde.batch_size.taps.shared_pieces import PieceClass, experts_apart
 from sonde.parallel.data_ranks import axis_of_sequences
 from sonde.parallel.devices import accumulation_dtype
 from sonde.parallel.parameter_roles import kinds_of, parameter_roles
@@ -61,6 +62,7 @@ class FoundModel:
         wrapper: what it is wrapped in, with this rank's parameters.
         whole: the parameters of the whole model.
         group_names: the group of each parameter of the whole model.
+        classes: of parameters that are solved apart from the rest, the same on all ranks.
         metrics: in which its gradients are measured: those that were asked for, and the plain one first, whose squares
             the checks of every window use; or Adam's first where nothing else was asked for.
         options: of the probe; no units of forwards where this model shows none.
@@ -71,6 +73,7 @@ class FoundModel:
     wrapper: Wrapper
     whole: ModelParameters
     group_names: list[str]
+    classes: Sequence[PieceClass]
     metrics: Sequence[GradientMetric]
     options: NoiseScaleOptions
     sequences_axis: str | None
@@ -137,9 +140,10 @@ def find_model(model: nn.Module, optimizer: Optimizers, options: NoiseScaleOptio
             "experts in pipeline stages are not measured: measure the norm by sonde.clip_grad_norm_, or the noise "
             "scale without a pipeline"
         )
+    classes = [experts_apart(wrapper.experts)] if wrapper.experts is not None else []
     with raised_on_all_ranks(model, ranks, wrapper):  # also of the user's own function, or for this rank alone
         names = _group_names(options.groups, whole)
-        metrics = _choose_metrics(options, model, wrapper, optimizer)
+        metrics = _choose_metrics(options, model, wrapper, classes, optimizer)
     _compare_over_ranks(wrapper, _same_on_ranks(options, wrapper, whole, names))
     options = _with_units_that_show(model, options, in_pipeline=wrapper.pp_mesh is not None)
     axis = axis_of_sequences(list(wrapper.parameters.values())) if ranks.cp_mesh is None else None
@@ -148,7 +152,7 @@ def find_model(model: nn.Module, optimizer: Optimizers, options: NoiseScaleOptio
         "batch_norms": n_batch_norms(model),
         "sync_batch_norms": n_sync_batch_norms(model, wrapper.n_ranks),
     }
-    return FoundModel(wrapper, whole, names, metrics, options, axis, record)
+    return FoundModel(wrapper, whole, names, classes, metrics, options, axis, record)
 
 
 def _record(
@@ -293,7 +297,7 @@ def _group_names(groups: Groups, parameters: ModelParameters) -> list[str]:
 
 
 def _choose_metrics(
-    options: NoiseScaleOptions, model: nn.Module, wrapper: Wrapper, optimizer: Optimizers
+    options: NoiseScaleOptions, model: nn.Module, wrapper: Wrapper, classes: Sequence[PieceClass], optimizer: Optimizers
 ) -> Sequence[GradientMetric]:
     """The metrics that were asked for, for this model.
 
@@ -304,20 +308,20 @@ def _choose_metrics(
     metrics: list[GradientMetric] = [Euclidean()]
     for name in names:
         if name == "adam" and given:
-            metrics.append(_adam(wrapper, given))
+            metrics.append(_adam(wrapper, classes, given))
         elif name == "sign":
-            if reason := _norms_do_not_add_up(wrapper):
+            if reason := _norms_do_not_add_up(wrapper, classes):
                 raise ValueError(f"metric='sign' {reason}: use metric='euclidean', or without FSDP2 metric='adam'")
             metrics.append(SignMetric())
         elif name == "spectral":
-            metrics.append(_spectral(model, wrapper, given, options.staging_bytes(wrapper.leaves[0].device)))
+            metrics.append(_spectral(model, wrapper, classes, given, options.staging_bytes(wrapper.leaves[0].device)))
     return metrics
 
 
-def _adam(wrapper: Wrapper, optimizers: Sequence[Any]) -> AdamMetric:
+def _adam(wrapper: Wrapper, classes: Sequence[PieceClass], optimizers: Sequence[Any]) -> AdamMetric:
     parameters = list(wrapper.parameters.values())
     if any(map(is_gathered, parameters, wrapper.leaves)):
-        others = "'euclidean'" if _norms_do_not_add_up(wrapper) else "'sign' or 'euclidean'"
+        others = "'euclidean'" if _norms_do_not_add_up(wrapper, classes) else "'sign' or 'euclidean'"
         raise ValueError(
             "metric='adam' weighs whole gradients by Adam's second moment, of which FSDP2 leaves each rank a part, got "
             f"{wrapper.name}: use metric={others}"
@@ -327,18 +331,21 @@ def _adam(wrapper: Wrapper, optimizers: Sequence[Any]) -> AdamMetric:
     return AdamMetric(optimizer, parameters)
 
 
-def _norms_do_not_add_up(wrapper: Wrapper) -> str:
+def _norms_do_not_add_up(wrapper: Wrapper, classes: Sequence[PieceClass]) -> str:
     """Why no rank sees the whole gradient of a piece: norms add up before they are squared. Empty where one does."""
-    if wrapper.experts is not None:
-        return f"adds up the norms of all parameters, but experts have other pieces than the rest, got {wrapper.name}"
+    if classes:
+        names = " and ".join(apart.name for apart in classes)
+        return f"adds up the norms of all parameters, but {names} have other pieces than the rest, got {wrapper.name}"
     # Ranks that share sequences share each piece too, and the first of them sees the sum of its gradients.
     if wrapper.pp_mesh is not None or (wrapper.data.n_sharing > 1 and wrapper.sequence_group is None):
         return f"needs the whole gradient of each piece on one rank, got a model cut by {wrapper.name}"
     return ""
 
 
-def _spectral(model: nn.Module, wrapper: Wrapper, optimizers: Sequence[Any], staging_bytes: int) -> SpectralMetric:
-    if wrapper.mesh is not None or wrapper.sequence_group is not None:
+def _spectral(
+    model: nn.Module, wrapper: Wrapper, classes: Sequence[PieceClass], optimizers: Sequence[Any], staging_bytes: int
+) -> SpectralMetric:
+    if wrapper.mesh is not None or wrapper.sequence_group is not None or classes:
         raise ValueError(
             f"metric='spectral' needs each matrix whole on one rank, got a model cut by {wrapper.name}: use DDP, or "
             "metric='adam' or 'euclidean'"

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import nn
 
+from sonde.batch_size.found_model import FoundModel
 from sonde.batch_size.log import MeasuredWindow
 from sonde.batch_size.per_example.example_window import NOTHING_COVERED, ExampleWindow
 from sonde.batch_size.per_example.norms import PerExampleNorms
-from sonde.batch_size.setup import NoiseScaleOptions
 from sonde.batch_size.stats.reading import ENOUGH_COVERED, CoveredPart
 from sonde.batch_size.stats.window_row import WITHOUT_EXAMPLES, Drop, WindowRow
 from sonde.batch_size.window_clock import OwnTime
 from sonde.parallel.process_groups import holds_on_all
-from sonde.parallel.wrappers import Wrapper
 
 _IN_A_ROW = 3
 """Windows in a row that must be of the other kind before it changes what is read: the last one of an epoch may be."""
@@ -38,23 +36,15 @@ class Mechanism:
 
     Args:
         model: as the user calls it.
-        wrapper: of the model.
-        options: of the probe.
-        group_names: the group of each parameter.
+        found: what attach has found of the model.
         own: the probe's time.
 
     Raises:
         ValueError: if examples are asked for and cannot be read.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        wrapper: Wrapper,
-        options: NoiseScaleOptions,
-        group_names: Sequence[str],
-        own: OwnTime,
-    ) -> None:
+    def __init__(self, model: nn.Module, found: FoundModel, own: OwnTime) -> None:
+        wrapper, options = found.wrapper, found.options
         self._names = list(wrapper.parameters)
         self._is_asked = options.per_example == "always"
         self.examples: ExampleWindow | None = None
@@ -63,7 +53,7 @@ class Mechanism:
         """Why examples are not read where a window is a single piece, for people; empty where they may be."""
         if self._is_asked or (options.per_example == "auto" and wrapper.n_ranks == 1):
             try:
-                self.examples = _example_window(model, wrapper, options, group_names)
+                self.examples = _example_window(model, found)
                 self.examples.norms.own = own
             except ValueError as error:
                 self.why_not = str(error)
@@ -176,20 +166,19 @@ def _explained(row: WindowRow, why_not: str) -> WindowRow:
     return replace(row, problems=[Drop("single_piece", message)])
 
 
-def _example_window(
-    model: nn.Module, wrapper: Wrapper, options: NoiseScaleOptions, group_names: Sequence[str]
-) -> ExampleWindow:
+def _example_window(model: nn.Module, found: FoundModel) -> ExampleWindow:
     """What reads single examples.
 
     Raises:
         ValueError: with the reason why they cannot be read.
     """
+    wrapper, options = found.wrapper, found.options
     if options.metrics != ("euclidean",):
         raise ValueError(f"metric={options.metric!r} needs whole gradients: use metric='euclidean'")
     if options.tap == "comm_hook":
         raise ValueError("tap='comm_hook' reads whole windows: use tap='leaf'")
     shares_pieces = wrapper.data.n_sharing > 1 or wrapper.sequence_group is not None
-    if wrapper.pp_mesh is not None or shares_pieces or wrapper.experts is not None:
+    if wrapper.pp_mesh is not None or shares_pieces or found.classes:
         raise ValueError(f"a model cut by {wrapper.name} calls its layers with parts of examples or of parameters")
     norms = PerExampleNorms(
         model,
@@ -200,7 +189,7 @@ def _example_window(
     )
     if len(norms.without_rule) == len(wrapper.parameters):
         raise ValueError("no layer of the model has a rule for them: pass rules= to attach, see sonde.PerExampleNorms")
-    window = ExampleWindow(norms, group_names, wrapper.leaves[0].device, is_sharded=wrapper.mesh is not None)
+    window = ExampleWindow(norms, found.group_names, wrapper.leaves[0].device, is_sharded=wrapper.mesh is not None)
     window.open()
     window.close()
     return window

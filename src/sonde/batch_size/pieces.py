@@ -54,7 +54,9 @@ class DeclaredPiece:
 
     __slots__ = ("_given", "_is_read", "_is_usual", "_pieces")
 
-    def __init__(self, pieces: Pieces, units: Any, weight: Any, unit_weights: Any, start: float, n: Any = None) -> None:
+    def __init__(
+        self, pieces: LoopPieces, units: Any, weight: Any, unit_weights: Any, start: float, n: Any = None
+    ) -> None:
         self._pieces, self._given = pieces, (units, weight, unit_weights, n)
         has_units = pieces.knows_units if units is None else type(units) is int and 0 < units < _MANY
         is_plain = unit_weights is None and n is None
@@ -85,7 +87,7 @@ NOT_COUNTED = Problem.BAD_COUNTS
 _NOT_KNOWN = "the number of units in a piece is not known: pass units_per_piece= to attach, or units= to piece()"
 
 
-class Pieces:
+class LoopPieces:
     """Begins and ends pieces, and knows how many units each has.
 
     Args:

@@ -1,6 +1,6 @@
 """Is my batch size right? The gradient noise scale of a run, while it runs.
 
-The story of a measured window: each backward is a piece, which `Pieces` counts, by its forward or by `piece`. The
+The story of a measured window: each backward is a piece, which `LoopPieces` counts, by its forward or by `piece`. The
 optimizer's step, `step` or `clip_grad_norm_` has `WindowEnds` end the window and put its numbers on their way.
 `Arrivals` gets them some windows later, and gives them to the tracker and the log.
 """
@@ -29,7 +29,7 @@ from sonde.batch_size.log import NoiseScaleLog, Scalars
 from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.model_watch import FrozenWatch, ModelWatch, rounding_tolerance
 from sonde.batch_size.pace import Cost, Pace
-from sonde.batch_size.pieces import NOT_COUNTED, DeclaredPiece, Pieces, Units, UnitsOfPieces
+from sonde.batch_size.pieces import NOT_COUNTED, DeclaredPiece, LoopPieces, Units, UnitsOfPieces
 from sonde.batch_size.setup import (
     NoiseScaleOptions,
     check_partners,
@@ -138,7 +138,7 @@ class NoiseScaleProbe:
         self._metrics = MetricTrackers(options.metrics, [metric.name for metric in found.metrics], new_tracker)
         self._tracker = self._metrics.headline
         self._own = OwnTime()
-        self._mechanism = Mechanism(model, wrapper, options, found.group_names, self._own)
+        self._mechanism = Mechanism(model, found, self._own)
         self._scalars = Scalars(log)
         self._closed = False
         self._verbose = verbose and log.is_first_rank
@@ -174,8 +174,8 @@ class NoiseScaleProbe:
         """Make what reads gradients, and brings their numbers to the host."""
         wrapper, found, options = self._wrapper, self._found, self._options
         whole, metrics = found.whole, found.metrics
-        experts = frozenset() if wrapper.experts is None else wrapper.experts.indices
-        witness = Witness(whole.shapes, whole.first, len(wrapper.parameters), apart=experts)
+        apart = [of_class.indices for of_class in found.classes]
+        witness = Witness(whole.shapes, whole.first, len(wrapper.parameters), apart)
         self._tap = choose_tap(
             wrapper,
             witness,
@@ -192,6 +192,7 @@ class NoiseScaleProbe:
             found.group_names,
             metrics,
             witness,
+            found.classes,
             self._tap,
             self._own,
             grad_scaler=self._grad_scaler,
@@ -225,7 +226,7 @@ class NoiseScaleProbe:
         )
         units = options.units_per_piece
         self._forwards = ForwardUnits(model, units if is_of_forward(units) else None, own, self._steps)
-        self._pieces = Pieces(
+        self._pieces = LoopPieces(
             options.units,
             units,
             self._forwards,

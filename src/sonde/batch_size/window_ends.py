@@ -18,7 +18,7 @@ from sonde.batch_size.log import CLIP_FRACTION, MAX_NORM, NORM, KnownOfWindow, S
 from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.model_watch import ModelWatch
 from sonde.batch_size.pace import Pace, WindowCosts
-from sonde.batch_size.pieces import Pieces
+from sonde.batch_size.pieces import LoopPieces
 from sonde.batch_size.step_watch import Alert, StepWatch
 from sonde.batch_size.taps.problems import Problem
 from sonde.batch_size.taps.tap import Tap
@@ -112,7 +112,7 @@ class WindowEnds:
         reader: WindowReader,
         steps: StepWatch,
         model: ModelWatch,
-        pieces: Pieces,
+        pieces: LoopPieces,
         pace: Pace,
         tap: Tap,
         mechanism: Mechanism,

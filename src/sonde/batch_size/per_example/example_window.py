@@ -149,13 +149,13 @@ class ExampleWindow:
         is_finite = torch.isfinite(self._small)
         counts = (self._sq_weight, self._n_examples, self._n_pieces, float(is_open), float(not is_open))
         of_ranks = {
-            "small": self._small.where(is_finite, 0.0),
+            "sq_norm_over_weight": self._small.where(is_finite, 0.0),
             "of_pieces": sums.sq_norms_over_weight,
             "covered": widened(is_finite),
             "counts": as_vector([*counts, *self._scores.unbind()], self._device),
         }
         own: dict[str, Tensor] = {}
-        (of_ranks if self._is_sharded else own)["big"] = sq_norms_big
+        (of_ranks if self._is_sharded else own)["sq_norm_big"] = sq_norms_big
         self._reset()
         return of_ranks, own
 
@@ -183,13 +183,13 @@ class ExampleWindow:
         if why_not or not n_read:
             return None, why_not, is_covered.tolist()
         of_examples = ExampleSums(
-            sq_norm_over_weight=self._per_group(sums["small"], is_covered),
+            sq_norm_over_weight=self._per_group(sums["sq_norm_over_weight"], is_covered),
             weight=row.weight,
             weight_over_units=row.weight,  # n_b = 1 throughout
             sq_weight_over_units=counts["sq_weight"],
             n_pieces=round(counts["n_examples"]),
             of_pieces=self._per_group(sums["of_pieces"], is_covered),
-            sq_norm_big=self._per_group(sums["big"], is_covered),
+            sq_norm_big=self._per_group(sums["sq_norm_big"], is_covered),
             n_covered=int(is_covered.sum()),
             scores=scores_of_examples(*(counts[name] for name in _COUNTS[-N_SCORES:])),
         )

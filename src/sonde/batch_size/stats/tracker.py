@@ -17,7 +17,7 @@ from sonde.batch_size.stats.window_row import (
     ScaleReading,
     SolvedWindow,
     WindowRow,
-    WitnessedPieces,
+    WitnessedSums,
     read_scale,
     solve_window,
     why_unusable,
@@ -139,7 +139,7 @@ class NoiseScaleTracker(Stateful):
             self.dependence.add(row.examples.scores | row.examples.excess_of_pieces(row, scale=scale.scale))
         return None
 
-    def _read_scale(self, pieces: WitnessedPieces, row: WindowRow) -> ScaleReading:
+    def _read_scale(self, pieces: WitnessedSums, row: WindowRow) -> ScaleReading:
         # A gradient is added up micro-batch by micro-batch on a rank, then rank by rank. Each addition may round, even
         # to 16 bits.
         return read_scale(

@@ -133,8 +133,6 @@ _LEAST_IN_FP32 = 1e-3
 _MIN, _MAX = 1e-100, 1e100
 """Range in which weights, units and squares can be multiplied without overflow or underflow in float64."""
 
-CLASSES = {"experts": "was it changed, or do experts get tokens from other ranks than those over which they are spread"}
-"""The classes of parameters that other pieces feed than the rest, and what may have changed their gradients."""
 WITHOUT_EXAMPLES = "Accumulate gradients over 2 or more micro-batches, or train on 2 or more data-parallel ranks"
 """What to do about a window of one piece whose examples are not read."""
 NO_BACKWARD = (
@@ -157,7 +155,7 @@ class Drop:
 
 
 @dataclass(frozen=True)
-class PieceClass(Pieces):
+class ClassSums(Pieces):
     """Sums over all pieces of all ranks, of parameters that the same pieces feed: they have one κ.
 
     Attributes:
@@ -189,14 +187,8 @@ class PieceClass(Pieces):
 
 
 @dataclass(frozen=True)
-class WitnessedPieces(PieceClass):
-    """Pieces of which some elements were kept.
-
-    Experts are a class of such pieces: a backward sends the tokens of E ranks to each expert. So their pieces are fewer
-    and larger: with r over the E ranks, piece k has the weight w_k = Σ_r w_rk and n_k = w_k²/Σ_r(w_rk²/n_rk) effective
-    units. Then Σ w_k²/n_k, and with it v, are those of all other parameters; u is smaller. A unit none of whose tokens
-    reach an expert adds nothing to that expert's gradient. The expert's gradients scatter the more: uneven routing
-    shows in tr Σ.
+class WitnessedSums(ClassSums):
+    """Sums over pieces of which some elements were kept.
 
     Attributes:
         witness_sum: H = Σ h_k, 0 for elements of other classes; float64, [witness].
@@ -209,8 +201,19 @@ class WitnessedPieces(PieceClass):
     witness_final: Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class SumsApart(WitnessedSums):
+    """Those of a class of parameters that other pieces feed than the rest, or that have a κ of their own, as experts.
+
+    Attributes:
+        likely_cause: what may have changed its gradient, if it is no multiple of the sum of its pieces.
+    """
+
+    likely_cause: str
+
+
 @dataclass(frozen=True)
-class ExampleSums(PieceClass):
+class ExampleSums(ClassSums):
     """Sums over all examples of a window: each is a piece of one unit. Squares are of the covered parameters alone.
 
     Attributes:
@@ -244,8 +247,8 @@ class ExampleSums(PieceClass):
 
 
 @dataclass(frozen=True)
-class WindowRow(WitnessedPieces):
-    """Everything one window measured in one metric. Its own sums are those of all parameters, or of all but experts.
+class WindowRow(WitnessedSums):
+    """Everything one window measured in one metric. Its own sums are those of the parameters in no class apart.
 
     Attributes:
         n_units: units as counted, not effective.
@@ -261,7 +264,7 @@ class WindowRow(WitnessedPieces):
         n_ranks_declaring: ranks that take only declared pieces by now.
         stepped_alone: whether an optimizer stepped on a rank, and no rank had a forward or a piece.
         examples: the window's single examples; None if it is to be solved from its pieces.
-        apart: classes of parameters that other pieces feed, by name: experts. The row's own numbers are of the rest.
+        apart: the sums of each class apart, by its name.
         whole: Σ |h_k|²/w_k and |F|² of the whole model, in a metric in which squares of groups do not add up to them;
             None otherwise.
         in_fp32: whether its sums were kept in fp32, on a device without fp64.
@@ -280,7 +283,7 @@ class WindowRow(WitnessedPieces):
     n_ranks_declaring: int = 0
     stepped_alone: bool = False
     examples: ExampleSums | None = None
-    apart: Mapping[str, WitnessedPieces] = field(default_factory=dict)
+    apart: Mapping[str, SumsApart] = field(default_factory=dict)
     whole: tuple[float, float] | None = None
     in_fp32: bool = False
 
@@ -344,7 +347,7 @@ def _pieces_unusable(row: WindowRow) -> Drop | None:
     return None
 
 
-def _class_unusable(name: str, pieces: WitnessedPieces, scale: ScaleReading) -> Drop | None:
+def _class_unusable(name: str, pieces: SumsApart, scale: ScaleReading) -> Drop | None:
     if pieces.n_pieces < 2:
         return Drop(
             f"single_piece_of_{name}",
@@ -353,12 +356,12 @@ def _class_unusable(name: str, pieces: WitnessedPieces, scale: ScaleReading) -> 
         )
     if pieces.one_has_all:
         return Drop("weights", f"one piece of the {name} has all the weight of its window")
-    drop = _gradient_unusable(pieces, scale, f"the {name}' gradient", 0.0, CLASSES[name])
+    drop = _gradient_unusable(pieces, scale, f"the {name}' gradient", 0.0, pieces.likely_cause)
     return drop if drop is None or drop.kind != "no_gradient" else None  # no unit may have reached them
 
 
 def _gradient_unusable(
-    pieces: WitnessedPieces, scale: ScaleReading, gradient: str, least_sq_norm: float, likely_cause: str
+    pieces: WitnessedSums, scale: ScaleReading, gradient: str, least_sq_norm: float, likely_cause: str
 ) -> Drop | None:
     big, small = pieces.big, pieces.small
     has_overflowed = math.isinf(big) and math.isfinite(small) and bool(pieces.witness_final.isfinite().all())
@@ -443,11 +446,11 @@ def solve_window(row: WindowRow, *, scale: float, n_ranks: int, apart: Mapping[s
     measured = row.examples or row
     groups = measured.estimates(scale=unit_scale, to_unit=to_unit)
     sq_norm_big = row.big
-    for name, others in row.apart.items():
-        # Their pieces are others, and so may their κ be: solved apart, then added.
+    for name, pieces in row.apart.items():
+        # Their counts and their κ may be other ones: solved apart, then added.
         relative = (apart[name].scale or scale) / scale
-        groups = groups + others.estimates(scale=unit_scale * relative, to_unit=to_unit)
-        sq_norm_big += others.big
+        groups = groups + pieces.estimates(scale=unit_scale * relative, to_unit=to_unit)
+        sq_norm_big += pieces.big
     total = groups.sum(1)
     if row.whole is not None:
         small, sq_norm_big = row.whole

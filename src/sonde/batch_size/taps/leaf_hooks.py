@@ -157,7 +157,7 @@ class PieceGradient:
         tap = self._tap
         try:
             if tap.cut is not None:
-                part = tap.cut.take(index, grad, self._partial)
+                part = tap.cut.part(index, grad, self._partial)
                 if part is None:
                     return None
                 grad = part

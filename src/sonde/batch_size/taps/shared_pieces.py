@@ -3,14 +3,15 @@
 Tensor parallelism cuts a gradient over the ranks that share a piece: each counts a part of it, so that every element
 counts once. Under context parallelism each rank's backward makes the gradient of its part of the tokens. The piece's
 gradient is the mean over these ranks, so a square has to wait for the sum over them. The weight of an expert's piece is
-known only once the ranks that fed it are summed (see `stats/window_row.py`).
+known only once the ranks that fed it are summed: experts are a class of pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -60,7 +61,7 @@ class CutGradients:
         self.specs: list[Any] = [None] * len(leaves)
         """How the part of each gradient that counts here is placed; None for a plain one."""
 
-    def take(self, index: int, gradient: Tensor, partial: dict[int, Tensor]) -> Tensor | None:
+    def part(self, index: int, gradient: Tensor, partial: dict[int, Tensor]) -> Tensor | None:
         """This rank's part of a gradient; None if it counts later or on another rank.
 
         Args:
@@ -208,47 +209,90 @@ class ContextPiece:
         return GradientSummary(self._terms.sum(), witness[0], witness_squares=witness[1])
 
 
+class OwnPieces(Protocol):
+    """The pieces of a class in one window on this rank, where they are not the pieces of the rest."""
+
+    def add(self, squares: Tensor, counts: PieceCounts) -> None:
+        """Add one of this rank's pieces; squares: |h_k|², [metrics, groups]. They add up over parameters."""
+
+    def sum(self, squares: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[Problem, Number]]:
+        """Add the pieces up, once on every rank: this may take collectives.
+
+        Args:
+            squares: Σ |h_k|²/w_k with the weights of the rest, [metrics, groups].
+
+        Returns:
+            The same with weights of their own; the numbers of `Pieces` in which they differ from the rest, by name; and
+            problems, with their counts. All are still to be summed over ranks.
+        """
+
+
+@dataclass(frozen=True)
+class PieceClass:
+    """A class of parameters that is solved apart from the rest: it has pieces of its own, or a κ of its own.
+
+    It has columns in the window's sums and elements in the witness. No parameter is in two classes. Single examples are
+    refused beside a class, and metrics in which norms add up before they are squared: they speak of the whole model.
+
+    Attributes:
+        name: plural, for people and for the names of its sums.
+        indices: of its parameters in the whole model.
+        likely_cause: what may have changed its gradient, if it is no multiple of the sum of its pieces.
+        begin: makes its pieces of one window; None if they are those of the rest.
+    """
+
+    name: str
+    indices: frozenset[int]
+    likely_cause: str
+    begin: Callable[[], OwnPieces] | None = None
+
+
+def experts_apart(experts: ExpertRanks) -> PieceClass:
+    """The class of experts that several ranks feed."""
+    likely_cause = "was it changed, or do experts get tokens from other ranks than those over which they are spread"
+    return PieceClass("experts", experts.indices, likely_cause, functools.partial(ExpertPieces, experts))
+
+
 class ExpertPieces:
     """The squares of experts in the pieces of one window on this rank, until the pieces' weights are known.
 
-    Squares add up over parameters in every metric that experts are measured in.
+    A backward sends the tokens of E ranks to each expert, so the pieces of experts are fewer and larger: with r over
+    the E ranks, piece k has the weight w_k = Σ_r w_rk and n_k = w_k²/Σ_r(w_rk²/n_rk) effective units. Then Σ w_k²/n_k,
+    and with it v, are those of all other parameters; u is smaller. A unit none of whose tokens reach an expert adds
+    nothing to that expert's gradient. The expert's gradients scatter the more: uneven routing shows in tr Σ.
 
     Args:
-        experts: which parameters are experts', and the ranks that feed them.
-        counts: whether this rank counts the pieces of its data.
-        shape: of a piece's squares, [metrics, groups].
-        device: of the sums.
+        experts: the ranks that feed them.
     """
 
-    def __init__(self, experts: ExpertRanks, *, counts: bool, shape: tuple[int, int], device: torch.device) -> None:
-        self._experts, self._counts_pieces = experts, counts and experts.is_first
-        self._shape, self._device = shape, device
+    def __init__(self, experts: ExpertRanks) -> None:
+        self._experts = experts
         self._squares: list[Tensor] = []
         self._counts: list[Number] = []
 
     def add(self, squares: Tensor, counts: PieceCounts) -> None:
-        """Add a piece; squares: [metrics, groups]."""
+        """Add a piece; the weight in `counts` is this rank's part of it."""
         self._squares.append(squares)
         self._counts += [counts.weight, counts.weight * counts.weight / counts.effective_units]
 
-    def take(self) -> tuple[Tensor, Tensor, Number]:
-        """What the window's pieces give, to be summed over ranks. All ranks that feed the experts have to call this.
+    def sum(self, squares: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[Problem, Number]]:
+        """Sum the pieces' weights over the ranks that feed the experts, by one collective; divide the squares by them.
 
-        Returns:
-            Σ |h_k|²/w_k, [metrics, groups]; Σ w_k/n_k and the number of pieces, [2]; and whether these ranks had
-            different numbers of pieces, or too many.
+        A problem is that these ranks had different numbers of pieces, or too many.
         """
         n = min(len(self._squares), _MOST_PIECES)
-        table = zero_sums(3, _MOST_PIECES, device=self._device)
+        table = zero_sums(3, _MOST_PIECES, device=squares.device)
         table[0, :n] = 1.0
         if n:
-            table[1:, :n] = as_vector(self._counts[: 2 * n], self._device).view(n, 2).T
+            table[1:, :n] = as_vector(self._counts[: 2 * n], squares.device).view(n, 2).T
         dist.all_reduce(table, group=self._experts.group)
         n_feeding, weight, sq_weight_over_units = table
         differs = ((n_feeding > 0) & (n_feeding < self._experts.n_ranks)).any()
         weight = torch.where(n_feeding > 0, weight, 1.0)
-        small = zero_sums(*self._shape, device=self._device)
+        over_weight = torch.zeros_like(squares)
         if n:
-            small = (torch.stack(self._squares[:n]) / weight[:n, None, None]).sum(0)
+            over_weight = (torch.stack(self._squares[:n]) / weight[:n, None, None]).sum(0)
         counts = torch.stack([(sq_weight_over_units / weight).sum(), widened((n_feeding > 0).sum())])
-        return small, counts * float(self._counts_pieces), differs + float(len(self._squares) > _MOST_PIECES)
+        counts *= float(self._experts.is_first)
+        numbers = {"weight_over_units": counts[0], "n_pieces": counts[1]}
+        return over_weight, numbers, {Problem.EXPERTS_DIFFER: differs + float(len(self._squares) > _MOST_PIECES)}

@@ -14,9 +14,9 @@ from torch import Tensor
 from sonde.batch_size.pace import WindowCosts
 from sonde.batch_size.taps.metric import GradientMetric, GradientTerms
 from sonde.batch_size.taps.problems import Problem
-from sonde.batch_size.taps.shared_pieces import CutGradients
+from sonde.batch_size.taps.shared_pieces import CutGradients, PieceClass
 from sonde.batch_size.taps.tap import GradientSummary, Tap
-from sonde.batch_size.taps.window_sums import Shapes, WindowSums, packed, under
+from sonde.batch_size.taps.window_sums import Shapes, WindowSums, packed, prefixed
 from sonde.batch_size.taps.witness import Witness
 from sonde.batch_size.units import Number, PieceCounts
 from sonde.batch_size.window_clock import OwnTime
@@ -41,6 +41,7 @@ class Window:
         shapes: of each of them, by name.
         own: the others, by name: this rank's, or the same on every rank.
         witness_sizes: elements that the witness read of each parameter, in order, by index.
+        classes: of parameters that are solved apart from the rest.
         work: the collective; None with a single rank.
     """
 
@@ -48,6 +49,7 @@ class Window:
     shapes: Shapes
     own: Mapping[str, Tensor]
     witness_sizes: Mapping[int, int]
+    classes: Sequence[PieceClass]
     work: dist.Work | None
 
 
@@ -125,7 +127,7 @@ class FinalGradient:
         parts: dict[int, Tensor] = {}
         is_whole = self._wrapper.mesh is None
         for i, grad in enumerate(grads):
-            if grad is not None and (part := grad if is_whole else self._cut.take(i, grad, partial)) is not None:
+            if grad is not None and (part := grad if is_whole else self._cut.part(i, grad, partial)) is not None:
                 parts[i] = part
         return parts if is_whole else parts | self._cut.sum_partial(partial)
 
@@ -141,6 +143,7 @@ class WindowReader:
         examples: reads single examples besides pieces; None where that is not possible or not wanted.
         metrics: in which gradients are measured.
         witness: which elements are compared.
+        classes: of parameters that are solved apart from the rest.
         tap: reads the pieces.
         own: the probe's time. Whoever ends a window counts that.
         grad_scaler: the enabled GradScaler; a piece is divided by the scale that it was taken at.
@@ -152,6 +155,7 @@ class WindowReader:
         group_names: Sequence[str],
         metrics: Sequence[GradientMetric],
         witness: Witness,
+        classes: Sequence[PieceClass],
         tap: Tap,
         own: OwnTime,
         *,
@@ -163,18 +167,19 @@ class WindowReader:
         self.parameters = list(wrapper.parameters.values())
         self.device = wrapper.leaves[0].device
         self.groups = tuple(dict.fromkeys(group_names))
-        self._wrapper, self._metrics, self._witness = wrapper, metrics, witness
+        self._wrapper, self._metrics, self._witness, self._classes = wrapper, metrics, witness, classes
         self._tap, self._grad_scaler, self._examples, self._own = tap, grad_scaler, examples, own
         place = {name: i for i, name in enumerate(self.groups)}
-        group_index = [place[name] for name in group_names[first : first + len(self.parameters)]]
+        class_of = {i: k for k, each in enumerate(classes, 1) for i in each.indices}
+        columns = [class_of.get(i, 0) * len(place) + place[name] for i, name in enumerate(group_names)]
         self._sums = WindowSums(
-            group_index,
+            columns[first : first + len(self.parameters)],
             n_groups=len(self.groups),
             metrics=metrics,
             witness=witness,
             device=self.device,
             data=wrapper.data,
-            experts=wrapper.experts,
+            classes=classes,
             has_loss_scale=grad_scaler is not None,
             n_further_units=n_further_units,
         )
@@ -285,7 +290,7 @@ class WindowReader:
             self._sums.merge(whole)
         grads = [p.grad for p in self.parameters]
         terms = self.final.terms(grads)
-        final = {"witness_final": self.final.witness(grads), "big": self._sums.per_group(terms)}
+        final = {"witness_final": self.final.witness(grads), "sq_norm_big": self._sums.per_group(terms)}
         sums, own = self._of_pieces(problems, terms, costs)
         sums["frozen"] = frozen
         # Where ranks hold parts of the gradient, the sum over ranks takes in its squares and elements.
@@ -297,21 +302,19 @@ class WindowReader:
         work = None if rides else start_reduce(vector, self._wrapper.group)
         sizes = dict(self._witness.sizes)
         self._witness.move()  # once per window on every rank, so that all ranks compare the same elements
-        return Window(vector, shapes, own, sizes, work), norm
+        return Window(vector, shapes, own, sizes, self._classes, work), norm
 
     def _of_pieces(
         self, problems: Collection[Problem], terms: Tensor, costs: WindowCosts
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The numbers of the window's pieces by name: those that are summed over ranks, and this rank's own."""
+        """The numbers of the window's pieces by name: to be summed over ranks, and this rank's own."""
         sums: dict[str, Tensor] = {}
         own: dict[str, Tensor] = {}
         if self._examples is not None:
             sums, own = self._examples.end_window(self._sums, terms[0] if self._reads_examples else None)
-            sums, own = under("examples", sums), under("examples", own)
-        of_pieces, others = self._sums.take(
-            self._take_problems(problems), costs.numbers(), declares=self._tap.only_declared
-        )
-        return of_pieces | sums, others | own
+            sums, own = prefixed("examples", sums), prefixed("examples", own)
+        met = self._take_problems(problems)
+        return self._sums.end_window(met, costs.numbers(), declares=self._tap.only_declared) | sums, own
 
     def forget_window(self) -> None:
         """Forget the pieces since the last window ended."""

@@ -18,14 +18,14 @@ from sonde.batch_size.stats.dependence import (
     same_ranks,
     scores_of_pieces,
 )
-from sonde.batch_size.stats.window_row import CLASSES, Drop, WindowRow, WitnessedPieces
+from sonde.batch_size.stats.window_row import Drop, SumsApart, WindowRow
 from sonde.batch_size.taps.metric import Adds, GradientMetric
 from sonde.batch_size.taps.problems import Problem
-from sonde.batch_size.taps.shared_pieces import ExpertPieces
+from sonde.batch_size.taps.shared_pieces import OwnPieces, PieceClass
 from sonde.batch_size.taps.tap import GradientSummary
-from sonde.batch_size.taps.witness import Witness
+from sonde.batch_size.taps.witness import Witness, elements_of
 from sonde.batch_size.units import Number, PieceCounts, as_vector
-from sonde.parallel.data_ranks import DataRanks, ExpertRanks
+from sonde.parallel.data_ranks import DataRanks
 from sonde.parallel.devices import accumulation_dtype, to_device
 
 Named = Mapping[str, Tensor]
@@ -48,12 +48,12 @@ def named(vector: Tensor, shapes: Shapes) -> dict[str, Tensor]:
     return {name: part.view(shape) for part, (name, shape) in zip(parts, shapes.items(), strict=True)}
 
 
-def under(prefix: str, tensors: Named) -> dict[str, Tensor]:
+def prefixed(prefix: str, tensors: Named) -> dict[str, Tensor]:
     """The tensors with longer names: `prefix/name`."""
     return {f"{prefix}/{name}": tensor for name, tensor in tensors.items()}
 
 
-def those_under(prefix: str, tensors: Named) -> dict[str, Tensor]:
+def unprefixed(prefix: str, tensors: Named) -> dict[str, Tensor]:
     """The tensors whose names begin with `prefix/`, by the rest of their names."""
     start = f"{prefix}/"
     return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
@@ -74,7 +74,6 @@ _COUNTS = (
     "n_declaring",
 )
 """The numbers that a rank counts its pieces by, as the row names them."""
-(EXPERTS,) = CLASSES
 _MOST_COMPARED = 32
 """Pieces of a rank and window, from the first on, that are compared with each other; bounds their memory."""
 _MOST_MARKED = 256
@@ -85,37 +84,36 @@ class WindowSums:
     """Adds up the pieces of one window on this rank.
 
     Args:
-        group_index: the parameter group of each parameter, [parameters].
+        columns: where the sums of each parameter go, [parameters]: its group, with `n_groups` added for each class up
+            to its own.
         n_groups: number of groups.
         metrics: in which gradients are measured.
         witness: which elements are compared.
         device: where the sums live.
         data: this rank's place among those that have data of their own; None for a single process.
-        experts: parameters that other pieces feed than the rest; None without. They have columns of their own.
+        classes: of parameters that are solved apart from the rest.
         has_loss_scale: whether gradients were multiplied by a GradScaler's scale.
         n_further_units: how many further units pieces are counted in.
     """
 
     def __init__(
         self,
-        group_index: Sequence[int],
+        columns: Sequence[int],
         *,
         n_groups: int,
         metrics: Sequence[GradientMetric],
         witness: Witness,
         device: torch.device,
         data: DataRanks | None = None,
-        experts: ExpertRanks | None = None,
+        classes: Sequence[PieceClass] = (),
         has_loss_scale: bool = False,
         n_further_units: int = 0,
     ) -> None:
         self._not_finite = Problem.LOSS_SCALE if has_loss_scale else Problem.NOT_FINITE
         self._n_further_units, self.device, self._dtype = n_further_units, device, accumulation_dtype(device)
-        self._metrics, self._n_groups, self._witness_of, self._experts = metrics, n_groups, witness, experts
-        of_experts = frozenset() if experts is None else experts.indices
-        columns = [g + n_groups if i in of_experts else g for i, g in enumerate(group_index)]
+        self._metrics, self._n_groups, self._witness_of, self._classes = metrics, n_groups, witness, classes
         self._columns = to_device(torch.tensor(columns, device="cpu"), device)
-        self._n_columns = n_groups if experts is None else 2 * n_groups
+        self._n_columns = n_groups * (1 + len(classes))
         data = data if data is not None else DataRanks()
         self._rank, self._n_marked = data.rank, min(data.n_ranks, _MOST_MARKED) if data.n_ranks > 1 else 0
         self._counts_pieces = data.counts_pieces
@@ -133,11 +131,11 @@ class WindowSums:
         """The same per group and, last, of the whole model, where norms add up before they are squared."""
         self._witness, self._witness_squares = zeros(2, self._witness_of.size)
         self._witness_small, self._bad_counts = zeros(2)
-        self._mask: Tensor | None = None
-        self._pieces_of_experts: ExpertPieces | None = None
-        if (experts := self._experts) is not None:
-            shape = len(self._metrics), self._n_groups
-            self._pieces_of_experts = ExpertPieces(experts, counts=self._counts_pieces, shape=shape, device=self.device)
+        self._own_pieces: dict[int, OwnPieces] = {}
+        """Of each class that has pieces of its own, by its place: after 0, which is that of the rest."""
+        for place, each in enumerate(self._classes, 1):
+            if each.begin is not None:
+                self._own_pieces[place] = each.begin()
         self.n_pieces = 0
         self._weight: Number = 0.0
         self._weight_over_units: Number = 0.0
@@ -153,11 +151,13 @@ class WindowSums:
         """Add one piece's gradient h_k with its weight w_k and its effective number of units n_k."""
         self._add_gradient(gradient, counts.weight)
         self.count(counts)
-        if self._pieces_of_experts is not None:
-            self._pieces_of_experts.add(self.per_group(gradient.terms)[:, self._n_groups : -1], counts)
+        if self._own_pieces:
+            squares = self.per_group(gradient.terms)[:, :-1].unflatten(1, (-1, self._n_groups))
+            for place, pieces in self._own_pieces.items():
+                pieces.add(squares[:, place], counts)
         if len(self._compared) < _MOST_COMPARED:
             # Multiplied by 0, not left out: what is not finite stays so, and drops the window.
-            witness = gradient.witness if self._experts is None else gradient.witness * self._others()
+            witness = gradient.witness if not self._classes else gradient.witness * self._witness_of.rest(self.device)
             self._compared.append(witness / counts.weight)
             if not isinstance(counts.units, Tensor):
                 self._sizes.append(gradient.terms[0].sum() / counts.weight / counts.weight)
@@ -192,14 +192,8 @@ class WindowSums:
         squares = gradient.witness.square()
         self._witness += gradient.witness
         self._witness_squares += squares if gradient.witness_squares is None else gradient.witness_squares
-        of_others = squares if self._experts is None else squares * self._others()
-        self._witness_small += of_others.sum() / weight
-
-    def _others(self) -> Tensor:
-        """1 for the witness's elements of other parameters than experts', 0 for those of experts."""
-        if self._mask is None:  # the witness moves on with every window
-            self._mask = self._witness_of.of_others(self.device)
-        return self._mask
+        of_rest = squares if not self._classes else squares * self._witness_of.rest(self.device)
+        self._witness_small += of_rest.sum() / weight
 
     @property
     def sq_norms_over_weight(self) -> Tensor:
@@ -209,17 +203,17 @@ class WindowSums:
     def per_group(self, terms: Tensor) -> Tensor:
         """Sums over the parameters of each group and, last, over all; [metrics, parameters] → [metrics, columns + 1].
 
-        After the columns of all groups come those of their experts, if there are any.
+        The columns are those of the rest, [groups], then those of each class: [classes, groups].
         """
         sums = torch.zeros(len(terms), self._n_columns + 1, dtype=self._dtype, device=self.device)
         sums.index_add_(1, self._columns, terms)
         sums[:, -1] = terms.sum(1)
         return sums
 
-    def take(
+    def end_window(
         self, problems: Mapping[Problem, Number], costs: Sequence[float] = (), *, declares: bool = False
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """This rank's sums by name, and what is the same on all ranks; starts the next window.
+    ) -> dict[str, Tensor]:
+        """This rank's sums by name; starts the next window.
 
         Args:
             problems: that were met, with their counts.
@@ -248,11 +242,13 @@ class WindowSums:
         }
         for i, of_metric in zip(self._of_norms, self._small_of_norms, strict=True):
             small[i] = of_metric
-        sums: dict[str, Tensor] = {"small": small}
-        own: dict[str, Tensor] = {}
-        if self._pieces_of_experts is not None:
-            small[:, self._n_groups : -1], sums["counts_of_experts"], differs = self._pieces_of_experts.take()
-            met[Problem.EXPERTS_DIFFER], own["others"] = differs, self._others()
+        sums: dict[str, Tensor] = {"sq_norm_over_weight": small}
+        for place, pieces in self._own_pieces.items():
+            squares = small[:, :-1].unflatten(1, (-1, self._n_groups))[:, place]
+            squares[:], numbers, met_in_class = pieces.sum(squares)
+            is_counted = float(self._counts_pieces)
+            sums |= {f"{self._classes[place - 1].name}/{name}": n * is_counted for name, n in numbers.items()}
+            met |= {problem: met.get(problem, 0.0) + n for problem, n in met_in_class.items()}
         of_host: dict[str, Sequence[Number]] = {
             "counts": [*counts, float(declares)],
             "further_units": further,
@@ -263,7 +259,7 @@ class WindowSums:
         sizes = {name: len(each) for name, each in of_host.items()}
         vector = as_vector([n for each in of_host.values() for n in each], self.device)
         sums |= zip(sizes, vector.split([*sizes.values()]), strict=True)
-        witness = self._witness if self._experts is None else self._witness * self._others()
+        witness = self._witness if not self._classes else self._witness * self._witness_of.rest(self.device)
         # A ratio of this rank's own sums is formed before the sum over ranks.
         of_rank = witness.square().sum() / self._weight if self.n_pieces else witness.new_zeros(())
         marks = witness.new_zeros(self._n_marked, 2)
@@ -278,32 +274,39 @@ class WindowSums:
             "marks": marks,  # each rank's in its own place, so that the sum over ranks holds those of all
         }
         self.forget()
-        return sums, own
+        return sums
 
 
-def read_rows(sums: Named, metrics: Sequence[Adds], witness_sizes: Mapping[int, int]) -> list[WindowRow]:
+def read_rows(
+    sums: Named, metrics: Sequence[Adds], witness_sizes: Mapping[int, int], classes: Sequence[PieceClass] = ()
+) -> list[WindowRow]:
     """The row of a window in each metric, once its numbers are on the host.
 
     Args:
         sums: by name, summed over ranks; on the CPU.
         metrics: what each adds.
         witness_sizes: elements that the witness read of each parameter, in order, by index.
+        classes: that are solved apart from the rest.
     """
     counts: dict[str, float] = dict(zip(_COUNTS, sums["counts"].tolist(), strict=True))
     met = [p for p, n in zip(Problem, sums["problems"].tolist(), strict=True) if n > 0]
     n_declaring = round(counts["n_declaring"])
     drops = [p for p in met if p.applies(are_declared=n_declaring > 0)]
     weight, witness_small, witness_ranks = counts["weight"], *map(float, (sums["witness_small"], sums["witness_ranks"]))
-    small, big = sums["small"].double(), sums["big"].double()
-    elements = [sums[name].double() for name in ("witness", "witness_squares", "witness_final")]
-    n, of_experts = small.shape[1] - 1, None
-    if (others := sums.get("others")) is not None:
-        n, of_experts = n // 2, [each * (1.0 - others.double()) for each in elements]
-        elements = [each * others.double() for each in elements]
+    small, big = sums["sq_norm_over_weight"].double(), sums["sq_norm_big"].double()
+    elements = [sums["witness"].double(), sums["witness_squares"].double(), sums["witness_final"].double()]
+    apart: dict[str, SumsApart] = {}
+    for each in classes:
+        own = counts | {name: float(n) for name, n in unprefixed(each.name, sums).items()}
+        numbers = own["weight"], own["weight_over_units"], own["sq_weight_over_units"], round(own["n_pieces"])
+        mask = elements_of(each.indices, witness_sizes, len(elements[0]))
+        # Multiplied by 0, not left out: what is not finite stays so, and drops the window.
+        own_elements, elements = [part * mask for part in elements], [part * (1.0 - mask) for part in elements]
+        apart[each.name] = SumsApart(*numbers, small[0], big[0], *own_elements, likely_cause=each.likely_cause)
     witness_sum, witness_squares, witness_final = elements
     plain = WindowRow(
-        sq_norm_over_weight=small[0, :n],
-        sq_norm_big=big[0, :n],
+        sq_norm_over_weight=small[0],
+        sq_norm_big=big[0],
         weight=weight,
         weight_over_units=counts["weight_over_units"],
         sq_weight_over_units=counts["sq_weight_over_units"],
@@ -312,7 +315,7 @@ def read_rows(sums: Named, metrics: Sequence[Adds], witness_sizes: Mapping[int, 
         stepped_alone=Problem.STEP_ALONE in met and Problem.FORWARD_ALONE not in met,
         n_units=counts["n_units"],
         further_units=sums["further_units"].tolist(),
-        in_fp32=sums["small"].dtype == torch.float32,
+        in_fp32=sums["sq_norm_over_weight"].dtype == torch.float32,
         rank_sq_weight_over_units=counts["rank_sq_weight_over_units"],
         problems=[_drop(p) for p in drops if not p.only_explains],
         explanations=[_drop(p) for p in drops if p.only_explains],
@@ -329,19 +332,18 @@ def read_rows(sums: Named, metrics: Sequence[Adds], witness_sizes: Mapping[int, 
     )
     rows = []
     for of_metric, big_of_metric, adds in zip(small, big, metrics, strict=True):
-        row = replace(plain, sq_norm_over_weight=of_metric[:n], sq_norm_big=big_of_metric[:n])
-        if adds == "norms":
-            big_of_metric = big_of_metric.square()
-            whole = float(of_metric[-1]), float(big_of_metric[-1])
-            row = replace(row, sq_norm_big=big_of_metric[:n], whole=whole)
+        big_of_metric = big_of_metric.square() if adds == "norms" else big_of_metric
+        whole = (float(of_metric[-1]), float(big_of_metric[-1])) if adds == "norms" else None
+        # [classes, groups]: the first are those of the rest.
+        squares, squares_big = of_metric[:-1].view(1 + len(classes), -1), big_of_metric[:-1].view(1 + len(classes), -1)
+        of_classes = {
+            name: replace(of_class, sq_norm_over_weight=own_squares, sq_norm_big=own_big)
+            for (name, of_class), own_squares, own_big in zip(apart.items(), squares[1:], squares_big[1:], strict=True)
+        }
+        row = replace(plain, sq_norm_over_weight=squares[0], sq_norm_big=squares_big[0], whole=whole, apart=of_classes)
         # What is finite in the first metric alone lacks a second moment.
         if not plain.problems and math.isfinite(small[0, -1]) and not math.isfinite(of_metric[-1]):
             row = replace(row, problems=[_drop(Problem.NO_SECOND_MOMENT)])
-        if of_experts is not None:  # their Σ w_k and Σ w_k²/n_k are those of the rest
-            weight_over_units, n_pieces = sums["counts_of_experts"].tolist()
-            numbers = row.weight, weight_over_units, row.sq_weight_over_units, round(n_pieces)
-            apart = WitnessedPieces(*numbers, of_metric[n:-1], big_of_metric[n:-1], *of_experts)
-            row = replace(row, apart={EXPERTS: apart})
         rows.append(row)
     return rows
 

@@ -33,20 +33,24 @@ class Witness:
         shapes: of all parameters, in the model's order.
         first: where this rank's parameters begin in that list; the methods count them from 0.
         n: how many are this rank's; None for all from `first` on.
-        apart: parameters that are scaled by a factor of their own, by index; some of them are read in every window.
+        apart: the parameters of each class apart, by index; some of each are read in every window.
     """
 
     def __init__(
-        self, shapes: Sequence[Sequence[int]], first: int = 0, n: int | None = None, apart: Collection[int] = ()
+        self,
+        shapes: Sequence[Sequence[int]],
+        first: int = 0,
+        n: int | None = None,
+        apart: Sequence[frozenset[int]] = (),
     ) -> None:
         self._shapes = [tuple(shape) for shape in shapes]
         self._first, self._n = first, len(shapes) - first if n is None else n
-        self._apart = frozenset(apart)
-        usual = [(i, len(shape)) for i, shape in enumerate(self._shapes) if 0 not in shape and i not in self._apart]
-        vectors, matrices = [i for i, n_dims in usual if n_dims < 2], [i for i, n_dims in usual if n_dims >= 2]
-        special = sorted(i for i in self._apart if 0 not in self._shapes[i])
+        self._apart = frozenset(i for indices in apart for i in indices)
+        rest = [(i, len(shape)) for i, shape in enumerate(self._shapes) if 0 not in shape and i not in self._apart]
+        vectors, matrices = [i for i, n_dims in rest if n_dims < 2], [i for i, n_dims in rest if n_dims >= 2]
+        of_classes = [sorted(i for i in indices if 0 not in self._shapes[i]) for indices in apart]
         self._kinds = [(*_split(vectors, _VECTORS), _VECTORS), (*_split(matrices, _MATRICES), _MATRICES)]
-        self._kinds += [(*_split(special, _MATRICES), _MATRICES)] if special else []
+        self._kinds += [(*_split(indices, _MATRICES), _MATRICES) for indices in of_classes if indices]
         n_read = sum(min(len(fixed) + len(moving), 2 * n) for fixed, moving, n in self._kinds)
         self.size = n_read * _ELEMENTS_PER_PARAMETER
         """Length of what `join` returns."""
@@ -75,6 +79,7 @@ class Witness:
         """Elements that are read of all of them."""
         self.indices = self._blocks.keys()
         """This rank's parameters that are read."""
+        self._rest: Tensor | None = None
         self._places: dict[tuple[int, tuple[int, ...]], tuple[list[int], int]] = {}
 
     @property
@@ -83,11 +88,11 @@ class Witness:
         stay = sorted(index - self._first for fixed, _, _ in self._kinds for index in fixed)
         return [index for index in stay if 0 <= index < self._n]
 
-    def of_others(self, device: torch.device) -> Tensor:
-        """1 for the elements of the usual parameters and the zeros that fill up, 0 for those apart; [size]."""
-        own = [float(i not in self._apart) for i, n in self.sizes.items() for _ in range(n)]
-        own += [1.0] * (self.size - self.n_read)
-        return to_device(torch.tensor(own, dtype=torch.float64, device="cpu"), device)
+    def rest(self, device: torch.device) -> Tensor:
+        """0 for the elements of parameters in a class apart, 1 for the others and the zeros that fill up; [size]."""
+        if self._rest is None:
+            self._rest = to_device(1.0 - elements_of(self._apart, self.sizes, self.size), device)
+        return self._rest
 
     def read(self, index: int, grad: Tensor, spec: Any = None) -> Tensor:
         """The chosen elements of the gradient of parameter `index`, sizes[index] in all; a view where it is dense.
@@ -152,6 +157,18 @@ class Witness:
         return torch.cat([*parts, zeros[self.n_read :]])
 
 
+def elements_of(indices: Collection[int], sizes: Mapping[int, int], n: int) -> Tensor:
+    """1 for the elements of some parameters, 0 for the rest and for the zeros that fill up; float64 on the CPU, [n].
+
+    Args:
+        indices: of the parameters.
+        sizes: elements that the witness read of each parameter, in order, by index.
+        n: elements of the witness.
+    """
+    elements = [float(i in indices) for i, size in sizes.items() for _ in range(size)]
+    return torch.tensor(elements + [0.0] * (n - len(elements)), dtype=torch.float64, device="cpu")
+
+
 def _split(items: list[int], most: int) -> tuple[list[int], list[int]]:
     """At most `most` items, evenly spaced with both ends among them; and the other items."""
     if len(items) <= most:
@@ -172,8 +189,8 @@ def _strided_block(shape: tuple[int, ...], window: int) -> _Block:
     slices, sizes, budget = [], [], _ELEMENTS_PER_PARAMETER
     for left, size in zip(range(len(shape) - 1, -1, -1), shape, strict=True):
         # The budget is shared evenly over this dim and the `left` later dims: its (left + 1)-th root for this dim.
-        take = min(size, max(int(budget ** (1 / (left + 1)) + 1e-9), 1))
-        step = -(-size // take)
+        n_chosen = min(size, max(int(budget ** (1 / (left + 1)) + 1e-9), 1))
+        step = -(-size // n_chosen)
         # The window's number, counted in mixed radix over the steps, gives every block its turn.
         window, start = divmod(window, step)
         slices.append(slice(start, None, step))

@@ -277,7 +277,7 @@ class _CountedParts:
 
     def take(self, index: int, grad: Tensor) -> Tensor | None:
         """This rank's part of a gradient; None if it waits, or counts on another rank."""
-        return grad if self._cut is None else self._cut.take(index, grad, self._partial)
+        return grad if self._cut is None else self._cut.part(index, grad, self._partial)
 
     def of_partial(self) -> dict[int, Tensor]:
         """This rank's parts of the gradients that waited, by index. All ranks that share them have to call this."""
