@@ -225,24 +225,6 @@ class PromptEffect:
     n_steps: int = 0
 
 
-def prompt_effects(readings: Iterable[PolicyReading]) -> dict[str, PromptEffect]:
-    """The effect of learning from each prompt on the entropy, by the prompt's text.
-
-    Summed over the measured steps whose prompts' parts are to be trusted.
-    """
-    effects: dict[str, PromptEffect] = {}
-    for reading in readings:
-        if reading.causes is None or reading.causes.doubt:
-            continue
-        for part in reading.causes.prompts:
-            effect = effects.setdefault(part.prompt, PromptEffect())
-            effect.change += part.change or 0.0
-            effect.from_rewarded += part.parts.get("from_rewarded") or 0.0
-            effect.from_penalised += part.parts.get("from_penalised") or 0.0
-            effect.n_steps += 1
-    return effects
-
-
 @dataclass(frozen=True)
 class ComparedLoss:
     """What one of several losses would do to the entropy; in nats, None where it is not known.
@@ -409,8 +391,18 @@ class Run:
 
     @functools.cached_property
     def effects(self) -> Mapping[str, PromptEffect]:
-        """Of learning from each prompt on the entropy; see `prompt_effects`."""
-        return prompt_effects(self.policy)
+        """Of learning from each prompt on the entropy, by its text, over the steps whose parts are to be trusted."""
+        effects: dict[str, PromptEffect] = {}
+        for reading in self.policy:
+            if reading.causes is None or reading.causes.doubt:
+                continue
+            for part in reading.causes.prompts:
+                effect = effects.setdefault(part.prompt, PromptEffect())
+                effect.change += part.change or 0.0
+                effect.from_rewarded += part.parts.get("from_rewarded") or 0.0
+                effect.from_penalised += part.parts.get("from_penalised") or 0.0
+                effect.n_steps += 1
+        return effects
 
     @property
     def name(self) -> str:

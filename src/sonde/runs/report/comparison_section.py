@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from bokeh.models import FixedTicker, PlainText
@@ -57,11 +56,11 @@ def _table(comparison: ComparisonReading) -> Table:
 def _figure(comparison: ComparisonReading) -> Plot | str:
     """A point with its interval for each loss, one below the other."""
     others = [of for of in comparison.losses if of.name != comparison.baseline][::-1]
-    ends = [v for of in others for v in (of.difference, of.low, of.high) if v is not None]
-    if not ends:
+    if all(of.difference is None for of in others):
         return "No difference is known."
     places = [float(i) for i in range(len(others))]
-    x, y = scale_for([0.0, *ends], "linear"), scale_for([-0.5, len(others) - 0.5], "linear")
+    x = scale_for([0.0, *(v for of in others for v in (of.difference, of.low, of.high))], "linear")
+    y = scale_for([-0.5, len(others) - 0.5], "linear")
     label = f"Difference (nats a {comparison.per})"
     fig = new_figure(x, y, x_label=label, y_label="", height=40 * len(others) + 90)
     fig.yaxis[0].ticker = FixedTicker(ticks=list(range(len(others))))
@@ -71,18 +70,14 @@ def _figure(comparison: ComparisonReading) -> Plot | str:
     for is_valid, color in ((True, BLUE), (False, GREY)):
         rows = [i for i, of in enumerate(others) if of.is_valid is is_valid]
         at = [places[i] for i in rows]
-        low, high, middle = ([_drawn(getattr(others[i], of)) for i in rows] for of in ("low", "high", "difference"))
+        low, high, middle = ([getattr(others[i], of) for i in rows] for of in ("low", "high", "difference"))
         draw(fig, Segment(line_color=color, line_width=5, line_alpha=0.3), x0=low, y0=at, x1=high, y1=at)
         draw(fig, Scatter(size=8, fill_color=color if is_valid else None, line_color=color), x=middle, y=at)
     known = [f"{number(of.difference)} [{interval(of.low, of.high)}]" for of in others]
     texts: dict[str, Callable[[int], str]] = {"loss": lambda i: others[i].name, "difference": lambda i: known[i]}
-    add_hover(fig, [_drawn(of.difference) for of in others], places, texts, mode="hline")
+    add_hover(fig, [of.difference for of in others], places, texts, mode="hline")
     legend = [LegendEntry("whisker", BLUE, f"difference from {comparison.baseline}, with its 95 % interval")]
     if not all(of.is_valid for of in others):
         legend.append(LegendEntry("dot", GREY, "difference that is not to be trusted"))
     words = "; ".join(f"{of.name}: {text}, {of.words}" for of, text in zip(others[::-1], known[::-1], strict=True))
     return Plot((fig,), tuple(legend), f"{label} from {comparison.baseline}. {words}.")
-
-
-def _drawn(value: float | None) -> float:
-    return math.nan if value is None else value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -128,11 +128,11 @@ class Scale:
         return self.start + fraction * (self.end - self.start)
 
 
-def scale_for(values: Sequence[float], kind: Literal["linear", "log", "any"] = "any") -> Scale:
+def scale_for(values: Iterable[float | None], kind: Literal["linear", "log", "any"] = "any") -> Scale:
     """An axis that shows all values with some room, and does not collapse if they are equal.
 
     Args:
-        values: the values to draw. NaN is left out. A log axis also leaves out zeros and negative values.
+        values: the values to draw. None and NaN are left out. A log axis also leaves out zeros and negative values.
         kind: "any" is logarithmic if all values are positive and span more than a factor of 20.
 
     Example:
@@ -142,7 +142,8 @@ def scale_for(values: Sequence[float], kind: Literal["linear", "log", "any"] = "
         Scale(kind='linear', start=4.5, end=5.5)
     """
     # Larger or smaller values would make a range that floats cannot hold.
-    known = [v for v in values if abs(v) < 1e150 and (v == 0 or abs(v) > 1e-150) and (kind != "log" or v > 0)]
+    numbers = [v for v in values if v is not None and abs(v) < 1e150 and (v == 0 or abs(v) > 1e-150)]
+    known = [v for v in numbers if kind != "log" or v > 0]
     low, high = (min(known), max(known)) if known else (1.0, 1.0)
     if kind == "any":
         kind = "log" if low > 0 and high > 20 * low else "linear"
@@ -244,7 +245,7 @@ def _tick_label(tick: float) -> str:
     return f"{tick:,.6g}" if 1e-3 <= tick < 1e6 else number(tick, 2).removeprefix("1.0 × ")
 
 
-def draw(fig: figure, glyph: Glyph, **columns: Sequence[float]) -> None:
+def draw(fig: figure, glyph: Glyph, **columns: Sequence[float | None]) -> None:
     """Draw lines, bars or marks; nothing, if no row is known.
 
     `fig.line`, `fig.scatter` and their like also make two glyphs for a selection, which no figure here has, and draw
@@ -253,7 +254,8 @@ def draw(fig: figure, glyph: Glyph, **columns: Sequence[float]) -> None:
     Args:
         fig: the figure.
         glyph: its style. Its coordinates keep their names, as "x" and "y" of a `Line`.
-        **columns: those coordinates, one value for each point, bar or mark; NaN if it is not known.
+        **columns: those coordinates, one value for each point, bar or mark; None or NaN if it is not
+            known.
     """
     arrays = {name: np.asarray(values, dtype=float) for name, values in columns.items()}
     if not np.isnan([*arrays.values()]).any(axis=0).all():
@@ -262,8 +264,8 @@ def draw(fig: figure, glyph: Glyph, **columns: Sequence[float]) -> None:
 
 def add_hover(
     fig: figure,
-    x: Sequence[float],
-    y: Sequence[float],
+    x: Sequence[float | None],
+    y: Sequence[float | None],
     texts: Mapping[str, Callable[[int], str]],
     mode: Literal["vline", "hline"] = "vline",
 ) -> None:
@@ -277,11 +279,12 @@ def add_hover(
             the user. What is made of the row may: Bokeh escapes it.
         mode: "vline" takes the row nearest in x, "hline" the row nearest in y.
     """
-    drawn = evenly([i for i, each in enumerate(x) if not math.isnan(each)], _MAX_TEXTS)
-    bottom = cast(Range1d, fig.y_range).start
+    places, heights = (np.array(values, dtype=float) for values in (x, y))
+    drawn = evenly(np.flatnonzero(~np.isnan(places)).tolist(), _MAX_TEXTS)
     data: dict[str, Any] = {f"text{k}": [text(i) for i in drawn] for k, text in enumerate(texts.values())}
-    data["x"] = np.array([x[i] for i in drawn], dtype=float)
-    data["y"] = np.array([bottom if math.isnan(y[i]) else y[i] for i in drawn], dtype=float)
+    data["x"] = places[drawn]
+    bottom = cast(Range1d, fig.y_range).start
+    data["y"] = np.where(np.isnan(heights), bottom, heights)[drawn]
     # A line finds its nearest point at any distance, a marker only under the pointer.
     hidden = Line(line_alpha=0) if len(drawn) > 1 else Scatter(line_alpha=0, fill_alpha=0, size=60)
     fig.add_tools(

@@ -12,7 +12,7 @@ from bokeh.models.glyphs import Line, Scatter, Segment
 
 from sonde.batch_size.stats.critical_batch import steps_and_examples
 from sonde.batch_size.stats.reading import GroupReading
-from sonde.runs.report.curves import PIXELS, Curve, Panel, TimeAxis, draw_panels
+from sonde.runs.report.curves import PIXELS, Curve, Panel, TimeAxis, draw_panels, written
 from sonde.runs.report.figures import (
     BLUE,
     GREEN,
@@ -114,9 +114,9 @@ def _noise_scale_panels(readings: Sequence[Reading], unit: str) -> tuple[Sequenc
     )
     hover: dict[str, Callable[[Any], str]] = {
         "noise scale now": lambda r: estimate(r.status, r.metrics.get("gns/b_simple"), _known(r).low, r.high),
-        "average over the run": lambda r: number(r.metrics.get("gns/b_simple_average")),
+        "average over the run": written("gns/b_simple_average"),
         "batch size": lambda r: number(logged_batch(r.metrics, unit)[0]),
-        "units seen": lambda r: count(r.metrics.get("run/units_seen")),
+        "units seen": written("run/units_seen", count),
     }
     curves = noise_scale_curves(_known, "gns/b_simple", further, now="noise scale now")
     return (Panel(f"Noise scale ({unit})", curves, hover, "log", height=380),), absent
@@ -161,8 +161,8 @@ _MOMENTS = Panel(
               outside="|G|² estimated at or below 0: not yet distinguishable from 0"),
     ),
     {
-        "noise tr Σ": lambda r: number(r.metrics.get("gns/trace_cov")),
-        "signal |G|²": lambda r: number(r.metrics.get("gns/grad_sq")),
+        "noise tr Σ": written("gns/trace_cov"),
+        "signal |G|²": written("gns/grad_sq"),
     },
     "log",
     height=340,
@@ -180,8 +180,8 @@ _NORM = (
             Curve("dashed", ORANGE, "threshold of the clip", "grad/max_norm"),
         ),
         {
-            "gradient norm": lambda r: number(r.metrics.get("grad/norm")),
-            "threshold": lambda r: number(r.metrics.get("grad/max_norm")),
+            "gradient norm": written("grad/norm"),
+            "threshold": written("grad/max_norm"),
         },
     ),
     Panel(
@@ -190,7 +190,7 @@ _NORM = (
             Curve("line", ORANGE, "share of windows that were clipped", "grad/clip_fraction"),
             Curve("band", ORANGE, "", lambda r: 0.0, "grad/clip_fraction", alpha=0.2),
         ),
-        {"clipped": lambda r: percent(r.metrics.get("grad/clip_fraction"))},
+        {"clipped": written("grad/clip_fraction", percent)},
         ends=(0.0, 1.0),
         height=170,
     ),
