@@ -283,7 +283,7 @@ def add_hover(
     drawn = evenly(np.flatnonzero(~np.isnan(places)).tolist(), _MAX_TEXTS)
     data: dict[str, Any] = {f"text{k}": [text(i) for i in drawn] for k, text in enumerate(texts.values())}
     data["x"] = places[drawn]
-    bottom = cast(Range1d, fig.y_range).start
+    bottom = cast(Any, fig.y_range).start
     data["y"] = np.where(np.isnan(heights), bottom, heights)[drawn]
     # A line finds its nearest point at any distance, a marker only under the pointer.
     hidden = Line(line_alpha=0) if len(drawn) > 1 else Scatter(line_alpha=0, fill_alpha=0, size=60)
