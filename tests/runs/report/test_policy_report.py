@@ -48,8 +48,8 @@ def test_verdict_first_then_every_section(tmp_path: Path) -> None:
         "Noise scale in prompts",
         "twice the completions to each prompt would have cut the noise of a step by 35 % (95 % interval: 30 % to 40 %)",
         "What each forecast is made of, and what it costs",
-        "Step 116 Median Evaluation prompts, B_E 16 16 Update prompts, B_U 8 8",
-        "– its variance from the evaluation prompts, V_X (nats²)",
+        "Step 116 Median Evaluation prompts, B E 16 16 Update prompts, B U 8 8",
+        "– its variance from the evaluation prompts, V X (nats²)",
         "Variance of the change over its square 0.25 % 0.25 % Change to first order, or X̄·Ȳ (nats)",
         "Time 400 ms 400 ms – drawing evaluation responses 150 ms 150 ms",
         "Growth of the peak memory (MB) 225 225",
@@ -79,7 +79,7 @@ def test_a_variance_along_gradients_may_be_negative(tmp_path: Path) -> None:
         record = policy_record(i)
         sink.write(record | {"metrics": record["metrics"] | {"entropy/v_y": v_y}})
     sink.close()
-    row = "– its variance from the update prompts, V_Y (nats²) −4.00 × 10⁻⁶ −3.00 × 10⁻⁶"
+    row = "– its variance from the update prompts, V Y (nats²) −4.00 × 10⁻⁶ −3.00 × 10⁻⁶"
     assert row in visible_text(write_report(tmp_path))
 
 

@@ -21,7 +21,7 @@ from sonde.runs.report.figures import (
     scale_for,
 )
 from sonde.runs.report.how_measured import cut
-from sonde.runs.run import ComparisonReading, Run
+from sonde.runs.run import ComparedLoss, ComparisonReading, Run
 from sonde.wording import interval, number, plural, shorten
 
 _TEXT = (
@@ -36,21 +36,29 @@ def comparison_sections(run: Run) -> list[Section]:
     if not run.comparisons:
         return []
     last, n = run.comparisons[-1], len(run.comparisons)
-    text = f"{_TEXT} This is the comparison at step {last.window:,}"
-    text += "." if n == 1 else f", the last of {plural(n, 'comparison')}."
+    which = "" if n == 1 else f" This is the last of {plural(n, 'comparison')}."
+    text = f"At step {last.window:,}, beside {last.baseline}, {_answer(last)}. {_TEXT}{which}"
     return [Section("What would other losses do?", text, (_figure(last), _table(last)))]
+
+
+def _answer(comparison: ComparisonReading) -> str:
+    """What is said of which losses."""
+    named: dict[str, list[str]] = {}
+    for of in comparison.losses:
+        if of.name != comparison.baseline:
+            named.setdefault(cut(of.words, 100), []).append(shorten(of.name))
+    return "; ".join(f"{words}: {', '.join(names)}" for words, names in named.items())
 
 
 def _table(comparison: ComparisonReading) -> Table:
     rows = []
     for of in comparison.losses:
-        is_baseline = of.name == comparison.baseline
-        difference = ("–", "–") if is_baseline else (number(of.difference), interval(of.low, of.high))
+        difference = "–" if of.name == comparison.baseline else _difference(of)
         change = f"{number(of.change)} ± {number(of.change_se, 2)}" if of.change_se else number(of.change)
-        rows.append((of.name, change, *difference, cut(of.words, 300)))
+        rows.append((of.name, cut(of.words, 300), change, difference))
     caption = f"Change of entropy (nats a {comparison.per}), and its difference from that of {comparison.baseline}"
-    heads = ("Loss", "Change", "Difference", "95 % interval", "In words")
-    return Table(caption, heads, tuple(rows))
+    heads = ("Loss", "Entropy", "Change", "Difference (95 % interval)")
+    return Table(caption, heads, tuple(rows), n_texts=2)
 
 
 def _figure(comparison: ComparisonReading) -> Plot | str:
@@ -73,7 +81,7 @@ def _figure(comparison: ComparisonReading) -> Plot | str:
         low, high, middle = ([getattr(others[i], of) for i in rows] for of in ("low", "high", "difference"))
         draw(fig, Segment(line_color=color, line_width=5, line_alpha=0.3), x0=low, y0=at, x1=high, y1=at)
         draw(fig, Scatter(size=8, fill_color=color if is_valid else None, line_color=color), x=middle, y=at)
-    known = [f"{number(of.difference)} [{interval(of.low, of.high)}]" for of in others]
+    known = [_difference(of) for of in others]
     texts: dict[str, Callable[[int], str]] = {"loss": lambda i: others[i].name, "difference": lambda i: known[i]}
     add_hover(fig, [of.difference for of in others], places, texts, mode="hline")
     legend = [LegendEntry("whisker", BLUE, f"difference from {comparison.baseline}, with its 95 % interval")]
@@ -81,3 +89,7 @@ def _figure(comparison: ComparisonReading) -> Plot | str:
         legend.append(LegendEntry("dot", GREY, "difference that is not to be trusted"))
     words = "; ".join(f"{of.name}: {text}, {of.words}" for of, text in zip(others[::-1], known[::-1], strict=True))
     return Plot((fig,), tuple(legend), f"{label} from {comparison.baseline}. {words}.")
+
+
+def _difference(loss: ComparedLoss) -> str:
+    return number(None) if loss.difference is None else f"{number(loss.difference)} ({interval(loss.low, loss.high)})"

@@ -59,13 +59,17 @@ class Table:
 
     Attributes:
         caption: what is listed.
-        columns: heads of the columns. The first column is text, the others are numbers.
+        columns: heads of the columns.
         rows: one text per column.
+        n_texts: columns of words, which come first. The others are numbers.
+        is_code: whether the first column is shown as it is, in a fixed-width font.
     """
 
     caption: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    n_texts: int = 1
+    is_code: bool = False
 
 
 @dataclass(frozen=True)

@@ -130,12 +130,12 @@ TRUST = (
         "Share of the whole",
         (
             Curve("line", GREEN, _WHOLE, _SUPPORT),
-            Curve("line", GREY, f"part of the entropy at positions with a support below {LEAST_SUPPORT:.0%}",
+            Curve("line", GREY, f"part of the entropy at positions with a support below {percent(LEAST_SUPPORT)}",
                   _UNSUPPORTED),
         ),
         {"support": written(_SUPPORT, percent), "entropy without support": written(_UNSUPPORTED, percent)},
         ends=(0.0, 1.0),
-        limits={MOST_UNSUPPORTED: f"limit of this part: {MOST_UNSUPPORTED:.0%}"},
+        limits={MOST_UNSUPPORTED: f"limit of this part: {percent(MOST_UNSUPPORTED)}"},
         height=220,
     ),
     Panel(

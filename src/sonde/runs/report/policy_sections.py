@@ -185,7 +185,7 @@ def _tables(run: Run) -> tuple[Plot | Table | str, ...]:
         ]
         caption = "Effect of learning from each prompt, summed over the measured steps whose parts add up"
         heads = ("Prompt", "Change (nats)", "from rewarded tokens", "from penalised tokens", "Steps")
-        tables.append(Table(caption, heads, tuple(rows)))
+        tables.append(Table(caption, heads, tuple(rows), is_code=True))
     if last is not None:
         shares = _both_ends(sorted(last.shares, key=lambda part: part.change or 0.0))
         caption = (
@@ -193,7 +193,7 @@ def _tables(run: Run) -> tuple[Plot | Table | str, ...]:
             "change at the same prefixes. Drift: other prefixes, and lengths, become likelier."
         )
         columns = ("Prompt", "Change (nats)", "by sharpening", "by drift")
-        tables.append(Table(caption, columns, tuple(_share_row(part) for part in shares)))
+        tables.append(Table(caption, columns, tuple(_share_row(part) for part in shares), is_code=True))
     if tables:
         return tuple(tables)
     if any(r.point.delta is not None for r in run.policy):

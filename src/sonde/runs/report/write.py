@@ -92,8 +92,9 @@ def render_page(run: Run) -> str:
     alerts = [f for f in failed_checks(run) if not (f.is_over or f.message.lower().startswith(said))]
 
     def formula(text: str) -> Markup:
-        """B_crit, S_min and similar names get subscripts."""
-        return Markup(re.sub(r"\b([BSE])_(simple|crit|min)\b", r"\1<sub>\2</sub>", str(Markup.escape(text))))
+        """B_crit, S_min and similar names get subscripts, and no line ends within a number."""
+        whole = str(Markup.escape(text)).replace(" × 10", "\N{NO-BREAK SPACE}×\N{NO-BREAK SPACE}10")
+        return Markup(re.sub(r"\b([BSEV])_(simple|crit|min|[EUXY])\b", r"\1<sub>\2</sub>", whole))
 
     environment = Environment(autoescape=True)
     environment.filters.update(formula=formula, cut=cut)
