@@ -113,6 +113,22 @@ class Reading:
         """Upper end of the interval of B_simple: infinite for a lower bound, None when unresolved."""
         return math.inf if self.status == "lower_bound" else self.metrics.get("gns/b_simple_high")
 
+    @property
+    def now(self) -> RatioInterval:
+        """The noise scale now, as far as it is known."""
+        ratio, low = self.metrics.get("gns/b_simple"), self.metrics.get("gns/b_simple_low")
+        return RatioInterval(self.status, low, self.high, self.reason, ratio)
+
+    @property
+    def average(self) -> RatioInterval:
+        """The noise scale of the run so far, as far as it is known."""
+        return logged_interval(self.metrics, "gns/b_simple_average")
+
+    @property
+    def of_run(self) -> RatioInterval:
+        """The noise scale that whole runs are compared by: their average. A checkpoint has no other than now."""
+        return logged_interval(self.metrics, "gns/b_simple") if self.average.status == "unresolved" else self.average
+
 
 @dataclass(frozen=True)
 class WindowReading:
@@ -446,7 +462,7 @@ def logged_interval(metrics: Mapping[str, float | None], name: str) -> RatioInte
     if low is None:
         return RatioInterval("unresolved", None, None)
     if metrics.get(name) is not None:
-        return RatioInterval("resolved", low, high)
+        return RatioInterval("resolved", low, high, ratio=metrics[name])
     if high is None:
         return RatioInterval("lower_bound", low, math.inf)
     return RatioInterval("upper_bound", low, high)

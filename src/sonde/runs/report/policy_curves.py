@@ -192,7 +192,7 @@ def _prompt_noise(reading: PolicyReading) -> RatioInterval:
 
 def _prompt_noise_text(reading: PolicyReading) -> str:
     known = _prompt_noise(reading)
-    return estimate(known.status, reading.metrics.get(PROMPT_NOISE), known.low, known.high)
+    return estimate(known.status, known.ratio, known.low, known.high)
 
 
 def prompt_noise_panels(readings: Sequence[PolicyReading]) -> tuple[Sequence[Panel], str]:
@@ -206,7 +206,7 @@ def prompt_noise_panels(readings: Sequence[PolicyReading]) -> tuple[Sequence[Pan
     batch = Curve(
         "dashed", ORANGE, "prompts that a step learns from (batch size)", "gns_prompts/prompts_per_window"
     )  # fmt: skip
-    curves = noise_scale_curves(_prompt_noise, PROMPT_NOISE, (batch,), now="noise scale, running average")
+    curves = noise_scale_curves(_prompt_noise, (batch,), now="noise scale, running average")
     hover = {
         "noise scale, running average": _prompt_noise_text,
         "part from completions": written("gns_prompts/completions_share", percent),

@@ -35,7 +35,7 @@ from sonde.runs.report.figures import (
     scale_for,
 )
 from sonde.runs.report.verdicts import position_text
-from sonde.runs.run import AnyReading, Reading, Run, logged_batch, logged_interval
+from sonde.runs.run import AnyReading, Reading, Run, logged_batch
 from sonde.stats.intervals import RatioInterval
 from sonde.wording import count, estimate, number, percent, plural, shorten
 
@@ -75,14 +75,11 @@ def noise_scale_sections(run: Run) -> list[Section]:
     ]
 
 
-def noise_scale_curves(
-    of: Callable[[Any], RatioInterval], value: str, further: Sequence[Curve], *, now: str
-) -> tuple[Curve, ...]:
+def noise_scale_curves(of: Callable[[Any], RatioInterval], further: Sequence[Curve], *, now: str) -> tuple[Curve, ...]:
     """The curves of a noise scale with its interval; where only a bound is known, a triangle.
 
     Args:
         of: the noise scale of a reading, as far as it is known.
-        value: the metric of its estimate.
         further: curves beside it.
         now: what the estimate is called.
     """
@@ -91,16 +88,12 @@ def noise_scale_curves(
         return lambda r: getattr(known, name) if (known := of(r)).status == status else None
 
     return (
-        Curve("line", BLUE, now, lambda r: r.metrics.get(value) if of(r).status == "resolved" else None),
+        Curve("line", BLUE, now, end("resolved", "ratio")),
         Curve("band", BLUE, "confidence interval of the noise scale", end("resolved", "low"), end("resolved", "high")),
         *further,
         Curve("up", GREY, "lower bound: the noise scale lies above this", end("lower_bound", "low")),
         Curve("down", GREY, "upper bound: the noise scale lies below this", end("upper_bound", "high")),
     )
-
-
-def _known(reading: Reading) -> RatioInterval:
-    return RatioInterval(reading.status, reading.metrics.get("gns/b_simple_low"), reading.high)
 
 
 def _noise_scale_panels(readings: Sequence[Reading], unit: str) -> tuple[Sequence[Panel], str]:
@@ -113,12 +106,12 @@ def _noise_scale_panels(readings: Sequence[Reading], unit: str) -> tuple[Sequenc
         Curve("dashed", ORANGE, f"batch size ({unit} per step)", lambda r: logged_batch(r.metrics, unit)[0]),
     )
     hover: dict[str, Callable[[Any], str]] = {
-        "noise scale now": lambda r: estimate(r.status, r.metrics.get("gns/b_simple"), _known(r).low, r.high),
+        "noise scale now": lambda r: estimate(r.status, r.now.ratio, r.now.low, r.now.high),
         "average over the run": written("gns/b_simple_average"),
         "batch size": lambda r: number(logged_batch(r.metrics, unit)[0]),
         "units seen": written("run/units_seen", count),
     }
-    curves = noise_scale_curves(_known, "gns/b_simple", further, now="noise scale now")
+    curves = noise_scale_curves(lambda r: r.now, further, now="noise scale now")
     return (Panel(f"Noise scale ({unit})", curves, hover, "log", height=380),), absent
 
 
@@ -267,12 +260,8 @@ def tradeoff_plot(reading: Reading, unit: str) -> Plot | str:
         known.
     """
     batch, unit = logged_batch(reading.metrics, unit)
-    # Whole runs are compared by their average; a checkpoint has no other noise scale than now.
-    metric, known = "gns/b_simple_average", logged_interval(reading.metrics, "gns/b_simple_average")
-    if known.status == "unresolved":
-        metric, known = "gns/b_simple", logged_interval(reading.metrics, "gns/b_simple")
-    low, high, status = known.low, known.high, known.status
-    critical = reading.metrics.get(metric) if status == "resolved" else high if status == "upper_bound" else low
+    low, high, status = (known := reading.of_run).low, known.high, known.status
+    critical = known.ratio if status == "resolved" else high if status == "upper_bound" else low
     if not batch or not critical or low is None or high is None:
         return "The trade-off needs a noise scale or a bound of the noise scale. The last reading has neither."
 
