@@ -40,7 +40,6 @@ def test_verdict_first_then_every_section(tmp_path: Path) -> None:
         "Entropy by response",
         "Forecast and effect of each step",
         "Forecast against truth",
-        "Coverage so far",
         "Can the forecasts be trusted?",
         "Are the evaluation responses the policy's own?",
         "Prompts that change the entropy most",
@@ -59,7 +58,7 @@ def test_verdict_first_then_every_section(tmp_path: Path) -> None:
     places = [text.index(section) for section in sections]
     assert places == sorted(places)
     for fact in (
-        "Coverage 100 % 22 of 22 intervals contain the truth",
+        "Coverage 100 % 22 of 22 intervals contain the truth; between 85 % and 100 % of all would",
         "Average noise scale 35 prompts; between 6 and 40",
         "22 of 24 forecasts can be trusted.",
         "Step 1: not to be trusted: the step is too large for these responses",
@@ -140,11 +139,7 @@ NOTHING = {"shares": [], "causes": None}
     [
         (
             {"has_truth": False, "has_noise": False, "causes": None},
-            [
-                "Responses of the forecast itself cannot check its interval",
-                "turn gns_probe on",
-                "attach with causes=True to know",
-            ],
+            ["Coverage – not known without fresh rollouts", "turn gns_probe on", "attach with causes=True to know"],
         ),
         (NOTHING, ["The forecasts of this run were logged without the parts of single prompts."]),
         (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 from bokeh.models import BasicTicker
@@ -13,10 +12,8 @@ from sonde.policy.stats.forecast_point import (
     LEAST_SUPPORT,
     LINEAR_BETWEEN,
     MOST_UNSUPPORTED,
-    Coverage,
     Point,
     Z,
-    is_judged,
     steps_kept,
 )
 from sonde.runs.report.curves import Curve, OverRun, Panel, TimeAxis, written
@@ -162,28 +159,6 @@ OWN_POLICY = Panel(
     limits={-2.0: "", 2.0: "19 of 20 values lie between the lines if the responses are the policy's own"},
     height=220,
 )
-
-
-def coverage_panel(judged: Sequence[PolicyReading]) -> Panel:
-    """The share of intervals so far that contain the truth.
-
-    Args:
-        judged: readings whose forecast is to be trusted and was checked with fresh rollouts.
-    """
-    n_held = accumulate(int(r.point.held) for r in judged)
-    so_far = {id(r): Coverage.of(n, held) for n, (r, held) in enumerate(zip(judged, n_held, strict=True), start=1)}
-    curves = (
-        Curve("line", BLUE, "share of intervals so far that contain the truth", lambda r: so_far[id(r)].fraction),
-        Curve("band", BLUE, "95 % interval of this share", lambda r: so_far[id(r)].low, lambda r: so_far[id(r)].high),
-    )
-    counts = {"contain the truth": lambda r: f"{so_far[id(r)].n_held:,} of {so_far[id(r)].n:,} intervals"}
-    limits = {0.95: "95 %, the promised share"}
-    return Panel("Coverage so far", curves, counts, ends=(0.0, 1.0), limits=limits, height=220)
-
-
-def is_covered(reading: PolicyReading) -> bool:
-    """Whether a reading counts for coverage."""
-    return is_judged(reading.point)
 
 
 def _prompt_noise(reading: PolicyReading) -> RatioInterval:

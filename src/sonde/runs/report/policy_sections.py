@@ -14,11 +14,9 @@ from sonde.runs.report.policy_curves import (
     COEFFICIENT,
     OWN_POLICY,
     TRUST,
-    coverage_panel,
     entropy_panel,
     forecast_against_truth,
     forecast_curve,
-    is_covered,
     prompt_noise_panels,
 )
 from sonde.runs.report.sections import own_value_names, values_section
@@ -39,18 +37,14 @@ def policy_sections(run: Run) -> list[Section]:
     axis = TimeAxis.of(policy, run.probe("policy").unit, noun="step")
     no_forecast = "No change of entropy was forecast in this run."
 
-    def over_run(
-        title: str, text: str, panels: Sequence[Panel], absent: str, readings: Sequence[PolicyReading] = policy
-    ) -> Section:
-        return Section(title, text, (draw_panels(panels, readings, axis, absent),))
+    def over_run(title: str, text: str, panels: Sequence[Panel], absent: str) -> Section:
+        return Section(title, text, (draw_panels(panels, policy, axis, absent),))
 
     sections = [
         over_run("Entropy of the policy", _ENTROPY, (entropy_panel(policy),), "No entropy was measured in this run."),
         over_run("Entropy by response", _BY_RESPONSE, (BY_RESPONSE,), ""),
         Section("Forecast and effect of each step", _forecast_text(policy), (forecast_curve(policy, axis),)),
         Section("Forecast against truth", _AGAINST_TRUTH, (forecast_against_truth(policy),)),
-        over_run("Coverage so far", _COVERAGE, (coverage_panel(judged := [*filter(is_covered, policy)]),), _NO_COVERAGE,
-                 judged),
         over_run("Can the forecasts be trusted?", _TRUST, TRUST,
                  "No true change was measured on the evaluation responses."),
         over_run("Are the evaluation responses the policy's own?", _OWN, (OWN_POLICY,),
@@ -78,15 +72,7 @@ _BY_RESPONSE = (
 _AGAINST_TRUTH = (
     "Each point is one optimizer step. The truth is the change that was measured. On the dashed diagonal, "
     "forecast and truth are equal. If a point's blue bar does not touch the diagonal, the interval of the "
-    "forecast missed the truth."
-)
-_COVERAGE = (
-    "Of all 95 % intervals, 95 % should contain the truth. Only forecasts that can be trusted and were checked "
-    "with fresh rollouts count here. The standard error of the rollouts is taken into account."
-)
-_NO_COVERAGE = (
-    "Coverage is not known, because no forecast that can be trusted was checked with fresh rollouts. "
-    "Responses of the forecast itself cannot check its interval."
+    "forecast missed the truth: of all 95 % intervals, 95 % should contain it."
 )
 _TRUST = (
     "After a step, the responses sampled before it no longer represent the policy as well: each counts as "

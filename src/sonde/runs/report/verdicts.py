@@ -256,12 +256,11 @@ def _cost(batch: float, low: float, high: float, name: str) -> str:
 def _policy_tiles(run: Run) -> Iterator[Tile]:
     yield from _entropy_tiles(run)
     so_far = coverage([r.point for r in run.policy])
+    note = "not known without fresh rollouts"
     if so_far.n:
-        yield Tile(
-            "Coverage", percent(so_far.fraction), f"{so_far.n_held:,} of {so_far.n:,} intervals contain the truth"
-        )
-    else:
-        yield Tile("Coverage", "–", "not known without fresh rollouts")
+        share = f"{percent(so_far.low)} and {percent(so_far.high)}"
+        note = f"{so_far.n_held:,} of {so_far.n:,} intervals contain the truth; between {share} of all would"
+    yield Tile("Coverage", percent(so_far.fraction) if so_far.n else "–", note)
     noise = [known for r in run.policy if (known := logged_interval(r.metrics, PROMPT_NOISE)).status != "unresolved"]
     yield _noise_scale_tile("Average noise scale", noise[-1] if noise else unresolved(""), "prompts")
 
