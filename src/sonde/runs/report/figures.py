@@ -35,6 +35,11 @@ FONT = "system-ui, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'Liberation Sans
 _MAX_TEXTS = 400
 """Largest number of readings for which a figure has a hover text."""
 
+_TOOLTIP = (
+    '<div style="font: 13px/1.5 system-ui, sans-serif"><span style="color: #5b6671">{label}:</span> @text{k}</div>'
+)
+"""A line of a hover text. Bokeh's own labels are light blue, with a contrast of 2.6."""
+
 Mark = Literal["line", "dashed", "dotted", "band", "bar", "dot", "whisker", "up", "down", "left", "right", "cross"]
 
 
@@ -294,7 +299,7 @@ def add_hover(
     fig.add_tools(
         HoverTool(
             renderers=[fig.add_glyph(ColumnDataSource(data), hidden)],
-            tooltips=[(label, f"@text{k}") for k, label in enumerate(texts)],
+            tooltips="".join(_TOOLTIP.format(label=label, k=k) for k, label in enumerate(texts)),
             mode=mode,
             line_policy="nearest",
             limit=1,
