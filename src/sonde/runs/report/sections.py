@@ -46,6 +46,8 @@ MAX_GROUPS = 400
 _TALL = 30
 """With more groups, rows are closer and the axis is repeated above."""
 
+_ABOVE, _BELOW = "lower bound: the noise scale lies above this", "upper bound: the noise scale lies below this"
+
 
 def noise_scale_sections(run: Run) -> list[Section]:
     """All sections of a run that has at least one reading of its noise scale; first what the batch size costs."""
@@ -91,8 +93,8 @@ def noise_scale_curves(of: Callable[[Any], RatioInterval], further: Sequence[Cur
         Curve("line", BLUE, now, end("resolved", "ratio")),
         Curve("band", BLUE, "confidence interval of the noise scale", end("resolved", "low"), end("resolved", "high")),
         *further,
-        Curve("up", GREY, "lower bound: the noise scale lies above this", end("lower_bound", "low")),
-        Curve("down", GREY, "upper bound: the noise scale lies below this", end("upper_bound", "high")),
+        Curve("up", GREY, _ABOVE, end("lower_bound", "low")),
+        Curve("down", GREY, _BELOW, end("upper_bound", "high")),
     )
 
 
@@ -301,38 +303,32 @@ def tradeoff_plot(reading: Reading, unit: str) -> Plot | str:
 
 
 def _tradeoff_legend(batch: float, critical: float, unit: str, status: str) -> tuple[LegendEntry, ...]:
-    if status == "resolved":
-        at_steps = at_units = of_run = ""
-        known, band = f"noise scale, {number(critical)} {unit}", "confidence interval of the noise scale"
-    else:
-        which, other = ("lower", "upper") if status == "lower_bound" else ("upper", "lower")
-        at_steps, at_units = ": at least this", ": at most this"
-        if status == "upper_bound":
-            at_steps, at_units = at_units, at_steps
-        known = f"{which} bound of the noise scale, {number(critical)} {unit}"
-        band = f"possible range of the noise scale: no {other} limit known"
-        of_run = f", if the noise scale is at its {which} bound"
-    line: Mark = "line" if status == "resolved" else "dashed"
+    line: Mark = "dashed"
+    match status:
+        case "resolved":
+            line, steps, units, known, at = "line", "", "", "noise scale", ""
+            band = "confidence interval of the noise scale"
+        case "lower_bound":
+            steps, units, known, at = ": at least this", ": at most this", "lower bound of the noise scale", "lower"
+            band = "possible range of the noise scale: no upper limit known"
+        case _:
+            steps, units, known, at = ": at most this", ": at least this", "upper bound of the noise scale", "upper"
+            band = "possible range of the noise scale: no lower limit known"
+    of_run = f", if the noise scale is at its {at} bound" if at else ""
     return (
-        LegendEntry(line, GREEN, f"optimizer steps, S/S_min{at_steps}"),
-        LegendEntry(line, ORANGE, f"{unit} used, E/E_min{at_units}"),
-        LegendEntry("bar", BLUE, known),
+        LegendEntry(line, GREEN, f"optimizer steps, S/S_min{steps}"),
+        LegendEntry(line, ORANGE, f"{unit} used, E/E_min{units}"),
+        LegendEntry("bar", BLUE, f"{known}, {number(critical)} {unit}"),
         LegendEntry("band", BLUE, band),
         LegendEntry("dot", INK, f"this run, {number(batch)} {unit} per step{of_run}"),
     )
 
 
-_OF_STATUS: dict[str, tuple[Mark, str, str]] = {
-    "resolved": ("whisker", BLUE, "noise scale and its confidence interval"),
-    "lower_bound": ("right", GREY, "lower bound: the noise scale lies above this"),
-    "upper_bound": ("left", GREY, "upper bound: the noise scale lies below this"),
-    "unresolved": ("cross", GREY, "not known yet"),
-}
-_MARKS: dict[Mark, dict[str, Any]] = {
-    "whisker": {"marker": "circle", "size": 9},
-    "right": {"marker": "triangle", "size": 9, "angle": -math.pi / 2},
-    "left": {"marker": "triangle", "size": 9, "angle": math.pi / 2},
-    "cross": {"marker": "x", "size": 8},
+_OF_STATUS: dict[str, tuple[Mark, str, str, dict[str, Any]]] = {
+    "resolved": ("whisker", BLUE, "noise scale and its confidence interval", {"marker": "circle"}),
+    "lower_bound": ("right", GREY, _ABOVE, {"marker": "triangle", "angle": -math.pi / 2}),
+    "upper_bound": ("left", GREY, _BELOW, {"marker": "triangle", "angle": math.pi / 2}),
+    "unresolved": ("cross", GREY, "not known yet", {"marker": "x"}),
 }
 
 
@@ -391,17 +387,17 @@ def groups_plot(reading: Reading, order: Sequence[str], unit: str) -> Plot | str
         return x.at(0.015) if value is None else x.clamp(value)
 
     legend: list[LegendEntry] = []
-    for status, (mark, color, meaning) in _OF_STATUS.items():
+    for status, (mark, color, meaning, style) in _OF_STATUS.items():
         rows = [i for i, group in enumerate(groups) if group.status == status]
         if not rows:
             continue
         legend.append(LegendEntry(mark, color, meaning))
         if status != "unresolved":
             is_known = status == "resolved"
-            style: dict[str, Any] = {"line_alpha": 0.3, "line_width": 4} if is_known else {"line_dash": "dotted"}
+            bar: dict[str, Any] = {"line_alpha": 0.3, "line_width": 4} if is_known else {"line_dash": "dotted"}
             low, high = ([x.clamp(getattr(groups[i], end) or 0.0) for i in rows] for end in ("low", "high"))
-            draw(fig, Segment(line_color=color, **style), x0=low, y0=rows, x1=high, y1=rows)
-        marks = Scatter(fill_color=color, line_color=color, **_MARKS[mark])
+            draw(fig, Segment(line_color=color, **bar), x0=low, y0=rows, x1=high, y1=rows)
+        marks = Scatter(size=9, fill_color=color, line_color=color, **style)
         draw(fig, marks, x=[anchor(groups[i]) for i in rows], y=rows)
     known = [estimate(g.status, g.b_simple, g.low, g.high) for g in groups]
     texts: dict[str, Callable[[int], str]] = {
