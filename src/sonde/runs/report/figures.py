@@ -190,7 +190,7 @@ def new_figure(x: Scale, y: Scale, *, x_label: str, y_label: str, height: int, s
         sizing_mode="stretch_width",
         tools="xbox_zoom,xpan,reset" if shared else "",
         active_drag=None,  # dragging a finger over a figure scrolls the page
-        toolbar_location="above" if shared else None,
+        toolbar_location="below" if shared else None,
         background_fill_color=None,
         border_fill_color=None,
     )
