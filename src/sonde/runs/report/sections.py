@@ -9,6 +9,7 @@ from typing import Any
 from bokeh.models import FixedTicker, PlainText
 from bokeh.models.annotations import BoxAnnotation
 from bokeh.models.glyphs import Line, Scatter, Segment
+from bokeh.plotting import figure
 
 from sonde.batch_size.stats.critical_batch import steps_and_examples
 from sonde.batch_size.stats.reading import GroupReading
@@ -382,11 +383,25 @@ def groups_plot(reading: Reading, order: Sequence[str], unit: str) -> Plot | str
         lines.append(LegendEntry("dotted", BLUE, f"whole model, {number(overall)} {unit}"))
         add_line_at(fig, overall, "height", BLUE, "dotted")
 
-    def anchor(group: GroupReading) -> float:
-        value = {"resolved": group.b_simple, "lower_bound": group.low, "upper_bound": group.high}.get(group.status)
-        return x.at(0.015) if value is None else x.clamp(value)
+    anchors, legend = _draw_groups(fig, x, groups)
+    known = [estimate(g.status, g.b_simple, g.low, g.high) for g in groups]
+    texts: dict[str, Callable[[int], str]] = {
+        "group": lambda i: names[i],
+        "noise scale": lambda i: known[i],
+        "noise tr Σ": lambda i: number(groups[i].trace_cov),
+        "signal |G|²": lambda i: number(groups[i].grad_sq),
+    }
+    add_hover(fig, anchors, [float(i) for i in range(len(groups))], texts, mode="hline")
+    words = "; ".join(f"{name}: {text}" for name, text in zip(names[:_TALL], known, strict=False))
+    return Plot((fig,), (*legend, *lines), f"Noise scale ({unit}) of each part. {words}.")
 
-    legend: list[LegendEntry] = []
+
+def _draw_groups(fig: figure, x: Scale, groups: Sequence[GroupReading]) -> tuple[list[float], list[LegendEntry]]:
+    """Draw a row for each group. Returns where each mark stands, and the legend."""
+    ends = {"lower_bound": "low", "upper_bound": "high"}
+    known = [getattr(group, ends.get(group.status, "b_simple")) for group in groups]
+    anchors = [x.at(0.015) if value is None else x.clamp(value) for value in known]
+    legend = []
     for status, (mark, color, meaning, style) in _OF_STATUS.items():
         rows = [i for i, group in enumerate(groups) if group.status == status]
         if not rows:
@@ -398,14 +413,5 @@ def groups_plot(reading: Reading, order: Sequence[str], unit: str) -> Plot | str
             low, high = ([x.clamp(getattr(groups[i], end) or 0.0) for i in rows] for end in ("low", "high"))
             draw(fig, Segment(line_color=color, **bar), x0=low, y0=rows, x1=high, y1=rows)
         marks = Scatter(size=9, fill_color=color, line_color=color, **style)
-        draw(fig, marks, x=[anchor(groups[i]) for i in rows], y=rows)
-    known = [estimate(g.status, g.b_simple, g.low, g.high) for g in groups]
-    texts: dict[str, Callable[[int], str]] = {
-        "group": lambda i: names[i],
-        "noise scale": lambda i: known[i],
-        "noise tr Σ": lambda i: number(groups[i].trace_cov),
-        "signal |G|²": lambda i: number(groups[i].grad_sq),
-    }
-    add_hover(fig, [anchor(group) for group in groups], [float(i) for i in range(len(groups))], texts, mode="hline")
-    words = "; ".join(f"{name}: {text}" for name, text in zip(names[:_TALL], known, strict=False))
-    return Plot((fig,), (*legend, *lines), f"Noise scale ({unit}) of each part. {words}.")
+        draw(fig, marks, x=[anchors[i] for i in rows], y=rows)
+    return anchors, legend
