@@ -156,7 +156,9 @@ def test_what_is_not_a_run(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no records\.jsonl in the folder"):
         read_run(tmp_path)
     write_run(tmp_path / "several" / "first", 1)
-    with pytest.raises(FileNotFoundError, match=r"in the folder .*several: give .*, such as .*first: it holds 1 run$"):
+    with pytest.raises(
+        FileNotFoundError, match=r"in the folder .*several, which holds 1 run: give .*, such as .*first$"
+    ):
         read_run(tmp_path / "several")
     (tmp_path / "train.py").write_text("print()")
     with pytest.raises(ValueError, match=r"expected a run's folder .* got the file .*train\.py"):

@@ -124,8 +124,10 @@ def find_records(path: str | Path) -> Path:
         file = path / RECORDS_NAME
         if not file.is_file():
             runs = sorted(each.parent.name for each in path.glob(f"*/{RECORDS_NAME}"))
-            one = f", such as {path / runs[0]}: it holds {plural(len(runs), 'run')}" if runs else ""
-            raise FileNotFoundError(f"no {RECORDS_NAME} in the folder {path}: give the folder a run was logged to{one}")
+            if runs:
+                one = f"which holds {plural(len(runs), 'run')}: give the folder of one, such as {path / runs[0]}"
+                raise FileNotFoundError(f"no {RECORDS_NAME} in the folder {path}, {one}")
+            raise FileNotFoundError(f"no {RECORDS_NAME} in the folder {path}: give the folder a run was logged to")
         return file
     if not path.exists():
         raise FileNotFoundError(f"no run at {path}: give the folder a run was logged to, or its {RECORDS_NAME}")
