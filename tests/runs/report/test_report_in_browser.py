@@ -185,7 +185,7 @@ def test_a_restarted_run(browser: Any, tmp_path: Path) -> None:
 def test_a_run_with_a_policy_fits_wide_and_narrow_windows(browser: Any, tmp_path: Path, width: int, n: int) -> None:
     _open(browser, write_report(write_policy_run(tmp_path, n)), width=width)
     # With one step, which is not to be trusted, there is no noise scale yet.
-    assert len(browser.execute_script(DRAWN)) == (10 if n > 1 else 9)
+    assert len(browser.execute_script(DRAWN)) == (9 if n > 1 else 8)
     overflow = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
     assert browser.execute_script(overflow) <= 0
     assert len(browser.find_elements("css selector", "table")) == 3

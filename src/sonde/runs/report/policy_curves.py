@@ -149,17 +149,6 @@ TRUST = (
     ),
 )  # fmt: skip
 
-_OWN, _DEPARTURE = (f"entropy/evaluation_own_policy_{name}" for name in ("z", "departure"))
-OWN_POLICY = Panel(
-    "Standard errors",
-    (Curve("line", BLUE, "mean of −log π above the entropy, in standard errors", _OWN),),
-    {"standard errors": written(_OWN), "of the entropy": written(_DEPARTURE, percent)},
-    "linear",
-    shows=(-3.0, 3.0),
-    limits={-2.0: "", 2.0: "19 of 20 values lie between the lines if the responses are the policy's own"},
-    height=220,
-)
-
 
 def _prompt_noise(reading: PolicyReading) -> RatioInterval:
     return logged_interval(reading.metrics, PROMPT_NOISE)

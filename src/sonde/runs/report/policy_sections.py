@@ -12,7 +12,6 @@ from sonde.runs.report.figures import Plot, Section, Table
 from sonde.runs.report.policy_curves import (
     BY_RESPONSE,
     COEFFICIENT,
-    OWN_POLICY,
     TRUST,
     entropy_panel,
     forecast_against_truth,
@@ -47,9 +46,6 @@ def policy_sections(run: Run) -> list[Section]:
         Section("Forecast against truth", _AGAINST_TRUTH, (forecast_against_truth(policy),)),
         over_run("Can the forecasts be trusted?", _TRUST, TRUST,
                  "No true change was measured on the evaluation responses."),
-        over_run("Are the evaluation responses the policy's own?", _OWN, (OWN_POLICY,),
-                 "This was not tested: no evaluation responses were sampled by the policy itself. Those that came with "
-                 "their sampler's log-probabilities have their own test, among the numbers of each forecast below."),
         Section("Prompts that change the entropy most", _causes_text(policy), _tables(run)),
         over_run("Which entropy coefficient would hold the entropy?", _COEFFICIENT, (COEFFICIENT,), ""),
         over_run("Noise scale in prompts", _NOISE + _allocation_text(policy), *prompt_noise_panels(policy)),
@@ -78,10 +74,6 @@ _TRUST = (
     "After a step, the responses sampled before it no longer represent the policy as well: each counts as "
     "often as its beginning has become more likely. Late positions of long responses lose support first. A "
     "forecast is marked as not to be trusted if too much of the entropy lies at positions without support."
-)
-_OWN = (
-    "If the policy has sampled a token, its −log π is the entropy, on average. Responses sampled at another "
-    "temperature, cut off by top-p or top-k, or sampled by older weights depart from this."
 )
 _COEFFICIENT = (
     "A trainer with an entropy bonus minimises its loss minus this coefficient times the mean entropy of a "
@@ -212,6 +204,7 @@ _PARTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("– its variance from the update prompts, V_Y (nats²)", "entropy/v_y", number),
     ("Variance of the change over its square", "entropy/frac_var", percent),
     ("Change to first order, or X̄·Ȳ (nats)", "entropy/bars_dot", number),
+    ("Test that the responses are the policy's own (standard errors)", "entropy/evaluation_own_policy_z", number),
     ("KL of sampler and policy (nats a token)", "entropy/sampler_kl", number),
     ("– test of log_prob=, E[π/q] = 1 (standard errors)", "entropy/sampler_z", number),
     ("Time", "cost/entropy_seconds", duration),
