@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from sonde.cli import main
 from sonde.commands.run import RunOptions, arguments_of, environment_of, split_command
 from sonde.commands.run_script.settings import Settings
+from sonde.commands.run_script.units import units_in_batch
 
 
 def error(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
@@ -93,3 +95,11 @@ def test_settings_reach_the_script_by_its_environment() -> None:
     default = Settings.of_environment(environment_of(RunOptions(), ["torchrun", "a/train.py"], {}))
     assert Path(default.folder).parent == Path("runs").absolute()
     assert Path(default.folder).name.startswith("train-2")
+
+
+@pytest.mark.parametrize(("text", "units"), [("8", 8.0), ("labels:1", 4), ("builtins:dict", {"labels": 3})])
+def test_a_trainers_batch_is_counted_as_a_call_of_the_model_is(text: str, units: object) -> None:
+    count = units_in_batch(text)
+    batch = {"labels": 3 if text.startswith("builtins") else torch.zeros(2, 4)}
+    assert count is not None
+    assert count(batch) == units  # a function gets the batch by name, as the model does

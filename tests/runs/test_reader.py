@@ -103,7 +103,7 @@ def test_records_of_a_kind_not_known_are_skipped(tmp_path: Path) -> None:
     ("second_line", "message"),
     [
         ({"time": 1.0}, "line 2 .* is not a record of schema 3: it lacks 'kind'"),
-        ({"kind": "reading", "window": 1}, "line 2 .*: it lacks 'metrics'. Was it written by another"),
+        ({"kind": "reading", "window": 1}, "line 2 .*: it lacks 'time'. Was it written by another"),
         (reading_record(0, 1, status="superb"), "line 2 .*: the status 'superb', which is none of resolved"),
         (reading_record(0, 1) | {"groups": [1]}, r"line 2 .*: \[1\] where an object is expected"),
         (reading_record(0, 1) | {"pieces": {"per_window": "8"}}, "line 2 .*: '8' where a count is .* the pieces of a"),
@@ -115,7 +115,7 @@ def test_records_of_a_kind_not_known_are_skipped(tmp_path: Path) -> None:
         (_with_value("1e999"), "line 2 .*: inf where a finite number or null is expected"),
         (_with_value("NaN"), "line 2 .*: nan where a finite number or null is expected"),
         (reading_record(0, 1) | {"window": 2**53}, "line 2 .*: 9007199254740992 where a count is expected"),
-        (reading_record(0, 1) | {"groups": {"head": {"status": "resolved"}}}, "line 2 .*: it lacks 'high'"),
+        (reading_record(0, 1) | {"groups": {"head": {"status": "resolved"}}}, "line 2 .*: it lacks 'b_simple'"),
         ({"kind": "metrics", "window": 2**53, "time": 1.0, "metrics": {}}, "line 2 .*992 where a count is expected"),
     ],
 )
@@ -156,7 +156,9 @@ def test_what_is_not_a_run(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no records\.jsonl in the folder"):
         read_run(tmp_path)
     write_run(tmp_path / "several" / "first", 1)
-    with pytest.raises(FileNotFoundError, match=r"in the folder .*several: give .*, such as .*first: it holds 1 run$"):
+    with pytest.raises(
+        FileNotFoundError, match=r"in the folder .*several, which holds 1 run: give .*, such as .*first$"
+    ):
         read_run(tmp_path / "several")
     (tmp_path / "train.py").write_text("print()")
     with pytest.raises(ValueError, match=r"expected a run's folder .* got the file .*train\.py"):

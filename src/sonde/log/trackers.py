@@ -37,67 +37,6 @@ def _imported(module: str, package: str, sink: object) -> Any:
         raise ImportError(f"{type(sink).__name__} needs {package}: {install_hint(package)}") from error
 
 
-class TensorBoardSink:
-    """Writes readings as scalars at step = window, headers and alerts as text.
-
-    A metric that is not known (null) has no point: the curve has a gap. A group's B_simple is written under
-    `gns_by_group/NAME`. TensorBoard is a view: the log that a report is made from is `JsonlSink`'s.
-
-    Args:
-        log_dir: the folder TensorBoard is pointed at; or a writer of yours, which is flushed at the end, not closed.
-        flush_secs: seconds between two flushes to disk, done by a thread of TensorBoard's own.
-        step: gives your own number of a step from the number of a window, from 1; by default they are the same.
-
-    Raises:
-        ImportError: without the `tensorboard` package.
-    """
-
-    def __init__(
-        self, log_dir: str | Path | SummaryWriter, *, flush_secs: int = 10, step: Callable[[int], int] | None = None
-    ) -> None:
-        self._step_of = step or (lambda window: window)
-        self._opened: SummaryWriter | None = None
-        self._is_own = isinstance(log_dir, str | Path)
-        if not isinstance(log_dir, str | Path):
-            self._opened = log_dir
-            return
-        writer = _imported("torch.utils.tensorboard", "tensorboard", self).SummaryWriter
-        # Made with the first record: a writer makes a file at once, and every rank may make a sink.
-        self._open: Callable[[], SummaryWriter] = lambda: writer(str(log_dir), flush_secs=flush_secs)
-
-    @property
-    def _writer(self) -> SummaryWriter:
-        if self._opened is None:
-            self._opened = self._open()
-        return self._opened
-
-    def write(self, record: Mapping[str, object]) -> None:
-        """Take one record; kinds that TensorBoard has no place for are left out."""
-        match record["kind"]:
-            case "header" | "probe":
-                self._add_text("sonde/run", json.dumps(record, indent=2, ensure_ascii=False), record)
-            case "alert":
-                self._add_text(f"sonde/alert/{record['name']}", str(record["message"]), record)
-            case "reading" | "policy" | "metrics":
-                self._add_reading(record)
-
-    def close(self) -> None:
-        """Write out what is pending and close the file."""
-        if self._opened is not None:
-            (self._opened.close if self._is_own else self._opened.flush)()
-
-    def _add_reading(self, record: Mapping[str, object]) -> None:
-        for tag, value in known_metrics(record).items():
-            step = self._step_of(cast(int, record["window"]))
-            self._writer.add_scalar(tag, value, global_step=step, walltime=record["time"])
-
-    def _add_text(self, tag: str, text: str, record: Mapping[str, object]) -> None:
-        # TensorBoard renders text as Markdown with HTML in it: escaped and in <pre>, it shows as it was written.
-        window = cast(int, record.get("window", 0))
-        step = self._step_of(window) if window else 0
-        self._writer.add_text(tag, f"<pre>{html.escape(text)}</pre>", global_step=step, walltime=record["time"])
-
-
 _READINGS = ("reading", "policy", "metrics")
 
 
@@ -169,7 +108,9 @@ class _TrackerSink(ABC):
             self._log(metrics, self._step_of(cast(int, record["window"])), cast(float, record["time"]))
         if self._has_begun:
             for alert in self._alerts:
-                self._alert(f"sonde/alert/{alert['name']}", str(alert["message"]))
+                window = cast(int, alert["window"])  # 0 before the first
+                step, time = self._step_of(window) if window else 0, cast(float, alert["time"])
+                self._alert(f"sonde/alert/{alert['name']}", str(alert["message"]), step, time)
             self._alerts.clear()
 
     def close(self) -> None:  # noqa: B027
@@ -182,8 +123,60 @@ class _TrackerSink(ABC):
     def _log(self, metrics: dict[str, float], step: int, time: float) -> None:
         """Hand over metrics of a step; `time` in seconds since the epoch."""
 
-    def _alert(self, name: str, message: str) -> None:  # noqa: B027
+    def _alert(self, name: str, message: str, step: int, time: float) -> None:  # noqa: B027
         """Hand over an alert, if the tracker has a place for it."""
+
+
+class TensorBoardSink(_TrackerSink):
+    """Writes readings as scalars at step = window, headers and alerts as text.
+
+    A metric that is not known (null) has no point: the curve has a gap. A group's B_simple is written under
+    `gns_by_group/NAME`. TensorBoard is a view: the log that a report is made from is `JsonlSink`'s.
+
+    Args:
+        log_dir: the folder TensorBoard is pointed at; or a writer of yours, which is flushed at the end, not closed.
+        flush_secs: seconds between two flushes to disk, done by a thread of TensorBoard's own.
+        step: gives your own number of a step from the number of a window, from 1; by default they are the same.
+
+    Raises:
+        ImportError: without the `tensorboard` package.
+    """
+
+    def __init__(
+        self, log_dir: str | Path | SummaryWriter, *, flush_secs: int = 10, step: Callable[[int], int] | None = None
+    ) -> None:
+        super().__init__(step)
+        self._is_own = isinstance(log_dir, str | Path)
+        self._writer: Any = None if self._is_own else log_dir
+        if self._is_own:
+            writer = _imported("torch.utils.tensorboard", "tensorboard", self).SummaryWriter
+            # Made with the first record: a writer makes a file at once, and every rank may make a sink.
+            self._open: Callable[[], SummaryWriter] = lambda: writer(str(log_dir), flush_secs=flush_secs)
+
+    def write(self, record: Mapping[str, object]) -> None:
+        """Take one record; kinds that TensorBoard has no place for are left out."""
+        if record["kind"] in ("header", "probe"):
+            self._begin()
+            self._has_begun = True
+            self._alert("sonde/run", json.dumps(record, indent=2, ensure_ascii=False), 0, cast(float, record["time"]))
+        super().write(record)
+
+    def close(self) -> None:
+        """Write out what is pending and close the file."""
+        if self._writer is not None:
+            (self._writer.close if self._is_own else self._writer.flush)()
+
+    def _begin(self) -> None:
+        if self._writer is None:
+            self._writer = self._open()
+
+    def _log(self, metrics: dict[str, float], step: int, time: float) -> None:
+        for tag, value in metrics.items():
+            self._writer.add_scalar(tag, value, global_step=step, walltime=time)
+
+    def _alert(self, name: str, message: str, step: int, time: float) -> None:
+        # TensorBoard renders text as Markdown with HTML in it: escaped and in <pre>, it shows as it was written.
+        self._writer.add_text(name, f"<pre>{html.escape(message)}</pre>", global_step=step, walltime=time)
 
 
 class FunctionSink(_TrackerSink):
@@ -241,7 +234,7 @@ class MlflowSink(_TrackerSink):
         values = [metric(name, value, milliseconds, step) for name, value in metrics.items()]
         self._mlflow.MlflowClient().log_batch(self._run_id, values)
 
-    def _alert(self, name: str, message: str) -> None:
+    def _alert(self, name: str, message: str, step: int, time: float) -> None:
         self._mlflow.MlflowClient().set_tag(self._run_id, name, message[:_LONGEST_TAG])
 
 
@@ -320,7 +313,7 @@ class WandbSink(_RunSink):
         self._has_axis |= metrics.keys()
         self._run.log({**metrics, WINDOW: step}, commit=self._is_own)
 
-    def _alert(self, name: str, message: str) -> None:
+    def _alert(self, name: str, message: str, step: int, time: float) -> None:
         self._run.summary[name] = message
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast, get_args
 
 from sonde.batch_size.stats.reading import GroupReading
 from sonde.log.lines import LastRun, begins_header, last_run, lines_of, parse_record
 from sonde.log.sinks import RECORDS_NAME, other_unit
-from sonde.policy.stats.forecast_point import Per
 from sonde.probe import ReportSection
 from sonde.record_values import SCHEMA, SETUP_KINDS
 from sonde.runs.run import (
@@ -105,8 +104,7 @@ def read_windows(path: str | Path) -> Iterator[WindowReading]:
                 segment += 1
                 _check_schema(file, record)
             elif record["kind"] == "window":
-                groups = {name: _numbers(group) for name, group in _mapping(record["groups"]).items()}
-                yield WindowReading(segment, *_when(record), _numbers(record["metrics"]), groups)
+                yield _filled(WindowReading, record, segment=segment)
         except (KeyError, TypeError, OverflowError, AttributeError) as error:
             _refuse(file, number, error)
 
@@ -126,8 +124,10 @@ def find_records(path: str | Path) -> Path:
         file = path / RECORDS_NAME
         if not file.is_file():
             runs = sorted(each.parent.name for each in path.glob(f"*/{RECORDS_NAME}"))
-            one = f", such as {path / runs[0]}: it holds {plural(len(runs), 'run')}" if runs else ""
-            raise FileNotFoundError(f"no {RECORDS_NAME} in the folder {path}: give the folder a run was logged to{one}")
+            if runs:
+                one = f"which holds {plural(len(runs), 'run')}: give the folder of one, such as {path / runs[0]}"
+                raise FileNotFoundError(f"no {RECORDS_NAME} in the folder {path}, {one}")
+            raise FileNotFoundError(f"no {RECORDS_NAME} in the folder {path}: give the folder a run was logged to")
         return file
     if not path.exists():
         raise FileNotFoundError(f"no run at {path}: give the folder a run was logged to, or its {RECORDS_NAME}")
@@ -231,34 +231,26 @@ class _Contents:
                 last = self._readings[-1]
                 self._readings[-1] = replace(last, groups=_groups(record), groups_window=last.window)
             case "policy":
-                self._policy.append(_policy_reading(record, segment))
+                self._policy.append(_filled(PolicyReading, record, segment=segment))
                 self._check_own_numbers(self._policy[-1].metrics, line)
             case "comparison":
-                self._comparisons.append(_comparison(record, segment))
+                losses = tuple(_filled(ComparedLoss, _mapping(of)) for of in _list(record["options"]))
+                self._comparisons.append(_filled(ComparisonReading, record, segment=segment, losses=losses))
             case "metrics":
-                self._own.append(MetricsReading(segment, *_when(record), _metrics(record)))
+                self._own.append(_filled(MetricsReading, record, segment=segment))
             case "alert":
-                self._alerts.append(
-                    Alert(segment, _count(record["window"]), str(record["name"]), str(record["message"]))
-                )
+                self._alerts.append(_filled(Alert, record, segment=segment))
             case "end":
                 self._ended = str(record["reason"])
 
     def _add_header(self, record: Mapping[str, Any]) -> None:
         _check_schema(self._file, record)
-        versions, metadata = _mapping(record["versions"]), _mapping(record["metadata"])
-        probes = (self._probe(record),)
-        self._headers.append(Header(_time(record["time"]), str(record["run"]), versions, metadata, probes))
+        self._headers.append(_filled(Header, record, probes=(self._probe(record),)))
         self._ended = None
 
     def _probe(self, record: Mapping[str, Any]) -> ProbeSetup:
-        probe = ProbeSetup(
-            writes=str(record["writes"]),
-            unit=str(record["unit"]),
-            setup=_setup(record["setup"]),
-            metrics=_descriptions(record["metrics"]),
-            sections=tuple(_section(_mapping(section)) for section in _list(record.get("sections", []))),
-        )
+        sections = tuple(_filled(ReportSection, _mapping(each)) for each in _list(record.get("sections", [])))
+        probe = _filled(ProbeSetup, record, setup=_setup(record["setup"]), sections=sections)
         if (other := other_unit(self._units, probe.writes, probe.unit)) is not None:
             raise ValueError(
                 f"{self._file} holds runs measured in {other!r} and in {probe.unit!r}, "
@@ -269,33 +261,17 @@ class _Contents:
         return probe
 
     def _add_reading(self, record: Mapping[str, Any], segment: int, line: int) -> None:
-        metrics = _metrics(record)
-        window, time = _when(record)
-        self._check_own_numbers(metrics, line)
         last = self._readings[-1] if self._readings else None
         groups: Mapping[str, GroupReading] = {}
         groups_window = 0
         if "groups" in record:
-            groups, groups_window = _groups(record), window
+            groups, groups_window = _groups(record), _count(record["window"])
         elif last is not None and last.segment == segment:  # those that this start wrote last
             groups, groups_window = last.groups, last.groups_window
-        pieces = _mapping(record["pieces"])
-        if pieces.get("per_window") is not None:
-            _check(_count, pieces["per_window"], "for the pieces of a window")
-        reading = Reading(
-            segment=segment,
-            window=window,
-            time=time,
-            status=_status(record["status"]),
-            reason=str(record["reason"]),
-            advice=str(record["advice"]),
-            metrics=metrics,
-            groups=groups,
-            groups_window=groups_window,
-            dropped={reason: _count(n) for reason, n in _mapping(record["dropped"]).items()},
-            alerts=_texts(record["alerts"]),
-            pieces=pieces,
-        )
+        reading = _filled(Reading, record, segment=segment, groups=groups, groups_window=groups_window)
+        self._check_own_numbers(reading.metrics, line)
+        if reading.pieces.get("per_window") is not None:
+            _check(_count, reading.pieces["per_window"], "for the pieces of a window")
         self._readings.append(reading)
 
     def _check_own_numbers(self, metrics: Mapping[str, float | None], line: int) -> None:
@@ -333,42 +309,16 @@ class _Contents:
         )
 
 
-def _policy_reading(record: Mapping[str, Any], segment: int) -> PolicyReading:
-    window, time = _when(record)
-    causes = None
-    if record["causes"] is not None:
-        of = _mapping(record["causes"])
-        names = ("momentum", "batch", "decay", "explained", "cosine")
-        momentum, batch, decay, explained, cosine = (_number(of[name]) for name in names)
-        causes = CausesReading(momentum, batch, decay, explained, cosine, _parts(of["prompts"]))
-    return PolicyReading(
-        segment=segment,
-        window=window,
-        time=time,
-        metrics=_metrics(record),
-        reason=str(record["reason"]),
-        per=_per(record),
-        shares=_parts(record["shares"]),
-        causes=causes,
-        alerts=_texts(record["alerts"]),
-    )
+def _filled(kind: type[T], record: Mapping[str, Any], **given: Any) -> T:
+    """A dataclass from the values of a record by the names of its fields, each read by the type of its field.
 
-
-def _per(record: Mapping[str, Any]) -> Per:
-    return "response" if record["per"] == "response" else "token"
-
-
-def _comparison(record: Mapping[str, Any], segment: int) -> ComparisonReading:
-    losses = tuple(
-        ComparedLoss(
-            name=str(of["name"]),
-            words=str(of["words"]),
-            is_valid=bool(of["is_valid"]),
-            **{name: _number(of[name]) for name in ("change", "change_se", "difference", "low", "high")},
-        )
-        for of in map(_mapping, _list(record["options"]))
-    )
-    return ComparisonReading(segment, *_when(record), str(record["baseline"]), _per(record), losses)
+    Raises:
+        KeyError: when one is missing.
+        TypeError: when one is of another kind.
+    """
+    of: Any = kind
+    read = {each.name: _BY_TYPE[each.type](record[each.name]) for each in fields(of) if each.name not in given}
+    return kind(**read, **given)
 
 
 def _parts(value: object) -> tuple[PromptPart, ...]:
@@ -377,32 +327,16 @@ def _parts(value: object) -> tuple[PromptPart, ...]:
 
 def _part(value: Mapping[str, Any]) -> PromptPart:
     parts = {name: _number(each) for name, each in value.items() if name not in ("prompt", "change")}
-    return PromptPart(str(value["prompt"]), _number(value["change"]), parts)
-
-
-def _section(section: Mapping[str, Any]) -> ReportSection:
-    names = tuple(str(name) for name in _list(section["metrics"]))
-    return ReportSection(str(section["title"]), str(section["text"]), names)
-
-
-def _when(record: Mapping[str, Any]) -> tuple[int, float]:
-    return _count(record["window"]), _time(record["time"])
-
-
-def _metrics(record: Mapping[str, Any]) -> dict[str, float | None]:
-    """Numbers by name. Each line brings the same names: interned, they are held once."""
-    return {sys.intern(name): value for name, value in _numbers(record["metrics"]).items()}
+    return _filled(PromptPart, value, parts=parts)
 
 
 def _groups(record: Mapping[str, Any]) -> dict[str, GroupReading]:
-    return {name: _group(_mapping(group)) for name, group in _mapping(record["groups"]).items()}
+    return _each(_group)(record["groups"])
 
 
-def _group(group: Mapping[str, Any]) -> GroupReading:
-    status = _status(group["status"])
-    high = math.inf if status == "lower_bound" else _number(group["high"])
-    b_simple, low, grad_sq, trace_cov = (_number(group[key]) for key in ("b_simple", "low", "grad_sq", "trace_cov"))
-    return GroupReading(status, b_simple, low, high, grad_sq, trace_cov)
+def _group(value: object) -> GroupReading:
+    reading = _filled(GroupReading, _mapping(value))
+    return replace(reading, high=math.inf) if reading.status == "lower_bound" else reading
 
 
 # Values of a record. Each raises a TypeError for a value of another kind.
@@ -426,10 +360,6 @@ def _text(value: object) -> str:
     return _of(str, value, "a text")
 
 
-def _texts(value: object) -> dict[str, str]:
-    return {name: str(text) for name, text in _mapping(value).items()}
-
-
 def _count(value: object) -> int:
     """A whole number from 0 up that is exact as a float too, as a figure draws it."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < LARGEST_EXACT:
@@ -445,8 +375,9 @@ def _number(value: object) -> float | None:
     return float(value)
 
 
-def _numbers(value: object) -> dict[str, float | None]:
-    return {name: _number(each) for name, each in _mapping(value).items()}
+def _each(read: Callable[[Any], T]) -> Callable[[object], dict[str, T]]:
+    """What reads values by name. Each line brings the same names: interned, they are held once."""
+    return lambda value: {sys.intern(name): read(each) for name, each in _mapping(value).items()}
 
 
 def _time(value: object) -> float:
@@ -489,3 +420,24 @@ def _check(of_kind: Callable[[object], object], value: object, what_for: str) ->
         of_kind(value)
     except TypeError as error:
         raise TypeError(f"{error}, {what_for}") from None
+
+
+_BY_TYPE: dict[Any, Callable[[Any], Any]] = {
+    "bool": bool,
+    "int": _count,
+    "float": _time,
+    "float | None": _number,
+    "str": str,
+    "Status": _status,
+    "Per": lambda per: "response" if per == "response" else "token",
+    "Mapping[str, Any]": _mapping,
+    "Mapping[str, int]": _each(_count),
+    "Mapping[str, float | None]": _each(_number),
+    "Mapping[str, str]": _each(str),
+    "Mapping[str, Mapping[str, float | None]]": _each(_each(_number)),
+    "Mapping[str, Mapping[str, str]]": _descriptions,
+    "tuple[str, ...]": lambda names: tuple(map(str, _list(names))),
+    "tuple[PromptPart, ...]": _parts,
+    "CausesReading | None": lambda causes: None if causes is None else _filled(CausesReading, _mapping(causes)),
+}
+"""What reads a value, by the type of the field that takes it. A number that is never unknown is a time."""

@@ -113,6 +113,22 @@ class Reading:
         """Upper end of the interval of B_simple: infinite for a lower bound, None when unresolved."""
         return math.inf if self.status == "lower_bound" else self.metrics.get("gns/b_simple_high")
 
+    @property
+    def now(self) -> RatioInterval:
+        """The noise scale now, as far as it is known."""
+        ratio, low = self.metrics.get("gns/b_simple"), self.metrics.get("gns/b_simple_low")
+        return RatioInterval(self.status, low, self.high, self.reason, ratio)
+
+    @property
+    def average(self) -> RatioInterval:
+        """The noise scale of the run so far, as far as it is known."""
+        return logged_interval(self.metrics, "gns/b_simple_average")
+
+    @property
+    def of_run(self) -> RatioInterval:
+        """The noise scale that whole runs are compared by: their average. A checkpoint has no other than now."""
+        return logged_interval(self.metrics, "gns/b_simple") if self.average.status == "unresolved" else self.average
+
 
 @dataclass(frozen=True)
 class WindowReading:
@@ -223,24 +239,6 @@ class PromptEffect:
     from_rewarded: float = 0.0
     from_penalised: float = 0.0
     n_steps: int = 0
-
-
-def prompt_effects(readings: Iterable[PolicyReading]) -> dict[str, PromptEffect]:
-    """The effect of learning from each prompt on the entropy, by the prompt's text.
-
-    Summed over the measured steps whose prompts' parts are to be trusted.
-    """
-    effects: dict[str, PromptEffect] = {}
-    for reading in readings:
-        if reading.causes is None or reading.causes.doubt:
-            continue
-        for part in reading.causes.prompts:
-            effect = effects.setdefault(part.prompt, PromptEffect())
-            effect.change += part.change or 0.0
-            effect.from_rewarded += part.parts.get("from_rewarded") or 0.0
-            effect.from_penalised += part.parts.get("from_penalised") or 0.0
-            effect.n_steps += 1
-    return effects
 
 
 @dataclass(frozen=True)
@@ -409,8 +407,18 @@ class Run:
 
     @functools.cached_property
     def effects(self) -> Mapping[str, PromptEffect]:
-        """Of learning from each prompt on the entropy; see `prompt_effects`."""
-        return prompt_effects(self.policy)
+        """Of learning from each prompt on the entropy, by its text, over the steps whose parts are to be trusted."""
+        effects: dict[str, PromptEffect] = {}
+        for reading in self.policy:
+            if reading.causes is None or reading.causes.doubt:
+                continue
+            for part in reading.causes.prompts:
+                effect = effects.setdefault(part.prompt, PromptEffect())
+                effect.change += part.change or 0.0
+                effect.from_rewarded += part.parts.get("from_rewarded") or 0.0
+                effect.from_penalised += part.parts.get("from_penalised") or 0.0
+                effect.n_steps += 1
+        return effects
 
     @property
     def name(self) -> str:
@@ -454,7 +462,7 @@ def logged_interval(metrics: Mapping[str, float | None], name: str) -> RatioInte
     if low is None:
         return RatioInterval("unresolved", None, None)
     if metrics.get(name) is not None:
-        return RatioInterval("resolved", low, high)
+        return RatioInterval("resolved", low, high, ratio=metrics[name])
     if high is None:
         return RatioInterval("lower_bound", low, math.inf)
     return RatioInterval("upper_bound", low, high)

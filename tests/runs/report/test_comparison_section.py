@@ -87,11 +87,12 @@ def test_the_report_shows_the_last_comparison(tmp_path: Path) -> None:
     text = visible_text(write_report(logged(tmp_path)))
     for fact in (
         "What would other losses do?",
-        "This is the comparison at step 7, the last of 2 comparisons.",
-        "clip 0.2 −0.00500 ± 0.0010 – – the baseline",
-        "<b>bonus</b> −0.00400 ± 0.0010 0.00100 8.00 × 10⁻⁴ to 0.00120 more entropy",
-        "cannot be distinguished",
-        "broken not known not known not known the step is not finite",
+        "At step 7, beside clip 0.2, more entropy: <b>bonus</b>; cannot be distinguished: clip-higher 0.28; "
+        "the step is not finite: broken. Each loss",
+        "This is the last of 2 comparisons.",
+        "clip 0.2 the baseline −0.00500 ± 0.0010 –",
+        "<b>bonus</b> more entropy −0.00400 ± 0.0010 0.00100 (8.00 × 10⁻⁴ to 0.00120)",
+        "broken the step is not finite not known not known",
     ):
         assert fact in text, fact
 
@@ -108,4 +109,4 @@ def test_a_point_with_its_interval_for_each_loss(tmp_path: Path) -> None:
     assert list(bars["y0"]) == sorted([places["<b>bonus</b>"], places["clip-higher 0.28"]])
     assert dict(zip(bars["y0"], bars["x0"], strict=True))[places["<b>bonus</b>"]] == 8e-4
     assert dict(zip(bars["y0"], bars["x1"], strict=True))[places["<b>bonus</b>"]] == 1.2e-3
-    assert "<b>bonus</b>: 0.00100 [8.00 × 10⁻⁴ to 0.00120], more entropy" in plot.in_words
+    assert "<b>bonus</b>: 0.00100 (8.00 × 10⁻⁴ to 0.00120), more entropy" in plot.in_words

@@ -40,17 +40,16 @@ def test_verdict_first_then_every_section(tmp_path: Path) -> None:
         "Entropy by response",
         "Forecast and effect of each step",
         "Forecast against truth",
-        "Coverage so far",
         "Can the forecasts be trusted?",
-        "Are the evaluation responses the policy's own?",
         "Prompts that change the entropy most",
         "Which entropy coefficient would hold the entropy?",
         "Noise scale in prompts",
         "twice the completions to each prompt would have cut the noise of a step by 35 % (95 % interval: 30 % to 40 %)",
         "What each forecast is made of, and what it costs",
-        "Step 116 Median Evaluation prompts, B_E 16 16 Update prompts, B_U 8 8",
-        "– its variance from the evaluation prompts, V_X (nats²)",
+        "Step 116 Median Evaluation prompts, B E 16 16 Update prompts, B U 8 8",
+        "– its variance from the evaluation prompts, V X (nats²)",
         "Variance of the change over its square 0.25 % 0.25 % Change to first order, or X̄·Ȳ (nats)",
+        "Test that the responses are the policy's own (standard errors)",
         "Time 400 ms 400 ms – drawing evaluation responses 150 ms 150 ms",
         "Growth of the peak memory (MB) 225 225",
         "Reward",
@@ -59,7 +58,7 @@ def test_verdict_first_then_every_section(tmp_path: Path) -> None:
     places = [text.index(section) for section in sections]
     assert places == sorted(places)
     for fact in (
-        "Coverage 100 % 22 of 22 intervals contain the truth",
+        "Coverage 100 % 22 of 22 intervals contain the truth; between 85 % and 100 % of all would",
         "Average noise scale 35 prompts; between 6 and 40",
         "22 of 24 forecasts can be trusted.",
         "Step 1: not to be trusted: the step is too large for these responses",
@@ -79,7 +78,7 @@ def test_a_variance_along_gradients_may_be_negative(tmp_path: Path) -> None:
         record = policy_record(i)
         sink.write(record | {"metrics": record["metrics"] | {"entropy/v_y": v_y}})
     sink.close()
-    row = "– its variance from the update prompts, V_Y (nats²) −4.00 × 10⁻⁶ −3.00 × 10⁻⁶"
+    row = "– its variance from the update prompts, V Y (nats²) −4.00 × 10⁻⁶ −3.00 × 10⁻⁶"
     assert row in visible_text(write_report(tmp_path))
 
 
@@ -140,11 +139,7 @@ NOTHING = {"shares": [], "causes": None}
     [
         (
             {"has_truth": False, "has_noise": False, "causes": None},
-            [
-                "Responses of the forecast itself cannot check its interval",
-                "turn gns_probe on",
-                "attach with causes=True to know",
-            ],
+            ["Coverage – not known without fresh rollouts", "turn gns_probe on", "attach with causes=True to know"],
         ),
         (NOTHING, ["The forecasts of this run were logged without the parts of single prompts."]),
         (

@@ -71,16 +71,11 @@ def units_in_batch(text: str) -> Callable[[Mapping[str, Any]], Any] | None:
     """
     if text == "first-dim":  # the trainer's own batches show more than rows: packed documents, pairs
         return None
-    if (number := _number(text)) is not None:
-        return lambda batch: number
-    name, _, last = text.partition(":")
-    if last.isdigit():
-        return lambda batch: batch[name].shape[int(last)]
-    function = _function(name, last)
-    return lambda batch: function(**batch)
+    units = _units_of(text, None)
+    return (lambda batch: units(**batch)) if callable(units) else (lambda batch: units)
 
 
-def _units_of(text: str, model: nn.Module) -> UnitsPerPiece:
+def _units_of(text: str, model: nn.Module | None) -> UnitsPerPiece:
     if text == "first-dim":
         return "first dim"
     if (number := _number(text)) is not None:
@@ -102,9 +97,11 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _argument(name: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], option: str) -> Tensor:
-    """A tensor by its name in the arguments of the model's forward, which an option needs."""
-    given = kwargs if name in kwargs else inspect.signature(unwrap_model(model).forward).bind_partial(*args).arguments
+def _argument(name: str, model: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any], option: str) -> Tensor:
+    """A tensor by its name in the arguments of the model's forward, or in a batch, which an option needs."""
+    given = kwargs
+    if name not in kwargs and model is not None:
+        given = inspect.signature(unwrap_model(model).forward).bind_partial(*args).arguments
     if not isinstance(value := given.get(name), Tensor):
         raise ValueError(f"the model is called without a tensor {name!r}, which {option} needs")
     return value

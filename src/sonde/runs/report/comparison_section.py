@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from bokeh.models import FixedTicker, PlainText
@@ -22,7 +21,7 @@ from sonde.runs.report.figures import (
     scale_for,
 )
 from sonde.runs.report.how_measured import cut
-from sonde.runs.run import ComparisonReading, Run
+from sonde.runs.run import ComparedLoss, ComparisonReading, Run
 from sonde.wording import interval, number, plural, shorten
 
 _TEXT = (
@@ -37,31 +36,39 @@ def comparison_sections(run: Run) -> list[Section]:
     if not run.comparisons:
         return []
     last, n = run.comparisons[-1], len(run.comparisons)
-    text = f"{_TEXT} This is the comparison at step {last.window:,}"
-    text += "." if n == 1 else f", the last of {plural(n, 'comparison')}."
+    which = "" if n == 1 else f" This is the last of {plural(n, 'comparison')}."
+    text = f"At step {last.window:,}, beside {last.baseline}, {_answer(last)}. {_TEXT}{which}"
     return [Section("What would other losses do?", text, (_figure(last), _table(last)))]
+
+
+def _answer(comparison: ComparisonReading) -> str:
+    """What is said of which losses."""
+    named: dict[str, list[str]] = {}
+    for of in comparison.losses:
+        if of.name != comparison.baseline:
+            named.setdefault(cut(of.words, 100), []).append(shorten(of.name))
+    return "; ".join(f"{words}: {', '.join(names)}" for words, names in named.items())
 
 
 def _table(comparison: ComparisonReading) -> Table:
     rows = []
     for of in comparison.losses:
-        is_baseline = of.name == comparison.baseline
-        difference = ("–", "–") if is_baseline else (number(of.difference), interval(of.low, of.high))
+        difference = "–" if of.name == comparison.baseline else _difference(of)
         change = f"{number(of.change)} ± {number(of.change_se, 2)}" if of.change_se else number(of.change)
-        rows.append((of.name, change, *difference, cut(of.words, 300)))
+        rows.append((of.name, cut(of.words, 300), change, difference))
     caption = f"Change of entropy (nats a {comparison.per}), and its difference from that of {comparison.baseline}"
-    heads = ("Loss", "Change", "Difference", "95 % interval", "In words")
-    return Table(caption, heads, tuple(rows))
+    heads = ("Loss", "Entropy", "Change", "Difference (95 % interval)")
+    return Table(caption, heads, tuple(rows), n_texts=2)
 
 
 def _figure(comparison: ComparisonReading) -> Plot | str:
     """A point with its interval for each loss, one below the other."""
     others = [of for of in comparison.losses if of.name != comparison.baseline][::-1]
-    ends = [v for of in others for v in (of.difference, of.low, of.high) if v is not None]
-    if not ends:
+    if all(of.difference is None for of in others):
         return "No difference is known."
     places = [float(i) for i in range(len(others))]
-    x, y = scale_for([0.0, *ends], "linear"), scale_for([-0.5, len(others) - 0.5], "linear")
+    x = scale_for([0.0, *(v for of in others for v in (of.difference, of.low, of.high))], "linear")
+    y = scale_for([-0.5, len(others) - 0.5], "linear")
     label = f"Difference (nats a {comparison.per})"
     fig = new_figure(x, y, x_label=label, y_label="", height=40 * len(others) + 90)
     fig.yaxis[0].ticker = FixedTicker(ticks=list(range(len(others))))
@@ -71,12 +78,12 @@ def _figure(comparison: ComparisonReading) -> Plot | str:
     for is_valid, color in ((True, BLUE), (False, GREY)):
         rows = [i for i, of in enumerate(others) if of.is_valid is is_valid]
         at = [places[i] for i in rows]
-        low, high, middle = ([_drawn(getattr(others[i], of)) for i in rows] for of in ("low", "high", "difference"))
+        low, high, middle = ([getattr(others[i], of) for i in rows] for of in ("low", "high", "difference"))
         draw(fig, Segment(line_color=color, line_width=5, line_alpha=0.3), x0=low, y0=at, x1=high, y1=at)
         draw(fig, Scatter(size=8, fill_color=color if is_valid else None, line_color=color), x=middle, y=at)
-    known = [f"{number(of.difference)} [{interval(of.low, of.high)}]" for of in others]
+    known = [_difference(of) for of in others]
     texts: dict[str, Callable[[int], str]] = {"loss": lambda i: others[i].name, "difference": lambda i: known[i]}
-    add_hover(fig, [_drawn(of.difference) for of in others], places, texts, mode="hline")
+    add_hover(fig, [of.difference for of in others], places, texts, mode="hline")
     legend = [LegendEntry("whisker", BLUE, f"difference from {comparison.baseline}, with its 95 % interval")]
     if not all(of.is_valid for of in others):
         legend.append(LegendEntry("dot", GREY, "difference that is not to be trusted"))
@@ -84,5 +91,5 @@ def _figure(comparison: ComparisonReading) -> Plot | str:
     return Plot((fig,), tuple(legend), f"{label} from {comparison.baseline}. {words}.")
 
 
-def _drawn(value: float | None) -> float:
-    return math.nan if value is None else value
+def _difference(loss: ComparedLoss) -> str:
+    return number(None) if loss.difference is None else f"{number(loss.difference)} ({interval(loss.low, loss.high)})"

@@ -199,6 +199,11 @@ class OverRun:
         return [LegendEntry("dotted", GREY, f"the run was restarted here{some}")] if every else []
 
 
+def written(metric: str, as_text: Callable[[float | None], str] = number) -> Callable[[Any], str]:
+    """What writes a metric of a reading into a hover text."""
+    return lambda reading: as_text(reading.metrics.get(metric))
+
+
 def draw_panels(panels: Sequence[Panel], readings: Sequence[AnyReading], axis: TimeAxis, absent: str) -> Plot | str:
     """Figures one above another, with one legend.
 

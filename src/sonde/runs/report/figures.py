@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -26,7 +26,7 @@ from bokeh.plotting import figure
 from sonde.wording import number
 
 BLUE, ORANGE, GREEN, GREY, INK = "#1f5fa8", "#b34d0a", "#1b7f5c", "#7d8793", "#26303a"
-LIGHT_GREY = "#c5ccd4"
+LIGHT_GREY = "#8d96a0"
 """Colour-blind readers can distinguish these. In a grey print, dashes and marks show the difference. In a dark scheme,
 page.css turns the lightness of figures around: nothing here is drawn on a background of its own."""
 
@@ -34,6 +34,11 @@ FONT = "system-ui, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'Liberation Sans
 
 _MAX_TEXTS = 400
 """Largest number of readings for which a figure has a hover text."""
+
+_TOOLTIP = (
+    '<div style="font: 13px/1.5 system-ui, sans-serif"><span style="color: #5b6671">{label}:</span> @text{k}</div>'
+)
+"""A line of a hover text. Bokeh's own labels are light blue, with a contrast of 2.6."""
 
 Mark = Literal["line", "dashed", "dotted", "band", "bar", "dot", "whisker", "up", "down", "left", "right", "cross"]
 
@@ -59,13 +64,17 @@ class Table:
 
     Attributes:
         caption: what is listed.
-        columns: heads of the columns. The first column is text, the others are numbers.
+        columns: heads of the columns.
         rows: one text per column.
+        n_texts: columns of words, which come first. The others are numbers.
+        is_code: whether the first column is shown as it is, in a fixed-width font.
     """
 
     caption: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    n_texts: int = 1
+    is_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,11 +137,11 @@ class Scale:
         return self.start + fraction * (self.end - self.start)
 
 
-def scale_for(values: Sequence[float], kind: Literal["linear", "log", "any"] = "any") -> Scale:
+def scale_for(values: Iterable[float | None], kind: Literal["linear", "log", "any"] = "any") -> Scale:
     """An axis that shows all values with some room, and does not collapse if they are equal.
 
     Args:
-        values: the values to draw. NaN is left out. A log axis also leaves out zeros and negative values.
+        values: the values to draw. None and NaN are left out. A log axis also leaves out zeros and negative values.
         kind: "any" is logarithmic if all values are positive and span more than a factor of 20.
 
     Example:
@@ -142,7 +151,8 @@ def scale_for(values: Sequence[float], kind: Literal["linear", "log", "any"] = "
         Scale(kind='linear', start=4.5, end=5.5)
     """
     # Larger or smaller values would make a range that floats cannot hold.
-    known = [v for v in values if abs(v) < 1e150 and (v == 0 or abs(v) > 1e-150) and (kind != "log" or v > 0)]
+    numbers = [v for v in values if v is not None and abs(v) < 1e150 and (v == 0 or abs(v) > 1e-150)]
+    known = [v for v in numbers if kind != "log" or v > 0]
     low, high = (min(known), max(known)) if known else (1.0, 1.0)
     if kind == "any":
         kind = "log" if low > 0 and high > 20 * low else "linear"
@@ -180,7 +190,7 @@ def new_figure(x: Scale, y: Scale, *, x_label: str, y_label: str, height: int, s
         sizing_mode="stretch_width",
         tools="xbox_zoom,xpan,reset" if shared else "",
         active_drag=None,  # dragging a finger over a figure scrolls the page
-        toolbar_location="above" if shared else None,
+        toolbar_location="below" if shared else None,
         background_fill_color=None,
         border_fill_color=None,
     )
@@ -244,7 +254,7 @@ def _tick_label(tick: float) -> str:
     return f"{tick:,.6g}" if 1e-3 <= tick < 1e6 else number(tick, 2).removeprefix("1.0 × ")
 
 
-def draw(fig: figure, glyph: Glyph, **columns: Sequence[float]) -> None:
+def draw(fig: figure, glyph: Glyph, **columns: Sequence[float | None]) -> None:
     """Draw lines, bars or marks; nothing, if no row is known.
 
     `fig.line`, `fig.scatter` and their like also make two glyphs for a selection, which no figure here has, and draw
@@ -253,7 +263,8 @@ def draw(fig: figure, glyph: Glyph, **columns: Sequence[float]) -> None:
     Args:
         fig: the figure.
         glyph: its style. Its coordinates keep their names, as "x" and "y" of a `Line`.
-        **columns: those coordinates, one value for each point, bar or mark; NaN if it is not known.
+        **columns: those coordinates, one value for each point, bar or mark; None or NaN if it is not
+            known.
     """
     arrays = {name: np.asarray(values, dtype=float) for name, values in columns.items()}
     if not np.isnan([*arrays.values()]).any(axis=0).all():
@@ -262,8 +273,8 @@ def draw(fig: figure, glyph: Glyph, **columns: Sequence[float]) -> None:
 
 def add_hover(
     fig: figure,
-    x: Sequence[float],
-    y: Sequence[float],
+    x: Sequence[float | None],
+    y: Sequence[float | None],
     texts: Mapping[str, Callable[[int], str]],
     mode: Literal["vline", "hline"] = "vline",
 ) -> None:
@@ -277,17 +288,18 @@ def add_hover(
             the user. What is made of the row may: Bokeh escapes it.
         mode: "vline" takes the row nearest in x, "hline" the row nearest in y.
     """
-    drawn = evenly([i for i, each in enumerate(x) if not math.isnan(each)], _MAX_TEXTS)
-    bottom = cast(Range1d, fig.y_range).start
+    places, heights = (np.array(values, dtype=float) for values in (x, y))
+    drawn = evenly(np.flatnonzero(~np.isnan(places)).tolist(), _MAX_TEXTS)
     data: dict[str, Any] = {f"text{k}": [text(i) for i in drawn] for k, text in enumerate(texts.values())}
-    data["x"] = np.array([x[i] for i in drawn], dtype=float)
-    data["y"] = np.array([bottom if math.isnan(y[i]) else y[i] for i in drawn], dtype=float)
+    data["x"] = places[drawn]
+    bottom = cast(Any, fig.y_range).start
+    data["y"] = np.where(np.isnan(heights), bottom, heights)[drawn]
     # A line finds its nearest point at any distance, a marker only under the pointer.
     hidden = Line(line_alpha=0) if len(drawn) > 1 else Scatter(line_alpha=0, fill_alpha=0, size=60)
     fig.add_tools(
         HoverTool(
             renderers=[fig.add_glyph(ColumnDataSource(data), hidden)],
-            tooltips=[(label, f"@text{k}") for k, label in enumerate(texts)],
+            tooltips="".join(_TOOLTIP.format(label=label, k=k) for k, label in enumerate(texts)),
             mode=mode,
             line_policy="nearest",
             limit=1,

@@ -12,6 +12,10 @@
     [range.start, range.end] = log ? ends.map(Math.exp) : ends;
   };
   const keys = {"+": "+", "=": "+", "-": "-", "0": "0", "Escape": "0", "ArrowLeft": "<", "ArrowRight": ">"};
+  // Bokeh's own layer of each figure would be a second stop of Tab, with no name and no outline.
+  document.addEventListener("focusin", () => {
+    for (const view of Bokeh.index) view.canvas_view.events_el.tabIndex = -1;
+  }, {once: true});
   document.addEventListener("keydown", event => {
     const figure = document.activeElement.closest?.("figure"), key = keys[event.key];
     if (!figure || !key || event.ctrlKey || event.metaKey || event.altKey) return;

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 from bokeh.models import BasicTicker
@@ -14,13 +12,11 @@ from sonde.policy.stats.forecast_point import (
     LEAST_SUPPORT,
     LINEAR_BETWEEN,
     MOST_UNSUPPORTED,
-    Coverage,
     Point,
     Z,
-    is_judged,
     steps_kept,
 )
-from sonde.runs.report.curves import Curve, OverRun, Panel, TimeAxis
+from sonde.runs.report.curves import Curve, OverRun, Panel, TimeAxis, written
 from sonde.runs.report.figures import (
     BLUE,
     GREEN,
@@ -46,14 +42,6 @@ MAX_POINTS = 600
 
 _FRESH, _FRESH_SE = "entropy/evaluation_per_token", "entropy/evaluation_per_token_se"
 _LEARNED, _NOW, _HOLD = "entropy/update_token_weighted", "entropy/coefficient_now", "entropy/coefficient_to_hold"
-
-
-def _number(name: str) -> Callable[[Any], str]:
-    return lambda r: number(r.metrics.get(name))
-
-
-def _percent(name: str) -> Callable[[Any], str]:
-    return lambda r: percent(r.metrics.get(name))
 
 
 def _numbers(low: str, high: str) -> Callable[[Any], str]:
@@ -87,7 +75,7 @@ def entropy_panel(readings: Sequence[PolicyReading]) -> Panel:
         Curve("band", BLUE, "95 % interval of the entropy, over prompts", end(-1), end(1), alpha=0.14),
         Curve("line", LIGHT_GREY, "before a restart that took these steps again", again),
     )
-    hover = {"on evaluation responses": _number(_FRESH), "on the step's own responses": _number(_LEARNED)}
+    hover = {"on evaluation responses": written(_FRESH), "on the step's own responses": written(_LEARNED)}
     return Panel("Entropy (nats a token)", curves, hover, "linear", shows=(0.0,), height=320)
 
 
@@ -100,10 +88,10 @@ BY_RESPONSE = Panel(
         Curve("band", BLUE, "", _Q05, _Q95, alpha=0.12),
     ),
     {
-        "median": _number(_Q50),
+        "median": written(_Q50),
         "half": _numbers(_Q25, _Q75),
         "90 %": _numbers(_Q05, _Q95),
-        "standard deviation": _number("entropy/update_response_sd"),
+        "standard deviation": written("entropy/update_response_sd"),
     },
     "linear",
     shows=(0.0,),
@@ -127,7 +115,7 @@ COEFFICIENT = Panel(
         Curve("band", BLUE, "its 95 % interval", _end_of_hold("low"), _end_of_hold("high"), stretches=False),
         Curve("dashed", ORANGE, "entropy coefficient of the loss", _NOW),
     ),
-    {"to hold the entropy": _hold_text, "of the loss": _number(_NOW)},
+    {"to hold the entropy": _hold_text, "of the loss": written(_NOW)},
     "linear",
     shows=(0.0,),
 )
@@ -139,19 +127,19 @@ TRUST = (
         "Share of the whole",
         (
             Curve("line", GREEN, _WHOLE, _SUPPORT),
-            Curve("line", GREY, f"part of the entropy at positions with a support below {LEAST_SUPPORT:.0%}",
+            Curve("line", GREY, f"part of the entropy at positions with a support below {percent(LEAST_SUPPORT)}",
                   _UNSUPPORTED),
         ),
-        {"support": _percent(_SUPPORT), "entropy without support": _percent(_UNSUPPORTED)},
+        {"support": written(_SUPPORT, percent), "entropy without support": written(_UNSUPPORTED, percent)},
         ends=(0.0, 1.0),
-        limits={MOST_UNSUPPORTED: f"limit of this part: {MOST_UNSUPPORTED:.0%}"},
+        limits={MOST_UNSUPPORTED: f"limit of this part: {percent(MOST_UNSUPPORTED)}"},
         height=220,
     ),
     Panel(
         "Linear / true",
         (Curve("line", BLUE, "change to first order divided by the true change, on the same prefixes", _RATIO,
                outside="ratio outside this axis"),),
-        {"linear / true": _number(_RATIO)},
+        {"linear / true": written(_RATIO)},
         ends=(0.0, 2.0),
         limits={
             LINEAR_BETWEEN[0]: "",
@@ -161,39 +149,6 @@ TRUST = (
     ),
 )  # fmt: skip
 
-_OWN, _DEPARTURE = (f"entropy/evaluation_own_policy_{name}" for name in ("z", "departure"))
-OWN_POLICY = Panel(
-    "Standard errors",
-    (Curve("line", BLUE, "mean of −log π above the entropy, in standard errors", _OWN),),
-    {"standard errors": _number(_OWN), "of the entropy": _percent(_DEPARTURE)},
-    "linear",
-    shows=(-3.0, 3.0),
-    limits={-2.0: "", 2.0: "19 of 20 values lie between the lines if the responses are the policy's own"},
-    height=220,
-)
-
-
-def coverage_panel(judged: Sequence[PolicyReading]) -> Panel:
-    """The share of intervals so far that contain the truth.
-
-    Args:
-        judged: readings whose forecast is to be trusted and was checked with fresh rollouts.
-    """
-    n_held = accumulate(int(r.point.held) for r in judged)
-    so_far = {id(r): Coverage.of(n, held) for n, (r, held) in enumerate(zip(judged, n_held, strict=True), start=1)}
-    curves = (
-        Curve("line", BLUE, "share of intervals so far that contain the truth", lambda r: so_far[id(r)].fraction),
-        Curve("band", BLUE, "95 % interval of this share", lambda r: so_far[id(r)].low, lambda r: so_far[id(r)].high),
-    )
-    counts = {"contain the truth": lambda r: f"{so_far[id(r)].n_held:,} of {so_far[id(r)].n:,} intervals"}
-    limits = {0.95: "95 %, the promised share"}
-    return Panel("Coverage so far", curves, counts, ends=(0.0, 1.0), limits=limits, height=220)
-
-
-def is_covered(reading: PolicyReading) -> bool:
-    """Whether a reading counts for coverage."""
-    return is_judged(reading.point)
-
 
 def _prompt_noise(reading: PolicyReading) -> RatioInterval:
     return logged_interval(reading.metrics, PROMPT_NOISE)
@@ -201,7 +156,7 @@ def _prompt_noise(reading: PolicyReading) -> RatioInterval:
 
 def _prompt_noise_text(reading: PolicyReading) -> str:
     known = _prompt_noise(reading)
-    return estimate(known.status, reading.metrics.get(PROMPT_NOISE), known.low, known.high)
+    return estimate(known.status, known.ratio, known.low, known.high)
 
 
 def prompt_noise_panels(readings: Sequence[PolicyReading]) -> tuple[Sequence[Panel], str]:
@@ -215,10 +170,10 @@ def prompt_noise_panels(readings: Sequence[PolicyReading]) -> tuple[Sequence[Pan
     batch = Curve(
         "dashed", ORANGE, "prompts that a step learns from (batch size)", "gns_prompts/prompts_per_window"
     )  # fmt: skip
-    curves = noise_scale_curves(_prompt_noise, PROMPT_NOISE, (batch,), now="noise scale, running average")
+    curves = noise_scale_curves(_prompt_noise, (batch,), now="noise scale, running average")
     hover = {
         "noise scale, running average": _prompt_noise_text,
-        "part from completions": _percent("gns_prompts/completions_share"),
+        "part from completions": written("gns_prompts/completions_share", percent),
     }
     return (Panel("Noise scale (prompts)", curves, hover, "log", height=320),), absent
 
@@ -231,17 +186,17 @@ def forecast_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | 
     line = OverRun.of(some, axis)
     placed = [(x, r.point) for x, r in zip(line.x, line.rows, strict=True) if r is not None]
     points = [p for _, p in placed]
-    y = scale_for([0.0, *(_drawn(v) for p in points for v in (p.delta, p.low, p.high, p.truth))], "linear")
+    y = scale_for([0.0, *(v for p in points for v in (p.delta, p.low, p.high, p.truth))], "linear")
     fig = line.new_figure(y, f"Change of entropy ({_unit(some)})", 320)
     add_line_at(fig, 0.0, "width", GREY, "dotted")
     for trusted, color in ((False, GREY), (True, BLUE)):
         xs = [x for x, p in placed if p.is_valid is trusted]
         of = [p for p in points if p.is_valid is trusted]
-        low, high = [_drawn(p.low) for p in of], [_drawn(p.high) for p in of]
+        low, high = [p.low for p in of], [p.high for p in of]
         draw(fig, Segment(line_color=color, line_width=5, line_alpha=0.3), x0=xs, y0=low, x1=xs, y1=high)
-        draw(fig, _mark(color, is_trusted=trusted), x=xs, y=[_drawn(p.delta) for p in of])
+        draw(fig, _mark(color, is_trusted=trusted), x=xs, y=[p.delta for p in of])
     crosses = Scatter(marker="x", size=9, line_color=ORANGE, line_width=2)
-    draw(fig, crosses, x=[x for x, _ in placed], y=[_drawn(p.truth) for p in points])
+    draw(fig, crosses, x=[x for x, _ in placed], y=[p.truth for p in points])
     hover = {"forecast": lambda r: _forecast_text(r.point), "truth": lambda r: _truth_text(r.point)}
     line.add_hover(fig, line.column("entropy/delta_forecast"), hover)
     return Plot((fig,), (*_forecast_legend(points), *line.legend), _forecasts_in_words(points))
@@ -255,29 +210,29 @@ def forecast_against_truth(readings: Sequence[PolicyReading]) -> Plot | str:
             "No forecast can be compared with fresh responses: give the probe a sampler, or pass rollouts=True with "
             "TRL."
         )
-    ends = [_drawn(v) for p in points for v in (p.delta, p.truth, *((p.low, p.high) if p.is_valid else ()))]
+    ends = [v for p in points for v in (p.delta, p.truth, *((p.low, p.high) if p.is_valid else ()))]
     both, unit = scale_for([0.0, *ends], "linear"), _unit(readings)
     fig = new_figure(both, both, x_label=f"Forecast ({unit})", y_label=f"Truth ({unit})", height=420)
     fig.xaxis[0].ticker = BasicTicker(desired_num_ticks=4)  # small numbers are long: few fit on a narrow screen
     diagonal = [both.start, both.end]
     draw(fig, Line(line_color=GREY, line_dash="dashed", line_width=1.5), x=diagonal, y=diagonal)
     valid = [p for p in points if p.is_valid]
-    truth, forecast = [_drawn(p.truth) for p in valid], [_drawn(p.delta) for p in valid]
+    truth, forecast = [p.truth for p in valid], [p.delta for p in valid]
     bars = Segment(line_color=BLUE, line_width=4, line_alpha=0.3)
-    draw(fig, bars, x0=[_drawn(p.low) for p in valid], y0=truth, x1=[_drawn(p.high) for p in valid], y1=truth)
-    below, above = ([_drawn(p.truth) + sign * Z * (p.truth_se or 0.0) for p in valid] for sign in (-1, 1))
+    draw(fig, bars, x0=[p.low for p in valid], y0=truth, x1=[p.high for p in valid], y1=truth)
+    below, above = ([(p.truth or 0.0) + sign * Z * (p.truth_se or 0.0) for p in valid] for sign in (-1, 1))
     bars = Segment(line_color=ORANGE, line_width=2, line_alpha=0.6)
     draw(fig, bars, x0=forecast, y0=below, x1=forecast, y1=above)
     for trusted, color in ((False, GREY), (True, BLUE)):
         some = [p for p in points if p.is_valid is trusted]
         mark = _mark(color, is_trusted=trusted)
-        draw(fig, mark, x=[_drawn(p.delta) for p in some], y=[_drawn(p.truth) for p in some])
+        draw(fig, mark, x=[p.delta for p in some], y=[p.truth for p in some])
     texts: dict[str, Callable[[int], str]] = {
         "forecast": lambda i: _forecast_text(points[i]),
         "truth": lambda i: _truth_text(points[i]),
         "step": lambda i: count(points[i].step),
     }
-    add_hover(fig, [_drawn(p.delta) for p in points], [_drawn(p.truth) for p in points], texts)
+    add_hover(fig, [p.delta for p in points], [p.truth for p in points], texts)
     legend = [LegendEntry("dashed", GREY, "forecast and truth are equal"), *_forecast_legend(points, marks_truth=False)]
     if any((p.truth_se or 0.0) > 0 for p in valid):
         legend.append(LegendEntry("bar", ORANGE, "95 % interval of the truth, by fresh rollouts"))
@@ -286,11 +241,6 @@ def forecast_against_truth(readings: Sequence[PolicyReading]) -> Plot | str:
 
 def _mark(color: str, *, is_trusted: bool) -> Scatter:
     return Scatter(size=8, fill_color=color if is_trusted else None, line_color=color, line_width=1.5)
-
-
-def _drawn(value: float | None) -> float:
-    """A number as figures take it: NaN leaves a gap."""
-    return math.nan if value is None else value
 
 
 def _unit(readings: Sequence[PolicyReading]) -> str:

@@ -12,13 +12,10 @@ from sonde.runs.report.figures import Plot, Section, Table
 from sonde.runs.report.policy_curves import (
     BY_RESPONSE,
     COEFFICIENT,
-    OWN_POLICY,
     TRUST,
-    coverage_panel,
     entropy_panel,
     forecast_against_truth,
     forecast_curve,
-    is_covered,
     prompt_noise_panels,
 )
 from sonde.runs.report.sections import own_value_names, values_section
@@ -39,23 +36,16 @@ def policy_sections(run: Run) -> list[Section]:
     axis = TimeAxis.of(policy, run.probe("policy").unit, noun="step")
     no_forecast = "No change of entropy was forecast in this run."
 
-    def over_run(
-        title: str, text: str, panels: Sequence[Panel], absent: str, readings: Sequence[PolicyReading] = policy
-    ) -> Section:
-        return Section(title, text, (draw_panels(panels, readings, axis, absent),))
+    def over_run(title: str, text: str, panels: Sequence[Panel], absent: str) -> Section:
+        return Section(title, text, (draw_panels(panels, policy, axis, absent),))
 
     sections = [
         over_run("Entropy of the policy", _ENTROPY, (entropy_panel(policy),), "No entropy was measured in this run."),
         over_run("Entropy by response", _BY_RESPONSE, (BY_RESPONSE,), ""),
         Section("Forecast and effect of each step", _forecast_text(policy), (forecast_curve(policy, axis),)),
         Section("Forecast against truth", _AGAINST_TRUTH, (forecast_against_truth(policy),)),
-        over_run("Coverage so far", _COVERAGE, (coverage_panel(judged := [*filter(is_covered, policy)]),), _NO_COVERAGE,
-                 judged),
         over_run("Can the forecasts be trusted?", _TRUST, TRUST,
                  "No true change was measured on the evaluation responses."),
-        over_run("Are the evaluation responses the policy's own?", _OWN, (OWN_POLICY,),
-                 "This was not tested: no evaluation responses were sampled by the policy itself. Those that came with "
-                 "their sampler's log-probabilities have their own test, among the numbers of each forecast below."),
         Section("Prompts that change the entropy most", _causes_text(policy), _tables(run)),
         over_run("Which entropy coefficient would hold the entropy?", _COEFFICIENT, (COEFFICIENT,), ""),
         over_run("Noise scale in prompts", _NOISE + _allocation_text(policy), *prompt_noise_panels(policy)),
@@ -78,24 +68,12 @@ _BY_RESPONSE = (
 _AGAINST_TRUTH = (
     "Each point is one optimizer step. The truth is the change that was measured. On the dashed diagonal, "
     "forecast and truth are equal. If a point's blue bar does not touch the diagonal, the interval of the "
-    "forecast missed the truth."
-)
-_COVERAGE = (
-    "Of all 95 % intervals, 95 % should contain the truth. Only forecasts that can be trusted and were checked "
-    "with fresh rollouts count here. The standard error of the rollouts is taken into account."
-)
-_NO_COVERAGE = (
-    "Coverage is not known, because no forecast that can be trusted was checked with fresh rollouts. "
-    "Responses of the forecast itself cannot check its interval."
+    "forecast missed the truth: of all 95 % intervals, 95 % should contain it."
 )
 _TRUST = (
     "After a step, the responses sampled before it no longer represent the policy as well: each counts as "
     "often as its beginning has become more likely. Late positions of long responses lose support first. A "
     "forecast is marked as not to be trusted if too much of the entropy lies at positions without support."
-)
-_OWN = (
-    "If the policy has sampled a token, its −log π is the entropy, on average. Responses sampled at another "
-    "temperature, cut off by top-p or top-k, or sampled by older weights depart from this."
 )
 _COEFFICIENT = (
     "A trainer with an entropy bonus minimises its loss minus this coefficient times the mean entropy of a "
@@ -185,7 +163,7 @@ def _tables(run: Run) -> tuple[Plot | Table | str, ...]:
         ]
         caption = "Effect of learning from each prompt, summed over the measured steps whose parts add up"
         heads = ("Prompt", "Change (nats)", "from rewarded tokens", "from penalised tokens", "Steps")
-        tables.append(Table(caption, heads, tuple(rows)))
+        tables.append(Table(caption, heads, tuple(rows), is_code=True))
     if last is not None:
         shares = _both_ends(sorted(last.shares, key=lambda part: part.change or 0.0))
         caption = (
@@ -193,7 +171,7 @@ def _tables(run: Run) -> tuple[Plot | Table | str, ...]:
             "change at the same prefixes. Drift: other prefixes, and lengths, become likelier."
         )
         columns = ("Prompt", "Change (nats)", "by sharpening", "by drift")
-        tables.append(Table(caption, columns, tuple(_share_row(part) for part in shares)))
+        tables.append(Table(caption, columns, tuple(_share_row(part) for part in shares), is_code=True))
     if tables:
         return tuple(tables)
     if any(r.point.delta is not None for r in run.policy):
@@ -226,6 +204,7 @@ _PARTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("– its variance from the update prompts, V_Y (nats²)", "entropy/v_y", number),
     ("Variance of the change over its square", "entropy/frac_var", percent),
     ("Change to first order, or X̄·Ȳ (nats)", "entropy/bars_dot", number),
+    ("Test that the responses are the policy's own (standard errors)", "entropy/evaluation_own_policy_z", number),
     ("KL of sampler and policy (nats a token)", "entropy/sampler_kl", number),
     ("– test of log_prob=, E[π/q] = 1 (standard errors)", "entropy/sampler_z", number),
     ("Time", "cost/entropy_seconds", duration),

@@ -9,10 +9,11 @@ from typing import Any
 from bokeh.models import FixedTicker, PlainText
 from bokeh.models.annotations import BoxAnnotation
 from bokeh.models.glyphs import Line, Scatter, Segment
+from bokeh.plotting import figure
 
 from sonde.batch_size.stats.critical_batch import steps_and_examples
 from sonde.batch_size.stats.reading import GroupReading
-from sonde.runs.report.curves import PIXELS, Curve, Panel, TimeAxis, draw_panels
+from sonde.runs.report.curves import PIXELS, Curve, Panel, TimeAxis, draw_panels, written
 from sonde.runs.report.figures import (
     BLUE,
     GREEN,
@@ -35,7 +36,7 @@ from sonde.runs.report.figures import (
     scale_for,
 )
 from sonde.runs.report.verdicts import position_text
-from sonde.runs.run import AnyReading, Reading, Run, logged_batch, logged_interval
+from sonde.runs.run import AnyReading, Reading, Run, logged_batch
 from sonde.stats.intervals import RatioInterval
 from sonde.wording import count, estimate, number, percent, plural, shorten
 
@@ -45,6 +46,8 @@ MAX_GROUPS = 400
 """Largest number of groups that are drawn. A longer figure would be unreadable and large."""
 _TALL = 30
 """With more groups, rows are closer and the axis is repeated above."""
+
+_ABOVE, _BELOW = "lower bound: the noise scale lies above this", "upper bound: the noise scale lies below this"
 
 
 def noise_scale_sections(run: Run) -> list[Section]:
@@ -75,14 +78,11 @@ def noise_scale_sections(run: Run) -> list[Section]:
     ]
 
 
-def noise_scale_curves(
-    of: Callable[[Any], RatioInterval], value: str, further: Sequence[Curve], *, now: str
-) -> tuple[Curve, ...]:
+def noise_scale_curves(of: Callable[[Any], RatioInterval], further: Sequence[Curve], *, now: str) -> tuple[Curve, ...]:
     """The curves of a noise scale with its interval; where only a bound is known, a triangle.
 
     Args:
         of: the noise scale of a reading, as far as it is known.
-        value: the metric of its estimate.
         further: curves beside it.
         now: what the estimate is called.
     """
@@ -91,16 +91,12 @@ def noise_scale_curves(
         return lambda r: getattr(known, name) if (known := of(r)).status == status else None
 
     return (
-        Curve("line", BLUE, now, lambda r: r.metrics.get(value) if of(r).status == "resolved" else None),
+        Curve("line", BLUE, now, end("resolved", "ratio")),
         Curve("band", BLUE, "confidence interval of the noise scale", end("resolved", "low"), end("resolved", "high")),
         *further,
-        Curve("up", GREY, "lower bound: the noise scale lies above this", end("lower_bound", "low")),
-        Curve("down", GREY, "upper bound: the noise scale lies below this", end("upper_bound", "high")),
+        Curve("up", GREY, _ABOVE, end("lower_bound", "low")),
+        Curve("down", GREY, _BELOW, end("upper_bound", "high")),
     )
-
-
-def _known(reading: Reading) -> RatioInterval:
-    return RatioInterval(reading.status, reading.metrics.get("gns/b_simple_low"), reading.high)
 
 
 def _noise_scale_panels(readings: Sequence[Reading], unit: str) -> tuple[Sequence[Panel], str]:
@@ -113,12 +109,12 @@ def _noise_scale_panels(readings: Sequence[Reading], unit: str) -> tuple[Sequenc
         Curve("dashed", ORANGE, f"batch size ({unit} per step)", lambda r: logged_batch(r.metrics, unit)[0]),
     )
     hover: dict[str, Callable[[Any], str]] = {
-        "noise scale now": lambda r: estimate(r.status, r.metrics.get("gns/b_simple"), _known(r).low, r.high),
-        "average over the run": lambda r: number(r.metrics.get("gns/b_simple_average")),
+        "noise scale now": lambda r: estimate(r.status, r.now.ratio, r.now.low, r.now.high),
+        "average over the run": written("gns/b_simple_average"),
         "batch size": lambda r: number(logged_batch(r.metrics, unit)[0]),
-        "units seen": lambda r: count(r.metrics.get("run/units_seen")),
+        "units seen": written("run/units_seen", count),
     }
-    curves = noise_scale_curves(_known, "gns/b_simple", further, now="noise scale now")
+    curves = noise_scale_curves(lambda r: r.now, further, now="noise scale now")
     return (Panel(f"Noise scale ({unit})", curves, hover, "log", height=380),), absent
 
 
@@ -161,8 +157,8 @@ _MOMENTS = Panel(
               outside="|G|² estimated at or below 0: not yet distinguishable from 0"),
     ),
     {
-        "noise tr Σ": lambda r: number(r.metrics.get("gns/trace_cov")),
-        "signal |G|²": lambda r: number(r.metrics.get("gns/grad_sq")),
+        "noise tr Σ": written("gns/trace_cov"),
+        "signal |G|²": written("gns/grad_sq"),
     },
     "log",
     height=340,
@@ -180,8 +176,8 @@ _NORM = (
             Curve("dashed", ORANGE, "threshold of the clip", "grad/max_norm"),
         ),
         {
-            "gradient norm": lambda r: number(r.metrics.get("grad/norm")),
-            "threshold": lambda r: number(r.metrics.get("grad/max_norm")),
+            "gradient norm": written("grad/norm"),
+            "threshold": written("grad/max_norm"),
         },
     ),
     Panel(
@@ -190,7 +186,7 @@ _NORM = (
             Curve("line", ORANGE, "share of windows that were clipped", "grad/clip_fraction"),
             Curve("band", ORANGE, "", lambda r: 0.0, "grad/clip_fraction", alpha=0.2),
         ),
-        {"clipped": lambda r: percent(r.metrics.get("grad/clip_fraction"))},
+        {"clipped": written("grad/clip_fraction", percent)},
         ends=(0.0, 1.0),
         height=170,
     ),
@@ -267,12 +263,8 @@ def tradeoff_plot(reading: Reading, unit: str) -> Plot | str:
         known.
     """
     batch, unit = logged_batch(reading.metrics, unit)
-    # Whole runs are compared by their average; a checkpoint has no other noise scale than now.
-    metric, known = "gns/b_simple_average", logged_interval(reading.metrics, "gns/b_simple_average")
-    if known.status == "unresolved":
-        metric, known = "gns/b_simple", logged_interval(reading.metrics, "gns/b_simple")
-    low, high, status = known.low, known.high, known.status
-    critical = reading.metrics.get(metric) if status == "resolved" else high if status == "upper_bound" else low
+    low, high, status = (known := reading.of_run).low, known.high, known.status
+    critical = known.ratio if status == "resolved" else high if status == "upper_bound" else low
     if not batch or not critical or low is None or high is None:
         return "The trade-off needs a noise scale or a bound of the noise scale. The last reading has neither."
 
@@ -312,38 +304,32 @@ def tradeoff_plot(reading: Reading, unit: str) -> Plot | str:
 
 
 def _tradeoff_legend(batch: float, critical: float, unit: str, status: str) -> tuple[LegendEntry, ...]:
-    if status == "resolved":
-        at_steps = at_units = of_run = ""
-        known, band = f"noise scale, {number(critical)} {unit}", "confidence interval of the noise scale"
-    else:
-        which, other = ("lower", "upper") if status == "lower_bound" else ("upper", "lower")
-        at_steps, at_units = ": at least this", ": at most this"
-        if status == "upper_bound":
-            at_steps, at_units = at_units, at_steps
-        known = f"{which} bound of the noise scale, {number(critical)} {unit}"
-        band = f"possible range of the noise scale: no {other} limit known"
-        of_run = f", if the noise scale is at its {which} bound"
-    line: Mark = "line" if status == "resolved" else "dashed"
+    line: Mark = "dashed"
+    match status:
+        case "resolved":
+            line, steps, units, known, at = "line", "", "", "noise scale", ""
+            band = "confidence interval of the noise scale"
+        case "lower_bound":
+            steps, units, known, at = ": at least this", ": at most this", "lower bound of the noise scale", "lower"
+            band = "possible range of the noise scale: no upper limit known"
+        case _:
+            steps, units, known, at = ": at most this", ": at least this", "upper bound of the noise scale", "upper"
+            band = "possible range of the noise scale: no lower limit known"
+    of_run = f", if the noise scale is at its {at} bound" if at else ""
     return (
-        LegendEntry(line, GREEN, f"optimizer steps, S/S_min{at_steps}"),
-        LegendEntry(line, ORANGE, f"{unit} used, E/E_min{at_units}"),
-        LegendEntry("bar", BLUE, known),
+        LegendEntry(line, GREEN, f"optimizer steps, S/S_min{steps}"),
+        LegendEntry(line, ORANGE, f"{unit} used, E/E_min{units}"),
+        LegendEntry("bar", BLUE, f"{known}, {number(critical)} {unit}"),
         LegendEntry("band", BLUE, band),
         LegendEntry("dot", INK, f"this run, {number(batch)} {unit} per step{of_run}"),
     )
 
 
-_OF_STATUS: dict[str, tuple[Mark, str, str]] = {
-    "resolved": ("whisker", BLUE, "noise scale and its confidence interval"),
-    "lower_bound": ("right", GREY, "lower bound: the noise scale lies above this"),
-    "upper_bound": ("left", GREY, "upper bound: the noise scale lies below this"),
-    "unresolved": ("cross", GREY, "not known yet"),
-}
-_MARKS: dict[Mark, dict[str, Any]] = {
-    "whisker": {"marker": "circle", "size": 9},
-    "right": {"marker": "triangle", "size": 9, "angle": -math.pi / 2},
-    "left": {"marker": "triangle", "size": 9, "angle": math.pi / 2},
-    "cross": {"marker": "x", "size": 8},
+_OF_STATUS: dict[str, tuple[Mark, str, str, dict[str, Any]]] = {
+    "resolved": ("whisker", BLUE, "noise scale and its confidence interval", {"marker": "circle"}),
+    "lower_bound": ("right", GREY, _ABOVE, {"marker": "triangle", "angle": -math.pi / 2}),
+    "upper_bound": ("left", GREY, _BELOW, {"marker": "triangle", "angle": math.pi / 2}),
+    "unresolved": ("cross", GREY, "not known yet", {"marker": "x"}),
 }
 
 
@@ -397,23 +383,7 @@ def groups_plot(reading: Reading, order: Sequence[str], unit: str) -> Plot | str
         lines.append(LegendEntry("dotted", BLUE, f"whole model, {number(overall)} {unit}"))
         add_line_at(fig, overall, "height", BLUE, "dotted")
 
-    def anchor(group: GroupReading) -> float:
-        value = {"resolved": group.b_simple, "lower_bound": group.low, "upper_bound": group.high}.get(group.status)
-        return x.at(0.015) if value is None else x.clamp(value)
-
-    legend: list[LegendEntry] = []
-    for status, (mark, color, meaning) in _OF_STATUS.items():
-        rows = [i for i, group in enumerate(groups) if group.status == status]
-        if not rows:
-            continue
-        legend.append(LegendEntry(mark, color, meaning))
-        if status != "unresolved":
-            is_known = status == "resolved"
-            style: dict[str, Any] = {"line_alpha": 0.3, "line_width": 4} if is_known else {"line_dash": "dotted"}
-            low, high = ([x.clamp(getattr(groups[i], end) or 0.0) for i in rows] for end in ("low", "high"))
-            draw(fig, Segment(line_color=color, **style), x0=low, y0=rows, x1=high, y1=rows)
-        marks = Scatter(fill_color=color, line_color=color, **_MARKS[mark])
-        draw(fig, marks, x=[anchor(groups[i]) for i in rows], y=rows)
+    anchors, legend = _draw_groups(fig, x, groups)
     known = [estimate(g.status, g.b_simple, g.low, g.high) for g in groups]
     texts: dict[str, Callable[[int], str]] = {
         "group": lambda i: names[i],
@@ -421,6 +391,27 @@ def groups_plot(reading: Reading, order: Sequence[str], unit: str) -> Plot | str
         "noise tr Σ": lambda i: number(groups[i].trace_cov),
         "signal |G|²": lambda i: number(groups[i].grad_sq),
     }
-    add_hover(fig, [anchor(group) for group in groups], [float(i) for i in range(len(groups))], texts, mode="hline")
+    add_hover(fig, anchors, [float(i) for i in range(len(groups))], texts, mode="hline")
     words = "; ".join(f"{name}: {text}" for name, text in zip(names[:_TALL], known, strict=False))
     return Plot((fig,), (*legend, *lines), f"Noise scale ({unit}) of each part. {words}.")
+
+
+def _draw_groups(fig: figure, x: Scale, groups: Sequence[GroupReading]) -> tuple[list[float], list[LegendEntry]]:
+    """Draw a row for each group. Returns where each mark stands, and the legend."""
+    ends = {"lower_bound": "low", "upper_bound": "high"}
+    known = [getattr(group, ends.get(group.status, "b_simple")) for group in groups]
+    anchors = [x.at(0.015) if value is None else x.clamp(value) for value in known]
+    legend = []
+    for status, (mark, color, meaning, style) in _OF_STATUS.items():
+        rows = [i for i, group in enumerate(groups) if group.status == status]
+        if not rows:
+            continue
+        legend.append(LegendEntry(mark, color, meaning))
+        if status != "unresolved":
+            is_known = status == "resolved"
+            bar: dict[str, Any] = {"line_alpha": 0.3, "line_width": 4} if is_known else {"line_dash": "dotted"}
+            low, high = ([x.clamp(getattr(groups[i], end) or 0.0) for i in rows] for end in ("low", "high"))
+            draw(fig, Segment(line_color=color, **bar), x0=low, y0=rows, x1=high, y1=rows)
+        marks = Scatter(size=9, fill_color=color, line_color=color, **style)
+        draw(fig, marks, x=[anchors[i] for i in rows], y=rows)
+    return anchors, legend

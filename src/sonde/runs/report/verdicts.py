@@ -22,7 +22,7 @@ from sonde.runs.run import (
     logged_batch,
     logged_interval,
 )
-from sonde.stats.intervals import RatioInterval
+from sonde.stats.intervals import RatioInterval, unresolved
 from sonde.wording import count, estimate, number, percent, plural
 
 _BATCH_BADGES = {
@@ -120,7 +120,7 @@ def _batch_action(kind: Kind, advice: str, last: Reading, unit: str, *, trains: 
     match kind:
         case "unknown" if advice:
             return f"{advice[:1].upper()}{advice[1:]}."
-        case "unknown" if last.high == 0:
+        case "unknown" if last.now.high == 0:
             return "Check the data: all pieces of a window had the same gradient."
         case "unknown" if not batch and last.status != "unresolved":
             return "Give a batch size to judge."
@@ -178,22 +178,21 @@ def judge_reading(reading: Reading, unit: str, *, trains: bool = True) -> Verdic
         trains: whether it is of a training, and not of a model at fixed weights.
     """
     batch, judged = logged_batch(reading.metrics, unit)
-    low = reading.metrics.get("gns/b_simple_low")
+    now, average = reading.now, reading.average
     if not batch and reading.status != "unresolved":  # of a checkpoint, without a batch to judge
-        known = estimate(reading.status, reading.metrics.get("gns/b_simple"), low, reading.high)
+        known = estimate(now.status, now.ratio, now.low, now.high)
         advice = "No batch size was given to judge: give one by batch= of sonde.measure, or --batch of sonde measure."
         return Verdict("unknown", f"The noise scale is {known} {unit}.", advice)
     if not batch:
         return Verdict(
             "unknown", "No verdict yet: the batch size is not known.", f"{reading.reason or 'No window was measured'}."
         )
-    average = logged_interval(reading.metrics, "gns/b_simple_average")
     first_step = round(reading.metrics.get("gns/first_step") or 1)
     return judge_batch(
         batch,
         unit=judged,
-        now=Estimate(reading.metrics.get("gns/b_simple"), low, reading.high),
-        of_run=Estimate(reading.metrics.get("gns/b_simple_average"), average.low, average.high) if trains else None,
+        now=Estimate(now.ratio, now.low, now.high),
+        of_run=Estimate(average.ratio, average.low, average.high) if trains else None,
         n_steps=reading.window - first_step + 1 if trains else None,
         first_step=first_step,
         warms_up=bool(reading.metrics.get("gns/warms_up")),
@@ -206,18 +205,14 @@ def _batch_tiles(last: Reading, unit: str) -> Iterator[Tile]:
     metrics = last.metrics
     batch = metrics.get("gns/units_per_window")
     effective, _ = logged_batch(metrics, unit)
-    now = RatioInterval(last.status, metrics.get("gns/b_simple_low"), last.high)
     scatter = metrics.get("gns/scatter")
     further = ""
     if scatter is not None and scatter < 1:
         further = f"; single steps scatter about it by {number(math.exp(scatter), 2)} times at most"
-    yield _noise_scale_tile("Noise scale now", now, metrics.get("gns/b_simple"), unit, further=further)
-    known = logged_interval(metrics, "gns/b_simple_average")
-    yield _noise_scale_tile("Average over the run", known, metrics.get("gns/b_simple_average"), unit)
+    yield _noise_scale_tile("Noise scale now", last.now, unit, further=further)
+    yield _noise_scale_tile("Average over the run", last.average, unit)
     yield Tile("Batch size", number(batch, 4), f"{unit} per step")
-    # A whole run is compared with other whole runs, so by its average; a checkpoint has no other than now.
-    if "unresolved" in (known.status, now.status):
-        known = now
+    known = last.of_run
     used = f"{unit[:1].upper()}{unit[1:]} used"
     for name, title in (("steps", "Steps"), ("examples", used)):
         if not effective or known.low is None or known.high is None:
@@ -226,14 +221,14 @@ def _batch_tiles(last: Reading, unit: str) -> Iterator[Tile]:
             yield Tile(title, _cost(effective, known.low, known.high, name), "the fewest possible")
 
 
-def _noise_scale_tile(name: str, known: RatioInterval, value: float | None, unit: str, *, further: str = "") -> Tile:
+def _noise_scale_tile(name: str, known: RatioInterval, unit: str, *, further: str = "") -> Tile:
     """A noise scale, as far as it is known."""
     if known.high == 0:
         return Tile(name, "–", "no noise was seen")
     match known.status:
         case "resolved":
             note = f"{unit}; between {number(known.low)} and {number(known.high)}{further}"
-            return Tile(name, number(value), note)
+            return Tile(name, number(known.ratio), note)
         case "lower_bound":
             return Tile(name, f"> {number(known.low)}", f"{unit}; no upper limit known")
         case "upper_bound":
@@ -261,16 +256,13 @@ def _cost(batch: float, low: float, high: float, name: str) -> str:
 def _policy_tiles(run: Run) -> Iterator[Tile]:
     yield from _entropy_tiles(run)
     so_far = coverage([r.point for r in run.policy])
+    note = "not known without fresh rollouts"
     if so_far.n:
-        yield Tile(
-            "Coverage", percent(so_far.fraction), f"{so_far.n_held:,} of {so_far.n:,} intervals contain the truth"
-        )
-    else:
-        yield Tile("Coverage", "–", "not known without fresh rollouts")
-    noise = [r.metrics for r in run.policy if logged_interval(r.metrics, PROMPT_NOISE).low is not None]
-    last = noise[-1] if noise else {}
-    known = logged_interval(last, PROMPT_NOISE)
-    yield _noise_scale_tile("Average noise scale", known, last.get(PROMPT_NOISE), "prompts")
+        share = f"{percent(so_far.low)} and {percent(so_far.high)}"
+        note = f"{so_far.n_held:,} of {so_far.n:,} intervals contain the truth; between {share} of all would"
+    yield Tile("Coverage", percent(so_far.fraction) if so_far.n else "–", note)
+    noise = [known for r in run.policy if (known := logged_interval(r.metrics, PROMPT_NOISE)).status != "unresolved"]
+    yield _noise_scale_tile("Average noise scale", noise[-1] if noise else unresolved(""), "prompts")
 
 
 def _entropy_tiles(run: Run) -> Iterator[Tile]:

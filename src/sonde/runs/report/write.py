@@ -63,7 +63,6 @@ def render_page(run: Run) -> str:
     """The whole page of a run in which something was measured."""
     # Here, since Bokeh and Jinja2 are an extra, and only the page needs them.
     from bokeh.resources import Resources
-    from jinja2 import Environment
     from markupsafe import Markup
 
     from sonde.runs.report.comparison_section import comparison_sections
@@ -91,13 +90,8 @@ def render_page(run: Run) -> str:
     # What a later reading found right again needs nothing done, and what a verdict says is not said twice.
     alerts = [f for f in failed_checks(run) if not (f.is_over or f.message.lower().startswith(said))]
 
-    def formula(text: str) -> Markup:
-        """B_crit, S_min and similar names get subscripts."""
-        return Markup(re.sub(r"\b([BSE])_(simple|crit|min)\b", r"\1<sub>\2</sub>", str(Markup.escape(text))))
-
-    environment = Environment(autoescape=True)
-    environment.filters.update(formula=formula, cut=cut)
-    return environment.from_string(page).render(
+    return _rendered(
+        page,
         version=__version__,
         hashes=Markup(" ".join(map(_hash, scripts))),
         style=Markup(style),
@@ -113,6 +107,21 @@ def render_page(run: Run) -> str:
         next_div=lambda: Markup(next(places)),
         rows=how_measured(run),
     )
+
+
+def _rendered(page: str, **values: Any) -> str:
+    """The page with these values. All texts are escaped."""
+    from jinja2 import Environment
+    from markupsafe import Markup
+
+    def formula(text: str) -> Markup:
+        """B_crit, S_min and similar names get subscripts, and no line ends within a number."""
+        whole = str(Markup.escape(text)).replace(" × 10", "\N{NO-BREAK SPACE}×\N{NO-BREAK SPACE}10")
+        return Markup(re.sub(r"\b([BSEV])_(simple|crit|min|[EUXY])\b", r"\1<sub>\2</sub>", whole))
+
+    environment = Environment(autoescape=True)
+    environment.filters.update(formula=formula, cut=cut)
+    return environment.from_string(page).render(values)
 
 
 def _drawn(figures: Sequence[Any]) -> tuple[str, Sequence[str]]:
