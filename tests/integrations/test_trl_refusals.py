@@ -18,8 +18,8 @@ from tests.integrations.grpo_trainer import trainer_of  # noqa: E402
 @pytest.mark.parametrize(
     ("options", "arguments", "message"),
     [
-        ({"top_p": 0.9}, {}, "samples with top_p=0.9"),
-        ({"top_k": 5}, {}, "top_k=5"),
+        ({"top_p": 0.9}, {"causes": True}, "causes=True needs derivatives, .* samples with top_p=0.9"),
+        ({"top_k": 1}, {"coefficient_to_hold": True}, "coefficient_to_hold=True needs derivatives, .* with top_k=1"),
         (
             {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8},
             {"config": {"gns_probe": {"enabled": True}}},

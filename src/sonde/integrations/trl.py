@@ -95,7 +95,7 @@ def attach(
             policy's part ends when training ends.
 
     Raises:
-        ValueError: for a trainer whose samples are not the policy's (top_p < 1 and the like) or cannot be drawn without
+        ValueError: for a trainer whose samples are not the policy's (repetition_penalty) or cannot be drawn without
             disturbing training (vLLM); for options out of range.
     """
     log = log_of(log)
@@ -399,12 +399,12 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         model = self._trainer.model_wrapped
         scorer = Scorer(model, self._statistics, _PROMPTS_EACH, self._group)
         with preserve_training_state(model):
-            scored = scorer.scored(update)
+            scored = scorer.scored(update.untruncated())
         return self._rollouts.reweighed(update, scored.own(scored.log_prob))
 
     def _own_responses(self, update: Rollouts) -> Rollouts:
         """E of evaluation="same", weighted by the log-probabilities at sampling if older weights sampled it."""
-        if self._config.entropy_probe.needs_own_responses(causes=self._has_causes):
+        if self._config.entropy_probe.needs_own_responses(causes=self._has_causes) or update.truncation:
             return update  # without weights; the forecast says so if they are not the policy's own
         return dataclasses.replace(update, log_prob=self._rollouts.sampled_log_prob)
 

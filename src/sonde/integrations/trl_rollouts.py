@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sonde.integrations.trl_checks import TRUNCATION
 from sonde.policy.scoring.precision import without_autocast
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
@@ -111,9 +112,14 @@ class TrlRollouts:
             prompt=torch.cat([i[GROUP] for i in window])[rows],
             advantage=_advantages(window, sampled.shape[1])[rows],
             weight=weight[rows],
-            temperature=self._trainer.args.temperature,
             texts=self._texts,
+            **self._sampling(),
         )
+
+    def _sampling(self) -> dict[str, Any]:
+        """How the trainer samples, as `Rollouts` take it."""
+        args = self._trainer.args
+        return {name: getattr(args, name) for name in ("temperature", *TRUNCATION)}
 
     def _in_window(self, name: str, rows: Tensor) -> Tensor | None:
         """What TRL keeps of each token of the window; None if it does not."""
@@ -189,8 +195,8 @@ class TrlRollouts:
             },
             mask=completions[1],
             prompt=torch.tensor([-1 - i for i in rows], device=device),
-            temperature=trainer.args.temperature,
             texts={-1 - i: str(data[i]["prompt"]) for i in chosen},
+            **self._sampling(),
         )
 
     def learned_texts(self) -> list[str]:

@@ -168,7 +168,7 @@ class EntropyMeasurement:
     def scored_after(self) -> Scored:
         """E, scored again; parameters hold θ⁺."""
         with self.cost.phase("scores_after"):
-            return self.scorer.scored(self.base.rollouts)
+            return self.scorer.scored(self.base.rollouts, self.base)
 
     def is_unchanged(self, now: Scored) -> bool:
         """Whether scores are those before the step, bit for bit."""
@@ -192,17 +192,19 @@ class EntropyMeasurement:
         base, terms, (weighting, clip_at) = self.base, self._terms, self._options.weights
         if not now.is_finite:
             return None
-        importance = importance_sampled_change(
-            terms(base),
-            terms(now),
-            base.log_prob,
-            now.log_prob,
-            base.responses,
-            sampled_log_prob=base.sampled_log_prob,
-            weighting=weighting,
-            clip_at=clip_at,
-            per=self._objective.per,
-        )
+        importance = None
+        if base.outside is None:  # with truncation, a response counts no more once one of its tokens has left
+            importance = importance_sampled_change(
+                terms(base),
+                terms(now),
+                base.log_prob,
+                now.log_prob,
+                base.responses,
+                sampled_log_prob=base.sampled_log_prob,
+                weighting=weighting,
+                clip_at=clip_at,
+                per=self._objective.per,
+            )
         finite_step = self.change_to(now.log_prob, now.entropy)
         rollouts = None
         if before is not None and (after := self.sample()) is not None:
@@ -230,6 +232,7 @@ class EntropyMeasurement:
             sampled_log_prob=base.log_prob if base.sampled_log_prob is None else base.sampled_log_prob,
             weighting=weighting,
             clip_at=clip_at,
+            is_truncated=base.outside is not None,
         )
 
     def forecast(

@@ -69,14 +69,14 @@ class AfterStep:
     Attributes:
         finite_step: the change by prefix weights.
         on_same_prefixes: the change of R on the same prefixes, in nats a token.
-        importance: the change by weights of whole responses.
+        importance: the change by weights of whole responses; None for a truncated policy.
         rollouts: the change by fresh rollouts; None without a sampler.
         coefficient_to_hold: what was measured beside, as by `sonde.contrib.hold_entropy`; None if nothing was.
     """
 
     finite_step: FiniteStep
     on_same_prefixes: float
-    importance: MeasuredChange
+    importance: MeasuredChange | None
     rollouts: MeasuredChange | None = None
     coefficient_to_hold: Result | None = None
 
