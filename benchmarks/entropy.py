@@ -128,8 +128,8 @@ def truncated_table(found: list[dict[str, Any]]) -> list[str]:
     lines = [
         "## Truncated sampling",
         "",
-        "Forty tiny policies, by seeds, whose next token depends on the prompt, the place and the last token; sampled "
-        "by top-p, min-p or top-k, and after 10 steps of AdamW. The truth is the exact entropy of the truncated policy. A "
+        "Forty tiny policies, whose next token depends on the prompt, the place and the last token; sampled "
+        "by top-p, min-p or top-k, and after 10 steps of AdamW. The truth is the truncated policy's exact entropy. A "
         "forecast is from new responses, 24 prompts with 4 each. By itself: "
         "`python -m benchmarks.truncated_policies`.",
         "",

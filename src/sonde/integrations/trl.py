@@ -28,6 +28,7 @@ from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.scoring.training_state import preserve_training_state, seed_everything
 from sonde.policy.stats.entropy_forecast import EntropyForecast
+from sonde.policy.stats.policy_entropy import PolicyEntropy
 from sonde.records import LogOrPlaces, RunLog, log_of, logger
 from sonde.version import install_hint
 
@@ -183,6 +184,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         """Rows of the dataset that are answered before and after the step."""
         self._metrics: dict[str, float | None] = {}
         self._forecast: EntropyForecast | None = None
+        self._policy_entropy: PolicyEntropy | None = None
         self.texts: dict[int, str] = {}
         self._wrapped = WrappedMethods(
             trainer, _generate_and_score_completions=self._generated, _compute_loss=self._micro_batch
@@ -274,7 +276,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         """Begin a window."""
         self._around, self._knows_window = None, True
         self._rollouts.begin_window()
-        self._metrics, self._forecast = {}, None
+        self._metrics, self._forecast, self._policy_entropy = {}, None, None
         self._clip_coefficient = 1.0
         self._entropy_coefficient = _entropy_coefficient(self._trainer)
 
@@ -306,7 +308,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
 
     def _forecast_step(self, update: Rollouts | None, step: int) -> None:
         if self._policy is not None and update is not None:
-            self._policy.measure(update)
+            self._policy_entropy = self._policy.measure(update)
             self._log(self._policy.metrics())
         if self._entropy is None:
             return
@@ -347,7 +349,9 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         if self._metrics and self._policy_log is not None:
             logged = self._trainer._metrics["train"]
             scalars = {name: float(logged[name][-1]) for name in _SCALARS if logged.get(name)}
-            self._policy_log.measured(state.global_step, scalars | self._metrics, self._forecast, self.texts)
+            self._policy_log.measured(
+                state.global_step, scalars | self._metrics, self._forecast, self.texts, self._policy_entropy
+            )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the log."""

@@ -13,6 +13,7 @@ from sonde.batch_size.stats.reading import GroupReading
 from sonde.log.lines import LastRun, begins_header, last_run, lines_of, parse_record
 from sonde.log.sinks import RECORDS_NAME, other_unit
 from sonde.policy.stats.forecast_point import Per
+from sonde.policy.stats.token_positions import AtPositions
 from sonde.probe import ReportSection
 from sonde.record_values import SCHEMA, SETUP_KINDS
 from sonde.runs.run import (
@@ -351,7 +352,13 @@ def _policy_reading(record: Mapping[str, Any], segment: int) -> PolicyReading:
         shares=_parts(record["shares"]),
         causes=causes,
         alerts=_texts(record["alerts"]),
+        positions=tuple(map(_at_positions, _list(record.get("positions", [])))),
     )
+
+
+def _at_positions(row: object) -> AtPositions:
+    first, last, n_tokens, *quantiles = (n for n in map(_number, _list(row)) if n is not None)
+    return AtPositions(int(first), int(last), int(n_tokens), *quantiles)
 
 
 def _per(record: Mapping[str, Any]) -> Per:

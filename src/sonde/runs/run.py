@@ -14,6 +14,7 @@ from sonde.batch_size.stats.critical_batch import as_weighed
 from sonde.batch_size.stats.reading import GroupReading
 from sonde.policy.stats.attribution import doubt_of_parts
 from sonde.policy.stats.forecast_point import Per, Point, forecast_point
+from sonde.policy.stats.token_positions import AtPositions
 from sonde.probe import ReportSection
 from sonde.stats.intervals import RatioInterval, Status
 
@@ -190,6 +191,7 @@ class PolicyReading:
         shares: evaluation prompts with their parts of the forecast.
         causes: where the change comes from; None if it was not asked for.
         alerts: a message for each check that failed, by its name.
+        positions: quantiles of the tokens' entropies by their position in the response; empty if unknown.
     """
 
     segment: int
@@ -201,6 +203,7 @@ class PolicyReading:
     shares: tuple[PromptPart, ...]
     causes: CausesReading | None
     alerts: Mapping[str, str]
+    positions: tuple[AtPositions, ...] = ()
 
     @property
     def point(self) -> Point:

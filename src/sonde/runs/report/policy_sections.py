@@ -15,6 +15,7 @@ from sonde.runs.report.policy_curves import (
     OWN_POLICY,
     TRUST,
     coverage_panel,
+    entropy_by_position,
     entropy_panel,
     forecast_against_truth,
     forecast_curve,
@@ -47,6 +48,7 @@ def policy_sections(run: Run) -> list[Section]:
     sections = [
         over_run("Entropy of the policy", _ENTROPY, (entropy_panel(policy),), "No entropy was measured in this run."),
         over_run("Entropy by response", _BY_RESPONSE, (BY_RESPONSE,), ""),
+        Section("Entropy by position in the response", _BY_POSITION, (entropy_by_position(policy),)),
         Section("Forecast and effect of each step", _forecast_text(policy), (forecast_curve(policy, axis),)),
         Section("Forecast against truth", _AGAINST_TRUTH, (forecast_against_truth(policy),)),
         over_run("Coverage so far", _COVERAGE, (coverage_panel(judged := [*filter(is_covered, policy)]),), _NO_COVERAGE,
@@ -74,6 +76,11 @@ _ENTROPY = (
 _BY_RESPONSE = (
     "The mean entropy of each response that the step learns from. If the lower end falls to 0 while the "
     "median stands, the policy has become certain of some answers, and goes on exploring others."
+)
+_BY_POSITION = (
+    "Where in its responses the policy is undecided. Half of the tokens at a position have more entropy than the line, "
+    "and 80 % lie in the band. A band that has fallen to 0 from some position on means that the policy no longer "
+    "explores there, whatever its mean entropy."
 )
 _AGAINST_TRUTH = (
     "Each point is one optimizer step. The truth is the change that was measured. On the dashed diagonal, "
