@@ -397,14 +397,20 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
                 self._trainer._metrics["train"][name].append(value)
 
     def _with_loss_weights(self, update: Rollouts) -> Rollouts:
-        """U, with the weights that its tokens have in the loss."""
-        if not self._rollouts.has_ratios:
-            return update
+        """U, with the weights that its tokens have in the loss, and the loss's other terms."""
+        window = self._rollouts
+        if self._entropy_coefficient:
+            update = window.with_bonus(update, self._entropy_coefficient)
+        if not (window.has_ratios or window.has_kl):
+            return window.reweighed(update, None)
         model = self._trainer.model_wrapped
         scorer = Scorer(model, self._statistics, _PROMPTS_EACH, self._group)
         with preserve_training_state(model):
             scored = scorer.scored(update.untruncated())
-        return self._rollouts.reweighed(update, scored.own(scored.log_prob))
+        log_prob = scored.own(scored.log_prob)
+        if window.has_kl:
+            update = window.with_kl(update, log_prob)
+        return window.reweighed(update, log_prob)
 
     def _own_responses(self, update: Rollouts) -> Rollouts:
         """E of evaluation="same", weighted by the log-probabilities at sampling if older weights sampled it."""

@@ -228,11 +228,18 @@ def check_responses(
         # A function has another repr on every rank: whether there is one is compared.
         has_function = callable(options.sequence_weights)
         named = dataclasses.replace(options, sequence_weights="one") if has_function else options
-        return prompts | {"given": given, "options": torch.tensor([digest((has_function, named))])}
+        terms = digest(() if update is None else sorted(update.other_terms()))
+        return prompts | {
+            "given": given,
+            "options": torch.tensor([digest((has_function, named))]),
+            "terms": torch.tensor([terms]),
+        }
 
     prompts = gather_from_all_ranks(group, check)
     if len(prompts["options"].unique()) > 1:
         raise ValueError("the ranks' probes have different options: make the probes alike on all ranks")
+    if len(prompts["terms"].unique()) > 1:
+        raise ValueError("the ranks' update responses have other terms of the loss: pass the same names on all ranks")
     names = ("log_prob= of the evaluation responses", "update=", "causes=True")
     for name, given in zip(names, prompts["given"].T, strict=True):
         if bool(given.any()) and not bool(given.all()):

@@ -197,6 +197,7 @@ def _causes(causes: Causes, texts: Mapping[int, str]) -> dict[str, object]:
         "decay": json_number(causes.decay),
         "explained": json_number(causes.explained),
         "cosine": json_number(causes.cosine),
+        "terms": {_shortened(name): json_number(value) for name, value in causes.terms.items()},
         "prompts": [
             {
                 "prompt": _text(cause.prompt, texts),

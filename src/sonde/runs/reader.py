@@ -341,7 +341,8 @@ def _policy_reading(record: Mapping[str, Any], segment: int) -> PolicyReading:
         of = _mapping(record["causes"])
         names = ("momentum", "batch", "decay", "explained", "cosine")
         momentum, batch, decay, explained, cosine = (_number(of[name]) for name in names)
-        causes = CausesReading(momentum, batch, decay, explained, cosine, _parts(of["prompts"]))
+        terms = _numbers(of.get("terms", {}))
+        causes = CausesReading(momentum, batch, decay, explained, cosine, _parts(of["prompts"]), terms)
     return PolicyReading(
         segment=segment,
         window=window,

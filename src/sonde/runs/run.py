@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -158,9 +158,10 @@ class CausesReading:
         momentum: the part of earlier batches, in nats; None where it is not known, as for the next three.
         batch: the part of this batch, in nats.
         decay: the part of weight decay, in nats.
-        explained: the sum of the prompts' parts over the part of the batch.
+        explained: the sum of the prompts' and the terms' parts over the part of the batch.
         cosine: cosine similarity of the loss's gradient and that of advantage × log-probability.
         prompts: the prompts of the batch with their parts.
+        terms: the parts of the batch's from other terms of the loss, by name, in nats.
     """
 
     momentum: float | None
@@ -169,11 +170,12 @@ class CausesReading:
     explained: float | None
     cosine: float | None
     prompts: tuple[PromptPart, ...]
+    terms: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
     def doubt(self) -> str:
         """Why the prompts' parts are not to be trusted; empty if they are."""
-        parts = [part.change or 0.0 for part in self.prompts]
+        parts = [*(part.change or 0.0 for part in self.prompts), *(value or 0.0 for value in self.terms.values())]
         return doubt_of_parts(self.batch, self.explained, parts, cosine=self.cosine)
 
 

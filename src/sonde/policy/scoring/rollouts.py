@@ -22,6 +22,7 @@ _SHAPES = {
     "advantage": "[responses] or [responses, tokens]",
     "weight": "[responses, tokens]",
     "log_prob": "[responses, tokens]",
+    "entropy_bonus": "[responses, tokens]",
 }
 _PACKED_SHAPES = {
     "mask": "[tokens] or [1, tokens]",
@@ -30,7 +31,9 @@ _PACKED_SHAPES = {
     "weight": "[tokens]",
     "log_prob": "[tokens]",
 }
-_OPTIONAL = ("advantage", "weight", "log_prob")
+_OPTIONAL = ("advantage", "weight", "log_prob", "entropy_bonus")
+BONUS = "entropy bonus"
+"""The name of its part of a change."""
 _NO_TRUNCATION: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 _BY_CHANCE = math.log(1e-6)
 """Log-probability below which what all responses have in common is no chance."""
@@ -52,6 +55,10 @@ class Rollouts:
         advantage: the advantage of each response or token, in any unit; [responses] or [responses, tokens].
         weight: factor of each token in the loss beside its advantage: 1 by default, one over the response's length for
             GRPO's first form; [responses, tokens].
+        entropy_bonus: factor of each token's entropy in the loss, in the unit of advantage × weight; [responses,
+            tokens].
+        terms: other terms of the loss by their names, for causes of their own: minus each token's derivative of the
+            term by its log-probability, in the unit of advantage × weight; [responses, tokens].
         log_prob: log-probabilities of the tokens that the sampler reported, in nats, at its temperature; [responses,
             tokens]. Give them if the responses are not the policy's own, as those of older weights: then they are
             weighted by them. Values outside the mask are ignored.
@@ -81,6 +88,8 @@ class Rollouts:
     advantage: Tensor | None = None
     weight: Tensor | None = None
     log_prob: Tensor | None = None
+    entropy_bonus: Tensor | None = None
+    terms: Mapping[str, Tensor] = field(default_factory=dict)
     temperature: float | Tensor = 1.0
     top_p: float | None = 1.0
     top_k: int | None = 0
@@ -118,6 +127,9 @@ class Rollouts:
         for name in _OPTIONAL:
             if getattr(self, name) is not None:
                 responses.tokens(name, self.per_token(name).cpu())
+        _check_terms(self.terms)
+        for name, tensor in self.terms.items():
+            responses.tokens(f"terms[{name!r}]", tensor.cpu())
 
     def _check_temperature(self, responses: Responses) -> None:
         given = self.temperature
@@ -257,7 +269,7 @@ class Rollouts:
 
     def digest(self) -> int:
         """A number that differs where inputs, masks, prompts, advantages or weights do; waits for the device."""
-        named = {**self.inputs, "mask": self.mask, "prompt": self.prompt}
+        named = {**self.inputs, **self.terms, "mask": self.mask, "prompt": self.prompt}
         named |= {name: getattr(self, name) for name in _OPTIONAL}
         sums = [(name, tuple(t.shape), _checksum(t)) for name, t in named.items() if t is not None]
         return digest(sums)
@@ -296,6 +308,17 @@ class Rollouts:
             credit = credit * self.per_token("weight")
         return torch.where(self.mask.bool(), credit, 0.0)
 
+    def other_terms(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Of each other term of the loss, factors of each token's log-probability and entropy.
+
+        Both are 0 where no token was sampled; [responses, tokens], fp64.
+        """
+        mask, zero = self.mask.bool(), torch.zeros_like(self.mask, dtype=torch.float64)
+        found = {name: (torch.where(mask, t.double(), 0.0), zero) for name, t in self.terms.items()}
+        if self.entropy_bonus is not None:
+            found[BONUS] = zero, torch.where(mask, self.entropy_bonus.double(), 0.0)
+        return found
+
     def order(self, prompts_each: int) -> list[Tensor]:
         """Rows in parts of so many prompts; all responses to a prompt are in one part.
 
@@ -317,8 +340,9 @@ class Rollouts:
             return value[index.to(value.device)] if isinstance(value, Tensor) else value
 
         made = object.__new__(type(self))
-        picked = {name: pick(value) for name, value in vars(self).items()}
-        vars(made).update(picked, inputs={name: pick(tensor) for name, tensor in self.inputs.items()})
+        vars(made).update((name, pick(value)) for name, value in vars(self).items())
+        for name in ("inputs", "terms"):
+            vars(made)[name] = {key: pick(tensor) for key, tensor in vars(self)[name].items()}
         return made
 
     def per_token(self, name: str) -> Tensor:
@@ -432,6 +456,14 @@ def _check_types(inputs: object, values: Mapping[str, object], shapes: Mapping[s
             f"inputs must map names to tensors, got {_kind(inputs)}: pass {{'input_ids': ids}}, or what your token "
             "statistics read"
         )
+
+
+def _check_terms(terms: object) -> None:
+    """Refuse what does not map names to tensors."""
+    if not isinstance(terms, Mapping) or not all(isinstance(t, Tensor) for t in terms.values()):
+        raise ValueError(f"terms must map names to tensors, [responses, tokens], got {terms!r:.60}: pass {{'KL': ...}}")
+    if unnamed := [name for name in terms if not isinstance(name, str) or not name.strip() or name == BONUS]:
+        raise ValueError(f"terms need names of their own, got {unnamed[0]!r:.60}: name a term as 'KL'")
 
 
 def _check_truncation(top_p: Any, top_k: Any, min_p: Any) -> None:

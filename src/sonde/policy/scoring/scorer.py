@@ -31,7 +31,7 @@ from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.summed_gradient import GradientSum, summed_gradient
 from sonde.policy.scoring.token_statistics import checked_scores
 from sonde.policy.scoring.training_state import checkpointing
-from sonde.policy.stats.entropy_gradient import Along, Responses, along_tokens
+from sonde.policy.stats.entropy_gradient import Along, Coefficients, Responses, along_tokens
 
 T = TypeVar("T")
 
@@ -195,6 +195,17 @@ class Scorer:
         """The responses of all ranks, and advantage × weight of their tokens, [responses, tokens]. Scores nothing."""
         batch, tokens = self._gathered(rollouts, lambda: {"credit": rollouts.credit().cpu()})
         return batch, tokens["credit"]
+
+    def other_terms(self, rollouts: Rollouts) -> dict[str, Coefficients]:
+        """Of each other term of the loss, factors of the scores of all ranks' tokens; [responses, tokens]."""
+
+        found = rollouts.other_terms()
+        if not found:
+            return {}
+        own: Tokens = {f"s {name}": on_log_prob.cpu() for name, (on_log_prob, _) in found.items()}
+        own |= {f"h {name}": on_entropy.cpu() for name, (_, on_entropy) in found.items()}
+        tokens = gather_from_all_ranks(self._group, lambda: own)
+        return {name: Coefficients(tokens[f"h {name}"], tokens[f"s {name}"]) for name in found}
 
     def _gathered(self, rollouts: Rollouts, of_tokens: Callable[[], Tokens]) -> tuple[Batch, Tokens]:
         """The responses of all ranks, with values of each token from every rank."""

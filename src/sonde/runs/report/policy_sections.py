@@ -151,13 +151,16 @@ def _causes_text(policy: Sequence[PolicyReading]) -> str:
         sources["weight decay"] = causes.decay
     parts = ", ".join(f"{number(value)} from {source}" for source, value in sources.items())
     text += f" The change by step {last.window:,} has these parts: {parts}."
+    if causes.terms:
+        of_batch = ", ".join(f"{number(value)} from the term {name}" for name, value in causes.terms.items())
+        text += f" In that of this batch, {of_batch}."
     if causes.doubt:
         text += f" The parts of its prompts are not to be trusted: {causes.doubt}."
     elif causes.explained is not None and not 0.9 < causes.explained < 1.1:
         text += (
-            f" Of the batch's part, {number(other_terms(causes.batch, causes.explained))} is no prompt's: "
-            "it is from other terms of the loss, such as a KL penalty, an entropy bonus or clipped ratios, or from "
-            "dropout."
+            f" Of the batch's part, {number(other_terms(causes.batch, causes.explained))} is no prompt's and no named "
+            "term's: it is from other terms of the loss, such as a KL penalty, an entropy bonus or clipped ratios, or "
+            "from dropout."
         )
     return text
 
