@@ -31,7 +31,7 @@ from tests.integrations.grpo_trainer import trainer_of  # noqa: E402
 )
 def test_a_kl_term_and_a_bonus_are_explained(tmp_path: Path, options: dict[str, Any]) -> None:
     trainer = trainer_of(tmp_path, steps=4, beta=0.5, entropy_coef=0.05, **options)
-    config = {"entropy_probe": {"enabled": True, "every": 1}}
+    config = {"entropy_probe": {"enabled": True, "every": 1, "budget": None}}
     probes = integration.attach(trainer, config, causes=True, on_error="raise")
     trainer.train()
     assert len(probes.forecasts) == 4

@@ -28,7 +28,6 @@ from tests.integrations.grpo_trainer import trainer_of  # noqa: E402
         ({}, {"config": {"gns_probe": {"enabled": True, "metric": "adam"}}}, "gns_probe: metric does nothing with TRL"),
         ({}, {"config": {"entropy_probe": {"temperature": 3.0}}}, "entropy_probe: temperature does nothing"),
         ({}, {"config": {"entropy_probe": {"enabled": True, "update": "gradient"}}}, "is not TRL's step"),
-        ({}, {"config": {"entropy_probe": {"enabled": True, "budget": 0.2}}}, "entropy_probe: budget does nothing"),
         (
             {"top_entropy_quantile": 0.2},
             {"causes": True},

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 from sonde.integrations import trl as integration  # noqa: E402
 from tests.integrations.grpo_trainer import trainer_of, weights  # noqa: E402
 
-CONFIG = {"entropy_probe": {"enabled": True, "every": 2}, "policy_entropy_probe": {"enabled": True}}
+CONFIG = {"entropy_probe": {"enabled": True, "every": 2, "budget": None}, "policy_entropy_probe": {"enabled": True}}
 
 
 @pytest.mark.parametrize("evaluation", ["fresh", "same"])

@@ -19,7 +19,7 @@ from sonde.config import ProbesConfig, probes_from_config
 from sonde.contrib.hold_entropy import HoldEntropy
 from sonde.parallel.process_groups import data_parallel_group, gather_objects, together
 from sonde.parallel.unwrap import unwrap_optimizer
-from sonde.policy.entropy_change import AroundStep, EntropyChangeProbe
+from sonde.policy.entropy_change import AroundStep, EntropyChangeProbe, ForecastPace
 from sonde.policy.log import PolicyLog
 from sonde.policy.policy_entropy import PolicyEntropyProbe
 from sonde.policy.prompt_noise import PromptNoiseProbe
@@ -73,10 +73,10 @@ def attach(
 
     Here `gns_probe` is the noise scale in prompts, measured every `log_every` steps. TRL shuffles a prompt's
     completions over micro-batches, so these are not independent samples; `PromptNoiseProbe` runs its own backwards.
-    Every `entropy_probe.every` optimizer steps, the change of entropy along the step is forecast before the step and
-    measured after it. The trainer's own sampler draws the responses, with separate random numbers. Metrics go to the
-    trainer's logs under sonde's names. A training that resumes from a checkpoint goes on with the averages of the noise
-    scale: they are in the checkpoint's `trainer_state.json`.
+    Every `entropy_probe.every` optimizer steps, or in fewer by its `budget`, the change of entropy along the step is
+    forecast before the step and measured after it. The trainer's own sampler draws the responses, with separate random
+    numbers. Metrics go to the trainer's logs under sonde's names. A training that resumes from a checkpoint goes on
+    with the averages of the noise scale: they are in the checkpoint's `trainer_state.json`.
 
     Args:
         trainer: the trainer, with any of its losses.
@@ -176,8 +176,9 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         self._noise: PromptNoiseProbe | None = None
         self._policy_log: PolicyLog | None = None
         self._rollouts = TrlRollouts(trainer, n_prompts)
-        self._around: tuple[ExitStack, AroundStep, float] | None = None
-        """Of the forecast under way, with the seconds that sampling took."""
+        self._around: tuple[ExitStack, AroundStep, float, float] | None = None
+        """Of the forecast under way, with the seconds that sampling took, and all of its seconds before the step."""
+        self._pace = ForecastPace(1, None, None)
         self._knows_window = True
         """Whether the responses of all micro-batches so far are known: unless an error was forgiven."""
         self._for_truth: list[int] = []
@@ -284,7 +285,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure, and forecast the step: gradients are whole and clipped."""
         measures_noise = self._noise is not None and state.global_step % self._config.gns_probe.log_every == 0
-        forecasts = state.global_step % self._config.entropy_probe.every == 0
+        forecasts = state.global_step % self._config.entropy_probe.every == 0 and self._pace.is_due()
         if measures_noise or forecasts:
             with together(self._group):
                 update = self._rollouts.window() if self._knows_window else None
@@ -307,6 +308,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         state.stateful_callbacks[SAVED_AS] = self._noise.state_dict()
 
     def _forecast_step(self, update: Rollouts | None, step: int) -> None:
+        entered = time.perf_counter()
         if self._policy is not None and update is not None:
             self._policy_entropy = self._policy.measure(update)
             self._log(self._policy.metrics())
@@ -328,16 +330,18 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         stack = ExitStack()
         learned = self._with_loss_weights(update) if self._has_causes and update is not None else None
         around = stack.enter_context(self._entropy.around_step(evaluation, learned, causes=self._has_causes))
-        self._around = stack, around, sampling_seconds
+        self._around = stack, around, sampling_seconds, time.perf_counter() - entered
 
     @_forgiving
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure the step, which has been taken."""
         if self._around is None:
             return
-        (stack, around, sampling_seconds), self._around = self._around, None
+        (stack, around, sampling_seconds, before), self._around = self._around, None
+        begun = time.perf_counter()
         with together(self._group):
             stack.close()
+            self._pace.took(before + time.perf_counter() - begun)
         self._forecast = around.forecast.after_sampling(sampling_seconds)
         self.forecasts.append((state.global_step + 1, self._forecast))
         self._log(self._forecast.metrics())
@@ -367,6 +371,8 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
     def _make_probes(self, optimizer: Any, saved_noise: Mapping[str, Any] | None) -> None:
         model, statistics, config = self._trainer.model_wrapped, self._statistics, self._config
         if config.entropy_probe.enabled:
+            # One in every `every` steps is asked.
+            self._pace = ForecastPace(1, config.entropy_probe.budget, self._group)
             self._entropy = EntropyChangeProbe(
                 model,
                 unwrap_optimizer(optimizer),
