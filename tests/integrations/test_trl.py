@@ -329,7 +329,7 @@ def test_steps_that_learn_again_from_older_responses_weigh_them(tmp_path: Path) 
 
 
 def test_forecasts_keep_to_their_budget_at_the_steps_of_every(tmp_path: Path) -> None:
-    """Of a run of a few seconds, 1 % is less than the first two forecasts take; before them, no step's length is known."""
+    """The first two take more than 1 % of this run; before the second, the length of a step is not known."""
     trainer = trainer_of(tmp_path, steps=12)
     config = {"entropy_probe": {"enabled": True, "every": 3, "budget": 0.01}}
     probes = integration.attach(trainer, config, on_error="raise")

@@ -238,12 +238,12 @@ def check_responses(
     prompts = gather_from_all_ranks(group, check)
     if len(prompts["options"].unique()) > 1:
         raise ValueError("the ranks' probes have different options: make the probes alike on all ranks")
-    if len(prompts["terms"].unique()) > 1:
-        raise ValueError("the ranks' update responses have other terms of the loss: pass the same names on all ranks")
     names = ("log_prob= of the evaluation responses", "update=", "causes=True")
     for name, given in zip(names, prompts["given"].T, strict=True):
         if bool(given.any()) and not bool(given.all()):
             raise ValueError(f"some ranks gave {name}, and others did not: give it on all ranks or on none")
+    if len(prompts["terms"].unique()) > 1:
+        raise ValueError("the ranks' update responses have other terms of the loss: pass the same names on all ranks")
     shared = sorted(set(prompts["E"].tolist()) & set(prompts["U"].tolist()))
     if shared:
         warnings.warn(
