@@ -55,21 +55,21 @@ class Rollouts:
         advantage: the advantage of each response or token, in any unit; [responses] or [responses, tokens].
         weight: factor of each token in the loss beside its advantage: 1 by default, one over the response's length for
             GRPO's first form; [responses, tokens].
-        entropy_bonus: factor of each token's entropy in the loss, in the unit of advantage × weight; [responses,
-            tokens].
-        terms: other terms of the loss by their names, for causes of their own: minus each token's derivative of the
-            term by its log-probability, in the unit of advantage × weight; [responses, tokens].
         log_prob: log-probabilities of the tokens that the sampler reported, in nats, at its temperature; [responses,
             tokens]. Give them if the responses are not the policy's own, as those of older weights: then they are
             weighted by them. Values outside the mask are ignored.
         temperature: the temperature of sampling, or of each response or token; a number, [responses] or [responses,
             tokens].
+        is_truncated: whether sampling left out tokens in another way than the next three, which sonde cannot score.
+        texts: each prompt's text by its number, for tables.
         top_p: sampling took the likeliest tokens alone, as many as have this probability together; 1 for all tokens.
         top_k: sampling took so many of the likeliest tokens alone; 0 for all tokens.
         min_p: sampling left out tokens that are less likely than this times the likeliest token; 0 for all tokens.
             Samplers apply `top_k` first, then `top_p`, then `min_p`, after the temperature.
-        is_truncated: whether sampling left out tokens in another way, which sonde cannot score.
-        texts: each prompt's text by its number, for tables.
+        entropy_bonus: factor of each token's entropy in the loss, in the unit of advantage × weight; [responses,
+            tokens].
+        terms: other terms of the loss by their names, for causes of their own: minus each token's derivative of the
+            term by its log-probability, in the unit of advantage × weight; [responses, tokens].
 
     Raises:
         ValueError: if a field is no tensor, shapes disagree, a response has no token, or an advantage or weight of a
@@ -88,14 +88,14 @@ class Rollouts:
     advantage: Tensor | None = None
     weight: Tensor | None = None
     log_prob: Tensor | None = None
-    entropy_bonus: Tensor | None = None
-    terms: Mapping[str, Tensor] = field(default_factory=dict)
     temperature: float | Tensor = 1.0
+    is_truncated: bool = False
+    texts: Mapping[int, str] = field(default_factory=dict)
     top_p: float | None = 1.0
     top_k: int | None = 0
     min_p: float | None = 0.0
-    is_truncated: bool = False
-    texts: Mapping[int, str] = field(default_factory=dict)
+    entropy_bonus: Tensor | None = None
+    terms: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_types(self.inputs, {name: getattr(self, name) for name in _SHAPES}, _SHAPES)
