@@ -167,7 +167,7 @@ def run(way: str, seed: int) -> list[Step]:
         if way == "without":
             watch.dropping = Dropping(trainer)
             trainer.add_callback(watch.dropping)
-        entropy = {"enabled": True, "every": 1, "micro_batch_prompts": _PROMPTS}
+        entropy = {"enabled": True, "every": 1, "budget": None, "micro_batch_prompts": _PROMPTS}
         watch.trainer = trainer
         watch.probes = integration.attach(
             trainer,

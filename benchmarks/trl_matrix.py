@@ -142,7 +142,7 @@ def measure(line: Line) -> Found:
         watched = _trainer(line, folder)
         probes = integration.attach(
             watched,
-            {"entropy_probe": {"enabled": True, "every": EVERY, "micro_batch_prompts": 16}},
+            {"entropy_probe": {"enabled": True, "every": EVERY, "budget": None, "micro_batch_prompts": 16}},
             evaluation_prompts=32,
             rollouts=True,
             on_error="raise",

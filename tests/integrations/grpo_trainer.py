@@ -34,8 +34,12 @@ def trainer_of(folder: Path, *, steps: int = 20, callbacks: Any = None, **option
         "seed": 0,
         "disable_tqdm": True,
     }
+    model = task.model()
+    if options.get("beta"):  # TRL loads the reference from the folder that the policy is said to be from
+        task.model(seed=1).save_pretrained(folder / "reference")
+        model.config._name_or_path = str(folder / "reference")
     return GRPOTrainer(
-        model=task.model(),
+        model=model,
         reward_funcs=task.reward,
         args=GRPOConfig(**(settings | options)),
         train_dataset=task.dataset(),

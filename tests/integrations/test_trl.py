@@ -46,7 +46,7 @@ def test_training_is_the_same_to_the_bit_and_its_causes_are_explained(tmp_path: 
     plain.train()
     watched = trainer_of(tmp_path / "watched", steps=6, **options)
     holds = options == {"loss_type": "grpo"}
-    config = {"entropy_probe": {"enabled": True, "every": 3}}
+    config = {"entropy_probe": {"enabled": True, "every": 3, "budget": None}}
     probes = integration.attach(watched, config, causes=True, coefficient_to_hold=holds)
     watched.train()
     assert torch.equal(weights(plain), weights(watched))
@@ -119,7 +119,7 @@ def test_guard_trl_logs_what_its_metrics_hold(tmp_path: Path) -> None:
 
 def test_each_completion_keeps_its_prompt_through_shuffle_and_split(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, steps=3)
-    integration.attach(trainer, {"entropy_probe": {"enabled": True}})
+    integration.attach(trainer, {"entropy_probe": {"enabled": True, "budget": None}})
     tokens = trainer.processing_class
     seen: dict[int, set[str]] = {}
     counted: dict[int, int] = {}
@@ -162,7 +162,10 @@ def test_scores_agree_with_the_trainers_own(tmp_path: Path) -> None:
 def test_evaluation_takes_other_prompts_or_the_windows_own(tmp_path: Path, evaluation: Any) -> None:
     trainer = trainer_of(tmp_path, steps=2)
     probes = integration.attach(
-        trainer, {"entropy_probe": {"enabled": True, "every": 1}}, evaluation=evaluation, evaluation_prompts=6
+        trainer,
+        {"entropy_probe": {"enabled": True, "every": 1, "budget": None}},
+        evaluation=evaluation,
+        evaluation_prompts=6,
     )
     fresh, seen = probes._rollouts.fresh, []
 
@@ -191,7 +194,7 @@ def test_evaluation_takes_other_prompts_or_the_windows_own(tmp_path: Path, evalu
 
 def test_completions_whose_mask_trl_empties_are_left_out(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, steps=3, max_completion_length=2, mask_truncated_completions=True)
-    probes = integration.attach(trainer, {"entropy_probe": {"enabled": True, "every": 1}}, causes=True)
+    probes = integration.attach(trainer, {"entropy_probe": {"enabled": True, "every": 1, "budget": None}}, causes=True)
     sizes = []
     rollouts_of_window = probes._rollouts.window
 
@@ -223,7 +226,7 @@ def test_a_window_with_empty_masks_has_a_forecast_if_its_own_responses_are_not_n
         return output
 
     trainer._generate_and_score_completions = emptied
-    config = {"entropy_probe": {"enabled": True, "every": 1}, "policy_entropy_probe": {"enabled": True}}
+    config = {"entropy_probe": {"enabled": True, "every": 1, "budget": None}, "policy_entropy_probe": {"enabled": True}}
     probes = integration.attach(trainer, config, causes=True, evaluation=evaluation, on_error="raise")
     trainer.train()
     assert len(probes.forecasts) == (2 if evaluation == "fresh" else 0)
@@ -239,7 +242,7 @@ def test_records_go_to_sinks_and_rollouts_are_an_independent_truth(tmp_path: Pat
     trainer = trainer_of(tmp_path / "watched", steps=4)
     config = {
         "gns_probe": {"enabled": True, "log_every": 1},
-        "entropy_probe": {"enabled": True, "every": 2},
+        "entropy_probe": {"enabled": True, "every": 2, "budget": None},
         "policy_entropy_probe": {"enabled": True},
     }
     log = RunLog(JsonlSink(tmp_path / "log"), run="mine")
@@ -299,7 +302,7 @@ def test_the_log_probabilities_that_a_sampler_reports_are_compared_with_the_poli
         return output
 
     trainer._generate_and_score_completions = reporting
-    probe = {"entropy_probe": {"enabled": True, "every": 1}}
+    probe = {"entropy_probe": {"enabled": True, "every": 1, "budget": None}}
     probes = integration.attach(trainer, probe, evaluation="same", on_error="raise")
     trainer.train()
     [first, second] = (forecast.sampler for _, forecast in probes.forecasts)
@@ -314,7 +317,7 @@ def test_steps_that_learn_again_from_older_responses_weigh_them(tmp_path: Path) 
     """Four optimizer steps learn from each generation: without weights, the policy seems to be another one."""
     trainer = trainer_of(tmp_path, steps=8, num_iterations=4)
     probes = integration.attach(
-        trainer, {"entropy_probe": {"enabled": True, "every": 1}}, evaluation="same", on_error="raise"
+        trainer, {"entropy_probe": {"enabled": True, "every": 1, "budget": None}}, evaluation="same", on_error="raise"
     )
     trainer.train()
     forecasts = dict(probes.forecasts)
@@ -323,3 +326,14 @@ def test_steps_that_learn_again_from_older_responses_weigh_them(tmp_path: Path) 
     assert support[0] > support[3]  # the older the samples
     assert support[4] > support[7]
     assert min(support) > 0.4
+
+
+def test_forecasts_keep_to_their_budget_at_the_steps_of_every(tmp_path: Path) -> None:
+    """The first two take more than 1 % of this run; before the second, the length of a step is not known."""
+    trainer = trainer_of(tmp_path, steps=12)
+    config = {"entropy_probe": {"enabled": True, "every": 3, "budget": 0.01}}
+    probes = integration.attach(trainer, config, on_error="raise")
+    trainer.train()
+    assert [step for step, _ in probes.forecasts] == [1, 4]
+    spent = sum(sum(f.seconds.values()) for _, f in probes.forecasts)
+    assert probes._pace._spent > spent  # around the step, and before it: sampling and scoring too

@@ -96,7 +96,7 @@ def test_the_probes_know_the_clip_and_the_adaptive_coefficient(tmp_path: Path) -
         callbacks=[noting],
     )
     noting.probes = integration.attach(
-        trainer, {"entropy_probe": {"enabled": True}}, coefficient_to_hold=True, on_error="raise"
+        trainer, {"entropy_probe": {"enabled": True, "budget": None}}, coefficient_to_hold=True, on_error="raise"
     )
     trainer.train()
     assert [coefficient for coefficient, _, _ in noting.seen] == [0.0, 0.25, 0.5, 0.75]

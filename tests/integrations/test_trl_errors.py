@@ -18,7 +18,7 @@ from sonde.integrations.trl_rollouts import TrlRollouts  # noqa: E402
 from sonde.policy.scoring.scorer import Scorer  # noqa: E402
 from tests.integrations.grpo_trainer import trainer_of, weights  # noqa: E402
 
-CONFIG = {"entropy_probe": {"enabled": True, "every": 2}}
+CONFIG = {"entropy_probe": {"enabled": True, "every": 2, "budget": None}}
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, kind: type, name: str, first: int) -> None:

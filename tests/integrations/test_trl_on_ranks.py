@@ -29,7 +29,7 @@ def _trained(port: int, folder: str, watched: bool) -> dict[str, Any]:
         if watched:
             config = {
                 "gns_probe": {"enabled": True, "log_every": 2},
-                "entropy_probe": {"enabled": True, "every": 2},
+                "entropy_probe": {"enabled": True, "every": 2, "budget": None},
                 "policy_entropy_probe": {"enabled": True},
             }
             log = RunLog(JsonlSink(folder))
@@ -82,7 +82,7 @@ def _fails_on_one_rank(port: int, folder: str) -> dict[str, Any]:
         if rank == 1:
             for step, (name, kind) in enumerate(PLACES.items()):
                 break_in_its_step(step, name, pydoc.locate(kind))  # type: ignore[arg-type]
-        config = {"entropy_probe": {"enabled": True, "every": 1}}
+        config = {"entropy_probe": {"enabled": True, "every": 1, "budget": None}}
         probes = integration.attach(trainer, config, evaluation_prompts=8, rollouts=True, log=folder)
         trainer.train()
         return {

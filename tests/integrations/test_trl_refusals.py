@@ -18,8 +18,8 @@ from tests.integrations.grpo_trainer import trainer_of  # noqa: E402
 @pytest.mark.parametrize(
     ("options", "arguments", "message"),
     [
-        ({"top_p": 0.9}, {}, "samples with top_p=0.9"),
-        ({"top_k": 5}, {}, "top_k=5"),
+        ({"top_p": 0.9}, {"causes": True}, "causes=True needs derivatives, .* samples with top_p=0.9"),
+        ({"top_k": 1}, {"coefficient_to_hold": True}, "coefficient_to_hold=True needs derivatives, .* with top_k=1"),
         (
             {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8},
             {"config": {"gns_probe": {"enabled": True}}},
@@ -28,7 +28,6 @@ from tests.integrations.grpo_trainer import trainer_of  # noqa: E402
         ({}, {"config": {"gns_probe": {"enabled": True, "metric": "adam"}}}, "gns_probe: metric does nothing with TRL"),
         ({}, {"config": {"entropy_probe": {"temperature": 3.0}}}, "entropy_probe: temperature does nothing"),
         ({}, {"config": {"entropy_probe": {"enabled": True, "update": "gradient"}}}, "is not TRL's step"),
-        ({}, {"config": {"entropy_probe": {"enabled": True, "budget": 0.2}}}, "entropy_probe: budget does nothing"),
         (
             {"top_entropy_quantile": 0.2},
             {"causes": True},

@@ -27,7 +27,9 @@ N_E, N_U = 11, 8
 
 def batches() -> tuple[Rollouts, Rollouts]:
     model = policy()
-    return drawn(model, 0, N_E, seed=1), drawn(model, 200, N_U, seed=2)
+    U = drawn(model, 200, N_U, seed=2)
+    tokens = torch.rand(U.mask.shape, generator=torch.Generator().manual_seed(3))
+    return drawn(model, 0, N_E, seed=1), dataclasses.replace(U, terms={"KL": tokens}, entropy_bonus=0.1 * tokens)
 
 
 def own_prompts(rollouts: Rollouts, n_first: int) -> Rollouts:
@@ -115,6 +117,8 @@ def test_uneven_ranks_agree_with_one_process(ranks2: Ranks, how: str, update: st
     probe = EntropyChangeProbe(model, optimizer, options, beside=HoldEntropy() if update == "step" else None)
     alone = probe.forecast(E, U, **({"causes": True} if update == "step" else {}))
     assert first["n_evaluation"] == N_E
+    if update == "step":
+        assert first["causes"]["terms"] == pytest.approx(alone.causes.terms, rel=2e-2)
     for name in ("delta", "se", "entropy", "v_x", "v_y"):
         # central differences of fp32 scores keep 3 to 4 digits
         assert first[name] == pytest.approx(getattr(alone, name), rel=1e-2, abs=1e-12), name

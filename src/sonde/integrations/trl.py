@@ -19,7 +19,7 @@ from sonde.config import ProbesConfig, probes_from_config
 from sonde.contrib.hold_entropy import HoldEntropy
 from sonde.parallel.process_groups import data_parallel_group, gather_objects, together
 from sonde.parallel.unwrap import unwrap_optimizer
-from sonde.policy.entropy_change import AroundStep, EntropyChangeProbe
+from sonde.policy.entropy_change import AroundStep, EntropyChangeProbe, ForecastPace
 from sonde.policy.log import PolicyLog
 from sonde.policy.policy_entropy import PolicyEntropyProbe
 from sonde.policy.prompt_noise import PromptNoiseProbe
@@ -28,6 +28,7 @@ from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.scoring.training_state import preserve_training_state, seed_everything
 from sonde.policy.stats.entropy_forecast import EntropyForecast
+from sonde.policy.stats.policy_entropy import PolicyEntropy
 from sonde.records import LogOrPlaces, RunLog, log_of, logger
 from sonde.version import install_hint
 
@@ -72,10 +73,10 @@ def attach(
 
     Here `gns_probe` is the noise scale in prompts, measured every `log_every` steps. TRL shuffles a prompt's
     completions over micro-batches, so these are not independent samples; `PromptNoiseProbe` runs its own backwards.
-    Every `entropy_probe.every` optimizer steps, the change of entropy along the step is forecast before the step and
-    measured after it. The trainer's own sampler draws the responses, with separate random numbers. Metrics go to the
-    trainer's logs under sonde's names. A training that resumes from a checkpoint goes on with the averages of the noise
-    scale: they are in the checkpoint's `trainer_state.json`.
+    Every `entropy_probe.every` optimizer steps, or in fewer by its `budget`, the change of entropy along the step is
+    forecast before the step and measured after it. The trainer's own sampler draws the responses, with separate random
+    numbers. Metrics go to the trainer's logs under sonde's names. A training that resumes from a checkpoint goes on
+    with the averages of the noise scale: they are in the checkpoint's `trainer_state.json`.
 
     Args:
         trainer: the trainer, with any of its losses.
@@ -95,7 +96,7 @@ def attach(
             policy's part ends when training ends.
 
     Raises:
-        ValueError: for a trainer whose samples are not the policy's (top_p < 1 and the like) or cannot be drawn without
+        ValueError: for a trainer whose samples are not the policy's (repetition_penalty) or cannot be drawn without
             disturbing training (vLLM); for options out of range.
     """
     log = log_of(log)
@@ -175,14 +176,16 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         self._noise: PromptNoiseProbe | None = None
         self._policy_log: PolicyLog | None = None
         self._rollouts = TrlRollouts(trainer, n_prompts)
-        self._around: tuple[ExitStack, AroundStep, float] | None = None
-        """Of the forecast under way, with the seconds that sampling took."""
+        self._around: tuple[ExitStack, AroundStep, float, float] | None = None
+        """Of the forecast under way, with the seconds that sampling took, and all of its seconds before the step."""
+        self._pace = ForecastPace(1, None, None)
         self._knows_window = True
         """Whether the responses of all micro-batches so far are known: unless an error was forgiven."""
         self._for_truth: list[int] = []
         """Rows of the dataset that are answered before and after the step."""
         self._metrics: dict[str, float | None] = {}
         self._forecast: EntropyForecast | None = None
+        self._policy_entropy: PolicyEntropy | None = None
         self.texts: dict[int, str] = {}
         self._wrapped = WrappedMethods(
             trainer, _generate_and_score_completions=self._generated, _compute_loss=self._micro_batch
@@ -274,7 +277,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         """Begin a window."""
         self._around, self._knows_window = None, True
         self._rollouts.begin_window()
-        self._metrics, self._forecast = {}, None
+        self._metrics, self._forecast, self._policy_entropy = {}, None, None
         self._clip_coefficient = 1.0
         self._entropy_coefficient = _entropy_coefficient(self._trainer)
 
@@ -282,7 +285,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure, and forecast the step: gradients are whole and clipped."""
         measures_noise = self._noise is not None and state.global_step % self._config.gns_probe.log_every == 0
-        forecasts = state.global_step % self._config.entropy_probe.every == 0
+        forecasts = state.global_step % self._config.entropy_probe.every == 0 and self._pace.is_due()
         if measures_noise or forecasts:
             with together(self._group):
                 update = self._rollouts.window() if self._knows_window else None
@@ -305,8 +308,9 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         state.stateful_callbacks[SAVED_AS] = self._noise.state_dict()
 
     def _forecast_step(self, update: Rollouts | None, step: int) -> None:
+        entered = time.perf_counter()
         if self._policy is not None and update is not None:
-            self._policy.measure(update)
+            self._policy_entropy = self._policy.measure(update)
             self._log(self._policy.metrics())
         if self._entropy is None:
             return
@@ -326,16 +330,18 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         stack = ExitStack()
         learned = self._with_loss_weights(update) if self._has_causes and update is not None else None
         around = stack.enter_context(self._entropy.around_step(evaluation, learned, causes=self._has_causes))
-        self._around = stack, around, sampling_seconds
+        self._around = stack, around, sampling_seconds, time.perf_counter() - entered
 
     @_forgiving
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure the step, which has been taken."""
         if self._around is None:
             return
-        (stack, around, sampling_seconds), self._around = self._around, None
+        (stack, around, sampling_seconds, before), self._around = self._around, None
+        begun = time.perf_counter()
         with together(self._group):
             stack.close()
+            self._pace.took(before + time.perf_counter() - begun)
         self._forecast = around.forecast.after_sampling(sampling_seconds)
         self.forecasts.append((state.global_step + 1, self._forecast))
         self._log(self._forecast.metrics())
@@ -347,7 +353,9 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         if self._metrics and self._policy_log is not None:
             logged = self._trainer._metrics["train"]
             scalars = {name: float(logged[name][-1]) for name in _SCALARS if logged.get(name)}
-            self._policy_log.measured(state.global_step, scalars | self._metrics, self._forecast, self.texts)
+            self._policy_log.measured(
+                state.global_step, scalars | self._metrics, self._forecast, self.texts, self._policy_entropy
+            )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the log."""
@@ -363,6 +371,8 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
     def _make_probes(self, optimizer: Any, saved_noise: Mapping[str, Any] | None) -> None:
         model, statistics, config = self._trainer.model_wrapped, self._statistics, self._config
         if config.entropy_probe.enabled:
+            # One in every `every` steps is asked.
+            self._pace = ForecastPace(1, config.entropy_probe.budget, self._group)
             self._entropy = EntropyChangeProbe(
                 model,
                 unwrap_optimizer(optimizer),
@@ -393,18 +403,24 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
                 self._trainer._metrics["train"][name].append(value)
 
     def _with_loss_weights(self, update: Rollouts) -> Rollouts:
-        """U, with the weights that its tokens have in the loss."""
-        if not self._rollouts.has_ratios:
-            return update
+        """U, with the weights that its tokens have in the loss, and the loss's other terms."""
+        window = self._rollouts
+        if self._entropy_coefficient:
+            update = window.with_bonus(update, self._entropy_coefficient)
+        if not (window.has_ratios or window.has_kl):
+            return window.reweighed(update, None)
         model = self._trainer.model_wrapped
         scorer = Scorer(model, self._statistics, _PROMPTS_EACH, self._group)
         with preserve_training_state(model):
-            scored = scorer.scored(update)
-        return self._rollouts.reweighed(update, scored.own(scored.log_prob))
+            scored = scorer.scored(update.untruncated())
+        log_prob = scored.own(scored.log_prob)
+        if window.has_kl:
+            update = window.with_kl(update, log_prob)
+        return window.reweighed(update, log_prob)
 
     def _own_responses(self, update: Rollouts) -> Rollouts:
         """E of evaluation="same", weighted by the log-probabilities at sampling if older weights sampled it."""
-        if self._config.entropy_probe.needs_own_responses(causes=self._has_causes):
+        if self._config.entropy_probe.needs_own_responses(causes=self._has_causes) or update.truncation:
             return update  # without weights; the forecast says so if they are not the policy's own
         return dataclasses.replace(update, log_prob=self._rollouts.sampled_log_prob)
 

@@ -8,6 +8,8 @@ from sonde.config import ProbesConfig
 
 _HARMLESS = {"use_cache", "cache_implementation", "max_new_tokens", "pad_token_id", "bos_token_id", "eos_token_id"}
 """Arguments of generation that do not change the distribution of a token."""
+TRUNCATION = ("top_p", "top_k", "min_p")
+"""TRL's arguments that leave tokens out of the sampling."""
 
 
 def check_arguments(
@@ -38,18 +40,14 @@ def _check_used(config: ProbesConfig) -> None:
     """Refuse options that have no effect with TRL."""
     used = {
         "gns_probe": {"enabled", "log_every", "unit"},
-        "entropy_probe": vars(config.entropy_probe).keys() - {"temperature", "budget"},
+        "entropy_probe": vars(config.entropy_probe).keys() - {"temperature"},
         "policy_entropy_probe": {"enabled", "micro_batch_prompts"},
     }
     for probe, names in used.items():
         options = getattr(config, probe)
         idle = [n for n, v in vars(options).items() if n not in names and v != getattr(type(options)(), n)]
         if idle:
-            instead = {
-                "temperature": "the temperature is the trainer's",
-                "budget": "forecasts come every `every` steps",
-            }
-            why = f" ({instead[idle[0]]})" if idle[0] in instead else ""
+            why = " (the temperature is the trainer's)" if idle[0] == "temperature" else ""
             raise ValueError(f"{probe}: {idle[0]} does nothing with TRL: leave it out{why}")
     if config.gns_probe.unit not in (type(config.gns_probe)().unit, "prompts"):
         raise ValueError(f"gns_probe: the unit is prompts with TRL, got {config.gns_probe.unit!r}: leave it out")
@@ -85,6 +83,13 @@ def _check_probes(trainer: Any, config: ProbesConfig, evaluation: str, *, causes
         "vllm_importance_sampling_correction": args.use_vllm and args.vllm_importance_sampling_correction,
         "loss_type='vespo'": trainer.loss_type == "vespo",
     }
+    truncates = {"top_p": args.top_p not in (None, 1.0), "top_k": (args.top_k or 0) > 0, "min_p": bool(args.min_p)}
+    if entropy.enabled and any(truncates.values()) and (causes or holds):
+        given = ", ".join(f"{name}={getattr(args, name)}" for name, is_on in truncates.items() if is_on)
+        raise ValueError(
+            f"{'causes' if causes else 'coefficient_to_hold'}=True needs derivatives, which do not see tokens that "
+            f"enter or leave what is sampled, and the trainer samples with {given}: leave one of the two out"
+        )
     if causes and (named := [name for name, is_on in unknown_weights.items() if is_on]):
         raise ValueError(f"causes=True does not know the token weights of {named[0]}: leave out one of the two")
     if config.gns_probe.enabled:
@@ -117,13 +122,10 @@ def _check_noise_scale(trainer: Any) -> None:
 def _check_sampling(trainer: Any) -> None:
     """Refuse a trainer whose samples are not the policy's, or whose responses sonde cannot score."""
     args = trainer.args
-    neutral = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
-    given = {name: getattr(args, name) for name in neutral}
-    if any(value and value != neutral[name] for name, value in given.items()):
+    if args.repetition_penalty and args.repetition_penalty != 1.0:
         raise ValueError(
-            f"the trainer samples with {', '.join(f'{n}={v}' for n, v in given.items())}, which cuts off tokens or "
-            "makes them less likely, so the responses do not have the policy's entropy: sample with "
-            f"{', '.join(f'{n}={v}' for n, v in neutral.items())}"
+            f"the trainer samples with repetition_penalty={args.repetition_penalty}, which makes tokens less likely, "
+            "so the responses do not have the policy's entropy: sample with repetition_penalty=1.0"
         )
     if others := sorted(set(args.generation_kwargs or {}) - _HARMLESS):
         raise ValueError(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sonde.integrations.trl_checks import TRUNCATION
 from sonde.policy.scoring.precision import without_autocast
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
@@ -18,12 +19,15 @@ GROUP = "sonde_prompt"
 USED = ("_tokenize_prompts", "_generate_single_turn")
 """Methods of the trainer that sample evaluation responses."""
 
-_OLD, _REPORTED = "old_per_token_logps", "sampling_per_token_logps"
-"""Keys of log-probabilities in TRL's batches: of the policy that sampled, and those that vLLM reported."""
+_OLD, _REPORTED, _REFERENCE = "old_per_token_logps", "sampling_per_token_logps", "ref_per_token_logps"
+"""Keys of log-probabilities in TRL's batches: of the policy that sampled, those that vLLM reported, and those of the
+reference policy of the KL term."""
 _MEANS_OVER_COMPLETIONS = ("grpo", "sapo")
 """Losses that average each completion over its own tokens."""
 _MEANS_OVER_MICRO_BATCHES = ("bnpo",)
 """Losses that average each micro-batch over all its tokens."""
+_MEANS_OVER_GENERATED = ("cispo", "dapo", "vespo")
+"""Losses that divide by a part of the tokens that were generated together."""
 
 
 class FullPrecision:
@@ -61,6 +65,10 @@ class TrlRollouts:
         """Log-probabilities of the window's tokens under the policy that sampled them, if it is older."""
         self._sampler: Tensor | None = None
         """The same as the sampler reported them, if it did, as vLLM does."""
+        self._reference: Tensor | None = None
+        """The same of the reference policy, if the loss has a KL term."""
+        self._of_bonus = torch.zeros(0)
+        """The weight of each token's entropy in the loss for a coefficient of 1, in the unit of the tokens' weights."""
 
     # Called as the trainer goes on.
 
@@ -96,12 +104,16 @@ class TrlRollouts:
         completions = _padded([(i["completion_ids"], i["completion_mask"]) for i in window], left=False)
         masks = [_sampled_mask(i) for i in window]
         weights = [self._token_weights(mask) for mask in masks]
-        sampled, weight = (_padded([(t, t) for t in parts], left=False)[0] for parts in (masks, weights))
+        bonuses = [self._bonus_weights(mask, i) for mask, i in zip(masks, window, strict=True)]
+        each = (masks, weights, bonuses)
+        sampled, weight, bonus = (_padded([(t, t) for t in parts], left=False)[0] for parts in each)
         # Leave out completions whose mask TRL has emptied because they did not end.
         rows = sampled.bool().any(1).nonzero()[:, 0]
         if not len(rows):
             return None
-        self._old, self._sampler = (self._in_window(name, rows) for name in (_OLD, _REPORTED))
+        names = (_OLD, _REPORTED, _REFERENCE)
+        self._old, self._sampler, self._reference = (self._in_window(name, rows) for name in names)
+        self._of_bonus = bonus[rows]
         return Rollouts(
             inputs={
                 "input_ids": torch.cat([prompts[0], completions[0]], 1)[rows],
@@ -111,9 +123,14 @@ class TrlRollouts:
             prompt=torch.cat([i[GROUP] for i in window])[rows],
             advantage=_advantages(window, sampled.shape[1])[rows],
             weight=weight[rows],
-            temperature=self._trainer.args.temperature,
             texts=self._texts,
+            **self._sampling(),
         )
+
+    def _sampling(self) -> dict[str, Any]:
+        """How the trainer samples, as `Rollouts` take it."""
+        args = self._trainer.args
+        return {name: getattr(args, name) for name in ("temperature", *TRUNCATION)}
 
     def _in_window(self, name: str, rows: Tensor) -> Tensor | None:
         """What TRL keeps of each token of the window; None if it does not."""
@@ -133,23 +150,58 @@ class TrlRollouts:
         """Whether the loss has likelihood ratios to an older policy."""
         return self._old is not None
 
-    def reweighed(self, update: Rollouts, log_prob: Tensor) -> Rollouts:
-        """The window with the weights that the loss gives it if an older policy sampled it.
+    @property
+    def has_kl(self) -> bool:
+        """Whether the loss has a KL term."""
+        return self._reference is not None and self._trainer.beta != 0.0
 
-        The weights are the loss's likelihood ratios, 0 where they are clipped.
+    def with_kl(self, update: Rollouts, log_prob: Tensor) -> Rollouts:
+        """The window with the slope of the loss's KL term; before `reweighed`, whose ratios it does not have.
 
         Args:
             update: the last `window`.
             log_prob: log-probabilities of its tokens under the present policy; [responses, tokens].
         """
-        assert self._old is not None
+        assert self._reference is not None
         assert update.weight is not None
-        mask, old = update.mask.cpu().bool(), self._old.cpu().double()
-        log_ratio = torch.where(mask, log_prob.cpu() - old, 0.0)
+        mask, weight = update.mask.cpu().bool(), update.weight.cpu()
+        # TRL's estimate is exp(r) − r − 1, with r the log-ratio of the reference and the policy.
+        r = torch.where(mask, self._reference.cpu().double() - log_prob.cpu(), 0.0)
+        kl, slope = weight * (r.exp() - r - 1.0), weight * (1.0 - r.exp())
+        if getattr(self._trainer.args, "use_bias_correction_kl", False):  # times the likelihood ratio, which moves too
+            if self._trainer.importance_sampling_level == "sequence":
+                kl = (kl.sum(1, keepdim=True) / mask.sum(1, keepdim=True)).expand_as(kl)
+            slope = self._log_ratio(mask, log_prob).exp() * (slope + kl)
+        terms = {"KL": (-self._trainer.beta * slope).to(update.weight.device)}
+        return dataclasses.replace(update, terms=terms)
+
+    def with_bonus(self, update: Rollouts, coefficient: float) -> Rollouts:
+        """The window with the weights of its tokens' entropies in the loss."""
+        return dataclasses.replace(update, entropy_bonus=coefficient * self._of_bonus)
+
+    def reweighed(self, update: Rollouts, log_prob: Tensor | None) -> Rollouts:
+        """The window with the weights that the loss gives it.
+
+        They are the loss's likelihood ratios, 0 where they are clipped.
+
+        Args:
+            update: the last `window`.
+            log_prob: log-probabilities of its tokens under the present policy, [responses, tokens]; None unless an
+                older policy sampled it.
+        """
+        assert update.weight is not None
+        ratio = self._log_ratio(update.mask.cpu().bool(), log_prob).exp()
+        slope = self._slope(ratio, update.per_token("advantage").cpu().double())
+        return dataclasses.replace(update, weight=update.weight * slope.to(update.weight.device))
+
+    def _log_ratio(self, mask: Tensor, log_prob: Tensor | None) -> Tensor:
+        """Of the present policy and that which sampled, as the loss takes it; 0 if they are the same."""
+        if self._old is None or log_prob is None:
+            return torch.zeros_like(mask, dtype=torch.float64)
+        log_ratio = torch.where(mask, log_prob.cpu() - self._old.cpu().double(), 0.0)
         if self._trainer.importance_sampling_level == "sequence":
             log_ratio = (log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)).expand_as(log_ratio)
-        slope = self._slope(log_ratio.exp(), update.per_token("advantage").cpu().double())
-        return dataclasses.replace(update, weight=update.weight * slope.to(update.weight.device))
+        return log_ratio
 
     def _slope(self, ratio: Tensor, advantage: Tensor) -> Tensor:
         """The derivative of a token's objective with respect to its log-probability, divided by its advantage."""
@@ -189,8 +241,8 @@ class TrlRollouts:
             },
             mask=completions[1],
             prompt=torch.tensor([-1 - i for i in rows], device=device),
-            temperature=trainer.args.temperature,
             texts={-1 - i: str(data[i]["prompt"]) for i in chosen},
+            **self._sampling(),
         )
 
     def learned_texts(self) -> list[str]:
@@ -234,6 +286,22 @@ class TrlRollouts:
         if self._trainer.loss_type in _MEANS_OVER_COMPLETIONS:
             return ones / ones.sum(1, keepdim=True).clamp(min=1.0)
         return ones
+
+    def _bonus_weights(self, mask: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+        """The weights of a micro-batch's entropies for a coefficient of 1, in the unit of `_token_weights`.
+
+        TRL's bonus is a mean over the micro-batch's tokens, and its policy's term is divided by something else.
+        """
+        trainer, ones = self._trainer, mask.double()
+        divisor = float(len(mask))
+        if trainer.loss_type in _MEANS_OVER_MICRO_BATCHES:
+            divisor = 1.0
+        elif trainer.loss_type == "dr_grpo":
+            divisor *= trainer.max_completion_length
+        elif trainer.loss_type in _MEANS_OVER_GENERATED:
+            n = float(inputs["num_items_in_batch"].clamp(min=1.0)) / trainer.accelerator.num_processes
+            divisor = n / trainer.args.steps_per_generation
+        return divisor * ones / ones.sum().clamp(min=1.0)
 
 
 def _sampled_mask(inputs: Mapping[str, Any]) -> Tensor:

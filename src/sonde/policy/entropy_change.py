@@ -30,6 +30,7 @@ from sonde.policy.entropy_checks import (
     check_responses,
     check_sampled_log_prob,
     check_sampler,
+    check_truncation,
     trainable,
 )
 from sonde.policy.entropy_measurement import Beside, Cost, EntropyMeasurement
@@ -82,10 +83,10 @@ class AroundStep:
 class EntropyChangeProbe:
     """Forecasts what an update does to a policy's entropy, measures what it did, and finds the prompts that cause it.
 
-    The probe needs two batches of the policy's own responses. E evaluates the change: sampled without truncation, and
-    independent of the update. U is the batch that the update learns from. The unit is the prompt with its group of
-    responses. Nothing of the training changes, whatever fails: afterwards parameters have the same bits, and `.grad`,
-    the optimizer, modes and random numbers are as before.
+    The probe needs two batches of the policy's own responses. E evaluates the change: independent of the update. U is
+    the batch that the update learns from. The unit is the prompt with its group of responses. Nothing of the training
+    changes, whatever fails: afterwards parameters have the same bits, and `.grad`, the optimizer, modes and random
+    numbers are as before.
 
     Each forecast stands alone, so the probe has no state to save for a restart. Only `step` counts windows: after a
     restart, it forecasts its first one.
@@ -363,7 +364,13 @@ class EntropyChangeProbe:
         """The factor of the gradients, and the number of update prompts on all ranks."""
         scale = self._factor(gradient_scale)
         n_update = check_responses(
-            evaluation, update, self._statistics, self._group, options=self._options, causes=causes
+            evaluation,
+            update,
+            self._statistics,
+            self._group,
+            options=self._options,
+            causes=causes,
+            is_beside=self._beside is not None,
         )
         if not self._options.is_step and update is None:
             raise ValueError(_NO_UPDATE)
@@ -493,6 +500,7 @@ class EntropyChangeProbe:
                 yield None
                 return
             check_sampled_log_prob(base)
+            check_truncation(base)
             if doubt := mask_doubt(evaluation, base.own(base.log_prob)):
                 warnings.warn(doubt, stacklevel=stack_level())
             sample = None if sampler is None else functools.partial(self._sample, sampler, self._seed())

@@ -23,6 +23,8 @@ from sonde.policy.scoring.scorer import Scored
 from sonde.policy.scoring.token_statistics import check_scorable
 from sonde.policy.scoring.training_state import can_checkpoint
 
+_OUTSIDE_AT_MOST = 0.02
+"""Part of the sampled tokens that may lie outside the truncated policy: a sampler of 16 bits rounds at the edge."""
 _ROUNDING = 1e-3
 """Nats above 0 that a log-probability of 16 bits may have."""
 
@@ -132,8 +134,30 @@ def check_evaluation(rollouts: Rollouts, statistics: object, name: str) -> None:
     check_scorable(rollouts, statistics, name)
     if rollouts.is_truncated:
         raise ValueError(
-            f"{name} responses were sampled with top_p < 1 or the like, so their entropy is not the policy's: sample "
-            "them untruncated"
+            f"{name} responses were truncated in a way that sonde cannot score, so their entropy is not the policy's: "
+            "pass top_p=, top_k= or min_p= instead of is_truncated=, or sample them untruncated"
+        )
+    if rollouts.truncation and rollouts.log_prob is not None:
+        raise ValueError(
+            f"{name} responses have log_prob= and {_written(rollouts)}: another policy left out other tokens, so no "
+            "weights make its responses this policy's: leave one out"
+        )
+
+
+def _written(rollouts: Rollouts) -> str:
+    return ", ".join(f"{name}={value:g}" for name, value in rollouts.truncation.items())
+
+
+def check_truncation(scored: Scored) -> None:
+    """Refuse responses with more tokens outside the truncated policy than the sampler's rounding leaves there."""
+    if scored.outside is None:
+        return
+    n_outside, n = int(scored.outside.sum()), int(scored.responses.length.sum())
+    if n_outside > _OUTSIDE_AT_MOST * n:
+        raise ValueError(
+            f"{n_outside:,} of {n:,} sampled tokens of the evaluation responses are left out by "
+            f"{_written(scored.rollouts) or 'their truncation'}: pass the top_p=, top_k=, min_p= "
+            "and temperature= of sampling, of the policy as it is now"
         )
 
 
@@ -158,6 +182,7 @@ def check_responses(
     *,
     options: EntropyChangeOptions,
     causes: bool,
+    is_beside: bool = False,
 ) -> int:
     """Refuse responses that cannot be used, on every rank alike; and warn if E and U share prompts.
 
@@ -168,11 +193,13 @@ def check_responses(
         group: the ranks that hold different responses.
         options: the probe's options, which must be the same on all ranks.
         causes: whether the change is split into its causes.
+        is_beside: whether something is measured beside it.
 
     Returns:
         The number of update prompts on all ranks; 0 without U.
     """
     needs_own = options.needs_own_responses(causes=causes)
+    needs_derivatives = "causes=True" if causes else "beside=" if is_beside else "" if options.is_step else needs_own
 
     def check() -> dict[str, Tensor]:
         check_is_rollouts("evaluation", evaluation)
@@ -187,6 +214,12 @@ def check_responses(
                 "responses of the policy as it is: leave that option out, or sample new responses and leave log_prob= "
                 "out"
             )
+        if evaluation.truncation and needs_derivatives:
+            raise ValueError(
+                f"the evaluation responses have {_written(evaluation)}, and {needs_derivatives} needs derivatives, "
+                "which do not see tokens that enter or leave what is sampled: leave that option out, or sample "
+                "untruncated"
+            )
         if update is not None and update.advantage is None:
             raise ValueError("update responses need their advantages: pass advantage= to Rollouts")
         no_prompts = torch.zeros(0, dtype=torch.long)
@@ -195,7 +228,12 @@ def check_responses(
         # A function has another repr on every rank: whether there is one is compared.
         has_function = callable(options.sequence_weights)
         named = dataclasses.replace(options, sequence_weights="one") if has_function else options
-        return prompts | {"given": given, "options": torch.tensor([digest((has_function, named))])}
+        terms = digest(() if update is None else sorted(update.other_terms()))
+        return prompts | {
+            "given": given,
+            "options": torch.tensor([digest((has_function, named))]),
+            "terms": torch.tensor([terms]),
+        }
 
     prompts = gather_from_all_ranks(group, check)
     if len(prompts["options"].unique()) > 1:
@@ -204,6 +242,8 @@ def check_responses(
     for name, given in zip(names, prompts["given"].T, strict=True):
         if bool(given.any()) and not bool(given.all()):
             raise ValueError(f"some ranks gave {name}, and others did not: give it on all ranks or on none")
+    if len(prompts["terms"].unique()) > 1:
+        raise ValueError("the ranks' update responses have other terms of the loss: pass the same names on all ranks")
     shared = sorted(set(prompts["E"].tolist()) & set(prompts["U"].tolist()))
     if shared:
         warnings.warn(

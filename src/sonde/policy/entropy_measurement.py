@@ -27,7 +27,7 @@ from sonde.policy.scoring.optimizer_step import (
 )
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Batch, Scored, ScoreDerivatives, Scorer
-from sonde.policy.stats.attribution import Cause, causes_by_prompt, credit_by_sign, split_step
+from sonde.policy.stats.attribution import NO_PROMPTS, CausesOfBatch, causes_by_prompt, credit_by_sign, split_step
 from sonde.policy.stats.entropy_change import EntropyObjective
 from sonde.policy.stats.entropy_forecast import (
     AfterStep,
@@ -144,7 +144,7 @@ class EntropyMeasurement:
             gradient_scale: factor that gradients are still multiplied by before the step.
         """
         part = functools.partial(forecast_step, optimizer, of=self.parameters, gradient_scale=gradient_scale)
-        prompts, cosine, doubt = None, None, ""
+        found, doubt = NO_PROMPTS, ""
         with self.cost.phase("causes"):
             # X̄ gives every part of the step by a product with it: no further pass over E.
             x = self.gradients.at_work(self.gradients.entropy_gradient())
@@ -154,8 +154,8 @@ class EntropyMeasurement:
                 # step that the optimizer would take along X̄.
                 to_entropy = part(part="batch", along=gradient_for(optimizer, x))
                 del x
-                prompts, cosine, doubt = self._causes_by_prompt(optimizer, update, to_entropy)
-        causes = split_step(first_order.change.delta, momentum=momentum, decay=decay, prompts=prompts, cosine=cosine)
+                found, doubt = self._causes_by_prompt(optimizer, update, to_entropy)
+        causes = split_step(first_order.change.delta, momentum=momentum, decay=decay, of=found)
         return dataclasses.replace(first_order, causes=causes, doubt=first_order.doubt or doubt)
 
     def sample(self) -> Scored | None:
@@ -168,7 +168,7 @@ class EntropyMeasurement:
     def scored_after(self) -> Scored:
         """E, scored again; parameters hold θ⁺."""
         with self.cost.phase("scores_after"):
-            return self.scorer.scored(self.base.rollouts)
+            return self.scorer.scored(self.base.rollouts, self.base)
 
     def is_unchanged(self, now: Scored) -> bool:
         """Whether scores are those before the step, bit for bit."""
@@ -192,17 +192,19 @@ class EntropyMeasurement:
         base, terms, (weighting, clip_at) = self.base, self._terms, self._options.weights
         if not now.is_finite:
             return None
-        importance = importance_sampled_change(
-            terms(base),
-            terms(now),
-            base.log_prob,
-            now.log_prob,
-            base.responses,
-            sampled_log_prob=base.sampled_log_prob,
-            weighting=weighting,
-            clip_at=clip_at,
-            per=self._objective.per,
-        )
+        importance = None
+        if base.outside is None:  # with truncation, a response counts no more once one of its tokens has left
+            importance = importance_sampled_change(
+                terms(base),
+                terms(now),
+                base.log_prob,
+                now.log_prob,
+                base.responses,
+                sampled_log_prob=base.sampled_log_prob,
+                weighting=weighting,
+                clip_at=clip_at,
+                per=self._objective.per,
+            )
         finite_step = self.change_to(now.log_prob, now.entropy)
         rollouts = None
         if before is not None and (after := self.sample()) is not None:
@@ -230,6 +232,7 @@ class EntropyMeasurement:
             sampled_log_prob=base.log_prob if base.sampled_log_prob is None else base.sampled_log_prob,
             weighting=weighting,
             clip_at=clip_at,
+            is_truncated=base.outside is not None,
         )
 
     def forecast(
@@ -300,25 +303,34 @@ class EntropyMeasurement:
             on_same_prefixes = float(on_same.mean())
         return FirstOrder(change, on_same_prefixes, change.delta, d.doubt)
 
-    def _causes_by_prompt(
-        self, optimizer: Any, update: Rollouts, to_entropy: Direction
-    ) -> tuple[tuple[Cause, ...] | None, float | None, str]:
-        """Each update prompt's part of the change along this batch's part of the step; `Causes.cosine`; and a doubt.
+    def _causes_by_prompt(self, optimizer: Any, update: Rollouts, to_entropy: Direction) -> tuple[CausesOfBatch, str]:
+        """Each update prompt's part of the change along this batch's part of the step, and a doubt.
 
-        Both are None if all advantages or gradients are 0.
+        Nothing is known if all advantages or gradients are 0.
         """
         learned, credit = self.scorer.credited(update)
-        # The loss's gradient is −c ∇ Σ credit·s, and only c is unknown. It is fitted where ∇ Σ credit·s is not 0: a
-        # value loss on parameters of its own has no part in c.
-        size = float(credit.abs().sum())  # advantages have any unit, and gradients may be summed in 16 bits
-        ascent = self.gradients.at_work(self.gradients.gradient(update, learned.own(credit / (size or 1.0))))
-        fit = fit_to_gradients(gradient_for(optimizer, ascent))
+        others = self.scorer.other_terms(update)
+        on_log_prob = sum((of.on_log_prob for of in others.values()), start=credit)
+        on_entropy = sum((of.on_entropy for of in others.values()), start=torch.zeros_like(credit))
+        # The loss's gradient is −c ∇ Σ (credit·s + other terms), and only c is unknown. It is fitted where that sum's
+        # gradient is not 0: a value loss on parameters of its own has no part in c.
+        # Advantages have any unit, and gradients may be summed in 16 bits.
+        size = float(on_log_prob.abs().sum() + on_entropy.abs().sum()) or 1.0
+        ascent = self.gradients.gradient(
+            update,
+            learned.own(on_log_prob / size),
+            learned.own(on_entropy / size) if bool(on_entropy.any()) else None,
+        )
+        fit = fit_to_gradients(gradient_for(optimizer, self.gradients.at_work(ascent)))
         del ascent
         if fit is None:
-            return None, None, ""
+            return NO_PROMPTS, ""
         d = self.derivatives(learned, to_entropy)
-        rewarded, penalised = d.along(credit_by_sign(credit))
-        return causes_by_prompt(rewarded, penalised, learned.responses, fit.factor / size), fit.cosine, d.doubt
+        rewarded, penalised, *of_others = d.along([*credit_by_sign(credit), *others.values()])
+        scale = fit.factor / size
+        prompts = causes_by_prompt(rewarded, penalised, learned.responses, scale)
+        terms = {name: scale * float(of.sum()) for name, of in zip(others, of_others, strict=True)}
+        return CausesOfBatch(prompts, terms, fit.cosine), d.doubt
 
     def _terms(self, scored: Scored) -> Tensor:
         return self._objective.terms(scored.log_prob, scored.entropy, scored.responses)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from sonde.policy.entropy_change import EntropyChangeProbe
@@ -12,6 +13,7 @@ from sonde.policy.stats.entropy_comparison import EntropyComparison
 from sonde.policy.stats.entropy_forecast import EntropyForecast
 from sonde.policy.stats.forecast_point import Per, Point, forecast_point
 from sonde.policy.stats.policy_alerts import PolicyAlerts
+from sonde.policy.stats.policy_entropy import PolicyEntropy
 from sonde.record_values import json_number, metric_values, step_number
 from sonde.records import LogOrPlaces, log_of, logger
 
@@ -60,6 +62,7 @@ class PolicyLog:
         metrics: Mapping[str, float | None],
         forecast: EntropyForecast | None = None,
         texts: Mapping[int, str] | None = None,
+        entropy: PolicyEntropy | None = None,
     ) -> None:
         """Write the measurements around one optimizer step; nothing once the log has ended.
 
@@ -69,6 +72,8 @@ class PolicyLog:
                 `forecast` among them.
             forecast: of the entropy's change; its reason, shares and causes are written too.
             texts: of prompts, by their numbers: those of the update too, where there are causes.
+            entropy: of the responses that the step learns from. Where there is no forecast, the entropies by position
+                are theirs.
 
         Raises:
             ValueError: for a step or a metric that is no number.
@@ -83,6 +88,9 @@ class PolicyLog:
         if forecast is not None or point.entropy is not None:
             self.points.append(point)
             self._alerts.add(point)
+        positions = () if forecast is None else forecast.by_position
+        if not positions and entropy is not None:
+            positions = entropy.by_position
         alerts = self._alerts.messages()
         for name, message in alerts.items():
             if name not in self.alerts:
@@ -97,6 +105,7 @@ class PolicyLog:
             per=self._per,
             shares=[] if forecast is None else _shares(forecast, texts or {}),
             causes=None if forecast is None or forecast.causes is None else _causes(forecast.causes, texts or {}),
+            positions=[list(dataclasses.astuple(at)) for at in positions],
             alerts=alerts,
         )
         self.alerts |= self._log.alerts  # of a sink that has failed
@@ -188,6 +197,7 @@ def _causes(causes: Causes, texts: Mapping[int, str]) -> dict[str, object]:
         "decay": json_number(causes.decay),
         "explained": json_number(causes.explained),
         "cosine": json_number(causes.cosine),
+        "terms": {_shortened(name): json_number(value) for name, value in causes.terms.items()},
         "prompts": [
             {
                 "prompt": _text(cause.prompt, texts),

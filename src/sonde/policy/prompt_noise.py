@@ -182,6 +182,7 @@ class PromptNoiseProbe:
             self._scorer = Scorer(self._model, self._statistics, 1, ranks.everyone)
         with preserve_training_state(self._model):
             self._scorer.check(rollouts)
+        rollouts = rollouts.untruncated()
         credit, prompts = rollouts.credit(), rollouts.order(1)
 
         def objective(rows: Tensor) -> Tensor:

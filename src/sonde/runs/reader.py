@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar, cast, get_args
 from sonde.batch_size.stats.reading import GroupReading
 from sonde.log.lines import LastRun, begins_header, last_run, lines_of, parse_record
 from sonde.log.sinks import RECORDS_NAME, other_unit
+from sonde.policy.stats.token_positions import AtPositions
 from sonde.probe import ReportSection
 from sonde.record_values import SCHEMA, SETUP_KINDS
 from sonde.runs.run import (
@@ -330,6 +331,13 @@ def _part(value: Mapping[str, Any]) -> PromptPart:
     return _filled(PromptPart, value, parts=parts)
 
 
+def _at_positions(row: object) -> AtPositions:
+    """A row of 6 numbers, in the order of its fields."""
+    first, last, n_tokens, *quantiles = _list(row)
+    q10, q50, q90 = map(_known, quantiles)
+    return AtPositions(_count(first), _count(last), _count(n_tokens), q10, q50, q90)
+
+
 def _groups(record: Mapping[str, Any]) -> dict[str, GroupReading]:
     return _each(_group)(record["groups"])
 
@@ -378,6 +386,13 @@ def _number(value: object) -> float | None:
 def _each(read: Callable[[Any], T]) -> Callable[[object], dict[str, T]]:
     """What reads values by name. Each line brings the same names: interned, they are held once."""
     return lambda value: {sys.intern(name): read(each) for name, each in _mapping(value).items()}
+
+
+def _known(value: object) -> float:
+    number = _number(value)
+    if number is None:
+        raise TypeError("null where a number is expected")
+    return number
 
 
 def _time(value: object) -> float:
@@ -438,6 +453,7 @@ _BY_TYPE: dict[Any, Callable[[Any], Any]] = {
     "Mapping[str, Mapping[str, str]]": _descriptions,
     "tuple[str, ...]": lambda names: tuple(map(str, _list(names))),
     "tuple[PromptPart, ...]": _parts,
+    "tuple[AtPositions, ...]": lambda rows: tuple(map(_at_positions, _list(rows))),
     "CausesReading | None": lambda causes: None if causes is None else _filled(CausesReading, _mapping(causes)),
 }
 """What reads a value, by the type of the field that takes it. A number that is never unknown is a time."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from sonde.batch_size.stats.critical_batch import as_weighed
 from sonde.batch_size.stats.reading import GroupReading
 from sonde.policy.stats.attribution import doubt_of_parts
 from sonde.policy.stats.forecast_point import Per, Point, forecast_point
+from sonde.policy.stats.token_positions import AtPositions
 from sonde.probe import ReportSection
 from sonde.stats.intervals import RatioInterval, Status
 
@@ -173,9 +174,10 @@ class CausesReading:
         momentum: the part of earlier batches, in nats; None where it is not known, as for the next three.
         batch: the part of this batch, in nats.
         decay: the part of weight decay, in nats.
-        explained: the sum of the prompts' parts over the part of the batch.
+        explained: the sum of the prompts' and the terms' parts over the part of the batch.
         cosine: cosine similarity of the loss's gradient and that of advantage × log-probability.
         prompts: the prompts of the batch with their parts.
+        terms: the parts of the batch's from other terms of the loss, by name, in nats.
     """
 
     momentum: float | None
@@ -184,11 +186,12 @@ class CausesReading:
     explained: float | None
     cosine: float | None
     prompts: tuple[PromptPart, ...]
+    terms: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
     def doubt(self) -> str:
         """Why the prompts' parts are not to be trusted; empty if they are."""
-        parts = [part.change or 0.0 for part in self.prompts]
+        parts = [*(part.change or 0.0 for part in self.prompts), *(value or 0.0 for value in self.terms.values())]
         return doubt_of_parts(self.batch, self.explained, parts, cosine=self.cosine)
 
 
@@ -206,6 +209,7 @@ class PolicyReading:
         shares: evaluation prompts with their parts of the forecast.
         causes: where the change comes from; None if it was not asked for.
         alerts: a message for each check that failed, by its name.
+        positions: quantiles of the tokens' entropies by their position in the response; empty if unknown.
     """
 
     segment: int
@@ -217,6 +221,7 @@ class PolicyReading:
     shares: tuple[PromptPart, ...]
     causes: CausesReading | None
     alerts: Mapping[str, str]
+    positions: tuple[AtPositions, ...] = ()
 
     @property
     def point(self) -> Point:

@@ -111,3 +111,24 @@ def test_perfect_and_no_correlation() -> None:
     assert correlate(x, -x, cluster).high == pytest.approx(-1.0)
     assert "every response has the same advantage" in correlate(x, torch.ones(8), cluster).reason
     assert "every response has the same entropy" in correlate(torch.ones(8), x, cluster).reason
+
+
+def test_quantiles_by_position_are_those_of_the_tokens_there() -> None:
+    """Beside numpy-like quantiles of lists that are made token by token; gaps in a response do not count."""
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.rand(40, 21, generator=generator) < 0.7
+    mask[:, 0] = True
+    h = torch.rand(40, 21, generator=generator, dtype=torch.float64)
+    responses = Responses(mask, torch.arange(40) // 2)
+    at_position: dict[int, list[float]] = {}
+    for row in range(40):
+        for place, column in enumerate(mask[row].nonzero()[:, 0].tolist(), start=1):
+            at_position.setdefault(place, []).append(float(h[row, column]))
+    found = policy_entropy(-h, h, responses).by_position
+    assert [(at.first, at.last) for at in found] == [(1, 1), (2, 3), (4, 7), (8, 15), (16, 31)]
+    for at in found:
+        tokens = torch.tensor([x for place in range(at.first, at.last + 1) for x in at_position.get(place, [])])
+        assert at.n_tokens == len(tokens)
+        expected = torch.quantile(tokens.double(), torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
+        assert (at.q10, at.q50, at.q90) == pytest.approx(expected, rel=1e-6)
+    assert sum(at.n_tokens for at in found) == int(mask.sum())

@@ -128,7 +128,7 @@ def test_parts_that_do_not_add_up_are_left_out_of_the_sum(tmp_path: Path) -> Non
     [section] = [s for s in policy_sections(read_run(tmp_path)) if s.title == "Prompts that change the entropy most"]
     learned = section.content[0]
     assert {row[-1] for row in learned.rows} == {"2"}  # type: ignore[union-attr]
-    assert "The parts of its prompts are not to be trusted: the prompts' parts add up to" in section.text
+    assert "The parts of its prompts are not to be trusted: the parts of prompts and terms add up to" in section.text
 
 
 NOTHING = {"shares": [], "causes": None}

@@ -123,7 +123,7 @@ def run_entropy_demo(options: EntropyDemoOptions) -> int:
             trainer,
             {
                 "gns_probe": {"enabled": True, "log_every": options.every},
-                "entropy_probe": {"enabled": True, "every": options.every, "micro_batch_prompts": 16},
+                "entropy_probe": {"enabled": True, "every": options.every, "budget": None, "micro_batch_prompts": 16},
                 "policy_entropy_probe": {"enabled": True},
             },
             evaluation_prompts=options.evaluation_prompts,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ _SHAPES = {
     "advantage": "[responses] or [responses, tokens]",
     "weight": "[responses, tokens]",
     "log_prob": "[responses, tokens]",
+    "entropy_bonus": "[responses, tokens]",
 }
 _PACKED_SHAPES = {
     "mask": "[tokens] or [1, tokens]",
@@ -29,7 +31,10 @@ _PACKED_SHAPES = {
     "weight": "[tokens]",
     "log_prob": "[tokens]",
 }
-_OPTIONAL = ("advantage", "weight", "log_prob")
+_OPTIONAL = ("advantage", "weight", "log_prob", "entropy_bonus")
+BONUS = "entropy bonus"
+"""The name of its part of a change."""
+_NO_TRUNCATION: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 _BY_CHANCE = math.log(1e-6)
 """Log-probability below which what all responses have in common is no chance."""
 _EARLY_FROM = 8
@@ -55,8 +60,16 @@ class Rollouts:
             weighted by them. Values outside the mask are ignored.
         temperature: the temperature of sampling, or of each response or token; a number, [responses] or [responses,
             tokens].
-        is_truncated: whether sampling left out unlikely tokens, by top-p, top-k or the like.
+        is_truncated: whether sampling left out tokens in another way than the next three, which sonde cannot score.
         texts: each prompt's text by its number, for tables.
+        top_p: sampling took the likeliest tokens alone, as many as have this probability together; 1 for all tokens.
+        top_k: sampling took so many of the likeliest tokens alone; 0 for all tokens.
+        min_p: sampling left out tokens that are less likely than this times the likeliest token; 0 for all tokens.
+            Samplers apply `top_k` first, then `top_p`, then `min_p`, after the temperature.
+        entropy_bonus: factor of each token's entropy in the loss, in the unit of advantage × weight; [responses,
+            tokens].
+        terms: other terms of the loss by their names, for causes of their own: minus each token's derivative of the
+            term by its log-probability, in the unit of advantage × weight; [responses, tokens].
 
     Raises:
         ValueError: if a field is no tensor, shapes disagree, a response has no token, or an advantage or weight of a
@@ -78,6 +91,11 @@ class Rollouts:
     temperature: float | Tensor = 1.0
     is_truncated: bool = False
     texts: Mapping[int, str] = field(default_factory=dict)
+    top_p: float | None = 1.0
+    top_k: int | None = 0
+    min_p: float | None = 0.0
+    entropy_bonus: Tensor | None = None
+    terms: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_types(self.inputs, {name: getattr(self, name) for name in _SHAPES}, _SHAPES)
@@ -89,6 +107,7 @@ class Rollouts:
         _check_mask(self.mask)
         if not isinstance(self.is_truncated, bool):
             raise ValueError(f"is_truncated must be True or False, got {self.is_truncated!r:.60}")
+        _check_truncation(self.top_p, self.top_k, self.min_p)
         if self.mask.shape[:1] == (0,):
             return  # an error here would be raised on this rank alone: the probes refuse it, on all ranks
         responses = self.responses()  # checks the mask and the prompts
@@ -108,6 +127,9 @@ class Rollouts:
         for name in _OPTIONAL:
             if getattr(self, name) is not None:
                 responses.tokens(name, self.per_token(name).cpu())
+        _check_terms(self.terms)
+        for name, tensor in self.terms.items():
+            responses.tokens(f"terms[{name!r}]", tensor.cpu())
 
     def _check_temperature(self, responses: Responses) -> None:
         given = self.temperature
@@ -135,6 +157,9 @@ class Rollouts:
         weight: Tensor | None = None,
         log_prob: Tensor | None = None,
         temperature: float | Tensor = 1.0,
+        top_p: float | None = 1.0,
+        top_k: int | None = 0,
+        min_p: float | None = 0.0,
         is_truncated: bool = False,
         texts: Mapping[int, str] | None = None,
     ) -> Self:
@@ -153,7 +178,7 @@ class Rollouts:
             weight: [tokens].
             log_prob: [tokens].
             temperature: of sampling; a number, [responses] or [tokens].
-            is_truncated: as for `Rollouts`.
+            top_p: as for `Rollouts`; so are `top_k`, `min_p` and `is_truncated`.
             texts: as for `Rollouts`.
 
         Raises:
@@ -208,7 +233,8 @@ class Rollouts:
             cut["temperature"].masked_fill_(~cut["mask"], 1.0)
         values = per_response | {n: t for n, t in cut.items() if n in per_token}
         made = {n: t for n, t in cut.items() if n in inputs and n not in _MADE_ANEW}
-        return cls(made, prompt=prompt, is_truncated=is_truncated, texts=texts or {}, **values)
+        values |= {"top_p": top_p, "top_k": top_k, "min_p": min_p, "is_truncated": is_truncated}
+        return cls(made, prompt=prompt, texts=texts or {}, **values)
 
     def __len__(self) -> int:
         return len(self.mask)
@@ -217,6 +243,17 @@ class Rollouts:
     def n_prompts(self) -> int:
         """Number of prompts that were answered."""
         return len(self.prompt.unique())
+
+    @property
+    def truncation(self) -> dict[str, Any]:
+        """What sampling left out, as `statistics_of_logits` takes it; empty if nothing."""
+        given: dict[str, Any] = {"top_k": max(self.top_k or 0, 0), "min_p": self.min_p or 0.0}
+        given["top_p"] = 1.0 if self.top_p is None else self.top_p
+        return {name: value for name, value in given.items() if value != _NO_TRUNCATION[name]}
+
+    def untruncated(self) -> Self:
+        """The same responses, to be scored as a loss scores them: trainers take log-probabilities of all tokens."""
+        return dataclasses.replace(self, **_NO_TRUNCATION) if self.truncation else self
 
     def check_not_empty(self) -> None:
         """Refuse rollouts without responses.
@@ -232,7 +269,7 @@ class Rollouts:
 
     def digest(self) -> int:
         """A number that differs where inputs, masks, prompts, advantages or weights do; waits for the device."""
-        named = {**self.inputs, "mask": self.mask, "prompt": self.prompt}
+        named = {**self.inputs, **self.terms, "mask": self.mask, "prompt": self.prompt}
         named |= {name: getattr(self, name) for name in _OPTIONAL}
         sums = [(name, tuple(t.shape), _checksum(t)) for name, t in named.items() if t is not None]
         return digest(sums)
@@ -271,6 +308,17 @@ class Rollouts:
             credit = credit * self.per_token("weight")
         return torch.where(self.mask.bool(), credit, 0.0)
 
+    def other_terms(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Of each other term of the loss, factors of each token's log-probability and entropy.
+
+        Both are 0 where no token was sampled; [responses, tokens], fp64.
+        """
+        mask, zero = self.mask.bool(), torch.zeros_like(self.mask, dtype=torch.float64)
+        found = {name: (torch.where(mask, t.double(), 0.0), zero) for name, t in self.terms.items()}
+        if self.entropy_bonus is not None:
+            found[BONUS] = zero, torch.where(mask, self.entropy_bonus.double(), 0.0)
+        return found
+
     def order(self, prompts_each: int) -> list[Tensor]:
         """Rows in parts of so many prompts; all responses to a prompt are in one part.
 
@@ -292,8 +340,9 @@ class Rollouts:
             return value[index.to(value.device)] if isinstance(value, Tensor) else value
 
         made = object.__new__(type(self))
-        picked = {name: pick(value) for name, value in vars(self).items()}
-        vars(made).update(picked, inputs={name: pick(tensor) for name, tensor in self.inputs.items()})
+        vars(made).update((name, pick(value)) for name, value in vars(self).items())
+        for name in ("inputs", "terms"):
+            vars(made)[name] = {key: pick(tensor) for key, tensor in vars(self)[name].items()}
         return made
 
     def per_token(self, name: str) -> Tensor:
@@ -409,6 +458,28 @@ def _check_types(inputs: object, values: Mapping[str, object], shapes: Mapping[s
         )
 
 
+def _check_terms(terms: object) -> None:
+    """Refuse what does not map names to tensors."""
+    if not isinstance(terms, Mapping) or not all(isinstance(t, Tensor) for t in terms.values()):
+        raise ValueError(f"terms must map names to tensors, [responses, tokens], got {terms!r:.60}: pass {{'KL': ...}}")
+    if unnamed := [name for name in terms if not isinstance(name, str) or not name.strip() or name == BONUS]:
+        raise ValueError(f"terms need names of their own, got {unnamed[0]!r:.60}: name a term as 'KL'")
+
+
+def _check_truncation(top_p: Any, top_k: Any, min_p: Any) -> None:
+    """Refuse what no sampler takes. None, and −1 for `top_k`, turn one off, as in samplers."""
+
+    def is_part(value: Any) -> bool:
+        return isinstance(value, Real) and not isinstance(value, bool) and 0.0 <= float(value) <= 1.0
+
+    if top_p is not None and not (is_part(top_p) and top_p > 0.0):
+        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p!r:.60}: pass that of sampling, 1 for none")
+    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < -1):
+        raise ValueError(f"top_k must be a whole number of tokens, got {top_k!r:.60}: pass that of sampling, 0 for all")
+    if min_p is not None and not is_part(min_p):
+        raise ValueError(f"min_p must be from 0 to 1, got {min_p!r:.60}: pass that of sampling, 0 for none")
+
+
 def _check_mask(mask: Tensor) -> None:
     """Refuse labels, weights and the like."""
     if mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
@@ -437,5 +508,6 @@ class TokenStatistics(Protocol):
 
         Returns:
             s_k, the log-probability of the sampled token, and H_k, the entropy of the whole distribution that it was
-            sampled from; in nats, each [responses, tokens] as the mask. Values outside the mask are ignored.
+            sampled from, with the temperature and `truncation` of the rollouts; in nats, each [responses, tokens] as
+            the mask. Values outside the mask are ignored.
         """

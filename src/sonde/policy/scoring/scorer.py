@@ -31,11 +31,14 @@ from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.summed_gradient import GradientSum, summed_gradient
 from sonde.policy.scoring.token_statistics import checked_scores
 from sonde.policy.scoring.training_state import checkpointing
-from sonde.policy.stats.entropy_gradient import Along, Responses, along_tokens
+from sonde.policy.stats.entropy_gradient import Along, Coefficients, Responses, along_tokens
 
 T = TypeVar("T")
 
 _PILOT_RESPONSES = 8
+_NEVER = -1e4
+"""Log-probability of a token that a truncated policy does not sample, in nats: its exponential is 0, and its product
+with 0 too."""
 _ROUNDING = 0.01
 """Nats. A different order of sums changes scores by less, also in bf16; dropout changes them by more."""
 
@@ -68,11 +71,14 @@ class Scored(Batch):
         entropy: H_k in nats, [responses, tokens] of all ranks; fp64, on the CPU.
         sampled_log_prob: log-probabilities that the sampler reported, as `log_prob`; None if the responses are the
             policy's own.
+        outside: of a truncated policy, sampled tokens that it would not sample: the sampler rounds otherwise at the
+            edge. Their log-probability stands as −H, before a step and after it. None without truncation.
     """
 
     log_prob: Tensor
     entropy: Tensor
     sampled_log_prob: Tensor | None = None
+    outside: Tensor | None = None
 
     @property
     def is_finite(self) -> bool:
@@ -157,8 +163,13 @@ class Scorer:
             yield ()
 
     @torch.no_grad()
-    def scored(self, rollouts: Rollouts) -> Scored:
-        """`log_prob` and `entropy` of the responses of all ranks."""
+    def scored(self, rollouts: Rollouts, before: Scored | None = None) -> Scored:
+        """`log_prob` and `entropy` of the responses of all ranks.
+
+        Args:
+            rollouts: this rank's responses.
+            before: the same responses before a step; None for responses of the policy as it is.
+        """
         batches = self._batches(rollouts)
 
         def scores() -> Tokens:
@@ -167,17 +178,34 @@ class Scorer:
             tokens = self._in_order(rollouts, outputs, ("log_prob", "entropy"))
             if rollouts.log_prob is not None:
                 tokens["sampled"] = rollouts.log_prob.cpu().double()
-            return tokens
+            return tokens | {"is_truncated": torch.tensor([bool(rollouts.truncation)])}
 
         batch, tokens = self._gathered(rollouts, scores)
         reshard(self._wrapped)
-        scores_of = (tokens["log_prob"], tokens["entropy"], tokens.get("sampled"))
+        log_prob, entropy, outside = tokens["log_prob"], tokens["entropy"], None
+        if bool(tokens["is_truncated"].any()):
+            outside = log_prob.isneginf() if before is None else before.outside
+            assert outside is not None
+            log_prob = torch.where(outside, -entropy if before is None else before.log_prob, log_prob)
+            log_prob = log_prob.masked_fill(log_prob.isneginf(), _NEVER)  # left by the step: it weighs nothing
+        scores_of = (log_prob, entropy, tokens.get("sampled"), outside)
         return Scored(batch.rollouts, batch.responses, batch.rows, *scores_of)
 
     def credited(self, rollouts: Rollouts) -> tuple[Batch, Tensor]:
         """The responses of all ranks, and advantage × weight of their tokens, [responses, tokens]. Scores nothing."""
         batch, tokens = self._gathered(rollouts, lambda: {"credit": rollouts.credit().cpu()})
         return batch, tokens["credit"]
+
+    def other_terms(self, rollouts: Rollouts) -> dict[str, Coefficients]:
+        """Of each other term of the loss, factors of the scores of all ranks' tokens; [responses, tokens]."""
+
+        found = rollouts.other_terms()
+        if not found:
+            return {}
+        own: Tokens = {f"s {name}": on_log_prob.cpu() for name, (on_log_prob, _) in found.items()}
+        own |= {f"h {name}": on_entropy.cpu() for name, (_, on_entropy) in found.items()}
+        tokens = gather_from_all_ranks(self._group, lambda: own)
+        return {name: Coefficients(tokens[f"h {name}"], tokens[f"s {name}"]) for name in found}
 
     def _gathered(self, rollouts: Rollouts, of_tokens: Callable[[], Tokens]) -> tuple[Batch, Tokens]:
         """The responses of all ranks, with values of each token from every rank."""
@@ -208,7 +236,7 @@ class Scorer:
                 f"{self.why_precision and f' ({self.why_precision})'}: leave out what needs derivatives (causes, "
                 "update='gradient'), or train parameters in fp32"
             )
-        rollouts = scored.rollouts
+        rollouts = scored.rollouts.untruncated()  # U as its loss has it; E that is truncated has no derivatives
         batches = self._batches(rollouts)
         # The pilot has responses to many prompts: where the policy is certain of its answer, nothing changes.
         n = min(_PILOT_RESPONSES, min(len(batch) for batch in batches))
@@ -255,6 +283,7 @@ class Scorer:
             rows: mask of this rank's responses that count, [responses]; all by default.
             dtype: dtype of the sums.
         """
+        rollouts = rollouts.untruncated()
         some = torch.arange(len(rollouts)) if rows is None else rows.nonzero()[:, 0]
         batches = (
             [(chosen, 1.0) for i in rollouts.rows(some).order(self._prompts_each) for chosen in [some[i]]]
@@ -304,7 +333,7 @@ class Scorer:
         """
         if self._is_repeatable:
             return
-        batch = self._own(rollouts)[0]
+        batch = self._own(rollouts.untruncated())[0]
         if self.precision == "float32":
             self._try_float32(batch)
 

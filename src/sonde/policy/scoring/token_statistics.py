@@ -52,7 +52,8 @@ class CausalLMStatistics:
         logits = output if isinstance(output, Tensor) else output.logits
         # The logits at a position are those of the next token.
         temperature = temperature_of(rollouts, self.temperature, logits)
-        return statistics_of_logits(logits[:, -n_tokens - 1 : -1], ids[:, -n_tokens:], temperature=temperature)
+        how = rollouts.truncation
+        return statistics_of_logits(logits[:, -n_tokens - 1 : -1], ids[:, -n_tokens:], temperature=temperature, **how)
 
     def check_inputs(self, rollouts: Rollouts) -> None:
         """Refuse rollouts whose inputs cannot be scored. Probes ask before the first forward, on all ranks.
@@ -146,25 +147,38 @@ def checked_scores(scores: object, mask: Tensor) -> tuple[Tensor, Tensor]:
     return outputs[0], outputs[1]
 
 
-def statistics_of_logits(logits: Tensor, tokens: Tensor, *, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
-    """s and H of softmax(logits/temperature), in nats.
+def statistics_of_logits(
+    logits: Tensor,
+    tokens: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """s and H of softmax(logits/temperature) in nats, truncated and normalised again if sampling was.
+
+    A gradient is that at fixed sets of tokens: it does not see tokens enter or leave them.
 
     Args:
         logits: [responses, tokens, vocabulary], any dtype; −inf for tokens that cannot be sampled.
         tokens: the sampled tokens, [responses, tokens].
         temperature: the temperature of sampling; a number, or [responses, tokens].
+        top_k: as for `Rollouts`; so are `top_p` and `min_p`.
 
     Returns:
-        The log-probability of each token and the entropy of its distribution, fp32 or fp64, [responses, tokens].
+        The log-probability of each token and the entropy of its distribution, fp32 or fp64, [responses, tokens]. It is
+        −inf for a token that cannot be sampled.
     """
     each = temperature
     if isinstance(temperature, Tensor):  # outside the mask it may be 0 or less, and its scores are not used
         each = temperature.to(logits.device).clamp(min=1e-6).expand_as(tokens)[..., None]
+    how = top_k, top_p, min_p
     if torch.is_grad_enabled() and logits.requires_grad:
-        return _statistics(logits, tokens, each)
+        return _statistics(logits, tokens, each, *how)
     at_once = max(_ELEMENTS_AT_ONCE // (logits.shape[0] * logits.shape[2]), 1)
     pieces = [
-        _statistics(*parts)
+        _statistics(*parts, *how)
         for parts in zip(
             logits.split(at_once, 1),
             tokens.split(at_once, 1),
@@ -176,9 +190,12 @@ def statistics_of_logits(logits: Tensor, tokens: Tensor, *, temperature: float |
     return torch.cat(s, 1), torch.cat(h, 1)
 
 
-def _statistics(logits: Tensor, tokens: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
+def _statistics(
+    logits: Tensor, tokens: Tensor, temperature: float | Tensor, top_k: int, top_p: float, min_p: float
+) -> tuple[Tensor, Tensor]:
     z = logits if logits.dtype == torch.float64 else logits.float()
     z = z / (temperature.to(z.dtype) if isinstance(temperature, Tensor) else temperature)
+    z = _truncated(z, top_k, top_p, min_p)
     # H = log Σe^z − Σ p z is a difference that loses digits if z is large: shift the largest logit to 0.
     z = z - z.detach().amax(-1, keepdim=True)
     log_sum = z.logsumexp(-1)
@@ -186,6 +203,22 @@ def _statistics(logits: Tensor, tokens: Tensor, temperature: float | Tensor) -> 
     p = (z - log_sum[..., None]).exp()
     # 0·log 0 = 0: without the fill, p z would be NaN for tokens that cannot be sampled.
     return s, log_sum - (p * z.masked_fill(z == -torch.inf, 0.0)).sum(-1)
+
+
+def _truncated(z: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """−inf in the place of tokens that are left out, by the rules of transformers and in their order."""
+    if top_k:
+        least = z.detach().topk(min(top_k, z.shape[-1])).values[..., -1:]
+        z = z.masked_fill(z.detach() < least, -torch.inf)
+    if top_p < 1.0:
+        rising, order = z.detach().sort(-1)
+        is_out = rising.softmax(-1).cumsum(-1) <= 1.0 - top_p
+        is_out[..., -1] = False  # the likeliest token stays, however small top_p is
+        z = z.masked_fill(torch.empty_like(is_out).scatter_(-1, order, is_out), -torch.inf)
+    if min_p:
+        p = z.detach().softmax(-1)
+        z = z.masked_fill(p < min_p * p.amax(-1, keepdim=True), -torch.inf)
+    return z
 
 
 def _parameters(model: nn.Module) -> frozenset[str]:

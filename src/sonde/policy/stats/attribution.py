@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:  # a report needs `doubt_of_parts` where torch is not installed
@@ -70,13 +70,14 @@ class Causes:
         batch: the part from this batch's gradient; None if the change is unknown.
         decay: the part from weight decay; None if the change is unknown.
         prompts: the update prompts, each with its part of `batch`; empty without their rollouts.
-        explained: the sum of the prompts' parts over `batch`. The prompts' parts are computed for a loss that is the
-            mean of advantage × log-probability, without dropout: `explained` is 1 for this loss. `other` is what a KL
-            penalty, an entropy bonus and all other terms add. None without the prompts' rollouts, or if `batch` is
-            unknown or 0.
-        cosine: cosine similarity of the loss's gradient and that of this mean, among the elements that the mean
-            reaches. It is 1 for this loss, and negative if advantages have the wrong sign. None without the prompts'
-            rollouts, or with update="gradient", which takes the gradient of this mean.
+        terms: the parts of `batch` from other terms of the loss, by name: those of the rollouts' `terms`, and the
+            "entropy bonus".
+        explained: the sum of the prompts' and the terms' parts over `batch`. They are computed for a loss that is the
+            mean of advantage × log-probability and these terms, without dropout: `explained` is 1 for this loss.
+            `other` is what all else adds. None without the prompts' rollouts, or if `batch` is unknown or 0.
+        cosine: cosine similarity of the loss's gradient and that of this loss, among the elements that it reaches. It
+            is 1 for this loss, and negative if advantages have the wrong sign. None without the prompts' rollouts, or
+            with update="gradient", which takes the gradient of this loss.
     """
 
     momentum: float | None
@@ -85,18 +86,37 @@ class Causes:
     prompts: tuple[Cause, ...]
     explained: float | None
     cosine: float | None = None
+    terms: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def other(self) -> float | None:
-        """The part of `batch` that is no prompt's: of a KL penalty, an entropy bonus, a value loss, clipped ratios, or
-        dropout. None where `explained` is."""
+        """The part of `batch` that is no prompt's and no named term's: of terms that the rollouts do not name, a value
+        loss, clipped ratios, or dropout. None where `explained` is."""
         return other_terms(self.batch, self.explained)
 
     @property
     def doubt(self) -> str:
         """Why the prompts' parts are not to be trusted; empty if they are."""
-        parts = [cause.change for cause in self.prompts]
+        parts = [*(cause.change for cause in self.prompts), *self.terms.values()]
         return doubt_of_parts(self.batch, self.explained, parts, cosine=self.cosine)
+
+
+@dataclass(frozen=True)
+class CausesOfBatch:
+    """The parts of a batch's change.
+
+    Attributes:
+        prompts: of the update prompts; None if they are not known.
+        terms: of the loss's other terms, by name.
+        cosine: as in `Causes`.
+    """
+
+    prompts: tuple[Cause, ...] | None
+    terms: Mapping[str, float] = field(default_factory=dict)
+    cosine: float | None = None
+
+
+NO_PROMPTS = CausesOfBatch(None)
 
 
 def other_terms(batch: float | None, explained: float | None) -> float | None:
@@ -124,7 +144,7 @@ def doubt_of_parts(
         return (
             f"the loss's gradient differs from that of advantage × log-probability (cosine {cosine:.2f}): pass all "
             "responses that this step learns from; or the loss has other terms, such as a KL penalty or an entropy "
-            "bonus"
+            "bonus: pass Rollouts(terms=, entropy_bonus=)"
         )
     if batch is None or explained is None:
         return ""
@@ -132,9 +152,9 @@ def doubt_of_parts(
     if abs(explained - 1.0) * abs(batch) <= _OFF_AT_MOST * size:
         return ""
     return (
-        f"the prompts' parts add up to {explained * batch:+.1e} nats, and the batch's part is {batch:+.1e}: the "
-        "rest is from terms other than advantage × log-probability, such as a KL penalty or an entropy bonus, or from "
-        "dropout"
+        f"the parts of prompts and terms add up to {explained * batch:+.1e} nats, and the batch's part is "
+        f"{batch:+.1e}: the rest is from terms other than advantage × log-probability, such as a KL penalty or an "
+        "entropy bonus, which Rollouts(terms=, entropy_bonus=) would name, or from dropout"
     )
 
 
@@ -157,8 +177,7 @@ def split_step(
     *,
     momentum: float | None,
     decay: float | None,
-    prompts: tuple[Cause, ...] | None,
-    cosine: float | None = None,
+    of: CausesOfBatch,
 ) -> Causes:
     """The change along an optimizer's step, split by source. The rest after momentum and decay is this batch's.
 
@@ -166,13 +185,13 @@ def split_step(
         delta: the change along the whole step, in nats; None if unknown.
         momentum: the change along its momentum part; None if unknown.
         decay: the change along its weight-decay part; None if unknown.
-        prompts: each update prompt's part of the batch's; None without the update's rollouts.
-        cosine: as in `Causes`.
+        of: the parts of the batch's.
     """
     batch = None
     if delta is not None and momentum is not None and decay is not None:
         batch = delta - (momentum + decay)
-    return Causes(momentum, batch, decay, prompts or (), _explained(prompts, batch), cosine)
+    explained = _explained(of.prompts, batch, of.terms)
+    return Causes(momentum, batch, decay, of.prompts or (), explained, of.cosine, of.terms)
 
 
 def split_gradient(delta: float | None, prompts: tuple[Cause, ...]) -> Causes:
@@ -185,8 +204,12 @@ def split_gradient(delta: float | None, prompts: tuple[Cause, ...]) -> Causes:
     return Causes(None, delta, 0.0, prompts, _explained(prompts, delta))
 
 
-def _explained(prompts: tuple[Cause, ...] | None, batch: float | None) -> float | None:
-    return None if prompts is None or not batch else sum(cause.change for cause in prompts) / batch
+def _explained(
+    prompts: tuple[Cause, ...] | None, batch: float | None, terms: Mapping[str, float] | None = None
+) -> float | None:
+    if prompts is None or not batch:
+        return None
+    return (sum(cause.change for cause in prompts) + sum((terms or {}).values())) / batch
 
 
 def credit_by_sign(credit: Tensor) -> list[Coefficients]:
@@ -236,8 +259,11 @@ def attribution_table(shares: Sequence[Share], causes: Causes | None, texts: Map
     if causes is not None:
         sources = {"from this batch": causes.batch, "from earlier ones": causes.momentum, "from decay": causes.decay}
         lines += [", ".join(f"{_signed(value)} {name}" for name, value in sources.items() if value != 0.0), ""]
+        of_batch = [f"{_signed(value)} from the term {name}" for name, value in causes.terms.items()]
         if causes.other is not None and abs(causes.other) > _OF_OTHER_TERMS * abs(causes.batch or 0.0):
-            lines[:1] = [f"{lines[0]}; in this batch's, {_signed(causes.other)} from terms other than the advantages"]
+            of_batch.append(f"{_signed(causes.other)} from terms other than the advantages")
+        if of_batch:
+            lines[:1] = [f"{lines[0]}; in this batch's, {', '.join(of_batch)}"]
         if causes.prompts:
             lines.append(head("learning from", "change", "rewarded", "penalised"))
             lines += [row(c.prompt, c.change, c.from_rewarded, c.from_penalised) for c in _ends(causes.prompts, n)]

@@ -21,6 +21,7 @@ from sonde.policy.stats.forecast_point import (
 from sonde.policy.stats.importance import MeasuredChange
 from sonde.policy.stats.own_policy import OwnPolicyTest, SamplerTest, why_not_of_sampler, why_not_own
 from sonde.policy.stats.prefix_weights import Support
+from sonde.policy.stats.token_positions import AtPositions, entropy_by_position
 from sonde.stats.intervals import LEVEL
 from sonde.wording import percent
 
@@ -69,14 +70,14 @@ class AfterStep:
     Attributes:
         finite_step: the change by prefix weights.
         on_same_prefixes: the change of R on the same prefixes, in nats a token.
-        importance: the change by weights of whole responses.
+        importance: the change by weights of whole responses; None for a truncated policy.
         rollouts: the change by fresh rollouts; None without a sampler.
         coefficient_to_hold: what was measured beside, as by `sonde.contrib.hold_entropy`; None if nothing was.
     """
 
     finite_step: FiniteStep
     on_same_prefixes: float
-    importance: MeasuredChange
+    importance: MeasuredChange | None
     rollouts: MeasuredChange | None = None
     coefficient_to_hold: Result | None = None
 
@@ -161,6 +162,7 @@ class EntropyForecast:
         fixed_prefixes: the truth on the same prefixes; None if not measured.
         importance: the change by weights of whole responses; None if not measured.
         rollouts: the truth by fresh rollouts; None if not measured.
+        by_position: quantiles of the tokens' entropies by their position in the response, before the update.
         shares: every evaluation prompt's part of `delta`. The prompt that lowers entropy most comes first.
         causes: where the change to first order comes from; None if not asked for.
         coefficient_to_hold: what was measured beside, as by `sonde.contrib.hold_entropy`; None if nothing was.
@@ -201,6 +203,7 @@ class EntropyForecast:
     fixed_prefixes: FixedPrefixes | None = None
     importance: MeasuredChange | None = None
     rollouts: MeasuredChange | None = None
+    by_position: tuple[AtPositions, ...] = ()
     shares: tuple[Share, ...] = ()
     causes: Causes | None = None
     coefficient_to_hold: Any = None
@@ -403,6 +406,7 @@ def entropy_forecast(
         fixed_prefixes=fixed,
         importance=None if after is None else after.importance,
         rollouts=None if after is None else after.rollouts,
+        by_position=entropy_by_position(entropy, responses),
         shares=() if headline is None else shares_by_prompt(headline, responses),
         causes=causes,
         coefficient_to_hold=None if after is None else after.coefficient_to_hold,

@@ -24,6 +24,10 @@ from sonde.policy.stats.prefix_weights import CLIPPED_AT, Support, Weighting, pr
 from sonde.policy.stats.ratios import WeightedSums, effective_number, rate_change
 from sonde.stats.intervals import student_t_quantile
 
+_UNSEEN_JUMPS = math.sqrt(3.0) * math.log(2.0)
+"""Nats: three positions (a rate that is often seen not once in a sample) at which a token enters or leaves. One token
+more or less changes an entropy by log 2 at most, if all are as likely."""
+
 Columns = Literal["one", "positions", "responses"]
 """How terms are added up: all tokens of a prompt together, each position apart, or each whole response."""
 
@@ -67,6 +71,7 @@ def change_by_finite_step(
     sampled_log_prob: Tensor | None = None,
     weighting: Weighting = "snis",
     clip_at: float = CLIPPED_AT,
+    is_truncated: bool = False,
     level: float = 0.95,
 ) -> FiniteStep:
     """The entropy at θ⁺ minus the entropy at θ, both from the same responses.
@@ -84,6 +89,8 @@ def change_by_finite_step(
             default θ itself. If it was another policy, its responses represent θ by weights too.
         weighting: as for `weights_from`.
         clip_at: as for `weights_from`.
+        is_truncated: whether unlikely tokens are left out. Then the entropy of a position jumps where a token enters or
+            leaves, and the error has room for jumps that no position of this sample shows.
         level: confidence level of the interval.
 
     Example:
@@ -119,6 +126,8 @@ def change_by_finite_step(
     reason, low, high = "", None, None
     carried = support(new.expand_as(responses.mask), terms(after), responses)
     if se is not None:
+        if is_truncated:
+            se = math.hypot(se, _UNSEEN_JUMPS * objective.total_weight(responses) / float(responses.length.sum()))
         degrees = min(found.degrees_of_freedom, effective_number(found.without_each))
         half = student_t_quantile(0.5 + level / 2, degrees) * se / math.sqrt(carried.ess_fraction)
         low, high = delta - half, delta + half

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sonde.policy.stats.entropy_gradient import Responses, covariance, standard_error, surprise_sd
+from sonde.policy.stats.token_positions import AtPositions, entropy_by_position
 from sonde.stats.intervals import LEVEL, student_t_quantile
 
 QUANTILES = (5, 25, 50, 75, 95)
@@ -56,6 +57,7 @@ class PolicyEntropy:
         n_prompts: number of prompts.
         n_responses: number of responses.
         n_tokens: number of sampled tokens.
+        by_position: quantiles of the tokens' entropies by their position in the response.
     """
 
     token_weighted: float
@@ -75,6 +77,7 @@ class PolicyEntropy:
     n_prompts: int
     n_responses: int
     n_tokens: int
+    by_position: tuple[AtPositions, ...]
 
 
 def policy_entropy(
@@ -118,6 +121,7 @@ def policy_entropy(
         n_prompts=responses.n_prompts,
         n_responses=len(length),
         n_tokens=int(length.sum()),
+        by_position=entropy_by_position(entropy, responses),
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from bokeh.models import BasicTicker
-from bokeh.models.glyphs import Line, Scatter, Segment
+from bokeh.models.glyphs import Line, Quad, Scatter, Segment
 
 from sonde.policy.stats.forecast_point import (
     LEAST_SUPPORT,
@@ -16,6 +18,7 @@ from sonde.policy.stats.forecast_point import (
     Z,
     steps_kept,
 )
+from sonde.policy.stats.token_positions import AtPositions
 from sonde.runs.report.curves import Curve, OverRun, Panel, TimeAxis, written
 from sonde.runs.report.figures import (
     BLUE,
@@ -25,6 +28,7 @@ from sonde.runs.report.figures import (
     ORANGE,
     LegendEntry,
     Plot,
+    Scale,
     add_hover,
     add_line_at,
     draw,
@@ -237,6 +241,59 @@ def forecast_against_truth(readings: Sequence[PolicyReading]) -> Plot | str:
     if any((p.truth_se or 0.0) > 0 for p in valid):
         legend.append(LegendEntry("bar", ORANGE, "95 % interval of the truth, by fresh rollouts"))
     return Plot((fig,), tuple(legend), _forecasts_in_words(points))
+
+
+def entropy_by_position(readings: Sequence[PolicyReading]) -> Plot | str:
+    """Quantiles of the tokens' entropies along the response, at the first and at the last measured step."""
+    some = [r for r in readings if r.positions]
+    if not some:
+        return ""
+    shown = [(BLUE, some[-1])] if len(some) == 1 else [(GREY, some[0]), (BLUE, some[-1])]
+    ends = [value for _, r in shown for at in r.positions for value in (at.q10, at.q90)]
+    places = Scale("log", 1.0, max(at.last + 1.0 for _, r in shown for at in r.positions))
+    fig = new_figure(
+        places,
+        scale_for([0.0, *ends], "linear"),
+        x_label="Position of the token in the response",
+        y_label="Entropy (nats)",
+        height=320,
+    )
+    for color, reading in shown:
+        left, right = [at.first for at in reading.positions], [at.last + 1 for at in reading.positions]
+        low, middle, high = ([getattr(at, q) for at in reading.positions] for q in ("q10", "q50", "q90"))
+        band = Quad(fill_color=color, fill_alpha=0.2, line_color=None)
+        draw(fig, band, left=left, right=right, bottom=low, top=high)
+        draw(fig, Segment(line_color=color, line_width=2), x0=left, y0=middle, x1=right, y1=middle)
+    last = some[-1].positions
+    texts: dict[str, Callable[[int], str]] = {"tokens": lambda i: _range_text(last[i])}
+    texts |= {f"step {r.window:,}": partial(_quantiles_at, r) for _, r in shown}
+    add_hover(fig, [math.sqrt(at.first * (at.last + 1)) for at in last], [at.q50 for at in last], texts)
+    legend = [
+        entry
+        for color, r in shown
+        for entry in (
+            LegendEntry("line", color, f"median, step {r.window:,}"),
+            LegendEntry("band", color, f"80 % of the tokens, step {r.window:,}"),
+        )
+    ]
+    return Plot((fig,), tuple(legend), " ".join(_positions_in_words(r) for _, r in reversed(shown)))
+
+
+def _range_text(at: AtPositions) -> str:
+    return str(at.first) if at.first == at.last else f"{at.first:,} to {at.last:,}"
+
+
+def _quantiles_at(reading: PolicyReading, index: int) -> str:
+    return _quantiles_text(reading.positions[index]) if index < len(reading.positions) else "no token"
+
+
+def _quantiles_text(at: AtPositions) -> str:
+    return f"{number(at.q50)}, 80 % of {at.n_tokens:,} from {number(at.q10)} to {number(at.q90)}"
+
+
+def _positions_in_words(reading: PolicyReading) -> str:
+    rows = "; ".join(f"tokens {_range_text(at)}: {_quantiles_text(at)}" for at in reading.positions)
+    return f"Median entropies by position at step {reading.window:,}, in nats. {rows.capitalize()}."
 
 
 def _mark(color: str, *, is_trusted: bool) -> Scatter:

@@ -13,6 +13,7 @@ from sonde.runs.report.policy_curves import (
     BY_RESPONSE,
     COEFFICIENT,
     TRUST,
+    entropy_by_position,
     entropy_panel,
     forecast_against_truth,
     forecast_curve,
@@ -42,6 +43,7 @@ def policy_sections(run: Run) -> list[Section]:
     sections = [
         over_run("Entropy of the policy", _ENTROPY, (entropy_panel(policy),), "No entropy was measured in this run."),
         over_run("Entropy by response", _BY_RESPONSE, (BY_RESPONSE,), ""),
+        Section("Entropy by position in the response", _BY_POSITION, (entropy_by_position(policy),)),
         Section("Forecast and effect of each step", _forecast_text(policy), (forecast_curve(policy, axis),)),
         Section("Forecast against truth", _AGAINST_TRUTH, (forecast_against_truth(policy),)),
         over_run("Can the forecasts be trusted?", _TRUST, TRUST,
@@ -64,6 +66,11 @@ _ENTROPY = (
 _BY_RESPONSE = (
     "The mean entropy of each response that the step learns from. If the lower end falls to 0 while the "
     "median stands, the policy has become certain of some answers, and goes on exploring others."
+)
+_BY_POSITION = (
+    "Where in its responses the policy is undecided. Half of the tokens at a position have more entropy than the line, "
+    "and 80 % lie in the band. A band that has fallen to 0 from some position on means that the policy no longer "
+    "explores there, whatever its mean entropy."
 )
 _AGAINST_TRUTH = (
     "Each point is one optimizer step. The truth is the change that was measured. On the dashed diagonal, "
@@ -122,13 +129,16 @@ def _causes_text(policy: Sequence[PolicyReading]) -> str:
         sources["weight decay"] = causes.decay
     parts = ", ".join(f"{number(value)} from {source}" for source, value in sources.items())
     text += f" The change by step {last.window:,} has these parts: {parts}."
+    if causes.terms:
+        of_batch = ", ".join(f"{number(value)} from the term {name}" for name, value in causes.terms.items())
+        text += f" In that of this batch, {of_batch}."
     if causes.doubt:
         text += f" The parts of its prompts are not to be trusted: {causes.doubt}."
     elif causes.explained is not None and not 0.9 < causes.explained < 1.1:
         text += (
-            f" Of the batch's part, {number(other_terms(causes.batch, causes.explained))} is no prompt's: "
-            "it is from other terms of the loss, such as a KL penalty, an entropy bonus or clipped ratios, or from "
-            "dropout."
+            f" Of the batch's part, {number(other_terms(causes.batch, causes.explained))} is no prompt's and no named "
+            "term's: it is from other terms of the loss, such as a KL penalty, an entropy bonus or clipped ratios, or "
+            "from dropout."
         )
     return text
 
