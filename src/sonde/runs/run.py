@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -186,7 +186,7 @@ class CausesReading:
     explained: float | None
     cosine: float | None
     prompts: tuple[PromptPart, ...]
-    terms: Mapping[str, float | None] = field(default_factory=dict)
+    terms: Mapping[str, float | None]
 
     @property
     def doubt(self) -> str:
@@ -221,7 +221,7 @@ class PolicyReading:
     shares: tuple[PromptPart, ...]
     causes: CausesReading | None
     alerts: Mapping[str, str]
-    positions: tuple[AtPositions, ...] = ()
+    positions: tuple[AtPositions, ...]
 
     @property
     def point(self) -> Point:

@@ -104,11 +104,13 @@ def policy_record(i: int, *, has_truth: bool = True, has_noise: bool = True, **c
             "decay": 0.0,
             "explained": 0.99,
             "cosine": None,
+            "terms": {},
             "prompts": [
                 {"prompt": f"{k}+3=", "change": part, "from_rewarded": 2 * part, "from_penalised": -part}
                 for k, part in enumerate(sorted(parts)[:8])
             ],
         },
+        "positions": [],
         "alerts": {},
     }
     return record | changes
