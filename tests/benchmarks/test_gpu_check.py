@@ -105,15 +105,6 @@ def test_where_the_host_waits_is_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     assert modes[2:] == ["warn", "default"]
 
 
-def test_no_part_begins_after_the_whole_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_check, "WHOLE_SECONDS", 1.0)
-    gpu_check.main(["--device", "cpu", "--tiny", "--parts", "clip", "entropy", "--out", str(tmp_path)])
-    errors = [line["found"] for line in lines_of(tmp_path) if line["what"] == "ended by an error"]
-    assert errors == ["not begun: 1 s are over"] * 2
-    monkeypatch.undo()
-    assert sum(most for most, *_ in gpu_check.parts("cuda", tiny=False).values()) <= gpu_check.WHOLE_SECONDS == 480
-
-
 def test_the_wheels_are_all_that_the_machine_lacks() -> None:
     """What sonde and the settings of pytest need, but for what torch and pytest are there with."""
     named = re.search(r"^GPU_WHEELS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)

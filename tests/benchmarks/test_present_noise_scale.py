@@ -11,14 +11,10 @@ from benchmarks.present_noise_scale import (
     PACES,
     average_lines,
     averages,
-    by_filter,
     exact_average,
     judge,
     last_readings,
     level_at,
-    measured,
-    plan,
-    steps_to_read,
     table,
 )
 from benchmarks.recorded_runs import Recorded, estimated, rate, record
@@ -62,28 +58,6 @@ def test_a_level_ends_at_a_jump_of_the_rate() -> None:
     assert after is not None
     assert before[0] == pytest.approx(math.log(64))
     assert after[0] == pytest.approx(math.log(640))
-
-
-def test_paces() -> None:
-    run = still_run(2000)
-    all_of_them, default, used_up = (measured(run, allowance) for allowance in PACES.values())
-    assert len(all_of_them) == 2000
-    assert 600 < len(default) < 900  # 150 a doubling, from step 216 on
-    assert 60 < len(used_up) < 200
-    assert steps_to_read(100) == [40, 48, 57, 68, 81, 97, 100]
-
-
-def test_a_reader_uses_no_window_after_its_step() -> None:
-    run = still_run()
-    broken = Recorded(**(vars(run) | {"windows": run.windows[:100] + [[1.0, 100.0]] * 300}))
-    assert by_filter(run, range(1, 401))(100) == by_filter(broken, range(1, 401))(100)
-
-
-def test_each_kind_of_training_is_planned() -> None:
-    planned = list(plan(2))
-    assert {task for task, *_ in planned} == {"lm", "digits", "mlp", "grpo", "demo"}
-    assert sum(task == "demo" for task, *_ in planned) == 10
-    assert all(n > 500 for _, _, schedule, n, _ in planned if schedule == "still")
 
 
 def test_a_small_recording(monkeypatch: pytest.MonkeyPatch) -> None:

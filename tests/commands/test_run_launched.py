@@ -81,7 +81,8 @@ def test_a_real_python_runs_the_script_as_it_was(tmp_path: Path) -> None:
 def test_a_script_without_an_optimizer_says_so(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(NEVER_TRAINS)
     ended = launched(["--", "train.py", "w.pt", "--lr", "3"], tmp_path)
-    assert ended.status == 0
+    assert (ended.status, ended.out) == (0, "3 ['--lr', '3'] []\n")
+    assert not (tmp_path / "runs").exists()
     assert ended.err == "sonde: nothing was measured: the script made no torch.optim.Optimizer\n"
 
 

@@ -240,19 +240,6 @@ def test_a_log_that_is_moved_goes_on_where_it_is(tmp_path: Path, monkeypatch: py
     assert len(read_run(tmp_path / "after").readings) == 2
 
 
-def test_each_sink_that_fails_has_an_alert_of_its_own(tmp_path: Path) -> None:
-    model = nn.Linear(3, 1)
-    log = sonde.RunLog([JsonlSink(tmp_path / "a"), JsonlSink(tmp_path / "b")], every=1)
-    with sonde.attach(model, unit="rows", log=log, verbose=False) as probe:
-        shutil.rmtree(tmp_path / "a")
-        shutil.rmtree(tmp_path / "b")
-        windows_of_rows(probe, model, 2)
-        probe.reading()
-    stopped = {name: message for name, message in probe.alerts.items() if name.startswith("log_stopped")}
-    assert list(stopped) == ["log_stopped_JsonlSink", "log_stopped_JsonlSink_2"]
-    assert [str(tmp_path / name) in text for name, text in zip("ab", stopped.values(), strict=True)] == [True, True]
-
-
 # Folders and files of another kind.
 
 
@@ -293,13 +280,6 @@ def test_a_file_without_line_breaks_is_refused_in_little_memory(
         tracemalloc.stop()
     assert re.search(message, capsys.readouterr().err)
     assert most < 200 * 2**20
-
-
-def test_a_record_too_long_to_be_read_is_not_written(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path)
-    with pytest.raises(ValueError, match="a 'header' record may have 16 MiB, got 17 MiB: log less at once"):
-        sink.write(header_record(metadata={"notes": "x" * (17 * 2**20)}))
-    assert not (tmp_path / "records.jsonl").exists()
 
 
 # Numbers that cannot be.

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bokeh.models import Line, Scatter
+from bokeh.models import Line
 
 from sonde.log.sinks import JsonlSink
 from sonde.runs.reader import read_run
 from sonde.runs.report.curves import Panel, TimeAxis, draw_panels
 from sonde.runs.report.figures import LIGHT_GREY, Plot
-from sonde.runs.report.policy_curves import entropy_panel, prompt_noise_panels
+from sonde.runs.report.policy_curves import entropy_panel
 from sonde.runs.report.policy_sections import policy_sections
 from sonde.runs.report.sections import own_value_names
 from sonde.runs.report.write import write_report
@@ -69,18 +69,6 @@ def test_verdict_first_then_every_section(tmp_path: Path) -> None:
         "loss: dr_grpo",
     ):
         assert fact in text, fact
-
-
-def test_a_variance_along_gradients_may_be_negative(tmp_path: Path) -> None:
-    """It is a covariance of two halves. The median of two values lies between them."""
-    sink = JsonlSink(tmp_path)
-    sink.write(policy_header())
-    for i, v_y in enumerate((-2e-6, -4e-6)):
-        record = policy_record(i)
-        sink.write(record | {"metrics": record["metrics"] | {"entropy/v_y": v_y}})
-    sink.close()
-    row = "– its variance from the update prompts, V_Y (nats²) −4.00 × 10⁻⁶ −3.00 × 10⁻⁶"
-    assert row in visible_text(write_report(tmp_path))
 
 
 def test_the_log_is_read_back_as_it_was_written(tmp_path: Path) -> None:
@@ -200,18 +188,6 @@ def test_a_noise_scale_in_prompts_of_which_one_limit_is_known(
         assert (other in text) == (other in legend)
 
 
-def test_the_bound_of_each_step_is_drawn_and_named(tmp_path: Path) -> None:
-    record = policy_record(2)
-    ends = {"gns_prompts/b_simple": None, "gns_prompts/b_simple_low": 0.0, "gns_prompts/b_simple_high": 12.0}
-    run = read_run(write_policy_run(tmp_path, 4, metrics=record["metrics"] | ends))
-    plot = _plot(prompt_noise_panels(run.policy)[0][0], run.policy)
-    marks = {r.glyph.marker: r.data_source.data for r in plot.figures[0].renderers if isinstance(r.glyph, Scatter)}
-    assert list(marks["inverted_triangle"]["y"]) == [12.0] * 4
-    assert "triangle" not in marks
-    hover = [r.data_source.data["text0"] for r in plot.figures[0].renderers if "text0" in r.data_source.data]
-    assert list(hover[0]) == ["less than 12"] * 4
-
-
 def test_a_negative_entropy_is_within_its_axis(tmp_path: Path) -> None:
     """As that of a policy over continuous actions may be."""
     path = write_policy_run(
@@ -223,23 +199,6 @@ def test_a_negative_entropy_is_within_its_axis(tmp_path: Path) -> None:
     assert axis.end >= 0
     of_tokens = read_run(write_policy_run(tmp_path / "tokens", 4)).policy
     assert _plot(entropy_panel(of_tokens), of_tokens).figures[0].y_range.start == 0
-
-
-def test_the_basis_of_the_verdict_counts_entropies(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path)
-    sink.write(policy_header())
-    for i in range(9):
-        without_entropy = {"metrics": {"reward": 0.1}, **NOTHING} if i % 3 == 2 else {}
-        sink.write(policy_record(i, **without_entropy))
-    sink.close()
-    text = visible_text(write_report(tmp_path))
-    assert "Judged from the entropy of 6 measured steps; the last of them is step 36." in text
-
-
-@pytest.mark.parametrize("has_noise", [True, False])
-def test_the_unit_of_noise_scales_is_shown_where_there_is_one(tmp_path: Path, has_noise: bool) -> None:
-    text = visible_text(write_report(write_policy_run(tmp_path, 8, has_noise=has_noise)))
-    assert ("Batch sizes and noise scales are counted in prompts" in text) == has_noise
 
 
 def test_a_run_with_noise_scale_and_policy_shows_both(tmp_path: Path) -> None:
@@ -262,24 +221,26 @@ def test_a_run_with_noise_scale_and_policy_shows_both(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("second", "sentence"),
+    ("starts", "n_left_out", "apart"),
     [
-        (range(4, 12), "A restart took steps again: 6 measurements of these steps before the restart are left out."),
-        (range(8), "A restart took steps again: 10 measurements of these steps before the restart are left out."),
+        ((range(10), range(4, 12)), 6, range(4, 10)),
+        ((range(10), range(8)), 10, range(10)),
+        (((*range(10), *range(4, 12)),), 6, range(4, 10)),  # a loop may go back to a checkpoint without a new log
     ],
 )
-def test_steps_that_a_restart_took_again_are_drawn_apart_and_left_out_of_the_verdict(
-    tmp_path: Path, second: range, sentence: str
+def test_steps_that_were_taken_again_are_drawn_apart_and_left_out_of_the_verdict(
+    tmp_path: Path, starts: tuple[Sequence[int], ...], n_left_out: int, apart: range
 ) -> None:
-    for steps in (range(10), second):
+    for steps in starts:
         sink = JsonlSink(tmp_path)
         sink.write(policy_header())
         for i in steps:
             sink.write(policy_record(i))
         sink.close()
-    assert drawn_apart(tmp_path) == [5 * i + 1 for i in range(10) if i >= second[0]]
+    assert drawn_apart(tmp_path) == [5 * i + 1 for i in apart]
     text = visible_text(write_report(tmp_path))
-    assert sentence in text
+    said = f"A restart took steps again: {n_left_out} measurements of these steps before the restart are left out."
+    assert said in text
     assert "before a restart that took these steps again" in text
 
 
@@ -290,26 +251,6 @@ def drawn_apart(path: Path) -> list[float]:
     curves = [r for r in plot.figures[0].renderers if isinstance(r.glyph, Line) and r.glyph.line_color == LIGHT_GREY]
     data = [r.data_source.data for r in curves]
     return [x for each in data for x, y in zip(each["x"], each["y"], strict=True) if not math.isnan(y)]
-
-
-def test_steps_that_one_start_took_again_are_drawn_apart_too(tmp_path: Path) -> None:
-    """A loop may go back to a checkpoint without a new log."""
-    sink = JsonlSink(tmp_path)
-    sink.write(policy_header())
-    for i in (*range(10), *range(4, 12)):
-        sink.write(policy_record(i))
-    sink.close()
-    assert drawn_apart(tmp_path) == [5 * i + 1 for i in range(4, 10)]
-    assert "6 measurements of these steps before the restart are left out" in visible_text(write_report(tmp_path))
-
-
-def test_the_error_of_the_entropy_is_drawn_where_it_is_known(tmp_path: Path) -> None:
-    assert "95 % interval of the entropy" in visible_text(write_report(write_policy_run(tmp_path / "a", 4)))
-    text = visible_text(
-        write_report(write_policy_run(tmp_path / "b", 4, metrics={"entropy/evaluation_per_token": 1.0}, shares=[]))
-    )
-    assert "95 % interval of the entropy" not in text
-    assert "before a restart" not in text
 
 
 def test_a_collapse_is_a_current_alert(tmp_path: Path) -> None:

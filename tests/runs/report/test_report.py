@@ -22,8 +22,13 @@ MAX_BYTES = 2_000_000
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of a run without anything odd."""
-    return write_report(write_run(tmp_path_factory.mktemp("plain"), alerts=[alert_record("All data are the same.")]))
+    """The report of a run without anything odd, of prompts."""
+    more = {"grad_scaler": True, "comm_hook": None, "units_per_piece": 8, "metric": "adam"}
+    # A short run may take the allowance, which is far more than its budget.
+    setup = header_record()["setup"] | more | {"budget": 0.01, "allowance": 10.0}
+    alerts = [alert_record("All data are the same.")]
+    header = header_record(unit="prompts", setup=setup)
+    return write_report(write_run(tmp_path_factory.mktemp("plain"), alerts=alerts, header=header))
 
 
 def test_what_to_do_then_why_then_what_it_costs_then_every_section(plain: Path) -> None:
@@ -31,9 +36,9 @@ def test_what_to_do_then_why_then_what_it_costs_then_every_section(plain: Path) 
     text = visible_text(plain)
     sections = [
         "small language model",
-        "Batch too small Try a larger batch from here on: about 200 sequences instead of 64.",
-        "For a run like this one, the batch of 64 sequences is about right or too large",
-        "Judged from the last reading: window 600, after 38,400 sequences",
+        "Batch too small Try a larger batch from here on: about 200 prompts instead of 64.",
+        "For a run like this one, the batch of 64 prompts is about right or too large",
+        "Judged from the last reading: window 600, after 38,400 prompts",
         "What the batch size costs",
         "Noise scale and batch size",
         "Noise and signal",
@@ -42,7 +47,7 @@ def test_what_to_do_then_why_then_what_it_costs_then_every_section(plain: Path) 
         "threshold of the clip",
         "Loss",
         "How this was measured",
-        "All data are the same. (window 40, after about 2,560 sequences; it has passed since)",
+        "All data are the same. (window 40, after about 2,560 prompts; it has passed since)",
     ]
     places = [text.index(section) for section in sections]
     assert places == sorted(places)
@@ -126,10 +131,15 @@ def test_a_name_that_is_not_unicode_still_gets_its_report(tmp_path: Path) -> Non
 
 def test_how_this_was_measured_is_shown_with_its_numbers(plain: Path) -> None:
     text = visible_text(plain)
+    for absent in ("comm hook", "allowance:", "sequence"):
+        assert absent not in text
     for fact in (
         "DistributedDataParallel, 2 data-parallel ranks, cpu, 1,234,567 parameters",
+        "grad scaler: yes units per piece: 8",
+        "adam, in place of the plain squared norm of gradients.",
+        "1 % of the time was allowed, or 10 s if that is more.",
         "8 pieces per window.",
-        "All sequences of a window have the same weight.",
+        "All prompts of a window have the same weight.",
         "what is remembered grows with the run",
         "One in 12 at the end, which takes 0.91 % ± 0.080 % of the time.",
         "at 95 % confidence",
@@ -142,15 +152,6 @@ def test_how_this_was_measured_is_shown_with_its_numbers(plain: Path) -> None:
         "Ended: closed.",
     ):
         assert fact in text, fact
-
-
-def test_the_rest_of_the_set_up_is_shown(tmp_path: Path) -> None:
-    more = {"grad_scaler": True, "comm_hook": None, "units_per_piece": 8, "metric": "adam"}
-    header = header_record(setup=header_record()["setup"] | more)
-    text = visible_text(write_report(write_run(tmp_path, 3, header=header)))
-    assert "grad scaler: yes units per piece: 8" in text
-    assert "comm hook" not in text
-    assert "adam, in place of the plain squared norm of gradients." in text
 
 
 def test_numbers_of_the_verdict_are_those_of_the_last_reading(tmp_path: Path) -> None:
@@ -240,12 +241,6 @@ def test_a_log_of_ones_own_probe_alone_claims_no_batch_size(tmp_path: Path) -> N
         assert word not in text, word
 
 
-def test_another_unit_reads_right(tmp_path: Path) -> None:
-    text = visible_text(write_report(write_run(tmp_path, header=header_record(unit="prompts"))))
-    assert "the batch of 64 prompts" in text
-    assert "sequence" not in text
-
-
 def test_sections_without_data_say_so(tmp_path: Path) -> None:
     record = reading_record(0, 1, status="resolved", groups={})
     absent = dict.fromkeys(
@@ -277,14 +272,6 @@ def test_every_value_that_could_break_an_axis_is_drawn(tmp_path: Path) -> None:
     text = visible_text(write_report(tmp_path))
     assert "|G|² estimated at or below 0: not yet distinguishable from 0" in text
     assert "no gradient noise was seen. All pieces had the same gradient" in text
-
-
-def test_what_measuring_may_cost_is_shown_with_its_allowance(tmp_path: Path) -> None:
-    """A short run may take the allowance, which is far more than its budget."""
-    header = header_record(setup=header_record()["setup"] | {"budget": 0.01, "allowance": 10.0})
-    text = visible_text(write_report(write_run(tmp_path, 3, header=header)))
-    assert "1 % of the time was allowed, or 10 s if that is more." in text
-    assert "allowance:" not in text
 
 
 def test_a_restart_and_a_cut_off_line_are_shown(tmp_path: Path) -> None:
