@@ -50,16 +50,6 @@ def test_a_still_noise_scale_is_held() -> None:
     assert "every window: 100 % of 1" in average_lines(list(averages(run)))
 
 
-def test_a_level_ends_at_a_jump_of_the_rate() -> None:
-    exact = [[float(step), 1.0, 1 / (64.0 if step <= 240 else 640.0)] for step in range(1, 401)]
-    run = Recorded("lm", "sgd", "jump", 0, BATCH, [[1.0, 1 / 64]] * 400, exact)
-    before, after = level_at(run, 238), level_at(run, 242)
-    assert before is not None
-    assert after is not None
-    assert before[0] == pytest.approx(math.log(64))
-    assert after[0] == pytest.approx(math.log(640))
-
-
 def test_a_small_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded_runs, "DENSE", 3)
     run = record("grpo", "adamw", "warmup", 10, 0)
