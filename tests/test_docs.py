@@ -14,7 +14,6 @@ import torch
 import yaml
 
 import sonde
-from sonde.batch_size.stats.noise_scale import RatioAverage
 from tests.docs_blocks import DOCS, PAGES
 
 METRICS = {metric for name in sonde.__all__ for metric in getattr(getattr(sonde, name), "METRICS", ())}
@@ -93,19 +92,6 @@ def test_metrics_named_exist(page: Path) -> None:
 def metrics_named(page: Path) -> set[str]:
     """Metric names in backticks."""
     return set(re.findall(r"`((?:gns|gns_prompts|entropy|length|grad|cost|run)/\w+)`", page.read_text()))
-
-
-# The page of other tools.
-
-
-def test_a_moving_window_as_a_horizon() -> None:
-    """An average of horizon (n + 1)/2 is worth n windows, and has the mean age (n − 1)/2 of a moving window of n."""
-    n = 99
-    running = RatioAverage(horizon=(n + 1) / 2)
-    for age in range(2000, -1, -1):  # long enough for the oldest weights to vanish: 0.98^2000 is 3e-18
-        running.update(float(age))
-    assert running.effective_windows == pytest.approx(n)
-    assert running.x == pytest.approx((n - 1) / 2)
 
 
 # The reference of the configuration.

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.training import Setup
 
-from benchmarks import budget, gpt, long_run, noise_scale, norm, planning, scaling
+from benchmarks import long_run, noise_scale, norm, planning, scaling
 from tests.new_process import Python
 
 pytestmark = pytest.mark.slow
@@ -69,15 +68,6 @@ def test_planning() -> None:
     assert [(row["shape"], row["cut"]) for row in rows] == cells
     for row in rows:
         assert (row["gathering_seconds"] > 0) == (row["cut"] == "FSDP2") == (row["kept_bytes"] is None)
-
-
-def test_budget() -> None:
-    """A probe beside training is timed."""
-    setup = Setup(1, 1, micro_batches=2, sequences=1, shape=gpt.GptShape(width=8, depth=1, heads=2, context=8))
-    state, pace = budget.settle(setup, budget.STAYS)
-    assert pace.every > 1
-    blocks = budget.seconds_of_blocks(setup, state, 2, 3, 2, 0)
-    assert [set(block) for block in blocks] == [set(budget.ROLES)] * 2
 
 
 @pytest.mark.filterwarnings("ignore")  # other packages cause various warnings when they run

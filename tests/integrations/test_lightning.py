@@ -266,18 +266,6 @@ def test_a_training_that_fails_ends_its_log(tmp_path: Path) -> None:
     assert probe.state_dict()["averages"]  # for a checkpoint of Lightning's OnExceptionCheckpoint
 
 
-def test_a_batch_whose_units_are_not_counted_is_named_and_training_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    probe = integration.NoiseScale(unit="rows", units=lambda batch: None, **BY_PIECES)
-    with caplog.at_level(logging.ERROR):
-        with_probe, _ = trained(tmp_path, probe)
-    assert (
-        "a micro-batch is not measured, so its window is left out: ValueError: units= has returned None" in caplog.text
-    )
-    assert torch.equal(with_probe, trained(tmp_path)[0])
-
-
 class Notes(L.Callback):
     def __init__(self) -> None:
         self.calls: list[str] = []
