@@ -106,28 +106,19 @@ def test_each_row_names_a_file_and_a_guard_that_exist() -> None:
 
 
 def test_private_names_are_seen_in_every_form() -> None:
+    """A name that a file defines itself is foreign on another object, unless that is of the same class."""
     source = """
 from torch._a import _b, c
 import torch._c
-def f(self, x):
-    self._own = getattr(x, "_d")
-    return x._e._f, self._own, x.__dict__, "_not a name", x._
-"""
-    assert foreign_private_names(source) == {"_a", "_b", "_c", "_d", "_e", "_f"}
-
-
-def test_a_name_that_a_file_defines_is_foreign_on_another_object() -> None:
-    source = """
 class Probe:
-    def f(self):
+    def f(self, x):
+        self._own = getattr(x, "_d")
         self._metrics = self._trainer._metrics
-        return cls._metrics, self._trainer
+        return x._e._f, self._own, x.__dict__, "_not a name", x._
 """
-    assert foreign_private_names(source) == {"_metrics", "_trainer"}
-    assert foreign_private_names(source, {"_metrics"}) == {"_trainer"}  # _trainer is not defined in this file
-
-
-def test_names_of_other_objects_of_the_same_class_are_still_taken() -> None:
+    expected = {"_a", "_b", "_c", "_d", "_e", "_f", "_metrics", "_trainer"}
+    assert foreign_private_names(source) == expected
+    assert foreign_private_names(source, {"_metrics"}) == expected - {"_metrics"}
     for file, names in OF_ITS_OWN_CLASS.items():
         tree = ast.parse((ROOT / "src" / "sonde" / file).read_text())
         assert names <= set(taken_from_others(tree)) & set(defined(tree)), file

@@ -19,7 +19,6 @@ REFUSED = {
         "no module holds the parameters that SGD steps: put its modules",
     ),
     "steps in backward": (hard_scripts.STEPS_IN_BACKWARD, 1, "an optimizer steps inside backward"),
-    "two forwards": (hard_scripts.TWO_FORWARDS, 1, "pass --units-from with the number of units in one"),
     "parts of a model": (hard_scripts.PARTS, 1, "pass --units-from with the number of units in one"),
     "reduced by hand": (scripts.BY_HAND, 2, "pass --reduced-by-hand if the script averages"),
 }

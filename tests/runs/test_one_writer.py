@@ -22,7 +22,7 @@ from sonde.runs.reader import read_run
 from tests.batch_size.loops import windows_of_rows
 from tests.new_process import Ended, Python
 from tests.runs.report.plausible_policy import policy_header, policy_record
-from tests.runs.report.plausible_run import alert_record, end_record, header_record, reading_record, write_run
+from tests.runs.report.plausible_run import alert_record, header_record, reading_record, write_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -327,15 +327,3 @@ def test_a_number_of_a_policy_that_cannot_be_is_refused_with_file_and_line(
     said = capsys.readouterr().err
     assert said.startswith("sonde: error: line 3 of")
     assert "holds gns_prompts/b_simple = -2, expected 0 or more" in said
-
-
-def test_a_huge_value_of_the_users_own_is_drawn(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path)
-    sink.write(header_record())
-    for i in range(5):
-        record = reading_record(i, 5, status="resolved")
-        sink.write(record | {"metrics": record["metrics"] | {"loss": (-1) ** i * 1e308, "other": 1.7e308}})
-    sink.write({"kind": "metrics", "time": 1.0, "window": 1, "metrics": {"mine/huge": 1.7e308}})
-    sink.write(end_record(50))
-    sink.close()
-    assert main(["report", str(tmp_path)]) == 0

@@ -266,7 +266,15 @@ def test_every_value_that_could_break_an_axis_is_drawn(tmp_path: Path) -> None:
     for i in range(5):
         record = reading_record(i, 5, status="resolved", log_every=100)
         odd = {"gns/b_simple": 0.0, "gns/b_simple_low": 0.0, "gns/b_simple_high": 0.0, "gns/grad_sq": -1.0 - i}
-        logged = {"zero": 0.0, "negative": -3.5, "huge": 1e300 * (i + 1), "tiny": 1e-300, "gns/trace_cov": 0.0}
+        logged = {
+            "zero": 0.0,
+            "other": 1.7e308,
+            "swings": (-1) ** i * 1e308,
+            "negative": -3.5,
+            "huge": 1e300 * (i + 1),
+            "tiny": 1e-300,
+            "gns/trace_cov": 0.0,
+        }
         sink.write(record | {"metrics": record["metrics"] | odd | logged})
     sink.close()
     text = visible_text(write_report(tmp_path))
