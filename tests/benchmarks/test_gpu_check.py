@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from benchmarks.gpt import TINY
 from benchmarks.training import Setup
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from benchmarks import gpu_check, waiting
+from benchmarks import gpu_check
 from sonde.version import DISTRIBUTION
 
 ROOT = Path(__file__).parents[2]
@@ -73,25 +71,6 @@ def test_after_a_part_that_fails_the_next_goes_on(tmp_path: Path, monkeypatch: p
     found = {(line["part"], line["what"]): line["found"] for line in lines_of(tmp_path)}
     assert "ZeroDivisionError: of the test" in found["clip", "ended by an error"]
     assert found["entropy", "seconds to spend"] == 2.0
-
-
-def test_where_the_host_waits_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch says it; its mode ends whatever happens."""
-    modes: list[str] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-
-    def work() -> None:
-        for said in ("called a synchronizing CUDA operation", "something else"):
-            warnings.warn(said, stacklevel=1)
-
-    places = waiting.waits_of(work)
-    assert len(places) == 1
-    assert Path(__file__).name in places[0]
-    assert modes == ["warn", "default"]
-    with pytest.raises(ZeroDivisionError):
-        waiting.waits_of(fails)
-    assert modes[2:] == ["warn", "default"]
 
 
 def test_the_wheels_are_all_that_the_machine_lacks() -> None:

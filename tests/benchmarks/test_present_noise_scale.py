@@ -17,9 +17,8 @@ from benchmarks.present_noise_scale import (
     level_at,
     table,
 )
-from benchmarks.recorded_runs import Recorded, estimated, rate, record
+from benchmarks.recorded_runs import Recorded, estimated
 
-from benchmarks import recorded_runs
 from tests.batch_size.stats.windows import gaussian_windows
 
 BATCH, B_SIMPLE = 32, 64.0
@@ -48,15 +47,6 @@ def test_a_still_noise_scale_is_held() -> None:
     doubled = replace(run, exact=[(step, 2 * trace_cov, grad_sq) for step, trace_cov, grad_sq in run.exact])
     assert not any(a.holds for a in averages(doubled) if a.pace == "every window")
     assert "every window: 100 % of 1" in average_lines(list(averages(run)))
-
-
-def test_a_small_recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded_runs, "DENSE", 3)
-    run = record("grpo", "adamw", "warmup", 10, 0)
-    assert (len(run.windows), run.batch, run.name) == (10, 16, "grpo-adamw-warmup-10-0")
-    assert [row[0] for row in run.exact] == [1.0, 2.0, 3.0, 9.0]
-    assert all(row[1] > 0 for row in run.exact)
-    assert [rate("digits", "jump", step, 100) for step in (30, 59, 60)] == [1.0, 1.0, 0.1]
 
 
 def test_what_is_recorded_is_unbiased() -> None:

@@ -14,7 +14,7 @@ from sonde.demos.byte_lm.task import (
     find_sources,
     window_generator,
 )
-from sonde.demos.byte_lm.train import next_byte_loss, rate_at
+from sonde.demos.byte_lm.train import next_byte_loss
 
 CONTEXT = 96
 
@@ -61,12 +61,3 @@ def test_loss_is_the_mean_of_minus_log_probabilities(model: ByteTransformer) -> 
         log_probs = model(windows[:, :-1]).double().log_softmax(-1)
     by_hand = [-log_probs[i, t, windows[i, t + 1]].item() for i in range(2) for t in range(5)]
     assert loss.item() == pytest.approx(sum(by_hand) / 10, rel=1e-5)  # float32 against float64
-
-
-def test_learning_rate_warms_up_then_decays() -> None:
-    rates = [rate_at(step, 300) for step in range(300)]
-    assert rates[0] == pytest.approx(1 / 20)
-    assert rates[19] == rates[20] == 1.0
-    assert rates[160] == pytest.approx(0.55)  # half-way down from 1 to 0.1
-    assert rates[299] == pytest.approx(0.1, abs=1e-3)
-    assert rate_at(0, 5) == pytest.approx(1 / 20), "a run shorter than the warm-up"
