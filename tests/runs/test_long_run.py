@@ -1,4 +1,4 @@
-"""The report of a long run is small, and its figures still show every peak."""
+"""The figures of a long run are thinned, and still show every peak."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from sonde.runs.report.figures import Scale
 from sonde.runs.report.write import write_report
 from tests.runs.report.plausible_run import header_record, write_run
 from tests.runs.report.visible_text import visible_text
-
-N, RESTART = 11_010, 7_020
 
 
 def test_a_report_says_that_readings_have_become_rarer(tmp_path: Path) -> None:

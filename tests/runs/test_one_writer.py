@@ -22,7 +22,14 @@ from sonde.runs.reader import read_run
 from tests.batch_size.loops import windows_of_rows
 from tests.new_process import Ended, Python
 from tests.runs.report.plausible_policy import policy_header, policy_record
-from tests.runs.report.plausible_run import alert_record, header_record, reading_record, write_run
+from tests.runs.report.plausible_run import (
+    alert_record,
+    header_record,
+    reading_record,
+    with_metrics,
+    write_run,
+    written,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -297,13 +304,8 @@ def test_a_file_without_line_breaks_is_refused_in_little_memory(
 def test_a_number_of_sondes_that_cannot_be_is_refused_with_file_and_line(
     tmp_path: Path, name: str, value: float, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sink = JsonlSink(tmp_path)
-    sink.write(header_record())
-    sink.write(reading_record(0, 2, status="resolved"))
-    sink.write(alert_record())
-    record = reading_record(1, 2, status="resolved")
-    sink.write(record | {"metrics": record["metrics"] | {name: value}})
-    sink.close()
+    first, second = (reading_record(i, 2, status="resolved") for i in range(2))
+    written(tmp_path, [header_record(), first, alert_record(), with_metrics(second, {name: value})])
     with pytest.raises(ValueError, match=rf"line 4 of .*records\.jsonl holds {name} = .*, {expected}"):
         read_run(tmp_path)
     assert main(["report", str(tmp_path)]) == 2
@@ -316,13 +318,8 @@ def test_a_number_of_a_policy_that_cannot_be_is_refused_with_file_and_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = policy_record(0)
-    sink = JsonlSink(tmp_path)
-    sink.write(policy_header())
-    sink.write(record | {"metrics": record["metrics"] | {"reward": 1e308}})
-    assert main(["report", str(tmp_path)]) == 0  # a reward is the user's
-    sink.write(record | {"metrics": record["metrics"] | {"gns_prompts/b_simple": -2.0}})
-    sink.close()
-    capsys.readouterr()
+    huge = with_metrics(record, {"reward": 1e308})  # a reward is the user's
+    written(tmp_path, [policy_header(), huge, with_metrics(record, {"gns_prompts/b_simple": -2.0})])
     assert main(["report", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert said.startswith("sonde: error: line 3 of")

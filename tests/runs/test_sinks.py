@@ -14,23 +14,16 @@ from sonde.log.sinks import JsonlSink
 from sonde.runs.reader import read_run
 from tests.new_process import Python
 from tests.read_only import read_only_folder
-from tests.runs.report.plausible_run import end_record, header_record, reading_record, write_run
-
-
-def _append(folder: Path, *records: dict[str, object]) -> None:
-    sink = JsonlSink(folder)
-    for record in records:
-        sink.write(record)
-    sink.close()
+from tests.runs.report.plausible_run import end_record, header_record, reading_record, write_run, written
 
 
 @pytest.mark.parametrize("torn", [b'{"kind":"reading","win', b"{", b'{"kind":"header","sch', b"\0" * 100, b"\xff\xfe"])
 def test_a_torn_line_does_not_merge_with_the_next_record(tmp_path: Path, torn: bytes) -> None:
-    _append(tmp_path, header_record(), reading_record(0, 2))
+    written(tmp_path, [header_record(), reading_record(0, 2)])
     with (tmp_path / "records.jsonl").open("ab") as file:
         file.write(torn)
     before = (tmp_path / "records.jsonl").read_bytes()
-    _append(tmp_path, header_record(), reading_record(1, 2))
+    written(tmp_path, [header_record(), reading_record(1, 2)])
     assert (tmp_path / "records.jsonl").read_bytes().startswith(before + b"\n")
     run = read_run(tmp_path)
     assert [reading.window for reading in run.readings] == [10, 20]
@@ -43,7 +36,7 @@ def test_a_header_torn_at_any_byte_is_survived(tmp_path: Path) -> None:
         folder = tmp_path / str(length)
         folder.mkdir()
         (folder / "records.jsonl").write_bytes(whole[:length])
-        _append(folder, header_record(), reading_record(0, 1))
+        written(folder, [header_record(), reading_record(0, 1)])
         run = read_run(folder)
         assert (len(run.headers), len(run.readings)) == (1, 1)
         assert run.torn is not None

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from bokeh.models import Line
 
-from sonde.log.sinks import JsonlSink
 from sonde.runs.reader import read_run
 from sonde.runs.report.curves import Panel, TimeAxis, draw_panels
 from sonde.runs.report.figures import LIGHT_GREY, Plot
@@ -20,7 +19,7 @@ from sonde.runs.report.sections import own_value_names
 from sonde.runs.report.write import write_report
 from sonde.runs.run import PolicyReading
 from tests.runs.report.plausible_policy import policy_header, policy_record, write_policy_run
-from tests.runs.report.plausible_run import header_record, reading_record
+from tests.runs.report.plausible_run import header_record, reading_record, written
 from tests.runs.report.visible_text import visible_text
 
 
@@ -107,13 +106,11 @@ def test_tables_have_both_ends_and_add_up_over_steps(tmp_path: Path) -> None:
 
 def test_parts_that_do_not_add_up_are_left_out_of_the_sum(tmp_path: Path) -> None:
     """As at Adam's first step under dropout: the parts say nothing of what the batch did."""
-    sink = JsonlSink(tmp_path)
-    sink.write(policy_header())
-    for i in range(3):
-        record = policy_record(i)
-        sink.write(record | {"causes": record["causes"] | {"explained": 500.0 if i == 2 else 0.99}})
-    sink.close()
-    [section] = [s for s in policy_sections(read_run(tmp_path)) if s.title == "Prompts that change the entropy most"]
+    records = [policy_record(i) for i in range(3)]
+    for i, record in enumerate(records):
+        record["causes"]["explained"] = 500.0 if i == 2 else 0.99
+    run = read_run(written(tmp_path, [policy_header(), *records]))
+    [section] = [s for s in policy_sections(run) if s.title == "Prompts that change the entropy most"]
     learned = section.content[0]
     assert {row[-1] for row in learned.rows} == {"2"}  # type: ignore[union-attr]
     assert "The parts of its prompts are not to be trusted: the prompts' parts add up to" in section.text
@@ -201,13 +198,8 @@ def test_a_negative_entropy_is_within_its_axis(tmp_path: Path) -> None:
 
 
 def test_a_run_with_noise_scale_and_policy_shows_both(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path)
-    sink.write(header_record())
-    for i in range(5):
-        sink.write(reading_record(i, 5, status="resolved"))
-        sink.write(policy_record(i))
-    sink.close()
-    text = visible_text(write_report(tmp_path))
+    both = [make for i in range(5) for make in (reading_record(i, 5, status="resolved"), policy_record(i))]
+    text = visible_text(write_report(written(tmp_path, [header_record(), *both])))
     assert "Batch size and gradient noise, entropy of the policy" in text
     places = [
         "No verdict yet",
@@ -231,11 +223,7 @@ def test_steps_that_were_taken_again_are_drawn_apart_and_left_out_of_the_verdict
     tmp_path: Path, starts: tuple[Sequence[int], ...], n_left_out: int, apart: range
 ) -> None:
     for steps in starts:
-        sink = JsonlSink(tmp_path)
-        sink.write(policy_header())
-        for i in steps:
-            sink.write(policy_record(i))
-        sink.close()
+        written(tmp_path, [policy_header(), *map(policy_record, steps)])
     assert drawn_apart(tmp_path) == [5 * i + 1 for i in apart]
     text = visible_text(write_report(tmp_path))
     said = f"A restart took steps again: {n_left_out} measurements of these steps before the restart are left out."
@@ -253,14 +241,11 @@ def drawn_apart(path: Path) -> list[float]:
 
 
 def test_a_collapse_is_a_current_alert(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path)
-    sink.write(policy_header())
     message = "the policy's entropy has collapsed to 0.1 nats a token"
-    for i in range(3):
-        sink.write(policy_record(i, alerts={"entropy_collapse": message} if i == 2 else {}))
-    sink.write({"kind": "alert", "time": 1.0, "window": 11, "name": "entropy_collapse", "message": message})
-    sink.close()
-    text = visible_text(write_report(tmp_path))
+    last = policy_record(2, alerts={"entropy_collapse": message})
+    alert = {"kind": "alert", "time": 1.0, "window": 11, "name": "entropy_collapse", "message": message}
+    records = [policy_header(), policy_record(0), policy_record(1), last, alert]
+    text = visible_text(write_report(written(tmp_path, records)))
     assert f"Something looks wrong T{message[1:]} (since step 11)" in text
     assert "window" not in text.lower()
 
@@ -270,9 +255,6 @@ def test_a_collapse_is_a_current_alert(tmp_path: Path) -> None:
     [{"metrics": []}, {"shares": {}}, {"causes": 1}, {"window": -1}, {"alerts": None}, {"metrics": {"a": "x"}}],
 )
 def test_a_record_that_does_not_fit_the_schema_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
-    sink = JsonlSink(tmp_path)
-    sink.write(policy_header())
-    sink.write(policy_record(0) | change)
-    sink.close()
+    written(tmp_path, [policy_header(), policy_record(0) | change])
     with pytest.raises(ValueError, match=r"line 2 of .* is not a record of schema 3"):
         read_run(tmp_path)

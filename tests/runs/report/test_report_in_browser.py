@@ -15,11 +15,18 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sonde.log.sinks import JsonlSink
 from sonde.runs.report.write import write_report
 from tests.chromium import chromium, in_browser
 from tests.runs.report.plausible_policy import policy_header, policy_record, write_policy_run
-from tests.runs.report.plausible_run import alert_record, end_record, header_record, reading_record, write_run
+from tests.runs.report.plausible_run import (
+    alert_record,
+    end_record,
+    header_record,
+    reading_record,
+    with_metrics,
+    write_run,
+    written,
+)
 
 pytestmark = in_browser
 
@@ -138,16 +145,9 @@ def test_text_of_the_user_is_shown_and_never_run(browser: Any, tmp_path: Path) -
     header = header_record(
         run=ATTACK, unit=f"$$u$$ {ATTACK}", setup=setup, metadata={ATTACK: texts}, versions={ATTACK: ATTACK}
     )
-    sink = JsonlSink(tmp_path)
-    sink.write(header)
-    for i in range(12):
-        record = reading_record(i, 12, groups=texts, dropped={ATTACK: 3}, reason=ATTACK)
-        sink.write(record | {"metrics": record["metrics"] | {ATTACK: float(i), "$$v$$": 1.0}})
-    sink.write(alert_record(ATTACK))
-    sink.write(end_record(120, ATTACK))
-    sink.close()
-
-    _open(browser, write_report(tmp_path))
+    readings = [reading_record(i, 12, groups=texts, dropped={ATTACK: 3}, reason=ATTACK) for i in range(12)]
+    logged = [with_metrics(record, {ATTACK: float(i), "$$v$$": 1.0}) for i, record in enumerate(readings)]
+    _open(browser, write_report(written(tmp_path, [header, *logged, alert_record(ATTACK), end_record(120, ATTACK)])))
     text = _text(browser)
     assert text.count(ATTACK) > 10
     for user_text in texts:
@@ -173,15 +173,11 @@ def test_a_run_with_a_policy_fits_wide_and_narrow_windows(browser: Any, tmp_path
 
 
 def test_text_of_a_prompt_is_shown_and_never_run(browser: Any, tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path)
-    sink.write(policy_header(run=ATTACK))
-    for i in range(3):
-        record = policy_record(i, reason=ATTACK)
+    records = [with_metrics(policy_record(i, reason=ATTACK), {ATTACK: float(i)}) for i in range(3)]
+    for record in records:
         for part in (*record["shares"], *record["causes"]["prompts"]):
             part["prompt"] = f"{ATTACK} $$x$$ {part['prompt']}"
-        sink.write(record | {"metrics": record["metrics"] | {ATTACK: float(i)}})
-    sink.close()
-    _open(browser, write_report(tmp_path))
+    _open(browser, write_report(written(tmp_path, [policy_header(run=ATTACK), *records])))
     assert _text(browser).count(f"{ATTACK} $$x$$ ") >= 20
     assert browser.execute_script("return window.attacked === undefined")
 
