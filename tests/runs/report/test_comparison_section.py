@@ -15,6 +15,7 @@ from sonde.policy.stats.entropy_comparison import EntropyComparison, EntropyDiff
 from sonde.policy.stats.entropy_forecast import EntropyForecast, unknown
 from sonde.records import RunLog
 from sonde.runs.reader import read_run
+from sonde.runs.report.comparison_section import comparison_sections
 from sonde.runs.report.write import write_report
 from tests.runs.report.visible_text import visible_text
 
@@ -92,3 +93,14 @@ def test_the_report_shows_the_last_comparison(tmp_path: Path) -> None:
         "broken not known not known not known the step is not finite",
     ):
         assert fact in text, fact
+
+
+def test_a_point_with_its_interval_for_each_loss(tmp_path: Path) -> None:
+    [section] = comparison_sections(read_run(logged(tmp_path)))
+    plot, _ = section.content
+    (fig,) = plot.figures  # type: ignore[union-attr]
+    (bars,) = [data for r in fig.renderers if "x0" in (data := r.data_source.data)]  # type: ignore[attr-defined]
+    places = {label.text: y for y, label in fig.yaxis[0].major_label_overrides.items()}
+    ends = {y: (low, high) for y, low, high in zip(bars["y0"], bars["x0"], bars["x1"], strict=True)}
+    assert ends == {places["<b>bonus</b>"]: (8e-4, 1.2e-3), places["clip-higher 0.28"]: (-1e-5, 3e-5)}
+    assert "<b>bonus</b>: 0.00100 [8.00 × 10⁻⁴ to 0.00120], more entropy" in plot.in_words  # type: ignore[union-attr]

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bokeh.models import Line
+from bokeh.models import Line, Scatter
 
 from sonde.runs.reader import read_run
 from sonde.runs.report.curves import Panel, TimeAxis, draw_panels
 from sonde.runs.report.figures import LIGHT_GREY, Plot
-from sonde.runs.report.policy_curves import entropy_panel
+from sonde.runs.report.policy_curves import entropy_panel, prompt_noise_panels
 from sonde.runs.report.policy_sections import policy_sections
 from sonde.runs.report.sections import own_value_names
 from sonde.runs.report.write import write_report
@@ -182,6 +182,16 @@ def test_a_noise_scale_in_prompts_of_which_one_limit_is_known(
     assert legend in text
     for other in ("lower bound: the noise", "upper bound: the noise", "confidence interval of the noise"):
         assert (other in text) == (other in legend)
+
+
+def test_the_upper_bound_of_each_step_is_drawn_and_named(tmp_path: Path) -> None:
+    ends = {"gns_prompts/b_simple": None, "gns_prompts/b_simple_low": 0.0, "gns_prompts/b_simple_high": 12.0}
+    run = read_run(write_policy_run(tmp_path, 4, metrics=policy_record(2)["metrics"] | ends))
+    renderers = _plot(prompt_noise_panels(run.policy)[0][0], run.policy).figures[0].renderers
+    marks = {r.glyph.marker: list(r.data_source.data["y"]) for r in renderers if isinstance(r.glyph, Scatter)}
+    assert (marks["inverted_triangle"], "triangle" in marks) == ([12.0] * 4, False)
+    hover = [list(r.data_source.data["text0"]) for r in renderers if "text0" in r.data_source.data]
+    assert hover[0] == ["less than 12"] * 4
 
 
 def test_a_negative_entropy_is_within_its_axis(tmp_path: Path) -> None:
