@@ -16,8 +16,6 @@ pytest.importorskip("transformers", reason="needs transformers: pip install '.[t
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 LR = 1e-3
-LR = 1e-3
-"""At the 1e-2 of one process, Adam makes another training of the last bit: ranks sum in another order."""
 """At the 1e-2 of one process, Adam makes another training of the last bit: ranks sum in another order."""
 
 
