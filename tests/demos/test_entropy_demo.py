@@ -114,6 +114,6 @@ def test_ctrl_c_keeps_the_measurements(tmp_path: Path, capsys: pytest.CaptureFix
 def test_bad_options(tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Refused before anything is written."""
     (tmp_path / "mine").write_text("mine")
-    assert main(["demo", "entropy", *SMALL, *options, "--out", str(tmp_path)]) == 2
+    assert main(["demo", "entropy", *options, "--out", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]

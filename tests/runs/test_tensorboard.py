@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import html
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,11 @@ def test_texts_are_shown_as_written_and_run_nothing(tmp_path: Path, records: lis
         assert "<script" not in shown
     text = events.Tensors("sonde/run/text_summary")[0].tensor_proto.string_val[0].decode()
     assert json.loads(html.unescape(text).removeprefix("<pre>").removesuffix("</pre>")) == records[0]
+
+
+def test_without_tensorboard_the_error_names_an_install_that_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match=r"TensorBoardSink needs tensorboard: pip install 'gradsonde\[tensorboard\]'"):
+        TensorBoardSink(tmp_path)
