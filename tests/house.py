@@ -31,7 +31,6 @@ NO_CODE = (
     tokenize.ENDMARKER,
 )
 WINDOWS = 21
-TOTAL = "lines of code in all"
 
 
 def lines_of_code(source: str) -> int:
@@ -101,4 +100,4 @@ if __name__ == "__main__":
     now = sizes()
     sys.stdout.writelines(f"{n:8,} {name}\n" for name, n in now.items())
     total = sum(n for name, n in now.items() if name.startswith("lines of code: "))
-    sys.stdout.write(f"{total:8,} {TOTAL}\n")
+    sys.stdout.write(f"{total:8,} lines of code in all\n")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 # What most processes would import for seconds: torch imports its compiler at the first optimizer, and the parts of it
-# that every backend uses at the first compilation. Modules of tests import pytest.
+# that every backend uses at the first compilation. Modules of tests import pytest. Public names of sonde are lazy.
 _IMPORTED = [
     "hypothesis",
     "pytest",
@@ -30,7 +30,12 @@ _IMPORTED = [
     "torch.distributed.pipelining",
     "torch._dynamo.backends.debugging",
     "torch._inductor.compile_fx",
-    "sonde",
+    "sonde.batch_size.probe",
+    "sonde.cli",
+    "sonde.commands.run_script.watcher",
+    "sonde.policy.entropy_change",
+    "sonde.policy.log",
+    "sonde.runs.report.write",
 ]
 
 

@@ -68,14 +68,6 @@ def test_a_bar_in_a_file_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None
     assert sys.stderr.getvalue() == "sonde: a sentence\n"
 
 
-def test_a_sentence_imports_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "tqdm")
-    before = set(sys.modules)
-    tell("a sentence")
-    assert set(sys.modules) == before
-    assert capsys.readouterr().err == "sonde: a sentence\n"
-
-
 WITH_A_BAR = (
     START
     + """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.closure import ENTRIES, closure
 
 SOURCE = Path(__file__).parent.parent / "src" / "sonde"
 TESTS = Path(__file__).parent
+FILES = sorted(SOURCE.rglob("*.py"))
 
 # From the ground up, as CONTRIBUTING.md draws it.
 HOUSE = [
@@ -39,6 +41,7 @@ def _part(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
+@functools.cache
 def _names(path: Path) -> set[str]:
     """Full names of what a file imports from sonde, at its top or anywhere in it: `sonde.stats.intervals.Status`."""
     found = set()
@@ -59,24 +62,32 @@ def _imports(path: Path) -> set[str]:
     return {part if part in FLOORS else "__init__" for part in parts}
 
 
-@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
-def test_imports_point_down(path: Path) -> None:
-    here = _part(path)
-    assert here in FLOORS, f"{here} has no floor: give it one here"
-    for part in _imports(path) - {here} - UPWARD.get(path.relative_to(SOURCE).as_posix(), set()):
-        assert FLOORS[part] < FLOORS[here], f"{path.name} on floor {FLOORS[here]} imports sonde.{part}"
+def test_every_part_has_a_floor() -> None:
+    assert {_part(path) for path in FILES} == set(FLOORS)
 
 
-@pytest.mark.parametrize("path", sorted(SOURCE.rglob("stats/*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
-def test_equations_import_only_equations(path: Path) -> None:
-    for name in _names(path):
-        assert "stats" in name.split(".") or name.startswith("sonde.wording."), f"{path} imports {name}"
+def test_imports_point_down() -> None:
+    up = [
+        f"{path.relative_to(SOURCE)} imports sonde.{part}"
+        for path in FILES
+        for part in _imports(path) - {_part(path)} - UPWARD.get(path.relative_to(SOURCE).as_posix(), set())
+        if FLOORS[part] >= FLOORS[_part(path)]
+    ]
+    assert up == []
 
 
-@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
-def test_private_names_stay_in_their_file(path: Path) -> None:
-    for name in _names(path):
-        assert not any(part.startswith("_") and part != "__version__" for part in name.split(".")), name
+def test_equations_import_only_equations() -> None:
+    for path in SOURCE.rglob("stats/*.py"):
+        for name in _names(path):
+            assert "stats" in name.split(".") or name.startswith("sonde.wording."), f"{path} imports {name}"
+
+
+def test_private_names_stay_in_their_file() -> None:
+    for path in FILES:
+        for name in _names(path):
+            assert not any(part.startswith("_") and part != "__version__" for part in name.split(".")), (
+                f"{path}: {name}"
+            )
 
 
 def test_no_test_imports_another_test() -> None:

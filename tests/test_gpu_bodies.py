@@ -6,17 +6,14 @@ On a pretended device, which a GPU's checks are forbidden to wait for, those of 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tests.gpu.set_ups import (
     ON_RANKS,
-    ON_TWO_RANKS,
     SETUPS,
     WINDOWS,
-    backends,
     check,
     compared,
     entropy_forecast,
@@ -34,6 +31,7 @@ NOT_PRETENDED = {
     "single examples": "its tensors are not plain ones, which layers must have",
     "a fused optimizer": "torch fuses on devices that it knows",
     "a clip folded into the optimizer": "torch fuses on devices that it knows",
+    **dict.fromkeys(("Adam's metric", "the sign metric", "the spectral metric"), "metrics together show each"),
 }
 
 
@@ -49,31 +47,10 @@ def test_one_process(name: str) -> None:
         check(on_device, reading, is_untouched=is_untouched)
 
 
-WITH_ONE_RANK = [name for name in ON_RANKS if name not in ON_TWO_RANKS and ("clip" in name or "examples" in name)]
-"""Those that are tried with one rank on a CPU too: each way of wrapping, some of each."""
-
-
-@pytest.fixture(scope="module")
-def rank() -> Iterator[Ranks]:
-    alone = Ranks(1, backends("cpu"))
-    yield alone
-    alone.stop()
-
-
 @pytest.mark.slow
 def test_two_ranks(ranks2: Ranks) -> None:
-    check_ranks(ranks2, list(ON_RANKS))
-
-
-@pytest.mark.slow
-def test_one_rank(rank: Ranks) -> None:
-    """A GPU is alone on most machines."""
-    check_ranks(rank, WITH_ONE_RANK)
-
-
-def check_ranks(ranks: Ranks, names: list[str]) -> None:
-    for name in names:
-        for reading, is_untouched in ranks(compared, CPU, ON_RANKS[name]):
+    for name, setup in ON_RANKS.items():
+        for reading, is_untouched in ranks2(compared, CPU, setup):
             assert is_untouched, name
             assert reading.windows == WINDOWS, name
             assert reading.grad_sq > 0, name

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests import recorded_windows
-from tests.house import ROOT, TOTAL
+from tests import house, recorded_windows
+from tests.new_process import in_new_process
 from tests.ranks import Ranks
 
 PRESENT = {
@@ -39,10 +37,7 @@ PRESENT = {
 
 
 def test_nothing_has_grown() -> None:
-    # In a process of its own: probes that other tests have left open would be called too.
-    made = subprocess.run([sys.executable, "-m", "tests.house"], cwd=ROOT, capture_output=True, text=True, check=True)
-    rows = [line.strip().split(" ", 1) for line in made.stdout.splitlines()]
-    now = {name: int(n.replace(",", "")) for n, name in rows if name != TOTAL}
+    now = in_new_process(house.sizes)  # where no probe is that another test has left open
     assert {name: n for name, n in now.items() if n > PRESENT.get(name, 0)} == {}, "make something smaller instead"
     too_high = {name: now.get(name, 0) for name, n in PRESENT.items() if now.get(name, 0) < 0.97 * n}
     assert too_high == {}, "smaller than the table says: write the new numbers into it"

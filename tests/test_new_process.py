@@ -48,11 +48,6 @@ def test_code_of_the_command_line_runs(tmp_path: Path) -> None:
     assert ended.status == 0
 
 
-def test_a_module_runs_under_its_name(tmp_path: Path) -> None:
-    with Python("-m", "sonde", "--version", folder=tmp_path) as python:
-        assert python.wait().out.startswith("sonde ")
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 def test_a_python_that_takes_too_long_ends_with_all_its_processes(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator, Set
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "tests" / "private_names.md"
@@ -73,6 +72,7 @@ def foreign_private_names(source: str, own: Set[str] = frozenset()) -> set[str]:
     return {name for name in foreign if is_private(name)} - OF_PYTHON
 
 
+@functools.cache
 def rows() -> list[tuple[set[str], set[str], str]]:
     """The page's table: the private parts of each name, the files that use it, and its guard."""
     found = re.findall(r"^\| (`[^|]*_[^|]*`) \| (`[^|]*`) \| [^|]+ \| `(tests/[^|]*)` \|$", PAGE.read_text(), re.M)
@@ -86,13 +86,13 @@ def rows() -> list[tuple[set[str], set[str], str]]:
     ]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT / "src" / "sonde")))
-def test_the_page_lists_the_private_names_of_each_file(path: Path) -> None:
-    here = str(path.relative_to(ROOT / "src" / "sonde"))
-    listed = set().union(*(names for names, files, _ in rows() if here in files))
-    used = foreign_private_names(path.read_text(), OF_ITS_OWN_CLASS.get(here, frozenset()))
-    assert used - listed == set(), f"{PAGE.name} does not list these private names of {here}: add a row and a guard"
-    assert listed - used == set(), f"{PAGE.name} lists these private names, and {here} does not use them any more"
+def test_the_page_lists_the_private_names_of_each_file() -> None:
+    for path in SOURCES:
+        here = path.relative_to(ROOT / "src" / "sonde").as_posix()
+        listed = set().union(*(names for names, files, _ in rows() if here in files))
+        used = foreign_private_names(path.read_text(), OF_ITS_OWN_CLASS.get(here, frozenset()))
+        assert used - listed == set(), f"{PAGE.name} does not list these private names of {here}: add a row and a guard"
+        assert listed - used == set(), f"{PAGE.name} lists these private names, and {here} does not use them any more"
 
 
 def test_each_row_names_a_file_and_a_guard_that_exist() -> None:
@@ -106,28 +106,19 @@ def test_each_row_names_a_file_and_a_guard_that_exist() -> None:
 
 
 def test_private_names_are_seen_in_every_form() -> None:
+    """A name that a file defines itself is foreign on another object, unless that is of the same class."""
     source = """
 from torch._a import _b, c
 import torch._c
-def f(self, x):
-    self._own = getattr(x, "_d")
-    return x._e._f, self._own, x.__dict__, "_not a name", x._
-"""
-    assert foreign_private_names(source) == {"_a", "_b", "_c", "_d", "_e", "_f"}
-
-
-def test_a_name_that_a_file_defines_is_foreign_on_another_object() -> None:
-    source = """
 class Probe:
-    def f(self):
+    def f(self, x):
+        self._own = getattr(x, "_d")
         self._metrics = self._trainer._metrics
-        return cls._metrics, self._trainer
+        return x._e._f, self._own, x.__dict__, "_not a name", x._
 """
-    assert foreign_private_names(source) == {"_metrics", "_trainer"}
-    assert foreign_private_names(source, {"_metrics"}) == {"_trainer"}  # _trainer is not defined in this file
-
-
-def test_names_of_other_objects_of_the_same_class_are_still_taken() -> None:
+    expected = {"_a", "_b", "_c", "_d", "_e", "_f", "_metrics", "_trainer"}
+    assert foreign_private_names(source) == expected
+    assert foreign_private_names(source, {"_metrics"}) == expected - {"_metrics"}
     for file, names in OF_ITS_OWN_CLASS.items():
         tree = ast.parse((ROOT / "src" / "sonde" / file).read_text())
         assert names <= set(taken_from_others(tree)) & set(defined(tree)), file

@@ -11,19 +11,14 @@ from benchmarks.present_noise_scale import (
     PACES,
     average_lines,
     averages,
-    by_filter,
     exact_average,
     judge,
     last_readings,
     level_at,
-    measured,
-    plan,
-    steps_to_read,
     table,
 )
-from benchmarks.recorded_runs import Recorded, estimated, rate, record
+from benchmarks.recorded_runs import Recorded, estimated
 
-from benchmarks import recorded_runs
 from tests.batch_size.stats.windows import gaussian_windows
 
 BATCH, B_SIMPLE = 32, 64.0
@@ -52,47 +47,6 @@ def test_a_still_noise_scale_is_held() -> None:
     doubled = replace(run, exact=[(step, 2 * trace_cov, grad_sq) for step, trace_cov, grad_sq in run.exact])
     assert not any(a.holds for a in averages(doubled) if a.pace == "every window")
     assert "every window: 100 % of 1" in average_lines(list(averages(run)))
-
-
-def test_a_level_ends_at_a_jump_of_the_rate() -> None:
-    exact = [[float(step), 1.0, 1 / (64.0 if step <= 240 else 640.0)] for step in range(1, 401)]
-    run = Recorded("lm", "sgd", "jump", 0, BATCH, [[1.0, 1 / 64]] * 400, exact)
-    before, after = level_at(run, 238), level_at(run, 242)
-    assert before is not None
-    assert after is not None
-    assert before[0] == pytest.approx(math.log(64))
-    assert after[0] == pytest.approx(math.log(640))
-
-
-def test_paces() -> None:
-    run = still_run(2000)
-    all_of_them, default, used_up = (measured(run, allowance) for allowance in PACES.values())
-    assert len(all_of_them) == 2000
-    assert 600 < len(default) < 900  # 150 a doubling, from step 216 on
-    assert 60 < len(used_up) < 200
-    assert steps_to_read(100) == [40, 48, 57, 68, 81, 97, 100]
-
-
-def test_a_reader_uses_no_window_after_its_step() -> None:
-    run = still_run()
-    broken = Recorded(**(vars(run) | {"windows": run.windows[:100] + [[1.0, 100.0]] * 300}))
-    assert by_filter(run, range(1, 401))(100) == by_filter(broken, range(1, 401))(100)
-
-
-def test_each_kind_of_training_is_planned() -> None:
-    planned = list(plan(2))
-    assert {task for task, *_ in planned} == {"lm", "digits", "mlp", "grpo", "demo"}
-    assert sum(task == "demo" for task, *_ in planned) == 10
-    assert all(n > 500 for _, _, schedule, n, _ in planned if schedule == "still")
-
-
-def test_a_small_recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded_runs, "DENSE", 3)
-    run = record("grpo", "adamw", "warmup", 10, 0)
-    assert (len(run.windows), run.batch, run.name) == (10, 16, "grpo-adamw-warmup-10-0")
-    assert [row[0] for row in run.exact] == [1.0, 2.0, 3.0, 9.0]
-    assert all(row[1] > 0 for row in run.exact)
-    assert [rate("digits", "jump", step, 100) for step in (30, 59, 60)] == [1.0, 1.0, 0.1]
 
 
 def test_what_is_recorded_is_unbiased() -> None:

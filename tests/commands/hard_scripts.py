@@ -45,15 +45,6 @@ for step in range(12):
     optimizer.zero_grad()
 """
 
-TWO_FORWARDS = """
-model = network()
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-for step in range(8):
-    x, y = batch()
-    (nn.functional.mse_loss(model(x), y) + model(batch()[0]).square().mean()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
 
 STEPS_IN_BACKWARD = """
 model = network()

@@ -99,24 +99,6 @@ for step in range(14):
     optimizer.zero_grad()
 """
 
-TWO_OPTIMIZERS = """
-model = network()
-matrices = [p for p in model.parameters() if p.dim() == 2]
-vectors = [p for p in model.parameters() if p.dim() < 2]
-optimizers = [torch.optim.SGD(matrices, lr=1e-2, momentum=0.9), torch.optim.AdamW(vectors, lr=1e-2)]
-optimizer = optimizers[0]
-# (attach here)
-for step in range(12):
-    for micro in range(4):
-        x, y = batch()
-        nn.functional.mse_loss(model(x), y).backward()
-    # (a window ends here)
-    for optimizer in optimizers:
-        optimizer.step()
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-"""
-
 GAN = """
 class Gan(nn.Module):
     def __init__(self):

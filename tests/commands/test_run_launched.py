@@ -31,11 +31,11 @@ print("chained", "torch" in sys.modules, flush=True)
 """
 
 
-def launched(arguments: Sequence[str], folder: Path, *paths: Path) -> Ended:
+def launched(arguments: Sequence[str], folder: Path) -> Ended:
     environment = {
         "OMP_NUM_THREADS": "1",
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "PYTHONPATH": os.pathsep.join(map(str, [*paths, Path(sonde.__file__).parents[1]])),
+        "PYTHONPATH": str(Path(sonde.__file__).parents[1]),
     }
     with Python("-m", "sonde", "run", *arguments, folder=folder, environment=environment) as process:
         return process.wait()
@@ -61,39 +61,23 @@ def test_a_script_is_measured_as_it_is_launched(name: str, tmp_path: Path) -> No
     assert run.header.metadata["command"] == " ".join([*command[command.index("--") + 1 :], "w.pt", "--lr", "3"])
 
 
-def test_a_real_python_runs_the_script_as_it_was(tmp_path: Path) -> None:
-    """The whole way: the command becomes the script, whose own sitecustomize runs too."""
+def test_ctrl_c_in_a_real_python_ends_a_script_that_ran_as_it_was(tmp_path: Path) -> None:
+    """The command becomes the script, whose own sitecustomize runs too. The signal itself ends it, a shell's 130."""
     without = bare(PLAIN, tmp_path)
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(CHAINED)
-    more = "print(sys.path[0], [path for path in sys.path if 'on_start' in path], __name__)\nsys.exit(3)\n"
+    more = """
+print(sys.path[0], [path for path in sys.path if 'on_start' in path], __name__, flush=True)
+import os, signal, time
+os.kill(os.getpid(), signal.SIGINT)
+time.sleep(9)
+"""
     (tmp_path / "train.py").write_text(whole(PLAIN) + more)
-    ended = launched(["--every", "1", "--", "train.py", "b.pt", "--lr", "3"], tmp_path, tmp_path / "site")
-    assert (ended.status, ended.out) == (3, f"chained False\n{without.out}{tmp_path} [] __main__\n"), ended.err
-    assert same_weights(torch.load(tmp_path / "b.pt"), without.weights)
-    assert re.search(r"sonde: B_simple [\d.]+ rows \[", ended.err)
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert f"sonde: report  {folder}/report.html\n" in ended.err
-    assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
-    assert sonde.read_run(folder).ended == "the script ended"
-
-
-def test_a_script_without_an_optimizer_says_so(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(NEVER_TRAINS)
-    ended = launched(["--", "train.py", "w.pt", "--lr", "3"], tmp_path)
-    assert ended.status == 0
-    assert ended.err == "sonde: nothing was measured: the script made no torch.optim.Optimizer\n"
-
-
-def test_ctrl_c_ends_a_real_python_as_it_did(tmp_path: Path) -> None:
-    """By the signal itself, a shell's 130: the report at the end does not change that."""
-    interrupt = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"
-    (tmp_path / "train.py").write_text(whole(PLAIN).replace("sys.argv[1]", "'weights.pt'") + interrupt)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(sonde.__file__).parents[1])}
+    paths = os.pathsep.join([str(tmp_path / "site"), str(Path(sonde.__file__).parents[1])])
     ended = subprocess.run(
-        [sys.executable, "-m", "sonde", "run", "--every", "1", "--", "-m", "train"],
+        [sys.executable, "-m", "sonde", "run", "--every", "1", "--", "train.py", "b.pt", "--lr", "3"],
         cwd=tmp_path,
-        env=environment,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
         capture_output=True,
         text=True,
         check=False,
@@ -101,6 +85,19 @@ def test_ctrl_c_ends_a_real_python_as_it_did(tmp_path: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert ended.returncode == -signal.SIGINT, ended.stderr
+    # The command has a sitecustomize too, and then the script.
+    assert ended.stdout.removeprefix("chained False\n") == f"chained False\n{without.out}{tmp_path} [] __main__\n"
+    assert same_weights(torch.load(tmp_path / "b.pt"), without.weights)
     assert "KeyboardInterrupt" in ended.stderr
     assert re.search(r"sonde: B_simple [\d.]+ rows \[", ended.stderr)
-    assert "sonde: report" in ended.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert f"sonde: report  {folder}/report.html\n" in ended.stderr
+    assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
+
+
+def test_a_script_without_an_optimizer_says_so(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(NEVER_TRAINS)
+    ended = launched(["--", "train.py", "w.pt", "--lr", "3"], tmp_path)
+    assert (ended.status, ended.out) == (0, "3 ['--lr', '3'] []\n")
+    assert not (tmp_path / "runs").exists()
+    assert ended.err == "sonde: nothing was measured: the script made no torch.optim.Optimizer\n"

@@ -23,7 +23,6 @@ STYLES = {
             "step": "probe.step() if all(p.grad.isfinite().all() for p in model.parameters()) else probe.discard()",
         },
     ),
-    "two optimizers of one model": (scripts.TWO_OPTIMIZERS, 1, {"attach": "sonde.attach(model, optimizers, "}),
     "closure": (scripts.CLOSURE, 1, {"step": "probe.step()"}),
     "ddp": (scripts.DDP, 2, {}),
     "fsdp2": (scripts.FSDP2, 2, {}),

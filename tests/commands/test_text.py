@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -32,45 +33,32 @@ def test_a_folder_of_texts_and_json_lines(tmp_path: Path) -> None:
     assert read_documents(tmp_path) == ["first", "second", "third", "fourth"]
     (tmp_path / "code.py").write_text("x = 1")
     assert read_documents(tmp_path / "code.py") == ["x = 1"]
+    (tmp_path / "long.txt").write_text("a" * 70_000)  # shuffled in parts
+    assert [len(part) for part in read_documents(tmp_path / "long.txt")] == [65_536, 4_464]
 
 
-def test_a_long_document_is_shuffled_in_parts(tmp_path: Path) -> None:
-    file = tmp_path / "long.txt"
-    file.write_text("a" * 70_000)
-    parts = read_documents(file)
-    assert [len(part) for part in parts] == [65_536, 4_464]
+FAULTS: dict[str, tuple[str, bytes | None, str]] = {
+    "no JSON": ("a.jsonl", b'{"text": "x"}\nnonsense\n', 'line 2 of {} is no JSON object with a "text", got \'nonse'),
+    "no text": (
+        "a.jsonl",
+        b'{"text": "x"}\n{"body": "y"}\n',
+        'line 2 of {} is no JSON object with a "text", got',
+    ),
+    "an array": ("a.jsonl", b'["x"]\n', "line 1 of {} is no JSON object"),
+    "blanks": ("a.txt", b" \n ", "{} has no text"),
+    "no UTF-8": ("a.txt", b"abc\xff", "{} is not text in UTF-8 (byte 3)"),
+    "nothing to read": (".", b"", "{} has no file that ends in .txt, .md, .jsonl"),
+    "nothing": ("absent", None, "no file or folder at {}"),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("a.jsonl", '{"text": "x"}\nnonsense\n', "line 2 of {file} is no JSON object with a \"text\", got 'nonsense'"),
-        (
-            "a.jsonl",
-            '{"text": "x"}\n{"body": "y"}\n',
-            'line 2 of {file} is no JSON object with a "text", got \'{{"body',
-        ),
-        ("a.jsonl", '["x"]\n', "line 1 of {file} is no JSON object"),
-        ("a.txt", " \n ", "{file} has no text"),
-    ],
-)
-def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: str, says: str) -> None:
-    file = tmp_path / name
-    file.write_text(content)
-    with pytest.raises(ValueError, match=r".") as raised:
-        read_documents(file)
-    assert says.format(file=file) in str(raised.value)
-
-
-def test_what_is_no_text(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"abc\xff")
-    with pytest.raises(ValueError, match=r"is not text in UTF-8 \(byte 3\)"):
-        read_documents(tmp_path)
-    with pytest.raises(FileNotFoundError, match="no file or folder at"):
-        read_documents(tmp_path / "absent")
-    (tmp_path / "none").mkdir()
-    with pytest.raises(ValueError, match=r"has no file that ends in \.txt, \.md, \.jsonl"):
-        read_documents(tmp_path / "none")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_cannot_be_read(tmp_path: Path, fault: str) -> None:
+    name, content, says = FAULTS[fault]
+    if content:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises((ValueError, FileNotFoundError), match=re.escape(says.replace("{}", str(tmp_path / name)))):
+        read_documents(tmp_path / name)
 
 
 def test_every_token_is_in_one_sequence() -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sonde.demos.byte_lm.options import DemoOptions, Setup, decide
+from sonde.demos.byte_lm.options import DemoOptions, decide
 from sonde.demos.byte_lm.run import end
-from sonde.runs.reader import Run, read_run
-from tests.new_process import Ended, Python
+from sonde.runs.reader import read_run
+from tests.new_process import Python
 
 pytestmark = [
     pytest.mark.slow,
@@ -25,16 +25,17 @@ pytestmark = [
 ]
 
 DEADLINE = 120.0  # seconds; a run here takes about 8 on 2 idle cores
-DEMO = ["-m", "sonde", "demo", "--device", "cpu"]
-SMALL = [*DEMO, "--context", "16", "--batch", "8", "--log-every", "2"]
-"""Where it does not matter what is trained: most of such a run is the ranks' imports."""
-
-
-INTO_A_PIPE = (
-    "import os, runpy, sys\nos.dup2(os.open(sys.argv.pop(1), os.O_WRONLY), 1)\n"
-    "runpy.run_module('sonde', run_name='__main__', alter_sys=True)"
-)
-CTRL_C_WHILE_RANKS_START = """
+DEMO = ["demo", "--device", "cpu"]
+SMALL = [*DEMO, "--context", "16", "--batch", "8", "--log-every", "2", "--steps", "5000"]
+FORKED = """
+import functools, runpy
+from sonde.demos.byte_lm import run
+run.start_processes = functools.partial(run.start_processes, start_method="fork")
+"""
+"""Ranks that need not import torch. Where it does not matter how they are started, they are forked."""
+RUN = "runpy.run_module('sonde', run_name='__main__', alter_sys=True)"
+INTO_A_PIPE = f"{FORKED}import os, sys\nos.dup2(os.open(sys.argv.pop(1), os.O_WRONLY), 1)\n{RUN}"
+CTRL_C_WHILE_RANKS_START = f"""
 import os, runpy, signal
 from sonde.demos.byte_lm import run
 start = run.start_processes
@@ -45,13 +46,13 @@ def and_ctrl_c(*args, **options):
     return ranks
 
 run.start_processes = and_ctrl_c
-runpy.run_module("sonde", run_name="__main__", alter_sys=True)
+{RUN}
 """
 
 
 def _ranks_of(launcher: int) -> list[int]:
     children = map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split())
-    return [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [child for child in children if b"resource_tracker" not in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 def _is_running(pid: int) -> bool:
@@ -70,55 +71,31 @@ def _has_reading(folder: Path) -> bool:
     return log.exists() and '{"kind":"reading"' in log.read_text()
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
-    """A run of 12 steps with short sequences."""
-    folder = tmp_path_factory.mktemp("demo")
-    options = ["--steps", "12", "--log-every", "4", "--context", "32", "--learning-rate", "3e-3"]
-    with Python(*DEMO, *options, "--out", str(folder / "run"), folder=folder) as demo:
-        return folder / "run", demo.wait(DEADLINE)
-
-
-def _run_of(finished: tuple[Path, Ended]) -> Run:
-    assert finished[1].status == 0, finished[1].err
-    return read_run(finished[0])
-
-
-def test_demo_learns_and_its_log_reads_back(finished: tuple[Path, Ended]) -> None:
-    run = _run_of(finished)
-    assert (run.ended, run.torn, run.alerts) == ("finished", None, ())
+def test_the_demo_learns_logs_and_says_what_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As users start it: 12 steps with short sequences."""
+    folder = tmp_path / "run"
+    options = ["--steps", "12", "--log-every", "4", "--context", "32", "--learning-rate", "3e-3", "--out", str(folder)]
+    with Python("-m", "sonde", *DEMO, *options, folder=tmp_path) as demo:
+        ended = demo.wait(DEADLINE)
+    assert ended.status == 0, ended.err
+    run = read_run(folder)
+    assert (run.ended, run.torn, run.alerts, run.header.unit) == ("finished", None, (), "sequences")
     assert [reading.window for reading in run.readings] == [4, 8, 12]
     _, losses = run.series("loss")
-    assert losses[0] < math.log(256) + 0.1, "it starts from a nearly uniform guess"
-    assert losses[2] < losses[1] < losses[0]
-    assert run.header.unit == "sequences"
-    assert run.header.metadata["learning_rate"] == 3e-3
-    assert run.header.metadata["steps"] == 12
-
-
-def test_demo_trains_two_ranks_on_different_data(finished: tuple[Path, Ended]) -> None:
-    run = _run_of(finished)
-    assert run.header.setup["wrapper"] == "DistributedDataParallel"
-    assert run.header.setup["ranks"] == 2
+    assert losses[2] < losses[1] < losses[0] < math.log(256) + 0.1, "it starts from a nearly uniform guess"
+    assert (run.header.metadata["learning_rate"], run.header.metadata["steps"]) == (3e-3, 12)
+    assert (run.header.setup["wrapper"], run.header.setup["ranks"]) == ("DistributedDataParallel", 2)
     last = run.readings[-1]
-    assert last.pieces["per_window"] == 4
-    assert last.metrics["gns/units_per_window"] == 32
+    assert (last.pieces["per_window"], last.metrics["gns/units_per_window"]) == (4, 32)
     consistency = last.metrics["gns/consistency"]
     # None if the ranks had the same data. 12 windows of a few hundred elements give the ratio to some tens of %.
     assert consistency is not None
     assert 0.3 < consistency < 3
 
-
-def test_demo_says_what_it_does_and_leaves_a_report(finished: tuple[Path, Ended]) -> None:
-    folder, ended = finished
     assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
     assert "\x1b" not in ended.out + ended.err
-    for text in (
-        "2 processes on the CPU",
-        "step 12/12, loss ",
-        "─ verdict ─",
-        "No verdict yet on the batch of 32 sequences",
-    ):
+    verdict = "No verdict yet on the batch of 32 sequences"
+    for text in ("2 processes on the CPU", "step 12/12, loss ", "─ verdict ─", verdict):
         assert text in ended.out
     assert f"log     {folder}/records.jsonl\nreport  {folder}/report.html" in ended.out
     # Messages of torch and its launcher are hidden. The message of attaching is shown.
@@ -126,28 +103,19 @@ def test_demo_says_what_it_does_and_leaves_a_report(finished: tuple[Path, Ended]
     assert lines[0] == "sonde: noise scale attached"
     assert all(line.startswith(("sonde: ", "  ")) for line in lines), ended.err
 
-
-def test_without_bokeh_the_end_says_how_to_get_the_report(
-    finished: tuple[Path, Ended], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, _ = finished
-    setup: Setup = decide(DemoOptions(), folder, n_gpus=0, n_cores=2)
     monkeypatch.setitem(sys.modules, "bokeh", None)  # 'import bokeh' raises ImportError
     screen = io.StringIO()
-    end(setup, Console(file=screen, width=100))
-    assert "No verdict yet on the batch of 32 sequences" in screen.getvalue()  # after 12 steps
-    assert (
-        f"report  the report needs bokeh: pip install 'gradsonde[report]', then run: sonde report {folder}"
-        in screen.getvalue()
-    )
+    end(decide(DemoOptions(), folder, n_gpus=0, n_cores=2), Console(file=screen, width=100))
+    needed = "the report needs bokeh: pip install 'gradsonde[report]', then run: sonde report"
+    assert f"report  {needed} {folder}" in screen.getvalue()
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
 def test_ctrl_c_stops_all_ranks_at_the_same_step(has_begun: bool, tmp_path: Path) -> None:
     """It reaches the launcher and all ranks at once. While ranks still start, it is not lost."""
     folder = tmp_path / "run"
-    start = SMALL if has_begun else ["-c", CTRL_C_WHILE_RANKS_START, *SMALL[2:]]
-    with Python(*start, "--steps", "5000", "--out", str(folder), folder=tmp_path) as demo:
+    code = FORKED + RUN if has_begun else CTRL_C_WHILE_RANKS_START
+    with Python("-c", code, *SMALL, "--out", str(folder), folder=tmp_path) as demo:
         if has_begun:
             _wait_for(lambda: _has_reading(folder))
             os.killpg(demo.pid, signal.SIGINT)
@@ -163,7 +131,7 @@ def test_ctrl_c_stops_all_ranks_at_the_same_step(has_begun: bool, tmp_path: Path
 
 @pytest.mark.parametrize("is_killed", [False, True], ids=["second Ctrl-C", "killed"])
 def test_a_launcher_that_ends_at_once_is_followed_by_its_ranks(is_killed: bool, tmp_path: Path) -> None:
-    with Python(*SMALL, "--steps", "5000", "--out", str(tmp_path / "run"), folder=tmp_path) as demo:
+    with Python("-c", FORKED + RUN, *SMALL, "--out", str(tmp_path / "run"), folder=tmp_path) as demo:
         _wait_for(lambda: len(_ranks_of(demo.pid)) == 2)
         ranks = _ranks_of(demo.pid)
         if is_killed:
@@ -181,8 +149,7 @@ def test_a_killed_rank_ends_the_demo_with_one_sentence(tmp_path: Path) -> None:
     """Nobody reads its output then, as with `sonde demo | head -1`: it trains on until a rank is killed."""
     folder, pipe = tmp_path / "run", tmp_path / "pipe"
     os.mkfifo(pipe)
-    options = [*SMALL[2:], "--steps", "5000", "--out", str(folder)]
-    with Python("-c", INTO_A_PIPE, str(pipe), *options, folder=tmp_path) as demo:
+    with Python("-c", INTO_A_PIPE, str(pipe), *SMALL, "--out", str(folder), folder=tmp_path) as demo:
         with pipe.open() as head:
             assert head.readline()
         _wait_for(lambda: _has_reading(folder))
@@ -204,7 +171,8 @@ def test_a_killed_rank_ends_the_demo_with_one_sentence(tmp_path: Path) -> None:
 
 def test_the_error_of_a_rank_is_shown_in_full(tmp_path: Path) -> None:
     absent = {"GLOO_SOCKET_IFNAME": "absent"}
-    with Python(*DEMO, "--out", str(tmp_path / "run"), folder=tmp_path, environment=absent) as demo:
+    code, out = FORKED + RUN, ["--out", str(tmp_path / "run")]
+    with Python("-c", code, *SMALL, *out, folder=tmp_path, environment=absent) as demo:
         ended = demo.wait(DEADLINE)
     assert ended.status == 1
     assert ended.err.count("Traceback") == 1

@@ -108,15 +108,12 @@ def test_ctrl_c_keeps_the_measurements(tmp_path: Path, capsys: pytest.CaptureFix
         (["--seed", "-1"], "seed must be at least 0"),
         (["--learning-rate", "0"], "learning_rate must be positive and finite"),
         (["--learning-rate", "nan"], "learning_rate must be positive and finite"),
+        ([], "a folder that is not empty"),
     ],
 )
-def test_bad_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "entropy", *options]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options(tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused before anything is written."""
     (tmp_path / "mine").write_text("mine")
-    assert main(["demo", "entropy", *SMALL, "--out", str(tmp_path)]) == 2
-    assert "a folder that is not empty" in capsys.readouterr().err
+    assert main(["demo", "entropy", *options, "--out", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]

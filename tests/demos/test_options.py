@@ -12,25 +12,21 @@ def _decide(*, n_gpus: int = 0, n_cores: int = 2, **options: object) -> Setup:
     return decide(replace(DemoOptions(), **options), Path("out"), n_gpus=n_gpus, n_cores=n_cores)
 
 
-def test_defaults_without_a_gpu() -> None:
-    setup = _decide()
-    assert (setup.device, setup.ranks, setup.threads, setup.batch) == ("cpu", 2, 1, 32)
-
-
-def test_one_rank_per_gpu_and_the_batch_grows_with_them() -> None:
-    setup = _decide(n_gpus=3)
-    assert (setup.device, setup.ranks, setup.batch) == ("cuda", 3, 48)
-    assert _decide(n_gpus=3, device="cpu").device == "cpu"
-
-
-def test_ranks_share_the_cores() -> None:
-    assert _decide(n_cores=9).threads == 4
-    assert _decide(n_cores=1, ranks=3).threads == 1
-
-
-def test_default_batch_fits_any_number_of_micro_batches() -> None:
-    assert _decide(micro_batches=3).batch == 2 * 15
-    assert _decide(micro_batches=40).batch == 2 * 40
+@pytest.mark.parametrize(
+    ("options", "device", "ranks", "threads", "batch"),
+    [
+        ({}, "cpu", 2, 1, 32),
+        ({"n_gpus": 3}, "cuda", 3, 1, 48),  # one rank per GPU, and the batch grows with them
+        ({"n_gpus": 3, "device": "cpu"}, "cpu", 2, 1, 32),
+        ({"n_cores": 9}, "cpu", 2, 4, 32),  # ranks share the cores
+        ({"n_cores": 1, "ranks": 3}, "cpu", 3, 1, 48),
+        ({"micro_batches": 3}, "cpu", 2, 1, 2 * 15),  # the batch fits any number of micro-batches
+        ({"micro_batches": 40}, "cpu", 2, 1, 2 * 40),
+    ],
+)
+def test_what_is_decided(options: dict[str, object], device: str, ranks: int, threads: int, batch: int) -> None:
+    setup = _decide(**options)  # type: ignore[arg-type]
+    assert (setup.device, setup.ranks, setup.threads, setup.batch) == (device, ranks, threads, batch)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,29 @@ import contextlib
 import os
 import socket
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+NUMBERS = ("b_simple", "low", "high", "grad_sq", "trace_cov", "units_per_window", "windows", "dropped", "unit")
+
+
+def result_of(plain: torch.Tensor, measured: torch.Tensor, reading: Any) -> dict[str, Any]:
+    """What a rank sends back of two trainings: how far their weights are apart, and the numbers of a reading."""
+    return {
+        "apart": float((plain - measured).abs().max()),
+        "reading": {name: getattr(reading, name) for name in NUMBERS},
+    }
+
+
+def reading_of_all(results: Sequence[dict[str, Any]], *, apart: float = 0.0) -> Any:
+    """The reading, on which all ranks must agree; weights may be this far from those without sonde."""
+    assert max(result["apart"] for result in results) <= apart
+    assert all(result["reading"] == results[0]["reading"] for result in results)
+    return SimpleNamespace(**results[0]["reading"])
 
 
 def free_port() -> int:

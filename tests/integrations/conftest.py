@@ -12,8 +12,9 @@ collect_ignore = [] if find_spec("torchtitan") else ["titan_trainer.py"]
 def no_accelerate_state() -> Iterator[None]:
     """Accelerate holds one state for the process, and refuses another precision while it is there."""
     yield
-    from accelerate.state import AcceleratorState
+    from accelerate.state import AcceleratorState, GradientState
 
+    GradientState._reset_state()
     AcceleratorState._reset_state(reset_partial_state=True)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +12,15 @@ from torch import Tensor, nn
 
 pytest.importorskip("accelerate", reason="needs accelerate: pip install '.[accelerate]'")
 # Accelerate and what it imports cause various warnings.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("no_accelerate_state")]
 
-from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+from accelerate.state import AcceleratorState  # noqa: E402
 from accelerate.tracking import GeneralTracker  # noqa: E402
 
 import sonde  # noqa: E402
 from sonde.integrations import accelerate as integration  # noqa: E402
 from tests.integrations.accelerate_loop import Attached, accelerator, batches, loop, loss_of, network, tokens  # noqa: E402
 from tests.integrations.plain_loop import BY_PIECES, Piece, optimizer_of, plain_loop, same_numbers, weights  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def no_state() -> Iterator[None]:
-    """Accelerate holds one state for the process, and refuses another precision while it is there."""
-    yield
-    GradientState._reset_state()
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def windows_of(epochs: int = 3, weight: Any = lambda batch: 1.0) -> list[list[Piece]]:

@@ -23,8 +23,7 @@ def loss_of_piece(model: Any, piece: Piece) -> Tensor:
     return loss_of(model, piece.inputs["batch"]) * piece.weight
 
 
-@pytest.mark.parametrize("clips", [False, True], ids=["clipped by torch", "clipped by sonde"])
-def test_units_that_cannot_be_counted_do_not_stop_training(clips: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_units_that_cannot_be_counted_do_not_stop_training(caplog: pytest.LogCaptureFixture) -> None:
     n_calls = 0
 
     def units(batch: Tensor) -> int:
@@ -35,7 +34,7 @@ def test_units_that_cannot_be_counted_do_not_stop_training(clips: bool, caplog: 
         return len(batch)
 
     a = accelerator()
-    attached = Attached(a, units=units, on_error="warn", clips=clips)
+    attached = Attached(a, units=units, on_error="warn")
     with caplog.at_level(logging.ERROR):
         model = loop(a, attached)
     assert "a micro-batch is not measured, so its window is left out: KeyError: 'length'" in caplog.text
@@ -44,8 +43,7 @@ def test_units_that_cannot_be_counted_do_not_stop_training(clips: bool, caplog: 
     assert [why for why in reading.dropped if "the units of a piece are not clear" not in why] == []
     assert (reading.windows, sum(reading.dropped.values())) == (7, 2)
     assert reading.trace_cov is not None
-    without = weights(loop(accelerator()))
-    assert torch.allclose(weights(model), without, rtol=1e-6) if clips else torch.equal(weights(model), without)
+    assert torch.equal(weights(model), weights(loop(accelerator())))
 
 
 @pytest.mark.parametrize("case", ["two forwards", "two backwards"])
@@ -84,20 +82,6 @@ def test_what_shows_no_number_of_rows_is_named_and_may_be_counted(case: str) -> 
     assert counted.reading().dropped == {}
 
 
-def test_a_backward_of_another_model_is_no_piece() -> None:
-    a = accelerator(gradient_accumulation_steps=1)
-    model, optimizer = a.prepare(net := network(), optimizer_of(net))
-    attached = integration.attach(a, model, optimizer, on_error="raise", every=1, per_example="always", verbose=False)
-    other = torch.nn.Parameter(torch.ones(()))
-    for batch in batches():
-        a.backward(loss_of(model, batch))
-        a.backward(other.square())
-        optimizer.step()
-        optimizer.zero_grad()
-    assert attached.probe is not None
-    assert attached.probe.alerts == {}
-
-
 def test_a_loop_without_accelerator_backward_is_measured_all_the_same() -> None:
     a = accelerator(gradient_accumulation_steps=1)
     model, optimizer = a.prepare(net := network(), optimizer_of(net))
@@ -132,6 +116,5 @@ def test_a_window_whose_gradients_are_zeroed_without_a_step_does_not_count() -> 
         max_norm=1e9,
     )
     reading = probe.reading()
-    assert reading is not None
     assert reading.dropped == {}
     assert same_numbers(reading, expected)

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import sonde
 from sonde.integrations.guarded import GuardedProbe, warn_if_untested
 from tests.batch_size.loops import batch, mean_loss, small_model
 from tests.integrations.plain_loop import optimizer_of
@@ -37,7 +36,6 @@ def _fails_alone() -> int | None:
     probe.fail(KeyError("of the user's own"))
     reading = probe.reading()
     dist.barrier()
-    assert reading is not None
     assert probe.state_dict() is not None
     return reading.windows
 
@@ -49,16 +47,6 @@ def test_a_rank_that_fails_keeps_its_reading_and_waits_for_nobody(ranks2: Ranks)
 def test_a_log_that_takes_no_records_is_refused_before_training() -> None:
     with pytest.raises(ValueError, match="a log needs places for records, got 5"):
         GuardedProbe({"unit": "rows"}, log=5)
-
-
-def test_options_that_a_trainer_does_not_take_are_refused_before_training() -> None:
-    for name, why in (
-        ("budgt", "unexpected keyword"),
-        ("grad_scaler", "unexpected keyword"),
-        ("units_per_piece", "multiple values"),
-    ):
-        with pytest.raises(TypeError, match=rf"{why} .*'{name}'"):
-            GuardedProbe({"unit": "rows", name: None})
 
 
 def test_a_backward_that_the_trainer_did_not_count_is_no_piece() -> None:
@@ -73,7 +61,6 @@ def test_a_backward_that_the_trainer_did_not_count_is_no_piece() -> None:
     probe.step()
     probe.end("training ended")
     reading = probe.reading()
-    assert reading is not None
     assert (reading.windows, reading.reason) == (
         0,
         "no backward of the window went through trainer.backward(loss): use it for each backward",
@@ -100,7 +87,6 @@ def test_units_are_counted_in_measured_windows_alone() -> None:
         optimizer.step()
         optimizer.zero_grad()
     reading = probe.reading()
-    assert reading is not None
     assert 0 < reading.windows < 8
     assert (reading.dropped, reading.units_per_window, n_counted) == ({}, 12, 3 * reading.windows)
 
@@ -120,7 +106,6 @@ def test_an_error_of_the_training_inside_a_piece_is_raised_as_it_is() -> None:
         optimizer.step()
         optimizer.zero_grad()
     reading = probe.reading()
-    assert reading is not None
     assert reading.windows == 2
 
 
@@ -131,10 +116,3 @@ def test_a_version_that_was_not_tested_is_warned_of(caplog: pytest.LogCaptureFix
         warn_if_untested("trainer", version, ("1.15", "1.16"))
         said = f"trainer {version} is not a version that sonde was tested with, which are those from 1.15 to below 1.16"
         assert said in caplog.text
-
-
-def test_an_integration_is_imported_when_it_is_first_used() -> None:
-    assert sonde.integrations.guarded.GuardedProbe is GuardedProbe
-    for name in ("trll", "_trl"):
-        with pytest.raises(AttributeError, match=f"'sonde.integrations' has no attribute '{name}'"):
-            getattr(sonde.integrations, name)

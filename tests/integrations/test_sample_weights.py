@@ -87,19 +87,9 @@ def translations() -> Batch:
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch], dict[str, Any]]] = {
     "causal LM": (gpt2, texts, {}),
     "masked LM": (lambda: bert("MaskedLM"), labelled(masked), {}),
-    "token classification": (
-        lambda: bert("TokenClassification", num_labels=3),
-        labelled(lambda batch: batch["labels"].remainder(3).where(batch["labels"] != -100, -100)),
-        {},
-    ),
     "classification": (
         lambda: bert("SequenceClassification", num_labels=3),
         labelled(lambda b: torch.arange(N) % 3),
-        {},
-    ),
-    "regression": (
-        lambda: bert("SequenceClassification", num_labels=1),
-        labelled(lambda b: torch.randn(N).double()),
         {},
     ),
     "seq2seq, smoothed labels": (t5, translations, {"label_smoothing_factor": 0.1}),
@@ -114,7 +104,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch], dict[str, A
         {},
     ),
 }
-BY_TOKENS = {"causal LM", "masked LM", "token classification", "seq2seq, smoothed labels", "speech, seq2seq"}
+BY_TOKENS = {"causal LM", "masked LM", "seq2seq, smoothed labels", "speech, seq2seq"}
 
 
 def gradient(trainer: Trainer, batch: Mapping[str, Any]) -> Tensor:

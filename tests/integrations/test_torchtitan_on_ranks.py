@@ -5,19 +5,17 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.integrations.as_launched import reading_of_all, result_of
 from tests.integrations.plain_loop import BY_PIECES, plain_loop, same_numbers
 from tests.ranks import Ranks
 
 pytest.importorskip("torchtitan", reason="needs torchtitan: make test-torchtitan")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
-
-NUMBERS = ("b_simple", "low", "high", "grad_sq", "trace_cov", "units_per_window", "windows", "dropped", "unit")
 
 
 @pytest.fixture
@@ -42,12 +40,8 @@ def _trained(options: dict[str, Any]) -> dict[str, Any]:
 
     before, plain, _ = fitted(False)
     _, measured, probe = fitted(True)
-    reading = probe.reading()
-    return {
-        "is_bitwise": all(torch.equal(plain[name], measured[name]) for name in plain),
-        "before": before,
-        "reading": {name: getattr(reading, name) for name in NUMBERS},
-    }
+    flat = [torch.cat([state[name].flatten() for name in plain]) for state in (plain, measured)]
+    return result_of(*flat, probe.reading()) | {"before": before}
 
 
 SETUPS: dict[str, dict[str, Any]] = {
@@ -67,22 +61,19 @@ def test_two_ranks(new_ranks: Ranks, setup: str) -> None:
 
     options = SETUPS[setup]
     first, second = new_ranks(_trained, options)
-    assert first["is_bitwise"]
-    assert second["is_bitwise"]
-    found = first["reading"]
-    assert found == second["reading"]
-    assert (found["windows"], found["dropped"]) == (6, {})
+    found = reading_of_all((first, second))
+    assert (found.windows, found.dropped) == (6, {})
     n_ranks = options.get("ranks", 1)
     windows = windows_of(options.get("accumulates", 3) * n_ranks)
     model = plain_model(config_of("", **options), first["before"] | second["before"])
     expected = plain_loop(model, windows, loss_over_window(windows), lr=LR)
     if "bf16" in setup:
         # Its matrices are in 16 bits, and those of the plain model are not.
-        assert found["b_simple"] == pytest.approx(expected.b_simple, rel=0.05)
+        assert found.b_simple == pytest.approx(expected.b_simple, rel=0.05)
         return
     # sonde has means over data-parallel ranks, where torchtitan adds them up.
-    found |= {name: found[name] * n_ranks**2 for name in ("grad_sq", "trace_cov")}
-    assert same_numbers(SimpleNamespace(**found), expected)
+    found.grad_sq, found.trace_cov = found.grad_sq * n_ranks**2, found.trace_cov * n_ranks**2
+    assert same_numbers(found, expected)
 
 
 def _clipped(options: dict[str, Any]) -> dict[str, Any]:

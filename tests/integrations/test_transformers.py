@@ -40,7 +40,6 @@ def test_ragged_sequences_read_as_in_a_plain_loop(tmp_path: Path, options: dict[
     trainer.train()
     assert torch.equal(weights(trainer.model), trained(tmp_path, **options))
     reading = probe.reading()
-    assert reading is not None
     assert (reading.windows, reading.dropped, reading.unit) == (14, {}, "sequences")
     if not options:
         assert [len(window) for window in recorded.windows] == [3, 3, 3, 3, 3, 3, 2] * 2
@@ -90,7 +89,6 @@ def test_a_training_step_that_goes_backward_itself_is_told_what_to_call(
     why = "no backward of the window went through self.accelerator.backward(loss): use it for each backward"
     assert caplog.text.count(why) == 1
     reading = probe.reading()
-    assert reading is not None
     assert (reading.windows, reading.reason) == (0, why)
 
 
@@ -115,7 +113,6 @@ def test_a_resumed_training_goes_on_with_its_averages(by_callback: bool, tmp_pat
     assert torch.equal(weights(resumed.model), weights(whole.model))
     assert same_numbers(probe.reading(), uninterrupted.reading())
     reading = probe.reading()
-    assert reading is not None
     assert reading.windows == 14
 
 
@@ -127,7 +124,6 @@ def test_a_new_accelerator_is_measured_too(tmp_path: Path) -> None:
     for n in (1, 2):
         trainer.train()
         reading = probe.reading()
-        assert reading is not None
         assert reading.windows == 14
         assert (tmp_path / "log" / "records.jsonl").read_text().count('{"kind":"header"') == n
     probe.close()
@@ -149,13 +145,11 @@ def test_a_training_that_fails_fails_as_without_sonde_and_may_be_started_again(
         trainer.train()
     assert sonde.read_run(tmp_path / "log").ended == "stopped by KeyError"
     stopped = probe.reading()
-    assert stopped is not None
     assert stopped.windows > 0
     assert capsys.readouterr().err.endswith(f"sonde: {stopped}\n")
     trainer.remove_callback(failing)
     trainer.train()
     reading = probe.reading()
-    assert reading is not None
     assert reading.windows == 14
     probe.close()
     probe.close()  # a second time: nothing happens
@@ -176,12 +170,7 @@ def test_an_error_of_the_probe_does_not_stop_training(tmp_path: Path, caplog: py
     assert torch.equal(weights(trainer.model), trained(tmp_path))
     assert "a micro-batch is not measured, so its window is left out: KeyError: 'length'" in caplog.text
     reading = probe.reading()
-    assert reading is not None
     assert 0 < reading.windows < 14
-    strict = trainer_of(tmp_path)
-    integration.attach(strict, units=units, on_error="raise", **BY_PIECES)
-    with pytest.raises(KeyError, match="length"):
-        strict.train()
 
 
 def test_what_cannot_be_measured_trains_on_and_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

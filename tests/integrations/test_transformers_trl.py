@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ import torch
 
 pytest.importorskip("trl", reason="needs trl: pip install '.[trl]'")
 # TRL and what it imports cause various warnings.
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("no_accelerate_state"), pytest.mark.slow]
 
-from accelerate.state import AcceleratorState  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from trl import KTOConfig, KTOTrainer  # noqa: E402
 
@@ -26,13 +24,6 @@ from tests.integrations.grpo_trainer import trainer_of as grpo_trainer_of  # noq
 from tests.integrations.hf_trainer import record  # noqa: E402
 from tests.integrations.plain_loop import BY_PIECES, Piece, plain_loop, same_numbers, weights  # noqa: E402
 from tests.integrations.trl_trainers import SUMS, dpo, options_of, reward, sft  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def no_state() -> Iterator[None]:
-    """Accelerate holds one state for the process."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def both(trainer_of: Any, folder: Path, **options: Any) -> tuple[Any, Any, Any, Any]:

@@ -170,7 +170,6 @@ def test_packed_documents(borders: dict[str, Tensor]) -> None:
     """Three and two tokens, then padding, which position ids show as documents of one token."""
     n_units, tokens = samples(PACKED | borders, shifts=True)
     assert n_units == 2
-    assert tokens is not None
     assert [round(float(n), 3) for n in tokens[tokens > 0.1]] == [2.0, 1.0]
 
 
@@ -178,5 +177,4 @@ def test_rows_of_padded_batches_are_not_taken_for_packed_documents() -> None:
     batch = padded(ragged_texts(3)) | {"position_ids": torch.zeros(3, 12, dtype=torch.long)}
     n_units, tokens = samples(batch, shifts=True)
     assert n_units == 3
-    assert tokens is not None
     assert tokens.tolist() == batch["labels"][:, 1:].ne(-100).sum(1).tolist()

@@ -42,9 +42,9 @@ from tests.step_meter import StepMeter  # noqa: E402
     ids=str,
 )
 def test_training_is_the_same_to_the_bit_and_its_causes_are_explained(tmp_path: Path, options: dict[str, Any]) -> None:
-    plain = trainer_of(tmp_path / "plain", steps=6, **options)
+    plain = trainer_of(tmp_path / "plain", steps=4, **options)
     plain.train()
-    watched = trainer_of(tmp_path / "watched", steps=6, **options)
+    watched = trainer_of(tmp_path / "watched", steps=4, **options)
     holds = options == {"loss_type": "grpo"}
     config = {"entropy_probe": {"enabled": True, "every": 3, "budget": None}}
     probes = integration.attach(watched, config, causes=True, coefficient_to_hold=holds)

@@ -37,7 +37,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, kind: type, name: str, first: int) 
 
 @pytest.fixture(scope="module")
 def without_probes(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
-    plain = trainer_of(tmp_path_factory.mktemp("plain"), steps=7)
+    plain = trainer_of(tmp_path_factory.mktemp("plain"), steps=5)
     plain.train()
     return weights(plain)
 
@@ -56,12 +56,12 @@ def test_training_goes_on_without_the_measurement(
     first: int,
     n_forecasts: int,
 ) -> None:
-    watched = trainer_of(tmp_path / "watched", steps=7)
+    watched = trainer_of(tmp_path / "watched", steps=5)
     failing(monkeypatch, kind, name, first)
     probes = integration.attach(watched, CONFIG, log=tmp_path / "log", on_error="warn")
     watched.train()
     assert torch.equal(without_probes, weights(watched))
-    assert watched.state.global_step == 7
+    assert watched.state.global_step == 5
     assert len(probes.forecasts) >= n_forecasts
     records = [
         json.loads(line) for path in (tmp_path / "log").glob("*.jsonl") for line in path.read_text().splitlines()

@@ -70,16 +70,10 @@ def qwen_vl() -> nn.Module:
 
 
 llama = of("LlamaForCausalLM", "LlamaConfig", **SMALL, vocab_size=29)
-bert = {"vocab_size": 29, **SMALL}
-t5 = of(
-    "T5ForConditionalGeneration", "T5Config", d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=29,
-    decoder_start_token_id=0,
-)  # fmt: skip
 speech = of(
     "Wav2Vec2ForCTC", "Wav2Vec2Config", **SMALL, vocab_size=29, conv_dim=(8, 8), conv_stride=(4, 2), conv_kernel=(8, 4),
     num_feat_extract_layers=2, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, mask_time_prob=0.0,
 )  # fmt: skip
-vit = of("ViTForImageClassification", "ViTConfig", **SMALL, image_size=8, patch_size=4, num_labels=3)
 clip = of(
     "CLIPModel", "CLIPConfig", text_config={**SMALL, "vocab_size": 29, "eos_token_id": 2},
     vision_config={**SMALL, "image_size": 8, "patch_size": 4},
@@ -88,7 +82,6 @@ clip = of(
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], int | None]] = {
     "Llama": (llama, text, N),
     "Llama, positions that rows share": (llama, lambda: text(position_ids=torch.arange(T)[None]), N),
-    "Llama, a tuple": (llama, lambda: text(return_dict=False), N),
     "Llama, a causal mask": (
         llama,
         lambda: text(attention_mask=torch.zeros(N, 1, T, T).masked_fill(torch.ones(T, T).triu(1) > 0, -1e9)),
@@ -111,13 +104,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], in
         },
         ASKED,
     ),
-    "BERT, choices": (
-        of("BertForMultipleChoice", "BertConfig", **bert),
-        lambda: {"input_ids": ids(N, 4, T), "labels": torch.zeros(N, dtype=torch.long)},
-        N,
-    ),
-    "T5": (t5, lambda: text(labels=ids(N, 7)), N),
-    "ViT": (vit, lambda: {"pixel_values": torch.randn(N, 3, 8, 8), "labels": torch.arange(N)}, N),
     "CLIP": (clip, lambda: {"input_ids": ids(), "pixel_values": torch.randn(N, 3, 8, 8), "return_loss": True}, N),
     "Wav2Vec2": (speech, lambda: {"input_values": torch.randn(N, 400), "labels": ids(N, 7)}, N),
     "Qwen2-VL, patches of images first": (qwen_vl, pictured_text, N),

@@ -22,7 +22,14 @@ from sonde.runs.reader import read_run
 from tests.batch_size.loops import windows_of_rows
 from tests.new_process import Ended, Python
 from tests.runs.report.plausible_policy import policy_header, policy_record
-from tests.runs.report.plausible_run import alert_record, end_record, header_record, reading_record, write_run
+from tests.runs.report.plausible_run import (
+    alert_record,
+    header_record,
+    reading_record,
+    with_metrics,
+    write_run,
+    written,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -240,19 +247,6 @@ def test_a_log_that_is_moved_goes_on_where_it_is(tmp_path: Path, monkeypatch: py
     assert len(read_run(tmp_path / "after").readings) == 2
 
 
-def test_each_sink_that_fails_has_an_alert_of_its_own(tmp_path: Path) -> None:
-    model = nn.Linear(3, 1)
-    log = sonde.RunLog([JsonlSink(tmp_path / "a"), JsonlSink(tmp_path / "b")], every=1)
-    with sonde.attach(model, unit="rows", log=log, verbose=False) as probe:
-        shutil.rmtree(tmp_path / "a")
-        shutil.rmtree(tmp_path / "b")
-        windows_of_rows(probe, model, 2)
-        probe.reading()
-    stopped = {name: message for name, message in probe.alerts.items() if name.startswith("log_stopped")}
-    assert list(stopped) == ["log_stopped_JsonlSink", "log_stopped_JsonlSink_2"]
-    assert [str(tmp_path / name) in text for name, text in zip("ab", stopped.values(), strict=True)] == [True, True]
-
-
 # Folders and files of another kind.
 
 
@@ -295,13 +289,6 @@ def test_a_file_without_line_breaks_is_refused_in_little_memory(
     assert most < 200 * 2**20
 
 
-def test_a_record_too_long_to_be_read_is_not_written(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path)
-    with pytest.raises(ValueError, match="a 'header' record may have 16 MiB, got 17 MiB: log less at once"):
-        sink.write(header_record(metadata={"notes": "x" * (17 * 2**20)}))
-    assert not (tmp_path / "records.jsonl").exists()
-
-
 # Numbers that cannot be.
 
 
@@ -317,13 +304,8 @@ def test_a_record_too_long_to_be_read_is_not_written(tmp_path: Path) -> None:
 def test_a_number_of_sondes_that_cannot_be_is_refused_with_file_and_line(
     tmp_path: Path, name: str, value: float, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sink = JsonlSink(tmp_path)
-    sink.write(header_record())
-    sink.write(reading_record(0, 2, status="resolved"))
-    sink.write(alert_record())
-    record = reading_record(1, 2, status="resolved")
-    sink.write(record | {"metrics": record["metrics"] | {name: value}})
-    sink.close()
+    first, second = (reading_record(i, 2, status="resolved") for i in range(2))
+    written(tmp_path, [header_record(), first, alert_record(), with_metrics(second, {name: value})])
     with pytest.raises(ValueError, match=rf"line 4 of .*records\.jsonl holds {name} = .*, {expected}"):
         read_run(tmp_path)
     assert main(["report", str(tmp_path)]) == 2
@@ -336,26 +318,9 @@ def test_a_number_of_a_policy_that_cannot_be_is_refused_with_file_and_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = policy_record(0)
-    sink = JsonlSink(tmp_path)
-    sink.write(policy_header())
-    sink.write(record | {"metrics": record["metrics"] | {"reward": 1e308}})
-    assert main(["report", str(tmp_path)]) == 0  # a reward is the user's
-    sink.write(record | {"metrics": record["metrics"] | {"gns_prompts/b_simple": -2.0}})
-    sink.close()
-    capsys.readouterr()
+    huge = with_metrics(record, {"reward": 1e308})  # a reward is the user's
+    written(tmp_path, [policy_header(), huge, with_metrics(record, {"gns_prompts/b_simple": -2.0})])
     assert main(["report", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert said.startswith("sonde: error: line 3 of")
     assert "holds gns_prompts/b_simple = -2, expected 0 or more" in said
-
-
-def test_a_huge_value_of_the_users_own_is_drawn(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path)
-    sink.write(header_record())
-    for i in range(5):
-        record = reading_record(i, 5, status="resolved")
-        sink.write(record | {"metrics": record["metrics"] | {"loss": (-1) ** i * 1e308, "other": 1.7e308}})
-    sink.write({"kind": "metrics", "time": 1.0, "window": 1, "metrics": {"mine/huge": 1.7e308}})
-    sink.write(end_record(50))
-    sink.close()
-    assert main(["report", str(tmp_path)]) == 0

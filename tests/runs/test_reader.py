@@ -34,19 +34,9 @@ def _with_value(loss: str) -> str:
 def test_the_file_itself_may_be_named(tmp_path: Path) -> None:
     write_run(tmp_path, 2)
     renamed = (tmp_path / "records.jsonl").rename(tmp_path / "kept.jsonl")
-    assert read_run(renamed).path == renamed
-
-
-def test_a_run_without_a_name_has_that_of_its_folder(tmp_path: Path) -> None:
-    assert read_run(write_run(tmp_path / "named", 1)).name == "small language model"
-    assert read_run(write_run(tmp_path / "tuesday", 1, header=header_record(run=""))).name == "tuesday"
-
-
-def test_an_open_end_is_infinite(tmp_path: Path) -> None:
-    (reading,) = read_run(write_run(tmp_path, 1, status="lower_bound")).readings
-    assert reading.metrics["gns/b_simple_high"] is None
-    assert reading.high == math.inf
-    assert reading.groups["embed"].high == math.inf
+    assert (read_run(renamed).path, read_run(renamed).name) == (renamed, "small language model")
+    unnamed = write_run(tmp_path / "tuesday", 1, header=header_record(run=""))
+    assert read_run(unnamed).name == "tuesday"
 
 
 def test_a_series_skips_what_is_not_known(tmp_path: Path) -> None:
@@ -55,6 +45,8 @@ def test_a_series_skips_what_is_not_known(tmp_path: Path) -> None:
     assert windows == [10 * (i + 1) for i in range(10, 30)]  # the first third is a lower bound
     assert values == [reading_record(i, 30)["metrics"]["gns/b_simple"] for i in range(10, 30)]
     assert run.series("no/such/metric") == ([], [])
+    bound = run.readings[5]
+    assert (bound.metrics["gns/b_simple_high"], bound.high, bound.groups["embed"].high) == (None, math.inf, math.inf)
 
 
 @pytest.mark.parametrize("end", ["", "\n"])
@@ -67,36 +59,17 @@ def test_a_torn_last_line_is_left_out_and_said(tmp_path: Path, end: str) -> None
         assert run.torn == "line 3, the last one, is cut off in the middle: the 2 before it were read"
 
 
-def test_a_last_line_without_its_line_break_is_whole(tmp_path: Path) -> None:
-    _log(tmp_path, HEADER, reading_record(0, 1), end="")
-    run = read_run(tmp_path)
-    assert (len(run.readings), run.torn) == (1, None)
-
-
 def test_every_tear_is_said(tmp_path: Path) -> None:
     _log(tmp_path, HEADER, '{"kind":"rea', '{"kind":"header","ti', HEADER, reading_record(0, 1), '{"kin')
     run = read_run(tmp_path)
     assert (len(run.headers), len(run.readings)) == (2, 1)
-    assert run.torn is not None
     assert [part.split(" ")[1].rstrip(",") for part in run.torn.split("; ")] == ["2", "3", "6"]
-
-
-@pytest.mark.parametrize("value", ["-null", "+1", "01", ".5", "5.", "1e", "1.2.3"])
-def test_what_is_no_json_number_is_damage(tmp_path: Path, value: str) -> None:
-    _log(tmp_path, HEADER, _with_value(value), reading_record(1, 2))
-    with pytest.raises(ValueError, match="is damaged: line 2 is not a JSON object"):
-        read_run(tmp_path)
 
 
 def test_damage_in_the_middle_is_refused_with_its_line(tmp_path: Path) -> None:
     _log(tmp_path, HEADER, reading_record(0, 2), "Traceback (most recent call last):", reading_record(1, 2))
     with pytest.raises(ValueError, match=r"is damaged: line 3 is not a JSON object, got b'Traceback"):
         read_run(tmp_path)
-
-
-def test_records_of_a_kind_not_known_are_skipped(tmp_path: Path) -> None:
-    _log(tmp_path, HEADER, {"kind": "forecast", "delta": 1}, reading_record(0, 1))
-    assert len(read_run(tmp_path).readings) == 1
 
 
 @pytest.mark.parametrize(
@@ -175,7 +148,7 @@ def test_what_is_not_a_run(tmp_path: Path) -> None:
 
 
 def _mutations() -> list[tuple[str, str, object]]:
-    odd: list[object] = [[], {}, "", "x", -1, None, True, 10**400, {"a": []}]
+    odd: list[object] = [[], "x", -1, None, 10**400, {"a": []}]
     return [
         (kind, key, value)
         for kind, keys in (
@@ -206,4 +179,4 @@ def test_a_hostile_log_is_refused_or_reported_without_a_traceback(tmp_path: Path
         next(r for r in records if r["kind"] == kind)[key] = value
         (tmp_path / "records.jsonl").write_text("".join(json.dumps(r, separators=(",", ":")) + "\n" for r in records))
         refused += _is_refused(tmp_path, reported)
-    assert 40 < refused < len(mutations)
+    assert 30 < refused < len(mutations)

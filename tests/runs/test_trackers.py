@@ -230,20 +230,6 @@ def test_what_a_sink_writes_into_a_record_reaches_no_other_sink(tmp_path: Path) 
     assert "gns/b_simple" in sonde.read_run(tmp_path).readings[-1].metrics
 
 
-def test_a_name_and_a_folder_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    calls: list[int] = []
-    recording, model = Recording(), small_model()
-    log = sonde.RunLog(["tensorboard", recording, lambda metrics, step: calls.append(step)], run="mine", every=5)
-    probe = sonde.attach(model, unit="rows", log=log, every=1, verbose=False)
-    train(model, probe, torch.optim.SGD(model.parameters(), lr=0.001), windows=10)
-    probe.close()
-    assert sonde.read_run("runs/mine").readings[-1].window == 10  # a named tracker has a log beside it
-    assert list(tmp_path.glob("runs/mine/events.out.tfevents*"))
-    assert len(recording.of_kind("reading")) == 2
-    assert calls == [5, 10]
-
-
 def test_a_tracker_that_fails_is_reported_once_and_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

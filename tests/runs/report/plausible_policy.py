@@ -8,9 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sonde.log.sinks import JsonlSink
 from sonde.policy.log import METRICS
-from tests.runs.report.plausible_run import STARTED, Record, end_record, header_record
+from tests.runs.report.plausible_run import STARTED, Record, end_record, header_record, written
 
 N_PROMPTS = 20
 
@@ -120,11 +119,5 @@ def write_policy_run(
     folder: Path, n: int = 24, *, header: Record | None = None, end: bool = True, **options: Any
 ) -> Path:
     """Write a whole run into `folder` and return the folder. Options are those of `policy_record`."""
-    sink = JsonlSink(folder)
-    sink.write(header or policy_header())
-    for i in range(n):
-        sink.write(policy_record(i, **options))
-    if end:
-        sink.write(end_record(5 * n, "training ended"))
-    sink.close()
-    return folder
+    last = [end_record(5 * n, "training ended")] if end else []
+    return written(folder, [header or policy_header(), *(policy_record(i, **options) for i in range(n)), *last])

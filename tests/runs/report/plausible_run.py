@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,19 +127,27 @@ def write_run(
     **options: Any,
 ) -> Path:
     """Write a whole run into `folder` and return the folder. Options are those of `reading_record`."""
+    readings = [reading_record(i, n_readings, **options) for i in range(n_readings)]
+    # Groups as the probe gives them: with the first ten readings and every tenth.
+    thinned = [r if i < 10 or i % 10 == 9 else without(r, "groups") for i, r in enumerate(readings)]
+    last: list[Record] = [end_record(10 * n_readings)] if end else []
+    if end and n_readings > 10 and n_readings % 10:
+        last = [{key: readings[-1][key] for key in ("time", "window", "groups")} | {"kind": "details"}, *last]
+    return written(folder, [header or header_record(), *thinned, *alerts, *last])
+
+
+def written(folder: Path, records: Iterable[Record]) -> Path:
+    """Write these records, the first of which is a header, and return the folder."""
     sink = JsonlSink(folder)
-    sink.write(header or header_record())
-    for i in range(n_readings):  # groups as the probe gives them: with the first ten readings and every tenth
-        record = reading_record(i, n_readings, **options)
-        sink.write(record if i < 10 or i % 10 == 9 else without(record, "groups"))
-    for alert in alerts:
-        sink.write(alert)
-    if end:
-        if n_readings > 10 and n_readings % 10:
-            sink.write({key: record[key] for key in ("time", "window", "groups")} | {"kind": "details"})
-        sink.write(end_record(10 * n_readings))
+    for record in records:
+        sink.write(record)
     sink.close()
     return folder
+
+
+def with_metrics(record: Record, metrics: Mapping[str, float | None]) -> Record:
+    """A record with these numbers in place of its own, or beside them."""
+    return record | {"metrics": record["metrics"] | metrics}
 
 
 def without(record: Record, name: str) -> Record:

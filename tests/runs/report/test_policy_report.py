@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from bokeh.models import Line, Scatter
 
-from sonde.log.sinks import JsonlSink
 from sonde.runs.reader import read_run
 from sonde.runs.report.curves import Panel, TimeAxis, draw_panels
 from sonde.runs.report.figures import LIGHT_GREY, Plot
@@ -20,7 +19,7 @@ from sonde.runs.report.sections import own_value_names
 from sonde.runs.report.write import write_report
 from sonde.runs.run import PolicyReading
 from tests.runs.report.plausible_policy import policy_header, policy_record, write_policy_run
-from tests.runs.report.plausible_run import header_record, reading_record
+from tests.runs.report.plausible_run import header_record, reading_record, written
 from tests.runs.report.visible_text import visible_text
 
 
@@ -70,18 +69,6 @@ def test_verdict_first_then_every_section(tmp_path: Path) -> None:
         assert fact in text, fact
 
 
-def test_a_variance_along_gradients_may_be_negative(tmp_path: Path) -> None:
-    """It is a covariance of two halves. The median of two values lies between them."""
-    sink = JsonlSink(tmp_path)
-    sink.write(policy_header())
-    for i, v_y in enumerate((-2e-6, -4e-6)):
-        record = policy_record(i)
-        sink.write(record | {"metrics": record["metrics"] | {"entropy/v_y": v_y}})
-    sink.close()
-    row = "– its variance from the update prompts, V Y (nats²) −4.00 × 10⁻⁶ −3.00 × 10⁻⁶"
-    assert row in visible_text(write_report(tmp_path))
-
-
 def test_the_log_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     run = read_run(write_policy_run(tmp_path, 3))
     assert [reading.window for reading in run.policy] == [1, 6, 11]
@@ -95,7 +82,6 @@ def test_the_log_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     assert [(s.change, s.parts["drift"]) for s in reading.shares] == [
         (s["change"], s["drift"]) for s in written["shares"]
     ]
-    assert reading.causes is not None
     assert reading.causes.momentum == written["causes"]["momentum"]
     first = {name: written["causes"]["prompts"][0][name] for name in ("from_rewarded", "from_penalised")}
     assert reading.causes.prompts[0].parts == pytest.approx(first, rel=1e-6)
@@ -119,13 +105,11 @@ def test_tables_have_both_ends_and_add_up_over_steps(tmp_path: Path) -> None:
 
 def test_parts_that_do_not_add_up_are_left_out_of_the_sum(tmp_path: Path) -> None:
     """As at Adam's first step under dropout: the parts say nothing of what the batch did."""
-    sink = JsonlSink(tmp_path)
-    sink.write(policy_header())
-    for i in range(3):
-        record = policy_record(i)
-        sink.write(record | {"causes": record["causes"] | {"explained": 500.0 if i == 2 else 0.99}})
-    sink.close()
-    [section] = [s for s in policy_sections(read_run(tmp_path)) if s.title == "Prompts that change the entropy most"]
+    records = [policy_record(i) for i in range(3)]
+    for i, record in enumerate(records):
+        record["causes"]["explained"] = 500.0 if i == 2 else 0.99
+    run = read_run(written(tmp_path, [policy_header(), *records]))
+    [section] = [s for s in policy_sections(run) if s.title == "Prompts that change the entropy most"]
     learned = section.content[0]
     assert {row[-1] for row in learned.rows} == {"2"}  # type: ignore[union-attr]
     assert "The parts of its prompts are not to be trusted: the parts of prompts and terms add up to" in section.text
@@ -195,16 +179,14 @@ def test_a_noise_scale_in_prompts_of_which_one_limit_is_known(
         assert (other in text) == (other in legend)
 
 
-def test_the_bound_of_each_step_is_drawn_and_named(tmp_path: Path) -> None:
-    record = policy_record(2)
+def test_the_upper_bound_of_each_step_is_drawn_and_named(tmp_path: Path) -> None:
     ends = {"gns_prompts/b_simple": None, "gns_prompts/b_simple_low": 0.0, "gns_prompts/b_simple_high": 12.0}
-    run = read_run(write_policy_run(tmp_path, 4, metrics=record["metrics"] | ends))
-    plot = _plot(prompt_noise_panels(run.policy)[0][0], run.policy)
-    marks = {r.glyph.marker: r.data_source.data for r in plot.figures[0].renderers if isinstance(r.glyph, Scatter)}
-    assert list(marks["inverted_triangle"]["y"]) == [12.0] * 4
-    assert "triangle" not in marks
-    hover = [r.data_source.data["text0"] for r in plot.figures[0].renderers if "text0" in r.data_source.data]
-    assert list(hover[0]) == ["less than 12"] * 4
+    run = read_run(write_policy_run(tmp_path, 4, metrics=policy_record(2)["metrics"] | ends))
+    renderers = _plot(prompt_noise_panels(run.policy)[0][0], run.policy).figures[0].renderers
+    marks = {r.glyph.marker: list(r.data_source.data["y"]) for r in renderers if isinstance(r.glyph, Scatter)}
+    assert (marks["inverted_triangle"], "triangle" in marks) == ([12.0] * 4, False)
+    hover = [list(r.data_source.data["text0"]) for r in renderers if "text0" in r.data_source.data]
+    assert hover[0] == ["less than 12"] * 4
 
 
 def test_a_negative_entropy_is_within_its_axis(tmp_path: Path) -> None:
@@ -220,31 +202,9 @@ def test_a_negative_entropy_is_within_its_axis(tmp_path: Path) -> None:
     assert _plot(entropy_panel(of_tokens), of_tokens).figures[0].y_range.start == 0
 
 
-def test_the_basis_of_the_verdict_counts_entropies(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path)
-    sink.write(policy_header())
-    for i in range(9):
-        without_entropy = {"metrics": {"reward": 0.1}, **NOTHING} if i % 3 == 2 else {}
-        sink.write(policy_record(i, **without_entropy))
-    sink.close()
-    text = visible_text(write_report(tmp_path))
-    assert "Judged from the entropy of 6 measured steps; the last of them is step 36." in text
-
-
-@pytest.mark.parametrize("has_noise", [True, False])
-def test_the_unit_of_noise_scales_is_shown_where_there_is_one(tmp_path: Path, has_noise: bool) -> None:
-    text = visible_text(write_report(write_policy_run(tmp_path, 8, has_noise=has_noise)))
-    assert ("Batch sizes and noise scales are counted in prompts" in text) == has_noise
-
-
 def test_a_run_with_noise_scale_and_policy_shows_both(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path)
-    sink.write(header_record())
-    for i in range(5):
-        sink.write(reading_record(i, 5, status="resolved"))
-        sink.write(policy_record(i))
-    sink.close()
-    text = visible_text(write_report(tmp_path))
+    both = [make for i in range(5) for make in (reading_record(i, 5, status="resolved"), policy_record(i))]
+    text = visible_text(write_report(written(tmp_path, [header_record(), *both])))
     assert "Batch size and gradient noise, entropy of the policy" in text
     places = [
         "No verdict yet",
@@ -257,24 +217,22 @@ def test_a_run_with_noise_scale_and_policy_shows_both(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("second", "sentence"),
+    ("starts", "n_left_out", "apart"),
     [
-        (range(4, 12), "A restart took steps again: 6 measurements of these steps before the restart are left out."),
-        (range(8), "A restart took steps again: 10 measurements of these steps before the restart are left out."),
+        ((range(10), range(4, 12)), 6, range(4, 10)),
+        ((range(10), range(8)), 10, range(10)),
+        (((*range(10), *range(4, 12)),), 6, range(4, 10)),  # a loop may go back to a checkpoint without a new log
     ],
 )
-def test_steps_that_a_restart_took_again_are_drawn_apart_and_left_out_of_the_verdict(
-    tmp_path: Path, second: range, sentence: str
+def test_steps_that_were_taken_again_are_drawn_apart_and_left_out_of_the_verdict(
+    tmp_path: Path, starts: tuple[Sequence[int], ...], n_left_out: int, apart: range
 ) -> None:
-    for steps in (range(10), second):
-        sink = JsonlSink(tmp_path)
-        sink.write(policy_header())
-        for i in steps:
-            sink.write(policy_record(i))
-        sink.close()
-    assert drawn_apart(tmp_path) == [5 * i + 1 for i in range(10) if i >= second[0]]
+    for steps in starts:
+        written(tmp_path, [policy_header(), *map(policy_record, steps)])
+    assert drawn_apart(tmp_path) == [5 * i + 1 for i in apart]
     text = visible_text(write_report(tmp_path))
-    assert sentence in text
+    said = f"A restart took steps again: {n_left_out} measurements of these steps before the restart are left out."
+    assert said in text
     assert "before a restart that took these steps again" in text
 
 
@@ -287,35 +245,12 @@ def drawn_apart(path: Path) -> list[float]:
     return [x for each in data for x, y in zip(each["x"], each["y"], strict=True) if not math.isnan(y)]
 
 
-def test_steps_that_one_start_took_again_are_drawn_apart_too(tmp_path: Path) -> None:
-    """A loop may go back to a checkpoint without a new log."""
-    sink = JsonlSink(tmp_path)
-    sink.write(policy_header())
-    for i in (*range(10), *range(4, 12)):
-        sink.write(policy_record(i))
-    sink.close()
-    assert drawn_apart(tmp_path) == [5 * i + 1 for i in range(4, 10)]
-    assert "6 measurements of these steps before the restart are left out" in visible_text(write_report(tmp_path))
-
-
-def test_the_error_of_the_entropy_is_drawn_where_it_is_known(tmp_path: Path) -> None:
-    assert "95 % interval of the entropy" in visible_text(write_report(write_policy_run(tmp_path / "a", 4)))
-    text = visible_text(
-        write_report(write_policy_run(tmp_path / "b", 4, metrics={"entropy/evaluation_per_token": 1.0}, shares=[]))
-    )
-    assert "95 % interval of the entropy" not in text
-    assert "before a restart" not in text
-
-
 def test_a_collapse_is_a_current_alert(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path)
-    sink.write(policy_header())
     message = "the policy's entropy has collapsed to 0.1 nats a token"
-    for i in range(3):
-        sink.write(policy_record(i, alerts={"entropy_collapse": message} if i == 2 else {}))
-    sink.write({"kind": "alert", "time": 1.0, "window": 11, "name": "entropy_collapse", "message": message})
-    sink.close()
-    text = visible_text(write_report(tmp_path))
+    last = policy_record(2, alerts={"entropy_collapse": message})
+    alert = {"kind": "alert", "time": 1.0, "window": 11, "name": "entropy_collapse", "message": message}
+    records = [policy_header(), policy_record(0), policy_record(1), last, alert]
+    text = visible_text(write_report(written(tmp_path, records)))
     assert f"Something looks wrong T{message[1:]} (since step 11)" in text
     assert "window" not in text.lower()
 
@@ -325,9 +260,6 @@ def test_a_collapse_is_a_current_alert(tmp_path: Path) -> None:
     [{"metrics": []}, {"shares": {}}, {"causes": 1}, {"window": -1}, {"alerts": None}, {"metrics": {"a": "x"}}],
 )
 def test_a_record_that_does_not_fit_the_schema_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
-    sink = JsonlSink(tmp_path)
-    sink.write(policy_header())
-    sink.write(policy_record(0) | change)
-    sink.close()
+    written(tmp_path, [policy_header(), policy_record(0) | change])
     with pytest.raises(ValueError, match=r"line 2 of .* is not a record of schema 3"):
         read_run(tmp_path)

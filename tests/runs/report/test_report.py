@@ -14,7 +14,14 @@ from sonde.records import RunLog
 from sonde.runs.reader import read_run
 from sonde.runs.report.verdicts import failed_checks, place_in_words, verdict_panels
 from sonde.runs.report.write import write_report
-from tests.runs.report.plausible_run import alert_record, header_record, reading_record, write_run
+from tests.runs.report.plausible_run import (
+    alert_record,
+    header_record,
+    reading_record,
+    with_metrics,
+    write_run,
+    written,
+)
 from tests.runs.report.visible_text import visible_text
 
 MAX_BYTES = 2_000_000
@@ -22,8 +29,13 @@ MAX_BYTES = 2_000_000
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of a run without anything odd."""
-    return write_report(write_run(tmp_path_factory.mktemp("plain"), alerts=[alert_record("All data are the same.")]))
+    """The report of a run without anything odd, of prompts."""
+    more = {"grad_scaler": True, "comm_hook": None, "units_per_piece": 8, "metric": "adam"}
+    # A short run may take the allowance, which is far more than its budget.
+    setup = header_record()["setup"] | more | {"budget": 0.01, "allowance": 10.0}
+    alerts = [alert_record("All data are the same.")]
+    header = header_record(unit="prompts", setup=setup)
+    return write_report(write_run(tmp_path_factory.mktemp("plain"), alerts=alerts, header=header))
 
 
 def test_what_to_do_then_why_then_what_it_costs_then_every_section(plain: Path) -> None:
@@ -31,9 +43,9 @@ def test_what_to_do_then_why_then_what_it_costs_then_every_section(plain: Path) 
     text = visible_text(plain)
     sections = [
         "small language model",
-        "Batch too small Try a larger batch from here on: about 200 sequences instead of 64.",
-        "For a run like this one, the batch of 64 sequences is about right or too large",
-        "Judged from the last reading: window 600, after 38,400 sequences",
+        "Batch too small Try a larger batch from here on: about 200 prompts instead of 64.",
+        "For a run like this one, the batch of 64 prompts is about right or too large",
+        "Judged from the last reading: window 600, after 38,400 prompts",
         "What the batch size costs",
         "Noise scale and batch size",
         "Noise and signal",
@@ -42,7 +54,7 @@ def test_what_to_do_then_why_then_what_it_costs_then_every_section(plain: Path) 
         "threshold of the clip",
         "Loss",
         "How this was measured",
-        "All data are the same. (window 40, after about 2,560 sequences; it has passed since)",
+        "All data are the same. (window 40, after about 2,560 prompts; it has passed since)",
     ]
     places = [text.index(section) for section in sections]
     assert places == sorted(places)
@@ -95,17 +107,13 @@ def test_which_checks_fail_now_and_which_are_over(
     tmp_path: Path, starts: tuple[tuple[int, int], ...], alerts: list[tuple[int, ...]], failed: str
 ) -> None:
     for start, (first, last) in enumerate(starts):
-        sink = JsonlSink(tmp_path)
-        sink.write(header_record())
+        records, own = [header_record()], [rest for of_start, *rest in alerts if of_start == start]
         for window in range(first, last + 1, 10):
-            own = [rest for of_start, *rest in alerts if of_start == start]
-            for at, *_ in own:
-                if window <= at < window + 10:
-                    sink.write(alert_record("the cause", window=at))
+            records += [alert_record("the cause", window=at) for at, *_ in own if window <= at < window + 10]
             goes_on = any(until and at <= window <= until[0] for at, *until in own)
             found = {"same_data": "the cause"} if goes_on else {}
-            sink.write(reading_record(5, 100, status="resolved", alerts=found) | {"window": window})
-        sink.close()
+            records.append(reading_record(5, 100, status="resolved", alerts=found) | {"window": window})
+        written(tmp_path, records)
     run = read_run(tmp_path)
     [check] = failed_checks(run)
     assert check.when.split(", after")[0] + (", over" if check.is_over else "") == failed
@@ -126,10 +134,15 @@ def test_a_name_that_is_not_unicode_still_gets_its_report(tmp_path: Path) -> Non
 
 def test_how_this_was_measured_is_shown_with_its_numbers(plain: Path) -> None:
     text = visible_text(plain)
+    for absent in ("comm hook", "allowance:", "sequence"):
+        assert absent not in text
     for fact in (
         "DistributedDataParallel, 2 data-parallel ranks, cpu, 1,234,567 parameters",
+        "grad scaler: yes units per piece: 8",
+        "adam, in place of the plain squared norm of gradients.",
+        "1 % of the time was allowed, or 10 s if that is more.",
         "8 pieces per window.",
-        "All sequences of a window have the same weight.",
+        "All prompts of a window have the same weight.",
         "what is remembered grows with the run",
         "One in 12 at the end, which takes 0.91 % ± 0.080 % of the time.",
         "at 95 % confidence",
@@ -144,24 +157,11 @@ def test_how_this_was_measured_is_shown_with_its_numbers(plain: Path) -> None:
         assert fact in text, fact
 
 
-def test_the_rest_of_the_set_up_is_shown(tmp_path: Path) -> None:
-    more = {"grad_scaler": True, "comm_hook": None, "units_per_piece": 8, "metric": "adam"}
-    header = header_record(setup=header_record()["setup"] | more)
-    text = visible_text(write_report(write_run(tmp_path, 3, header=header)))
-    assert "grad scaler: yes units per piece: 8" in text
-    assert "comm hook" not in text
-    assert "adam, in place of the plain squared norm of gradients." in text
-
-
 def test_numbers_of_the_verdict_are_those_of_the_last_reading(tmp_path: Path) -> None:
-    metrics = reading_record(0, 1, status="resolved")["metrics"]
     known = {"gns/b_simple": 192.0, "gns/b_simple_low": 150.0, "gns/b_simple_high": 250.0}
     known |= {"gns/b_simple_average": 80.0, "gns/b_simple_average_low": 70.0, "gns/b_simple_average_high": 90.0}
-    sink = JsonlSink(tmp_path)
-    for record in (header_record(), reading_record(0, 1, status="resolved", metrics=metrics | known)):
-        sink.write(record)
-    sink.close()
-    text = visible_text(write_report(tmp_path))
+    record = with_metrics(reading_record(0, 1, status="resolved"), known)
+    text = visible_text(write_report(written(tmp_path, [header_record(), record])))
     assert "Noise scale now 192 sequences; between 150 and 250" in text
     assert "Average over the run 80 sequences; between 70 and 90" in text
     # Of whole runs, the average speaks: 1 + 70/64 and 1 + 90/64; 1 + 64/90 and 1 + 64/70.
@@ -240,22 +240,13 @@ def test_a_log_of_ones_own_probe_alone_claims_no_batch_size(tmp_path: Path) -> N
         assert word not in text, word
 
 
-def test_another_unit_reads_right(tmp_path: Path) -> None:
-    text = visible_text(write_report(write_run(tmp_path, header=header_record(unit="prompts"))))
-    assert "the batch of 64 prompts" in text
-    assert "sequence" not in text
-
-
 def test_sections_without_data_say_so(tmp_path: Path) -> None:
     record = reading_record(0, 1, status="resolved", groups={})
     absent = dict.fromkeys(
         ("grad/norm", "grad/max_norm", "grad/clip_fraction", "loss", "gns/consistency", "gns/scale", "cost/fraction")
     )
-    sink = JsonlSink(tmp_path)
-    sink.write(header_record(metadata={}))
-    sink.write(record | {"metrics": record["metrics"] | absent, "groups": {}, "dropped": {}})
-    sink.close()
-    text = visible_text(write_report(tmp_path))
+    records = [header_record(metadata={}), with_metrics(record, absent) | {"groups": {}, "dropped": {}}]
+    text = visible_text(write_report(written(tmp_path, records)))
     for sentence in (
         "The log holds no values of groups of parameters: sonde.attach(log_groups=True) writes them.",
         "The gradient norm was not measured in this run.",
@@ -266,25 +257,23 @@ def test_sections_without_data_say_so(tmp_path: Path) -> None:
 
 
 def test_every_value_that_could_break_an_axis_is_drawn(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path)
-    sink.write(header_record())
+    records = [header_record()]
     for i in range(5):
         record = reading_record(i, 5, status="resolved", log_every=100)
         odd = {"gns/b_simple": 0.0, "gns/b_simple_low": 0.0, "gns/b_simple_high": 0.0, "gns/grad_sq": -1.0 - i}
-        logged = {"zero": 0.0, "negative": -3.5, "huge": 1e300 * (i + 1), "tiny": 1e-300, "gns/trace_cov": 0.0}
-        sink.write(record | {"metrics": record["metrics"] | odd | logged})
-    sink.close()
-    text = visible_text(write_report(tmp_path))
+        logged = {
+            "zero": 0.0,
+            "other": 1.7e308,
+            "swings": (-1) ** i * 1e308,
+            "negative": -3.5,
+            "huge": 1e300 * (i + 1),
+            "tiny": 1e-300,
+            "gns/trace_cov": 0.0,
+        }
+        records.append(with_metrics(record, odd | logged))
+    text = visible_text(write_report(written(tmp_path, records)))
     assert "|G|² estimated at or below 0: not yet distinguishable from 0" in text
     assert "no gradient noise was seen. All pieces had the same gradient" in text
-
-
-def test_what_measuring_may_cost_is_shown_with_its_allowance(tmp_path: Path) -> None:
-    """A short run may take the allowance, which is far more than its budget."""
-    header = header_record(setup=header_record()["setup"] | {"budget": 0.01, "allowance": 10.0})
-    text = visible_text(write_report(write_run(tmp_path, 3, header=header)))
-    assert "1 % of the time was allowed, or 10 s if that is more." in text
-    assert "allowance:" not in text
 
 
 def test_a_restart_and_a_cut_off_line_are_shown(tmp_path: Path) -> None:
@@ -300,16 +289,13 @@ def test_a_restart_and_a_cut_off_line_are_shown(tmp_path: Path) -> None:
 
 def test_the_report_of_a_long_run_is_small(tmp_path: Path) -> None:
     groups = [f"model.layers.{i}.self_attn.q_proj" for i in range(600)]
-    sink = JsonlSink(tmp_path)
-    sink.write(header_record(metadata={"notes": "<&>" * 500_000, "name": "x" * 100_000}, run="r" * 50_000))
+    records = [header_record(metadata={"notes": "<&>" * 500_000, "name": "x" * 100_000}, run="r" * 50_000)]
     names = [f"metric {k}" for k in range(50)]
     for i in range(3000):
         record = reading_record(i, 3000, groups=groups if i == 2999 else groups[:1])
-        sink.write(record | {"metrics": record["metrics"] | dict.fromkeys(names, 0.1 * i)})
-    for i in range(2000):
-        sink.write(alert_record("something is wrong " * 200, window=i))
-    sink.close()
-    report = write_report(tmp_path)
+        records.append(with_metrics(record, dict.fromkeys(names, 0.1 * i)))
+    records += [alert_record("something is wrong " * 200, window=i) for i in range(2000)]
+    report = write_report(written(tmp_path, records))
     assert report.stat().st_size < MAX_BYTES
     text = visible_text(report)
     assert "Of 3,000 readings, each pixel shows the lowest and the highest." in text
@@ -367,13 +353,9 @@ def test_without_bokeh_the_error_names_an_install_that_works(tmp_path: Path, mon
 
 def test_alerts_say_where_they_lie_on_the_axis(tmp_path: Path) -> None:
     """The figures show units seen, and an alert knows its window: in proportion to the readings around it."""
-    sink = JsonlSink(tmp_path)
-    sink.write(header_record())
-    for i, seen in enumerate((320.0, 640.0, 1_640.0)):
-        record = reading_record(i, 3)
-        sink.write(record | {"metrics": record["metrics"] | {"run/units_seen": seen}})
-    sink.close()
-    run = read_run(tmp_path)
+    all_seen = enumerate((320.0, 640.0, 1_640.0))
+    readings = [with_metrics(reading_record(i, 3), {"run/units_seen": seen}) for i, seen in all_seen]
+    run = read_run(written(tmp_path, [header_record(), *readings]))
     shown = {window: place_in_words(run, window) for window in (5, 10, 20, 25, 30, 36)}
     seen = {window: words.split("about ")[1] for window, words in shown.items()}
     assert seen == {

@@ -15,11 +15,18 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sonde.log.sinks import JsonlSink
 from sonde.runs.report.write import write_report
 from tests.chromium import chromium, in_browser
 from tests.runs.report.plausible_policy import policy_header, policy_record, write_policy_run
-from tests.runs.report.plausible_run import GROUPS, alert_record, end_record, header_record, reading_record, write_run
+from tests.runs.report.plausible_run import (
+    alert_record,
+    end_record,
+    header_record,
+    reading_record,
+    with_metrics,
+    write_run,
+    written,
+)
 
 pytestmark = in_browser
 
@@ -91,8 +98,9 @@ def test_a_whole_run_fits_wide_and_narrow_windows(browser: Any, tmp_path: Path, 
     assert browser.execute_script(overflow) <= 0
 
 
-@pytest.mark.parametrize(("status", "n_plots"), [("resolved", 7), ("lower_bound", 7), ("unresolved", 4)])
-@pytest.mark.parametrize("n_readings", [1, 12])
+@pytest.mark.parametrize(
+    ("status", "n_plots", "n_readings"), [("resolved", 7, 1), ("lower_bound", 7, 12), ("unresolved", 4, 1)]
+)
 def test_every_status(browser: Any, tmp_path: Path, status: str, n_plots: int, n_readings: int) -> None:
     _open(browser, write_report(write_run(tmp_path, n_readings, status=status, header=header_record(unit="prompts"))))
     assert len(browser.execute_script(DRAWN)) == n_plots
@@ -145,16 +153,9 @@ def test_text_of_the_user_is_shown_and_never_run(browser: Any, tmp_path: Path) -
     header = header_record(
         run=ATTACK, unit=f"$$u$$ {ATTACK}", setup=setup, metadata={ATTACK: texts}, versions={ATTACK: ATTACK}
     )
-    sink = JsonlSink(tmp_path)
-    sink.write(header)
-    for i in range(12):
-        record = reading_record(i, 12, groups=texts, dropped={ATTACK: 3}, reason=ATTACK)
-        sink.write(record | {"metrics": record["metrics"] | {ATTACK: float(i), "$$v$$": 1.0}})
-    sink.write(alert_record(ATTACK))
-    sink.write(end_record(120, ATTACK))
-    sink.close()
-
-    _open(browser, write_report(tmp_path))
+    readings = [reading_record(i, 12, groups=texts, dropped={ATTACK: 3}, reason=ATTACK) for i in range(12)]
+    logged = [with_metrics(record, {ATTACK: float(i), "$$v$$": 1.0}) for i, record in enumerate(readings)]
+    _open(browser, write_report(written(tmp_path, [header, *logged, alert_record(ATTACK), end_record(120, ATTACK)])))
     text = _text(browser)
     assert text.count(ATTACK) > 10
     for user_text in texts:
@@ -169,19 +170,7 @@ def test_text_of_the_user_is_shown_and_never_run(browser: Any, tmp_path: Path) -
     assert browser.execute_script("return window.attacked === undefined")
 
 
-def test_a_restarted_run(browser: Any, tmp_path: Path) -> None:
-    write_run(tmp_path, 30, end=False)
-    sink = JsonlSink(tmp_path)
-    sink.write(header_record())
-    for i in range(26, 60):
-        sink.write(reading_record(i, 60, seed=1, groups=GROUPS[:3]))
-    sink.close()
-    _open(browser, write_report(tmp_path))
-    assert "restarted 1 time" in _text(browser)
-
-
-@pytest.mark.parametrize("width", [1200, 500])
-@pytest.mark.parametrize("n", [1, 24])
+@pytest.mark.parametrize(("n", "width"), [(1, 1200), (24, 500)])
 def test_a_run_with_a_policy_fits_wide_and_narrow_windows(browser: Any, tmp_path: Path, width: int, n: int) -> None:
     _open(browser, write_report(write_policy_run(tmp_path, n)), width=width)
     # With one step, which is not to be trusted, there is no noise scale yet.
@@ -192,15 +181,11 @@ def test_a_run_with_a_policy_fits_wide_and_narrow_windows(browser: Any, tmp_path
 
 
 def test_text_of_a_prompt_is_shown_and_never_run(browser: Any, tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path)
-    sink.write(policy_header(run=ATTACK))
-    for i in range(3):
-        record = policy_record(i, reason=ATTACK)
+    records = [with_metrics(policy_record(i, reason=ATTACK), {ATTACK: float(i)}) for i in range(3)]
+    for record in records:
         for part in (*record["shares"], *record["causes"]["prompts"]):
             part["prompt"] = f"{ATTACK} $$x$$ {part['prompt']}"
-        sink.write(record | {"metrics": record["metrics"] | {ATTACK: float(i)}})
-    sink.close()
-    _open(browser, write_report(tmp_path))
+    _open(browser, write_report(written(tmp_path, [policy_header(run=ATTACK), *records])))
     assert _text(browser).count(f"{ATTACK} $$x$$ ") >= 20
     assert browser.execute_script("return window.attacked === undefined")
 
@@ -247,9 +232,8 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("kind", ["too_small", "about_right", "unknown", "falling", "collapses"])
-def test_every_text_has_contrast(browser: Any, tmp_path: Path, scheme: str, kind: str) -> None:
+@pytest.mark.parametrize("kind", [*KINDS, "falling", "collapses"])
+def test_every_text_has_contrast(browser: Any, tmp_path: Path, kind: str) -> None:
     """4.5 by WCAG: badges, tiles, notes, alerts, legends, tables."""
     if kind in KINDS:
         status, b_simple = KINDS[kind]
@@ -263,15 +247,15 @@ def test_every_text_has_contrast(browser: Any, tmp_path: Path, scheme: str, kind
     report = write_report(tmp_path)
     if kind == "collapses":  # the colours of that verdict
         report.write_text(report.read_text(encoding="utf-8").replace("verdict falling", "verdict collapses"), "utf-8")
-    with _media(browser, scheme=scheme):
-        _open(browser, report)
-        assert len(browser.find_elements("css selector", f".verdict.{kind} .badge")) == 1
-        texts = browser.execute_script(TEXTS, "body *:not(script):not(style)")
-        assert any("in light" in text or len(text) > 20 for text, _, _ in texts)
-        poor = {text[:40]: _contrast(ink, paper) for text, ink, paper in texts if _contrast(ink, paper) < 4.5}
-        assert poor == {}
-        [[_, ink, paper]] = browser.execute_script(TEXTS, ".badge")
-        assert ink != paper
+    _open(browser, report)
+    assert len(browser.find_elements("css selector", f".verdict.{kind} .badge")) == 1
+    for scheme in ("light", "dark"):
+        with _media(browser, scheme=scheme):
+            texts = browser.execute_script(TEXTS, "body *:not(script):not(style)")
+            assert any("in light" in text or len(text) > 20 for text, _, _ in texts)
+            assert {text[:40]: scheme for text, ink, paper in texts if _contrast(ink, paper) < 4.5} == {}
+            [[_, ink, paper]] = browser.execute_script(TEXTS, ".badge")
+            assert ink != paper
 
 
 def test_a_dark_scheme_darkens_page_and_figures_and_paper_stays_light(browser: Any, tmp_path: Path) -> None:
