@@ -31,6 +31,15 @@ def batch(n: int, generator: torch.Generator, dtype: torch.dtype = torch.float32
     return x.to(dtype), y.to(dtype)
 
 
+Rows = tuple[Tensor, Tensor]
+
+
+def pieces_of(*sizes: int, seed: int = 3, dtype: torch.dtype = torch.float32) -> list[Rows]:
+    """The rows of pieces of these sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    return [batch(n, generator, dtype) for n in sizes]
+
+
 def mean_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return (model(x) - y).square().sum(-1).mean()
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import sonde
-from tests.batch_size.loops import Recording, attached, mean_loss, small_model
-from tests.batch_size.single_examples import Scaled, assert_as, by_hand, drawn, pieces_of, run
+from tests.batch_size.loops import Recording, attached, mean_loss, pieces_of, small_model
+from tests.batch_size.single_examples import Scaled, assert_as, by_hand, drawn, run
 from tests.runs.report.visible_text import visible_text
 
 

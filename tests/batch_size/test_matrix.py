@@ -17,6 +17,7 @@ from tests.ranks import Ranks
 SIGN, SUMS, EVERY = ("euclidean", "sign"), ("euclidean", "adam"), ("euclidean", "adam", "sign", "spectral")
 THREE = ("euclidean", "adam", "sign")
 EXAMPLES, BUCKETS, LEAVES = {"per_example": "always"}, {"tap": "comm_hook"}, {"tap": "leaf"}
+VIEWS, SMALL = {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.0001}
 IN_LOOP, IN_V = ((0, 2), (1, 3)), ((0, 3), (1, 2))
 
 CASES: dict[str, tuple[int, Loop]] = {
@@ -35,16 +36,27 @@ CASES: dict[str, tuple[int, Loop]] = {
     "DDP, buckets, exact, clipped by torch": (2, Loop("ddp", exact=True, clips="torch", options=BUCKETS)),
     "DDP": (2, Loop("ddp", weighted=True, metric=EVERY, optimizer="two groups", windows=3)),
     "DDP, every piece reduces, no clip": (2, Loop("ddp", sync="every", clips=False)),
-    "DDP, views of buckets": (2, Loop("ddp", ddp={"gradient_as_bucket_view": True})),
+    "DDP, one piece": (2, Loop("ddp", n_pieces=1)),
+    "DDP, summed": (2, Loop("ddp", summed=True, clips=False)),
+    "DDP, bf16 hook": (2, Loop("ddp", hook="bf16", clips=False)),
+    "DDP, views of buckets": (2, Loop("ddp", ddp=VIEWS)),
     "DDP, a static graph": (2, Loop("ddp", ddp={"static_graph": True}, sync="every", late=1)),
-    "DDP, small buckets, 3 ranks": (3, Loop("ddp", ddp={"bucket_cap_mb": 0.0001})),
+    "DDP, small buckets, 3 ranks": (3, Loop("ddp", ddp=SMALL)),
     "DDP, unused parameters": (2, Loop("ddp", ddp={"find_unused_parameters": True}, sync="every")),
     "DDP, Adam's metric alone": (2, Loop("ddp", metric=("adam",), optimizer="amsgrad", options=LEAVES, windows=3)),
     "DDP, attached late": (2, Loop("ddp", metric=EVERY, late=1)),
     "DDP, buckets": (2, Loop("ddp", metric=EVERY, optimizer="fused", options=BUCKETS, windows=3)),
+    "DDP, buckets, one piece, small": (2, Loop("ddp", n_pieces=1, ddp=SMALL, options=BUCKETS)),
+    "DDP, buckets, one piece, views, no clip": (2, Loop("ddp", n_pieces=1, ddp=VIEWS, clips=False, options=BUCKETS)),
+    "DDP, buckets, the user's hook": (2, Loop("ddp", hook="allreduce", options=BUCKETS)),
+    "DDP, buckets, bf16 hook": (2, Loop("ddp", hook="bf16", clips=False, options=BUCKETS)),
+    "DDP, buckets, a GradScaler": (2, Loop("ddp", scaled=True, clips=False, options=BUCKETS)),
     "DDP, buckets, Adam's metric alone": (2, Loop("ddp", metric=("adam",), options=BUCKETS, windows=3)),
     "DDP, examples": (2, Loop("ddp", covered=True, options=EXAMPLES)),
     "DDP, examples, 3 ranks, no clip": (3, Loop("ddp", covered=True, clips=False, weighted=True, options=EXAMPLES)),
+    # A plain model, whose gradients the loop reduces.
+    "plain, averaged by the loop": (2, Loop("plain", clips=False)),
+    "plain, summed by the loop": (2, Loop("plain", summed=True, clips=False)),
     # FSDP2 and HSDP.
     "FSDP2, exact": (2, Loop(exact=True, metric=SIGN, weighted=True, sync="every")),
     "FSDP2, examples, exact": (2, Loop(exact=True, covered=True, clips=False, options=EXAMPLES)),
@@ -231,6 +243,7 @@ def test_a_window_is_that_of_one_process_and_training_is_unchanged(request: pyte
         assert result["setup"]["ranks"] == ranks_with_data // (1 + loop.has("tp", "sp", "cp") * (not loop.has("pp")))
         assert ("experts over" in result["setup"]["wrapper"]) == (loop.has("ep") and loop.n_feeding > 1)
         assert ("over context parallelism" in result["setup"]["wrapper"]) == loop.has("cp")
+        assert result["tap"] == ("DDP's communication hook" if loop.options is BUCKETS else "leaf hooks")
         if loop.options is EXAMPLES:
             assert result["reading"].u == 1.0
             sizes = [n for units in UNITS[:n_ranks] for n in units[: loop.n_pieces]]

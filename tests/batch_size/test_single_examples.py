@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.batch_size.loops import attached, batch, mean_loss, small_model
-from tests.batch_size.single_examples import assert_as, by_hand, drawn, pieces_of, run, shares
+from tests.batch_size.loops import attached, batch, mean_loss, pieces_of, small_model
+from tests.batch_size.single_examples import assert_as, by_hand, drawn, run, shares
 from tests.oracles import per_example_gradients, population
 
 
