@@ -136,20 +136,6 @@ def test_a_window_that_evaluates_or_compiles_does_not_move_the_pace() -> None:
     assert 9 <= pace.every <= 14
 
 
-def test_costs_before_a_change_are_forgotten() -> None:
-    """Windows are read in another way from window 18 on, and cost a twelfth."""
-    pace = late(1)
-    for i in range(60):
-        seconds = 0.06 if i < 18 else 0.005
-        pace.window_ends()
-        times = {"seconds": seconds, "measured_time": 0.03 + seconds, "n_measured": 1.0}
-        pace.take(pace.windows, WindowCosts(**times, changed=float(i in (1, 18))))
-        if i > 31 and pace.every > 1:
-            break
-        pace.every = 1  # all are measured meanwhile
-    assert pace.every == math.ceil(0.005 / (0.03 * 0.009 / 0.991))
-
-
 def test_windows_that_are_longer_by_more_than_was_timed_count_as_dearer() -> None:
     """A device does extra work that no clock of the host sees."""
     rng = random.Random(2)

@@ -55,25 +55,6 @@ def test_where_hardly_anything_is_left_out_nothing_looks_wrong(tmp_path: Path) -
     assert "Something looks wrong" not in text
 
 
-def test_layers_of_ones_own_have_rules() -> None:
-    class Scale(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.own = nn.Parameter(torch.full((20,), 1.5))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.own
-
-    torch.manual_seed(0)
-    model, pieces = nn.Sequential(nn.Linear(12, 20), nn.Tanh(), Scale(), nn.Linear(20, 3)), pieces_of(6)
-    rules = {Scale: lambda layer, inputs, grad: {"own": grad * inputs[0]}}
-    expected = by_hand(model, pieces)
-    with attached(model, per_example="auto", rules=rules) as probe:
-        run(model, probe, pieces)
-        assert_as(probe.reading(), expected)
-        assert probe.reading().coverage is None
-
-
 WRONG_UNITS: dict[str, tuple[tuple[int, ...], tuple[float, ...], tuple[str, ...]]] = {
     "no rows": (
         (6,),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -11,29 +9,15 @@ import sonde
 from sonde.wording import number
 from tests.batch_size.loops import (
     Recording,
-    assert_same,
     attached,
     batch,
     mean_loss,
     n_recent,
-    one_window,
     piece_losses,
     small_model,
     train,
 )
 from tests.oracles import per_example_gradients, population
-
-
-@pytest.mark.parametrize(
-    ("groups", "names"),
-    [(None, ["all"]), (lambda name: name.split(".")[-1], ["weight", "bias"]), ("blocks", ["0", "2", "3", "4"])],
-)
-def test_groups_are_chosen_by_name(groups: Any, names: list[str]) -> None:
-    model = small_model()
-    reading, expected = one_window(model, piece_losses(model, [4, 4]), units=[4, 4], groups=groups)
-    assert list(reading.groups) == names
-    assert_same(reading, expected)
-
 
 SIZES, POPULATION = (2, 3, 5), 11
 """Of the pieces of a window, which are uneven and weighted by their size; and of the examples, a prime number."""

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from sonde.batch_size.pace import REVIEW, Pace, WindowCosts
-from sonde.batch_size.taps.leaf_hooks import LeafHookTap
 from sonde.batch_size.window_clock import ALWAYS
 from sonde.batch_size.window_ends import WindowClip
 from tests.batch_size.loops import attached, batch, contents_of, mean_loss, small_model
@@ -101,29 +100,6 @@ def test_a_probe_that_is_closed_in_a_quiet_window_takes_no_more() -> None:
         with pytest.raises(RuntimeError, match="the probe is closed"):
             call()
     assert probe._ends.n_windows == 4
-
-
-def test_quiet_windows_are_clipped_counted_and_timed() -> None:
-    model = small_model()
-    generator = torch.Generator().manual_seed(0)
-    parameters = list(model.parameters())
-    with attached(model, every=8) as probe:
-        for _ in range(160):
-            for _ in range(2):
-                with probe.piece(units=4):
-                    mean_loss(model, *batch(4, generator)).backward()
-            expected = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-            torch.testing.assert_close(probe.clip_grad_norm_(1e-3), expected)
-            clipped = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-            torch.testing.assert_close(clipped, torch.tensor(1e-3), rtol=1e-3, atol=0)
-            model.zero_grad()
-        rows = probe._pace._rows
-        assert probe.state_dict()
-        assert sum(row.costs.n_idle for row in rows) + sum(row.costs.n_measured for row in rows) > 100
-        assert all(row.costs.idle_seconds > 0 for row in list(rows)[2:])
-        cost = probe.cost()
-        assert cost.share is not None
-        assert 0 < cost.share < 1
 
 
 def test_quiet_windows_are_counted_and_paid_for() -> None:
@@ -220,24 +196,6 @@ def test_calls_in_windows_that_are_not_measured_are_charged_with_the_way_into_th
             assert (costs.n_idle, costs.n_measured) == (n_quiet + 1, 0)
             # From mark to mark, which is nearly all of it. The clock is read at both ends of what is timed.
             assert 2 * timed * clock.TICK <= costs.idle_time <= (clock.n_reads - before + 100) * clock.TICK
-
-
-def test_the_time_to_switch_the_tap_off_is_a_cost_of_measured_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, pause = _with_clock(monkeypatch), LeafHookTap.pause
-
-    def slow_pause(tap: LeafHookTap) -> None:
-        clock.n_reads += 2**20  # a second
-        pause(tap)
-
-    monkeypatch.setattr(LeafHookTap, "pause", slow_pause)
-    model = small_model()
-    with attached(model, every=1000) as probe:
-        with probe.piece(units=4):
-            mean_loss(model, *batch(4, torch.Generator().manual_seed(0))).backward()
-        probe.step()
-        assert not probe._pace.is_measured
-        costs = probe._ends.take_costs()
-    assert 1.0 < costs.seconds - costs.idle_seconds < 2.0  # the tap's own reading takes real time besides
 
 
 def test_a_clip_between_measured_windows_is_of_all_parameters_and_of_no_groups() -> None:

@@ -17,7 +17,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import sonde
-from sonde import NoiseScaleProbe
 from sonde.stats.sealed_state import VERSION
 from tests.batch_size.loops import attached, batch, contents_of, mean_loss, small_model, train
 from tests.ranks import Ranks, mesh_of
@@ -224,9 +223,3 @@ def test_any_character_that_is_changed_or_lost_is_noticed() -> None:
             for damaged in (text[:i], text[:i] + text[i + 1 :], text[:i] + other + text[i + 1 :]):
                 with pytest.raises(ValueError, match="is damaged"):
                     probe.load_state_dict(state | {"json": damaged})
-
-
-def test_the_probe_is_what_distributed_checkpoints_call_stateful() -> None:
-    from torch.distributed.checkpoint.stateful import Stateful
-
-    assert issubclass(NoiseScaleProbe, Stateful)

@@ -344,9 +344,3 @@ def test_a_step_that_began_before_attach_ends_its_window_once_its_closure_has_ru
         optimizer.step(closure)
     assert (probes[0].n_windows, probes[0].reading().windows) == (3, 3)
     probes[0].close()
-
-
-def test_lbfgs_is_refused() -> None:
-    model = small_model()
-    with pytest.raises(ValueError, match="LBFGS evaluates its closure several times a step"):
-        attached(model, torch.optim.LBFGS(model.parameters()))

@@ -287,24 +287,6 @@ def test_layers_are_asked_once_whether_the_first_dim_is_the_batch_and_nothing_ch
     assert all(map(torch.equal, weights, run(OnFrozenFeatures(), None)))
 
 
-def test_a_compiled_model_is_not_compiled_again_and_keeps_no_hook_inside() -> None:
-    n_compiled = 0
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        nonlocal n_compiled
-        n_compiled += 1
-        return graph.forward
-
-    model = torch.compile(small_model(), backend=backend, dynamic=False)
-    with attached(model) as probe:
-        for _ in range(3):
-            for _ in range(2):
-                model(batch(4, torch.Generator())[0]).square().mean().backward()
-            probe.step()
-            model.zero_grad()
-        assert (probe.reading().units_per_window, hooks_in(model), n_compiled) == (8, 0, 1)
-
-
 # What a forward or a loop around says besides.
 
 
