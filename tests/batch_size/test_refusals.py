@@ -16,7 +16,6 @@ from tests.batch_size.loops import (
     small_model,
 )
 
-
 ADAM = torch.optim.Adam
 
 

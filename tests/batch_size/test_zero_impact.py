@@ -50,6 +50,15 @@ OF_TWO: dict[str, Loop] = {
     "pieces, compiled": drawing("ddp", compiled=True),
     "pieces, autocast": drawing("ddp", autocast=True, clips=False),
 }
+for name, options in {
+    "": {},
+    ", views of buckets": VIEWS,
+    ", a static graph": {"static_graph": True},
+    ", unused parameters": {"find_unused_parameters": True},
+}.items():
+    OF_TWO[f"examples{name}"] = drawing(
+        "ddp", covered=True, sync="every", ddp=options, options={"per_example": "always"}
+    )
 OF_THREE: dict[str, Loop] = {"one piece": drawing("ddp", n_pieces=1, covered=True, options=AUTO)}
 """Averages over 3 ranks are rounded. Over 2, an average is exact."""
 

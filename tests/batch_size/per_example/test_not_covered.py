@@ -160,19 +160,6 @@ def test_positions_that_all_examples_share(shape: str, n_examples: int) -> None:
         assert words in squares.not_covered()["position.weight"]
 
 
-def test_flattened_examples_are_named() -> None:
-    class Flat(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.first(x).flatten(0, 1)).unflatten(0, x.shape[:2])
-
-    squares = assert_exact(Flat().double(), shares_of(X), not_covered=("head.weight", "head.bias"))
-    assert "is 24, not 4 examples" in squares.not_covered()["head.weight"]
-
-
 def test_a_gradient_penalty_is_named_and_torch_autograd_grad_does_not_count() -> None:
     model = Model(lambda m, x, y: y).double()
     x = X.clone().requires_grad_()
