@@ -16,7 +16,6 @@ from torch.nn.functional import softplus
 from torch.nn.parallel import DistributedDataParallel
 
 import sonde
-from sonde.batch_size.stats.dependence import Dependence, order_of_pieces
 from tests.batch_size.loops import attached, batch, mean_loss, small_model
 from tests.ranks import Ranks
 
@@ -321,32 +320,3 @@ def test_kinds_and_sums_take_the_number_away(losses: Losses, is_weighted: bool, 
     else:
         assert not reading.doubts
         assert reading.status != "unresolved", reading.reason
-
-
-def test_an_order_by_chance_raises_no_doubt() -> None:
-    """Over 20 runs of 500 windows, at each window."""
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(20):
-        watch = Dependence(100.0)
-        for sign in torch.randint(0, 2, (500,), generator=generator) * 2 - 1:
-            watch.add({"place": (float(sign), 1.0), "units": (float(sign), 1.0)})
-            assert not watch.doubts()
-
-
-def test_only_pieces_that_can_be_compared_are() -> None:
-    small, large = torch.tensor(1.0), torch.tensor(4.0)
-    assert order_of_pieces([large, small], [8.0, 8.0]) == [1.0, 1.0, 0.0, 0.0]
-    assert order_of_pieces([small, large], [8.0, 8.0]) == [-1.0, 1.0, 0.0, 0.0]
-    assert order_of_pieces([large, small, small], [12.0, 8.0, 4.0]) == [0.0, 0.0, 1.0, 1.0]
-    assert order_of_pieces([small, large], [12.0, 4.0]) == [0.0, 0.0, -1.0, 1.0]
-    for sizes in ([], [8.0], [8.0, 9.0], [8.0, 8.0, 8.0]):
-        assert order_of_pieces([small] * len(sizes), sizes) == [0.0] * 4
-
-
-def test_a_restart_remembers_the_order() -> None:
-    watch, other = Dependence(100.0), Dependence(100.0)
-    for _ in range(100):
-        watch.add({"place": (-1.0, 1.0)})
-    other.load_state_dict(watch.state_dict())
-    assert other.doubts() == watch.doubts()
-    assert "smaller gradient" in other.doubts()["dependent_pieces"]
