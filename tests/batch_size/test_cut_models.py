@@ -12,11 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.experimental import context_parallel
 
 import sonde
-from sonde.parallel.data_ranks import check_whole_mesh
 from tests.batch_size.cut_loops import CHUNK, attached, by_hand, n_chunks, of_all_stages, train
 from tests.batch_size.cut_models import last_window, whole_parameters
 from tests.batch_size.cuts import Cut, made
@@ -184,18 +182,6 @@ def test_an_axis_named_after_context_parallelism_raises_an_alert(ranks2: Ranks) 
     for without, with_axis, with_axis_of_one in ranks2(with_named_axes):
         assert "'dp_cp'" in without["context_axis"]
         assert with_axis == with_axis_of_one == {}
-
-
-def axes_of_whole_mesh() -> tuple[int, int]:
-    """How many axes the model's mesh has, which is that of experts or not."""
-    experts = distribute_tensor(torch.ones(4, 4), mesh_of((2, 2), ("dp", "ep")), [Shard(1), Shard(0)])
-    parameters = {"experts": experts, "dense": distribute_tensor(torch.ones(4), mesh_of((4,)), [Shard(0)])}
-    return check_whole_mesh(parameters).ndim, check_whole_mesh(parameters, experts={0}).ndim
-
-
-def test_the_mesh_of_a_model_is_not_that_of_its_experts_alone(ranks4: Ranks) -> None:
-    """Experts' mesh need not have the axis of tensor parallelism."""
-    assert ranks4(axes_of_whole_mesh) == [(2, 1)] * 4
 
 
 # Pipelines.

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
-from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import checkpoint
 
 import sonde
@@ -308,13 +307,6 @@ def test_warnings_are_not_shown_again_in_each_window() -> None:
         before = list(warnings.filters)
     with PerExampleNorms(model):
         assert list(warnings.filters) == before
-
-
-@pytest.mark.parametrize("name", ["attention", "layer"])
-def test_only_such_layers_need_a_hook_on_all_modules(name: str) -> None:
-    with PerExampleNorms(MODELS[name](0.0)):
-        assert bool(torch_module._has_any_global_hook()) == (name == "layer")
-    assert not torch_module._has_any_global_hook()
 
 
 def test_units_are_not_counted_in_the_forwards_of_a_layer_alone() -> None:

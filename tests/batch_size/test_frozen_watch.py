@@ -165,20 +165,6 @@ def test_a_state_that_is_loaded_while_a_block_is_frozen_keeps_the_reading() -> N
         assert "unfrozen" in probe.alerts
 
 
-def test_a_state_from_before_a_block_was_frozen_lets_the_freezing_be_noticed_again() -> None:
-    model = small_model()
-    with attached(model) as probe:
-        windows_of(model, probe, 20)
-        state = probe.state_dict()
-        model[0].requires_grad_(False)
-        windows_of(model, probe, 20, seed=1)
-        probe.load_state_dict(state)
-        assert "0" in probe.reading().groups
-        windows_of(model, probe, 10, seed=1)
-        assert "0" not in probe.reading().groups
-        assert probe.reading().b_simple is not None
-
-
 def test_a_block_that_is_half_frozen_keeps_its_history_at_a_restart() -> None:
     model = small_model()
     with attached(model, log_every=1) as probe:

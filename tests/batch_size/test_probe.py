@@ -95,15 +95,6 @@ def test_reading_before_the_first_window() -> None:
     assert reading.reason == "no window has ended yet"
 
 
-def test_the_batch_size_follows_a_change() -> None:
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with attached(model, optimizer) as probe:
-        train(model, probe, optimizer, windows=20, sizes=(4, 4))
-        train(model, probe, optimizer, windows=250, sizes=(16, 16))
-        assert probe.reading().units_per_window == pytest.approx(32, abs=0.1)
-
-
 def test_one_piece_with_all_the_weight_is_dropped() -> None:
     model = small_model()
     with attached(model) as probe:

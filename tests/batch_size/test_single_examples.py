@@ -44,19 +44,6 @@ def test_pieces_of_other_sizes_and_weights() -> None:
 # The choice between examples and pieces.
 
 
-def test_pieces_are_compared_where_a_window_has_several() -> None:
-    readings = []
-    for per_example in ("auto", "never"):
-        model = small_model()
-        with attached(model, per_example=per_example, log_every=1) as probe:
-            run(model, probe, *drawn(12, 32, 32))
-            readings.append(probe.reading())
-        assert not any(m._forward_hooks for m in model.modules())
-    reading, expected = readings
-    assert reading.windows == 12
-    assert (reading.trace_cov, reading.grad_sq, reading.u) == (expected.trace_cov, expected.grad_sq, expected.u)
-
-
 def test_three_windows_in_a_row_change_from_pieces_to_examples_and_back(capsys: pytest.CaptureFixture[str]) -> None:
     model = small_model()
     with attached(model, per_example="auto", log_every=1, verbose=True) as probe:

@@ -233,16 +233,6 @@ def test_a_function_that_fails_on_one_rank_is_named_there_and_no_rank_waits(rank
     assert reason == peers_reason
 
 
-def test_a_model_that_is_called_in_parts_may_give_a_number() -> None:
-    model, generator = small_model(), torch.Generator().manual_seed(0)
-    with attached(model, units_per_piece=4) as probe:
-        for _ in range(3):
-            in_parts(model, generator)
-            probe.step()
-            model.zero_grad()
-        assert (probe.reading().windows, probe.alerts) == (3, {})
-
-
 class OnFrozenFeatures(nn.Module):
     """Rows, after an encoder that is not trained: torch computes it in one kernel while no module in it has a hook."""
 
