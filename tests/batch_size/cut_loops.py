@@ -28,7 +28,7 @@ from tests.batch_size.cut_models import (
     with_total,
 )
 from tests.batch_size.cuts import Cut, made
-from tests.batch_size.set_ups import N_MICRO, Loop, build, counts, loss_of, loss_of_stages, of_window, tokens
+from tests.batch_size.set_ups import IGNORED, N_MICRO, Loop, build, counts, loss_of, loss_of_stages, of_window, tokens
 from tests.mutants import Mutant
 from tests.ranks import Ranks, mesh_of
 
@@ -72,6 +72,9 @@ def group_of(name: str) -> str:
 def run_pieces(cut: Cut, probe: Any, window: int) -> None:
     """All backwards of one window on this rank."""
     loop = cut.loop
+    if loop.idle == loop.data_rank:
+        fill_up(cut, window)
+        return
     of_pieces = counts(loop, loop.data_rank, window)
     if loop.has("pp"):
         units, weights = zip(*of_pieces, strict=True)
@@ -87,6 +90,14 @@ def run_pieces(cut: Cut, probe: Any, window: int) -> None:
             with contextlib.nullcontext(merged.enter_context(piece)) if merges else piece:
                 for _ in range(1 + loop.twice):
                     cut.backward(window, k, is_last=k == len(of_pieces) - 1)
+
+
+def fill_up(cut: Cut, window: int) -> None:
+    """What a rank without data does, so that its peers can reduce: a schedule in which no target counts, or zeros."""
+    if cut.loop.has("pp"):
+        cut.run_schedule(window, torch.full_like(of_window(cut.loop.data_rank, window)[1], IGNORED))
+    for p in cut.averaged_by_loop:
+        p.grad = torch.zeros_like(p)
 
 
 def end_window(cut: Cut, probe: Any, parameters: list[nn.Parameter]) -> float:
@@ -130,7 +141,8 @@ def train(loop: Loop, *, probed: bool, compares: bool = True) -> dict[str, Any]:
         torch._dynamo.reset()
     cut = made(loop if probed else replace(loop, options={}))  # a probe that reads buckets is handed the user's hook
     model, parameters = cut.model, list(cut.model.parameters())  # FSDP2 may show others after a forward
-    optimizer = OPTIMIZERS[loop.optimizer]([p for p in parameters if p.requires_grad])
+    stepped = [p for name, p in model.named_parameters() if p.requires_grad and name.startswith(loop.part)]
+    optimizer = OPTIMIZERS[loop.optimizer](stepped)
     probe: Any = None
     result: dict[str, Any] = {
         "norms": [],
@@ -158,7 +170,7 @@ def train(loop: Loop, *, probed: bool, compares: bool = True) -> dict[str, Any]:
             evaluate(cut, window)
         cut.reduce()
         cut.scaler.unscale_(optimizer)
-        result["norms"].append(end_window(cut, probe, parameters))
+        result["norms"].append(end_window(cut, probe, stepped if loop.part else parameters))
         cut.scaler.step(optimizer)
         cut.scaler.update()
         optimizer.zero_grad(loop.set_to_none)
@@ -277,9 +289,9 @@ def merged(pieces: list[Piece]) -> Piece:
     return {name: torch.stack([g[name] for g, _, _ in pieces]).sum(0) for name in pieces[0][0]}, weight, units
 
 
-def gradient_of(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    """By name, in float64."""
-    named = {n: p for n, p in model.named_parameters() if p.requires_grad and n != "unused"}
+def gradient_of(model: nn.Module, loss: Tensor, part: str = "") -> dict[str, Tensor]:
+    """By name, in float64, of parameters whose names begin so."""
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad and n != "unused" and n.startswith(part)}
     return {n: g.double() for n, g in zip(named, torch.autograd.grad(loss, list(named.values())), strict=True)}
 
 
@@ -287,6 +299,8 @@ def pieces_of(loop: Loop, model: nn.Module, window: int) -> list[Piece]:
     """Every piece of every rank: examples, micro-batches, or a rank's whole window where buckets are read."""
     pieces: list[Piece] = []
     for rank in range(loop.n_data):
+        if rank == loop.idle:
+            continue
         own = []
         for k, (units, weight) in enumerate(counts(loop, rank, window)):
             parts = 1
@@ -300,7 +314,7 @@ def pieces_of(loop: Loop, model: nn.Module, window: int) -> list[Piece]:
                 losses = [
                     loss_of(loop, model, row) * (1.0 if loop.weighted or parts == 1 else 1 / parts) for row in rows
                 ]
-            own += [(gradient_of(model, loss), weight / parts, units / parts) for loss in losses]
+            own += [(gradient_of(model, loss, loop.part), weight / parts, units / parts) for loss in losses]
         pieces += [merged(own)] if loop.options.get("tap") == "comm_hook" else own
     return pieces
 

@@ -56,6 +56,7 @@ class Loop:
         n_feeding: ranks over which experts are spread; 1 as of a configuration that does not spread them.
         averaged: experts are divided by the number of all ranks, or only by that of ranks that hold the same ones.
         n_pieces: of each rank and window.
+        idle: a data-parallel rank without pieces, see `cut_loops.fill_up`.
         merges: rank 0 takes both backwards for one piece.
         says_so: `expert_mesh=` or `process_group=` is given where it is needed.
         schedule: of a pipeline, a class of torch's.
@@ -68,6 +69,7 @@ class Loop:
         windows: how many.
         metric: as for attach.
         optimizer: by name, see `cut_loops.OPTIMIZERS`.
+        part: how names of the parameters begin that it steps, which are all that is measured.
         set_to_none: how gradients are zeroed.
         options: further ones for attach.
     """
@@ -101,6 +103,7 @@ class Loop:
     n_feeding: int = 2
     averaged: bool = True
     n_pieces: int = 2
+    idle: int | None = None
     merges: bool = False
     says_so: bool = True
     schedule: str = "Schedule1F1B"
@@ -113,6 +116,7 @@ class Loop:
     windows: int = 2
     metric: tuple[str, ...] = ("euclidean",)
     optimizer: str = "AdamW"
+    part: str = ""
     set_to_none: bool = True
     options: dict[str, Any] = field(default_factory=dict)
 

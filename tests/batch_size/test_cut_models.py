@@ -15,11 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.experimental import context_parallel
 
 import sonde
-from tests.batch_size.cut_loops import CHUNK, attached, by_hand, n_chunks, of_all_stages, train
-from tests.batch_size.cut_models import last_window, whole_parameters
-from tests.batch_size.cuts import Cut, made
-from tests.batch_size.norms_by_hand import euclidean
-from tests.batch_size.set_ups import IGNORED, N_MICRO, Loop, counts, of_window, tokens
+from tests.batch_size.cut_loops import CHUNK, attached, n_chunks, train
+from tests.batch_size.cuts import made
+from tests.batch_size.set_ups import N_MICRO, Loop, tokens
 from tests.ranks import Ranks, mesh_of
 
 
@@ -223,42 +221,6 @@ def test_misuse_of_a_pipeline(ranks2: Ranks, how: str, refused: str, reason: str
     for said, dropped in ranks2(misused, how):
         assert said == refused if not refused else refused in said
         assert [reason in each for each in dropped] == ([True] if reason else [])
-
-
-def filled_up(loop: Loop) -> tuple[list[Any], list[Any]]:
-    """One data-parallel rank runs schedules without pieces, in which no target counts, so that its peers can reduce."""
-    cut = made(loop)
-    with attached(cut, None) as probe:
-        values, by_one = [], []
-        for window in range(2):
-            if loop.data_rank == 0:
-                units, weights = zip(*counts(loop, 0, window), strict=True)
-                with probe.pieces(N_MICRO, units=units, weights=weights):
-                    cut.run_schedule(window)
-            else:
-                cut.run_schedule(window, torch.full_like(of_window(1, window)[1], IGNORED))
-            probe.step()
-            cut.model.zero_grad()
-            values.append((last_window(probe) or [None])[0])
-            by_one.append(of_one_rank(cut, window, probe._reader.groups))
-        return values, by_one
-
-
-def of_one_rank(cut: Cut, window: int, groups: Any) -> Any:
-    """The total of the window of data-parallel rank 0 alone."""
-    loop = Loop("pp", schedule="Schedule1F1B", weighted=True)
-    whole = of_all_stages(cut, whole_parameters(cut.model))
-    found = by_hand(loop, whole, window, {"euclidean": euclidean}, groups)["euclidean"]
-    assert found is not None
-    return found[0]
-
-
-@pytest.mark.parametrize("cut", ["pp ddp", "pp fsdp"])
-def test_a_rank_without_micro_batches_fills_up_from_the_first_window_on(ranks4: Ranks, cut: str) -> None:
-    for values, by_one in ranks4(filled_up, Loop(cut, axes={"dp": 2}, weighted=True)):
-        for value, (trace_cov, grad_sq) in zip(values, by_one, strict=True):
-            # Averaged over two ranks, the gradient is half as large as that of the one rank with data.
-            assert value == pytest.approx((trace_cov / 4, grad_sq / 4), abs=1e-5 * trace_cov / 4)
 
 
 def not_told(loop: Loop) -> list[str]:

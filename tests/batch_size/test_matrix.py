@@ -60,6 +60,10 @@ CASES: dict[str, tuple[int, Loop]] = {
     "DDP, examples": (2, Loop("ddp", covered=True, options=EXAMPLES)),
     "DDP, examples, 3 ranks, no clip": (3, Loop("ddp", covered=True, clips=False, weighted=True, options=EXAMPLES)),
     # A plain model, whose gradients the loop reduces.
+    "plain, examples, a rank without data": (
+        3,
+        Loop("plain", covered=True, idle=1, clips=False, options=EXAMPLES),
+    ),
     "plain, averaged by the loop": (2, Loop("plain", clips=False)),
     "plain, summed by the loop": (2, Loop("plain", summed=True, clips=False)),
     # FSDP2 and HSDP.
@@ -81,6 +85,8 @@ CASES: dict[str, tuple[int, Loop]] = {
     "FSDP2, late, evaluated": (2, Loop(late=2, evaluates="before")),
     "FSDP2, several forwards": (2, Loop(metric=SIGN, forwards=2)),
     "FSDP2, a group for each parameter": (2, Loop(options={"groups": "parameters"})),
+    "FSDP2, the head alone": (2, Loop(part="head")),
+    "FSDP2, the head alone, evaluated": (2, Loop(part="head", evaluates="before")),
     "FSDP2, 3 ranks": (3, Loop(metric=SIGN, clips=False, sync="every")),
     "FSDP2, examples": (2, Loop(covered=True, options=EXAMPLES)),
     "FSDP2, examples, every piece reduces, weights": (
@@ -181,6 +187,8 @@ CASES: dict[str, tuple[int, Loop]] = {
     "PP, DualPipeV": (2, Loop("pp", schedule="ScheduleDualPipeV", looped=IN_V, weighted=True)),
     "PP with DDP": (4, Loop("pp ddp", axes={"dp": 2}, weighted=True, metric=SUMS, windows=3)),
     "PP with DDP, no clip": (4, Loop("pp ddp", axes={"dp": 2}, clips=False)),
+    "PP with DDP, a rank without data": (4, Loop("pp ddp", axes={"dp": 2}, weighted=True, idle=1)),
+    "PP with FSDP2, a rank without data": (4, Loop("pp fsdp", axes={"dp": 2}, weighted=True, idle=1, clips=False)),
     "PP with FSDP2": (4, Loop("pp fsdp", axes={"dp": 2}, weighted=True)),
     "PP with FSDP2, interleaved, no clip": (
         4,
@@ -251,7 +259,8 @@ def test_a_window_is_that_of_one_process_and_training_is_unchanged(request: pyte
         assert result["tap"].startswith("DDP's communication hook" if loop.options is BUCKETS else "leaf hooks")
         if loop.options is EXAMPLES:
             assert result["reading"].u == 1.0
-            sizes = [n for units in UNITS[:n_ranks] for n in units[: loop.n_pieces]]
+            of_ranks = [units for rank, units in enumerate(UNITS[:n_ranks]) if rank != loop.idle]
+            sizes = [n for units in of_ranks for n in units[: loop.n_pieces]]
             n_effective = sum(sizes) if loop.weighted else len(sizes) ** 2 / sum(1 / n for n in sizes)
             assert result["reading"].effective_units == pytest.approx(n_effective)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.batch_size.loops import attached, batch, flat_grad, mean_loss, small_model
+from tests.batch_size.loops import attached, batch, flat_grad, mean_loss
 from tests.batch_size.single_examples import Scaled
 from tests.oracles import window_by_hand
 from tests.ranks import Ranks, mesh_of
@@ -40,43 +40,6 @@ class Routed(nn.Module):
 
 def data(rank: int, window: int, n: int | None = None) -> tuple[Tensor, Tensor]:
     return batch(n or SIZES[rank], torch.Generator().manual_seed(100 * window + rank))
-
-
-def by_hand_reduced(has_data: list[bool], partly: bool) -> dict[str, Any]:
-    """A plain module whose gradients the loop sums itself; some ranks have no data in the window."""
-    torch.manual_seed(2)
-    model, rank = Scaled() if partly else small_model(), dist.get_rank()
-    keep = torch.cat([torch.full((p.numel(),), name != "own") for name, p in model.named_parameters()])
-    group = dist.distributed_c10d._get_default_group()
-    with attached(model, per_example="always", process_group=group) as probe:
-        if has_data[rank]:
-            x, y = data(rank, 0)
-            with probe.piece(units=len(x)):
-                mean_loss(model, x, y).backward()
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            dist.all_reduce(p.grad)
-        probe.step()
-        solved, reading = probe.window(), probe.reading()
-    model.zero_grad()
-    gradients, weights = [], []
-    for r in range(dist.get_world_size()):
-        if has_data[r]:
-            x, y = data(r, 0)
-            for b in range(len(x)):
-                gradients.append(flat_grad(model, (model(x) - y).square().sum(-1)[b] / len(x))[keep])
-                weights.append(1 / len(x))
-    # A summed gradient is expressed as the ranks' average.
-    final = torch.stack(gradients).sum(0) / dist.get_world_size()
-    exact = window_by_hand(gradients, weights, [1.0] * len(gradients), final)
-    return {"found": solved and (solved.total.trace_cov, solved.total.grad_sq), "exact": exact, "reading": reading}
-
-
-@pytest.mark.parametrize("partly", [False, True])
-def test_a_rank_without_data_takes_part(ranks3: Ranks, partly: bool) -> None:
-    has_data = [True, False, True]
-    for result in ranks3(by_hand_reduced, has_data, partly):
-        assert result["found"] == pytest.approx(result["exact"], rel=5e-6, abs=5e-6 * result["exact"][0])
 
 
 def routed() -> dict[str, Any]:
