@@ -135,67 +135,37 @@ class _TickingClock:
         return 0.0
 
 
-def _with_clock(monkeypatch: pytest.MonkeyPatch) -> _TickingClock:
-    """The clock of all calls in windows that are not measured."""
-    clock = _TickingClock()
-    for module in ("pieces", "probe", "step_watch", "window_clock", "window_ends"):
-        monkeypatch.setattr(f"sonde.batch_size.{module}.time", clock)
-    return clock
-
-
-@pytest.mark.parametrize(
-    ("clips", "weight", "is_given"),
-    [
-        pytest.param(False, 1.0, True, id="usual"),
-        pytest.param(True, 1.0, True, id="clips"),
-        pytest.param(False, 1, False, id="a weight to be checked, and an optimizer to be found"),
-    ],
-)
+@pytest.mark.parametrize("clips", [False, True])
 def test_calls_in_windows_that_are_not_measured_are_charged_with_the_way_into_them(
-    monkeypatch: pytest.MonkeyPatch, clips: bool, weight: float, is_given: bool
+    monkeypatch: pytest.MonkeyPatch, clips: bool
 ) -> None:
     """Timed from outside by `python -m benchmarks.idle_calls`, they took 2.1 to 2.3 times what they see."""
-    clock, clip = _with_clock(monkeypatch), WindowClip.apply
+    clock, clip = _TickingClock(), WindowClip.apply
+    for module in ("pieces", "probe", "step_watch", "window_clock", "window_ends"):
+        monkeypatch.setattr(f"sonde.batch_size.{module}.time", clock)
 
     def slow_clip(*args: Any) -> torch.Tensor:
         clock.n_reads += 100
         return clip(*args)
 
     monkeypatch.setattr(WindowClip, "apply", slow_clip)
-    model, generator = small_model(), torch.Generator().manual_seed(0)
+    model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with attached(model, optimizer if is_given else None, every=1000) as probe:
-
-        def train(n_windows: int) -> None:
+    with attached(model, optimizer, every=1000) as probe:
+        for n_windows in (REVIEW, REVIEW):  # the first of them are measured
+            probe._ends.take_costs()
             for _ in range(n_windows):
                 for _ in range(2):
-                    with probe.piece(units=4, weight=weight):
-                        mean_loss(model, *batch(4, generator)).backward()
-                if clips:
-                    probe.clip_grad_norm_(1.0)
-                else:
-                    probe.step()
+                    with probe.piece(units=4):
+                        mean_loss(model, *batch(4, torch.Generator())).backward()
+                probe.clip_grad_norm_(1.0) if clips else probe.step()
                 optimizer.step()
                 optimizer.zero_grad()
-
-        train(REVIEW)
-        for _ in range(3):
-            probe._ends.take_costs()  # those of the windows before
-            n_quiet, before = probe._ends._n_quiet, clock.n_reads
-            assert n_quiet == REVIEW - 1
-            train(n_quiet + 1)  # the last of them tells the pace of the others, and is not measured either
-            costs = probe._ends.take_costs()
-            # One tick for `piece()` and for each end of a piece, and for the hook of the optimizer's step.
-            timed = (n_quiet + 1) * (2 * 3 + 1)
-            # One for `step()`, three for what is around a clip. The last window takes two, and one to mark its end.
-            timed += 3 * n_quiet + 4 if clips else n_quiet + 3
-            assert costs.idle_seconds == 2.5 * timed * clock.TICK
-            # To look for arrivals is no call of a window that is not measured, and the user's clip is no cost.
-            n_looks = n_quiet + 1 if clips else 1
-            assert costs.seconds == costs.idle_seconds + n_looks * clock.TICK
-            assert (costs.n_idle, costs.n_measured) == (n_quiet + 1, 0)
-            # From mark to mark, which is nearly all of it. The clock is read at both ends of what is timed.
-            assert 2 * timed * clock.TICK <= costs.idle_time <= (clock.n_reads - before + 100) * clock.TICK
+        costs = probe._ends.take_costs()
+    assert (costs.n_idle, costs.n_measured) == (REVIEW, 0)
+    # One tick for `piece()` and for each end of a piece, one for the hook of the optimizer's step, and for `step()` or
+    # around a clip, which is the user's own cost.
+    assert costs.idle_seconds / REVIEW == pytest.approx(2.5 * (2 * 3 + 1 + (3 if clips else 1)) * clock.TICK, rel=0.1)
 
 
 def test_a_clip_between_measured_windows_is_of_all_parameters_and_of_no_groups() -> None:
