@@ -105,13 +105,7 @@ def attached(
     log_every: int = 10,
     **options: Any,
 ) -> NoiseScaleProbe:
-    options = {
-        "unit": "rows",
-        "verbose": False,
-        "log": None,
-        "every": 1,
-        "per_example": "never",
-    } | options
+    options = {"unit": "rows", "verbose": False, "log": None, "every": 1, "per_example": "never"} | options
     options["log"] = options["log"] or sonde.RunLog(sinks, every=log_every)
     return sonde.attach(model, optimizer, **options)
 

@@ -53,11 +53,7 @@ CASES = USUAL | {
     ),
     "two views in a list": (giving((2 * N, 10)), lambda: ([torch.randn(N, 3, 22, 22)] * 2,), ASKED),
     "triplets": (giving(*[(N, 4)] * 3), lambda: tuple(torch.randn(3, N, 10)), N),
-    "rays of a camera": (
-        giving((1024, 3)),
-        lambda: (torch.randn(1024, 3), torch.randn(3, 3), torch.randn(4, 4)),
-        1024,
-    ),
+    "rays of a camera": (giving((1024, 3)), lambda: (torch.randn(1024, 3), torch.randn(3, 3), torch.randn(4, 4)), 1024),
     "features in a list": (giving((N, 1)), lambda: ([ids(N)] * 4,), N),
     "frames of videos": (giving((5 * N, 10)), lambda: (torch.randn(N, 5, 3, 9, 9),), N),
     "CTC, a loss": (giving(LOSS), lambda: (torch.randn(N, 80, 200), ids(N), ids(37), ids(N)), N),

@@ -59,11 +59,7 @@ def test_rare_dear_windows_count_in_full() -> None:
             spent += seconds * (number > settled)
             n_idle = pace.every - 1
             costs = WindowCosts(
-                seconds=seconds,
-                measured_time=1e-2 + seconds,
-                n_measured=1,
-                idle_time=1e-2 * n_idle,
-                n_idle=n_idle,
+                seconds=seconds, measured_time=1e-2 + seconds, n_measured=1, idle_time=1e-2 * n_idle, n_idle=n_idle
             )
             pace.take(pace.windows, costs)
     assert 0.007 < spent / (spent + passed) < 0.011

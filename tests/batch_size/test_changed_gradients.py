@@ -259,12 +259,7 @@ def test_a_loss_scale_that_overflows_again_and_again_is_an_alert() -> None:
 
 @pytest.mark.parametrize(
     "counts",
-    [
-        {"weight": [math.nan]},
-        {"weight": [-1.0]},
-        {"unit_weights": [3.0, -1.0, 2.0, -2.0]},
-        {"tokens": [math.nan]},
-    ],
+    [{"weight": [math.nan]}, {"weight": [-1.0]}, {"unit_weights": [3.0, -1.0, 2.0, -2.0]}, {"tokens": [math.nan]}],
     ids=str,
 )
 def test_bad_counts_on_the_device_drop_the_window(counts: dict[str, list[float]]) -> None:

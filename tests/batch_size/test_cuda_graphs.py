@@ -140,10 +140,7 @@ LAUNCHES = [
         "False",
     ),
     Mutant(
-        "a window ends in a graph",
-        "sonde.batch_size.window_ends:WindowEnds.end",
-        "self._reader.is_recorded()",
-        "False",
+        "a window ends in a graph", "sonde.batch_size.window_ends:WindowEnds.end", "self._reader.is_recorded()", "False"
     ),
     Mutant(
         "layers are read in a graph",

@@ -57,11 +57,7 @@ UNUSABLE: dict[str, tuple[int, Loop, str]] = {
         Loop("ep fsdp", merges=True),
         "ranks that feed the same experts had different numbers of pieces",
     ),
-    "no expert_mesh=": (
-        4,
-        Loop("ep plain", says_so=False),
-        "the gradient is not a multiple of the sum of its pieces",
-    ),
+    "no expert_mesh=": (4, Loop("ep plain", says_so=False), "the gradient is not a multiple of the sum of its pieces"),
     "no expert_mesh=, no clip": (
         4,
         Loop("ep plain", says_so=False, clips=False),

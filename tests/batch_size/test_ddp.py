@@ -20,16 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.batch_size.cut_loops import train
 from tests.batch_size.cuts import in_bf16
-from tests.batch_size.loops import (
-    Recording,
-    assert_same,
-    attached,
-    batch,
-    flat_grad,
-    mean_loss,
-    pieces_of,
-    small_model,
-)
+from tests.batch_size.loops import Recording, assert_same, attached, batch, flat_grad, mean_loss, pieces_of, small_model
 from tests.batch_size.set_ups import Loop
 from tests.oracles import window_by_hand
 from tests.ranks import Ranks
@@ -338,10 +329,7 @@ def test_a_failed_peer_leaves_no_hook_and_a_whole_log(by_with: bool) -> None:
 def peer_fails() -> str:
     """Rank 1 leaves the loop before it ends its second window. Rank 0 must not wait for rank 1 for ever."""
     model, sink = small_model(), Recording()
-    with (
-        contextlib.suppress(KeyError),
-        attached(model, process_group=dist.new_group([0, 1]), sinks=[sink]) as probe,
-    ):
+    with contextlib.suppress(KeyError), attached(model, process_group=dist.new_group([0, 1]), sinks=[sink]) as probe:
         for window in range(3):
             window_of(model, probe, torch.Generator())
             if window == 2 - dist.get_rank():

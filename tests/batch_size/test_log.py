@@ -14,14 +14,7 @@ import torch
 
 import sonde
 from sonde.runs.reader import read_run
-from tests.batch_size.loops import (
-    Recording,
-    attached,
-    batch,
-    mean_loss,
-    small_model,
-    train,
-)
+from tests.batch_size.loops import Recording, attached, batch, mean_loss, small_model, train
 from tests.new_process import Python
 
 

@@ -60,10 +60,7 @@ CASES: dict[str, tuple[int, Loop]] = {
     "DDP, examples": (2, Loop("ddp", covered=True, options=EXAMPLES)),
     "DDP, examples, 3 ranks, no clip": (3, Loop("ddp", covered=True, clips=False, weighted=True, options=EXAMPLES)),
     # A plain model, whose gradients the loop reduces.
-    "plain, examples, a rank without data": (
-        3,
-        Loop("plain", covered=True, idle=1, clips=False, options=EXAMPLES),
-    ),
+    "plain, examples, a rank without data": (3, Loop("plain", covered=True, idle=1, clips=False, options=EXAMPLES)),
     "plain, averaged by the loop": (2, Loop("plain", clips=False)),
     "plain, summed by the loop": (2, Loop("plain", summed=True, clips=False)),
     # FSDP2 and HSDP.
@@ -217,8 +214,7 @@ SHOWN = (
             marks=pytest.mark.shows(("noise scale", "adam metric", "sign metric", "spectral metric"), "one process"),
         ),
         pytest.param(
-            "DDP",
-            marks=pytest.mark.shows(("noise scale", "adam metric", "sign metric", "spectral metric"), "DDP"),
+            "DDP", marks=pytest.mark.shows(("noise scale", "adam metric", "sign metric", "spectral metric"), "DDP")
         ),
         pytest.param("one process, examples", marks=pytest.mark.shows("single examples", "one process")),
         pytest.param("DDP, examples", marks=pytest.mark.shows("single examples", "DDP")),

@@ -9,12 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.batch_size.loops import (
-    Recording,
-    attached,
-    piece_losses,
-    small_model,
-)
+from tests.batch_size.loops import Recording, attached, piece_losses, small_model
 
 ADAM = torch.optim.Adam
 

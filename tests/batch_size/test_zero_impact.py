@@ -98,8 +98,7 @@ def assert_measured(loop: Loop, probed: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n_ranks", "name"),
-    [(n, name) for n, loops in ((1, ONE_PROCESS), (2, OF_TWO), (3, OF_THREE)) for name in loops],
+    ("n_ranks", "name"), [(n, name) for n, loops in ((1, ONE_PROCESS), (2, OF_TWO), (3, OF_THREE)) for name in loops]
 )
 def test_training_is_unchanged(request: pytest.FixtureRequest, n_ranks: int, name: str) -> None:
     loop = {1: ONE_PROCESS, 2: OF_TWO, 3: OF_THREE}[n_ranks][name]

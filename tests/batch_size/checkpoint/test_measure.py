@@ -12,15 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import sonde
-from tests.batch_size.checkpoint.regression import (
-    Batch,
-    batches,
-    by_hand,
-    draw,
-    endless,
-    loss,
-    model_of,
-)
+from tests.batch_size.checkpoint.regression import Batch, batches, by_hand, draw, endless, loss, model_of
 from tests.batch_size.loops import Recording
 
 

@@ -111,10 +111,7 @@ def test_a_subclass_with_a_forward_of_its_own_has_no_rule() -> None:
 def test_a_parametrised_weight_is_named() -> None:
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, 3)).double()
     squares = measure(model, shares_of(X))
-    assert set(squares.not_covered()) == {
-        "0.parametrizations.weight.original0",
-        "0.parametrizations.weight.original1",
-    }
+    assert set(squares.not_covered()) == {"0.parametrizations.weight.original0", "0.parametrizations.weight.original1"}
 
 
 def test_inputs_that_change_in_place_before_backward() -> None:

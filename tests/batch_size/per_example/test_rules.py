@@ -218,10 +218,7 @@ class Scale(nn.Module):
 
 def scale_rule(layer: Scale, inputs: tuple[Tensor, ...], grad: Tensor) -> dict[str, Any]:
     (x,) = inputs
-    return {
-        "scale": (x * (grad @ layer.turn.T)).sum(1),
-        "turn": OuterProducts(x * layer.scale, grad),
-    }
+    return {"scale": (x * (grad @ layer.turn.T)).sum(1), "turn": OuterProducts(x * layer.scale, grad)}
 
 
 @pytest.mark.parametrize("staging", [8 * 2**20, 1], ids=["", "no staging area"])
