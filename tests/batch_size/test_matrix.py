@@ -113,7 +113,6 @@ CASES: dict[str, tuple[int, Loop]] = {
     # Random numbers of forward stay the same.
     "FSDP2, dropout": (2, Loop(dropout=True, windows=6)),
     "FSDP2, dropout, checkpointed, bf16": (2, Loop(dropout=True, windows=6, checkpoints=True, bf16="parameters")),
-    "FSDP2, dropout, compiled": (2, Loop(dropout=True, windows=6, compiled=True)),
     # Tensor and sequence parallelism.
     "TP": (2, Loop("tp", metric=SUMS, optimizer="NAdam", clips=False, windows=3)),
     "TP, Adam's metric alone": (2, Loop("tp", metric=("adam",), weighted=True, optimizer="RAdam", windows=3)),
