@@ -27,53 +27,49 @@ def kinds(model: nn.Module) -> dict[str, str]:
     return {re.sub(r"\d+", "N", name): kind for name, kind in zip(named, found, strict=True)}
 
 
-GPT = {
-    "embed.weight": "embeddings",
-    "embed.position": "embeddings",
-    "blocks.N.attention_norm.weight": "norms",
-    "blocks.N.attention_norm.bias": "norms",
-    "blocks.N.attention.queries_keys_values.weight": "attention",
-    "blocks.N.attention.output.weight": "attention",
-    "blocks.N.mlp_norm.weight": "norms",
-    "blocks.N.mlp_norm.bias": "norms",
-    "blocks.N.mlp.N.weight": "mlp",
-    "blocks.N.mlp.N.bias": "biases",
-    "norm.weight": "norms",
-    "norm.bias": "norms",
-    "head.weight": "head",
-}
-
-
 def gpt() -> ByteTransformer:
     torch.manual_seed(3)
     return ByteTransformer(context=6, width=8, depth=2, n_heads=2)
 
 
-def test_kinds_of_a_plain_transformer() -> None:
-    assert kinds(gpt()) == GPT
+def resnet() -> nn.Module:
+    def convolution(n: int, size: int) -> nn.Conv2d:
+        return nn.Conv2d(n, 4, size, bias=False)
+
+    block = nn.ModuleDict({"conv1": convolution(4, 3), "bn1": nn.BatchNorm2d(4)})
+    block["downsample"] = nn.Sequential(convolution(4, 1), nn.BatchNorm2d(4))
+    layers = {"conv1": convolution(3, 3), "bn1": nn.BatchNorm2d(4), "layer1": nn.Sequential(block)}
+    return nn.ModuleDict(layers | {"fc": nn.Linear(4, 10)})
 
 
-class ResNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4)
-        block = nn.Module()
-        block.conv1, block.bn1 = nn.Conv2d(4, 4, 3, bias=False), nn.BatchNorm2d(4)
-        block.downsample = nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4))
-        self.layer1, self.fc = nn.Sequential(block), nn.Linear(4, 10)
-
-
-def test_kinds_of_a_resnet() -> None:
-    model = ResNet()
-    named = dict(model.named_parameters())
-    found = dict(zip(named, kinds_of(list(named), parameter_roles(model, named)), strict=True))
-    for name, kind in found.items():
-        is_norm = "bn" in name or "downsample.1" in name
-        expected = "norms" if is_norm else {"fc.weight": "head", "fc.bias": "biases"}.get(name, "convolutions")
-        assert kind == expected, name
-
-
-OTHERS: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
+    "a GPT": (
+        gpt,
+        {
+            "embed.weight": "embeddings",
+            "embed.position": "embeddings",
+            "blocks.N.attention_norm.weight": "norms",
+            "blocks.N.attention.queries_keys_values.weight": "attention",
+            "blocks.N.attention.output.weight": "attention",
+            "blocks.N.mlp_norm.bias": "norms",
+            "blocks.N.mlp.N.weight": "mlp",
+            "blocks.N.mlp.N.bias": "biases",
+            "norm.weight": "norms",
+            "head.weight": "head",
+        },
+    ),
+    "a residual net": (
+        resnet,
+        {
+            "convN.weight": "convolutions",
+            "bnN.weight": "norms",
+            "layerN.N.convN.weight": "convolutions",
+            "layerN.N.bnN.bias": "norms",
+            "layerN.N.downsample.N.bias": "norms",
+            "fc.weight": "head",
+            "fc.bias": "biases",
+        },
+    ),
     "recurrent": (
         lambda: nn.ModuleDict({"words": nn.Embedding(4, 4), "rnn": nn.LSTM(4, 4)}),
         {"words.weight": "embeddings", "rnn.weight_hh_lN": "recurrent", "rnn.bias_hh_lN": "biases"},
@@ -94,9 +90,9 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_kinds_of_other_models(name: str) -> None:
-    make, expected = OTHERS[name]
+@pytest.mark.parametrize("name", MODELS)
+def test_kinds_of_models(name: str) -> None:
+    make, expected = MODELS[name]
     assert kinds(make()).items() >= expected.items()
 
 
