@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,30 +27,13 @@ from tests.batch_size.cut_models import (
     whole_parameters,
     with_total,
 )
-from tests.batch_size.cuts import Cut, made
+from tests.batch_size.cuts import OPTIMIZERS, Cut, made
 from tests.batch_size.set_ups import IGNORED, N_MICRO, Loop, build, counts, loss_of, loss_of_stages, of_window, tokens
 from tests.mutants import Mutant
 from tests.ranks import Ranks, mesh_of
 
 CHUNK = 1024
 """Elements of a chunk of gradients that ranks sum together, the least: these loops ask for no staging area."""
-
-
-def in_two_groups(parameters: list[Any]) -> torch.optim.Optimizer:
-    rest = {"params": parameters[3:], "betas": (0.8, 0.9), "eps": 1e-3}
-    return torch.optim.AdamW([{"params": parameters[:3]}, rest], lr=1e-2)
-
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-    "one by one": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=False),
-    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
-    "amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, amsgrad=True, foreach=False),
-    "NAdam": lambda parameters: torch.optim.NAdam(parameters, lr=1e-2),
-    "RAdam": lambda parameters: torch.optim.RAdam(parameters, lr=1e-2),
-    "two groups": in_two_groups,
-    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-}
 
 
 def attached(cut: Cut, optimizer: torch.optim.Optimizer | None, **more: Any) -> sonde.NoiseScaleProbe:

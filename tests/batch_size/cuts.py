@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,23 @@ HOOKS: dict[str, Any] = {
     "allreduce": default_hooks.allreduce_hook,
     "bf16": in_bf16,
     "powersgd": powerSGD_hook.powerSGD_hook,
+}
+
+
+def in_two_groups(parameters: list[Any]) -> torch.optim.Optimizer:
+    rest = {"params": parameters[3:], "betas": (0.8, 0.9), "eps": 1e-3}
+    return torch.optim.AdamW([{"params": parameters[:3]}, rest], lr=1e-2)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    "one by one": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=False),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+    "amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, amsgrad=True, foreach=False),
+    "NAdam": lambda parameters: torch.optim.NAdam(parameters, lr=1e-2),
+    "RAdam": lambda parameters: torch.optim.RAdam(parameters, lr=1e-2),
+    "two groups": in_two_groups,
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
 }
 
 

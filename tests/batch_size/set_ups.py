@@ -68,7 +68,7 @@ class Loop:
         declared: whether pieces are declared; otherwise each backward is a piece of 4 units.
         windows: how many.
         metric: as for attach.
-        optimizer: by name, see `cut_loops.OPTIMIZERS`.
+        optimizer: by name, see `cuts.OPTIMIZERS`.
         part: how names of the parameters begin that it steps, which are all that is measured.
         set_to_none: how gradients are zeroed.
         options: further ones for attach.
