@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from sonde import NoiseScaleProbe
 from sonde.batch_size.model_watch import FrozenWatch
-from tests.batch_size.loops import attached, batch, contents_of, counted, mean_loss, small_model
+from tests.batch_size.loops import attached, batch, contents_of, counted, small_model
 from tests.ranks import Ranks, mesh_of
 
 
@@ -116,15 +116,10 @@ def test_a_branch_that_rests_now_and_then_is_left_alone() -> None:
 
 def test_a_loop_that_freezes_in_turn_is_left_alone() -> None:
     model = small_model()
-    generator = torch.Generator().manual_seed(0)
     with attached(model, log_every=1) as probe:
         for window in range(12):
             model[0].requires_grad_(window % 2 == 0)
-            for _ in range(2):
-                with probe.piece(units=4):
-                    mean_loss(model, *batch(4, generator)).backward()
-            probe.step()
-            model.zero_grad()
+            windows_of(model, probe, 1, seed=window)
         assert probe.reading().windows == 12
         assert probe.alerts == {}
 

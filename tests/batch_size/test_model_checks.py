@@ -92,15 +92,8 @@ def test_the_watched_optimizer_is_said_at_attach(capsys: pytest.CaptureFixture[s
 def test_batch_normalisation_that_trains_only_after_attach_is_said_at_the_first_window() -> None:
     """Pretrained models often come in evaluation mode."""
     model = with_batch_norm().eval()
-    generator = torch.Generator().manual_seed(0)
     with attached(model) as probe:
-        model.train()
-        for _ in range(2):
-            for _ in range(2):
-                with probe.piece(units=4):
-                    mean_loss(model, *batch(4, generator)).backward()
-            probe.step()
-            model.zero_grad()
+        train(model.train(), probe, windows=2)
         assert "2 layers, 0 of them so at attach: batch normalisation in train mode" in probe.alerts["batch_norm"]
 
 

@@ -12,7 +12,7 @@ import torch
 from sonde.batch_size.pace import REVIEW, Pace, WindowCosts
 from sonde.batch_size.window_clock import ALWAYS
 from sonde.batch_size.window_ends import WindowClip
-from tests.batch_size.loops import attached, batch, contents_of, mean_loss, small_model
+from tests.batch_size.loops import attached, batch, contents_of, mean_loss, small_model, train
 from tests.batch_size.paces import timed
 
 
@@ -54,12 +54,8 @@ def test_nothing_is_measured_or_decided_at_the_end_of_a_quiet_window() -> None:
 
 def test_mistakes_are_named_in_quiet_windows_too() -> None:
     model = small_model()
-    generator = torch.Generator().manual_seed(0)
     with attached(model, every=10**6, units_per_piece=None) as probe:
-        for _ in range(4):
-            with probe.piece(units=4):
-                mean_loss(model, *batch(4, generator)).backward()
-            probe.step()
+        train(model, probe, windows=4)
         assert probe._pace.n_quiet
         for units, weight in (
             (0, 1.0),
@@ -90,10 +86,7 @@ def test_mistakes_are_named_in_quiet_windows_too() -> None:
 def test_a_probe_that_is_closed_in_a_quiet_window_takes_no_more() -> None:
     model = small_model()
     probe = attached(model, every=10**6)
-    for _ in range(4):
-        with probe.piece(units=4):
-            mean_loss(model, *batch(4, torch.Generator().manual_seed(0))).backward()
-        probe.step()
+    train(model, probe, windows=4)
     assert probe._ends._n_quiet
     probe.close()
     for call in (probe.step, lambda: probe.piece(units=4), lambda: probe.clip_grad_norm_(1.0)):
@@ -205,12 +198,8 @@ def test_a_piece_that_is_interrupted_on_its_way_in_is_not_left_open(
     every: int, after: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = small_model()
-    generator = torch.Generator().manual_seed(0)
     with attached(model, every=every) as probe:
-        for _ in range(4):
-            with probe.piece(units=4):
-                mean_loss(model, *batch(4, generator)).backward()
-            probe.step()
+        train(model, probe, windows=4)
         with monkeypatch.context() as patched:
             if isinstance(after, str):
                 begin = probe._reader.begin_piece
@@ -219,28 +208,21 @@ def test_a_piece_that_is_interrupted_on_its_way_in_is_not_left_open(
                 patched.setattr("sonde.batch_size.pieces.time", _InterruptingClock(after))
             with pytest.raises(KeyboardInterrupt), probe.piece(units=4):
                 pytest.fail("the clock was read less often: interrupt earlier")
-        with probe.piece(units=4):
-            mean_loss(model, *batch(4, generator)).backward()
-        probe.step()
+        train(model, probe)
 
 
 def test_a_parameter_that_was_given_a_hook_and_frozen_in_quiet_windows_stops_nothing() -> None:
-    model, generator = small_model(), torch.Generator().manual_seed(0)
-    seen: list[float] = []
+    model, seen = small_model(), list[float]()
     with attached(model, every=20) as probe:
         for number in range(60):
             if number == 25:  # between two measured windows
                 first = next(model.parameters())
                 first.register_hook(lambda grad: seen.append(float(grad.norm())))
                 first.requires_grad_(False)
-            for _ in range(2):
-                with probe.piece(units=4):
-                    mean_loss(model, *batch(4, generator)).backward()
-            probe.step()
-            model.zero_grad()
+            train(model, probe, seed=number)
         assert "no longer trained" in probe.alerts["frozen"]
         assert probe.reading().dropped == {}
         first.requires_grad_(True)
-        mean_loss(model, *batch(4, generator)).backward()
+        mean_loss(model, *batch(4, torch.Generator())).backward()
     assert len(seen) == 1
     assert len(first._backward_hooks or {}) == 1  # the user's own
