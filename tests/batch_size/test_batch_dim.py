@@ -49,18 +49,8 @@ CASES = USUAL | {
     # The first tensor is shared by all units.
     "one latent": (giving((N, 1)), lambda: (torch.randn(1, 32), torch.randn(N, 10)), N),
     "latent queries": (giving((N, 64, 32)), lambda: (torch.randn(64, 32), torch.randn(N, 100, 32)), ASKED),
-    "queries of objects": (
-        giving((N, 100, 91), (N, 100, 4)),
-        lambda: (torch.randn(100, 256), torch.randn(N, 3, 64, 64)),
-        ASKED,
-    ),
     "positions first": (giving((N, T, 11)), lambda: (torch.arange(T), ids(N, T)), ASKED),
     "coordinates and functions": (giving((N, 64, 1)), lambda: (torch.rand(64, 2), torch.randn(N, 20)), ASKED),
-    "coordinates and functions, a row of each function": (
-        giving((N, 64)),
-        lambda: (torch.rand(64, 2), torch.randn(N, 20)),
-        N,
-    ),
 }
 
 

@@ -141,11 +141,6 @@ CALLS: dict[str, tuple[nn.Module, Callable[[], Any], int | None]] = {
         lambda: (ids(N), ids(N)),
         N,
     ),
-    "a pair in a list": (
-        By(lambda m, x: m.head(x[0] - x[1]), head=nn.Linear(5, 2)),
-        lambda: ([torch.randn(N, 5)] * 2,),
-        N,
-    ),
     "a dictionary": (
         By(lambda m, x: m.head(x["x"]), head=nn.Linear(5, 2)),
         lambda: ({"s": 1.0, "x": torch.randn(N, 5)},),
@@ -216,17 +211,6 @@ CALLS: dict[str, tuple[nn.Module, Callable[[], Any], int | None]] = {
         lambda: (ids(T, N), causal(T)),
         ASKED,
     ),
-    "transformer, time first, a loss, compiled": (
-        torch.compile(
-            By(
-                lambda m, x, y: m.head(m.encoder(m.embed(x))).square().mean(),
-                **embedded(encoder=encoder(batch_first=False)),
-            ),
-            backend="eager",
-        ),
-        lambda: (ids(T, N), ids(T, N)),
-        ASKED,
-    ),
     "transformer, time first, rows of all positions": (language_model(False, flat=True), lambda: (ids(T, N),), N),
     "seq2seq, time first": (
         By(
@@ -266,11 +250,6 @@ CALLS: dict[str, tuple[nn.Module, Callable[[], Any], int | None]] = {
     "graphs, as tensors": (
         By(pooled, head=nn.Linear(5, 2)),
         lambda: (graphs().x, graphs().edge_index, graphs().batch),
-        ASKED,
-    ),
-    "graphs, as tensors, a loss": (
-        By(lambda m, x, e, b, y: F.cross_entropy(pooled(m, x, e, b), y), head=nn.Linear(5, 2)),
-        lambda: (graphs().x, graphs().edge_index, graphs().batch, torch.randint(2, (N,))),
         ASKED,
     ),
     # Text, packed.
