@@ -182,6 +182,11 @@ CALLS: dict[str, tuple[nn.Module, Callable[[], Any], int | None]] = {
         lambda: (tuple(torch.randn(N, 3, 8, 8)), [{"boxes": torch.randn(2, 4)}] * N),
         N,
     ),
+    "images of one size, a loss alone": (
+        By(lambda m, x: detector(x, layers=m).mean(), **CONV),
+        lambda: (list(torch.randn(N, 3, 8, 8)),),
+        ASKED,
+    ),
     "functions at coordinates that all share, as many as their coefficients": (
         By(
             lambda m, at, z: m.head(torch.tanh(m.at(at)[None] + m.of(z)[:, None])),
