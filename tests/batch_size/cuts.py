@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -31,6 +32,34 @@ from tests.batch_size.set_ups import (
 from tests.ranks import mesh_of
 
 
+def in_bf16(state: object, bucket):  # type: ignore[no-untyped-def]  # torch's own refuses gloo by its name
+    return default_hooks.bf16_compress_hook(state, bucket)
+
+
+HOOKS: dict[str, Any] = {
+    "allreduce": default_hooks.allreduce_hook,
+    "bf16": in_bf16,
+    "powersgd": powerSGD_hook.powerSGD_hook,
+}
+
+
+def in_two_groups(parameters: list[Any]) -> torch.optim.Optimizer:
+    rest = {"params": parameters[3:], "betas": (0.8, 0.9), "eps": 1e-3}
+    return torch.optim.AdamW([{"params": parameters[:3]}, rest], lr=1e-2)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    "one by one": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=False),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+    "amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, amsgrad=True, foreach=False),
+    "NAdam": lambda parameters: torch.optim.NAdam(parameters, lr=1e-2),
+    "RAdam": lambda parameters: torch.optim.RAdam(parameters, lr=1e-2),
+    "two groups": in_two_groups,
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+}
+
+
 @dataclass
 class Cut:
     """A model as this rank holds it, and the arguments that tell the probe how it is cut."""
@@ -43,6 +72,10 @@ class Cut:
     schedule: Any = None
     numbers: tuple[int, ...] = ()
     """Of this rank's stages."""
+    scaler: torch.amp.GradScaler = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3, enabled=self.loop.scaled)
 
     @property
     def n_stages(self) -> int:
@@ -51,19 +84,21 @@ class Cut:
     def backward(self, window: int, piece: int, *, is_last: bool) -> None:
         """The backward of one of this rank's pieces."""
         with self.synchronised(is_last):
-            self.loss(window, piece).backward()
+            self.scaler.scale(self.loss(window, piece)).backward()
 
     def loss(self, window: int, piece: int) -> Tensor:
         loop = self.loop
         part, n_parts = (dist.get_rank() % 2, 2) if loop.has("cp") else (0, 1)
-        return loss_of(loop, self.model, tokens(loop, loop.data_rank, window, piece), part, n_parts)
+        with torch.autocast("cpu", torch.bfloat16, enabled=loop.autocast):
+            return loss_of(loop, self.model, tokens(loop, loop.data_rank, window, piece), part, n_parts)
 
     @contextlib.contextmanager
     def synchronised(self, is_last: bool) -> Iterator[None]:
         """Gradients are averaged over ranks in the last piece alone, or in every one."""
         reduces = is_last or self.loop.sync == "every"
-        if isinstance(self.model, DistributedDataParallel) and not reduces:
-            with self.model.no_sync():
+        model = getattr(self.model, "_orig_mod", self.model)
+        if isinstance(model, DistributedDataParallel) and not reduces:
+            with model.no_sync():
                 yield
             return
         if outermost := next((m for m in self.model.modules() if isinstance(m, FSDPModule)), None):
@@ -81,6 +116,8 @@ class Cut:
         for p in self.averaged_by_loop:
             if p.grad is not None:
                 average(p)
+        for p in self.model.parameters() if self.loop.summed else ():
+            p.grad.mul_(dist.get_world_size())  # type: ignore[union-attr]
         if self.loop.has("ep") and (self.loop.has("plain") or self.loop.n_feeding == 4):
             reduce_experts(self.loop, self.model)
 
@@ -97,8 +134,28 @@ def made(loop: Loop) -> Cut:
         return with_plain_adapters(loop)
     model = build(loop)
     if loop.has("ddp"):
-        return Cut(loop, DistributedDataParallel(model, **loop.ddp))
-    return Cut(loop, model if loop.has("one") else sharded(model, loop))
+        return in_ddp(model, loop)
+    if loop.has("plain"):
+        return Cut(loop, model, {"process_group": dist.group.WORLD} if loop.says_so else {}, list(model.parameters()))
+    return Cut(loop, perhaps_compiled(model, loop) if loop.has("one") else sharded(model, loop))
+
+
+def perhaps_compiled(model: nn.Module, loop: Loop) -> nn.Module:
+    compiled: Any = torch.compile(model, backend="aot_eager") if loop.compiled else model
+    return compiled  # type: ignore[no-any-return]
+
+
+def in_ddp(model: nn.Module, loop: Loop) -> Cut:
+    """The user's hook is registered, or handed to the probe that reads buckets by a hook of its own."""
+    ddp, arguments = DistributedDataParallel(model, **loop.ddp), {}
+    if loop.hook:
+        hook = HOOKS[loop.hook]
+        state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2) if loop.hook == "powersgd" else None
+        if loop.options.get("tap") == "comm_hook":
+            arguments = {"comm_hook": hook, "comm_state": state}
+        else:
+            ddp.register_comm_hook(state, hook)
+    return Cut(loop, perhaps_compiled(ddp, loop), arguments)
 
 
 def sharded(model: Any, loop: Loop, **options: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 import sonde
 from sonde import NoiseScaleProbe
 from sonde.stats.sealed_state import unsealed
-from tests.oracles import window_by_hand
 
 
 def small_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -29,6 +29,15 @@ def batch(n: int, generator: torch.Generator, dtype: torch.dtype = torch.float32
     x = torch.randn(n, 12, generator=generator, dtype=torch.float64)
     y = x[:, :3] + 0.5 * torch.randn(n, 3, generator=generator, dtype=torch.float64)
     return x.to(dtype), y.to(dtype)
+
+
+Rows = tuple[Tensor, Tensor]
+
+
+def pieces_of(*sizes: int, seed: int = 3, dtype: torch.dtype = torch.float32) -> list[Rows]:
+    """The rows of pieces of these sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    return [batch(n, generator, dtype) for n in sizes]
 
 
 def mean_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -55,10 +64,11 @@ class Recording:
 def train(
     model: nn.Module,
     probe: NoiseScaleProbe,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None = None,
     *,
-    windows: int,
+    windows: int = 1,
     sizes: Sequence[int] = (4, 4, 4),
+    declared: bool = True,
     scale_loss: Callable[[Tensor], Tensor] = lambda loss: loss,
     before_step: Callable[[], object] = lambda: None,
     seed: int = 0,
@@ -68,12 +78,13 @@ def train(
     generator = torch.Generator().manual_seed(seed)
     for _ in range(windows):
         for n in sizes:
-            with probe.piece(units=n):
+            with probe.piece(units=n) if declared else contextlib.nullcontext():
                 scale_loss(mean_loss(model, *batch(n, generator, dtype))).backward()
         before_step()
         probe.step()
-        optimizer.step()
-        optimizer.zero_grad()
+        if optimizer is not None:
+            optimizer.step()
+        model.zero_grad()
 
 
 def windows_of_rows(probe: NoiseScaleProbe, model: nn.Module, windows: int) -> None:
@@ -94,13 +105,7 @@ def attached(
     log_every: int = 10,
     **options: Any,
 ) -> NoiseScaleProbe:
-    options = {
-        "unit": "rows",
-        "verbose": False,
-        "log": None,
-        "every": 1,
-        "per_example": "never",
-    } | options
+    options = {"unit": "rows", "verbose": False, "log": None, "every": 1, "per_example": "never"} | options
     options["log"] = options["log"] or sonde.RunLog(sinks, every=log_every)
     return sonde.attach(model, optimizer, **options)
 
@@ -140,27 +145,6 @@ def flat_grad(model: nn.Module, loss: Tensor) -> Tensor:
     parameters = [p for p in model.parameters() if p.requires_grad]
     grads = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
     return torch.cat([g.to_dense().flatten() if g.is_sparse else g.flatten() for g in grads]).double()
-
-
-def one_window(
-    model: nn.Module,
-    losses: list[Callable[[], Tensor]],
-    *,
-    units: list[float],
-    weights: list[float] | None = None,
-    **options: Any,
-) -> tuple[sonde.NoiseScaleReading, tuple[float, float]]:
-    """The probe's reading of one window, and its tr Σ and |G|² from whole gradients."""
-    weights = weights or [1.0] * len(units)
-    with attached(model, **options) as probe:
-        for loss, n, w in zip(losses, units, weights, strict=True):
-            with probe.piece(units=n, weight=w):
-                loss().backward()
-        probe.step()
-        reading = probe.reading()
-    model.zero_grad()
-    gradients = [flat_grad(model, loss()) for loss in losses]
-    return reading, window_by_hand(gradients, weights, units, torch.stack(gradients).sum(0))
 
 
 def assert_same(reading: sonde.NoiseScaleReading, expected: tuple[float, float], rel: float = 1e-5) -> None:

@@ -24,21 +24,28 @@ class Loop:
     """How a model is cut and trained.
 
     Attributes:
-        cut: in words: "one process", "ddp", "fsdp", "tp", "sp"; "fsdp over" one of the last two; "ddp", "fsdp", "hsdp"
-            or "plain" and "over cp"; "ep fsdp", "ep plain", "ep fsdp over tp"; "pp", "pp ddp", "pp fsdp".
+        cut: in words: "one process", "ddp", "fsdp", "tp", "sp", or "plain" for whole on each rank; "fsdp over" tp or
+            sp; "ddp", "fsdp", "hsdp" or "plain" and "over cp"; "ep fsdp", "ep plain", "ep fsdp over tp"; "pp", "pp
+            ddp", "pp fsdp".
         mesh: shape of the mesh of FSDP2; None for all ranks.
         fsdp: options of `fully_shard`.
         ddp: options of DistributedDataParallel.
+        hook: the user's communication hook of DDP, see `cuts.HOOKS`.
+        summed: gradients are summed over ranks, rather than averaged.
         sync: "every" piece reduces, or the "last".
         bf16: "parameters" in bf16, reduced in fp32; or only "reduced" in bf16.
         tied: the head has the embedding's weight.
         frozen: the embedding is frozen.
         covered: every parameter is in a layer whose examples can be read.
+        sparse: the embedding's gradient is sparse.
         checkpoints: activations are computed again in backward.
-        compiled: blocks are compiled.
+        compiled: blocks of FSDP2 are compiled, or else the whole model.
+        autocast: forward runs in bf16, so nothing is computed by hand.
+        scaled: by a GradScaler, whose scale grows every third step.
         evaluates: a forward without a graph runs "before" each window, or before its "end".
         forwards: forwards whose losses one backward adds up.
         late: windows before the probe is attached.
+        after: windows after it is closed.
         dropout: forward draws random numbers, so nothing is computed by hand.
         twice: a piece has two backwards.
         in_order: layers are defined in the order of forward.
@@ -49,8 +56,9 @@ class Loop:
         n_feeding: ranks over which experts are spread; 1 as of a configuration that does not spread them.
         averaged: experts are divided by the number of all ranks, or only by that of ranks that hold the same ones.
         n_pieces: of each rank and window.
+        idle: a data-parallel rank without pieces, see `cut_loops.fill_up`.
         merges: rank 0 takes both backwards for one piece.
-        says_so: `expert_mesh=` is given where it is needed.
+        says_so: `expert_mesh=` or `process_group=` is given where it is needed.
         schedule: of a pipeline, a class of torch's.
         looped: the order in which ranks take the four stages; None for two stages of two parts.
         axes: sizes of "dp", "tp", and of copies among dp ("replicate").
@@ -60,7 +68,9 @@ class Loop:
         declared: whether pieces are declared; otherwise each backward is a piece of 4 units.
         windows: how many.
         metric: as for attach.
-        optimizer: by name, see `cut_loops.OPTIMIZERS`.
+        optimizer: by name, see `cuts.OPTIMIZERS`.
+        part: how names of the parameters begin that it steps, which are all that is measured.
+        set_to_none: how gradients are zeroed.
         options: further ones for attach.
     """
 
@@ -68,16 +78,22 @@ class Loop:
     mesh: tuple[int, ...] | None = None
     fsdp: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
+    hook: str = ""
+    summed: bool = False
     sync: str = "last"
     bf16: str = ""
     tied: bool = False
     frozen: bool = False
     covered: bool = False
+    sparse: bool = False
     checkpoints: bool = False
     compiled: bool = False
+    autocast: bool = False
+    scaled: bool = False
     evaluates: str = ""
     forwards: int = 1
     late: int = 0
+    after: int = 0
     dropout: bool = False
     twice: bool = False
     in_order: bool = True
@@ -87,6 +103,7 @@ class Loop:
     n_feeding: int = 2
     averaged: bool = True
     n_pieces: int = 2
+    idle: int | None = None
     merges: bool = False
     says_so: bool = True
     schedule: str = "Schedule1F1B"
@@ -99,6 +116,8 @@ class Loop:
     windows: int = 2
     metric: tuple[str, ...] = ("euclidean",)
     optimizer: str = "AdamW"
+    part: str = ""
+    set_to_none: bool = True
     options: dict[str, Any] = field(default_factory=dict)
 
     def has(self, *words: str) -> bool:
@@ -160,7 +179,7 @@ class LM(nn.Module):
     def __init__(self, loop: Loop) -> None:
         super().__init__()
         hidden = 1024 if loop.has("cp") else 12 if loop.has("tp", "sp", "pp") else 11
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH, sparse=loop.sparse)
         self.attention = Attention() if loop.has("cp") else None
         has_scale = not (loop.has("sp", "cp", "pp") or loop.covered or loop.adapters)
         self.scale = nn.Parameter(torch.ones(1)) if has_scale else None  # an empty shard on all ranks but one

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import sonde
-from tests.batch_size.loops import batch, flat_grad, mean_loss
+from tests.batch_size.loops import Rows, flat_grad, mean_loss, pieces_of
 from tests.oracles import window_by_hand
 
 
@@ -58,14 +58,6 @@ def assert_as(reading: sonde.NoiseScaleReading, expected: tuple[float, float]) -
     assert reading.windows == 1, reading.dropped
     assert reading.trace_cov == pytest.approx(expected[0], rel=2e-6)
     assert reading.grad_sq == pytest.approx(expected[1], rel=2e-6, abs=2e-6 * expected[0])
-
-
-def pieces_of(*sizes: int, seed: int = 3) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [batch(n, generator) for n in sizes]
-
-
-Rows = tuple[Tensor, Tensor]
 
 
 def run(model: nn.Module, probe: Any, *windows: Sequence[Rows], units: Sequence[float] | None = None) -> None:

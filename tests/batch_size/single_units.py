@@ -102,11 +102,6 @@ SINGLE: dict[str, tuple[Any, Callable[[], Any], int | None]] = {
         lambda: (torch.randn(N, T, 5),),
         N,
     ),
-    "a grid that all rows share": (
-        By(lambda m, x: m.head(x) + m.conv(torch.randn(3, 8, N)).mean(), **CONV),
-        lambda: (torch.randn(N, 4),),
-        ASKED,
-    ),
     "a prompt that all images share": (
         By(lambda m, ids, x: m.head(x) + m.rnn(m.embed(ids))[0].mean(), **embedded(rnn=nn.LSTM(8, 8))),
         lambda: (ids(T), torch.randn(N, 8)),

@@ -14,7 +14,7 @@ from sonde.batch_size.batch_dim import UnclearUnitsError, count_units, units_in_
 from sonde.batch_size.taps.problems import Problem
 from tests.batch_size.loops import attached
 from tests.batch_size.single_units import SINGLE
-from tests.batch_size.usual_calls import ASKED, CALLS, LOSS, By, N, T, causal, giving, ids, images, state
+from tests.batch_size.usual_calls import ASKED, CALLS, LOSS, N, T, causal, giving, ids, images, state
 
 USUAL = CALLS | SINGLE
 CASES = USUAL | {
@@ -25,11 +25,6 @@ CASES = USUAL | {
     ),
     "choices": (giving(LOSS, (N, 4)), lambda: {"input_ids": ids(N, 4, T), "labels": ids(N)}, N),
     "pairs of texts": (giving((N, 1), (N, 1)), lambda: {"chosen": ids(N, T), "rejected": ids(N, T + 2)}, N),
-    "speech and text": (
-        giving(LOSS, (N, 20, 11), (N, 150, 64)),
-        lambda: {"input_features": torch.randn(N, 80, 300), "labels": ids(N, 20)},
-        N,
-    ),
     "one token, with the keys of those before": (
         giving((N, 1, 11)),
         lambda: (ids(N, 1), [(torch.randn(N, 4, 20, 16),) * 2] * 3),
@@ -39,77 +34,23 @@ CASES = USUAL | {
     "scores of all tokens but the first": (giving((N * (T - 1), 11)), lambda: (ids(N, T),), ASKED),
     "scores of masked tokens": (giving((37, 11)), lambda: (ids(N, T), ids(N, T)), ASKED),
     "rotations of all positions": (giving((N, T, 11)), lambda: (ids(N, T), torch.randn(T, 32)), N),
-    "rotations of all positions, a loss": (
-        giving(LOSS),
-        lambda: (ids(N, T), ids(N, T), torch.randn(T, 32), torch.randn(T, 32)),
-        ASKED,
-    ),
     "a mask and positions of all rows, a loss": (giving(LOSS), lambda: (ids(N, T), causal(T), ids(1, T)), N),
     "weights of classes": (giving(LOSS), lambda: (torch.randn(N, 16), ids(N), torch.ones(5)), N),
-    "crops of several sizes": (
-        giving((8 * N, 10)),
-        lambda: ([torch.randn(N, 3, 22, 22)] * 2 + [torch.randn(N, 3, 9, 9)] * 6,),
-        ASKED,
-    ),
     "two views in a list": (giving((2 * N, 10)), lambda: ([torch.randn(N, 3, 22, 22)] * 2,), ASKED),
     "triplets": (giving(*[(N, 4)] * 3), lambda: tuple(torch.randn(3, N, 10)), N),
-    "rays of a camera": (
-        giving((1024, 3)),
-        lambda: (torch.randn(1024, 3), torch.randn(3, 3), torch.randn(4, 4)),
-        1024,
-    ),
+    "rays of a camera": (giving((1024, 3)), lambda: (torch.randn(1024, 3), torch.randn(3, 3), torch.randn(4, 4)), 1024),
     "features in a list": (giving((N, 1)), lambda: ([ids(N)] * 4,), N),
     "frames of videos": (giving((5 * N, 10)), lambda: (torch.randn(N, 5, 3, 9, 9),), N),
     "CTC, a loss": (giving(LOSS), lambda: (torch.randn(N, 80, 200), ids(N), ids(37), ids(N)), N),
     "CTC, with positions": (giving((80, N, 30)), lambda: (torch.randn(N, 80, 200), torch.randn(80, 200)), ASKED),
-    "CTC, every second step, with positions": (
-        By(lambda m, x, p: m.head(m.rnn(x.transpose(0, 1)[::2] + p)[0]), rnn=nn.LSTM(5, 8), head=nn.Linear(8, 4)),
-        lambda: (torch.randn(N, T, 5), torch.randn((T + 1) // 2, 1, 5)),
-        N,
-    ),
     # States handed through.
     "a state, and scores": (giving((N, T, 11), (2, N, 16)), lambda: (ids(N, T), state()), N),
-    "two states, and a loss": (
-        giving(LOSS, (2, N, 16), (2, N, 16)),
-        lambda: (ids(N, T), ids(N, T), state(), state()),
-        ASKED,
-    ),
     "a state alone": (giving((2, N, 16)), lambda: (torch.randn(N, T, 10), state()), ASKED),
     # The first tensor is shared by all units.
     "one latent": (giving((N, 1)), lambda: (torch.randn(1, 32), torch.randn(N, 10)), N),
     "latent queries": (giving((N, 64, 32)), lambda: (torch.randn(64, 32), torch.randn(N, 100, 32)), ASKED),
-    "queries of objects": (
-        giving((N, 100, 91), (N, 100, 4)),
-        lambda: (torch.randn(100, 256), torch.randn(N, 3, 64, 64)),
-        ASKED,
-    ),
-    "queries of objects, images in a list": (
-        giving((N, 100, 91), (N, 100, 4)),
-        lambda: (torch.randn(100, 256), images()),
-        ASKED,
-    ),
     "positions first": (giving((N, T, 11)), lambda: (torch.arange(T), ids(N, T)), ASKED),
     "coordinates and functions": (giving((N, 64, 1)), lambda: (torch.rand(64, 2), torch.randn(N, 20)), ASKED),
-    "coordinates and functions, a row of each function": (
-        giving((N, 64)),
-        lambda: (torch.rand(64, 2), torch.randn(N, 20)),
-        N,
-    ),
-    "coordinates and functions, rows of all points": (
-        giving((128, 1)),
-        lambda: (torch.rand(64, 2), torch.randn(2, 20)),
-        ASKED,
-    ),
-    "a grid and fields on it": (
-        giving((N, 32, 32, 1)),
-        lambda: (torch.rand(32, 32, 2), torch.randn(N, 32, 32, 1)),
-        ASKED,
-    ),
-    "examples of classes, and relations of queries to them": (
-        giving((N, 25, 1)),
-        lambda: (torch.randn(25, 3, 8, 8), torch.randn(N, 3, 8, 8)),
-        ASKED,
-    ),
 }
 
 

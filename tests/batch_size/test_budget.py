@@ -59,11 +59,7 @@ def test_rare_dear_windows_count_in_full() -> None:
             spent += seconds * (number > settled)
             n_idle = pace.every - 1
             costs = WindowCosts(
-                seconds=seconds,
-                measured_time=1e-2 + seconds,
-                n_measured=1,
-                idle_time=1e-2 * n_idle,
-                n_idle=n_idle,
+                seconds=seconds, measured_time=1e-2 + seconds, n_measured=1, idle_time=1e-2 * n_idle, n_idle=n_idle
             )
             pace.take(pace.windows, costs)
     assert 0.007 < spent / (spent + passed) < 0.011
@@ -134,20 +130,6 @@ def test_a_window_that_evaluates_or_compiles_does_not_move_the_pace() -> None:
             costs |= {"seconds": costs["seconds"] + 5.0, "measured_time": costs["measured_time"] + 5.0}
         feed(pace, costs)
     assert 9 <= pace.every <= 14
-
-
-def test_costs_before_a_change_are_forgotten() -> None:
-    """Windows are read in another way from window 18 on, and cost a twelfth."""
-    pace = late(1)
-    for i in range(60):
-        seconds = 0.06 if i < 18 else 0.005
-        pace.window_ends()
-        times = {"seconds": seconds, "measured_time": 0.03 + seconds, "n_measured": 1.0}
-        pace.take(pace.windows, WindowCosts(**times, changed=float(i in (1, 18))))
-        if i > 31 and pace.every > 1:
-            break
-        pace.every = 1  # all are measured meanwhile
-    assert pace.every == math.ceil(0.005 / (0.03 * 0.009 / 0.991))
 
 
 def test_windows_that_are_longer_by_more_than_was_timed_count_as_dearer() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.batch_size.loops import Recording, attached, batch, flat_grad, mean_loss, piece_losses, small_model
+from tests.batch_size.loops import attached, batch, flat_grad, mean_loss, piece_losses, sgd, small_model, train
 from tests.oracles import window_by_hand
 from tests.pretend_device import DEVICE, PretendDevice
 
@@ -214,58 +214,63 @@ def test_what_is_wrong_is_named(name: str) -> None:
         assert reading.trace_cov == pytest.approx(trace_cov, rel=1e-5)
 
 
-def test_overflow_under_a_grad_scaler_is_dropped_and_poisons_nothing() -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-80, growth_interval=1000)
-    model, generator, sink = small_model(), torch.Generator().manual_seed(0), Recording()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with attached(model, optimizer, grad_scaler=scaler, sinks=[sink]) as probe:
-        for _ in range(40):
+def overflowing(backoff: float, windows: int, ends: str, read: Callable[[Any, int], object]) -> None:
+    """Windows of a GradScaler whose first scale is far too large."""
+    model, generator = small_model(), torch.Generator().manual_seed(0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=backoff, growth_interval=1000)
+    optimizer = sgd(model)
+    with attached(model, optimizer, grad_scaler=scaler) as probe:
+        for window in range(windows):
             for _ in range(2):
                 with probe.piece(units=4):
                     scaler.scale(100 * mean_loss(model, *batch(4, generator))).backward()
-            scaler.unscale_(optimizer)
-            probe.clip_grad_norm_(1.0)
+            if ends == "a clip":
+                scaler.unscale_(optimizer)
+                probe.clip_grad_norm_(1.0)
+            else:
+                probe.step()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-        reading = probe.reading()
-        dropped = sum(reading.dropped.values())
-        assert 0 < dropped < 20
-        assert reading.windows == 40 - dropped
-        assert all("multiplied by the loss scale" in reason for reason in reading.dropped)
-        assert math.isfinite(reading.trace_cov or math.nan)
+            read(probe, window)
+
+
+def test_overflow_under_a_grad_scaler_is_dropped_and_poisons_nothing() -> None:
+    def read(probe: Any, window: int) -> None:
+        if window == 39:
+            reading = probe.reading()
+            dropped = sum(reading.dropped.values())
+            assert 0 < dropped < 20
+            assert reading.windows == 40 - dropped
+            assert all("multiplied by the loss scale" in reason for reason in reading.dropped)
+            assert math.isfinite(reading.trace_cov or math.nan)
         assert not probe.alerts  # a GradScaler finds its scale by overflows
-    assert not sink.of_kind("alert")
+
+    overflowing(2.0**-80, 40, "a clip", read)
 
 
 def test_a_loss_scale_that_overflows_again_and_again_is_an_alert() -> None:
-    model, generator = small_model(), torch.Generator().manual_seed(0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=0.999, growth_interval=1000)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with attached(model, optimizer, grad_scaler=scaler) as probe:
-        for window in range(12):
-            for _ in range(2):
-                with probe.piece(units=4):
-                    scaler.scale(100 * mean_loss(model, *batch(4, generator))).backward()
-            probe.step()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            probe.reading()
-            assert ("loss_scale" in probe.alerts) == (window >= 9)
+    def read(probe: Any, window: int) -> None:
+        probe.reading()
+        assert ("loss_scale" in probe.alerts) == (window >= 9)
+
+    overflowing(0.999, 12, "a step", read)
 
 
 @pytest.mark.parametrize(
     "counts",
-    [{"weight": [math.nan]}, {"weight": [-1.0]}, {"unit_weights": [3.0, -1.0, 2.0, -2.0]}],
+    [{"weight": [math.nan]}, {"weight": [-1.0]}, {"unit_weights": [3.0, -1.0, 2.0, -2.0]}, {"tokens": [math.nan]}],
     ids=str,
 )
 def test_bad_counts_on_the_device_drop_the_window(counts: dict[str, list[float]]) -> None:
     with PretendDevice() as device:
         model = small_model().to(DEVICE)
         given: Any = {name: torch.tensor(each, device="cpu").to(DEVICE) for name, each in counts.items()}
-        given = {"units": 4, "weight": given["weight"][0]} if "weight" in given else given
-        with attached(model) as probe:
+        if "weight" in given:
+            given = {"units": 4, "weight": given["weight"][0]}
+        if "tokens" in given:
+            given = {"units": {"rows": 4, "tokens": given["tokens"][0]}}
+        with attached(model, unit=("rows", "tokens") if "tokens" in counts else "rows") as probe:
             with device.no_reads():
                 for _ in range(2):
                     with probe.piece(**given):
@@ -301,12 +306,10 @@ def test_gradients_present_at_attach_are_noticed_but_zeros_are_accepted() -> Non
     model = small_model()
     piece_losses(model, [4])[0]().backward()
     with attached(model) as probe:
-        for _ in range(2):
-            for loss in piece_losses(model, [4, 4]):
-                with probe.piece(units=4):
-                    loss().backward()
-            probe.step()
-            model.zero_grad(set_to_none=False)
+        train(model, probe)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        train(model, probe)
         reading = probe.reading()
     assert (reading.windows, sum(reading.dropped.values())) == (1, 1)
     assert "were still in .grad" in next(iter(reading.dropped))
@@ -354,7 +357,7 @@ def test_squares_that_overflow_at_the_end_of_the_window_are_not_called_infinite_
     with attached(model) as probe:
         for _ in range(8):
             with probe.piece(units=4):
-                loss = mean_loss(model, *batch(4, torch.Generator().manual_seed(0)))
+                loss = piece_losses(model, [4])[0]()
                 (loss * (4e18 / float(loss.detach()))).backward()
         probe.step()
         (reason,) = probe.reading().dropped

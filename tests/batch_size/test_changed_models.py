@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.batch_size.cut_loops import attached as attached_to_cut
 from tests.batch_size.cut_loops import run_pieces
 from tests.batch_size.cuts import Cut, made
-from tests.batch_size.loops import attached, batch, load_foreign_state, mean_loss
+from tests.batch_size.loops import attached, load_foreign_state, train
 from tests.batch_size.set_ups import Loop
 from tests.ranks import Ranks, mesh_of
 
@@ -188,17 +188,12 @@ def wrapped_late(wrapper: str, at: int, n_pieces: int) -> tuple[int, dict[str, i
     """Some windows, and the wrapper before window `at`, counted from 0."""
     inner = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3))
     model: Any = inner
-    generator = torch.Generator().manual_seed(0 if wrapper == "TP" else dist.get_rank())
+    own = 0 if wrapper == "TP" else dist.get_rank()
     with attached(inner, log_every=1, per_example="auto" if n_pieces == 1 else "never") as probe:
         for window in range(at + 3):
             if window == at:
                 model = wrapped(wrapper, inner)
-            for _ in range(n_pieces):
-                with probe.piece(units=4):
-                    mean_loss(model, *batch(4, generator)).backward()
-            probe.step()
-            for p in inner.parameters():
-                p.grad = None
+            train(model, probe, sizes=[4] * n_pieces, seed=10 * window + own)
         reading = probe.reading()
     return reading.windows, dict(reading.dropped), dict(probe.alerts)
 

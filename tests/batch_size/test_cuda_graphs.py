@@ -140,10 +140,7 @@ LAUNCHES = [
         "False",
     ),
     Mutant(
-        "a window ends in a graph",
-        "sonde.batch_size.window_ends:WindowEnds.end",
-        "self._reader.is_recorded()",
-        "False",
+        "a window ends in a graph", "sonde.batch_size.window_ends:WindowEnds.end", "self._reader.is_recorded()", "False"
     ),
     Mutant(
         "layers are read in a graph",
@@ -231,35 +228,6 @@ def test_the_backwards_of_a_capture_are_no_pieces() -> None:
             probe.step()
             probe.reading()
             assert list(probe.alerts) == ["no_backward"]  # there was no piece
-
-
-def _accumulated_in_a_graph(*, probed: bool, own_memory: bool) -> list[Tensor]:
-    """Weights after windows of three backwards; `.grad` is None before each window, or has memory of its own."""
-    model, generator = graphed(CPU), torch.Generator().manual_seed(3)
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p) if own_memory else None
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    with attached(model) if probed else contextlib.nullcontext() as probe:
-        for _ in range(4):
-            for _ in range(3):
-                with probe.piece(units=4) if probe else contextlib.nullcontext():
-                    mean_loss(model, *batch(4, generator)).backward()
-            if probe:
-                probe.step()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=not own_memory)
-        assert probe is None or probe.reading().windows == (4 if own_memory else 0)
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def test_accumulation_in_a_graphs_own_memory_is_wrong_without_a_probe_too() -> None:
-    """So a probe cannot leave it bit for bit as it is; with memory of its own, `.grad` is right with and without."""
-    with cuda_graphs_on_cpu():
-        right = _accumulated_in_a_graph(probed=False, own_memory=True)
-        assert all(map(torch.equal, right, _accumulated_in_a_graph(probed=True, own_memory=True)))
-        wrong, probed = (_accumulated_in_a_graph(probed=probed, own_memory=False) for probed in (False, True))
-    assert not any(map(torch.equal, right, wrong))
-    assert not any(map(torch.equal, probed, wrong))
 
 
 @pytest.mark.parametrize("make", MAKES)

@@ -12,16 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.experimental import context_parallel
 
 import sonde
-from sonde.parallel.data_ranks import check_whole_mesh
-from tests.batch_size.cut_loops import CHUNK, attached, by_hand, n_chunks, of_all_stages, train
-from tests.batch_size.cut_models import last_window, whole_parameters
-from tests.batch_size.cuts import Cut, made
-from tests.batch_size.norms_by_hand import euclidean
-from tests.batch_size.set_ups import IGNORED, N_MICRO, Loop, counts, of_window, tokens
+from tests.batch_size.cut_loops import CHUNK, attached, n_chunks, train
+from tests.batch_size.cuts import made
+from tests.batch_size.set_ups import N_MICRO, Loop, tokens
 from tests.ranks import Ranks, mesh_of
 
 
@@ -31,6 +27,16 @@ def trained(loop: Loop, compares: bool = False) -> dict[str, Any]:
 
 GPIPE = Loop("pp", schedule="ScheduleGPipe")
 UNUSABLE: dict[str, tuple[int, Loop, str]] = {
+    "buckets that are reduced in every piece": (
+        2,
+        Loop("ddp", sync="every", options={"tap": "comm_hook"}),
+        "accumulate under model.no_sync()",
+    ),
+    "no process_group=": (
+        2,
+        Loop("plain", summed=True, says_so=False, clips=False),
+        "pass process_group= if you average them yourself",
+    ),
     "two backwards in a piece that ranks share": (
         2,
         Loop("fsdp over cp", twice=True),
@@ -51,11 +57,7 @@ UNUSABLE: dict[str, tuple[int, Loop, str]] = {
         Loop("ep fsdp", merges=True),
         "ranks that feed the same experts had different numbers of pieces",
     ),
-    "no expert_mesh=": (
-        4,
-        Loop("ep plain", says_so=False),
-        "the gradient is not a multiple of the sum of its pieces",
-    ),
+    "no expert_mesh=": (4, Loop("ep plain", says_so=False), "the gradient is not a multiple of the sum of its pieces"),
     "no expert_mesh=, no clip": (
         4,
         Loop("ep plain", says_so=False, clips=False),
@@ -69,7 +71,8 @@ def test_windows_that_cannot_be_used_have_a_reason(request: pytest.FixtureReques
     n_ranks, loop, reason = UNUSABLE[name]
     for result in request.getfixturevalue(f"ranks{n_ranks}")(trained, loop):
         assert result["reading"].windows == 0
-        assert any(reason in message for message in result["alerts"].values()), result["alerts"]
+        said = *result["alerts"].values(), *result["reading"].dropped
+        assert any(reason in message for message in said), said
 
 
 def test_a_larger_staging_area_takes_layers_in_another_order(ranks2: Ranks) -> None:
@@ -175,18 +178,6 @@ def test_an_axis_named_after_context_parallelism_raises_an_alert(ranks2: Ranks) 
         assert with_axis == with_axis_of_one == {}
 
 
-def axes_of_whole_mesh() -> tuple[int, int]:
-    """How many axes the model's mesh has, which is that of experts or not."""
-    experts = distribute_tensor(torch.ones(4, 4), mesh_of((2, 2), ("dp", "ep")), [Shard(1), Shard(0)])
-    parameters = {"experts": experts, "dense": distribute_tensor(torch.ones(4), mesh_of((4,)), [Shard(0)])}
-    return check_whole_mesh(parameters).ndim, check_whole_mesh(parameters, experts={0}).ndim
-
-
-def test_the_mesh_of_a_model_is_not_that_of_its_experts_alone(ranks4: Ranks) -> None:
-    """Experts' mesh need not have the axis of tensor parallelism."""
-    assert ranks4(axes_of_whole_mesh) == [(2, 1)] * 4
-
-
 # Pipelines.
 
 
@@ -226,42 +217,6 @@ def test_misuse_of_a_pipeline(ranks2: Ranks, how: str, refused: str, reason: str
     for said, dropped in ranks2(misused, how):
         assert said == refused if not refused else refused in said
         assert [reason in each for each in dropped] == ([True] if reason else [])
-
-
-def filled_up(loop: Loop) -> tuple[list[Any], list[Any]]:
-    """One data-parallel rank runs schedules without pieces, in which no target counts, so that its peers can reduce."""
-    cut = made(loop)
-    with attached(cut, None) as probe:
-        values, by_one = [], []
-        for window in range(2):
-            if loop.data_rank == 0:
-                units, weights = zip(*counts(loop, 0, window), strict=True)
-                with probe.pieces(N_MICRO, units=units, weights=weights):
-                    cut.run_schedule(window)
-            else:
-                cut.run_schedule(window, torch.full_like(of_window(1, window)[1], IGNORED))
-            probe.step()
-            cut.model.zero_grad()
-            values.append((last_window(probe) or [None])[0])
-            by_one.append(of_one_rank(cut, window, probe._reader.groups))
-        return values, by_one
-
-
-def of_one_rank(cut: Cut, window: int, groups: Any) -> Any:
-    """The total of the window of data-parallel rank 0 alone."""
-    loop = Loop("pp", schedule="Schedule1F1B", weighted=True)
-    whole = of_all_stages(cut, whole_parameters(cut.model))
-    found = by_hand(loop, whole, window, {"euclidean": euclidean}, groups)["euclidean"]
-    assert found is not None
-    return found[0]
-
-
-@pytest.mark.parametrize("cut", ["pp ddp", "pp fsdp"])
-def test_a_rank_without_micro_batches_fills_up_from_the_first_window_on(ranks4: Ranks, cut: str) -> None:
-    for values, by_one in ranks4(filled_up, Loop(cut, axes={"dp": 2}, weighted=True)):
-        for value, (trace_cov, grad_sq) in zip(values, by_one, strict=True):
-            # Averaged over two ranks, the gradient is half as large as that of the one rank with data.
-            assert value == pytest.approx((trace_cov / 4, grad_sq / 4), abs=1e-5 * trace_cov / 4)
 
 
 def not_told(loop: Loop) -> list[str]:

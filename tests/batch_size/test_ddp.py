@@ -14,78 +14,44 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.batch_size.ddp_loops import assert_as_by_hand, batches, by_hand, in_bf16, in_fp16, train_on_rank, wrap
-from tests.batch_size.loops import Recording, attached, batch, flat_grad, mean_loss, small_model
+from tests.batch_size.cut_loops import train
+from tests.batch_size.cuts import in_bf16
+from tests.batch_size.loops import Recording, assert_same, attached, batch, flat_grad, mean_loss, pieces_of, small_model
+from tests.batch_size.set_ups import Loop
 from tests.oracles import window_by_hand
 from tests.ranks import Ranks
 
 # How gradients are reduced.
 
 
-def summed() -> dict[str, Any]:
-    return train_on_rank({}, summed=True, clip=False)
-
-
-def test_ranks_summed_instead_of_averaged(ranks2: Ranks) -> None:
-    assert_as_by_hand(ranks2(summed))
-
-
-def reduced_by_the_loop(average: bool, tells: bool) -> tuple[Any, dict[str, Any]]:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    model = small_model()
-    with attached(model, process_group=dist.group.WORLD if tells else None) as probe:
-        for x, y in batches(rank, 3):
-            with probe.piece(units=len(x)):
-                mean_loss(model, x, y).backward()
-        for p in model.parameters():
-            dist.all_reduce(p.grad)
-            if average:
-                p.grad.div_(world)  # type: ignore[union-attr]
-        probe.step()
-        return probe.reading(), by_hand(model, world, 3, 1, per_rank=False)
-
-
-@pytest.mark.parametrize("average", [True, False])
-def test_gradients_that_the_loop_reduces(ranks2: Ranks, average: bool) -> None:
-    for reading, expected in ranks2(reduced_by_the_loop, average, True):
-        assert reading.trace_cov == pytest.approx(expected["trace_cov"], rel=2e-5)
-        assert reading.grad_sq == pytest.approx(expected["grad_sq"], rel=2e-5, abs=2e-5 * expected["trace_cov"])
-
-
-def test_a_reduction_without_process_group_is_named(ranks2: Ranks) -> None:
-    for reading, _ in ranks2(reduced_by_the_loop, False, False):
-        assert "pass process_group= if you average them yourself" in reading.reason
-
-
-def two_backwards(first_reduces: bool) -> dict[str, Any]:
+def two_backwards(first_reduces: bool) -> tuple[Any, tuple[float, float]]:
     """Two losses with a backward each in a rank's only piece, as with an auxiliary loss."""
-    plain, model = wrap({})
+    plain = small_model()
+    model = DistributedDataParallel(plain)
     with attached(model) as probe:
-        for window in range(3):
+        for window in range(2):  # the first shows that there are several
             with probe.piece(units=4):
-                for i, (x, y) in enumerate(batches(dist.get_rank(), 2, window)):
+                for i, (x, y) in enumerate(pieces_of(4, 4, seed=10 * window + dist.get_rank())):
                     with contextlib.nullcontext() if i or first_reduces else model.no_sync():
                         mean_loss(model, x, y).backward()
             probe.step()
             model.zero_grad()
         reading = probe.reading()
-    estimates = []
-    for window in (1, 2):  # the first window shows that there are several
-        gradients = [sum(flat_grad(plain, mean_loss(plain, x, y)) for x, y in batches(r, 2, window)) for r in range(2)]
-        estimates.append(window_by_hand(gradients, [1, 1], [4, 4], sum(gradients) / 2))  # type: ignore[arg-type]
-    traces, grads = zip(*estimates, strict=True)
-    expected = {"trace_cov": sum(traces) / 2, "grad_sq": sum(grads) / 2}
-    return {"reading": reading, "norms": [], "expected": expected, "hooks": 0}
+    gradients = [
+        sum(flat_grad(plain, mean_loss(plain, *rows)) for rows in pieces_of(4, 4, seed=10 + r)) for r in (0, 1)
+    ]
+    return reading, window_by_hand(gradients, [1, 1], [4, 4], sum(gradients) / 2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("first_reduces", [False, True])
 def test_two_backwards_in_a_ranks_only_piece(ranks2: Ranks, first_reduces: bool) -> None:
-    results = ranks2(two_backwards, first_reduces)
-    assert_as_by_hand(results, windows=2)
-    assert ["several backwards" in reason for r in results for reason in r["reading"].dropped] == [True] * 2
+    for reading, expected in ranks2(two_backwards, first_reduces):
+        assert_same(reading, expected, rel=2e-5)
+        assert ["several backwards" in reason for reason in reading.dropped] == [True]
 
 
 class Routed(nn.Module):
@@ -144,24 +110,13 @@ def test_what_ddp_has_reduced_before_is_not_left_over(
             assert found["differences"] == pytest.approx([0.0] * 8, abs=1e-5)
 
 
-# Rounding by 16-bit communication is no change; lossy communication is.
-
-
-def with_hook(hook: str, tap: str) -> dict[str, Any]:
-    return train_on_rank({}, hook=hook, tap=tap, windows=6, clip=False)
-
-
-@pytest.mark.parametrize("tap", ["leaf", "comm_hook"])
-def test_sixteen_bit_communication_counts_as_rounding(ranks2: Ranks, tap: str) -> None:
-    # bf16 rounds each element by up to 2⁻⁸; B moves by the square of that, κ by its mean over the witness.
-    results = ranks2(with_hook, "bf16", tap)
-    assert_as_by_hand(results, windows=6, rel=3e-3)
-    assert 1e-4 < results[0]["reading"].scale_residual < 1e-2
+def with_lossy_communication() -> Any:
+    return train(Loop("ddp", hook="powersgd", clips=False, windows=6), probed=True, compares=False)["reading"]
 
 
 def test_lossy_communication_is_named(ranks2: Ranks) -> None:
-    for result in ranks2(with_hook, "powersgd", "leaf"):
-        reading = result["reading"]
+    """Rounding by 16-bit communication is no change."""
+    for reading in ranks2(with_lossy_communication):
         assert any("communication hook 'powerSGD_hook' is lossy" in reason for reason in reading.dropped)
 
 
@@ -273,6 +228,10 @@ def test_all_ranks_say_the_same_of_a_loop(ranks2: Ranks, name: str) -> None:
         assert all(any(reason in each for reason in expected) for each in dropped), dropped
 
 
+def in_fp16(state: object, bucket):  # type: ignore[no-untyped-def]  # torch's own refuses gloo by its name
+    return default_hooks.fp16_compress_hook(state, bucket)
+
+
 def bias_before_batch_norm() -> tuple[int, dict[str, int]]:
     """The gradient of a bias before batch norm is 0 but for rounding, and fp16 loses the rounding."""
     torch.manual_seed(0)
@@ -370,10 +329,7 @@ def test_a_failed_peer_leaves_no_hook_and_a_whole_log(by_with: bool) -> None:
 def peer_fails() -> str:
     """Rank 1 leaves the loop before it ends its second window. Rank 0 must not wait for rank 1 for ever."""
     model, sink = small_model(), Recording()
-    with (
-        contextlib.suppress(KeyError),
-        attached(model, process_group=dist.new_group([0, 1]), sinks=[sink]) as probe,
-    ):
+    with contextlib.suppress(KeyError), attached(model, process_group=dist.new_group([0, 1]), sinks=[sink]) as probe:
         for window in range(3):
             window_of(model, probe, torch.Generator())
             if window == 2 - dist.get_rank():

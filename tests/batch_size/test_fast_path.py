@@ -11,17 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
-from torch.nn.modules import module as torch_module
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import sonde
 from sonde.batch_size.per_example.norms import PerExampleNorms
 from tests.batch_size.per_example.oracle import assert_as, exact_squares
-from tests.ranks import Ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 
@@ -152,15 +148,13 @@ def answer(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def run(
-    name: str, place: str, *, probed: bool, n_micro: int = 1, dropout: float = 0.0, ddp: bool = False, **options: Any
+    name: str, place: str, *, probed: bool, n_micro: int = 1, dropout: float = 0.0, **options: Any
 ) -> tuple[list[Tensor], sonde.NoiseScaleReading | None]:
     """All answers, then the weights of a training that learns from the answers."""
     torch.manual_seed(0)
     model = MODELS[name](dropout)
-    if ddp:
-        model = DistributedDataParallel(model)
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    generator = torch.Generator().manual_seed(1 + (dist.get_rank() if ddp else 0))
+    generator = torch.Generator().manual_seed(1)
     probe = None
     if probed:
         units = float(ROWS) if name == "alone" else "first dim"
@@ -315,13 +309,6 @@ def test_warnings_are_not_shown_again_in_each_window() -> None:
         assert list(warnings.filters) == before
 
 
-@pytest.mark.parametrize("name", ["attention", "layer"])
-def test_only_such_layers_need_a_hook_on_all_modules(name: str) -> None:
-    with PerExampleNorms(MODELS[name](0.0)):
-        assert bool(torch_module._has_any_global_hook()) == (name == "layer")
-    assert not torch_module._has_any_global_hook()
-
-
 def test_units_are_not_counted_in_the_forwards_of_a_layer_alone() -> None:
     with pytest.raises(ValueError, match=r"no nn\.TransformerEncoderLayer that is the whole model shows how"):
         sonde.attach(Alone(0.0), unit="rows", units_per_piece=len, verbose=False)
@@ -331,15 +318,3 @@ def test_units_are_not_counted_in_the_forwards_of_a_layer_alone() -> None:
         shares(model).sum().backward()
         probe.step()
         assert "the number of units in a piece is not known: pass units_per_piece=" in probe.reading().reason
-
-
-def both_on_rank(n_micro: int) -> tuple[list[Tensor], list[Tensor]]:
-    options: dict[str, Any] = {"n_micro": n_micro, "ddp": True}
-    return run("layer", "between pieces", probed=True, per_example="always", **options)[0], run(
-        "layer", "between pieces", probed=False, **options
-    )[0]
-
-
-def test_on_two_ranks(ranks2: Ranks) -> None:
-    for measured, plain in ranks2(both_on_rank, 2):
-        assert_same_bits(measured, plain)

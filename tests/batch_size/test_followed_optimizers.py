@@ -153,8 +153,8 @@ def test_the_rate_of_the_optimizer_decides_when_the_warm_up_is_over(is_given: bo
         optimizer, kinds = torch.optim.SGD(groups, lr=1e-12, foreach=False), {}
         every = 1 if pretended is None else 5  # the pretended device is slow
         with attached(model, optimizer if is_given else None, every=every) as probe:
-            for window in range(1, 301):
-                new = 1e-9 * min(window, 160)  # so small that the weights stay
+            for window in range(1, 216):
+                new = 1e-9 * min(window, 110)  # so small that the weights stay
                 if kind == "number":
                     optimizer.param_groups[0]["lr"] = new
                 else:
@@ -169,10 +169,10 @@ def test_the_rate_of_the_optimizer_decides_when_the_warm_up_is_over(is_given: bo
                 optimizer.zero_grad()
                 if pretended is not None:
                     pretended.catch_up(but=5)  # the device lags behind
-                if window in (150, 300):
+                if window in (105, 215):
                     reading = probe.reading()
                     known = reading.verdict.kind != "unknown", probe.metrics()["gns/warms_up"]
                     kinds[window] = reading.warms_up, *known
-                    assert window == 300 or "learning rate is still rising" in reading.verdict.detail
+                    assert window == 215 or "learning rate is still rising" in reading.verdict.detail
             assert probe.alerts == {}
-    assert kinds == {150: (True, False, 1.0), 300: (False, True, 0.0)}
+    assert kinds == {105: (True, False, 1.0), 215: (False, True, 0.0)}

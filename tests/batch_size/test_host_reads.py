@@ -223,10 +223,7 @@ def test_the_pretended_device_refuses_every_float64_tensor(mutant: Mutant) -> No
 def test_values_that_have_not_arrived_are_not_used() -> None:
     """A copy leaves NaN on the host until the device has made it: to take it too early spoils the reading."""
     early = Mutant(
-        "copies count as arrived",
-        "sonde.parallel.devices:HostCopy.has_arrived",
-        "self.copied.query()",
-        "True",
+        "copies count as arrived", "sonde.parallel.devices:HostCopy.has_arrived", "self.copied.query()", "True"
     )
     with PretendDevice() as device:
         sound, _ = train(DEVICE, device)

@@ -15,7 +15,6 @@ import torch
 import sonde
 from tests.batch_size.cut_loops import attached, run_pieces
 from tests.batch_size.cuts import OFFLOADED, made
-from tests.batch_size.ddp_loops import in_bf16
 from tests.batch_size.host_reads import AT_HAND, COPIES, OF_A_MESH, HostReads, nothing_at_hand
 from tests.batch_size.set_ups import Loop
 from tests.mutants import Mutant
@@ -31,8 +30,8 @@ BUCKETS, EXAMPLES = {"tap": "comm_hook"}, {"per_example": "always"}
 OF_TWO = {
     "DDP, leaf hooks": Loop("ddp", options={"tap": "leaf"}),
     "DDP, buckets": Loop("ddp", options=BUCKETS),
-    "DDP, a hook of the user's": Loop("ddp", clips=False, options=BUCKETS | {"comm_hook": in_bf16}),
-    "DDP, a GradScaler": Loop("ddp"),
+    "DDP, a hook of the user's": Loop("ddp", hook="bf16", clips=False, options=BUCKETS),
+    "DDP, a GradScaler": Loop("ddp", scaled=True),
     "DDP, further metrics": Loop("ddp", metric=(*METRICS, "adam", "spectral")),
     "DDP, one window in three": Loop("ddp", options={"every": 3}),
     "DDP, a budget": Loop("ddp", options={"every": None, "budget": 0.5}),
@@ -72,27 +71,18 @@ def reads_of(name: str) -> set[str]:
     # It steps parameters of one kind in a few operators: each operator is looked at, and these are none of sonde's.
     are_alike, folds = len({type(p) for p in trained}) == 1, loop.optimizer == "fused"
     optimizer = torch.optim.AdamW(trained, lr=1e-2, fused=folds, foreach=are_alike and not folds)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if "GradScaler" in name else None
     plan = sonde.group_parameters_for_norm(trained) if folds else None
     every = loop.options.get("every", 1)
-    with attached(cut, optimizer, grad_scaler=scaler, log=sonde.RunLog(every=2)) as probe:
+    with attached(cut, optimizer, log=sonde.RunLog(every=2)) as probe:
         for window in watched(reads, every):
-            if scaler:
-                for k in range(2):
-                    with probe.piece(units=4), cut.synchronised(k == 1):
-                        scaler.scale(cut.loss(window, k)).backward()
-                scaler.unscale_(optimizer)
-            else:
-                run_pieces(cut, probe, window)
-                cut.reduce()
+            run_pieces(cut, probe, window)
+            cut.reduce()
+            cut.scaler.unscale_(optimizer)
             probe.clip_grad_norm_(0.1) if loop.clips and not folds else probe.step()
             if plan is not None:
                 sonde.clip_grad_norm_distributed_(plan, 0.1, fold_into=optimizer)
-            if scaler:
-                scaler.step(optimizer)
-                scaler.update()
-            else:
-                optimizer.step()
+            cut.scaler.step(optimizer)
+            cut.scaler.update()
             optimizer.zero_grad()
         assert every is None or (probe.reading().windows == window + 1) == (every == 1)
     return reads.places

@@ -1,8 +1,11 @@
-"""The records that sinks receive, and sinks that fail."""
+"""The records that sinks receive, sinks that fail, and the user's own scalars."""
 
 from __future__ import annotations
 
+import gc
+import itertools
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +14,7 @@ import torch
 
 import sonde
 from sonde.runs.reader import read_run
-from tests.batch_size.loops import (
-    Recording,
-    attached,
-    batch,
-    mean_loss,
-    piece_losses,
-    small_model,
-    train,
-)
+from tests.batch_size.loops import Recording, attached, batch, mean_loss, small_model, train
 from tests.new_process import Python
 
 
@@ -65,15 +60,10 @@ def test_the_records_that_sinks_receive() -> None:
 
 
 def test_the_logged_norm_is_that_before_a_foreign_clip() -> None:
-    model = small_model()
-    sink = Recording()
-    norms = []
+    model, sink, norms = small_model(), Recording(), []
     with attached(model, sinks=[sink], log_every=1) as probe:
-        for loss in piece_losses(model, [4, 4]):
-            with probe.piece(units=4):
-                loss().backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)))
-        probe.step()
+        clip = torch.nn.utils.clip_grad_norm_
+        train(model, probe, before_step=lambda: norms.append(float(clip(model.parameters(), 0.01))))
     metrics = sink.of_kind("reading")[0]["metrics"]
     assert metrics["grad/norm"] == pytest.approx(norms[0], rel=1e-5)
     assert metrics["grad/clip_fraction"] is None  # the probe did not clip
@@ -81,17 +71,12 @@ def test_the_logged_norm_is_that_before_a_foreign_clip() -> None:
 
 
 def test_cost_counts_every_second_once() -> None:
-    import time
-
     model = small_model()
     sink = Recording()
     with attached(model, sinks=[sink], log_every=1) as probe:
         end_piece = probe._tap.end_piece  # type: ignore[union-attr]
         probe._tap.end_piece = lambda: (time.sleep(0.2), end_piece())[1]  # type: ignore[union-attr,assignment]
-        for loss in piece_losses(model, [4, 4]):
-            with probe.piece(units=4):
-                loss().backward()
-        probe.step()
+        train(model, probe, sizes=(4, 4))
     metrics = sink.of_kind("reading")[0]["metrics"]
     assert 0.4 <= metrics["cost/seconds_per_window"] < 0.8  # 0.8 if they were counted twice
     assert metrics["cost/fraction"] <= 1
@@ -196,3 +181,52 @@ def test_a_last_reading_whose_turn_has_not_come_has_groups() -> None:
     with_groups = [r["window"] for r in sink.of_kind("reading") if "groups" in r]
     assert with_groups == [*range(2, 21, 2), 25]
     assert not sink.of_kind("details")
+
+
+# The user's own scalars.
+
+
+def logged(*windows: list[Any]) -> list[Any]:
+    """The mean of a scalar in each reading, if it is given these values in each window."""
+    model, sink = small_model(), Recording()
+    with attached(model, sinks=[sink], log_every=1) as probe:
+        for values in windows:
+            for value in values:
+                probe.log(loss=value)
+            train(model, probe)
+    return [record["metrics"]["loss"] for record in sink.of_kind("reading")]
+
+
+def test_scalars_of_a_window_are_averaged_whatever_their_type() -> None:
+    with torch.inference_mode():
+        inference = torch.tensor(8.0)
+    several = [1.0, torch.tensor(2.0), torch.tensor(3, dtype=torch.int64), 4, torch.tensor([6.0]).bfloat16(), inference]
+    assert logged([torch.tensor(1.0), 4.0], [*several, torch.tensor(11.0)]) == [2.5, 5.0]
+
+
+def test_a_scalar_is_taken_as_it_is_when_it_is_logged() -> None:
+    model, sink, running = small_model(), Recording(), torch.tensor(5.0)
+    with attached(model, sinks=[sink], log_every=1) as probe:
+        probe.log(loss=running)
+        running.zero_()
+        train(model, probe)
+    assert sink.of_kind("reading")[0]["metrics"]["loss"] == 5.0
+
+
+def n_single_numbers() -> int:
+    """0-dim tensors that are alive."""
+    return sum(issubclass(type(thing), torch.Tensor) and thing.dim() == 0 for thing in gc.get_objects())
+
+
+def test_losses_of_windows_between_are_not_kept_one_by_one() -> None:
+    model, sink, alive = small_model(), Recording(), {}
+    with attached(model, sinks=[sink], log_every=1, every=64) as probe:
+        for step in range(1, 129):
+            probe.log(loss=torch.tensor(float(step)))
+            train(model, probe)
+            if step in (2, 60):
+                alive[step] = n_single_numbers()
+    assert alive[60] < alive[2] + 10
+    ends = [0, *(record["window"] for record in sink.of_kind("reading"))]
+    means = [record["metrics"]["loss"] for record in sink.of_kind("reading")]
+    assert means == [(first + 1 + last) / 2 for first, last in itertools.pairwise(ends)]

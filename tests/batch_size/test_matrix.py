@@ -17,6 +17,7 @@ from tests.ranks import Ranks
 SIGN, SUMS, EVERY = ("euclidean", "sign"), ("euclidean", "adam"), ("euclidean", "adam", "sign", "spectral")
 THREE = ("euclidean", "adam", "sign")
 EXAMPLES, BUCKETS, LEAVES = {"per_example": "always"}, {"tap": "comm_hook"}, {"tap": "leaf"}
+VIEWS, SMALL = {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.0001}
 IN_LOOP, IN_V = ((0, 2), (1, 3)), ((0, 3), (1, 2))
 
 CASES: dict[str, tuple[int, Loop]] = {
@@ -24,6 +25,11 @@ CASES: dict[str, tuple[int, Loop]] = {
     "one process": (1, Loop("one process", exact=True, weighted=True, metric=EVERY, windows=3)),
     "one process, clipped by torch": (1, Loop("one process", exact=True, clips="torch", metric=EVERY, windows=3)),
     "one process, sign and Adam": (1, Loop("one process", exact=True, clips=False, metric=("sign", "adam"), windows=3)),
+    "one process, a GradScaler": (1, Loop("one process", exact=True, scaled=True, metric=EVERY, windows=3)),
+    "one process, examples, a GradScaler": (
+        1,
+        Loop("one process", exact=True, covered=True, scaled=True, options=EXAMPLES, n_pieces=1),
+    ),
     "one process, examples": (1, Loop("one process", exact=True, covered=True, options=EXAMPLES, n_pieces=1)),
     "one process, examples, clipped by torch": (
         1,
@@ -35,16 +41,28 @@ CASES: dict[str, tuple[int, Loop]] = {
     "DDP, buckets, exact, clipped by torch": (2, Loop("ddp", exact=True, clips="torch", options=BUCKETS)),
     "DDP": (2, Loop("ddp", weighted=True, metric=EVERY, optimizer="two groups", windows=3)),
     "DDP, every piece reduces, no clip": (2, Loop("ddp", sync="every", clips=False)),
-    "DDP, views of buckets": (2, Loop("ddp", ddp={"gradient_as_bucket_view": True})),
+    "DDP, one piece": (2, Loop("ddp", n_pieces=1)),
+    "DDP, summed": (2, Loop("ddp", summed=True, clips=False)),
+    "DDP, bf16 hook": (2, Loop("ddp", hook="bf16", clips=False)),
+    "DDP, views of buckets": (2, Loop("ddp", ddp=VIEWS)),
     "DDP, a static graph": (2, Loop("ddp", ddp={"static_graph": True}, sync="every", late=1)),
-    "DDP, small buckets, 3 ranks": (3, Loop("ddp", ddp={"bucket_cap_mb": 0.0001})),
+    "DDP, small buckets, 3 ranks": (3, Loop("ddp", ddp=SMALL)),
     "DDP, unused parameters": (2, Loop("ddp", ddp={"find_unused_parameters": True}, sync="every")),
     "DDP, Adam's metric alone": (2, Loop("ddp", metric=("adam",), optimizer="amsgrad", options=LEAVES, windows=3)),
     "DDP, attached late": (2, Loop("ddp", metric=EVERY, late=1)),
     "DDP, buckets": (2, Loop("ddp", metric=EVERY, optimizer="fused", options=BUCKETS, windows=3)),
+    "DDP, buckets, one piece, small": (2, Loop("ddp", n_pieces=1, ddp=SMALL, options=BUCKETS)),
+    "DDP, buckets, one piece, views, no clip": (2, Loop("ddp", n_pieces=1, ddp=VIEWS, clips=False, options=BUCKETS)),
+    "DDP, buckets, the user's hook": (2, Loop("ddp", hook="allreduce", options=BUCKETS)),
+    "DDP, buckets, bf16 hook": (2, Loop("ddp", hook="bf16", clips=False, options=BUCKETS)),
+    "DDP, buckets, a GradScaler": (2, Loop("ddp", scaled=True, clips=False, options=BUCKETS)),
     "DDP, buckets, Adam's metric alone": (2, Loop("ddp", metric=("adam",), options=BUCKETS, windows=3)),
     "DDP, examples": (2, Loop("ddp", covered=True, options=EXAMPLES)),
     "DDP, examples, 3 ranks, no clip": (3, Loop("ddp", covered=True, clips=False, weighted=True, options=EXAMPLES)),
+    # A plain model, whose gradients the loop reduces.
+    "plain, examples, a rank without data": (3, Loop("plain", covered=True, idle=1, clips=False, options=EXAMPLES)),
+    "plain, averaged by the loop": (2, Loop("plain", clips=False)),
+    "plain, summed by the loop": (2, Loop("plain", summed=True, clips=False)),
     # FSDP2 and HSDP.
     "FSDP2, exact": (2, Loop(exact=True, metric=SIGN, weighted=True, sync="every")),
     "FSDP2, examples, exact": (2, Loop(exact=True, covered=True, clips=False, options=EXAMPLES)),
@@ -64,6 +82,8 @@ CASES: dict[str, tuple[int, Loop]] = {
     "FSDP2, late, evaluated": (2, Loop(late=2, evaluates="before")),
     "FSDP2, several forwards": (2, Loop(metric=SIGN, forwards=2)),
     "FSDP2, a group for each parameter": (2, Loop(options={"groups": "parameters"})),
+    "FSDP2, the head alone": (2, Loop(part="head")),
+    "FSDP2, the head alone, evaluated": (2, Loop(part="head", evaluates="before")),
     "FSDP2, 3 ranks": (3, Loop(metric=SIGN, clips=False, sync="every")),
     "FSDP2, examples": (2, Loop(covered=True, options=EXAMPLES)),
     "FSDP2, examples, every piece reduces, weights": (
@@ -93,7 +113,6 @@ CASES: dict[str, tuple[int, Loop]] = {
     # Random numbers of forward stay the same.
     "FSDP2, dropout": (2, Loop(dropout=True, windows=6)),
     "FSDP2, dropout, checkpointed, bf16": (2, Loop(dropout=True, windows=6, checkpoints=True, bf16="parameters")),
-    "FSDP2, dropout, compiled": (2, Loop(dropout=True, windows=6, compiled=True)),
     # Tensor and sequence parallelism.
     "TP": (2, Loop("tp", metric=SUMS, optimizer="NAdam", clips=False, windows=3)),
     "TP, Adam's metric alone": (2, Loop("tp", metric=("adam",), weighted=True, optimizer="RAdam", windows=3)),
@@ -164,6 +183,8 @@ CASES: dict[str, tuple[int, Loop]] = {
     "PP, DualPipeV": (2, Loop("pp", schedule="ScheduleDualPipeV", looped=IN_V, weighted=True)),
     "PP with DDP": (4, Loop("pp ddp", axes={"dp": 2}, weighted=True, metric=SUMS, windows=3)),
     "PP with DDP, no clip": (4, Loop("pp ddp", axes={"dp": 2}, clips=False)),
+    "PP with DDP, a rank without data": (4, Loop("pp ddp", axes={"dp": 2}, weighted=True, idle=1)),
+    "PP with FSDP2, a rank without data": (4, Loop("pp fsdp", axes={"dp": 2}, weighted=True, idle=1, clips=False)),
     "PP with FSDP2": (4, Loop("pp fsdp", axes={"dp": 2}, weighted=True)),
     "PP with FSDP2, interleaved, no clip": (
         4,
@@ -192,8 +213,7 @@ SHOWN = (
             marks=pytest.mark.shows(("noise scale", "adam metric", "sign metric", "spectral metric"), "one process"),
         ),
         pytest.param(
-            "DDP",
-            marks=pytest.mark.shows(("noise scale", "adam metric", "sign metric", "spectral metric"), "DDP"),
+            "DDP", marks=pytest.mark.shows(("noise scale", "adam metric", "sign metric", "spectral metric"), "DDP")
         ),
         pytest.param("one process, examples", marks=pytest.mark.shows("single examples", "one process")),
         pytest.param("DDP, examples", marks=pytest.mark.shows("single examples", "DDP")),
@@ -231,9 +251,11 @@ def test_a_window_is_that_of_one_process_and_training_is_unchanged(request: pyte
         assert result["setup"]["ranks"] == ranks_with_data // (1 + loop.has("tp", "sp", "cp") * (not loop.has("pp")))
         assert ("experts over" in result["setup"]["wrapper"]) == (loop.has("ep") and loop.n_feeding > 1)
         assert ("over context parallelism" in result["setup"]["wrapper"]) == loop.has("cp")
+        assert result["tap"].startswith("DDP's communication hook" if loop.options is BUCKETS else "leaf hooks")
         if loop.options is EXAMPLES:
             assert result["reading"].u == 1.0
-            sizes = [n for units in UNITS[:n_ranks] for n in units[: loop.n_pieces]]
+            of_ranks = [units for rank, units in enumerate(UNITS[:n_ranks]) if rank != loop.idle]
+            sizes = [n for units in of_ranks for n in units[: loop.n_pieces]]
             n_effective = sum(sizes) if loop.weighted else len(sizes) ** 2 / sum(1 / n for n in sizes)
             assert result["reading"].effective_units == pytest.approx(n_effective)
 

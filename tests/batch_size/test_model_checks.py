@@ -1,19 +1,21 @@
-"""What attach says about a model and its optimizer, and where the report repeats it."""
+"""What attach says about a model, its optimizer and its options, and where the report repeats it."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import sonde
-from sonde.batch_size.setup import describe
+from sonde.batch_size.setup import NoiseScaleOptions, describe
 from sonde.runs.reader import read_run
 from sonde.runs.report.how_measured import how_measured
-from tests.batch_size.loops import attached, batch, mean_loss, small_model
+from tests.batch_size.loops import attached, batch, mean_loss, small_model, train
 from tests.ranks import Ranks
 
 
@@ -90,15 +92,8 @@ def test_the_watched_optimizer_is_said_at_attach(capsys: pytest.CaptureFixture[s
 def test_batch_normalisation_that_trains_only_after_attach_is_said_at_the_first_window() -> None:
     """Pretrained models often come in evaluation mode."""
     model = with_batch_norm().eval()
-    generator = torch.Generator().manual_seed(0)
     with attached(model) as probe:
-        model.train()
-        for _ in range(2):
-            for _ in range(2):
-                with probe.piece(units=4):
-                    mean_loss(model, *batch(4, generator)).backward()
-            probe.step()
-            model.zero_grad()
+        train(model.train(), probe, windows=2)
         assert "2 layers, 0 of them so at attach: batch normalisation in train mode" in probe.alerts["batch_norm"]
 
 
@@ -114,3 +109,35 @@ def test_synchronised_batch_normalisation_has_a_sentence_of_its_own(ranks2: Rank
         assert "synchronised batch normalisation couples the samples of all pieces" in text
     with attached(with_batch_norm()) as probe:
         assert probe._setup()["sync_batch_norms"] == 0
+
+
+# What attach prints, and whole numbers.
+
+
+def test_the_message_of_attach(capsys: pytest.CaptureFixture[str]) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with attached(model, optimizer, verbose=True) as probe:
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        for part in ("plain", "28,", "1 data-parallel", "rows", "4: 0, 2, 3, 4", "leaf hooks"):
+            assert part in printed.err
+        train(model, probe, optimizer, windows=1)
+        probe.reading()
+        assert "3 pieces per window, 12 rows in all" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("three", [3, numpy.int64(3), torch.tensor(3)])
+def test_a_whole_number_may_be_of_another_type(three: int) -> None:
+    log = sonde.RunLog(every=three)
+    options = NoiseScaleOptions("rows", every=three)
+    assert [(n, type(n)) for n in (log.every, options.every)] == [(3, int)] * 2
+    of_policy = sonde.EntropyChangeOptions(every=three, micro_batch_prompts=three)
+    assert [(n, type(n)) for n in (of_policy.every, of_policy.micro_batch_prompts)] == [(3, int)] * 2
+
+
+@pytest.mark.parametrize("wrong", [True, numpy.float64(3.0), torch.tensor(3.0), numpy.int64(0), [3], "3"])
+def test_what_is_no_whole_number_is_refused(wrong: Any) -> None:
+    for make in (lambda: attached(small_model(), every=wrong), lambda: sonde.RunLog(every=wrong)):
+        with pytest.raises(ValueError, match="every must be a whole number of windows from 1 up, got"):
+            make()

@@ -125,13 +125,6 @@ def test_ranks_of_which_one_has_loaded_a_state_measure_the_same_windows() -> Non
     assert len(measured[0]) < 120  # a run that begins measures twice as many
 
 
-def test_one_rank_waits_for_nothing() -> None:
-    pace = Pace(budget=0.01)
-    for _ in range(100):
-        assert pace.awaits is None
-        pace.window_ends()
-
-
 def test_a_few_dear_windows_slow_the_pace_by_four_at_most() -> None:
     """At one window in 1,000, it would take thousands of windows to learn that they were an accident."""
     pace, rng = late(1), random.Random(5)

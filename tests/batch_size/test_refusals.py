@@ -9,12 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.batch_size.loops import (
-    Recording,
-    attached,
-    piece_losses,
-    small_model,
-)
+from tests.batch_size.loops import Recording, attached, piece_losses, small_model
+
+ADAM = torch.optim.Adam
 
 
 def test_refuses_lazy_parameters_until_they_have_a_shape() -> None:
@@ -86,11 +83,32 @@ def test_refuses_a_model_without_trainable_parameters() -> None:
         ({"every": 2.5}, "every must be a whole number of windows"),
         ({"every": True}, "every must be a whole number of windows"),
         ({"groups": "layers"}, "groups must be"),
-        ({"groups": len}, "groups must return a group's name"),
+        (
+            {"groups": lambda name: 3 if name.startswith("3") else name},
+            "groups must return a group's name, a str, for each parameter, got 3 for '3.weight': return",
+        ),
+        ({"groups": 3}, "groups must be"),
+        ({"log_groups": "yes"}, "log_groups must be"),
+        ({"per_example": "always", "tap": "comm_hook"}, "per_example='always' needs the gradients of single examples"),
+        ({"per_example": "always", "metric": "adam", "optimizer": ADAM}, "per_example='always' needs the gradients"),
+        ({"metric": "lion"}, "metric must be"),
+        ({"metric": "l1"}, "one or several of"),
+        ({"metric": ()}, "one or several of"),
+        ({"metric": ("sign", "sign")}, "once"),
+        ({"metric": ("euclidean", "adam")}, "got no optimizer"),
+        ({"metric": "adam", "optimizer": torch.optim.SGD}, "got SGD: use Adam"),
+        ({"metric": "adam", "optimizer": torch.optim.Adamax}, "got Adamax: use Adam"),
+        (
+            {"metric": "spectral", "staging_mib": 0.5},
+            r"needs 1.0 MiB for '3.weight' of shape \(160, 160\), got staging_mib=0.5",
+        ),
+        ({"optimizer": torch.optim.LBFGS}, "LBFGS evaluates its closure several times a step"),
     ],
 )
 def test_refuses_bad_options_and_leaves_no_hook(options: dict[str, Any], message: str) -> None:
-    model = small_model()
+    model, made = small_model(), options.get("optimizer")
+    if isinstance(made, type):
+        options = options | {"optimizer": made(model.parameters())}
     with pytest.raises(ValueError, match=message):
         attached(model, **options)
     assert not any(p._backward_hooks for p in model.parameters())

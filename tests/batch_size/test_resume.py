@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 from pathlib import Path
@@ -17,7 +18,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import sonde
-from sonde import NoiseScaleProbe
 from sonde.stats.sealed_state import VERSION
 from tests.batch_size.loops import attached, batch, contents_of, mean_loss, small_model, train
 from tests.ranks import Ranks, mesh_of
@@ -106,12 +106,7 @@ def uninterrupted() -> sonde.NoiseScaleReading:
 
 @pytest.mark.parametrize(("saved", "resumed"), [("DDP", "DDP"), ("FSDP2", "FSDP2")])
 def test_saved_on_two_ranks_and_resumed_on_two_three_and_one(
-    ranks2: Ranks,
-    ranks3: Ranks,
-    tmp_path: Path,
-    uninterrupted: sonde.NoiseScaleReading,
-    saved: str,
-    resumed: str,
+    ranks2: Ranks, ranks3: Ranks, tmp_path: Path, uninterrupted: sonde.NoiseScaleReading, saved: str, resumed: str
 ) -> None:
     """Each window's gradient is that of the plain run, so the estimates are, whoever shares the pieces."""
     folder = str(tmp_path / "checkpoint")
@@ -192,16 +187,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"version": VERSION + 1},
-        {"version": VERSION - 1},
-        {"json": "{}"},
-        {"json": None},
-        None,
-        [],
-    ],
-    ids=str,
+    "change", [{"version": VERSION + 1}, {"version": VERSION - 1}, {"json": "{}"}, {"json": None}, None, []], ids=str
 )
 def test_a_damaged_or_foreign_state_is_refused_and_changes_nothing(change: Any) -> None:
     model = small_model()
@@ -226,7 +212,44 @@ def test_any_character_that_is_changed_or_lost_is_noticed() -> None:
                     probe.load_state_dict(state | {"json": damaged})
 
 
-def test_the_probe_is_what_distributed_checkpoints_call_stateful() -> None:
-    from torch.distributed.checkpoint.stateful import Stateful
+# What a state must fit, and what is left out of it.
 
-    assert issubclass(NoiseScaleProbe, Stateful)
+
+def keys(value: Any) -> Any:
+    return {name: keys(entry) for name, entry in value.items()} if isinstance(value, dict) else None
+
+
+def test_contents_with_other_keys_have_another_version() -> None:
+    with attached(nn.Linear(2, 2)) as probe:
+        of_contents = hashlib.sha256(json.dumps(keys(contents_of(probe))).encode()).hexdigest()[:8]
+    assert (VERSION, of_contents) == (10, "57077b0f"), "raise VERSION: states with other keys must be refused"
+
+
+def test_state_of_another_unit_metric_or_groups_is_refused() -> None:
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with attached(model) as rows:
+        state = rows.state_dict()
+    with attached(model, unit="images") as images, pytest.raises(ValueError, match="saved with unit 'rows'"):
+        images.load_state_dict(state)
+    with (
+        attached(model, optimizer, metric="adam") as adam,
+        pytest.raises(ValueError, match="saved with metric 'euclidean'"),
+    ):
+        adam.load_state_dict(state)
+    with (
+        attached(model, groups="kinds") as kinds,
+        pytest.raises(ValueError, match=r"saved with groups \['0', .* but this probe has groups \['"),
+    ):
+        kinds.load_state_dict(state)
+
+
+def test_windows_still_in_the_readback_are_not_added_to_a_loaded_state() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with attached(model, optimizer) as probe:
+        train(model, probe, optimizer, windows=5)
+        state = probe.state_dict()
+        train(model, probe, optimizer, windows=7)
+        probe.load_state_dict(state)
+        assert probe.reading().windows == 5

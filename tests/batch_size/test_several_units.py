@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import sonde
-from sonde.batch_size.taps.window_sums import read_rows
-from sonde.batch_size.units import PieceCounts
 from sonde.runs.report.verdicts import batch_size_panel
 from sonde.stats.sealed_state import sealed
 from sonde.wording import number
@@ -149,19 +147,6 @@ def test_wrong_counts_are_refused_in_every_window(units: Any, message: str, is_m
             train(probe, model, windows=3, declares=in_both)
         with pytest.raises((ValueError, RuntimeError), match=message), probe.piece(units=units):
             pass
-
-
-def test_a_count_on_a_device_that_is_not_finite_drops_the_window() -> None:
-    """A CPU's counts are refused at once, so the sums get what a device would give."""
-    with attached(small_model(), unit=UNITS) as probe:
-        kinds = []
-        for count in (float("nan"), 8.0):
-            sums = probe._reader._sums
-            sums.count(PieceCounts(1.0, 4.0, 4.0, None, (torch.tensor(count, dtype=torch.float64),)))
-            final = {"sq_norm_big": torch.zeros(1, 5), "witness_final": sums._witness}
-            [row] = read_rows(sums.end_window({}) | final, ["squares"], {})
-            kinds.append([drop.kind for drop in row.problems])
-    assert kinds == [["bad_counts"], []]
 
 
 @pytest.mark.parametrize(

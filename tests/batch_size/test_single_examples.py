@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import math
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.batch_size.loops import attached, batch, mean_loss, small_model
-from tests.batch_size.single_examples import assert_as, by_hand, drawn, pieces_of, run, shares
-from tests.oracles import per_example_gradients, population
+from tests.batch_size.loops import attached, mean_loss, pieces_of, small_model
+from tests.batch_size.single_examples import assert_as, by_hand, drawn, run, shares
 
 
 def test_backwards_of_one_piece_are_added_up_for_each_example_from_the_second_window_on() -> None:
@@ -32,20 +29,6 @@ def test_backwards_of_one_piece_are_added_up_for_each_example_from_the_second_wi
         assert probe.alerts == {}
 
 
-@pytest.mark.parametrize("is_declared", [True, False])
-def test_the_gradient_before_a_clip_is_read(is_declared: bool) -> None:
-    model, (x, y) = small_model(), pieces_of(6)[0]
-    expected = by_hand(model, [(x, y)])
-    with attached(model, per_example="auto", units_per_piece=6) as probe:
-        with probe.piece(units=6) if is_declared else contextlib.nullcontext():
-            mean_loss(model, x, y).backward()
-        probe.clip_grad_norm_(1e-3)
-        reading = probe.reading()
-    assert reading.scale == pytest.approx(1.0)
-    assert_as(reading, expected)
-    assert (reading.u, reading.effective_units, reading.coverage) == (1.0, pytest.approx(6.0), None)
-
-
 def test_pieces_of_other_sizes_and_weights() -> None:
     model, pieces = small_model(), pieces_of(6, 3, 1)
     weights, own = [3.0, 1.0, 2.0], [[1.0, 2.0, 0.0, 4.0, 1.0, 1.0], [1.0, 5.0, 2.0], [1.0]]
@@ -58,54 +41,7 @@ def test_pieces_of_other_sizes_and_weights() -> None:
         assert_as(probe.reading(), expected)
 
 
-def test_a_gradient_scaler_and_a_later_scaling_change_nothing() -> None:
-    model, (x, y) = small_model(), pieces_of(6)[0]
-    expected = by_hand(model, [(x, y)])
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    with attached(model, per_example="always", grad_scaler=scaler) as probe:
-        with probe.piece(units=6):
-            scaler.scale(mean_loss(model, x, y)).backward()
-        for p in model.parameters():
-            assert p.grad is not None
-            p.grad.div_(1024.0 * 3.0)  # unscaled, and then divided by 3
-        probe.step()
-        assert_as(probe.reading(), expected)
-
-
-def test_windows_of_one_piece_are_unbiased_and_their_interval_holds_the_exact_value() -> None:
-    """200 windows of 8 of 64 rows, drawn with replacement; the exact moments are those of all 64."""
-    model, (x, y) = small_model(torch.float64), batch(64, torch.Generator().manual_seed(1), torch.float64)
-    exact = population(per_example_gradients(model, lambda out, target: (out - target).square().sum(), x, y))
-    generator, solved = torch.Generator().manual_seed(2), []
-    with attached(model, per_example="always") as probe:
-        for _ in range(200):
-            rows = torch.randint(64, (8,), generator=generator)
-            run(model, probe, [(x[rows], y[rows])])
-            window = probe.window()
-            assert window is not None
-            solved.append([window.total.trace_cov, window.total.grad_sq])
-        reading = probe.reading()
-    values = torch.tensor(solved, dtype=torch.float64)
-    errors = values.std(0) / math.sqrt(len(values))
-    for mean, error, truth in zip(values.mean(0), errors, (exact.trace_cov, exact.grad_sq), strict=True):
-        assert abs(float(mean) - truth) < 3 * float(error)
-    assert reading.low < exact.b_simple < reading.high  # type: ignore[operator]
-
-
 # The choice between examples and pieces.
-
-
-def test_pieces_are_compared_where_a_window_has_several() -> None:
-    readings = []
-    for per_example in ("auto", "never"):
-        model = small_model()
-        with attached(model, per_example=per_example, log_every=1) as probe:
-            run(model, probe, *drawn(12, 32, 32))
-            readings.append(probe.reading())
-        assert not any(m._forward_hooks for m in model.modules())
-    reading, expected = readings
-    assert reading.windows == 12
-    assert (reading.trace_cov, reading.grad_sq, reading.u) == (expected.trace_cov, expected.grad_sq, expected.u)
 
 
 def test_three_windows_in_a_row_change_from_pieces_to_examples_and_back(capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,13 +95,6 @@ def test_a_restart_equals_the_run_that_was_not_interrupted(sizes: tuple[int, ...
     # The witness looks at other elements after a restart, so κ differs in the last bits.
     for name in ("trace_cov", "grad_sq", "low", "high", "u"):
         assert getattr(reading, name) == pytest.approx(getattr(expected, name), rel=1e-6)
-
-
-@pytest.mark.parametrize("options", [{"tap": "comm_hook"}, {"metric": "adam"}])
-def test_what_does_not_go_together_is_refused(options: dict[str, Any]) -> None:
-    model = small_model()
-    with pytest.raises(ValueError, match="per_example='always' needs the gradients of single examples"):
-        attached(model, torch.optim.Adam(model.parameters()), per_example="always", **options)
 
 
 def test_windows_that_are_not_measured_have_no_hook() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -42,7 +42,7 @@ def pieces(model: nn.Module, of: Sequence[Tensor], seed: int, n: int = 3) -> lis
 def train(
     model: nn.Module,
     probe: NoiseScaleProbe,
-    optimizers: Sequence[torch.optim.Optimizer],
+    optimizers: Sequence[Any],
     of: Sequence[Tensor],
     zero: Callable[[], object],
     windows: int = 24,
@@ -62,156 +62,6 @@ def train(
         assert solved.total.grad_sq == pytest.approx(grad_sq, rel=1e-4, abs=1e-4 * trace)
 
 
-@pytest.mark.parametrize("zeroes_model", [True, False])
-def test_the_optimizer_of_a_head_says_that_the_head_is_measured(
-    zeroes_model: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The trunk requires gradients. Where only the optimizer zeroes its own, those of the trunk add up for ever."""
-    model = small_model()
-    head = model[3:]
-    optimizer = adam(head.parameters())
-    with attached(model, optimizer, log_every=1, verbose=True) as probe:
-        said = capsys.readouterr().err
-        assert "Adam, with 4 of 8 trainable parameters: only these are measured" in said
-        assert "0.weight" in said
-        assert "plain, 26,243 trainable parameters" in said
-        zero = model.zero_grad if zeroes_model else optimizer.zero_grad
-        train(model, probe, [optimizer], list(head.parameters()), zero)
-        assert probe.alerts == {}
-        assert set(probe.reading().groups) == {"3", "4"}
-
-
-def test_single_examples_of_a_head_alone() -> None:
-    model = small_model()
-    head = list(model[3:].parameters())
-    x, y = batch(12, torch.Generator().manual_seed(0))
-    rows = [torch.autograd.grad(mean_loss(model, *row), head) for row in zip(x.split(1), y.split(1), strict=True)]
-    grads = [torch.cat([g.double().flatten() for g in row]) for row in rows]
-    expected = window_by_hand(grads, [1.0] * 12, [1.0] * 12, torch.stack(grads).mean(0))
-    with attached(model, adam(head), units_per_piece="first dim", per_example="always") as probe:
-        mean_loss(model, x, y).backward()
-        probe.step()
-        reading = probe.reading()
-        assert (reading.trace_cov, reading.grad_sq) == pytest.approx(expected, rel=1e-4)
-        assert probe.alerts == {}
-
-
-def shared_out(model: nn.Sequential) -> list[torch.optim.Optimizer]:
-    return [torch.optim.SGD(model[:2].parameters(), lr=1e-3), adam(model[2:].parameters())]
-
-
-@pytest.mark.parametrize("how", ["list", "turned round", "wrapped"])
-def test_optimizers_that_share_the_model_out_are_measured_together(
-    how: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = small_model()
-    optimizers = shared_out(model)
-    given: Any = {"list": optimizers, "turned round": optimizers[::-1], "wrapped": tuple(map(Wrapped, optimizers))}
-    with attached(model, given[how], log_every=1, verbose=True) as probe:
-        assert "Adam and SGD\n" in capsys.readouterr().err
-        train(model, probe, optimizers, list(model.parameters()), model.zero_grad)
-        assert probe.alerts == {}
-
-
-@pytest.mark.parametrize("given", [0, 1])
-@pytest.mark.parametrize("is_ended", [True, False])
-def test_of_optimizers_that_share_the_model_out_one_is_given(given: int, is_ended: bool) -> None:
-    """Its part is measured, and an alert says how to measure the rest."""
-    model = small_model()
-    optimizers = shared_out(model)
-    part = [list(model[:2].parameters()), list(model[2:].parameters())][given]
-    with attached(model, optimizers[given], log_every=10) as probe:
-        train(model, probe, optimizers, part, model.zero_grad, windows=2)
-        assert list(probe.alerts) == ["not_watched"]
-        said = probe.alerts["not_watched"]
-        assert f"an optimizer steps {8 - len(part)} parameters that no given one held at attach" in said
-        assert "attach again, with all optimizers that step the model: optimizer=(first, second)" in said
-        if not is_ended:
-            for window in range(3):
-                pieces(model, part, window)
-                for optimizer in optimizers:
-                    optimizer.step()
-                model.zero_grad()
-            assert (probe.reading().windows, list(probe.alerts)) == (5, ["not_watched"])
-
-
-@pytest.mark.parametrize("of", ["the rest", "all"])
-@pytest.mark.parametrize("made", ["before", "after"])
-def test_an_optimizer_that_never_steps_changes_nothing(of: str, made: str) -> None:
-    """One of an earlier stage, or of a later one, when the trunk is to be unfrozen."""
-    model = small_model()
-    other = {"the rest": model[:3], "all": model}[of]
-    idle = [adam(other.parameters())] if made == "before" else []
-    optimizer = adam(model[3:].parameters())
-    with attached(model, optimizer, log_every=1) as probe:
-        idle += [adam(other.parameters())]
-        train(model, probe, [optimizer], list(model[3:].parameters()), model.zero_grad)
-        assert probe.alerts == {}
-
-
-def test_a_given_optimizer_that_never_steps_is_named() -> None:
-    model = small_model()
-    optimizers = shared_out(model)
-    with attached(model, optimizers, log_every=1) as probe:
-        train(model, probe, optimizers[:1], list(model.parameters()), model.zero_grad)
-        assert list(probe.alerts) == ["not_stepped"]
-        assert "6 measured parameters (2.weight" in probe.alerts["not_stepped"]
-
-
-@pytest.mark.parametrize("joins", ["a group", "an optimizer"])
-def test_parameters_that_are_stepped_later_are_named(joins: str) -> None:
-    """The noise scale is still that of the others."""
-    model = small_model()
-    optimizers = [adam(model[3:].parameters())]
-    with attached(model, optimizers[0], log_every=1) as probe:
-        train(model, probe, optimizers, list(model[3:].parameters()), model.zero_grad, windows=3)
-        assert probe.alerts == {}
-        if joins == "a group":
-            optimizers[0].add_param_group({"params": list(model[:3].parameters())})
-        else:
-            optimizers.append(adam(model[:3].parameters()))
-        train(model, probe, optimizers, list(model[3:].parameters()), model.zero_grad, windows=3)
-        assert "steps 4 parameters that no given one held at attach" in probe.alerts["not_watched"]
-
-
-def test_parameters_that_no_optimizer_steps_are_named_where_none_is_given() -> None:
-    model = small_model()
-    optimizer = adam(model[3:].parameters())
-    with attached(model, log_every=1) as probe:
-        train(model, probe, [optimizer], list(model.parameters()), model.zero_grad)
-        assert list(probe.alerts) == ["not_stepped"]
-        assert "4 measured parameters (0.weight" in probe.alerts["not_stepped"]
-
-
-def step_by_hand(parameters: Iterable[Tensor]) -> None:
-    with torch.no_grad():
-        for p in parameters:
-            p.sub_(p.grad, alpha=1e-4)  # type: ignore[arg-type]
-
-
-def test_parameters_that_the_loop_steps_by_itself_are_stepped() -> None:
-    model = small_model()
-    optimizer = adam(model[3:].parameters())
-    with attached(model, log_every=1) as probe:
-        for window in range(24):
-            pieces(model, list(model.parameters()), window)
-            probe.step()
-            optimizer.step()
-            step_by_hand(model[:3].parameters())
-            model.zero_grad()
-        assert probe.alerts == {}
-
-
-def test_groups_with_a_rate_of_0_and_tied_parameters_are_stepped() -> None:
-    model = small_model()
-    model[4].tied = model[4].weight
-    groups = [{"params": list(model[:3].parameters()), "lr": 0.0}, {"params": list(model[3:].parameters())}]
-    optimizer = adam(groups)
-    with attached(model, optimizer, log_every=1) as probe:
-        train(model, probe, [optimizer], list(model.parameters()), model.zero_grad)
-        assert probe.alerts == {}
-
-
 class Wrapped:
     """An optimizer in a wrapper such as Accelerate's."""
 
@@ -222,13 +72,151 @@ class Wrapped:
         return self.optimizer.register_step_pre_hook(hook)
 
 
-def test_an_optimizer_in_a_wrapper_and_one_of_another_model() -> None:
+class ByHand:
+    """A loop's own steps."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.parameters = list(parameters)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in self.parameters:
+            p.sub_(p.grad, alpha=1e-4)  # type: ignore[arg-type]
+
+
+def shared_out(model: nn.Sequential) -> list[Any]:
+    return [torch.optim.SGD(model[:2].parameters(), lr=1e-3), adam(model[2:].parameters())]
+
+
+def of_head(model: nn.Sequential) -> list[Any]:
+    return [adam(model[3:].parameters())]
+
+
+def at_rate_0(model: nn.Sequential) -> list[Any]:
+    """A group that rests, and a parameter with two names."""
+    model[4].tied = model[4].weight
+    return [adam([{"params": list(model[:3].parameters()), "lr": 0.0}, {"params": list(model[3:].parameters())}])]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Which optimizers a loop has.
+
+    Attributes:
+        steps: those that step.
+        given: of them, those that attach is given.
+        measured: the part of the model whose noise scale is measured.
+        idle: further ones, made before attach or after it, which never step.
+        said: alerts.
+    """
+
+    steps: Callable[[nn.Sequential], list[Any]]
+    given: Callable[[list[Any], nn.Sequential], Any] = lambda steps, model: steps
+    measured: Callable[[Any], nn.Module] = lambda model: model
+    idle: Callable[[nn.Sequential], list[Any]] = lambda model: []
+    said: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def head(model: Any) -> nn.Module:
+    return model[3:]  # type: ignore[no-any-return]
+
+
+ANOTHER = "attach again, with all optimizers that step the model: optimizer=(first, second)"
+CASES = {
+    "the head's": Case(of_head, measured=head),
+    "two that share the model out": Case(shared_out),
+    "turned round": Case(shared_out, lambda steps, model: steps[::-1]),
+    "wrapped": Case(shared_out, lambda steps, model: tuple(map(Wrapped, steps))),
+    "the head's, wrapped": Case(of_head, lambda steps, model: Wrapped(steps[0]), head),
+    "one of another model": Case(
+        shared_out, lambda steps, model: adam(small_model().parameters()), said={"optimizer_replaced": ()}
+    ),
+    "the first of two": Case(
+        shared_out,
+        lambda steps, model: steps[0],
+        lambda model: model[:2],
+        said={"not_watched": ("an optimizer steps 6 parameters that no given one held at attach", ANOTHER)},
+    ),
+    "the second of two": Case(
+        shared_out,
+        lambda steps, model: steps[1],
+        lambda model: model[2:],
+        said={"not_watched": ("an optimizer steps 2 parameters that no given one held at attach", ANOTHER)},
+    ),
+    # One of an earlier stage of training, or of a later one, when the trunk is to be unfrozen.
+    "one of the rest that never steps": Case(of_head, measured=head, idle=lambda model: [adam(model[:3].parameters())]),
+    "one of all that never steps": Case(of_head, measured=head, idle=lambda model: [adam(model.parameters())]),
+    "a given one that never steps": Case(
+        lambda model: shared_out(model)[:1],
+        lambda steps, model: [*steps, adam(model[2:].parameters())],
+        said={"not_stepped": ("6 measured parameters (2.weight",)},
+    ),
+    "none given, a part is stepped": Case(
+        of_head, lambda steps, model: None, said={"not_stepped": ("4 measured parameters (0.weight",)}
+    ),
+    "none given, the rest is stepped by hand": Case(
+        lambda model: [*of_head(model), ByHand(model[:3].parameters())], lambda steps, model: None
+    ),
+    "a rate of 0, and tied parameters": Case(at_rate_0),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_measured_is_what_the_optimizers_step(name: str) -> None:
+    """Where only the optimizer zeroes its own gradients, those of the trunk add up for ever."""
+    case, model = CASES[name], small_model()
+    optimizers = case.steps(model)
+    before, zero = case.idle(model), optimizers[0].zero_grad if name == "the head's" else model.zero_grad
+    with attached(model, case.given(optimizers, model), log_every=1) as probe:
+        after = case.idle(model)
+        train(model, probe, optimizers, list(case.measured(model).parameters()), zero)
+        assert len(before) == len(after)  # they are alive
+        assert probe.alerts.keys() == case.said.keys()
+        for kind, words in case.said.items():
+            assert all(each in probe.alerts[kind] for each in words)
+
+
+def test_attach_says_what_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     model = small_model()
-    optimizer = adam(model[3:].parameters())
-    with attached(model, Wrapped(optimizer)) as probe:  # type: ignore[arg-type]
-        train(model, probe, [optimizer], list(model[3:].parameters()), model.zero_grad, windows=3)
-    with attached(model, adam(small_model().parameters())) as probe:
-        train(model, probe, [optimizer], list(model.parameters()), model.zero_grad, windows=3)
+    with attached(model, adam(model[3:].parameters()), verbose=True) as probe:
+        said = capsys.readouterr().err
+        assert set(probe._tracker.groups) == {"3", "4"}
+    assert "Adam, with 4 of 8 trainable parameters: only these are measured" in said
+    assert "0.weight" in said
+    assert "plain, 26,243 trainable parameters" in said
+    attached(model, shared_out(model), verbose=True).close()
+    assert "Adam and SGD\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("joins", ["a group", "an optimizer"])
+def test_parameters_that_are_stepped_later_are_named(joins: str) -> None:
+    """The noise scale is still that of the others."""
+    model = small_model()
+    optimizers, of_probe = of_head(model), list(model[3:].parameters())
+    with attached(model, optimizers[0], log_every=1) as probe:
+        train(model, probe, optimizers, of_probe, model.zero_grad, windows=3)
+        assert probe.alerts == {}
+        if joins == "a group":
+            optimizers[0].add_param_group({"params": list(model[:3].parameters())})
+        else:
+            optimizers.append(adam(model[:3].parameters()))
+        train(model, probe, optimizers, of_probe, model.zero_grad, windows=3)
+        assert "steps 4 parameters that no given one held at attach" in probe.alerts["not_watched"]
+
+
+def test_single_examples_of_a_head_alone() -> None:
+    model = small_model()
+    own = list(model[3:].parameters())
+    x, y = batch(12, torch.Generator().manual_seed(0))
+    rows = [torch.autograd.grad(mean_loss(model, *row), own) for row in zip(x.split(1), y.split(1), strict=True)]
+    grads = [torch.cat([g.double().flatten() for g in row]) for row in rows]
+    expected = window_by_hand(grads, [1.0] * 12, [1.0] * 12, torch.stack(grads).mean(0))
+    with attached(model, adam(own), units_per_piece="first dim", per_example="always") as probe:
+        mean_loss(model, x, y).backward()
+        probe.step()
+        reading = probe.reading()
+        assert (reading.trace_cov, reading.grad_sq) == pytest.approx(expected, rel=1e-4)
+        assert probe.alerts == {}
 
 
 # The clip.
@@ -327,44 +315,4 @@ def test_a_clip_on_ranks_takes_what_the_optimizer_alone_holds(ranks2: Ranks, how
         # fp32 gradients that gloo has averaged.
         assert found["norm"] == pytest.approx(found["expected"], rel=1e-5)
         assert found["temperature"] == pytest.approx(1.0, rel=1e-5)
-        assert found["alerts"] == {}
-
-
-def head_under_fsdp() -> dict[str, Any]:
-    model = small_model()
-    mesh = mesh_of((dist.get_world_size(),))
-    for layer in model:
-        if any(True for _ in layer.parameters()):
-            fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    twin = copy.deepcopy(small_model())
-    with torch.no_grad():
-        model(batch(4, torch.Generator())[0])  # the outermost module shows gathered parameters afterwards
-    optimizer = torch.optim.SGD(model[3:].parameters(), lr=0.0)
-    with attached(model, optimizer, every=1) as probe:
-        added = []
-        for rank in range(dist.get_world_size()):
-            generator = torch.Generator().manual_seed(rank)
-            for _ in range(2):
-                x, y = batch(4, generator)
-                grads = torch.autograd.grad(mean_loss(twin, x, y), list(twin[3:].parameters()))
-                added.append(torch.cat([g.double().flatten() for g in grads]))
-                if rank == dist.get_rank():
-                    mean_loss(model, x, y).backward()
-        norm = probe.clip_grad_norm_(None)
-        optimizer.step()
-        optimizer.zero_grad()
-        final = torch.stack(added).sum(0) / dist.get_world_size()
-        trace, grad_sq = window_by_hand(added, [1.0] * 4, [4.0] * 4, final)
-        reading = probe.reading()
-    return {
-        "measured": (reading.trace_cov, reading.grad_sq, float(norm)),
-        "expected": (trace, grad_sq, float(final.norm())),
-        "alerts": dict(probe.alerts),
-    }
-
-
-def test_the_head_of_a_model_that_fsdp_cuts(ranks2: Ranks) -> None:
-    for found in ranks2(head_under_fsdp):
-        assert found["measured"] == pytest.approx(found["expected"], rel=1e-4)
         assert found["alerts"] == {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from typing import Any
 
 import pytest
@@ -14,19 +13,6 @@ import sonde
 from sonde.batch_size.pace import MOST_EVERY
 from tests.batch_size.loops import flat_grad
 from tests.oracles import window_by_hand
-
-
-class Tensors(nn.Module):
-    """A linear model whose weight is many tensors of one element each, in a hundred blocks."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__()
-        weights = [torch.full((1,), 0.01 * math.sin(i)) for i in range(n)]
-        each = n // 100
-        self.blocks = nn.ModuleList(nn.ParameterList(weights[k : k + each]) for k in range(0, n, each))
-
-    def forward(self, x: Tensor) -> Tensor:  # [rows, n]
-        return x @ torch.cat([weight for block in self.blocks for weight in block])
 
 
 def pieces(n_inputs: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -88,14 +74,3 @@ def test_steps_of_a_hundred_microseconds() -> None:
     assert grown < 100  # of 2,000 windows
     expected = by_hand(model, 4)
     assert (reading.trace_cov, reading.grad_sq) == pytest.approx(expected, rel=1e-5)
-
-
-def test_ten_thousand_tensors() -> None:
-    model = Tensors(10_000)
-    with attached(model) as probe:
-        train(model, probe, pieces(10_000), 3)
-        reading = probe.reading()
-        assert len(reading.groups) == 100
-    assert reading.windows == 3, reading.dropped
-    assert (reading.trace_cov, reading.grad_sq) == pytest.approx(by_hand(model, 10_000), rel=1e-5)
-    assert all(not p._backward_hooks for p in model.parameters())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from collections.abc import Callable
@@ -12,28 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.batch_size.loops import Recording, attached, batch, mean_loss, piece_losses, small_model, train
-
-
-def windows_of(
-    model: nn.Module, n: int, *, read_every: int, change: Callable[[int], object] = lambda window: None
-) -> dict[int, str]:
-    """Train `n` windows of two pieces of a regression; the status after each one that is read, by its number."""
-    generator = torch.Generator().manual_seed(0)
-    statuses = {}
-    with attached(model, groups=None) as probe:
-        for window in range(1, n + 1):
-            for _ in range(2):
-                x = torch.randn(4, 6, generator=generator)
-                y = x + torch.randn(4, 6, generator=generator)
-                with probe.piece(units=4):
-                    (model(x) - y).square().sum(1).mean().backward()
-            change(window)
-            probe.step()
-            model.zero_grad()
-            if window % read_every == 0:
-                statuses[window] = probe.reading().status
-    return statuses
+from tests.batch_size.loops import Recording, attached, batch, mean_loss, piece_losses, sgd, small_model, train
 
 
 class Many(nn.Module):
@@ -48,11 +26,30 @@ class Many(nn.Module):
         return joined / len(self.layers)
 
 
+def statuses(
+    model: nn.Module, n: int, *, read_every: int, change: Callable[[int], object] = lambda window: None
+) -> dict[int, str]:
+    """Train `n` windows of two pieces of a regression; the status after each one that is read, by its number."""
+    generator, found = torch.Generator().manual_seed(0), {}
+    with attached(model, groups=None) as probe:
+        for window in range(1, n + 1):
+            for _ in range(2):
+                x, noise = torch.randn(2, 4, 6, generator=generator)
+                with probe.piece(units=4):
+                    (model(x) - x - noise).square().sum(1).mean().backward()
+            change(window)
+            probe.step()
+            model.zero_grad()
+            if window % read_every == 0:
+                found[window] = probe.reading().status
+    return found
+
+
 def test_one_matrix_of_many_changed_in_every_window_stays_in_doubt() -> None:
     """The matrix is compared only in every 40th window, which is about as long as the averages remember."""
     model = Many(80)
     middle: Any = model.layers[41].weight
-    status = windows_of(model, 120, read_every=5, change=lambda window: middle.grad.copy_(middle.grad.flip(0)))
+    status = statuses(model, 120, read_every=5, change=lambda window: middle.grad.copy_(middle.grad.flip(0)))
     first = next(window for window in status if status[window] == "unresolved" and window > 6)
     assert first <= 45
     assert {status[window] for window in status if window >= first} == {"unresolved"}
@@ -64,14 +61,14 @@ def test_a_dominant_matrix_changed_in_every_window_is_found_by_the_median_scale(
     model = Many(41)
     middle: Any = model.layers[20].weight
     middle.register_hook(lambda g: 30 * g)
-    status = windows_of(model, 100, read_every=10, change=lambda window: middle.grad.mul_(0.9))
+    status = statuses(model, 100, read_every=10, change=lambda window: middle.grad.mul_(0.9))
     assert {status[window] for window in status if window > 60} == {"unresolved"}
 
 
 def test_gradients_present_at_attach_do_not_silence_a_large_model() -> None:
     model = Many(80)
     model(torch.ones(1, 6)).sum().backward()  # stale: never zeroed before the first window
-    assert windows_of(model, 40, read_every=40) == {40: "resolved"}
+    assert statuses(model, 40, read_every=40) == {40: "resolved"}
 
 
 def test_one_changed_window_in_a_deep_model_is_soon_forgotten() -> None:
@@ -82,34 +79,23 @@ def test_one_changed_window_in_a_deep_model_is_soon_forgotten() -> None:
         for p in model.parameters() if window == 61 else ():
             p.grad.mul_(1 + torch.rand(p.shape, generator=generator))  # type: ignore[union-attr]
 
-    status = windows_of(model, 80, read_every=1, change=change)
+    status = statuses(model, 80, read_every=1, change=change)
     assert {status[window] for window in range(62, 81)} == {"resolved"}
-
-
-def test_sixteen_bit_sums_raise_no_false_alarm() -> None:
-    """Where pieces nearly cancel, rounding is large beside their sum and small beside the pieces."""
-    model = small_model(torch.bfloat16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with attached(model, optimizer) as probe:
-        options: dict[str, Any] = {"sizes": [4] * 8, "dtype": torch.bfloat16}
-        train(model, probe, optimizer, windows=60, scale_loss=lambda loss: loss / 8, **options)
-        assert (probe.reading().dropped, probe.reading().doubts) == ({}, {})
 
 
 def test_rare_changes_end_their_doubt() -> None:
     """Two changed windows of many do not hide the number for ever."""
     model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
     def noise() -> None:
         for p in model.parameters():
             p.grad.add_(torch.randn_like(p))  # type: ignore[union-attr]
 
-    with attached(model, optimizer) as probe:
-        train(model, probe, optimizer, windows=2, before_step=noise)
+    with attached(model) as probe:
+        train(model, probe, windows=2, before_step=noise)
         assert probe.reading().status == "unresolved"
         assert "changed" in probe.reading().doubts
-        train(model, probe, optimizer, windows=150)
+        train(model, probe, windows=150)
         assert (probe.reading().status, probe.reading().doubts) == ("resolved", {})
         assert sum(probe.reading().dropped.values()) == 2
 
@@ -117,37 +103,20 @@ def test_rare_changes_end_their_doubt() -> None:
 def test_windows_between_changed_ones_are_not_trusted() -> None:
     """Those windows were clipped too, at elements that were not compared: their numbers would be wrong."""
     model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
     def clip_few_by_value() -> None:
         """By a value that one element in ten thousand reaches: most windows show no change where it is compared."""
         joined = torch.cat([p.grad.abs().flatten() for p in model.parameters()])  # type: ignore[union-attr]
         nn.utils.clip_grad_value_(model.parameters(), float(joined.quantile(0.9999)))
 
-    with attached(model, optimizer) as probe:
-        train(model, probe, optimizer, windows=100, before_step=clip_few_by_value)
+    with attached(model) as probe:
+        train(model, probe, windows=100, before_step=clip_few_by_value)
         reading = probe.reading()
     assert reading.windows > 30  # averaged, since no change was seen in them
-    assert reading.status == "unresolved"
-    assert (reading.b_simple, reading.low, reading.grad_sq) == (None, None, None)
+    assert (reading.status, reading.b_simple, reading.low, reading.grad_sq) == ("unresolved", None, None, None)
     assert "clipped by value" in reading.reason or "not a multiple" in reading.reason
     assert "others may have been" in reading.reason
     assert all(group.b_simple is None for group in reading.groups.values())
-
-
-def test_parameters_added_after_attach_are_clipped_too(caplog: pytest.LogCaptureFixture) -> None:
-    """New parameters are not measured, and an alert says so. A clip still covers the whole model, as torch's does."""
-    model = small_model()
-    with caplog.at_level(logging.CRITICAL), attached(model) as probe:
-        model.append(nn.Linear(3, 3))
-        for loss in piece_losses(model, [4, 4]):
-            with probe.piece(units=4):
-                loss().backward()
-        before = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        assert float(probe.clip_grad_norm_(0.1)) == pytest.approx(float(before), rel=1e-6)
-        after = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        assert float(after) == pytest.approx(0.1, rel=1e-4)
-        assert "cannot be measured" in probe.alerts["not_watched"]
 
 
 def test_a_parameter_that_is_no_longer_used_raises_no_doubt() -> None:
@@ -155,12 +124,11 @@ def test_a_parameter_that_is_no_longer_used_raises_no_doubt() -> None:
     with attached(model) as probe:
         for window in range(120):
             for _ in range(2):
+                x, y = batch(4, generator)
                 with probe.piece(units=4):
-                    x, y = batch(4, generator)
-                    loss = (model["body"](x) - y).square().mean()
+                    mean_loss(model["body"], x, y).backward()
                     if window < 10:
-                        loss = loss + (model["unused"](x) - y).square().mean()
-                    loss.backward()
+                        mean_loss(model["unused"], x, y).backward()
             if window == 9:
                 model["unused"].weight.grad.add_(1.0)  # type: ignore[union-attr,operator]
             probe.step()
@@ -168,32 +136,33 @@ def test_a_parameter_that_is_no_longer_used_raises_no_doubt() -> None:
         assert probe.reading().status == "resolved"
 
 
+# 16 bits.
+
+
+def test_sixteen_bit_sums_raise_no_false_alarm() -> None:
+    """Where pieces nearly cancel, rounding is large beside their sum and small beside the pieces."""
+    model = small_model(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attached(model, optimizer) as probe:
+        train(
+            model, probe, optimizer, windows=60, sizes=[4] * 8, scale_loss=lambda loss: loss / 8, dtype=torch.bfloat16
+        )
+        assert (probe.reading().dropped, probe.reading().doubts) == ({}, {})
+
+
 def test_large_pieces_in_sixteen_bits_are_not_the_same_data() -> None:
-    model, generator = nn.Linear(6, 2).bfloat16(), torch.Generator().manual_seed(0)
+    model = nn.Linear(12, 3).bfloat16()
     with attached(model) as probe:
-        for _ in range(20):
-            for _ in range(4):
-                x = torch.randn(2048, 6, generator=generator)
-                y = x[:, :2] + 0.5 * torch.randn(2048, 2, generator=generator)
-                with probe.piece(units=2048):
-                    ((model(x.bfloat16()) - y.bfloat16()).square().mean() / 4).backward()
-            probe.step()
-            model.zero_grad()
+        train(model, probe, windows=20, sizes=[2048] * 4, scale_loss=lambda loss: loss / 4, dtype=torch.bfloat16)
         assert "same_data" not in probe.reading().doubts
         assert probe.reading().windows == 20
 
 
 def test_a_model_may_be_converted_after_attach() -> None:
     """Its sums round differently from then on."""
-    model, generator = small_model(), torch.Generator().manual_seed(0)
+    model = small_model()
     with attached(model) as probe:
-        model.bfloat16()
-        for _ in range(10):
-            for _ in range(4):
-                with probe.piece(units=4):
-                    mean_loss(model, *batch(4, generator, torch.bfloat16)).backward()
-            probe.step()
-            model.zero_grad()
+        train(model.bfloat16(), probe, windows=10, sizes=[4] * 4, dtype=torch.bfloat16)
         assert (probe.reading().windows, dict(probe.reading().dropped)) == (10, {})
 
 
@@ -204,29 +173,16 @@ def test_an_alert_is_over_with_its_cause() -> None:
     """An alert is raised once, written with every reading while its cause lasts, and with none afterwards."""
     model, sink = small_model(), Recording()
     with attached(model, sinks=[sink], log_every=1) as probe:
-        for window in range(4):
-            for loss in piece_losses(model, [4, 4]):
-                with probe.piece(units=4):
-                    (loss() * (math.nan if window in (1, 2) else 1.0)).backward()
-            probe.step()
-            model.zero_grad()
+        for factor in (1.0, math.nan, math.nan, 1.0):
+            train(model, probe, scale_loss=lambda loss, factor=factor: loss * factor)  # type: ignore[misc]
     assert [list(r["alerts"]) for r in sink.of_kind("reading")] == [[], ["not_finite"], ["not_finite"], []]
     assert [a["name"] for a in sink.of_kind("alert")] == ["not_finite"]
-
-
-def test_healthy_data_raise_no_alert() -> None:
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with attached(model, optimizer, log_every=1) as probe:
-        train(model, probe, optimizer, windows=40)
-        assert probe.reading().status == "resolved"
-        assert probe.alerts == {}
 
 
 def test_too_few_data_are_no_alert_but_come_with_advice() -> None:
     """Pure noise: the true gradient is 0, so no number of windows finds an upper bound."""
     model, generator = nn.Linear(30, 1, bias=False), torch.Generator().manual_seed(0)
-    with attached(model, log_every=10, units_per_piece=2) as probe:
+    with attached(model, units_per_piece=2) as probe:
         for _ in range(60):
             for _ in range(3):
                 (model.weight * torch.randn(1, 30, generator=generator)).sum().backward()
@@ -238,12 +194,15 @@ def test_too_few_data_are_no_alert_but_come_with_advice() -> None:
         assert re.search(r"horizon|units in each window|more windows", reading.advice)
 
 
-def test_parameters_unfrozen_later_are_noticed() -> None:
+@pytest.mark.parametrize("unfrozen", [False, True])
+def test_parameters_unfrozen_later_are_noticed(unfrozen: bool) -> None:
     model = small_model()
     model[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with attached(model, optimizer, log_every=1) as probe:
-        for unfrozen in (False, True):
-            model[0].requires_grad_(unfrozen)
-            train(model, probe, optimizer, windows=2)
-            assert ("0.weight" in probe.alerts.get("not_watched", "")) == unfrozen
+    with attached(model, sgd(model), log_every=1) as probe:
+        model[0].requires_grad_(unfrozen)
+        for loss in piece_losses(model, [4, 4]):
+            with probe.piece(units=4):
+                loss().backward()
+        probe.step()
+        probe.reading()
+        assert ("0.weight" in probe.alerts.get("not_watched", "")) == unfrozen

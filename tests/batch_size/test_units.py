@@ -138,28 +138,19 @@ def test_a_loop_whose_rows_cannot_be_counted_is_told_what_to_pass(loop: Callable
 
 
 @pytest.mark.parametrize("is_declared", [False, True])
-def test_a_call_that_is_not_clear_leaves_out_the_window_and_training_goes_on(is_declared: bool) -> None:
+def test_a_call_that_is_not_clear_leaves_out_the_window(is_declared: bool) -> None:
     """What the model returns has no rows of the batch."""
-    weights = []
-    for is_probed in (True, False):
-        model = nn.Sequential(small_model(), nn.Flatten(0), nn.Unflatten(0, (6, 2)))
-        generator, optimizer = torch.Generator().manual_seed(0), torch.optim.SGD(model.parameters(), lr=0.005)
-        with attached(model, units_per_piece="first dim") if is_probed else contextlib.nullcontext() as probe:
-            for _ in range(3):
-                for _ in range(2):
-                    with probe.piece() if probe is not None and is_declared else contextlib.nullcontext():
-                        model(batch(4, generator)[0]).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            weights.append([p.detach() for p in model.parameters()])
-            if probe is not None:
-                expected = Problem.BAD_COUNTS if is_declared else Problem.UNITS_ASKED
-                assert probe.reading().dropped == {expected.message: 3}
-                assert probe.alerts["units"] == (
-                    "which dim is the batch is not clear: the batch has input float32 [4, 12], and the model returned "
-                    "[6, 2]. " + HOW_TO_COUNT
-                )
-    assert all(map(torch.equal, *weights))
+    model = nn.Sequential(small_model(), nn.Flatten(0), nn.Unflatten(0, (6, 2)))
+    with attached(model, units_per_piece="first dim") as probe:
+        for _ in range(2):
+            with probe.piece() if is_declared else contextlib.nullcontext():
+                model(batch(4, torch.Generator())[0]).square().mean().backward()
+        probe.step()
+        assert probe.reading().dropped == {(Problem.BAD_COUNTS if is_declared else Problem.UNITS_ASKED).message: 1}
+        assert probe.alerts["units"] == (
+            "which dim is the batch is not clear: the batch has input float32 [4, 12], and the model returned [6, 2]. "
+            + HOW_TO_COUNT
+        )
 
 
 @pytest.mark.parametrize("is_training", [False, True])
@@ -233,16 +224,6 @@ def test_a_function_that_fails_on_one_rank_is_named_there_and_no_rank_waits(rank
     assert reason == peers_reason
 
 
-def test_a_model_that_is_called_in_parts_may_give_a_number() -> None:
-    model, generator = small_model(), torch.Generator().manual_seed(0)
-    with attached(model, units_per_piece=4) as probe:
-        for _ in range(3):
-            in_parts(model, generator)
-            probe.step()
-            model.zero_grad()
-        assert (probe.reading().windows, probe.alerts) == (3, {})
-
-
 class OnFrozenFeatures(nn.Module):
     """Rows, after an encoder that is not trained: torch computes it in one kernel while no module in it has a hook."""
 
@@ -285,24 +266,6 @@ def test_layers_are_asked_once_whether_the_first_dim_is_the_batch_and_nothing_ch
         assert probe.reading().units_per_window == 8
     assert hooks == [2, 0, 0, 0, 0, 0]
     assert all(map(torch.equal, weights, run(OnFrozenFeatures(), None)))
-
-
-def test_a_compiled_model_is_not_compiled_again_and_keeps_no_hook_inside() -> None:
-    n_compiled = 0
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        nonlocal n_compiled
-        n_compiled += 1
-        return graph.forward
-
-    model = torch.compile(small_model(), backend=backend, dynamic=False)
-    with attached(model) as probe:
-        for _ in range(3):
-            for _ in range(2):
-                model(batch(4, torch.Generator())[0]).square().mean().backward()
-            probe.step()
-            model.zero_grad()
-        assert (probe.reading().units_per_window, hooks_in(model), n_compiled) == (8, 0, 1)
 
 
 # What a forward or a loop around says besides.

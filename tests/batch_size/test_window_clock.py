@@ -59,17 +59,6 @@ def test_each_duration_is_given_once_when_the_device_has_come_so_far() -> None:
     assert not any(clock.take().values())
 
 
-def test_a_device_that_has_done_nothing_gives_nothing() -> None:
-    device = Device()
-    clock = WindowClock(device.mark)
-    for number, end in enumerate((1.0, 2.0, 3.0)):
-        device.given.append(end)
-        clock.window_ended(number, was_measured=True)
-    assert not any(clock.take().values())
-    device.now = 2.0
-    assert clock.take() == {"idle_time": 0, "n_idle": 0, "measured_time": 1.0, "n_measured": 1}
-
-
 def test_the_hosts_clock_is_read_where_the_host_does_the_work() -> None:
     assert marks_of(torch.device("cpu")) is HostMark
     first, second = HostMark(), HostMark()

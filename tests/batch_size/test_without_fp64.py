@@ -12,10 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from sonde.batch_size.taps.metric import Euclidean, add_parts
 from sonde.batch_size.taps.tap import GradientSummary
@@ -24,16 +21,18 @@ from sonde.batch_size.taps.witness import Witness
 from sonde.batch_size.units import piece_counts
 from sonde.gradient_norm import global_norm
 from sonde.parallel import devices
+from tests.batch_size.cut_loops import assert_near, train
 from tests.batch_size.loops import Recording, attached, batch, mean_loss, small_model
+from tests.batch_size.set_ups import Loop
 from tests.pretend_device import DEVICE, PretendDevice
-from tests.ranks import Ranks, mesh_of
+from tests.ranks import Ranks
 
 
 @contextlib.contextmanager
-def no_float64(*, on: bool = True) -> Iterator[None]:
+def no_float64() -> Iterator[None]:
     """sonde takes the CPU for a device without fp64; ranks of gloo have no other device."""
     with contextlib.ExitStack() as patches:
-        for module in (devices, global_norm) if on else ():
+        for module in (devices, global_norm):
             patches.enter_context(mock.patch.object(module, "has_float64", return_value=False))
         yield
 
@@ -97,47 +96,29 @@ def test_squares_lose_a_hundred_thousandth(n_parameters: int, n_pieces: int) -> 
         assert squares_of(n_parameters, n_pieces) == pytest.approx(exact, rel=2e-5)
 
 
-def _on_ranks(how: str, clips: bool) -> Any:
-    """tr Σ and |G|² of the total, then of each group: with fp64 and without; or the message of a clip without."""
-    readings = []
-    for on in (False, True):
-        torch.manual_seed(0)
-        model: nn.Module = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2))
-        model = DistributedDataParallel(model) if how != "fsdp2" else fully_shard(model, mesh=mesh_of((2,)))
-        tap: Any = "comm_hook" if how == "ddp buckets" else "leaf"
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        with no_float64(on=on), attached(model, groups=str, tap=tap) as probe:
-            for _ in range(4):
-                for n in (2, 3):
-                    waits = how == "ddp buckets" and n == 2  # buckets show a whole window, at its last backward
-                    no_sync: Any = model.no_sync() if waits else contextlib.nullcontext()  # type: ignore[operator]
-                    with probe.piece(units=n, weight=n), no_sync:
-                        model(torch.randn(n, 6, generator=generator)).square().sum().backward()
-                if on and clips:
-                    try:
-                        probe.clip_grad_norm_(1.0)
-                    except ValueError as error:
-                        return str(error)
-                probe.step()
-                model.zero_grad()
-            reading = probe.reading()
-            assert (reading.windows, len(probe.alerts)) == (4, 0)
-            readings.append([(g.trace_cov, g.grad_sq) for g in (reading, *reading.groups.values())])
-    return readings
+def on_ranks(loop: Loop) -> dict[str, Any]:
+    with no_float64():
+        return train(loop, probed=True)
 
 
-@pytest.mark.parametrize("how", ["ddp buckets", "fsdp2"])
-def test_ranks_sum_in_fp32(ranks2: Ranks, how: str) -> None:
-    for exact, found in ranks2(_on_ranks, how, False):
-        assert exact != found  # otherwise both were in fp64
-        for got, expected in zip(found, exact, strict=True):
+@pytest.mark.parametrize("loop", [Loop("ddp", clips=False, options={"tap": "comm_hook"}), Loop(clips=False)], ids=str)
+def test_ranks_sum_in_fp32(ranks2: Ranks, loop: Loop) -> None:
+    for result in ranks2(on_ranks, loop):
+        assert result["alerts"] == {}
+        for window, exact in zip(result["windows"], result["by hand"], strict=True):
             # Sums of a few squares lose 1e-7 each, and tr Σ and |G|² are a tenth of what they are differences of.
-            assert got == pytest.approx(expected, rel=1e-5)
+            assert_near(loop, "fp32", window["euclidean"], exact["euclidean"], 1.0)
+
+
+def a_clip_on_ranks() -> str:
+    with no_float64(), pytest.raises(ValueError, match="fp64") as refused:
+        train(Loop(), probed=True)
+    return str(refused.value)
 
 
 def test_a_norm_over_ranks_without_fp64_is_refused(ranks2: Ranks) -> None:
     """The ranks are compared by whole numbers that fp32 cannot add exactly: a false alarm would stop a run."""
-    for message in ranks2(_on_ranks, "fsdp2", True):
+    for message in ranks2(a_clip_on_ranks):
         assert "a norm over several ranks needs fp64, which cpu has not: clip by torch.nn.utils" in message
 
 

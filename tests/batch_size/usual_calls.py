@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
+from torch.nn.utils.rnn import pack_sequence
 
 N, T = 6, 9
 """Units in a micro-batch, and positions of each."""
@@ -141,30 +141,15 @@ CALLS: dict[str, tuple[nn.Module, Callable[[], Any], int | None]] = {
         lambda: (ids(N), ids(N)),
         N,
     ),
-    "a pair in a list": (
-        By(lambda m, x: m.head(x[0] - x[1]), head=nn.Linear(5, 2)),
-        lambda: ([torch.randn(N, 5)] * 2,),
-        N,
-    ),
     "a dictionary": (
         By(lambda m, x: m.head(x["x"]), head=nn.Linear(5, 2)),
         lambda: ({"s": 1.0, "x": torch.randn(N, 5)},),
-        N,
-    ),
-    "diffusion: images, timesteps, text": (
-        By(lambda m, x, t, c: m.conv(x) + t[:, None, None, None] + c.mean(), conv=nn.Conv2d(3, 3, 3)),
-        lambda: (torch.randn(N, 3, 8, 8), torch.rand(N), torch.randn(N, 7, 16)),
         N,
     ),
     "two views made in the model": (
         By(lambda m, x: m.head(torch.cat([x, x + 1])), head=nn.Linear(5, 2)),
         lambda: (torch.randn(N, 5),),
         ASKED,
-    ),
-    "an autoencoder": (
-        By(lambda m, x: (m.a(x), m.b(x)), a=nn.Linear(5, 5), b=nn.Linear(5, 2)),
-        lambda: (torch.randn(N, 5),),
-        N,
     ),
     "a loss and counts of experts": (
         By(lambda m, x, y: (F.mse_loss(m.head(x), y), torch.ones(4)), head=nn.Linear(5, 2)),
@@ -202,16 +187,6 @@ CALLS: dict[str, tuple[nn.Module, Callable[[], Any], int | None]] = {
         lambda: (list(torch.randn(N, 3, 8, 8)),),
         ASKED,
     ),
-    "views of the same images in a list": (
-        By(lambda m, x: m.head(m.conv(torch.cat(x)).mean((2, 3))), **CONV),
-        lambda: ([torch.randn(N, 3, 8, 8)] * 4,),
-        ASKED,
-    ),
-    "a bag of instances": (
-        By(lambda m, x: m.head(x).mean(0, keepdim=True), head=nn.Linear(5, 2)),
-        lambda: (torch.randn(N, 5),),
-        ASKED,
-    ),
     "functions at coordinates that all share, as many as their coefficients": (
         By(
             lambda m, at, z: m.head(torch.tanh(m.at(at)[None] + m.of(z)[:, None])),
@@ -227,36 +202,11 @@ CALLS: dict[str, tuple[nn.Module, Callable[[], Any], int | None]] = {
     "LSTM, batch first, each step": (recurrent(True, lambda m, y, s: m.head(y)), lambda: (ids(N, T),), N),
     "LSTM, time first, a class": (recurrent(False, lambda m, y, s: m.head(y[-1])), lambda: (ids(T, N),), N),
     "LSTM, time first, each step": (recurrent(False, lambda m, y, s: m.head(y)), lambda: (ids(T, N),), N),
-    "LSTM, time first, rows of all steps and the state": (
-        recurrent(False, lambda m, y, s: (m.head(y).flatten(0, 1), s)),
-        lambda: (ids(T, N), torch.zeros(1, N, 8)),
-        N,
-    ),
-    "GRU, time first, a loss": (
-        recurrent(False, lambda m, y, s: m.head(y).square().mean(), nn.GRU),
-        lambda: (ids(T, N), ids(T, N)),
-        N,
-    ),
     "LSTM, as many steps as units": (recurrent(False, lambda m, y, s: m.head(y)), lambda: (ids(N, N),), N),
     "LSTM, time first inside": (By(transposing, **embedded(rnn=nn.LSTM(8, 8))), lambda: (ids(N, T),), N),
-    "CTC: batch first, scores time first": (
-        By(lambda m, x: m.head(x).transpose(0, 1), head=nn.Linear(5, 4)),
-        lambda: (torch.randn(N, T, 5),),
-        N,
-    ),
-    "cells over time": (
-        By(lambda m, x: m.head(unrolled(m, x, torch.zeros(N, 8))), cell=nn.GRUCell(5, 8), head=nn.Linear(8, 2)),
-        lambda: (torch.randn(T, N, 5),),
-        N,
-    ),
     "time first by hand, targets of sequences": (
         By(lambda m, x, y: F.cross_entropy(m.head(x[-1]), y), head=nn.Linear(5, 4)),
         lambda: (torch.randn(T, N, 5), torch.randint(4, (N,))),
-        ASKED,
-    ),
-    "time first by hand, a class": (
-        By(lambda m, x: m.head(x[-1]), head=nn.Linear(5, 4)),
-        lambda: (torch.randn(T, N, 5),),
         ASKED,
     ),
     "transformer, batch first, with a mask": (language_model(True), lambda: (ids(N, T), causal(T)), N),
@@ -264,17 +214,6 @@ CALLS: dict[str, tuple[nn.Module, Callable[[], Any], int | None]] = {
     "transformer, time first, with a mask, compiled": (
         torch.compile(language_model(False), backend="eager"),
         lambda: (ids(T, N), causal(T)),
-        ASKED,
-    ),
-    "transformer, time first, a loss, compiled": (
-        torch.compile(
-            By(
-                lambda m, x, y: m.head(m.encoder(m.embed(x))).square().mean(),
-                **embedded(encoder=encoder(batch_first=False)),
-            ),
-            backend="eager",
-        ),
-        lambda: (ids(T, N), ids(T, N)),
         ASKED,
     ),
     "transformer, time first, rows of all positions": (language_model(False, flat=True), lambda: (ids(T, N),), N),
@@ -289,16 +228,6 @@ CALLS: dict[str, tuple[nn.Module, Callable[[], Any], int | None]] = {
     "packed sequences": (
         By(lambda m, x, y: (m.head(m.rnn(x)[1][-1]) - y).square().mean(), rnn=nn.GRU(5, 8), head=nn.Linear(8, 2)),
         lambda: (pack_sequence([torch.randn(20 - k, 5) for k in range(N)]), torch.randn(N, 2)),
-        N,
-    ),
-    "packed sequences, batch first, scores of all steps": (
-        By(lambda m, x: m.head(m.rnn(x)[0].data), rnn=nn.GRU(5, 8, batch_first=True), head=nn.Linear(8, 2)),
-        lambda: (pack_padded_sequence(torch.randn(N, T, 5), torch.arange(T, T - N, -1), batch_first=True),),
-        N,
-    ),
-    "lengths beside padded sequences": (
-        By(lambda m, x, n: m.head(x) * n[:, None, None], head=nn.Linear(5, 2)),
-        lambda: (torch.randn(N, T, 5), torch.full((N,), T)),
         N,
     ),
     # Bags, graphs, recommenders.
@@ -328,11 +257,6 @@ CALLS: dict[str, tuple[nn.Module, Callable[[], Any], int | None]] = {
         lambda: (graphs().x, graphs().edge_index, graphs().batch),
         ASKED,
     ),
-    "graphs, as tensors, a loss": (
-        By(lambda m, x, e, b, y: F.cross_entropy(pooled(m, x, e, b), y), head=nn.Linear(5, 2)),
-        lambda: (graphs().x, graphs().edge_index, graphs().batch, torch.randint(2, (N,))),
-        ASKED,
-    ),
     # Text, packed.
     "packed documents, with their borders": (
         By(lambda m, input_ids, cu_seqlens: m.head(m.embed(input_ids)), **embedded()),
@@ -343,11 +267,6 @@ CALLS: dict[str, tuple[nn.Module, Callable[[], Any], int | None]] = {
         By(lambda m, input_ids, position_ids: m.head(m.embed(input_ids)), **embedded()),
         lambda: {"input_ids": ids(1, 50), "position_ids": torch.arange(25).repeat(2)[None]},
         1,
-    ),
-    "positions that all rows share": (
-        By(lambda m, input_ids, position_ids: m.head(m.embed(input_ids)), **embedded()),
-        lambda: {"input_ids": ids(N, T), "position_ids": torch.arange(T)[None]},
-        N,
     ),
     "patches of images before texts": (
         By(

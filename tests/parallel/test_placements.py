@@ -21,12 +21,7 @@ from tests.ranks import Ranks, mesh_of
 
 
 def _summary(share: Share) -> dict[str, Any]:
-    return {
-        "sharded": share.sharded,
-        "partial": share.partial,
-        "n_shards": share.n_shards,
-        "ranks": share.ranks,
-    }
+    return {"sharded": share.sharded, "partial": share.partial, "n_shards": share.n_shards, "ranks": share.ranks}
 
 
 def test_a_plain_tensor_is_whole() -> None:

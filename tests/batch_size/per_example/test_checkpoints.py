@@ -109,17 +109,6 @@ class Wrapped(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=True)
 
 
-def test_the_masks_of_dropout_are_those_of_the_first_forward() -> None:
-    """A checkpoint draws the same masks again. The oracle differentiates the same masks for each example."""
-    model = Checkpointed(reentrant=False, dropout=0.4).double()
-
-    def seeded(m: nn.Module) -> Tensor:
-        torch.manual_seed(5)
-        return without_checkpoints(model)(m)
-
-    assert_exact(model, seeded)
-
-
 def activations_alive(model: Checkpointed, *, measured: bool) -> int:
     """How many inputs of linear layers in blocks are still in memory between forward and backward."""
     inputs: list[StorageWeakRef] = []

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from tests.batch_size.per_example.oracle import assert_exact, exact_squares, measure, shares_of
+from tests.batch_size.per_example.oracle import assert_exact, exact_squares, measure
 
 B = 4
 
@@ -71,53 +71,6 @@ def test_gpt_in_fp32_is_exact_to_rounding() -> None:
     torch.testing.assert_close(squares.totals(), torch.stack(list(exact.values())).sum(0), rtol=1e-6, atol=0.0)
     for name, row in zip(squares.names, squares.sq_norms, strict=True):
         torch.testing.assert_close(row, exact[name], rtol=1e-4, atol=1e-14, msg=lambda m, name=name: f"{name}: {m}")
-
-
-class Residual(nn.Module):
-    def __init__(self, width: int, out: int, stride: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(width, out, 3, stride=stride, padding=1, bias=False),
-            nn.GroupNorm(2, out),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(out, out, 3, padding=1, bias=False),
-            nn.GroupNorm(2, out),
-        )
-        self.short = nn.Sequential(nn.Conv2d(width, out, 1, stride=stride, bias=False), nn.GroupNorm(2, out))
-        self.last = nn.ReLU(inplace=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.body(x) + self.short(x))
-
-
-def test_a_residual_convolutional_net() -> None:
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 7, stride=2, padding=3), nn.GroupNorm(2, 8), nn.ReLU(inplace=True), nn.MaxPool2d(2),
-        Residual(8, 8, 1), Residual(8, 16, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10),
-    ).double()  # fmt: skip
-    for staging in (8 * 2**20, 1000):
-        assert_exact(model, shares_of(torch.randn(B, 3, 32, 32)), staging_bytes=staging)
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["batch_first", "positions first"])
-def test_torchs_transformer_encoder(first: bool) -> None:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=first)
-    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    model = nn.Sequential(nn.Linear(3, 8), encoder).double()
-    x, causal = torch.randn(B, 5, 3), nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
-
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = model
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.inner[0](x)
-            x = x if first else x.transpose(0, 1)
-            y = self.inner[1](x, mask=causal, is_causal=True)
-            return y if first else y.transpose(0, 1)
-
-    assert_exact(Masked(), shares_of(x))
 
 
 class TimeFirst(nn.Module):
@@ -199,37 +152,6 @@ def test_models_of_transformers(kind: str) -> None:
     if kind == "gpt2":
         assert "is 1, not 4 examples" in squares.not_covered()["transformer.wpe.weight"]
         assert_exact(WithPositions(model), lambda m: token_shares(m, ids))
-
-
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_a_model_of_transformers_with_gradient_checkpointing(reentrant: bool) -> None:
-    model, ids = hugging_face("tied llama").double(), tokens()
-    plain = measure(model, lambda m: token_shares(m, ids))
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.train()
-    model.enable_input_require_grads()
-    squares = measure(model, lambda m: token_shares(m, ids))
-    assert squares.not_covered() == {}
-    torch.testing.assert_close(squares.sq_norms, plain.sq_norms, rtol=1e-6, atol=0.0)
-
-
-def test_adapters_on_a_frozen_model() -> None:
-    class Adapted(nn.Module):
-        def __init__(self, base: nn.Linear) -> None:
-            super().__init__()
-            self.base = base.requires_grad_(False)
-            self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.base(x) + self.up(self.down(x))
-
-    model = SmallGpt().requires_grad_(False)
-    for block in model.blocks:
-        block.qkv, block.up = Adapted(block.qkv), Adapted(block.up)
-    ids = tokens()
-    squares = assert_exact(model.double(), lambda m: token_shares(m, ids))
-    assert len(squares.names) == 8
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -111,10 +111,7 @@ def test_a_subclass_with_a_forward_of_its_own_has_no_rule() -> None:
 def test_a_parametrised_weight_is_named() -> None:
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, 3)).double()
     squares = measure(model, shares_of(X))
-    assert set(squares.not_covered()) == {
-        "0.parametrizations.weight.original0",
-        "0.parametrizations.weight.original1",
-    }
+    assert set(squares.not_covered()) == {"0.parametrizations.weight.original0", "0.parametrizations.weight.original1"}
 
 
 def test_inputs_that_change_in_place_before_backward() -> None:
@@ -158,19 +155,6 @@ def test_positions_that_all_examples_share(shape: str, n_examples: int) -> None:
     if not_covered:
         words = "which may be the examples or the positions" if shape == "[T]" and n_examples == T else "not "
         assert words in squares.not_covered()["position.weight"]
-
-
-def test_flattened_examples_are_named() -> None:
-    class Flat(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.first(x).flatten(0, 1)).unflatten(0, x.shape[:2])
-
-    squares = assert_exact(Flat().double(), shares_of(X), not_covered=("head.weight", "head.bias"))
-    assert "is 24, not 4 examples" in squares.not_covered()["head.weight"]
 
 
 def test_a_gradient_penalty_is_named_and_torch_autograd_grad_does_not_count() -> None:

@@ -48,19 +48,6 @@ def test_linear(layer: nn.Linear, shape: tuple[int, ...], staging: int) -> None:
     assert_exact(in_training(layer), shares_of(real(*shape)), staging_bytes=staging)
 
 
-def test_linear_with_an_input_that_is_no_block_of_memory() -> None:
-    class ChannelsLast(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mix = nn.Linear(6, 4)
-
-        def forward(self, x: Tensor) -> Tensor:  # [B, C, H, W]
-            return self.mix(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-
-    for staging in (8 * 2**20, 200):
-        assert_exact(in_training(ChannelsLast()), shares_of(real(B, 6, 3, 4)), staging_bytes=staging)
-
-
 EMBEDDING = {
     "one row": (nn.Embedding(6, 4), (B,)),
     "sequences with repeats": (nn.Embedding(6, 4), (B, 20)),
@@ -231,10 +218,7 @@ class Scale(nn.Module):
 
 def scale_rule(layer: Scale, inputs: tuple[Tensor, ...], grad: Tensor) -> dict[str, Any]:
     (x,) = inputs
-    return {
-        "scale": (x * (grad @ layer.turn.T)).sum(1),
-        "turn": OuterProducts(x * layer.scale, grad),
-    }
+    return {"scale": (x * (grad @ layer.turn.T)).sum(1), "turn": OuterProducts(x * layer.scale, grad)}
 
 
 @pytest.mark.parametrize("staging", [8 * 2**20, 1], ids=["", "no staging area"])

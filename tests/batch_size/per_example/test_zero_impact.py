@@ -1,26 +1,19 @@
-"""A measured backward is bit for bit a plain one, and nothing is left behind."""
+"""A measured backward is bit for bit a plain one, and nothing is left behind. `test_zero_impact.py` has DDP."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
-import io
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from sonde.batch_size.per_example.norms import PerExampleNorms
-from tests.batch_size.per_example.oracle import assert_as, exact_squares, shares_of
-from tests.ranks import Ranks
 
 B, T, WIDTH, VOCABULARY, STEPS = 6, 5, 16, 13, 5
 
@@ -50,16 +43,13 @@ class Everything(nn.Module):
         return self.head(checkpoint(self.block, x, use_reentrant=False))
 
 
-def train(*, measured: bool, autocast: bool = False, scaled: bool = False, ddp: dict[str, Any] | None = None) -> Any:
+def train(*, measured: bool, autocast: bool = False, scaled: bool = False) -> Any:
     """Everything that a measurement could have disturbed, after each step."""
     torch.manual_seed(3)
-    plain = Everything(sparse=ddp is None and not autocast and not scaled)
-    model: nn.Module = plain if ddp is None else DistributedDataParallel(plain, **ddp)
-    rank = 0 if ddp is None else dist.get_rank()
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(plain.parameters(), lr=0.01, momentum=0.9)
+    model = Everything(sparse=not autocast and not scaled)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=scaled)
-    generator = torch.Generator().manual_seed(rank)
-    torch.manual_seed(11 + rank)
+    generator = torch.Generator().manual_seed(1)
     norms = PerExampleNorms(model) if measured else None
     seen: list[Any] = []
     for step in range(STEPS):
@@ -75,12 +65,12 @@ def train(*, measured: bool, autocast: bool = False, scaled: bool = False, ddp: 
                 with torch.no_grad():
                     seen.append(model(part))
             seen.append(output.detach().clone())
-            seen += [p.grad.to_dense().clone() for p in plain.parameters() if p.grad is not None]
+            seen += [p.grad.to_dense().clone() for p in model.parameters() if p.grad is not None]
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
         seen.append(torch.get_rng_state())
-    return seen + [p.detach() for p in plain.parameters()]
+    return seen + [p.detach() for p in model.parameters()]
 
 
 def assert_same_bits(first: list[Tensor], second: list[Tensor]) -> None:
@@ -92,34 +82,6 @@ def assert_same_bits(first: list[Tensor], second: list[Tensor]) -> None:
 @pytest.mark.parametrize("options", [{}, {"autocast": True}, {"scaled": True}], ids=["fp32", "autocast", "GradScaler"])
 def test_training_is_bit_for_bit_the_same(options: dict[str, bool]) -> None:
     assert_same_bits(train(measured=False, **options), train(measured=True, **options))
-
-
-def train_both_on_rank(options: dict[str, Any]) -> None:
-    assert_same_bits(train(measured=False, ddp=options), train(measured=True, ddp=options))
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True}]
-)
-def test_training_under_ddp_is_bit_for_bit_the_same(ranks2: Ranks, options: dict[str, Any]) -> None:
-    ranks2(train_both_on_rank, options)
-
-
-def own_examples_on_rank() -> None:
-    torch.manual_seed(1)
-    plain = Everything().double().eval()
-    ids = torch.randint(VOCABULARY, (B, T), generator=torch.Generator().manual_seed(dist.get_rank()))
-    shares = shares_of(ids)
-    exact = exact_squares(plain, shares)
-    model = DistributedDataParallel(plain)
-    with PerExampleNorms(model) as norms:
-        shares(model).sum().backward()
-        squares = norms.take(B)
-    assert_as(squares, exact, rel=1e-6)
-
-
-def test_under_ddp_each_rank_has_the_norms_of_its_own_examples(ranks2: Ranks) -> None:
-    ranks2(own_examples_on_rank)
 
 
 def nodes_of(output: Tensor) -> list[str]:
@@ -197,13 +159,3 @@ def test_nothing_is_kept_after_backward_though_the_loss_lives() -> None:
         loss.backward()
         assert inputs[0].expired()
         assert norms.take(B).not_covered() == {}
-
-
-def test_a_model_can_be_copied_and_pickled_in_a_window() -> None:
-    model, ids = Everything().eval(), torch.randint(VOCABULARY, (B, T))
-    with PerExampleNorms(model) as norms:
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert torch.equal(other(ids), model(ids))
-            other(ids).sum().backward()
-            assert norms.take(B).sq_norms.isnan().all()  # a copy is not measured
-        torch.save(model, io.BytesIO())

@@ -52,13 +52,7 @@ def verdict(batch: float, now: Estimate, **facts: Any) -> Verdict:
 @pytest.mark.parametrize(
     ("batch", "low", "high", "kind", "headline"),
     [
-        (
-            128,
-            330.0,
-            520.0,
-            "too_small",
-            "128 images is small: the noise scale is 414 images [330 – 520].",
-        ),
+        (128, 330.0, 520.0, "too_small", "128 images is small: the noise scale is 414 images [330 – 520]."),
         (400, 330.0, 520.0, "about_right", "is about right"),
         (650, 330.0, 520.0, "about_right", "is about right"),
         (2000, 330.0, 520.0, "too_large", "is large"),

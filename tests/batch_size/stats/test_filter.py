@@ -190,7 +190,7 @@ def filtered_block(block: Block) -> RatioInterval:
 
 # Over many runs.
 
-N_STEPS, N_RUNS = 600, 150
+N_STEPS, N_RUNS = 600, 100
 SPARSE = range(10, N_STEPS + 1, 10)
 PATHS: dict[str, tuple[Callable[[int], float], Sequence[int]]] = {
     "still": (lambda t: 128.0, range(1, N_STEPS + 1)),
@@ -214,7 +214,7 @@ def test_intervals_hold_the_level_now(path: str) -> None:
     levels = levels_of(gaussian_windows([of_step(t) for t in ends], n_runs=N_RUNS, seed=3), ends)
     truth = of_step(N_STEPS)
     held = statistics.mean(each.low is None or each.low <= truth <= (each.high or math.inf) for each in levels)
-    # 95 % less three standard deviations of 150 runs: 90 %. Spreads suit real trainings, so more hold here.
+    # 95 % less three standard deviations of 100 runs: 88 %. Spreads suit real trainings, so more hold here.
     assert held >= 0.95 - 3 * math.sqrt(0.95 * 0.05 / N_RUNS)
     two_sided = [each for each in levels if each.status == "resolved"]
     assert len(two_sided) >= 0.98 * N_RUNS

@@ -50,14 +50,6 @@ def test_every_element_has_its_turn(shape: tuple[int, ...]) -> None:
     assert len(seen) == grad.numel()
 
 
-def test_the_joined_elements_are_a_copy() -> None:
-    grad = torch.ones(40, dtype=torch.float64)
-    witness = Witness([grad.shape])
-    read = witness.join({0: witness.read(0, grad)}, grad.device)
-    grad.zero_()
-    assert float(read.sum()) > 0
-
-
 def test_sparse_reads_as_dense() -> None:
     grad = torch.sparse_coo_tensor(torch.tensor([[0, 0, 3]]), torch.ones(3, 6), (9, 6), check_invariants=True)
     witness = Witness([grad.shape])
