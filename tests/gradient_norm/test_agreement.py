@@ -349,7 +349,7 @@ def test_digests_survive_the_sum_over_ranks_exactly(n: int, uses_max: bool) -> N
             ballot.add_digest("parameters", 2**20 - 1 - (rank == odd), agreement.contrast(range(n), [rank]))
             own = ballot.slots(torch.device("cpu"))
             total = torch.maximum(total, own) if uses_max else total + own
-        return agreement.disagreements(total, uses_max=uses_max).tolist()
+        return agreement.disagreements(total, uses_max=uses_max, has_stages=False).tolist()
 
     assert not any(reduced(None))
     for odd in (0, n // 2, n - 1):
@@ -365,7 +365,7 @@ def test_ties_are_found_among_many_stages_and_nowhere_else(n_stages: int) -> Non
             for part in (0.25, 0.75):  # shards
                 ballot.add_tie(agreement.tie_row((8, 6)), part * power, stage=stage, n_stages=n_stages)
             total += ballot.slots(torch.device("cpu"))
-        return bool(agreement.disagreements(total, uses_max=False).any()), agreement.tied_stages(
+        return bool(agreement.disagreements(total, uses_max=False, has_stages=True).any()), agreement.tied_stages(
             total, agreement.tie_row((8, 6)), 0, n_stages
         )[0]
 

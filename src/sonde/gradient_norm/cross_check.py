@@ -28,7 +28,6 @@ from sonde.gradient_norm.agreement import (
     contrast,
     copies_tolerance,
     digest,
-    disagreements,
     first_disagreement,
     tie_row,
     tied_stages,
@@ -109,8 +108,8 @@ def _holdings(plan: NormPlan) -> Holdings:
     partial = sorted(i for group in plan.groups if group.key.is_partial for i in group.indices)
     return Holdings(
         len(descriptions),
-        digest(sorted(descriptions)),
-        digest([plan.description(i) for i in partial]),
+        digest(tuple(sorted(descriptions))),
+        digest(tuple(plan.description(i) for i in partial)),
         sum(1.0 / n for n in plan.n_replicas.values()),
         _tie_candidates(plan),
         copies,
@@ -238,15 +237,15 @@ def _sample(local: Tensor) -> Tensor:
     return local.reshape(-1)[:_SAMPLE]
 
 
-def disagreement(plan: NormPlan, request: NormRequest, slots: Tensor) -> ValueError | None:
+def disagreement(plan: NormPlan, request: NormRequest, slots: Tensor, disagreeing: Sequence[bool]) -> ValueError | None:
     """The error that every rank of a sum raises if they disagree.
 
     Args:
         plan: the plan of this rank.
         request: the options of this rank.
-        slots: the numbers after the reduction. They are read, which waits for the device.
+        slots: the numbers after the reduction.
+        disagreeing: which comparisons of them failed.
     """
-    disagreeing = disagreements(slots, uses_max=math.isinf(request.order)).tolist()
     if not any(disagreeing):
         return None
     name, row = first_disagreement(disagreeing)

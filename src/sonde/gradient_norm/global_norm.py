@@ -39,7 +39,7 @@ class GlobalNorm:
     """A measured norm; the same bits on every rank that took part in the sum.
 
     Attributes:
-        sums: the power sum, or the largest element, of each part of the model, [parts], fp64.
+        sums: the power sum, or the largest element, of each part of the model, 0-dim each, fp64.
         collected: this rank's gradients; partial ones are already summed, and not yet written back.
         is_double: whether a rank has fp64 gradients.
         is_single: whether a rank has none.
@@ -47,7 +47,7 @@ class GlobalNorm:
         request: the options of this rank.
     """
 
-    sums: Tensor
+    sums: Sequence[Tensor]
     collected: list[Collected]
     is_double: Tensor | bool
     is_single: Tensor | bool
@@ -57,15 +57,18 @@ class GlobalNorm:
     @functools.cached_property
     def by_part(self) -> Tensor:
         """The norm of each part of the model, [parts], fp64."""
-        return self.sums if math.isinf(self.request.order) else self.sums.pow(1.0 / self.request.order)
+        return self._root(torch.stack([*self.sums]))
 
     @functools.cached_property
     def norm(self) -> Tensor:
         """Of the whole gradient, 0-dim, fp64."""
-        if math.isinf(self.request.order):
-            return self.sums.max()  # of NaN and numbers, it is NaN
-        total = self.sums[0] if self.sums.numel() == 1 else self.sums.sum()
-        return total.pow(1.0 / self.request.order)
+        if len(self.sums) == 1:
+            return self._root(self.sums[0])
+        parts = torch.stack([*self.sums])
+        return self._root(parts.max() if math.isinf(self.request.order) else parts.sum())  # of NaN and numbers, NaN
+
+    def _root(self, sums: Tensor) -> Tensor:
+        return sums if math.isinf(self.request.order) else sums.pow(1.0 / self.request.order)
 
     @functools.cached_property
     def failed(self) -> Tensor | bool:
@@ -75,7 +78,7 @@ class GlobalNorm:
         """
         if self.vector is None:
             return False
-        return (self.vector.failed > 0) | disagreements(self.vector.slots, uses_max=self.vector.uses_max).any()
+        return (self.vector.failed > 0) | self.vector.disagreements().any()
 
     @property
     def is_usable(self) -> Tensor:
@@ -103,7 +106,7 @@ class GlobalNorm:
             why = OTHER_CALL if self.vector.wrong_call.item() else OTHER_GRADIENT
             whose = "no gradient" if plan.mesh is not None else "no gradient of this rank"
             return ValueError(f"{why}: {whose} has been changed")
-        return disagreement(plan, self.request, self.vector.slots)
+        return disagreement(plan, self.request, self.vector.slots, self.vector.disagreements().tolist())
 
 
 def global_norm(
@@ -115,7 +118,7 @@ def global_norm(
     problem: ValueError | None = None,
     riding: Tensor | None = None,
 ) -> GlobalNorm:
-    """The p-norm of all gradients of all ranks together; each element counts once.
+    """The p-norm of all gradients of all ranks together; each element counts once. Call it under `no_grad`.
 
     Args:
         plan: this rank's parameters; the same on every rank of a pipeline stage.
@@ -134,25 +137,24 @@ def global_norm(
             their options, or hold other parameters than they count. If the sum can be read without waiting (on the
             CPU), every rank that shares a sum with this rank raises; on a GPU this rank alone.
     """
-    with torch.no_grad():
-        apply_folds(plan.parameters)
-        collected, error = _collect(plan)
-        problem = problem or plan.request_problem
-        request = NormRequest(order, max_norm, nonfinite, is_wrong=problem is not None)
-        problem = problem or plan.gradient_problem or error or _lacks_float64(plan)
-        collected = _sum_partial(plan, collected)
-        if plan.is_alone:
-            if problem is not None:
-                raise problem
-            return _norm_alone(plan, collected, request)
-        measured, error = _sum_over_ranks(plan, collected, request, problem, riding)
-        problem = problem or error
-        # All sums are done and the peers have heard of the error: this rank may raise now.
-        if problem is None and is_at_hand(plan.device):
-            problem = measured.error_of_peers(plan)
+    apply_folds(plan.parameters)
+    collected, error = _collect(plan)
+    problem = problem or plan.request_problem
+    request = NormRequest(order, max_norm, nonfinite, is_wrong=problem is not None)
+    problem = problem or plan.gradient_problem or error or _lacks_float64(plan)
+    collected = _sum_partial(plan, collected)
+    if plan.is_alone:
         if problem is not None:
             raise problem
-        return measured
+        return _norm_alone(plan, collected, request)
+    measured, error = _sum_over_ranks(plan, collected, request, problem, riding)
+    problem = problem or error
+    # All sums are done and the peers have heard of the error: this rank may raise now.
+    if problem is None and is_at_hand(plan.device):
+        problem = measured.error_of_peers(plan)
+    if problem is not None:
+        raise problem
+    return measured
 
 
 def _norm_alone(plan: NormPlan, collected: list[Collected], request: NormRequest) -> GlobalNorm:
@@ -166,8 +168,7 @@ def _norm_alone(plan: NormPlan, collected: list[Collected], request: NormRequest
             sums[part] = combine(sums[part], value) if part in sums else value
     parts = [sums[part] if part in sums else zero_sums(device=plan.device) for part in range(plan.n_parts)]
     has_fp64 = _has_fp64(collected)
-    by_part = parts[0].view(1) if plan.n_parts == 1 else torch.stack(parts)
-    return GlobalNorm(by_part, collected, has_fp64, not has_fp64, None, request)
+    return GlobalNorm(parts, collected, has_fp64, not has_fp64, None, request)
 
 
 def _has_fp64(collected: Sequence[Collected]) -> bool:
@@ -288,7 +289,7 @@ def _sum_over_ranks(
     # A fake group gives back this rank's own numbers: nothing can be compared.
     vector = None if plan.remembered(_is_dry_run) else total
     sums = torch.where(total.is_nan > 0, torch.nan, total.sums) if total.uses_max else total.sums
-    return GlobalNorm(sums, collected, total.is_double > 0, total.is_single > 0, vector, request), problem
+    return GlobalNorm(sums.unbind(), collected, total.is_double > 0, total.is_single > 0, vector, request), problem
 
 
 def _packed(
@@ -337,7 +338,7 @@ class SummedVector:
 
     def __init__(self, plan: NormPlan, *, uses_max: bool, riding: Tensor | None = None) -> None:
         n, n_riding = plan.n_parts, 0 if riding is None else len(riding)
-        self.uses_max = uses_max
+        self.uses_max, self._has_stages = uses_max, plan.n_stages > 1
         self._operation = dist.ReduceOp.MAX if uses_max else dist.ReduceOp.SUM
         self.failed: Tensor
         self.is_single: Tensor
@@ -358,6 +359,10 @@ class SummedVector:
         if self.overflow is not None and other.overflow is not None:
             combine(self.overflow, other.overflow, out=self.overflow)
 
+    def disagreements(self) -> Tensor:
+        """What ranks disagree about; see `agreement.disagreements`."""
+        return disagreements(self.slots, uses_max=self.uses_max, has_stages=self._has_stages)
+
     def start(self, group: dist.ProcessGroup | None) -> dist.Work | None:
         """Start the sum over ranks; None if this rank is alone."""
         return start_reduce(self.vector, group, self._operation)
@@ -370,10 +375,10 @@ class SummedVector:
         if work is None:
             return
         work.wait()
-        if self.overflow is not None:
-            differ = disagreements(self.slots, uses_max=self.uses_max).any()
-            if not bool((self.failed > 0) | differ) and (more := start_reduce(self.overflow, group, self._operation)):
-                more.wait()
+        if self.overflow is None or bool((self.failed > 0) | self.disagreements().any()):
+            return
+        if more := start_reduce(self.overflow, group, self._operation):
+            more.wait()
 
     def fill(self, plan: NormPlan, collected: list[Collected], request: NormRequest, peers: Peers) -> None:
         """Put in what this rank adds to one sum over ranks: its gradients, and the numbers that are compared."""

@@ -184,8 +184,8 @@ def _dense_view(tensor: Tensor) -> Tensor:
 def _power(chunk: Tensor, order: float) -> Tensor:
     """Σ|x|^order of one chunk, which is overwritten."""
     if order == 2.0:
-        # BLAS adds in an order that depends on alignment. Every chunk starts where a buffer starts, aligned alike: so
-        # equal gradients at different addresses give the same bits.
+        # BLAS adds in an order that depends on alignment. Every chunk is at the start of memory of its own, aligned
+        # alike: so equal gradients at different addresses give the same bits.
         return torch.dot(chunk, chunk)
     return chunk.abs_().sum() if order == 1.0 else chunk.abs_().pow_(order).sum()
 
@@ -193,21 +193,24 @@ def _power(chunk: Tensor, order: float) -> Tensor:
 def _in_fp64(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """All elements, [≤ _CHUNK] at a time, in one reused buffer: use each chunk before taking the next."""
     sizes = [t.numel() for t in tensors]
-    buffer = torch.empty(min(sum(sizes), _CHUNK), dtype=torch.float64, device="cpu")
+    if sum(sizes) <= _CHUNK:
+        yield _joined(tensors).to(torch.float64, copy=True)
+        return
+    buffer = torch.empty(_CHUNK, dtype=torch.float64, device="cpu")
     # Small tensors wait until together they fill the buffer; a tensor larger than the buffer is split.
     first, n_waiting = 0, 0  # tensors from `first` on wait, with so many elements
     for i, size in enumerate(sizes):
         if n_waiting + size > _CHUNK:
             if n_waiting:
-                yield _joined(tensors[first:i], buffer)
+                yield buffer[:n_waiting].copy_(_joined(tensors[first:i]))
             first, n_waiting = i, 0
         if size > _CHUNK:
-            yield from (_joined([part], buffer) for part in _pieces(tensors[i]))
+            yield from (buffer[: part.numel()].copy_(part.reshape(-1)) for part in _pieces(tensors[i]))
             first = i + 1
         else:
             n_waiting += size
     if n_waiting:
-        yield _joined(tensors[first:], buffer)
+        yield buffer[:n_waiting].copy_(_joined(tensors[first:]))
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
@@ -223,16 +226,16 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
             yield from _pieces(rows)
 
 
-def _joined(tensors: Sequence[Tensor], buffer: Tensor) -> Tensor:
-    # Join first, convert then: a conversion inside cat costs five times as much. To join tensors of one shape takes a
-    # third of what it takes to flatten them, as DDP joins its buckets.
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """All elements in one row: to be converted then, as a conversion inside cat costs five times as much."""
+    # To join tensors of one shape takes a third of what it takes to flatten them, as DDP joins its buckets.
     if len(tensors) > _FEW:
         alike: dict[torch.Size, list[Tensor]] = {}
         for t in tensors:
             alike.setdefault(t.shape, []).append(t)
         tensors = [t for shape, members in alike.items() for t in ([torch.cat(members)] if shape else members)]
-    joined = torch._utils._flatten_dense_tensors(tensors)
-    return buffer[: joined.numel()].copy_(joined)
+    joined: Tensor = torch._utils._flatten_dense_tensors(tensors)
+    return joined
 
 
 def _largest(tensor: Tensor) -> Tensor:

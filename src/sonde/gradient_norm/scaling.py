@@ -33,7 +33,7 @@ def clip_measured_(
     nonfinite: Nonfinite = "ignore",
     fold_into: torch.optim.Optimizer | None = None,
 ) -> Tensor:
-    """The second half of `clip_grad_norm_`: scale gradients whose norm is known.
+    """The second half of `clip_grad_norm_`: scale gradients whose norm is known. Call it under `no_grad`.
 
     Args:
         plan: the plan that was measured.
@@ -51,34 +51,29 @@ def clip_measured_(
     """
     # On the CPU, an error of another rank has been raised by now. A GPU is not waited for: it only learns of the error
     # here, by tensors. The norm is NaN and, further below, the coefficient 1, so that gradients stay as they are.
-    with torch.no_grad():
-        norm = measured.rounded(measured.norm)
-        # Whether to skip is decided on the device too: the mask is passed on, never read here.
-        skip = ~measured.is_usable if nonfinite == "skip" else None
-        # Both checks come before anything is written, so that gradients are unchanged if they fail.
-        if nonfinite == "raise" and not bool(measured.is_usable):
-            if error := measured.error_of_peers(plan):
-                raise error
-            raise RuntimeError(_where_not_finite(plan, measured, norm, max_norm))
-        if nonfinite == "assert_async":
-            text = f"the gradient norm is not finite, so gradients cannot be clipped to {max_norm}"
-            torch._assert_async(measured.is_usable, text)
-        if max_norm is not None:
-            _write_back(plan, measured.collected)
-            coefficient, multiplies = _coefficient(max_norm, measured, norm.dtype)
-            if fold_into is None or not fold(fold_into, plan.parameters, coefficient, skip):
-                _scale(plan, measured.collected, coefficient if multiplies else None, skip)
-        return norm
-
-
-def _scale(plan: NormPlan, collected: Sequence[Collected], coefficient: Tensor | None, skip: Tensor | None) -> None:
-    if coefficient is None and skip is None:
-        return
-    # Last read, first scaled: what was read last may still be in the cache.
-    for gradients in reversed(collected):
-        if gradients.locals:
-            values = [_stored_values(g) for g in gradients.locals] if plan.allow_sparse else gradients.locals
-            scale_(values[::-1], coefficient, skip)
+    norm = measured.rounded(measured.norm)
+    # Whether to skip is decided on the device too: the mask is passed on, never read here.
+    skip = ~measured.is_usable if nonfinite == "skip" else None
+    # Both checks come before anything is written, so that gradients are unchanged if they fail.
+    if nonfinite == "raise" and not bool(measured.is_usable):
+        if error := measured.error_of_peers(plan):
+            raise error
+        raise RuntimeError(_where_not_finite(plan, measured, norm, max_norm))
+    if nonfinite == "assert_async":
+        text = f"the gradient norm is not finite, so gradients cannot be clipped to {max_norm}"
+        torch._assert_async(measured.is_usable, text)
+    if max_norm is not None:
+        _write_back(plan, measured.collected)
+        coefficient = _coefficient(max_norm, measured, norm.dtype)
+        if fold_into is not None:
+            factor = torch.ones_like(norm) if coefficient is None else coefficient
+            if fold(fold_into, plan.parameters, factor, skip):
+                return norm
+        for gradients in measured.collected:
+            if gradients.locals:
+                values = [_stored_values(g) for g in gradients.locals] if plan.allow_sparse else gradients.locals
+                scale_(values, coefficient, skip)
+    return norm
 
 
 def clip_coefficient(max_norm: float, norm: Tensor) -> Tensor:
@@ -88,29 +83,29 @@ def clip_coefficient(max_norm: float, norm: Tensor) -> Tensor:
     return torch.clamp(max_norm / (norm + _EPS), max=1.0)
 
 
-def _coefficient(max_norm: float, measured: GlobalNorm, dtype: torch.dtype) -> tuple[Tensor, bool]:
-    """What torch computes from the norm that is returned, and whether it may be another number than 1.
+def _coefficient(max_norm: float, measured: GlobalNorm, dtype: torch.dtype) -> Tensor | None:
+    """What torch computes from the norm that is returned; None if it is known to be 1.
 
     The same bits on every rank, for any cut: in fp32, unless a rank has fp64 gradients, or the norm of finite gradients
     is too large for fp32.
     """
     exact = measured.norm
+    if max_norm == math.inf:
+        return None
     if is_at_hand(exact.device):
         number = _coefficient_at_hand(max_norm, exact.item(), is_double=bool(measured.is_double))
-        return torch.tensor(number, dtype=dtype, device="cpu"), number != 1.0
+        return None if number == 1.0 else torch.scalar_tensor(number, dtype=dtype, device="cpu")
     rounded = exact.to(torch.float32)
     in_fp32 = widened(clip_coefficient(max_norm, rounded))
     uses_exact = rounded.isinf() | measured.is_double
     coefficient = torch.where(uses_exact, clip_coefficient(max_norm, exact), in_fp32).to(dtype)
     if isinstance(measured.failed, Tensor):
         coefficient = torch.where(measured.failed, 1.0, coefficient)
-    return coefficient, max_norm != math.inf
+    return coefficient
 
 
 def _coefficient_at_hand(max_norm: float, norm: float, *, is_double: bool) -> float:
     """`clip_coefficient` in Python numbers: its operations in fp32 on tensors would take longer than a small norm."""
-    if math.isinf(max_norm):
-        return 1.0
     rounded = _in_fp32(norm)
     if is_double or math.isinf(rounded):
         product = max_norm * (1.0 / (norm + _EPS))
