@@ -225,7 +225,7 @@ class _Unreadable(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in ("reshape", "copy_", "view", "aminmax", "abs"):
+        if getattr(func, "__name__", "") in ("reshape", "copy_", "to", "view", "aminmax", "abs"):
             raise LookupError("these elements are elsewhere")
         return super().__torch_function__(func, types, args, kwargs or {})
 
