@@ -13,37 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.debug import CommDebugMode
 
 import sonde
 from sonde.gradient_norm.global_norm import global_norm
 from sonde.gradient_norm.plan import NormPlan
 from tests.gradient_norm.placed_gradients import placed
 from tests.ranks import Ranks, mesh_of
-from tests.sharded import ORDERS, exact_gradients, fsdp, fsdp_over_tp, norm_of
-
-
-def _by_part(with_mesh: bool) -> list[tuple[list[float], float, int]]:
-    cut = fsdp_over_tp()
-    parts = [name.startswith("back.") for name in cut.parameters]
-    plan = NormPlan(list(cut.parameters.values()), mesh=cut.mesh if with_mesh else None, parts=list(map(int, parts)))
-    results = []
-    for order in ORDERS:
-        with CommDebugMode() as counted:
-            norm = global_norm(plan, order)
-        results.append((norm.by_part.tolist(), float(norm.norm), counted.get_total_counts()))
-    return results
-
-
-@pytest.mark.parametrize("with_mesh", [True, False])
-def test_parts_of_the_model_come_with_the_whole(ranks4: Ranks, with_mesh: bool) -> None:
-    exact = exact_gradients()
-    parts = [{n: g for n, g in exact.items() if n.startswith(part)} for part in ("front.", "back.")]
-    for results in ranks4(_by_part, with_mesh):
-        for order, (by_part, norm, collectives) in zip(ORDERS, results, strict=True):
-            assert by_part == pytest.approx([norm_of(part, order) for part in parts], rel=1e-6)
-            assert norm == pytest.approx(norm_of(exact, order), rel=1e-6)
-            assert collectives == 1
+from tests.sharded import fsdp
 
 
 def _some_missing(with_mesh: bool) -> tuple[float, float]:
@@ -76,11 +52,6 @@ def _no_parameters() -> float:
 
 def test_a_rank_without_parameters_takes_part(ranks2: Ranks) -> None:
     assert ranks2(_no_parameters) == [2.0, 2.0]
-
-
-def test_nothing_at_all() -> None:
-    norm = global_norm(NormPlan([]), 2.0)
-    assert torch.equal(norm.norm, torch.zeros((), dtype=torch.float64))
 
 
 def _opened() -> set[tuple[int, ...]]:

@@ -82,23 +82,6 @@ def test_on_ranks_the_norm_and_its_groups_are_those_of_one_process(request: pyte
             torch.testing.assert_close(gradient.double(), reference * 0.05 / norm_of(exact, 2.0), rtol=1e-4, atol=1e-8)
 
 
-def _different_groups() -> list[str]:
-    mesh, rank = mesh_of((2,)), dist.get_rank()
-    tensors, messages = [torch.ones(2), torch.ones(3)], []
-    for groups in (["a", "b"] if rank else ["a", "a"], ["a", "b"] if rank else ["a", "c"]):
-        try:
-            sonde.get_total_norm(tensors, mesh=mesh, by_group=groups)
-            messages.append("")
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
-
-
-def test_other_groups_on_other_ranks_are_refused(ranks2: Ranks) -> None:
-    for messages in ranks2(_different_groups):
-        assert all("by_group= differs between ranks" in message for message in messages)
-
-
 def test_what_cannot_be_is_refused() -> None:
     (p,) = gradients((3,))
     plan = sonde.group_parameters_for_norm(p)
@@ -161,32 +144,6 @@ def test_a_module_is_refused_since_its_tensors_are_weights() -> None:
     model = nn.Linear(2, 1, bias=False)
     with pytest.raises(ValueError, match=r"got the module Linear, .*pass \[p.grad for p in model.parameters\(\)"):
         sonde.get_total_norm(model)
-
-
-def _module_on_one_rank() -> str:
-    model = nn.Linear(2, 1, bias=False)
-    try:
-        return str(float(sonde.get_total_norm(model if dist.get_rank() else [torch.ones(2)], mesh=mesh_of((2,)))))
-    except ValueError as error:
-        return str(error)
-
-
-def test_a_module_on_one_rank_leaves_no_rank_waiting(ranks2: Ranks) -> None:
-    first, second = ranks2(_module_on_one_rank)
-    assert "another rank was called with something that cannot be used" in first
-    assert "got the module Linear" in second
-
-
-def _nonfinite_asked_of_one_rank() -> str:
-    try:
-        return str(sonde.get_total_norm([torch.ones(2)], error_if_nonfinite=bool(dist.get_rank()), mesh=mesh_of((2,))))
-    except ValueError as error:
-        return str(error)
-
-
-def test_a_difference_is_named_by_the_option_that_the_caller_has(ranks2: Ranks) -> None:
-    for message in ranks2(_nonfinite_asked_of_one_rank):
-        assert "error_if_nonfinite differs between ranks" in message
 
 
 def _overflows_on_one_rank() -> str:
