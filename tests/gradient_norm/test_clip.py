@@ -140,9 +140,6 @@ def test_a_threshold_may_be_a_tensor_on_the_cpu() -> None:
     (p,) = gradients((30,))
     sonde.clip_grad_norm_(p, torch.tensor(0.5))  # type: ignore[arg-type]
     assert float(p.grad.norm()) == pytest.approx(0.5, rel=1e-5)  # type: ignore[union-attr]
-    before = p.grad.clone()  # type: ignore[union-attr]
-    sonde.clip_grad_norm_(p, 10**400)
-    assert torch.equal(p.grad, before)  # type: ignore[arg-type]
 
 
 def test_an_exhausted_iterator_is_warned_of() -> None:

@@ -46,7 +46,7 @@ _N_TIES, _N_TIE_STAGES = 16, 16
 KINDS = ("up to 6", "inf")
 """Kinds of norm_type. Each kind takes another collective."""
 COMPARED = (
-    *("norm_type", "max_norm", "nonfinite", "stages", "verify", "number", "groups", "parameters", "partial"),
+    *("norm_type", "max_norm", "nonfinite", "stages", "verify", "groups", "parameters", "partial"),
     *("plain", "sharded"),
 )
 """What is compared: digests, and power sums of copies. The error message names the first difference in this order."""

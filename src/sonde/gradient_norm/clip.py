@@ -119,9 +119,10 @@ def clip_grad_norm_(
     key = _cache_key(tensors, specs, names, mesh, pp_mesh) if may_cache else ()
     # A plan leaves the cache while it is in use: no other thread can take it.
     plan, _ = _cached_plans.pop(key, (None, None))
-    is_new = plan is None
     if plan is None:
         plan = NormPlan(tensors, names, mesh=mesh, pp_mesh=pp_mesh, replicas=replicas, problem=problem)
+        if may_cache and len(_cached_plans) >= _MAX_CACHED and sum(map(len, [*_cached_plans])) > _MAX_TENSORS:
+            _cached_plans.pop(next(iter(_cached_plans)), None)
     else:
         plan.rebind(tensors, mesh, pp_mesh)
     nonfinite = "raise" if error_if_nonfinite else nonfinite
@@ -129,8 +130,6 @@ def clip_grad_norm_(
     if may_cache:
         plan.rebind([], mesh, pp_mesh)
         _cached_plans[key] = plan, specs
-        if is_new and len(_cached_plans) > _MAX_CACHED and sum(map(len, [*_cached_plans])) > _MAX_TENSORS:
-            _cached_plans.pop(next(iter(_cached_plans)), None)
     return norm
 
 

@@ -138,7 +138,6 @@ def compared_numbers(
         ballot.add_replicas(held.n_distinct)
     # A maximum over ranks cannot compare the ranks of each stage apart, nor those of each copy.
     if peers.stage is not None and not (uses_max and has_stages):
-        ballot.add_digest("number", held.number, peers.stage)
         ballot.add_digest("parameters", held.parameters, peers.stage)
         if not request.is_plan:  # a gradient that is partial may still be missing on some ranks
             ballot.add_digest("partial", held.partial, peers.stage)
@@ -275,19 +274,19 @@ def _options(plan: NormPlan, request: NormRequest) -> Mapping[str, object]:
 
 
 def _other_option(name: str, plan: NormPlan, request: NormRequest) -> str:
-    what, got, more = name, _options(plan, request)[name], ""
-    if name == "norm_type":
-        got = f"{request.order:g}"
-    elif name == "max_norm":
-        got = request.max_norm
-    elif name == "nonfinite":
-        what, got = "nonfinite or error_if_nonfinite", f"nonfinite={request.nonfinite!r}"
-    elif name == "stages":
-        what, got = "pp_mesh=", f"one of {plan.n_stages} stages" if plan.pp_mesh is not None else "none"
-    elif name == "groups":
-        what, got = "by_group=", first_names(plan.part_names) or "none"
-        more = "; for a group that this rank has no gradient of, pass an empty tensor, torch.empty(0)"
-    return f"{what} differs between ranks, got {got} on this rank: pass the same on every rank{more}"
+    called = {"nonfinite": "nonfinite or error_if_nonfinite", "stages": "pp_mesh=", "groups": "by_group="}
+    got = {
+        "norm_type": f"{request.order:g}",
+        "max_norm": request.max_norm,
+        "nonfinite": f"nonfinite={request.nonfinite!r}",
+        "stages": f"one of {plan.n_stages} stages" if plan.pp_mesh is not None else "none",
+        "verify": request.verify,
+        "groups": first_names(plan.part_names) or "none",
+    }
+    is_of_groups = "; for a group that this rank has no gradient of, pass an empty tensor, torch.empty(0)"
+    more = is_of_groups if name == "groups" else ""
+    what = called.get(name, name)
+    return f"{what} differs between ranks, got {got[name]} on this rank: pass the same on every rank{more}"
 
 
 def first_names(names: Sequence[str]) -> str:
@@ -308,7 +307,7 @@ def _other_holdings(name: str, plan: NormPlan) -> str:
             f"replicas= does not fit over all ranks, got {sorted(set(plan.n_replicas.values())) or 'none'} on this "
             "rank: on each rank that holds the same values, pass how many these ranks are"
         )
-    if name in ("number", "parameters"):
+    if name == "parameters":
         whose = "one pipeline stage" if plan.pp_mesh is not None else "mesh=" if plan.mesh is not None else "one shard"
         return (
             f"ranks of {whose} have different parameters ({plan.remembered(_holdings).number} on this rank): pass all "

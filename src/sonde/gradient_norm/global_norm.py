@@ -21,7 +21,7 @@ from sonde.gradient_norm.cross_check import NormRequest, Peers, compared_numbers
 from sonde.gradient_norm.fused_clip import apply_folds
 from sonde.gradient_norm.plan import Collected, NormPlan
 from sonde.gradient_norm.power_sums import power_sum
-from sonde.gradient_norm.refused_gradients import OTHER_CALL, OTHER_GRADIENT, OTHER_PLAN, unexpected
+from sonde.gradient_norm.refused_gradients import OTHER_CALL, OTHER_GRADIENT, unexpected
 from sonde.parallel.devices import has_float64, is_at_hand, to_device, zero_sums
 from sonde.parallel.placements import local_tensor, ranks_of
 from sonde.parallel.process_groups import group_of_mesh, group_over, is_fake, start_reduce
@@ -100,8 +100,6 @@ class GlobalNorm:
         """What other ranks found, or what the ranks disagree about, if anything. Waits for the device."""
         if self.vector is None:
             return None
-        if self.vector.failed.item() and self.request.is_plan:
-            return ValueError(OTHER_PLAN)
         if self.vector.failed.item():
             why = OTHER_CALL if self.vector.wrong_call.item() else OTHER_GRADIENT
             whose = "no gradient" if plan.mesh is not None else "no gradient of this rank"
@@ -161,12 +159,12 @@ def _norm_alone(plan: NormPlan, collected: list[Collected], request: NormRequest
     """The norm of gradients that no other rank counts, in few operations: they are half of a small model's clip."""
     order = request.order
     combine = torch.maximum if math.isinf(order) else torch.add
-    sums: dict[int, Tensor] = {}
+    sums: list[Tensor | None] = [None] * plan.n_parts
     for each in collected:
         if each.locals:
             part, value = each.group.key.part, _read(plan, each, order)
-            sums[part] = combine(sums[part], value) if part in sums else value
-    parts = [sums[part] if part in sums else zero_sums(device=plan.device) for part in range(plan.n_parts)]
+            sums[part] = value if (before := sums[part]) is None else combine(before, value)
+    parts = [zero_sums(device=plan.device) if value is None else value for value in sums]
     has_fp64 = _has_fp64(collected)
     return GlobalNorm(parts, collected, has_fp64, not has_fp64, None, request)
 
@@ -301,12 +299,9 @@ def _packed(
     try:
         packed.fill(plan, gradients, request, peers)
     except Exception as error:  # no such kernel, no memory, or a defect
-        return SummedVector(plan, uses_max=uses_max, riding=riding), _cannot_sum(plan.device, error)
+        problem = unexpected(f"gradients cannot be summed on {plan.device}", error)
+        return SummedVector(plan, uses_max=uses_max, riding=riding), problem
     return packed, None
-
-
-def _cannot_sum(device: torch.device, error: Exception) -> ValueError:
-    return unexpected(f"gradients cannot be summed on {device}", error)
 
 
 def _read(plan: NormPlan, gradients: Collected, order: float) -> Tensor:

@@ -71,7 +71,7 @@ def power_sum(tensors: Sequence[Tensor], order: float, *, in_blocks: bool = Fals
         return torch.stack([_largest(t) for t in filled]).max()
     if device.type == "cpu":
         sums = [_power(chunk, order) for chunk in _in_fp64(filled)]
-        return sums[0] if len(sums) == 1 else torch.stack(sums or [zero_sums(device=device)]).sum()
+        return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
     # On a GPU, one fused kernel takes all norms in fp64 without a converted copy.
     return torch.stack(torch._foreach_norm(filled, order, dtype=accumulation_dtype(device))).pow(order).sum()
 
@@ -197,20 +197,18 @@ def _in_fp64(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         yield _joined(tensors).to(torch.float64, copy=True)
         return
     buffer = torch.empty(_CHUNK, dtype=torch.float64, device="cpu")
-    # Small tensors wait until together they fill the buffer; a tensor larger than the buffer is split.
-    first, n_waiting = 0, 0  # tensors from `first` on wait, with so many elements
-    for i, size in enumerate(sizes):
+    for large in (t for t, size in zip(tensors, sizes, strict=True) if size > _CHUNK):
+        yield from (buffer[: part.numel()].copy_(part.reshape(-1)) for part in _pieces(large))
+    # Small tensors wait until together they fill the buffer.
+    waiting, n_waiting = list[Tensor](), 0
+    for tensor, size in ((t, size) for t, size in zip(tensors, sizes, strict=True) if size <= _CHUNK):
         if n_waiting + size > _CHUNK:
-            if n_waiting:
-                yield buffer[:n_waiting].copy_(_joined(tensors[first:i]))
-            first, n_waiting = i, 0
-        if size > _CHUNK:
-            yield from (buffer[: part.numel()].copy_(part.reshape(-1)) for part in _pieces(tensors[i]))
-            first = i + 1
-        else:
-            n_waiting += size
-    if n_waiting:
-        yield buffer[:n_waiting].copy_(_joined(tensors[first:]))
+            yield buffer[:n_waiting].copy_(_joined(waiting))
+            waiting, n_waiting = [], 0
+        waiting.append(tensor)
+        n_waiting += size
+    if waiting:
+        yield buffer[:n_waiting].copy_(_joined(waiting))
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:

@@ -77,9 +77,7 @@ def clip_measured_(
 
 
 def clip_coefficient(max_norm: float, norm: Tensor) -> Tensor:
-    """What gradients of this norm are multiplied by, so that their norm is at most `max_norm`: at most 1."""
-    if math.isinf(max_norm):  # inf / inf would be NaN
-        return torch.ones_like(norm)
+    """What gradients of this norm are multiplied by, so that their norm is at most `max_norm`, finite: at most 1."""
     return torch.clamp(max_norm / (norm + _EPS), max=1.0)
 
 
@@ -118,11 +116,6 @@ def _in_fp32(number: float) -> float:
     return ctypes.c_float(number).value
 
 
-def is_one(coefficient: Tensor, max_norm: float) -> bool:
-    """Whether a coefficient for `max_norm` is known to be 1. On a GPU it is not read, since that would wait."""
-    return max_norm == math.inf or (is_at_hand(coefficient.device) and coefficient.item() == 1.0)
-
-
 def _stored_values(grad: Tensor) -> Tensor:
     """The elements that a gradient stores, to be changed in place: the values of a sparse one, else all."""
     return grad._values() if grad.is_sparse else grad
@@ -151,12 +144,8 @@ def _where_not_finite(plan: NormPlan, measured: GlobalNorm, norm: Tensor, max_no
     elif measured.vector is None:
         where = f"every gradient is finite, but their norm overflows in {str(norm.dtype).removeprefix('torch.')}"
         remedy = f"Make the loss smaller, or pass {otherwise}"
-    elif norm.isfinite():
-        where = "it overflows in fp32, the dtype in which another rank returns it"
     else:
-        where = (
-            "every gradient of this rank is finite: gradients of another rank are not, or the norm overflows in fp32"
-        )
+        where = "every gradient of this rank is finite: gradients of another rank are not, or it overflows in fp32"
     to = "" if max_norm is None else f", so gradients cannot be clipped to {max_norm:g}"
     return f"the gradient norm is {norm:g}{to}: {where}. {remedy}"
 
@@ -179,10 +168,7 @@ def check_max_norm(max_norm: object) -> float:
         max_norm = max_norm.item()
     if isinstance(max_norm, bool) or not isinstance(max_norm, Real):
         raise ValueError(f"max_norm must be a number, got {max_norm!r}: convert it, for example by float()")
-    try:
-        max_norm = float(max_norm)
-    except OverflowError:
-        max_norm = math.inf
+    max_norm = float(max_norm)
     if math.isnan(max_norm) or max_norm < 0:
         raise ValueError(f"max_norm must be ≥ 0, got {max_norm}: use math.inf to measure without clipping")
     return max_norm

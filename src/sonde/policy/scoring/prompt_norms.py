@@ -244,8 +244,7 @@ class FullyShardedNorms:
                 p.grad.mul_(divisors.get(p, 1.0))
         self._reduce_unsharded([p for p in self._parameters.values() if p not in divisors])
         plan = NormPlan(list(self._parameters.values()), list(self._parameters), mesh=self._ranks.mesh)
-        with torch.no_grad():
-            return float(global_norm(plan, 2.0).norm.double().square())
+        return float(global_norm(plan, 2.0).norm.double().square())
 
     def _reduce_unsharded(self, parameters: Sequence[nn.Parameter]) -> None:
         """Add up the gradients of parameters that FSDP2 leaves alone; a rank without one adds 0."""
