@@ -91,15 +91,3 @@ def test_folds_of_many_steps_leave_two_hooks() -> None:
     p.grad = torch.ones(1)
     optimizer.step()  # without a clip: nothing is scaled
     assert p.item() == pytest.approx(-4.0, rel=1e-5)
-
-
-@pytest.mark.parametrize("folds", [False, True])
-def test_a_norm_of_gradients_comes_after_the_fold(folds: bool) -> None:
-    """`get_total_norm` gets gradients, not parameters: the second clip is that of a run without a fold."""
-    p, q, optimizer = two_parameters()
-    sonde.clip_grad_norm_([p, q], 1.0, fold_into=optimizer if folds else None)
-    norm = sonde.get_total_norm([p.grad])
-    assert norm.item() == pytest.approx(1.0)
-    sonde.clip_grads_with_norm_([p, q], 0.5, norm)
-    optimizer.step()
-    assert p.item() == pytest.approx(-0.5)

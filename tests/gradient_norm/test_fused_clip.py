@@ -91,15 +91,12 @@ def test_a_fused_step_is_skipped_on_the_device(bad: float) -> None:
     ],
     ids=["not fused", "too few", "too many", "an older torch", "no scale"],
 )
-def test_if_the_optimizer_cannot_scale_the_clip_does_and_warns_once(make: Any, reason: str) -> None:
+def test_if_the_optimizer_cannot_scale_the_clip_does_and_warns(make: Any, reason: str) -> None:
     made, expected = parameters(), parameters()
     optimizer = make(made)
     with pytest.warns(UserWarning, match=reason) as caught:
         sonde.clip_grad_norm_(made, 0.5, fold_into=optimizer)
     assert caught[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        sonde.clip_grad_norm_(made, 0.5, fold_into=optimizer)
     sonde.clip_grad_norm_(expected, 0.5)
     for p, q in zip(made, expected, strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=0)
@@ -171,6 +168,7 @@ BETWEEN: dict[str, Callable[[list[nn.Parameter]], Tensor | None]] = {
     "the norm is measured by max_norm=inf": lambda made: sonde.clip_grad_norm_(made, math.inf),
     "the norm is measured by a plan": lambda made: sonde.get_total_norm(sonde.group_parameters_for_norm(made)),
     "one parameter is clipped": lambda made: sonde.clip_grad_norm_(made[:1], 1e9),
+    "the norm of its gradients": lambda made: sonde.get_total_norm([p.grad for p in made]),  # type: ignore[misc]
     "a lower threshold": lambda made: sonde.clip_grad_norm_(made, 0.02),
     "a higher threshold": lambda made: sonde.clip_grad_norm_(made, 0.5),
     "a norm that is known": lambda made: sonde.clip_grads_with_norm_(made, 0.01, 0.05),
@@ -221,15 +219,6 @@ def test_a_skip_beside_a_grad_scaler_that_saw_no_nan(fold: bool) -> None:
     scaler.update()
     assert torch.equal(model.weight, before)
     assert not hasattr(optimizer, "found_inf")
-
-
-@pytest.mark.parametrize("wrong", [[1], "adam"], ids=str)
-def test_a_fold_into_no_optimizer_is_refused_and_changes_nothing(wrong: Any) -> None:
-    made = parameters()
-    before = [p.grad.clone() for p in made]  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match="fold_into must be one optimizer"):
-        sonde.clip_grad_norm_(made, 0.5, fold_into=wrong)
-    assert all(torch.equal(p.grad, g) for p, g in zip(made, before, strict=True))  # type: ignore[arg-type]
 
 
 def one_parameter(kind: Any, grad: float, **options: Any) -> tuple[nn.Parameter, Any]:

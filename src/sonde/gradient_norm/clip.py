@@ -126,7 +126,7 @@ def clip_grad_norm_(
     else:
         plan.rebind(tensors, mesh, pp_mesh)
     nonfinite = "raise" if error_if_nonfinite else nonfinite
-    _, norm = measure_and_clip(plan, max_norm, norm_type, None, nonfinite, fold_into)
+    norm = measure_and_clip(plan, max_norm, norm_type, None, nonfinite, fold_into)[1]
     if may_cache:
         plan.rebind([], mesh, pp_mesh)
         _cached_plans[key] = plan, specs

@@ -132,7 +132,7 @@ def compared_numbers(
         return None
     held = plan.remembered(_holdings)
     ballot = Ballot(None if math.isnan(request.order) else KINDS[uses_max], uses_max=uses_max)
-    for name, value in _options(plan, request).items():
+    for name, (value, *_) in _options(plan, request).items():
         ballot.add_digest(name, digest(value), peers.everyone)
     if peers.stage is not None:
         ballot.add_replicas(held.n_distinct)
@@ -259,34 +259,27 @@ def disagreement(plan: NormPlan, request: NormRequest, slots: Tensor, disagreein
     return ValueError(f"{text}. {whose} has been changed")
 
 
-def _options(plan: NormPlan, request: NormRequest) -> Mapping[str, object]:
-    """What a call was asked for, by name, as it is compared."""
+def _options(plan: NormPlan, request: NormRequest) -> Mapping[str, tuple[object, str, object]]:
+    """What a call was asked for, as it is compared; what the option is called, and its value in words."""
     # None and infinity both only measure, and 0.1 is the same as torch.tensor(0.1).
     in_fp32 = ctypes.c_float(math.inf if request.max_norm is None else request.max_norm).value
+    stages = f"one of {plan.n_stages} stages" if plan.pp_mesh is not None else "none"
+    how = f"nonfinite={request.nonfinite!r}"
     return {
-        "norm_type": request.order,
-        "max_norm": in_fp32,
-        "nonfinite": request.nonfinite,
-        "stages": plan.n_stages,
-        "verify": request.verify,
-        "groups": (plan.n_parts, plan.part_names),
+        "norm_type": (request.order, "norm_type", f"{request.order:g}"),
+        "max_norm": (in_fp32, "max_norm", request.max_norm),
+        "nonfinite": (request.nonfinite, "nonfinite or error_if_nonfinite", how),
+        "stages": (plan.n_stages, "pp_mesh=", stages),
+        "verify": (request.verify, "verify", request.verify),
+        "groups": ((plan.n_parts, plan.part_names), "by_group=", first_names(plan.part_names) or "none"),
     }
 
 
 def _other_option(name: str, plan: NormPlan, request: NormRequest) -> str:
-    called = {"nonfinite": "nonfinite or error_if_nonfinite", "stages": "pp_mesh=", "groups": "by_group="}
-    got = {
-        "norm_type": f"{request.order:g}",
-        "max_norm": request.max_norm,
-        "nonfinite": f"nonfinite={request.nonfinite!r}",
-        "stages": f"one of {plan.n_stages} stages" if plan.pp_mesh is not None else "none",
-        "verify": request.verify,
-        "groups": first_names(plan.part_names) or "none",
-    }
-    is_of_groups = "; for a group that this rank has no gradient of, pass an empty tensor, torch.empty(0)"
-    more = is_of_groups if name == "groups" else ""
-    what = called.get(name, name)
-    return f"{what} differs between ranks, got {got[name]} on this rank: pass the same on every rank{more}"
+    _, called, got = _options(plan, request)[name]
+    more = "; for a group that this rank has no gradient of, pass an empty tensor, torch.empty(0)"
+    more = more if name == "groups" else ""
+    return f"{called} differs between ranks, got {got} on this rank: pass the same on every rank{more}"
 
 
 def first_names(names: Sequence[str]) -> str:

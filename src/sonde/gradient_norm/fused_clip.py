@@ -15,8 +15,6 @@ from sonde.parallel.devices import is_at_hand, to_device
 from sonde.parallel.placements import local_tensor
 from sonde.parallel.unwrap import unwrap_optimizer
 
-_warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Module-level because a function has nowhere else to note that it has warned about an optimizer already."""
 _pending: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Fold] = weakref.WeakKeyDictionary()
 """Module-level because a norm that is taken before the step must find the fold, and knows only the parameters."""
 _hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -40,20 +38,17 @@ def fold(optimizer: Any, parameters: Sequence[Tensor], coefficient: Tensor, skip
         skip: 0-dim bool; whether to skip the step, on the device.
 
     Returns:
-        Whether the optimizer will scale the gradients. If it cannot, nothing is changed, and the reason is warned of
-        once for each optimizer.
+        Whether the optimizer will scale the gradients. If it cannot, nothing is changed, and the reason is warned of.
     """
     optimizer = unwrap_optimizer(optimizer)
     if is_at_hand(coefficient.device) and 0 < float(coefficient) < _MIN_COEFFICIENT:
         return False
     if reason := _reason_against(optimizer, parameters, may_skip=skip is not None):
-        if optimizer not in _warned:
-            _warned.add(optimizer)
-            warnings.warn(
-                f"fold_into={type(optimizer).__name__} cannot scale gradients ({reason}): they are scaled in a pass of "
-                "their own",
-                stacklevel=stack_level(),
-            )
+        warnings.warn(
+            f"fold_into={type(optimizer).__name__} cannot scale gradients ({reason}): they are scaled in a pass of "
+            "their own",
+            stacklevel=stack_level(),
+        )
         return False
     if optimizer not in _hooked:
         _hooked.add(optimizer)

@@ -209,14 +209,12 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         """The last partial spec of a gradient. If such a gradient is missing, this rank joins the sum with zeros, since
         its peers may have it."""
         self._states: list[_State | None] = []
-        self._memory: dict[Callable[[NormPlan], Any], Any] = {}
         self._request_problem = HeldError(problem)
         self.n_replicas: dict[int, int] = {}
         self.groups: tuple[ParameterGroup, ...] = ()
         self.shares: list[Share] = []
         self._partial_now: set[int] = set()
         self._unusable: set[int] = set()
-        self.gradient_problem: ValueError | None = None
         if replicas is not None:
             indices_of: dict[object, list[int]] = {}
             for i, parameter in enumerate(self.parameters):
@@ -434,7 +432,8 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         return True
 
     def _regroup(self) -> None:
-        self._memory, problem = {}, HeldError()
+        self._memory: dict[Callable[[NormPlan], Any], Any] = {}
+        problem = HeldError()
         try:
             self._sort_into_groups(problem)
         except Exception as error:  # a tensor of a kind that nobody knows, or a defect: peers wait for this rank

@@ -123,8 +123,8 @@ def get_total_norm(
             problem=error,
             are_gradients=True,
         )
-    nonfinite: Nonfinite = "raise" if error_if_nonfinite else "ignore"
-    measured, norm = measure_and_clip(plan, None, norm_type, pp_mesh, nonfinite, problem=problem)
+    how: Nonfinite = "raise" if error_if_nonfinite else "ignore"
+    measured, norm = measure_and_clip(plan, None, norm_type, pp_mesh, how, problem=problem)
     if by_group is None:
         return norm
     by_part = measured.rounded(measured.by_part)
