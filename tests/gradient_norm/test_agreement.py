@@ -41,9 +41,9 @@ def by_rank(option: str, *values: Any, sharded: bool = False) -> Callable[[], Ca
     return call
 
 
-def holds(make: Callable[[], Any], **options: Any) -> Callable[[], Call]:
+def holds(make: Callable[[], Any]) -> Callable[[], Call]:
     """A clip over the mesh of all ranks, of what this rank holds."""
-    return lambda: Call(make(), {"mesh": world(), **options})
+    return lambda: Call(make(), {"mesh": world()})
 
 
 def plan(make: Callable[[], Any], **options: Callable[[], Any]) -> Callable[[], Call]:
@@ -66,11 +66,8 @@ def groups(last: Any, others: Any, order: float, *, sharded: bool = False) -> Ca
         if sharded:
             made = [placed(g, world(), [Shard(0)], (2 * world().size(),)).grad for g in made]  # type: ignore[misc]
         by_group = [f"{k % names}" for k in range(n)] if isinstance(names, int) else list(names)
-        return Call(
-            made,
-            {"norm_type": order, "by_group": by_group, "mesh": None if sharded else world()},
-            by=sonde.get_total_norm,
-        )
+        options = {"norm_type": order, "by_group": by_group, "mesh": None if sharded else world()}
+        return Call(made, options, by=sonde.get_total_norm)
 
     return call
 
@@ -79,9 +76,9 @@ def grid(*names: str) -> DeviceMesh:
     return mesh_of((2, 2), names)
 
 
-def shard_of(seed: int, mesh: DeviceMesh, n: int = 24) -> nn.Parameter:
-    """This rank's shard, over a mesh of one axis, of the gradient of n elements that the seed gives."""
-    return placed(noise(seed, n).chunk(mesh.size())[mesh.get_local_rank()].clone(), mesh, [Shard(0)], (n,))
+def shard_of(seed: int, mesh: DeviceMesh) -> nn.Parameter:
+    """This rank's shard, over a mesh of one axis, of the gradient of 24 elements that the seed gives."""
+    return placed(noise(seed, 24).chunk(mesh.size())[mesh.get_local_rank()].clone(), mesh, [Shard(0)], (24,))
 
 
 def squares(*seeds: int) -> float:

@@ -206,7 +206,8 @@ def _reason_against(optimizer: Any, parameters: Sequence[Tensor], *, may_skip: b
         return "its grad_scale is set already"
     held = [p for group in optimizer.param_groups for p in group["params"]]
     has_momentum = isinstance(optimizer, torch.optim.SGD) and any(g["momentum"] for g in optimizer.param_groups)
-    if may_skip and has_momentum and any(_lacks_momentum(optimizer, p) for p in held):
+    without = [p for p in held if p.grad is not None and optimizer.state.get(p, {}).get("momentum_buffer") is None]
+    if may_skip and has_momentum and without:
         # torch allocates the momentum buffer before the kernel, and the kernel fills it. A skipped kernel does not, and
         # the next step takes the buffer for filled.
         return "if its first step is skipped, its momentum stays unset"
@@ -233,7 +234,3 @@ def _is_in_state(parameter: Tensor, state: tuple[weakref.ref[Tensor], int] | Non
     # `==` of two live weak references would compare the tensors, element by element.
     local, (gradient, version) = local_tensor(parameter.grad), state
     return gradient() is local and local._version == version
-
-
-def _lacks_momentum(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
-    return parameter.grad is not None and optimizer.state.get(parameter, {}).get("momentum_buffer") is None

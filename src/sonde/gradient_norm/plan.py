@@ -426,7 +426,9 @@ class NormPlan(Mapping[Key, list[Tensor]]):
                 spec = spec_of(gradient)
                 if planned is None or state is None or state[1:] != planned[1:]:
                     return False
-                if not same_placement(spec, self._specs[i]):
+                if not same_placement(spec, self._specs[i]) or (
+                    spec is not None and spec.shape != self._specs[i].shape
+                ):
                     return False
                 self._specs[i], self._states[i] = spec, state
         return True
