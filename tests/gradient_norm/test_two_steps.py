@@ -8,29 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 import sonde
+from tests.gradient_norm.placed_gradients import noise, plain
 from tests.ranks import Ranks, mesh_of
 from tests.sharded import ORDERS, WAYS, exact_gradients, norm_of, whole
-
-
-def gradients(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    parameters = [nn.Parameter(torch.zeros(s, dtype=dtype)) for s in shapes]
-    for p in parameters:
-        p.grad = torch.randn_like(p)
-    return parameters
-
-
-def grads_of(parameters: list[nn.Parameter]) -> list[Tensor]:
-    return [p.grad for p in parameters if p.grad is not None]
 
 
 @pytest.mark.parametrize("order", [0.5, 1.0, 2.0, 3.0, 6.0, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_norm_is_torchs_and_changes_nothing(order: float, dtype: torch.dtype) -> None:
-    tensors = grads_of(gradients((7, 3), (), (300, 400), dtype=dtype))
+    tensors = [noise(k, *s).to(dtype) for k, s in enumerate(((7, 3), (), (300, 400)))]
     before = [t.clone() for t in tensors]
     norm = sonde.get_total_norm(tensors, order)
     assert norm.dtype == dtype
@@ -91,9 +80,7 @@ def test_one_call_and_two_steps_give_the_same_bits() -> None:
     for _ in range(100):
         grad = torch.randn(37, generator=generator)
         threshold = float(torch.rand((), generator=generator)) + 0.1
-        together, ours, theirs = (nn.Parameter(torch.zeros(37)) for _ in range(3))
-        for p in (together, ours, theirs):
-            p.grad = grad.clone()
+        together, ours, theirs = (plain(grad) for _ in range(3))
         norm = sonde.clip_grad_norm_([together], threshold)
         sonde.clip_grads_with_norm_([ours], threshold, sonde.get_total_norm([grad]))
         torch.nn.utils.clip_grads_with_norm_([theirs], threshold, norm)
