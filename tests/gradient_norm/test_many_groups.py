@@ -91,5 +91,5 @@ def _groups_of_stages(order: float, with_mesh: bool) -> list[Any]:
 def test_a_stage_joins_groups_of_other_stages_by_an_empty_tensor(ranks4: Ranks, with_mesh: bool, order: float) -> None:
     for refused, by_group, exact in ranks4(_groups_of_stages, order, with_mesh):
         assert re.search("by_group= differs between ranks, got (embed|head), norms on this rank", refused)
-        assert "for a group that this rank has no gradient of, pass an empty tensor, torch.empty(0)" in refused
+        assert "for a group without a gradient here, pass an empty tensor, torch.empty(0)" in refused
         assert by_group == pytest.approx(exact, rel=1e-6)

@@ -264,11 +264,10 @@ def _options(plan: NormPlan, request: NormRequest) -> Mapping[str, tuple[object,
     # None and infinity both only measure, and 0.1 is the same as torch.tensor(0.1).
     in_fp32 = ctypes.c_float(math.inf if request.max_norm is None else request.max_norm).value
     stages = f"one of {plan.n_stages} stages" if plan.pp_mesh is not None else "none"
-    how = f"nonfinite={request.nonfinite!r}"
     return {
         "norm_type": (request.order, "norm_type", f"{request.order:g}"),
         "max_norm": (in_fp32, "max_norm", request.max_norm),
-        "nonfinite": (request.nonfinite, "nonfinite or error_if_nonfinite", how),
+        "nonfinite": (request.nonfinite, "nonfinite or error_if_nonfinite", f"nonfinite={request.nonfinite!r}"),
         "stages": (plan.n_stages, "pp_mesh=", stages),
         "verify": (request.verify, "verify", request.verify),
         "groups": ((plan.n_parts, plan.part_names), "by_group=", first_names(plan.part_names) or "none"),
@@ -277,8 +276,7 @@ def _options(plan: NormPlan, request: NormRequest) -> Mapping[str, tuple[object,
 
 def _other_option(name: str, plan: NormPlan, request: NormRequest) -> str:
     _, called, got = _options(plan, request)[name]
-    more = "; for a group that this rank has no gradient of, pass an empty tensor, torch.empty(0)"
-    more = more if name == "groups" else ""
+    more = "; for a group without a gradient here, pass an empty tensor, torch.empty(0)" if name == "groups" else ""
     return f"{called} differs between ranks, got {got} on this rank: pass the same on every rank{more}"
 
 

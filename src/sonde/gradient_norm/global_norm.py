@@ -71,21 +71,20 @@ class GlobalNorm:
         return sums if math.isinf(self.request.order) else sums.pow(1.0 / self.request.order)
 
     @functools.cached_property
-    def failed(self) -> Tensor | bool:
-        """Whether a rank has an error or the ranks disagree.
+    def failed(self) -> Tensor:
+        """Whether a rank has an error or the ranks disagree, 0-dim bool.
 
         On a GPU, the other ranks learn of the error only from this. On the CPU they have raised.
         """
         if self.vector is None:
-            return False
+            return torch.zeros((), dtype=torch.bool, device=self.norm.device)
         return (self.vector.failed > 0) | self.vector.disagreements().any()
 
     @property
     def is_usable(self) -> Tensor:
         """Whether the norm is finite on all ranks, also rounded to fp32, and no rank has an error. 0-dim bool."""
         overflows = self.norm.to(torch.float32).isinf() & self.is_single
-        failed = self.failed
-        return self.norm.isfinite() & ~overflows & (~failed if isinstance(failed, Tensor) else True)
+        return self.norm.isfinite() & ~overflows & ~self.failed
 
     def rounded(self, value: Tensor) -> Tensor:
         """`norm` or `by_part` as this rank returns it: in fp32, or in fp64 if this rank has fp64 gradients.
@@ -93,7 +92,7 @@ class GlobalNorm:
         On a GPU, NaN if a rank has an error: only the rank with the error has raised. (On the CPU all ranks have.)
         """
         if self.vector is not None and not is_at_hand(value.device):
-            value = torch.where(torch.as_tensor(self.failed), math.nan, value)
+            value = torch.where(self.failed, math.nan, value)
         return value.to(torch.float64 if _has_fp64(self.collected) else torch.float32)
 
     def error_of_peers(self, plan: NormPlan) -> ValueError | None:

@@ -30,7 +30,7 @@ _MIN_ELEMENTS = 2**13
 """Smaller tensors are read in fp64 together, which costs less than a call for each."""
 _LARGE = 2**15
 """Tensors in fp32 of more elements are read where they are."""
-_JOINED = 2**19
+_JOINED = 2**18
 """Elements of smaller tensors that are joined, to be read by one call."""
 _STAGED = 2**20
 """Elements converted to fp32 at a time: the kernel that reads half precision itself is slow, or gives 3 digits."""

@@ -97,9 +97,7 @@ def _coefficient(max_norm: float, measured: GlobalNorm, dtype: torch.dtype) -> T
     in_fp32 = widened(clip_coefficient(max_norm, rounded))
     uses_exact = rounded.isinf() | measured.is_double
     coefficient = torch.where(uses_exact, clip_coefficient(max_norm, exact), in_fp32).to(dtype)
-    if isinstance(measured.failed, Tensor):
-        coefficient = torch.where(measured.failed, 1.0, coefficient)
-    return coefficient
+    return torch.where(measured.failed, 1.0, coefficient)
 
 
 def _coefficient_at_hand(max_norm: float, norm: float, *, is_double: bool) -> float:
@@ -138,16 +136,14 @@ def _where_not_finite(plan: NormPlan, measured: GlobalNorm, norm: Tensor, max_no
         if not bool(torch.isfinite(_stored_values(local)).all())
     ]
     otherwise = "nonfinite='skip'" if max_norm is not None else "nonfinite='ignore' (error_if_nonfinite=False)"
-    remedy = f"Find the loss that is not finite, or pass {otherwise}"
     if bad_names:
         where = f"not finite in {first_names(bad_names)}"
     elif measured.vector is None:
         where = f"every gradient is finite, but their norm overflows in {str(norm.dtype).removeprefix('torch.')}"
-        remedy = f"Make the loss smaller, or pass {otherwise}"
     else:
         where = "every gradient of this rank is finite: gradients of another rank are not, or it overflows in fp32"
     to = "" if max_norm is None else f", so gradients cannot be clipped to {max_norm:g}"
-    return f"the gradient norm is {norm:g}{to}: {where}. {remedy}"
+    return f"the gradient norm is {norm:g}{to}: {where}. Find the loss that is too large, or pass {otherwise}"
 
 
 def check_max_norm(max_norm: object) -> float:
