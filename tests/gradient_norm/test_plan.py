@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import sonde
+from sonde.gradient_norm.plan import NormPlan
 from tests.gradient_norm.placed_gradients import Call, Case, check, outcome, placed, plain
 from tests.ranks import Ranks, mesh_of
 from tests.sharded import fsdp
@@ -102,6 +103,16 @@ def fsdp_after_evaluation() -> list[Any]:
     return [float(sonde.clip_grad_norm_distributed_(plan, None))]
 
 
+def another_shape() -> list[Any]:
+    """At an old address: it is not read in blocks any more, as a new plan would not."""
+    large, small = (placed(torch.ones(n // 2, 64), mesh_of((2,)), [Shard(0)], (n, 64)) for n in (256, 4))
+    plan, found = NormPlan([large]), list[Any]()
+    for p in (large, small):
+        plan.rebind([p], None, None)
+        found += [len(plan.collect()[0].locals), plan.groups[0].key.in_blocks]
+    return found
+
+
 FOLLOWED: dict[str, tuple[Callable[[], list[Any]], list[Any]]] = {
     # Once a gradient has been partial, this rank takes part with zeros when it is missing: its peers may have it.
     "gradients that come and go": (learns, [0.0, 1, 2.0, 1, math.sqrt(4 + 4 * 1.5**2), 2, 2.0, 2]),
@@ -110,6 +121,7 @@ FOLLOWED: dict[str, tuple[Callable[[], list[Any]], list[Any]]] = {
     "missing on one rank": (lambda: missing_on_one_rank(None), [2.0, True]),
     "missing, sharded": (lambda: missing_on_one_rank(Shard(0)), [2.0, True]),
     "five partial": (five_partial, [math.sqrt(4 * 165), 2, 1, 1.0, 3.0, 5.0, 7.0, 9.0]),
+    "another shape": (another_shape, [1, True, 1, False]),
     "an empty rank": (lambda: an_empty_rank(True), [1.0]),
     "an empty rank, no mesh": (lambda: an_empty_rank(False), [1.0]),
     "FSDP2 after an evaluation": (fsdp_after_evaluation, [math.sqrt(8 * 2**2 + 2 * 2**2)]),
