@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -90,6 +91,21 @@ def test_what_is_not_finite_is_not_lost(bad: float, in_blocks: bool) -> None:
         for n in (10, 300_000):
             tensor = torch.ones(n).index_fill(0, torch.tensor([n // 2]), bad)
             assert str(float(power_sum([torch.ones(5), tensor], order, in_blocks=in_blocks))) == str(bad)
+
+
+def test_memory_that_is_kept_serves_in_and_out_of_inference_mode() -> None:
+    """Each thread keeps some, made at its first use."""
+    found = []
+
+    def twice() -> None:
+        for mode in (True, False):
+            with torch.inference_mode(mode):
+                found.append(float(power_sum([torch.ones(8, 2048)] * 2, 2.0, in_blocks=True)))
+
+    thread = threading.Thread(target=twice)
+    thread.start()
+    thread.join()
+    assert found == [2 * 8 * 2048] * 2
 
 
 LAYOUTS = {
