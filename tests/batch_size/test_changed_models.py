@@ -235,9 +235,9 @@ def test_a_loop_whose_gradients_reach_no_measured_parameter_is_named() -> None:
     with attached(model, per_example="never") as probe:
         for name in ("0", "2"):
             new_layer(model, name)
-        optimizer, generator = torch.optim.SGD(model.parameters(), lr=0.1), torch.Generator().manual_seed(0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(50):
-            mean_loss(model, *batch(4, generator)).backward()
+            model(torch.randn(4, 12)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
     assert list(probe.alerts) == ["not_reached"]

@@ -8,18 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import sonde
-from tests.gradient_norm.placed_gradients import placed
+from tests.gradient_norm.placed_gradients import placed, plain
 from tests.ranks import Ranks, mesh_of
-
-
-def plain(grad: Tensor) -> nn.Parameter:
-    parameter = nn.Parameter(torch.zeros_like(grad))
-    parameter.grad = grad.clone()
-    return parameter
 
 
 def _norms_on(device: str | None) -> list[float]:

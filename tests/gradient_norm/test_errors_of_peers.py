@@ -24,7 +24,7 @@ def measured(plan: NormPlan, thresholds: tuple[float, float], *, failed: float, 
     total.failed.fill_(failed)
     total.wrong_call.fill_(wrong_call)
     request = NormRequest(2.0, thresholds[0], "raise")
-    return GlobalNorm(total.sums, plan.collect(), False, True, total, request)
+    return GlobalNorm(total.sums.unbind(), plan.collect(), False, True, total, request)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import sonde
+from tests.gradient_norm.placed_gradients import plain
 from tests.ranks import Ranks, mesh_of
 
 SIZES = {"small": 1e-30, "one": 1.0, "large": 1e35, "zero": 0.0, "nan": math.nan, "inf": math.inf, "fp64": 1e-50}
@@ -23,14 +24,9 @@ def group(name: str) -> Tensor:
     return gradient * size if math.isfinite(size) else gradient.index_fill(0, torch.tensor([1]), size)
 
 
-def _norms_by_group(names: list[str], order: float, n_more: int, *, with_mesh: bool) -> tuple[float, dict[str, float]]:
+def _norms_by_group(names: list[str], order: float, n_more: int) -> tuple[float, dict[str, float]]:
     more = {f"more{k}": torch.ones(2) for k in range(n_more)}
-    norm, by_group = sonde.get_total_norm(
-        [*map(group, names), *more.values()],
-        order,
-        by_group=[*names, *more],
-        mesh=mesh_of((dist.get_world_size(),)) if with_mesh else None,
-    )
+    norm, by_group = sonde.get_total_norm([*map(group, names), *more.values()], order, by_group=[*names, *more])
     return float(norm), {name: float(by_group[name]) for name in names}
 
 
@@ -59,19 +55,9 @@ GROUPS = [["small", "large", "zero"], ["one", "nan"], ["one", "inf", "large"], [
 @pytest.mark.parametrize("names", GROUPS, ids="-".join)
 @pytest.mark.parametrize("n_more", [0, 70])
 def test_each_group_has_its_own_norm_whatever_the_others_are(names: list[str], order: float, n_more: int) -> None:
-    norm, by_group = _norms_by_group(names, order, 0, with_mesh=False)
+    norm, by_group = _norms_by_group(names, order, 0)
     check(norm, by_group, order)
-    assert _norms_by_group(names, order, n_more, with_mesh=False)[1] == pytest.approx(by_group, rel=0, nan_ok=True)
-
-
-def _in_one_mesh(names: list[str], order: float) -> tuple[float, dict[str, float]]:
-    return _norms_by_group(names, order, 0, with_mesh=True)
-
-
-@pytest.mark.parametrize("names", GROUPS[:2], ids="-".join)
-def test_groups_of_ranks_have_their_own_norms(ranks2: Ranks, names: list[str]) -> None:
-    for norm, by_group in ranks2(_in_one_mesh, names, 6.0):
-        check(norm, by_group, 6.0)
+    assert _norms_by_group(names, order, n_more)[1] == pytest.approx(by_group, rel=0, nan_ok=True)
 
 
 def raises(call: Any) -> bool:
@@ -84,23 +70,17 @@ def raises(call: Any) -> bool:
     return False
 
 
-def with_gradient(gradient: Tensor) -> nn.Parameter:
-    parameter = nn.Parameter(torch.zeros_like(gradient))
-    parameter.grad = gradient.clone()
-    return parameter
-
-
 def test_a_norm_that_is_returned_as_infinite_is_not_finite() -> None:
     gradient = torch.full((4,), 3e38)
     calls: list[Any] = [
-        lambda g: torch.nn.utils.clip_grad_norm_([with_gradient(g)], 1.0, error_if_nonfinite=True),
-        lambda g: sonde.clip_grad_norm_([with_gradient(g)], 1.0, error_if_nonfinite=True),
-        lambda g: sonde.clip_grad_norm_([with_gradient(g)], 1.0, nonfinite="assert_async"),
+        lambda g: torch.nn.utils.clip_grad_norm_([plain(g)], 1.0, error_if_nonfinite=True),
+        lambda g: sonde.clip_grad_norm_([plain(g)], 1.0, error_if_nonfinite=True),
+        lambda g: sonde.clip_grad_norm_([plain(g)], 1.0, nonfinite="assert_async"),
         lambda g: sonde.get_total_norm([g], error_if_nonfinite=True),
     ]
     assert [raises(lambda call=call: call(gradient)) for call in calls] == [True] * 4
     assert [raises(lambda call=call: call(gradient.double())) for call in calls] == [False] * 4
-    skipped = with_gradient(gradient)
+    skipped = plain(gradient)
     assert math.isinf(float(sonde.clip_grad_norm_([skipped], 1.0, nonfinite="skip")))
     assert skipped.grad is not None
     assert skipped.grad.tolist() == [0.0] * 4
@@ -111,7 +91,7 @@ def _stages_of_two_dtypes() -> list[bool]:
     gradient = torch.full((4,), 3e38, dtype=torch.float64 if stage else torch.float32) * (1.0 - 0.1 * stage)
     options: dict[str, Any] = {"mesh": mesh, "pp_mesh": mesh, "error_if_nonfinite": True}
     decided = [
-        raises(lambda: sonde.clip_grad_norm_([with_gradient(gradient)], 1.0, **options)),
+        raises(lambda: sonde.clip_grad_norm_([plain(gradient)], 1.0, **options)),
         raises(lambda: sonde.get_total_norm([gradient], **options)),
     ]
     if not stage:
@@ -125,7 +105,7 @@ def test_stages_of_two_dtypes_decide_alike(ranks2: Ranks) -> None:
 
 def _copies_of_tiny_gradients(scale: float) -> list[float]:
     gradient = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64) * scale
-    return [float(sonde.clip_grad_norm_([with_gradient(gradient)], None, math.inf, mesh=mesh_of((2,))))]
+    return [float(sonde.clip_grad_norm_([plain(gradient)], None, math.inf, mesh=mesh_of((2,))))]
 
 
 @pytest.mark.parametrize("scale", [1e-310, 5e-324, 1e300])

@@ -3,150 +3,283 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import sonde
-from tests.gradient_norm.placed_gradients import placed
+from tests.gradient_norm.placed_gradients import Call, Case, check, outcome, placed, plain
 from tests.ranks import Ranks, mesh_of
 from tests.sharded import fsdp
 
+rank = dist.get_rank
 
-def _bad(mistake: str) -> tuple[str, list[float], list[float]]:
-    """One thing is wrong, on rank 1 or on both ranks. Returns the message, and a gradient before and after."""
-    cut, rank = fsdp(), dist.get_rank()
-    parameters: dict[str, Any] = dict(cut.parameters)
-    options: dict[str, Any] = {"mesh": cut.mesh, "max_norm": 1.0}
-    if mistake == "sparse" and rank == 1:
-        parameters["stray"] = nn.Parameter(torch.zeros(3))
-        parameters["stray"].grad = torch.zeros(3).to_sparse()
-    elif mistake in ("plain on meta", "fp8") and rank == 1:
-        like = {"device": "meta"} if mistake == "plain on meta" else {"dtype": torch.float8_e4m3fn}
-        parameters["stray"] = nn.Parameter(torch.zeros(3, **like))  # type: ignore[arg-type]
-        parameters["stray"].grad = torch.zeros(3, **like)  # type: ignore[arg-type]
-    elif mistake == "options" and rank == 1:
-        options["max_norm"] = math.nan
-    elif mistake == "replicas" and rank == 1:
-        options["replicas"] = {"typo": 1}
-    elif mistake == "many replicas" and rank == 1:
-        options["replicas"] = {"back.up.weight": 2}
-    elif mistake == "placement" and rank == 1:
-        parameters["stray"] = placed(torch.ones(2), cut.mesh, [Partial("max")], (2,), [Replicate()])
-    elif mistake == "mesh":
-        alone = (
-            DeviceMesh("cpu", [0], _init_backend=False) if rank == 0 else DeviceMesh("cpu", [1], _init_backend=False)
+
+def world() -> DeviceMesh:
+    return mesh_of((dist.get_world_size(),))
+
+
+def stray(make: Callable[[], nn.Parameter]) -> Callable[[], Call]:
+    """A parameter that only rank 1 has, beside a model under FSDP2."""
+
+    def call() -> Call:
+        cut = fsdp()
+        named = [*cut.parameters.items(), *([("stray", make())] if rank() == 1 else [])]
+        return Call(named, {"mesh": cut.mesh})
+
+    return call
+
+
+def asked(option: str, value: Any, **others: Any) -> Callable[[], Call]:
+    """Rank 1 asks for something that cannot be; the gradients are cut over both ranks."""
+
+    def call() -> Call:
+        cut, options = fsdp(), dict(others)
+        max_norm = value if option == "max_norm" and rank() == 1 else 1.0
+        if option != "max_norm" and rank() == 1:
+            options[option] = value
+        return Call([*cut.parameters.items()], {"mesh": cut.mesh, **options}, max_norm)
+
+    return call
+
+
+def without_mesh(option: str, value: Any, norm_type: float) -> Call:
+    """Gradients over rows and over columns of a 2 × 2 mesh. The call of rank 0 is bad; rank 3 shares no sum with it."""
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    made = [placed(torch.ones(2), mesh[axis], [Shard(0)], (4,)) for axis in ("dp", "tp")]
+    options = {"max_norm": 1.0, "norm_type": norm_type} | ({option: value} if rank() == 0 else {})
+    return Call(made, options, options.pop("max_norm"))
+
+
+def with_grad(gradient: Tensor) -> nn.Parameter:
+    """As it is, not a copy."""
+    p = nn.Parameter(torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device))
+    p.grad = gradient
+    return p
+
+
+def on_meta(*placement: Any) -> nn.Parameter:
+    local = DTensor.from_local(torch.ones(3, device="meta"), world(), list(placement), run_check=False)
+    p = nn.Parameter(local.detach())
+    p.grad = local
+    return p
+
+
+def mesh_of_this_rank() -> Call:
+    return Call([*fsdp().parameters.items()], {"mesh": DeviceMesh("cpu", [rank()], _init_backend=False)})
+
+
+def bad_among_partial() -> Call:
+    p = placed(torch.ones(3), world(), [Partial()], (3,), [Replicate()])
+    device = "meta" if rank() else "cpu"
+    q = placed(torch.ones(5, device=device), world(), [Partial()], (5,), [Replicate()])
+    return Call([("p", p), ("q", q)], {"mesh": world()})
+
+
+def instead(function: Callable[..., Any], bad: Callable[[nn.Parameter], Any], **options: Any) -> Callable[[], Call]:
+    """Rank 1 passes something else than the plain parameter of the other ranks."""
+
+    def call() -> Call:
+        p = plain(torch.ones(3))
+        good: Any = [p.grad] if function is sonde.get_total_norm else [p]
+        given = bad(p) if rank() == 1 else good
+        more = {name: value for name, value in options.items() if rank() == 1}
+        return Call(given, {"mesh": world(), **more}, by=function)
+
+    return call
+
+
+def other_parameters(function: Callable[..., Any], kind: str) -> Callable[[], Call]:
+    """A parameter that is cut over both axes of a mesh, and a plain one; rank 1 passes something else."""
+
+    def call() -> Call:
+        mesh = mesh_of((2, 2), ("dp", "tp"))
+        both: Any = [placed(torch.ones(2, 2), mesh, [Shard(0), Shard(1)], (4, 4)), plain(torch.ones(3))]
+        others = {"none": None, "empty": [], "fewer": both[1:], "None among them": [None, both[1]]}
+        return Call(others[kind] if rank() == 1 else both, {"mesh": mesh}, by=function)
+
+    return call
+
+
+def groups(names: Any, order: float) -> Callable[[], Call]:
+    def call() -> Call:
+        by_group = names if rank() else [str(k) for k in range(100)]
+        options = {"norm_type": order, "mesh": world(), "by_group": by_group}
+        return Call([torch.ones(2) for _ in range(100)], options, by=sonde.get_total_norm)
+
+    return call
+
+
+def on_stages(make: Callable[[], Tensor]) -> Call:
+    """Plain parameters of two stages, without `mesh=`."""
+    return Call([with_grad(make())], {"pp_mesh": mesh_of((2,), ("pp",))})
+
+
+class Raising(torch.Tensor):
+    """A gradient whose elements cannot be read: any kernel raises an error that is no RuntimeError."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("reshape", "copy_", "to", "view", "aminmax", "abs"):
+            raise LookupError("these elements are elsewhere")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Nowhere(torch.Tensor):
+    """A gradient of a kind that nobody knows: it does not say on which device it is."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+            raise LookupError("it is nowhere")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def unreadable(order: float) -> Call:
+    gradient = torch.ones(3).as_subclass(Raising) if rank() else torch.ones(3)
+    return Call([with_grad(gradient)], {"norm_type": order, "mesh": world()}, None)
+
+
+G, C = "another rank found a gradient that cannot be counted", "another rank was called with something that cannot be"
+META = "gradient of stray: it is on meta and its mesh on cpu"
+DECLARED = "replicas must be a mapping from parameters or their names"
+CALLS = (sonde.clip_grad_norm_, sonde.group_parameters_for_norm)
+BAD_OPTIONS: list[tuple[str, Any, str]] = [
+    ("max_norm", -1.0, "max_norm must be ≥ 0, got -1.0"),
+    ("nonfinite", "drop", "nonfinite must be one of"),
+    ("norm_type", -1.0, "norm_type must be > 0, got -1.0"),
+    ("norm_type", "two", "norm_type must be > 0, got 'two'"),
+    ("norm_type", 7.0, "norm_type must be at most 6, or math.inf, got 7.0"),
+]
+CASES = [
+    Case("sparse", 2, stray(lambda: plain(torch.zeros(3).to_sparse())), (G, "gradient of stray: it is sparse")),
+    Case(
+        "placement",
+        2,
+        stray(lambda: placed(torch.ones(2), world(), [Partial("max")], (2,), [Replicate()])),
+        (G, r"gradient of stray: placement Partial\(max\) on mesh axis 0 is not supported"),
+    ),
+    Case("device", 2, stray(lambda: on_meta(Replicate())), (G, META)),
+    Case("plain on meta", 2, stray(lambda: with_grad(torch.zeros(3, device="meta"))), (G, META)),
+    Case(
+        "fp8",
+        2,
+        stray(lambda: with_grad(torch.zeros(3, dtype=torch.float8_e4m3fn))),
+        (G, "gradient of stray: its dtype is torch.float8_e4m3fn, and only fp16, bf16, fp32 and fp64"),
+    ),
+    Case("threshold", 2, asked("max_norm", math.nan), (C, "max_norm must be ≥ 0, got nan")),
+    Case("replicas", 2, asked("replicas", {"typo": 1}), (C, "replicas= has 'typo', which is not among the parameters")),
+    Case("many", 2, asked("replicas", {"back.up.weight": 2}), (G, "back.up.weight: it is cut into 2 shards over 2 of")),
+    *(
+        Case(f"{o}, {v}, p {p}", 2, asked(o, v, **({} if o == "norm_type" else {"norm_type": p})), (C, match))
+        for o, v, match in BAD_OPTIONS
+        for p in (2.0, math.inf)
+        if v != "two" or p == 2.0
+    ),
+    *(
+        Case(
+            f"{o}, {v}, p {p}, no mesh",
+            4,
+            lambda o=o, v=v, p=p: without_mesh(o, v, p),
+            (match, "another rank", "another rank", {2.0: 8**0.5, math.inf: 1.0}[p]),
+            None,
         )
-        options["mesh"] = alone
-    elif mistake == "device" and rank == 1:
-        local = DTensor.from_local(torch.ones(3, device="meta"), cut.mesh, [Replicate()], run_check=False)
-        parameters["stray"] = nn.Parameter(local.detach())
-        parameters["stray"].grad = local
-    before = parameters["back.up.weight"].grad.to_local().flatten()[:3].tolist()
-    max_norm = options.pop("max_norm")
-    try:
-        sonde.clip_grad_norm_(parameters.items(), max_norm, **options)
-        message = "no error"
-    except ValueError as error:
-        message = str(error)
-    return message, before, parameters["back.up.weight"].grad.to_local().flatten()[:3].tolist()
+        for o, v, match in BAD_OPTIONS
+        for p in (2.0, math.inf)
+    ),
+    Case(
+        "mesh",
+        2,
+        mesh_of_this_rank,
+        r"on ranks 0, 1, which mesh= \(.*pass the mesh of all ranks that hold the model",
+        0,
+    ),
+    Case("among partial ones", 2, bad_among_partial, (G, "gradient of q: it is on meta"), 2),
+    Case("no tensor", 2, instead(sonde.clip_grad_norm_, lambda p: [p, 1.0]), (C, "parameters must be tensors")),
+    Case(
+        "pp_mesh", 2, instead(sonde.clip_grad_norm_, lambda p: [p], pp_mesh="stages"), (C, "pp_mesh must be a DeviceM")
+    ),
+    Case("a module", 2, instead(sonde.get_total_norm, lambda p: nn.Linear(2, 1)), (C, "got the module Linear")),
+    *(
+        Case(
+            f"replicas={replicas} in {f.__name__}",
+            2,
+            instead(f, lambda p, f=f: [p.grad] if f is sonde.get_total_norm else [p], replicas=replicas),
+            ("another rank", DECLARED),
+        )
+        for f in (*CALLS, sonde.get_total_norm)
+        for replicas in ([1], 2, "w")
+    ),
+    *(
+        Case(
+            f"{kind} in {f.__name__}",
+            4,
+            other_parameters(f, kind),
+            ("another rank", "must be tensors", *["another rank"] * 2),
+        )
+        for f in CALLS
+        for kind in ("none", "None among them")
+    ),
+    *(
+        Case(f"{kind} in {f.__name__}", 4, other_parameters(f, kind), "have different parameters")
+        for f in CALLS
+        for kind in ("empty", "fewer")
+    ),
+    *(
+        Case(f"groups {names!s:.5}, p {p}", 2, groups(names, p), (C, match))
+        for names, match in (
+            ("ab", "got a string: pass a list of names"),
+            (["a"], "got 1 names for 100 tensors"),
+            ([1] * 100, "by_group must hold names, got 1"),
+        )
+        for p in (2.0, math.inf)
+    ),
+    Case("no groups", 2, groups(None, 2.0), "by_group= differs between ranks"),
+    Case(
+        "stage on meta",
+        2,
+        lambda: on_stages(lambda: torch.ones(3, device="meta" if rank() else "cpu")),
+        ("another rank found", "it is on the meta device"),
+    ),
+    *(
+        Case(
+            f"unexpected, p {p}",
+            2,
+            lambda p=p: unreadable(p),
+            (G, "gradients cannot be summed on cpu: LookupError: these elements are elsewhere"),
+        )
+        for p in (2.0, math.inf)
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("mistake", "match"),
-    [
-        ("sparse", "gradient of stray: it is sparse"),
-        ("placement", "gradient of stray: placement Partial(max) on mesh axis 0 is not supported"),
-        ("device", "gradient of stray: it is on meta and its mesh on cpu"),
-        ("plain on meta", "gradient of stray: it is on meta and its mesh on cpu"),
-        ("fp8", "gradient of stray: its dtype is torch.float8_e4m3fn, and only fp16, bf16, fp32 and fp64"),
-        ("options", "max_norm must be ≥ 0, got nan"),
-        ("replicas", "replicas= has 'typo', which is not among the parameters"),
-        ("many replicas", "gradient of back.up.weight: it is cut into 2 shards over 2 of 2 ranks"),
-    ],
-)
-def test_what_is_wrong_on_one_rank_is_raised_on_all(ranks2: Ranks, mistake: str, match: str) -> None:
-    (first, *first_gradients), (second, *second_gradients) = ranks2(_bad, mistake)
-    if mistake in ("options", "replicas"):
-        assert "another rank was called with something that cannot be used, and its message says what" in first
-    else:
-        assert "another rank found a gradient that cannot be counted" in first
-    assert match in second
-    for before, after in (first_gradients, second_gradients):
-        assert before == after
+@pytest.mark.parametrize("index", range(len(CASES)), ids=[case.name for case in CASES])
+def test_what_is_wrong_on_one_rank_is_raised_on_all(request: pytest.FixtureRequest, index: int) -> None:
+    ranks: Ranks = request.getfixturevalue(f"ranks{CASES[index].n_ranks}")
+    check(CASES[index], ranks(_outcome, index))
 
 
-def test_a_mesh_that_does_not_contain_the_gradients_is_refused(ranks2: Ranks) -> None:
-    for message, before, after in ranks2(_bad, "mesh"):
-        assert "it is on ranks 0, 1, which mesh= (" in message
-        assert "pass the mesh of all ranks that hold the model" in message
-        assert before == after
-
-
-def _bad_among_partial() -> str:
-    mesh, rank = mesh_of((2,)), dist.get_rank()
-    p = placed(torch.ones(3), mesh, [Partial()], (3,), [Replicate()])
-    q = placed(torch.ones(5, device="meta" if rank else "cpu"), mesh, [Partial()], (5,), [Replicate()])
-    try:
-        return str(float(sonde.clip_grad_norm_([("p", p), ("q", q)], 1.0, mesh=mesh)))
-    except ValueError as error:
-        return str(error)
-
-
-def test_a_bad_partial_gradient_leaves_no_rank_waiting(ranks2: Ranks) -> None:
-    first, second = ranks2(_bad_among_partial)
-    assert "another rank found a gradient that cannot be counted" in first
-    assert "gradient of q: it is on meta" in second
-
-
-def _wrong_calls_of_one_rank() -> list[str]:
-    """On rank 1: a parameter that is no tensor; a pp_mesh that is no mesh; no parameters at all."""
-    mesh, rank = mesh_of((2,)), dist.get_rank()
-    p = nn.Parameter(torch.zeros(3))
-    p.grad = torch.ones(3)
-    messages = []
-    calls: list[Any] = [
-        lambda: sonde.clip_grad_norm_([p, 1.0] if rank else [p], 1.0, mesh=mesh),
-        lambda: sonde.clip_grad_norm_([p], 1.0, mesh=mesh, pp_mesh="stages" if rank else None),  # type: ignore[arg-type]
-        lambda: sonde.group_parameters_for_norm([] if rank else [p], mesh=mesh),
-    ]
-    for call in calls:
-        try:
-            call()
-            messages.append("")
-        except ValueError as error:
-            messages.append(str(error))
-    return [*messages, str(p.grad.tolist())]
-
-
-def test_a_wrong_call_of_one_rank_is_raised_on_the_others(ranks2: Ranks) -> None:
-    first, second = ranks2(_wrong_calls_of_one_rank)
-    assert ["another rank" in message for message in first[:3]] == [True, True, False]
-    assert "parameters must be tensors" in second[0]
-    assert "pp_mesh must be a DeviceMesh" in second[1]
-    assert "ranks of mesh= have different parameters (1 on this rank)" in first[2]
-    assert "ranks of mesh= have different parameters (0 on this rank)" in second[2]
-    assert first[3] == second[3] == "[1.0, 1.0, 1.0]"
+def _outcome(index: int) -> Any:
+    return outcome(CASES[index].call())
 
 
 def _elsewhere() -> list[str]:
     """A parameter on ranks 0 and 1 only, and meshes of those ranks given on all four."""
-    few, everyone = DeviceMesh("cpu", [0, 1]), mesh_of((4,))
+    few, everyone = DeviceMesh("cpu", [0, 1]), world()
     p = nn.Parameter(distribute_tensor(torch.ones(4), few, [Shard(0)]))
     p.grad = distribute_tensor(torch.ones(4), few, [Shard(0)])
     plan = sonde.group_parameters_for_norm([("p", p)], mesh=everyone, replicas={"p": 1})
     assert float(sonde.clip_grad_norm_distributed_(plan, None)) == 2.0
+    wrong: list[dict[str, Any]] = [{"mesh": everyone}, {"mesh": everyone, "replicas": {"p": 1}}, {"mesh": few}]
     messages = []
-    wrong: list[dict[str, Any]] = [{"mesh": everyone}, {"mesh": everyone, "replicas": {"p": 1}}]
-    if dist.get_rank() > 1:
-        wrong.append({"mesh": few})
-    for options in wrong:
+    for options in wrong[: 3 if rank() > 1 else 2]:
         try:
             messages.append(str(float(sonde.clip_grad_norm_([("p", p)], None, **options))))
         except ValueError as error:
@@ -166,19 +299,16 @@ def test_a_parameter_on_other_ranks_has_to_be_declared(ranks4: Ranks) -> None:
     assert [messages[1] for messages in results] == ["2.0"] * 4
 
 
-def _first_fsdp() -> str:
+def _first_fsdp() -> Any:
     model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=True)
     model(torch.ones(2, 4)).sum().backward()
-    try:
-        return str(float(sonde.clip_grad_norm_(model.named_parameters(), 1.0)))
-    except ValueError as error:
-        return str(error)
+    return outcome(Call([*model.named_parameters()]))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_fsdps_first_version_is_refused(ranks2: Ranks) -> None:
-    for message in ranks2(_first_fsdp):
-        assert "FSDP's first version does not tell how it cuts parameters" in message
+    for found in ranks2(_first_fsdp):
+        assert "FSDP's first version does not tell how it cuts parameters" in found.message
 
 
 @pytest.mark.parametrize(
@@ -186,90 +316,31 @@ def test_fsdps_first_version_is_refused(ranks2: Ranks) -> None:
     [
         ("ds_id", 0, "gradient of w: DeepSpeed's ZeRO-3 holds it in parts.*read engine.get_global_grad_norm"),
         ("tensor_model_parallel", True, "gradient of w: its attribute tensor_model_parallel says that it is a shard"),
-        ("tensor_model_parallel", False, None),
+        ("tensor_model_parallel", False, ""),
     ],
 )
-def test_what_the_attributes_of_other_frameworks_tell_is_refused(
-    attribute: str, value: object, match: str | None
-) -> None:
-    p = nn.Parameter(torch.zeros(3))
-    p.grad = torch.ones(3)
+def test_what_the_attributes_of_other_frameworks_tell_is_refused(attribute: str, value: object, match: str) -> None:
+    p = plain(torch.ones(3))
     setattr(p, attribute, value)
-    if match is None:
+    if not match:
         assert float(sonde.clip_grad_norm_([("w", p)], 1.0)) == pytest.approx(math.sqrt(3))
         return
     with pytest.raises(ValueError, match=match):
         sonde.clip_grad_norm_([("w", p)], 1.0)
-    assert p.grad.tolist() == [1.0, 1.0, 1.0]
-
-
-def _unmaterialised_stage() -> str:
-    """Plain parameters; those of one stage were never materialised."""
-    mesh, device = mesh_of((2,), ("pp",)), "meta" if dist.get_rank() else "cpu"
-    p = nn.Parameter(torch.zeros(3, device=device))
-    p.grad = torch.ones(3, device=device)
-    try:
-        return str(float(sonde.clip_grad_norm_([p], 1.0, pp_mesh=mesh)))
-    except ValueError as error:
-        return str(error)
-
-
-def test_a_stage_on_the_meta_device_leaves_no_rank_waiting(ranks2: Ranks) -> None:
-    first, second = ranks2(_unmaterialised_stage)
-    assert "another rank found" in first
-    assert "it is on the meta device" in second
-
-
-class _Unreadable(torch.Tensor):
-    """A gradient whose elements cannot be read: any kernel raises an error that is no RuntimeError."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in ("reshape", "copy_", "view", "aminmax", "abs"):
-            raise LookupError("these elements are elsewhere")
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-def _unreadable_on_one_rank(order: float) -> str:
-    p = nn.Parameter(torch.zeros(3))
-    p.grad = torch.ones(3).as_subclass(_Unreadable) if dist.get_rank() else torch.ones(3)
-    try:
-        return str(float(sonde.clip_grad_norm_([p], None, order, mesh=mesh_of((2,)))))
-    except ValueError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize("order", [2.0, math.inf])
-def test_an_unexpected_error_on_one_rank_leaves_no_rank_waiting(ranks2: Ranks, order: float) -> None:
-    first, second = ranks2(_unreadable_on_one_rank, order)
-    assert "another rank found a gradient that cannot be counted" in first
-    assert "gradients cannot be summed on cpu: LookupError: these elements are elsewhere" in second
-
-
-class _Nowhere(torch.Tensor):
-    """A gradient of a kind that nobody knows: it does not say on which device it is."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
-            raise LookupError("it is nowhere")
-        return super().__torch_function__(func, types, args, kwargs or {})
+    assert torch.equal(p.grad, torch.ones(3))  # type: ignore[arg-type]
 
 
 def _nowhere_on_one_rank(is_planned: bool) -> list[str]:
     """Beside a partial gradient, whose sum comes before the gradients are read."""
-    mesh = mesh_of((2,))
-    p, partial = nn.Parameter(torch.zeros(3)), placed(torch.ones(3), mesh, [Partial()], (3,), [Replicate()])
-    p.grad = torch.ones(3)
+    mesh, p = world(), plain(torch.ones(3))
+    partial = placed(torch.ones(3), mesh, [Partial()], (3,), [Replicate()])
     plan = sonde.group_parameters_for_norm([p, partial], mesh=mesh) if is_planned else None
     messages = []
-    for gradient in (torch.ones(3).as_subclass(_Nowhere) if dist.get_rank() else torch.ones(3), torch.ones(3)):
+    for gradient in (torch.ones(3).as_subclass(Nowhere) if rank() else torch.ones(3), torch.ones(3)):
         p.grad = gradient
         try:
-            if plan is not None:
-                messages.append(f"{float(sonde.clip_grad_norm_distributed_(plan, None)):.4f}")
-            else:
-                messages.append(f"{float(sonde.clip_grad_norm_([p], None, mesh=mesh)):.4f}")
+            norm = sonde.clip_grad_norm_([p], None, mesh=mesh) if plan is None else None
+            messages.append(f"{float(sonde.clip_grad_norm_distributed_(plan, None) if plan else norm):.4f}")  # type: ignore[arg-type]
         except ValueError as error:
             messages.append(str(error))
     return messages
@@ -278,6 +349,6 @@ def _nowhere_on_one_rank(is_planned: bool) -> list[str]:
 @pytest.mark.parametrize("is_planned", [True, False])
 def test_a_gradient_of_an_unknown_kind_leaves_no_rank_waiting(ranks2: Ranks, is_planned: bool) -> None:
     (first, first_after), (second, second_after) = ranks2(_nowhere_on_one_rank, is_planned)
-    assert "another rank found a gradient that cannot be counted" in first
+    assert G in first
     assert f"gradients cannot be {'collected' if is_planned else 'grouped'}: LookupError: it is nowhere" in second
     assert first_after == second_after == (f"{15**0.5:.4f}" if is_planned else f"{3**0.5:.4f}")

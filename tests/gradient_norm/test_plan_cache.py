@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import sonde
 from sonde.gradient_norm.plan import NormPlan
+from tests.gradient_norm.placed_gradients import plain
 from tests.ranks import Ranks, mesh_of
 
 
@@ -34,10 +35,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def parameters(n: int = 3) -> list[nn.Parameter]:
-    made = [nn.Parameter(torch.zeros(2)) for _ in range(n)]
-    for p in made:
-        p.grad = torch.ones(2)
-    return made
+    return [plain(torch.ones(2)) for _ in range(n)]
 
 
 def test_the_same_parameters_are_planned_for_once(plans: list[int]) -> None:

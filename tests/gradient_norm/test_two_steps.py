@@ -8,35 +8,28 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 import sonde
+from tests.gradient_norm.placed_gradients import noise, plain
 from tests.ranks import Ranks, mesh_of
 from tests.sharded import ORDERS, WAYS, exact_gradients, norm_of, whole
-
-
-def gradients(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    parameters = [nn.Parameter(torch.zeros(s, dtype=dtype)) for s in shapes]
-    for p in parameters:
-        p.grad = torch.randn_like(p)
-    return parameters
-
-
-def grads_of(parameters: list[nn.Parameter]) -> list[Tensor]:
-    return [p.grad for p in parameters if p.grad is not None]
 
 
 @pytest.mark.parametrize("order", [0.5, 1.0, 2.0, 3.0, 6.0, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_norm_is_torchs_and_changes_nothing(order: float, dtype: torch.dtype) -> None:
-    tensors = grads_of(gradients((7, 3), (), (300, 400), dtype=dtype))
+    tensors = [noise(k, *s).to(dtype) for k, s in enumerate(((7, 3), (), (300, 400)))]
     before = [t.clone() for t in tensors]
     norm = sonde.get_total_norm(tensors, order)
     assert norm.dtype == dtype
     expected = torch.nn.utils.get_total_norm([t.double() for t in tensors], order)  # in fp32, torch is 2e-5 off
     torch.testing.assert_close(norm.double(), expected, rtol=1e-6, atol=0)
     assert all(torch.equal(t, b) and t.grad is None for t, b in zip(tensors, before, strict=True))
+    tensors[0][0, 0] = math.nan
+    assert math.isnan(sonde.get_total_norm(tensors, order))
+    with pytest.raises(RuntimeError, match=r"the gradient norm is nan: .*error_if_nonfinite=False"):
+        sonde.get_total_norm(tensors, order, error_if_nonfinite=True)
 
 
 def _on_ranks(way: str) -> dict[str, Any]:
@@ -82,66 +75,12 @@ def test_on_ranks_the_norm_and_its_groups_are_those_of_one_process(request: pyte
             torch.testing.assert_close(gradient.double(), reference * 0.05 / norm_of(exact, 2.0), rtol=1e-4, atol=1e-8)
 
 
-def _different_groups() -> list[str]:
-    mesh, rank = mesh_of((2,)), dist.get_rank()
-    tensors, messages = [torch.ones(2), torch.ones(3)], []
-    for groups in (["a", "b"] if rank else ["a", "a"], ["a", "b"] if rank else ["a", "c"]):
-        try:
-            sonde.get_total_norm(tensors, mesh=mesh, by_group=groups)
-            messages.append("")
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
-
-
-def test_other_groups_on_other_ranks_are_refused(ranks2: Ranks) -> None:
-    for messages in ranks2(_different_groups):
-        assert all("by_group= differs between ranks" in message for message in messages)
-
-
-def test_what_cannot_be_is_refused() -> None:
-    (p,) = gradients((3,))
-    plan = sonde.group_parameters_for_norm(p)
-    with pytest.raises(ValueError, match="by_group must name the group of each tensor, got 2 names for 1 tensors"):
-        sonde.get_total_norm([torch.ones(2)], by_group=["a", "b"])
-    with pytest.raises(ValueError, match="a plan knows its mesh and replicas, and has no groups"):
-        sonde.get_total_norm(plan, by_group=["a"])  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match="norm_type must be > 0"):
-        sonde.get_total_norm([torch.ones(2)], 0.0)
-    with pytest.raises(ValueError, match="max_norm must be ≥ 0"):
-        sonde.clip_grads_with_norm_(p, -1.0, 3.0)
-    with pytest.raises(ValueError, match=r"pass \[p for group in optimizer.param_groups for p in group\['params'\]\]"):
-        sonde.clip_grads_with_norm_(torch.optim.SGD([p]).param_groups, 1.0, 3.0)  # type: ignore[arg-type]
-    bad = torch.tensor([math.nan, 1.0])
-    with pytest.raises(RuntimeError, match=r"the gradient norm is nan: .*error_if_nonfinite=False"):
-        sonde.get_total_norm([bad], error_if_nonfinite=True)
-    assert math.isnan(sonde.get_total_norm([bad]))
-    assert float(sonde.get_total_norm([])) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("by_group", "match"),
-    [
-        ("ab", "by_group must be a list with the name of each tensor's group, got a string: pass a list of names"),
-        (7, "by_group must be a list with the name of each tensor's group, got 7"),
-        (["a", 1], "by_group must hold names, got 1 among them: pass a string for each tensor"),
-        ([["a"], "b"], r"by_group must hold names, got \['a'\] among them"),
-        ([None, "b"], "by_group must hold names, got None among them"),
-    ],
-)
-def test_wrong_groups_get_a_sentence(by_group: Any, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        sonde.get_total_norm([torch.ones(2), torch.ones(3)], by_group=by_group)
-
-
 def test_one_call_and_two_steps_give_the_same_bits() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(100):
         grad = torch.randn(37, generator=generator)
         threshold = float(torch.rand((), generator=generator)) + 0.1
-        together, ours, theirs = (nn.Parameter(torch.zeros(37)) for _ in range(3))
-        for p in (together, ours, theirs):
-            p.grad = grad.clone()
+        together, ours, theirs = (plain(grad) for _ in range(3))
         norm = sonde.clip_grad_norm_([together], threshold)
         sonde.clip_grads_with_norm_([ours], threshold, sonde.get_total_norm([grad]))
         torch.nn.utils.clip_grads_with_norm_([theirs], threshold, norm)
@@ -149,62 +88,18 @@ def test_one_call_and_two_steps_give_the_same_bits() -> None:
         assert torch.equal(together.grad, theirs.grad)  # type: ignore[arg-type]
 
 
-def test_none_among_gradients_is_named() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"gradients or parameters must be tensors, got None among them: leave out gradients that are None",
-    ):
-        sonde.get_total_norm([torch.ones(2), None])  # type: ignore[list-item]
-
-
-def test_a_module_is_refused_since_its_tensors_are_weights() -> None:
-    model = nn.Linear(2, 1, bias=False)
-    with pytest.raises(ValueError, match=r"got the module Linear, .*pass \[p.grad for p in model.parameters\(\)"):
-        sonde.get_total_norm(model)
-
-
-def _module_on_one_rank() -> str:
-    model = nn.Linear(2, 1, bias=False)
-    try:
-        return str(float(sonde.get_total_norm(model if dist.get_rank() else [torch.ones(2)], mesh=mesh_of((2,)))))
-    except ValueError as error:
-        return str(error)
-
-
-def test_a_module_on_one_rank_leaves_no_rank_waiting(ranks2: Ranks) -> None:
-    first, second = ranks2(_module_on_one_rank)
-    assert "another rank was called with something that cannot be used" in first
-    assert "got the module Linear" in second
-
-
-def _nonfinite_asked_of_one_rank() -> str:
-    try:
-        return str(sonde.get_total_norm([torch.ones(2)], error_if_nonfinite=bool(dist.get_rank()), mesh=mesh_of((2,))))
-    except ValueError as error:
-        return str(error)
-
-
-def test_a_difference_is_named_by_the_option_that_the_caller_has(ranks2: Ranks) -> None:
-    for message in ranks2(_nonfinite_asked_of_one_rank):
-        assert "error_if_nonfinite differs between ranks" in message
-
-
 def _overflows_on_one_rank() -> str:
     """fp64 gradients on rank 1: the norm is finite there, and infinite in fp32."""
     dtype = torch.float64 if dist.get_rank() else torch.float32
     gradient = torch.full((4,), 1e38 * (10 if dist.get_rank() else 1), dtype=dtype)
+    mesh = mesh_of((2,), ("pp",))
     try:
-        return str(float(sonde.get_total_norm([gradient], error_if_nonfinite=True, **_stages())))
+        return str(float(sonde.get_total_norm([gradient], error_if_nonfinite=True, mesh=mesh, pp_mesh=mesh)))
     except RuntimeError as error:
         return str(error)
-
-
-def _stages() -> dict[str, Any]:
-    mesh = mesh_of((2,), ("pp",))
-    return {"mesh": mesh, "pp_mesh": mesh}
 
 
 def test_an_overflow_in_fp32_is_told_from_gradients_that_are_not_finite(ranks2: Ranks) -> None:
     first, second = ranks2(_overflows_on_one_rank)
     assert "the gradient norm is inf" in first
-    assert "it overflows in fp32, the dtype in which another rank returns it" in second
+    assert "gradients of another rank are not, or it overflows in fp32" in second

@@ -46,7 +46,7 @@ _N_TIES, _N_TIE_STAGES = 16, 16
 KINDS = ("up to 6", "inf")
 """Kinds of norm_type. Each kind takes another collective."""
 COMPARED = (
-    *("norm_type", "max_norm", "nonfinite", "stages", "verify", "number", "groups", "parameters", "partial"),
+    *("norm_type", "max_norm", "nonfinite", "stages", "verify", "groups", "parameters", "partial"),
     *("plain", "sharded"),
 )
 """What is compared: digests, and power sums of copies. The error message names the first difference in this order."""
@@ -107,6 +107,7 @@ def _coefficients(n: int) -> tuple[list[list[int]], float]:
     return rows, sum(c * c for row in rows for c in row) / (n * len(rows))
 
 
+@functools.lru_cache(maxsize=256, typed=True)  # asked for the same options at every step
 def digest(*parts: object) -> int:
     """A whole number from 1 to 2**20 - 1 that stands for these values. Other values share it in 1e-6 of cases."""
     hashed = hashlib.blake2b("\0".join(map(repr, parts)).encode(), digest_size=8).digest()
@@ -196,24 +197,24 @@ class Ballot:
         return slots
 
 
-def disagreements(slots: Tensor, *, uses_max: bool) -> Tensor:
-    """The comparisons that failed, [1 + compared + 1 + ties]; `first_disagreement` has their names.
+def disagreements(slots: Tensor, *, uses_max: bool, has_stages: bool) -> Tensor:
+    """The comparisons that failed, [1 + compared + 1 (+ ties)]; `first_disagreement` has their names.
 
     Args:
         slots: the numbers after the reduction, [N_SLOTS].
         uses_max: the reduction was a maximum, not a sum.
+        has_stages: whether there are pipeline stages. Only stages have ties, and only sums show them.
     """
     kinds = (slots[:_COMPARED_AT] > 0).sum(0, keepdim=True) > 1
     compared = slots[_COMPARED_AT:_REPLICAS_AT].view(-1, _WIDTH)
     # Of numbers that are not finite, nothing is known.
     if uses_max:
         differ = (compared[:, 0] + compared[:, 1] > _LARGE + compared[:, 2]) & (compared[:, 0] < math.inf)
-        tied = torch.zeros(1 + _N_TIES, dtype=torch.bool, device=slots.device)
     else:
         differ = compared[:, :-1].square().sum(1) > _N_CONTRASTS * compared[:, -1]
-        tied = _neighbours_are_equal(slots).any(1)
+    tied = [_neighbours_are_equal(slots).any(1)] if has_stages and not uses_max else []
     distinct = slots[_REPLICAS_AT:_TIES_AT]
-    return torch.cat([kinds, differ, (distinct - distinct.round()).abs() > _NOT_WHOLE, tied])
+    return torch.cat([kinds, differ, (distinct - distinct.round()).abs() > _NOT_WHOLE, *tied])
 
 
 def first_disagreement(disagreeing: Sequence[bool]) -> tuple[str, int]:

@@ -121,15 +121,15 @@ def clip_grad_norm_(
     plan, _ = _cached_plans.pop(key, (None, None))
     if plan is None:
         plan = NormPlan(tensors, names, mesh=mesh, pp_mesh=pp_mesh, replicas=replicas, problem=problem)
+        if may_cache and len(_cached_plans) >= _MAX_CACHED and sum(map(len, [*_cached_plans])) > _MAX_TENSORS:
+            _cached_plans.pop(next(iter(_cached_plans)), None)
     else:
         plan.rebind(tensors, mesh, pp_mesh)
     nonfinite = "raise" if error_if_nonfinite else nonfinite
-    _, norm = measure_and_clip(plan, max_norm, norm_type, None, nonfinite, fold_into)
+    norm = measure_and_clip(plan, max_norm, norm_type, None, nonfinite, fold_into)[1]
     if may_cache:
         plan.rebind([], mesh, pp_mesh)
         _cached_plans[key] = plan, specs
-        if len(_cached_plans) > _MAX_CACHED and sum(map(len, [*_cached_plans])) > _MAX_TENSORS:
-            _cached_plans.pop(next(iter(_cached_plans)), None)
     return norm
 
 
@@ -255,8 +255,9 @@ def measure_and_clip(
     order = problem.attempt(check_order, norm_type, otherwise=math.nan)
     problem.attempt(plan.use_stages, pp_mesh, otherwise=None)
     threshold = problem.attempt(check_options, max_norm, nonfinite, fold_into, otherwise=None)
-    measured = global_norm(plan, order, max_norm=threshold, nonfinite=nonfinite, problem=problem.first)
-    norm = clip_measured_(plan, measured, threshold, nonfinite=nonfinite, fold_into=fold_into)
+    with torch.no_grad():
+        measured = global_norm(plan, order, max_norm=threshold, nonfinite=nonfinite, problem=problem.first)
+        norm = clip_measured_(plan, measured, threshold, nonfinite=nonfinite, fold_into=fold_into)
     if any(share.mesh is not None for share in plan.shares):
         # torch returns a DTensor for sharded gradients, and loops call this on it. The norm is whole already.
         norm.full_tensor = functools.partial(_itself, norm.detach())  # type: ignore[attr-defined]
@@ -282,11 +283,10 @@ def tensors_of(parameters: Parameters) -> tuple[list[Tensor], list[str] | None, 
     names = None
     if listed and all(isinstance(item, tuple) and len(item) == 2 for item in listed):
         names, listed = [str(name) for name, _ in listed], [tensor for _, tensor in listed]
-    problem = None
-    if not_tensors := [item for item in listed if not isinstance(item, Tensor)]:
-        problem = _no_tensors(not_tensors[0], is_listed=True)
-        names, listed = None, [item for item in listed if isinstance(item, Tensor)]
-    return listed, names, problem
+    if all(issubclass(kind, Tensor) for kind in set(map(type, listed))):
+        return listed, names, None
+    wrong = next(item for item in listed if not isinstance(item, Tensor))
+    return [item for item in listed if isinstance(item, Tensor)], None, _no_tensors(wrong, is_listed=True)
 
 
 def _are_gradients(tensors: Sequence[Tensor]) -> ValueError | None:

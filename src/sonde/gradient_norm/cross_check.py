@@ -28,7 +28,6 @@ from sonde.gradient_norm.agreement import (
     contrast,
     copies_tolerance,
     digest,
-    disagreements,
     first_disagreement,
     tie_row,
     tied_stages,
@@ -109,8 +108,8 @@ def _holdings(plan: NormPlan) -> Holdings:
     partial = sorted(i for group in plan.groups if group.key.is_partial for i in group.indices)
     return Holdings(
         len(descriptions),
-        digest(sorted(descriptions)),
-        digest([plan.description(i) for i in partial]),
+        digest(tuple(sorted(descriptions))),
+        digest(tuple(plan.description(i) for i in partial)),
         sum(1.0 / n for n in plan.n_replicas.values()),
         _tie_candidates(plan),
         copies,
@@ -133,13 +132,12 @@ def compared_numbers(
         return None
     held = plan.remembered(_holdings)
     ballot = Ballot(None if math.isnan(request.order) else KINDS[uses_max], uses_max=uses_max)
-    for name, value in _options(plan, request).items():
+    for name, (value, *_) in _options(plan, request).items():
         ballot.add_digest(name, digest(value), peers.everyone)
     if peers.stage is not None:
         ballot.add_replicas(held.n_distinct)
     # A maximum over ranks cannot compare the ranks of each stage apart, nor those of each copy.
     if peers.stage is not None and not (uses_max and has_stages):
-        ballot.add_digest("number", held.number, peers.stage)
         ballot.add_digest("parameters", held.parameters, peers.stage)
         if not request.is_plan:  # a gradient that is partial may still be missing on some ranks
             ballot.add_digest("partial", held.partial, peers.stage)
@@ -238,15 +236,15 @@ def _sample(local: Tensor) -> Tensor:
     return local.reshape(-1)[:_SAMPLE]
 
 
-def disagreement(plan: NormPlan, request: NormRequest, slots: Tensor) -> ValueError | None:
+def disagreement(plan: NormPlan, request: NormRequest, slots: Tensor, disagreeing: Sequence[bool]) -> ValueError | None:
     """The error that every rank of a sum raises if they disagree.
 
     Args:
         plan: the plan of this rank.
         request: the options of this rank.
-        slots: the numbers after the reduction. They are read, which waits for the device.
+        slots: the numbers after the reduction.
+        disagreeing: which comparisons of them failed.
     """
-    disagreeing = disagreements(slots, uses_max=math.isinf(request.order)).tolist()
     if not any(disagreeing):
         return None
     name, row = first_disagreement(disagreeing)
@@ -261,34 +259,25 @@ def disagreement(plan: NormPlan, request: NormRequest, slots: Tensor) -> ValueEr
     return ValueError(f"{text}. {whose} has been changed")
 
 
-def _options(plan: NormPlan, request: NormRequest) -> Mapping[str, object]:
-    """What a call was asked for, by name, as it is compared."""
+def _options(plan: NormPlan, request: NormRequest) -> Mapping[str, tuple[object, str, object]]:
+    """What a call was asked for, as it is compared; what the option is called, and its value in words."""
     # None and infinity both only measure, and 0.1 is the same as torch.tensor(0.1).
     in_fp32 = ctypes.c_float(math.inf if request.max_norm is None else request.max_norm).value
+    stages = f"one of {plan.n_stages} stages" if plan.pp_mesh is not None else "none"
     return {
-        "norm_type": request.order,
-        "max_norm": in_fp32,
-        "nonfinite": request.nonfinite,
-        "stages": plan.n_stages,
-        "verify": request.verify,
-        "groups": (plan.n_parts, plan.part_names),
+        "norm_type": (request.order, "norm_type", f"{request.order:g}"),
+        "max_norm": (in_fp32, "max_norm", request.max_norm),
+        "nonfinite": (request.nonfinite, "nonfinite or error_if_nonfinite", f"nonfinite={request.nonfinite!r}"),
+        "stages": (plan.n_stages, "pp_mesh=", stages),
+        "verify": (request.verify, "verify", request.verify),
+        "groups": ((plan.n_parts, plan.part_names), "by_group=", first_names(plan.part_names) or "none"),
     }
 
 
 def _other_option(name: str, plan: NormPlan, request: NormRequest) -> str:
-    what, got, more = name, _options(plan, request)[name], ""
-    if name == "norm_type":
-        got = f"{request.order:g}"
-    elif name == "max_norm":
-        got = request.max_norm
-    elif name == "nonfinite":
-        what, got = "nonfinite or error_if_nonfinite", f"nonfinite={request.nonfinite!r}"
-    elif name == "stages":
-        what, got = "pp_mesh=", f"one of {plan.n_stages} stages" if plan.pp_mesh is not None else "none"
-    elif name == "groups":
-        what, got = "by_group=", first_names(plan.part_names) or "none"
-        more = "; for a group that this rank has no gradient of, pass an empty tensor, torch.empty(0)"
-    return f"{what} differs between ranks, got {got} on this rank: pass the same on every rank{more}"
+    _, called, got = _options(plan, request)[name]
+    more = "; for a group without a gradient here, pass an empty tensor, torch.empty(0)" if name == "groups" else ""
+    return f"{called} differs between ranks, got {got} on this rank: pass the same on every rank{more}"
 
 
 def first_names(names: Sequence[str]) -> str:
@@ -309,7 +298,7 @@ def _other_holdings(name: str, plan: NormPlan) -> str:
             f"replicas= does not fit over all ranks, got {sorted(set(plan.n_replicas.values())) or 'none'} on this "
             "rank: on each rank that holds the same values, pass how many these ranks are"
         )
-    if name in ("number", "parameters"):
+    if name == "parameters":
         whose = "one pipeline stage" if plan.pp_mesh is not None else "mesh=" if plan.mesh is not None else "one shard"
         return (
             f"ranks of {whose} have different parameters ({plan.remembered(_holdings).number} on this rank): pass all "

@@ -15,8 +15,6 @@ from sonde.parallel.devices import is_at_hand, to_device
 from sonde.parallel.placements import local_tensor
 from sonde.parallel.unwrap import unwrap_optimizer
 
-_warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Module-level because a function has nowhere else to note that it has warned about an optimizer already."""
 _pending: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Fold] = weakref.WeakKeyDictionary()
 """Module-level because a norm that is taken before the step must find the fold, and knows only the parameters."""
 _hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -40,20 +38,17 @@ def fold(optimizer: Any, parameters: Sequence[Tensor], coefficient: Tensor, skip
         skip: 0-dim bool; whether to skip the step, on the device.
 
     Returns:
-        Whether the optimizer will scale the gradients. If it cannot, nothing is changed, and the reason is warned of
-        once for each optimizer.
+        Whether the optimizer will scale the gradients. If it cannot, nothing is changed, and the reason is warned of.
     """
     optimizer = unwrap_optimizer(optimizer)
     if is_at_hand(coefficient.device) and 0 < float(coefficient) < _MIN_COEFFICIENT:
         return False
     if reason := _reason_against(optimizer, parameters, may_skip=skip is not None):
-        if optimizer not in _warned:
-            _warned.add(optimizer)
-            warnings.warn(
-                f"fold_into={type(optimizer).__name__} cannot scale gradients ({reason}): they are scaled in a pass of "
-                "their own",
-                stacklevel=stack_level(),
-            )
+        warnings.warn(
+            f"fold_into={type(optimizer).__name__} cannot scale gradients ({reason}): they are scaled in a pass of "
+            "their own",
+            stacklevel=stack_level(),
+        )
         return False
     if optimizer not in _hooked:
         _hooked.add(optimizer)
@@ -211,7 +206,8 @@ def _reason_against(optimizer: Any, parameters: Sequence[Tensor], *, may_skip: b
         return "its grad_scale is set already"
     held = [p for group in optimizer.param_groups for p in group["params"]]
     has_momentum = isinstance(optimizer, torch.optim.SGD) and any(g["momentum"] for g in optimizer.param_groups)
-    if may_skip and has_momentum and any(_lacks_momentum(optimizer, p) for p in held):
+    without = [p for p in held if p.grad is not None and optimizer.state.get(p, {}).get("momentum_buffer") is None]
+    if may_skip and has_momentum and without:
         # torch allocates the momentum buffer before the kernel, and the kernel fills it. A skipped kernel does not, and
         # the next step takes the buffer for filled.
         return "if its first step is skipped, its momentum stays unset"
@@ -238,7 +234,3 @@ def _is_in_state(parameter: Tensor, state: tuple[weakref.ref[Tensor], int] | Non
     # `==` of two live weak references would compare the tensors, element by element.
     local, (gradient, version) = local_tensor(parameter.grad), state
     return gradient() is local and local._version == version
-
-
-def _lacks_momentum(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
-    return parameter.grad is not None and optimizer.state.get(parameter, {}).get("momentum_buffer") is None

@@ -21,7 +21,7 @@ from sonde.gradient_norm.cross_check import NormRequest, Peers, compared_numbers
 from sonde.gradient_norm.fused_clip import apply_folds
 from sonde.gradient_norm.plan import Collected, NormPlan
 from sonde.gradient_norm.power_sums import power_sum
-from sonde.gradient_norm.refused_gradients import OTHER_CALL, OTHER_GRADIENT, OTHER_PLAN, unexpected
+from sonde.gradient_norm.refused_gradients import OTHER_CALL, OTHER_GRADIENT, unexpected
 from sonde.parallel.devices import has_float64, is_at_hand, to_device, zero_sums
 from sonde.parallel.placements import local_tensor, ranks_of
 from sonde.parallel.process_groups import group_of_mesh, group_over, is_fake, start_reduce
@@ -39,7 +39,7 @@ class GlobalNorm:
     """A measured norm; the same bits on every rank that took part in the sum.
 
     Attributes:
-        sums: the power sum, or the largest element, of each part of the model, [parts], fp64.
+        sums: the power sum, or the largest element, of each part of the model, 0-dim each, fp64.
         collected: this rank's gradients; partial ones are already summed, and not yet written back.
         is_double: whether a rank has fp64 gradients.
         is_single: whether a rank has none.
@@ -47,7 +47,7 @@ class GlobalNorm:
         request: the options of this rank.
     """
 
-    sums: Tensor
+    sums: Sequence[Tensor]
     collected: list[Collected]
     is_double: Tensor | bool
     is_single: Tensor | bool
@@ -57,32 +57,34 @@ class GlobalNorm:
     @functools.cached_property
     def by_part(self) -> Tensor:
         """The norm of each part of the model, [parts], fp64."""
-        return self.sums if math.isinf(self.request.order) else self.sums.pow(1.0 / self.request.order)
+        return self._root(torch.stack([*self.sums]))
 
     @functools.cached_property
     def norm(self) -> Tensor:
         """Of the whole gradient, 0-dim, fp64."""
-        if math.isinf(self.request.order):
-            return self.sums.max()  # of NaN and numbers, it is NaN
-        total = self.sums[0] if self.sums.numel() == 1 else self.sums.sum()
-        return total.pow(1.0 / self.request.order)
+        if len(self.sums) == 1:
+            return self._root(self.sums[0])
+        parts = torch.stack([*self.sums])
+        return self._root(parts.max() if math.isinf(self.request.order) else parts.sum())  # of NaN and numbers, NaN
+
+    def _root(self, sums: Tensor) -> Tensor:
+        return sums if math.isinf(self.request.order) else sums.pow(1.0 / self.request.order)
 
     @functools.cached_property
-    def failed(self) -> Tensor | bool:
-        """Whether a rank has an error or the ranks disagree.
+    def failed(self) -> Tensor:
+        """Whether a rank has an error or the ranks disagree, 0-dim bool.
 
         On a GPU, the other ranks learn of the error only from this. On the CPU they have raised.
         """
         if self.vector is None:
-            return False
-        return (self.vector.failed > 0) | disagreements(self.vector.slots, uses_max=self.vector.uses_max).any()
+            return torch.zeros((), dtype=torch.bool, device=self.norm.device)
+        return (self.vector.failed > 0) | self.vector.disagreements().any()
 
     @property
     def is_usable(self) -> Tensor:
         """Whether the norm is finite on all ranks, also rounded to fp32, and no rank has an error. 0-dim bool."""
         overflows = self.norm.to(torch.float32).isinf() & self.is_single
-        failed = self.failed
-        return self.norm.isfinite() & ~overflows & (~failed if isinstance(failed, Tensor) else True)
+        return self.norm.isfinite() & ~overflows & ~self.failed
 
     def rounded(self, value: Tensor) -> Tensor:
         """`norm` or `by_part` as this rank returns it: in fp32, or in fp64 if this rank has fp64 gradients.
@@ -90,20 +92,18 @@ class GlobalNorm:
         On a GPU, NaN if a rank has an error: only the rank with the error has raised. (On the CPU all ranks have.)
         """
         if self.vector is not None and not is_at_hand(value.device):
-            value = torch.where(torch.as_tensor(self.failed), math.nan, value)
+            value = torch.where(self.failed, math.nan, value)
         return value.to(torch.float64 if _has_fp64(self.collected) else torch.float32)
 
     def error_of_peers(self, plan: NormPlan) -> ValueError | None:
         """What other ranks found, or what the ranks disagree about, if anything. Waits for the device."""
         if self.vector is None:
             return None
-        if self.vector.failed.item() and self.request.is_plan:
-            return ValueError(OTHER_PLAN)
         if self.vector.failed.item():
             why = OTHER_CALL if self.vector.wrong_call.item() else OTHER_GRADIENT
             whose = "no gradient" if plan.mesh is not None else "no gradient of this rank"
             return ValueError(f"{why}: {whose} has been changed")
-        return disagreement(plan, self.request, self.vector.slots)
+        return disagreement(plan, self.request, self.vector.slots, self.vector.disagreements().tolist())
 
 
 def global_norm(
@@ -115,7 +115,7 @@ def global_norm(
     problem: ValueError | None = None,
     riding: Tensor | None = None,
 ) -> GlobalNorm:
-    """The p-norm of all gradients of all ranks together; each element counts once.
+    """The p-norm of all gradients of all ranks together; each element counts once. Call it under `no_grad`.
 
     Args:
         plan: this rank's parameters; the same on every rank of a pipeline stage.
@@ -134,40 +134,38 @@ def global_norm(
             their options, or hold other parameters than they count. If the sum can be read without waiting (on the
             CPU), every rank that shares a sum with this rank raises; on a GPU this rank alone.
     """
-    with torch.no_grad():
-        apply_folds(plan.parameters)
-        collected, error = _collect(plan)
-        problem = problem or plan.request_problem
-        request = NormRequest(order, max_norm, nonfinite, is_wrong=problem is not None)
-        problem = problem or plan.gradient_problem or error or _lacks_float64(plan)
-        collected = _sum_partial(plan, collected)
-        if plan.is_alone:
-            if problem is not None:
-                raise problem
-            return _norm_alone(plan, collected, request)
-        measured, error = _sum_over_ranks(plan, collected, request, problem, riding)
-        problem = problem or error
-        # All sums are done and the peers have heard of the error: this rank may raise now.
-        if problem is None and is_at_hand(plan.device):
-            problem = measured.error_of_peers(plan)
+    apply_folds(plan.parameters)
+    collected, error = _collect(plan)
+    problem = problem or plan.request_problem
+    request = NormRequest(order, max_norm, nonfinite, is_wrong=problem is not None)
+    problem = problem or plan.gradient_problem or error or _lacks_float64(plan)
+    collected = _sum_partial(plan, collected)
+    if plan.is_alone:
         if problem is not None:
             raise problem
-        return measured
+        return _norm_alone(plan, collected, request)
+    measured, error = _sum_over_ranks(plan, collected, request, problem, riding)
+    problem = problem or error
+    # All sums are done and the peers have heard of the error: this rank may raise now.
+    if problem is None and is_at_hand(plan.device):
+        problem = measured.error_of_peers(plan)
+    if problem is not None:
+        raise problem
+    return measured
 
 
 def _norm_alone(plan: NormPlan, collected: list[Collected], request: NormRequest) -> GlobalNorm:
     """The norm of gradients that no other rank counts, in few operations: they are half of a small model's clip."""
     order = request.order
     combine = torch.maximum if math.isinf(order) else torch.add
-    sums: dict[int, Tensor] = {}
+    sums: list[Tensor | None] = [None] * plan.n_parts
     for each in collected:
         if each.locals:
             part, value = each.group.key.part, _read(plan, each, order)
-            sums[part] = combine(sums[part], value) if part in sums else value
-    parts = [sums[part] if part in sums else zero_sums(device=plan.device) for part in range(plan.n_parts)]
+            sums[part] = value if (before := sums[part]) is None else combine(before, value)
+    parts = [zero_sums(device=plan.device) if value is None else value for value in sums]
     has_fp64 = _has_fp64(collected)
-    by_part = parts[0].view(1) if plan.n_parts == 1 else torch.stack(parts)
-    return GlobalNorm(by_part, collected, has_fp64, not has_fp64, None, request)
+    return GlobalNorm(parts, collected, has_fp64, not has_fp64, None, request)
 
 
 def _has_fp64(collected: Sequence[Collected]) -> bool:
@@ -288,7 +286,7 @@ def _sum_over_ranks(
     # A fake group gives back this rank's own numbers: nothing can be compared.
     vector = None if plan.remembered(_is_dry_run) else total
     sums = torch.where(total.is_nan > 0, torch.nan, total.sums) if total.uses_max else total.sums
-    return GlobalNorm(sums, collected, total.is_double > 0, total.is_single > 0, vector, request), problem
+    return GlobalNorm(sums.unbind(), collected, total.is_double > 0, total.is_single > 0, vector, request), problem
 
 
 def _packed(
@@ -300,12 +298,9 @@ def _packed(
     try:
         packed.fill(plan, gradients, request, peers)
     except Exception as error:  # no such kernel, no memory, or a defect
-        return SummedVector(plan, uses_max=uses_max, riding=riding), _cannot_sum(plan.device, error)
+        problem = unexpected(f"gradients cannot be summed on {plan.device}", error)
+        return SummedVector(plan, uses_max=uses_max, riding=riding), problem
     return packed, None
-
-
-def _cannot_sum(device: torch.device, error: Exception) -> ValueError:
-    return unexpected(f"gradients cannot be summed on {device}", error)
 
 
 def _read(plan: NormPlan, gradients: Collected, order: float) -> Tensor:
@@ -337,7 +332,7 @@ class SummedVector:
 
     def __init__(self, plan: NormPlan, *, uses_max: bool, riding: Tensor | None = None) -> None:
         n, n_riding = plan.n_parts, 0 if riding is None else len(riding)
-        self.uses_max = uses_max
+        self.uses_max, self._has_stages = uses_max, plan.n_stages > 1
         self._operation = dist.ReduceOp.MAX if uses_max else dist.ReduceOp.SUM
         self.failed: Tensor
         self.is_single: Tensor
@@ -358,6 +353,10 @@ class SummedVector:
         if self.overflow is not None and other.overflow is not None:
             combine(self.overflow, other.overflow, out=self.overflow)
 
+    def disagreements(self) -> Tensor:
+        """What ranks disagree about; see `agreement.disagreements`."""
+        return disagreements(self.slots, uses_max=self.uses_max, has_stages=self._has_stages)
+
     def start(self, group: dist.ProcessGroup | None) -> dist.Work | None:
         """Start the sum over ranks; None if this rank is alone."""
         return start_reduce(self.vector, group, self._operation)
@@ -370,10 +369,10 @@ class SummedVector:
         if work is None:
             return
         work.wait()
-        if self.overflow is not None:
-            differ = disagreements(self.slots, uses_max=self.uses_max).any()
-            if not bool((self.failed > 0) | differ) and (more := start_reduce(self.overflow, group, self._operation)):
-                more.wait()
+        if self.overflow is None or bool((self.failed > 0) | self.disagreements().any()):
+            return
+        if more := start_reduce(self.overflow, group, self._operation):
+            more.wait()
 
     def fill(self, plan: NormPlan, collected: list[Collected], request: NormRequest, peers: Peers) -> None:
         """Put in what this rank adds to one sum over ranks: its gradients, and the numbers that are compared."""

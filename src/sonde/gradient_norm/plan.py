@@ -107,8 +107,9 @@ class Collected:
     locals: list[Tensor] = field(default_factory=list)
 
 
-_State = tuple[int, torch.device, torch.dtype, torch.layout, torch.Size]
-"""Of a gradient: the `id` of its spec, which the plan keeps, and what its local part is like."""
+_State = tuple[Any, ...]
+"""Of a gradient: the `id` of its spec, which the plan keeps and which knows the shape, and what this rank's part is
+like; of a plain one, None, and what it is like."""
 _FINISHED = frozenset((Tensor, type(None)))
 
 
@@ -208,14 +209,12 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         """The last partial spec of a gradient. If such a gradient is missing, this rank joins the sum with zeros, since
         its peers may have it."""
         self._states: list[_State | None] = []
-        self._memory: dict[Callable[[NormPlan], Any], Any] = {}
         self._request_problem = HeldError(problem)
         self.n_replicas: dict[int, int] = {}
         self.groups: tuple[ParameterGroup, ...] = ()
         self.shares: list[Share] = []
         self._partial_now: set[int] = set()
         self._unusable: set[int] = set()
-        self.gradient_problem: ValueError | None = None
         if replicas is not None:
             indices_of: dict[object, list[int]] = {}
             for i, parameter in enumerate(self.parameters):
@@ -396,8 +395,12 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         locals_ = [getattr(g, "_local_tensor", g) for g in gradients]
         if not _FINISHED.issuperset(map(type, locals_)):  # a collective may still be writing to some
             locals_ = [g if g is None else local_tensor(g) for g in gradients]
-        states = [
-            None if t is None else (id(getattr(g, "_spec", None)), t.device, t.dtype, t.layout, t.shape)
+        states: list[_State | None] = [
+            None
+            if t is None
+            else (None, t.device, t.dtype, t.layout, t.shape)
+            if g is t
+            else (id(g._spec), t.device, t.dtype)
             for g, t in zip(gradients, locals_, strict=True)
         ]
         absent = self._unusable
@@ -423,13 +426,16 @@ class NormPlan(Mapping[Key, list[Tensor]]):
                 spec = spec_of(gradient)
                 if planned is None or state is None or state[1:] != planned[1:]:
                     return False
-                if not same_placement(spec, self._specs[i]):
+                if not same_placement(spec, self._specs[i]) or (
+                    spec is not None and spec.shape != self._specs[i].shape
+                ):
                     return False
                 self._specs[i], self._states[i] = spec, state
         return True
 
     def _regroup(self) -> None:
-        self._memory, problem = {}, HeldError()
+        self._memory: dict[Callable[[NormPlan], Any], Any] = {}
+        problem = HeldError()
         try:
             self._sort_into_groups(problem)
         except Exception as error:  # a tensor of a kind that nobody knows, or a defect: peers wait for this rank
@@ -465,7 +471,8 @@ class NormPlan(Mapping[Key, list[Tensor]]):
                 spec = self._partials.get(i) or self._specs[i] or spec
             local = local_tensor(tensor)
             layout = torch.strided if gradient is None else local.layout
-            self._specs[i], self._states[i] = spec, (id(spec), local.device, tensor.dtype, layout, local.shape)
+            state = (None, local.device, tensor.dtype, layout, local.shape)
+            self._specs[i], self._states[i] = spec, state if spec is None else (id(spec), *state[1:3])
             try:
                 if vars(parameter):
                     check_marks(parameter, is_declared=n_replicas is not None)

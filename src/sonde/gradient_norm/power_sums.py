@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -18,8 +19,8 @@ from sonde.parallel.devices import accumulation_dtype, widened, zero_sums
 
 _CHUNK = 2**16
 """Elements converted to fp64 at a time on the CPU: 0.5 MiB stays in a core's cache."""
-_CHUNK_IN_FP32 = 2**20
-"""Half-precision elements converted to fp32 at a time: the kernel that reads them itself is slow, or gives 3 digits."""
+_FEW = 8
+"""So few tensors are joined without a look at their shapes."""
 
 _BLOCK = 256
 """Elements whose norm is taken in fp32: enough to be as fast as memory, few enough for 1e-8."""
@@ -27,6 +28,13 @@ _OTHER_BLOCKS, _LONG_BLOCKS = range(128, 513), range(513, 2049)
 """Lengths of blocks where a row is no multiple of `_BLOCK`. Many short blocks round less than few long ones."""
 _MIN_ELEMENTS = 2**13
 """Smaller tensors are read in fp64 together, which costs less than a call for each."""
+_LARGE = 2**15
+"""Tensors in fp32 of more elements are read where they are."""
+_JOINED = 2**18
+"""Elements of smaller tensors that are joined, to be read by one call."""
+_STAGED = 2**20
+"""Elements converted to fp32 at a time: the kernel that reads half precision itself is slow, or gives 3 digits."""
+_kept = threading.local()
 _BLOCK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SMALLEST_EXACT = 1e-16
 """Sums of squares in blocks that are smaller may have lost elements below 1e-19, whose squares vanish in fp32."""
@@ -51,8 +59,8 @@ def power_sum(tensors: Sequence[Tensor], order: float, *, in_blocks: bool = Fals
     device = tensors[0].device if tensors else torch.device("cpu")
     if in_blocks and order == 2.0:
         total = _square_sum_in_blocks(tensors)
-        if _SMALLEST_EXACT <= total.item() < math.inf:
-            return total
+        if _SMALLEST_EXACT <= total < math.inf:
+            return torch.tensor(total, dtype=torch.float64, device=device)
         # A square left the range of fp32, or an element is not finite: what follows tells.
     filled = [t.coalesce().values() if t.is_sparse else t if t.is_contiguous() else _dense_view(t) for t in tensors]
     if device.type != "cpu" or math.isinf(order):  # these kernels refuse empty tensors
@@ -63,7 +71,7 @@ def power_sum(tensors: Sequence[Tensor], order: float, *, in_blocks: bool = Fals
         return torch.stack([_largest(t) for t in filled]).max()
     if device.type == "cpu":
         sums = [_power(chunk, order) for chunk in _in_fp64(filled)]
-        return sums[0] if len(sums) == 1 else torch.stack(sums or [zero_sums(device=device)]).sum()
+        return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
     # On a GPU, one fused kernel takes all norms in fp64 without a converted copy.
     return torch.stack(torch._foreach_norm(filled, order, dtype=accumulation_dtype(device))).pow(order).sum()
 
@@ -78,42 +86,61 @@ def is_read_in_blocks(gradient: Tensor) -> bool:
     )
 
 
-def _square_sum_in_blocks(tensors: Sequence[Tensor]) -> Tensor:
+def _square_sum_in_blocks(tensors: Sequence[Tensor]) -> float:
     """Σx² of large tensors of one dtype on the CPU: fp32 norms of blocks along the last dim or dims, and fp64 across.
 
     The blocks of a transposed gradient are along the dim that is contiguous in memory: along its last dim, they would
     need a copy. If its shards are not transposed, their blocks are other ones.
     """
-    norms: list[Tensor] = []
     others: list[Tensor] = []
-    lengths: dict[torch.Size, int] = {}
+    alike: dict[torch.Size, list[Tensor]] = {}
     for tensor in tensors:  # a hot path: as little Python as can be
-        blocks = tensor if tensor.is_contiguous() else _dense_view(tensor)
-        shape = blocks.shape
-        if (length := lengths.get(shape)) is None:
-            length = lengths[shape] = length_of_blocks(shape)
-        if shape[-1] != length or len(shape) != 2:
-            if not length or not blocks.is_contiguous():
-                blocks, length = _what_has_blocks(blocks, others), _BLOCK
-            blocks = blocks.view(-1, length)
-        if blocks.dtype is torch.float32:
-            norms.append(torch.linalg.vector_norm(blocks, 2.0, -1))
+        dense = tensor if tensor.is_contiguous() else _dense_view(tensor)
+        if dense is tensor and not tensor.is_contiguous():
+            others.append(tensor)  # elements apart from each other: the kernel would add them one after the other
         else:
-            norms += [torch.linalg.vector_norm(part, 2.0, -1) for part in _in_fp32(blocks)]
-    in_fp64 = torch.cat(norms).double()
-    in_blocks = torch.dot(in_fp64, in_fp64)
-    return in_blocks + power_sum(others, 2.0) if others else in_blocks
+            alike.setdefault(dense.shape, []).append(dense)
+    total = 0.0
+    for shape, members in alike.items():
+        if not (length := length_of_blocks(shape)):  # as many blocks as the flat tensor has, and the rest in fp64
+            length, n = _BLOCK, shape.numel() // _BLOCK * _BLOCK
+            others += [t.view(-1)[n:] for t in members]
+            members = [t.view(-1)[:n] for t in members]
+        for norms in _norms_of_blocks(members, length):
+            in_fp64 = norms.double()
+            total += torch.dot(in_fp64, in_fp64).item()
+    return total + power_sum(others, 2.0).item() if others else total
 
 
-def _what_has_blocks(tensor: Tensor, others: list[Tensor]) -> Tensor:
-    """A flat view of the elements of an odd tensor that can be read in blocks; the others go to `others`."""
-    flat = tensor.view(-1) if tensor.is_contiguous() else tensor.new_empty(0)
-    if not tensor.is_contiguous():  # elements apart from each other: the kernel would add them one after the other
-        others.append(tensor)
-        return flat
-    n = len(flat) // _BLOCK * _BLOCK
-    others.append(flat[n:])
-    return flat[:n]
+def _norms_of_blocks(alike: list[Tensor], length: int) -> Iterator[Tensor]:
+    """The fp32 norms of all blocks of contiguous tensors of one shape and dtype; each tensor is a row of blocks."""
+    first = alike[0]
+    n = first.numel()
+    if first.dtype is torch.float32 and n > _LARGE:
+        yield from (torch.linalg.vector_norm(t.view(-1, length), 2.0, -1) for t in alike)
+        return
+    staged = _staging()[: _STAGED // length * length].view(-1, length)
+    if n > _JOINED:
+        for part in (part for t in alike for part in t.view(-1, length).split(len(staged))):
+            yield torch.linalg.vector_norm(staged[: len(part)].copy_(part), 2.0, -1)
+        return
+    # One call for many tensors: a call takes as long as reading 8,000 elements.
+    n_joined = _JOINED // max(n, 1)
+    for some in (alike[i : i + n_joined] for i in range(0, len(alike), n_joined)):
+        rows = staged[: len(some) * n // length]
+        torch.cat(some, out=rows.view(len(some) * len(first), *first.shape[1:]))
+        yield torch.linalg.vector_norm(rows, 2.0, -1)
+
+
+def _staging() -> Tensor:
+    """Room for `_STAGED` elements in fp32, one for each thread: new memory of this size would cost more than a copy."""
+    room: Tensor | None = getattr(_kept, "room", None)
+    if room is None:
+        with torch.inference_mode(mode=False):  # a tensor of inference mode could not be written to outside
+            room = torch.empty(_STAGED, dtype=torch.float32, device="cpu")
+        if type(room) is Tensor:  # no fake tensor outlives its mode
+            _kept.room = room
+    return room
 
 
 @functools.lru_cache(maxsize=256)
@@ -154,17 +181,11 @@ def _dense_view(tensor: Tensor) -> Tensor:
     return view if view.is_contiguous() else tensor
 
 
-def _in_fp32(blocks: Tensor) -> Iterator[Tensor]:
-    """All blocks, some at a time, in one reused buffer: use each part before taking the next."""
-    buffer = torch.empty((max(1, _CHUNK_IN_FP32 // blocks.shape[1]), blocks.shape[1]), device="cpu")
-    return (buffer[: len(part)].copy_(part) for part in blocks.split(len(buffer)))
-
-
 def _power(chunk: Tensor, order: float) -> Tensor:
     """Σ|x|^order of one chunk, which is overwritten."""
     if order == 2.0:
-        # BLAS adds in an order that depends on alignment. Every chunk starts where a buffer starts, aligned alike: so
-        # equal gradients at different addresses give the same bits.
+        # BLAS adds in an order that depends on alignment. Every chunk is at the start of memory of its own, aligned
+        # alike: so equal gradients at different addresses give the same bits.
         return torch.dot(chunk, chunk)
     return chunk.abs_().sum() if order == 1.0 else chunk.abs_().pow_(order).sum()
 
@@ -172,21 +193,22 @@ def _power(chunk: Tensor, order: float) -> Tensor:
 def _in_fp64(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """All elements, [≤ _CHUNK] at a time, in one reused buffer: use each chunk before taking the next."""
     sizes = [t.numel() for t in tensors]
-    buffer = torch.empty(min(sum(sizes), _CHUNK), dtype=torch.float64, device="cpu")
-    # Small tensors wait until together they fill the buffer; a tensor larger than the buffer is split.
-    first, n_waiting = 0, 0  # tensors from `first` on wait, with so many elements
-    for i, size in enumerate(sizes):
+    if sum(sizes) <= _CHUNK:
+        yield _joined(tensors).to(torch.float64, copy=True)
+        return
+    buffer = torch.empty(_CHUNK, dtype=torch.float64, device="cpu")
+    for large in (t for t, size in zip(tensors, sizes, strict=True) if size > _CHUNK):
+        yield from (buffer[: part.numel()].copy_(part.reshape(-1)) for part in _pieces(large))
+    # Small tensors wait until together they fill the buffer.
+    waiting, n_waiting = list[Tensor](), 0
+    for tensor, size in ((t, size) for t, size in zip(tensors, sizes, strict=True) if size <= _CHUNK):
         if n_waiting + size > _CHUNK:
-            if n_waiting:
-                yield _joined(tensors[first:i], buffer)
-            first, n_waiting = i, 0
-        if size > _CHUNK:
-            yield from (_joined([part], buffer) for part in _pieces(tensors[i]))
-            first = i + 1
-        else:
-            n_waiting += size
-    if n_waiting:
-        yield _joined(tensors[first:], buffer)
+            yield buffer[:n_waiting].copy_(_joined(waiting))
+            waiting, n_waiting = [], 0
+        waiting.append(tensor)
+        n_waiting += size
+    if waiting:
+        yield buffer[:n_waiting].copy_(_joined(waiting))
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
@@ -202,11 +224,16 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
             yield from _pieces(rows)
 
 
-def _joined(tensors: Sequence[Tensor], buffer: Tensor) -> Tensor:
-    # Join first, convert then: a conversion inside cat costs five times as much. The function is the one that joins
-    # DDP's buckets: one call for all tensors, without Python for each.
-    joined = torch._utils._flatten_dense_tensors(tensors)
-    return buffer[: joined.numel()].copy_(joined)
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """All elements in one row: to be converted then, as a conversion inside cat costs five times as much."""
+    # To join tensors of one shape takes a third of what it takes to flatten them, as DDP joins its buckets.
+    if len(tensors) > _FEW:
+        alike: dict[torch.Size, list[Tensor]] = {}
+        for t in tensors:
+            alike.setdefault(t.shape, []).append(t)
+        tensors = [t for shape, members in alike.items() for t in ([torch.cat(members)] if shape else members)]
+    joined: Tensor = torch._utils._flatten_dense_tensors(tensors)
+    return joined
 
 
 def _largest(tensor: Tensor) -> Tensor:

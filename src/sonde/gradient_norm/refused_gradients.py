@@ -20,7 +20,6 @@ _COUNTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 OTHER_GRADIENT = "another rank found a gradient that cannot be counted, and its message names the gradient"
 OTHER_CALL = "another rank was called with something that cannot be used, and its message says what"
-OTHER_PLAN = "another rank cannot plan for its gradients, and its message says why"
 """What the other ranks raise."""
 
 

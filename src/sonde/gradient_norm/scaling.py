@@ -33,7 +33,7 @@ def clip_measured_(
     nonfinite: Nonfinite = "ignore",
     fold_into: torch.optim.Optimizer | None = None,
 ) -> Tensor:
-    """The second half of `clip_grad_norm_`: scale gradients whose norm is known.
+    """The second half of `clip_grad_norm_`: scale gradients whose norm is known. Call it under `no_grad`.
 
     Args:
         plan: the plan that was measured.
@@ -51,66 +51,57 @@ def clip_measured_(
     """
     # On the CPU, an error of another rank has been raised by now. A GPU is not waited for: it only learns of the error
     # here, by tensors. The norm is NaN and, further below, the coefficient 1, so that gradients stay as they are.
-    with torch.no_grad():
-        norm = measured.rounded(measured.norm)
-        # Whether to skip is decided on the device too: the mask is passed on, never read here.
-        skip = ~measured.is_usable if nonfinite == "skip" else None
-        # Both checks come before anything is written, so that gradients are unchanged if they fail.
-        if nonfinite == "raise" and not bool(measured.is_usable):
-            if error := measured.error_of_peers(plan):
-                raise error
-            raise RuntimeError(_where_not_finite(plan, measured, norm, max_norm))
-        if nonfinite == "assert_async":
-            text = f"the gradient norm is not finite, so gradients cannot be clipped to {max_norm}"
-            torch._assert_async(measured.is_usable, text)
-        if max_norm is not None:
-            _write_back(plan, measured.collected)
-            coefficient, multiplies = _coefficient(max_norm, measured, norm.dtype)
-            if fold_into is None or not fold(fold_into, plan.parameters, coefficient, skip):
-                _scale(plan, measured.collected, coefficient if multiplies else None, skip)
-        return norm
-
-
-def _scale(plan: NormPlan, collected: Sequence[Collected], coefficient: Tensor | None, skip: Tensor | None) -> None:
-    if coefficient is None and skip is None:
-        return
-    # Last read, first scaled: what was read last may still be in the cache.
-    for gradients in reversed(collected):
-        if gradients.locals:
-            values = [_stored_values(g) for g in gradients.locals] if plan.allow_sparse else gradients.locals
-            scale_(values[::-1], coefficient, skip)
+    norm = measured.rounded(measured.norm)
+    # Whether to skip is decided on the device too: the mask is passed on, never read here.
+    skip = ~measured.is_usable if nonfinite == "skip" else None
+    # Both checks come before anything is written, so that gradients are unchanged if they fail.
+    if nonfinite == "raise" and not bool(measured.is_usable):
+        if error := measured.error_of_peers(plan):
+            raise error
+        raise RuntimeError(_where_not_finite(plan, measured, norm, max_norm))
+    if nonfinite == "assert_async":
+        text = f"the gradient norm is not finite, so gradients cannot be clipped to {max_norm}"
+        torch._assert_async(measured.is_usable, text)
+    if max_norm is not None:
+        _write_back(plan, measured.collected)
+        coefficient = _coefficient(max_norm, measured, norm.dtype)
+        if fold_into is not None:
+            factor = torch.ones_like(norm) if coefficient is None else coefficient
+            if fold(fold_into, plan.parameters, factor, skip):
+                return norm
+        for gradients in measured.collected:
+            if gradients.locals:
+                values = [_stored_values(g) for g in gradients.locals] if plan.allow_sparse else gradients.locals
+                scale_(values, coefficient, skip)
+    return norm
 
 
 def clip_coefficient(max_norm: float, norm: Tensor) -> Tensor:
-    """What gradients of this norm are multiplied by, so that their norm is at most `max_norm`: at most 1."""
-    if math.isinf(max_norm):  # inf / inf would be NaN
-        return torch.ones_like(norm)
+    """What gradients of this norm are multiplied by, so that their norm is at most `max_norm`, finite: at most 1."""
     return torch.clamp(max_norm / (norm + _EPS), max=1.0)
 
 
-def _coefficient(max_norm: float, measured: GlobalNorm, dtype: torch.dtype) -> tuple[Tensor, bool]:
-    """What torch computes from the norm that is returned, and whether it may be another number than 1.
+def _coefficient(max_norm: float, measured: GlobalNorm, dtype: torch.dtype) -> Tensor | None:
+    """What torch computes from the norm that is returned; None if it is known to be 1.
 
     The same bits on every rank, for any cut: in fp32, unless a rank has fp64 gradients, or the norm of finite gradients
     is too large for fp32.
     """
     exact = measured.norm
+    if max_norm == math.inf:
+        return None
     if is_at_hand(exact.device):
         number = _coefficient_at_hand(max_norm, exact.item(), is_double=bool(measured.is_double))
-        return torch.tensor(number, dtype=dtype, device="cpu"), number != 1.0
+        return None if number == 1.0 else torch.scalar_tensor(number, dtype=dtype, device="cpu")
     rounded = exact.to(torch.float32)
     in_fp32 = widened(clip_coefficient(max_norm, rounded))
     uses_exact = rounded.isinf() | measured.is_double
     coefficient = torch.where(uses_exact, clip_coefficient(max_norm, exact), in_fp32).to(dtype)
-    if isinstance(measured.failed, Tensor):
-        coefficient = torch.where(measured.failed, 1.0, coefficient)
-    return coefficient, max_norm != math.inf
+    return torch.where(measured.failed, 1.0, coefficient)
 
 
 def _coefficient_at_hand(max_norm: float, norm: float, *, is_double: bool) -> float:
     """`clip_coefficient` in Python numbers: its operations in fp32 on tensors would take longer than a small norm."""
-    if math.isinf(max_norm):
-        return 1.0
     rounded = _in_fp32(norm)
     if is_double or math.isinf(rounded):
         product = max_norm * (1.0 / (norm + _EPS))
@@ -121,11 +112,6 @@ def _coefficient_at_hand(max_norm: float, norm: float, *, is_double: bool) -> fl
 
 def _in_fp32(number: float) -> float:
     return ctypes.c_float(number).value
-
-
-def is_one(coefficient: Tensor, max_norm: float) -> bool:
-    """Whether a coefficient for `max_norm` is known to be 1. On a GPU it is not read, since that would wait."""
-    return max_norm == math.inf or (is_at_hand(coefficient.device) and coefficient.item() == 1.0)
 
 
 def _stored_values(grad: Tensor) -> Tensor:
@@ -150,20 +136,14 @@ def _where_not_finite(plan: NormPlan, measured: GlobalNorm, norm: Tensor, max_no
         if not bool(torch.isfinite(_stored_values(local)).all())
     ]
     otherwise = "nonfinite='skip'" if max_norm is not None else "nonfinite='ignore' (error_if_nonfinite=False)"
-    remedy = f"Find the loss that is not finite, or pass {otherwise}"
     if bad_names:
         where = f"not finite in {first_names(bad_names)}"
     elif measured.vector is None:
         where = f"every gradient is finite, but their norm overflows in {str(norm.dtype).removeprefix('torch.')}"
-        remedy = f"Make the loss smaller, or pass {otherwise}"
-    elif norm.isfinite():
-        where = "it overflows in fp32, the dtype in which another rank returns it"
     else:
-        where = (
-            "every gradient of this rank is finite: gradients of another rank are not, or the norm overflows in fp32"
-        )
+        where = "every gradient of this rank is finite: gradients of another rank are not, or it overflows in fp32"
     to = "" if max_norm is None else f", so gradients cannot be clipped to {max_norm:g}"
-    return f"the gradient norm is {norm:g}{to}: {where}. {remedy}"
+    return f"the gradient norm is {norm:g}{to}: {where}. Find the loss that is too large, or pass {otherwise}"
 
 
 def check_max_norm(max_norm: object) -> float:
@@ -184,10 +164,7 @@ def check_max_norm(max_norm: object) -> float:
         max_norm = max_norm.item()
     if isinstance(max_norm, bool) or not isinstance(max_norm, Real):
         raise ValueError(f"max_norm must be a number, got {max_norm!r}: convert it, for example by float()")
-    try:
-        max_norm = float(max_norm)
-    except OverflowError:
-        max_norm = math.inf
+    max_norm = float(max_norm)
     if math.isnan(max_norm) or max_norm < 0:
         raise ValueError(f"max_norm must be ≥ 0, got {max_norm}: use math.inf to measure without clipping")
     return max_norm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast, overload
 
@@ -12,7 +13,8 @@ from sonde.gradient_norm.clip import Parameters, measure_and_clip, tensors_of
 from sonde.gradient_norm.fused_clip import apply_folds, scale_
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.refused_gradients import HeldError
-from sonde.gradient_norm.scaling import Nonfinite, check_max_norm, clip_coefficient, is_one
+from sonde.gradient_norm.scaling import Nonfinite, check_max_norm, clip_coefficient
+from sonde.parallel.devices import is_at_hand
 from sonde.parallel.placements import is_dtensor, local_tensor
 from sonde.parallel.unwrap import outside_graphs
 
@@ -121,8 +123,8 @@ def get_total_norm(
             problem=error,
             are_gradients=True,
         )
-    nonfinite: Nonfinite = "raise" if error_if_nonfinite else "ignore"
-    measured, norm = measure_and_clip(plan, None, norm_type, pp_mesh, nonfinite, problem=problem)
+    how: Nonfinite = "raise" if error_if_nonfinite else "ignore"
+    measured, norm = measure_and_clip(plan, None, norm_type, pp_mesh, how, problem=problem)
     if by_group is None:
         return norm
     by_part = measured.rounded(measured.by_part)
@@ -194,6 +196,8 @@ def clip_grads_with_norm_(
         if problem is not None:
             raise problem
     apply_folds(tensors)
+    if max_norm == math.inf:
+        return
     if isinstance(total_norm, Tensor) and is_dtensor(total_norm):
         total_norm = cast(Any, total_norm).full_tensor()
     alike: dict[Hashable, list[Tensor]] = {}
@@ -204,4 +208,5 @@ def clip_grads_with_norm_(
     for gradients in alike.values():
         norm = torch.as_tensor(total_norm, device=gradients[0].device)
         coefficient = clip_coefficient(max_norm, norm)
-        scale_(gradients, None if is_one(coefficient, max_norm) else coefficient)
+        is_one = is_at_hand(coefficient.device) and coefficient.item() == 1.0  # a GPU would be waited for
+        scale_(gradients, None if is_one else coefficient)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sonde.batch_size.taps.metric import norms_of_rows
 from sonde.batch_size.taps.shared_pieces import CutGradients
-from sonde.gradient_norm.global_norm import global_norm
+from sonde.gradient_norm.clip import measure_and_clip
 from sonde.gradient_norm.plan import NormPlan
 from sonde.parallel.data_ranks import DataRanks, check_whole_mesh, data_ranks, find_experts
 from sonde.parallel.gathered import gathered_parameters
@@ -244,7 +244,7 @@ class FullyShardedNorms:
                 p.grad.mul_(divisors.get(p, 1.0))
         self._reduce_unsharded([p for p in self._parameters.values() if p not in divisors])
         plan = NormPlan(list(self._parameters.values()), list(self._parameters), mesh=self._ranks.mesh)
-        return float(global_norm(plan, 2.0).norm.double().square())
+        return float(measure_and_clip(plan, None, 2.0, None, "ignore")[0].norm.square())
 
     def _reduce_unsharded(self, parameters: Sequence[nn.Parameter]) -> None:
         """Add up the gradients of parameters that FSDP2 leaves alone; a rank without one adds 0."""
