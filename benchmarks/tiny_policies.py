@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 import sonde
+from sonde.policy.stats.entropy_gradient import Responses
 
 GROUP = 8
 """Responses to a prompt."""
+
+
+class Scores(NamedTuple):
+    """A policy's scores of responses: log-probabilities and entropies of the tokens, [responses, tokens]."""
+
+    log_prob: Tensor
+    entropy: Tensor
+    responses: Responses
 
 
 class TinyPolicy(Protocol):

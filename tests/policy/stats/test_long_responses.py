@@ -8,12 +8,12 @@ import math
 
 import pytest
 import torch
-from benchmarks.tiny_policies import Markov, learn, sampled, statistics
+from benchmarks.tiny_policies import Markov, Scores, learn, sampled, statistics
 
 import sonde
 from sonde.policy.stats.entropy_change import EntropyObjective
 from sonde.policy.stats.entropy_gradient import Responses
-from sonde.policy.stats.finite_step import FiniteStep, Scores, change_by_finite_step
+from sonde.policy.stats.importance import FiniteStep, change_by_finite_step
 from tests.markov_policy import N_PROMPTS, MarkovPolicy
 
 PROMPTS, EACH, N_BATCHES = 24, 4, 150
@@ -40,8 +40,9 @@ def test_intervals_hold_the_exact_change(longest: int, scale: float, support: tu
     index = torch.arange(PROMPTS).repeat_interleave(EACH)
 
     def found(batch: int) -> FiniteStep:
-        before, now = (Scores(*p.score(prompts[batch], tokens[batch])) for p in (policy, after))
-        return change_by_finite_step(before, now, Responses(mask[batch], index), EntropyObjective("per_token"))
+        responses = Responses(mask[batch], index)
+        scores = (Scores(*p.score(prompts[batch], tokens[batch]), responses) for p in (policy, after))
+        return change_by_finite_step(*scores, EntropyObjective("per_token"))
 
     each = [found(batch) for batch in range(N_BATCHES)]
     held = sum(f.change.low < exact < f.change.high for f in each) / N_BATCHES
@@ -83,8 +84,8 @@ def test_forecasts_that_call_themselves_valid_hold_where_a_few_prompts_dominate(
     for _ in range(N_BATCHES):
         made = sampled(before, PROMPTS, generator, EACH)
         with torch.no_grad():
-            scores = [Scores(*statistics(p, made)) for p in (before, policy)]
-        found = change_by_finite_step(*scores, made.responses(), EntropyObjective("per_token"))
+            scores = [Scores(*statistics(p, made), made.responses()) for p in (before, policy)]
+        found = change_by_finite_step(*scores, EntropyObjective("per_token"))
         n_valid += found.support.is_enough
         n_held += found.support.is_enough and found.change.low < exact < found.change.high
     low, high = valid

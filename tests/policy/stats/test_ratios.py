@@ -9,9 +9,10 @@ import torch
 
 from sonde.policy.stats.entropy_change import EntropyObjective
 from sonde.policy.stats.entropy_gradient import Responses
-from sonde.policy.stats.finite_step import Scores, change_by_finite_step
+from sonde.policy.stats.importance import change_by_finite_step
 from sonde.policy.stats.ratios import WeightedSums, effective_number, rate_change
 from sonde.stats.intervals import student_t_quantile
+from tests.policy.stats.tiny_batches import Scores
 
 
 def sums(seed: int, n: int = 7, columns: int = 2) -> WeightedSums:
@@ -60,11 +61,11 @@ def test_degrees_of_freedom_are_those_of_the_prompts_that_carry_the_weight() -> 
 def test_the_interval_takes_them() -> None:
     """Two of six prompts become so unlikely that they do not count."""
     responses = Responses(torch.ones(6, 2), torch.arange(6))
-    before = Scores(torch.full((6, 2), -1.0), torch.tensor([[1.0, 2.0]] * 6))
+    before = Scores(torch.full((6, 2), -1.0), torch.tensor([[1.0, 2.0]] * 6), responses)
     log_prob = before.log_prob.clone()
     log_prob[:2, 0] = -60.0
     entropy = before.entropy + 0.1 * torch.randn(6, 2, generator=torch.Generator().manual_seed(0))
-    found = change_by_finite_step(before, Scores(log_prob, entropy), responses, EntropyObjective("per_token"))
+    found = change_by_finite_step(before, Scores(log_prob, entropy, responses), EntropyObjective("per_token"))
     # The first token always counts: weights of 1, 1, 2, 2, 2 and 2.
     assert found.degrees_of_freedom == pytest.approx(10.0**2 / (1 + 1 + 4 * 4) - 1)
     half = student_t_quantile(0.975, effective_number(found.without_each)) * found.change.se
