@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.tiny_policies import Markov, learn, sampled, statistics
+from benchmarks.tiny_policies import Markov, Scores, learn, sampled, statistics
 from sonde.policy.stats.entropy_change import EntropyObjective
 from sonde.policy.stats.importance import change_by_finite_step, importance_sampled_change
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from sonde.policy.stats.entropy_errors import SCATTER_FROM, Errors, entropy_errors
-from sonde.policy.stats.forecast_point import StepsKept
+from sonde.policy.stats.entropy_errors import Errors, entropy_errors
+from sonde.policy.stats.forecast_point import StepsKept, Z
 from sonde.stats.intervals import student_t_quantile
 
 Trend = Literal["holds", "falling", "fallen", "rising", "risen", "unknown"]
@@ -33,6 +33,7 @@ _PACE_FROM = 6
 """Smallest number of measurements that show a pace: the scatter of 5 changes. With fewer, ends of intervals are far."""
 _WALKS = 0.1
 """Part of the scatter between neighbours that standard errors do not explain, at least: a few changes show it badly."""
+_SINGLE_BELOW = 10
 _ONE_IN = 10
 _FEWEST, _MOST = 3, 5
 """A level is the mean of a tenth of all measurements, but of 3 at least and of 5 at most. More would show a collapse
@@ -139,7 +140,6 @@ class Course:
         still_moves: whether the change of the last third went on in the later half of the third.
         n_steps: steps from the first measurement to the last.
         kept: the measurements that count.
-        quantile: standard errors from the centre of a 95 % interval to its end.
         pace: how fast the entropy falls; None unless the fall of the last third is clear from its scatter.
     """
 
@@ -151,7 +151,6 @@ class Course:
     still_moves: bool
     n_steps: int
     kept: StepsKept
-    quantile: float | None
     pace: Pace | None
 
     @property
@@ -170,13 +169,11 @@ class Course:
     def has_collapsed(self) -> bool:
         """Whether the present level is certainly below `COLLAPSED_BELOW` of the level at the start.
 
-        The levels themselves decide if no standard errors were logged and measurements are too few to show theirs.
+        The levels themselves decide if no standard errors were logged.
         """
         if self.is_continuous:
             return False
-        half = 0.0
-        if self.quantile is not None:
-            half = self.quantile * math.hypot(self.now.se or 0.0, COLLAPSED_BELOW * (self.start.se or 0.0))
+        half = Z * math.hypot(self.now.se or 0.0, COLLAPSED_BELOW * (self.start.se or 0.0))
         return self.now.nats + half < COLLAPSED_BELOW * self.start.nats
 
     @property
@@ -213,20 +210,19 @@ def entropy_course(kept: StepsKept) -> Course:
     third = last - (last - kept.positions[0]) / 3
     begins = max(min(bisect_left(kept.positions, third), n - 2 * k), 0)
     before = _level(kept, values, errors, begins, begins + k)
-    recent = _change(before, now, errors)
+    recent = _change(before, now)
     halfway = (begins + n - k) // 2
     later = now.nats - _level(kept, values, errors, halfway, halfway + k).nats
     still_moves = halfway < begins + k or later * recent.nats >= _STILL_MOVES * recent.nats**2
     return Course(
         start,
         now,
-        _change(start, now, errors),
+        _change(start, now),
         recent,
         max(last - kept.positions[begins], 1),
         still_moves,
         max(last - kept.positions[0], 1),
         kept,
-        None if errors is None else errors.quantile,
         _falling_pace(kept, max(min(bisect_left(kept.positions, third), n - _PACE_FROM), 0), now.n),
     )
 
@@ -279,7 +275,7 @@ def measurements_in_level(n: int) -> int:
         >>> [measurements_in_level(n) for n in (2, 9, 10, 40, 1000)]
         [1, 1, 3, 4, 5]
     """
-    return 1 if n < SCATTER_FROM else max(_FEWEST, min(n // _ONE_IN, _MOST))
+    return 1 if n < _SINGLE_BELOW else max(_FEWEST, min(n // _ONE_IN, _MOST))
 
 
 def _level(kept: StepsKept, values: Sequence[float], errors: Errors | None, begin: int, end: int) -> Level:
@@ -292,6 +288,6 @@ def _level(kept: StepsKept, values: Sequence[float], errors: Errors | None, begi
     return Level(*errors.mean(values, begin, end, factor), label, end - begin)
 
 
-def _change(start: Level, end: Level, errors: Errors | None) -> Change:
-    half = None if errors is None else errors.quantile * math.hypot(start.se or 0.0, end.se or 0.0)
+def _change(start: Level, end: Level) -> Change:
+    half = None if start.se is None or end.se is None else Z * math.hypot(start.se, end.se)
     return Change(end.nats - start.nats, half, start.nats)

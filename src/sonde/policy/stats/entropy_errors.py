@@ -7,25 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from sonde.policy.stats.forecast_point import StepsKept, Z
-from sonde.stats.intervals import student_t_quantile
+from sonde.policy.stats.forecast_point import StepsKept
 
-SCATTER_FROM = 10
-"""Measurements from which their own scatter says how far each is wrong, in a log without standard errors."""
 REGION = 100
 """Measurements at each end of a run that errors are judged by, at most."""
 _SHORTEST_REGION = 12
+_FEWEST_BENDS = 8
+"""At each end, from which neighbours show how errors are correlated."""
 _ENLARGED_FROM = 30
 """Measurements from which scatter enlarges standard errors. With fewer, a bend of the course looks like scatter."""
 _STRONGEST_CORRELATION = 0.75
 """Correlation of neighbouring errors that is allowed for at most. Without a limit, chance widens intervals of short
 runs."""
-_INDEPENDENT_BENDS = 0.5
-"""Part of the bends that counts as independent: neighbouring bends share measurements."""
 _MEDIAN_OF_CHI_SQUARED = 0.4549
 """With one degree of freedom."""
-_OUTLIER = 3.0
-"""Times the usual scatter at which the scatter of a level's own measurements counts instead."""
 _SMALLEST_ERROR = 0.1
 """Fraction of the median error of a level's measurements that each counts with at least, in weights."""
 
@@ -35,20 +30,16 @@ class Errors:
     """How far each measurement may be wrong.
 
     Attributes:
-        each: standard errors in nats a token; all 1 if none were logged.
+        each: standard errors in nats a token.
         first: factor on the standard errors at the start of the run.
         last: the factor at its end.
         correlation: of the errors of neighbouring measurements.
-        quantile: standard errors from the centre of a 95 % interval to its end.
-        are_logged: whether the standard errors were logged.
     """
 
     each: Sequence[float]
-    first: float
-    last: float
-    correlation: float
-    quantile: float
-    are_logged: bool
+    first: float = 1.0
+    last: float = 1.0
+    correlation: float = 0.0
 
     def mean(self, values: Sequence[float], begin: int, end: int, factor: float) -> tuple[float, float]:
         """The weighted mean of `values[begin:end]` with its standard error, in nats.
@@ -65,36 +56,32 @@ class Errors:
         total = sum(weights)
         nats = sum(w * value for w, value in zip(weights, own, strict=True)) / total
         independent = math.hypot(*(w * error for w, error in zip(weights, each, strict=True))) / total
-        if not self.are_logged and (scatter := _scatter_around_line(own)) > _OUTLIER * factor:
-            factor = scatter
         return nats, factor * independent * math.sqrt(variance_factor(self.correlation, len(own)))
 
 
 def entropy_errors(kept: StepsKept, values: Sequence[float]) -> Errors | None:
-    """The errors of a run's entropies; None if they are not known.
+    """The errors of a run's entropies; None if no standard error was logged.
 
-    Scatter is how far each measurement lies from the line between its neighbours. The median counts, since the
-    beginning of a run may bend for good reason.
+    A measurement without a standard error, as that of one prompt, has the median of the others. Scatter is how far each
+    measurement lies from the line between its neighbours. The median counts, since the beginning of a run may bend for
+    good reason.
     """
     n = len(values)
     known = [p.entropy_se for p in kept.points if p.entropy_se is not None]
-    are_logged = len(known) == n
-    each = known if are_logged else [1.0] * n
+    if not known:
+        return None
+    each = [median(known) if p.entropy_se is None else p.entropy_se for p in kept.points]
     region = min(max(n // 3, _SHORTEST_REGION), REGION)
     ends = (range(min(region, n)), range(max(n - region, 0), n))
     both = sorted({*ends[0], *ends[1]})
     near = [_bends(kept, values, each, 1, indices) for indices in (both, *ends)]
-    if min(map(len, near)) < SCATTER_FROM - 2:
-        return Errors(each, 1.0, 1.0, 0.0, Z, are_logged) if are_logged else None
-    far = _bends(kept, values, each, 2, both)
-    correlation = _correlation(near[0], far)
+    if min(map(len, near)) < _FEWEST_BENDS:
+        return Errors(each)
+    correlation = _correlation(near[0], _bends(kept, values, each, 2, both))
+    if n < _ENLARGED_FROM:
+        return Errors(each, correlation=correlation)
     first, last = (math.sqrt(median(b) / _MEDIAN_OF_CHI_SQUARED / _bend(correlation)) for b in near[1:])
-    if are_logged:
-        is_enlarged = n >= _ENLARGED_FROM
-        first, last = (max(factor, 1.0) if is_enlarged else 1.0 for factor in (first, last))
-        return Errors(each, first, last, correlation, Z, are_logged)
-    quantile = student_t_quantile(0.975, _INDEPENDENT_BENDS * len(near[1]))
-    return Errors(each, first, last, correlation, quantile, are_logged)
+    return Errors(each, max(first, 1.0), max(last, 1.0), correlation)
 
 
 def variance_factor(correlation: float, n: int) -> float:
@@ -141,13 +128,3 @@ def _correlation(near: Sequence[float], far: Sequence[float]) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if _bend(middle**2) < ratio * _bend(middle) else (low, middle)
     return low
-
-
-def _scatter_around_line(values: Sequence[float]) -> float:
-    """Root mean square distance from the line of least squares, by degrees of freedom; 0 for fewer than 3 values."""
-    n = len(values)
-    if n < 3:
-        return 0.0
-    centre, mean = (n - 1) / 2, sum(values) / n
-    slope = sum((i - centre) * value for i, value in enumerate(values)) / (n * (n * n - 1) / 12)
-    return math.sqrt(sum((v - mean - slope * (i - centre)) ** 2 for i, v in enumerate(values)) / (n - 2))
