@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Objective = Callable[[Tensor], Tensor]
 """Makes a 0-dim tensor of rows, [rows]; additive over rows."""
+Watched = Callable[[Callable[[int, Tensor], None]], contextlib.AbstractContextManager[None]]
+"""Backwards inside give the gradient of each leaf, with the leaf's index, to a function."""
 
 
 class NestedNorms(Protocol):
@@ -192,48 +194,41 @@ class FullyShardedNorms:
             if len(rows) > 1
             for column, half in enumerate(halves(rows), 1)
         ]
-        counts = torch.tensor([[len(split), len(prompts)]])
-        n_halves, n_wholes = gather_from_all_ranks(self._ranks.everyone, lambda: {"n": counts})["n"].amax(0).tolist()
-        spare = (len(prompts) - 1, 0, prompts[-1])
-        for weight, (k, column, half) in _padded(split, spare, n_halves):
-            square = self._half(objective, half, weight)
-            squares[k, column] = square if weight else squares[k, column]
         whole = [(k, 0, rows) for k, rows in enumerate(prompts)]
-        for weight, (k, column, rows) in _padded(whole, spare, n_wholes):
-            square = self._whole(objective, rows, weight)
-            squares[k, column] = square if weight else squares[k, column]
+        counts = torch.tensor([[len(split), len(whole)]])
+        most = gather_from_all_ranks(self._ranks.everyone, lambda: {"n": counts})["n"].amax(0).tolist()
+        for batches, n, watched in zip((split, whole), most, (self._taken, self._watched), strict=True):
+            for weight, (k, column, rows) in _padded(batches, whole[-1], n):
+                square = self._square(objective, rows, weight, watched)
+                squares[k, column] = square if weight else squares[k, column]
         is_single = torch.tensor([len(rows) == 1 for rows in prompts], device=device)
         squares[:, 1] = torch.where(is_single, squares[:, 0], squares[:, 1])
         return squares
 
-    def _half(self, objective: Objective, rows: Tensor, weight: float) -> Tensor:
-        """The square of a gradient that is taken before FSDP2 sees it; 0-dim."""
+    def _square(self, objective: Objective, rows: Tensor, weight: float, watched: Watched) -> Tensor:
+        """The square of a gradient; 0-dim."""
         squares: list[Tensor] = []
-        with gradients_taken(self._model, self._leaves, self._squared_into(squares)), torch.enable_grad():
-            (weight * objective(rows)).backward()
-        return self._sum(squares)
 
-    def _whole(self, objective: Objective, rows: Tensor, weight: float) -> Tensor:
-        """The square of a gradient that FSDP2 then adds to `.grad`; 0-dim."""
-        squares: list[Tensor] = []
-        take = self._squared_into(squares)
-        with contextlib.ExitStack() as stack:
-            for index, leaf in enumerate(self._leaves):
-                stack.callback(leaf.register_hook(_with_index(take, index)).remove)
-            with torch.enable_grad():
-                (weight * objective(rows)).backward()
-        return self._sum(squares)
-
-    def _squared_into(self, squares: list[Tensor]) -> Callable[[int, Tensor], None]:
         def take(index: int, grad: Tensor) -> None:
             if (part := self._counted.take(index, grad)) is not None:
                 squares.append(_square(part))
 
-        return take
-
-    def _sum(self, squares: list[Tensor]) -> Tensor:
+        with watched(take), torch.enable_grad():
+            (weight * objective(rows)).backward()
         squares += [_square(part) for part in self._counted.of_partial().values()]
         return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+
+    def _taken(self, take: Callable[[int, Tensor], None]) -> contextlib.AbstractContextManager[None]:
+        """Gradients are taken before FSDP2 sees them."""
+        return gradients_taken(self._model, self._leaves, take)
+
+    @contextlib.contextmanager
+    def _watched(self, take: Callable[[int, Tensor], None]) -> Iterator[None]:
+        """Gradients are seen, and FSDP2 then adds them to `.grad`."""
+        with contextlib.ExitStack() as stack:
+            for index, leaf in enumerate(self._leaves):
+                stack.callback(leaf.register_hook(_with_index(take, index)).remove)
+            yield
 
     def sq_norm_of_sum(self) -> float:
         """By one collective, and an all-reduce of the parameters that FSDP2 does not shard."""
