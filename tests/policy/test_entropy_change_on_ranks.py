@@ -171,27 +171,6 @@ def test_no_micro_batch_is_reduced_and_each_sum_is_reduced_once(ranks2: Ranks, k
     assert torch.equal(weights, others)
 
 
-def failing(where: int) -> str:
-    model, optimizer = wrapped("sgd", "DDP")
-    E, U = batches()
-    backward(model, own_prompts(U, N_U // 2))
-
-    def statistics(m: nn.Module, rollouts: Rollouts, /) -> tuple[Tensor, Tensor]:
-        if dist.get_rank() == where:
-            raise MemoryError("no memory left")
-        return STATISTICS(m, rollouts)
-
-    with pytest.raises((RuntimeError, MemoryError)) as raised:
-        EntropyChangeProbe(model, optimizer, token_statistics=statistics).forecast(own_prompts(E, 8))
-    return str(raised.value)
-
-
-def test_an_error_on_one_rank_is_raised_on_all(ranks2: Ranks) -> None:
-    other, own = ranks2(failing, 1)
-    assert other == "rank 1 of the group failed: MemoryError: no memory left"
-    assert own == "no memory left"
-
-
 def refused_first_fsdp() -> str:
     model = FullyShardedDataParallel(policy(), device_id=torch.device("cpu"), use_orig_params=True)
     try:

@@ -122,6 +122,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "options": (_option_on_one, "the ranks' probes have different options"),
     "log_prob": (_log_prob_on_one, "some ranks gave log_prob= of the evaluation responses, and others did not"),
     "gradient": (_no_gradient_on_one, "no parameter has a gradient"),
+    "scores": (_no_memory_on_one("checked_scores"), "no memory"),
     "a watch": (_no_memory_on_one("_Sample"), "no memory"),
     "a truth": (_no_memory_on_one("fixed_prefix_change"), "no memory"),
     "derivatives": (_no_memory_on_one("derivatives_along"), "no memory"),

@@ -112,21 +112,6 @@ def test_a_noisy_measurement_counts_by_its_error() -> None:
         assert course.whole.nats == pytest.approx(0.0, abs=0.01)
 
 
-@pytest.mark.parametrize("steps", [[7, 7], [1, 50, 100, 1, 6], [100, 1]])
-def test_steps_that_a_restart_counts_again(steps: list[int]) -> None:
-    course = course_of(points(*({"step": step, "entropy": 1.0, "entropy_se": 0.01} for step in steps)))
-    assert course.trend == "holds"
-
-
-def test_what_a_checkpoint_undid_does_not_count() -> None:
-    """The run went down to 0.4. Then it took these steps again, from a checkpoint at step 20, and held."""
-    values = [(1, 1.0), (11, 1.0), (21, 0.7), (31, 0.4), (21, 1.0), (31, 1.0), (41, 1.0)]
-    run = points(*({"step": step, "entropy": value, "entropy_se": 0.01} for step, value in values))
-    course = course_of(run)
-    assert (course.trend, course.kept.n_undone) == ("holds", 2)
-    assert [p.step for p in course.kept.points] == [1, 11, 21, 31, 41]
-
-
 @pytest.mark.parametrize("n", [12, 40, 200])
 def test_noise_of_single_measurements_is_no_trend(n: int) -> None:
     """Each measurement is of a few prompts only: 5 % of scatter. A fall by e over the run is still one."""
