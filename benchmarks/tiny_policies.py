@@ -116,7 +116,8 @@ class Markov(nn.Module):
         return self._after(prompt).gather(1, index)
 
     def next_token(self, prompt: Tensor, tokens: Tensor, place: int) -> Tensor:
-        return self._after(prompt)[torch.arange(len(prompt)), self._previous(tokens)[:, place]]
+        state = torch.tanh(self.last[self._previous(tokens)[:, place]] + self.features[prompt] @ self.mix)
+        return (state @ self.out + self.bias).log_softmax(-1)
 
     @torch.no_grad()
     def rate(self) -> float:
