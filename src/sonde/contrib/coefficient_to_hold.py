@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from sonde.policy.stats.entropy_gradient import Responses
-from sonde.policy.stats.importance import FiniteStep
-from sonde.policy.stats.ratios import WeightedSums, jackknife_covariance
+from sonde.policy.stats.importance import FiniteStep, WeightedSums, jackknife_covariance
 from sonde.stats.intervals import RatioInterval, Status, signed_ratio_interval
 from sonde.wording import number
 

@@ -9,8 +9,7 @@ import torch
 
 from sonde.policy.stats.entropy_change import EntropyObjective
 from sonde.policy.stats.entropy_gradient import Responses
-from sonde.policy.stats.importance import change_by_finite_step
-from sonde.policy.stats.ratios import WeightedSums, effective_number, rate_change
+from sonde.policy.stats.importance import WeightedSums, change_by_finite_step, effective_number, rate_change
 from sonde.stats.intervals import student_t_quantile
 from tests.policy.stats.tiny_batches import Scores
 
