@@ -205,8 +205,6 @@ def coefficient_to_hold(step: FiniteStep, trial: Trial, *, present: float) -> Co
     if trial.change is None:
         return unknown_coefficient(_NO_TRIAL, present)
     delta, with_bonus = step.change.delta, trial.change.change.delta
-    assert delta is not None
-    assert with_bonus is not None
     if not trial.change.support.is_enough:
         return unknown_coefficient(_NO_SUPPORT, present)
     slope = (with_bonus - delta) / trial.size

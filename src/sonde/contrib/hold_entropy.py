@@ -155,7 +155,6 @@ class HoldEntropy:
         ):
             if is_so:
                 return unknown_coefficient(why, self._present)
-        assert step.change.delta is not None
         if not (slope := _of_both(self._slopes(0.0))):
             return unknown_coefficient(NO_SLOPE, self._present)
         delta, sign = step.change.delta, -1.0 if step.change.delta > 0 else 1.0

@@ -326,7 +326,7 @@ class EntropyChangeProbe:
                             found[name] = measurement.unknown(STEP_NOT_FINITE), None
                         else:
                             found[name] = self._stepped(measurement, step)
-                    del gradient
+                    del gradient, step  # as large as the parameters
 
                 def between(start: Scored, now: Scored) -> FiniteStep:
                     return measurement.change_to(now, start)
@@ -395,7 +395,7 @@ class EntropyChangeProbe:
                     if (step := self._next_step(scale)) is None:
                         return measurement.unknown(STEP_NOT_FINITE)
                     if causes:
-                        first_order = self._along(measurement, step, update, scale)
+                        first_order = measurement.with_causes(step, self._optimizer, update, scale)
                     self._beside_begins(measurement, scale)
                 else:
                     assert update is not None
@@ -459,15 +459,10 @@ class EntropyChangeProbe:
             if not why_not and not step.is_finite(direction := step.forecast()):
                 why_not = f"on entry, {STEP_NOT_FINITE}"
             if causes and not why_not:
-                first_order = self._along(measurement, direction, update, scale)
+                first_order = measurement.with_causes(direction, self._optimizer, update, scale)
         self._beside_begins(measurement, scale, why_not)
         step.watch(whole=is_forecast and not why_not)
         return first_order
-
-    def _along(
-        self, measurement: EntropyMeasurement, step: Direction, update: Rollouts | None, scale: float
-    ) -> FirstOrder:
-        return measurement.with_causes(measurement.along_step(step), self._optimizer, update, scale)
 
     def _beside_begins(self, measurement: EntropyMeasurement, scale: float, why_not: str = "") -> None:
         if self._beside is not None:

@@ -156,16 +156,17 @@ class EntropyMeasurement:
             return FirstOrder(change, on_same_prefixes, change.delta, d.doubt)
 
     def with_causes(
-        self, first_order: FirstOrder, optimizer: Any, update: Rollouts | None, gradient_scale: float
+        self, step: Direction, optimizer: Any, update: Rollouts | None, gradient_scale: float
     ) -> FirstOrder:
-        """The same change along the optimizer's step, split into momentum, this batch and weight decay.
+        """The change along the optimizer's step, split into momentum, this batch and weight decay.
 
         Args:
-            first_order: the change along the whole step.
+            step: the whole step.
             optimizer: whose step it is.
             update: U with advantages, to split this batch's part by prompt; None leaves it whole.
             gradient_scale: factor that gradients are still multiplied by before the step.
         """
+        first_order = self.along_step(step)
         part = functools.partial(forecast_step, optimizer, of=self.parameters, gradient_scale=gradient_scale)
         prompts, cosine, doubt = None, None, ""
         with self.cost.phase("causes"):

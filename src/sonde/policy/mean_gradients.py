@@ -76,7 +76,7 @@ def along_mean_gradients(
     first_order = FirstOrder(
         change,
         step_size * float(on_same_prefixes.mean()),
-        None if change.delta is None else change.delta / step_size,
+        change.delta / step_size,
         next(filter(None, doubts), ""),
         split_gradient(change.delta, prompts),
     )

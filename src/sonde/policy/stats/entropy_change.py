@@ -44,7 +44,7 @@ class EntropyChange:
     """The change of entropy along an update, to first order.
 
     Attributes:
-        delta: the change in nats (a token, for the per-token objective); None if unknown.
+        delta: the change in nats (a token, for the per-token objective).
         se: its standard error; None if unknown.
         low: lower end of its confidence interval, by Student's t; None if unknown.
         high: upper end of the interval; None if unknown.
@@ -57,7 +57,7 @@ class EntropyChange:
         v_y: variance of `delta` from the update prompts; 0 for a given update, None if unknown.
     """
 
-    delta: float | None
+    delta: float
     se: float | None
     low: float | None
     high: float | None
@@ -76,7 +76,7 @@ class EntropyChange:
     def drift(self) -> float | None:
         """The part of `delta` from prefixes and lengths that become more or less likely; None if not measured."""
         sharpening = self.sharpening
-        return None if self.delta is None or sharpening is None else self.delta - sharpening
+        return None if sharpening is None else self.delta - sharpening
 
 
 @dataclass(frozen=True)

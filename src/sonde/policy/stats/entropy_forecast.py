@@ -56,7 +56,7 @@ class FirstOrder:
 
     change: EntropyChange
     on_same_prefixes: float
-    bars_dot: float | None
+    bars_dot: float
     doubt: str = ""
     causes: Causes | None = None
 
@@ -115,10 +115,8 @@ class Estimate:
     high: float | None
 
     @classmethod
-    def of(cls, change: EntropyChange | None) -> Estimate | None:
-        """The estimate of a change; None if the change is unknown."""
-        if change is None or change.delta is None:
-            return None
+    def of(cls, change: EntropyChange) -> Estimate:
+        """The estimate of a change."""
         return cls(change.delta, change.se, change.low, change.high)
 
     def __str__(self) -> str:
