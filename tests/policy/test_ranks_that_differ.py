@@ -98,6 +98,12 @@ def _detached_on_one() -> Any:
     return PromptNoiseProbe(model, token_statistics=statistics).measure(U)
 
 
+def _inner_module() -> Any:
+    """A trainer's callback may have it: on its own it would be measured on this rank's prompts alone."""
+    model, _, _, U = _scene()
+    return PromptNoiseProbe(model.module).measure(U)
+
+
 MEASURES: dict[str, Callable[[Any, Any, Any], Any]] = {
     "entropy": lambda model, _, own: PolicyEntropyProbe(model).measure(own),
     "noise scale in prompts": lambda model, _, own: PromptNoiseProbe(model).measure(own),
@@ -127,6 +133,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "a truth": (_no_memory_on_one("fixed_prefix_change"), "no memory"),
     "derivatives": (_no_memory_on_one("derivatives_along"), "no memory"),
     **{f"no responses, {name}": (_no_responses_on_one(name), NO_RESPONSES) for name in MEASURES},
+    "an inner module": (_inner_module, "the model is inside a DistributedDataParallel module"),
     "a graph": (_detached_on_one, "log-probabilities that no gradient can be taken of"),
 }
 

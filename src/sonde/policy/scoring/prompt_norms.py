@@ -8,7 +8,7 @@ FSDP2 itself adds the prompts up, in shards.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
@@ -20,16 +20,11 @@ from sonde.batch_size.taps.metric import norms_of_rows
 from sonde.batch_size.taps.shared_pieces import CutGradients
 from sonde.gradient_norm.global_norm import global_norm
 from sonde.gradient_norm.plan import NormPlan
-from sonde.parallel.data_ranks import DataRanks, check_whole_mesh, data_ranks, find_experts
+from sonde.parallel.data_ranks import DataRanks
 from sonde.parallel.gathered import gathered_parameters
 from sonde.parallel.placements import is_dtensor, is_fully_sharded, local_tensor, stage_ranks
-from sonde.parallel.process_groups import (
-    data_parallel_group,
-    gather_from_all_ranks,
-    group_of_mesh,
-    group_over,
-    start_reduce,
-)
+from sonde.parallel.process_groups import gather_from_all_ranks, group_over, start_reduce
+from sonde.parallel.wrappers import find_wrapper
 from sonde.policy.scoring.summed_gradient import (
     check_no_other_hook,
     check_nothing_waits,
@@ -323,26 +318,17 @@ def prompt_ranks(
         mesh: all ranks that hold any of a cut model, where no parameter is on all of them.
 
     Raises:
-        ValueError: when the ranks of a cut model cannot be found.
+        ValueError: when the ranks of a cut model cannot be found, or DDP wraps the model.
     """
-    parameters: Mapping[str, Tensor] = dict(model.named_parameters())
-    if not any(map(is_dtensor, parameters.values())):
-        group = data_parallel_group(model) if process_group is None else process_group
-        data = DataRanks(group.rank(), group.size()) if group is not None else DataRanks()
-        return PromptRanks(group, group, data, None)
-    gathered = gathered_parameters(model)
-    parameters = dict(model.named_parameters())  # FSDP2 shows its sharded parameters again
-    leaves: list[Tensor] = [gathered.get(id(p), p) for p in parameters.values()]
-    if find_experts(list(parameters.values()), leaves) is not None:
+    found = find_wrapper(model, process_group, mesh)
+    if found.experts is not None:
         raise ValueError(
             "gradients of single prompts cannot be read of experts that several ranks feed: measure the model without "
             "expert parallelism"
         )
-    mesh = check_whole_mesh(parameters, mesh)
-    data = data_ranks(mesh, leaves)
-    cut: list[DeviceMesh] = [leaf.device_mesh for leaf in leaves if is_dtensor(leaf)]  # type: ignore[attr-defined]
-    everyone = same_part = group_of_mesh(mesh)
-    if data.n_sharing > 1:
-        peers = stage_ranks(mesh, max(cut, key=lambda m: m.size()))
+    same_part = found.group
+    if found.mesh is not None and found.data.n_sharing > 1:
+        cut: list[DeviceMesh] = [leaf.device_mesh for leaf in found.leaves if is_dtensor(leaf)]  # type: ignore[attr-defined]
+        peers = stage_ranks(found.mesh, max(cut, key=lambda m: m.size()))
         same_part = group_over(peers) if len(peers) > 1 else None
-    return PromptRanks(everyone, same_part, data, mesh)
+    return PromptRanks(found.group, same_part, found.data, found.mesh)
