@@ -17,7 +17,7 @@ def test_the_ratio_is_that_of_the_responses_own_tokens_before() -> None:
     after = torch.tensor([[-1.0, -2.0, math.nan, -1.0, math.nan], [-1.0] * 5])
     before = torch.tensor([[-1.5, -1.0, 7.0, -3.0, 7.0], [-2.0] * 5])
     ratio = prefix_log_ratio(after, before, responses)
-    assert ratio.tolist() == [[0.0, 0.5, -0.5, -0.5, 1.5], [0.0, 1.0, 2.0, 3.0, 4.0]]
+    assert ratio.tolist() == [[0.0, 0.5, -0.5, -0.5, 1.5, 1.5], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]]
 
 
 def test_weights_do_not_overflow() -> None:

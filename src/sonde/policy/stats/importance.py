@@ -113,10 +113,10 @@ def change_by_finite_step(
     depends_on = objective.depends_on(responses)
 
     def weights(of: Scores) -> Tensor:
+        ratio = prefix_log_ratio(of.log_prob, reference, responses)
         if depends_on == "nothing":
-            ratio = prefix_log_ratio(of.log_prob, reference, responses)
-            return weights_from(ratio, responses, clip_at, by_column=objective.kind == "sequence")
-        whole = _log_ratio(of, reference, responses)
+            return weights_from(ratio[:, :-1], responses, clip_at, by_column=objective.kind == "sequence")
+        whole = ratio[:, -1:]
         if depends_on == "group":
             whole = responses.per_prompt(whole / responses.share[:, None])[responses.index]
         return weights_from(whole, responses, clip_at)
@@ -164,7 +164,8 @@ def importance_sampled_change(
     responses, reference = before.responses, before.log_prob if reference is None else reference
 
     def weighed(of: Scores) -> tuple[Tensor, WeightedSums]:
-        weights = weights_from(_log_ratio(of, reference, responses), responses, clip_at)
+        ratio = prefix_log_ratio(of.log_prob, reference, responses)
+        weights = weights_from(ratio[:, -1:], responses, clip_at)
         return weights, _sums(weights, objective.terms(of.log_prob, of.entropy, responses), responses, objective)
 
     (_, old), (weights, new) = weighed(before), weighed(after)
@@ -222,12 +223,6 @@ def fixed_prefix_change(before: Scores, after: Scores, prefix_weights: Tensor | 
     weights, _ = token_and_prefix_weights(before.responses, prefix_weights)
     change, length = weighted_sums(after.entropy - before.entropy, before.responses, weights)
     return float(change.mean() / length.mean())
-
-
-def _log_ratio(of: Scores, reference: Tensor, responses: Responses) -> Tensor:
-    """log ω of each whole response, [responses, 1]."""
-    ratio = responses.tokens("log_prob", of.log_prob) - responses.tokens("reference", reference)
-    return ratio.sum(1, keepdim=True)
 
 
 def _sums(weights: Tensor, terms: Tensor, responses: Responses, objective: EntropyObjective) -> WeightedSums:

@@ -40,7 +40,9 @@ class Support:
 
 
 def prefix_log_ratio(log_prob: Tensor, reference: Tensor, responses: Responses) -> Tensor:
-    """log ρ_<k = Σ_{j<k} (s_j − r_j) for each token and for all columns after the response's end; [responses, tokens].
+    """log of the weights of the first 0, 1, … tokens of each response, Σ_{j<k} (s_j − r_j); [responses, tokens + 1].
+
+    Column k is that of token k, and the last column is that of the whole response.
 
     Args:
         log_prob: s_k of the policy to represent, in nats, [responses, tokens].
@@ -48,23 +50,12 @@ def prefix_log_ratio(log_prob: Tensor, reference: Tensor, responses: Responses) 
         responses: which tokens count.
     """
     ratio = responses.tokens("log_prob", log_prob) - responses.tokens("reference", reference)
-    return ratio.cumsum(1) - ratio
+    return torch.nn.functional.pad(ratio.cumsum(1), (1, 0))
 
 
 def prefix_weights(log_prob: Tensor, reference: Tensor, responses: Responses, clip_at: float | None = None) -> Tensor:
-    """Weights of the first 0, 1, … tokens of each response, up to a common factor; [responses, tokens + 1].
-
-    Column k is the weight of token k, and the last column is that of the whole response.
-
-    Args:
-        log_prob: s_k of the policy to represent, in nats, [responses, tokens].
-        reference: r_k of the policy that sampled the responses.
-        responses: which tokens count.
-        clip_at: as for `weights_from`.
-    """
-    ratio = responses.tokens("log_prob", log_prob) - responses.tokens("reference", reference)
-    log_ratio = torch.nn.functional.pad(ratio.cumsum(1), (1, 0))
-    return weights_from(log_ratio, responses, clip_at)
+    """These weights up to a common factor; clipped as by `weights_from`."""
+    return weights_from(prefix_log_ratio(log_prob, reference, responses), responses, clip_at)
 
 
 def weights_from(
