@@ -21,7 +21,6 @@ from sonde.policy.stats.entropy_gradient import (
     token_and_prefix_weights,
     weighted_sums,
 )
-from sonde.policy.stats.forecast_point import Per
 from sonde.policy.stats.sequence_entropy import (
     DependsOn,
     SequenceWeights,
@@ -90,11 +89,6 @@ class EntropyObjective:
 
     kind: Objective
     weights: SequenceWeights = "one"
-
-    @property
-    def per(self) -> Per:
-        """Whether changes are in nats a "token" or a "response"."""
-        return "token" if self.kind == "per_token" else "response"
 
     def total_weight(self, responses: Responses) -> float:
         """Nats of this entropy for a nat at every token: the mean of Σ w_k over responses; 1 for "per_token"."""
