@@ -19,6 +19,7 @@ from sonde.policy.scoring.optimizer_step import forecast_step, taken
 from sonde.policy.scoring.scorer import Scored, Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.scoring.training_state import preserve_training_state, seed_everything
+from sonde.policy.stats.entropy_change import EntropyObjective
 from sonde.policy.stats.importance import resampled_change
 
 SCALES = (1.0, 0.1)
@@ -119,8 +120,7 @@ def _at_step(trainer: Any, optimizer: Any, step: int, plan: Plan) -> list[Trial]
             with taken(forecast_step(optimizer, of=list(model.parameters())), model):
                 after = _everything(trainer, step, plan)
             truths = [
-                resampled_change(b.entropy, b.responses, a.entropy, a.responses).delta
-                for b, a in zip(before, after, strict=True)
+                resampled_change(b, a, EntropyObjective("per_token")).delta for b, a in zip(before, after, strict=True)
             ]
             truth, truth_se = float(np.mean(truths)), float(np.std(truths, ddof=1) / math.sqrt(len(truths)))
             for f in forecasts:

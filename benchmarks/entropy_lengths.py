@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.tiny_policies import Markov, learn, sampled, statistics
+from benchmarks.tiny_policies import Markov, Scores, learn, sampled, statistics
 from sonde.policy.stats.entropy_change import EntropyObjective
-from sonde.policy.stats.finite_step import Scores, change_by_finite_step
-from sonde.policy.stats.importance import importance_sampled_change
+from sonde.policy.stats.importance import change_by_finite_step, importance_sampled_change
 
 PROMPTS, RESPONSES = 24, 4
 """Of a batch."""
@@ -92,9 +91,8 @@ def _forecasts(before: Markov, after: Markov, n: int) -> list[dict[str, Any]]:
     found = []
     for _ in range(n):
         made = sampled(before, PROMPTS, generator, RESPONSES)
-        (s, h), (s_after, h_after) = (statistics(p, made) for p in (before, after))
-        responses = made.responses()
-        step = change_by_finite_step(Scores(s, h), Scores(s_after, h_after), responses, EntropyObjective("per_token"))
+        scores = [Scores(*statistics(p, made), made.responses()) for p in (before, after)]
+        step = change_by_finite_step(*scores, EntropyObjective("per_token"))
         low, high = step.change.low, step.change.high
         found.append(
             {
@@ -103,7 +101,7 @@ def _forecasts(before: Markov, after: Markov, n: int) -> list[dict[str, Any]]:
                 "valid": step.support.is_enough,
                 "support": step.support.ess_fraction,
                 "se": step.change.se or 0.0,
-                "whole": importance_sampled_change(h, h_after, s, s_after, responses).ess_fraction,
+                "whole": importance_sampled_change(*scores, EntropyObjective("per_token")).ess_fraction,
             }
         )
     return found

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 import sonde
+from sonde.policy.stats.entropy_gradient import Responses
 
 GROUP = 8
 """Responses to a prompt."""
+
+
+class Scores(NamedTuple):
+    """A policy's scores of responses: log-probabilities and entropies of the tokens, [responses, tokens]."""
+
+    log_prob: Tensor
+    entropy: Tensor
+    responses: Responses
 
 
 class TinyPolicy(Protocol):
@@ -107,7 +116,8 @@ class Markov(nn.Module):
         return self._after(prompt).gather(1, index)
 
     def next_token(self, prompt: Tensor, tokens: Tensor, place: int) -> Tensor:
-        return self._after(prompt)[torch.arange(len(prompt)), self._previous(tokens)[:, place]]
+        state = torch.tanh(self.last[self._previous(tokens)[:, place]] + self.features[prompt] @ self.mix)
+        return (state @ self.out + self.bias).log_softmax(-1)
 
     @torch.no_grad()
     def rate(self) -> float:

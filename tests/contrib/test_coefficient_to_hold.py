@@ -18,10 +18,10 @@ from sonde.contrib.coefficient_to_hold import (
     without_each_prompt,
 )
 from sonde.policy.stats.entropy_change import EntropyObjective
-from sonde.policy.stats.finite_step import FiniteStep, Scores, change_by_finite_step
+from sonde.policy.stats.importance import FiniteStep, change_by_finite_step
 from sonde.policy.stats.prefix_weights import Support
 from tests import tiny_policy as tiny
-from tests.policy.stats.tiny_batches import DIRECTION, THETA, H, J, P, S, sampled
+from tests.policy.stats.tiny_batches import DIRECTION, THETA, J, P, Scores, sampled, scores_at
 
 PER_TOKEN = EntropyObjective("per_token")
 GRADIENT = tiny.gradient(tiny.rate, THETA)
@@ -47,10 +47,9 @@ def forecast(n_prompts: int, generator: torch.Generator, step: Tensor = STEP) ->
     responses, prompts, picked = sampled(n_prompts, 4, generator)
 
     def at(theta: Tensor) -> Scores:
-        s, h = tiny.tokens(theta)
-        return Scores(s[prompts, picked], h[prompts, picked])
+        return scores_at(theta, (prompts, picked), responses)
 
-    before, now = Scores(S[prompts, picked], H[prompts, picked]), at(THETA + step)
+    before, now = at(THETA), at(THETA + step)
     c = PER_TOKEN.coefficients(before.log_prob, before.entropy, responses)
     x_terms = (
         c.on_entropy[..., None] * J.entropy[prompts, picked] + c.on_log_prob[..., None] * J.log_prob[prompts, picked]
@@ -62,7 +61,7 @@ def forecast(n_prompts: int, generator: torch.Generator, step: Tensor = STEP) ->
         token_sum = (share[:, None] * J.entropy[prompts, picked][half].sum(1)).sum(0)
         bonus.append(token_sum / (share * responses.length[half]).sum())
         entropy.append(x_terms[half].sum((0, 1)) / share.sum())
-    change = functools.partial(change_by_finite_step, before, responses=responses, objective=PER_TOKEN)
+    change = functools.partial(change_by_finite_step, before, objective=PER_TOKEN)
     found = change(now)
     assert found.change.delta is not None
     wanted = wanted_effect(found.change.delta, found.change.se)
@@ -73,7 +72,7 @@ def forecast(n_prompts: int, generator: torch.Generator, step: Tensor = STEP) ->
         there = at(THETA + step + size * d)
         log_prob[half], h[half] = there.log_prob[half], there.entropy[half]
         slopes.append((at(THETA + step + 1e-4 * x).entropy - now.entropy) / 1e-4)
-    return found, Trial(size, change(Scores(log_prob, h)), without_each_prompt(slopes, halves, responses))
+    return found, Trial(size, change(Scores(log_prob, h, responses)), without_each_prompt(slopes, halves, responses))
 
 
 @functools.cache

@@ -10,13 +10,8 @@ import torch
 from torch import Tensor
 
 from sonde.policy.entropy_change import EntropyChangeProbe
-from sonde.policy.entropy_measurement import Cost, EntropyMeasurement
 from sonde.policy.entropy_options import EntropyChangeOptions
-from sonde.policy.scoring.optimizer_step import forecast_step
 from sonde.policy.scoring.rollouts import Rollouts
-from sonde.policy.scoring.scorer import Scorer
-from sonde.policy.scoring.training_state import preserve_training_state
-from sonde.policy.stats.entropy_forecast import FirstOrder
 from sonde.policy.stats.entropy_gradient import Coefficients, per_token_coefficients
 from sonde.policy.stats.sequence_entropy import sequence_coefficients
 from tests.small_policy import STATISTICS, SmallPolicy, drawn, loss, optimizer_of, policy
@@ -98,21 +93,6 @@ def coefficients(objective: str, weights: str, scene: Scene) -> Coefficients:
     if objective == "per_token":
         return per_token_coefficients(h, responses)
     return sequence_coefficients(s, h, responses, weights)  # type: ignore[arg-type]
-
-
-def first_order(scene: Scene, **options: Any) -> FirstOrder:
-    """Derivatives of E along the optimizer's step."""
-    scorer = Scorer(scene.model, STATISTICS, 2, None)
-    with preserve_training_state(scene.model):
-        measurement = EntropyMeasurement(
-            EntropyChangeOptions(**options),
-            scorer,
-            list(scene.model.parameters()),
-            scorer.scored(scene.E),
-            None,
-            Cost(torch.device("cpu")),
-        )
-        return measurement.along_step(forecast_step(scene.optimizer))
 
 
 def gradient_per_prompt(scene: Scene, rollouts: Rollouts, c: Coefficients) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from sonde.contrib.hold_entropy import HoldEntropy
+from sonde.parallel.placements import local_tensor
 from sonde.policy.entropy_change import EntropyChangeProbe
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.rollouts import Rollouts
@@ -175,25 +177,93 @@ def test_no_micro_batch_is_reduced_and_each_sum_is_reduced_once(ranks2: Ranks, k
     assert torch.equal(weights, others)
 
 
-def failing(where: int) -> str:
-    model, optimizer = wrapped("sgd", "DDP")
+# Losses compared.
+
+
+def losses(model: nn.Module, U: Rollouts) -> dict[str, Any]:
+    def of(power: float, bonus: float) -> Tensor:
+        s, h = STATISTICS(model, U)
+        credit = U.credit().to(s)
+        return -(credit.sign() * credit.abs() ** power * s).sum() / len(U) - bonus * (h * U.mask).sum() / len(U)
+
+    return {"plain": functools.partial(of, 1.0, 0.0), "bonus": functools.partial(of, 1.0, 0.05)}
+
+
+def bits(model: nn.Module) -> list[Tensor]:
+    tensors = [t for p in model.parameters() for t in (p, p.grad) if t is not None]
+    return [local_tensor(t.detach()).clone() for t in tensors]
+
+
+def compared(how: str, kind: str, options: dict[str, Any]) -> tuple[Any, bool, bool]:
+    """What is found; and whether a comparison between the backward and the step changes anything, then or later."""
     E, U = batches()
-    backward(model, own_prompts(U, N_U // 2))
+    E, U = own_prompts(E, 8), own_prompts(U, N_U // 2)
+    model, optimizer = wrapped(kind, how, **options)
+    found = EntropyChangeProbe(model, optimizer).compare(losses(model, U), E)
 
-    def statistics(m: nn.Module, rollouts: Rollouts, /) -> tuple[Tensor, Tensor]:
-        if dist.get_rank() == where:
-            raise MemoryError("no memory left")
-        return STATISTICS(m, rollouts)
+    def train(of: nn.Module, by: torch.optim.Optimizer, is_watched: bool) -> bool:
+        by.zero_grad()
+        losses(of, U)["plain"]().backward()
+        before, grads = bits(of), [p.grad for p in of.parameters()]
+        if is_watched:
+            EntropyChangeProbe(of, by).compare(losses(of, U), E)
+        is_kept = all(map(torch.equal, before, bits(of)))
+        is_kept &= all(p.grad is g for p, g in zip(of.parameters(), grads, strict=True))
+        by.step()
+        return is_kept
 
-    with pytest.raises((RuntimeError, MemoryError)) as raised:
-        EntropyChangeProbe(model, optimizer, token_statistics=statistics).forecast(own_prompts(E, 8))
-    return str(raised.value)
+    is_kept = all([train(model, optimizer, is_watched=True) for _ in range(2)])
+    alone, other = wrapped(kind, how, **options)
+    for _ in range(2):
+        train(alone, other, is_watched=False)
+    numbers = {name: f.delta for name, f in found.forecasts.items()} | {"se": found.differences["bonus"].se}
+    return numbers, is_kept, all(map(torch.equal, bits(model), bits(alone)))
 
 
-def test_an_error_on_one_rank_is_raised_on_all(ranks2: Ranks) -> None:
-    other, own = ranks2(failing, 1)
-    assert other == "rank 1 of the group failed: MemoryError: no memory left"
-    assert own == "no memory left"
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize(("how", "options"), [("DDP", {}), ("DDP", {"find_unused_parameters": True}), ("FSDP2", {})])
+def test_losses_compared_on_ranks_are_those_of_one_process_and_training_goes_on_bit_for_bit(
+    ranks2: Ranks, how: str, options: dict[str, Any], kind: str
+) -> None:
+    (first, *kept), (second, *also_kept) = ranks2(compared, how, kind, options)
+    assert first == second
+    assert all(kept + also_kept)
+    (model, optimizer), (E, U) = trained(kind), batches()
+    found = EntropyChangeProbe(model, optimizer).compare(losses(model, U), E)
+    assert first["plain"] == pytest.approx(found.forecasts["plain"].delta, rel=2e-3)
+    assert first["bonus"] == pytest.approx(found.forecasts["bonus"].delta, rel=2e-3)
+    assert first["se"] == pytest.approx(found.differences["bonus"].se, rel=2e-2)
+
+
+def comparison_that_fails(what: str) -> str:
+    E, U = batches()
+    model, optimizer = wrapped("sgd", "DDP", static_graph=what == "static")
+    made = losses(model, own_prompts(U, N_U // 2))
+    if what == "names" and dist.get_rank():
+        made["another"] = made.pop("plain")
+    elif what == "tensor":
+        made["plain"] = made["plain"]()
+    elif what == "raises" and dist.get_rank():
+        made["bonus"] = functools.partial(divmod, 1, 0)
+    try:
+        EntropyChangeProbe(model, optimizer).compare(made, own_prompts(E, 8))
+    except (ValueError, RuntimeError, ZeroDivisionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "messages"),
+    [
+        ("names", ["ValueError: the ranks compare different"] * 2),
+        ("tensor", ["ValueError: the loss 'plain' is a tensor, whose"] * 2),
+        ("static", ["ValueError: DDP with static_graph=True must"] * 2),
+        ("raises", ["RuntimeError: rank 1 of the group failed: Zero", "ZeroDivisionError: "]),
+    ],
+)
+def test_a_comparison_that_fails_on_one_rank_fails_on_both(ranks2: Ranks, what: str, messages: list[str]) -> None:
+    for found, message in zip(ranks2(comparison_that_fails, what), messages, strict=True):
+        assert found.startswith(message), found
 
 
 def refused_first_fsdp() -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.tiny_policies import Recurrent, sampled, statistics
 from torch import Tensor, nn
 
 import sonde
@@ -19,10 +20,9 @@ from sonde.policy.entropy_change import EntropyChangeProbe
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.rollouts import Rollouts
 from tests.policy.entropy_scene import Scene, assert_untouched, held, stale
-from tests.policy.enumerated_policy import EnumeratedPolicy, after_step, rate, responses, scores
-from tests.small_policy import STATISTICS, drawn, loss
+from tests.small_policy import STATISTICS, drawn, loss, real_step
 
-N_COMPARISONS = 150
+N_COMPARISONS = 80
 OPTIONS: dict[str, dict[str, float]] = {
     "clip 0.2": {},
     "clip-higher 0.28": {"high": 0.28},
@@ -36,7 +36,7 @@ class Training:
 
     def __init__(self, kind: str) -> None:
         self.generator = torch.Generator().manual_seed(5)
-        self.model = EnumeratedPolicy()
+        self.model = Recurrent(2)
         made: dict[str, Callable[..., torch.optim.Optimizer]] = {
             "adam": functools.partial(torch.optim.Adam, lr=5e-3),
             "sgd": functools.partial(torch.optim.SGD, lr=0.2),
@@ -44,25 +44,25 @@ class Training:
         self.optimizer = made[kind](self.model.parameters())
         self.train(15)
         old = copy.deepcopy(self.model)
-        self.update = responses(old, 24, self.generator, first=9000)
+        self.update = sampled(old, 24, self.generator)
         with torch.no_grad():
-            self.old, _ = scores(old, self.update)
+            self.old, _ = statistics(old, self.update)
         self.train(12)
 
     def train(self, n: int) -> None:
         for _ in range(n):
-            batch = responses(self.model, 16, self.generator)
-            s, _ = scores(self.model, batch)
+            batch = sampled(self.model, 16, self.generator)
+            s, _ = statistics(self.model, batch)
             self.optimizer.zero_grad()
-            (-(batch.credit().to(s) * s * batch.mask).sum() / len(batch)).backward()
+            (-self.model.longest * (batch.credit() * s).sum() / len(batch)).backward()
             self.optimizer.step()
         self.optimizer.zero_grad()
 
     def loss(self, high: float = 0.2, bonus: float = 0.0, kl_cov: float = 0.0) -> Tensor:
-        s, h = scores(self.model, self.update)
+        s, h = statistics(self.model, self.update)
         ratio, mask = (s - self.old).exp(), self.update.mask
         assert self.update.advantage is not None
-        advantage = self.update.advantage[:, None]
+        advantage = self.model.longest * self.update.advantage[:, None]
         each = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1 + high) * advantage)
         if kl_cov:  # a penalty on the tokens that lower the entropy most
             covariance = ((s - s[mask].mean()) * (advantage - advantage.mean())).detach().masked_fill(~mask, -9.0)
@@ -77,24 +77,28 @@ class Training:
             self.model,
             self.optimizer,
             EntropyChangeOptions(micro_batch_prompts=64, **options),
-            token_statistics=scores,
+            token_statistics=statistics,
         )
 
     def truth(self) -> dict[str, float]:
         """The exact change of entropy by each loss."""
-        before, found = rate(self.model), {}
+        found = {}
         for name, of in self.losses().items():
             of().backward()
-            found[name] = rate(after_step(self.model, self.optimizer)) - before
+            after, step = copy.deepcopy(self.model), real_step(self.model, self.optimizer)
+            with torch.no_grad():
+                for parameter, p in after.named_parameters():
+                    p += step[parameter]
+            found[name] = after.rate() - self.model.rate()
             self.optimizer.zero_grad()
         return found
 
 
-@pytest.mark.parametrize(("kind", "least"), [("adam", 10.0), ("sgd", 0.9)])
+@pytest.mark.parametrize(("kind", "least"), [("adam", 10.0), ("sgd", 1.5)])
 def test_paired_intervals_hold_the_exact_difference(kind: str, least: float) -> None:
-    """150 intervals of 95 % for each loss: the part that holds the truth has a standard error of 1.8 points.
+    """80 intervals of 95 % for each loss: the part that holds the truth has a standard error of 2.4 points.
 
-    Steps of SGD are as long as gradients: KL-Cov is no near option there, and pairing gains nothing.
+    Steps of SGD are as long as gradients: the options are farther apart there, and pairing gains less.
     """
     training = Training(kind)
     truth, probe = training.truth(), training.probe()
@@ -102,7 +106,7 @@ def test_paired_intervals_hold_the_exact_difference(kind: str, least: float) -> 
     n_held, n_resolved, n_wrong = (dict.fromkeys(others, 0) for _ in range(3))
     sharper: dict[str, list[float]] = {name: [] for name in others}
     for _ in range(N_COMPARISONS):
-        found = probe.compare(training.losses(), responses(training.model, 32, training.generator))
+        found = probe.compare(training.losses(), sampled(training.model, 32, training.generator))
         base = found.forecasts["clip 0.2"]
         for name in others:
             true, paired = truth[name] - truth["clip 0.2"], found.differences[name]
@@ -112,7 +116,7 @@ def test_paired_intervals_hold_the_exact_difference(kind: str, least: float) -> 
             n_wrong[name] += paired.is_resolved and paired.difference * true < 0
             sharper[name].append(math.hypot(found.forecasts[name].se, base.se) / paired.se)
     medians = {name: sorted(ratios)[N_COMPARISONS // 2] for name, ratios in sharper.items()}
-    assert min(n_held.values()) >= 0.93 * N_COMPARISONS, n_held
+    assert min(n_held.values()) >= 0.92 * N_COMPARISONS, n_held
     assert max(n_wrong.values()) <= 0.01 * N_COMPARISONS, n_wrong
     # Clip-higher moves Adam's step by 0.1 % of its change, which 32 prompts seldom show.
     assert all(
@@ -123,7 +127,7 @@ def test_paired_intervals_hold_the_exact_difference(kind: str, least: float) -> 
 
 def test_a_difference_is_that_of_the_forecasts_and_is_the_sum_of_its_prompts() -> None:
     training = Training("adam")
-    E = responses(training.model, 32, training.generator)
+    E = sampled(training.model, 32, training.generator)
     found = training.probe().compare(training.losses(), E, baseline="KL-Cov")
     assert list(found.forecasts) == list(OPTIONS)
     for name, of in training.losses().items():

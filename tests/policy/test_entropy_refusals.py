@@ -45,13 +45,23 @@ def test_a_model_that_is_random_without_dropout_is_refused() -> None:
         EntropyChangeProbe(model, optimizer).forecast(drawn(model, 0, 4, seed=1))
 
 
-@pytest.mark.parametrize("update", ["step", "gradient"])
-def test_one_prompt_is_too_few(update: str) -> None:
+@pytest.mark.parametrize(
+    ("update", "n_e", "n_u", "message"),
+    [
+        ("step", 1, 12, "at least 2 evaluation prompts, got 1: pass more"),
+        ("gradient", 1, 12, "at least 2 prompts to evaluate and 2 to update on, got 1 and 12"),
+        ("gradient", 24, 1, "at least 2 prompts to evaluate and 2 to update on, got 24 and 1"),
+    ],
+)
+def test_one_prompt_gives_the_change_without_an_error(update: str, n_e: int, n_u: int, message: str) -> None:
     scene = Scene()
-    forecast = scene.probe(update=update).forecast(drawn(scene.model, 0, 1, seed=1), scene.U)
+    forecast = scene.probe(update=update).forecast(
+        scene.E.rows(torch.arange(4 * n_e)), scene.U.rows(torch.arange(4 * n_u))
+    )
     assert math.isfinite(forecast.delta)
     assert (forecast.se, forecast.low, forecast.high) == (None,) * 3
-    assert forecast.reason.startswith("its standard error is not known: it needs at least 2")
+    assert (forecast.n_evaluation, forecast.n_update) == (n_e, n_u)
+    assert forecast.reason.startswith(f"its standard error is not known: it needs {message}")
     assert not forecast.is_valid
     assert "± unknown nats a token; " in str(forecast)
     assert str(forecast).endswith(forecast.reason)
@@ -121,6 +131,10 @@ def forecast(E: dict[str, Any] | None = None, U: dict[str, Any] | None = None, *
         (
             lambda: Scene().probe(sampler=lambda m: rollouts(log_prob=-torch.ones(16, 6))).measure(rollouts()),
             "the sampler's responses have log_prob=, so another policy sampled them",
+        ),
+        (
+            lambda: EntropyChangeProbe(Scene().model, None).forecast(rollouts()),
+            "without its optimizer: use around_step",
         ),
         (lambda: EntropyChangeProbe(None, None), "the model must be a torch.nn.Module, got a NoneType"),  # type: ignore[arg-type]
         (lambda: PromptNoiseProbe([1]), "the model must be a torch.nn.Module, got a list"),  # type: ignore[arg-type]

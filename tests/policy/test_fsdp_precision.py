@@ -67,28 +67,6 @@ def test_training_in_mixed_precision_goes_on_bit_for_bit(ranks2: Ranks) -> None:
     assert ranks2(all_trainings) == [[True] * 2] * 2
 
 
-def forecasts_of_a_small_step() -> list[tuple[float, float, float]]:
-    """At a rate of 1e-6: FSDP2's bf16, and FSDP2 of the same weights without it."""
-    found = []
-    for fsdp in (BF16, MixedPrecisionPolicy()):
-        model = sharded(policy_of_fsdp=fsdp)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-        E, U = batches(0)
-        loss(model, U).backward()
-        with torch.no_grad():  # the same gradients
-            for k, p in enumerate(model.parameters()):
-                p.grad.copy_(torch.full_like(p, 0.1 * (k + 1)))
-        forecast = EntropyChangeProbe(model, optimizer).forecast(E, causes=True)
-        found.append((forecast.delta, forecast.se, forecast.first_order.delta))
-    return found
-
-
-def test_a_small_step_is_forecast_as_without_mixed_precision(ranks2: Ranks) -> None:
-    """In bf16, rounding in the two forwards has a multiple of this standard error."""
-    narrow, wide = ranks2(forecasts_of_a_small_step)[0]
-    assert narrow == pytest.approx(wide, rel=1e-3)
-
-
 def steps_below_the_spacing(on_ranks: bool) -> list[tuple[float, ...]]:
     """Of bf16 parameters: along a gradient, and with a bonus; on two ranks of FSDP2 or in one process."""
     found = []

@@ -17,17 +17,18 @@ import torch
 from sonde.log.sinks import JsonlSink
 from sonde.policy.log import PolicyLog
 from sonde.policy.stats.attribution import Cause, Causes, Share
-from sonde.policy.stats.entropy_forecast import EntropyForecast, unknown
+from sonde.policy.stats.entropy_forecast import EntropyForecast
 from sonde.records import RunLog
 from sonde.runs.reader import read_run
 
-FORECAST = dataclasses.replace(
-    unknown("", "per_token", "step"),
+FORECAST = EntropyForecast(
+    reason="",
+    objective="per_token",
+    update="step",
     delta=-0.02,
     se=0.001,
     low=-0.022,
     high=-0.018,
-    is_valid=True,
     entropy=2.0,
     shares=(Share(1, -0.015, -0.01, -0.005), Share(2, -0.005, -0.004, None)),
     causes=Causes(-0.01, -0.01, 0.0, (Cause(7, -0.01, -0.02, 0.01),), 0.98),

@@ -23,7 +23,7 @@ from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Scored, Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.stats.entropy_change import EntropyObjective
-from sonde.policy.stats.finite_step import Scores, change_by_finite_step
+from sonde.policy.stats.importance import change_by_finite_step
 from tests.ranks import Ranks, mesh_of
 
 pytest.importorskip("peft", reason="needs transformers and peft: pip install '.[trl]' peft")
@@ -205,12 +205,7 @@ def measured(cell: Cell, rank: int = 0, n_ranks: int = 1) -> dict[str, Any]:
         scaler.step(optimizer) if scaler.is_enabled() else optimizer.step()
     after = in_float64(cell, model)
     base, now = scored(before, whole_E), scored(after, whole_E)
-    exact = change_by_finite_step(
-        Scores(base.log_prob, base.entropy),
-        Scores(now.log_prob, now.entropy),
-        base.responses,
-        EntropyObjective("per_token"),
-    ).change
+    exact = change_by_finite_step(base, now, EntropyObjective("per_token")).change
     forecast = around.forecast
     first_order = exact_first_order(before, whole_E, whole_step)
     return {

@@ -14,7 +14,7 @@ from sonde.policy.scoring.precision import in_float32
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.stats.forecast_point import forecast_point
 from sonde.policy.stats.policy_alerts import find_policy_alerts
-from tests.small_policy import STATISTICS, SmallPolicy, drawn, loss, optimizer_of, policy
+from tests.small_policy import SmallPolicy, drawn, loss, policy
 
 
 class Layers(nn.Module):
@@ -172,22 +172,3 @@ def test_a_step_that_no_optimizer_takes_is_not_rounded() -> None:
     probe, _, E, U = scene(policy(dtype=torch.bfloat16), update=MeanGradients(step_size=1e-6), precision="model")
     with pytest.raises(ValueError, match=r"derivatives need scores in 32 bits, got parameters of torch\.bfloat16"):
         probe.forecast(E, U)
-
-
-def test_training_in_16_bits_goes_on_bit_for_bit() -> None:
-    weights = []
-    for is_watched in (False, True):
-        model = policy(dtype=torch.bfloat16)
-        optimizer = optimizer_of(model)
-        probe = EntropyChangeProbe(model, optimizer, EntropyChangeOptions(update="gradient"))
-        E, U = drawn(policy(), 0, 8, seed=1), drawn(policy(), 200, 8, seed=2)
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss(model, U).backward()
-            if is_watched:
-                probe.forecast(E, U)
-            optimizer.step()
-        weights.append([p.detach().clone() for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
-    with torch.no_grad():
-        assert STATISTICS(policy(dtype=torch.bfloat16), E)[0].dtype == torch.float32

@@ -9,7 +9,7 @@ from sonde.policy.prompt_noise import PromptNoiseProbe
 from sonde.policy.scoring.rollouts import Rollouts
 from tests.small_policy import SmallPolicy, loss, policy, sample
 
-N_PROMPTS, N_EACH, N_WINDOWS = 8, 8, 250
+N_PROMPTS, N_EACH, N_WINDOWS = 8, 8, 120
 
 
 def drawn(model: SmallPolicy, n_prompts: int, n_each: int, seed: int) -> Rollouts:
@@ -35,7 +35,7 @@ def noise_to_signal(model: SmallPolicy, n_prompts: int, n_each: int) -> float:
 def test_the_advice_is_what_runs_with_more_completions_and_with_more_prompts_measure() -> None:
     """The ratio of noise to signal, since advantages that are centred within a group scale both with its size.
 
-    The scatter of the three measured ratios moves their quotients by about 0.03.
+    The scatter of the three measured ratios moves their quotients by about 0.04.
     """
     model = policy(dtype=torch.float64)
     probe = PromptNoiseProbe(model)
@@ -44,8 +44,8 @@ def test_the_advice_is_what_runs_with_more_completions_and_with_more_prompts_mea
     now = noise_to_signal(model, N_PROMPTS, N_EACH)
     by_completions = 1 - noise_to_signal(model, N_PROMPTS, 2 * N_EACH) / now
     by_prompts = 1 - noise_to_signal(model, 2 * N_PROMPTS, N_EACH) / now
-    assert reading.cut_by_twice_completions == pytest.approx(by_completions, abs=0.08)
-    assert by_prompts == pytest.approx(0.5, abs=0.08)
+    assert reading.cut_by_twice_completions == pytest.approx(by_completions, abs=0.1)
+    assert by_prompts == pytest.approx(0.5, abs=0.1)
     assert reading.completions_share_low < reading.completions_share < reading.completions_share_high
     assert reading.advice.startswith("twice the completions to each prompt would cut the noise of a step by 4")
     assert reading.advice.endswith("twice the prompts by 50\xa0%, both with twice the tokens")

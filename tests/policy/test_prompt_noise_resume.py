@@ -102,16 +102,6 @@ def test_a_resumed_probe_is_the_uninterrupted_one_bit_for_bit(
     assert probe.state_dict() == uninterrupted.state_dict()
 
 
-def test_the_probe_is_an_entry_of_a_distributed_checkpoint(tmp_path: Path, uninterrupted: PromptNoiseProbe) -> None:
-    assert issubclass(PromptNoiseProbe, Stateful)
-    dcp.save({"probe": uninterrupted}, checkpoint_id=tmp_path / "late", no_dist=True)
-    fresh, used = probe_of(policy()), probe_of(policy())
-    measured(used, range(1))
-    for probe in (fresh, used):
-        dcp.load({"probe": probe}, checkpoint_id=tmp_path / "late", no_dist=True)
-        assert probe.reading() == uninterrupted.reading()
-
-
 def on_ranks(jobs: list[tuple[str, str, str]]) -> list[tuple[PromptNoiseReading, PromptNoiseReading]]:
     """Of each wrapper: save its first windows, or load the state and measure the others; both readings."""
     readings = []
@@ -145,6 +135,7 @@ def test_saved_on_two_ranks_and_resumed_on_three_and_on_one(
 ) -> None:
     """By another wrapper too: names and whole shapes are the same in all of them."""
     expected = uninterrupted.reading()
+    assert issubclass(PromptNoiseProbe, Stateful)
     ddp, fsdp = str(tmp_path / "ddp"), str(tmp_path / "fsdp")
     (_, of_ddp), (_, of_fsdp) = ranks2(on_ranks, [("DDP", "", ddp), ("FSDP2", "", fsdp)])[0]
     for by_rank in ranks3(on_ranks, [("FSDP2", ddp, ""), ("DDP", fsdp, "")]):

@@ -98,6 +98,12 @@ def _detached_on_one() -> Any:
     return PromptNoiseProbe(model, token_statistics=statistics).measure(U)
 
 
+def _inner_module() -> Any:
+    """A trainer's callback may have it: on its own it would be measured on this rank's prompts alone."""
+    model, _, _, U = _scene()
+    return PromptNoiseProbe(model.module).measure(U)
+
+
 MEASURES: dict[str, Callable[[Any, Any, Any], Any]] = {
     "entropy": lambda model, _, own: PolicyEntropyProbe(model).measure(own),
     "noise scale in prompts": lambda model, _, own: PromptNoiseProbe(model).measure(own),
@@ -122,10 +128,12 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "options": (_option_on_one, "the ranks' probes have different options"),
     "log_prob": (_log_prob_on_one, "some ranks gave log_prob= of the evaluation responses, and others did not"),
     "gradient": (_no_gradient_on_one, "no parameter has a gradient"),
+    "scores": (_no_memory_on_one("checked_scores"), "no memory"),
     "a watch": (_no_memory_on_one("_Sample"), "no memory"),
     "a truth": (_no_memory_on_one("fixed_prefix_change"), "no memory"),
     "derivatives": (_no_memory_on_one("derivatives_along"), "no memory"),
     **{f"no responses, {name}": (_no_responses_on_one(name), NO_RESPONSES) for name in MEASURES},
+    "an inner module": (_inner_module, "the model is inside a DistributedDataParallel module"),
     "a graph": (_detached_on_one, "log-probabilities that no gradient can be taken of"),
 }
 

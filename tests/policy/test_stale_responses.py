@@ -12,7 +12,7 @@ from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from tests.policy.entropy_scene import Scene, stale
-from tests.small_policy import STATISTICS, drawn, policy
+from tests.small_policy import drawn, policy
 
 
 def test_stale_responses_give_the_change_of_the_policy_as_it_is() -> None:
@@ -30,18 +30,6 @@ def test_stale_responses_give_the_change_of_the_policy_as_it_is() -> None:
     unweighted = probe.forecast(dataclasses.replace(stale(scene.model, 400, 2), log_prob=None))
     assert unweighted.own_policy.z > 5
     assert "or by another policy, such as older weights" in unweighted.reason
-
-
-def test_reported_log_probabilities_of_the_policy_itself_change_nothing() -> None:
-    scene = Scene()
-    with torch.no_grad():
-        s, _ = STATISTICS(scene.model, scene.E)
-    plain = scene.probe().forecast(scene.E)
-    forecast = scene.probe().forecast(dataclasses.replace(scene.E, log_prob=s))
-    assert forecast.delta == pytest.approx(plain.delta, rel=1e-6)
-    assert forecast.se == pytest.approx(plain.se, rel=1e-6)
-    assert forecast.entropy == pytest.approx(plain.entropy, rel=1e-9)
-    assert forecast.importance.delta == pytest.approx(plain.importance.delta, rel=1e-6)
 
 
 def test_derivatives_of_stale_responses_are_those_of_the_policy_as_it_is() -> None:

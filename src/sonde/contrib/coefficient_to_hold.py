@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from sonde.policy.stats.entropy_gradient import Responses
-from sonde.policy.stats.finite_step import FiniteStep
-from sonde.policy.stats.ratios import WeightedSums, jackknife_covariance
+from sonde.policy.stats.importance import FiniteStep, WeightedSums, jackknife_covariance
 from sonde.stats.intervals import RatioInterval, Status, signed_ratio_interval
 from sonde.wording import number
 
@@ -206,8 +205,6 @@ def coefficient_to_hold(step: FiniteStep, trial: Trial, *, present: float) -> Co
     if trial.change is None:
         return unknown_coefficient(_NO_TRIAL, present)
     delta, with_bonus = step.change.delta, trial.change.change.delta
-    assert delta is not None
-    assert with_bonus is not None
     if not trial.change.support.is_enough:
         return unknown_coefficient(_NO_SUPPORT, present)
     slope = (with_bonus - delta) / trial.size

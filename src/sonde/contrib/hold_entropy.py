@@ -32,7 +32,7 @@ from sonde.policy.entropy_measurement import EntropyMeasurement
 from sonde.policy.scoring.optimizer_step import Direction, dot, taken, why_no_forecast
 from sonde.policy.scoring.scorer import Scored
 from sonde.policy.stats.entropy_gradient import Coefficients, on_same_prefixes_coefficients
-from sonde.policy.stats.finite_step import FiniteStep
+from sonde.policy.stats.importance import FiniteStep
 from sonde.wording import percent
 
 _TRIALS = 60
@@ -101,7 +101,7 @@ class HoldEntropy:
     ) -> None:
         """Take the gradients that are needed; see `Beside`."""
         self._present, applied = self._numbers(loss_scale)
-        base, gradients = measurement.base, measurement.gradients
+        base = measurement.base
         self._model, self._rounded_away = model, 0.0
         self._halves = base.responses.halves()
         if base.responses.n_prompts < FEWEST_PROMPTS:
@@ -114,7 +114,7 @@ class HoldEntropy:
                 optimizer, measurement.parameters, gradient_scale=gradient_scale, applied_scale=applied
             )
             self._of_bonus = [self._put_away(self._bonus(measurement, half)) for half in self._halves]
-            self._of_entropy = [self._put_away(gradients.entropy_gradient(half)) for half in self._halves]
+            self._of_entropy = [self._put_away(measurement.entropy_gradient(half)) for half in self._halves]
 
     def _put_away(self, direction: Direction) -> Direction:
         return {p: v.cpu() for p, v in direction.items()} if self._offload else direction
@@ -129,7 +129,7 @@ class HoldEntropy:
         # The tokens of a half are another number for each prompt than the tokens of all.
         tokens = responses.length * responses.share
         factor = float(tokens.mean() / responses.share.mean() / (tokens[half].sum() / responses.share[half].sum()))
-        return measurement.gradients.mean(Coefficients(mean.on_entropy * factor, mean.on_log_prob), half)
+        return measurement.mean(Coefficients(mean.on_entropy * factor, mean.on_log_prob), half)
 
     def ends(
         self, measurement: EntropyMeasurement, now: Scored, step: FiniteStep, why_another: str
@@ -146,8 +146,8 @@ class HoldEntropy:
             vars(self).pop(name, None)
 
     def _coefficient(self, measurement: EntropyMeasurement, now: Scored, step: FiniteStep) -> CoefficientToHold:
-        weight = measurement.gradients.objective.total_weight(measurement.base.responses)
-        self._weight, self._at_work = weight, measurement.gradients.at_work
+        weight = measurement.objective.total_weight(measurement.base.responses)
+        self._weight, self._at_work = weight, measurement.at_work
         for is_so, why in (
             (self._answer.is_endless, ENDLESS),
             (not self._answer.is_endless and self._answer.is_zero(), NO_ANSWER),
@@ -155,7 +155,6 @@ class HoldEntropy:
         ):
             if is_so:
                 return unknown_coefficient(why, self._present)
-        assert step.change.delta is not None
         if not (slope := _of_both(self._slopes(0.0))):
             return unknown_coefficient(NO_SLOPE, self._present)
         delta, sign = step.change.delta, -1.0 if step.change.delta > 0 else 1.0
@@ -238,7 +237,7 @@ class HoldEntropy:
             if not there.is_finite:
                 return Trial(size, None, shift)
             slopes.append((there.entropy - now.entropy) / reach)
-        change = measurement.change_to(log_prob, entropy)
+        change = measurement.change_to(dataclasses.replace(now, log_prob=log_prob, entropy=entropy))
         return Trial(size, change, without_each_prompt(slopes, self._halves, responses))
 
     def _scored_after(self, measurement: EntropyMeasurement, step: Direction) -> Scored:

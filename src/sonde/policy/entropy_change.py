@@ -49,8 +49,8 @@ from sonde.policy.scoring.training_state import (
     set_evaluation_mode,
 )
 from sonde.policy.stats.entropy_comparison import EntropyComparison, comparison_of
-from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder, unknown
-from sonde.policy.stats.finite_step import FiniteStep
+from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder
+from sonde.policy.stats.importance import FiniteStep
 from sonde.probe import Metric, Partners
 
 Sampler = Callable[[nn.Module], Rollouts]
@@ -321,11 +321,16 @@ class EntropyChangeProbe:
                 for name, loss in losses.items():
                     gradient = early.pop(name) if name in early else gradients.take(name, loss)
                     with gradients.as_gradients(gradient):
-                        found[name] = self._stepped(measurement, gradient_scale)
-                    del gradient
+                        given = gradient_scale() if callable(gradient_scale) else gradient_scale
+                        step = self._next_step(self._factor(given) / self._loss_scale())
+                        if step is None:
+                            found[name] = measurement.unknown(STEP_NOT_FINITE), None
+                        else:
+                            found[name] = self._stepped(measurement, step)
+                    del gradient, step  # as large as the parameters
 
                 def between(start: Scored, now: Scored) -> FiniteStep:
-                    return measurement.change_to(now.log_prob, now.entropy, start)
+                    return measurement.change_to(now, start)
 
                 return comparison_of(found, baseline, between, measurement.base.responses)
 
@@ -392,30 +397,19 @@ class EntropyChangeProbe:
             with self._measuring(evaluation, sampler, n_update) as measurement:
                 if measurement is None:
                     return self._unknown(_SCORES_NOT_FINITE)
+                first_order = None
                 if is_step:
-                    policy_step = PolicyStep(trainable(self._model), self._optimizer, self._group, scale)
-                    step = policy_step.forecast()
-                    if not policy_step.is_finite(step):
+                    if (step := self._next_step(scale)) is None:
                         return measurement.unknown(STEP_NOT_FINITE)
-                    first_order = self._along(measurement, step, update, scale) if causes else None
+                    if causes:
+                        first_order = measurement.with_causes(step, self._optimizer, update, scale)
                     self._beside_begins(measurement, scale)
                 else:
                     assert update is not None
                     first_order, step = along_mean_gradients(
                         measurement, update, self._optimizer, self._learning_rate()
                     )
-                before = measurement.sample()
-                # Along gradients, no optimizer rounds the step.
-                with (
-                    taken(step, self._model, keeps_residuals=not is_step) as now,
-                    self._scorer.adding(now.residuals),
-                ):
-                    scored = measurement.scored_after()
-                    if is_step and now.rounded_away and measurement.is_unchanged(scored):
-                        return measurement.unknown(STEP_ROUNDED_AWAY, rounded_away=now.rounded_away)
-                    after = measurement.after(scored, before, self._beside)
-                is_rounded = is_step or not self._scorer.adds_residuals
-                return measurement.forecast(first_order, after, rounded_away=now.rounded_away if is_rounded else 0.0)
+                return self._stepped(measurement, step, first_order, measurement.sample(), self._beside)[0]
 
     @contextlib.contextmanager
     def _beside_forgets(self) -> Iterator[None]:
@@ -426,21 +420,30 @@ class EntropyChangeProbe:
             if self._beside is not None:
                 self._beside.forget()
 
-    def _stepped(
-        self, measurement: EntropyMeasurement, gradient_scale: float | Tensor | Callable[[], float | Tensor]
-    ) -> tuple[EntropyForecast, Scored | None]:
-        """The forecast by the gradients in `.grad`, and E at θ⁺; None if scores there are unknown."""
-        given = gradient_scale() if callable(gradient_scale) else gradient_scale
-        scale = self._factor(given) / self._loss_scale()
+    def _next_step(self, scale: float) -> Direction | None:
+        """The optimizer's step by the gradients in `.grad`; None if it is not finite."""
         policy_step = PolicyStep(trainable(self._model), self._optimizer, self._group, scale)
-        if not policy_step.is_finite(step := policy_step.forecast()):
-            return measurement.unknown(STEP_NOT_FINITE), None
-        with taken(step, self._model) as now:
+        step = policy_step.forecast()
+        return step if policy_step.is_finite(step) else None
+
+    def _stepped(
+        self,
+        measurement: EntropyMeasurement,
+        step: Direction,
+        first_order: FirstOrder | None = None,
+        before: Scored | None = None,
+        beside: Beside | None = None,
+    ) -> tuple[EntropyForecast, Scored | None]:
+        """The forecast of a step, whose tensors are used up; and E at θ⁺, None if its scores are unknown."""
+        is_step = self._options.is_step
+        # Along gradients, no optimizer rounds the step.
+        with taken(step, self._model, keeps_residuals=not is_step) as now, self._scorer.adding(now.residuals):
             scored = measurement.scored_after()
-            if now.rounded_away and measurement.is_unchanged(scored):
+            if is_step and now.rounded_away and measurement.is_unchanged(scored):
                 return measurement.unknown(STEP_ROUNDED_AWAY, rounded_away=now.rounded_away), None
-            after = measurement.after(scored, None)
-        forecast = measurement.forecast(None, after, rounded_away=now.rounded_away)
+            after = measurement.after(scored, before, beside)
+        is_rounded = is_step or not self._scorer.adds_residuals
+        forecast = measurement.forecast(first_order, after, rounded_away=now.rounded_away if is_rounded else 0.0)
         return forecast, None if after is None else scored
 
     def _factor(self, gradient_scale: float | Tensor) -> float:
@@ -463,15 +466,10 @@ class EntropyChangeProbe:
             if not why_not and not step.is_finite(direction := step.forecast()):
                 why_not = f"on entry, {STEP_NOT_FINITE}"
             if causes and not why_not:
-                first_order = self._along(measurement, direction, update, scale)
+                first_order = measurement.with_causes(direction, self._optimizer, update, scale)
         self._beside_begins(measurement, scale, why_not)
         step.watch(whole=is_forecast and not why_not)
         return first_order
-
-    def _along(
-        self, measurement: EntropyMeasurement, step: Direction, update: Rollouts | None, scale: float
-    ) -> FirstOrder:
-        return measurement.with_causes(measurement.along_step(step), self._optimizer, update, scale)
 
     def _beside_begins(self, measurement: EntropyMeasurement, scale: float, why_not: str = "") -> None:
         if self._beside is not None:
@@ -542,7 +540,10 @@ class EntropyChangeProbe:
         return rates.pop()
 
     def _unknown(self, reason: str) -> EntropyForecast:
-        return unknown(reason, self._options.objective, "step" if self._options.is_step else "gradient")
+        options = self._options
+        return EntropyForecast(
+            reason=reason, objective=options.objective, update="step" if options.is_step else "gradient"
+        )
 
 
 class ForecastPace:

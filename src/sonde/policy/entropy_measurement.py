@@ -34,20 +34,18 @@ from sonde.policy.stats.entropy_forecast import (
     EntropyForecast,
     FirstOrder,
     Result,
-    Update,
+    before_update,
     entropy_forecast,
-    unknown,
 )
-from sonde.policy.stats.entropy_gradient import (
-    Coefficients,
-    on_same_prefixes_coefficients,
-    surprise_sd,
-    weighted_entropy_rate,
+from sonde.policy.stats.entropy_gradient import Coefficients, Scores, on_same_prefixes_coefficients
+from sonde.policy.stats.importance import (
+    FiniteStep,
+    change_by_finite_step,
+    fixed_prefix_change,
+    importance_sampled_change,
+    resampled_change,
 )
-from sonde.policy.stats.finite_step import FiniteStep, Scores, change_by_finite_step
-from sonde.policy.stats.importance import fixed_prefix_change, importance_sampled_change, resampled_change
 from sonde.policy.stats.prefix_weights import prefix_weights
-from sonde.stats.intervals import LEVEL
 
 _STATUS = Path("/proc/self/status")
 
@@ -116,38 +114,64 @@ class EntropyMeasurement:
         cost: Cost,
         n_update: int = 0,
     ) -> None:
-        self._n_update = n_update
-        self._kind: Update = "step" if options.is_step else "gradient"
-        self._options = options
-        self.scorer = scorer
-        self.parameters = parameters
-        self.base = base
-        self._sample = sample
-        self.cost = cost
-        self.gradients = EntropyGradients(options, scorer, base)
-        self._objective = self.gradients.objective
+        self._options, self._sample, self._n_update = options, sample, n_update
+        self.scorer, self.parameters, self.base, self.cost = scorer, parameters, base, cost
+        self.objective = EntropyObjective(options.objective, options.sequence_weights)
+
+    @functools.cached_property
+    def coefficients(self) -> Coefficients:
+        """Those of X_n, the evaluation prompts' gradients of the entropy."""
+        base = self.base
+        return self.objective.coefficients(base.log_prob, base.entropy, base.responses, self.prefix_weights)
+
+    @functools.cached_property
+    def prefix_weights(self) -> Tensor | None:
+        """Weights by which the evaluation responses represent the policy; None if they are its own."""
+        base = self.base
+        if base.sampled_log_prob is None:
+            return None
+        return prefix_weights(base.log_prob, base.sampled_log_prob, base.responses, self._options.clip_at)
+
+    @functools.cached_property
+    def _known(self) -> EntropyForecast:
+        return before_update(
+            self.base,
+            self.objective,
+            "step" if self._options.is_step else "gradient",
+            sampled_log_prob=self.base.sampled_log_prob,
+            prefix_weights=self.prefix_weights,
+        )
 
     def along_step(self, step: Direction) -> FirstOrder:
         """The change along a given step."""
         with self.cost.phase("derivatives"):
-            return self._along(step)
+            base, responses = self.base, self.base.responses
+            d = self.derivatives(base, step)
+            change = self.objective.change(
+                base.log_prob, base.entropy, responses, d.along, prefix_weights=self.prefix_weights
+            )
+            if (on_same_prefixes := change.sharpening) is None or self.objective.kind == "sequence":
+                [on_same] = d.along([on_same_prefixes_coefficients(responses)])
+                on_same_prefixes = float(on_same.mean())
+            return FirstOrder(change, on_same_prefixes, change.delta, d.doubt)
 
     def with_causes(
-        self, first_order: FirstOrder, optimizer: Any, update: Rollouts | None, gradient_scale: float
+        self, step: Direction, optimizer: Any, update: Rollouts | None, gradient_scale: float
     ) -> FirstOrder:
-        """The same change along the optimizer's step, split into momentum, this batch and weight decay.
+        """The change along the optimizer's step, split into momentum, this batch and weight decay.
 
         Args:
-            first_order: the change along the whole step.
+            step: the whole step.
             optimizer: whose step it is.
             update: U with advantages, to split this batch's part by prompt; None leaves it whole.
             gradient_scale: factor that gradients are still multiplied by before the step.
         """
+        first_order = self.along_step(step)
         part = functools.partial(forecast_step, optimizer, of=self.parameters, gradient_scale=gradient_scale)
         found, doubt = NO_PROMPTS, ""
         with self.cost.phase("causes"):
             # X̄ gives every part of the step by a product with it: no further pass over E.
-            x = self.gradients.at_work(self.gradients.entropy_gradient())
+            x = self.at_work(self.entropy_gradient())
             momentum, decay = dot(x, part(part="momentum")), dot(x, part(part="decay"))
             if update is not None:
                 # This batch's δH is X̄·Δ, and Δ is linear in the gradient. So δH = c D·∇ Σ credit·s, where D is the
@@ -189,49 +213,32 @@ class EntropyMeasurement:
         Returns:
             None if the policy's scores are not finite at θ⁺.
         """
-        base, terms, (weighting, clip_at) = self.base, self._terms, self._options.weights
+        base = self.base
         if not now.is_finite:
             return None
         importance = None
         if base.outside is None:  # with truncation, a response counts no more once one of its tokens has left
             importance = importance_sampled_change(
-                terms(base),
-                terms(now),
-                base.log_prob,
-                now.log_prob,
-                base.responses,
-                sampled_log_prob=base.sampled_log_prob,
-                weighting=weighting,
-                clip_at=clip_at,
-                per=self._objective.per,
+                base, now, self.objective, reference=base.sampled_log_prob, clip_at=self._options.clip_at
             )
-        finite_step = self.change_to(now.log_prob, now.entropy)
+        finite_step = self.change_to(now)
         rollouts = None
         if before is not None and (after := self.sample()) is not None:
-            rollouts = resampled_change(
-                terms(before),
-                before.responses,
-                terms(after),
-                after.responses,
-                per=self._objective.per,
-                n_differ=self.scorer.n_that_differ(before.rollouts, after.rollouts),
-            )
-        on_same_prefixes = fixed_prefix_change(base.entropy, now.entropy, base.responses, self.gradients.prefix_weights)
+            n_differ = self.scorer.n_that_differ(before.rollouts, after.rollouts)
+            rollouts = resampled_change(before, after, self.objective, n_differ=n_differ)
+        on_same_prefixes = fixed_prefix_change(base, now, self.prefix_weights)
         more = None if beside is None else beside.ends(self, now, finite_step, why_another)
         return AfterStep(finite_step, on_same_prefixes, importance, rollouts, more)
 
-    def change_to(self, log_prob: Tensor, entropy: Tensor, start: Scored | None = None) -> FiniteStep:
+    def change_to(self, now: Scores, start: Scores | None = None) -> FiniteStep:
         """The change of the entropy to where E has these scores: from θ, or from another policy that scored E."""
-        base, (weighting, clip_at) = self.base, self._options.weights
-        start = base if start is None else start
+        base = self.base
         return change_by_finite_step(
-            Scores(start.log_prob, start.entropy),
-            Scores(log_prob, entropy),
-            base.responses,
-            self._objective,
-            sampled_log_prob=base.log_prob if base.sampled_log_prob is None else base.sampled_log_prob,
-            weighting=weighting,
-            clip_at=clip_at,
+            base if start is None else start,
+            now,
+            self.objective,
+            reference=base.log_prob if base.sampled_log_prob is None else base.sampled_log_prob,
+            clip_at=self._options.clip_at,
             is_truncated=base.outside is not None,
         )
 
@@ -251,57 +258,22 @@ class EntropyMeasurement:
             is_same_step: whether both are of the same step.
             rounded_away: part of the step that parameters of 16 bits do not hold; None if unknown.
         """
-        return entropy_forecast(
-            first_order,
-            after,
-            self.base.log_prob,
-            self.base.entropy,
-            self.base.responses,
-            objective=self._objective,
-            update=self._kind,
-            level=LEVEL,
-            is_same_step=is_same_step,
+        made = entropy_forecast(
+            self._known, first_order, after, self.base.responses, self.objective, is_same_step=is_same_step
+        )
+        return dataclasses.replace(
+            made,
             n_update=self._n_update,
-            prefix_weights=self.gradients.prefix_weights,
-            sampled_log_prob=self.base.sampled_log_prob,
-            rounded_away=rounded_away,
             precision=self.scorer.precision,
             why_precision=self.scorer.why_precision,
+            rounded_away=rounded_away,
             seconds=self.cost.seconds,
             peak_bytes=self.cost.peak_bytes(),
         )
 
     def unknown(self, reason: str, *, rounded_away: float | None = None) -> EntropyForecast:
-        """A forecast that could not be made, with the entropy at θ."""
-        base = self.base
-        rate, rate_se = weighted_entropy_rate(base.entropy, base.responses, self.gradients.prefix_weights)
-        return unknown(
-            reason,
-            self._options.objective,
-            self._kind,
-            entropy=rate,
-            entropy_se=rate_se,
-            surprise_sd=surprise_sd(base.log_prob, base.entropy, base.responses),
-            rounded_away=rounded_away,
-        )
-
-    def _along(self, step: Direction) -> FirstOrder:
-        base, responses = self.base, self.base.responses
-        d = self.derivatives(base, step)
-        change = self._objective.change(
-            base.log_prob,
-            base.entropy,
-            responses,
-            d.along,
-            prefix_weights=self.gradients.prefix_weights,
-        )
-        if self._objective.kind == "per_token":
-            assert change.sharpening is not None
-            on_same_prefixes = change.sharpening
-        else:
-            [on_same] = d.along([on_same_prefixes_coefficients(responses)])
-            on_same_prefixes = float(on_same.mean())
-        return FirstOrder(change, on_same_prefixes, change.delta, d.doubt)
+        """A forecast that could not be made, with what is known at θ."""
+        return dataclasses.replace(self._known, reason=reason, rounded_away=rounded_away)
 
     def _causes_by_prompt(self, optimizer: Any, update: Rollouts, to_entropy: Direction) -> tuple[CausesOfBatch, str]:
         """Each update prompt's part of the change along this batch's part of the step, and a doubt.
@@ -316,12 +288,12 @@ class EntropyMeasurement:
         # gradient is not 0: a value loss on parameters of its own has no part in c.
         # Advantages have any unit, and gradients may be summed in 16 bits.
         size = float(on_log_prob.abs().sum() + on_entropy.abs().sum()) or 1.0
-        ascent = self.gradients.gradient(
+        ascent = self.gradient(
             update,
             learned.own(on_log_prob / size),
             learned.own(on_entropy / size) if bool(on_entropy.any()) else None,
         )
-        fit = fit_to_gradients(gradient_for(optimizer, self.gradients.at_work(ascent)))
+        fit = fit_to_gradients(gradient_for(optimizer, self.at_work(ascent)))
         del ascent
         if fit is None:
             return NO_PROMPTS, ""
@@ -332,12 +304,38 @@ class EntropyMeasurement:
         terms = {name: scale * float(of.sum()) for name, of in zip(others, of_others, strict=True)}
         return CausesOfBatch(prompts, terms, fit.cosine), d.doubt
 
-    def _terms(self, scored: Scored) -> Tensor:
-        return self._objective.terms(scored.log_prob, scored.entropy, scored.responses)
-
     def derivatives(self, batch: Batch, direction: Direction) -> ScoreDerivatives:
         """Derivatives of the scores of all ranks."""
-        return self.scorer.derivatives(batch, self.gradients.at_work(direction))
+        return self.scorer.derivatives(batch, self.at_work(direction))
+
+    def entropy_gradient(self, half: Tensor | None = None) -> Direction:
+        """X̄ over all prompts; or over a half of them, given as a mask of all ranks' responses."""
+        return self.mean(self.coefficients, half)
+
+    def gradient(
+        self, rollouts: Rollouts, on_log_prob: Tensor, on_entropy: Tensor | None = None, rows: Tensor | None = None
+    ) -> Direction:
+        """∇ Σ (on_log_prob·s + on_entropy·H), as `Scorer.gradient` gives it."""
+        dtype = self._options.gradients.buffer_dtype
+        assert isinstance(dtype, torch.dtype)
+        return self.scorer.gradient(rollouts, on_log_prob, on_entropy, rows=rows, dtype=dtype)
+
+    def put_away(self, direction: Direction) -> Direction:
+        """The direction on the CPU, with offload."""
+        return {p: v.cpu() for p, v in direction.items()} if self._options.gradients.offload else direction
+
+    def at_work(self, direction: Direction) -> Direction:
+        """The direction on the parameters' devices and in their dtypes, of 32 bits at least."""
+        return {p: v.to(p.device, torch.promote_types(p.dtype, torch.float32)) for p, v in direction.items()}
+
+    def mean(self, coefficients: Coefficients, half: Tensor | None = None) -> Direction:
+        """The gradient of coefficients, a mean over all prompts or over a half of them."""
+        base = self.base
+        share = base.responses.share
+        n_prompts = float(share.sum() if half is None else share[half].sum())
+        on_log_prob = base.own(coefficients.on_log_prob) / n_prompts
+        on_entropy = base.own(coefficients.on_entropy) / n_prompts
+        return self.gradient(base.rollouts, on_log_prob, on_entropy, None if half is None else half[base.rows])
 
 
 class Cost:
@@ -378,62 +376,3 @@ def _peak_bytes(device: torch.device) -> int | None:
         return None
     [line] = [line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM")]
     return 1024 * int(line.split()[1])
-
-
-class EntropyGradients:
-    """Takes gradients by backwards, a few prompts at a time.
-
-    Args:
-        options: the probe's options.
-        scorer: runs the model over responses.
-        base: E, scored at θ, with finite scores.
-    """
-
-    def __init__(self, options: EntropyChangeOptions, scorer: Scorer, base: Scored) -> None:
-        self.options = options
-        self._scorer = scorer
-        self._base = base
-        self.objective = EntropyObjective(options.objective, options.sequence_weights)
-
-    @functools.cached_property
-    def coefficients(self) -> Coefficients:
-        """Those of X_n, the evaluation prompts' gradients of the entropy."""
-        base = self._base
-        return self.objective.coefficients(base.log_prob, base.entropy, base.responses, self.prefix_weights)
-
-    @functools.cached_property
-    def prefix_weights(self) -> Tensor | None:
-        """Weights by which the evaluation responses represent the policy; None if they are its own."""
-        base = self._base
-        if base.sampled_log_prob is None:
-            return None
-        return prefix_weights(base.log_prob, base.sampled_log_prob, base.responses, *self.options.weights)
-
-    def entropy_gradient(self, half: Tensor | None = None) -> Direction:
-        """X̄ over all prompts; or over a half of them, given as a mask of all ranks' responses."""
-        return self.mean(self.coefficients, half)
-
-    def gradient(
-        self, rollouts: Rollouts, on_log_prob: Tensor, on_entropy: Tensor | None = None, rows: Tensor | None = None
-    ) -> Direction:
-        """∇ Σ (on_log_prob·s + on_entropy·H), as `Scorer.gradient` gives it."""
-        dtype = self.options.gradients.buffer_dtype
-        assert isinstance(dtype, torch.dtype)
-        return self._scorer.gradient(rollouts, on_log_prob, on_entropy, rows=rows, dtype=dtype)
-
-    def put_away(self, direction: Direction) -> Direction:
-        """The direction on the CPU, with offload."""
-        return {p: v.cpu() for p, v in direction.items()} if self.options.gradients.offload else direction
-
-    def at_work(self, direction: Direction) -> Direction:
-        """The direction on the parameters' devices and in their dtypes, of 32 bits at least."""
-        return {p: v.to(p.device, torch.promote_types(p.dtype, torch.float32)) for p, v in direction.items()}
-
-    def mean(self, coefficients: Coefficients, half: Tensor | None = None) -> Direction:
-        """The gradient of coefficients, a mean over all prompts or over a half of them."""
-        base = self._base
-        share = base.responses.share
-        n_prompts = float(share.sum() if half is None else share[half].sum())
-        on_log_prob = base.own(coefficients.on_log_prob) / n_prompts
-        on_entropy = base.own(coefficients.on_entropy) / n_prompts
-        return self.gradient(base.rollouts, on_log_prob, on_entropy, None if half is None else half[base.rows])

@@ -12,7 +12,6 @@ import torch
 from sonde.policy.scoring.precision import Precision
 from sonde.policy.scoring.summed_gradient import DTYPES
 from sonde.policy.stats.entropy_change import Objective
-from sonde.policy.stats.prefix_weights import CLIPPED_AT, Weighting
 from sonde.policy.stats.sequence_entropy import SequenceWeights
 from sonde.probe import Metric
 from sonde.record_values import whole_number
@@ -119,11 +118,6 @@ class EntropyChangeOptions:
     def gradients(self) -> MeanGradients:
         """How gradients are summed."""
         return self.update if isinstance(self.update, MeanGradients) else MeanGradients()
-
-    @property
-    def weights(self) -> tuple[Weighting, float]:
-        """How responses are weighed after the step."""
-        return ("snis", CLIPPED_AT) if self.clip_at is None else ("clip", self.clip_at)
 
     def needs_own_responses(self, *, causes: bool = False) -> str:
         """The option, if there is one, for which evaluation responses must be the policy's own, without `log_prob=`.

@@ -43,22 +43,19 @@ def along_mean_gradients(
     on_update = credit * learned.responses.share[:, None]
     with measurement.cost.phase("gradients"):
         # X̄₁ and X̄₂, the means of X over halves of the evaluation prompts; then Ȳ.
-        halves = [
-            (half, measurement.gradients.put_away(measurement.gradients.entropy_gradient(half)))
-            for half in responses.halves()
-        ]
+        halves = [(half, measurement.put_away(measurement.entropy_gradient(half))) for half in responses.halves()]
         y, precondition = _update_gradient(measurement, update, learned, on_update, optimizer)
     with measurement.cost.phase("derivatives"):
         # X_n·Ȳ is the derivative of prompt n's terms along Ȳ; Y_p·X̄₁ is that of prompt p's terms along P X̄₁.
         along_y = measurement.derivatives(base, y)
-        coefficients = measurement.gradients.coefficients
+        coefficients = measurement.coefficients
         x_along_y, sharpening, on_same_prefixes = along_y.along(
             [coefficients, coefficients.entropy_alone(), on_same_prefixes_coefficients(responses)]
         )
         y_along_halves, doubts = [], [along_y.doubt]
         rewarded, penalised = (torch.zeros(n_update, dtype=torch.float64) for _ in range(2))
         for half, stored in halves:
-            direction = measurement.gradients.at_work(stored)
+            direction = measurement.at_work(stored)
             precondition(direction)
             along_half = measurement.derivatives(learned, direction)
             doubts.append(along_half.doubt)
@@ -79,7 +76,7 @@ def along_mean_gradients(
     first_order = FirstOrder(
         change,
         step_size * float(on_same_prefixes.mean()),
-        None if change.delta is None else change.delta / step_size,
+        change.delta / step_size,
         next(filter(None, doubts), ""),
         split_gradient(change.delta, prompts),
     )
@@ -98,9 +95,9 @@ def _update_gradient(
     halves, sizes = [], []
     for half in masks:
         sizes.append(float(responses.share[half].sum()))  # number of prompts
-        mean = measurement.gradients.gradient(update, learned.own(on_log_prob) / sizes[-1], None, half[learned.rows])
-        halves.append(measurement.gradients.put_away(mean))
-    halves = [measurement.gradients.at_work(half) for half in halves]
+        mean = measurement.gradient(update, learned.own(on_log_prob) / sizes[-1], None, half[learned.rows])
+        halves.append(measurement.put_away(mean))
+    halves = [measurement.at_work(half) for half in halves]
     precondition = Preconditioner(optimizer, halves)
     y, *others = halves
     for parameter, part in y.items():

@@ -98,24 +98,6 @@ def test_parts_add_up_to_the_step_and_vanish_without_their_option(kind: Any, opt
             assert not parts["momentum"][p].any()
 
 
-def test_a_forecast_changes_nothing() -> None:
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
-    generator = torch.Generator().manual_seed(1)
-    for with_state in (False, True):
-        set_gradients(model, generator)
-        before = copy.deepcopy((list(model.parameters()), [p.grad for p in model.parameters()], optimizer.state_dict()))
-        forecast_step(optimizer)
-        now = (list(model.parameters()), [p.grad for p in model.parameters()], optimizer.state_dict())
-        for a, b in zip(before[0], now[0], strict=True):
-            assert torch.equal(a, b)
-        for a, b in zip(before[1], now[1], strict=True):
-            assert torch.equal(a, b)  # type: ignore[arg-type]
-        assert before[2]["state"].keys() == now[2]["state"].keys()
-        assert len(now[2]["state"]) == 4 * with_state
-        optimizer.step()
-
-
 def test_a_step_that_cannot_be_forecast_is_refused() -> None:
     model = make_model()
     optimizer = torch.optim.RMSprop(model.parameters())

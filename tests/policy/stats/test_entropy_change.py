@@ -23,11 +23,11 @@ def coverage(changes: list[EntropyChange], exact: float) -> float:
 
 @pytest.mark.parametrize("n_prompts", [16, 64])
 def test_the_interval_of_a_given_update_covers(n_prompts: int) -> None:
-    """2,000 batches tell a coverage of 95 % to ± 1 %, two standard errors. Ratios of small batches are biased."""
+    """1,000 batches tell a coverage of 95 % to ± 1.4 %, two standard errors. Ratios of small batches are biased."""
     generator = torch.Generator().manual_seed(n_prompts)
     exact = float(tiny.gradient(tiny.rate, THETA) @ DIRECTION)
     changes = []
-    for _ in range(2000):
+    for _ in range(1000):
         responses, prompts, picked = sampled(n_prompts, 4, generator)
         at = (prompts, picked)
         changes.append(change_per_token(H[at], responses, along_tokens(D_H[at], D_S[at], responses)))
@@ -44,7 +44,7 @@ def test_the_interval_for_whole_sequences_covers() -> None:
     weights = tiny.MASK.double()
     exact = float(tiny.gradient(lambda theta: tiny.weighted_entropy(theta, weights), THETA) @ DIRECTION)
     changes = []
-    for _ in range(2000):
+    for _ in range(1000):
         responses, prompts, picked = sampled(24, 4, generator)
         at = (prompts, picked)
         c = sequence_coefficients(S[at], H[at], responses)
@@ -120,18 +120,18 @@ def test_intervals_cover_and_agree_with_those_of_all_products() -> None:
     groups of 2 and 4, the coverage is only 88 %.
     """
     exact = 0.1 * float(tiny.gradient(tiny.rate, THETA) @ exact_policy_gradient())
-    changes, _, once = zip(*simulated(1500, 128, (4, 8)), strict=True)
+    changes, _, once = zip(*simulated(800, 128, (4, 8)), strict=True)
     assert 0.93 <= coverage(list(changes), exact) <= 0.97
     deltas = torch.tensor([c.delta for c in changes])
     variance = float(deltas.var())
-    # 1,500 batches tell a variance to 3.7 %; the tolerance is three times that.
+    # 800 batches tell a variance to 5 %; the tolerance is more than twice that.
     assert sum(once) / len(once) == pytest.approx(variance, rel=0.11)
     assert sum(c.v_x + c.v_y for c in changes) / len(changes) == pytest.approx(variance, rel=0.11)
     assert float(deltas.mean()) == pytest.approx(exact, abs=3 * math.sqrt(variance / len(changes)))
 
 
 def test_noise_common_to_both_batches_is_counted_once() -> None:
-    changes, twice, once = zip(*simulated(3000, 4, (2, 4)), strict=True)
+    changes, twice, once = zip(*simulated(2000, 4, (2, 4)), strict=True)
     variance = float(torch.tensor([c.delta for c in changes]).var())
     assert sum(twice) / len(twice) > 1.2 * variance
     assert sum(once) / len(once) == pytest.approx(variance, rel=0.1)

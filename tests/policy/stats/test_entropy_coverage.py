@@ -30,10 +30,9 @@ def errors(draw: random.Random, n: int, correlation: float) -> Iterator[float]:
         error = correlation * error + math.sqrt(1 - correlation**2) * draw.gauss(0.0, SE)
 
 
-@pytest.mark.parametrize("n", [10, 30, 100, 300])
+@pytest.mark.parametrize("n", [10, 30, 300])
 @pytest.mark.parametrize("correlation", [0.0, 0.5])
-@pytest.mark.parametrize("is_logged", [True, False])
-def test_the_intervals_of_the_change_hold_the_truth(n: int, correlation: float, is_logged: bool) -> None:
+def test_the_intervals_of_the_change_hold_the_truth(n: int, correlation: float) -> None:
     """The truth is the difference of the same means of the true entropies.
 
     Measured on 600 runs a cell: 96 to 98 % with independent errors from 100 measurements on, 90 to 94 % with
@@ -46,7 +45,7 @@ def test_the_intervals_of_the_change_hold_the_truth(n: int, correlation: float, 
         held[name] = 0
         for _ in range(RUNS):
             noisy = (value + error for value, error in zip(true, errors(draw, n, correlation), strict=True))
-            found = course_of(points(*({"entropy": v, "entropy_se": SE if is_logged else None} for v in noisy)))
+            found = course_of(points(*({"entropy": v, "entropy_se": SE} for v in noisy)))
             k = found.now.n
             assert found.whole.half is not None
             held[name] += abs(found.whole.nats - fmean(true[-k:]) + fmean(true[:k])) <= found.whole.half

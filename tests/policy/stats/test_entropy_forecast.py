@@ -19,15 +19,15 @@ from sonde.policy.stats.entropy_forecast import (
     FirstOrder,
     FixedPrefixes,
     Update,
+    before_update,
     entropy_forecast,
-    unknown,
 )
 from sonde.policy.stats.entropy_gradient import Responses
-from sonde.policy.stats.finite_step import FiniteStep
-from sonde.policy.stats.importance import MeasuredChange
+from sonde.policy.stats.importance import FiniteStep, MeasuredChange
 from sonde.policy.stats.own_policy import OwnPolicyTest, why_not_own
 from sonde.policy.stats.prefix_weights import Support
 from sonde.policy.stats.sequence_entropy import SequenceWeights
+from tests.policy.stats.tiny_batches import Scores
 
 # Two prompts with one response each, of 2 tokens with 1 nat each.
 RESPONSES = Responses(torch.ones(2, 2), torch.tensor([3, 5]))
@@ -55,26 +55,17 @@ def forecast(
     update: Update = "step",
     **options: Any,
 ) -> EntropyForecast:
-    return entropy_forecast(
-        first_order,
-        after,
-        log_prob,
-        ENTROPY,
-        RESPONSES,
-        objective=EntropyObjective(kind, weights),
-        update=update,
-        level=0.95,
-        seconds={"scores": 1.0},
-        **options,
-    )
+    objective = EntropyObjective(kind, weights)
+    known = before_update(Scores(log_prob, ENTROPY, RESPONSES), objective, update)
+    return entropy_forecast(known, first_order, after, RESPONSES, objective, **options)
 
 
 def test_along_a_step_the_numbers_are_those_of_the_finite_step() -> None:
-    result = forecast(peak_bytes=7)
+    result = forecast()
     assert (result.delta, result.se, result.low, result.high, result.v_x) == (-0.21, 0.11, -0.45, 0.03, 0.0121)
     assert (result.first_order, result.finite_step) == (Estimate.of(CHANGE), Estimate.of(STEP))
     assert (result.entropy, result.bars_dot, result.support) == (1.0, -0.2, WHOLE)
-    assert (result.n_evaluation, result.n_update, result.peak_bytes) == (2, 0, 7)
+    assert (result.n_evaluation, result.n_update) == (2, 0)
     assert result.frac_var == pytest.approx((0.11 / 0.21) ** 2)
     metrics = result.metrics()
     assert metrics["entropy/linear_over_true"] == pytest.approx(0.1 / 0.11)
@@ -178,7 +169,7 @@ def test_unknown_numbers_are_none_everywhere() -> None:
     assert (result.delta, result.se, result.low, result.high, result.v_x, result.bars_dot) == (None,) * 6
     assert str(result) == "entropy change unknown: the policy's scores are not finite after the step"
     assert (result.frac_var, result.sharpening, result.drift, result.shares) == (None, None, None, ())
-    empty = unknown("why", "sequence", "step")
+    empty = EntropyForecast(reason="why", objective="sequence", update="step")
     assert {name for name, value in empty.metrics().items() if value} == set()
     still = dataclasses.replace(AFTER, on_same_prefixes=0.0)
     assert forecast(after=still).metrics()["entropy/linear_over_true"] is None

@@ -11,7 +11,6 @@ from torch import Tensor
 from sonde.policy.stats.entropy_gradient import (
     Coefficients,
     Responses,
-    along_tokens,
     covariance,
     per_token_coefficients,
     weighted_entropy_rate,
@@ -58,17 +57,6 @@ def test_the_gradient_of_the_rate_is_exact(has_baseline: bool) -> None:
             mean += P[a, i] * P[b, j] * x_by_prompt(c, responses, [a, b], [i, j]).sum(0)
         n_prompts += 2
     torch.testing.assert_close(mean / n_prompts, exact, rtol=1e-10, atol=1e-12)
-
-
-def test_projections_are_products_with_the_direction() -> None:
-    prompts, picked = [0, 0, 3, 4, 4, 4], [1, 14, 9, 2, 0, 8]
-    responses, _, h = batch(prompts, picked)
-    c = per_token_coefficients(h, responses)
-    along = torch.randn(tiny.DIM, dtype=torch.float64)
-    d_entropy, d_log_prob = J.entropy[prompts, picked] @ along, J.log_prob[prompts, picked] @ along
-    expected = x_by_prompt(c, responses, prompts, picked) @ along
-    [found] = along_tokens(d_entropy, d_log_prob, responses)([c])
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_all_prompts_weigh_the_same_in_the_rate_whatever_the_size_of_their_groups() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
 import pytest
@@ -90,8 +89,7 @@ def test_noise_is_called_noise() -> None:
     assert "too noisy to say whether it changed by more than 15 %" in plain(verdict.detail)
     assert "so its present direction is not known yet" in verdict.detail
     unknown = judge_entropy(entropies(2.0, 1.1)).detail
-    assert "Not all standard errors of these entropies were logged" in unknown
-    assert "10 measurements show their scatter; this run has 2" in unknown
+    assert "No standard errors of these entropies were logged" in unknown
 
 
 def test_a_restart_is_said_and_what_it_undid_is_left_out() -> None:
@@ -111,15 +109,6 @@ def test_a_collapse_that_a_restart_undid_is_no_collapse() -> None:
     assert verdict.kind == "holds"
 
 
-def test_a_fall_from_an_almost_uniform_policy_gets_no_advice_on_the_learning_rate() -> None:
-    run = entropies(*WENT_DOWN, error=0.02, surprise_sd=0.9)
-    run[0] = dataclasses.replace(run[0], surprise_sd=0.1)
-    verdict = judge_entropy(run)
-    assert verdict.kind == "falling"
-    assert "had to fall for it to learn" in verdict.detail
-    assert "learning rate" not in verdict.detail
-
-
 @pytest.mark.parametrize("fallen_to", [0.8, 0.6, 0.4, 0.2, 0.09, 0.01])
 @pytest.mark.parametrize("pace", [{}, {"delta": -0.1, "low": -0.11, "high": -0.09}])
 def test_however_far_a_uniform_start_falls_the_learning_rate_is_not_blamed(
@@ -133,6 +122,7 @@ def test_however_far_a_uniform_start_falls_the_learning_rate_is_not_blamed(
     told = " ".join([verdict.headline, verdict.detail, *find_policy_alerts(run).values()])
     assert "learning rate" not in told
     assert "add an entropy bonus" in told
+    assert ("had to fall for it to learn" in told) == (verdict.kind == "falling")
 
 
 def test_entropies_without_forecasts_are_judged_too() -> None:

@@ -8,58 +8,60 @@ import math
 
 import pytest
 import torch
-from benchmarks.tiny_policies import Markov, learn, sampled, statistics
+from benchmarks.tiny_policies import Markov, Scores, learn, sampled, statistics
 
 import sonde
 from sonde.policy.stats.entropy_change import EntropyObjective
-from sonde.policy.stats.entropy_gradient import Responses
-from sonde.policy.stats.finite_step import FiniteStep, Scores, change_by_finite_step
-from tests.markov_policy import N_PROMPTS, MarkovPolicy
+from sonde.policy.stats.importance import FiniteStep, change_by_finite_step
 
-PROMPTS, EACH, N_BATCHES = 24, 4, 150
+PROMPTS, EACH, N_BATCHES = 24, 4, 100
+
+
+@torch.no_grad()
+def found(before: Markov, after: Markov, made: sonde.Rollouts) -> list[FiniteStep]:
+    """The finite step from each batch of prompts."""
+    each = []
+    for rows in torch.arange(len(made)).split(PROMPTS * EACH):
+        batch = made.rows(rows)
+        scores = (Scores(*statistics(policy, batch), batch.responses()) for policy in (before, after))
+        each.append(change_by_finite_step(*scores, EntropyObjective("per_token")))
+    return each
 
 
 @pytest.mark.parametrize(
     ("longest", "scale", "support"),
     [
         (16, 0.03, (0.9, 1.0)),
-        (16, 0.3, (0.2, 0.7)),
+        (16, 0.3, (0.2, 0.5)),
         (64, 0.02, (0.8, 1.0)),
-        (128, 0.06, (0.1, 0.5)),
-        (256, 0.01, (0.8, 1.0)),
-        (512, 0.01, (0.6, 0.9)),
+        (128, 0.1, (0.1, 0.5)),
+        (256, 0.015, (0.6, 0.95)),
     ],
 )
 def test_intervals_hold_the_exact_change(longest: int, scale: float, support: tuple[float, float]) -> None:
-    """95 % of 150 batches have a standard error of 1.8 %. Where support falls, intervals are too wide."""
-    policy, after = MarkovPolicy(longest), MarkovPolicy(longest, moved=scale)
-    exact = after.rate() - policy.rate()
-    generator = torch.Generator().manual_seed(longest)
-    prompts = torch.randint(N_PROMPTS, (N_BATCHES, PROMPTS), generator=generator).repeat_interleave(EACH, 1)
-    tokens, mask = (t.unflatten(0, prompts.shape) for t in policy.sample(prompts.flatten(), generator))
-    index = torch.arange(PROMPTS).repeat_interleave(EACH)
-
-    def found(batch: int) -> FiniteStep:
-        before, now = (Scores(*p.score(prompts[batch], tokens[batch])) for p in (policy, after))
-        return change_by_finite_step(before, now, Responses(mask[batch], index), EntropyObjective("per_token"))
-
-    each = [found(batch) for batch in range(N_BATCHES)]
+    """95 % of 100 batches have a standard error of 2.2 %. Where support falls, intervals are too wide."""
+    before, generator = Markov(3, end_bias=-math.log(longest), longest=longest), torch.Generator().manual_seed(longest)
+    after = copy.deepcopy(before)
+    with torch.no_grad():
+        for p in after.parameters():
+            p += scale * torch.randn(*p.shape, generator=generator, dtype=torch.float64)
+    exact = after.rate() - before.rate()
+    each = found(before, after, sampled(before, N_BATCHES * PROMPTS, generator, EACH))
     held = sum(f.change.low < exact < f.change.high for f in each) / N_BATCHES
     low, high = support
-    assert 0.95 - 2.8 * math.sqrt(0.05 * 0.95 / N_BATCHES) < held < (0.999 if low > 0.5 else 1.01), held
+    assert 0.95 - 2.8 * math.sqrt(0.05 * 0.95 / N_BATCHES) < held, held
     assert low < sum(f.support.ess_fraction for f in each) / N_BATCHES <= high
     deltas = torch.tensor([f.change.delta for f in each])
     assert float(deltas.mean()) == pytest.approx(exact, abs=4 * float(deltas.std()) / math.sqrt(N_BATCHES))
-    # The jackknife's errors are those of the batches, as long as there is support.
+    # The jackknife's errors are those of the batches, as long as there is support, and intervals are not far wider.
     if low > 0.5:
+        width = sum(f.change.high - f.change.low for f in each) / N_BATCHES
+        assert width / 2 < 1.8 * 1.96 * float(deltas.std())
         errors = math.sqrt(sum(f.change.se**2 for f in each) / N_BATCHES)
         assert errors == pytest.approx(float(deltas.std()), rel=0.15)
 
 
-@pytest.mark.parametrize(("times", "valid"), [(15, (0.6, 1.0)), (25, (0.0, 0.1))])
-def test_forecasts_that_call_themselves_valid_hold_where_a_few_prompts_dominate(
-    times: float, valid: tuple[float, float]
-) -> None:
+def test_forecasts_that_call_themselves_valid_hold_where_a_few_prompts_dominate() -> None:
     """After a reward that few prompts can earn. Student's t by the weights alone held 70 of 105 at 15 times a step."""
     generator = torch.Generator().manual_seed(3)
 
@@ -73,23 +75,22 @@ def test_forecasts_that_call_themselves_valid_hold_where_a_few_prompts_dominate(
     optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3, weight_decay=0.0)
     generator = torch.Generator().manual_seed(4)
     for k in range(11):
+        if k:
+            optimizer.step()
         optimizer.zero_grad()
         learn(policy, _rewarded(sampled(policy, 32, generator, EACH)))
-        optimizer.param_groups[0]["lr"] = 3e-3 * (times if k == 10 else 1)
-        before = copy.deepcopy(policy)
+    before, moments = copy.deepcopy(policy), copy.deepcopy(optimizer.state_dict())
+    made = sampled(before, N_BATCHES * PROMPTS, generator, EACH)
+    for times, (low, high) in ((15, (0.6, 1.0)), (25, (0.0, 0.1))):
+        policy.load_state_dict(before.state_dict())
+        optimizer.load_state_dict(copy.deepcopy(moments))
+        optimizer.param_groups[0]["lr"] *= times
         optimizer.step()
-    exact = policy.rate() - before.rate()
-    n_valid = n_held = 0
-    for _ in range(N_BATCHES):
-        made = sampled(before, PROMPTS, generator, EACH)
-        with torch.no_grad():
-            scores = [Scores(*statistics(p, made)) for p in (before, policy)]
-        found = change_by_finite_step(*scores, made.responses(), EntropyObjective("per_token"))
-        n_valid += found.support.is_enough
-        n_held += found.support.is_enough and found.change.low < exact < found.change.high
-    low, high = valid
-    assert low <= n_valid / N_BATCHES <= high, n_valid
-    assert n_held >= 0.85 * n_valid or n_valid < 20, (n_held, n_valid)
+        exact = policy.rate() - before.rate()
+        valid = [f for f in found(before, policy, made) if f.support.is_enough]
+        n_held = sum(f.change.low < exact < f.change.high for f in valid)
+        assert low <= len(valid) / N_BATCHES <= high, len(valid)
+        assert n_held >= 0.85 * len(valid) or len(valid) < 20, (n_held, len(valid))
 
 
 def _rewarded(made: sonde.Rollouts) -> sonde.Rollouts:

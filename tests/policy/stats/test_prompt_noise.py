@@ -45,7 +45,6 @@ def normal(dim: int, variance: float, generator: torch.Generator) -> Tensor:
 @pytest.mark.parametrize(
     ("sizes", "weights"),
     [
-        ([(4, 4)] * 6, [1.0] * 6),
         ([(3, 2)] * 6, [1.0] * 6),
         ([(4, 4)] * 6, [1.0, 2.0, 0.5, 1.0, 3.0, 1.0]),
     ],

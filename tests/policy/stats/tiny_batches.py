@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from benchmarks.tiny_policies import Scores
 from torch import Tensor
 
 from sonde.policy.stats.entropy_gradient import Responses
@@ -16,6 +17,12 @@ P = tiny.probabilities(THETA)
 J = tiny.jacobians(THETA)
 DIRECTION = torch.randn(tiny.DIM, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 D_S, D_H = J.log_prob @ DIRECTION, J.entropy @ DIRECTION
+
+
+def scores_at(theta: Tensor, at: tuple[Tensor, Tensor], responses: Responses) -> Scores:
+    """Scores of these responses to these prompts by the policy with these parameters."""
+    s, h = tiny.tokens(theta)
+    return Scores(s[at], h[at], responses)
 
 
 def uniform_log_prob() -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from sonde.log.sinks import JsonlSink
 from sonde.policy.log import PolicyLog
 from sonde.policy.stats.entropy_comparison import EntropyComparison, EntropyDifference
-from sonde.policy.stats.entropy_forecast import EntropyForecast, unknown
+from sonde.policy.stats.entropy_forecast import EntropyForecast
 from sonde.records import RunLog
 from sonde.runs.reader import read_run
 from sonde.runs.report.comparison_section import comparison_sections
@@ -21,8 +20,8 @@ from tests.runs.report.visible_text import visible_text
 
 
 def forecast(delta: float) -> EntropyForecast:
-    known: dict[str, Any] = {"delta": delta, "se": 1e-3, "low": delta - 2e-3, "high": delta + 2e-3, "is_valid": True}
-    return dataclasses.replace(unknown("", "per_token", "step"), **known)
+    known: dict[str, Any] = {"delta": delta, "se": 1e-3, "low": delta - 2e-3, "high": delta + 2e-3}
+    return EntropyForecast(reason="", objective="per_token", update="step", **known)
 
 
 NAN = "the step is not finite"
@@ -32,7 +31,7 @@ COMPARISON = EntropyComparison(
         "clip 0.2": forecast(-5e-3),
         "<b>bonus</b>": forecast(-4e-3),
         "clip-higher 0.28": forecast(-4.99e-3),
-        "broken": unknown(NAN, "per_token", "step"),
+        "broken": EntropyForecast(reason=NAN, objective="per_token", update="step"),
     },
     {
         "<b>bonus</b>": EntropyDifference(1e-3, 1e-4, 8e-4, 1.2e-3, ""),

@@ -8,7 +8,7 @@ FSDP2 itself adds the prompts up, in shards.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
@@ -20,16 +20,11 @@ from sonde.batch_size.taps.metric import norms_of_rows
 from sonde.batch_size.taps.shared_pieces import CutGradients
 from sonde.gradient_norm.clip import measure_and_clip
 from sonde.gradient_norm.plan import NormPlan
-from sonde.parallel.data_ranks import DataRanks, check_whole_mesh, data_ranks, find_experts
+from sonde.parallel.data_ranks import DataRanks
 from sonde.parallel.gathered import gathered_parameters
 from sonde.parallel.placements import is_dtensor, is_fully_sharded, local_tensor, stage_ranks
-from sonde.parallel.process_groups import (
-    data_parallel_group,
-    gather_from_all_ranks,
-    group_of_mesh,
-    group_over,
-    start_reduce,
-)
+from sonde.parallel.process_groups import gather_from_all_ranks, group_over, start_reduce
+from sonde.parallel.wrappers import find_wrapper
 from sonde.policy.scoring.summed_gradient import (
     check_no_other_hook,
     check_nothing_waits,
@@ -45,6 +40,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Objective = Callable[[Tensor], Tensor]
 """Makes a 0-dim tensor of rows, [rows]; additive over rows."""
+Watched = Callable[[Callable[[int, Tensor], None]], contextlib.AbstractContextManager[None]]
+"""Backwards inside give the gradient of each leaf, with the leaf's index, to a function."""
 
 
 class NestedNorms(Protocol):
@@ -192,48 +189,41 @@ class FullyShardedNorms:
             if len(rows) > 1
             for column, half in enumerate(halves(rows), 1)
         ]
-        counts = torch.tensor([[len(split), len(prompts)]])
-        n_halves, n_wholes = gather_from_all_ranks(self._ranks.everyone, lambda: {"n": counts})["n"].amax(0).tolist()
-        spare = (len(prompts) - 1, 0, prompts[-1])
-        for weight, (k, column, half) in _padded(split, spare, n_halves):
-            square = self._half(objective, half, weight)
-            squares[k, column] = square if weight else squares[k, column]
         whole = [(k, 0, rows) for k, rows in enumerate(prompts)]
-        for weight, (k, column, rows) in _padded(whole, spare, n_wholes):
-            square = self._whole(objective, rows, weight)
-            squares[k, column] = square if weight else squares[k, column]
+        counts = torch.tensor([[len(split), len(whole)]])
+        most = gather_from_all_ranks(self._ranks.everyone, lambda: {"n": counts})["n"].amax(0).tolist()
+        for batches, n, watched in zip((split, whole), most, (self._taken, self._watched), strict=True):
+            for weight, (k, column, rows) in _padded(batches, whole[-1], n):
+                square = self._square(objective, rows, weight, watched)
+                squares[k, column] = square if weight else squares[k, column]
         is_single = torch.tensor([len(rows) == 1 for rows in prompts], device=device)
         squares[:, 1] = torch.where(is_single, squares[:, 0], squares[:, 1])
         return squares
 
-    def _half(self, objective: Objective, rows: Tensor, weight: float) -> Tensor:
-        """The square of a gradient that is taken before FSDP2 sees it; 0-dim."""
+    def _square(self, objective: Objective, rows: Tensor, weight: float, watched: Watched) -> Tensor:
+        """The square of a gradient; 0-dim."""
         squares: list[Tensor] = []
-        with gradients_taken(self._model, self._leaves, self._squared_into(squares)), torch.enable_grad():
-            (weight * objective(rows)).backward()
-        return self._sum(squares)
 
-    def _whole(self, objective: Objective, rows: Tensor, weight: float) -> Tensor:
-        """The square of a gradient that FSDP2 then adds to `.grad`; 0-dim."""
-        squares: list[Tensor] = []
-        take = self._squared_into(squares)
-        with contextlib.ExitStack() as stack:
-            for index, leaf in enumerate(self._leaves):
-                stack.callback(leaf.register_hook(_with_index(take, index)).remove)
-            with torch.enable_grad():
-                (weight * objective(rows)).backward()
-        return self._sum(squares)
-
-    def _squared_into(self, squares: list[Tensor]) -> Callable[[int, Tensor], None]:
         def take(index: int, grad: Tensor) -> None:
             if (part := self._counted.take(index, grad)) is not None:
                 squares.append(_square(part))
 
-        return take
-
-    def _sum(self, squares: list[Tensor]) -> Tensor:
+        with watched(take), torch.enable_grad():
+            (weight * objective(rows)).backward()
         squares += [_square(part) for part in self._counted.of_partial().values()]
         return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+
+    def _taken(self, take: Callable[[int, Tensor], None]) -> contextlib.AbstractContextManager[None]:
+        """Gradients are taken before FSDP2 sees them."""
+        return gradients_taken(self._model, self._leaves, take)
+
+    @contextlib.contextmanager
+    def _watched(self, take: Callable[[int, Tensor], None]) -> Iterator[None]:
+        """Gradients are seen, and FSDP2 then adds them to `.grad`."""
+        with contextlib.ExitStack() as stack:
+            for index, leaf in enumerate(self._leaves):
+                stack.callback(leaf.register_hook(_with_index(take, index)).remove)
+            yield
 
     def sq_norm_of_sum(self) -> float:
         """By one collective, and an all-reduce of the parameters that FSDP2 does not shard."""
@@ -328,26 +318,17 @@ def prompt_ranks(
         mesh: all ranks that hold any of a cut model, where no parameter is on all of them.
 
     Raises:
-        ValueError: when the ranks of a cut model cannot be found.
+        ValueError: when the ranks of a cut model cannot be found, or DDP wraps the model.
     """
-    parameters: Mapping[str, Tensor] = dict(model.named_parameters())
-    if not any(map(is_dtensor, parameters.values())):
-        group = data_parallel_group(model) if process_group is None else process_group
-        data = DataRanks(group.rank(), group.size()) if group is not None else DataRanks()
-        return PromptRanks(group, group, data, None)
-    gathered = gathered_parameters(model)
-    parameters = dict(model.named_parameters())  # FSDP2 shows its sharded parameters again
-    leaves: list[Tensor] = [gathered.get(id(p), p) for p in parameters.values()]
-    if find_experts(list(parameters.values()), leaves) is not None:
+    found = find_wrapper(model, process_group, mesh)
+    if found.experts is not None:
         raise ValueError(
             "gradients of single prompts cannot be read of experts that several ranks feed: measure the model without "
             "expert parallelism"
         )
-    mesh = check_whole_mesh(parameters, mesh)
-    data = data_ranks(mesh, leaves)
-    cut: list[DeviceMesh] = [leaf.device_mesh for leaf in leaves if is_dtensor(leaf)]  # type: ignore[attr-defined]
-    everyone = same_part = group_of_mesh(mesh)
-    if data.n_sharing > 1:
-        peers = stage_ranks(mesh, max(cut, key=lambda m: m.size()))
+    same_part = found.group
+    if found.mesh is not None and found.data.n_sharing > 1:
+        cut: list[DeviceMesh] = [leaf.device_mesh for leaf in found.leaves if is_dtensor(leaf)]  # type: ignore[attr-defined]
+        peers = stage_ranks(found.mesh, max(cut, key=lambda m: m.size()))
         same_part = group_over(peers) if len(peers) > 1 else None
-    return PromptRanks(everyone, same_part, data, mesh)
+    return PromptRanks(found.group, same_part, found.data, found.mesh)

@@ -21,7 +21,6 @@ from sonde.policy.stats.entropy_gradient import (
     token_and_prefix_weights,
     weighted_sums,
 )
-from sonde.policy.stats.forecast_point import Per
 from sonde.policy.stats.sequence_entropy import (
     DependsOn,
     SequenceWeights,
@@ -44,7 +43,7 @@ class EntropyChange:
     """The change of entropy along an update, to first order.
 
     Attributes:
-        delta: the change in nats (a token, for the per-token objective); None if unknown.
+        delta: the change in nats (a token, for the per-token objective).
         se: its standard error; None if unknown.
         low: lower end of its confidence interval, by Student's t; None if unknown.
         high: upper end of the interval; None if unknown.
@@ -57,7 +56,7 @@ class EntropyChange:
         v_y: variance of `delta` from the update prompts; 0 for a given update, None if unknown.
     """
 
-    delta: float | None
+    delta: float
     se: float | None
     low: float | None
     high: float | None
@@ -76,7 +75,7 @@ class EntropyChange:
     def drift(self) -> float | None:
         """The part of `delta` from prefixes and lengths that become more or less likely; None if not measured."""
         sharpening = self.sharpening
-        return None if self.delta is None or sharpening is None else self.delta - sharpening
+        return None if sharpening is None else self.delta - sharpening
 
 
 @dataclass(frozen=True)
@@ -90,11 +89,6 @@ class EntropyObjective:
 
     kind: Objective
     weights: SequenceWeights = "one"
-
-    @property
-    def per(self) -> Per:
-        """Whether changes are in nats a "token" or a "response"."""
-        return "token" if self.kind == "per_token" else "response"
 
     def total_weight(self, responses: Responses) -> float:
         """Nats of this entropy for a nat at every token: the mean of Σ w_k over responses; 1 for "per_token"."""

@@ -9,7 +9,7 @@ from typing import TypeVar
 from sonde.policy.stats.attribution import Share, shares_by_prompt
 from sonde.policy.stats.entropy_forecast import EntropyForecast, why_no_support
 from sonde.policy.stats.entropy_gradient import Responses
-from sonde.policy.stats.finite_step import FiniteStep
+from sonde.policy.stats.importance import FiniteStep
 
 T = TypeVar("T")
 

@@ -7,10 +7,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 from typing import Literal
 
-from sonde.policy.stats.entropy_errors import SCATTER_FROM, Errors, entropy_errors
-from sonde.policy.stats.forecast_point import StepsKept
+from sonde.policy.stats.forecast_point import StepsKept, Z
 from sonde.stats.intervals import student_t_quantile
 
 Trend = Literal["holds", "falling", "fallen", "rising", "risen", "unknown"]
@@ -33,10 +33,25 @@ _PACE_FROM = 6
 """Smallest number of measurements that show a pace: the scatter of 5 changes. With fewer, ends of intervals are far."""
 _WALKS = 0.1
 """Part of the scatter between neighbours that standard errors do not explain, at least: a few changes show it badly."""
+_SINGLE_BELOW = 10
 _ONE_IN = 10
 _FEWEST, _MOST = 3, 5
 """A level is the mean of a tenth of all measurements, but of 3 at least and of 5 at most. More would show a collapse
 later. A run of fewer than 10 measurements has single measurements as levels."""
+_REGION = 100
+"""Measurements at each end of a run that errors are judged by, at most."""
+_SHORTEST_REGION = 12
+_FEWEST_BENDS = 8
+"""At each end, from which neighbours show how errors are correlated."""
+_ENLARGED_FROM = 30
+"""Measurements from which scatter enlarges standard errors. With fewer, a bend of the course looks like scatter."""
+_STRONGEST_CORRELATION = 0.75
+"""Correlation of neighbouring errors that is allowed for at most. Without a limit, chance widens intervals of short
+runs."""
+_MEDIAN_OF_CHI_SQUARED = 0.4549
+"""With one degree of freedom."""
+_SMALLEST_ERROR = 0.1
+"""Fraction of the median error of a level's measurements that each counts with at least, in weights."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +154,6 @@ class Course:
         still_moves: whether the change of the last third went on in the later half of the third.
         n_steps: steps from the first measurement to the last.
         kept: the measurements that count.
-        quantile: standard errors from the centre of a 95 % interval to its end.
         pace: how fast the entropy falls; None unless the fall of the last third is clear from its scatter.
     """
 
@@ -151,7 +165,6 @@ class Course:
     still_moves: bool
     n_steps: int
     kept: StepsKept
-    quantile: float | None
     pace: Pace | None
 
     @property
@@ -170,13 +183,11 @@ class Course:
     def has_collapsed(self) -> bool:
         """Whether the present level is certainly below `COLLAPSED_BELOW` of the level at the start.
 
-        The levels themselves decide if no standard errors were logged and measurements are too few to show theirs.
+        The levels themselves decide if no standard errors were logged.
         """
         if self.is_continuous:
             return False
-        half = 0.0
-        if self.quantile is not None:
-            half = self.quantile * math.hypot(self.now.se or 0.0, COLLAPSED_BELOW * (self.start.se or 0.0))
+        half = Z * math.hypot(self.now.se or 0.0, COLLAPSED_BELOW * (self.start.se or 0.0))
         return self.now.nats + half < COLLAPSED_BELOW * self.start.nats
 
     @property
@@ -213,20 +224,19 @@ def entropy_course(kept: StepsKept) -> Course:
     third = last - (last - kept.positions[0]) / 3
     begins = max(min(bisect_left(kept.positions, third), n - 2 * k), 0)
     before = _level(kept, values, errors, begins, begins + k)
-    recent = _change(before, now, errors)
+    recent = _change(before, now)
     halfway = (begins + n - k) // 2
     later = now.nats - _level(kept, values, errors, halfway, halfway + k).nats
     still_moves = halfway < begins + k or later * recent.nats >= _STILL_MOVES * recent.nats**2
     return Course(
         start,
         now,
-        _change(start, now, errors),
+        _change(start, now),
         recent,
         max(last - kept.positions[begins], 1),
         still_moves,
         max(last - kept.positions[0], 1),
         kept,
-        None if errors is None else errors.quantile,
         _falling_pace(kept, max(min(bisect_left(kept.positions, third), n - _PACE_FROM), 0), now.n),
     )
 
@@ -279,7 +289,7 @@ def measurements_in_level(n: int) -> int:
         >>> [measurements_in_level(n) for n in (2, 9, 10, 40, 1000)]
         [1, 1, 3, 4, 5]
     """
-    return 1 if n < SCATTER_FROM else max(_FEWEST, min(n // _ONE_IN, _MOST))
+    return 1 if n < _SINGLE_BELOW else max(_FEWEST, min(n // _ONE_IN, _MOST))
 
 
 def _level(kept: StepsKept, values: Sequence[float], errors: Errors | None, begin: int, end: int) -> Level:
@@ -292,6 +302,111 @@ def _level(kept: StepsKept, values: Sequence[float], errors: Errors | None, begi
     return Level(*errors.mean(values, begin, end, factor), label, end - begin)
 
 
-def _change(start: Level, end: Level, errors: Errors | None) -> Change:
-    half = None if errors is None else errors.quantile * math.hypot(start.se or 0.0, end.se or 0.0)
+def _change(start: Level, end: Level) -> Change:
+    half = None if start.se is None or end.se is None else Z * math.hypot(start.se, end.se)
     return Change(end.nats - start.nats, half, start.nats)
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How far each measurement may be wrong.
+
+    Attributes:
+        each: standard errors in nats a token.
+        first: factor on the standard errors at the start of the run.
+        last: the factor at its end.
+        correlation: of the errors of neighbouring measurements.
+    """
+
+    each: Sequence[float]
+    first: float = 1.0
+    last: float = 1.0
+    correlation: float = 0.0
+
+    def mean(self, values: Sequence[float], begin: int, end: int, factor: float) -> tuple[float, float]:
+        """The weighted mean of `values[begin:end]` with its standard error, in nats.
+
+        Args:
+            values: all entropies of the run.
+            begin: index of the first measurement.
+            end: index after the last measurement.
+            factor: `first` or `last`.
+        """
+        own, each = values[begin:end], self.each[begin:end]
+        floor = max(_SMALLEST_ERROR * median(each), min(each))
+        weights = [(floor / max(error, floor)) ** 2 if floor else 1.0 for error in each]
+        total = sum(weights)
+        nats = sum(w * value for w, value in zip(weights, own, strict=True)) / total
+        independent = math.hypot(*(w * error for w, error in zip(weights, each, strict=True))) / total
+        return nats, factor * independent * math.sqrt(variance_factor(self.correlation, len(own)))
+
+
+def entropy_errors(kept: StepsKept, values: Sequence[float]) -> Errors | None:
+    """The errors of a run's entropies; None if no standard error was logged.
+
+    A measurement without a standard error, as that of one prompt, has the median of the others. Scatter is how far each
+    measurement lies from the line between its neighbours. The median counts, since the beginning of a run may bend for
+    good reason.
+    """
+    n = len(values)
+    known = [p.entropy_se for p in kept.points if p.entropy_se is not None]
+    if not known:
+        return None
+    each = [median(known) if p.entropy_se is None else p.entropy_se for p in kept.points]
+    region = min(max(n // 3, _SHORTEST_REGION), _REGION)
+    ends = (range(min(region, n)), range(max(n - region, 0), n))
+    both = sorted({*ends[0], *ends[1]})
+    near = [_bends(kept, values, each, 1, indices) for indices in (both, *ends)]
+    if min(map(len, near)) < _FEWEST_BENDS:
+        return Errors(each)
+    correlation = _correlation(near[0], _bends(kept, values, each, 2, both))
+    if n < _ENLARGED_FROM:
+        return Errors(each, correlation=correlation)
+    first, last = (math.sqrt(median(b) / _MEDIAN_OF_CHI_SQUARED / _bend(correlation)) for b in near[1:])
+    return Errors(each, max(first, 1.0), max(last, 1.0), correlation)
+
+
+def variance_factor(correlation: float, n: int) -> float:
+    """The variance of a mean of n, over the variance for independent errors.
+
+    The errors follow an autoregression of first order: at a distance of j, their correlation is ρʲ.
+
+    Example:
+        >>> variance_factor(0.0, 5), variance_factor(0.5, 2)
+        (1.0, 1.5)
+    """
+    return 1 + 2 * sum((1 - j / n) * correlation**j for j in range(1, n))
+
+
+def _bends(
+    kept: StepsKept, values: Sequence[float], errors: Sequence[float], gap: int, indices: Sequence[int]
+) -> list[float]:
+    """How far values lie from the line between neighbours, squared, over the variance of this distance."""
+    bends = []
+    for i in indices:
+        if i < gap or i + gap >= len(values):
+            continue
+        before, here, after = kept.positions[i - gap], kept.positions[i], kept.positions[i + gap]
+        if kept.starts[i - gap] != kept.starts[i + gap] or before == after:  # the restart may have changed the weights
+            continue
+        t = (here - before) / (after - before)
+        distance = values[i] - (1 - t) * values[i - gap] - t * values[i + gap]
+        variance = errors[i] ** 2 + ((1 - t) * errors[i - gap]) ** 2 + (t * errors[i + gap]) ** 2
+        bends.append(distance**2 / variance if variance else 0.0)
+    return bends
+
+
+def _bend(correlation: float) -> float:
+    """The variance of a bend between direct neighbours, over the variance for independent errors: γ₀, γ₁ and γ₂."""
+    return 1 - 4 / 3 * correlation + correlation**2 / 3
+
+
+def _correlation(near: Sequence[float], far: Sequence[float]) -> float:
+    """The correlation of neighbours at which bends over two measurements exceed bends over one as they do."""
+    if not far or not (smaller := median(near)):
+        return 0.0
+    ratio, low, high = median(far) / smaller, 0.0, _STRONGEST_CORRELATION
+    for _ in range(20):  # the ratio grows with the correlation
+        middle = (low + high) / 2
+        low, high = (middle, high) if _bend(middle**2) < ratio * _bend(middle) else (low, middle)
+    return low

@@ -10,15 +10,14 @@ from torch import Tensor
 
 from sonde.policy.stats.attribution import Causes, Share, attribution_table, shares_by_prompt
 from sonde.policy.stats.entropy_change import EntropyChange, EntropyObjective, Objective
-from sonde.policy.stats.entropy_gradient import Responses, surprise_sd, weighted_entropy_rate
-from sonde.policy.stats.finite_step import FiniteStep
+from sonde.policy.stats.entropy_gradient import Responses, Scores, surprise_sd, weighted_entropy_rate
 from sonde.policy.stats.forecast_point import (
     LEAST_SUPPORT,
     LINEAR_BETWEEN,
     TOO_LARGE,
     is_near_uniform,
 )
-from sonde.policy.stats.importance import MeasuredChange
+from sonde.policy.stats.importance import FiniteStep, MeasuredChange
 from sonde.policy.stats.own_policy import OwnPolicyTest, SamplerTest, why_not_of_sampler, why_not_own
 from sonde.policy.stats.prefix_weights import Support
 from sonde.policy.stats.token_positions import AtPositions, entropy_by_position
@@ -58,7 +57,7 @@ class FirstOrder:
 
     change: EntropyChange
     on_same_prefixes: float
-    bars_dot: float | None
+    bars_dot: float
     doubt: str = ""
     causes: Causes | None = None
 
@@ -117,10 +116,8 @@ class Estimate:
     high: float | None
 
     @classmethod
-    def of(cls, change: EntropyChange | None) -> Estimate | None:
-        """The estimate of a change; None if the change is unknown."""
-        if change is None or change.delta is None:
-            return None
+    def of(cls, change: EntropyChange) -> Estimate:
+        """The estimate of a change."""
         return cls(change.delta, change.se, change.low, change.high)
 
     def __str__(self) -> str:
@@ -140,7 +137,6 @@ class EntropyForecast:
             order on the same prefixes.
         high: upper end.
         reason: why a number is unknown, or why the forecast is not to be trusted; empty otherwise.
-        is_valid: whether `reason` is empty.
         objective: which entropy is meant.
         update: which update is meant.
         entropy: R before the update, in nats a token.
@@ -177,11 +173,10 @@ class EntropyForecast:
 
     delta: float | None = None
     se: float | None = None
-    level: float
+    level: float = LEVEL
     low: float | None = None
     high: float | None = None
     reason: str
-    is_valid: bool
     objective: Objective
     update: Update
     entropy: float | None = None
@@ -214,6 +209,11 @@ class EntropyForecast:
     peak_bytes: int | None = None
 
     @property
+    def is_valid(self) -> bool:
+        """Whether `reason` is empty."""
+        return not self.reason
+
+    @property
     def frac_var(self) -> float | None:
         """The variance of `delta` over its square: 0.01 for a standard error of a tenth; None if unknown."""
         return None if self.se is None or not self.delta else (self.se / self.delta) ** 2
@@ -223,12 +223,11 @@ class EntropyForecast:
         return replace(self, seconds={"sampling": seconds, **self.seconds})
 
     def metrics(self) -> dict[str, float | None]:
-        """The forecast's numbers by metric name; None if unknown. Ends of intervals are those of 95 %, or None."""
+        """The forecast's numbers by metric name; None if unknown."""
         fixed, importance, rollouts = self.fixed_prefixes, self.importance, self.rollouts
         support, own, sampler, first_order = self.support, self.own_policy, self.sampler, self.first_order
         real = self.finite_step if self.update == "gradient" else None
         n_differ = rollouts.n_differ if rollouts else None
-        is_logged = self.level == LEVEL  # metrics of ends are those of 95 % intervals
         return {
             "entropy/evaluation_per_token": self.entropy,
             "entropy/evaluation_per_token_se": self.entropy_se,
@@ -240,8 +239,8 @@ class EntropyForecast:
             "entropy/sampler_departure": sampler.departure if sampler else None,
             "entropy/delta_forecast": self.delta,
             "entropy/delta_se": self.se,
-            "entropy/delta_low": self.low if is_logged else None,
-            "entropy/delta_high": self.high if is_logged else None,
+            "entropy/delta_low": self.low,
+            "entropy/delta_high": self.high,
             "entropy/delta_sharpening": self.sharpening,
             "entropy/delta_drift": self.drift,
             "entropy/frac_var": self.frac_var,
@@ -306,140 +305,113 @@ class EntropyForecast:
         return "; ".join([*parts, self.reason] if self.reason else parts)
 
 
-def entropy_forecast(
-    first_order: FirstOrder | None,
-    after: AfterStep | None,
-    log_prob: Tensor,
-    entropy: Tensor,
-    responses: Responses,
-    *,
+def before_update(
+    scores: Scores,
     objective: EntropyObjective,
     update: Update,
-    level: float,
-    is_same_step: bool = True,
-    n_update: int = 0,
-    prefix_weights: Tensor | None = None,
+    *,
     sampled_log_prob: Tensor | None = None,
-    precision: str = "",
-    why_precision: str = "",
-    rounded_away: float | None = None,
-    seconds: Mapping[str, float],
-    peak_bytes: int | None = None,
+    prefix_weights: Tensor | None = None,
+) -> EntropyForecast:
+    """What the evaluation responses say of the policy before an update: a forecast without the change.
+
+    Args:
+        scores: of the evaluation responses, at θ.
+        objective: which entropy is meant.
+        update: which update is meant.
+        sampled_log_prob: log-probabilities of another policy that sampled them, [responses, tokens]; None if they are
+            the policy's own.
+        prefix_weights: by `prefix_weights`, of such responses.
+    """
+    s, h, responses = scores.log_prob, scores.entropy, scores.responses
+    entropy, entropy_se = weighted_entropy_rate(h, responses, prefix_weights)
+    return EntropyForecast(
+        reason="",
+        objective=objective.kind,
+        update=update,
+        entropy=entropy,
+        entropy_se=entropy_se,
+        surprise_sd=surprise_sd(s, h, responses),
+        own_policy=OwnPolicyTest.of(s, h, responses) if sampled_log_prob is None else None,
+        sampler=None if sampled_log_prob is None else SamplerTest.of(s, sampled_log_prob, responses),
+        by_position=entropy_by_position(h, responses),
+    )
+
+
+def entropy_forecast(
+    known: EntropyForecast,
+    first_order: FirstOrder | None,
+    after: AfterStep | None,
+    responses: Responses,
+    objective: EntropyObjective,
+    *,
+    is_same_step: bool = True,
 ) -> EntropyForecast:
     """The forecast of an update, from scores before and after it, and from derivatives if there are any.
 
     Args:
+        known: by `before_update`.
         first_order: the change to first order; needed with update="gradient".
         after: what scores after the step say; None if they are not finite.
-        log_prob: s_k before the update in nats, [responses, tokens].
-        entropy: H_k before the update in nats, [responses, tokens].
         responses: the evaluation responses.
         objective: which entropy is meant.
-        update: which update is meant.
-        level: confidence level of the change's interval.
         is_same_step: whether `first_order` and `after` are of the same step.
-        n_update: number of update prompts; 0 if they are not known.
-        prefix_weights: by `prefix_weights`, if another policy sampled the responses; None if they are the policy's own.
-        sampled_log_prob: log-probabilities of that other policy, [responses, tokens].
-        precision: in which arithmetic responses were scored.
-        why_precision: why not in 32 bits.
-        rounded_away: part of the step that parameters of 16 bits do not hold; None if unknown.
-        seconds: time spent, by phase.
-        peak_bytes: growth of the process's peak memory.
     """
-    scatter = surprise_sd(log_prob, entropy, responses)
-    own_policy, sampler = None, None
-    if sampled_log_prob is None:
-        own_policy = OwnPolicyTest.of(log_prob, entropy, responses)
-    else:
-        sampler = SamplerTest.of(log_prob, sampled_log_prob, responses)
-    rate, rate_se = weighted_entropy_rate(entropy, responses, prefix_weights)
-    linear = first_order.on_same_prefixes if first_order is not None and is_same_step else None
-    fixed = None if after is None else FixedPrefixes(after.on_same_prefixes, linear)
-    headline = after.finite_step.change if after is not None else None
-    reasons = [_NOT_FINITE_AFTER if after is None else ""]
-    bend = 0.0
-    if update == "gradient":
+    forecast = replace(known, n_evaluation=responses.n_prompts)
+    is_uniform = is_near_uniform(known.entropy, known.surprise_sd)
+    headline, fixed, bend, reasons = None, None, 0.0, [_NOT_FINITE_AFTER if after is None else ""]
+    if after is not None:
+        headline = after.finite_step.change
+        linear = first_order.on_same_prefixes if first_order is not None and is_same_step else None
+        fixed = FixedPrefixes(after.on_same_prefixes, linear)
+        forecast = replace(
+            forecast,
+            finite_step=Estimate.of(headline),
+            support=after.finite_step.support,
+            fixed_prefixes=fixed,
+            importance=after.importance,
+            rollouts=after.rollouts,
+            coefficient_to_hold=after.coefficient_to_hold,
+        )
+    if first_order is not None:
+        causes = first_order.causes
+        forecast = replace(
+            forecast,
+            first_order=Estimate.of(first_order.change),
+            bars_dot=first_order.bars_dot,
+            causes=causes,
+            doubt=first_order.doubt or ("" if causes is None else causes.doubt),
+        )
+    if known.update == "gradient":
         assert first_order is not None
         headline = first_order.change
         # Truths on fixed prefixes are in nats a token: this factor makes them comparable with the change.
         tokens = objective.total_weight(responses)
         se = None if headline.se is None else headline.se / tokens
-        reasons += [first_order.doubt, why_not_linear(fixed, se, is_uniform=is_near_uniform(rate, scatter))]
+        reasons += [first_order.doubt, why_not_linear(fixed, se, is_uniform=is_uniform)]
         # A step that is not linear moves the truth to one side: without this, the interval would not hold it.
         if fixed is not None and fixed.linear is not None:
             bend = tokens * (fixed.true - fixed.linear)
     elif after is not None:
-        reasons.append(why_no_support(after.finite_step.support, is_uniform=is_near_uniform(rate, scatter)))
+        reasons.append(why_no_support(after.finite_step.support, is_uniform=is_uniform))
     if headline is not None:
         reasons.insert(0, headline.reason)
-    reasons.append("" if own_policy is None else why_not_own(own_policy.z, own_policy.departure))
+        forecast = replace(
+            forecast,
+            delta=headline.delta,
+            se=headline.se,
+            low=None if headline.low is None else headline.low + min(bend, 0.0),
+            high=None if headline.high is None else headline.high + max(bend, 0.0),
+            sharpening=headline.sharpening,
+            drift=headline.drift,
+            v_x=headline.v_x,
+            v_y=headline.v_y,
+            shares=shares_by_prompt(headline, responses),
+        )
+    own, sampler = known.own_policy, known.sampler
+    reasons.append("" if own is None else why_not_own(own.z, own.departure))
     reasons.append("" if sampler is None else why_not_of_sampler(sampler.z, sampler.departure))
-    reason = next(filter(None, reasons), "")
-    causes = None if first_order is None else first_order.causes
-    return EntropyForecast(
-        delta=headline.delta if headline else None,
-        se=headline.se if headline else None,
-        level=level,
-        low=None if headline is None or headline.low is None else headline.low + min(bend, 0.0),
-        high=None if headline is None or headline.high is None else headline.high + max(bend, 0.0),
-        reason=reason,
-        is_valid=not reason,
-        objective=objective.kind,
-        update=update,
-        entropy=rate,
-        entropy_se=rate_se,
-        surprise_sd=scatter,
-        own_policy=own_policy,
-        sampler=sampler,
-        finite_step=None if after is None else Estimate.of(after.finite_step.change),
-        support=None if after is None else after.finite_step.support,
-        first_order=None if first_order is None else Estimate.of(first_order.change),
-        doubt="" if first_order is None else first_order.doubt or ("" if causes is None else causes.doubt),
-        sharpening=headline.sharpening if headline else None,
-        drift=headline.drift if headline else None,
-        v_x=headline.v_x if headline else None,
-        v_y=headline.v_y if headline else None,
-        bars_dot=None if first_order is None else first_order.bars_dot,
-        n_evaluation=responses.n_prompts,
-        n_update=n_update,
-        fixed_prefixes=fixed,
-        importance=None if after is None else after.importance,
-        rollouts=None if after is None else after.rollouts,
-        by_position=entropy_by_position(entropy, responses),
-        shares=() if headline is None else shares_by_prompt(headline, responses),
-        causes=causes,
-        coefficient_to_hold=None if after is None else after.coefficient_to_hold,
-        precision=precision,
-        why_precision=why_precision,
-        rounded_away=rounded_away,
-        seconds=seconds,
-        peak_bytes=peak_bytes,
-    )
-
-
-def unknown(
-    reason: str,
-    objective: Objective,
-    update: Update,
-    *,
-    entropy: float | None = None,
-    entropy_se: float | None = None,
-    surprise_sd: float | None = None,
-    rounded_away: float | None = None,
-) -> EntropyForecast:
-    """A forecast that could not be made, perhaps with what is known before the update."""
-    return EntropyForecast(
-        level=0.95,
-        reason=reason,
-        is_valid=False,
-        objective=objective,
-        update=update,
-        entropy=entropy,
-        entropy_se=entropy_se,
-        surprise_sd=surprise_sd,
-        rounded_away=rounded_away,
-    )
+    return replace(forecast, reason=next(filter(None, reasons), ""))
 
 
 def why_no_support(support: Support, *, is_uniform: bool = False) -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -122,6 +123,22 @@ class Responses:
         baseline = torch.zeros_like(per_token)
         baseline[self.mask] = others[at]
         return baseline
+
+
+class Scores(Protocol):
+    """A policy's scores of responses."""
+
+    @property
+    def log_prob(self) -> Tensor:
+        """s_k in nats, [responses, tokens]."""
+
+    @property
+    def entropy(self) -> Tensor:
+        """H_k in nats, [responses, tokens]."""
+
+    @property
+    def responses(self) -> Responses:
+        """Which tokens count."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sonde.policy.stats.entropy_course import HOLDS_WITHIN, NO_CHANGE, Change, Course, Trend, entropy_course
-from sonde.policy.stats.entropy_errors import SCATTER_FROM
 from sonde.policy.stats.forecast_point import Point, StepsKept, coverage, steps_kept
 from sonde.policy.stats.policy_alerts import find_policy_alerts, pace_text
 from sonde.wording import number, percent, plural
@@ -140,10 +139,9 @@ def _advice(trend: Trend, first: Point, course: Course) -> str:
         case "holds":
             return ""
         case "unknown" if course.whole.half is None:
-            n = len(course.kept.points)
             return (
-                "Not all standard errors of these entropies were logged, so it is not known whether this is more than "
-                f"noise. {SCATTER_FROM} measurements show their scatter; this run has {n}."
+                "No standard errors of these entropies were logged, so it is not known whether this is more than "
+                "noise. Log them too: they need at least 2 prompts a measurement."
             )
         case "unknown":
             return (

@@ -1,4 +1,24 @@
-"""The change of entropy that an update has made: from whole responses sampled before it, or from fresh responses."""
+"""How much a step of any size changes a policy's entropy, from scores before and after it, without a derivative.
+
+The responses of θ represent those of θ⁺ by weights, position by position: by the likelihood ratio of each position's
+prefix (see `prefix_weights.py`). In nats a token:
+
+    R(θ⁺) = E[Σ_k ρ_<k H_k(θ⁺)]/E[Σ_k ρ_<k]      ρ_<k = Π_{j<k} π_θ⁺(y_j|y_<j)/π_θ(y_j|y_<j)      δH = R(θ⁺) − R(θ)
+
+The part that weights of 1 give is *sharpening*: distributions change at the same prefixes. The rest is *drift*:
+prefixes and lengths become more or less likely. The entropy of whole responses is a sum over positions instead, each
+with weights of mean 1. If its token weights depend on what was sampled, whole responses are weighted.
+
+Beside it are the change by weights of whole responses, and that by fresh responses of θ and θ⁺.
+
+All of them are changes of a rate. The value and the weight of a prompt are means over its responses, and a rate is a
+sum of ratios, one for each column:
+
+    R = Σ_k mean_n(value_nk)/mean_n(weight_nk)
+
+Entropy per token has one column: Σ H over the tokens, and their number. The entropy of a whole response has one column
+for each position.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +28,35 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sonde.policy.stats.entropy_gradient import Responses, token_and_prefix_weights, weighted_sums
-from sonde.policy.stats.forecast_point import Per
-from sonde.policy.stats.prefix_weights import CLIPPED_AT, Weighting, weights_from
-from sonde.policy.stats.ratios import WeightedSums, rate_change
+from sonde.policy.stats.entropy_change import SE_UNKNOWN, EntropyChange, EntropyObjective
+from sonde.policy.stats.entropy_gradient import Responses, Scores, token_and_prefix_weights, weighted_sums
+from sonde.policy.stats.prefix_weights import Support, prefix_log_ratio, support, weights_from
+from sonde.stats.intervals import LEVEL, student_t_quantile
 
 LEAST_ESS_FRACTION = 0.5
 """Smallest effective sample size over the number of responses. Below it, they do not represent the responses of θ⁺."""
 _UNSEEN_JUMPS = 1.0
 """Responses that count as different beside those that are: if none differs, one could have."""
+_UNSEEN_TOKENS = math.sqrt(3.0) * math.log(2.0)
+"""Nats: three positions (a rate that is often seen not once in a sample) at which a token enters or leaves a truncated
+policy. One token more or less changes an entropy by log 2 at most, if all are as likely."""
+
+
+@dataclass(frozen=True)
+class FiniteStep:
+    """The change of entropy by a step, with what says how far it is to be trusted.
+
+    Attributes:
+        change: the change, each prompt's share, and its interval.
+        support: how well the responses represent the policy after the step.
+        without_each: the change without each prompt, [prompts], for the jackknife.
+        degrees_of_freedom: of the standard error, for Student's t.
+    """
+
+    change: EntropyChange
+    support: Support
+    without_each: Tensor
+    degrees_of_freedom: float
 
 
 @dataclass(frozen=True)
@@ -50,56 +90,100 @@ class MeasuredChange:
         return text if self.n_differ is None else f"{text} ({self.n_differ:,} of {self.ess:,.0f} responses differ)"
 
 
-def importance_sampled_change(
-    entropy: Tensor,
-    entropy_after: Tensor,
-    log_prob: Tensor,
-    log_prob_after: Tensor,
-    responses: Responses,
+def change_by_finite_step(
+    before: Scores,
+    after: Scores,
+    objective: EntropyObjective,
     *,
-    sampled_log_prob: Tensor | None = None,
-    weighting: Weighting = "snis",
-    clip_at: float = CLIPPED_AT,
-    per: Per = "token",
-) -> MeasuredChange:
-    """The entropy at θ⁺ minus the entropy at θ, both from the responses that θ sampled.
+    reference: Tensor | None = None,
+    clip_at: float | None = None,
+    is_truncated: bool = False,
+) -> FiniteStep:
+    """The entropy at θ⁺ minus the entropy at θ, both from the same responses.
 
-    A whole response weighs ω ∝ π_θ⁺(response)/π_θ(response). The effective sample size of these weights falls with the
-    length of the responses, whatever the step: `change_by_finite_step` weighs each position by its prefix instead.
+    The standard error is the jackknife's over prompts. Its interval takes Student's t with the effective number of
+    prompts that carry the weight, or that carry the standard error, if these are fewer. It also grows as support falls:
+    the scatter of responses that are there does not show those that are missing.
 
     Args:
-        entropy: at θ in nats: H_k, or −w_k s_k for the entropy of sequences; [responses, tokens].
-        entropy_after: at θ⁺, on the same prefixes.
-        log_prob: s_k at θ, of the sampled tokens.
-        log_prob_after: s_k at θ⁺.
-        responses: which tokens count.
-        sampled_log_prob: log-probabilities of the policy that sampled the responses; by default θ itself.
-        weighting: as for `weights_from`.
+        before: at θ.
+        after: at θ⁺.
+        objective: which entropy.
+        reference: log-probabilities of the policy that sampled the responses, in nats, [responses, tokens]; by default
+            θ itself. If it was another policy, its responses represent θ by weights too.
         clip_at: as for `weights_from`.
-        per: "token" for R, or "response".
+        is_truncated: whether unlikely tokens are left out. Then the entropy of a position jumps where a token enters or
+            leaves, and the error has room for jumps that no position of this sample shows.
     """
-    reference = responses.tokens("sampled_log_prob", log_prob if sampled_log_prob is None else sampled_log_prob)
+    responses, reference = before.responses, before.log_prob if reference is None else reference
+    depends_on = objective.depends_on(responses)
 
-    def weights_of(log_prob: Tensor) -> Tensor:
-        ratio = responses.tokens("log_prob", log_prob) - reference
-        return weights_from(ratio.sum(1, keepdim=True), responses, weighting, clip_at)[:, 0]
+    def weights(of: Scores) -> Tensor:
+        ratio = prefix_log_ratio(of.log_prob, reference, responses)
+        if depends_on == "nothing":
+            return weights_from(ratio[:, :-1], responses, clip_at, by_column=objective.kind == "sequence")
+        whole = ratio[:, -1:]
+        if depends_on == "group":
+            whole = responses.per_prompt(whole / responses.share[:, None])[responses.index]
+        return weights_from(whole, responses, clip_at)
 
-    weights = weights_of(log_prob_after)
-    change = rate_change(
-        _sums(responses, entropy, weights_of(log_prob), per), _sums(responses, entropy_after, weights, per)
-    )
+    def terms(of: Scores) -> Tensor:
+        if depends_on == "nothing":
+            return objective.causal_terms(of.entropy, responses)
+        return objective.terms(of.log_prob, of.entropy, responses)
+
+    old, new = weights(before), weights(after)
+    found = rate_change(_sums(old, terms(before), responses, objective), _sums(new, terms(after), responses, objective))
+    sharpening = None
+    if depends_on == "nothing":
+        same = _sums(old, terms(after) - terms(before), responses, objective)
+        sharpening = (same.value / same.weight.mean(0)).sum(1)
+    n, delta, se = responses.n_prompts, found.delta, found.se
+    reason, low, high = "", None, None
+    carried = support(new.expand_as(responses.mask), terms(after), responses)
+    if se is not None:
+        if is_truncated:
+            se = math.hypot(se, _UNSEEN_TOKENS * objective.total_weight(responses) / float(responses.length.sum()))
+        degrees = min(found.degrees_of_freedom, effective_number(found.without_each))
+        half = student_t_quantile(0.5 + LEVEL / 2, degrees) * se / math.sqrt(carried.ess_fraction)
+        low, high = delta - half, delta + half
+    elif n < 2:
+        reason = f"{SE_UNKNOWN}: it needs at least 2 evaluation prompts, got {n}: pass more prompts"
+    else:
+        reason = f"{SE_UNKNOWN}: after the step, one prompt has all the weight: use a smaller step"
+    variance = None if se is None else se * se
+    change = EntropyChange(delta, se, low, high, reason, found.per_prompt, sharpening, variance)
+    return FiniteStep(change, carried, found.without_each, found.degrees_of_freedom)
+
+
+def importance_sampled_change(
+    before: Scores,
+    after: Scores,
+    objective: EntropyObjective,
+    *,
+    reference: Tensor | None = None,
+    clip_at: float | None = None,
+) -> MeasuredChange:
+    """The same change, where a whole response weighs ω ∝ π_θ⁺(response)/π_θ(response).
+
+    The effective sample size of these weights falls with the length of the responses, whatever the step.
+    The arguments are those of `change_by_finite_step`.
+    """
+    responses, reference = before.responses, before.log_prob if reference is None else reference
+
+    def weighed(of: Scores) -> tuple[Tensor, WeightedSums]:
+        ratio = prefix_log_ratio(of.log_prob, reference, responses)
+        weights = weights_from(ratio[:, -1:], responses, clip_at)
+        return weights, _sums(weights, objective.terms(of.log_prob, of.entropy, responses), responses, objective)
+
+    (_, old), (weights, new) = weighed(before), weighed(after)
+    change = rate_change(old, new)
     ess = float(weights.sum().square() / weights.square().sum())
     return MeasuredChange(change.delta, change.se, ess, ess / len(weights))
 
 
 def resampled_change(
-    entropy: Tensor,
-    responses: Responses,
-    entropy_after: Tensor,
-    responses_after: Responses,
-    *,
-    per: Per = "token",
-    n_differ: int | None = None,
+    before: Scores, after: Scores, objective: EntropyObjective, *, n_differ: int | None = None
 ) -> MeasuredChange:
     """The entropy of the responses sampled by θ⁺ minus that of the responses sampled by θ, to the same prompts.
 
@@ -108,64 +192,71 @@ def resampled_change(
     have differed. So the standard error also holds one more difference, as large as that of unlike responses.
 
     Args:
-        entropy: at θ in nats: H_k, or −w_k s_k for the entropy of sequences; [responses, tokens].
-        responses: the responses that θ sampled.
-        entropy_after: at θ⁺.
-        responses_after: the responses that θ⁺ sampled.
-        per: "token" for R, or "response".
+        before: θ's scores of the responses that θ sampled.
+        after: θ⁺'s scores of those that θ⁺ sampled.
+        objective: which entropy.
         n_differ: how many of the two sets' responses differ, if it is known.
 
     Raises:
         ValueError: if the two sets of responses do not answer the same prompts.
     """
-    if not torch.equal(responses.prompts, responses_after.prompts):
+    if not torch.equal(before.responses.prompts, after.responses.prompts):
         raise ValueError(
             "both policies must answer the same prompts, so that they can be compared prompt by prompt: "
             "let the sampler take the same prompts in each call"
         )
-    change = rate_change(
-        _sums(responses, entropy, torch.ones_like(responses.length), per),
-        _sums(responses_after, entropy_after, torch.ones_like(responses_after.length), per),
-    )
-    n = len(responses.length)
+
+    def sums(of: Scores) -> WeightedSums:
+        terms = objective.terms(of.log_prob, of.entropy, of.responses)
+        return _sums(torch.ones(len(terms), 1, dtype=torch.float64), terms, of.responses, objective)
+
+    change = rate_change(sums(before), sums(after))
     se = change.se
     if se is not None:
-        se = math.hypot(se, _unseen_jumps(responses, entropy, per))
-    return MeasuredChange(change.delta, se, float(n), 1.0, n_differ)
+        se = math.hypot(se, _unseen_jumps(before, sums(before), objective))
+    return MeasuredChange(change.delta, se, float(len(before.entropy)), 1.0, n_differ)
 
 
-def fixed_prefix_change(
-    entropy: Tensor, entropy_after: Tensor, responses: Responses, prefix_weights: Tensor | None = None
-) -> float:
+def fixed_prefix_change(before: Scores, after: Scores, prefix_weights: Tensor | None = None) -> float:
     """The change of R on the same prefixes, as if the update changed no sampled token; in nats a token.
 
     To first order it equals the `sharpening` of an `EntropyChange`. The difference between the two shows how far the
     step is from linear.
 
     Args:
-        entropy: H_k before the update in nats, [responses, tokens].
-        entropy_after: H_k after it.
-        responses: which tokens count.
+        before: at θ.
+        after: at θ⁺.
         prefix_weights: by `prefix_weights`, of responses of another policy, [responses, tokens + 1]; None for 1.
     """
-    weights, _ = token_and_prefix_weights(responses, prefix_weights)
-    change, length = weighted_sums(entropy_after - entropy, responses, weights)
+    weights, _ = token_and_prefix_weights(before.responses, prefix_weights)
+    change, length = weighted_sums(after.entropy - before.entropy, before.responses, weights)
     return float(change.mean() / length.mean())
 
 
-def _sums(responses: Responses, entropy: Tensor, weights: Tensor, per: Per) -> WeightedSums:
-    """Σω h and Σω t of each prompt; t is the length, or 1 per response. weights: [responses]."""
-    h = responses.tokens("entropy", entropy).sum(1)
-    t = responses.length if per == "token" else torch.ones_like(responses.length)
-    return WeightedSums(*(responses.per_prompt(weights * x)[:, None] for x in (h, t)))
+def _sums(weights: Tensor, terms: Tensor, responses: Responses, objective: EntropyObjective) -> WeightedSums:
+    """Weighted terms and weights of each prompt: all tokens together, or each position apart for a sum over positions.
+
+    Args:
+        weights: of each token, [responses, tokens], or of each whole response, [responses, 1].
+        terms: of each token, [responses, tokens].
+        responses: which tokens count.
+        objective: which entropy.
+    """
+    value, weight = weights * terms, weights
+    if objective.kind == "per_token":  # R: the number of tokens is weighted too
+        weight = (weights * responses.mask).sum(1, keepdim=True)
+    if weight.shape[1] == 1:
+        value = value.sum(1, keepdim=True)
+    # By positions, a response that has ended still has its last weight: so each position's weights have mean 1.
+    return WeightedSums(responses.per_prompt(value), responses.per_prompt(weight))
 
 
-def _unseen_jumps(responses: Responses, entropy: Tensor, per: Per) -> float:
+def _unseen_jumps(before: Scores, sums: WeightedSums, objective: EntropyObjective) -> float:
     """The effect on the rate of a response that becomes another one to the same prompt, root mean square."""
-    sums = _sums(responses, entropy, torch.ones_like(responses.length), per)
+    responses = before.responses
     rate, mean = float(sums.ratios()), float(sums.weight.mean())
-    t = responses.length if per == "token" else torch.ones_like(responses.length)
-    above = (responses.tokens("entropy", entropy).sum(1) - rate * t) / mean
+    t = responses.length if objective.kind == "per_token" else torch.ones_like(responses.length)
+    above = (objective.terms(before.log_prob, before.entropy, responses).sum(1) - rate * t) / mean
     # Two responses to one prompt differ by twice the variance within the prompt. With one response to each prompt, any
     # two responses stand for them.
     alone = bool((responses.share == 1.0).all())
@@ -175,3 +266,98 @@ def _unseen_jumps(responses: Responses, entropy: Tensor, per: Per) -> float:
     # A response's part in the rate is its share of its prompt, over the number of prompts.
     sq_part = float(responses.share.square().mean()) / responses.n_prompts**2
     return math.sqrt(_UNSEEN_JUMPS * sq_jump * sq_part)
+
+
+@dataclass(frozen=True)
+class WeightedSums:
+    """What one policy's rate is made of.
+
+    Attributes:
+        value: weighted values, fp64, [prompts, columns].
+        weight: the weights, fp64, at least 0, [prompts, columns]. A common factor of a column's values and weights
+            changes nothing.
+    """
+
+    value: Tensor
+    weight: Tensor
+
+    def ratios(self) -> Tensor:
+        """The ratio of each column, [columns]."""
+        return self.value.sum(0) / self.weight.sum(0)
+
+    def ratios_without_each(self) -> Tensor:
+        """The ratios of all other prompts, [prompts, columns]."""
+        return (self.value.sum(0) - self.value) / (self.weight.sum(0) - self.weight)
+
+
+@dataclass(frozen=True)
+class RateChange:
+    """The rate after an update minus the rate before it.
+
+    Attributes:
+        delta: the change.
+        se: its standard error, by leaving out one prompt after the other (the jackknife); None with fewer than 2
+            prompts, or where one prompt has all the weight.
+        per_prompt: each prompt's share, [prompts]; their mean is `delta`.
+        without_each: the change without each prompt, [prompts]; not finite where this prompt has all the weight.
+        n_effective: effective number of prompts after the update, (Σw)²/Σw²; their number if they weigh the same.
+    """
+
+    delta: float
+    se: float | None
+    per_prompt: Tensor
+    without_each: Tensor
+    n_effective: float
+
+    @property
+    def degrees_of_freedom(self) -> float:
+        """Of the standard error, for Student's t: one less than the effective number of prompts, and at least 1."""
+        return max(self.n_effective - 1.0, 1.0)
+
+
+def rate_change(before: WeightedSums, after: WeightedSums) -> RateChange:
+    """How much a rate changes, if the same prompts, or even the same responses, give it before and after.
+
+    What both have in common cancels in each prompt's difference. The standard error comes from these differences. Its
+    degrees of freedom fall with the effective number of prompts: a few large weights make the scatter itself uncertain.
+    """
+    old, new = before.ratios(), after.ratios()
+    # A prompt's share is how far its values lie above the old ratio: 0 on average before, the change on average after.
+    shares = (after.value - old * after.weight) / after.weight.mean(0)
+    shares = shares - (before.value - old * before.weight) / before.weight.mean(0)
+    weight = (after.weight / after.weight.mean(0)).sum(1)
+    without_each = (after.ratios_without_each() - before.ratios_without_each()).sum(1)
+    variance = jackknife_covariance(without_each, without_each)
+    return RateChange(
+        float((new - old).sum()),
+        None if variance is None else math.sqrt(variance),
+        shares.sum(1),
+        without_each,
+        float(weight.sum().square() / weight.square().sum()),
+    )
+
+
+def effective_number(without_each: Tensor) -> float:
+    """How many prompts carry the jackknife's variance, (Σd²)²/Σd⁴: a third of all if they are normal, and at least 1.
+
+    As degrees of freedom they allow for the scatter itself being uncertain where a few prompts make most of it.
+
+    Args:
+        without_each: the estimate without each prompt, [prompts].
+    """
+    squares = (without_each - without_each.mean()).square()
+    fourth = float(squares.square().sum())
+    return max(float(squares.sum()) ** 2 / fourth, 1.0) if fourth else 1.0
+
+
+def jackknife_covariance(a: Tensor, b: Tensor) -> float | None:
+    """The covariance of two estimates, from both without each prompt; None with fewer than 2, or if any is not finite.
+
+    Args:
+        a: the first estimate without each prompt, [prompts].
+        b: the second, [prompts].
+    """
+    n = len(a)
+    if n < 2 or not bool((a.isfinite() & b.isfinite()).all()):
+        return None
+    return float(((a - a.mean()) * (b - b.mean())).sum()) * (n - 1) / n

@@ -7,17 +7,12 @@ response's own tokens before it. Tokens that nobody sampled, such as a tool's an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from sonde.policy.stats.entropy_gradient import Responses
 from sonde.policy.stats.forecast_point import LEAST_MEAN_SUPPORT, LEAST_SUPPORT, MOST_UNSUPPORTED
-
-Weighting = Literal["snis", "clip"]
-CLIPPED_AT = 10.0
-"""Largest weight with "clip", as a multiple of the mean weight."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,9 @@ class Support:
 
 
 def prefix_log_ratio(log_prob: Tensor, reference: Tensor, responses: Responses) -> Tensor:
-    """log ρ_<k = Σ_{j<k} (s_j − r_j) for each token and for all columns after the response's end; [responses, tokens].
+    """log of the weights of the first 0, 1, … tokens of each response, Σ_{j<k} (s_j − r_j); [responses, tokens + 1].
+
+    Column k is that of token k, and the last column is that of the whole response.
 
     Args:
         log_prob: s_k of the policy to represent, in nats, [responses, tokens].
@@ -53,53 +50,29 @@ def prefix_log_ratio(log_prob: Tensor, reference: Tensor, responses: Responses) 
         responses: which tokens count.
     """
     ratio = responses.tokens("log_prob", log_prob) - responses.tokens("reference", reference)
-    return ratio.cumsum(1) - ratio
+    return torch.nn.functional.pad(ratio.cumsum(1), (1, 0))
 
 
-def prefix_weights(
-    log_prob: Tensor,
-    reference: Tensor,
-    responses: Responses,
-    weighting: Weighting = "snis",
-    clip_at: float = CLIPPED_AT,
-) -> Tensor:
-    """Weights of the first 0, 1, … tokens of each response, up to a common factor; [responses, tokens + 1].
-
-    Column k is the weight of token k, and the last column is that of the whole response.
-
-    Args:
-        log_prob: s_k of the policy to represent, in nats, [responses, tokens].
-        reference: r_k of the policy that sampled the responses.
-        responses: which tokens count.
-        weighting: as for `weights_from`.
-        clip_at: as for `weights_from`.
-    """
-    ratio = responses.tokens("log_prob", log_prob) - responses.tokens("reference", reference)
-    log_ratio = torch.nn.functional.pad(ratio.cumsum(1), (1, 0))
-    return weights_from(log_ratio, responses, weighting, clip_at)
+def prefix_weights(log_prob: Tensor, reference: Tensor, responses: Responses, clip_at: float | None = None) -> Tensor:
+    """These weights up to a common factor; clipped as by `weights_from`."""
+    return weights_from(prefix_log_ratio(log_prob, reference, responses), responses, clip_at)
 
 
 def weights_from(
-    log_ratio: Tensor,
-    responses: Responses,
-    weighting: Weighting,
-    clip_at: float = CLIPPED_AT,
-    *,
-    by_column: bool = False,
+    log_ratio: Tensor, responses: Responses, clip_at: float | None = None, *, by_column: bool = False
 ) -> Tensor:
     """exp(log_ratio) up to a common factor, fp64; the shape of `log_ratio`.
 
     Args:
         log_ratio: [responses, columns].
         responses: whose weights these are.
-        weighting: "snis" keeps the weights as they are. "clip" cuts those of each column at `clip_at` times their mean,
-            and gives them their former mean again: less variance, some bias.
-        clip_at: as a multiple of the mean weight.
+        clip_at: largest weight of each column, as a multiple of their mean; then they get their former mean again: less
+            variance, some bias. None keeps the weights as they are, self-normalised.
         by_column: whether each column has a factor of its own.
     """
     largest = log_ratio.amax(0) if by_column else log_ratio.max()
     weights = torch.exp(log_ratio - largest)  # the shift prevents overflow, however large the update
-    if weighting == "clip":
+    if clip_at is not None:
         share = responses.share[:, None] / responses.n_prompts
         mean = (share * weights).sum(0)
         cut = torch.minimum(weights, clip_at * mean)
