@@ -137,10 +137,14 @@ def test_a_launcher_that_ends_at_once_is_followed_by_its_ranks(is_killed: bool, 
         if is_killed:
             demo.kill()
         else:
+            for rank in ranks:  # which would end the demo before the second one
+                os.kill(rank, signal.SIGSTOP)
             os.killpg(demo.pid, signal.SIGINT)
             time.sleep(0.2)  # two signals at once are one
             os.killpg(demo.pid, signal.SIGINT)
         assert demo.wait(DEADLINE).status == (-signal.SIGKILL if is_killed else 130)
+        for rank in ranks:
+            os.kill(rank, signal.SIGCONT)
         _wait_for(lambda: not any(map(_is_running, ranks)))
     assert read_run(tmp_path / "run").ended == "interrupted"
 

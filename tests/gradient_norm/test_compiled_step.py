@@ -39,6 +39,7 @@ def compiler() -> Iterator[Callable[..., Callable[..., Tensor]]]:
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # torch's own, as it compiles
+@pytest.mark.shows("norm and clip", "torch.compile")
 @pytest.mark.parametrize("clip", [clips, clips_in_two_steps, clips_by_a_plan, folds])
 def test_a_compiled_step_with_a_clip_is_the_step(compiler: Callable[..., Callable[..., Tensor]], clip: Step) -> None:
     def train(*, is_compiled: bool) -> list[Tensor]:

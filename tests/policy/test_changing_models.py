@@ -151,3 +151,31 @@ def test_an_almost_uniform_policy_gets_no_advice_on_the_learning_rate() -> None:
     points = [forecast_point(k, forecast.metrics(), reason=forecast.reason) for k in range(3)]
     assert points[0].is_near_uniform
     assert "steps_too_large" not in find_policy_alerts(points)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # torch's own, as it compiles
+@pytest.mark.shows("entropy change", "torch.compile")
+def test_a_compiled_policy_has_the_forecast_of_the_policy() -> None:
+    torch._dynamo.reset()
+    scene = Scene()
+    plain = scene.probe().forecast(scene.E, scene.U, causes=True)
+    scene.model = torch.compile(scene.model, backend="eager")
+    compiled = scene.probe().forecast(scene.E, scene.U, causes=True)
+    torch._dynamo.reset()
+    assert plain.causes is not None
+    assert compiled.causes is not None
+    assert (compiled.delta, compiled.se) == pytest.approx((plain.delta, plain.se), rel=1e-6)
+    assert compiled.causes.explained == pytest.approx(plain.causes.explained, rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+@pytest.mark.shows("policy entropy", "torch.compile")
+def test_a_compiled_policy_has_the_entropy_of_the_policy() -> None:
+    torch._dynamo.reset()
+    scene = Scene()
+    plain = sonde.PolicyEntropyProbe(scene.model, token_statistics=STATISTICS).measure(scene.E)
+    compiled: Any = torch.compile(scene.model, backend="eager")
+    found = sonde.PolicyEntropyProbe(compiled, token_statistics=STATISTICS).measure(scene.E)
+    torch._dynamo.reset()
+    assert found.token_weighted == pytest.approx(plain.token_weighted, rel=1e-6)
+    assert found.sequence_sum == pytest.approx(plain.sequence_sum, rel=1e-6)
