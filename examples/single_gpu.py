@@ -17,7 +17,7 @@ import sonde
 
 CONTEXT, BATCH, WIDTH = 32, 32, 48
 
-accelerator = torch.accelerator.current_accelerator()  # a GPU or another device; None without one
+accelerator = torch.accelerator.current_accelerator(check_available=True)  # a GPU, say; None without one
 device = accelerator if accelerator is not None else torch.device("cpu")
 text = torch.frombuffer(bytearray(Path(pydoc_data.topics.__file__).read_bytes()), dtype=torch.uint8).long()
 generator = torch.Generator().manual_seed(0)

@@ -61,7 +61,7 @@ def cuda_graphs_on_cpu() -> Iterator[None]:
     none = contextlib.nullcontext
     stand_ins: dict[str, Any] = {
         "CUDAGraph": RecordedGraph,
-        "graph": lambda graph, pool=None, stream=None: Recorder(graph),
+        "graph": lambda graph, **_: Recorder(graph),
         "synchronize": lambda: None,
         "Stream": lambda *_: None,
         "stream": lambda _: none(),

@@ -110,6 +110,17 @@ def test_units_of_a_loaders_batch(batch: Any, n: int | None) -> None:
         assert units_in_batch(batch, "pass units=") == n
 
 
+def test_what_an_encoder_of_images_returns_beside_the_scores_is_no_witness() -> None:
+    batch = {"pixel_values": torch.zeros(70, 5), "input_ids": torch.zeros(3, 5), "labels": torch.zeros(3, 5)}
+    output = {"loss": torch.tensor(1.0), "logits": torch.zeros(3, 5, 11), "images": {"states": torch.zeros(70, 16)}}
+    counted = count_units(batch, output)
+    assert counted is not None
+    assert counted.n == 3
+    assert count_units({"x": torch.zeros(70, 5)}, {"images": output["images"]}) == count_units(
+        {"x": torch.zeros(70, 5)}
+    )
+
+
 @pytest.mark.parametrize("batch", [1, "text", None, {}, [], Batch, nn.Linear(2, 2)])
 def test_a_batch_without_rows(batch: object) -> None:
     assert count_units({"batch": batch}) is None

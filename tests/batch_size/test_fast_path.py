@@ -270,7 +270,7 @@ def test_a_layer_that_is_trained_alone_is_covered(before: bool) -> None:
     assert_covered(Reader(layer()).double(), before=before, alone=True)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace")
 def test_a_trace_in_a_window_is_that_of_the_layer_without_hooks() -> None:
     model = Reader(layer()).eval()
     with torch.no_grad():

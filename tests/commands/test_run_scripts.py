@@ -35,7 +35,9 @@ def test_scripts_compute_what_they_did_and_are_measured_from_the_first_step(styl
     script, ranks, arguments = STYLES[style]
     options = {"reduced_by_hand": True} if style == "reduced by hand" else {}
     measured = check_untouched(script, tmp_path, ranks=ranks, **options)
-    assert (measured.status, "not measured" in measured.err, "Warning" in measured.err) == (0, False, False)
+    # The compiler warns of Python 3.13.0, with sonde and without.
+    warns = any("Warning" in line and "Python 3.13.0" not in line for line in measured.err.splitlines())
+    assert (measured.status, "not measured" in measured.err, warns) == (0, False, False)
     own = explicit(script, tmp_path, ranks=ranks, **arguments)
     assert own.status == 0, own.err
     # The same floats are added up in the same order.

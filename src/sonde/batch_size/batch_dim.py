@@ -228,7 +228,7 @@ def count_units(parts: Mapping[str, object], output: object = None, shown: Shown
         return None
     first, *others = witnesses
     shown = shown or Shown()
-    returned = [_shape(tensor) for tensor in tensors_in(output)]
+    returned = [_shape(tensor) for tensor in tensors_in(_without_stages(output))]
     what = f"the batch has {'; '.join(f'{w.name} {w.text}' for w in witnesses[:5])}"
     if returned:
         what += f", and the model returned {', '.join(str(list(shape)) for shape in returned[:3])}"
@@ -248,6 +248,13 @@ def count_units(parts: Mapping[str, object], output: object = None, shown: Shown
     if n == 1 and len(first.shape) == 2 and first.is_of_tokens:
         where += "; if documents are packed in it, count them by units_per_piece="
     return Counted(n, where)
+
+
+def _without_stages(output: object) -> object:
+    """What a model returns by name, without what parts of it have returned: an image encoder's rows are patches."""
+    if not isinstance(output, Mapping):
+        return output
+    return [value for value in output.values() if not isinstance(value, Mapping)] or output
 
 
 def first_shape(parts: Mapping[str, object]) -> tuple[int, ...]:

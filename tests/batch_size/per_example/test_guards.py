@@ -10,13 +10,10 @@ from sonde.batch_size.hooks import will_accumulate
 
 
 def test_guard_a_write_into_a_view_leaves_the_hooks_of_the_tensor_under_it() -> None:
-    """Linear layers return views for three dims: a hook on the view never runs, one on the tensor under it does."""
+    """Linear layers return views for three dims, before torch 2.15. A hook on one never runs, one under it does."""
     seen: dict[str, Tensor] = {}
-    output = nn.Linear(3, 4)(torch.ones(2, 5, 3))
-    base = output._base
-    assert base is not None
-    assert base.is_contiguous()
-    assert base.shape == (10, 4)
+    base = nn.Linear(3, 4)(torch.ones(10, 3))
+    output = base.view(2, 5, 4)
     output.register_hook(lambda grad: seen.update(view=grad))
     base.register_hook(lambda grad: seen.update(base=grad))
     output.mul_(3.0)
