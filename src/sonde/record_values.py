@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
-SCHEMA = 3
+SCHEMA = 4
 """Raised when the records change. A log of another schema is refused."""
 
 SETUP_KINDS: dict[str, type] = {

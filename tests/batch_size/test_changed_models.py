@@ -242,3 +242,22 @@ def test_a_loop_whose_gradients_reach_no_measured_parameter_is_named() -> None:
             optimizer.zero_grad()
     assert list(probe.alerts) == ["not_reached"]
     assert "reach none of the parameters that it had at attach" in probe.alerts["not_reached"]
+
+
+def test_backwards_to_inputs_alone_are_usual() -> None:
+    """An attack, or a sampler of an energy, takes many steps on its inputs before the model's backward."""
+    model = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attached(model, units_per_piece=4, per_example="never") as probe:
+        for _ in range(2):
+            for _ in range(2):
+                x = torch.randn(4, 12)
+                for _ in range(40):
+                    x.requires_grad_()
+                    (grad,) = torch.autograd.grad(model(x).square().mean(), x)
+                    x = (x + 0.1 * grad).detach()
+                model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert probe.reading().windows == 2
+    assert probe.alerts == {}

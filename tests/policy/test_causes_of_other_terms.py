@@ -133,3 +133,39 @@ def test_bad_input(changes: dict[str, Any], message: str) -> None:
 def test_rows_keep_their_terms() -> None:
     made = Rollouts({}, torch.ones(2, 2), torch.tensor([0, 1]), terms={"KL": torch.tensor([[1.0, 2.0], [3.0, 4.0]])})
     assert made.rows(torch.tensor([1])).terms["KL"].tolist() == [[3.0, 4.0]]
+
+
+def test_a_bonus_of_each_response_is_that_of_all_its_tokens() -> None:
+    """With as many responses as tokens, another reading would fit too."""
+    made = Rollouts(
+        {"input_ids": torch.ones(3, 4, dtype=torch.long)},
+        mask=torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0]]),
+        prompt=torch.tensor([0, 0, 1]),
+        entropy_bonus=torch.tensor([1.0, 2.0, 3.0]),
+    )
+    _, on_entropy = made.other_terms()["entropy bonus"]
+    assert on_entropy.tolist() == [[1.0, 1.0, 1.0], [2.0, 2.0, 0.0], [3.0, 0.0, 0.0]]
+
+
+def test_packed_rows_take_other_terms() -> None:
+    ids, sampled = torch.tensor([5, 6, 7, 2, 5, 6, 2]), torch.tensor([0, 0, 1, 1, 0, 0, 1])
+    made = Rollouts.from_packed(
+        {"input_ids": ids},
+        sampled,
+        torch.tensor([3, 3]),
+        cu_seqlens=torch.tensor([0, 4, 7]),
+        entropy_bonus=torch.tensor([0.5, 0.25]),
+        terms={"KL": torch.arange(7.0)},
+    )
+    found = {name: (s.tolist(), h.tolist()) for name, (s, h) in made.other_terms().items()}
+    zero = [[0.0, 0.0], [0.0, 0.0]]
+    assert found == {
+        "KL": ([[2.0, 3.0], [6.0, 0.0]], zero),
+        "entropy bonus": (zero, [[0.5, 0.5], [0.25, 0.0]]),
+    }
+
+
+def test_mean_gradients_follow_advantages_alone() -> None:
+    terms = Terms()
+    with pytest.raises(ValueError, match="update='gradient' follows the advantages alone, and the update responses"):
+        terms.scene.probe(update="gradient").forecast(terms.scene.E, terms.named)

@@ -74,3 +74,11 @@ def test_another_temperature_is_refused() -> None:
         probe.measure(drawn(model, 0, 4, seed=1))
     with pytest.raises(ValueError, match="micro_batch_prompts must be"):
         PolicyEntropyProbe(model, micro_batch_prompts=0)
+
+
+def test_a_policy_that_has_diverged_is_named() -> None:
+    model = policy()
+    with torch.no_grad():
+        model.out.weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match="the policy's scores are not finite: has the training diverged"):
+        PolicyEntropyProbe(model, token_statistics=CausalLMStatistics()).measure(drawn(policy(), 0, 4, seed=1))

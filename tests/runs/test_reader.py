@@ -75,13 +75,13 @@ def test_damage_in_the_middle_is_refused_with_its_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("second_line", "message"),
     [
-        ({"time": 1.0}, "line 2 .* is not a record of schema 3: it lacks 'kind'"),
+        ({"time": 1.0}, "line 2 .* is not a record of schema 4: it lacks 'kind'"),
         ({"kind": "reading", "window": 1}, "line 2 .*: it lacks 'time'. Was it written by another"),
         (reading_record(0, 1, status="superb"), "line 2 .*: the status 'superb', which is none of resolved"),
         (reading_record(0, 1) | {"groups": [1]}, r"line 2 .*: \[1\] where an object is expected"),
         (reading_record(0, 1) | {"pieces": {"per_window": "8"}}, "line 2 .*: '8' where a count is .* the pieces of a"),
         (header_record(unit="tokens"), "measured in 'sequences' and in 'tokens', expected one unit"),
-        (header_record(schema=2), "record schema 2, expected 3: read it with the version of sonde that wrote it"),
+        (header_record(schema=2), "record schema 2, expected 4: read it with the version of sonde that wrote it"),
         (_with_value("true"), "line 2 .*: True where a finite number or null is expected"),
         (_with_value('"1.5"'), "line 2 .*: '1.5' where a finite number or null is expected"),
         (_with_value("1" + "0" * 400), "line 2 .*: int too large to convert to float"),
@@ -120,7 +120,7 @@ def test_damage_within_a_header_is_refused_with_its_line(
     assert main(["report", str(tmp_path)]) == 2
     file = tmp_path / "records.jsonl"
     said = capsys.readouterr().err
-    assert said.startswith(f"sonde: error: line 1 of {file} is not a record of schema 3: {message}")
+    assert said.startswith(f"sonde: error: line 1 of {file} is not a record of schema 4: {message}")
 
 
 def test_what_is_not_a_run(tmp_path: Path) -> None:

@@ -89,9 +89,9 @@ def test_a_foreign_file_is_refused_and_left_alone(tmp_path: Path, content: bytes
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"kind":"header","schema":2,"unit":"rows"}', r"line 1 of .* header of record schema 2, expected 3"),
-        ('{"kind":"header","schema":3}', r"line 1 of .* names no unit, as each 'header' record does"),
-        ('{"kind":"header","schema":3,"unit":"sequences"}\n{"kind":"probe"}', r"line 2 of .* names no unit"),
+        ('{"kind":"header","schema":2,"unit":"rows"}', r"line 1 of .* header of record schema 2, expected 4"),
+        ('{"kind":"header","schema":4}', r"line 1 of .* names no unit, as each 'header' record does"),
+        ('{"kind":"header","schema":4,"unit":"sequences"}\n{"kind":"probe"}', r"line 2 of .* names no unit"),
     ],
 )
 def test_a_log_that_nobody_could_read_afterwards_is_left_alone(tmp_path: Path, line: str, message: str) -> None:

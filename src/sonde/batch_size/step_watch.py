@@ -89,7 +89,7 @@ class StepWatch:
         """Writes to the parameters when the present window had many pieces; None before."""
         self._n_ended = self._n_by_loop = self._n_often = 0
         """Windows ended so far; those that the loop has ended since the last step; steps in a row with several."""
-        self._is_ending = self._is_ended_by_step = False
+        self._is_ending = self._is_ended_by_step = self._has_many_without_pieces = False
         self._problems: set[Problem] = set()
         """What steps have shown since the last measured window ended."""
         self._last_step = -1
@@ -179,13 +179,16 @@ class StepWatch:
             )
 
     def backwards_without_pieces(self) -> None:
-        """Notice that gradients have never come to the measured parameters, though backwards run through the model."""
+        """Have the next step of an optimizer of other parameters say that gradients have never come to these."""
+        self._has_many_without_pieces = True
+
+    def _notice_not_reached(self) -> None:
+        """Not before another optimizer steps: backwards to inputs alone are usual, as in PGD or Langevin sampling."""
         if self._n_ended == 0 and all(p.grad is None for p in self._parameters.values()):
             self._alert(
                 "not_reached",
                 "backwards run through the model, but reach none of the parameters that it had at attach: attach after "
-                "fully_shard and all else that replaces parameters, or call loss.backward() in place of "
-                "torch.autograd.grad",
+                "fully_shard and all else that replaces parameters",
             )
 
     def _written(self) -> int:
@@ -257,6 +260,8 @@ class StepWatch:
         """End the window whose gradients an optimizer is about to use, unless that was done."""
         start = time.perf_counter()
         if not self._held_by(optimizer):
+            if self._has_many_without_pieces:
+                self._notice_not_reached()
             return
         if in_backward():
             self._note_step_in_backward()

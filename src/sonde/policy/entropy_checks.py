@@ -208,6 +208,11 @@ def check_responses(
             check_is_rollouts("update", update)
             update.check_not_empty()
             check_scorable(update, statistics, "update")
+            if not options.is_step and update.other_terms():
+                raise ValueError(
+                    "update='gradient' follows the advantages alone, and the update responses have terms= or "
+                    "entropy_bonus=: leave them out, or forecast the step, by update='step'"
+                )
         if evaluation.log_prob is not None and needs_own:
             raise ValueError(
                 f"the evaluation responses have log_prob=, the sampler's own log-probabilities, and {needs_own} needs "

@@ -239,7 +239,7 @@ class EntropyMeasurement:
             self.objective,
             reference=base.log_prob if base.sampled_log_prob is None else base.sampled_log_prob,
             clip_at=self._options.clip_at,
-            is_truncated=base.outside is not None,
+            tokens_may_leave=base.outside is not None,
         )
 
     def forecast(

@@ -91,8 +91,8 @@ class PolicyEntropyProbe:
         have the entropy on the evaluation responses.
 
         Raises:
-            ValueError: if this rank has no response, or if the responses are scored at another temperature than they
-                were sampled at.
+            ValueError: if this rank has no response, if the responses are scored at another temperature than they were
+                sampled at, or if the scores are not finite.
             RuntimeError: if another rank has raised an error.
         """
         with together(self._group):
@@ -101,6 +101,8 @@ class PolicyEntropyProbe:
                 raise ValueError("some ranks gave responses with advantages, and others without: give them on all")
             with preserve_training_state(self._model):
                 scored = self._scorer.scored(rollouts)
+            if not scored.is_finite:
+                raise ValueError("the policy's scores are not finite: has the training diverged?")
             advantage = None
             if has_advantage[0]:
                 advantage = self._scorer.everywhere("advantage", lambda: rollouts.per_token("advantage").cpu())

@@ -438,11 +438,11 @@ def _check(of_kind: Callable[[object], object], value: object, what_for: str) ->
 
 
 _BY_TYPE: dict[Any, Callable[[Any], Any]] = {
-    "bool": bool,
+    "bool": lambda value: _of(bool, value, "true or false"),
     "int": _count,
     "float": _time,
     "float | None": _number,
-    "str": str,
+    "str": _text,
     "Status": _status,
     "Per": lambda per: "response" if per == "response" else "token",
     "Mapping[str, Any]": _mapping,

@@ -261,5 +261,5 @@ def test_a_collapse_is_a_current_alert(tmp_path: Path) -> None:
 )
 def test_a_record_that_does_not_fit_the_schema_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     written(tmp_path, [policy_header(), policy_record(0) | change])
-    with pytest.raises(ValueError, match=r"line 2 of .* is not a record of schema 3"):
+    with pytest.raises(ValueError, match=r"line 2 of .* is not a record of schema 4"):
         read_run(tmp_path)

@@ -6,8 +6,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +17,7 @@ from types import FrameType
 import torch
 from rich.console import Console
 from torch import multiprocessing
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
+from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException, start_processes
 
 from sonde.demos.byte_lm.options import DemoOptions, Setup, decide
 from sonde.demos.byte_lm.task import find_sources
@@ -97,14 +98,23 @@ def launch(setup: Setup) -> str:
         try:
             while not ranks.join():
                 pass
-        except ProcessRaisedException as error:
-            *_, last = str(error).rstrip().splitlines()
-            return f"{error}\nsonde: error: rank {error.error_index} failed: {last}"
-        except ProcessExitedException as error:
-            killed = f"was killed by {error.signal_name}" if error.signal_name else f"ended with {error.exit_code}"
-            cause = "; the system kills a process when memory runs out" if error.signal_name == "SIGKILL" else ""
-            return f"sonde: error: rank {error.error_index} {killed}{cause}"
+        except ProcessException as error:
+            return _why_ended(error, ranks.processes)
     return ""
+
+
+def _why_ended(error: ProcessException, ranks: Sequence[BaseProcess]) -> str:
+    """What ended the ranks: first one that was killed, since then its peers fail too, and may be noticed before it."""
+    for rank, process in enumerate(ranks):
+        code = process.exitcode or 0
+        if code < 0 and code != -signal.SIGTERM:  # by which torch ends the others
+            name = signal.Signals(-code).name
+            cause = "; the system kills a process when memory runs out" if name == "SIGKILL" else ""
+            return f"sonde: error: rank {rank} was killed by {name}{cause}"
+    if isinstance(error, ProcessRaisedException):
+        *_, last = str(error).rstrip().splitlines()
+        return f"{error}\nsonde: error: rank {error.error_index} failed: {last}"
+    return f"sonde: error: rank {error.error_index} ended: {error}"
 
 
 @contextmanager
@@ -158,6 +168,7 @@ def end(setup: Setup, console: Console) -> int:
 
     if run.ended == "interrupted":
         done = f"step {run.readings[-1].window}" if run.readings else "the first step"
-        console.print(f"Stopped at {done} of {setup.options.steps}. Log and report are complete up to this step.")
+        complete = " Log and report are complete up to this step." if run.readings else ""
+        console.print(f"Stopped at {done} of {setup.options.steps}.{complete}")
     conclude(run, judge, console)
     return INTERRUPTED if run.ended == "interrupted" else 0

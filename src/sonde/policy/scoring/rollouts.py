@@ -30,6 +30,7 @@ _PACKED_SHAPES = {
     "advantage": "[responses] or [tokens]",
     "weight": "[tokens]",
     "log_prob": "[tokens]",
+    "entropy_bonus": "[responses] or [tokens]",
 }
 _OPTIONAL = ("advantage", "weight", "log_prob", "entropy_bonus")
 BONUS = "entropy bonus"
@@ -66,8 +67,8 @@ class Rollouts:
         top_k: sampling took so many of the likeliest tokens alone; 0 for all tokens.
         min_p: sampling left out tokens that are less likely than this times the likeliest token; 0 for all tokens.
             Samplers apply `top_k` first, then `top_p`, then `min_p`, after the temperature.
-        entropy_bonus: factor of each token's entropy in the loss, in the unit of advantage × weight; [responses,
-            tokens].
+        entropy_bonus: minus the loss's derivative by each token's entropy, so positive for a bonus, in the unit of
+            advantage × weight; [responses] or [responses, tokens].
         terms: other terms of the loss by their names, for causes of their own: minus each token's derivative of the
             term by its log-probability, in the unit of advantage × weight; [responses, tokens].
 
@@ -162,6 +163,8 @@ class Rollouts:
         min_p: float | None = 0.0,
         is_truncated: bool = False,
         texts: Mapping[int, str] | None = None,
+        entropy_bonus: Tensor | None = None,
+        terms: Mapping[str, Tensor] | None = None,
     ) -> Self:
         """Responses that lie one after another in one row, each behind its prompt: a row each here, padded at its end.
 
@@ -180,6 +183,8 @@ class Rollouts:
             temperature: of sampling; a number, [responses] or [tokens].
             top_p: as for `Rollouts`; so are `top_k`, `min_p` and `is_truncated`.
             texts: as for `Rollouts`.
+            entropy_bonus: as for `Rollouts`, [responses] or [tokens].
+            terms: as for `Rollouts`, each [tokens].
 
         Raises:
             ValueError: if lengths disagree, or a response has no sampled token or no token before it.
@@ -193,12 +198,19 @@ class Rollouts:
             ([[5, 6, 7, 2], [5, 6, 2, 0]], [[True, True], [True, False]])
         """
         given = {"mask": mask, "prompt": prompt, "advantage": advantage, "weight": weight, "log_prob": log_prob}
-        _check_types(inputs, given, _PACKED_SHAPES)
+        _check_types(inputs, given | {"entropy_bonus": entropy_bonus}, _PACKED_SHAPES)
+        _check_terms(terms or {})
         if cu_seqlens is not None:
             _check_types({}, {"cu_seqlens": cu_seqlens}, {"cu_seqlens": "[responses + 1]"})
         _check_mask(mask)
+        of_terms = {name: f"terms[{name!r}]" for name in terms or {}}
         per_token = {"mask": mask.bool(), "weight": weight, "log_prob": log_prob}
-        per_response: dict[str, Any] = {"advantage": advantage, "temperature": temperature}
+        per_token |= {key: terms[name] for name, key in of_terms.items()} if terms else {}
+        per_response: dict[str, Any] = {
+            "advantage": advantage,
+            "temperature": temperature,
+            "entropy_bonus": entropy_bonus,
+        }
         per_token |= {
             name: value
             for name, value in per_response.items()
@@ -232,6 +244,7 @@ class Rollouts:
         if "temperature" in cut:  # no token was sampled outside the mask, so none of them is cold
             cut["temperature"].masked_fill_(~cut["mask"], 1.0)
         values = per_response | {n: t for n, t in cut.items() if n in per_token}
+        values["terms"] = {name: values.pop(key) for name, key in of_terms.items()}
         made = {n: t for n, t in cut.items() if n in inputs and n not in _MADE_ANEW}
         values |= {"top_p": top_p, "top_k": top_k, "min_p": min_p, "is_truncated": is_truncated}
         return cls(made, prompt=prompt, texts=texts or {}, **values)
@@ -316,7 +329,7 @@ class Rollouts:
         mask, zero = self.mask.bool(), torch.zeros_like(self.mask, dtype=torch.float64)
         found = {name: (torch.where(mask, t.double(), 0.0), zero) for name, t in self.terms.items()}
         if self.entropy_bonus is not None:
-            found[BONUS] = zero, torch.where(mask, self.entropy_bonus.double(), 0.0)
+            found[BONUS] = zero, torch.where(mask, self.per_token("entropy_bonus").double(), 0.0)
         return found
 
     def order(self, prompts_each: int) -> list[Tensor]:

@@ -92,7 +92,7 @@ class Causes:
     def other(self) -> float | None:
         """The part of `batch` that is no prompt's and no named term's: of terms that the rollouts do not name, a value
         loss, clipped ratios, or dropout. None where `explained` is."""
-        return other_terms(self.batch, self.explained)
+        return unexplained(self.batch, self.explained)
 
     @property
     def doubt(self) -> str:
@@ -119,7 +119,7 @@ class CausesOfBatch:
 NO_PROMPTS = CausesOfBatch(None)
 
 
-def other_terms(batch: float | None, explained: float | None) -> float | None:
+def unexplained(batch: float | None, explained: float | None) -> float | None:
     """The part of a batch's change that is no prompt's, in nats; None if unknown."""
     return None if batch is None or explained is None else batch * (1.0 - explained)
 
@@ -138,13 +138,13 @@ def doubt_of_parts(
     if cosine is not None and cosine < 0.0:
         return (
             f"the loss's gradient is against that of advantage × log-probability (cosine {cosine:.2f}): pass the "
-            "advantages of this step, with the sign that the loss gives them"
+            "advantages of this step, and terms= and entropy_bonus= if it has them, with the signs that lower the loss"
         )
     if cosine is not None and cosine < _LEAST_COSINE:
         return (
             f"the loss's gradient differs from that of advantage × log-probability (cosine {cosine:.2f}): pass all "
-            "responses that this step learns from; or the loss has other terms, such as a KL penalty or an entropy "
-            "bonus: pass Rollouts(terms=, entropy_bonus=)"
+            "responses that this step learns from, and other terms of the loss, such as a KL penalty or an entropy "
+            "bonus, by Rollouts(terms=, entropy_bonus=), in the unit of the advantages"
         )
     if batch is None or explained is None:
         return ""

@@ -97,7 +97,7 @@ def change_by_finite_step(
     *,
     reference: Tensor | None = None,
     clip_at: float | None = None,
-    is_truncated: bool = False,
+    tokens_may_leave: bool = False,
 ) -> FiniteStep:
     """The entropy at θ⁺ minus the entropy at θ, both from the same responses.
 
@@ -112,8 +112,8 @@ def change_by_finite_step(
         reference: log-probabilities of the policy that sampled the responses, in nats, [responses, tokens]; by default
             θ itself. If it was another policy, its responses represent θ by weights too.
         clip_at: as for `weights_from`.
-        is_truncated: whether unlikely tokens are left out. Then the entropy of a position jumps where a token enters or
-            leaves, and the error has room for jumps that no position of this sample shows.
+        tokens_may_leave: whether unlikely tokens are left out of sampling. Then the entropy of a position jumps where a
+            token enters or leaves, and the error has room for jumps that no position of this sample shows.
     """
     responses, reference = before.responses, before.log_prob if reference is None else reference
     depends_on = objective.depends_on(responses)
@@ -142,7 +142,7 @@ def change_by_finite_step(
     reason, low, high = "", None, None
     carried = support(new.expand_as(responses.mask), terms(after), responses)
     if se is not None:
-        if is_truncated:
+        if tokens_may_leave:
             se = math.hypot(se, _UNSEEN_TOKENS * objective.total_weight(responses) / float(responses.length.sum()))
         degrees = min(found.degrees_of_freedom, effective_number(found.without_each))
         half = student_t_quantile(0.5 + LEVEL / 2, degrees) * se / math.sqrt(carried.ess_fraction)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from sonde.policy.stats.attribution import other_terms
+from sonde.policy.stats.attribution import unexplained
 from sonde.runs.report.curves import Panel, TimeAxis, draw_panels
 from sonde.runs.report.figures import Plot, Section, Table
 from sonde.runs.report.policy_curves import (
@@ -136,7 +136,7 @@ def _causes_text(policy: Sequence[PolicyReading]) -> str:
         text += f" The parts of its prompts are not to be trusted: {causes.doubt}."
     elif causes.explained is not None and not 0.9 < causes.explained < 1.1:
         text += (
-            f" Of the batch's part, {number(other_terms(causes.batch, causes.explained))} is no prompt's and no named "
+            f" Of the batch's part, {number(unexplained(causes.batch, causes.explained))} is no prompt's and no named "
             "term's: it is from other terms of the loss, such as a KL penalty, an entropy bonus or clipped ratios, or "
             "from dropout."
         )
