@@ -30,8 +30,8 @@ PRESENT = {
     "files that one forecast closes over": 38,
     "calls of one measured window": 373,
     "files of one measured window": 25,
-    "words of docs": 20_106,
-    "lines of tests": 46_324,
+    "words of docs": 20_085,
+    "lines of tests": 46_326,
 }
 """What `python -m tests.house` prints. A change may lower a number. A line that raises one says why, beside it."""
 

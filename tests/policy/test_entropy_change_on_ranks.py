@@ -27,11 +27,14 @@ from tests.small_policy import STATISTICS, SmallPolicy, drawn, loss, optimizer_o
 N_E, N_U = 11, 8
 
 
-def batches() -> tuple[Rollouts, Rollouts]:
+def batches(update: str = "gradient") -> tuple[Rollouts, Rollouts]:
+    """E and U; for a step, the loss has other terms too."""
     model = policy()
     U = drawn(model, 200, N_U, seed=2)
-    tokens = torch.rand(U.mask.shape, generator=torch.Generator().manual_seed(3))
-    return drawn(model, 0, N_E, seed=1), dataclasses.replace(U, terms={"KL": tokens}, entropy_bonus=0.1 * tokens)
+    if update == "step":
+        tokens = torch.rand(U.mask.shape, generator=torch.Generator().manual_seed(3))
+        U = dataclasses.replace(U, terms={"KL": tokens}, entropy_bonus=0.1 * tokens)
+    return drawn(model, 0, N_E, seed=1), U
 
 
 def own_prompts(rollouts: Rollouts, n_first: int) -> Rollouts:
@@ -81,7 +84,7 @@ def backward(model: nn.Module, U: Rollouts) -> None:
 
 def on_rank(how: str, update: str, kind: str) -> tuple[dict[str, Any], bool]:
     model, optimizer = wrapped(kind, how)
-    E, U = batches()
+    E, U = batches(update)
     backward(model, own_prompts(U, N_U // 2))
     before = [p.grad for p in model.parameters()]
     probe = EntropyChangeProbe(
@@ -113,7 +116,7 @@ def test_uneven_ranks_agree_with_one_process(ranks2: Ranks, how: str, update: st
     assert is_kept
     assert first == second  # to the last bit
     model, optimizer = trained(kind)
-    E, U = batches()
+    E, U = batches(update)
     loss(model, U).backward()
     options = EntropyChangeOptions(update=update)  # type: ignore[arg-type]
     probe = EntropyChangeProbe(model, optimizer, options, beside=HoldEntropy() if update == "step" else None)
