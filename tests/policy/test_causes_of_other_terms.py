@@ -107,7 +107,7 @@ def test_the_log_and_the_report_name_the_terms(tmp_path: Path) -> None:
     assert reading.causes.terms == pytest.approx(forecast.causes.terms)
     assert reading.causes.doubt == ""
     text = visible_text(write_report(tmp_path))
-    assert "In that of this batch, " in text
+    assert "Of this batch's part, " in text
     assert "from the term KL, " in text
     assert "from the term entropy bonus." in text
 

@@ -259,11 +259,11 @@ def attribution_table(shares: Sequence[Share], causes: Causes | None, texts: Map
     if causes is not None:
         sources = {"from this batch": causes.batch, "from earlier ones": causes.momentum, "from decay": causes.decay}
         lines += [", ".join(f"{_signed(value)} {name}" for name, value in sources.items() if value != 0.0), ""]
-        of_batch = [f"{_signed(value)} from the term {name}" for name, value in causes.terms.items()]
+        terms = [f"{_signed(value)} from the term {name}" for name, value in causes.terms.items()]
         if causes.other is not None and abs(causes.other) > _OF_OTHER_TERMS * abs(causes.batch or 0.0):
-            of_batch.append(f"{_signed(causes.other)} from terms other than the advantages")
-        if of_batch:
-            lines[:1] = [f"{lines[0]}; in this batch's, {', '.join(of_batch)}"]
+            terms.append(f"{_signed(causes.other)} from terms other than the advantages")
+        if terms:
+            lines[:1] = [f"{lines[0]}; in this batch's, {', '.join(terms)}"]
         if causes.prompts:
             lines.append(head("learning from", "change", "rewarded", "penalised"))
             lines += [row(c.prompt, c.change, c.from_rewarded, c.from_penalised) for c in _ends(causes.prompts, n)]

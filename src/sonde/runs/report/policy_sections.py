@@ -130,8 +130,8 @@ def _causes_text(policy: Sequence[PolicyReading]) -> str:
     parts = ", ".join(f"{number(value)} from {source}" for source, value in sources.items())
     text += f" The change by step {last.window:,} has these parts: {parts}."
     if causes.terms:
-        of_batch = ", ".join(f"{number(value)} from the term {name}" for name, value in causes.terms.items())
-        text += f" In that of this batch, {of_batch}."
+        terms = ", ".join(f"{number(value)} from the term {name}" for name, value in causes.terms.items())
+        text += f" Of this batch's part, {terms}."
     if causes.doubt:
         text += f" The parts of its prompts are not to be trusted: {causes.doubt}."
     elif causes.explained is not None and not 0.9 < causes.explained < 1.1:
