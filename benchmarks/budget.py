@@ -170,7 +170,7 @@ def in_role(role: str, run: Run, state: dict[str, object], every: int) -> Plain:
     """The contestant of a role, attached to a run."""
     if role in (PLAIN, CONTROL):
         return Plain(run)
-    contestant = at_budget(run, every) if role == AT_BUDGET else Sonde(run, every=10**6)
+    contestant = at_budget(run, every) if role == AT_BUDGET else Sonde(run, every=10**6, per_example="auto")
     if role == AT_BUDGET:
         contestant.probe.load_state_dict(state)
     return contestant
