@@ -25,6 +25,7 @@ HOUSE = [
     ["gradient_norm"],
     ["batch_size"],
     ["policy"],
+    ["evidence"],
     ["runs", "config", "contrib"],
     ["__init__"],  # the public names: below it nothing may import the package itself
     ["integrations"],

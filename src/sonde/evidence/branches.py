@@ -1,0 +1,134 @@
+"""What branches from one checkpoint showed: each one's loss over units, and the critical batch size that follows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, Literal, Self
+
+from sonde.evidence.stats.branched_batch import UnitsRatio, critical_batch, units_ratios
+from sonde.evidence.stats.loss_curves import Curve, log_units_ratio
+from sonde.stats.intervals import RatioInterval
+
+SCHEMA = 1
+State = Literal["finished", "failed", "cut off"]
+"""How a branch ended: as asked; by an error; or by the user, before its end."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One short training from the checkpoint.
+
+    Attributes:
+        batch: units of one optimizer step.
+        seed: of its data: branches of the same seed are paired.
+        rate: learning rate.
+        curve: held-out loss over units since the checkpoint.
+        state: how it ended.
+        message: why it failed, in words; empty if it did not.
+        copy: 0, or 1 for the second run of a reference, which shows whether the checkpoint resumes bit for bit.
+    """
+
+    batch: float
+    seed: int
+    rate: float | None
+    curve: Curve
+    state: State = "finished"
+    message: str = ""
+    copy: int = 0
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """A noise scale that stands beside the measured critical batch.
+
+    Attributes:
+        name: such as "B_simple, average" or "B_noise".
+        metric: of the gradients: "euclidean", "adam", "sign" or "spectral".
+        low: lower end of its interval; 0 for an upper bound.
+        high: upper end; None for a lower bound.
+        value: the estimate; None unless both ends are known.
+    """
+
+    name: str
+    metric: str
+    low: float
+    high: float | None
+    value: float | None
+
+
+@dataclass(frozen=True)
+class Branches:
+    """All branches from one checkpoint.
+
+    Attributes:
+        unit: plural name of the unit.
+        reference: batch size that the others are compared with.
+        units: that each branch trains on.
+        tolerance: part of the units that a batch may need more and still be below the critical batch.
+        rule: how the rate followed the batch, in words.
+        branches: every one, in the order in which they were planned.
+        proxies: noise scales at the checkpoint, or over the reference's branches.
+        loss: what the losses are: the name in the log or in the output.
+    """
+
+    unit: str
+    reference: float
+    units: float
+    tolerance: float
+    rule: str
+    branches: tuple[Branch, ...]
+    proxies: tuple[Proxy, ...] = ()
+    loss: str = "eval_loss"
+    _until: float = field(default=math.inf, repr=False)
+
+    @cached_property
+    def ratios(self) -> list[UnitsRatio]:
+        """Of each batch above the reference: units that it needs over those that the reference needs."""
+        references = {b.seed: b for b in self.branches if self._is_reference(b) and b.copy == 0}
+        logs: dict[float, list[float]] = {b.batch: [] for b in self.branches if b.batch != self.reference}
+        for branch in self.branches:
+            base = references.get(branch.seed)
+            if branch.batch == self.reference or branch.state != "finished" or base is None:
+                continue
+            found = log_units_ratio(branch.curve.until(self._until), base.curve.until(self._until))
+            if found is not None:
+                logs[branch.batch].append(found)
+        return units_ratios([*logs.items()])
+
+    @cached_property
+    def critical(self) -> RatioInterval:
+        """The critical batch size, at which the ratio of units passes 1 + tolerance."""
+        return critical_batch(self.ratios, self.reference, self.tolerance)
+
+    def of_shorter(self, part: float = 0.5) -> Branches:
+        """The same branches, read as if they had ended after this part of their units: a check by a second length."""
+        kept = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return Branches(**kept | {"_until": part * self.units})
+
+    def _is_reference(self, branch: Branch) -> bool:
+        return branch.batch == self.reference and branch.state == "finished"
+
+    def as_json(self) -> dict[str, Any]:
+        """For a file."""
+        known = asdict(self)
+        del known["_until"]
+        return {"schema": SCHEMA, **known}
+
+    @classmethod
+    def from_json(cls, known: Mapping[str, Any]) -> Self:
+        """From a file.
+
+        Raises:
+            ValueError: for another schema.
+        """
+        if known.get("schema") != SCHEMA:
+            raise ValueError(f"these branches were written by another version of sonde (schema {known.get('schema')})")
+        rest = {name: value for name, value in known.items() if name != "schema"}
+        branches = tuple(
+            Branch(**b | {"curve": Curve(tuple(b["curve"]["units"]), tuple(b["curve"]["losses"]))})
+            for b in rest.pop("branches")
+        )
+        return cls(branches=branches, proxies=tuple(Proxy(**p) for p in rest.pop("proxies")), **rest)

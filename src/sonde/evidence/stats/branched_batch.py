@@ -1,0 +1,125 @@
+"""The critical batch size from branches: the largest batch that needs hardly more units than the reference."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sonde.stats.intervals import RatioInterval, student_t_quantile, unresolved
+
+
+@dataclass(frozen=True)
+class UnitsRatio:
+    """Units that a batch size needs for the reference's loss, over those that the reference needs.
+
+    Attributes:
+        batch: units of one optimizer step.
+        logs: log of the ratio of each seed that could be compared; `math.inf` where the branch diverged.
+        ratio: the mean over seeds, of the logs; infinite if one diverged, None without any.
+        low: lower end of its 95 % interval; None where it is not known.
+        high: upper end.
+    """
+
+    batch: float
+    logs: tuple[float, ...]
+    ratio: float | None
+    low: float | None
+    high: float | None
+
+    @property
+    def n_diverged(self) -> int:
+        """Seeds whose branch diverged, or came to no loss below the checkpoint's."""
+        return sum(map(math.isinf, self.logs))
+
+
+def units_ratios(logs: Sequence[tuple[float, Sequence[float]]]) -> list[UnitsRatio]:
+    """The ratio of each batch with its interval. The scatter over seeds is pooled over batches that have not diverged.
+
+    Args:
+        logs: each batch with the log of its ratio for each seed, paired by data with the reference.
+
+    Returns:
+        In the order of the batches.
+
+    Example:
+        >>> [r.ratio for r in units_ratios([(64, [0.0, 0.0])])]
+        [1.0]
+    """
+    ordered = sorted((batch, tuple(values)) for batch, values in logs)
+    steady = [values for _, values in ordered if len(values) > 1 and not any(map(math.isinf, values))]
+    dof = sum(len(values) - 1 for values in steady)
+    variance = sum((len(v) - 1) * statistics.variance(v) for v in steady) / dof if dof else None
+    return [_ratio_of(batch, values, variance, dof) for batch, values in ordered]
+
+
+def _ratio_of(batch: float, logs: tuple[float, ...], variance: float | None, dof: int) -> UnitsRatio:
+    if not logs:
+        return UnitsRatio(batch, logs, None, None, None)
+    if any(map(math.isinf, logs)):
+        finite = [math.exp(value) for value in logs if math.isfinite(value)]
+        return UnitsRatio(batch, logs, math.inf, min(finite, default=math.inf), math.inf)
+    mean = statistics.fmean(logs)
+    if variance is None:
+        return UnitsRatio(batch, logs, math.exp(mean), None, None)
+    reach = student_t_quantile(0.975, dof) * math.sqrt(variance / len(logs))
+    return UnitsRatio(batch, logs, math.exp(mean), math.exp(mean - reach), math.exp(mean + reach))
+
+
+def critical_batch(ratios: Sequence[UnitsRatio], reference: float, tolerance: float) -> RatioInterval:
+    """The batch size at which the ratio of units passes 1 + tolerance, between the batches by straight lines in logs.
+
+    Its interval holds the batches at which a ratio of 1 + tolerance lies within the ratio's own interval.
+
+    Args:
+        ratios: of batches above the reference.
+        reference: its batch, whose ratio is 1.
+        tolerance: part of the units that a batch may need more: 0.2 for a fifth.
+
+    Returns:
+        In units; a lower bound if no batch needs so many, and unresolved, with a reason, without intervals.
+
+    Raises:
+        ValueError: unless the tolerance is positive.
+    """
+    if not tolerance > 0:
+        raise ValueError(f"tolerance must be positive, got {tolerance}: 0.2 allows a fifth more units")
+    known = [r for r in ratios if r.batch > reference and r.ratio is not None]
+    if not known:
+        return unresolved("no batch above the reference could be compared")
+    if any(r.low is None for r in known):
+        return unresolved("the scatter from seed to seed is not known: use 2 seeds or more")
+    batches = [reference, *(r.batch for r in known)]
+    middle = _passes(batches, [1.0, *(r.ratio or 0.0 for r in known)], 1 + tolerance)
+    first = _passes(batches, [1.0, *(r.high or 0.0 for r in known)], 1 + tolerance)
+    last = _passes(batches, [1.0, *(r.low or 0.0 for r in known)], 1 + tolerance)
+    if first is None:
+        return RatioInterval("lower_bound", batches[-1], math.inf, "no batch needs so many units: try larger ones")
+    if last is None or middle is None:
+        reason = "the largest batch may need as few units: use larger batches or more seeds"
+        return RatioInterval("lower_bound", first, math.inf, reason)
+    return RatioInterval("resolved", first, last, ratio=middle)
+
+
+def _passes(batches: Sequence[float], ratios: Sequence[float], level: float) -> float | None:
+    """The first batch at which the ratio passes a level; None if none does."""
+    for k in range(1, len(batches)):
+        if ratios[k] >= level:
+            if math.isinf(ratios[k]):  # somewhere between the two
+                return math.sqrt(batches[k - 1] * batches[k])
+            below, above = math.log(ratios[k - 1]), math.log(ratios[k])
+            part = (math.log(level) - below) / (above - below) if above > below else 1.0
+            return float(batches[k - 1] ** (1 - part) * batches[k] ** part)
+    return None
+
+
+def from_base(critical: float, reference: float, tolerance: float) -> float:
+    """B_crit of the law 1 + B/B_crit, whose ratio of units passes 1 + w at a batch b, from a reference of B₀.
+
+    (1 + b/B_crit)/(1 + B₀/B_crit) = 1 + w gives B_crit = (b − (1 + w) B₀)/w.
+
+    Returns:
+        In units; 0 or less where the ratio rises faster than the law allows.
+    """
+    return (critical - (1 + tolerance) * reference) / tolerance
