@@ -370,7 +370,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command = f"python -m benchmarks.norm --device {options.device}"
     page = markdown(measured, command + " --quick" * options.quick + " --one-thread" * options.one_thread)
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / stem("norm", options.device)
+    path = options.out / (stem("norm", options.device) + "_one_thread" * options.one_thread)
     path.with_suffix(".json").write_text(json.dumps(measured, indent=1) + "\n")
     path.with_suffix(".md").write_text(page)
     print(page)
