@@ -17,8 +17,12 @@ from torch import Tensor
 
 from sonde.parallel.devices import accumulation_dtype, widened, zero_sums
 
-_CHUNK = 2**16
-"""Elements converted to fp64 at a time on the CPU: 0.5 MiB stays in a core's cache."""
+_CHUNK = 2**15
+"""Elements converted to fp64 at a time on the CPU: 0.25 MiB stays in a core's cache.
+
+torch shares longer loops out among its threads. On cores that other processes use, such as those of a data loader, the
+threads then wait for each other much longer than a small gradient takes to read.
+"""
 _FEW = 8
 """So few tensors are joined without a look at their shapes."""
 
@@ -31,7 +35,7 @@ _MIN_ELEMENTS = 2**13
 _LARGE = 2**15
 """Tensors in fp32 of more elements are read where they are."""
 _JOINED = 2**18
-"""Elements of smaller tensors that are joined, to be read by one call."""
+"""Elements of smaller tensors that one thread joins, to read them by one call."""
 _STAGED = 2**20
 """Elements converted to fp32 at a time: the kernel that reads half precision itself is slow, or gives 3 digits."""
 _kept = threading.local()
@@ -106,26 +110,37 @@ def _square_sum_in_blocks(tensors: Sequence[Tensor]) -> float:
             length, n = _BLOCK, shape.numel() // _BLOCK * _BLOCK
             others += [t.view(-1)[n:] for t in members]
             members = [t.view(-1)[:n] for t in members]
+        waiting, n_waiting = list[Tensor](), 0
         for norms in _norms_of_blocks(members, length):
-            in_fp64 = norms.double()
-            total += torch.dot(in_fp64, in_fp64).item()
+            waiting.append(norms)
+            n_waiting += len(norms)
+            if n_waiting > _CHUNK:
+                total += _square_sum(waiting)
+                waiting, n_waiting = [], 0
+        total += _square_sum(waiting) if waiting else 0.0
     return total + power_sum(others, 2.0).item() if others else total
+
+
+def _square_sum(norms: list[Tensor]) -> float:
+    in_fp64 = (torch.cat(norms) if len(norms) > 1 else norms[0]).double()
+    # Not torch.dot: BLAS shares out even 8,000 elements among its threads.
+    return in_fp64.square_().sum().item()
 
 
 def _norms_of_blocks(alike: list[Tensor], length: int) -> Iterator[Tensor]:
     """The fp32 norms of all blocks of contiguous tensors of one shape and dtype; each tensor is a row of blocks."""
     first = alike[0]
     n = first.numel()
-    if first.dtype is torch.float32 and n > _LARGE:
+    # One call for many tensors: a call takes as long as reading 8,000 elements. But see `_CHUNK`.
+    n_joined = _JOINED // max(n, 1) if torch.get_num_threads() == 1 else 1
+    if first.dtype is torch.float32 and (n > _LARGE or n_joined <= 1):
         yield from (torch.linalg.vector_norm(t.view(-1, length), 2.0, -1) for t in alike)
         return
     staged = _staging()[: _STAGED // length * length].view(-1, length)
-    if n > _JOINED:
+    if n_joined <= 1:
         for part in (part for t in alike for part in t.view(-1, length).split(len(staged))):
             yield torch.linalg.vector_norm(staged[: len(part)].copy_(part), 2.0, -1)
         return
-    # One call for many tensors: a call takes as long as reading 8,000 elements.
-    n_joined = _JOINED // max(n, 1)
     for some in (alike[i : i + n_joined] for i in range(0, len(alike), n_joined)):
         rows = staged[: len(some) * n // length]
         torch.cat(some, out=rows.view(len(some) * len(first), *first.shape[1:]))
@@ -184,9 +199,7 @@ def _dense_view(tensor: Tensor) -> Tensor:
 def _power(chunk: Tensor, order: float) -> Tensor:
     """Σ|x|^order of one chunk, which is overwritten."""
     if order == 2.0:
-        # BLAS adds in an order that depends on alignment. Every chunk is at the start of memory of its own, aligned
-        # alike: so equal gradients at different addresses give the same bits.
-        return torch.dot(chunk, chunk)
+        return chunk.square_().sum()
     return chunk.abs_().sum() if order == 1.0 else chunk.abs_().pow_(order).sum()
 
 
