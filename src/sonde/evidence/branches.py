@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, Self
 
 from sonde.evidence.stats.branched_batch import UnitsRatio, critical_batch, units_ratios
 from sonde.evidence.stats.loss_curves import Curve, log_units_ratio
+from sonde.record_values import json_number
 from sonde.stats.intervals import RatioInterval
 
 SCHEMA = 1
@@ -29,6 +30,7 @@ class Branch:
         state: how it ended.
         message: why it failed, in words; empty if it did not.
         copy: 0, or 1 for the second run of a reference, which shows whether the checkpoint resumes bit for bit.
+        trained_batch: units of one step as its log has them, which a script may round; None where that is not known.
     """
 
     batch: float
@@ -38,6 +40,7 @@ class Branch:
     state: State = "finished"
     message: str = ""
     copy: int = 0
+    trained_batch: float | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,6 @@ class Branches:
     branches: tuple[Branch, ...]
     proxies: tuple[Proxy, ...] = ()
     loss: str = "eval_loss"
-    _until: float = field(default=math.inf, repr=False)
 
     @cached_property
     def ratios(self) -> list[UnitsRatio]:
@@ -93,7 +95,7 @@ class Branches:
             base = references.get(branch.seed)
             if branch.batch == self.reference or branch.state != "finished" or base is None:
                 continue
-            found = log_units_ratio(branch.curve.until(self._until), base.curve.until(self._until))
+            found = log_units_ratio(branch.curve, base.curve)
             if found is not None:
                 logs[branch.batch].append(found)
         return units_ratios([*logs.items()])
@@ -104,17 +106,20 @@ class Branches:
         return critical_batch(self.ratios, self.reference, self.tolerance)
 
     def of_shorter(self, part: float = 0.5) -> Branches:
-        """The same branches, read as if they had ended after this part of their units: a check by a second length."""
-        kept = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return Branches(**kept | {"_until": part * self.units})
+        """The same branches, as if they had ended after this part of their units: a check by a second length."""
+        units = part * self.units
+        return replace(
+            self, units=units, branches=tuple(replace(b, curve=b.curve.until(units)) for b in self.branches)
+        )
 
     def _is_reference(self, branch: Branch) -> bool:
         return branch.batch == self.reference and branch.state == "finished"
 
     def as_json(self) -> dict[str, Any]:
-        """For a file."""
+        """For a file. A loss that is not finite becomes None, since JSON has no such numbers."""
         known = asdict(self)
-        del known["_until"]
+        for branch in known["branches"]:
+            branch["curve"]["losses"] = tuple(map(json_number, branch["curve"]["losses"]))
         return {"schema": SCHEMA, **known}
 
     @classmethod
@@ -127,8 +132,10 @@ class Branches:
         if known.get("schema") != SCHEMA:
             raise ValueError(f"these branches were written by another version of sonde (schema {known.get('schema')})")
         rest = {name: value for name, value in known.items() if name != "schema"}
-        branches = tuple(
-            Branch(**b | {"curve": Curve(tuple(b["curve"]["units"]), tuple(b["curve"]["losses"]))})
-            for b in rest.pop("branches")
-        )
+        branches = tuple(Branch(**b | {"curve": curve_of_json(b["curve"])}) for b in rest.pop("branches"))
         return cls(branches=branches, proxies=tuple(Proxy(**p) for p in rest.pop("proxies")), **rest)
+
+
+def curve_of_json(known: Mapping[str, Any]) -> Curve:
+    """A curve from a file, in which a loss that is not finite is None."""
+    return Curve(tuple(known["units"]), tuple(math.nan if loss is None else loss for loss in known["losses"]))
