@@ -1,0 +1,167 @@
+"""The page of branches from one checkpoint: the critical batch size first, then what it was read from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from sonde.evidence.branches import Branches
+from sonde.runs.report.branch_verdict import branch_panel, capital, in_words, noise_scales, quotient, times
+from sonde.runs.report.how_measured import Row, cut
+from sonde.runs.report.page import check_bokeh, check_target, whole_page, write_in_one_step
+from sonde.wording import count, number, plural
+
+BRANCHES_NAME = "branches.json"
+"""The file of branches in the folder of `sonde branch`."""
+_NO_SCALES = (
+    "No noise scale was measured beside these branches. `sonde measure` measures it at the checkpoint, and a script "
+    "that attaches sonde logs it in each branch."
+)
+
+
+def read_branches(path: Path) -> Branches:
+    """The branches in a file.
+
+    Args:
+        path: the file in a folder that `sonde branch` wrote.
+
+    Raises:
+        FileNotFoundError: when there is no such file.
+        ValueError: when it does not hold branches, or another version of sonde wrote it.
+    """
+    try:
+        return Branches.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} does not hold branches: give a folder that `sonde branch` wrote") from error
+
+
+def write_branch_report(branches: Branches, path: Path) -> Path:
+    """Write the page of branches: one HTML file that opens in any browser.
+
+    Args:
+        branches: from one checkpoint.
+        path: the file to write. An older report is replaced in one step. Any other file is left alone.
+
+    Returns:
+        The file that was written.
+
+    Raises:
+        ValueError: when `path` exists and is not a report.
+        ImportError: without the `bokeh` package.
+    """
+    check_bokeh()
+    check_target(path)
+    write_in_one_step(path, branch_page(branches))
+    return path
+
+
+def branch_page(branches: Branches) -> str:
+    """The whole page."""
+    # Here, since Bokeh is an extra, and only the page needs it.
+    from sonde.runs.report.branch_figures import loss_plot, ratio_plot
+    from sonde.runs.report.figures import Section, Table
+
+    unit, scales = branches.unit, noise_scales(branches) if branches.proxies else []
+    heads = ("Batch size", "Learning rate", "Ratio (95 % interval)", "Branches", "Diverged")
+    tables = [Table(f"{capital(unit)} needed, times those of the reference", heads, tuple(_batch_rows(branches)))]
+    if unfinished := tuple(_unfinished_rows(branches)):
+        tables.append(Table("Branches that did not finish", ("Branch", "How it ended", "Why"), unfinished, n_texts=3))
+    sections = [
+        Section(f"{capital(unit)} that each batch size needs", _RATIO_TEXT, (ratio_plot(branches, scales), *tables)),
+        Section("Loss of each batch size", _LOSS_TEXT, (loss_plot(branches),)),
+    ]
+    if scales:
+        rows = tuple(
+            (name, in_words(of), quotient(scales[0][1], of) if k else "–") for k, (name, of) in enumerate(scales)
+        )
+        table = Table("B_crit and noise scales", ("Measured", f"In {unit}", "B_crit, times this"), rows)
+        sections.append(Section("Noise scales beside the measurement", _scales_text(branches), (table,)))
+    else:
+        sections.append(Section("Noise scales beside the measurement", "", (_NO_SCALES,)))
+    n_finished = sum(b.state == "finished" for b in branches.branches)
+    return whole_page(
+        sections,
+        name="Branches from one checkpoint",
+        subject="critical batch size",
+        facts=(
+            f"Reference: batch size {number(branches.reference)}",
+            f"{number(branches.units)} {unit} in each branch",
+            plural(len({b.seed for b in branches.branches}), "seed"),
+            f"{count(n_finished)} of {count(len(branches.branches))} branches finished",
+        ),
+        panels=[branch_panel(branches)],
+        rows=list(_how_measured(branches)),
+        source="these branches",
+    )
+
+
+_RATIO_TEXT = (
+    "All branches train on the same number of units from one checkpoint. Each point says how many units a batch size "
+    "needs for the losses that the reference reaches, times the units that the reference needs. The critical batch "
+    "size is where this ratio passes the tolerance."
+)
+_LOSS_TEXT = "The mean of the seeds, on the same held-out data for all branches. Lower is better."
+
+
+def _scales_text(branches: Branches) -> str:
+    """What is compared with what."""
+    reference, more, level = map(number, (branches.reference, branches.tolerance, 1 + branches.tolerance))
+    return (
+        "By the law of McCandlish et al. 2018 (arXiv:1812.06162), a batch size B needs 1 + B/B_crit times the fewest "
+        f"possible {branches.unit}, and a noise scale predicts B_crit. From a reference of {reference} and a tolerance "
+        f"of {more}, the critical batch size b gives B_crit = (b − {level} × {reference})/{more}. "
+        "The last column takes the far ends of both intervals. Above 1, the noise scale is smaller than B_crit."
+    )
+
+
+def _batch_rows(branches: Branches) -> Iterator[tuple[str, ...]]:
+    ratios = {r.batch: times(r) for r in branches.ratios}
+    for batch in sorted({b.batch for b in branches.branches}):
+        of = [b for b in branches.branches if b.batch == batch and b.copy == 0]
+        rates = ", ".join(dict.fromkeys(number(b.rate) for b in of if b.rate is not None)) or "–"
+        done = [b for b in of if b.state == "finished" and b.curve.units]
+        diverged = sum(b.curve.has_diverged for b in done)
+        yield number(batch), rates, ratios.get(batch, "1, the reference"), f"{len(done)} of {len(of)}", count(diverged)
+
+
+def _unfinished_rows(branches: Branches) -> Iterator[tuple[str, ...]]:
+    for b in branches.branches:
+        if b.state != "finished":
+            yield f"batch size {number(b.batch)}, seed {b.seed}", b.state, cut(b.message, 300) or "–"
+
+
+def _how_measured(branches: Branches) -> Iterator[Row]:
+    unit = branches.unit
+    yield Row("Learning rate", (f"{branches.rule}.",))
+    yield Row("Loss", (branches.loss,))
+    yield Row(
+        "Ratio",
+        (
+            "Both curves of the loss are made to fall. At 9 losses over the last quarter of what the reference used, "
+            f"the {unit} that a batch size needs are divided by those that the reference of the same seed needs. Then "
+            "the mean of the logs is taken.",
+            "Interval: Student's t over seeds, with the scatter pooled over all batch sizes that did not diverge.",
+        ),
+    )
+    yield Row(
+        "Critical batch size",
+        (
+            f"The batch size at which the ratio passes {number(1 + branches.tolerance)}, by straight lines between the "
+            "batch sizes in logs. Its interval holds the batch sizes whose own interval has that ratio.",
+        ),
+    )
+    if resumed := _resumed(branches):
+        yield Row("The reference, run twice", (resumed,))
+
+
+def _resumed(branches: Branches) -> str:
+    """How far two runs of the reference with one seed differ; empty if none was run twice."""
+    first = {b.seed: b.curve for b in branches.branches if b.batch == branches.reference and not b.copy}
+    pairs = [(first[b.seed], b.curve) for b in branches.branches if b.copy and b.seed in first]
+    apart = [abs(x - y) for one, two in pairs for x, y in zip(one.losses, two.losses, strict=False)]
+    if not apart:
+        return ""
+    if all(one == two for one, two in pairs):
+        return "The same losses, bit for bit: the checkpoint resumes exactly."
+    return f"The losses differ by up to {number(max(apart))}: this noise is in every ratio."
