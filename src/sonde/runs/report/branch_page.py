@@ -106,11 +106,11 @@ _LOSS_TEXT = "The mean of the seeds, on the same held-out data for all branches.
 
 def _scales_text(branches: Branches) -> str:
     """What is compared with what."""
-    reference, more, level = map(number, (branches.reference, branches.tolerance, 1 + branches.tolerance))
+    reference, more = number(branches.reference), f"{branches.tolerance:g}"
     return (
         "By the law of McCandlish et al. 2018 (arXiv:1812.06162), a batch size B needs 1 + B/B_crit times the fewest "
         f"possible {branches.unit}, and a noise scale predicts B_crit. From a reference of {reference} and a tolerance "
-        f"of {more}, the critical batch size b gives B_crit = (b − {level} × {reference})/{more}. "
+        f"of {more}, the critical batch size b gives B_crit = (b − {1 + branches.tolerance:g} × {reference})/{more}. "
         "The last column takes the far ends of both intervals. Above 1, the noise scale is smaller than B_crit."
     )
 
@@ -147,7 +147,7 @@ def _how_measured(branches: Branches) -> Iterator[Row]:
     yield Row(
         "Critical batch size",
         (
-            f"The batch size at which the ratio passes {number(1 + branches.tolerance)}, by straight lines between the "
+            f"The batch size at which the ratio passes {1 + branches.tolerance:g}, by straight lines between the "
             "batch sizes in logs. Its interval holds the batch sizes whose own interval has that ratio.",
         ),
     )

@@ -21,8 +21,9 @@ def branch_panel(branches: Branches) -> VerdictPanel:
     action, headline = f"Run more branches: {found.reason}.", "The critical batch size is not known yet."
     if found.low is not None:
         kind, badge = ("measured", "Measured") if found.status == "resolved" else ("unknown", "Only a lower bound")
+        safe = count(math.floor(found.low))
         action = (
-            f"A batch size of up to {number(found.low)} {unit} needs at most {more} more {unit} than the reference, "
+            f"A batch size of up to {safe} {unit} needs at most {more} more {unit} than the reference, "
             f"{number(branches.reference)}."
         )
         headline = f"The critical batch size is {in_words(found)} {unit}, at a tolerance of {more}."

@@ -73,7 +73,7 @@ def _rendered(page: str, **values: Any) -> str:
     def formula(text: str) -> Markup:
         """B_crit, S_min and similar names get subscripts, and no line ends within a number."""
         whole = str(Markup.escape(text)).replace(" × 10", "\N{NO-BREAK SPACE}×\N{NO-BREAK SPACE}10")
-        return Markup(re.sub(r"\b([BSEV])_(simple|crit|min|[EUXY])\b", r"\1<sub>\2</sub>", whole))
+        return Markup(re.sub(r"\b([BSEV])_(simple|crit|noise|min|[EUXY])\b", r"\1<sub>\2</sub>", whole))
 
     environment = Environment(autoescape=True)
     environment.filters.update(formula=formula, cut=cut)
