@@ -51,7 +51,7 @@ def test_a_measured_critical_batch(tmp_path: Path) -> None:
         "128 0.00283 1.52× (1.48 to 1.56) 3 of 3 0",
         "16 0.00100 1, the reference 3 of 3 0",
         "B crit = (b − 1.2 × 16)/0.2",
-        "B crit of the law 1 + B/B crit , by these branches 191 (155 to 229) –",
+        "B crit by these branches 191 (155 to 229) –",
         "B noise (euclidean) 205 (160 to 260) 0.933 (0.597 to 1.43)",
         "The same losses, bit for bit: the checkpoint resumes exactly.",
         "from these branches.",

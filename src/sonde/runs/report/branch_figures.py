@@ -65,7 +65,7 @@ def ratio_plot(branches: Branches, scales: Sequence[tuple[str, RatioInterval]]) 
     _mark_batches(fig, x, branches)
     ticks = _ratio_ticks(y)
     fig.yaxis[0].ticker = FixedTicker(ticks=ticks)
-    fig.yaxis[0].major_label_overrides = {tick: f"{number(tick)}×" for tick in ticks}
+    fig.yaxis[0].major_label_overrides = {tick: f"{tick:g}×" for tick in ticks}
     legend = [*_draw_critical(fig, x, branches), *_draw_ratios(fig, y, branches)]
     add_line_at(fig, level, "width", ORANGE, "dashed")
     more = f"{percent(branches.tolerance)} more {unit} than the reference: the tolerance"
@@ -128,7 +128,7 @@ def _draw_critical(fig: figure, x: Scale, branches: Branches) -> list[LegendEntr
     add_line_at(fig, critical.ratio, "height", BLUE, "solid")
     return [
         LegendEntry("bar", BLUE, f"critical batch size, {number(critical.ratio)} {branches.unit}"),
-        LegendEntry("band", BLUE, "its 95 % interval"),
+        LegendEntry("band", BLUE, f"its {percent(0.95)} interval"),
     ]
 
 
@@ -146,7 +146,7 @@ def _draw_ratios(fig: figure, y: Scale, branches: Branches) -> list[LegendEntry]
     reference = Scatter(size=11, fill_color="white", line_color=INK, line_width=2.5)
     draw(fig, reference, x=[branches.reference], y=[1.0])
     legend = [
-        LegendEntry("whisker", INK, f"{branches.unit} that a batch size needs, with the 95 % interval"),
+        LegendEntry("whisker", INK, f"{branches.unit} that a batch size needs, with the {percent(0.95)} interval"),
         LegendEntry("dot", INK, f"the reference, {number(branches.reference)} {branches.unit} per step"),
     ]
     if diverged:
@@ -161,13 +161,13 @@ def _scales_figure(
 ) -> tuple[figure, list[LegendEntry]]:
     y = Scale("linear", len(scales) - 0.5, -0.9)  # downwards: the first one on top
     label = f"Noise scale or batch size ({unit})"
-    fig = new_figure(x, y, x_label=label, y_label="", height=36 * len(scales) + 70, shared=shared)
+    fig = new_figure(x, y, x_label=label, y_label="", height=44 * len(scales) + 70, shared=shared)
     fig.yaxis.visible = False
     fig.ygrid.visible = False
     ofs = [of for _, of in scales]
     anchors, legend = draw_intervals(fig, x, ofs)
     for row, (name, _) in enumerate(scales):
-        add_label(fig, x.at(0.0), row - 0.12, name)
+        add_label(fig, x.at(0.0), row - 0.08, name)
     texts: dict[str, Callable[[int], str]] = {
         "noise scale": lambda i: scales[i][0],
         "value": lambda i: in_words(ofs[i]),

@@ -10,7 +10,7 @@ from sonde.evidence.branches import Branches
 from sonde.runs.report.branch_verdict import branch_panel, capital, in_words, noise_scales, quotient, times
 from sonde.runs.report.how_measured import Row, cut
 from sonde.runs.report.page import check_bokeh, check_target, whole_page, write_in_one_step
-from sonde.wording import count, number, plural
+from sonde.wording import count, number, percent, plural
 
 BRANCHES_NAME = "branches.json"
 """The file of branches in the folder of `sonde branch`."""
@@ -63,7 +63,7 @@ def branch_page(branches: Branches) -> str:
     from sonde.runs.report.figures import Section, Table
 
     unit, scales = branches.unit, noise_scales(branches) if branches.proxies else []
-    heads = ("Batch size", "Learning rate", "Ratio (95 % interval)", "Branches", "Diverged")
+    heads = ("Batch size", "Learning rate", f"Ratio ({percent(0.95)} interval)", "Branches", "Diverged")
     tables = [Table(f"{capital(unit)} needed, times those of the reference", heads, tuple(_batch_rows(branches)))]
     if unfinished := tuple(_unfinished_rows(branches)):
         tables.append(Table("Branches that did not finish", ("Branch", "How it ended", "Why"), unfinished, n_texts=3))

@@ -11,7 +11,7 @@ from sonde.runs.report.verdicts import Tile, VerdictPanel
 from sonde.stats.intervals import RatioInterval, unresolved
 from sonde.wording import count, estimate, interval, number, percent, plural
 
-_LAW = "B_crit of the law 1 + B/B_crit, by these branches"
+_LAW = "B_crit by these branches"
 
 
 def branch_panel(branches: Branches) -> VerdictPanel:
@@ -30,7 +30,7 @@ def branch_panel(branches: Branches) -> VerdictPanel:
         if found.reason:
             headline += f" {capital(found.reason)}."
     detail = " ".join(_doubts(branches)) or "Every branch finished, and none diverged."
-    basis = f"Judged from {count(len(branches.branches))} branches. Intervals hold with 95 %."
+    basis = f"Judged from {count(len(branches.branches))} branches. Intervals hold with {percent(0.95)}."
     return VerdictPanel(kind, badge, action, headline, detail, basis, tuple(map(_tile, branches.ratios)))
 
 
