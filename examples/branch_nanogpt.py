@@ -67,7 +67,7 @@ def held_out_loss() -> float:
     """The mean loss of sequences that are the same in every branch, and never trained on."""
     model.eval()
     with torch.no_grad():
-        loss = model(*held_out)[1].item()
+        loss: float = model(*held_out)[1].item()
     model.train()
     return loss
 
