@@ -68,7 +68,9 @@ def _ratio_of(batch: float, logs: tuple[float, ...], variance: float | None, dof
 
 
 def critical_batch(ratios: Sequence[UnitsRatio], reference: float, tolerance: float) -> RatioInterval:
-    """The batch size at which the ratio of units passes 1 + tolerance, between the batches by straight lines in logs.
+    """The batch size at which the ratio of units passes 1 + tolerance, between the batches by straight lines.
+
+    The law 1 + B/B_crit is such a line. Lines in logs would be wrong by 13 % between batches of 16 and 64 at B_crit 50.
 
     Its interval reaches from the first batch at which the upper end of the ratio passes 1 + tolerance, to the last one
     at which the lower end does.
@@ -117,8 +119,7 @@ def _passes(batches: Sequence[float], ratios: Sequence[float], level: float) -> 
         if math.isinf(above):
             found.append((float(batches[k - 1]), float(batches[k])))
             continue
-        part = math.log(level / below) / math.log(above / below)
-        at = float(batches[k - 1] ** (1 - part) * batches[k] ** part)
+        at = batches[k - 1] + (level - below) / (above - below) * (batches[k] - batches[k - 1])
         found.append((at, at))
     return found
 
