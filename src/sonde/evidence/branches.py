@@ -42,6 +42,11 @@ class Branch:
     copy: int = 0
     trained_batch: float | None = None
 
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"batch {self.batch:g}, seed {self.seed}{', second run' if self.copy else ''}"
+
 
 @dataclass(frozen=True)
 class Proxy:
@@ -108,19 +113,15 @@ class Branches:
     def of_shorter(self, part: float = 0.5) -> Branches:
         """The same branches, as if they had ended after this part of their units: a check by a second length."""
         units = part * self.units
-        return replace(
-            self, units=units, branches=tuple(replace(b, curve=b.curve.until(units)) for b in self.branches)
-        )
+        return replace(self, units=units, branches=tuple(replace(b, curve=b.curve.until(units)) for b in self.branches))
 
     def _is_reference(self, branch: Branch) -> bool:
         return branch.batch == self.reference and branch.state == "finished"
 
     def as_json(self) -> dict[str, Any]:
-        """For a file. A loss that is not finite becomes None, since JSON has no such numbers."""
-        known = asdict(self)
-        for branch in known["branches"]:
-            branch["curve"]["losses"] = tuple(map(json_number, branch["curve"]["losses"]))
-        return {"schema": SCHEMA, **known}
+        """For a file."""
+        branches = [branch_as_json(branch) for branch in self.branches]
+        return {"schema": SCHEMA, **asdict(replace(self, branches=())), "branches": branches}
 
     @classmethod
     def from_json(cls, known: Mapping[str, Any]) -> Self:
@@ -132,10 +133,17 @@ class Branches:
         if known.get("schema") != SCHEMA:
             raise ValueError(f"these branches were written by another version of sonde (schema {known.get('schema')})")
         rest = {name: value for name, value in known.items() if name != "schema"}
-        branches = tuple(Branch(**b | {"curve": curve_of_json(b["curve"])}) for b in rest.pop("branches"))
+        branches = tuple(map(branch_of_json, rest.pop("branches")))
         return cls(branches=branches, proxies=tuple(Proxy(**p) for p in rest.pop("proxies")), **rest)
 
 
-def curve_of_json(known: Mapping[str, Any]) -> Curve:
-    """A curve from a file, in which a loss that is not finite is None."""
-    return Curve(tuple(known["units"]), tuple(math.nan if loss is None else loss for loss in known["losses"]))
+def branch_as_json(branch: Branch) -> dict[str, Any]:
+    """For a file. A loss that is not finite becomes None, since JSON has no such numbers."""
+    curve = {"units": branch.curve.units, "losses": [*map(json_number, branch.curve.losses)]}
+    return asdict(branch) | {"curve": curve}
+
+
+def branch_of_json(known: Mapping[str, Any]) -> Branch:
+    """From a file."""
+    losses = tuple(math.nan if loss is None else loss for loss in known["curve"]["losses"])
+    return Branch(**{**known, "curve": Curve(tuple(known["curve"]["units"]), losses)})
