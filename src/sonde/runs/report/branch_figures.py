@@ -186,7 +186,7 @@ def loss_plot(branches: Branches) -> Plot | str:
     y = scale_for(losses, "any")
     x = scale_for([0.0, branches.units], "linear")
     label = f"{capital(branches.unit)} since the checkpoint"
-    fig = new_figure(x, y, x_label=label, y_label=branches.loss, height=380)
+    fig = new_figure(x, y, x_label=label, y_label="Held-out loss", height=380)
     legend: list[LegendEntry] = []
     words = []
     for (batch, of), (color, mark) in zip(by_batch.items(), _STYLES * len(by_batch), strict=False):
@@ -206,7 +206,7 @@ def loss_plot(branches: Branches) -> Plot | str:
     legend.append(LegendEntry("band", GREY, "from the lowest to the highest seed"))
     if len(steady) < sum(map(len, by_batch.values())):
         legend.append(LegendEntry("dotted", GREY, "a branch that diverged"))
-    return Plot((fig,), tuple(legend), f"{branches.loss} over {branches.unit}. {'; '.join(words)}.")
+    return Plot((fig,), tuple(legend), f"Held-out loss over {branches.unit}. {'; '.join(words)}.")
 
 
 def _drawn(branches: Branches, batch: float) -> list[Branch]:

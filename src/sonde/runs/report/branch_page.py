@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sonde.evidence.branches import Branches
-from sonde.runs.report.branch_verdict import branch_panel, capital, in_words, noise_scales, quotient, times
-from sonde.runs.report.how_measured import Row, cut
+from sonde.evidence.notices import notices
+from sonde.runs.report.branch_verdict import branch_panel, capital, in_words, noise_scales, over_b_crit, times
+from sonde.runs.report.how_measured import Row
 from sonde.runs.report.page import check_bokeh, check_target, whole_page, write_in_one_step
 from sonde.wording import count, number, percent, plural
 
@@ -62,20 +63,19 @@ def branch_page(branches: Branches) -> str:
     from sonde.runs.report.branch_figures import loss_plot, ratio_plot
     from sonde.runs.report.figures import Section, Table
 
+    noticed = notices(branches)
     unit, scales = branches.unit, noise_scales(branches) if branches.proxies else []
     heads = ("Batch size", "Learning rate", f"Ratio ({percent(0.95)} interval)", "Branches", "Diverged")
-    tables = [Table(f"{capital(unit)} needed, times those of the reference", heads, tuple(_batch_rows(branches)))]
-    if unfinished := tuple(_unfinished_rows(branches)):
-        tables.append(Table("Branches that did not finish", ("Branch", "How it ended", "Why"), unfinished, n_texts=3))
+    table = Table(f"{capital(unit)} needed, times those of the reference", heads, tuple(_batch_rows(branches)))
     sections = [
-        Section(f"{capital(unit)} that each batch size needs", _RATIO_TEXT, (ratio_plot(branches, scales), *tables)),
+        Section(f"{capital(unit)} that each batch size needs", _RATIO_TEXT, (ratio_plot(branches, scales), table)),
         Section("Loss of each batch size", _LOSS_TEXT, (loss_plot(branches),)),
     ]
     if scales:
         rows = tuple(
-            (name, in_words(of), quotient(scales[0][1], of) if k else "–") for k, (name, of) in enumerate(scales)
+            (name, in_words(of), over_b_crit(of, scales[0][1]) if k else "–") for k, (name, of) in enumerate(scales)
         )
-        table = Table("B_crit and noise scales", ("Measured", f"In {unit}", "B_crit, times this"), rows)
+        table = Table("B_crit and noise scales", ("Measured", f"In {unit}", "Times the B_crit of these branches"), rows)
         sections.append(Section("Noise scales beside the measurement", _scales_text(branches), (table,)))
     else:
         sections.append(Section("Noise scales beside the measurement", "", (_NO_SCALES,)))
@@ -90,8 +90,10 @@ def branch_page(branches: Branches) -> str:
             plural(len({b.seed for b in branches.branches}), "seed"),
             f"{count(n_finished)} of {count(len(branches.branches))} branches finished",
         ),
+        alerts=[{"message": sentence} for sentence in noticed],
+        more_alerts=plural(max(len(noticed) - 5, 0), "more alert"),
         panels=[branch_panel(branches)],
-        rows=list(_how_measured(branches)),
+        rows=[*_how_measured(branches), Row("Noticed", tuple(noticed) or ("Nothing.",))],
         source="these branches",
     )
 
@@ -111,7 +113,7 @@ def _scales_text(branches: Branches) -> str:
         "By the law of McCandlish et al. 2018 (arXiv:1812.06162), a batch size B needs 1 + B/B_crit times the fewest "
         f"possible {branches.unit}, and a noise scale predicts B_crit. From a reference of {reference} and a tolerance "
         f"of {more}, the critical batch size b gives B_crit = (b − {1 + branches.tolerance:g} × {reference})/{more}. "
-        "The last column takes the far ends of both intervals. Above 1, the noise scale is smaller than B_crit."
+        "In the last column, a range takes the far ends of both intervals."
     )
 
 
@@ -123,12 +125,6 @@ def _batch_rows(branches: Branches) -> Iterator[tuple[str, ...]]:
         done = [b for b in of if b.state == "finished" and b.curve.units]
         diverged = sum(b.curve.has_diverged for b in done)
         yield number(batch), rates, ratios.get(batch, "1, the reference"), f"{len(done)} of {len(of)}", count(diverged)
-
-
-def _unfinished_rows(branches: Branches) -> Iterator[tuple[str, ...]]:
-    for b in branches.branches:
-        if b.state != "finished":
-            yield f"batch size {number(b.batch)}, seed {b.seed}", b.state, cut(b.message, 300) or "–"
 
 
 def _how_measured(branches: Branches) -> Iterator[Row]:
@@ -147,21 +143,8 @@ def _how_measured(branches: Branches) -> Iterator[Row]:
     yield Row(
         "Critical batch size",
         (
-            f"The batch size at which the ratio passes {1 + branches.tolerance:g}, by straight lines between the "
-            "batch sizes in logs. Its interval holds the batch sizes whose own interval has that ratio.",
+            f"The batch size at which the ratio passes {1 + branches.tolerance:g}, by straight lines between the batch "
+            "sizes. Its interval reaches from where the upper ends of the ratios pass it to where the lower "
+            "ends do.",
         ),
     )
-    if resumed := _resumed(branches):
-        yield Row("The reference, run twice", (resumed,))
-
-
-def _resumed(branches: Branches) -> str:
-    """How far two runs of the reference with one seed differ; empty if none was run twice."""
-    first = {b.seed: b.curve for b in branches.branches if b.batch == branches.reference and not b.copy}
-    pairs = [(first[b.seed], b.curve) for b in branches.branches if b.copy and b.seed in first]
-    apart = [abs(x - y) for one, two in pairs for x, y in zip(one.losses, two.losses, strict=False)]
-    if not apart:
-        return ""
-    if all(one == two for one, two in pairs):
-        return "The same losses, bit for bit: the checkpoint resumes exactly."
-    return f"The losses differ by up to {number(max(apart))}: this noise is in every ratio."

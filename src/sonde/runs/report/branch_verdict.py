@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from sonde.evidence.branches import Branches
 from sonde.evidence.stats.branched_batch import UnitsRatio, from_base
@@ -17,7 +16,7 @@ _LAW = "B_crit by these branches"
 def branch_panel(branches: Branches) -> VerdictPanel:
     """What to do, the critical batch size, and what may change it."""
     found, unit, more = branches.critical, branches.unit, percent(branches.tolerance)
-    kind, badge = "unknown", "Not known yet"
+    kind, badge, detail = "unknown", "Not known yet", ""
     action, headline = f"Run more branches: {found.reason}.", "The critical batch size is not known yet."
     if found.low is not None:
         kind, badge = ("measured", "Measured") if found.status == "resolved" else ("unknown", "Only a lower bound")
@@ -29,35 +28,20 @@ def branch_panel(branches: Branches) -> VerdictPanel:
         headline = f"The critical batch size is {in_words(found)} {unit}, at a tolerance of {more}."
         if found.reason:
             headline += f" {capital(found.reason)}."
-    detail = " ".join(_doubts(branches)) or "Every branch finished, and none diverged."
+        detail = _at_half(branches)
     basis = f"Judged from {count(len(branches.branches))} branches. Intervals hold with {percent(0.95)}."
     return VerdictPanel(kind, badge, action, headline, detail, basis, tuple(map(_tile, branches.ratios)))
 
 
-def _doubts(branches: Branches) -> Iterator[str]:
-    """Branches that diverged or did not finish, and the answer at half of the units."""
-    of_reference = [b for b in branches.branches if b.batch == branches.reference and b.curve.units]
-    if lost := sum(b.curve.has_diverged for b in of_reference):
-        yield (
-            f"The reference diverged in {count(lost)} of {count(len(of_reference))} branches, and nothing "
-            "can be compared with these: lower its learning rate, or see whether the checkpoint resumes."
-        )
-    for ratio in branches.ratios:
-        if ratio.n_diverged:
-            yield (
-                f"At batch size {number(ratio.batch)}, {ratio.n_diverged} of {plural(len(ratio.logs), 'seed')} "
-                "diverged. Try a lower learning rate there before you call the batch too large."
-            )
-    if lost := sum(b.state != "finished" for b in branches.branches):
-        yield f"{count(lost)} of {count(len(branches.branches))} branches did not finish: run the same command again."
+def _at_half(branches: Branches) -> str:
+    """The answer at half of the units, beside the whole."""
     whole, half = branches.critical, branches.of_shorter().critical
     if whole.low is None or whole.high is None or half.low is None or half.high is None:
-        return
+        return f"Half of the {branches.unit} alone would not show it: {half.reason}."
+    rest = "The answer depends on the length of the branches: train them longer, until it settles."
     if max(whole.low, half.low) <= min(whole.high, half.high):
-        rest = "which agrees."
-    else:
-        rest = "which differs. The answer depends on the length of the branches: train them longer, until it settles."
-    yield f"Read at half of the {branches.unit}, it is {in_words(half)}, {rest}"
+        rest = "The two agree."
+    return f"The first half of the {branches.unit} alone would say {in_words(half)}. {rest}"
 
 
 def _tile(ratio: UnitsRatio) -> Tile:
@@ -117,13 +101,13 @@ def law_interval(branches: Branches) -> RatioInterval:
     return RatioInterval("resolved", low, high, ratio=from_base(found.ratio, branches.reference, branches.tolerance))
 
 
-def quotient(law: RatioInterval, scale: RatioInterval) -> str:
-    """B_crit over a noise scale, in words. The range takes the far ends of both intervals."""
-    if law.low is None or law.high is None or not scale.high:
+def over_b_crit(scale: RatioInterval, law: RatioInterval) -> str:
+    """A noise scale over the measured B_crit, in words. The range takes the far ends of both intervals."""
+    if law.low is None or law.high is None or scale.low is None or scale.high is None:
         return number(None)
-    low, high = law.low / scale.high, law.high / scale.low if scale.low else math.inf
-    if not low and math.isinf(high):
+    low, high = scale.low / law.high, scale.high / law.low if law.low else math.inf
+    if low == 0 and math.isinf(high):
         return number(None)
     if law.ratio is None or scale.ratio is None:
         return interval(low, high)
-    return f"{number(law.ratio / scale.ratio)} ({interval(low, high)})"
+    return f"{number(scale.ratio / law.ratio)} ({interval(low, high)})"
