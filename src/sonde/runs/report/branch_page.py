@@ -134,17 +134,16 @@ def _how_measured(branches: Branches) -> Iterator[Row]:
     yield Row(
         "Ratio",
         (
-            "Both curves of the loss are made to fall. At 9 losses over the last quarter of what the reference used, "
-            f"the {unit} that a batch size needs are divided by those that the reference of the same seed needs. Then "
-            "the mean of the logs is taken.",
-            "Interval: Student's t over seeds, with the scatter pooled over all batch sizes that did not diverge.",
+            "Of a batch size and the reference, with the same seed, one is slower. It has some mean loss over the last "
+            f"half of its {unit}. The other has this mean loss over the second half of fewer {unit}. The ratio is the "
+            f"quotient of the {unit}. Over seeds, the mean of the logs is taken.",
+            "Interval: Student's t over seeds. The scatter is the mean of the batch size's own and that of all.",
         ),
     )
     yield Row(
         "Critical batch size",
         (
             f"The batch size at which the ratio passes {1 + branches.tolerance:g}, by straight lines between the batch "
-            "sizes. Its interval reaches from where the upper ends of the ratios pass it to where the lower "
-            "ends do.",
+            "sizes. Its interval reaches from where the upper ends of the ratios pass it to where the lower ends do.",
         ),
     )
