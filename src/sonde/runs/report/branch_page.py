@@ -16,7 +16,7 @@ from sonde.wording import count, number, percent, plural
 BRANCHES_NAME = "branches.json"
 """The file of branches in the folder of `sonde branch`."""
 _NO_SCALES = (
-    "No noise scale was measured beside these branches. `sonde measure` measures it at the checkpoint, and a script "
+    "No noise scale was measured beside these branches. sonde measure reads it at the checkpoint, and a script "
     "that attaches sonde logs it in each branch."
 )
 
@@ -63,22 +63,18 @@ def branch_page(branches: Branches) -> str:
     from sonde.runs.report.branch_figures import loss_plot, ratio_plot
     from sonde.runs.report.figures import Section, Table
 
-    noticed = notices(branches)
-    unit, scales = branches.unit, noise_scales(branches) if branches.proxies else []
+    unit, scales, noticed = branches.unit, noise_scales(branches), notices(branches)
     heads = ("Batch size", "Learning rate", f"Ratio ({percent(0.95)} interval)", "Branches", "Diverged")
-    table = Table(f"{capital(unit)} needed, times those of the reference", heads, tuple(_batch_rows(branches)))
+    ratios = Table(f"{capital(unit)} needed, times those of the reference", heads, tuple(_batch_rows(branches)))
+    (_, law), *others = scales
+    rows = [(scales[0][0], in_words(law), "–"), *((name, in_words(of), over_b_crit(of, law)) for name, of in others)]
+    beside = Table("B_crit and noise scales", ("", f"In {unit}", "Times the B_crit of these branches"), tuple(rows))
+    plot = ratio_plot(branches, scales if others else [])
     sections = [
-        Section(f"{capital(unit)} that each batch size needs", _RATIO_TEXT, (ratio_plot(branches, scales), table)),
+        Section(f"{capital(unit)} that each batch size needs", _RATIO_TEXT, (plot, ratios)),
         Section("Loss of each batch size", _LOSS_TEXT, (loss_plot(branches),)),
+        Section("Noise scales", _scales_text(branches), (beside,) if others else (beside, _NO_SCALES)),
     ]
-    if scales:
-        rows = tuple(
-            (name, in_words(of), over_b_crit(of, scales[0][1]) if k else "–") for k, (name, of) in enumerate(scales)
-        )
-        table = Table("B_crit and noise scales", ("Measured", f"In {unit}", "Times the B_crit of these branches"), rows)
-        sections.append(Section("Noise scales beside the measurement", _scales_text(branches), (table,)))
-    else:
-        sections.append(Section("Noise scales beside the measurement", "", (_NO_SCALES,)))
     n_finished = sum(b.state == "finished" for b in branches.branches)
     return whole_page(
         sections,
@@ -90,10 +86,11 @@ def branch_page(branches: Branches) -> str:
             plural(len({b.seed for b in branches.branches}), "seed"),
             f"{count(n_finished)} of {count(len(branches.branches))} branches finished",
         ),
+        alerts_title="Noticed in these branches",
         alerts=[{"message": sentence} for sentence in noticed],
         more_alerts=plural(max(len(noticed) - 5, 0), "more alert"),
         panels=[branch_panel(branches)],
-        rows=[*_how_measured(branches), Row("Noticed", tuple(noticed) or ("Nothing.",))],
+        rows=[*_how_measured(branches), *([Row("Alerts", tuple(noticed[5:]))] if noticed[5:] else [])],
         source="these branches",
     )
 
