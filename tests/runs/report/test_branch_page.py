@@ -140,6 +140,12 @@ def test_losses_are_drawn_as_the_mean_of_seeds() -> None:
     points = columns_of(plot, 0, "x", "y")
     of_32 = [b.curve.losses[-1] for b in BRANCHES.branches if b.batch == 32.0]
     assert any(x == 20_000 and y == pytest.approx(sum(of_32) / 3) for x, y in points)
+    apart = [
+        replace(b, curve=replace(b.curve, units=tuple(u + b.seed + 1 for u in b.curve.units)))
+        for b in BRANCHES.branches
+    ]
+    points = columns_of(loss_plot(replace(BRANCHES, branches=tuple(apart))), 0, "x", "y")
+    assert {(20_001 + seed, of_32[seed]) for seed in range(3)} <= {*points}
     assert loss_plot(replace(BRANCHES, branches=())) == "No branch has a loss yet."
 
 

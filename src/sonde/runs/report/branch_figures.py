@@ -198,11 +198,14 @@ def loss_plot(branches: Branches) -> Plot | str:
         units = sorted(set.intersection(*({*curve.units} for curve in curves)))
         columns = [[dict(zip(c.units, c.losses, strict=True))[at] for c in curves] for at in units]
         mean = [*map(statistics.fmean, columns)]
-        add_band(fig, units, [*map(min, columns)], [*map(max, columns)], y, Curve("band", color, "", ""))
-        add_curve(fig, units, mean, color, "solid" if mark == "line" else mark)
+        if units:
+            add_band(fig, units, [*map(min, columns)], [*map(max, columns)], y, Curve("band", color, "", ""))
+        # Seeds that were evaluated at other units have no mean: each is drawn.
+        for at, losses in [(units, mean)] if units else [(curve.units, curve.losses) for curve in curves]:
+            add_curve(fig, at, losses, color, "solid" if mark == "line" else mark)
         legend.append(LegendEntry(mark, color, f"batch size {number(batch)}"))
-        if mean:
-            words.append(f"batch size {number(batch)}: {number(mean[0], 4)} at first, {number(mean[-1], 4)} at last")
+        first, last = (number(statistics.fmean(curve.losses[k] for curve in curves), 4) for k in (0, -1))
+        words.append(f"batch size {number(batch)}: {first} at first, {last} at last")
     legend.append(LegendEntry("band", GREY, "from the lowest to the highest seed"))
     if len(steady) < sum(map(len, by_batch.values())):
         legend.append(LegendEntry("dotted", GREY, "a branch that diverged"))
