@@ -12,6 +12,8 @@ _SINCE = 0.5
 """Curves are compared by their mean loss since this part of the units, up to all of them."""
 _REACH = 32.0
 """A loss that the faster curve has after less than one in so many of the units is as good as its first."""
+_RISE = 4.0
+"""Scatters by which a loss that has not diverged may rise: 2.8 standard deviations of a difference."""
 _GRID = 64
 """Places at which the faster curve's mean loss is computed, evenly in the log of their units."""
 
@@ -43,8 +45,10 @@ class Curve:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether a loss is not finite, or the last one is above the first."""
-        return not all(map(math.isfinite, self.losses)) or self.losses[-1:] > self.losses[:1]
+        """Whether a loss is not finite, or the last one is above the first by more than the losses scatter."""
+        if not all(map(math.isfinite, self.losses)):
+            return True
+        return bool(self.losses) and self.losses[-1] - self.losses[0] > _RISE * (self.scatter or 0.0)
 
     @property
     def scatter(self) -> float | None:
