@@ -3,7 +3,7 @@ r"""A script that goes on from a checkpoint, in the style of nanoGPT's train.py.
 The script knows nothing of sonde unless it gets --log: losses are read from what it prints, or from the log.
 
 python examples/branch_nanogpt.py --steps 300 --save checkpoint.pt
-sonde branch --checkpoint checkpoint.pt --batches 8,16,32,64,128 --units 4096 --seeds 3 --lr 2e-3 \
+sonde branch --checkpoint checkpoint.pt --batches 8,16,32,64 --units 4096 --seeds 3 --lr 2e-3 \
     --loss-regex "units (?P<units>\d+): loss (?P<loss>\S+)" -- python examples/branch_nanogpt.py \
     --resume {checkpoint} --batch {batch} --lr {lr} --seed {seed} --steps {steps}
 """

@@ -1,11 +1,14 @@
-"""Makes the pictures of docs/ anew: runs both demos, and takes pictures of their reports in Chromium; also of trackers.
+"""Makes the pictures of docs/ anew: runs both demos and the commands of docs/branch.md, and takes pictures of their
+reports in Chromium; also of trackers.
 
-python -m docs.figures [batch-size] [entropy] [trackers]
+python -m docs.figures [batch-size] [entropy] [branch] [trackers]
 """
 
 from __future__ import annotations
 
 import base64
+import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -36,6 +39,17 @@ def report_of(demo: list[str], folder: Path) -> Path:
     return folder / "report.html"
 
 
+def report_of_branches(folder: Path) -> Path:
+    """Run the first commands of docs/branch.md; return the report."""
+    folder.mkdir()
+    text = re.sub(r" \\\n +", " ", (DOCS / "branch.md").read_text())
+    for command in re.findall(r"^    ((?:python|sonde branch) .*examples/branch_nanogpt.py .*)$", text, flags=re.M):
+        words = shlex.split(command.replace("examples/", f"{DOCS.parent}/examples/"))
+        python = [sys.executable] if words[0] == "python" else [sys.executable, "-m"]
+        subprocess.run([*python, *words[words[0] == "python" :]], check=True, cwd=folder)
+    return folder / "branches" / "report.html"
+
+
 def open_report(browser: Any, report: Path) -> None:
     """Show it, and wait until it is drawn."""
     browser.set_window_size(WIDTH, 1000)
@@ -59,7 +73,7 @@ def section(title: str) -> str:
 
 
 def main(demos: list[str]) -> None:
-    """Five pictures, or those of what is named."""
+    """Six pictures, or those of what is named."""
     with tempfile.TemporaryDirectory() as folder, chromium(Path(folder) / "profile") as browser:
         if "batch-size" in demos:
             open_report(browser, report_of([], Path(folder) / "batch-size"))
@@ -68,9 +82,12 @@ def main(demos: list[str]) -> None:
         if "entropy" in demos:
             open_report(browser, report_of(["entropy"], Path(folder) / "entropy"))
             picture(browser, "entropy-report.png", section("Forecast against truth"))
+        if "branch" in demos:
+            open_report(browser, report_of_branches(Path(folder) / "branch"))
+            picture(browser, "branch.png", section("Sequences that each batch size needs"))
         if "trackers" in demos:
             trackers.pictures(browser, Path(folder), DOCS)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["batch-size", "entropy", "trackers"])
+    main(sys.argv[1:] or ["batch-size", "entropy", "branch", "trackers"])
