@@ -7,6 +7,7 @@ python -m docs.figures [batch-size] [entropy] [branch] [trackers]
 from __future__ import annotations
 
 import base64
+import os
 import re
 import shlex
 import subprocess
@@ -18,6 +19,8 @@ from typing import Any
 
 from docs.figures import trackers
 from tests.chromium import chromium
+
+from sonde.runs.report.write import write_report
 
 DOCS = Path(__file__).parent.parent
 WIDTH = 985  # px
@@ -42,12 +45,13 @@ def report_of(demo: list[str], folder: Path) -> Path:
 def report_of_branches(folder: Path) -> Path:
     """Run the first commands of docs/branch.md; return the report."""
     folder.mkdir()
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     text = re.sub(r" \\\n +", " ", (DOCS / "branch.md").read_text())
     for command in re.findall(r"^    ((?:python|sonde branch) .*examples/branch_nanogpt.py .*)$", text, flags=re.M):
         words = shlex.split(command.replace("examples/", f"{DOCS.parent}/examples/"))
-        python = [sys.executable] if words[0] == "python" else [sys.executable, "-m"]
-        subprocess.run([*python, *words[words[0] == "python" :]], check=True, cwd=folder)
-    return folder / "branches" / "report.html"
+        started = words[1:] if words[0] == "python" else ["-m", *words]
+        subprocess.run([sys.executable, *started], check=True, cwd=folder, env=environment)
+    return write_report(folder / "branches")
 
 
 def open_report(browser: Any, report: Path) -> None:
@@ -84,7 +88,7 @@ def main(demos: list[str]) -> None:
             picture(browser, "entropy-report.png", section("Forecast against truth"))
         if "branch" in demos:
             open_report(browser, report_of_branches(Path(folder) / "branch"))
-            picture(browser, "branch.png", section("Sequences that each batch size needs"))
+            picture(browser, "branch.png", section("Units that each batch size needs"))
         if "trackers" in demos:
             trackers.pictures(browser, Path(folder), DOCS)
 
