@@ -169,6 +169,15 @@ def test_other_engines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
         subprocess.run(["sh", str(array)], env=os.environ | {"SLURM_ARRAY_TASK_ID": task}, check=True)
     out, _ = said(capsys, slurm)
     assert "1 of 3 branches have not ended" in out
+    # The last one fails. It is said once, and given to Slurm again with the next call.
+    script = (folder / "prints.py").read_text()
+    (folder / "prints.py").write_text("raise MemoryError('too large')")
+    subprocess.run(["sh", str(array)], env=os.environ | {"SLURM_ARRAY_TASK_ID": "1"}, check=True)
+    out, _ = said(capsys, slurm, status=2)
+    assert "Batch 32, seed 1 failed: it ended with status 1: MemoryError: too large" in out
+    (folder / "prints.py").write_text(script)
+    out, _ = said(capsys, slurm)
+    assert "1 of 3 branches have not ended" in out
     subprocess.run(["sh", str(array)], env=os.environ | {"SLURM_ARRAY_TASK_ID": "1"}, check=True)
     out, _ = said(capsys, slurm)
     assert "have not ended" not in out
