@@ -163,7 +163,7 @@ def test_other_engines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     slurm = words("16,32", "--launcher", "slurm", "--out", "array", seeds=1)
     out, _ = said(capsys, slurm)
     array = folder / "array" / "array.sbatch"
-    assert f"3 of 3 branches have not ended. Submit them, if you have not: sbatch {array}" in out
+    assert f"3 of 3 branches have not ended. If you have not submitted them, do so:\nsbatch {array}\n" in out
     assert "#SBATCH --array=1-3%2" in array.read_text()
     for task in ("1", "2"):
         subprocess.run(["sh", str(array)], env=os.environ | {"SLURM_ARRAY_TASK_ID": task}, check=True)
