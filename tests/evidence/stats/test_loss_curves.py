@@ -40,6 +40,19 @@ def test_evaluations_at_other_places() -> None:
     assert math.exp(found) == pytest.approx(2, rel=0.02)
 
 
+def test_ends_of_trainings_of_several_lengths() -> None:
+    """Four points of a curve: its last losses are compared, not means over lines that lie far above it."""
+    lengths = (0.0, 50.0, 70.0, 100.0)
+    fast, slow = (Curve(lengths, tuple((u / k + 30) ** -0.5 for u in lengths)) for k in (1, 1.6))
+    found = log_units_ratio(slow, fast)
+    assert found is not None
+    assert math.exp(found) == pytest.approx(1.6, rel=0.02)  # the line from 50 to 70 lies above the curve
+    back = log_units_ratio(fast, slow)
+    assert back == pytest.approx(-found)
+    # Half of them is 2 points, and no curve.
+    assert log_units_ratio(slow.until(50), fast.until(50)) is None
+
+
 def test_noise_of_losses_does_not_bias_the_ratio() -> None:
     """Losses that scatter by 8 % of the whole progress, those of the slower curve by half as much.
 

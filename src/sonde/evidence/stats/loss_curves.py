@@ -12,6 +12,10 @@ _SINCE = 0.5
 """Curves are compared by their mean loss since this part of the units, up to all of them."""
 _REACH = 32.0
 """A loss that the faster curve has after less than one in so many of the units is as good as its first."""
+_DENSE = 5
+"""Points in that half that make a mean. Straight lines between fewer ones lie above a falling curve."""
+_FEWEST = 3
+"""Points of a curve that can be compared."""
 _RISE = 4.0
 """Scatters by which a loss that has not diverged may rise: 2.8 standard deviations of a difference."""
 _GRID = 64
@@ -103,13 +107,16 @@ def log_units_ratio(branch: Curve, reference: Curve) -> float | None:
     bias it: with an error of 8 % of the whole progress, the ratio of two curves was right within 1 %. An end of a
     falling fit (`falling`) compared with the middle of another one was 7 % too low.
 
+    Where a curve has fewer than 5 points in that half, the slower one's last loss stands for the mean. So it is with
+    the last losses of trainings of several lengths, each with a rate that falls to 0.
+
     Args:
         branch: of another batch size.
         reference: of the batch size that it is compared with, from the same checkpoint, on the same held-out data.
 
     Returns:
         The log; `math.inf` where the branch has diverged or comes to no loss below the checkpoint's; None where the
-        reference does so, a curve has fewer than 2 points, or none in the first half of the units: then nothing can be
+        reference does so, a curve has fewer than 3 points, or none in the first half of the units: then nothing can be
         compared.
 
     Example:
@@ -117,44 +124,50 @@ def log_units_ratio(branch: Curve, reference: Curve) -> float | None:
         >>> round(math.exp(log_units_ratio(slow, fast)), 1)
         2.0
     """
-    if min(len(branch.units), len(reference.units)) < 2 or reference.has_diverged:
+    if len(reference.units) < _FEWEST or reference.has_diverged:
         return None
     if branch.has_diverged:
         return math.inf
-    end = min(branch.units[-1], reference.units[-1])
-    if max(branch.units[0], reference.units[0]) >= _SINCE * end:
+    end = min(branch.units[-1:] + reference.units[-1:])
+    if len(branch.units) < _FEWEST or max(branch.units[0], reference.units[0]) >= _SINCE * end:
         return None
-    own, others = _mean_loss(branch)(end), _mean_loss(reference)(end)
-    units = _units_of_mean(reference, own, end) if own >= others else _units_of_mean(branch, others, end)
+    n_late = min(sum(_SINCE * end <= units <= end for units in curve.units) for curve in (branch, reference))
+    since = _SINCE if n_late >= _DENSE else 1.0
+    own, others = _mean_loss(branch, since)(end), _mean_loss(reference, since)(end)
+    slower, faster = (own, reference) if own >= others else (others, branch)
+    units = _units_of_mean(faster, slower, end, since)
     if units == 0:
         return math.inf if own >= others else None
     return math.log(end / units) if own >= others else math.log(units / end)
 
 
-def _units_of_mean(curve: Curve, loss: float, end: float) -> float:
+def _units_of_mean(curve: Curve, loss: float, end: float, since: float) -> float:
     """Units at which the mean loss of a curve has come down to a loss; 0 if it begins below."""
-    first = max(end / _REACH, curve.units[0] / _SINCE)
+    first = max(end / _REACH, curve.units[0] / since)
     units = [end * (first / end) ** (1 - k / _GRID) for k in range(_GRID + 1)]
-    means = falling(Curve(tuple(units), tuple(map(_mean_loss(curve), units))))
+    means = falling(Curve(tuple(units), tuple(map(_mean_loss(curve, since), units))))
     if loss > means.losses[0]:
         return 0.0
     return units_at(means, loss) or end
 
 
-def _mean_loss(curve: Curve) -> Callable[[float], float]:
-    """The mean loss over the last half of so many units, by straight lines between the points."""
+def _mean_loss(curve: Curve, since: float) -> Callable[[float], float]:
+    """The mean loss since a part of so many units, by straight lines between the points; at 1, the loss there."""
     below = [0.0]
     for k in range(1, len(curve.units)):
         area = (curve.units[k] - curve.units[k - 1]) * (curve.losses[k] + curve.losses[k - 1]) / 2
         below.append(below[-1] + area)
 
-    def area_until(units: float) -> float:
+    def at(units: float) -> tuple[float, float]:
+        """The loss there, and the area below the curve until there."""
         k = min(max(bisect.bisect_left(curve.units, units), 1), len(curve.units) - 1)
-        a, loss, step = curve.units[k - 1], curve.losses[k - 1], units - curve.units[k - 1]
-        slope = (curve.losses[k] - loss) / (curve.units[k] - a)
-        return below[k - 1] + step * (loss + slope * step / 2)
+        (a, b), (loss, after) = curve.units[k - 1 : k + 1], curve.losses[k - 1 : k + 1]
+        here = loss + (after - loss) * (units - a) / (b - a)
+        return here, below[k - 1] + (units - a) * (loss + here) / 2
 
-    return lambda units: (area_until(units) - area_until(_SINCE * units)) / ((1 - _SINCE) * units)
+    if since == 1:
+        return lambda units: at(units)[0]
+    return lambda units: (at(units)[1] - at(since * units)[1]) / ((1 - since) * units)
 
 
 def mean_curve(curves: Sequence[Curve]) -> Curve:
