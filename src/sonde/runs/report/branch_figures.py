@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
+import numpy as np
 from bokeh.models import FixedTicker, Range1d
 from bokeh.models.annotations import BoxAnnotation
 from bokeh.models.glyphs import Line, Scatter, Segment
@@ -141,7 +142,8 @@ def _draw_ratios(fig: figure, y: Scale, branches: Branches) -> list[LegendEntry]
     draw(fig, Segment(line_color=INK, line_width=4, line_alpha=0.3), x0=at, y0=low, x1=at, y1=high)
     points = sorted([(branches.reference, 1.0), *((r.batch, r.ratio or 1.0) for r in finite)])
     batches, ratios = zip(*points, strict=True)
-    draw(fig, Line(line_color=INK, line_width=1.5), x=batches, y=ratios)
+    sizes = np.unique([*np.geomspace(batches[0], batches[-1], 200), *batches])  # lines are straight without logs
+    draw(fig, Line(line_color=INK, line_width=1.5), x=sizes, y=np.interp(sizes, batches, ratios))
     draw(fig, Scatter(size=8, fill_color=INK, line_color=INK), x=batches, y=ratios)
     reference = Scatter(size=11, fill_color="white", line_color=INK, line_width=2.5)
     draw(fig, reference, x=[branches.reference], y=[1.0])
