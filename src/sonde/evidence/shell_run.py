@@ -113,9 +113,11 @@ def launch_words(launcher: str, asked: Asked) -> list[str]:
         >>> launch_words("srun --output {out}/log {command}", asked)
         ['srun', '--output', '/out/one/log', 'sh', '/out/one/run.sh']
     """
-    own = f"sh {shlex.quote(str(asked.folder / _SCRIPT))}"
-    out = shlex.quote(str(asked.folder))
-    return shlex.split(launcher.replace("{command}", own).replace("{out}", out))
+    own, words = ["sh", str(asked.folder / _SCRIPT)], list[str]()
+    for word in shlex.split(launcher):  # first, since a folder's name may hold spaces
+        filled = word.replace("{command}", shlex.join(own)).replace("{out}", str(asked.folder))
+        words += own if word == "{command}" else [filled]
+    return words
 
 
 def train(
