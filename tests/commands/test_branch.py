@@ -144,6 +144,19 @@ def test_a_branch_that_failed_is_trained_again(folder: Path, capsys: pytest.Capt
     assert len(list(folder.glob("branches/batch-32-*.old-1"))) == 1  # what has failed can still be looked at
 
 
+def test_a_rate_that_falls_to_0(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The script's loss is a tenth higher until its rate has fallen, so that only last losses follow its law."""
+    options = ["--decay", "--units", "6400", "--lr-rule", "none", "--lr", "1"]
+    said(capsys, [*words("16,32,64", *options, wrong="decays"), "--lr", "{lr}"])
+    found = result(folder)
+    assert len(found.branches) == 7
+    assert {branch.curve.units[1:] for branch in found.branches} == {(3200, 4480, 6400)}
+    # 1 + B/50 units of each batch over those of 16, with lines between 3 lengths, and losses that scatter by 0.2 %.
+    for ratio in found.ratios:
+        assert ratio.ratio == pytest.approx((1 + ratio.batch / 50) / (1 + 16 / 50), rel=0.05)
+    assert found.rule == "learning rate the same for all batches, falling to 0 in each branch"
+
+
 def test_a_script_that_runs_on_is_ended(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said(capsys, words("16,32", wrong="slow", seeds=1, ends=False))
     assert [(b.state, b.curve.units[-1]) for b in result(folder).branches] == [("finished", 3200)] * 3
@@ -207,6 +220,7 @@ REFUSED = [
     ("--first-step is of printed steps", ["--first-step", "3"], None),
     ("--launcher must be local, slurm, ray", ["--launcher", "flux"], None),
     ("--launcher ray cannot end a branch", ["--launcher", "ray"], None),
+    ("--decay needs {steps} or {units}", ["--decay"], None),
     ("--loss-regex needs the groups", ["--loss-regex", "(?P<loss>x)"], None),
     ("--loss-regex is no regular expression", ["--loss-regex", "("], None),
     ("--noise takes a value within its interval", ["--noise", "B=3:4:5"], None),

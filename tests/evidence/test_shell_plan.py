@@ -16,7 +16,7 @@ COMMAND = ("python", "train.py", "--batch={batch}", "{seed}", "{checkpoint}", "-
 def plan(tmp_path: Path) -> Plan:
     (tmp_path / "start.pt").write_text("weights")
     base = {"checkpoint": str(tmp_path / "start.pt")}
-    return Plan(COMMAND, (16.0, 32.0, 64.0), 32.0, 1000, 2, LossSource(), tmp_path / "out", "", {}, base)
+    return Plan(COMMAND, (16.0, 32.0, 64.0), 32.0, 1000, (1.0,), 2, LossSource(), tmp_path / "out", "", {}, base)
 
 
 def test_the_reference_comes_first_and_once_more(plan: Plan) -> None:
