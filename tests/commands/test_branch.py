@@ -76,13 +76,14 @@ def test_the_critical_batch_of_a_known_law(folder: Path, capsys: pytest.CaptureF
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
 
 
+@pytest.mark.slow  # four new processes import torch
 def test_torch_scripts_have_logs_of_their_own_and_go_on_after_ctrl_c(folder: Path) -> None:
     torch.save({"weight": torch.full((1, 8), 2.0)}, "start.pt")
     options = ["--batches", "16,64", "--units", "1280", "--seeds", "1", "--checkpoint", "start.pt", "--lr", "0.002"]
     script = ["trains.py", "--resume", "{checkpoint}", "--batch", "{batch}", "--lr", "{lr}", "--seed", "{seed}"]
     command = ["-m", "sonde", "branch", *options, "--lr-rule", "linear", "--", *script]
     with Python(*command, folder=folder) as python:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not list(folder.rglob("result.json")):
             assert time.monotonic() < deadline
             time.sleep(0.05)
