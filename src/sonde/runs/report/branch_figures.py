@@ -143,7 +143,7 @@ def _draw_ratios(fig: figure, y: Scale, branches: Branches) -> list[LegendEntry]
     points = sorted([(branches.reference, 1.0), *((r.batch, r.ratio or 1.0) for r in finite)])
     batches, ratios = zip(*points, strict=True)
     sizes = np.unique([*np.geomspace(batches[0], batches[-1], 200), *batches])  # lines are straight without logs
-    draw(fig, Line(line_color=INK, line_width=1.5), x=sizes, y=np.interp(sizes, batches, ratios))
+    draw(fig, Line(line_color=INK, line_width=1.5), x=sizes.tolist(), y=np.interp(sizes, batches, ratios).tolist())
     draw(fig, Scatter(size=8, fill_color=INK, line_color=INK), x=batches, y=ratios)
     reference = Scatter(size=11, fill_color="white", line_color=INK, line_width=2.5)
     draw(fig, reference, x=[branches.reference], y=[1.0])
@@ -203,7 +203,7 @@ def loss_plot(branches: Branches) -> Plot | str:
         if units:
             add_band(fig, units, [*map(min, columns)], [*map(max, columns)], y, Curve("band", color, "", ""))
         # Seeds that were evaluated at other units have no mean: each is drawn.
-        for at, losses in [(units, mean)] if units else [(curve.units, curve.losses) for curve in curves]:
+        for at, losses in [(units, mean)] if units else [([*c.units], [*c.losses]) for c in curves]:
             add_curve(fig, at, losses, color, "solid" if mark == "line" else mark)
         legend.append(LegendEntry(mark, color, f"batch size {number(batch)}"))
         first, last = (number(statistics.fmean(curve.losses[k] for curve in curves), 4) for k in (0, -1))

@@ -134,6 +134,7 @@ def _how_measured(branches: Branches) -> Iterator[Row]:
             "Of a batch size and the reference, with the same seed, one is slower. It has some mean loss over the last "
             f"half of its {unit}. The other has this mean loss over the second half of fewer {unit}. The ratio is the "
             f"quotient of the {unit}. Over seeds, the mean of the logs is taken.",
+            "Where there are few losses, last losses stand for means.",
             "Interval: Student's t over seeds. The scatter is the mean of the batch size's own and that of all.",
         ),
     )
