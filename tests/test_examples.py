@@ -32,7 +32,14 @@ NEEDS = {
     "transformers_trainer.py": "transformers",
 }
 OTHERWISE = {
-    *("dr_grpo_loop.py", "fsdp2_clip.py", "torchtitan_debug.py", "trl_grpo.py", "trl_hold_entropy.py"),
+    *(
+        "branch_nanogpt.py",
+        "dr_grpo_loop.py",
+        "fsdp2_clip.py",
+        "torchtitan_debug.py",
+        "trl_grpo.py",
+        "trl_hold_entropy.py",
+    ),
     *("trl_sft_dpo.py", "unmodified_script.py"),
 }
 """Those that have a test of their own: they measure something else, or more."""
@@ -129,6 +136,31 @@ def test_unmodified_script_prints_what_the_readme_shows(tmp_path: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)$", ended.out, flags=re.M)]
     assert len(losses) == 4
     assert losses[-1] < losses[0] - 1
+
+
+def test_a_script_for_branches_resumes_where_it_stopped(tmp_path: Path) -> None:
+    """At its batch and seed; the held-out loss at the checkpoint is the same for all, and a log holds it too."""
+
+    def losses(*arguments: str) -> list[tuple[str, str]]:
+        script = str(EXAMPLES / "branch_nanogpt.py")
+        with Python(script, *arguments, folder=tmp_path, environment={"OMP_NUM_THREADS": "1"}) as process:
+            ended = process.wait()
+        assert ended.status == 0, ended.err
+        return re.findall(r"^units (\d+): loss (\S+)$", ended.out, flags=re.M)
+
+    trained = losses("--steps", "64", "--save", "checkpoint.pt")
+    assert [units for units, _ in trained] == ["0", "256", "512"]
+    one, other, again = (
+        losses("--resume", "checkpoint.pt", "--batch", batch, "--seed", seed, "--steps", steps, *log)
+        for batch, seed, steps, log in (("8", "1", "32", []), ("16", "1", "16", []), ("8", "1", "32", ["--log", "x"]))
+    )
+    assert one[0][1] == other[0][1] == trained[-1][1]
+    assert one == again
+    assert float(one[-1][1]) < float(trained[-1][1])
+    assert one[-1][0] == other[-1][0] == "256"
+    assert one[-1][1] != other[-1][1]
+    _, logged = sonde.read_run(tmp_path / "x").series("eval_loss")
+    assert logged
 
 
 def test_torchtitan_example(tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
-"""Makes the pictures of docs/ anew: runs both demos, and takes pictures of their reports in Chromium; also of trackers.
+"""Makes the pictures of docs/ anew: runs both demos and the commands of docs/branch.md, and takes pictures of their
+reports in Chromium; also of trackers.
 
-python -m docs.figures [batch-size] [entropy] [trackers]
+python -m docs.figures [batch-size] [entropy] [branch] [trackers]
 """
 
 from __future__ import annotations
 
 import base64
+import os
+import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -15,6 +19,8 @@ from typing import Any
 
 from docs.figures import trackers
 from tests.chromium import chromium
+
+from sonde.runs.report.write import write_report
 
 DOCS = Path(__file__).parent.parent
 WIDTH = 985  # px
@@ -34,6 +40,18 @@ def report_of(demo: list[str], folder: Path) -> Path:
     """Run a demo; return its report."""
     subprocess.run([sys.executable, "-m", "sonde", "demo", *demo, "--out", str(folder)], check=True)
     return folder / "report.html"
+
+
+def report_of_branches(folder: Path) -> Path:
+    """Run the first commands of docs/branch.md; return the report."""
+    folder.mkdir()
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    text = re.sub(r" \\\n +", " ", (DOCS / "branch.md").read_text())
+    for command in re.findall(r"^    ((?:python|sonde branch) .*examples/branch_nanogpt.py .*)$", text, flags=re.M):
+        words = shlex.split(command.replace("examples/", f"{DOCS.parent}/examples/"))
+        started = words[1:] if words[0] == "python" else ["-m", *words]
+        subprocess.run([sys.executable, *started], check=True, cwd=folder, env=environment)
+    return write_report(folder / "branches")
 
 
 def open_report(browser: Any, report: Path) -> None:
@@ -59,7 +77,7 @@ def section(title: str) -> str:
 
 
 def main(demos: list[str]) -> None:
-    """Five pictures, or those of what is named."""
+    """Six pictures, or those of what is named."""
     with tempfile.TemporaryDirectory() as folder, chromium(Path(folder) / "profile") as browser:
         if "batch-size" in demos:
             open_report(browser, report_of([], Path(folder) / "batch-size"))
@@ -68,9 +86,12 @@ def main(demos: list[str]) -> None:
         if "entropy" in demos:
             open_report(browser, report_of(["entropy"], Path(folder) / "entropy"))
             picture(browser, "entropy-report.png", section("Forecast against truth"))
+        if "branch" in demos:
+            open_report(browser, report_of_branches(Path(folder) / "branch"))
+            picture(browser, "branch.png", section("Units that each batch size needs"))
         if "trackers" in demos:
             trackers.pictures(browser, Path(folder), DOCS)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["batch-size", "entropy", "trackers"])
+    main(sys.argv[1:] or ["batch-size", "entropy", "branch", "trackers"])

@@ -9,14 +9,18 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
+from sonde.evidence.branches import Branches
+from sonde.runs.report.branch_page import write_branch_report
 from sonde.runs.report.write import write_report
 from tests.chromium import chromium, in_browser
+from tests.runs.report.plausible_branches import PROXIES, diverged, plausible_branches
 from tests.runs.report.plausible_policy import policy_header, policy_record, write_policy_run
 from tests.runs.report.plausible_run import (
     alert_record,
@@ -188,6 +192,32 @@ def test_text_of_a_prompt_is_shown_and_never_run(browser: Any, tmp_path: Path) -
     _open(browser, write_report(written(tmp_path, [policy_header(run=ATTACK), *records])))
     assert _text(browser).count(f"{ATTACK} $$x$$ ") >= 20
     assert browser.execute_script("return window.attacked === undefined")
+
+
+def _troubled_branches(text: str) -> Branches:
+    """One diverged, one failed, and the user's own words everywhere."""
+    proxies = [replace(proxy, name=f"{proxy.name} {text}") for proxy in PROXIES]
+    branches = plausible_branches(unit=text, loss=text, rule=text, proxies=tuple(proxies))
+    first, *rest, one, other, again = branches.branches
+    other = replace(other, state="failed", message=text)
+    return replace(branches, branches=(first, *rest, replace(one, curve=diverged()), other, again))
+
+
+@pytest.mark.parametrize("width", [400, 1200])
+def test_branches_fit_wide_and_narrow_windows(browser: Any, tmp_path: Path, width: int) -> None:
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)  # a window grows no narrower than 500 px
+    _open(browser, write_branch_report(_troubled_branches(f"{ATTACK} $$x$$"), tmp_path / "report.html"))
+    assert len(browser.execute_script(DRAWN)) == 3
+    overflow = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    assert browser.execute_script(overflow) <= 0
+    assert _text(browser).count(f"{ATTACK} $$x$$") > 10
+    assert browser.execute_script("return window.attacked === undefined")
+    for scheme in ("light", "dark"):
+        with _media(browser, scheme=scheme):
+            texts = browser.execute_script(TEXTS, "body *:not(script):not(style)")
+            assert {text[:40]: scheme for text, ink, paper in texts if _contrast(ink, paper) < 4.5} == {}
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 @contextmanager

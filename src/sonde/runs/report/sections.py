@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bokeh.models import FixedTicker, PlainText
 from bokeh.models.annotations import BoxAnnotation
-from bokeh.models.glyphs import Line, Scatter, Segment
-from bokeh.plotting import figure
+from bokeh.models.glyphs import Line, Scatter
 
 from sonde.batch_size.stats.critical_batch import steps_and_examples
-from sonde.batch_size.stats.reading import GroupReading
 from sonde.runs.report.curves import PIXELS, Curve, Panel, TimeAxis, draw_panels, written
 from sonde.runs.report.figures import (
     BLUE,
@@ -35,6 +32,7 @@ from sonde.runs.report.figures import (
     reachable,
     scale_for,
 )
+from sonde.runs.report.intervals import ABOVE, BELOW, draw_intervals
 from sonde.runs.report.verdicts import position_text
 from sonde.runs.run import AnyReading, Reading, Run, logged_batch
 from sonde.stats.intervals import RatioInterval
@@ -46,8 +44,6 @@ MAX_GROUPS = 400
 """Largest number of groups that are drawn. A longer figure would be unreadable and large."""
 _TALL = 30
 """With more groups, rows are closer and the axis is repeated above."""
-
-_ABOVE, _BELOW = "lower bound: the noise scale lies above this", "upper bound: the noise scale lies below this"
 
 
 def noise_scale_sections(run: Run) -> list[Section]:
@@ -94,8 +90,8 @@ def noise_scale_curves(of: Callable[[Any], RatioInterval], further: Sequence[Cur
         Curve("line", BLUE, now, end("resolved", "ratio")),
         Curve("band", BLUE, "confidence interval of the noise scale", end("resolved", "low"), end("resolved", "high")),
         *further,
-        Curve("up", GREY, _ABOVE, end("lower_bound", "low")),
-        Curve("down", GREY, _BELOW, end("upper_bound", "high")),
+        Curve("up", GREY, ABOVE, end("lower_bound", "low")),
+        Curve("down", GREY, BELOW, end("upper_bound", "high")),
     )
 
 
@@ -325,14 +321,6 @@ def _tradeoff_legend(batch: float, critical: float, unit: str, status: str) -> t
     )
 
 
-_OF_STATUS: dict[str, tuple[Mark, str, str, dict[str, Any]]] = {
-    "resolved": ("whisker", BLUE, "noise scale and its confidence interval", {"marker": "circle"}),
-    "lower_bound": ("right", GREY, _ABOVE, {"marker": "triangle", "angle": -math.pi / 2}),
-    "upper_bound": ("left", GREY, _BELOW, {"marker": "triangle", "angle": math.pi / 2}),
-    "unresolved": ("cross", GREY, "not known yet", {"marker": "x"}),
-}
-
-
 def _groups_text(run: Run, unit: str) -> str:
     last, written = run.readings[-1], run.readings[-1].groups_window
     place = f"the last reading ({position_text(last, unit)})" if written == last.window else f"window {count(written)}"
@@ -383,7 +371,8 @@ def groups_plot(reading: Reading, order: Sequence[str], unit: str) -> Plot | str
         lines.append(LegendEntry("dotted", BLUE, f"whole model, {number(overall)} {unit}"))
         add_line_at(fig, overall, "height", BLUE, "dotted")
 
-    anchors, legend = _draw_groups(fig, x, groups)
+    rows = [RatioInterval(group.status, group.low, group.high, ratio=group.b_simple) for group in groups]
+    anchors, legend = draw_intervals(fig, x, rows)
     known = [estimate(g.status, g.b_simple, g.low, g.high) for g in groups]
     texts: dict[str, Callable[[int], str]] = {
         "group": lambda i: names[i],
@@ -394,24 +383,3 @@ def groups_plot(reading: Reading, order: Sequence[str], unit: str) -> Plot | str
     add_hover(fig, anchors, [float(i) for i in range(len(groups))], texts, mode="hline")
     words = "; ".join(f"{name}: {text}" for name, text in zip(names[:_TALL], known, strict=False))
     return Plot((fig,), (*legend, *lines), f"Noise scale ({unit}) of each part. {words}.")
-
-
-def _draw_groups(fig: figure, x: Scale, groups: Sequence[GroupReading]) -> tuple[list[float], list[LegendEntry]]:
-    """Draw a row for each group. Returns where each mark stands, and the legend."""
-    ends = {"lower_bound": "low", "upper_bound": "high"}
-    known = [getattr(group, ends.get(group.status, "b_simple")) for group in groups]
-    anchors = [x.at(0.015) if value is None else x.clamp(value) for value in known]
-    legend = []
-    for status, (mark, color, meaning, style) in _OF_STATUS.items():
-        rows = [i for i, group in enumerate(groups) if group.status == status]
-        if not rows:
-            continue
-        legend.append(LegendEntry(mark, color, meaning))
-        if status != "unresolved":
-            is_known = status == "resolved"
-            bar: dict[str, Any] = {"line_alpha": 0.3, "line_width": 4} if is_known else {"line_dash": "dotted"}
-            low, high = ([x.clamp(getattr(groups[i], end) or 0.0) for i in rows] for end in ("low", "high"))
-            draw(fig, Segment(line_color=color, **bar), x0=low, y0=rows, x1=high, y1=rows)
-        marks = Scatter(size=9, fill_color=color, line_color=color, **style)
-        draw(fig, marks, x=[anchors[i] for i in rows], y=rows)
-    return anchors, legend

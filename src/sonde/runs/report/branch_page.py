@@ -1,0 +1,147 @@
+"""The page of branches from one checkpoint: the critical batch size first, then what it was read from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from sonde.evidence.branches import Branches
+from sonde.evidence.notices import notices
+from sonde.runs.report.branch_verdict import branch_panel, capital, in_words, noise_scales, over_b_crit, times
+from sonde.runs.report.how_measured import Row
+from sonde.runs.report.page import check_bokeh, check_target, whole_page, write_in_one_step
+from sonde.wording import count, number, percent, plural
+
+BRANCHES_NAME = "branches.json"
+"""The file of branches in the folder of `sonde branch`."""
+_NO_SCALES = (
+    "No noise scale was measured beside these branches. sonde measure reads it at the checkpoint, and a script "
+    "that attaches sonde logs it in each branch."
+)
+
+
+def read_branches(path: Path) -> Branches:
+    """The branches in a file.
+
+    Args:
+        path: the file in a folder that `sonde branch` wrote.
+
+    Raises:
+        FileNotFoundError: when there is no such file.
+        ValueError: when it does not hold branches, or another version of sonde wrote it.
+    """
+    try:
+        return Branches.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} does not hold branches: give a folder that `sonde branch` wrote") from error
+
+
+def write_branch_report(branches: Branches, path: Path) -> Path:
+    """Write the page of branches: one HTML file that opens in any browser.
+
+    Args:
+        branches: from one checkpoint.
+        path: the file to write. An older report is replaced in one step. Any other file is left alone.
+
+    Returns:
+        The file that was written.
+
+    Raises:
+        ValueError: when `path` exists and is not a report.
+        ImportError: without the `bokeh` package.
+    """
+    check_bokeh()
+    check_target(path)
+    write_in_one_step(path, branch_page(branches))
+    return path
+
+
+def branch_page(branches: Branches) -> str:
+    """The whole page."""
+    # Here, since Bokeh is an extra, and only the page needs it.
+    from sonde.runs.report.branch_figures import loss_plot, ratio_plot
+    from sonde.runs.report.figures import Section, Table
+
+    unit, scales, noticed = branches.unit, noise_scales(branches), notices(branches)
+    heads = ("Batch size", "Learning rate", f"Ratio ({percent(0.95)} interval)", "Branches", "Diverged")
+    ratios = Table(f"{capital(unit)} needed, times those of the reference", heads, tuple(_batch_rows(branches)))
+    (_, law), *others = scales
+    rows = [(scales[0][0], in_words(law), "–"), *((name, in_words(of), over_b_crit(of, law)) for name, of in others)]
+    beside = Table("B_crit and noise scales", ("", f"In {unit}", "Times the B_crit of these branches"), tuple(rows))
+    plot = ratio_plot(branches, scales if others else [])
+    sections = [
+        Section(f"{capital(unit)} that each batch size needs", _RATIO_TEXT, (plot, ratios)),
+        Section("Loss of each batch size", _LOSS_TEXT, (loss_plot(branches),)),
+        Section("Noise scales", _scales_text(branches), (beside,) if others else (beside, _NO_SCALES)),
+    ]
+    n_finished = sum(b.state == "finished" for b in branches.branches)
+    return whole_page(
+        sections,
+        name="Branches from one checkpoint",
+        subject="critical batch size",
+        facts=(
+            f"Reference: batch size {number(branches.reference)}",
+            f"{number(branches.units)} {unit} in each branch",
+            plural(len({b.seed for b in branches.branches}), "seed"),
+            f"{count(n_finished)} of {count(len(branches.branches))} branches finished",
+        ),
+        alerts_title="Noticed in these branches",
+        alerts=[{"message": sentence} for sentence in noticed],
+        more_alerts=plural(max(len(noticed) - 5, 0), "more alert"),
+        panels=[branch_panel(branches)],
+        rows=[*_how_measured(branches), *([Row("Alerts", tuple(noticed[5:]))] if noticed[5:] else [])],
+        source="these branches",
+    )
+
+
+_RATIO_TEXT = (
+    "All branches train on the same number of units from one checkpoint. Each point says how many units a batch size "
+    "needs for the losses that the reference reaches, times the units that the reference needs. The critical batch "
+    "size is where this ratio passes the tolerance."
+)
+_LOSS_TEXT = "The mean of the seeds, on the same held-out data for all branches. Lower is better."
+
+
+def _scales_text(branches: Branches) -> str:
+    """What is compared with what."""
+    reference, more = number(branches.reference), f"{branches.tolerance:g}"
+    return (
+        "By the law of McCandlish et al. 2018 (arXiv:1812.06162), a batch size B needs 1 + B/B_crit times the fewest "
+        f"possible {branches.unit}, and a noise scale predicts B_crit. From a reference of {reference} and a tolerance "
+        f"of {more}, the critical batch size b gives B_crit = (b − {1 + branches.tolerance:g} × {reference})/{more}. "
+        "In the last column, a range takes the far ends of both intervals."
+    )
+
+
+def _batch_rows(branches: Branches) -> Iterator[tuple[str, ...]]:
+    ratios = {r.batch: times(r) for r in branches.ratios}
+    for batch in sorted({b.batch for b in branches.branches}):
+        of = [b for b in branches.branches if b.batch == batch and b.copy == 0]
+        rates = ", ".join(dict.fromkeys(number(b.rate) for b in of if b.rate is not None)) or "–"
+        done = [b for b in of if b.state == "finished" and b.curve.units]
+        diverged = sum(b.curve.has_diverged for b in done)
+        yield number(batch), rates, ratios.get(batch, "1, the reference"), f"{len(done)} of {len(of)}", count(diverged)
+
+
+def _how_measured(branches: Branches) -> Iterator[Row]:
+    unit = branches.unit
+    yield Row("Learning rate", (f"{branches.rule}.",))
+    yield Row("Loss", (branches.loss,))
+    yield Row(
+        "Ratio",
+        (
+            "Of a batch size and the reference, with the same seed, one is slower. It has some mean loss over the last "
+            f"half of its {unit}. The other has this mean loss over the second half of fewer {unit}. The ratio is the "
+            f"quotient of the {unit}. Over seeds, the mean of the logs is taken.",
+            "Where there are few losses, last losses stand for means.",
+            "Interval: Student's t over seeds. The scatter is the mean of the batch size's own and that of all.",
+        ),
+    )
+    yield Row(
+        "Critical batch size",
+        (
+            f"The batch size at which the ratio passes {1 + branches.tolerance:g}, by straight lines between the batch "
+            "sizes. Its interval reaches from where the upper ends of the ratios pass it to where the lower ends do.",
+        ),
+    )

@@ -1,0 +1,113 @@
+"""What the page of branches says first, and the numbers of its tables."""
+
+from __future__ import annotations
+
+import math
+
+from sonde.evidence.branches import Branches
+from sonde.evidence.stats.branched_batch import UnitsRatio, from_base
+from sonde.runs.report.verdicts import Tile, VerdictPanel
+from sonde.stats.intervals import RatioInterval, unresolved
+from sonde.wording import count, estimate, interval, number, percent, plural
+
+_LAW = "B_crit by these branches"
+
+
+def branch_panel(branches: Branches) -> VerdictPanel:
+    """What to do, the critical batch size, and what may change it."""
+    found, unit, more = branches.critical, branches.unit, percent(branches.tolerance)
+    kind, badge, detail = "unknown", "Not known yet", ""
+    action, headline = f"Run more branches: {found.reason}.", "The critical batch size is not known yet."
+    if found.low is not None:
+        kind, badge = ("measured", "Measured") if found.status == "resolved" else ("unknown", "Only a lower bound")
+        safe = count(math.floor(found.low))
+        action = (
+            f"A batch size of up to {safe} {unit} needs at most {more} more {unit} than the reference, "
+            f"{number(branches.reference)}."
+        )
+        headline = f"The critical batch size is {in_words(found)} {unit}, at a tolerance of {more}."
+        if found.reason:
+            headline += f" {capital(found.reason)}."
+        detail = _at_half(branches)
+    basis = f"Judged from {count(len(branches.branches))} branches. Intervals hold with {percent(0.95)}."
+    return VerdictPanel(kind, badge, action, headline, detail, basis, tuple(map(_tile, branches.ratios)))
+
+
+def _at_half(branches: Branches) -> str:
+    """The answer at half of the units, beside the whole."""
+    whole, half = branches.critical, branches.of_shorter().critical
+    if whole.low is None or whole.high is None or half.low is None or half.high is None:
+        return f"Half of the {branches.unit} alone would not show it: {half.reason}."
+    rest = "The answer depends on the length of the branches: train them longer, until it settles."
+    if max(whole.low, half.low) <= min(whole.high, half.high):
+        rest = "The two agree."
+    return f"The first half of the {branches.unit} alone would say {in_words(half)}. {rest}"
+
+
+def _tile(ratio: UnitsRatio) -> Tile:
+    note = interval(ratio.low, ratio.high)
+    if ratio.n_diverged:
+        note = f"{ratio.n_diverged} of {plural(len(ratio.logs), 'seed')}"
+    return Tile(f"Batch size {number(ratio.batch)}", times(ratio).split(" (")[0], note)
+
+
+def times(ratio: UnitsRatio) -> str:
+    """A ratio of units with its interval, in words."""
+    if ratio.ratio is None or ratio.n_diverged:
+        return "diverged" if ratio.n_diverged else number(None)
+    within = "" if ratio.low is None else f" ({interval(ratio.low, ratio.high)})"
+    return f"{number(ratio.ratio)}×{within}"
+
+
+def capital(text: str) -> str:
+    """The text with a capital letter first."""
+    return text[:1].upper() + text[1:]
+
+
+def in_words(of: RatioInterval) -> str:
+    """A critical batch size or a noise scale, as far as it is known."""
+    return estimate(of.status, of.ratio, of.low, of.high)
+
+
+def noise_scales(branches: Branches) -> list[tuple[str, RatioInterval]]:
+    """B_crit by the branches first, then each noise scale, by name."""
+    rows = [(_LAW, law_interval(branches))]
+    for proxy in branches.proxies:
+        low, high = proxy.low, math.inf if proxy.high is None else proxy.high
+        name = f"{proxy.name} ({proxy.metric})"
+        if proxy.value is not None:
+            rows.append((name, RatioInterval("resolved", low, high, ratio=proxy.value)))
+        else:
+            rows.append((name, RatioInterval("upper_bound" if low == 0 else "lower_bound", low, high)))
+    return rows
+
+
+def law_interval(branches: Branches) -> RatioInterval:
+    """B_crit of the law 1 + B/B_crit, which noise scales predict, from the critical batch size of the branches.
+
+    Returns:
+        Unresolved, with a reason, where nothing is known or the ratio rises faster than the law allows.
+    """
+    found = branches.critical
+    if found.low is None or found.high is None:
+        return found
+    low, high = (max(from_base(end, branches.reference, branches.tolerance), 0.0) for end in (found.low, found.high))
+    if high == 0:
+        return unresolved("the ratio of units rises faster than the law allows")
+    if math.isinf(high):
+        return RatioInterval("lower_bound", low, high) if low else unresolved(found.reason)
+    if low == 0 or found.ratio is None:
+        return RatioInterval("upper_bound", 0.0, high)
+    return RatioInterval("resolved", low, high, ratio=from_base(found.ratio, branches.reference, branches.tolerance))
+
+
+def over_b_crit(scale: RatioInterval, law: RatioInterval) -> str:
+    """A noise scale over the measured B_crit, in words. The range takes the far ends of both intervals."""
+    if law.low is None or law.high is None or scale.low is None or scale.high is None:
+        return number(None)
+    low, high = scale.low / law.high, scale.high / law.low if law.low else math.inf
+    if low == 0 and math.isinf(high):
+        return number(None)
+    if law.ratio is None or scale.ratio is None:
+        return interval(low, high)
+    return f"{number(scale.ratio / law.ratio)} ({interval(low, high)})"
