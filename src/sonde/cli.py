@@ -25,7 +25,7 @@ class ReportOptions:
     """Write the report of a run: one HTML file that opens in any browser.
 
     Attributes:
-        run: Folder of the run, or its records.jsonl.
+        run: Folder of the run, or its records.jsonl; or the folder of `sonde branch`.
         out: File to write.
     """
 

@@ -23,6 +23,7 @@ from sonde.evidence.branches import Branch, Branches, Proxy
 from sonde.evidence.shell_losses import LossSource, noise_scales, unit_of
 from sonde.evidence.shell_plan import ADAM, Asked, Plan, check_command, rates_of, used_placeholders
 from sonde.evidence.shell_run import LAUNCHERS, collect_or_prepare, joined, result_of, train, write_array
+from sonde.runs.report.branch_page import write_branch_report
 from sonde.wording import duration
 
 USAGE = "sonde branch --batches 16,32,64 --units 20000 [options] -- python train.py --batch {batch} --seed {seed} …"
@@ -125,6 +126,10 @@ def run_branch(options: BranchOptions, command: Sequence[str]) -> int:
     file.write_text(json.dumps(found.as_json(), allow_nan=False))
     print_result(found, console)
     console.print(f"\nresult  {file}")
+    try:
+        console.print(f"report  {write_branch_report(found, plan.out / 'report.html')}  (open it in a browser)")
+    except ImportError as error:
+        console.print(f"report  {error}, then run: sonde report {plan.out}")
     return 0 if all(branch.state == "finished" for branch in found.branches) else ERROR
 
 

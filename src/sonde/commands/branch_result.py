@@ -9,7 +9,7 @@ from rich.table import Table
 
 from sonde.evidence.branches import Branches, Proxy
 from sonde.evidence.notices import notices, verdict
-from sonde.evidence.stats.branched_batch import UnitsRatio, from_base
+from sonde.evidence.stats.branched_batch import UnitsRatio
 from sonde.stats.intervals import RatioInterval
 from sonde.wording import count, estimate, interval, number, percent
 
@@ -33,22 +33,8 @@ def print_result(found: Branches, console: Console) -> None:
         console.print(f"\n{sentence}")
 
 
-def law_batch(found: Branches) -> RatioInterval:
-    """B_crit of the law 1 + B/B_crit, as the measured critical batch gives it; as uncertain as that."""
-    critical = found.critical
-    if critical.status == "unresolved":
-        return critical
-
-    def converted(batch: float | None) -> float | None:
-        return None if batch is None else max(from_base(batch, found.reference, found.tolerance), 0.0)
-
-    return RatioInterval(
-        critical.status, converted(critical.low), converted(critical.high), critical.reason, converted(critical.ratio)
-    )
-
-
 def _headline(found: Branches) -> list[str]:
-    critical, law, half = found.critical, law_batch(found), found.of_shorter().critical
+    critical, law, half = found.critical, found.law_critical, found.of_shorter().critical
     more = percent(found.tolerance)
     if critical.status == "unresolved":
         return [f"No critical batch size: {critical.reason}."]
@@ -62,10 +48,10 @@ def _headline(found: Branches) -> list[str]:
         lines.append(f"Half of the {found.unit} alone would not show it: {half.reason}.")
     else:
         lines.append(f"The first half of the {found.unit} alone would say: {_words(half)}.")
-    if law.high:
-        lines.append(f"By the law 1 + B/B_crit, B_crit is {_words(law)} {found.unit}.")
+    if law.status == "unresolved":
+        lines.append(f"By the law 1 + B/B_crit, B_crit is not known: {law.reason}.")
     else:
-        lines.append("The ratio rises faster than the law 1 + B/B_crit allows, so it gives no B_crit.")
+        lines.append(f"By the law 1 + B/B_crit, B_crit is {_words(law)} {found.unit}.")
     return lines
 
 
@@ -100,7 +86,7 @@ def _ratio(ratio: UnitsRatio) -> str:
 
 def _proxies(found: Branches) -> Table:
     """Each noise scale, and its ratio to the measured B_crit."""
-    law = law_batch(found).ratio
+    law = found.law_critical.ratio
     table = _table("noise scale", "metric", found.unit, "over the measured B_crit", left=(0, 1))
     for proxy in found.proxies:
         over = number(proxy.value / law) if proxy.value and law else "not known"

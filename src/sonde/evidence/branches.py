@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, Self
 
-from sonde.evidence.stats.branched_batch import UnitsRatio, critical_batch, units_ratios
+from sonde.evidence.stats.branched_batch import UnitsRatio, critical_batch, from_base, units_ratios
 from sonde.evidence.stats.loss_curves import Curve, log_units_ratio
 from sonde.record_values import json_number
-from sonde.stats.intervals import RatioInterval
+from sonde.stats.intervals import RatioInterval, unresolved
 
 SCHEMA = 1
 State = Literal["finished", "failed", "cut off"]
@@ -109,6 +109,24 @@ class Branches:
     def critical(self) -> RatioInterval:
         """The critical batch size, at which the ratio of units passes 1 + tolerance."""
         return critical_batch(self.ratios, self.reference, self.tolerance)
+
+    @cached_property
+    def law_critical(self) -> RatioInterval:
+        """B_crit of the law 1 + B/B_crit, which noise scales predict, from the critical batch size.
+
+        Unresolved, with a reason, where nothing is known or the ratio rises faster than the law allows.
+        """
+        found = self.critical
+        if found.low is None or found.high is None:
+            return found
+        low, high = (max(from_base(end, self.reference, self.tolerance), 0.0) for end in (found.low, found.high))
+        if high == 0:
+            return unresolved("the ratio of units rises faster than the law allows")
+        if math.isinf(high):
+            return RatioInterval("lower_bound", low, high, found.reason) if low else unresolved(found.reason)
+        if low == 0 or found.ratio is None:
+            return RatioInterval("upper_bound", 0.0, high)
+        return RatioInterval("resolved", low, high, ratio=from_base(found.ratio, self.reference, self.tolerance))
 
     def of_shorter(self, part: float = 0.5) -> Branches:
         """The same branches, as if they had ended after this part of their units: a check by a second length."""

@@ -14,7 +14,7 @@ from sonde.evidence.branches import Branches
 from sonde.evidence.notices import notices
 from sonde.runs.report.branch_figures import loss_plot, ratio_plot
 from sonde.runs.report.branch_page import write_branch_report
-from sonde.runs.report.branch_verdict import in_words, law_interval, noise_scales, over_b_crit, times
+from sonde.runs.report.branch_verdict import in_words, noise_scales, over_b_crit, times
 from sonde.runs.report.figures import Plot
 from sonde.runs.report.write import write_report
 from sonde.stats.intervals import RatioInterval
@@ -43,7 +43,7 @@ def with_trouble() -> Branches:
 
 
 def test_a_measured_critical_batch(tmp_path: Path) -> None:
-    text, found, law = text_of(BRANCHES, tmp_path), BRANCHES.critical, law_interval(BRANCHES)
+    text, found, law = text_of(BRANCHES, tmp_path), BRANCHES.critical, BRANCHES.law_critical
     of_64 = next(ratio for ratio in BRANCHES.ratios if ratio.batch == 64)
     noise, half = PROXIES[-1], BRANCHES.of_shorter().critical
     assert (found.low or 0) > 50
@@ -66,7 +66,7 @@ def test_without_noise_the_page_has_the_law_of_the_losses() -> None:
     """The ratio is (1 + B/200)/(1 + 16/200), 1.2 at 59.2."""
     exact = plausible_branches(proxies=())
     curves = [replace(b, curve=curve_of(b.batch, b.seed, scatter=0.0)) for b in exact.branches]
-    found = law_interval(replace(exact, branches=tuple(curves)))
+    found = replace(exact, branches=tuple(curves)).law_critical
     assert found.ratio == pytest.approx(CRITICAL, rel=0.01)
 
 
@@ -76,7 +76,7 @@ def test_only_a_lower_bound(tmp_path: Path) -> None:
     assert "Only a lower bound A batch size of up to 24 sequences needs at most" in text
     assert "The critical batch size is more than 24 sequences, at a tolerance" in text
     assert "No batch needs so many units: try larger ones." in text
-    assert law_interval(bound).low == pytest.approx((24 - 1.2 * 16) / 0.2)
+    assert bound.law_critical.low == pytest.approx((24 - 1.2 * 16) / 0.2)
 
 
 def test_one_seed_says_what_would_make_it_known(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_ratio_that_rises_faster_than_the_law() -> None:
     """By the law no batch below 1.2 × 16 can need a fifth more than one of 16."""
     steep = plausible_branches((16.0, 18.0))
     changed = [replace(b, curve=curve_of(400, b.seed)) if b.batch == 18 else b for b in steep.branches]
-    found = law_interval(replace(steep, branches=tuple(changed)))
+    found = replace(steep, branches=tuple(changed)).law_critical
     assert (found.status, found.reason) == ("unresolved", "the ratio of units rises faster than the law allows")
 
 

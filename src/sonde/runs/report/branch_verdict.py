@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from sonde.evidence.branches import Branches
-from sonde.evidence.stats.branched_batch import UnitsRatio, from_base
+from sonde.evidence.stats.branched_batch import UnitsRatio
 from sonde.runs.report.verdicts import Tile, VerdictPanel
-from sonde.stats.intervals import RatioInterval, unresolved
+from sonde.stats.intervals import RatioInterval
 from sonde.wording import count, estimate, interval, number, percent, plural
 
 _LAW = "B_crit by these branches"
@@ -71,7 +71,7 @@ def in_words(of: RatioInterval) -> str:
 
 def noise_scales(branches: Branches) -> list[tuple[str, RatioInterval]]:
     """B_crit by the branches first, then each noise scale, by name."""
-    rows = [(_LAW, law_interval(branches))]
+    rows = [(_LAW, branches.law_critical)]
     for proxy in branches.proxies:
         low, high = proxy.low, math.inf if proxy.high is None else proxy.high
         name = f"{proxy.name} ({proxy.metric})"
@@ -80,25 +80,6 @@ def noise_scales(branches: Branches) -> list[tuple[str, RatioInterval]]:
         else:
             rows.append((name, RatioInterval("upper_bound" if low == 0 else "lower_bound", low, high)))
     return rows
-
-
-def law_interval(branches: Branches) -> RatioInterval:
-    """B_crit of the law 1 + B/B_crit, which noise scales predict, from the critical batch size of the branches.
-
-    Returns:
-        Unresolved, with a reason, where nothing is known or the ratio rises faster than the law allows.
-    """
-    found = branches.critical
-    if found.low is None or found.high is None:
-        return found
-    low, high = (max(from_base(end, branches.reference, branches.tolerance), 0.0) for end in (found.low, found.high))
-    if high == 0:
-        return unresolved("the ratio of units rises faster than the law allows")
-    if math.isinf(high):
-        return RatioInterval("lower_bound", low, high) if low else unresolved(found.reason)
-    if low == 0 or found.ratio is None:
-        return RatioInterval("upper_bound", 0.0, high)
-    return RatioInterval("resolved", low, high, ratio=from_base(found.ratio, branches.reference, branches.tolerance))
 
 
 def over_b_crit(scale: RatioInterval, law: RatioInterval) -> str:
