@@ -22,7 +22,7 @@ from sonde.batch_size.step_watch import is_followed
 from sonde.console import stack_level, tell
 from sonde.evidence.branches import Branch, Branches, Proxy
 from sonde.evidence.kept_state import KeptState
-from sonde.evidence.rates import RateRule, held_rates, largest_rate, options_at, rule_in_words, usual_rule
+from sonde.evidence.rates import RateRule, held_rates, largest_rate, options_at, rate_factor, rule_in_words, usual_rule
 from sonde.evidence.stats.loss_curves import Curve
 from sonde.parallel.model_state import preserve_modes_and_randomness
 from sonde.parallel.process_groups import gather_objects
@@ -31,6 +31,8 @@ from sonde.wording import duration, number
 
 OnBranch = Callable[[Branches], object]
 _LOSS = "held-out loss"
+_DECAYED = (0.5, 0.7, 1.0)
+"""Parts of the units at whose end the rate has fallen to 0: the losses there make the curve of such a branch."""
 
 
 def branch(
@@ -45,6 +47,7 @@ def branch(
     seeds: int = 3,
     seed: Callable[[int], object] | None = None,
     rate_rule: RateRule | None = None,
+    decay: bool = False,
     tolerance: float = 0.2,
     evaluations: int = 16,
     proxies: Sequence[Proxy] = (),
@@ -84,8 +87,11 @@ def branch(
         rate_rule: "linear" (times batch / reference), "sqrt" (times its root), "adam" (likewise, with β and ε), "none",
             a multiple for each batch size, or a function of batch / reference. By default "linear" for SGD, else
             "sqrt".
+        decay: let the rate fall to 0 in each branch, linearly, so that a larger rate leaves no more noise in its loss.
+            Only the loss at the end counts then, so each branch is trained on 0.5, 0.7 and 1 of the units. Ratios above
+            2 are only said to be about so large.
         tolerance: part of the units that a batch may need more and still be below the critical batch.
-        evaluations: of the loss in each branch, besides the first.
+        evaluations: of the loss in each branch, besides the first; with `decay`, one at its end.
         proxies: noise scales that the report shows beside the measurement.
         keep_on: device of the copy of weights and optimizer state; by default where they are. "cpu" saves memory.
         on_branch: called after each branch with all branches so far, to save them.
@@ -128,8 +134,9 @@ def branch(
             "a probe of sonde is attached to the model, and would take branches for the training: keep its state_dict, "
             "close it, and after the branches attach it again and load the state"
         )
-    plan = Branches(unit, first, units, tolerance, rule_in_words(rule, first), (), tuple(proxies), _LOSS)
-    branching = _Branching(train_step, loss, kept, plan, rule, seed or kept.seed, evaluations)
+    in_words = rule_in_words(rule, first) + (", falling to 0 in each branch" if decay else "")
+    plan = Branches(unit, first, units, tolerance, in_words, (), tuple(proxies), _LOSS)
+    branching = _Branching(train_step, loss, kept, plan, rule, seed or kept.seed, evaluations, decay)
     ordered = [first, *sorted({*batches} - {first})]
     is_first_rank = branching.ranks is None or branching.ranks.rank() == 0
     with kept.given_back():  # once more, in case Ctrl-C comes while a branch gives it back
@@ -168,6 +175,7 @@ class _Branching:
         rule: how the rate follows the batch.
         seed: has the branch that begins draw its own data.
         evaluations: of the loss in each branch.
+        decays: whether the rate falls to 0 in each branch.
         ranks: that work together; None for this process alone.
     """
 
@@ -178,6 +186,7 @@ class _Branching:
     rule: RateRule
     seed: Callable[[int], object]
     evaluations: int
+    decays: bool
     ranks: dist.ProcessGroup | None = field(default_factory=_all_ranks)
 
     def check_step(self, batches: Sequence[int], n_seeds: int) -> None:
@@ -248,23 +257,39 @@ class _Branching:
             n_before: branches that were alike.
             at_first: the loss before the first step.
         """
-        n_steps = math.ceil(self.plan.units / batch)
-        due = {math.ceil(k * n_steps / self.evaluations) for k in range(1, self.evaluations + 1)}
-        units, losses = [0.0], [at_first]
-        with (
-            self.kept.given_back(),
-            held_rates(self.kept.optimizers, self.rule, batch, int(self.plan.reference)),
-        ):
-            rate = largest_rate(self.kept.optimizers)
+        curve = [(0, at_first)]
+        n_steps = [math.ceil(part * self.plan.units / batch) for part in (_DECAYED if self.decays else (1.0,))]
+        for n in sorted({*n_steps}):
+            curve += self._losses(batch, seed, n)
+            if not math.isfinite(curve[-1][1]):
+                break
+        rate = largest_rate(self.kept.optimizers)
+        factor = rate_factor(self.rule, batch, int(self.plan.reference))
+        return Branch(
+            batch,
+            seed,
+            None if rate is None else rate * factor,
+            Curve(tuple(float(n * batch) for n, _ in curve), tuple(loss for _, loss in curve)),
+            copy=n_before,
+        )
+
+    def _losses(self, batch: int, seed: int, n_steps: int) -> list[tuple[int, float]]:
+        """Steps and losses of one training from the checkpoint: of its end alone if the rate decays."""
+        n_due = 1 if self.decays else self.evaluations
+        due = {math.ceil(k * n_steps / n_due) for k in range(1, n_due + 1)}
+        found: list[tuple[int, float]] = []
+        reference = int(self.plan.reference)
+        with self.kept.given_back(), held_rates(self.kept.optimizers, self.rule, batch, reference) as take:
             self.seed(seed)
             for n in range(1, n_steps + 1):
+                if self.decays:
+                    take(1 - (n - 1) / n_steps)
                 self.train_step(batch)
                 if n in due:
-                    units.append(float(n * batch))
-                    losses.append(self._loss_now())
-                    if not math.isfinite(losses[-1]):
+                    found.append((n, self._loss_now()))
+                    if not math.isfinite(found[-1][1]):
                         break
-        return Branch(batch, seed, rate, Curve(tuple(units), tuple(losses)), copy=n_before)
+        return found
 
     def _loss_now(self) -> float:
         with preserve_modes_and_randomness(self.kept.model):
