@@ -42,7 +42,18 @@ class Curve:
     @property
     def has_diverged(self) -> bool:
         """Whether a loss is not finite, or the last one is above the first."""
-        return not all(map(math.isfinite, self.losses)) or self.losses[-1] > self.losses[0]
+        return not all(map(math.isfinite, self.losses)) or self.losses[-1:] > self.losses[:1]
+
+    @property
+    def scatter(self) -> float | None:
+        """Standard deviation of a loss about its neighbours' line; None for fewer than 3 finite losses.
+
+        Second differences of independent errors have 6 times their variance.
+        """
+        if len(self.losses) < 3 or not all(map(math.isfinite, self.losses)):
+            return None
+        windows = zip(self.losses, self.losses[1:], self.losses[2:], strict=False)
+        return math.sqrt(statistics.fmean((a - 2 * b + c) ** 2 for a, b, c in windows) / 6)
 
 
 def falling(curve: Curve) -> Curve:
@@ -90,14 +101,14 @@ def log_units_ratio(branch: Curve, reference: Curve) -> float | None:
 
     Returns:
         The log; `math.inf` where the branch has diverged or comes to no loss below the checkpoint's; None where the
-        reference itself does not, so that nothing can be compared.
+        reference does so, or a curve has fewer than 2 points: then nothing can be compared.
 
     Example:
         >>> slow, fast = (Curve(tuple(range(9)), tuple(2 ** (-u / t) for u in range(9))) for t in (4, 2))
         >>> round(math.exp(log_units_ratio(slow, fast)), 1)
         2.0
     """
-    if reference.has_diverged or len(falling(reference).units) < 2:
+    if min(len(branch.units), len(reference.units)) < 2 or reference.has_diverged or len(falling(reference).units) < 2:
         return None
     if branch.has_diverged:
         return math.inf
