@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -193,21 +195,24 @@ def test_the_first_branch_is_the_training_as_it_would_go_on() -> None:
 
 
 def test_what_is_planned_is_trained() -> None:
-    found = branched(training(), batches=[32, 16, 8], reference=16, unit="rows")
+    found = branched(training(), batches=np.array([32, 16, 8]), reference=16, unit="rows")
+    assert sonde.Branches.from_json(json.loads(json.dumps(found.as_json()))) == found
     asked = [(16, 0, 0), (16, 0, 1), (16, 1, 0), (8, 0, 0), (8, 1, 0), (32, 0, 0), (32, 1, 0)]
     assert [(b.batch, b.seed, b.copy) for b in found.branches] == asked
     rate = found.branches[0].rate
     assert rate
     assert [b.rate for b in found.branches[3::2]] == [rate / 2, rate * 2]  # linear, for SGD
-    assert (found.unit, found.reference, found.rule) == ("rows", 16, "rate × batch / 16")
+    assert (found.unit, found.reference, found.rule) == ("rows", 16, "learning rate ∝ batch")
     assert {b.curve.units[-1] for b in found.branches} == {96.0}
 
 
 def test_a_branch_that_diverges_ends_early() -> None:
     loop = training("SGD")
     found = branched(loop, rate_rule={16: 1.0, 32: 1e30}, seeds=1)
-    assert not math.isfinite(found.branches[-1].curve.losses[-1])
-    assert found.branches[-1].curve.has_diverged
+    last = found.branches[-1].curve
+    assert not math.isfinite(last.losses[-1])
+    assert last.units[-1] < 96
+    assert last.has_diverged
     assert found.ratios[-1].n_diverged == 1
 
 
@@ -230,12 +235,14 @@ def test_default_seeds_are_of_all_generators() -> None:
 
 
 def test_progress_is_told(capfd: pytest.CaptureFixture[str]) -> None:
-    branched(training(), verbose=True)
+    branched(training(), verbose=True, unit="rows")
     lines = capfd.readouterr().err.splitlines()
-    assert len(lines) == 7
-    assert lines[1].startswith("sonde: batch 8, seed 0, again: held-out loss ")
+    assert len(lines) == 8
+    assert lines[1].startswith("sonde: batch 8, seed 0, second run: held-out loss ")
     assert lines[1].endswith(" left)")
     assert "(2 of 7 branches, " in lines[1]
+    assert lines[7].startswith("sonde: critical batch size: ")
+    assert "rows" in lines[7]
 
 
 # Mistakes.
@@ -297,21 +304,30 @@ def test_a_probe_that_is_attached_is_refused_and_may_come_back() -> None:
         loop.step(8)
         readings.append(probe.reading())
         probe.close()
-    assert readings[0].windows == 2
+    assert readings[0].windows == 2  # and none of the branches
     assert readings[0] == readings[1]
+
+
+def test_a_probe_of_another_model_does_not_matter() -> None:
+    other = nn.Linear(2, 2)
+    with sonde.attach(other, torch.optim.SGD(other.parameters(), lr=0.1), unit="rows", verbose=False) as probe:
+        branched(training())
+        assert probe.n_windows == 0
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"batches": [8]}, "two different sizes"),
-        ({"batches": [8, 0.5]}, "batches must be a whole number"),
+        ({"batches": [8, 0.5]}, "batches must be whole numbers"),
+        ({"batches": []}, "two different sizes"),
+        ({"reference": 0}, "batches must be whole numbers"),
         ({"seeds": 0}, "seeds must be a whole number"),
         ({"evaluations": 0}, "evaluations must be a whole number"),
         ({"units": 31}, "enough for a step of the largest batch, 32"),
         ({"tolerance": 0.0}, "tolerance must be positive"),
-        ({"rate_rule": "square"}, "rate_rule must be one of"),
-        ({"rate_rule": {16: 2.0}}, "no multiple for a batch of 32"),
+        ({"rate_rule": "square"}, "rate_rule must be sqrt, linear"),
+        ({"rate_rule": {16: 2.0}}, "positive multiple of the rate for a batch of 32"),
     ],
 )
 def test_arguments_are_checked_before_anything_is_trained(options: dict[str, Any], message: str) -> None:
