@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sonde.evidence.stats.rate_rules import RULES, adam_settings, rate_factor
+from sonde.parallel.unwrap import outside_graphs
 
 RateRule = Literal["sqrt", "linear", "none", "adam"] | Mapping[int, float]
 """By name; or the multiple of the reference's rate, by batch size."""
@@ -84,6 +85,7 @@ def held(options: Mapping[torch.optim.Optimizer, Options]) -> Iterator[Callable[
     """
     part = 1.0
 
+    @outside_graphs  # of a compiled step, which would be compiled anew at every change
     def hold(optimizer: torch.optim.Optimizer, args: object = (), kwargs: object = None) -> None:
         for group, wanted in zip(optimizer.param_groups, options[optimizer], strict=True):
             for name, value in (wanted | {"lr": part * wanted["lr"]}).items():
