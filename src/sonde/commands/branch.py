@@ -101,19 +101,8 @@ def run_branch(options: BranchOptions, command: Sequence[str]) -> int:
         KeyboardInterrupt: after Ctrl-C and SIGTERM; branches that have ended are kept.
     """
     plan, measured = plan_of(options, command), tuple(map(_proxy_of, options.noise))
-    asked, console = plan.asked(), Console(highlight=False, markup=False, soft_wrap=True)
-    if options.launcher == _SLURM:
-        if waiting := collect_or_prepare(asked, plan.source, plan.units):
-            submit = write_array(waiting, plan.out, options.jobs)
-            console.print(
-                f"{len(waiting)} of {len(asked)} branches have not ended. Submit them, if you have not: {submit}"
-            )
-            console.print("When they have ended, the command that you have given now collects them.")
-        ended: Mapping[Asked, Branch] = {
-            each: kept for each in asked if each not in waiting and (kept := result_of(each)) is not None
-        }
-    else:
-        ended = _trained(asked, plan, options)
+    asked, console = plan.asked(), _console()
+    ended = (_collected if options.launcher == _SLURM else _trained)(asked, plan, options)
     if not ended:
         return 0
     references = [each.folder for each in ended if each.batch == plan.reference and not each.copy]
@@ -134,6 +123,10 @@ def run_branch(options: BranchOptions, command: Sequence[str]) -> int:
     return 0 if all(branch.state == "finished" for branch in found.branches) else ERROR
 
 
+def _console(*, stderr: bool = False) -> Console:
+    return Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
+
+
 def plan_of(options: BranchOptions, command: Sequence[str]) -> Plan:
     """What is asked for, checked before anything starts.
 
@@ -145,34 +138,26 @@ def plan_of(options: BranchOptions, command: Sequence[str]) -> Plan:
     names = ("checkpoint", *ADAM, "weight_decay")
     base: dict[str, Any] = {name: value for name in names if (value := getattr(options, name)) is not None}
     used, least = used_placeholders(command), 2 * batches[-1]
-    checks = {
-        f"--reference must be one of {options.batches}, got {reference:g}: add it to --batches": reference
-        not in batches,
-        f"--units must be 2 steps of the largest batch, {least:g}, or more, got {units:g}": not least
-        <= units
-        < math.inf,
-        f"--seeds must be at least 1, got {options.seeds}: 3 give an interval": options.seeds < 1,
-        f"--jobs must be at least 1, got {options.jobs}": options.jobs < 1,
-        f"--tolerance must be above 0, got {options.tolerance:g}": not 0 < options.tolerance < math.inf,
-        f"no checkpoint at {options.checkpoint}: pass --checkpoint a file or folder that is there": (
-            options.checkpoint is not None and not options.checkpoint.exists()
-        ),
-        f"branches go to a folder, got the file {options.out}: pass another --out": options.out.is_file(),
-        "--first-step is of printed steps: pass --loss-regex too, or leave it out": (
-            options.first_step is not None and options.loss_regex is None
-        ),
-        f"--launcher must be local, slurm, ray, or a command with {{command}}, got {launcher!r}": (
-            launcher not in (*LAUNCHERS, _SLURM) and "{command}" not in launcher
-        ),
-        f"--launcher {launcher} cannot end a branch: write {{steps}} or {{units}} in the command": (
-            launcher != "local" and not {"units", "steps"} & used
-        ),
-        f"{command[0]!r} is no command that is installed: {USAGE}": (
-            launcher == "local" and not command[0].endswith(".py") and shutil.which(command[0]) is None
-        ),
+    has_program = launcher != "local" or command[0].endswith(".py") or shutil.which(command[0]) is not None
+    is_launcher = launcher in (*LAUNCHERS, _SLURM) or "{command}" in launcher
+    ends = launcher == "local" or bool({"units", "steps"} & used)
+    is_there = options.checkpoint is None or options.checkpoint.exists()
+    is_printed = options.first_step is None or options.loss_regex is not None
+    must_hold = {
+        f"--reference must be one of {options.batches}, got {reference:g}: add it to --batches": reference in batches,
+        f"--units must be 2 steps of the largest batch, {least:g}, or more, got {units:g}": least <= units < math.inf,
+        f"--seeds must be at least 1, got {options.seeds}: 3 give an interval": options.seeds >= 1,
+        f"--jobs must be at least 1, got {options.jobs}": options.jobs >= 1,
+        f"--tolerance must be above 0, got {options.tolerance:g}": 0 < options.tolerance < math.inf,
+        f"no checkpoint at {options.checkpoint}: pass --checkpoint a file or folder that is there": is_there,
+        f"branches go to a folder, got the file {options.out}: pass another --out": not options.out.is_file(),
+        "--first-step is of printed steps: pass --loss-regex too, or leave it out": is_printed,
+        f"--launcher must be local, slurm, ray, or a command with {{command}}, got {launcher!r}": is_launcher,
+        f"--launcher {launcher} cannot end a branch: write {{steps}} or {{units}} in the command": ends,
+        f"{command[0]!r} is no command that is installed: {USAGE}": has_program,
     }
-    for message, is_wrong in checks.items():
-        if is_wrong:
+    for message, holds in must_hold.items():
+        if not holds:
             raise ValueError(message)
     rule, rates = rates_of(batches, reference, options.lr, options.lr_rule, used)
     check_command(command, base, options.lr_rule, options.seeds)
@@ -210,12 +195,23 @@ def _terminated_as_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _collected(asked: Sequence[Asked], plan: Plan, options: BranchOptions) -> Mapping[Asked, Branch]:
+    """Branches that Slurm has ended. The others are prepared, and the command that submits them is printed."""
+    waiting = collect_or_prepare(asked, plan.source, plan.units)
+    if waiting:
+        console = _console()
+        console.print(f"{len(waiting)} of {len(asked)} branches have not ended. If you have not submitted them, do so:")
+        console.print(write_array(waiting, plan.out, options.jobs))
+        console.print("When they have ended, the command that you have given now collects them.")
+    return {each: branch for each in asked if each not in waiting and (branch := result_of(each)) is not None}
+
+
 def _trained(asked: Sequence[Asked], plan: Plan, options: BranchOptions) -> Mapping[Asked, Branch]:
     """All branches in order: those that are finished, and the others after training them."""
     kept = {each: branch for each in asked if (branch := result_of(each)) and branch.state == "finished"}
     missing = [each for each in asked if each not in kept]
     ended: dict[Asked, Branch] = {}
-    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    console = _console(stderr=True)
     if kept:
         console.print(f"{len(kept)} of {len(asked)} branches are finished already.")
     bar = Progress(

@@ -35,7 +35,11 @@ class UnitsRatio:
 
 
 def units_ratios(logs: Sequence[tuple[float, Sequence[float]]]) -> list[UnitsRatio]:
-    """The ratio of each batch with its interval. The scatter over seeds is pooled over batches that have not diverged.
+    """The ratio of each batch with its interval.
+
+    The variance over seeds is the mean of the batch's own and that of all batches together. Its own alone would make
+    intervals of 3 seeds 1.6 times as wide. That of all alone would cover 89 % instead of 95 % where seeds of one batch
+    scatter twice as much as those of another.
 
     Args:
         logs: each batch with the log of its ratio for each seed, paired by data with the reference.
@@ -49,21 +53,25 @@ def units_ratios(logs: Sequence[tuple[float, Sequence[float]]]) -> list[UnitsRat
     """
     ordered = sorted((batch, tuple(values)) for batch, values in logs)
     steady = [values for _, values in ordered if len(values) > 1 and not any(map(math.isinf, values))]
-    dof = sum(len(values) - 1 for values in steady)
-    variance = sum((len(v) - 1) * statistics.variance(v) for v in steady) / dof if dof else None
-    return [_ratio_of(batch, values, variance, dof) for batch, values in ordered]
+    return [_ratio_of(batch, values, steady) for batch, values in ordered]
 
 
-def _ratio_of(batch: float, logs: tuple[float, ...], variance: float | None, dof: int) -> UnitsRatio:
+def _ratio_of(batch: float, logs: tuple[float, ...], steady: Sequence[tuple[float, ...]]) -> UnitsRatio:
+    """One batch's ratio; `steady` are the logs of all batches that have not diverged, with 2 seeds or more."""
     if not logs:
         return UnitsRatio(batch, logs, None, None, None)
     if any(map(math.isinf, logs)):
         finite = [math.exp(value) for value in logs if math.isfinite(value)]
         return UnitsRatio(batch, logs, math.inf, min(finite, default=math.inf), math.inf)
     mean = statistics.fmean(logs)
-    if variance is None:
+    own = len(logs) - 1
+    n_all = sum(len(values) - 1 for values in steady)
+    if not n_all:
         return UnitsRatio(batch, logs, math.exp(mean), None, None)
-    reach = student_t_quantile(0.975, dof) * math.sqrt(variance / len(logs))
+    pooled = sum((len(values) - 1) * statistics.variance(values) for values in steady) / n_all
+    n_pooled = min(own, n_all - own) if own else n_all  # degrees of freedom that the other batches lend
+    squares = (own * statistics.variance(logs) if own else 0.0) + n_pooled * pooled
+    reach = student_t_quantile(0.975, own + n_pooled) * math.sqrt(squares / (own + n_pooled) / len(logs))
     return UnitsRatio(batch, logs, math.exp(mean), math.exp(mean - reach), math.exp(mean + reach))
 
 
