@@ -166,7 +166,7 @@ def test_ctrl_c_while_a_branch_gives_the_state_back() -> None:
 def test_evaluations_do_not_reach_the_training() -> None:
     """More of them, and random draws in them, leave the end of each branch as it is."""
     ends = []
-    for n in (1, 12):
+    for n in (2, 12):
         loop = training()
         quiet = loop.loss
         loop.loss = lambda quiet=quiet: quiet() + 0.0 * torch.rand(())  # type: ignore[method-assign, misc]
@@ -324,7 +324,8 @@ def test_a_probe_of_another_model_does_not_matter() -> None:
         ({"reference": 0}, "batches must be whole numbers"),
         ({"seeds": 0}, "seeds must be a whole number"),
         ({"evaluations": 0}, "evaluations must be a whole number"),
-        ({"units": 31}, "enough for a step of the largest batch, 32"),
+        ({"evaluations": 1}, "evaluations must be 2 or more"),
+        ({"units": 63}, "enough for 2 steps of the largest batch, 32"),
         ({"tolerance": 0.0}, "tolerance must be positive"),
         ({"rate_rule": "square"}, "rate_rule must be sqrt, linear"),
         ({"rate_rule": {16: 2.0}}, "positive multiple of the rate for a batch of 32"),

@@ -155,12 +155,13 @@ def branch(
 
 def _check_arguments(batches: Sequence[int], units: float, seeds: int, evaluations: int, tolerance: float) -> None:
     whole_number("seeds must be a whole number", seeds)
-    whole_number("evaluations must be a whole number", evaluations)
+    if whole_number("evaluations must be a whole number", evaluations) < 2:
+        raise ValueError("evaluations must be 2 or more to compare curves, got 1: 16 are steadier")
     if len(batches) < 2:
         raise ValueError(f"batches must be two different sizes or more, got {batches}: add a larger one")
-    if not max(batches) <= units < math.inf:
+    if not 2 * max(batches) <= units < math.inf:
         raise ValueError(
-            f"units must be enough for a step of the largest batch, {max(batches)}, got {units}: pass at least a "
+            f"units must be enough for 2 steps of the largest batch, {max(batches)}, got {units}: pass at least a "
             "dozen times as many"
         )
     if not 0 < tolerance < math.inf:
