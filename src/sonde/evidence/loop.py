@@ -66,16 +66,17 @@ def branch(
 ) -> Branches:
     """Train short branches from here with several batch sizes, and see how many units each needs for the same loss.
 
-    Every branch starts from the state as it is now, and trains on as many units. It is given back bit for bit after
-    each branch, also after an error or Ctrl-C: weights, `.grad`, buffers, modes, `requires_grad`, all that `state`
-    names, and the random generators of Python, numpy and torch. The training then goes on as if nothing had happened.
+    Every branch starts from the state as it is now, and trains on the same number of units. The state is given back bit
+    for bit after each branch, also after an error or Ctrl-C: weights, `.grad`, buffers, modes, `requires_grad`, all
+    that `state` names, and the random generators of Python, numpy and torch. The training then goes on as if nothing
+    had happened.
 
     The learning rate is held in each branch: that of now times what `rate_rule` gives for the batch. A schedule in
     `train_step` may step, but its rates are not used: it counts steps, and branches of a larger batch take fewer.
 
     One step with each batch size is taken first, to see that `train_step` heeds its argument and that seeds differ. The
-    reference is trained twice for the first seed. A warning follows unless its losses are equal bit for bit. Then the
-    state misses something, or kernels are not deterministic.
+    reference is trained twice for the first seed. If the losses differ in any bit, a warning says so: the state misses
+    something, or kernels are not deterministic.
 
     With several ranks, all of them call this together. Each keeps its own part of the state.
 
@@ -92,12 +93,13 @@ def branch(
         reference: batch size that the others are compared with, and whose rate is that of now; by default the smallest.
         seeds: branches of each batch size. With one, the result has no interval.
         seed: `seed(k)` is called at the start of each branch with k = 0, 1, …, so that it draws other data for another
-            k, and other data on other ranks. By default all global generators and those in `state` are seeded.
+            k, and other data on other ranks. By default all global generators and those in `state` are seeded. Where
+            a loader cannot be saved, let `train_step` draw from another one, which `seed` makes anew.
         rate_rule: "linear" (times batch / reference), "sqrt" (times its root), "adam" (likewise, with β and ε), "none",
             or a table of multiples by batch size. By default "linear" for SGD, else "sqrt".
         decay: let the rate fall to 0 in each branch, linearly, so that a larger rate leaves no more noise in its loss.
-            Only the loss at the end counts then, so each branch is trained on 0.5, 0.7 and 1 of the units. Ratios above
-            2 are only said to be about so large.
+            Only the loss at the end counts then, so each branch is trained three times, on 0.5, 0.7 and 1 of the
+            units. Ratios above 2 are rough.
         tolerance: part of the units that a batch may need more and still be below the critical batch.
         evaluations: of the loss in each branch, besides the first; with `decay`, one at its end.
         proxies: noise scales that the report shows beside the measurement.
