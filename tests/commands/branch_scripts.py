@@ -22,6 +22,8 @@ for step in range(0, (args.steps or 10**9) + 1, every):
         loss = 5.0 / (1 + step // every) + draw.random() / 1000
     if args.wrong == "diverges" and batch > 60 and step * batch > 1000:
         loss = float("nan")
+    if args.wrong == "decays":  # while the rate is high, the loss is: by a tenth before the end
+        loss *= 1.1 if step + every <= args.steps else 1.0
     print(f"step {step + getattr(args, 'from')}: val loss {loss:.6f}")
     if args.wrong == "short" and batch > 60 and step * batch > 1000:
         break

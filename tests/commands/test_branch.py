@@ -76,13 +76,14 @@ def test_the_critical_batch_of_a_known_law(folder: Path, capsys: pytest.CaptureF
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
 
 
+@pytest.mark.slow  # four new processes import torch
 def test_torch_scripts_have_logs_of_their_own_and_go_on_after_ctrl_c(folder: Path) -> None:
     torch.save({"weight": torch.full((1, 8), 2.0)}, "start.pt")
     options = ["--batches", "16,64", "--units", "1280", "--seeds", "1", "--checkpoint", "start.pt", "--lr", "0.002"]
     script = ["trains.py", "--resume", "{checkpoint}", "--batch", "{batch}", "--lr", "{lr}", "--seed", "{seed}"]
     command = ["-m", "sonde", "branch", *options, "--lr-rule", "linear", "--", *script]
     with Python(*command, folder=folder) as python:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not list(folder.rglob("result.json")):
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -142,6 +143,19 @@ def test_a_branch_that_failed_is_trained_again(folder: Path, capsys: pytest.Capt
     assert "failed" not in out
     assert err == "2 of 3 branches are finished already.\nbatch 32, seed 1: finished\n"
     assert len(list(folder.glob("branches/batch-32-*.old-1"))) == 1  # what has failed can still be looked at
+
+
+def test_a_rate_that_falls_to_0(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The script's loss is a tenth higher until its rate has fallen, so that only last losses follow its law."""
+    options = ["--decay", "--units", "6400", "--lr-rule", "none", "--lr", "1"]
+    said(capsys, [*words("16,32,64", *options, wrong="decays"), "--lr", "{lr}"])
+    found = result(folder)
+    assert len(found.branches) == 7
+    assert {branch.curve.units[1:] for branch in found.branches} == {(3200, 4480, 6400)}
+    # 1 + B/50 units of each batch over those of 16, with lines between 3 lengths, and losses that scatter by 0.2 %.
+    for ratio in found.ratios:
+        assert ratio.ratio == pytest.approx((1 + ratio.batch / 50) / (1 + 16 / 50), rel=0.05)
+    assert found.rule == "learning rate the same for all batches, falling to 0 in each branch"
 
 
 def test_a_script_that_runs_on_is_ended(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,6 +221,7 @@ REFUSED = [
     ("--first-step is of printed steps", ["--first-step", "3"], None),
     ("--launcher must be local, slurm, ray", ["--launcher", "flux"], None),
     ("--launcher ray cannot end a branch", ["--launcher", "ray"], None),
+    ("--decay needs {steps} or {units}", ["--decay"], None),
     ("--loss-regex needs the groups", ["--loss-regex", "(?P<loss>x)"], None),
     ("--loss-regex is no regular expression", ["--loss-regex", "("], None),
     ("--noise takes a value within its interval", ["--noise", "B=3:4:5"], None),

@@ -26,9 +26,11 @@ def branch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "branch"
 
 
-def train(n_steps: int = 12, before: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+def train(
+    n_steps: int = 12, before: dict[str, Any] | None = None, model: nn.Linear | None = None, **options: Any
+) -> dict[str, Any]:
     """Trains, and logs a loss of 100 minus the step at every third one; the probe's state at the end."""
-    model = nn.Linear(3, 1)
+    model = model or nn.Linear(3, 1)
     with sonde.attach(model, unit="rows", verbose=False, **options) as probe:
         if before is not None:
             probe.load_state_dict(before)
@@ -39,6 +41,8 @@ def train(n_steps: int = 12, before: dict[str, Any] | None = None, **options: An
                 with probe.piece(units=4):
                     model(torch.randn(4, 3)).square().mean().backward()
             probe.step()
+            with torch.no_grad():
+                model.weight -= 0.01 * model.weight.grad
             model.zero_grad()
         return probe.state_dict()
 
@@ -73,8 +77,7 @@ def test_losses_are_not_averaged_nor_late_where_few_windows_are_measured(branch:
 
 def test_units_count_from_the_branchs_own_start(branch: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = train(30)
-    for name in ("SONDE_BRANCH", "SONDE_BRANCH_LOSS"):
-        monkeypatch.setenv(name, str(tmp_path / "next") if name == "SONDE_BRANCH" else "eval_loss")
+    monkeypatch.setenv("SONDE_BRANCH", str(tmp_path / "next"))
     train(12, before)
     assert read_losses(tmp_path / "next", 8, LossSource()).curve.units == (0, 24, 48, 72)
 
@@ -96,6 +99,17 @@ def test_without_a_branch_nothing_changes(branch: Path, monkeypatch: pytest.Monk
     train()
     assert [str(path) for path in Path().rglob("records.jsonl")] == ["runs/mine/records.jsonl"]
     assert sonde.read_run("runs/mine").own == ()
+
+
+def test_training_is_the_same_bit_for_bit(branch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        train(model=(model := nn.Linear(3, 1)))
+        weights.append(model.weight)
+        monkeypatch.delenv("SONDE_BRANCH", raising=False)
+        monkeypatch.delenv("SONDE_BRANCH_LOSS", raising=False)
+    assert torch.equal(*weights)
 
 
 def test_why_a_log_shows_no_loss(branch: Path) -> None:

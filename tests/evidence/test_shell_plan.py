@@ -7,6 +7,7 @@ import pytest
 
 from sonde.evidence.shell_losses import LossSource
 from sonde.evidence.shell_plan import Plan, rates_of
+from sonde.evidence.shell_run import LAUNCHERS, launch_words
 
 COMMAND = ("python", "train.py", "--batch={batch}", "{seed}", "{checkpoint}", "--out", "{out}/x")
 
@@ -15,7 +16,7 @@ COMMAND = ("python", "train.py", "--batch={batch}", "{seed}", "{checkpoint}", "-
 def plan(tmp_path: Path) -> Plan:
     (tmp_path / "start.pt").write_text("weights")
     base = {"checkpoint": str(tmp_path / "start.pt")}
-    return Plan(COMMAND, (16.0, 32.0, 64.0), 32.0, 1000, 2, LossSource(), tmp_path / "out", "", {}, base)
+    return Plan(COMMAND, (16.0, 32.0, 64.0), 32.0, 1000, (1.0,), 2, LossSource(), tmp_path / "out", "", {}, base)
 
 
 def test_the_reference_comes_first_and_once_more(plan: Plan) -> None:
@@ -48,6 +49,22 @@ def test_a_folder_is_that_of_one_content(plan: Plan, tmp_path: Path) -> None:
     (tmp_path / "start.pt").write_text("other weights")
     folders.append(plan.asked()[0].folder)
     assert len({folder, *folders}) == 6
+
+
+def test_words_of_launchers(plan: Plan) -> None:
+    first = plan.asked()[0]
+    script = f"{first.folder}/run.sh"
+    assert launch_words(LAUNCHERS["local"], first) == ["sh", script]
+    assert launch_words(LAUNCHERS["ray"], first) == ["ray", "job", "submit", "--", "sh", script]
+    spaced = replace(first, folder=Path("/my runs/one"))
+    assert launch_words("srun -o {out}/x {command}", spaced) == [
+        "srun",
+        "-o",
+        "/my runs/one/x",
+        "sh",
+        "/my runs/one/run.sh",
+    ]
+    assert launch_words("bash -c 'nice {command}'", spaced) == ["bash", "-c", "nice sh '/my runs/one/run.sh'"]
 
 
 def test_a_checkpoint_of_several_files(plan: Plan, tmp_path: Path) -> None:

@@ -22,13 +22,15 @@ from sonde.commands.branch_result import print_result
 from sonde.evidence.branches import Branch, Branches, Proxy
 from sonde.evidence.shell_losses import LossSource, noise_scales, unit_of
 from sonde.evidence.shell_plan import ADAM, Asked, Plan, check_command, rates_of, used_placeholders
-from sonde.evidence.shell_run import LAUNCHERS, collect_or_prepare, result_of, train, write_array
+from sonde.evidence.shell_run import LAUNCHERS, collect_or_prepare, joined, result_of, train, write_array
 from sonde.wording import duration
 
 USAGE = "sonde branch --batches 16,32,64 --units 20000 [options] -- python train.py --batch {batch} --seed {seed} …"
 RESULT = "branches.json"
 ERROR = 2
 _SLURM = "slurm"
+_DECAYED = (0.5, 0.7, 1.0)
+"""Parts of the units that are trained on where the rate falls to 0, each from the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class BranchOptions:
         beta2: Of the reference, for {beta2}.
         eps: Of the reference, for {eps}.
         weight_decay: Of the reference, for {weight_decay}, which is scaled so that it acts as fast per unit.
+        decay: The script lets its rate fall to 0 until {steps} or {units}. Only last losses count then, so each branch
+            is trained on 0.5, 0.7 and 1 of the units. A ratio above 2 is only said to be about so large.
         tolerance: Part of the units that a batch may need more and still be below the critical batch.
         reference: Batch that the others are compared with.
         loss: Name of the held-out loss that the script gives to probe.log.
@@ -76,6 +80,7 @@ class BranchOptions:
     beta2: Annotated[float | None, arg(metavar="BETA", help_behavior_hint="(optional)")] = None
     eps: Annotated[float | None, arg(metavar="EPS", help_behavior_hint="(optional)")] = None
     weight_decay: Annotated[float | None, arg(metavar="DECAY", help_behavior_hint="(optional)")] = None
+    decay: bool = False
     tolerance: Annotated[float, arg(metavar="PART")] = 0.2
     reference: Annotated[float | None, arg(metavar="N", help_behavior_hint="(default: the smallest batch)")] = None
     loss: Annotated[str, arg(metavar="NAME")] = "eval_loss"
@@ -112,7 +117,7 @@ def run_branch(options: BranchOptions, command: Sequence[str]) -> int:
         plan.units,
         options.tolerance,
         plan.rule,
-        tuple(ended.values()),
+        joined(ended),
         (*noise_scales(references), *measured),
         plan.source.name if plan.source.pattern is None else "the printed loss",
     )
@@ -140,7 +145,7 @@ def plan_of(options: BranchOptions, command: Sequence[str]) -> Plan:
     used, least = used_placeholders(command), 2 * batches[-1]
     has_program = launcher != "local" or command[0].endswith(".py") or shutil.which(command[0]) is not None
     is_launcher = launcher in (*LAUNCHERS, _SLURM) or "{command}" in launcher
-    ends = launcher == "local" or bool({"units", "steps"} & used)
+    is_told = bool({"units", "steps"} & used)
     is_there = options.checkpoint is None or options.checkpoint.exists()
     is_printed = options.first_step is None or options.loss_regex is not None
     must_hold = {
@@ -153,7 +158,9 @@ def plan_of(options: BranchOptions, command: Sequence[str]) -> Plan:
         f"branches go to a folder, got the file {options.out}: pass another --out": not options.out.is_file(),
         "--first-step is of printed steps: pass --loss-regex too, or leave it out": is_printed,
         f"--launcher must be local, slurm, ray, or a command with {{command}}, got {launcher!r}": is_launcher,
-        f"--launcher {launcher} cannot end a branch: write {{steps}} or {{units}} in the command": ends,
+        f"--launcher {launcher} cannot end a branch: write {{steps}} or {{units}} in the command": launcher == "local"
+        or is_told,
+        "--decay needs {steps} or {units} in the command, until which the rate falls": not options.decay or is_told,
         f"{command[0]!r} is no command that is installed: {USAGE}": has_program,
     }
     for message, holds in must_hold.items():
@@ -165,7 +172,9 @@ def plan_of(options: BranchOptions, command: Sequence[str]) -> Plan:
         base["checkpoint"] = str(options.checkpoint.absolute())
     source = LossSource(options.loss, options.loss_regex, options.first_step)
     words = (sys.executable, *command) if command[0].endswith(".py") else tuple(command)
-    return Plan(words, batches, reference, units, options.seeds, source, options.out, rule, rates, base)
+    lengths = _DECAYED if options.decay else (1.0,)
+    rule += ", falling to 0 in each branch" if options.decay else ""
+    return Plan(words, batches, reference, units, lengths, options.seeds, source, options.out, rule, rates, base)
 
 
 def _numbers(text: str) -> tuple[float, ...]:
@@ -197,7 +206,7 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 def _collected(asked: Sequence[Asked], plan: Plan, options: BranchOptions) -> Mapping[Asked, Branch]:
     """Branches that Slurm has ended. The others are prepared, and the command that submits them is printed."""
-    waiting = collect_or_prepare(asked, plan.source, plan.units)
+    waiting = collect_or_prepare(asked, plan.source)
     if waiting:
         console = _console()
         console.print(f"{len(waiting)} of {len(asked)} branches have not ended. If you have not submitted them, do so:")
@@ -217,14 +226,13 @@ def _trained(asked: Sequence[Asked], plan: Plan, options: BranchOptions) -> Mapp
     bar = Progress(
         TextColumn("training"), BarColumn(), console=console, transient=True, disable=not console.is_terminal
     )
-    task, begun = bar.add_task("", total=len(missing) * plan.units), time.monotonic()
+    task, begun = bar.add_task("", total=sum(each.units for each in missing)), time.monotonic()
     running = train(
         missing,
         plan.source,
-        plan.units,
         launcher=LAUNCHERS.get(options.launcher, options.launcher),
         n_jobs=options.jobs,
-        on_progress=lambda units: bar.update(task, completed=len(ended) * plan.units + units),
+        on_progress=lambda units: bar.update(task, completed=sum(each.units for each in ended) + units),
     )
     try:
         with _terminated_as_interrupted(), bar, contextlib.closing(running):

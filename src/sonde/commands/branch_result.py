@@ -51,7 +51,7 @@ def _headline(found: Branches) -> list[str]:
     critical, law, half = found.critical, law_batch(found), found.of_shorter().critical
     more = percent(found.tolerance)
     if critical.status == "unresolved":
-        return [f"The critical batch size is not known: {critical.reason}."]
+        return [f"No critical batch size: {critical.reason}."]
     lines = [
         f"Critical batch size: {_words(critical)} {found.unit}. Such a batch needs {more} more {found.unit} than "
         f"batch {found.reference:g} for the same loss."

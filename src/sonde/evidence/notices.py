@@ -9,7 +9,7 @@ from statistics import fmean
 
 from sonde.evidence.branches import Branch, Branches
 from sonde.evidence.stats.branched_batch import UnitsRatio
-from sonde.evidence.stats.loss_curves import falling, log_units_ratio, units_at
+from sonde.evidence.stats.loss_curves import FEWEST, falling, log_units_ratio, units_at
 from sonde.wording import count, number, percent
 
 _OTHER_BATCH = 0.01
@@ -35,7 +35,7 @@ def notices(found: Branches) -> list[str]:
     Args:
         found: branches, of which some may have failed.
     """
-    each = (_failed, _same_losses, _rounded, _resumes, _diverged, _hardly_compared, _flat, _too_few)
+    each = (_failed, _few_losses, _same_losses, _rounded, _resumes, _diverged, _hardly_compared, _flat, _too_few)
     return [sentence for look in each for sentence in look(found)]
 
 
@@ -47,6 +47,13 @@ def _failed(found: Branches) -> Iterator[str]:
     for branch in found.branches:
         if branch.state != "finished":
             yield f"{branch.name.capitalize()} {branch.state}: {branch.message or 'it was ended'}."
+
+
+def _few_losses(found: Branches) -> Iterator[str]:
+    for branch in _finished(found):
+        if (n := len(branch.curve.losses)) < FEWEST and not branch.curve.has_diverged:
+            yield f"{branch.name.capitalize()} has {n} of {FEWEST} losses that a comparison needs: evaluate more often."
+            return
 
 
 def _same_losses(found: Branches) -> Iterator[str]:

@@ -29,6 +29,7 @@ class Asked:
         batch: units of one optimizer step.
         seed: of its data.
         copy: 1 for the second run of the reference, otherwise 0.
+        units: that it trains on.
         rate: learning rate; None where the script has its own.
         command: with all placeholders filled in.
         folder: of this branch, an absolute path. It differs between commands, checkpoints, units and sources of losses.
@@ -37,6 +38,7 @@ class Asked:
     batch: float
     seed: int
     copy: int
+    units: float
     rate: float | None
     command: tuple[str, ...]
     folder: Path
@@ -51,6 +53,7 @@ class Plan:
         batches: rising.
         reference: one of them.
         units: that each branch trains on.
+        lengths: parts of the units; several where only last losses count, since the rate falls to 0 in each branch.
         n_seeds: seeds 1 to this number.
         source: of the losses.
         out: folder of all branches.
@@ -63,6 +66,7 @@ class Plan:
     batches: tuple[float, ...]
     reference: float
     units: float
+    lengths: tuple[float, ...]
     n_seeds: int
     source: LossSource
     out: Path
@@ -73,24 +77,23 @@ class Plan:
     def asked(self) -> list[Asked]:
         """Every branch: those of the reference first, since the others are compared with them."""
         seeds = range(1, self.n_seeds + 1)
-        others = [batch for batch in self.batches if batch != self.reference]
-        reference = [self._asked(self.reference, seed) for seed in seeds]
-        again = self._asked(self.reference, 1, copy=1)
-        return [*reference, again, *(self._asked(batch, seed) for batch in others for seed in seeds)]
+        others = [(batch, seed, 0) for batch in self.batches if batch != self.reference for seed in seeds]
+        wanted = [*((self.reference, seed, 0) for seed in seeds), (self.reference, 1, 1), *others]
+        return [self._asked(*each, part * self.units) for each in wanted for part in self.lengths]
 
-    def _asked(self, batch: float, seed: int, copy: int = 0) -> Asked:
-        values = self._values(batch) | {"seed": str(seed)}
+    def _asked(self, batch: float, seed: int, copy: int, units: float) -> Asked:
+        values = self._values(batch, units) | {"seed": str(seed)}
         command = [_filled(word, values) for word in self.command]
-        content = json.dumps([command, self.units, self.source.content, _state_of(self.base.get("checkpoint"))])
+        content = json.dumps([command, units, self.source.content, _state_of(self.base.get("checkpoint"))])
         digest = hashlib.sha256(content.encode()).hexdigest()[:10]
         folder = self.out.absolute() / f"batch-{batch:g}-seed-{seed}{'-again' if copy else ''}-{digest}"
         words = tuple(_filled(word, {"out": str(folder)}) for word in command)
-        return Asked(batch, seed, copy, self.rates.get(batch), words, folder)
+        return Asked(batch, seed, copy, units, self.rates.get(batch), words, folder)
 
-    def _values(self, batch: float) -> dict[str, str]:
+    def _values(self, batch: float, units: float) -> dict[str, str]:
         """Values of placeholders, but for the seed and the folder."""
         kappa, values = batch / self.reference, dict(self.base)
-        values |= {"batch": batch, "units": self.units, "steps": math.ceil(self.units / batch)}
+        values |= {"batch": batch, "units": units, "steps": math.ceil(units / batch)}
         if self.rates:
             values["lr"] = self.rates[batch]
         if "beta1" in values:

@@ -12,7 +12,8 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from sonde.evidence.branches import Branch, State, branch_as_json, branch_of_json
@@ -38,9 +39,9 @@ def result_of(asked: Asked) -> Branch | None:
     return branch_of_json(json.loads(file.read_text())) if file.exists() else None
 
 
-def collect(asked: Asked, source: LossSource, units: float) -> Branch:
+def collect(asked: Asked, source: LossSource) -> Branch:
     """Judge a branch that has ended, and keep the result in its folder."""
-    losses, status = read_losses(asked.folder, asked.batch, source), asked.folder / _STATUS
+    losses, status, units = read_losses(asked.folder, asked.batch, source), asked.folder / _STATUS, asked.units
     state, message = _judged(losses, units, status.read_text().strip() if status.exists() else "", asked.folder)
     n = bisect.bisect_left(losses.curve.units, units * _ALMOST) + 1  # how far a script has run on is chance
     curve = Curve(losses.curve.units[:n], losses.curve.losses[:n])
@@ -79,6 +80,23 @@ def _last_line(file: Path) -> str:
     return f"{lines[-1].strip():.300} (see {file})" if lines else ""
 
 
+def joined(ended: Mapping[Asked, Branch]) -> tuple[Branch, ...]:
+    """Branches of several lengths as one: its losses are their last ones, and the first of all."""
+    groups: dict[tuple[float, int, int], list[Branch]] = {}
+    for each, branch in ended.items():
+        groups.setdefault((each.batch, each.seed, each.copy), []).append(branch)
+    return tuple(map(_joined, groups.values()))
+
+
+def _joined(group: Sequence[Branch]) -> Branch:
+    unfinished = [branch for branch in group if branch.state != "finished"]
+    if unfinished or len(group) == 1:
+        return [*unfinished, *group][0]
+    ends = {group[0].curve.units[0]: group[0].curve.losses[0]}
+    ends |= {branch.curve.units[-1]: branch.curve.losses[-1] for branch in group}
+    return replace(group[-1], curve=Curve(tuple(sorted(ends)), tuple(ends[units] for units in sorted(ends))))
+
+
 def prepare(asked: Asked, source: LossSource) -> None:
     """Make a branch's folder, with the script that trains it. What an earlier try has left is moved aside."""
     folder = asked.folder
@@ -109,19 +127,20 @@ def launch_words(launcher: str, asked: Asked) -> list[str]:
         asked: the branch.
 
     Example:
-        >>> asked = Asked(16, 1, 0, None, ("python", "train.py"), Path("/out/one"))
+        >>> asked = Asked(16, 1, 0, 20000, None, ("python", "train.py"), Path("/out/one"))
         >>> launch_words("srun --output {out}/log {command}", asked)
         ['srun', '--output', '/out/one/log', 'sh', '/out/one/run.sh']
     """
-    own = f"sh {shlex.quote(str(asked.folder / _SCRIPT))}"
-    out = shlex.quote(str(asked.folder))
-    return shlex.split(launcher.replace("{command}", own).replace("{out}", out))
+    own, words = ["sh", str(asked.folder / _SCRIPT)], list[str]()
+    for word in shlex.split(launcher):  # first, since a folder's name may hold spaces
+        filled = word.replace("{command}", shlex.join(own)).replace("{out}", str(asked.folder))
+        words += own if word == "{command}" else [filled]
+    return words
 
 
 def train(
     asked: Sequence[Asked],
     source: LossSource,
-    units: float,
     *,
     launcher: str,
     n_jobs: int,
@@ -132,7 +151,6 @@ def train(
     Args:
         asked: the branches.
         source: of their losses.
-        units: that each trains on.
         launcher: see `launch_words`.
         n_jobs: branches that run at the same time.
         on_progress: called now and then with the units of the branches that run.
@@ -150,11 +168,11 @@ def train(
             with contextlib.suppress(subprocess.TimeoutExpired):
                 next(iter(running)).wait(_SECONDS_BETWEEN_LOOKS)
             seen = {process: read_losses(each.folder, each.batch, source) for process, each in running.items()}
-            on_progress(sum(min(losses.curve.units[-1], units) for losses in seen.values() if losses.curve.units))
-            _end([process for process, losses in seen.items() if _has_trained_enough(losses, units)])
+            on_progress(sum(losses.curve.units[-1] for losses in seen.values() if losses.curve.units))
+            _end([process for process, each in running.items() if _has_trained_enough(seen[process], each.units)])
             for process in [process for process in running if process.poll() is not None]:
                 each = running.pop(process)
-                yield each, collect(each, source, units)
+                yield each, collect(each, source)
     finally:
         _end([*running])
 
@@ -186,7 +204,7 @@ def _signal(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
             os.killpg(process.pid, number)
 
 
-def collect_or_prepare(asked: Sequence[Asked], source: LossSource, units: float) -> list[Asked]:
+def collect_or_prepare(asked: Sequence[Asked], source: LossSource) -> list[Asked]:
     """Collect branches that an engine of its own has ended, and prepare those that it has not been given.
 
     Returns:
@@ -196,7 +214,7 @@ def collect_or_prepare(asked: Sequence[Asked], source: LossSource, units: float)
     for each in asked:
         kept = result_of(each)
         if kept is None and (each.folder / _STATUS).exists():
-            kept = collect(each, source, units)
+            kept = collect(each, source)
         elif (kept is None and not (each.folder / _SCRIPT).exists()) or (kept and kept.state != "finished"):
             prepare(each, source)
             kept = None

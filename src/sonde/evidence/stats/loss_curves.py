@@ -14,7 +14,7 @@ _REACH = 32.0
 """A loss that the faster curve has after less than one in so many of the units is as good as its first."""
 _DENSE = 5
 """Points in that half that make a mean. Straight lines between fewer ones lie above a falling curve."""
-_FEWEST = 3
+FEWEST = 3
 """Points of a curve that can be compared."""
 _RISE = 4.0
 """Scatters by which a loss that has not diverged may rise: 2.8 standard deviations of a difference."""
@@ -124,12 +124,12 @@ def log_units_ratio(branch: Curve, reference: Curve) -> float | None:
         >>> round(math.exp(log_units_ratio(slow, fast)), 1)
         2.0
     """
-    if len(reference.units) < _FEWEST or reference.has_diverged:
+    if len(reference.units) < FEWEST or reference.has_diverged:
         return None
     if branch.has_diverged:
         return math.inf
     end = min(branch.units[-1:] + reference.units[-1:])
-    if len(branch.units) < _FEWEST or max(branch.units[0], reference.units[0]) >= _SINCE * end:
+    if len(branch.units) < FEWEST or max(branch.units[0], reference.units[0]) >= _SINCE * end:
         return None
     n_late = min(sum(_SINCE * end <= units <= end for units in curve.units) for curve in (branch, reference))
     since = _SINCE if n_late >= _DENSE else 1.0
