@@ -1,0 +1,109 @@
+"""The learning rate of each batch size in a loop, held there, whatever the training's schedule sets."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from sonde.evidence.stats.rate_rules import RULES, adam_settings, rate_factor
+from sonde.parallel.unwrap import outside_graphs
+
+RateRule = Literal["sqrt", "linear", "none", "adam"] | Mapping[int, float]
+"""By name; or the multiple of the reference's rate, by batch size."""
+Options = list[dict[str, Any]]
+"""What an optimizer's groups are to have, in their order."""
+_IN_WORDS = {
+    "sqrt": "learning rate ∝ √batch",
+    "linear": "learning rate ∝ batch",
+    "none": "learning rate the same for all batches",
+    "adam": "learning rate ∝ √batch with β₁, β₂ and ε",
+}
+
+
+def usual_rule(optimizers: Sequence[torch.optim.Optimizer]) -> RateRule:
+    """The rule that is usual for some optimizers: "linear" for SGD, "sqrt" for those that normalise their steps."""
+    return "linear" if all(isinstance(optimizer, torch.optim.SGD) for optimizer in optimizers) else "sqrt"
+
+
+def rule_in_words(rule: RateRule) -> str:
+    """What a rule does.
+
+    Example:
+        >>> rule_in_words("sqrt")
+        'learning rate ∝ √batch'
+    """
+    return _IN_WORDS[rule] if isinstance(rule, str) else "learning rates from a table"
+
+
+def options_at(optimizer: torch.optim.Optimizer, rule: RateRule, batch: int, reference: int) -> Options:
+    """The options that a rule changes, of each group of an optimizer, at a batch size.
+
+    Args:
+        optimizer: as it is at the reference.
+        rule: see `RateRule`.
+        batch: units of one optimizer step.
+        reference: likewise, of the batch size whose options are kept.
+
+    Raises:
+        ValueError: for an unknown rule; a batch size that a table leaves out; a multiple that is not positive; for the
+            rule "adam" where no β would do.
+
+    Example:
+        >>> optimizer = torch.optim.AdamW([torch.zeros(2)], lr=0.25)
+        >>> options_at(optimizer, "sqrt", 64, 16), options_at(optimizer, {64: 3.0}, 64, 16)
+        ([{'lr': 0.5}], [{'lr': 0.75}])
+    """
+    kappa = batch / reference
+    if isinstance(rule, Mapping):
+        factor = rule.get(batch, 1.0 if batch == reference else math.nan)
+        if not 0 < factor < math.inf:
+            raise ValueError(f"rate_rule must have a positive multiple of the rate for a batch of {batch}, got {rule}")
+    elif rule in _IN_WORDS:
+        factor = rate_factor("sqrt" if rule == "adam" else rule, kappa)
+    else:
+        raise ValueError(f"rate_rule must be {', '.join(RULES)}, adam or a table as {{32: 1.4, 64: 2.0}}, got {rule!r}")
+    found: Options = [{"lr": float(group["lr"]) * factor} for group in optimizer.param_groups]
+    for options, group in zip(found, optimizer.param_groups, strict=True):
+        if rule == "adam" and "betas" in group:
+            beta1, beta2 = map(float, group["betas"])
+            values = adam_settings(kappa, beta1=beta1, beta2=beta2, eps=group["eps"])
+            options |= {"betas": (values["beta1"], values["beta2"]), "eps": values["eps"]}
+    return found
+
+
+@contextlib.contextmanager
+def held(options: Mapping[torch.optim.Optimizer, Options]) -> Iterator[Callable[[float], None]]:
+    """Every step inside is taken with these options, whatever a schedule or the training step has set.
+
+    Yields:
+        A function that takes a part of each rate from then on: 1 at first.
+    """
+    part = 1.0
+
+    @outside_graphs  # of a compiled step, which would be compiled anew at every change
+    def hold(optimizer: torch.optim.Optimizer, args: object = (), kwargs: object = None) -> None:
+        for group, wanted in zip(optimizer.param_groups, options[optimizer], strict=True):
+            for name, value in (wanted | {"lr": part * wanted["lr"]}).items():
+                if isinstance(group[name], Tensor):  # on the device, where a compiled step reads it
+                    group[name].fill_(value)
+                else:
+                    group[name] = value
+
+    def take(of_rate: float) -> None:
+        nonlocal part
+        part = of_rate
+        for optimizer in options:  # for a training step that reads the rate itself
+            hold(optimizer)
+
+    handles = [optimizer.register_step_pre_hook(hold) for optimizer in options]
+    try:
+        take(part)
+        yield take
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,63 @@
+"""Rules of the learning rate against their formulas, and rates that hold against a schedule."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sonde.evidence.rates import held, options_at, usual_rule
+
+
+def adam(**options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([nn.Parameter(torch.zeros(2))], **{"lr": 1e-3} | options)
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("none", 1), ("linear", 8), ("sqrt", math.sqrt(8)), ({128: 3.5}, 3.5)])
+def test_a_rule_gives_the_multiple_of_each_groups_rate(rule: Any, factor: float) -> None:
+    optimizer = adam()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 0.5})
+    assert options_at(optimizer, rule, 128, 16) == [{"lr": 1e-3 * factor}, {"lr": 0.5 * factor}]
+    assert options_at(optimizer, rule, 16, 16) == [{"lr": 1e-3}, {"lr": 0.5}]
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, math.nan, math.inf])
+def test_a_multiple_must_be_positive(factor: float) -> None:
+    with pytest.raises(ValueError, match="must have a positive multiple"):
+        options_at(adam(), {128: factor}, 128, 16)
+
+
+def test_adams_moments_follow_the_batch() -> None:
+    """Malladi et al.: 1 − β grows with the batch, ε falls with its root; beyond 1 there is no such β."""
+    optimizer = adam(betas=(0.9, 0.99), eps=1e-8)
+    [found] = options_at(optimizer, "adam", 64, 16)
+    assert found == {"lr": 2e-3, "betas": pytest.approx((0.6, 0.96)), "eps": 5e-9}
+    with pytest.raises(ValueError, match="beta1"):
+        options_at(optimizer, "adam", 256, 16)
+
+
+def test_the_usual_rule_is_that_of_the_optimizer() -> None:
+    plain = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.5)
+    assert (usual_rule([plain]), usual_rule([adam()]), usual_rule([plain, adam()])) == ("linear", "sqrt", "sqrt")
+
+
+@pytest.mark.parametrize("rate", [0.5, torch.tensor(0.5)])
+def test_steps_are_taken_at_the_held_rate_whatever_a_schedule_sets(rate: Any) -> None:
+    weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
+    optimizer = torch.optim.SGD([weight], lr=rate)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)
+    with held({optimizer: options_at(optimizer, "linear", 32, 16)}) as take:
+        for part in (1.0, 0.25):
+            take(part)
+            for _ in range(2):
+                weight.grad = -torch.ones_like(weight)
+                optimizer.step()
+                schedule.step()
+    assert weight.item() == 2 * 1.0 + 2 * 0.25
+    weight.grad = -torch.ones_like(weight)
+    optimizer.param_groups[0]["lr"] = 8.0
+    optimizer.step()
+    assert weight.item() == 10.5  # held no longer
