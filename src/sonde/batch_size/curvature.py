@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sonde.batch_size.measured_model import MeasuredModel
 from sonde.batch_size.stats.one_step import LOOKS, PLAIN, CurvatureReading, Looks, read_looks
+from sonde.batch_size.units import check_counts
 from sonde.parallel.model_state import preserve_modes_and_randomness
 from sonde.parallel.placements import is_dtensor, local_tensor, reshard
 from sonde.parallel.unwrap import given_optimizers, parameters_of
@@ -179,7 +180,7 @@ class OneSteps:
         """
         n_sizes, changes, per_unit = len(self._options.sizes), [], []
         held_out = self._taken(batches, self._options.held_out)
-        self._held_out = [(data, float(self._counts_of(data)[1])) for data in held_out]
+        self._held_out = [(data, self._counted(data)[1]) for data in held_out]
         start = self._losses()
         found = self._find_steps(batches, start)
         if isinstance(found, str):
@@ -216,6 +217,12 @@ class OneSteps:
                 return
             yield found.pop()
 
+    def _counted(self, data: Any) -> tuple[float, float]:
+        """Units and weight of a batch."""
+        n_units, weight = self._counts_of(data)
+        check_counts(n_units, weight, None)
+        return float(n_units), float(weight)
+
     def _draw(self, batches: Iterator[Any]) -> Iterator[_Batch]:
         """Batches of each size, each a prefix of the next; ends early if the data of a rank do."""
         total: list[Tensor | None] = [None] * len(self._weights)
@@ -225,7 +232,7 @@ class OneSteps:
             self._target.zero_grad()
             rows = []
             for data in self._taken(batches, size - taken):
-                n_units, its_weight = map(float, self._counts_of(data))
+                n_units, its_weight = self._counted(data)
                 self._piece(data, its_weight)
                 rows.append((its_weight, its_weight**2 / n_units))
             self._target.check_unwritten(written)

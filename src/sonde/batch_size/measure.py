@@ -92,7 +92,11 @@ class Measurement:
         if self.precision is not None:
             text += f", ± {100 * self.precision:.3g} %"
         text = f"{text}, from {number(self.n_units)} {unit} in {duration(self.seconds)}{self._ending()}"
-        return text if self.curvature is None else f"{text}\n{self.curvature}"
+        if self.curvature is None:
+            return text
+        b_noise = self.curvature.b_noise.ratio
+        ratio = f"\nB_noise is {number(b_noise / known.b_simple)} × B_simple" if b_noise and known.b_simple else ""
+        return f"{text}\n{self.curvature}{ratio}"
 
     def _ending(self) -> str:
         if self.ended is None or (self.ended == "precise" and self.precision is not None):
@@ -169,8 +173,8 @@ def measure(
         verbose: print progress on standard error, on the first rank.
         curvature: also measure B_noise = tr(HΣ)/GᵀHG, H the Hessian, and the best step size at several batch sizes, by
             single steps that are taken back bit for bit: True along the plain gradient, or a `Curvature`. Held-out
-            batches and draws are taken from `batches` first. This needs memory for one more copy of the weights and one
-            more set of gradients.
+            batches and draws are taken from `batches` first. This needs memory for one more copy of the weights and two
+            more sets of gradients, and for an optimizer's direction a copy of the optimizer and its weights.
 
     Returns:
         The measurement. `reading` has the noise scale, its interval and its groups, and `ended` why it stopped.

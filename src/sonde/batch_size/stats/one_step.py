@@ -31,14 +31,16 @@ LOOKS = (-0.5, 0.5, 1.0)
 PLAIN = "SGD"
 """The name of the plain gradient's direction."""
 FEWEST_DRAWS = 4
-_NEAR = (0.25, 2.0)
-"""The best step, over that of the farthest look: beyond these, the loss there is not known from the looks."""
+_FARTHEST = 2.0
+"""The best step, over that of the farthest look: beyond this, the loss there is not known from the looks."""
 _BENT = 0.3
 """Largest part of the fall of the loss that its cubic term may have, where a parabola still describes it."""
 _WELL_KNOWN = 0.3
 """Largest relative error of a slope that may be squared in a denominator."""
 _SURE = 0.9995
 """Quantile of Student's t beyond which a point is off the line: one measurement in 200 would be by chance."""
+_OFF = 0.1
+"""Part of a value by which it may be off the line, however surely."""
 _ROUNDS = 4
 """Repetitions of the fit, each weighted by the line before; the weights are settled after two."""
 
@@ -91,10 +93,11 @@ class CurvatureReading:
             text = f"B_noise {number(known.ratio)} {self.unit} [{number(known.low)} – {number(known.high)}]"
         elif known.status != "unresolved":
             text = f"B_noise {interval(known.low, known.high)} {self.unit}"
-        sizes = [f"{number(s.size.ratio)} at {number(s.batch)}" for s in self.steps if s.size.ratio is not None]
-        if sizes:
-            of = "learning rates" if self.direction == PLAIN else f"parts of {self.direction}'s learning rate"
-            text += f"; best steps for a batch in {self.unit}, as {of}: {', '.join(sizes)}"
+        known_steps = [(number(s.size.ratio), number(s.batch)) for s in self.steps if s.size.ratio is not None]
+        if known_steps:
+            of = "" if self.direction == PLAIN else f" × {self.direction}'s learning rate"
+            ends = [known_steps[0], *known_steps[1:][-1:]]
+            text += ". Best single step: " + ", ".join(f"{size}{of} at a batch of {batch}" for size, batch in ends)
         return f"{text}. In doubt: {self.doubt}" if self.doubt else text
 
 
@@ -185,8 +188,8 @@ def _fit_law(slopes: Tensor, curvatures: Tensor, looks: Looks) -> tuple[RatioInt
     largest_step = float(slopes[..., -1].mean() / intercept.mean()) if looks.is_linear and b_noise.ratio else None
     off = values - intercept.unsqueeze(-1) - slope.unsqueeze(-1) * per_unit
     variances, freedom = _covariance(off)
-    limit = student_t_quantile(_SURE, float(freedom.min()))
-    if (off.mean((0, 1)).abs() > limit * variances.diagonal().sqrt()).any() and len(per_unit) > 2:
+    limit = student_t_quantile(_SURE, float(freedom.min())) * variances.diagonal().sqrt()
+    if (off.mean((0, 1)).abs() > limit.maximum(_OFF * values.mean((0, 1)))).any():
         return b_noise, largest_step, "the best steps do not follow 1 + B_noise/B: are the micro-batches independent?"
     return b_noise, largest_step, ""
 
@@ -248,7 +251,7 @@ def _fall(
     size: float | None, reach: float, slopes: Tensor, curvatures: Tensor, cubics: Tensor
 ) -> tuple[float | None, float | None, bool]:
     """The fall of the loss at a step size, its standard error, and whether its cubic term is large there."""
-    if size is None or not _NEAR[0] * reach < size < _NEAR[1] * reach:
+    if size is None or size > _FARTHEST * reach:
         return None, None, False
     bends = cubics * size**3
     falls = slopes * size - curvatures * size**2 / 2 - bends
