@@ -21,6 +21,7 @@ from torch import Tensor
 from sonde.batch_size.measured_model import MeasuredModel
 from sonde.batch_size.stats.one_step import LOOKS, PLAIN, CurvatureReading, Looks, read_looks
 from sonde.batch_size.units import check_counts
+from sonde.parallel.devices import runs_beside_host
 from sonde.parallel.model_state import preserve_modes_and_randomness
 from sonde.parallel.placements import is_dtensor, local_tensor, reshard
 from sonde.parallel.unwrap import given_optimizers, parameters_of
@@ -178,31 +179,40 @@ class OneSteps:
         Args:
             batches: of this rank; the held-out ones are taken first.
         """
-        n_sizes, changes, per_unit = len(self._options.sizes), [], []
         held_out = self._taken(batches, self._options.held_out)
         self._held_out = [(data, self._counted(data)[1]) for data in held_out]
+        try:
+            looks = self._look(batches)
+        finally:
+            self._target.zero_grad()
+        if isinstance(looks, str):
+            return CurvatureReading(self._unit, self._direction_name, unresolved(looks))
+        return read_looks(looks, unit=self._unit, direction=self._direction_name)
+
+    def _look(self, batches: Iterator[Any]) -> Looks | str:
+        """All looks, as far as the data go; or why there are none."""
         start = self._losses()
         found = self._find_steps(batches, start)
         if isinstance(found, str):
-            return CurvatureReading(self._unit, self._direction_name, unresolved(found))
+            return found
         steps, is_linear = found
+        changes, per_unit = [], []
         for _ in range(self._options.draws):
-            draw = [
-                (batch.per_unit, torch.stack([self._changes(moves, x * step, start) for x in LOOKS], -1))
-                for batch, step in zip(self._draw(batches), steps, strict=False)
-                for moves in [self._moves(batch)]
-            ]
-            if len(draw) < n_sizes:
+            rows, counts = [], []
+            for batch, step in zip(self._draw(batches), steps, strict=False):
+                moves = self._moves(batch)
+                rows.append(torch.stack([self._changes(moves, x * step, start) for x in LOOKS], -1))
+                counts.append(batch.per_unit)
+            if len(rows) < len(steps):
                 break  # the data have ended
-            per_unit.append(torch.tensor([row[0] for row in draw], dtype=torch.float64, device="cpu"))
-            changes.append(torch.stack([row[1] for row in draw], 1))  # [held-out batches, sizes, looks]
-        self._target.zero_grad()
+            changes.append(torch.stack(rows, 1))  # [held-out batches, sizes, looks]
+            per_unit.append(counts)
         if not changes:
-            few = f"the data ended before two draws of {self._options.sizes[-1]} micro-batches: give more"
-            return CurvatureReading(self._unit, self._direction_name, unresolved(few))
-        in_order = torch.tensor(steps, dtype=torch.float64, device="cpu")
-        looks = Looks(torch.stack(changes), in_order, 1 / torch.stack(per_unit).mean(0), is_linear)
-        return read_looks(looks, unit=self._unit, direction=self._direction_name)
+            return f"the data ended before two draws of {self._options.sizes[-1]} micro-batches: give more"
+        sizes = 1 / torch.tensor(per_unit, dtype=torch.float64, device="cpu").mean(0)
+        return Looks(
+            torch.stack(changes), torch.tensor(steps, dtype=torch.float64, device="cpu"), sizes, is_linear=is_linear
+        )
 
     @property
     def _direction_name(self) -> str:
@@ -279,12 +289,14 @@ class OneSteps:
         """The loss of each held-out batch over all ranks, times its weight over the mean weight; [held-out batches]."""
         sums = torch.zeros(2, self._options.held_out, dtype=torch.float64, device="cpu")
         with preserve_modes_and_randomness(self._target.module):
+            # Every look has the same dropout. Without an accelerator, `torch.manual_seed` would note its call for one.
+            generator: Any = torch if runs_beside_host(self._weights[0].device) else torch.default_generator
+            generator.manual_seed(0)
+            random.seed(0)
             for k, (data, weight) in enumerate(self._held_out):
-                torch.manual_seed(k)  # every look at a batch has the same dropout
-                random.seed(k)
                 loss = float(self._loss(self._target.module, data))
                 if self._target.counts_pieces:
-                    sums[:, k] = torch.tensor([loss * weight, weight])
+                    sums[0, k], sums[1, k] = loss * weight, weight
         total = torch.tensor(self._target.summed(sums.flatten().tolist()), dtype=torch.float64, device="cpu")
         losses: Tensor = total[: self._options.held_out]
         weights = total[self._options.held_out :]

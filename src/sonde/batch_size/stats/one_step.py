@@ -177,7 +177,7 @@ def _fit_law(slopes: Tensor, curvatures: Tensor, looks: Looks) -> tuple[RatioInt
         errors = torch.stack([_covariance(s.unsqueeze(-1))[0].sqrt().squeeze() for s in slopes.unbind(-1)])
         kept = (errors < _WELL_KNOWN * a) & (b > 0)
         if kept.sum() < 3:
-            reason = "the loss falls too little along the direction of small batches: use larger ones or more draws"
+            reason = "along fewer than 3 batch sizes the fall of the loss is known well: use larger ones or more draws"
             return unresolved(reason), None, ""
         # To first order in the deviations of a and b from their means.
         values = (2 * b / a**2 * (1 + (curvatures - b) / b - 2 * (slopes - a) / a))[..., kept]
