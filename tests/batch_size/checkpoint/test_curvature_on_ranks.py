@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import sonde
-from tests.batch_size.checkpoint.regression import Batch, batches, draw, loss, model_of
+from tests.batch_size.checkpoint.regression import Batch, batches, loss, model_of
 from tests.ranks import Ranks, mesh_of
 
 N_HELD_OUT, SIZES, N_DRAWS = 4, (1, 8), 4
@@ -62,8 +62,7 @@ def read(model: Any, data: list[Batch], n_ranks: int = 1, optimizer: Any = None)
 def trained(model: nn.Module) -> torch.optim.Optimizer:
     """Adam with a second moment that one gradient hardly changes, the same however the model is cut."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    x, y = draw(256, torch.Generator().manual_seed(0))
-    for _ in range(40):
+    for x, y in batches([8] * 40, seed=0):
         loss(model, (x.double(), y.double() + 1)).backward()
         optimizer.step()
         optimizer.zero_grad()
