@@ -32,8 +32,10 @@ from sonde.stats.intervals import unresolved
 _FIRST_STEP = 0.01
 """The first step size that is tried along a plain gradient; along an optimizer's direction it is its learning rate."""
 _MOST_TRIES = 20
-_NEAR, _FAR = 3.0, 32.0
-"""The step of a try may be wrong by the first factor, and is changed by the second at most."""
+_NEAR = 3.0
+"""A step is near the best if the fall of the loss is within this factor of what curvature takes from it."""
+_GROWTH, _SHRINKAGE = 4.0, 8.0
+"""From one try to the next. Together they leave no gap between a step that is too small and one that is too large."""
 _ROUNDING = 64.0
 """Changes of the loss below so many of its roundings say nothing."""
 _LINEAR = (0.45, 0.55)
@@ -92,18 +94,19 @@ class CurvatureLog:
     )
 
     def __init__(self, reading: CurvatureReading) -> None:
-        self._interval = reading.b_noise
-        self.METRICS = {
-            "gns/b_noise": Metric(reading.unit, "noise scale with curvature, by single steps"),
-            "gns/b_noise_low": Metric(reading.unit, "lower end of its 95 % interval; 0 for an upper bound"),
-            "gns/b_noise_high": Metric(reading.unit, "upper end of its 95 % interval; null without one"),
-        }
+        known, unit = reading.b_noise, reading.unit
+        high = None if known.status == "lower_bound" else known.high
+        self._values = dict(zip(self.SECTION.metrics, (known.ratio, known.low, high), strict=True))
+        meanings = (
+            "noise scale with curvature, by single steps",
+            "lower end of its 95 % interval; 0 for an upper bound",
+            "upper end of its 95 % interval; null without one",
+        )
+        self.METRICS = {name: Metric(unit, text) for name, text in zip(self._values, meanings, strict=True)}
 
     def metrics(self) -> dict[str, float | None]:
         """B_noise and its interval."""
-        known = self._interval
-        high = None if known.status == "lower_bound" else known.high
-        return {"gns/b_noise": known.ratio, "gns/b_noise_low": known.low, "gns/b_noise_high": high}
+        return self._values
 
     def step(self) -> None:
         """Nothing: the reading is there."""
@@ -127,13 +130,14 @@ class _Batch:
     scale: float
 
 
+@dataclass
 class OneSteps:
     """Single steps of a model, which is left as it is but for `.grad`, buffers and random numbers.
 
     Beside the gradient of one micro-batch it holds that of the whole batch, a copy of the weights, and for an
     optimizer's direction a copy of the optimizer.
 
-    Args:
+    Attributes:
         target: the model.
         loss: of the model and a batch.
         piece: runs one batch with its weight forward and backward.
@@ -146,32 +150,29 @@ class OneSteps:
             model.
     """
 
-    def __init__(
-        self,
-        target: MeasuredModel,
-        loss: Callable[[Any, Any], Tensor],
-        piece: Callable[[Any, float], object],
-        counts_of: Callable[[Any], tuple[float, float]],
-        options: Curvature,
-        unit: str,
-    ) -> None:
-        self._target, self._loss, self._piece, self._counts_of = target, loss, piece, counts_of
-        self._options, self._unit = options, unit
-        self._optimizers = given_optimizers(options.optimizer)
-        if any(p.dtype.itemsize < 4 for p in target.parameters):
+    target: MeasuredModel
+    loss: Callable[[Any, Any], Tensor]
+    piece: Callable[[Any, float], object]
+    counts_of: Callable[[Any], tuple[float, float]]
+    options: Curvature
+    unit: str
+
+    def __post_init__(self) -> None:
+        parameters = self.target.parameters
+        if any(p.dtype.itemsize < 4 for p in parameters):
             raise ValueError("parameters of 16 bits round small steps away: load the model in float32 for curvature=")
-        own = {id(p) for p in target.parameters}
-        groups = [group for each in self._optimizers for group in each.param_groups]
+        self._optimizers = given_optimizers(self.options.optimizer)
+        own, groups = {id(p) for p in parameters}, [g for each in self._optimizers for g in each.param_groups]
         if groups and not any(float(g.get("lr", 1.0)) and own & set(map(id, g["params"])) for g in groups):
             raise ValueError(
                 "the optimizer of curvature= would not move the model: pass the one that trains it, with a learning "
                 "rate above 0"
             )
-        self._held_out: list[tuple[Any, float]] = []
-        # `.data` has a version counter of its own: the weights are moved and moved back, and graphs that need them stay
-        # valid.
-        self._weights = [local_tensor(p.detach()).data for p in target.parameters]
+        self._direction = " and ".join(type(each).__name__ for each in self._optimizers) or PLAIN
+        # `.data` has a version counter of its own: a graph from before stays valid, since the weights are moved back.
+        self._weights = [local_tensor(p.detach()).data for p in parameters]
         self._before = [weights.clone() for weights in self._weights]
+        self._held_out: list[tuple[Any, float]] = []
 
     def run(self, batches: Iterator[Any]) -> CurvatureReading:
         """Look, and say what was seen.
@@ -179,25 +180,27 @@ class OneSteps:
         Args:
             batches: of this rank; the held-out ones are taken first.
         """
-        held_out = self._taken(batches, self._options.held_out)
+        held_out = self._taken(batches, self.options.held_out)
         self._held_out = [(data, self._counted(data)[1]) for data in held_out]
         try:
             looks = self._look(batches)
         finally:
-            self._target.zero_grad()
+            self.target.zero_grad()
         if isinstance(looks, str):
-            return CurvatureReading(self._unit, self._direction_name, unresolved(looks))
-        return read_looks(looks, unit=self._unit, direction=self._direction_name)
+            return CurvatureReading(self.unit, self._direction, unresolved(looks))
+        return read_looks(looks, unit=self.unit, direction=self._direction)
 
     def _look(self, batches: Iterator[Any]) -> Looks | str:
         """All looks, as far as the data go; or why there are none."""
         start = self._losses()
+        if len(start) < self.options.held_out:
+            return f"the data ended before {self.options.held_out} held-out batches: give more"
         found = self._find_steps(batches, start)
         if isinstance(found, str):
             return found
         steps, is_linear = found
         changes, per_unit = [], []
-        for _ in range(self._options.draws):
+        for _ in range(self.options.draws):
             rows, counts = [], []
             for batch, step in zip(self._draw(batches), steps, strict=False):
                 moves = self._moves(batch)
@@ -208,28 +211,24 @@ class OneSteps:
             changes.append(torch.stack(rows, 1))  # [held-out batches, sizes, looks]
             per_unit.append(counts)
         if not changes:
-            return f"the data ended before two draws of {self._options.sizes[-1]} micro-batches: give more"
+            return f"the data ended before two draws of {self.options.sizes[-1]} micro-batches: give more"
         sizes = 1 / torch.tensor(per_unit, dtype=torch.float64, device="cpu").mean(0)
         return Looks(
             torch.stack(changes), torch.tensor(steps, dtype=torch.float64, device="cpu"), sizes, is_linear=is_linear
         )
-
-    @property
-    def _direction_name(self) -> str:
-        return " and ".join(type(each).__name__ for each in self._optimizers) or PLAIN
 
     # Batches and their gradients.
 
     def _taken(self, batches: Iterator[Any], n: int) -> Iterator[Any]:
         for _ in range(n):
             found = list(islice(batches, 1))
-            if not self._target.in_step(here=bool(found)):
+            if not self.target.in_step(here=bool(found)):
                 return
             yield found.pop()
 
     def _counted(self, data: Any) -> tuple[float, float]:
         """Units and weight of a batch."""
-        n_units, weight = self._counts_of(data)
+        n_units, weight = self.counts_of(data)
         check_counts(n_units, weight, None)
         return float(n_units), float(weight)
 
@@ -237,35 +236,35 @@ class OneSteps:
         """Batches of each size, each a prefix of the next; ends early if the data of a rank do."""
         total: list[Tensor | None] = [None] * len(self._weights)
         taken, weight, spread = 0, 0.0, 0.0
-        written = self._target.written()
-        for size in self._options.sizes:
-            self._target.zero_grad()
+        written = self.target.written()
+        for size in self.options.sizes:
+            self.target.zero_grad()
             rows = []
             for data in self._taken(batches, size - taken):
                 n_units, its_weight = self._counted(data)
-                self._piece(data, its_weight)
+                self.piece(data, its_weight)
                 rows.append((its_weight, its_weight**2 / n_units))
-            self._target.check_unwritten(written)
-            if not self._target.on_all_ranks(here=len(rows) == size - taken):
+            self.target.check_unwritten(written)
+            if not self.target.on_all_ranks(here=len(rows) == size - taken):
                 return
             taken = size
-            own = [sum(column) for column in zip(*rows, strict=True)] if self._target.counts_pieces else [0.0, 0.0]
-            more_weight, more_spread = self._target.summed(own)
+            own = [sum(column) for column in zip(*rows, strict=True)] if self.target.counts_pieces else [0.0, 0.0]
+            more_weight, more_spread = self.target.summed(own)
             weight, spread = weight + more_weight, spread + more_spread
-            self._target.reduce_gradients()
-            total = list(map(_plus, total, (p.grad for p in self._target.parameters)))
-            yield _Batch(spread / weight**2, total, self._target.n_averaged / weight)
+            self.target.reduce_gradients()
+            total = list(map(_plus, total, (p.grad for p in self.target.parameters)))
+            yield _Batch(spread / weight**2, total, self.target.n_averaged / weight)
 
     @torch.no_grad()
     def _moves(self, batch: _Batch, part: float = 1.0) -> list[tuple[Tensor, Tensor]]:
         """This rank's weights, each with its step of size 1 along the direction of a part of the batch's gradient."""
-        for p, gradient in zip(self._target.parameters, batch.gradients, strict=True):
+        for p, gradient in zip(self.target.parameters, batch.gradients, strict=True):
             p.grad = None if gradient is None else gradient * (part * batch.scale)
             if is_dtensor(p) and p.grad is not None and p.grad.placements != p.placements:  # type: ignore[attr-defined]
                 p.grad = p.grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
-        weights = {id(p): own for p, own in zip(self._target.parameters, self._weights, strict=True)}
+        weights = {id(p): own for p, own in zip(self.target.parameters, self._weights, strict=True)}
         if not self._optimizers:
-            return [(weights[id(p)], local_tensor(p.grad).neg()) for p in self._target.parameters if p.grad is not None]
+            return [(weights[id(p)], local_tensor(p.grad).neg()) for p in self.target.parameters if p.grad is not None]
         moves = []
         for optimizer in self._optimizers:
             twin = copy.deepcopy(optimizer)  # its own tensors and state, and no hooks: the user's stays untouched
@@ -287,19 +286,19 @@ class OneSteps:
     @torch.no_grad()
     def _losses(self) -> Tensor:
         """The loss of each held-out batch over all ranks, times its weight over the mean weight; [held-out batches]."""
-        sums = torch.zeros(2, self._options.held_out, dtype=torch.float64, device="cpu")
-        with preserve_modes_and_randomness(self._target.module):
+        sums = torch.zeros(2, self.options.held_out, dtype=torch.float64, device="cpu")
+        with preserve_modes_and_randomness(self.target.module):
             # Every look has the same dropout. Without an accelerator, `torch.manual_seed` would note its call for one.
             generator: Any = torch if runs_beside_host(self._weights[0].device) else torch.default_generator
             generator.manual_seed(0)
             random.seed(0)
             for k, (data, weight) in enumerate(self._held_out):
-                loss = float(self._loss(self._target.module, data))
-                if self._target.counts_pieces:
+                loss = float(self.loss(self.target.module, data))
+                if self.target.counts_pieces:
                     sums[0, k], sums[1, k] = loss * weight, weight
-        total = torch.tensor(self._target.summed(sums.flatten().tolist()), dtype=torch.float64, device="cpu")
-        losses: Tensor = total[: self._options.held_out]
-        weights = total[self._options.held_out :]
+        total = torch.tensor(self.target.summed(sums.flatten().tolist()), dtype=torch.float64, device="cpu")
+        losses: Tensor = total[: self.options.held_out]
+        weights = total[self.options.held_out :]
         return losses[weights > 0] / weights[weights > 0].mean()
 
     def _changes(self, moves: Sequence[tuple[Tensor, Tensor]], step: float, start: Tensor) -> Tensor:
@@ -308,12 +307,12 @@ class OneSteps:
             with torch.no_grad():
                 for weights, move in moves:
                     weights.add_(move, alpha=step)
-            reshard(self._target.module)
+            reshard(self.target.module)
             return self._losses() - start
         finally:
             for weights, before in zip(self._weights, self._before, strict=True):
                 weights.copy_(before)
-            reshard(self._target.module)
+            reshard(self.target.module)
 
     def _find_steps(self, batches: Iterator[Any], start: Tensor) -> tuple[list[float], bool] | str:
         """About the best step size for each batch size, and whether the direction is linear; or why there is none."""
@@ -322,46 +321,52 @@ class OneSteps:
         for batch in self._draw(batches):
             moves = self._moves(batch)
             tried = self._try_steps(moves, guess, start)
-            if tried is None:
-                return "no step size was found along which the loss curves up by more than its rounding"
+            if isinstance(tried, str):
+                return tried
             found.append(tried)
-            guess = abs(tried[0]) / tried[1] or guess
-            if self._optimizers and len(found) == len(self._options.sizes):
-                halves = self._moves(batch, 0.5)
-                dots = [
-                    [float((a * b).sum(dtype=torch.float64)) for (_, a), (_, b) in zip(moves, other, strict=True)]
-                    for other in (halves, moves)
-                ]
-                half, whole = self._target.summed([sum(dot) for dot in dots])
-                is_linear = _LINEAR[0] < half / whole < _LINEAR[1]
-        if len(found) < len(self._options.sizes):
-            return f"the data ended before one draw of {self._options.sizes[-1]} micro-batches: give more"
+            guess = abs(tried[0]) / tried[1] / _NEAR or guess
+            if self._optimizers and len(found) == len(self.options.sizes):
+                is_linear = self._is_linear(batch, moves)
+        if len(found) < len(self.options.sizes):
+            return f"the data ended before one draw of {self.options.sizes[-1]} micro-batches: give more"
         slope = found[-1][0]
         if slope <= 0:
             return "the held-out loss does not fall along the direction of the largest batch: use larger ones"
-        own = [slope / b if is_linear or a <= 0 else a / b for a, b in found]
-        return own, is_linear
+        return [slope / b if is_linear or a <= 0 else a / b for a, b in found], is_linear
+
+    def _is_linear(self, batch: _Batch, moves: Sequence[tuple[Tensor, Tensor]]) -> bool:
+        """Whether half a gradient makes half a step."""
+        half, whole = self.target.summed(
+            [
+                sum(float((a * b).sum(dtype=torch.float64)) for (_, a), (_, b) in zip(moves, other, strict=True))
+                for other in (self._moves(batch, 0.5), moves)
+            ]
+        )
+        return _LINEAR[0] < half / whole < _LINEAR[1]
 
     def _try_steps(
         self, moves: Sequence[tuple[Tensor, Tensor]], step: float, start: Tensor
-    ) -> tuple[float, float] | None:
-        """Slope and curvature of the held-out loss along a direction, at a step size near the best; None without."""
-        found = None
+    ) -> tuple[float, float] | str:
+        """Slope and curvature of the held-out loss along a direction, at a step size near the best; or a reason."""
+        found, has_shrunk, curves_down = None, False, False
         rounding = _ROUNDING * torch.finfo(self._weights[0].dtype).eps * float(start.mean().abs())
         for _ in range(_MOST_TRIES):
             back, ahead = (float(self._changes(moves, side * step, start).mean()) for side in (-0.5, 0.5))
-            if not math.isfinite(back + ahead):
-                step /= _FAR
+            fall, bend = abs(back - ahead), 4 * (back + ahead)  # step · |a| and step² · b
+            if abs(bend) <= rounding or (bend > 0 and fall >= bend * _NEAR and not has_shrunk):
+                if curves_down:
+                    break
+                step *= _GROWTH
                 continue
-            fall, bend = back - ahead, 4 * (back + ahead)  # step · a and step² · b
-            if bend <= rounding:
-                step *= _FAR / 2
-                continue
-            found = fall / step, bend / step**2
-            if 1 / _NEAR < abs(fall) / bend < _NEAR:
-                break
-            step *= min(max(abs(fall) / bend, 1 / _FAR), _FAR)
-        return found
+            if bend > 0 and math.isfinite(bend):
+                found = (back - ahead) / step, bend / step**2
+                if fall > bend / _NEAR:
+                    return found
+            # From below: far from a small step, the loss need not be a parabola. What has shrunk never grows again.
+            step, has_shrunk, curves_down = step / _SHRINKAGE, True, curves_down or bend < 0
+        if curves_down:
+            return "the loss curves down along the gradient, as it may near the start of training: train on first"
+        return found or "no step size was found along which the loss curves by more than its rounding"
 
 
 def _plus(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:

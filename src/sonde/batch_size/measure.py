@@ -214,9 +214,11 @@ def measure(
     def checked() -> dict[str, object]:
         """What must be the same on all ranks."""
         _check_arguments(loss, batches)
+        if looks is not None and not isinstance(looks, Curvature):
+            raise ValueError(f"curvature must be True, False or a sonde.Curvature, got {curvature!r:.60}: pass True")
         check_limits(until, most_batches, batch)
         options()
-        sizes = looks and (looks.sizes, looks.draws, looks.held_out)
+        sizes = looks and (tuple(looks.sizes), looks.draws, looks.held_out, looks.optimizer is None)
         return {"unit": unit, "until": until, "most_batches": most_batches, "batch": batch, "curvature": sizes}
 
     with target.left_as_it_is():
@@ -227,6 +229,8 @@ def measure(
             )
         fixed, says = FixedWeights(batch), verbose and log.is_first_rank
         counts_of = partial(_counts_of, units=units, weight=weight)
+        if says and looks is not None:
+            tell(f"curvature first: {looks.draws + 1} draws of {looks.sizes[-1]} micro-batches on each rank")
         curved = None if looks is None else _curvature(target, loss, counts_of, looks, batches, unit)
         with NoiseScaleProbe(
             target.module, None, options(), process_group=target.group, log=log, verbose=False, fixed_weights=fixed

@@ -248,6 +248,11 @@ def test_refusals(options: dict[str, Any], says: str) -> None:
     assert says in str(raised.value)
 
 
+def test_what_is_no_curvature_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"curvature must be True, False or a sonde\.Curvature, got 3"):
+        sonde.measure(model_of(), loss, batches([4] * 8), unit="rows", verbose=False, curvature=3)  # type: ignore[arg-type]
+
+
 def test_an_optimizer_without_a_rate_and_weights_of_16_bits_are_refused() -> None:
     model = model_of()
     with pytest.raises(ValueError, match="with a learning rate above 0"):
@@ -262,4 +267,7 @@ def test_what_cannot_be_measured_has_a_reason() -> None:
     assert few.reason == "2 draws and 8 held-out batches are too few: give data for 4 of each"
     flat = Quadratic([0.0, 0.0], [0.1, 1.0])
     straight = reading(flat, noise(160), lambda m, x: m(x))
-    assert "curves up by more than its rounding" in straight.b_noise.reason
+    assert "curves by more than its rounding" in straight.b_noise.reason
+    saddle = Quadratic([-1.0, -1.0], [0.1, 1.0])
+    down = reading(saddle, noise(160), lambda m, x: m(x))
+    assert "the loss curves down along the gradient" in down.b_noise.reason
