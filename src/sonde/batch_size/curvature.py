@@ -321,8 +321,8 @@ class OneSteps:
         for batch in self._draw(batches):
             moves = self._moves(batch)
             tried = self._try_steps(moves, guess, start)
-            if isinstance(tried, str):
-                return tried
+            if tried is None:
+                return "no step size was found along which the loss curves by more than its rounding"
             found.append(tried)
             guess = abs(tried[0]) / tried[1] / _NEAR or guess
             if self._optimizers and len(found) == len(self.options.sizes):
@@ -346,27 +346,23 @@ class OneSteps:
 
     def _try_steps(
         self, moves: Sequence[tuple[Tensor, Tensor]], step: float, start: Tensor
-    ) -> tuple[float, float] | str:
-        """Slope and curvature of the held-out loss along a direction, at a step size near the best; or a reason."""
-        found, has_shrunk, curves_down = None, False, False
+    ) -> tuple[float, float] | None:
+        """Slope, and curvature without its sign, of the held-out loss at a step size near the best; None without."""
+        found, has_shrunk = None, False
         rounding = _ROUNDING * torch.finfo(self._weights[0].dtype).eps * float(start.mean().abs())
         for _ in range(_MOST_TRIES):
             back, ahead = (float(self._changes(moves, side * step, start).mean()) for side in (-0.5, 0.5))
-            fall, bend = abs(back - ahead), 4 * (back + ahead)  # step · |a| and step² · b
-            if abs(bend) <= rounding or (bend > 0 and fall >= bend * _NEAR and not has_shrunk):
-                if curves_down:
-                    break
+            fall, bend = abs(back - ahead), abs(4 * (back + ahead))  # step · |a| and step² · |b|
+            if bend <= rounding or (fall >= bend * _NEAR and not has_shrunk):
                 step *= _GROWTH
                 continue
-            if bend > 0 and math.isfinite(bend):
+            if math.isfinite(bend):
                 found = (back - ahead) / step, bend / step**2
                 if fall > bend / _NEAR:
-                    return found
+                    break
             # From below: far from a small step, the loss need not be a parabola. What has shrunk never grows again.
-            step, has_shrunk, curves_down = step / _SHRINKAGE, True, curves_down or bend < 0
-        if curves_down:
-            return "the loss curves down along the gradient, as it may near the start of training: train on first"
-        return found or "no step size was found along which the loss curves by more than its rounding"
+            step, has_shrunk = step / _SHRINKAGE, True
+        return found
 
 
 def _plus(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:

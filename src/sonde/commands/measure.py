@@ -286,7 +286,7 @@ def _meaning(measurement: Measurement, options: MeasureOptions) -> Iterator[str]
 def _steps_table(curvature: CurvatureReading) -> Table:
     """The best step at each batch size, and how far the loss of held-out sequences falls there."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for title in (f"batch in {_UNIT}", "best single step, as a learning rate of SGD", "fall of the loss there"):
+    for title in (f"batch of {_UNIT}", "best single step of SGD", "fall of the loss"):
         table.add_column(title, justify="right")
     for step in curvature.steps:
         size, fall = step.size, "–" if step.fall is None else f"{number(step.fall)} ± {number(step.fall_error, 2)}"

@@ -270,4 +270,4 @@ def test_what_cannot_be_measured_has_a_reason() -> None:
     assert "curves by more than its rounding" in straight.b_noise.reason
     saddle = Quadratic([-1.0, -1.0], [0.1, 1.0])
     down = reading(saddle, noise(160), lambda m, x: m(x))
-    assert "the loss curves down along the gradient" in down.b_noise.reason
+    assert "the curvature along the mean gradient is negative" in down.b_noise.reason

@@ -78,7 +78,7 @@ def test_best_steps_that_follow_another_law_are_doubted() -> None:
     [
         (0.0, 60.0, "lower_bound", "the curvature along the mean gradient cannot be distinguished from 0"),
         (1.0, 0.0, "upper_bound", "the part of the noise cannot be distinguished from 0"),
-        (-1.0, 0.0, "unresolved", "cannot be distinguished from 0"),
+        (-1.0, 0.0, "unresolved", "the curvature along the mean gradient is negative"),
     ],
 )
 def test_what_is_not_resolved_has_a_reason(signal: float, noise: float, status: str, says: str) -> None:

@@ -226,6 +226,8 @@ def _ratio(above: Tensor, below: Tensor, *, what: str, against: str) -> RatioInt
     )
     if found.status == "resolved":
         return found
+    if y < -student_t_quantile(0.975, min(freedom)) * yy**0.5:
+        return unresolved(f"{against} is negative, as it may be near the start of training: train on first")
     unknown = {"lower_bound": against, "upper_bound": what}.get(found.status, f"{what} or {against}")
     more = "use more draws, more held-out batches or larger batches"
     return replace(found, reason=f"{unknown} cannot be distinguished from 0: {more}")
