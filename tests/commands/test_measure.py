@@ -115,7 +115,7 @@ def test_curvature(gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["measure", str(tmp_path / "trained"), *map(str, options), "--log", str(tmp_path / "log")]) == 0
     said = capsys.readouterr().out
     assert re.search(r"^B_noise (\S+|less than \S+|more than \S+) sequences", said, flags=re.M), said
-    table = re.search(r"batch of sequences   best single step of SGD   fall of the loss *\n((?: +\d.*\n)+)", said)
+    table = re.search(r"batch of sequences +best single step of SGD +fall of the loss *\n((?: +\d.*\n)+)", said)
     assert table, said
     assert [line.split()[0] for line in table[1].splitlines()] == ["1", "3"]
     assert "gns/b_noise" in sonde.read_run(tmp_path / "log").own[-1].metrics

@@ -21,9 +21,10 @@ QUICK = {"sizes": (1, 4, 16), "draws": 8, "held_out": 8}
 
 def reading(model: nn.Module, data: Any, loss: Any = loss, **options: Any) -> sonde.CurvatureReading:
     curvature = sonde.Curvature(**QUICK | options)
-    found = sonde.measure(model, loss, data, unit="rows", verbose=False, most_batches=30, curvature=curvature).curvature
-    assert found is not None
-    return found
+    found = sonde.measure(model, loss, data, unit="rows", verbose=False, most_batches=30, curvature=curvature)
+    assert found.reading.dropped == {}  # no gradient of a draw was left behind
+    assert found.curvature is not None
+    return found.curvature
 
 
 def holds(interval: sonde.RatioInterval, value: float) -> bool:

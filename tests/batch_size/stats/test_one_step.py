@@ -50,6 +50,20 @@ def test_the_law_is_found_exactly(b_noise: float) -> None:
         assert step.fall == pytest.approx(a * a / (2 * b), rel=1e-9)
 
 
+@pytest.mark.parametrize("axis", ["draws", "held-out batches"])
+def test_the_interval_by_hand(axis: str) -> None:
+    """Only the part of the noise scatters, over one axis: the interval is Student's, of 8 values."""
+    noise = torch.tensor([40.0, 50.0, 55.0, 60.0, 60.0, 65.0, 70.0, 80.0], dtype=torch.float64)
+    noise = noise[:, None] if axis == "draws" else noise[None, :]
+    slope, curvature = linear(60.0)
+    steps = slope / curvature
+    at = torch.tensor(LOOKS, dtype=torch.float64) * steps[:, None]
+    of_each = 2.0 * (1 + noise.expand(8, 8)[:, :, None, None] / BATCHES[:, None])
+    reading = read(-slope[:, None] * at + of_each * at**2 / 2, steps)
+    reach = 2.3646 * (float(noise.var()) / 8) ** 0.5  # the 97.5 % quantile with 7 degrees of freedom
+    assert (reading.b_noise.low, reading.b_noise.high) == pytest.approx((60 - reach, 60 + reach), rel=1e-4)
+
+
 def test_a_direction_of_one_length_follows_the_law_of_the_fall() -> None:
     """As Muon's: its curvature does not depend on the batch, its slope falls as 1/√(1 + B_noise/B)."""
     slope, curvature = 0.5 / (1 + 60 / BATCHES).sqrt(), torch.full_like(BATCHES, 2.0)
