@@ -145,6 +145,18 @@ def checkpoint(page: Page) -> None:
     page.run(at_checkpoint)
     assert at_checkpoint["measurement"].reading.units_per_window == 512  # the batch to judge
     assert "GroupReading(status='resolved'" in page.printed
+    page.run(at_checkpoint)  # with curvature
+    assert at_checkpoint["measurement"].curvature.n_draws == 12
+
+
+@scene("branch.md")
+def branch(page: Page) -> None:
+    names, draws = training(), torch.Generator().manual_seed(0)
+    names |= {"draws": draws, "draw": lambda n: torch.randn(n, 5, generator=draws), "held_out": torch.randn(64, 5)}
+    names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=1e-2)
+    page.run(names)
+    assert {ratio.batch for ratio in names["found"].ratios} == {16, 32, 64}
+    assert names["model"].weight.count_nonzero() == 0  # as it was
 
 
 @scene("single-examples.md")
