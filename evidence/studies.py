@@ -1,0 +1,9 @@
+"""All studies, by name. To add one: a module with `pieces`, a function that does one, and a line here."""
+
+from __future__ import annotations
+
+from evidence.work import Study
+
+_ALL: tuple[Study, ...] = ()
+
+STUDIES = {study.name: study for study in _ALL}
