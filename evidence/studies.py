@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from evidence import regression, sweep, watched
 from evidence.work import Study
 
-_ALL: tuple[Study, ...] = ()
+_ALL: tuple[Study, ...] = (regression.STUDY, sweep.STUDY, watched.STUDY)
 
 STUDIES = {study.name: study for study in _ALL}
