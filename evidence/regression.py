@@ -97,7 +97,7 @@ def units_to_targets(batch: int, beta: float, targets: Sequence[float], powers: 
 def run(batch: int, beta: float) -> Mapping[str, Any]:
     """The best rate of each target, what it needs, and the noise scales along it."""
     targets = task("regression").targets
-    powers = [k / PER_OCTAVE for k in range(-8 * PER_OCTAVE, 3 * PER_OCTAVE)]
+    powers = [k / PER_OCTAVE for k in range(-6 * PER_OCTAVE, 6 * PER_OCTAVE)]
     needed = units_to_targets(batch, beta, targets, powers)
     best = [int(k) for k in needed.argmin(1)]
     moments, scales = Moments.begun(1), []

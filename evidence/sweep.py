@@ -23,14 +23,16 @@ BATCHES = {
     "convnet": (4, 16, 64, 256, 1024),
 }
 N_SEEDS, N_RATES = 5, 5
-FIRST_LOOK, PACE = 128, 1.08
+STEP = 0.5
+"""Between the powers of 2 that are tried as rates."""
+FIRST_LOOK, PACE = 32, 1.08
 """Held-out losses are computed at so many units first, and then at each so many times more units."""
 PATIENCE = 1.5
 MOST_TRIES = 4
 MOST_LENGTHS = 8
 """Times the length of a training that is thought right: after so many, no rate comes to the last target."""
 
-Units = dict[int, list[list[float | None]]]
+Units = dict[float, list[list[float | None]]]
 """Units that a training needed, [targets][seeds], by the rate's power of 2; None where it came to no such loss."""
 
 
@@ -51,8 +53,8 @@ def pieces(smoke: bool) -> Sequence[Arguments]:
 def run(task_name: str, kind: str, batch: int, n_seeds: int, n_rates: int, cap: int | None) -> Mapping[str, Any]:
     """Train at rates about the one that is thought best, and at further ones while the best is not between others."""
     trained, known, most = task(task_name), Units(), float(cap or MOST_LENGTHS * task(task_name).length_at(batch))
-    centre = round(math.log2(trained.rates[kind].at(batch)))
-    powers = [centre + k - n_rates // 2 for k in range(n_rates)]
+    centre = round(math.log2(trained.rates[kind].at(batch)) / STEP)
+    powers = [STEP * (centre + k - n_rates // 2) for k in range(n_rates)]
     for _ in range(MOST_TRIES):
         found, most = train(trained, kind, batch, n_seeds, powers, most)
         known |= found
@@ -64,7 +66,7 @@ def run(task_name: str, kind: str, batch: int, n_seeds: int, n_rates: int, cap: 
 
 
 def train(
-    trained: Task, kind: str, batch: int, n_seeds: int, powers: Sequence[int], most: float
+    trained: Task, kind: str, batch: int, n_seeds: int, powers: Sequence[float], most: float
 ) -> tuple[Units, float]:
     """Train with each rate and seed.
 
@@ -111,16 +113,16 @@ def mean_log(units: Sequence[float | None]) -> float:
     return statistics.fmean(math.log(u) if u else math.inf for u in units)
 
 
-def further(known: Units) -> list[int]:
-    """Powers of 2 to try next: two beyond each end that is best for some target; none where no end is."""
-    low, high, more = min(known), max(known), set[int]()
+def further(known: Units) -> list[float]:
+    """Powers of 2 to try next: two steps beyond each end that is best for some target; none where no end is."""
+    low, high, more = min(known), max(known), set[float]()
     for of_target in zip(*known.values(), strict=True):
         logs = dict(zip(known, map(mean_log, of_target), strict=True))
         best = min(logs, key=logs.__getitem__)
         if best == low:
-            more |= {low - 1, low - 2}
+            more |= {low - STEP, low - 2 * STEP}
         if best == high or math.isinf(logs[best]):
-            more |= {high + 1, high + 2}
+            more |= {high + STEP, high + 2 * STEP}
     return sorted(more)
 
 

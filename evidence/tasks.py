@@ -197,9 +197,9 @@ def half_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square().sum(-1).mean() / 2
 
 
-def _rates(sgd: Rate, adamw: Rate, muon: Rate) -> dict[str, Rate]:
-    """Rates of SGD are effective ones, of a step without momentum, so both kinds of SGD begin with the same."""
-    return {"sgd": sgd, "sgd-0.9": sgd, "adamw": adamw, "muon": muon}
+def _rates(*rates: Rate) -> dict[str, Rate]:
+    """Of each kind; with momentum β, the effective rate η/(1 − β)."""
+    return dict(zip(OPTIMIZERS, rates, strict=True))
 
 
 @functools.cache
@@ -208,14 +208,14 @@ def task(name: str) -> Task:
     if name == "regression":
         return Task(
             *(name, "rows", linear_model, draw_rows, half_squared_error, held_out_rows(), (0.3, 0.1, 0.03)),
-            _rates(Rate(1.0, 16, 1), Rate(0.03, 32, 0.5), Rate(0.06, 32, 0.5)),
+            _rates(Rate(1.6, 16, 1), Rate(8.0, 64, 1), Rate(0.045, 32, 0.5), Rate(0.2, 256, 0.5)),
             length=4_000,
         )
     if name in ("mlp", "convnet"):
         return Task(
             *(name, "images", perceptron if name == "mlp" else convnet, draw_digits, cross_entropy),
             *(held_out_digits(), (1.0, 0.85, 0.75)),
-            _rates(Rate(0.7, 32, 1), Rate(0.02, 64, 0.5), Rate(0.04, 64, 0.5)),
+            _rates(Rate(0.7, 32, 1), Rate(0.7, 32, 1), Rate(0.02, 64, 0.5), Rate(0.04, 64, 0.5)),
             length=4_000,
         )
     if name == "lm":
@@ -223,7 +223,7 @@ def task(name: str) -> Task:
         return Task(
             *(name, "sequences", lambda: ByteTransformer(context=CONTEXT, width=32, depth=1, n_heads=2)),
             *(draw_text, cross_entropy, held_out, (3.0, 2.7, 2.5)),
-            _rates(Rate(1.0, 32, 1), Rate(0.01, 64, 0.5), Rate(0.03, 64, 0.5)),
+            _rates(Rate(1.0, 32, 1), Rate(1.0, 32, 1), Rate(0.01, 64, 0.5), Rate(0.03, 64, 0.5)),
             length=4_000,
         )
     raise ValueError(f"there is no task {name!r}: choose of {', '.join(TASKS)}")
