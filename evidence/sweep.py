@@ -11,6 +11,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from evidence.replicas import Replicas
 from evidence.tasks import OPTIMIZERS, Task, task
 from evidence.work import Arguments, Study
@@ -27,7 +29,8 @@ STEP = 0.5
 """Between the powers of 2 that are tried as rates."""
 FIRST_LOOK, PACE = 32, 1.08
 """Held-out losses are computed at so many units first, and then at each so many times more units."""
-PATIENCE = 1.5
+PATIENCE, SURE = 1.5, 3
+"""Part of the units to go on, after so many looks in which every seed of some rate was below the last target."""
 MOST_TRIES = 4
 MOST_LENGTHS = 8
 """Times the length of a training that is thought right: after so many, no rate comes to the last target."""
@@ -83,7 +86,7 @@ def train(
     """
     replicas = Replicas(trained, kind, range(n_seeds), [2.0**power for power in powers])
     looked, losses = [0], [replicas.held_out_losses()]
-    n_units, look, is_there = 0, FIRST_LOOK, losses[0] < -math.inf
+    n_units, look, n_below = 0, FIRST_LOOK, torch.zeros_like(losses[0])
     while n_units < most:
         replicas.step(batch)
         n_units += batch
@@ -91,8 +94,8 @@ def train(
             look = math.ceil(n_units * PACE)
             looked.append(n_units)
             losses.append(replicas.held_out_losses())
-            is_there |= losses[-1] <= trained.targets[-1]
-            if bool(is_there.all(0).any()):
+            n_below += losses[-1] <= trained.targets[-1]
+            if bool((n_below >= SURE).all(0).any()):
                 most = min(most, PATIENCE * n_units)
     units: Units = {}
     for k, power in enumerate(powers):

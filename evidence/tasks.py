@@ -214,8 +214,8 @@ def task(name: str) -> Task:
     if name in ("mlp", "convnet"):
         return Task(
             *(name, "images", perceptron if name == "mlp" else convnet, draw_digits, cross_entropy),
-            *(held_out_digits(), (1.0, 0.85, 0.75)),
-            _rates(Rate(0.7, 32, 1), Rate(0.7, 32, 1), Rate(0.02, 64, 0.5), Rate(0.04, 64, 0.5)),
+            *(held_out_digits(), (1.0, 0.85, 0.78)),
+            _rates(Rate(0.7, 32, 1), Rate(6.0, 200, 1), Rate(0.02, 100, 0.5), Rate(0.1, 256, 0.5)),
             length=4_000,
         )
     if name == "lm":
@@ -223,7 +223,7 @@ def task(name: str) -> Task:
         return Task(
             *(name, "sequences", lambda: ByteTransformer(context=CONTEXT, width=32, depth=1, n_heads=2)),
             *(draw_text, cross_entropy, held_out, (3.0, 2.7, 2.5)),
-            _rates(Rate(1.0, 32, 1), Rate(1.0, 32, 1), Rate(0.01, 64, 0.5), Rate(0.03, 64, 0.5)),
+            _rates(Rate(1.0, 16, 1), Rate(6.0, 100, 1), Rate(0.01, 64, 0.5), Rate(0.03, 64, 0.5)),
             length=4_000,
         )
     raise ValueError(f"there is no task {name!r}: choose of {', '.join(TASKS)}")
