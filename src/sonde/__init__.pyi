@@ -13,6 +13,8 @@ from sonde.batch_size.stats.critical_batch import Estimate, Tradeoff, Verdict, j
 from sonde.batch_size.stats.noise_scale import WindowEstimate, noise_scale
 from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading
 from sonde.config import ProbesConfig, probes_from_config
+from sonde.evidence.branches import Branch, Branches, Proxy
+from sonde.evidence.loop import branch
 from sonde.gradient_norm.clip import clip_grad_norm_, clip_grad_norm_distributed_, group_parameters_for_norm
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.two_steps import clip_grads_with_norm_, get_total_norm
@@ -38,6 +40,8 @@ from sonde.stats.intervals import RatioInterval, fieller_interval
 from sonde.version import __version__
 
 __all__ = [
+    "Branch",
+    "Branches",
     "CausalLMStatistics",
     "EntropyChangeOptions",
     "EntropyChangeProbe",
@@ -68,6 +72,7 @@ __all__ = [
     "ProbesConfig",
     "PromptNoiseProbe",
     "PromptNoiseReading",
+    "Proxy",
     "RatioInterval",
     "ReportSection",
     "RolloutProbe",
@@ -85,6 +90,7 @@ __all__ = [
     "WindowReading",
     "__version__",
     "attach",
+    "branch",
     "clip_grad_norm_",
     "clip_grad_norm_distributed_",
     "clip_grads_with_norm_",

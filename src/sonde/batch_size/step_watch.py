@@ -6,7 +6,7 @@ import functools
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +36,16 @@ _SETTLED_AFTER = 20
 _OFTEN_AFTER = 5
 """Steps in a row that ended several windows each, after which the windows are certainly ended too often. A GradScaler
 that finds its scale may leave out a few steps."""
+
+
+_listening: weakref.WeakSet[StepWatch] = weakref.WeakSet()
+"""Every watch that has hooks now. Module-level, because `is_followed` is asked with a model, and without a probe."""
+
+
+def is_followed(parameters: Iterable[Tensor]) -> bool:
+    """Whether a probe that is attached now follows the steps of any of these parameters."""
+    ids = {id(p) for p in parameters}
+    return any(not ids.isdisjoint(watch.ids) for watch in _listening)
 
 
 class StepWatch:
@@ -82,7 +92,8 @@ class StepWatch:
         self.may_be_recorded = runs_beside_host(reader.device)
         """Whether the device records CUDA graphs."""
         self._parameters, self._optimizers = wrapper.parameters, wrapper.optimizers
-        self._ids = frozenset(id(p) for p in self._parameters.values())
+        self.ids = frozenset(id(p) for p in self._parameters.values())
+        """Of the measured parameters."""
         self._left_out = frozenset(id(p) for p in wrapper.frozen.values() if p.requires_grad)
         self._versions = [p._version for p in self._parameters.values()]
         self._n_writes: int | None = None
@@ -103,6 +114,7 @@ class StepWatch:
         self._given: weakref.WeakSet[Any] = weakref.WeakSet(given)
         self._has_given = bool(given)
         self._handles.append(register_optimizer_step_pre_hook(self._while_alive(StepWatch._before_any_step)))
+        _listening.add(self)
 
     def _has_hooks(self, given: Any) -> bool:
         """Put a hook on a given optimizer, if it can have any.
@@ -209,6 +221,7 @@ class StepWatch:
 
     def close(self) -> None:
         """Stop listening."""
+        _listening.discard(self)
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -251,7 +264,7 @@ class StepWatch:
         known = self._held.get(optimizer)
         if known is None or known[0] != n:
             held = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
-            self._held[optimizer] = known = n, self._ids & held
+            self._held[optimizer] = known = n, self.ids & held
             if not self._left_out.isdisjoint(held):
                 self._optimizers.add(optimizer)
         return known[1]
