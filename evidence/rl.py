@@ -25,11 +25,11 @@ Reward = Literal["digits", "exact"]
 """The share of right digits, or 1 for a right answer alone."""
 GROUPS = (2, 4, 8, 16)
 REUSES = (1, 2, 4, 8)
-BATCHES = (16, 32, 64, 128, 256, 512, 1024)
+BATCHES = (32, 64, 128, 256, 512, 1024)
 """Rollouts of a step."""
-N_RATES = 8
+N_RATES = 5
 LAST = 1.5
-"""Trainings go on for so many times the steps after which some rate has brought all its seeds to the target."""
+"""Trainings go on for so many times the steps after which some rate has brought half of its seeds to the target."""
 DRAWS = 200
 """Of the bootstrap over seeds."""
 
@@ -63,7 +63,7 @@ def task_of(reward: Reward) -> Sums:
 
 
 def sweep(
-    reward: Reward, optimizer: Optimizer, rollouts: int, group: int, reuse: int, *, seeds: int = 8, most: int = 4000
+    reward: Reward, optimizer: Optimizer, rollouts: int, group: int, reuse: int, *, seeds: int = 32, most: int = 2000
 ) -> Mapping[str, Any]:
     """Train with one batch size at all rates, with all seeds.
 
@@ -92,7 +92,7 @@ def sweep(
         at = step - (now - setting.target) / (now - before).clamp(min=1e-9)
         steps = torch.where(steps.isinf() & (now >= setting.target), at, steps)
         before = now
-        if end == most and bool(steps.isfinite().all(1).any()):
+        if end == most and bool((steps.isfinite().float().mean(1) >= 0.5).any()):
             end = min(most, math.ceil(LAST * step))
         if step >= end:
             break
@@ -211,42 +211,32 @@ class Trend:
 
 
 Sweep = Sequence[tuple[float, Sequence[Sequence[float | None]]]]
-"""Of each batch: its rollouts, and the steps to the target: [rates, seeds]."""
+"""Of each batch: its rollouts, and the steps to the target, [rates, seeds]. Seeds begin with the same weights."""
 
 
 def trend(sweeps: Mapping[int, Sweep], *, draws: int = DRAWS) -> Trend:
     """Fit the critical batch of each sweep, and how it follows the number that sweeps differ in."""
     rng = random.Random(0)
-    found = {x: critical(sweep) for x, sweep in sweeps.items()}
-    again = [{x: critical(sweep, rng) for x, sweep in sweeps.items()} for _ in range(draws)]
+    n_seeds = min(len(steps[0]) for sweep in sweeps.values() for _, steps in sweep)
+    found = {x: critical(sweep, range(n_seeds)) for x, sweep in sweeps.items()}
+    again = []
+    for _ in range(draws):
+        seeds = rng.choices(range(n_seeds), k=n_seeds)
+        again.append({x: critical(sweep, seeds) for x, sweep in sweeps.items()})
     ends = {x: _middle([drawn[x] for drawn in again]) for x in sweeps}
-    low, high = _middle([_slope(drawn) for drawn in again])
-    return Trend({x: (found[x], *ends[x]) for x in sweeps}, _slope(found), low, high)
+    return Trend({x: (found[x], *ends[x]) for x in sweeps}, _slope(found), *_middle([*map(_slope, again)]))
 
 
-def critical(sweep: Sweep, rng: random.Random | None = None) -> float:
-    """N_crit of one sweep, each batch at the rate with the fewest steps; of seeds drawn anew, given a generator."""
-    batches, logs, errors = [], [], []
-    for rollouts, steps in sweep:
-        table = steps if rng is None else _drawn(steps, rng)
-        each = best(table)
-        if each is not None:
-            batches.append(rollouts)
-            logs.append(statistics.fmean(each) + math.log(rollouts))
-            errors.append(max(statistics.stdev(best(steps) or each), 0.01) / math.sqrt(len(each)))
-    return fit_law("noise", batches, logs, errors, n_seeds=len(sweep[0][1][0])).critical
+def critical(sweep: Sweep, seeds: Sequence[int]) -> float:
+    """N_crit of one sweep, each batch at its best rate."""
+    needed = {rollouts: rollouts * fewest(steps, seeds) for rollouts, steps in sweep}
+    known = {rollouts: math.log(units) for rollouts, units in needed.items() if math.isfinite(units)}
+    return fit_law("noise", [*known], [*known.values()], [1.0] * len(known), n_seeds=len(seeds)).critical
 
 
-def best(steps: Sequence[Sequence[float | None]]) -> list[float] | None:
-    """Logs of the steps of each seed at the rate that needs the fewest; None if no rate brings all seeds there."""
-    whole = [[math.log(max(s, 1e-3)) for s in row if s is not None] for row in steps]
-    known = [logs for logs, row in zip(whole, steps, strict=True) if len(logs) == len(row)]
-    return min(known, key=statistics.fmean, default=None)
-
-
-def _drawn(steps: Sequence[Sequence[float | None]], rng: random.Random) -> list[list[float | None]]:
-    chosen = rng.choices(range(len(steps[0])), k=len(steps[0]))
-    return [[row[k] for k in chosen] for row in steps]
+def fewest(steps: Sequence[Sequence[float | None]], seeds: Sequence[int]) -> float:
+    """The median over seeds at the rate where it is least: a policy that is stuck for ever does not spoil it."""
+    return min(statistics.median([math.inf if row[k] is None else row[k] or 1e-3 for k in seeds]) for row in steps)
 
 
 def _middle(values: Sequence[float]) -> tuple[float, float]:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from evidence.rl import best, critical, measured, sweep, trend
+from evidence.rl import critical, fewest, measured, sweep, trend
 from evidence.sums import Batch, Sums, prompt_noise
 
 
@@ -26,18 +26,20 @@ def test_a_critical_batch_is_found_again_with_what_it_follows(power: float) -> N
     """N_crit ∝ group^power. A seed scatters by 5 %, so N_crit is known to some per cent, on a grid in steps of 5 %."""
     found = trend({g: needed(100 * (g / 4) ** power, 0.05, seed=g) for g in (2, 4, 16)}, draws=20)
     assert found.low - 0.05 <= power <= found.high + 0.05
-    assert found.high - found.low < 0.2
+    assert found.high - found.low < 0.3
     assert found.critical[4][0] == pytest.approx(100, rel=0.2)
 
 
-def test_a_rate_counts_if_it_brings_every_seed_to_the_target() -> None:
-    assert best([[1.0, None], [4.0, 9.0], [9.0, 16.0]]) == [math.log(4.0), math.log(9.0)]
-    assert best([[1.0, None], [None, None]]) is None
+def test_the_best_rate_is_that_of_the_least_median() -> None:
+    """Policies that are stuck count as infinite."""
+    assert fewest([[1.0, None, None], [4.0, 9.0, None], [8.0, 10.0, 11.0]], range(3)) == 9.0
+    assert fewest([[1.0, None, None], [4.0, 9.0, None]], [0, 0, 0]) == 1.0
+    assert fewest([[None, None]], range(2)) == math.inf
 
 
 def test_a_batch_that_never_arrives_is_left_out() -> None:
     swept = needed(100, 0.0, seed=0)
-    assert critical([*swept, (4096, [[None] * 8])]) == critical(swept)
+    assert critical([*swept, (4096, [[None] * 8])], range(8)) == critical(swept, range(8))
 
 
 def test_sonde_measures_the_noise_of_prompts() -> None:
@@ -56,8 +58,8 @@ def test_sonde_measures_the_noise_of_prompts() -> None:
 
 def test_a_sweep_counts_steps_until_the_target() -> None:
     """Of 3 steps none is enough; and of the rates, larger ones are farther on: they arrive first."""
-    assert sweep("digits", "adam", 64, 8, 1, seeds=2, most=3)["steps"] == [[None, None]] * 8
+    assert sweep("digits", "adam", 64, 8, 1, seeds=2, most=3)["steps"] == [[None, None]] * 5
     rows = sweep("exact", "sgd", 256, 8, 1, seeds=2, most=40)["steps"]
-    arrived = [min(steps) for steps in rows if None not in steps]
+    arrived = [max(steps) for steps in rows if None not in steps]
     assert arrived
     assert all(0 < steps <= 40 for steps in arrived)
