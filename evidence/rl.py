@@ -7,8 +7,6 @@ rollout: one completion. With N rollouts a step, they need 1 + N/N_crit times th
 from __future__ import annotations
 
 import math
-import random
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -19,7 +17,6 @@ from torch import Tensor, nn
 import sonde
 from evidence.sums import Batch, Optimizer, Sums, Weights, prompt_noise, sampled, training
 from evidence.work import Arguments, Study
-from sonde.evidence.stats.laws import fit_law
 
 Reward = Literal["digits", "exact"]
 """The share of right digits, or 1 for a right answer alone."""
@@ -30,8 +27,6 @@ BATCHES = (32, 64, 128, 256, 512, 1024)
 N_RATES = 5
 LAST = 1.5
 """Trainings go on for so many times the steps after which some rate has brought half of its seeds to the target."""
-DRAWS = 200
-"""Of the bootstrap over seeds."""
 
 
 @dataclass(frozen=True)
@@ -137,49 +132,37 @@ def measured(task: Sums, weights: Weights, batch: Batch, n_windows: int, seed: i
 
 
 def noise(
-    reward: Reward,
-    optimizer: Optimizer,
-    *,
-    seeds: int = 4,
-    points: int = 13,
-    windows: int = 20,
-    most: int = 4000,
+    reward: Reward, optimizer: Optimizer, *, seeds: int = 8, points: int = 13, windows: int = 20, most: int = 2000
 ) -> Mapping[str, Any]:
-    """The exact noise along trainings with 16 prompts × 8 completions, and what sonde says of it at four points of one.
+    """The exact noise along trainings with 16 prompts × 8 completions, and what sonde says of it along one of them.
 
     Args:
         reward: of an answer.
         optimizer: as for `sweep`.
-        seeds: trainings.
-        points: evenly spaced in the steps of each training until it reaches the target.
-        windows: that sonde measures.
+        seeds: trainings; the first half of them that reach the target are looked at.
+        points: evenly spaced in the steps of each until it reaches the target.
+        windows: that sonde measures at every third point of the first training.
         most: steps after which trainings end.
 
     Returns:
-        Of each training, its points: the expected reward and the four parts of the noise. Of the first, sonde's
+        Of each training, the four parts of the noise at its points. Of the first, sonde's
         readings: the point, the group, B_simple in prompts with its interval, and the completions' share.
     """
-    task, batch, setting = task_of(reward), Batch(16, 8), SETTINGS[reward, optimizer]
+    task, setting = task_of(reward), SETTINGS[reward, optimizer]
     path: list[Weights] = []
-    rewards: list[Tensor] = []
+    reached = torch.full((seeds,), math.inf)
     of_runs = torch.full((seeds,), setting.good)
-    for weights, now in training(task, batch, optimizer, of_runs, task.start(seeds, seed=1), seed=3):
+    for weights, rewards in training(task, Batch(16, 8), optimizer, of_runs, task.start(seeds, seed=1), seed=3):
+        reached = torch.where(reached.isinf() & (rewards >= setting.target), float(len(path)), reached)
         path.append({name: w.detach().clone() for name, w in weights.items()})
-        rewards.append(now)
-        if len(path) == most or bool((torch.stack(rewards) >= setting.target).any(0).all()):
+        if len(path) > most or int(reached.isfinite().sum()) >= seeds / 2:
             break
     trainings, readings = [], []
-    for seed, reached in enumerate(torch.stack(rewards, 1) >= setting.target):
-        n_steps = int(reached.int().argmax()) if bool(reached.any()) else len(path) - 1
-        steps = sorted({n_steps * k // (points - 1) for k in range(points)})
+    for seed in reached.isfinite().nonzero().flatten().tolist():
+        steps = sorted({int(reached[seed]) * k // (points - 1) for k in range(points)})
         at = [{name: w[seed : seed + 1] for name, w in path[step].items()} for step in steps]
-        trainings.append(
-            [
-                {"step": step, "reward": float(rewards[step][seed])} | asdict(prompt_noise(task, weights))
-                for step, weights in zip(steps, at, strict=True)
-            ]
-        )
-        if seed == 0:
+        trainings.append([asdict(prompt_noise(task, weights)) for weights in at])
+        if len(trainings) == 1:
             readings = [
                 {"point": k, "group": group} | _brief(measured(task, at[k], Batch(32, group), windows, seed=4))
                 for k in range(0, len(at), 3)
@@ -191,63 +174,6 @@ def noise(
 def _brief(reading: sonde.PromptNoiseReading) -> dict[str, Any]:
     kept = ("b_simple", "low", "high", "completions_share", "completions_share_low", "completions_share_high")
     return {name: getattr(reading, name) for name in kept}
-
-
-@dataclass(frozen=True)
-class Trend:
-    """The critical batch against another number, such as completions to a prompt.
-
-    Attributes:
-        critical: by this number: N_crit in rollouts, with its 95 % interval.
-        slope: of the log of N_crit over the log of the number.
-        low: lower end of its 95 % interval, from a bootstrap over seeds.
-        high: upper end.
-    """
-
-    critical: Mapping[int, tuple[float, float, float]]
-    slope: float
-    low: float
-    high: float
-
-
-Sweep = Sequence[tuple[float, Sequence[Sequence[float | None]]]]
-"""Of each batch: its rollouts, and the steps to the target, [rates, seeds]. Seeds begin with the same weights."""
-
-
-def trend(sweeps: Mapping[int, Sweep], *, draws: int = DRAWS) -> Trend:
-    """Fit the critical batch of each sweep, and how it follows the number that sweeps differ in."""
-    rng = random.Random(0)
-    n_seeds = min(len(steps[0]) for sweep in sweeps.values() for _, steps in sweep)
-    found = {x: critical(sweep, range(n_seeds)) for x, sweep in sweeps.items()}
-    again = []
-    for _ in range(draws):
-        seeds = rng.choices(range(n_seeds), k=n_seeds)
-        again.append({x: critical(sweep, seeds) for x, sweep in sweeps.items()})
-    ends = {x: _middle([drawn[x] for drawn in again]) for x in sweeps}
-    return Trend({x: (found[x], *ends[x]) for x in sweeps}, _slope(found), *_middle([*map(_slope, again)]))
-
-
-def critical(sweep: Sweep, seeds: Sequence[int]) -> float:
-    """N_crit of one sweep, each batch at its best rate."""
-    needed = {rollouts: rollouts * fewest(steps, seeds) for rollouts, steps in sweep}
-    known = {rollouts: math.log(units) for rollouts, units in needed.items() if math.isfinite(units)}
-    return fit_law("noise", [*known], [*known.values()], [1.0] * len(known), n_seeds=len(seeds)).critical
-
-
-def fewest(steps: Sequence[Sequence[float | None]], seeds: Sequence[int]) -> float:
-    """The median over seeds at the rate where it is least: a policy that is stuck for ever does not spoil it."""
-    return min(statistics.median([math.inf if row[k] is None else row[k] or 1e-3 for k in seeds]) for row in steps)
-
-
-def _middle(values: Sequence[float]) -> tuple[float, float]:
-    """Ends of the middle 95 %."""
-    ordered = sorted(values)
-    return ordered[int(0.025 * len(ordered))], ordered[-1 - int(0.025 * len(ordered))]
-
-
-def _slope(critical: Mapping[int, float]) -> float:
-    x, y = ([math.log(value) for value in values] for values in (critical.keys(), critical.values()))
-    return statistics.linear_regression(x, y).slope
 
 
 def pieces_of_sweep(smoke: bool) -> Sequence[Arguments]:
@@ -267,7 +193,7 @@ def pieces_of_sweep(smoke: bool) -> Sequence[Arguments]:
 
 def pieces_of_noise(smoke: bool) -> Sequence[Arguments]:
     """One for each reward and optimizer."""
-    tiny = {"seeds": 1, "points": 2, "windows": 2, "most": 2} if smoke else {}
+    tiny = {"seeds": 2, "points": 2, "windows": 2, "most": 2} if smoke else {}
     settings = [*SETTINGS][:1] if smoke else [*SETTINGS]
     return [{"reward": reward, "optimizer": optimizer} | tiny for reward, optimizer in settings]
 

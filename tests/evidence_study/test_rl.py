@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from evidence.rl import critical, fewest, measured, sweep, trend
+from evidence.rl import measured, sweep
+from evidence.rl_answers import critical, fewest, trend
 from evidence.sums import Batch, Sums, prompt_noise
 
 
