@@ -17,7 +17,7 @@ from benchmarks.machine import describe
 from benchmarks.timing import Cost, cost, time_blocks
 from benchmarks.training import Setup
 
-from evidence.work import Arguments, Done, Study
+from evidence.work import Arguments, Done, Store, Study
 
 SHAPES = {
     "0.1M": GptShape(width=64, depth=2, heads=4, context=64),
@@ -25,13 +25,15 @@ SHAPES = {
     "4.9M": GptShape(width=256, depth=6, heads=4, context=64),
 }
 """By their parameters."""
+MIDDLE = "0.9M"
 SEQUENCES = 2
 """Of 64 bytes, in a micro-batch: a hard case, since estimators do as much for a small one as for a large one."""
-CUTS = [("0.9M", 1, 1), ("0.9M", 4, 1), ("0.9M", 16, 1), ("0.9M", 2, 2), ("0.9M", 2, 4), ("0.9M", 2, 8)]
+CUTS = [(MIDDLE, 1, 1), (MIDDLE, 4, 1), (MIDDLE, 16, 1), (MIDDLE, 2, 2), (MIDDLE, 2, 4), (MIDDLE, 2, 8)]
 CUTS += [("0.1M", 4, 1), ("4.9M", 4, 1)]
 """Shape, micro-batches of each rank, and ranks."""
 CONTESTANTS = ("control", "sonde", "sonde-buckets", "sonde-examples", "snapshot", "fairscale", "adaptdl", "k-diffusion")
 """Of `benchmarks.contestants`. k-diffusion's is the classical communication hook."""
+COLORS = ("#777777", "#d55e00", "#e69f00", "#cc79a7", "#0072b2", "#009e73", "#56b4e9", "#000000")
 
 
 def run(
@@ -93,20 +95,57 @@ def costs(done: Sequence[Done]) -> dict[tuple[str, int, int], dict[str, Cost]]:
     return found
 
 
-def table(done: Sequence[Done]) -> str:
-    """Per cent added to a window, with 95 % intervals; ranks that share cores are said to."""
+def added_time(store: Store) -> list[list[str]]:
+    """Part of a window's time that is added, with 95 % intervals; it is said where ranks share cores."""
+    done = store.read("cost")
     found, cores = costs(done), max((piece.result.get("cores", 0) for piece in done), default=0)
     names = [name for name in CONTESTANTS if any(name in row for row in found.values())]
-    lines = ["| model, pieces | window | " + " | ".join(ENTRIES[name].title for name in names) + " |"]
-    lines.append("|---" * (2 + len(names)) + "|")
+    rows = [["model, ranks × micro-batches", "a window", *(ENTRIES[name].title for name in names)]]
     for (shape, micro_batches, ranks), row in found.items():
-        shared = f" (share {cores} cores)" if ranks > cores else ""
-        cells = [f"{shape}, {ranks} × {micro_batches}{shared}", f"{1e3 * row['control'].window_seconds:.0f} ms"]
-        for name in names:
-            each = row.get(name)
-            cells.append(f"{each.median:+.1%} [{each.low:+.1%}, {each.high:+.1%}]" if each else "–")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        shared = f", on {cores} cores" if ranks > cores else ""
+        known = [row.get(name) for name in names]
+        cells = [f"{each.median:+.1%} [{each.low:+.1%}, {each.high:+.1%}]" if each else "–" for each in known]
+        window = f"{1e3 * next(iter(row.values())).window_seconds:.0f} ms"
+        rows.append([f"{shape}, {ranks} × {micro_batches}{shared}", window, *cells])
+    return rows
+
+
+def plot(store: Store) -> Any:
+    """Time of a window over that without a probe, by set-up, with 95 % intervals."""
+    from bokeh.models import FactorRange
+    from bokeh.plotting import figure
+    from bokeh.transform import dodge
+
+    found = costs(store.read("cost"))
+    places = {setup: _place(*setup) for setup in found}
+    plot = figure(
+        title="Time of a window over that without a probe",
+        x_range=FactorRange(*sorted(set(places.values()))),
+        y_axis_type="log",
+        width=1100,
+        height=420,
+        toolbar_location=None,
+    )
+    names = [name for name in CONTESTANTS if any(name in row for row in found.values())]
+    for k, name in enumerate(names):
+        known = {places[setup]: row[name] for setup, row in found.items() if name in row}
+        source = {
+            "x": [*known],
+            "middle": [1 + each.median for each in known.values()],
+            "low": [1 + each.low for each in known.values()],
+            "high": [1 + each.high for each in known.values()],
+        }
+        x = dodge("x", (k + 0.5) / len(names) - 0.5, range=plot.x_range)
+        plot.segment(x, "low", x, "high", source=source, color=COLORS[k], line_width=2)
+        plot.scatter(x, "middle", source=source, color=COLORS[k], size=7, legend_label=ENTRIES[name].title)
+    plot.add_layout(plot.legend[0], "right")
+    return plot
+
+
+def _place(shape: str, micro_batches: int, ranks: int) -> tuple[str, str]:
+    if ranks > 1:
+        return "by ranks, of 2 micro-batches", str(ranks)
+    return ("by micro-batches", f"{micro_batches:2}") if shape == MIDDLE else ("by parameters, 4 micro-batches", shape)
 
 
 STUDY = Study("cost", pieces, run)
