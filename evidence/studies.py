@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from evidence import regression, sweep, watched
+from evidence import branched, regression, sweep, watched
 from evidence.work import Study
 
-_ALL: tuple[Study, ...] = (regression.STUDY, sweep.STUDY, watched.STUDY)
+_ALL: tuple[Study, ...] = (regression.STUDY, sweep.STUDY, watched.STUDY, branched.STUDY)
 
 STUDIES = {study.name: study for study in _ALL}
