@@ -21,6 +21,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m evidence", description=__doc__)
     parser.add_argument("studies", nargs="*", metavar="STUDY", help=f"of {', '.join(STUDIES)}; by default all")
     parser.add_argument("--jobs", type=int, default=2, help="processes of one thread")
+    parser.add_argument("--only", nargs="+", default=(), metavar="WORD", help="pieces of this task or optimizer")
     parser.add_argument("--smoke", action="store_true", help="tiny pieces, whose results are thrown away")
     parser.add_argument("--out", type=Path, help="folder of the results")
     options = parser.parse_args(words)
@@ -30,7 +31,8 @@ def main(words: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         store = Store(options.out or (Path(folder) if options.smoke else RESULTS))
         try:
-            failed = work_off(to_do(chosen, store, smoke=options.smoke), store, options.jobs, _say)
+            waiting = to_do(chosen, store, smoke=options.smoke, only=options.only)
+            failed = work_off(waiting, store, options.jobs, _say)
         except KeyboardInterrupt:
             _say("stopped; the pieces that were done are kept, and the same command goes on")
             return 130

@@ -1,8 +1,9 @@
 """Study "branched": critical batch sizes from branches at points of a training, and proxies at the same weights.
 
-Point 1 is where the reference, a small batch at its best rate, comes to the last target. Some trainings of a language model have points from near
-the beginning to far beyond, of a language model: does the critical batch rise from near 0 to a plateau, as
-Merrill et al. 2025, arXiv:2505.23971, found?
+Point 1 is where the reference, a small batch at its best rate, comes to the last target. Some trainings of a language
+model have points from near the beginning to far beyond: does the critical batch rise from near 0 to a plateau, as
+Merrill et al. 2025, arXiv:2505.23971, found? The rate falls to 0 in each branch: at a constant one, the small models
+hardly get better within a window, for all their noise.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from sonde.stats.intervals import RatioInterval
 
 REFERENCE = 8
 BATCHES = (8, 16, 32, 64, 128)
-N_SEEDS, N_BRANCHES = 3, 4
+N_SEEDS, N_BRANCHES = 3, 5
 """Trainings, and branches of each batch size from each of their points."""
 POINTS, FURTHER = (0.2, 0.5, 0.9), (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0)
 WINDOW = 0.5
@@ -45,7 +46,7 @@ def pieces(smoke: bool) -> Sequence[Arguments]:
         if rule == "usual" or case[1].startswith("sgd")
     ]
     cases += [("lm", kind, seed, "usual", [*FURTHER], N_BRANCHES) for kind in ("adamw", "muon") for seed in range(5)]
-    tiny = [("regression", "sgd", 0, "tuned", [0.5], 2)]
+    tiny = [("regression", "sgd", 0, "tuned", [0.5], 2), ("regression", "adamw", 0, "usual", [0.5], 2)]
     return [dict(zip(names, case, strict=True)) for case in (tiny if smoke else cases)]
 
 
@@ -101,6 +102,7 @@ def branched(start: Training, kind: str, rule: str, units: float, n_branches: in
         unit=training.task.unit,
         seeds=n_branches,
         rate_rule=tuned if rule == "tuned" else None,
+        decay=True,
         verbose=False,
     )
     return {"branched": critical(found), "branched, half the window": critical(found.of_shorter())}
@@ -134,13 +136,13 @@ def proxies(start: Training, kind: str, few: bool) -> dict[str, Any]:
             batches_of(training, MICRO),
             unit=training.task.unit,
             until=0.2,
-            most_batches=60 if few else 1500,
+            most_batches=60 if few or found else 1500,
             verbose=False,
             curvature=curvature,
         )
         assert measured.curvature is not None
+        found.setdefault("B_simple", [measured.reading.b_simple, measured.reading.low, measured.reading.high])
         found[name] = _numbers(measured.curvature.b_noise)
-        found["B_simple"] = [measured.reading.b_simple, measured.reading.low, measured.reading.high]
     return found
 
 

@@ -33,27 +33,31 @@ METRICS: Mapping[str, tuple[MetricName, ...]] = {
 
 def pieces(smoke: bool) -> Sequence[Arguments]:
     """Tuned rates for all tasks, others for two."""
-    names = ("task_name", "kind", "batch", "offset", "seed", "lengths")
-    tuned = itertools.product(TASKS, OPTIMIZERS, BATCHES, (0,), range(N_SEEDS), (LENGTHS,))
+    names = ("task_name", "kind", "batch", "offset", "seed", "lengths", "metrics")
     batches, offsets, n_seeds = UNTUNED
-    untuned = itertools.product(("mlp", "lm"), ("sgd", "adamw", "muon"), batches, offsets, range(n_seeds), (LENGTHS,))
-    tiny = [("mlp", "adamw", 8, 0, 0, 0.05), ("lm", "muon", 8, -1, 0, 0.05)]
+    tuned = itertools.product(TASKS, OPTIMIZERS, BATCHES, (0,), range(N_SEEDS), (LENGTHS,), ("all",))
+    untuned = itertools.product(
+        ("mlp", "lm"), ("sgd", "adamw", "muon"), batches, offsets, range(n_seeds), (LENGTHS,), ("euclidean",)
+    )
+    tiny = [("mlp", "adamw", 8, 0, 0, 0.05, "all"), ("lm", "muon", 8, -1, 0, 0.05, "euclidean")]
     return [dict(zip(names, case, strict=True)) for case in (tiny if smoke else [*tuned, *untuned])]
 
 
-def run(task_name: str, kind: str, batch: int, offset: int, seed: int, lengths: float) -> Mapping[str, Any]:
+def run(
+    task_name: str, kind: str, batch: int, offset: int, seed: int, lengths: float, metrics: str
+) -> Mapping[str, Any]:
     """Train until the last target, or for so many lengths, and read the probe meanwhile."""
     training = Training(task_name, kind, batch, seed, offset)
     losses, looks, look = list[float](), list[dict[str, Any]](), FIRST_LOOK
     options = {"per_example": "never", "groups": None, "every": 1, "verbose": False}
-    unit, metrics = training.task.unit, METRICS[kind]
-    with sonde.attach(training.model, training.optimizers, unit=unit, metric=metrics, **options) as probe:  # type: ignore[arg-type]
+    unit, measured = training.task.unit, METRICS[kind][: None if metrics == "all" else 1]
+    with sonde.attach(training.model, training.optimizers, unit=unit, metric=measured, **options) as probe:  # type: ignore[arg-type]
         while training.n_units < lengths * training.task.length_at(batch):
             losses.append(training.step(probe=probe))
             if training.n_steps >= look:
                 look = math.ceil(look * PACE)
                 looks.append({"units": training.n_units, "held_out": training.held_out()} | summary(losses))
-                looks[-1] |= {metric: noise_scale(probe.reading(metric=metric)) for metric in metrics}
+                looks[-1] |= {metric: noise_scale(probe.reading(metric=metric)) for metric in measured}
                 if not looks[-1]["held_out"] > training.task.targets[-1]:  # there, or not a number
                     break
     return {"looks": looks}

@@ -118,12 +118,15 @@ def commit_of(folder: Path) -> str:
     return head + "+" * bool(changed)
 
 
-def to_do(studies: Sequence[Study], store: Store, *, smoke: bool) -> list[tuple[Study, Arguments]]:
-    """The pieces that were not done yet, study by study."""
+def to_do(
+    studies: Sequence[Study], store: Store, *, smoke: bool = False, only: Sequence[str] = ()
+) -> list[tuple[Study, Arguments]]:
+    """The pieces that were not done yet, study by study: all, or those with an argument of these words."""
     waiting = []
     for study in studies:
         done = [piece.arguments for piece in store.read(study.name)]
-        waiting += [(study, arguments) for arguments in study.pieces(smoke) if arguments not in done]
+        planned = [piece for piece in study.pieces(smoke) if not only or {*only} & {*map(str, piece.values())}]
+        waiting += [(study, arguments) for arguments in planned if arguments not in done]
     return waiting
 
 
