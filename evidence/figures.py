@@ -19,13 +19,7 @@ from sonde.evidence.stats.laws import units_by_noise
 
 COLORS = dict(zip(OPTIMIZERS, ("#0072b2", "#56b4e9", "#d55e00", "#009e73"), strict=True))
 MARKERS = dict(zip(TASKS, ("circle", "square", "triangle", "diamond"), strict=True))
-PROXIES = (
-    "B_simple, run, euclidean",
-    "B_simple, run, adam",
-    "B_simple, run, sign",
-    "B_simple, run, spectral",
-)
-"""Those whose factors are drawn."""
+METRICS = ("euclidean", "adam", "sign", "spectral")
 
 
 def units_over_batch(cases: Sequence[Swept]) -> Any:
@@ -39,6 +33,7 @@ def units_over_batch(cases: Sequence[Swept]) -> Any:
         x_axis_label="batch / B_crit",
         width=480,
         height=420,
+        toolbar_location=None,
     )
     grid = [10 ** (k / 10 - 2) for k in range(41)]
     plot.line(grid, [units_by_noise(b, 1.0) for b in grid], color="black", legend_label="1 + B/B_crit")
@@ -66,20 +61,27 @@ def factors_of_proxies(store: Store) -> Any:
     from bokeh.models import FactorRange
     from bokeh.plotting import figure
 
-    found = {key: sorted(r for r in ratios if r) for key, ratios in factors(store).items() if key[2] == "swept"}
-    rows = [(proxy, kind) for proxy in PROXIES for kind in OPTIMIZERS if len(found.get((kind, proxy, "swept"), ())) > 2]
+    every = factors(store)
+    found = {
+        (metric, kind): sorted(r for r in every.get((kind, f"B_simple, run, {metric}", "swept"), ()) if r)
+        for metric in METRICS
+        for kind in OPTIMIZERS
+    }
+    rows = [row for row, known in found.items() if len(known) > 2]
     plot = figure(
-        title="Swept critical batch over proxy: median and 90 % of runs",
+        title="Median and 90 % range over runs",
         y_range=FactorRange(*reversed(rows)),
         x_axis_type="log",
+        x_axis_label="B_crit of whole trainings / B_simple averaged over a run",
         width=620,
         height=420,
+        toolbar_location=None,
     )
-    for proxy, kind in rows:
-        known = found[kind, proxy, "swept"]
-        low, middle, high = (quantile(known, part) for part in (0.05, 0.5, 0.95))
-        plot.segment([low], [(proxy, kind)], [high], [(proxy, kind)], color=COLORS[kind], line_width=3)
-        plot.scatter([middle], [(proxy, kind)], color=COLORS[kind], size=9)
+    plot.yaxis.group_label_orientation = "horizontal"
+    for row in rows:
+        low, middle, high = (quantile(found[row], part) for part in (0.05, 0.5, 0.95))
+        plot.segment([low], [row], [high], [row], color=COLORS[row[1]], line_width=3)
+        plot.scatter([middle], [row], color=COLORS[row[1]], size=9)
     plot.line([1, 1], [rows[-1], rows[0]], color="black", line_dash="dashed")
     return plot
 
