@@ -109,8 +109,8 @@ def sign_test(n: int, of: int) -> float:
         >>> sign_test(0, 5)
         0.0625
     """
-    tail = sum(math.comb(of, k) for k in range(max(n, of - n), of + 1)) / 2**of
-    return min(1.0, 2 * tail)
+    n_tail = sum(math.comb(of, k) for k in range(max(n, of - n), of + 1))
+    return float(min(1.0, 2 * n_tail / 2**of))
 
 
 def momentum(store: Store) -> Rows:
@@ -151,10 +151,10 @@ def factors(store: Store) -> dict[tuple[str, str, str], list[float | None]]:
         task, kind, rule = (done.arguments[name] for name in ("task_name", "kind", "rule"))
         for point in done.result["points"] if len(done.result["points"]) == len(POINTS) else ():
             branched = point["branched"][0] if point["branched"][3] == "resolved" else None
-            direct = f"branched, {rule} rates"
-            found.setdefault((kind, direct, "swept"), []).append(_over(whole.get((task, kind)), branched))
+            by = f"branched, {rule} rates"
+            found.setdefault((kind, by, "swept"), []).append(_over(whole.get((task, kind)), branched))
             for name in (name for name in point if name.startswith("B_")):
-                found.setdefault((kind, name, direct), []).append(_over(branched, point[name][0]))
+                found.setdefault((kind, name, by), []).append(_over(branched, point[name][0]))
     return found
 
 
@@ -200,8 +200,8 @@ def learning_rate(store: Store) -> Rows:
         cells = []
         for offset in offsets:
             logs = []
-            for (*case, of), runs in features.items():
-                tuned = [run[name] for run in features.get((*case, 0), ()) if name in run]  # type: ignore[call-overload]
+            for (task, kind, batch, of), runs in features.items():
+                tuned = [run[name] for run in features.get((task, kind, batch, 0), ()) if name in run]
                 if of == offset and tuned:
                     logs += [run[name] - statistics.fmean(tuned) for run in runs if name in run]
             cells.append(_spread(logs))

@@ -26,7 +26,7 @@ def units_over_batch(cases: Sequence[Swept]) -> Any:
     """Units over the fewest, by B over B_crit, for all trainings, with the law."""
     from bokeh.plotting import figure
 
-    plot = figure(
+    plot: Any = figure(
         title="Units that a batch needs, over the fewest",
         x_axis_type="log",
         y_axis_type="log",
@@ -68,9 +68,9 @@ def factors_of_proxies(store: Store) -> Any:
         for kind in OPTIMIZERS
     }
     rows = [row for row, known in found.items() if len(known) > 2]
-    plot = figure(
+    plot: Any = figure(
         title="Median and 90 % range over runs",
-        y_range=FactorRange(*reversed(rows)),
+        y_range=FactorRange(factors=rows[::-1]),
         x_axis_type="log",
         x_axis_label="B_crit of whole trainings / B_simple averaged over a run",
         width=620,

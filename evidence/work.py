@@ -186,10 +186,10 @@ def _results(
         try:
             while running:
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    error = future.exception()
-                    if error is not None and not isinstance(error, Exception):
-                        raise error
-                    yield *running.pop(future), error or future.result()
+                    fault = future.exception()
+                    if fault is not None and not isinstance(fault, Exception):
+                        raise fault
+                    yield *running.pop(future), fault or future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
