@@ -21,7 +21,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m evidence", description=__doc__)
     parser.add_argument("studies", nargs="*", metavar="STUDY", help=f"of {', '.join(STUDIES)}; by default all")
     parser.add_argument("--jobs", type=int, default=2, help="processes of one thread")
-    parser.add_argument("--only", nargs="+", default=(), metavar="WORD", help="pieces of this task or optimizer")
+    parser.add_argument("--only", nargs="+", default=(), metavar="WORD", help="pieces with these arguments")
     parser.add_argument("--smoke", action="store_true", help="tiny pieces, whose results are thrown away")
     parser.add_argument("--out", type=Path, help="folder of the results")
     options = parser.parse_args(words)

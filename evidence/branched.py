@@ -38,15 +38,15 @@ MICRO, LOOK = 4, 16
 
 def pieces(smoke: bool) -> Sequence[Arguments]:
     """Each training at three points; some of SGD with tuned rates besides; and far more points of a language model."""
-    names = ("task_name", "kind", "seed", "rule", "points", "n_branches")
+    names = ("seed", "task_name", "kind", "rule", "points", "n_branches")
     cases: list[tuple[Any, ...]] = [
         (*case, rule, [*POINTS], N_BRANCHES)
-        for case in itertools.product(TASKS, OPTIMIZERS, range(N_SEEDS))
+        for case in itertools.product(range(N_SEEDS), TASKS, OPTIMIZERS)
         for rule in ("usual", "tuned")
-        if rule == "usual" or case[1].startswith("sgd")
+        if rule == "usual" or case[2].startswith("sgd")
     ]
-    cases += [("lm", kind, seed, "usual", [*FURTHER], N_BRANCHES) for kind in ("adamw", "muon") for seed in range(5)]
-    tiny = [("regression", "sgd", 0, "tuned", [0.5], 2), ("regression", "adamw", 0, "usual", [0.5], 2)]
+    cases += [(seed, "lm", kind, "usual", [*FURTHER], N_BRANCHES) for seed in range(5) for kind in ("adamw", "muon")]
+    tiny = [(0, "regression", "sgd", "tuned", [0.5], 2), (0, "regression", "adamw", "usual", [0.5], 2)]
     return [dict(zip(names, case, strict=True)) for case in (tiny if smoke else cases)]
 
 

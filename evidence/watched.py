@@ -33,13 +33,13 @@ METRICS: Mapping[str, tuple[MetricName, ...]] = {
 
 def pieces(smoke: bool) -> Sequence[Arguments]:
     """Tuned rates for all tasks, others for two."""
-    names = ("task_name", "kind", "batch", "offset", "seed", "lengths", "metrics")
+    names = ("metrics", "lengths", "seed", "task_name", "kind", "batch", "offset")  # seed by seed
     batches, offsets, n_seeds = UNTUNED
-    tuned = itertools.product(TASKS, OPTIMIZERS, BATCHES, (0,), range(N_SEEDS), (LENGTHS,), ("all",))
+    tuned = itertools.product(("all",), (LENGTHS,), range(N_SEEDS), TASKS, OPTIMIZERS, BATCHES, (0,))
     untuned = itertools.product(
-        ("mlp", "lm"), ("sgd", "adamw", "muon"), batches, offsets, range(n_seeds), (LENGTHS,), ("euclidean",)
+        ("euclidean",), (LENGTHS,), range(n_seeds), ("mlp", "lm"), ("sgd", "adamw", "muon"), batches, offsets
     )
-    tiny = [("mlp", "adamw", 8, 0, 0, 0.05, "all"), ("lm", "muon", 8, -1, 0, 0.05, "euclidean")]
+    tiny = [("all", 0.05, 0, "mlp", "adamw", 8, 0), ("euclidean", 0.05, 0, "lm", "muon", 8, -1)]
     return [dict(zip(names, case, strict=True)) for case in (tiny if smoke else [*tuned, *untuned])]
 
 

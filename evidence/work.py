@@ -121,11 +121,11 @@ def commit_of(folder: Path) -> str:
 def to_do(
     studies: Sequence[Study], store: Store, *, smoke: bool = False, only: Sequence[str] = ()
 ) -> list[tuple[Study, Arguments]]:
-    """The pieces that were not done yet, study by study: all, or those with an argument of these words."""
+    """The pieces that were not done yet, study by study; only those that have these words as arguments."""
     waiting = []
     for study in studies:
         done = [piece.arguments for piece in store.read(study.name)]
-        planned = [piece for piece in study.pieces(smoke) if not only or {*only} & {*map(str, piece.values())}]
+        planned = [piece for piece in study.pieces(smoke) if {*only} <= {*map(str, piece.values())}]
         waiting += [(study, arguments) for arguments in planned if arguments not in done]
     return waiting
 
