@@ -61,7 +61,7 @@ def swept(store: Store) -> list[Swept]:
     found = []
     key = lambda done: (done.arguments["task_name"], done.arguments["kind"])  # noqa: E731
     for (task, kind), pieces in itertools.groupby(sorted(store.read("sweep"), key=key), key):
-        ordered = sorted(pieces, key=lambda done: int(done.arguments["batch"]))
+        ordered = sorted(pieces, key=_batch)
         for target in range(len(ordered[0].result["units"][0])):
             best = [(done.arguments["batch"], *_best(done, target)) for done in ordered]
             batches, powers, logs = zip(*best, strict=True)
@@ -69,7 +69,23 @@ def swept(store: Store) -> list[Swept]:
             if len(kept) >= 3:
                 of_kept = (tuple(each[k] for k in kept) for each in (batches, powers, logs))
                 found.append(Swept(task, kind, target, *of_kept))
+    return found + _exact(store)
+
+
+def _exact(store: Store) -> list[Swept]:
+    """The same of the regression's exact expectations, in which nothing scatters."""
+    found = []
+    for beta, kind in ((0.0, "sgd"), (0.9, "sgd-0.9")):
+        ordered = sorted((d for d in store.read("regression") if d.arguments["beta"] == beta), key=_batch)
+        for target in range(len(ordered[0].result["units"]) if len(ordered) >= 3 else 0):
+            logs = tuple((math.log(done.result["units"][target]),) * 2 for done in ordered)
+            powers = tuple(done.result["powers"][target] for done in ordered)
+            found.append(Swept("regression, exact", kind, target, tuple(map(_batch, ordered)), powers, logs))
     return found
+
+
+def _batch(done: Done) -> int:
+    return int(done.arguments["batch"])
 
 
 def _best(done: Done, target: int) -> tuple[float, tuple[float, ...]]:
@@ -94,7 +110,7 @@ def which_law(store: Store) -> Rows:
     """In how many cases each law fits better, with the p-value of a sign test."""
     rows = [["optimizer", "cases", "1 + B/B_crit fits better", "p", "median misfit/dof", "the sign's law"]]
     for kind in OPTIMIZERS:
-        pairs = [[each.fit(law) for law in LAWS] for each in swept(store) if each.kind == kind]
+        pairs = [[each.fit(law) for law in LAWS] for each in swept(store) if each.kind == kind and each.task in TASKS]
         if pairs:
             n_noise = sum(noise.misfit < sign.misfit for noise, sign in pairs)
             medians = [f"{statistics.median(f.misfit / f.dof for f in of):.1f}" for of in zip(*pairs, strict=True)]

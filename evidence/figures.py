@@ -18,7 +18,7 @@ from evidence.work import RESULTS, Store
 from sonde.evidence.stats.laws import units_by_noise
 
 COLORS = dict(zip(OPTIMIZERS, ("#0072b2", "#56b4e9", "#d55e00", "#009e73"), strict=True))
-MARKERS = dict(zip(TASKS, ("circle", "square", "triangle", "diamond"), strict=True))
+MARKERS = dict(zip(("regression, exact", *TASKS), ("cross", "circle", "square", "triangle", "diamond"), strict=True))
 METRICS = ("euclidean", "adam", "sign", "spectral")
 
 
