@@ -19,6 +19,7 @@ from sonde.evidence.stats.laws import units_by_noise
 
 COLORS = dict(zip(OPTIMIZERS, ("#0072b2", "#56b4e9", "#d55e00", "#009e73"), strict=True))
 MARKERS = dict(zip(("regression, exact", *TASKS), ("cross", "circle", "square", "triangle", "diamond"), strict=True))
+FRAME: dict[str, Any] = {"height": 420, "toolbar_location": None}
 METRICS = ("euclidean", "adam", "sign", "spectral")
 
 
@@ -26,15 +27,8 @@ def units_over_batch(cases: Sequence[Swept]) -> Any:
     """Units over the fewest, by B over B_crit, for all trainings, with the law."""
     from bokeh.plotting import figure
 
-    plot: Any = figure(
-        title="Units that a batch needs, over the fewest",
-        x_axis_type="log",
-        y_axis_type="log",
-        x_axis_label="batch / B_crit",
-        width=480,
-        height=420,
-        toolbar_location=None,
-    )
+    axes: dict[str, Any] = {"x_axis_type": "log", "y_axis_type": "log", "x_axis_label": "batch / B_crit"}
+    plot: Any = figure(title="Units that a batch needs, over the fewest", width=480, **axes, **FRAME)
     grid = [10 ** (k / 10 - 2) for k in range(41)]
     plot.line(grid, [units_by_noise(b, 1.0) for b in grid], color="black", legend_label="1 + B/B_crit")
     for case in cases:
@@ -44,14 +38,10 @@ def units_over_batch(cases: Sequence[Swept]) -> Any:
             mean - math.log(units_by_noise(b, fit.critical)) for b, mean in zip(case.batches, case.means, strict=True)
         ]
         fewest = sum(rest) / len(rest)
-        plot.scatter(
-            [batch / fit.critical for batch in case.batches],
-            [math.exp(mean - fewest) for mean in case.means],
-            marker=MARKERS[case.task],
-            color=COLORS[case.kind],
-            size=6,
-            legend_label=case.kind,
-        )
+        at = [batch / fit.critical for batch in case.batches]
+        over = [math.exp(mean - fewest) for mean in case.means]
+        look = {"marker": MARKERS[case.task], "color": COLORS[case.kind], "legend_label": case.kind}
+        plot.scatter(at, over, size=6, **look)
     plot.legend.location = "top_left"
     return plot
 
@@ -68,15 +58,12 @@ def factors_of_proxies(store: Store) -> Any:
         for kind in OPTIMIZERS
     }
     rows = [row for row, known in found.items() if len(known) > 2]
-    plot: Any = figure(
-        title="Median and 90 % range over runs",
-        y_range=FactorRange(factors=rows[::-1]),
-        x_axis_type="log",
-        x_axis_label="B_crit of whole trainings / B_simple averaged over a run",
-        width=620,
-        height=420,
-        toolbar_location=None,
-    )
+    axes: dict[str, Any] = {
+        "x_axis_type": "log",
+        "x_axis_label": "B_crit of whole trainings / B_simple averaged over a run",
+    }
+    scale = FactorRange(factors=rows[::-1])
+    plot: Any = figure(title="Median and 90 % range over runs", y_range=scale, width=620, **axes, **FRAME)
     plot.yaxis.group_label_orientation = "horizontal"
     for row in rows:
         low, middle, high = (quantile(found[row], part) for part in (0.05, 0.5, 0.95))
