@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from evidence.sweep import mean_log
 from evidence.tasks import OPTIMIZERS, TASKS
 from evidence.work import Done, Store
+from sonde.evidence.branches import Branches
+from sonde.evidence.stats.branched_batch import from_base
 from sonde.evidence.stats.laws import LAWS, LawFit, fit_law
 
 Rows = list[list[str]]
@@ -166,12 +169,19 @@ def factors(store: Store) -> dict[tuple[str, str, str], list[float | None]]:
     for done in store.read("branched"):
         task, kind, rule = (done.arguments[name] for name in ("task_name", "kind", "rule"))
         for point in done.result["points"] if len(done.result["points"]) == len(POINTS) else ():
-            branched = point["branched"][0] if point["branched"][3] == "resolved" else None
+            branched = branched_critical(point)
             by = f"branched, {rule} rates"
             found.setdefault((kind, by, "swept"), []).append(_over(whole.get((task, kind)), branched))
             for name in (name for name in point if name.startswith("B_")):
                 found.setdefault((kind, name, by), []).append(_over(branched, point[name][0]))
     return found
+
+
+def branched_critical(point: Mapping[str, Any]) -> float | None:
+    """B_crit of the law 1 + B/B_crit from the branches of a point; None where it is not resolved."""
+    found = Branches.from_json(point["branches"])
+    ratio = found.critical.ratio
+    return None if ratio is None else from_base(ratio, found.reference, found.tolerance)
 
 
 def _over(direct: float | None, proxy: float | None) -> float | None:
@@ -252,9 +262,8 @@ def merrill(store: Store) -> Rows:
     for done in store.read("branched"):
         points = done.arguments["points"]
         for part, point in zip(points, done.result["points"], strict=True) if len(points) > len(POINTS) else ():
-            crit, _, _, status, _ = point["branched"]
-            simple = point["B_simple"][0]
-            known = f"{crit:.0f}" if status == "resolved" else "–"
+            crit, simple = branched_critical(point), point["B_simple"][0]
+            known = f"{crit:.0f}" if crit is not None else "–"
             cells.setdefault((done.arguments["kind"], part), []).append((known, f"{simple:.0f}" if simple else "–"))
     for (kind, part), seeds in cells.items():
         rows.append([kind, f"{part:g}", *(", ".join(each) for each in zip(*seeds, strict=True))])

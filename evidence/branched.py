@@ -19,7 +19,6 @@ from evidence.tasks import OPTIMIZERS, TASKS, Units
 from evidence.training import Training
 from evidence.work import Arguments, Study
 from sonde.evidence.branches import Branches
-from sonde.evidence.stats.branched_batch import from_base
 from sonde.stats.intervals import RatioInterval
 
 REFERENCE = 8
@@ -57,7 +56,7 @@ def run(task_name: str, kind: str, seed: int, rule: str, points: Sequence[float]
     for point in points:
         start = min(kept, key=lambda training: abs(math.log(training.n_units / (point * whole))))
         of_point: dict[str, Any] = {"units": start.n_units, "held_out": start.held_out()}
-        of_point |= branched(start, kind, rule, WINDOW * whole, n_branches)
+        of_point["branches"] = branched(start, kind, rule, WINDOW * whole, n_branches).as_json()
         if rule == "usual":
             of_point |= proxies(start, kind, few=n_branches == 2)
         found.append(of_point)
@@ -87,8 +86,8 @@ def kept_trainings(training: Training, last: float) -> tuple[int, list[Training]
     return int(whole), kept
 
 
-def branched(start: Training, kind: str, rule: str, units: float, n_branches: int) -> dict[str, Any]:
-    """The critical batch size from here, by the whole window and by half of it."""
+def branched(start: Training, kind: str, rule: str, units: float, n_branches: int) -> Branches:
+    """Branches of several batch sizes from here."""
     training = start.kept()
     rate = training.task.rates[kind]
     tuned = {batch: rate.at(batch) / rate.at(REFERENCE) for batch in BATCHES}
@@ -105,17 +104,7 @@ def branched(start: Training, kind: str, rule: str, units: float, n_branches: in
         decay=True,
         verbose=False,
     )
-    return {"branched": critical(found), "branched, half the window": critical(found.of_shorter())}
-
-
-def critical(found: Branches) -> list[Any]:
-    """B_crit of the law 1 + B/B_crit with its interval, how it is known, and the ratio of units of each batch."""
-    interval = found.critical
-    crits = [
-        None if batch is None else from_base(batch, found.reference, found.tolerance)
-        for batch in (interval.ratio, interval.low, interval.high)
-    ]
-    return [*crits, interval.status, [ratio.ratio for ratio in found.ratios]]
+    return found
 
 
 def proxies(start: Training, kind: str, few: bool) -> dict[str, Any]:
