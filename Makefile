@@ -43,7 +43,8 @@ help:
 	@echo "make bench-norm   measure the global norm and the clip; writes benchmarks/results/"
 	@echo "make bench-entropy   measure how right forecasts of entropy are, and what they cost; writes benchmarks/results/"
 	@echo "make bench-log   measure the log of a long run and its report; writes benchmarks/results/"
-	@echo "make study   compare noise scales with measured critical batch sizes (3 hours on 2 cores, JOBS=2; goes on where it ended)"
+	@echo "make study   compare noise scales with measured critical batch sizes (3 hours on 2 cores, JOBS=2; goes on where it ended; the figure needs Chromium)"
+	@echo "make study-smoke   a tiny piece of each kind of the study (half a minute)"
 	@echo "make gpu-check   prepare .gpu/ for a machine with a GPU and no network, and print the command to run there (8 minutes)"
 	@echo "make clean   remove the virtual environments and caches"
 

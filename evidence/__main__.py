@@ -21,6 +21,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m evidence", description=__doc__)
     parser.add_argument("studies", nargs="*", metavar="STUDY", help=f"of {', '.join(STUDIES)}; by default all")
     parser.add_argument("--jobs", type=int, default=2, help="processes of one thread")
+    parser.add_argument("--only", nargs="+", default=(), metavar="WORD", help="pieces with these arguments")
     parser.add_argument("--smoke", action="store_true", help="tiny pieces, whose results are thrown away")
     parser.add_argument("--out", type=Path, help="folder of the results")
     options = parser.parse_args(words)
@@ -30,7 +31,10 @@ def main(words: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         store = Store(options.out or (Path(folder) if options.smoke else RESULTS))
         try:
-            failed = work_off(to_do(chosen, store, smoke=options.smoke), store, options.jobs, _say)
+            waiting = to_do(chosen, store, smoke=options.smoke, only=options.only)
+            timed = [piece for piece in waiting if piece[0].is_timed]
+            failed = work_off([piece for piece in waiting if piece not in timed], store, options.jobs, _say)
+            failed += work_off(timed, store, 1, _say)
         except KeyboardInterrupt:
             _say("stopped; the pieces that were done are kept, and the same command goes on")
             return 130

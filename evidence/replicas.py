@@ -38,7 +38,7 @@ class Replicas:
         self._data = [torch.Generator().manual_seed(1000 + seed) for seed in seeds]
         models = [begun(task, seed) for seed in seeds for _ in rates]
         self._model = models[0]
-        self.parameters: dict[str, Tensor] = stack_module_state(models)[0]  # type: ignore[arg-type]
+        self.parameters: dict[str, Tensor] = stack_module_state(models)[0]
         self._rates = torch.tensor(rates).repeat(len(seeds))
         self._first = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
         self._second = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
@@ -95,7 +95,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
     """Muon's five steps towards the nearest orthogonal matrix, in float32; matrices: [replicas, rows, columns]."""
     a, b, c = NEWTON_SCHULZ
     is_tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if is_tall else matrices
+    x: Tensor = matrices.mT if is_tall else matrices
     x = x / x.flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None]
     for _ in range(5):
         gram = x @ x.mT

@@ -107,20 +107,22 @@ class Policy(nn.Module):
         self.task = task
         self.weights = nn.ParameterDict({name: w.detach().clone() for name, w in weights.items()})
 
-    def scores(self, rollouts: sonde.Rollouts) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of the digits: [responses, 2]."""
-        table = self.task.log_digits(dict(self.weights.items()))[0]
-        prompt, answer = rollouts.inputs["prompt"], rollouts.inputs["answer"]
-        first, second = answer // self.task.base, answer % self.task.base
-        log_p = torch.stack([table[prompt, -1], table[prompt, first]], 1)
-        taken = log_p.gather(2, torch.stack([first, second], 1)[..., None])[..., 0]
-        return taken, -(log_p.exp() * log_p).sum(2)
+
+def scores(policy: nn.Module, rollouts: sonde.Rollouts) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of the digits: [responses, 2]."""
+    assert isinstance(policy, Policy)
+    table = policy.task.log_digits(dict(policy.weights.items()))[0]
+    prompt, answer = rollouts.inputs["prompt"], rollouts.inputs["answer"]
+    first, second = answer // policy.task.base, answer % policy.task.base
+    log_p = torch.stack([table[prompt, -1], table[prompt, first]], 1)
+    taken = log_p.gather(2, torch.stack([first, second], 1)[..., None])[..., 0]
+    return taken, -(log_p.exp() * log_p).sum(2)
 
 
 def measured(task: Sums, weights: Weights, batch: Batch, n_windows: int, seed: int) -> sonde.PromptNoiseReading:
     """What sonde says of one policy, after some batches of its rollouts."""
     policy, generator = Policy(task, weights), torch.Generator().manual_seed(seed)
-    probe = sonde.PromptNoiseProbe(policy, token_statistics=Policy.scores)
+    probe = sonde.PromptNoiseProbe(policy, token_statistics=scores)
     with torch.no_grad():
         table = task.log_digits(weights)
     for _ in range(n_windows):

@@ -117,6 +117,25 @@ def critical_batches(store: Store) -> list[list[str]]:
     return rows
 
 
+def rollouts_needed(store: Store) -> list[list[str]]:
+    """Rollouts until the target at each batch, at its best rate: medians over seeds, with 95 % intervals."""
+    rows: list[list[str]] = []
+    rng = random.Random(0)
+    for (reward, optimizer, what), found in sweeps(store).items():
+        batches = sorted({batch for sweep in found.values() for batch, _ in sweep})
+        head = ["reward", "optimizer", "against", *(f"{batch} a step" for batch in batches)]
+        rows = rows or [head]
+        for x, sweep in sorted(found.items()):
+            cells = {}
+            for batch, steps in sweep:
+                seeds = range(len(steps[0]))
+                drawn = [fewest(steps, rng.choices(seeds, k=len(seeds))) for _ in range(DRAWS)]
+                low, high = (f"{batch * end:,.0f}" for end in _middle(drawn))
+                cells[batch] = f"{batch * fewest(steps, seeds):,.0f} [{low}, {high}]"
+            rows.append([reward, optimizer, f"{what} {x}", *(cells.get(batch, "–") for batch in batches)])
+    return rows or [[]]
+
+
 def prompt_noises(store: Store) -> list[list[str]]:
     """The completions' share of tr Σ averaged over a run, exactly, and sonde's over it at single points."""
     rows = [

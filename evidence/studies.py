@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from evidence import regression, rl, sweep, watched
+from evidence import branched, cost, regression, rl, sweep, watched
 from evidence.work import Study
 
-_ALL: tuple[Study, ...] = (regression.STUDY, sweep.STUDY, watched.STUDY, rl.SWEEP, rl.NOISE)
+_ALL: tuple[Study, ...] = (
+    regression.STUDY,
+    sweep.STUDY,
+    watched.STUDY,
+    branched.STUDY,
+    rl.SWEEP,
+    rl.NOISE,
+    cost.STUDY,
+)
 
 STUDIES = {study.name: study for study in _ALL}

@@ -16,6 +16,7 @@ import gzip
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -53,7 +54,7 @@ class Rate:
 
     def at(self, batch: float) -> float:
         """The rate of a batch."""
-        return self.peak / (1 + self.turn / batch) ** self.power
+        return float(self.peak / (1 + self.turn / batch) ** self.power)
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,8 @@ class Patches(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """[images, channels, height, width] → [images, height, width, 9 channels]."""
-        size = images.shape[-2:]
-        return F.unfold(images, 3, padding=1).transpose(1, 2).unflatten(1, size)
+        patches: Tensor = F.unfold(images, 3, padding=1).transpose(1, 2).unflatten(1, images.shape[-2:])
+        return patches
 
 
 class Pooled(nn.Module):
@@ -204,28 +205,24 @@ def _rates(*rates: Rate) -> dict[str, Rate]:
 
 @functools.cache
 def task(name: str) -> Task:
-    """A task by its name."""
+    """A task by its name.
+
+    Raises:
+        ValueError: if there is none of that name.
+    """
     if name == "regression":
-        return Task(
-            *(name, "rows", linear_model, draw_rows, half_squared_error, held_out_rows(), (0.3, 0.1, 0.03)),
-            _rates(Rate(1.6, 16, 1), Rate(8.0, 64, 1), Rate(0.045, 32, 0.5), Rate(0.2, 256, 0.5)),
-            length=4_000,
-        )
+        rates = _rates(Rate(1.6, 16, 1), Rate(8.0, 64, 1), Rate(0.045, 32, 0.5), Rate(0.2, 256, 0.5))
+        targets, held_out = (0.3, 0.1, 0.03), held_out_rows()
+        return Task(name, "rows", linear_model, draw_rows, half_squared_error, held_out, targets, rates, 4_000)
     if name in ("mlp", "convnet"):
-        return Task(
-            *(name, "images", perceptron if name == "mlp" else convnet, draw_digits, cross_entropy),
-            *(held_out_digits(), (1.0, 0.85, 0.78)),
-            _rates(Rate(0.7, 32, 1), Rate(6.0, 200, 1), Rate(0.02, 100, 0.5), Rate(0.1, 256, 0.5)),
-            length=4_000,
-        )
+        rates = _rates(Rate(0.7, 32, 1), Rate(6.0, 200, 1), Rate(0.02, 100, 0.5), Rate(0.1, 256, 0.5))
+        model, targets = perceptron if name == "mlp" else convnet, (1.0, 0.85, 0.78)
+        return Task(name, "images", model, draw_digits, cross_entropy, held_out_digits(), targets, rates, 4_000)
     if name == "lm":
+        rates = _rates(Rate(1.0, 16, 1), Rate(6.0, 100, 1), Rate(0.01, 64, 0.5), Rate(0.03, 64, 0.5))
+        model, targets = partial(ByteTransformer, context=CONTEXT, width=32, depth=1, n_heads=2), (3.0, 2.7, 2.5)
         held_out = draw_text(96, torch.Generator().manual_seed(123_456))
-        return Task(
-            *(name, "sequences", lambda: ByteTransformer(context=CONTEXT, width=32, depth=1, n_heads=2)),
-            *(draw_text, cross_entropy, held_out, (3.0, 2.7, 2.5)),
-            _rates(Rate(1.0, 16, 1), Rate(6.0, 100, 1), Rate(0.01, 64, 0.5), Rate(0.03, 64, 0.5)),
-            length=4_000,
-        )
+        return Task(name, "sequences", model, draw_text, cross_entropy, held_out, targets, rates, 4_000)
     raise ValueError(f"there is no task {name!r}: choose of {', '.join(TASKS)}")
 
 

@@ -33,11 +33,13 @@ class Study:
         name: of the study, and of the file of its results.
         pieces: the arguments of each piece; given True, tiny pieces that run every line.
         run: does one piece: a function of a module, called with its arguments, which returns JSON values.
+        is_timed: whether it measures time, so that no other piece may run beside it.
     """
 
     name: str
     pieces: Callable[[bool], Sequence[Arguments]]
     run: Callable[..., Mapping[str, Any]]
+    is_timed: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,12 +120,15 @@ def commit_of(folder: Path) -> str:
     return head + "+" * bool(changed)
 
 
-def to_do(studies: Sequence[Study], store: Store, *, smoke: bool) -> list[tuple[Study, Arguments]]:
-    """The pieces that were not done yet, study by study."""
+def to_do(
+    studies: Sequence[Study], store: Store, *, smoke: bool = False, only: Sequence[str] = ()
+) -> list[tuple[Study, Arguments]]:
+    """The pieces that were not done yet, study by study; only those that have these words as arguments."""
     waiting = []
     for study in studies:
         done = [piece.arguments for piece in store.read(study.name)]
-        waiting += [(study, arguments) for arguments in study.pieces(smoke) if arguments not in done]
+        planned = [piece for piece in study.pieces(smoke) if {*only} <= {*map(str, piece.values())}]
+        waiting += [(study, arguments) for arguments in planned if arguments not in done]
     return waiting
 
 
@@ -183,10 +188,10 @@ def _results(
         try:
             while running:
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    error = future.exception()
-                    if error is not None and not isinstance(error, Exception):
-                        raise error
-                    yield *running.pop(future), error or future.result()
+                    fault = future.exception()
+                    if fault is not None and not isinstance(fault, Exception):
+                        raise fault
+                    yield *running.pop(future), fault or future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

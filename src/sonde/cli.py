@@ -1,4 +1,6 @@
-"""The command line: `sonde run -- SCRIPT`, `sonde measure MODEL`, `sonde report RUN`, `sonde demo [entropy]`."""
+"""The command line: `sonde run -- SCRIPT`, `sonde measure MODEL`, `sonde branch -- SCRIPT`, `sonde report RUN`, and
+`sonde demo [entropy]`.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def options_of(args: Sequence[str]) -> tuple[Any, list[str]]:
-    """The options of a command, and the script of `sonde run` with its own.
+    """The options of a command, and the script of `sonde run` or `sonde branch` with its own.
 
     Args:
         args: arguments after the program's name.
@@ -63,6 +65,7 @@ def options_of(args: Sequence[str]) -> tuple[Any, list[str]]:
     if args[:1] == ["report"]:
         return tyro.cli(ReportOptions, prog="sonde report", args=args[1:]), []
     # Here, since they import torch, which a report does not need.
+    from sonde.commands.branch import USAGE, BranchOptions
     from sonde.commands.measure import MeasureOptions
     from sonde.commands.run import RunOptions, split_command
     from sonde.demos.arithmetic.run import EntropyDemoOptions
@@ -72,12 +75,16 @@ def options_of(args: Sequence[str]) -> tuple[Any, list[str]]:
     if args[:1] == ["run"]:
         own, script = split_command(args[1:])
         args = ["run", *own]
+    if args[:1] == ["branch"]:
+        own, script = split_command(args[1:], "branch", USAGE)
+        args = ["branch", *own]
     if args[:2] == ["demo", "entropy"]:
         return tyro.cli(EntropyDemoOptions, prog="sonde demo entropy", args=args[2:]), script
     commands = (
         Annotated[RunOptions, subcommand("run")]
         | Annotated[DemoOptions, subcommand("demo")]
         | Annotated[MeasureOptions, subcommand("measure")]
+        | Annotated[BranchOptions, subcommand("branch")]
         | Annotated[ReportOptions, subcommand("report")]
     )
     about = "Measure a PyTorch training run while it runs, or a checkpoint. `sonde --version` prints the version."
@@ -92,6 +99,7 @@ def _run(args: list[str]) -> int:
     if isinstance(options, ReportOptions):
         print(f"report  {write_report(options.run, options.out)}")
         return 0
+    from sonde.commands.branch import BranchOptions, run_branch
     from sonde.commands.measure import MeasureOptions, run_measure
     from sonde.commands.run import RunOptions, run_script
     from sonde.demos.arithmetic.run import EntropyDemoOptions, run_entropy_demo
@@ -107,4 +115,6 @@ def _run(args: list[str]) -> int:
             return run_entropy_demo(options)
         case MeasureOptions():
             return run_measure(options)
+        case BranchOptions():
+            return run_branch(options, script)
     raise AssertionError(f"a command of the kind {type(options).__name__}")

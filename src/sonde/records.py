@@ -29,6 +29,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import logging
+import os
 import platform
 import re
 import time
@@ -39,6 +40,7 @@ from typing import Any, Literal
 
 import torch
 
+from sonde.log.sinks import BRANCH_FOLDER, JsonlSink
 from sonde.log.trackers import sinks_for
 from sonde.probe import Metric, Probe, ReportSection, RolloutProbe
 from sonde.record_values import SCHEMA, check_setup, metric_values, step_number, whole_number
@@ -96,7 +98,9 @@ class RunLog:
         every: int = 10,
         log_windows: bool = False,
     ) -> None:
-        checked = sinks_for(sinks, _folder_of(run))
+        checked = sinks_for(sinks, folder := _folder_of(run))
+        if os.environ.get(BRANCH_FOLDER) and not any(isinstance(sink, JsonlSink) for sink in checked):
+            checked = (*checked, JsonlSink(folder))  # `sonde branch` reads the log of each branch
         every = whole_number("every must be a whole number of windows", every)
         self.run, self.metadata, self.every, self.log_windows = run, dict(metadata or {}), every, log_windows
         self._writer = RecordWriter(checked)

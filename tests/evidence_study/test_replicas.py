@@ -34,6 +34,16 @@ def test_each_replica_is_a_plain_training(name: str, kind: str) -> None:
             assert abs(float(found[s, k]) - expected) < part * abs(at_first - expected) + 1e-6
 
 
+def test_units_go_through_in_parts_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = []
+    for at_once in (1600, 12):  # of 4 replicas: all 8 units, or 3, 3 and 2
+        monkeypatch.setattr("evidence.replicas.AT_ONCE", at_once)
+        replicas = Replicas(task("mlp"), "sgd", seeds=[0, 1], rates=RATES)
+        replicas.step(BATCH)
+        losses.append(replicas.held_out_losses())
+    assert torch.allclose(*losses, rtol=1e-5)
+
+
 def test_held_out_units_are_never_drawn() -> None:
     """Noise on pixels is 0.1 each, so a drawn image lies about 0.8 from its own and farther from others."""
     trained = task("mlp")

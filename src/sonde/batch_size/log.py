@@ -290,6 +290,16 @@ class NoiseScaleLog:
         )
         self._interval = _Interval(start=now)
 
+    def write_at_once(self, window: int, name: str, value: float) -> None:
+        """Write one scalar now. `sonde branch` compares losses at their own step, not averaged until the next reading.
+
+        Args:
+            window: windows that have ended since this start.
+            name: of the scalar.
+            value: the number; one that is not finite is written as null.
+        """
+        self._write("metrics", window=window, metrics={name: json_number(value)})
+
     def _alert_if_wrong(self, reading: NoiseScaleReading, cost: Cost) -> None:
         for name, message in reading.doubts.items():  # too few data are not wrong
             self.alert(name, message)

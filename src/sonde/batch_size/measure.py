@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any, Literal
@@ -20,10 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.batch_size.batch_dim import units_in_batch
+from sonde.batch_size.curvature import Curvature, CurvatureLog, OneSteps
 from sonde.batch_size.measured_model import MeasuredModel
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.setup import BATCH_NORM, Groups, NoiseScaleOptions, is_number, n_batch_norms
 from sonde.batch_size.stats.averages import FixedWeights, window_lengths
+from sonde.batch_size.stats.one_step import CurvatureReading
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.console import tell
 from sonde.parallel.process_groups import gather_objects
@@ -61,6 +63,7 @@ class Measurement:
         n_batches: micro-batches measured, on all ranks.
         loss: mean loss over them, each with its weight; None before the first window.
         seconds: how long it took.
+        curvature: B_noise and the best single steps, if they were asked for.
     """
 
     reading: NoiseScaleReading
@@ -70,6 +73,7 @@ class Measurement:
     n_batches: int
     loss: float | None
     seconds: float
+    curvature: CurvatureReading | None = None
 
     @property
     def precision(self) -> float | None:
@@ -87,7 +91,12 @@ class Measurement:
             text = f"B_simple < {number(known.high)} {unit}"
         if self.precision is not None:
             text += f", ± {100 * self.precision:.3g} %"
-        return f"{text}, from {number(self.n_units)} {unit} in {duration(self.seconds)}{self._ending()}"
+        text = f"{text}, from {number(self.n_units)} {unit} in {duration(self.seconds)}{self._ending()}"
+        if self.curvature is None:
+            return text
+        b_noise = self.curvature.b_noise.ratio
+        ratio = f"\nB_noise is {number(b_noise / known.b_simple)} × B_simple" if b_noise and known.b_simple else ""
+        return f"{text}\n{self.curvature}{ratio}"
 
     def _ending(self) -> str:
         if self.ended is None or (self.ended == "precise" and self.precision is not None):
@@ -121,6 +130,7 @@ def measure(
     log: RunLog | None = None,
     on_window: Callable[[Measurement], object] | None = None,
     verbose: bool = True,
+    curvature: bool | Curvature = False,
 ) -> Measurement:
     """Measure the gradient noise scale of a model as it is, without any update.
 
@@ -161,6 +171,10 @@ def measure(
         log: gets readings and alerts.
         on_window: called after each window with the measurement so far.
         verbose: print progress on standard error, on the first rank.
+        curvature: also measure B_noise = tr(HΣ)/GᵀHG, H the Hessian, and the best step size at several batch sizes, by
+            single steps that are taken back bit for bit: True along the plain gradient, or a `Curvature`. Held-out
+            batches and draws are taken from `batches` first. This needs memory for one more copy of the weights and two
+            more sets of gradients, and for an optimizer's direction a copy of the optimizer and its weights.
 
     Returns:
         The measurement. `reading` has the noise scale, its interval and its groups, and `ended` why it stopped.
@@ -195,13 +209,15 @@ def measure(
     target = MeasuredModel(model, wrapper)
     log = RunLog() if log is None else log
     options = partial(NoiseScaleOptions, unit, None, groups, per_example="never", every=1)
+    looks = Curvature() if curvature is True else curvature or None
 
     def checked() -> dict[str, object]:
         """What must be the same on all ranks."""
         _check_arguments(loss, batches)
         check_limits(until, most_batches, batch)
         options()
-        return {"unit": unit, "until": until, "most_batches": most_batches, "batch": batch}
+        sizes = looks and (looks.sizes, looks.draws, looks.held_out)
+        return {"unit": unit, "until": until, "most_batches": most_batches, "batch": batch, "curvature": sizes}
 
     with target.left_as_it_is():
         of_ranks = gather_objects(wrapper.group, checked)
@@ -210,18 +226,37 @@ def measure(
                 f"ranks must measure alike, got {of_ranks}: pass the same arguments on every rank, but for the data"
             )
         fixed, says = FixedWeights(batch), verbose and log.is_first_rank
+        counts_of = partial(_counts_of, units=units, weight=weight)
+        curved = None if looks is None else _curvature(target, loss, counts_of, looks, batches, unit)
         with NoiseScaleProbe(
             target.module, None, options(), process_group=target.group, log=log, verbose=False, fixed_weights=fixed
         ) as probe:
             for line in _beginning(model, target.parameters, n_ranks=target.n_ranks, unit=unit) if says else ():
                 tell(line)
-            counts_of = partial(_counts_of, units=units, weight=weight)
             own = islice(batches, most_batches)
             measuring = _Measuring(target, probe, fixed, loss, own, counts_of, until, target.written())
-            measurement = measuring.run(most_batches, on_window, says=says)
+            measurement = replace(measuring.run(most_batches, on_window, says=says), curvature=curved)
+            if curved is not None:
+                log.measure(CurvatureLog(curved), measuring.n_windows)
             if says:
                 tell(str(measurement))
             return measurement
+
+
+def _curvature(
+    target: MeasuredModel,
+    loss: LossOf,
+    counts_of: Callable[[Any], tuple[float, float]],
+    options: Curvature,
+    batches: Any,
+    unit: str,
+) -> CurvatureReading:
+    def piece(data: Any, weight: float) -> None:
+        found = _loss_with_graph(loss, target.module, data)
+        found.backward(gradient=torch.full_like(found, weight))
+
+    own = batches if options.batches is None else options.batches
+    return OneSteps(target, loss, piece, counts_of, options, unit).run(iter(own))
 
 
 def _beginning(model: nn.Module, parameters: Sequence[Tensor], *, n_ranks: int, unit: str) -> Iterator[str]:
@@ -276,6 +311,22 @@ def _counts_of(data: Any, *, units: NumberOf | None, weight: NumberOf | None) ->
         )
     counts = weight(data) if callable(weight) else weight
     return n_units, n_units if counts is None else counts
+
+
+def _loss_with_graph(loss_of: LossOf, module: nn.Module, data: Any) -> Tensor:
+    """The loss of a batch.
+
+    Raises:
+        ValueError: when it is no mean that backward can begin at.
+    """
+    loss = loss_of(module, data)
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point() or not loss.requires_grad:
+        got = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(
+            f"loss(model, batch) must return a real tensor of no dims with a graph, got {got}: return the mean "
+            "over the batch, such as output.loss, without torch.no_grad() and detach()"
+        )
+    return loss
 
 
 @dataclass
@@ -360,11 +411,7 @@ class _Measuring:
             losses.append(self._piece(found.pop(), n_units, weight))  # so that its memory is freed
             rows.append((float(n_units), float(weight)))
         self.n_taken += len(rows)
-        if not self.target.communicates and self.target.written() != self.n_written:
-            raise RuntimeError(
-                "the weights changed while they were measured: leave optimizer steps and other updates out of "
-                "loss() and of hooks"
-            )
+        self.target.check_unwritten(self.n_written)
         if not rows or not self.target.counts_pieces:
             return [0.0] * len(self.sums)
         weighted = sum(float(loss) * weight for loss, (_, weight) in zip(losses, rows, strict=True))
@@ -372,13 +419,7 @@ class _Measuring:
 
     def _piece(self, data: Any, n_units: float, weight: float) -> Tensor:
         """Run one batch forward and backward; returns its loss, without a graph."""
-        loss = self.loss(self.target.module, data)
-        if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point() or not loss.requires_grad:
-            got = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(
-                f"loss(model, batch) must return a real tensor of no dims with a graph, got {got}: return the mean "
-                "over the batch, such as output.loss, without torch.no_grad() and detach()"
-            )
+        loss = _loss_with_graph(self.loss, self.target.module, data)
         # Rounded to the loss's dtype as backward rounds it, so that the piece counts exactly as its gradient does.
         rounded = torch.tensor(float(weight), dtype=loss.dtype, device="cpu").item()
         with self.probe.piece(units=n_units, weight=rounded):

@@ -56,6 +56,8 @@ class MeasuredModel:
         """Whether this rank counts its micro-batches; of ranks that share them, one does."""
         self.n_data_ranks = wrapper.n_ranks
         """Ranks that have data of their own."""
+        self.n_averaged = wrapper.n_ranks if reduces_itself else 1
+        """Ranks over which backward has averaged what `reduce_gradients` leaves in `.grad`; 1 for a sum."""
         self.group = None if self._is_cut else wrapper.group
         """The ranks over which a plain model's gradients are added up; a cut model knows its own."""
         self.communicates = reduces_itself or n_sync_batch_norms(self.module, self.n_ranks) > 0
@@ -117,6 +119,18 @@ class MeasuredModel:
     def written(self) -> int:
         """How often the weights were written to."""
         return sum(p._version for p in self.parameters)
+
+    def check_unwritten(self, before: int) -> None:
+        """Refuse weights that were written to since `written` was `before`. A cut model's passes write to them too.
+
+        Raises:
+            RuntimeError: with what to leave out.
+        """
+        if not self.communicates and self.written() != before:
+            raise RuntimeError(
+                "the weights changed while they were measured: leave optimizer steps and other updates out of "
+                "loss() and of hooks"
+            )
 
 
 def _refuse_unreduced_gradients(wrapper: Wrapper) -> None:

@@ -50,6 +50,7 @@ from sonde.batch_size.window_clock import OwnTime
 from sonde.batch_size.window_ends import WindowClip, WindowEnds
 from sonde.console import tell
 from sonde.gradient_norm.scaling import Nonfinite, check_options, check_order
+from sonde.log.sinks import BRANCH_LOSS
 from sonde.parallel.process_groups import holds_on_all, n_summed
 from sonde.parallel.unwrap import Optimizers
 from sonde.probe import Metric
@@ -477,6 +478,10 @@ class NoiseScaleProbe:
             )
         for name, value in scalars.items():
             self._scalars.add(name, value)
+        loss = os.environ.get(BRANCH_LOSS, "")
+        if loss in scalars:
+            since_start = int(self._ends.n_windows - self._pace.windows_before)
+            self._log.write_at_once(since_start, loss, float(scalars[loss]))
 
     def reading(self, metric: str | None = None) -> NoiseScaleReading:
         """The present reading, including the window that ended last. Waits for the device.

@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,8 +16,10 @@ from rich.table import Table
 from torch import Tensor
 from tyro.conf import Positional, arg
 
+from sonde.batch_size.curvature import Curvature
 from sonde.batch_size.measure import Measurement, check_limits, measure
 from sonde.batch_size.stats.critical_batch import ABOUT_RIGHT
+from sonde.batch_size.stats.one_step import CurvatureReading
 from sonde.batch_size.stats.reading import GroupReading
 from sonde.commands.text import read_documents, sequences
 from sonde.log.sinks import JsonlSink
@@ -49,6 +51,8 @@ class MeasureOptions:
         device: Where to measure: cpu, cuda, cuda:1, xpu, mps. With auto, on the first GPU if there is one.
         dtype: Dtype of the weights and gradients.
         train_mode: Measure in train mode, with the model's dropout.
+        curvature: Also measure the noise scale with curvature, and the best step at several batch sizes, by single
+            steps. This needs memory for one more copy of the weights and two more sets of gradients.
         seed: Seed of the order of the sequences, and of dropout.
         log: Folder for a log, from which `sonde report` makes a page.
     """
@@ -63,6 +67,7 @@ class MeasureOptions:
     device: Annotated[str, arg(metavar="DEVICE")] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
     train_mode: bool = False
+    curvature: bool = False
     seed: Annotated[int, arg(metavar="N")] = 0
     log: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="(optional)")] = None
 
@@ -94,6 +99,8 @@ def run_measure(options: MeasureOptions) -> int:
     """
     check_ranges(options)
     check_limits(options.until, options.most, options.batch)
+    if options.curvature and options.dtype != "float32":
+        raise ValueError(f"--curvature takes small steps, which {options.dtype} rounds away: pass --dtype float32")
     console = Console(highlight=False, markup=False, soft_wrap=True)
     device = _device(options.device)
     documents = read_documents(options.data)
@@ -101,7 +108,8 @@ def run_measure(options: MeasureOptions) -> int:
         model, tokenizer = _load(options, device)
         pieces = _pieces(documents, tokenizer, options)
         console.print(_setting(model, device, options))
-        measurement = _measured(model, pieces, device, options, console)
+        curvature = _curvature(documents, tokenizer, options) if options.curvature else None
+        measurement = _measured(model, pieces, device, options, console, curvature)
     except torch.OutOfMemoryError as error:
         raise ValueError(
             f"{device} has too little memory: pass a smaller --examples-per-piece or --tokens, or --dtype bfloat16"
@@ -111,7 +119,12 @@ def run_measure(options: MeasureOptions) -> int:
 
 
 def _measured(
-    model: Any, pieces: Iterator[Tensor], device: torch.device, options: MeasureOptions, console: Console
+    model: Any,
+    pieces: Iterator[Tensor],
+    device: torch.device,
+    options: MeasureOptions,
+    console: Console,
+    curvature: Curvature | None,
 ) -> Measurement:
     last = time.monotonic()
 
@@ -133,7 +146,17 @@ def _measured(
         log=_log(options),
         on_window=on_window,
         verbose=False,
+        curvature=curvature or False,
     )
+
+
+def _curvature(documents: Iterable[str], tokenizer: Any, options: MeasureOptions) -> Curvature:
+    """Pieces of their own, in another order, and batches as large as the text has pieces for."""
+    usual = Curvature()
+    needed = [usual.held_out + (usual.draws + 1) * size for size in usual.sizes]
+    own = list(itertools.islice(_pieces(documents, tokenizer, replace(options, seed=options.seed + 1)), needed[-1]))
+    sizes = [size for size, n in zip(usual.sizes, needed, strict=True) if n <= len(own)]
+    return replace(usual, batches=own, sizes=sizes if len(sizes) > 1 else usual.sizes)
 
 
 def _device(name: str) -> torch.device:
@@ -235,6 +258,9 @@ def _print_result(measurement: Measurement, options: MeasureOptions, console: Co
     console.print(f"loss {number(measurement.loss, 4)} nats per token")
     for line in _meaning(measurement, options):
         console.print(line)
+    if measurement.curvature is not None and measurement.curvature.steps:
+        console.print()
+        console.print(_steps_table(measurement.curvature))
     console.print()
     console.print(_table(reading.groups, total_grad_sq=reading.grad_sq, total_trace_cov=reading.trace_cov))
     if options.log is not None:
@@ -255,6 +281,17 @@ def _meaning(measurement: Measurement, options: MeasureOptions) -> Iterator[str]
             f"A batch between {least} and {most} {_UNIT} is about right for the model as it is now. The noise scale "
             "grows while a model trains. Pass --batch N for a verdict on a batch of N."
         )
+
+
+def _steps_table(curvature: CurvatureReading) -> Table:
+    """The best step at each batch size, and how far the loss of held-out sequences falls there."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for title in (f"batch in {_UNIT}", "best single step, as a learning rate of SGD", "fall of the loss there"):
+        table.add_column(title, justify="right")
+    for step in curvature.steps:
+        size, fall = step.size, "–" if step.fall is None else f"{number(step.fall)} ± {number(step.fall_error, 2)}"
+        table.add_row(number(step.batch), estimate(size.status, size.ratio, size.low, size.high), fall)
+    return table
 
 
 def _table(groups: Any, *, total_grad_sq: float | None, total_trace_cov: float | None) -> Table:

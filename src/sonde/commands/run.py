@@ -24,6 +24,7 @@ from tyro.conf import arg
 from sonde.batch_size.setup import NoiseScaleOptions
 from sonde.commands.run_script.settings import VARIABLE, Settings
 from sonde.commands.run_script.units import check_units_from
+from sonde.log.sinks import in_branch
 
 USAGE = "sonde run [options] -- train.py …"
 _ON_START = Path(__file__).parent / "run_script" / "on_start"
@@ -75,11 +76,13 @@ class RunOptions:
     report: bool = True
 
 
-def split_command(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The options of `sonde run`, and the command after `--`.
+def split_command(args: Sequence[str], name: str = "run", usage: str = USAGE) -> tuple[list[str], list[str]]:
+    """The options of `sonde run` or `sonde branch`, and the command after `--`.
 
     Args:
-        args: what follows `run`.
+        args: what follows the name.
+        name: of sonde's command.
+        usage: of it, for messages.
 
     Raises:
         ValueError: when there is no command.
@@ -90,8 +93,8 @@ def split_command(args: Sequence[str]) -> tuple[list[str], list[str]]:
         begins = next((i for i, word in enumerate(own) if _begins_command(word)), None)
         if at < len(args) or begins is None:
             got = "nothing after --" if at < len(args) else f"no -- in {' '.join(args)!r:.80}"
-            raise ValueError(f"the script comes after two dashes, got {got}: {USAGE}")
-        right = shlex.join(["sonde", "run", *own[:begins], "--", *own[begins:]])
+            raise ValueError(f"the script comes after two dashes, got {got}: {usage}")
+        right = shlex.join(["sonde", name, *own[:begins], "--", *own[begins:]])
         raise ValueError(f"two dashes come before the script, since what follows them is the script's own: {right}")
     return own, command
 
@@ -193,7 +196,7 @@ def environment_of(options: RunOptions, command: Sequence[str], environment: Map
         command: for the log.
         environment: of this process.
     """
-    folder = options.out or Path("runs") / f"{_name_of(command)}-{time.strftime('%Y-%m-%d_%H-%M-%S')}"
+    folder = in_branch(options.out or Path("runs") / f"{_name_of(command)}-{time.strftime('%Y-%m-%d_%H-%M-%S')}")
     start = f"{datetime.datetime.now()}, process {os.getpid()}"
     handed_on = {name: value for name, value in vars(options).items() if name not in ("nproc", "out")}
     pid = os.getpid() if options.nproc is None else 0  # the command becomes the script, or torchrun

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, Self
 
 from sonde.evidence.stats.branched_batch import UnitsRatio, critical_batch, units_ratios
 from sonde.evidence.stats.loss_curves import Curve, log_units_ratio
+from sonde.record_values import json_number
 from sonde.stats.intervals import RatioInterval
 
 SCHEMA = 1
@@ -29,6 +30,7 @@ class Branch:
         state: how it ended.
         message: why it failed, in words; empty if it did not.
         copy: 0, or 1 for the second run of a reference, which shows whether the checkpoint resumes bit for bit.
+        trained_batch: units of one step as its log has them, which a script may round; None where that is not known.
     """
 
     batch: float
@@ -38,6 +40,12 @@ class Branch:
     state: State = "finished"
     message: str = ""
     copy: int = 0
+    trained_batch: float | None = None
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"batch {self.batch:g}, seed {self.seed}{', second run' if self.copy else ''}"
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,6 @@ class Branches:
     branches: tuple[Branch, ...]
     proxies: tuple[Proxy, ...] = ()
     loss: str = "eval_loss"
-    _until: float = field(default=math.inf, repr=False)
 
     @cached_property
     def ratios(self) -> list[UnitsRatio]:
@@ -93,7 +100,7 @@ class Branches:
             base = references.get(branch.seed)
             if branch.batch == self.reference or branch.state != "finished" or base is None:
                 continue
-            found = log_units_ratio(branch.curve.until(self._until), base.curve.until(self._until))
+            found = log_units_ratio(branch.curve, base.curve)
             if found is not None:
                 logs[branch.batch].append(found)
         return units_ratios([*logs.items()])
@@ -104,18 +111,17 @@ class Branches:
         return critical_batch(self.ratios, self.reference, self.tolerance)
 
     def of_shorter(self, part: float = 0.5) -> Branches:
-        """The same branches, read as if they had ended after this part of their units: a check by a second length."""
-        kept = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return Branches(**kept | {"_until": part * self.units})
+        """The same branches, as if they had ended after this part of their units: a check by a second length."""
+        units = part * self.units
+        return replace(self, units=units, branches=tuple(replace(b, curve=b.curve.until(units)) for b in self.branches))
 
     def _is_reference(self, branch: Branch) -> bool:
         return branch.batch == self.reference and branch.state == "finished"
 
     def as_json(self) -> dict[str, Any]:
         """For a file."""
-        known = asdict(self)
-        del known["_until"]
-        return {"schema": SCHEMA, **known}
+        branches = [branch_as_json(branch) for branch in self.branches]
+        return {"schema": SCHEMA, **asdict(replace(self, branches=())), "branches": branches}
 
     @classmethod
     def from_json(cls, known: Mapping[str, Any]) -> Self:
@@ -127,8 +133,17 @@ class Branches:
         if known.get("schema") != SCHEMA:
             raise ValueError(f"these branches were written by another version of sonde (schema {known.get('schema')})")
         rest = {name: value for name, value in known.items() if name != "schema"}
-        branches = tuple(
-            Branch(**b | {"curve": Curve(tuple(b["curve"]["units"]), tuple(b["curve"]["losses"]))})
-            for b in rest.pop("branches")
-        )
+        branches = tuple(map(branch_of_json, rest.pop("branches")))
         return cls(branches=branches, proxies=tuple(Proxy(**p) for p in rest.pop("proxies")), **rest)
+
+
+def branch_as_json(branch: Branch) -> dict[str, Any]:
+    """For a file. A loss that is not finite becomes None, since JSON has no such numbers."""
+    curve = {"units": branch.curve.units, "losses": [*map(json_number, branch.curve.losses)]}
+    return asdict(branch) | {"curve": curve}
+
+
+def branch_of_json(known: Mapping[str, Any]) -> Branch:
+    """From a file."""
+    losses = tuple(math.nan if loss is None else loss for loss in known["curve"]["losses"])
+    return Branch(**{**known, "curve": Curve(tuple(known["curve"]["units"]), losses)})

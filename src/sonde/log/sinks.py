@@ -153,6 +153,8 @@ def _last_line_is_torn(path: Path) -> bool:
 
 RECORDS_NAME = "records.jsonl"
 """Name of the log in a run's folder."""
+BRANCH_FOLDER, BRANCH_LOSS = "SONDE_BRANCH", "SONDE_BRANCH_LOSS"
+"""Environment variables of a script that `sonde branch` has started: the branch's folder, and the name of its loss."""
 
 _PROBE_START = b'{"kind":"probe"'
 _ADVICE = "nothing was written; log to another folder"
@@ -186,8 +188,9 @@ class JsonlSink:
     """A run without its log, or in the log of another, is an error of the user's that is seen before training."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.path = Path(folder) / RECORDS_NAME
-        _check_folder(Path(folder))
+        folder = in_branch(Path(folder))
+        self.path = folder / RECORDS_NAME
+        _check_folder(folder)
         _check_beginning(self.path)
         self._units: dict[str, str] | None = None
         """Units by kind of record; None until the log is read, which the first rank alone does."""
@@ -253,6 +256,18 @@ class JsonlSink:
                 "different units cannot be compared: log to a new folder"
             )
         self._units[writes] = unit
+
+
+def in_branch(folder: Path) -> Path:
+    """Where a log lies: a branch has its own, whatever the script calls it, since several branches run the same script.
+
+    Args:
+        folder: as the script gives it.
+    """
+    branch = os.environ.get(BRANCH_FOLDER)
+    if not branch or folder.absolute().is_relative_to(branch):
+        return folder
+    return Path(branch) / "log" / folder.name
 
 
 def other_unit(units: Mapping[str, str], writes: str, unit: str) -> str | None:

@@ -35,7 +35,11 @@ class UnitsRatio:
 
 
 def units_ratios(logs: Sequence[tuple[float, Sequence[float]]]) -> list[UnitsRatio]:
-    """The ratio of each batch with its interval. The scatter over seeds is pooled over batches that have not diverged.
+    """The ratio of each batch with its interval.
+
+    The variance over seeds is the mean of the batch's own and that of all batches together. Its own alone would make
+    intervals of 3 seeds 1.6 times as wide. That of all alone would cover 89 % instead of 95 % where seeds of one batch
+    scatter twice as much as those of another.
 
     Args:
         logs: each batch with the log of its ratio for each seed, paired by data with the reference.
@@ -49,28 +53,35 @@ def units_ratios(logs: Sequence[tuple[float, Sequence[float]]]) -> list[UnitsRat
     """
     ordered = sorted((batch, tuple(values)) for batch, values in logs)
     steady = [values for _, values in ordered if len(values) > 1 and not any(map(math.isinf, values))]
-    dof = sum(len(values) - 1 for values in steady)
-    variance = sum((len(v) - 1) * statistics.variance(v) for v in steady) / dof if dof else None
-    return [_ratio_of(batch, values, variance, dof) for batch, values in ordered]
+    return [_ratio_of(batch, values, steady) for batch, values in ordered]
 
 
-def _ratio_of(batch: float, logs: tuple[float, ...], variance: float | None, dof: int) -> UnitsRatio:
+def _ratio_of(batch: float, logs: tuple[float, ...], steady: Sequence[tuple[float, ...]]) -> UnitsRatio:
+    """One batch's ratio; `steady` are the logs of all batches that have not diverged, with 2 seeds or more."""
     if not logs:
         return UnitsRatio(batch, logs, None, None, None)
     if any(map(math.isinf, logs)):
         finite = [math.exp(value) for value in logs if math.isfinite(value)]
         return UnitsRatio(batch, logs, math.inf, min(finite, default=math.inf), math.inf)
     mean = statistics.fmean(logs)
-    if variance is None:
+    own = len(logs) - 1
+    n_all = sum(len(values) - 1 for values in steady)
+    if not n_all:
         return UnitsRatio(batch, logs, math.exp(mean), None, None)
-    reach = student_t_quantile(0.975, dof) * math.sqrt(variance / len(logs))
+    pooled = sum((len(values) - 1) * statistics.variance(values) for values in steady) / n_all
+    n_pooled = min(own, n_all - own) if own else n_all  # degrees of freedom that the other batches lend
+    squares = (own * statistics.variance(logs) if own else 0.0) + n_pooled * pooled
+    reach = student_t_quantile(0.975, own + n_pooled) * math.sqrt(squares / (own + n_pooled) / len(logs))
     return UnitsRatio(batch, logs, math.exp(mean), math.exp(mean - reach), math.exp(mean + reach))
 
 
 def critical_batch(ratios: Sequence[UnitsRatio], reference: float, tolerance: float) -> RatioInterval:
-    """The batch size at which the ratio of units passes 1 + tolerance, between the batches by straight lines in logs.
+    """The batch size at which the ratio of units passes 1 + tolerance, between the batches by straight lines.
 
-    Its interval holds the batches at which a ratio of 1 + tolerance lies within the ratio's own interval.
+    The law 1 + B/B_crit is such a line. Lines in logs would be wrong by 13 % between batches of 16 and 64 at B_crit 50.
+
+    Its interval reaches from the first batch at which the upper end of the ratio passes 1 + tolerance, to the last one
+    at which the lower end does.
 
     Args:
         ratios: of batches above the reference.
@@ -91,27 +102,34 @@ def critical_batch(ratios: Sequence[UnitsRatio], reference: float, tolerance: fl
     if any(r.low is None for r in known):
         return unresolved("the scatter from seed to seed is not known: use 2 seeds or more")
     batches = [reference, *(r.batch for r in known)]
-    middle = _passes(batches, [1.0, *(r.ratio or 0.0 for r in known)], 1 + tolerance)
-    first = _passes(batches, [1.0, *(r.high or 0.0 for r in known)], 1 + tolerance)
-    last = _passes(batches, [1.0, *(r.low or 0.0 for r in known)], 1 + tolerance)
-    if first is None:
+    level = 1 + tolerance
+    middle = _passes(batches, [1.0, *(r.ratio or 0.0 for r in known)], level)
+    first = _passes(batches, [1.0, *(r.high or 0.0 for r in known)], level)
+    last = _passes(batches, [1.0, *(r.low or 0.0 for r in known)], level)
+    if not first:
         return RatioInterval("lower_bound", batches[-1], math.inf, "no batch needs so many units: try larger ones")
-    if last is None or middle is None:
+    if not middle or (known[-1].low or 0.0) < level:
         reason = "the largest batch may need as few units: use larger batches or more seeds"
-        return RatioInterval("lower_bound", first, math.inf, reason)
-    return RatioInterval("resolved", first, last, ratio=middle)
+        return RatioInterval("lower_bound", first[0][0], math.inf, reason)
+    return RatioInterval("resolved", first[0][0], last[-1][1], ratio=math.sqrt(math.prod(middle[0])))
 
 
-def _passes(batches: Sequence[float], ratios: Sequence[float], level: float) -> float | None:
-    """The first batch at which the ratio passes a level; None if none does."""
+def _passes(batches: Sequence[float], ratios: Sequence[float], level: float) -> list[tuple[float, float]]:
+    """Where the ratio rises through a level, from below: between which two batch sizes, equal where that is known.
+
+    Between a batch and a larger one that diverged, all that is known is that the level is passed there.
+    """
+    found = []
     for k in range(1, len(batches)):
-        if ratios[k] >= level:
-            if math.isinf(ratios[k]):  # somewhere between the two
-                return math.sqrt(batches[k - 1] * batches[k])
-            below, above = math.log(ratios[k - 1]), math.log(ratios[k])
-            part = (math.log(level) - below) / (above - below) if above > below else 1.0
-            return float(batches[k - 1] ** (1 - part) * batches[k] ** part)
-    return None
+        below, above = ratios[k - 1], ratios[k]
+        if not below < level <= above:
+            continue
+        if math.isinf(above):
+            found.append((float(batches[k - 1]), float(batches[k])))
+            continue
+        at = batches[k - 1] + (level - below) / (above - below) * (batches[k] - batches[k - 1])
+        found.append((at, at))
+    return found
 
 
 def from_base(critical: float, reference: float, tolerance: float) -> float:

@@ -82,21 +82,24 @@ def fit_law(law: str, batches: Sequence[float], logs: Sequence[float], errors: S
     """
     if len(batches) < 3:
         raise ValueError(f"a law with two unknowns needs 3 batch sizes or more, got {len(batches)}")
-    low, high = math.log(min(batches) / _REACH), math.log(max(batches) * _REACH)
-    grid = [math.exp(low + (high - low) * k / _GRID) for k in range(_GRID + 1)]
-    misfits = [_misfit(law, batches, logs, errors, critical) for critical in grid]
-    best = min(range(len(grid)), key=misfits.__getitem__)
-    dof = len(batches) - 2
     # The critical batches whose misfit exceeds the least by no more than Student's t squared.
-    most = misfits[best] + student_t_quantile(0.975, max(len(batches) * (n_seeds - 1), 1)) ** 2
-    fits = [value for value, misfit in zip(grid, misfits, strict=True) if misfit <= most]
+    more = student_t_quantile(0.975, max(len(batches) * (n_seeds - 1), 1)) ** 2
+    low, high = min(batches) / _REACH, max(batches) * _REACH
+    opens_low = opens_high = False
+    for _ in range(2):  # the second time finely, around those that fit
+        grid = [low * (high / low) ** (k / _GRID) for k in range(_GRID + 1)]
+        misfits = [_misfit(law, batches, logs, errors, critical) for critical in grid]
+        best = min(range(len(grid)), key=misfits.__getitem__)
+        fits = [k for k, misfit in enumerate(misfits) if misfit <= misfits[best] + more]
+        opens_low, opens_high = opens_low or fits[0] == 0, opens_high or fits[-1] == _GRID
+        low, high = grid[max(fits[0] - 1, 0)], grid[min(fits[-1] + 1, _GRID)]
     return LawFit(
         law,
         grid[best],
-        0.0 if fits[0] == grid[0] else fits[0],
-        math.inf if fits[-1] == grid[-1] else fits[-1],
+        0.0 if opens_low else grid[fits[0]],
+        math.inf if opens_high else grid[fits[-1]],
         misfits[best],
-        dof,
+        len(batches) - 2,
     )
 
 

@@ -5,13 +5,21 @@ from __future__ import annotations
 import bisect
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-_LAST_PART = 0.75
-"""Ratios are read where the reference has used this part of its units, and more."""
-_TARGETS = 9
-"""Losses at which two curves are compared; their mean is steadier than the end of a curve alone."""
+_SINCE = 0.5
+"""Curves are compared by their mean loss since this part of the units, up to all of them."""
+_REACH = 32.0
+"""A loss that the faster curve has after less than one in so many of the units is as good as its first."""
+_DENSE = 5
+"""Points in that half that make a mean. Straight lines between fewer ones lie above a falling curve."""
+_FEWEST = 3
+"""Points of a curve that can be compared."""
+_RISE = 4.0
+"""Scatters by which a loss that has not diverged may rise: 2.8 standard deviations of a difference."""
+_GRID = 64
+"""Places at which the faster curve's mean loss is computed, evenly in the log of their units."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +49,21 @@ class Curve:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether a loss is not finite, or the last one is above the first."""
-        return not all(map(math.isfinite, self.losses)) or self.losses[-1] > self.losses[0]
+        """Whether a loss is not finite, or the last one is above the first by more than the losses scatter."""
+        if not all(map(math.isfinite, self.losses)):
+            return True
+        return bool(self.losses) and self.losses[-1] - self.losses[0] > _RISE * (self.scatter or 0.0)
+
+    @property
+    def scatter(self) -> float | None:
+        """Standard deviation of a loss about its neighbours' line; None for fewer than 3 finite losses.
+
+        Second differences of independent errors have 6 times their variance.
+        """
+        if len(self.losses) < 3 or not all(map(math.isfinite, self.losses)):
+            return None
+        windows = zip(self.losses, self.losses[1:], self.losses[2:], strict=False)
+        return math.sqrt(statistics.fmean((a - 2 * b + c) ** 2 for a, b, c in windows) / 6)
 
 
 def falling(curve: Curve) -> Curve:
@@ -81,8 +102,13 @@ def units_at(curve: Curve, loss: float) -> float | None:
 def log_units_ratio(branch: Curve, reference: Curve) -> float | None:
     """Log of the units that a branch needs for a loss, over those that the reference needs.
 
-    Both curves are made to fall (`falling`). They are compared at losses that both reach, over the last quarter of the
-    reference's units up to the lowest such loss. The mean of the logs is returned.
+    The slower curve has some mean loss over the last half of its units, u/2 to u. The faster one has the same mean over
+    v/2 to v, for some v < u: the ratio is u/v. Means of the same kind are compared, so errors of single losses do not
+    bias it: with an error of 8 % of the whole progress, the ratio of two curves was right within 1 %. An end of a
+    falling fit (`falling`) compared with the middle of another one was 7 % too low.
+
+    Where a curve has fewer than 5 points in that half, the slower one's last loss stands for the mean. So it is with
+    the last losses of trainings of several lengths, each with a rate that falls to 0.
 
     Args:
         branch: of another batch size.
@@ -90,36 +116,58 @@ def log_units_ratio(branch: Curve, reference: Curve) -> float | None:
 
     Returns:
         The log; `math.inf` where the branch has diverged or comes to no loss below the checkpoint's; None where the
-        reference itself does not, so that nothing can be compared.
+        reference does so, a curve has fewer than 3 points, or none in the first half of the units: then nothing can be
+        compared.
 
     Example:
         >>> slow, fast = (Curve(tuple(range(9)), tuple(2 ** (-u / t) for u in range(9))) for t in (4, 2))
         >>> round(math.exp(log_units_ratio(slow, fast)), 1)
         2.0
     """
-    if reference.has_diverged or len(falling(reference).units) < 2:
+    if len(reference.units) < _FEWEST or reference.has_diverged:
         return None
     if branch.has_diverged:
         return math.inf
-    slow, fast = falling(branch), falling(reference)
-    lowest = max(slow.losses[-1], fast.losses[-1])
-    end = units_at(fast, lowest)
-    if end is None or end <= 0:
-        return math.inf
-    targets = [_loss_at(fast, end * (_LAST_PART + (1 - _LAST_PART) * k / (_TARGETS - 1))) for k in range(_TARGETS)]
-    logs = []
-    for loss in targets:
-        theirs, own = units_at(fast, loss), units_at(slow, loss)
-        if theirs and own:
-            logs.append(math.log(own / theirs))
-    return statistics.fmean(logs) if logs else math.inf
+    end = min(branch.units[-1:] + reference.units[-1:])
+    if len(branch.units) < _FEWEST or max(branch.units[0], reference.units[0]) >= _SINCE * end:
+        return None
+    n_late = min(sum(_SINCE * end <= units <= end for units in curve.units) for curve in (branch, reference))
+    since = _SINCE if n_late >= _DENSE else 1.0
+    own, others = _mean_loss(branch, since)(end), _mean_loss(reference, since)(end)
+    slower, faster = (own, reference) if own >= others else (others, branch)
+    units = _units_of_mean(faster, slower, end, since)
+    if units == 0:
+        return math.inf if own >= others else None
+    return math.log(end / units) if own >= others else math.log(units / end)
 
 
-def _loss_at(curve: Curve, units: float) -> float:
-    """The loss of a falling curve at so many units, by straight lines between its points."""
-    k = min(max(bisect.bisect_left(curve.units, units), 1), len(curve.units) - 1)
-    (a, b), (high, low) = curve.units[k - 1 : k + 1], curve.losses[k - 1 : k + 1]
-    return high + (low - high) * (units - a) / (b - a)
+def _units_of_mean(curve: Curve, loss: float, end: float, since: float) -> float:
+    """Units at which the mean loss of a curve has come down to a loss; 0 if it begins below."""
+    first = max(end / _REACH, curve.units[0] / since)
+    units = [end * (first / end) ** (1 - k / _GRID) for k in range(_GRID + 1)]
+    means = falling(Curve(tuple(units), tuple(map(_mean_loss(curve, since), units))))
+    if loss > means.losses[0]:
+        return 0.0
+    return units_at(means, loss) or end
+
+
+def _mean_loss(curve: Curve, since: float) -> Callable[[float], float]:
+    """The mean loss since a part of so many units, by straight lines between the points; at 1, the loss there."""
+    below = [0.0]
+    for k in range(1, len(curve.units)):
+        area = (curve.units[k] - curve.units[k - 1]) * (curve.losses[k] + curve.losses[k - 1]) / 2
+        below.append(below[-1] + area)
+
+    def at(units: float) -> tuple[float, float]:
+        """The loss there, and the area below the curve until there."""
+        k = min(max(bisect.bisect_left(curve.units, units), 1), len(curve.units) - 1)
+        (a, b), (loss, after) = curve.units[k - 1 : k + 1], curve.losses[k - 1 : k + 1]
+        here = loss + (after - loss) * (units - a) / (b - a)
+        return here, below[k - 1] + (units - a) * (loss + here) / 2
+
+    if since == 1:
+        return lambda units: at(units)[0]
+    return lambda units: (at(units)[1] - at(since * units)[1]) / ((1 - since) * units)
 
 
 def mean_curve(curves: Sequence[Curve]) -> Curve:

@@ -1,0 +1,242 @@
+"""`sonde branch … -- train.py --batch {batch} …`: the critical batch size, by short trainings from a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from tyro.conf import arg
+
+from sonde.commands.branch_result import print_result
+from sonde.evidence.branches import Branch, Branches, Proxy
+from sonde.evidence.shell_losses import LossSource, noise_scales, unit_of
+from sonde.evidence.shell_plan import ADAM, Asked, Plan, check_command, rates_of, used_placeholders
+from sonde.evidence.shell_run import LAUNCHERS, collect_or_prepare, result_of, train, write_array
+from sonde.wording import duration
+
+USAGE = "sonde branch --batches 16,32,64 --units 20000 [options] -- python train.py --batch {batch} --seed {seed} …"
+RESULT = "branches.json"
+ERROR = 2
+_SLURM = "slurm"
+
+
+@dataclass(frozen=True)
+class BranchOptions:
+    """Measure the critical batch size directly: train short branches from a checkpoint, at several batch sizes.
+
+    Use: sonde branch --batches 16,32,64 --units 20000 -- python train.py --resume {checkpoint} --batch {batch} --seed
+    {seed}. Each batch trains on as many units, once with each seed. The answer is how many units each batch needs for
+    the loss of the smallest one. Words in braces are filled in: {checkpoint}, {batch}, {lr}, {seed}, {units}, {steps},
+    {out} (the branch's folder), {beta1}, {beta2}, {eps}, {weight_decay}. The same command again goes on with what is
+    missing.
+
+    Attributes:
+        batches: Batch sizes, in units: 16,32,64,128.
+        units: Units that each branch trains on.
+        seeds: Seeds of each batch: 1 to this number.
+        jobs: Branches that run at the same time.
+        checkpoint: Where all branches begin, for {checkpoint}.
+        lr: Learning rate of the reference, for {lr}.
+        lr_rule: How the rate follows the batch: sqrt (Adam), linear (SGD), none, or a table as 16:1e-3,32:1.4e-3.
+        beta1: Of the reference, for {beta1}. With {beta1}, {beta2} and {eps}, Adam's whole rule is used.
+        beta2: Of the reference, for {beta2}.
+        eps: Of the reference, for {eps}.
+        weight_decay: Of the reference, for {weight_decay}, which is scaled so that it acts as fast per unit.
+        tolerance: Part of the units that a batch may need more and still be below the critical batch.
+        reference: Batch that the others are compared with.
+        loss: Name of the held-out loss that the script gives to probe.log.
+        loss_regex: Read the loss from what the script prints, by a regular expression with (?P<loss>…) and (?P<step>…)
+            or (?P<units>…).
+        first_step: Step of the checkpoint, if the printed steps count on from there.
+        noise: A noise scale measured elsewhere, to stand beside the result: NAME=VALUE:LOW:HIGH.
+        launcher: What runs a branch: local, slurm (writes an array script; the same command then collects), ray, or a
+            command such as 'srun {command}'.
+        out: Folder of all branches and of the result.
+    """
+
+    batches: Annotated[str, arg(metavar="N,N,…")]
+    units: Annotated[float, arg(metavar="N")]
+    seeds: Annotated[int, arg(metavar="N")] = 3
+    jobs: Annotated[int, arg(metavar="N")] = 1
+    checkpoint: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="(optional)")] = None
+    lr: Annotated[float | None, arg(metavar="RATE", help_behavior_hint="(optional)")] = None
+    lr_rule: Annotated[str | None, arg(metavar="RULE", help_behavior_hint="(default: sqrt)")] = None
+    beta1: Annotated[float | None, arg(metavar="BETA", help_behavior_hint="(optional)")] = None
+    beta2: Annotated[float | None, arg(metavar="BETA", help_behavior_hint="(optional)")] = None
+    eps: Annotated[float | None, arg(metavar="EPS", help_behavior_hint="(optional)")] = None
+    weight_decay: Annotated[float | None, arg(metavar="DECAY", help_behavior_hint="(optional)")] = None
+    tolerance: Annotated[float, arg(metavar="PART")] = 0.2
+    reference: Annotated[float | None, arg(metavar="N", help_behavior_hint="(default: the smallest batch)")] = None
+    loss: Annotated[str, arg(metavar="NAME")] = "eval_loss"
+    loss_regex: Annotated[str | None, arg(metavar="REGEX", help_behavior_hint="(optional)")] = None
+    first_step: Annotated[int | None, arg(metavar="N", help_behavior_hint="(optional)")] = None
+    noise: Annotated[tuple[str, ...], arg(metavar="NAME=…", help_behavior_hint="(optional)")] = ()
+    launcher: Annotated[str, arg(metavar="LAUNCHER")] = "local"
+    out: Annotated[Path, arg(metavar="FOLDER")] = Path("branches")
+
+
+def run_branch(options: BranchOptions, command: Sequence[str]) -> int:
+    """Train what is missing, and say what all branches show.
+
+    Args:
+        options: of the user.
+        command: the script with its arguments and placeholders.
+
+    Returns:
+        The exit status: 0, or 2 where a branch has failed.
+
+    Raises:
+        ValueError: for options that cannot be used, and when the first branch to end has failed.
+        KeyboardInterrupt: after Ctrl-C and SIGTERM; branches that have ended are kept.
+    """
+    plan, measured = plan_of(options, command), tuple(map(_proxy_of, options.noise))
+    asked, console = plan.asked(), _console()
+    ended = (_collected if options.launcher == _SLURM else _trained)(asked, plan, options)
+    if not ended:
+        return 0
+    references = [each.folder for each in ended if each.batch == plan.reference and not each.copy]
+    found = Branches(
+        unit_of(references) or "units",
+        plan.reference,
+        plan.units,
+        options.tolerance,
+        plan.rule,
+        tuple(ended.values()),
+        (*noise_scales(references), *measured),
+        plan.source.name if plan.source.pattern is None else "the printed loss",
+    )
+    file = plan.out / RESULT
+    file.write_text(json.dumps(found.as_json(), allow_nan=False))
+    print_result(found, console)
+    console.print(f"\nresult  {file}")
+    return 0 if all(branch.state == "finished" for branch in found.branches) else ERROR
+
+
+def _console(*, stderr: bool = False) -> Console:
+    return Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
+
+
+def plan_of(options: BranchOptions, command: Sequence[str]) -> Plan:
+    """What is asked for, checked before anything starts.
+
+    Raises:
+        ValueError: for the first thing that cannot be used, with what to do.
+    """
+    batches, units, launcher = _numbers(options.batches), options.units, options.launcher
+    reference = batches[0] if options.reference is None else options.reference
+    names = ("checkpoint", *ADAM, "weight_decay")
+    base: dict[str, Any] = {name: value for name in names if (value := getattr(options, name)) is not None}
+    used, least = used_placeholders(command), 2 * batches[-1]
+    has_program = launcher != "local" or command[0].endswith(".py") or shutil.which(command[0]) is not None
+    is_launcher = launcher in (*LAUNCHERS, _SLURM) or "{command}" in launcher
+    ends = launcher == "local" or bool({"units", "steps"} & used)
+    is_there = options.checkpoint is None or options.checkpoint.exists()
+    is_printed = options.first_step is None or options.loss_regex is not None
+    must_hold = {
+        f"--reference must be one of {options.batches}, got {reference:g}: add it to --batches": reference in batches,
+        f"--units must be 2 steps of the largest batch, {least:g}, or more, got {units:g}": least <= units < math.inf,
+        f"--seeds must be at least 1, got {options.seeds}: 3 give an interval": options.seeds >= 1,
+        f"--jobs must be at least 1, got {options.jobs}": options.jobs >= 1,
+        f"--tolerance must be above 0, got {options.tolerance:g}": 0 < options.tolerance < math.inf,
+        f"no checkpoint at {options.checkpoint}: pass --checkpoint a file or folder that is there": is_there,
+        f"branches go to a folder, got the file {options.out}: pass another --out": not options.out.is_file(),
+        "--first-step is of printed steps: pass --loss-regex too, or leave it out": is_printed,
+        f"--launcher must be local, slurm, ray, or a command with {{command}}, got {launcher!r}": is_launcher,
+        f"--launcher {launcher} cannot end a branch: write {{steps}} or {{units}} in the command": ends,
+        f"{command[0]!r} is no command that is installed: {USAGE}": has_program,
+    }
+    for message, holds in must_hold.items():
+        if not holds:
+            raise ValueError(message)
+    rule, rates = rates_of(batches, reference, options.lr, options.lr_rule, used)
+    check_command(command, base, options.lr_rule, options.seeds)
+    if options.checkpoint is not None:
+        base["checkpoint"] = str(options.checkpoint.absolute())
+    source = LossSource(options.loss, options.loss_regex, options.first_step)
+    words = (sys.executable, *command) if command[0].endswith(".py") else tuple(command)
+    return Plan(words, batches, reference, units, options.seeds, source, options.out, rule, rates, base)
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    with contextlib.suppress(ValueError):
+        numbers = sorted({float(word) for word in text.split(",")})
+        if len(numbers) >= 2 and 0 < numbers[0] <= numbers[-1] < math.inf:
+            return tuple(numbers)
+    raise ValueError(f"--batches takes 2 sizes or more, such as 16,32,64,128, got {text!r}")
+
+
+def _proxy_of(text: str) -> Proxy:
+    name, _, numbers = text.partition("=")
+    with contextlib.suppress(ValueError):
+        value, low, high = map(float, numbers.split(":"))
+        if 0 < low <= value <= high < math.inf:
+            return Proxy(name, "", low, high, value)
+    raise ValueError(f"--noise takes a value within its interval, such as B_noise=120:90:160, got {text!r}")
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """End branches after SIGTERM too, which otherwise would leave them behind."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _collected(asked: Sequence[Asked], plan: Plan, options: BranchOptions) -> Mapping[Asked, Branch]:
+    """Branches that Slurm has ended. The others are prepared, and the command that submits them is printed."""
+    waiting = collect_or_prepare(asked, plan.source, plan.units)
+    if waiting:
+        console = _console()
+        console.print(f"{len(waiting)} of {len(asked)} branches have not ended. If you have not submitted them, do so:")
+        console.print(write_array(waiting, plan.out, options.jobs))
+        console.print("When they have ended, the command that you have given now collects them.")
+    return {each: branch for each in asked if each not in waiting and (branch := result_of(each)) is not None}
+
+
+def _trained(asked: Sequence[Asked], plan: Plan, options: BranchOptions) -> Mapping[Asked, Branch]:
+    """All branches in order: those that are finished, and the others after training them."""
+    kept = {each: branch for each in asked if (branch := result_of(each)) and branch.state == "finished"}
+    missing = [each for each in asked if each not in kept]
+    ended: dict[Asked, Branch] = {}
+    console = _console(stderr=True)
+    if kept:
+        console.print(f"{len(kept)} of {len(asked)} branches are finished already.")
+    bar = Progress(
+        TextColumn("training"), BarColumn(), console=console, transient=True, disable=not console.is_terminal
+    )
+    task, begun = bar.add_task("", total=len(missing) * plan.units), time.monotonic()
+    running = train(
+        missing,
+        plan.source,
+        plan.units,
+        launcher=LAUNCHERS.get(options.launcher, options.launcher),
+        n_jobs=options.jobs,
+        on_progress=lambda units: bar.update(task, completed=len(ended) * plan.units + units),
+    )
+    try:
+        with _terminated_as_interrupted(), bar, contextlib.closing(running):
+            for each, branch in running:
+                ended[each] = branch
+                n_left = len(missing) - len(ended)
+                left = duration((time.monotonic() - begun) / len(ended) * n_left)
+                console.print(f"{branch.name}: {branch.state}" + (f"; about {left} left" if n_left else ""))
+                if not kept and all(branch.state != "finished" for branch in ended.values()):
+                    raise ValueError(f"{branch.name} {branch.state}, so the others were not trained: {branch.message}")
+    except KeyboardInterrupt:
+        n = len(kept) + sum(branch.state == "finished" for branch in ended.values())
+        console.print(f"Stopped: {n} of {len(asked)} branches are finished. The same command trains the others.")
+        raise
+    return {each: (kept | ended)[each] for each in asked}

@@ -1,0 +1,145 @@
+"""What branches show beside their answer: mistakes of a script, too little data, and what to do about each."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from statistics import fmean
+
+from sonde.evidence.branches import Branch, Branches
+from sonde.evidence.stats.branched_batch import UnitsRatio
+from sonde.evidence.stats.loss_curves import falling, log_units_ratio, units_at
+from sonde.wording import count, number, percent
+
+_OTHER_BATCH = 0.01
+"""Part by which a script's batch may differ from the one that was asked for."""
+_COMPARED = 0.5
+"""A batch whose last loss the reference reaches within this part of the units is hardly compared."""
+
+
+def verdict(ratio: UnitsRatio, tolerance: float) -> str:
+    """A batch beside the reference, in a few words."""
+    if ratio.n_diverged:
+        return f"{ratio.n_diverged} of {len(ratio.logs)} seeds learn nothing"
+    if ratio.low is None or ratio.high is None:
+        return "not compared" if ratio.ratio is None else "interval not known"
+    if ratio.high <= 1 + tolerance:
+        return "as good"
+    return "needs more" if ratio.low > 1 + tolerance else "not resolved"
+
+
+def notices(found: Branches) -> list[str]:
+    """All that deserves a sentence, in the order of what to see to first.
+
+    Args:
+        found: branches, of which some may have failed.
+    """
+    each = (_failed, _same_losses, _rounded, _resumes, _diverged, _hardly_compared, _flat, _too_few)
+    return [sentence for look in each for sentence in look(found)]
+
+
+def _finished(found: Branches) -> list[Branch]:
+    return [branch for branch in found.branches if branch.state == "finished" and branch.copy == 0]
+
+
+def _failed(found: Branches) -> Iterator[str]:
+    for branch in found.branches:
+        if branch.state != "finished":
+            yield f"{branch.name.capitalize()} {branch.state}: {branch.message or 'it was ended'}."
+
+
+def _same_losses(found: Branches) -> Iterator[str]:
+    """A script that ignores its batch or its seed."""
+    ignored = set()
+    for a, b in itertools.combinations(_finished(found), 2):
+        n = min(len(a.curve.losses), len(b.curve.losses))
+        differ = [name for name in ("batch", "seed") if getattr(a, name) != getattr(b, name)]
+        if len(differ) == 1 and n >= 2 and a.curve.losses[:n] == b.curve.losses[:n] and differ[0] not in ignored:
+            ignored.add(differ[0])
+            yield (
+                f"{a.name.capitalize()} and {b.name} have the same losses, bit for bit: the script ignores "
+                f"{{{differ[0]}}}, or its checkpoint replaces it. Have the script use it after it has resumed."
+            )
+
+
+def _rounded(found: Branches) -> Iterator[str]:
+    own = {b.batch: b.trained_batch for b in _finished(found) if b.trained_batch}
+    other = [(batch, trained) for batch, trained in own.items() if abs(trained - batch) > _OTHER_BATCH * batch]
+    if other:
+        said = ", ".join(f"{number(trained, 4)} for {batch:g}" for batch, trained in other)
+        yield f"The script trains with other batches than it was given ({said}, as it logs): ask for batches it takes."
+
+
+def _resumes(found: Branches) -> Iterator[str]:
+    """Whether the second run of the reference is the first."""
+    for again in found.branches:
+        first = next((b for b in _finished(found) if (b.batch, b.seed) == (again.batch, again.seed)), None)
+        if again.copy and again.state == "finished" and first is not None and again.curve != first.curve:
+            log = log_units_ratio(again.curve, first.curve)
+            size = (
+                ""
+                if log is None or math.isinf(log)
+                else f": they differ by {percent(math.expm1(abs(log)))} of the units"
+            )
+            yield (
+                f"Two runs of {first.name} are not the same bit for bit{size}. The checkpoint leaves something out, or "
+                "the computation is not deterministic. This noise is in the intervals, as part of the seeds' scatter."
+            )
+
+
+def _diverged(found: Branches) -> Iterator[str]:
+    for batch in dict.fromkeys(branch.batch for branch in _finished(found)):
+        diverged = [branch.curve.has_diverged for branch in _finished(found) if branch.batch == batch]
+        if any(diverged):
+            where = ", the reference, so these seeds show nothing" if batch == found.reference else ""
+            yield f"Batch {batch:g} diverged with {sum(diverged)} of {len(diverged)} seeds{where}: try a lower rate."
+
+
+def _hardly_compared(found: Branches) -> Iterator[str]:
+    """Batches that never come near the reference's loss."""
+    steady = [branch for branch in _finished(found) if not branch.curve.has_diverged]
+    references = {branch.seed: falling(branch.curve) for branch in steady if branch.batch == found.reference}
+    parts: dict[float, list[float]] = {}
+    for branch in steady:
+        base = references.get(branch.seed)
+        if base is not None and branch.batch != found.reference:
+            lowest = falling(branch.curve).losses[-1]
+            reached = 1.0 if lowest <= base.losses[-1] else (units_at(base, lowest) or 0.0) / found.units
+            parts.setdefault(branch.batch, []).append(reached)
+    early = {batch: fmean(values) for batch, values in parts.items() if fmean(values) < _COMPARED}
+    if early:
+        said = ", ".join(f"batch {batch:g} (after {percent(part)})" for batch, part in early.items())
+        yield (
+            f"Within half of the units, the reference has the last loss of {said}. Such a ratio is that of the first "
+            "units, and says little of later ones: train longer to compare these."
+        )
+
+
+def _flat(found: Branches) -> Iterator[str]:
+    """A loss whose progress is lost in its scatter."""
+    for branch in _finished(found):
+        scatter = branch.curve.scatter
+        if branch.batch == found.reference and not branch.curve.has_diverged and scatter is not None:
+            fast = falling(branch.curve)
+            if (progress := fast.losses[0] - fast.losses[-1]) < 2 * scatter:
+                yield (
+                    f"The reference's loss falls by {number(progress)} in all, and scatters by {number(scatter)} from "
+                    f"one evaluation to the next: train on more {found.unit}, or evaluate on more data."
+                )
+                return
+
+
+def _too_few(found: Branches) -> Iterator[str]:
+    known = [ratio for ratio in found.ratios if ratio.ratio is not None and math.isfinite(ratio.ratio)]
+    if any(ratio.high is None for ratio in known):
+        yield "An interval needs the scatter from seed to seed: pass --seeds 3 or more."
+        return
+    widest, n = max(((math.log(r.high / r.ratio), len(r.logs)) for r in known if r.high and r.ratio), default=(0.0, 0))
+    times = widest / math.log1p(found.tolerance)
+    if times > 1:
+        yield (
+            f"Seeds leave ± {percent(math.expm1(widest))} of the units open, more than the tolerance of "
+            f"{percent(found.tolerance)}: use about {math.ceil(n * times**2)} seeds, or about "
+            f"{count(found.units * times)} {found.unit} if the loss falls on as it does."
+        )

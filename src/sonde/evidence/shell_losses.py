@@ -1,0 +1,189 @@
+"""The losses of a branch: from its sonde log, or from what it prints. Noise scales beside them come from the log."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sonde.evidence.branches import Proxy
+from sonde.evidence.stats.loss_curves import Curve
+from sonde.log.lines import last_run, lines_of, parse_record
+from sonde.log.sinks import RECORDS_NAME
+
+STDOUT = "stdout.txt"
+"""File in a branch's folder with what it has printed."""
+_WANTED = tuple(f'{{"kind":"{kind}"'.encode() for kind in ("header", "metrics", "reading"))
+_NOISE_SCALE = re.compile(r"gns/(?:(\w+)/)?b_simple(_average)?")
+
+
+@dataclass(frozen=True)
+class LossSource:
+    """Where losses come from.
+
+    Attributes:
+        name: of the loss that the script gives to `probe.log`.
+        pattern: regular expression for what it prints, with the groups "loss" and "step" or "units"; None for the log.
+        first_step: number of the checkpoint's step, if what the script prints counts on from there; None if it begins
+            anew, or prints the checkpoint's own loss first.
+    """
+
+    name: str = "eval_loss"
+    pattern: str | None = None
+    first_step: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.pattern is None:
+            return
+        try:
+            groups = re.compile(self.pattern).groupindex
+        except re.error as error:
+            raise ValueError(f"--loss-regex is no regular expression: {error}, got {self.pattern!r}") from None
+        if "loss" not in groups or not {"step", "units"} & set(groups):
+            raise ValueError(
+                f"--loss-regex needs the groups (?P<loss>…) and (?P<step>…) or (?P<units>…), got {self.pattern!r}: for "
+                r"'step 20: val loss 1.5', pass 'step (?P<step>\d+): val loss (?P<loss>\S+)'"
+            )
+
+    @property
+    def content(self) -> list[str | int | None]:
+        """What losses depend on."""
+        return [self.name, self.pattern, self.first_step]
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What a branch has shown so far.
+
+    Attributes:
+        curve: of its losses.
+        trained_batch: units of one step as its log has them, or what it prints; None where that is not known.
+        problem: why there are no losses, and what to do; empty if there are.
+    """
+
+    curve: Curve
+    trained_batch: float | None = None
+    problem: str = ""
+
+
+def read_losses(folder: Path, batch: float, source: LossSource) -> Losses:
+    """The losses in a branch's folder, by units since the branch's own start.
+
+    Args:
+        folder: of the branch; it may be running.
+        batch: that it was asked for; used where the log does not know its batch.
+        source: of the losses.
+    """
+    logs = [list(_records(file)) for file in sorted(folder.rglob(RECORDS_NAME))]
+    trained = next((value for log in logs if (value := _last(log, "gns/units_per_window")) is not None), None)
+    if source.pattern is not None:
+        return _printed(folder / STDOUT, source, trained, batch)
+    for log in logs:
+        own = [record for record in log if record["kind"] == "metrics" and source.name in record["metrics"]]
+        if own:
+            per_step = trained or batch
+            return Losses(_curve((r["window"] * per_step, r["metrics"][source.name]) for r in own), trained)
+    return Losses(Curve((), ()), trained, _why_none(logs, source.name))
+
+
+def _printed(file: Path, source: LossSource, trained: float | None, batch: float) -> Losses:
+    assert source.pattern is not None
+    text = file.read_text(errors="replace") if file.exists() else ""
+    found = [each.groupdict() for each in re.finditer(source.pattern, text)]
+    if not found:
+        return Losses(Curve((), ()), problem=f"nothing that it printed matches --loss-regex: see {file}")
+    try:
+        losses = [float(each["loss"]) for each in found]
+        steps, units = ([float(each[name] or "nan") for each in found if name in each] for name in ("step", "units"))
+    except ValueError as error:
+        return Losses(Curve((), ()), problem=f"--loss-regex matches what is no number ({error}): see {file}")
+    if units and steps and steps[-1] > steps[0]:
+        trained = trained or (units[-1] - units[0]) / (steps[-1] - steps[0])
+    per_step = trained or batch
+    places = units or [step * per_step for step in steps]
+    start = _start(places) if source.first_step is None else source.first_step * per_step
+    return Losses(_curve(zip((place - start for place in places), losses, strict=True)), trained)
+
+
+def _start(places: Sequence[float]) -> float:
+    """Units of the checkpoint as a script counts them: the first that it prints, unless an interval ends there."""
+    begins_anew = len(places) < 2 or places[0] <= places[1] - places[0]
+    return 0.0 if begins_anew else places[0]
+
+
+def _curve(points: Iterable[tuple[float, float | None]]) -> Curve:
+    """Of points in any order; a later loss at the same place counts."""
+    by_units = {units: math.nan if loss is None else loss for units, loss in points if units >= 0}
+    rising = sorted(by_units.items())
+    return Curve(tuple(units for units, _ in rising), tuple(loss for _, loss in rising))
+
+
+def _records(file: Path) -> Iterator[dict[str, Any]]:
+    """Records of a log's last run that hold numbers, and its headers; none of a file that has hardly begun."""
+    try:
+        skipped = last_run(file, advice="").lines_before
+        for number, line in enumerate(lines_of(file, advice="")):
+            if number >= skipped and line.startswith(_WANTED) and (record := parse_record(line)) is not None:
+                yield record
+    except (ValueError, OSError):
+        return
+
+
+def _last(log: Iterable[Mapping[str, Any]], metric: str) -> float | None:
+    known = [value for record in log if (value := record.get("metrics", {}).get(metric)) is not None]
+    return float(known[-1]) if known and isinstance(known[-1], int | float) else None
+
+
+def _why_none(logs: Sequence[Sequence[Mapping[str, Any]]], name: str) -> str:
+    if not any(logs):
+        return (
+            f"it has no sonde log: call sonde.attach and probe.log({name}=…) in the script, or pass --loss-regex for "
+            "what it prints"
+        )
+    names = {key for log in logs for record in log if record["kind"] != "header" for key in record["metrics"]}
+    own = sorted(key for key in names if "/" not in key)
+    there = f"it has {', '.join(own)}" if own else "it has no metric of yours"
+    return f"its log has no {name!r}: {there}; call probe.log({name}=…) at each evaluation, or name another by --loss"
+
+
+def unit_of(folders: Sequence[Path]) -> str:
+    """The plural name of the unit in the first log of some branches; empty without a log."""
+    logs = (_records(file) for folder in folders for file in sorted(folder.rglob(RECORDS_NAME)))
+    return next((str(record["unit"]) for log in logs for record in log if record["kind"] == "header"), "")
+
+
+def noise_scales(folders: Sequence[Path]) -> list[Proxy]:
+    """B_simple in each metric that the logs of some branches have: at their ends, and on average.
+
+    Over branches, estimates and ends of intervals are averaged in their logs. The interval is not made narrower by
+    their number, so it is rather too wide.
+    """
+    found: dict[tuple[str, str], list[tuple[float | None, float | None, float | None]]] = {}
+    for folder in folders:
+        for file in sorted(folder.rglob(RECORDS_NAME)):
+            log = list(_records(file))
+            readings = [record for record in log if record["kind"] == "reading"]
+            headline = str(next((r["setup"].get("metric") for r in log if r["kind"] == "header"), "")).split(", ")[0]
+            for key, value in readings[-1]["metrics"].items() if readings else ():
+                if match := _NOISE_SCALE.fullmatch(key):
+                    name = "B_simple, average" if match[2] else "B_simple, now"
+                    ends = (readings[-1]["metrics"].get(f"{key}_{end}") for end in ("low", "high"))
+                    found.setdefault((name, match[1] or headline), []).append((value, *ends))
+    proxies = [_proxy(name, metric, values) for (name, metric), values in found.items()]
+    return [proxy for proxy in proxies if proxy is not None]
+
+
+def _proxy(name: str, metric: str, values: Sequence[tuple[float | None, float | None, float | None]]) -> Proxy | None:
+    middle, low, high = (_mean_of_logs([each[k] for each in values]) for k in range(3))
+    if low is None and high is None:
+        return None
+    return Proxy(name, metric, low or 0.0, high, middle if low and high else None)
+
+
+def _mean_of_logs(values: Sequence[float | None]) -> float | None:
+    """The geometric mean; None unless all are known and positive."""
+    logs = [math.log(value) for value in values if value]
+    return math.exp(sum(logs) / len(logs)) if logs and len(logs) == len(values) else None

@@ -1,0 +1,222 @@
+"""Trains branches by a launcher, ends each one when it has trained enough, and keeps what it has shown."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+import json
+import math
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+
+from sonde.evidence.branches import Branch, State, branch_as_json, branch_of_json
+from sonde.evidence.shell_losses import STDOUT, Losses, LossSource, read_losses
+from sonde.evidence.shell_plan import Asked
+from sonde.evidence.stats.loss_curves import Curve
+from sonde.log.sinks import BRANCH_FOLDER, BRANCH_LOSS
+from sonde.wording import count
+
+LAUNCHERS = {"local": "{command}", "ray": "ray job submit -- {command}"}
+"""By name, a command with {command}, and perhaps {out}: processes on this machine; jobs of a Ray cluster."""
+_RESULT, _STATUS, _STDERR, _LAUNCHER, _SCRIPT = "result.json", "status", "stderr.txt", "launcher.txt", "run.sh"
+_SECONDS_BETWEEN_LOOKS = 0.25
+_GRACE = 10.0
+"""Seconds that a branch has to end after SIGTERM."""
+_ALMOST = 1 - 1e-9
+"""Sums of units are rounded."""
+
+
+def result_of(asked: Asked) -> Branch | None:
+    """What was kept of a branch that has ended, in this call or an earlier one."""
+    file = asked.folder / _RESULT
+    return branch_of_json(json.loads(file.read_text())) if file.exists() else None
+
+
+def collect(asked: Asked, source: LossSource, units: float) -> Branch:
+    """Judge a branch that has ended, and keep the result in its folder."""
+    losses, status = read_losses(asked.folder, asked.batch, source), asked.folder / _STATUS
+    state, message = _judged(losses, units, status.read_text().strip() if status.exists() else "", asked.folder)
+    n = bisect.bisect_left(losses.curve.units, units * _ALMOST) + 1  # how far a script has run on is chance
+    curve = Curve(losses.curve.units[:n], losses.curve.losses[:n])
+    branch = Branch(
+        asked.batch, asked.seed, asked.rate, curve, state, message, asked.copy, trained_batch=losses.trained_batch
+    )
+    unfinished = asked.folder / f".{_RESULT}"
+    unfinished.write_text(json.dumps(branch_as_json(branch)))
+    unfinished.replace(asked.folder / _RESULT)
+    return branch
+
+
+def _judged(losses: Losses, units: float, status: str, folder: Path) -> tuple[State, str]:
+    """How a branch has ended, and what to do about it."""
+    points = (0.0, *losses.curve.units)
+    next_point = points[-1] + max((b - a for a, b in itertools.pairwise(points)), default=0.0)
+    if _has_trained_enough(losses, units) or (status == "0" and next_point > units):
+        return "finished", ""
+    if status != "0":
+        said = next((s for name in (_STDERR, STDOUT, _LAUNCHER) if (s := _last_line(folder / name))), "without a word")
+        return "failed", f"it {f'ended with status {status}' if status else 'was killed, or not started'}: {said}"
+    if losses.problem:
+        return "failed", losses.problem
+    remedy = "have the script train as long as {steps} or {units} says, or pass a smaller --units"
+    return "cut off", f"it ended by itself after {count(points[-1])} of {count(units)} units: {remedy}"
+
+
+def _has_trained_enough(losses: Losses, units: float) -> bool:
+    """Whether a branch has reached its units, or a loss that is not finite."""
+    curve = losses.curve
+    return bool(curve.units) and (curve.units[-1] >= units * _ALMOST or not math.isfinite(curve.losses[-1]))
+
+
+def _last_line(file: Path) -> str:
+    lines = file.read_text(errors="replace").strip().splitlines() if file.exists() else []
+    return f"{lines[-1].strip():.300} (see {file})" if lines else ""
+
+
+def prepare(asked: Asked, source: LossSource) -> None:
+    """Make a branch's folder, with the script that trains it. What an earlier try has left is moved aside."""
+    folder = asked.folder
+    if folder.exists():
+        names = (folder.with_name(f"{folder.name}.old-{n}") for n in itertools.count(1))
+        folder.rename(next(name for name in names if not name.exists()))
+    folder.mkdir(parents=True)
+    variables = {"PYTHONUNBUFFERED": "1", BRANCH_FOLDER: str(folder)}
+    if source.pattern is None:
+        variables[BRANCH_LOSS] = source.name
+    out, err, status = (shlex.quote(str(folder / name)) for name in (STDOUT, _STDERR, _STATUS))
+    lines = [
+        "#!/bin/sh",
+        "trap : TERM  # wait for the training, which gets the signal too, and note its status",
+        f"cd {shlex.quote(os.getcwd())} || exit 1",
+        *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
+        f"{shlex.join(asked.command)} > {out} 2> {err}",
+        f"echo $? > {status}",
+    ]
+    (folder / _SCRIPT).write_text("\n".join(lines) + "\n")
+
+
+def launch_words(launcher: str, asked: Asked) -> list[str]:
+    """The command that hands a branch to its engine.
+
+    Args:
+        launcher: a command with {command}, which becomes the words of the branch's own command, and perhaps {out}.
+        asked: the branch.
+
+    Example:
+        >>> asked = Asked(16, 1, 0, None, ("python", "train.py"), Path("/out/one"))
+        >>> launch_words("srun --output {out}/log {command}", asked)
+        ['srun', '--output', '/out/one/log', 'sh', '/out/one/run.sh']
+    """
+    own = f"sh {shlex.quote(str(asked.folder / _SCRIPT))}"
+    out = shlex.quote(str(asked.folder))
+    return shlex.split(launcher.replace("{command}", own).replace("{out}", out))
+
+
+def train(
+    asked: Sequence[Asked],
+    source: LossSource,
+    units: float,
+    *,
+    launcher: str,
+    n_jobs: int,
+    on_progress: Callable[[float], object],
+) -> Generator[tuple[Asked, Branch]]:
+    """Train branches, some at a time, each until it has its units.
+
+    Args:
+        asked: the branches.
+        source: of their losses.
+        units: that each trains on.
+        launcher: see `launch_words`.
+        n_jobs: branches that run at the same time.
+        on_progress: called now and then with the units of the branches that run.
+
+    Yields:
+        Each branch that has ended. When the generator is closed, those that run are ended.
+    """
+    waiting, running = [*asked], dict[subprocess.Popen[bytes], Asked]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < n_jobs:
+                each = waiting.pop(0)
+                prepare(each, source)
+                running[_started(each, launcher)] = each
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                next(iter(running)).wait(_SECONDS_BETWEEN_LOOKS)
+            seen = {process: read_losses(each.folder, each.batch, source) for process, each in running.items()}
+            on_progress(sum(min(losses.curve.units[-1], units) for losses in seen.values() if losses.curve.units))
+            _end([process for process, losses in seen.items() if _has_trained_enough(losses, units)])
+            for process in [process for process in running if process.poll() is not None]:
+                each = running.pop(process)
+                yield each, collect(each, source, units)
+    finally:
+        _end([*running])
+
+
+def _started(asked: Asked, launcher: str) -> subprocess.Popen[bytes]:
+    """The launcher's process, in a session of its own, so that Ctrl-C reaches this process alone."""
+    with (asked.folder / _LAUNCHER).open("wb") as out:
+        words = launch_words(launcher, asked)
+        return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End processes and all that they have started: by SIGTERM, and those that go on, by SIGKILL."""
+    _signal(processes, signal.SIGTERM)
+    deadline = time.monotonic() + _GRACE
+    try:
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0.0))
+    finally:  # also after a second Ctrl-C
+        _signal(processes, signal.SIGKILL)
+        for process in processes:
+            process.wait()
+
+
+def _signal(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+
+
+def collect_or_prepare(asked: Sequence[Asked], source: LossSource, units: float) -> list[Asked]:
+    """Collect branches that an engine of its own has ended, and prepare those that it has not been given.
+
+    Returns:
+        Branches that have not ended.
+    """
+    waiting = []
+    for each in asked:
+        kept = result_of(each)
+        if kept is None and (each.folder / _STATUS).exists():
+            kept = collect(each, source, units)
+        elif (kept is None and not (each.folder / _SCRIPT).exists()) or (kept and kept.state != "finished"):
+            prepare(each, source)
+            kept = None
+        waiting += [each] if kept is None else []
+    return waiting
+
+
+def write_array(asked: Sequence[Asked], out: Path, n_jobs: int) -> str:
+    """Write a Slurm array script for branches that are prepared.
+
+    Args:
+        asked: the branches.
+        out: folder for the script.
+        n_jobs: tasks that run at the same time.
+
+    Returns:
+        The command that submits it.
+    """
+    listed, script = out.absolute() / "array.txt", out.absolute() / "array.sbatch"
+    listed.write_text("".join(f"{each.folder / _SCRIPT}\n" for each in asked))
+    task = f'sh "$(sed -n "${{SLURM_ARRAY_TASK_ID}}p" {shlex.quote(str(listed))})"'
+    script.write_text(f"#!/bin/sh\n#SBATCH --array=1-{len(asked)}%{n_jobs}\n{task}\n")
+    return f"sbatch {shlex.quote(str(script))}"

@@ -1,0 +1,270 @@
+"""`sonde branch` through the real command line: what it measures, what it keeps, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from sonde.cli import main
+from sonde.evidence.branches import Branches
+from sonde.evidence.stats.branched_batch import from_base
+from tests.commands.branch_scripts import PATTERN, PRINTS, TRAINS
+from tests.new_process import Python
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prints.py").write_text(PRINTS)
+    (tmp_path / "trains.py").write_text(TRAINS)
+    return tmp_path
+
+
+def words(batches: str = "16,32,64", *options: object, wrong: str = "", seeds: int = 2, ends: bool = True) -> list[str]:
+    """A command that trains branches of the script that prints."""
+    own = ["--batches", batches, "--units", "3200", "--seeds", seeds, "--jobs", 2, "--loss-regex", PATTERN, *options]
+    script = ["prints.py", "--batch", "{batch}", "--seed", "{seed}", *(["--wrong", wrong] if wrong else [])]
+    script += ["--steps", "{steps}"] if ends else []
+    return ["branch", *map(str, own), "--", *script]
+
+
+def result(folder: Path) -> Branches:
+    return Branches.from_json(json.loads((folder / "branches" / "branches.json").read_text()))
+
+
+def said(capsys: pytest.CaptureFixture[str], argv: Sequence[str], status: int = 0) -> tuple[str, str]:
+    assert main(argv) == status
+    out, err = capsys.readouterr()
+    assert "Traceback" not in out + err
+    return out, err
+
+
+def test_the_critical_batch_of_a_known_law(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = said(capsys, words("16,32,64", "--noise", "B_noise=40:30:60", seeds=3))
+    found = result(folder)
+    # The script's batches need 1 + B/50 times the units. Its losses scatter by 0.2 %, the ratios of 3 seeds by about
+    # 0.3 %, which the conversion makes 2 % of 50. The noise is the same on every machine.
+    critical = found.critical
+    assert critical.ratio is not None
+    assert from_base(critical.ratio, 16, 0.2) == pytest.approx(50, rel=0.08)
+    assert [branch.state for branch in found.branches] == ["finished"] * 10
+    assert all(branch.curve.units[-1] == 3200 for branch in found.branches)
+    first, again = (b for b in found.branches if (b.batch, b.seed) == (16, 1))
+    assert (first.curve, again.copy) == (again.curve, 1)
+    for sentence in ("Critical batch size: ", "needs 20", "the law 1 + B/B_crit", "B_noise", "reference"):
+        assert sentence in out
+    assert "bit for bit" not in out
+    assert "batch 64, seed 3: finished\n" in err
+
+    kept = {path: path.stat().st_mtime_ns for path in folder.rglob("result.json")}
+    again_out, err = said(capsys, words("16,32,64", "--noise", "B_noise=40:30:60", seeds=3))
+    assert (again_out, err) == (out, "10 of 10 branches are finished already.\n")
+    # A larger batch is trained beside them.
+    _, err = said(capsys, words("16,32,64,128", seeds=3))
+    assert err.startswith("10 of 13 branches are finished already.\nbatch 128, seed ")
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+
+
+def test_torch_scripts_have_logs_of_their_own_and_go_on_after_ctrl_c(folder: Path) -> None:
+    torch.save({"weight": torch.full((1, 8), 2.0)}, "start.pt")
+    options = ["--batches", "16,64", "--units", "1280", "--seeds", "1", "--checkpoint", "start.pt", "--lr", "0.002"]
+    script = ["trains.py", "--resume", "{checkpoint}", "--batch", "{batch}", "--lr", "{lr}", "--seed", "{seed}"]
+    command = ["-m", "sonde", "branch", *options, "--lr-rule", "linear", "--", *script]
+    with Python(*command, folder=folder) as python:
+        deadline = time.monotonic() + 60
+        while not list(folder.rglob("result.json")):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(python.pid, signal.SIGINT)
+        ended = python.wait()
+    assert ended.status == 130, ended.err
+    assert "Stopped: 1 of 3 branches are finished. The same command trains the others." in ended.err
+    assert not (folder / "branches" / "branches.json").exists()
+
+    with Python(*command, folder=folder) as python:
+        ended = python.wait()
+    assert ended.status == 0, ended.err
+    assert ended.err.startswith("1 of 3 branches are finished already.\n")
+    found = result(folder)
+    assert not (folder / "runs").exists()
+    assert [branch.rate for branch in found.branches] == [0.002, 0.002, 0.008]
+    assert [branch.trained_batch for branch in found.branches] == [16, 16, 64]
+    assert found.unit == "rows"
+    reference, again, larger = found.branches
+    assert reference.curve == again.curve
+    assert reference.curve.units == tuple(range(0, 1281, 64))
+    assert larger.curve.units[-1] == 1280
+    # SGD with the rate ∝ batch: far below the critical batch, both need about as many units.
+    assert 0.8 < (found.ratios[0].ratio or math.inf) < 1.5
+    assert {(proxy.name, proxy.metric) for proxy in found.proxies} == {
+        ("B_simple, now", "euclidean"),
+        ("B_simple, average", "euclidean"),
+    }
+    assert "pass --seeds 3" in ended.out
+
+
+def test_what_a_script_does_wrong_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = said(capsys, words("16,32", wrong="ignores batch", seeds=1))
+    assert "the script ignores {batch}" in out
+    out, _ = said(capsys, words("16,32", wrong="ignores seed"))
+    assert "Batch 16, seed 1 and batch 16, seed 2 have the same losses" in out
+    assert "ignores {seed}" in out
+    out, _ = said(capsys, words("16,64", wrong="diverges"))
+    assert "Batch 64 diverged with 2 of 2 seeds" in out
+    assert "unbounded" in out
+    critical = result(folder).critical
+    assert (critical.low, critical.high) == (16, 64)
+    out, _ = said(capsys, words("16,64", wrong="short"), status=2)
+    assert "Batch 64, seed 1 cut off: it ended by itself after 1,024 of 3,200 units: have the script train" in out
+    _, err = said(capsys, words("16,32", wrong="raises"), status=2)
+    assert "failed, so the others were not trained: it ended with status 1: RuntimeError: no such data (see /" in err
+
+
+def test_a_branch_that_failed_is_trained_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = (folder / "prints.py").read_text()
+    broken = script.replace("draw =", "assert args.batch < 30, 'too little memory'\ndraw =", 1)
+    (folder / "prints.py").write_text(broken)
+    out, _ = said(capsys, words("16,32", seeds=1), status=2)
+    assert "Batch 32, seed 1 failed: it ended with status 1: AssertionError: too little memory" in out
+    (folder / "prints.py").write_text(script)
+    out, err = said(capsys, words("16,32", seeds=1))
+    assert "failed" not in out
+    assert err == "2 of 3 branches are finished already.\nbatch 32, seed 1: finished\n"
+    assert len(list(folder.glob("branches/batch-32-*.old-1"))) == 1  # what has failed can still be looked at
+
+
+def test_a_script_that_runs_on_is_ended(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said(capsys, words("16,32", wrong="slow", seeds=1, ends=False))
+    assert [(b.state, b.curve.units[-1]) for b in result(folder).branches] == [("finished", 3200)] * 3
+    assert {path.read_text() for path in folder.rglob("status")} == {"143\n"}  # by SIGTERM
+
+
+def test_scripts_that_count_on_from_a_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for further in ([], ["--first-step", "990"]):
+        said(capsys, [*words("16,32", *further, seeds=1), "--from", "1000"])
+        begin = 160 if further else 0
+        assert result(folder).branches[0].curve.units[0] == begin
+
+
+def test_other_engines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said(capsys, words("16,32", "--launcher", "env {command}", seeds=1))
+    assert len(result(folder).branches) == 3
+    slurm = words("16,32", "--launcher", "slurm", "--out", "array", seeds=1)
+    out, _ = said(capsys, slurm)
+    array = folder / "array" / "array.sbatch"
+    assert f"3 of 3 branches have not ended. If you have not submitted them, do so:\nsbatch {array}\n" in out
+    assert "#SBATCH --array=1-3%2" in array.read_text()
+    for task in ("1", "2"):
+        subprocess.run(["sh", str(array)], env=os.environ | {"SLURM_ARRAY_TASK_ID": task}, check=True)
+    out, _ = said(capsys, slurm)
+    assert "1 of 3 branches have not ended" in out
+    # The last one fails. It is said once, and given to Slurm again with the next call.
+    script = (folder / "prints.py").read_text()
+    (folder / "prints.py").write_text("raise MemoryError('too large')")
+    subprocess.run(["sh", str(array)], env=os.environ | {"SLURM_ARRAY_TASK_ID": "1"}, check=True)
+    out, _ = said(capsys, slurm, status=2)
+    assert "Batch 32, seed 1 failed: it ended with status 1: MemoryError: too large" in out
+    (folder / "prints.py").write_text(script)
+    out, _ = said(capsys, slurm)
+    assert "1 of 3 branches have not ended" in out
+    subprocess.run(["sh", str(array)], env=os.environ | {"SLURM_ARRAY_TASK_ID": "1"}, check=True)
+    out, _ = said(capsys, slurm)
+    assert "have not ended" not in out
+    kept = json.loads((folder / "array" / "branches.json").read_text())
+    assert [branch["state"] for branch in kept["branches"]] == ["finished"] * 3
+
+
+def test_a_script_without_a_log_or_with_another_metric(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "silent.py").write_text("print('nothing')")
+    own = ["branch", "--batches", "16,32", "--units", "320", "--seeds", "1"]
+    _, err = said(capsys, [*own, "--", "silent.py", "{batch}"], status=2)
+    assert "it has no sonde log: call sonde.attach and probe.log(eval_loss=…)" in err
+    _, err = said(capsys, [*own, "--loss-regex", PATTERN, "--", "silent.py", "{batch}"], status=2)
+    assert "nothing that it printed matches --loss-regex" in err
+
+
+REFUSED = [
+    ("--batches takes 2 sizes or more", ["--batches", "16"], None),
+    ("--units must be 2 steps of the largest batch, 64, or more", ["--units", "60"], None),
+    ("--seeds must be at least 1, got 0", ["--seeds", "0"], None),
+    ("--jobs must be at least 1, got 0", ["--jobs", "0"], None),
+    ("--tolerance must be above 0, got 0", ["--tolerance", "0"], None),
+    ("--reference must be one of 16,32, got 8", ["--reference", "8"], None),
+    ("no checkpoint at absent.pt", ["--checkpoint", "absent.pt"], None),
+    ("--checkpoint is given, but the command has no {checkpoint}", ["--checkpoint", "prints.py"], None),
+    ("branches go to a folder, got the file prints.py", ["--out", "prints.py"], None),
+    ("--first-step is of printed steps", ["--first-step", "3"], None),
+    ("--launcher must be local, slurm, ray", ["--launcher", "flux"], None),
+    ("--launcher ray cannot end a branch", ["--launcher", "ray"], None),
+    ("--loss-regex needs the groups", ["--loss-regex", "(?P<loss>x)"], None),
+    ("--loss-regex is no regular expression", ["--loss-regex", "("], None),
+    ("--noise takes a value within its interval", ["--noise", "B=3:4:5"], None),
+    ("--lr and --lr-rule need {lr}", ["--lr", "0.1"], None),
+    ("the command has no {batch}", [], "prints.py --seed {seed}"),
+    ("the command has no {seed}", [], "prints.py --batch {batch}"),
+    ("the placeholder {speed}, which is none of", [], "prints.py {batch} {seed} {speed}"),
+    (
+        "the command has {checkpoint}, which has no value: pass --checkpoint",
+        [],
+        "prints.py {batch} {seed} {checkpoint}",
+    ),
+    ("{lr} needs a rate above 0, got None: pass --lr", [], "prints.py {batch} {seed} {lr}"),
+    (
+        "--lr-rule must be sqrt, linear, none or a table",
+        ["--lr", "1", "--lr-rule", "cube"],
+        "prints.py {batch} {seed} {lr}",
+    ),
+    ("has no rate for batch 32: add it", ["--lr-rule", "16:1"], "prints.py {batch} {seed} {lr}"),
+    ("leave out --lr", ["--lr", "1", "--lr-rule", "16:1,32:2"], "prints.py {batch} {seed} {lr}"),
+    ("are Adam's rule", ["--lr", "1", "--beta1", "0.9"], "prints.py {batch} {seed} {lr} {beta1}"),
+    ("is no command that is installed", [], "no-such-program {batch} {seed}"),
+    ("no -- in", [], ""),
+]
+
+
+@pytest.mark.parametrize(("sentence", "options", "command"), REFUSED, ids=[row[0] for row in REFUSED])
+def test_errors_come_before_anything_starts(
+    sentence: str, options: list[str], command: str | None, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = "prints.py --batch {batch} --seed {seed}" if command is None else command
+    argv = ["branch", "--batches", "16,32", "--units", "320", *options]
+    out, err = said(capsys, [*argv, *(["--", *shlex.split(script)] if script else [])], status=2)
+    assert (out, err.count("\n"), err.startswith("sonde: error: ")) == ("", 1, True)
+    assert sentence in err
+    assert not (folder / "branches").exists()
+
+
+def test_rates_and_what_goes_with_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = "import sys; print('step 0: val loss 2.0\\nstep 400: val loss 1.0', *sys.argv[1:])"
+    (folder / "shows.py").write_text(script)
+    placeholders = [
+        "{batch}",
+        "{lr}",
+        "{beta1}",
+        "{beta2}",
+        "{eps}",
+        "{weight_decay}",
+        "{steps}",
+        "${HOME}",
+        '{"a": 1}',
+    ]
+    adam = ["--lr", "0.01", "--beta1", "0.9", "--beta2", "0.99", "--eps", "1e-8", "--weight-decay", "0.1"]
+    argv = ["branch", "--batches", "16,64", "--units", "6400", "--seeds", "1", "--loss-regex", PATTERN, *adam]
+    said(capsys, [*argv, "--", sys.executable, "shows.py", *placeholders])
+    shown = {path.parent.name.split("-")[1]: path.read_text().split()[10:] for path in folder.rglob("stdout.txt")}
+    assert shown == {
+        "16": ["16", "0.01", "0.9", "0.99", "1e-08", "0.1", "400", "${HOME}", '{"a":', "1}"],
+        "64": ["64", "0.02", "0.6", "0.96", "5e-09", "0.2", "100", "${HOME}", '{"a":', "1}"],
+    }
+    assert result(folder).rule == "learning rate ∝ √batch with β₁, β₂ and ε"

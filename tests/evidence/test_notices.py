@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from sonde.evidence.branches import Branch, Branches, Proxy
+from sonde.evidence.notices import notices, verdict
+from sonde.evidence.stats.branched_batch import UnitsRatio
+from sonde.evidence.stats.loss_curves import Curve
+
+
+def curve(batch: float, seed: int = 1, noise: float = 1e-3, floor: float = 0.0) -> Curve:
+    """A power law that the batch goes along 1 + B/50 times as slowly."""
+    draw = random.Random(f"{batch} {seed}")
+    units = tuple(float(50 * k) for k in range(41))
+    return Curve(units, tuple(floor + (u / (1 + batch / 50) + 300) ** -0.5 + noise * draw.gauss(0, 1) for u in units))
+
+
+def branches(*more: Branch, seeds: int = 3, noise: float = 1e-4) -> Branches:
+    each = [Branch(b, s, None, curve(b, s, noise), trained_batch=b) for b in (16, 32) for s in range(1, seeds + 1)]
+    return Branches("rows", 16, 2000, 0.2, "a rule", (*each, *more))
+
+
+def only(found: Branches) -> str:
+    """The one sentence there is."""
+    (sentence,) = notices(found)
+    return sentence
+
+
+def test_sound_branches_need_no_words() -> None:
+    sound = branches()
+    assert notices(replace(sound, branches=(*sound.branches, replace(sound.branches[0], copy=1)))) == []
+
+
+def test_failed_and_cut_off() -> None:
+    failed = Branch(64, 1, None, Curve((), ()), "failed", "it ended with status 1: no memory")
+    assert only(branches(failed)) == "Batch 64, seed 1 failed: it ended with status 1: no memory."
+
+
+def test_ignored_batches_and_seeds() -> None:
+    same = Branch(64, 1, None, replace(curve(16, 1, 1e-4), units=tuple(range(41))))
+    said = notices(branches(same))
+    assert (
+        "Batch 16, seed 1 and batch 64, seed 1 have the same losses, bit for bit: the script ignores {batch}" in said[0]
+    )
+    said = notices(branches(Branch(32, 4, None, curve(32, 1, 1e-4))))
+    assert "the script ignores {seed}" in said[0]
+    # A checkpoint's loss alone is the same for all.
+    assert notices(branches(Branch(64, 4, None, Curve((0, 2000), (300**-0.5, 0.03))))) == []
+
+
+def test_batches_that_the_script_rounds() -> None:
+    assert only(branches(Branch(40, 4, None, curve(40, 4, 1e-4), trained_batch=32))) == (
+        "The script trains with other batches than it was given (32 for 40, as it logs): ask for batches it takes."
+    )
+
+
+def test_a_checkpoint_that_does_not_resume() -> None:
+    again = Branch(
+        16, 1, None, Curve(curve(16).units, tuple(1.01 * loss for loss in curve(16, 1, 1e-4).losses)), copy=1
+    )
+    said = only(branches(again))
+    assert "Two runs of batch 16, seed 1 are not the same bit for bit: they differ by " in said
+    # 1 % of a loss ∝ (u + 400)^-½, at about three quarters of 2,000 units, is 2 · (1 + 400/1500) % of the units.
+    assert float(said.split("differ by ")[1].split("\N{NO-BREAK SPACE}")[0]) == pytest.approx(2.5, abs=0.3)
+
+
+def test_diverged_branches() -> None:
+    nan = Curve((0, 1000, 2000), (0.06, math.nan, 0.02))
+    rises = Curve((0, 1000, 2000), (0.06, 0.07, 0.09))
+    said = notices(branches(Branch(64, 1, None, nan), Branch(64, 2, None, rises)))
+    assert said[0] == "Batch 64 diverged with 2 of 2 seeds: try a lower rate."
+    said = notices(branches(Branch(16, 4, None, nan)))
+    assert "diverged with 1 of 4 seeds, the reference, so these seeds show nothing" in said[0]
+
+
+def test_batches_that_never_come_near() -> None:
+    far = [Branch(400, seed, None, curve(400, seed, 1e-5)) for seed in (1, 2, 3)]
+    # A ninth over 1.32: the reference's loss after 15 % of the units.
+    assert "the reference has the last loss of batch 400 (after 15" in only(branches(*far))
+
+
+def test_a_loss_that_hardly_falls() -> None:
+    flat = Branches("rows", 16, 2000, 0.2, "", (Branch(16, 1, None, curve(16, noise=0.02)),))
+    assert notices(flat)[0].startswith("The reference's loss falls by 0.0336 in all, and scatters by 0.0186 ")
+
+
+def test_too_few_seeds_and_how_many_would_do() -> None:
+    assert "pass --seeds 3 or more" in only(branches(seeds=1))
+    said = only(branches(noise=4e-3))
+    found = branches(noise=4e-3).ratios[0]
+    assert found.high is not None
+    assert found.ratio is not None
+    times = math.log(found.high / found.ratio) / math.log(1.2)
+    assert times > 1
+    assert f"use about {math.ceil(3 * times**2)} seeds, or about {2000 * times:,.0f} rows" in said
+
+
+def test_verdicts() -> None:
+    def said(*numbers: float | None, logs: tuple[float, ...] = (0.0,)) -> str:
+        middle, low, high = numbers
+        return verdict(UnitsRatio(32, logs, middle, low, high), 0.2)
+
+    assert said(1.0, 0.9, 1.2) == "as good"
+    assert said(1.2, 1.1, 1.3) == "not resolved"
+    assert said(1.5, 1.3, 1.7) == "needs more"
+    assert said(math.inf, 1.3, math.inf, logs=(0.2, math.inf)) == "1 of 2 seeds learn nothing"
+    assert said(None, None, None) == "not compared"
+    assert said(1.0, None, None) == "interval not known"
+
+
+def test_a_file_holds_all_of_it() -> None:
+    nan = Branch(64, 1, 0.1, Curve((0, 1), (0.5, math.nan)), "failed", "why", trained_batch=60.0)
+    found = replace(branches(nan), proxies=(Proxy("B_noise", "adam", 3.0, None, None),))
+    text = json.dumps(found.as_json(), allow_nan=False)
+    back = Branches.from_json(json.loads(text))
+    assert back.branches[:-1] == found.branches[:-1]
+    assert math.isnan(back.branches[-1].curve.losses[1])
+    assert replace(back, branches=()) == replace(found, branches=())
+    assert back.critical == found.critical
+    with pytest.raises(ValueError, match="another version of sonde"):
+        Branches.from_json({"schema": 0})
+
+
+def test_a_shorter_window_is_that_of_shorter_branches() -> None:
+    found = branches(noise=0.0).of_shorter(0.5)
+    assert found.units == 1000
+    assert {branch.curve.units[-1] for branch in found.branches} == {1000}
+    assert found.ratios[0].ratio == pytest.approx((1 + 32 / 50) / (1 + 16 / 50), rel=2e-3)

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sonde.evidence.shell_losses import LossSource, read_losses
+
+STEPS = LossSource(pattern=r"step (?P<step>\S+) loss (?P<loss>\S+)")
+
+
+def losses(folder: Path, text: str, source: LossSource = STEPS) -> list[tuple[float, float]]:
+    (folder / "stdout.txt").write_text(text)
+    curve = read_losses(folder, 8, source).curve
+    return list(zip(curve.units, curve.losses, strict=True))
+
+
+def test_where_printed_steps_begin(tmp_path: Path) -> None:
+    # Anew, with and without the checkpoint's own loss.
+    assert losses(tmp_path, "step 0 loss 3\nstep 10 loss 2\n") == [(0, 3), (80, 2)]
+    assert losses(tmp_path, "step 10 loss 3\nstep 20 loss 2\n") == [(80, 3), (160, 2)]
+    # Counting on from step 1,000, whose loss is printed first.
+    assert losses(tmp_path, "step 1000 loss 3\nstep 1010 loss 2\n") == [(0, 3), (80, 2)]
+    told = LossSource(pattern=STEPS.pattern, first_step=1000)
+    assert losses(tmp_path, "step 1010 loss 3\nstep 1020 loss 2\n", told) == [(80, 3), (160, 2)]
+    assert losses(tmp_path, "step 990 loss 4\nstep 1000 loss 3\n", told) == [(0, 3)]
+
+
+def test_printed_units(tmp_path: Path) -> None:
+    units = LossSource(pattern=r"(?P<units>\d+) rows: (?P<loss>\S+)")
+    assert losses(tmp_path, "100 rows: 3\n200 rows: 2.5", units) == [(100, 3), (200, 2.5)]
+    both = LossSource(pattern=r"(?P<step>\d+)/(?P<units>\d+) (?P<loss>\S+)")
+    assert losses(tmp_path, "0/0 3\n10/60 2\n", both) == [(0, 3), (60, 2)]
+    assert read_losses(tmp_path, 8, both).trained_batch == 6
+
+
+def test_printed_oddities(tmp_path: Path) -> None:
+    """A line that is printed twice, numbers that are none, and none at all."""
+    assert losses(tmp_path, "step 0 loss 3\nstep 10 loss 2\nstep 10 loss 1\n") == [(0, 3), (80, 1)]
+    (_, nan), *_ = losses(tmp_path, "step 0 loss nan\nstep 10 loss 2\n")
+    assert nan != nan
+    assert losses(tmp_path, "step 0 loss ?\n") == []
+    assert "matches what is no number" in read_losses(tmp_path, 8, STEPS).problem
+    assert losses(tmp_path, "") == []
+    assert "nothing that it printed matches" in read_losses(tmp_path / "absent", 8, STEPS).problem
+
+
+def test_expressions_that_cannot_be_used() -> None:
+    with pytest.raises(ValueError, match="is no regular expression"):
+        LossSource(pattern="(")
+    for pattern in ("(?P<loss>x)", "(?P<step>x)"):
+        with pytest.raises(ValueError, match="needs the groups"):
+            LossSource(pattern=pattern)

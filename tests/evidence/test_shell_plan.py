@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sonde.evidence.shell_losses import LossSource
+from sonde.evidence.shell_plan import Plan, rates_of
+
+COMMAND = ("python", "train.py", "--batch={batch}", "{seed}", "{checkpoint}", "--out", "{out}/x")
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    (tmp_path / "start.pt").write_text("weights")
+    base = {"checkpoint": str(tmp_path / "start.pt")}
+    return Plan(COMMAND, (16.0, 32.0, 64.0), 32.0, 1000, 2, LossSource(), tmp_path / "out", "", {}, base)
+
+
+def test_the_reference_comes_first_and_once_more(plan: Plan) -> None:
+    asked = plan.asked()
+    assert [(each.batch, each.seed, each.copy) for each in asked] == [
+        (32, 1, 0),
+        (32, 2, 0),
+        (32, 1, 1),
+        (16, 1, 0),
+        (16, 2, 0),
+        (64, 1, 0),
+        (64, 2, 0),
+    ]
+    assert asked[0].command[2:] == ("--batch=32", "1", plan.base["checkpoint"], "--out", f"{asked[0].folder}/x")
+    assert len({each.folder for each in asked}) == 7
+
+
+def test_a_folder_is_that_of_one_content(plan: Plan, tmp_path: Path) -> None:
+    """Whatever changes what a branch would show gives it another folder, and nothing else does."""
+    folder = plan.asked()[0].folder
+    same = (replace(plan, n_seeds=5), replace(plan, batches=(32.0, 128.0)), replace(plan, rule="in other words"))
+    assert {each.asked()[0].folder for each in same} == {folder}
+    others = [
+        replace(plan, units=1001),
+        replace(plan, command=(*COMMAND, "--wd", "0.1")),
+        replace(plan, source=LossSource("val")),
+        replace(plan, source=LossSource(pattern="(?P<loss>.)(?P<step>.)")),
+    ]
+    folders = [each.asked()[0].folder for each in others]
+    (tmp_path / "start.pt").write_text("other weights")
+    folders.append(plan.asked()[0].folder)
+    assert len({folder, *folders}) == 6
+
+
+def test_a_checkpoint_of_several_files(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / "step-10").mkdir()
+    (tmp_path / "step-10" / "rank-0.pt").write_text("weights")
+    sharded = replace(plan, base={"checkpoint": str(tmp_path / "step-10")})
+    folder = sharded.asked()[0].folder
+    assert sharded.asked()[0].folder == folder
+    (tmp_path / "step-10" / "rank-0.pt").write_text("other weights")
+    assert sharded.asked()[0].folder != folder
+
+
+def test_rates() -> None:
+    batches = (16.0, 64.0)
+    assert rates_of(batches, 16, 0.1, None, {"lr"}) == ("learning rate ∝ √batch", {16: 0.1, 64: 0.2})
+    assert rates_of(batches, 64, 0.1, "linear", {"lr"})[1] == {16: 0.025, 64: 0.1}
+    assert rates_of(batches, 64, 0.1, "none", {"lr"})[1] == {16: 0.1, 64: 0.1}
+    assert rates_of(batches, 16, None, "64:3e-4,16:1e-4,128:1", {"lr"})[1] == {16: 1e-4, 64: 3e-4}
+    assert rates_of(batches, 16, None, None, set()) == ("the script's own learning rate", {})
+
+
+def test_weight_decay_keeps_its_time_scale(plan: Plan) -> None:
+    """Its part per unit is η λ/B: the same for all batches, whatever the rule of the rate."""
+    for rule in ("sqrt", "linear", "none"):
+        words, rates = rates_of(plan.batches, 32, 0.1, rule, {"lr"})
+        base = plan.base | {"weight_decay": 0.2}
+        scaled = replace(plan, command=("{batch}", "{lr}", "{weight_decay}"), rule=words, rates=rates, base=base)
+        per_unit = [float(lr) * float(decay) / float(batch) for batch, lr, decay in (a.command for a in scaled.asked())]
+        assert per_unit == pytest.approx([0.1 * 0.2 / 32] * 7)
