@@ -97,7 +97,7 @@ def averages(store: Store) -> dict[tuple[str, str], dict[str, float]]:
     return found
 
 
-def critical_batches(store: Store) -> list[list[str]]:
+def critical_batches(store: Store, draws: int = DRAWS) -> list[list[str]]:
     """The critical batch of each sweep in rollouts, with what it follows; B_simple averaged over a run beside it."""
     rows = [
         ["reward", "optimizer", "against", "N_crit in rollouts at each", "exponent", "B_simple × group", "exponent"]
@@ -106,7 +106,7 @@ def critical_batches(store: Store) -> list[list[str]]:
     for (reward, optimizer, what), found in sweeps(store).items():
         if len(found) < 2:
             continue
-        line = trend(found)
+        line = trend(found, draws=draws)
         cells = [f"{x}: {c:.0f} [{low:.0f}, {high:.0f}]" for x, (c, low, high) in line.critical.items()]
         row = [reward, optimizer, what, ", ".join(cells), f"{line.slope:.2f} [{line.low:.2f}, {line.high:.2f}]"]
         simple = {}
@@ -117,7 +117,7 @@ def critical_batches(store: Store) -> list[list[str]]:
     return rows
 
 
-def rollouts_needed(store: Store) -> list[list[str]]:
+def rollouts_needed(store: Store, draws: int = DRAWS) -> list[list[str]]:
     """Rollouts until the target at each batch, at its best rate: medians over seeds, with 95 % intervals."""
     rows: list[list[str]] = []
     rng = random.Random(0)
@@ -129,7 +129,7 @@ def rollouts_needed(store: Store) -> list[list[str]]:
             cells = {}
             for batch, steps in sweep:
                 seeds = range(len(steps[0]))
-                drawn = [fewest(steps, rng.choices(seeds, k=len(seeds))) for _ in range(DRAWS)]
+                drawn = [fewest(steps, rng.choices(seeds, k=len(seeds))) for _ in range(draws)]
                 low, high = (f"{batch * end:,.0f}" for end in _middle(drawn))
                 cells[batch] = f"{batch * fewest(steps, seeds):,.0f} [{low}, {high}]"
             rows.append([reward, optimizer, f"{what} {x}", *(cells.get(batch, "–") for batch in batches)])

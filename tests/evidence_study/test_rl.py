@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from evidence.rl import measured, sweep
-from evidence.rl_answers import critical, fewest, trend
+from evidence.rl_answers import critical, critical_batches, fewest, rollouts_needed, trend
 from evidence.sums import Batch, Sums, prompt_noise
+from evidence.work import Done, Store
 
 
 def needed(n_crit: float, scatter: float, seed: int) -> list[tuple[float, list[list[float | None]]]]:
@@ -51,7 +53,7 @@ def test_sonde_measures_the_noise_of_prompts() -> None:
     task = Sums(base=3, width=4)
     weights = {name: w.double() for name, w in task.start(1, seed=0).items()}
     exact = prompt_noise(task, weights)
-    reading = measured(task, weights, Batch(8, 8), n_windows=10, seed=1)
+    reading = measured(task, weights, Batch(16, 8), n_windows=4, seed=1)
     assert reading.low is not None
     assert reading.low < exact.b_simple(8) < (reading.high or math.inf)
     assert reading.completions_share == pytest.approx(exact.completions_share(8), rel=0.25)
@@ -64,3 +66,20 @@ def test_a_sweep_counts_steps_until_the_target() -> None:
     arrived = [max(steps) for steps in rows if None not in steps]
     assert arrived
     assert all(0 < steps <= 40 for steps in arrived)
+
+
+def test_tables_tell_groups_from_reuse(tmp_path: Path) -> None:
+    """The same sweep in groups of 8, without reuse, stands in both; a critical batch that grows with reuse is shown."""
+    store = Store(tmp_path)
+    for group, reuse in ((2, 1), (8, 1), (8, 4)):
+        for rollouts, steps in needed(100.0 * reuse, 0.0, seed=0):
+            arguments = {"reward": "digits", "optimizer": "sgd", "rollouts": rollouts, "group": group, "reuse": reuse}
+            store.append("rl", Done(arguments, {"steps": steps}, 1.0, "abc"))
+    of_group, of_reuse = critical_batches(store, draws=3)[1:]
+    assert [row[2] for row in (of_group, of_reuse)] == ["group", "reuse"]
+    assert of_group[4].startswith("0.00")
+    assert float(of_reuse[4].split()[0]) == pytest.approx(1.0, abs=0.02)  # critical batches lie on a grid
+    rows = {row[2]: row[3:] for row in rollouts_needed(store, draws=3)}
+    assert rows["against"][0] == "16 a step"
+    assert rows["group 8"] == rows["reuse 1"] == rows["group 2"]
+    assert rows["reuse 4"][0] == "8,320 [8,320, 8,320]"  # 20 steps × 16 × (1 + 400/16)
