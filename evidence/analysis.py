@@ -214,25 +214,30 @@ def quantile(ordered: Sequence[float], part: float) -> float:
     return ordered[low] + (place - low) * (ordered[low + 1] - ordered[low])
 
 
+FEATURES = ("B_simple, average / batch", "B_simple, now / average", "|G|²", "scatter of the loss / loss")
+
+
 def learning_rate(store: Store) -> Rows:
-    """What a log shows of a rate that is wrong: each feature at the end, over that of the tuned rate, by the offset."""
-    features: dict[tuple[str, str, int, int], list[dict[str, float]]] = {}
-    for done in store.read("watched"):
-        a = done.arguments
-        if a["metrics"] == "euclidean" and done.result["looks"]:
-            features.setdefault((a["task_name"], a["kind"], a["batch"], a["offset"]), []).append(_features(done))
-    offsets = sorted({key[-1] for key in features})
-    rows = [["feature", *(f"rate × 2^{offset}" for offset in offsets)]]
-    for name in ("B_simple, average", "B_simple, now / average", "|G|²", "scatter of the loss"):
-        cells = []
-        for offset in offsets:
-            logs = []
-            for (task, kind, batch, of), runs in features.items():
-                tuned = [run[name] for run in features.get((task, kind, batch, 0), ()) if name in run]
-                if of == offset and tuned:
-                    logs += [run[name] - statistics.fmean(tuned) for run in runs if name in run]
-            cells.append(_spread(logs))
-        rows.append([name, *cells])
+    """What a log shows of a rate that is wrong: each feature at its end, over that of the tuned rate, by the offset.
+
+    The last column has the rank correlation of the feature with the offset over all trainings: what somebody sees who
+    does not know the tuned rate.
+    """
+    runs = [
+        (tuple(a[name] for name in ("task_name", "kind", "batch")), a["offset"], _features(done))
+        for done in store.read("watched")
+        if (a := done.arguments)["metrics"] == "euclidean" and done.result["looks"]
+    ]
+    offsets = sorted({offset for _, offset, _ in runs})
+    rows = [["feature", *(f"rate × 2^{offset}" for offset in offsets), "rank correlation"]]
+    for name in FEATURES:
+        known = [(case, offset, features[name]) for case, offset, features in runs if name in features]
+        tuned = {case: [v for c, o, v in known if c == case and not o] for case, _, _ in known}
+        cells = [
+            _spread(v - statistics.fmean(tuned[case]) for case, o, v in known if o == offset and tuned[case])
+            for offset in offsets
+        ]
+        rows.append([name, *cells, _rank_correlation([(o, v) for _, o, v in known])])
     return rows
 
 
@@ -240,13 +245,31 @@ def _features(done: Done) -> dict[str, float]:
     """Logs of what stands at the end of a log."""
     last = done.result["looks"][-1]
     now, _, _, average, _, _, grad_sq, _ = last["euclidean"]
-    values = {
-        "B_simple, average": average,
-        "B_simple, now / average": now / average if now and average else None,
-        "|G|²": grad_sq,
-        "scatter of the loss": last["scatter"],
-    }
-    return {name: math.log(value) for name, value in values.items() if value and value > 0}
+    loss, scatter = last["loss"], last["scatter"]
+    values = (
+        average / done.arguments["batch"] if average else None,
+        now / average if now and average else None,
+        grad_sq,
+        scatter / loss if scatter and loss else None,
+    )
+    return {name: math.log(value) for name, value in zip(FEATURES, values, strict=True) if value and value > 0}
+
+
+def _rank_correlation(pairs: Sequence[tuple[float, float]]) -> str:
+    """Spearman's, with its 95 % interval by Fisher's z."""
+    ranks = [_ranks(values) for values in zip(*pairs, strict=True)]
+    if len(pairs) < 10 or any(len({*each}) == 1 for each in ranks):
+        return "–"
+    found = statistics.correlation(*ranks)
+    reach = 1.96 / math.sqrt(len(pairs) - 3)
+    low, high = (math.tanh(math.atanh(found) + side * reach) for side in (-1, 1))
+    return f"{found:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Equal values share the mean of their ranks."""
+    ordered = sorted(values)
+    return [ordered.index(v) + (ordered.count(v) - 1) / 2 for v in values]
 
 
 def _spread(logs: Iterable[float]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from evidence.figures import factors_of_proxies, units_over_batch
 from evidence.work import Done, Store
+from scipy.stats import spearmanr
 
 from evidence import analysis
 from sonde.evidence.branches import Branch, Branches
@@ -37,7 +38,7 @@ def made_up(folder: Path) -> Store:
 def watched(store: Store, offset: int, metrics: str, b_simple: float) -> None:
     arguments = {"task_name": "mlp", "kind": "sgd", "batch": 16, "offset": offset, "metrics": metrics}
     looks = [
-        {"units": units, "scatter": 0.1, "euclidean": [now, None, None, average, None, None, 1.0, 1.0]}
+        {"units": units, "loss": 1.0, "scatter": 0.1, "euclidean": [now, None, None, average, None, None, 1.0, 1.0]}
         for units, now, average in ((200, None, 1.0), (500, 5.0, 2.0), (1000, 10.0, b_simple))
     ]
     store.append("watched", Done(arguments, {"looks": looks}, 1.0, ""))
@@ -117,10 +118,20 @@ def test_branches_are_compared_where_they_are_resolved(tmp_path: Path) -> None:
 
 def test_features_are_over_those_of_the_tuned_rate(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    for offset, b_simple in ((0, 10.0), (0, 10.0), (-4, 30.0), (-4, 40.0), (-4, 50.0)):
+    for offset, b_simple in (
+        (0, 10.0),
+        (0, 10.0),
+        (-4, 30.0),
+        (-4, 40.0),
+        (-4, 50.0),
+        *((2, 2.0 + k) for k in range(5)),
+    ):
         watched(store, offset, "euclidean", b_simple)
     average = rows(analysis.learning_rate(store))[0]
-    assert average["rate × 2^-4"].startswith("4 (3.1 – 4.9, 3)")
+    assert average["rate × 2^-4"] == "4 (3.1 – 4.9, 3)"
+    correlation, pairs = average["rank correlation"].split(" [")[0], [(-4, 30), (-4, 40), (-4, 50), (0, 10), (0, 10)]
+    pairs += [(2, 2 + k) for k in range(5)]
+    assert float(correlation) == pytest.approx(spearmanr(*zip(*pairs, strict=True)).statistic, abs=0.006)
 
 
 def test_plots_are_made_of_what_is_there(tmp_path: Path) -> None:
