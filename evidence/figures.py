@@ -1,6 +1,6 @@
-"""`python -m evidence.figures`: writes the tables of the study, and its figure, from the results alone.
+"""`python -m evidence.figures`: writes the tables of the study, and its figures, from the results alone.
 
-The figure is drawn by bokeh, and its picture taken in Chromium.
+Figures are drawn by bokeh, and their pictures taken in Chromium.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from evidence import cost
 from evidence.analysis import Swept, factors, quantile, swept, tables
 from evidence.tasks import OPTIMIZERS, TASKS
 from evidence.work import RESULTS, Store
@@ -73,8 +74,8 @@ def factors_of_proxies(store: Store) -> Any:
     return plot
 
 
-def draw(store: Store, to: Path) -> None:
-    """Both plots beside each other, as a picture."""
+def draw(plots: Sequence[Any], to: Path, width: int, height: int) -> None:
+    """Plots beside each other, as a picture of so many pixels."""
     from bokeh.layouts import row
     from bokeh.plotting import output_file, save
     from docs.figures.__main__ import AT_REST
@@ -82,8 +83,8 @@ def draw(store: Store, to: Path) -> None:
 
     with tempfile.TemporaryDirectory() as folder, chromium(Path(folder) / "profile") as browser:
         output_file(str(Path(folder) / "page.html"), title="study", mode="inline")
-        save(row(units_over_batch(swept(store)), factors_of_proxies(store)))
-        browser.set_window_size(1130, 570)
+        save(row(*plots))
+        browser.set_window_size(width, height)
         browser.get((Path(folder) / "page.html").as_uri())
         while not browser.execute_script(AT_REST):
             pass
@@ -91,14 +92,16 @@ def draw(store: Store, to: Path) -> None:
 
 
 def main() -> None:
-    """Write both."""
+    """Write the tables, and the figures that there are results for."""
     parser = argparse.ArgumentParser(prog="python -m evidence.figures", description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder of tables.md and study.png")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder of tables.md and the figures")
     options = parser.parse_args()
     store = Store(options.results)
     (options.out / "tables.md").write_text(tables(store))
-    draw(store, options.out / "study.png")
+    draw([units_over_batch(swept(store)), factors_of_proxies(store)], options.out / "study.png", 1130, 570)
+    if store.read("cost"):
+        draw([cost.plot(store)], options.out / "cost.png", 1130, 570)
 
 
 if __name__ == "__main__":
