@@ -135,7 +135,7 @@ def plot(store: Store) -> Any:
             "low": [1 + each.low for each in known.values()],
             "high": [1 + each.high for each in known.values()],
         }
-        x = dodge("x", (k + 0.5) / len(names) - 0.5, range=plot.x_range)
+        x = dodge("x", 0.8 * ((k + 0.5) / len(names) - 0.5), range=plot.x_range)
         plot.segment(x, "low", x, "high", source=source, color=COLORS[k], line_width=2)
         plot.scatter(x, "middle", source=source, color=COLORS[k], size=7, legend_label=ENTRIES[name].title)
     plot.add_layout(plot.legend[0], "right")
