@@ -313,7 +313,7 @@ def tables(store: Store) -> str:
     parts = ["# Tables of the study", f"Command: `python -m evidence.figures`. Tasks: {', '.join(TASKS)}."]
     for title, make in TABLES.items():
         head, *rows = make(store)
-        lines = [head, ["---"] * len(head), *rows]
+        lines = [[cell.replace("|", "\\|") for cell in row] for row in (head, ["---"] * len(head), *rows)]
         if rows:
             parts += [f"## {title}", "\n".join("| " + " | ".join(line) + " |" for line in lines)]
     return "\n\n".join(parts) + "\n"

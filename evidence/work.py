@@ -180,11 +180,14 @@ def _results(
             except Exception as error:
                 yield study, arguments, error
         return
-    # A worker ends at Ctrl-C without a word: the pieces under way are done anew next time.
+    # A worker ends at Ctrl-C without a word, also while it starts: it inherits that the signal is held back, until
+    # `_begin_worker` lets it through. The pieces under way are done anew next time.
     with ProcessPoolExecutor(jobs, get_context("spawn"), _begin_worker) as pool:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         running: dict[Future[Done], tuple[Study, Arguments]] = {
             pool.submit(do, study, arguments, commit): (study, arguments) for study, arguments in waiting
         }
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         try:
             while running:
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -198,6 +201,7 @@ def _results(
 
 def _begin_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     torch.set_num_threads(1)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from evidence.figures import factors_of_proxies, units_over_batch
-from evidence.work import Done, Store
+from evidence.work import RESULTS, Done, Store
 from scipy.stats import spearmanr
 
 from evidence import analysis
@@ -140,3 +140,8 @@ def test_plots_are_made_of_what_is_there(tmp_path: Path) -> None:
         watched(store, 0, "all", b_simple)
     assert len(units_over_batch(analysis.swept(store)).renderers) == 1 + 3
     assert [*factors_of_proxies(store).y_range.factors] == [("euclidean", "sgd")]
+
+
+def test_the_tables_are_those_of_the_committed_results() -> None:
+    """If not: `python -m evidence.figures`."""
+    assert (RESULTS.parent / "tables.md").read_text() == analysis.tables(Store())
