@@ -8,12 +8,15 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from evidence.sums import PromptNoise
 from evidence.work import Store
-from sonde.evidence.stats.laws import fit_law
 
 DRAWS = 200
 """Of the bootstrap over seeds."""
+TRIED = torch.logspace(0, 6, 1201)
+"""Critical batches."""
 GROUP = 8
 """Completions of a prompt where samples are reused."""
 
@@ -53,10 +56,11 @@ def trend(sweeps: Mapping[int, Sweep], *, draws: int = DRAWS) -> Trend:
 
 
 def critical(sweep: Sweep, seeds: Sequence[int]) -> float:
-    """N_crit of one sweep, each batch at its best rate."""
+    """N_crit of one sweep, each batch at its best rate: of all that are tried, that of the least squares of logs."""
     needed = {rollouts: rollouts * fewest(steps, seeds) for rollouts, steps in sweep}
     known = {rollouts: math.log(units) for rollouts, units in needed.items() if math.isfinite(units)}
-    return fit_law("noise", [*known], [*known.values()], [1.0] * len(known), n_seeds=len(seeds)).critical
+    rest = torch.tensor([*known.values()]) - (torch.tensor([*known]) / TRIED[:, None]).log1p()
+    return float(TRIED[rest.var(1).argmin()])
 
 
 def fewest(steps: Sequence[Sequence[float | None]], seeds: Sequence[int]) -> float:
