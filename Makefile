@@ -24,7 +24,7 @@ TITAN_PIP := torch==2.14.1 torchtitan==0.3.0 datasets==4.1.1 hypothesis pytest p
 GPU_WHEELS := tyro docstring_parser typeguard typing_extensions rich markdown-it-py mdurl pygments pyyaml pytest-timeout
 GPU_PYTHON ?= 3.12
 
-.PHONY: help demo demo-entropy demo-check test test-torch test-torchtitan check bench bench-present bench-budget bench-norm bench-entropy bench-log gpu-check docs docs-figures newest-torch clean
+.PHONY: help demo demo-entropy demo-check test test-torch test-torchtitan check bench bench-present bench-budget bench-norm bench-entropy bench-log study study-smoke gpu-check docs docs-figures newest-torch clean
 .DEFAULT_GOAL := help
 
 help:
@@ -43,6 +43,8 @@ help:
 	@echo "make bench-norm   measure the global norm and the clip; writes benchmarks/results/"
 	@echo "make bench-entropy   measure how right forecasts of entropy are, and what they cost; writes benchmarks/results/"
 	@echo "make bench-log   measure the log of a long run and its report; writes benchmarks/results/"
+	@echo "make study   compare noise scales with measured critical batch sizes (3 hours on 2 cores, JOBS=2; goes on where it ended; the figure needs Chromium)"
+	@echo "make study-smoke   a tiny piece of each kind of the study (half a minute)"
 	@echo "make gpu-check   prepare .gpu/ for a machine with a GPU and no network, and print the command to run there (8 minutes)"
 	@echo "make clean   remove the virtual environments and caches"
 
@@ -163,6 +165,14 @@ bench-entropy: $(VENV)/.dev
 bench-log: $(VENV)/.dev
 	@echo "==> benchmark of the log of a long run (less than a minute)"
 	@$(BIN)/python -m benchmarks.long_run
+
+study: $(VENV)/.dev
+	@echo "==> the study (3 hours on 2 cores, JOBS=2; Ctrl-C keeps what is done, and the same command goes on)"
+	@$(BIN)/python -m evidence --jobs $(JOBS)
+	@$(BIN)/python -m evidence.figures
+
+study-smoke: $(VENV)/.dev
+	@$(BIN)/python -m evidence --smoke --jobs 1
 
 gpu-check: $(VENV)/.created
 	@rm -rf .gpu && $(PIP) download --dest .gpu --constraint constraints.txt --no-deps --only-binary=:all: \
