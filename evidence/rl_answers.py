@@ -97,7 +97,8 @@ def averages(store: Store) -> dict[tuple[str, str], dict[str, float]]:
     for done in store.read("rl-noise"):
         points = [point for training in done.result["trainings"] for point in training]
         key = done.arguments["reward"], done.arguments["optimizer"]
-        found[key] = {name: statistics.fmean(point[name] for point in points) for name in points[0]}
+        if points:  # a training may be too short for a reading
+            found[key] = {name: statistics.fmean(point[name] for point in points) for name in points[0]}
     return found
 
 
@@ -155,6 +156,8 @@ def prompt_noises(store: Store) -> list[list[str]]:
     noise = averages(store)
     for done in store.read("rl-noise"):
         reward, optimizer = done.arguments["reward"], done.arguments["optimizer"]
+        if (reward, optimizer) not in noise:
+            continue
         average, first = PromptNoise(**noise[reward, optimizer]), done.result["trainings"][0]
         for group in sorted({r["group"] for r in done.result["readings"]}):
             ratios, inside = [], []

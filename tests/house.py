@@ -86,6 +86,7 @@ def plain_window() -> tuple[int, int]:
 def sizes() -> dict[str, int]:
     """What the ratchets hold, by name."""
     table = {f"lines of code: {name}": n for name, n in sorted(by_folder().items())}
+    table["lines of code of the study"] = sum(lines_of_code(p.read_text()) for p in (ROOT / "evidence").rglob("*.py"))
     table["files of source"] = len(list(SOURCE.rglob("*.py")))
     table |= {f"files that one {name} closes over": len(closure(module)) for name, module in ENTRIES.items()}
     table["calls of one measured window"], table["files of one measured window"] = plain_window()

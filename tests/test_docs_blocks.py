@@ -57,7 +57,11 @@ def test_readings_are_printed_as_the_pages_show_them() -> None:
     known |= {"warms_up": False}
     known["average"] = sonde.Estimate(24.1, 22.0, 26.0)
     reading = sonde.NoiseScaleReading(**known)
-    shown = [line for path in PAGES for line in re.findall(r"^    (B_simple [\d>].*)$", path.read_text(), flags=re.M)]
+    shown = [
+        line
+        for path in PAGES
+        for line in re.findall(r"^    (B_simple [\d>].*, batch .*)$", path.read_text(), flags=re.M)
+    ]
     assert set(shown) == {str(reading)}
 
 

@@ -25,6 +25,7 @@ PRESENT = {
     "lines of code: policy": 5_566,  # truncated policies, entropies by position, KL and bonus as causes
     "lines of code: runs": 2_784,  # the page of branches
     "lines of code: stats": 178,  # + 1: a state shares nothing with its object
+    "lines of code of the study": 1_485,
     "files of source": 199,  # evidence
     "files that one window closes over": 70,
     "files that one clip closes over": 16,
@@ -32,7 +33,7 @@ PRESENT = {
     "calls of one measured window": 373,
     "files of one measured window": 25,
     "words of docs": 21_466,  # branches, B_noise
-    "lines of tests": 49_003,  # evidence
+    "lines of tests": 49_650,  # evidence
 }
 """What `python -m tests.house` prints. A change may lower a number. A line that raises one says why, beside it."""
 
