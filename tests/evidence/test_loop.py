@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import sonde
 from sonde.evidence.stats.branched_batch import UnitsRatio, critical_batch
 from sonde.evidence.stats.loss_curves import Curve, log_units_ratio
-from tests.evidence.small_training import OPTIMIZERS, Training, training
+from tests.evidence.small_training import OPTIMIZERS, Training, X, Y, training
 
 
 def branched(loop: Training, **options: Any) -> sonde.Branches:
@@ -124,6 +125,25 @@ def test_gradients_that_a_buffer_of_the_loop_holds_are_given_back() -> None:
     branched(loop)
     assert weight.grad is held
     assert torch.equal(held, before)
+
+
+def test_a_parameter_that_only_the_optimizer_has_is_given_back() -> None:
+    """A temperature, for example, which is in no module."""
+    loop, temperature = training("SGD"), torch.ones((), requires_grad=True)
+    temperature.grad = gradient = torch.tensor(3.0)
+    loop.optimizer.add_param_group({"params": [temperature]})
+
+    def step(batch: int) -> None:
+        rows = loop.sampler.take(batch)
+        loop.optimizer.zero_grad()
+        functional.cross_entropy(loop.model(X[rows]) * temperature, Y[rows]).backward()
+        loop.optimizer.step()
+
+    loop.step = step  # type: ignore[method-assign]
+    branched(loop)
+    assert temperature.item() == 1.0
+    assert temperature.grad is gradient
+    assert gradient.item() == 3.0
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sonde.parallel.model_state import preserve_gradients_and_buffers, preserve_modes_and_randomness
+from sonde.parallel.model_state import preserve_buffers, preserve_gradients, preserve_modes_and_randomness
 from sonde.parallel.placements import local_tensor, reshard
-from sonde.parallel.unwrap import unwrap_optimizer
+from sonde.parallel.unwrap import parameters_of, unwrap_optimizer
 from sonde.policy.scoring.training_state import seed_everything
 
 SaveAndLoad = tuple[Callable[[], Any], Callable[[Any], object]]
@@ -51,7 +51,8 @@ class KeptState:
             )
         ]
         reshard(self.model)  # otherwise FSDP2 may show what it has gathered
-        parameters = list(self.model.parameters())
+        # An optimizer may have parameters that are in no module, such as a temperature.
+        parameters = list(dict.fromkeys((*self.model.parameters(), *parameters_of(*self.optimizers))))
         of_optimizers = [_KeptOptimizer(optimizer) for optimizer in self.optimizers]
         self._weights = [(p, _copy(p, keep_on)) for p in parameters]
         further = [p.grad for p in parameters if p.grad is not None]
@@ -65,7 +66,8 @@ class KeptState:
         with (
             torch.inference_mode(False),  # which also turns gradients on, where torch.no_grad() has turned them off
             preserve_modes_and_randomness(self.model),
-            preserve_gradients_and_buffers(self.model),
+            preserve_buffers(self.model),
+            preserve_gradients([p for p, _ in self._weights]),
         ):
             try:
                 yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -41,16 +41,22 @@ def preserve_modes_and_randomness(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def preserve_gradients_and_buffers(model: nn.Module) -> Iterator[None]:
     """No parameter has a gradient inside. On exit `.grad`, `requires_grad` and buffers are as before, bit for bit."""
-    parameters = [(p, p.grad, p.requires_grad) for p in model.parameters()]
-    with preserve_buffers(model):
-        for p, _, _ in parameters:
-            p.grad = None
-        try:
-            yield
-        finally:
-            for p, grad, requires_grad in parameters:
-                p.requires_grad_(requires_grad)
-                p.grad = grad
+    with preserve_buffers(model), preserve_gradients(model.parameters()):
+        yield
+
+
+@contextlib.contextmanager
+def preserve_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """No parameter has a gradient inside. On exit `.grad` and `requires_grad` are as before."""
+    before = [(p, p.grad, p.requires_grad) for p in parameters]
+    for p, _, _ in before:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, grad, requires_grad in before:
+            p.requires_grad_(requires_grad)
+            p.grad = grad
 
 
 @contextlib.contextmanager
