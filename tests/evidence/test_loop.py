@@ -278,6 +278,24 @@ def test_a_step_that_ignores_its_batch_is_refused() -> None:
     assert loop.everything() == before
 
 
+@pytest.mark.parametrize("n_weights", [1, 1000])
+def test_steps_that_take_a_sign_are_no_mistake(n_weights: int) -> None:
+    """Adam's first step has the same length for every batch, and moves a single weight to the same place."""
+    weight = nn.Parameter(torch.ones(n_weights))
+    optimizer = torch.optim.Adam([weight], lr=0.01, eps=0.0)
+
+    def step(batch: int) -> None:
+        optimizer.zero_grad()
+        (weight - 0.1 * torch.randn(batch, n_weights)).square().mean().backward()
+        optimizer.step()
+
+    state = {"model": nn.ParameterList([weight]), "optimizer": optimizer}
+    found = sonde.branch(
+        step, state, loss=lambda: weight.detach().square().mean(), batches=[2, 4], units=16, verbose=False
+    )
+    assert len(found.branches) == 7
+
+
 def test_a_seed_that_changes_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="another seed changes nothing"):
         branched(training(), seed=lambda k: None)

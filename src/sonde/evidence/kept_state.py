@@ -18,6 +18,8 @@ from sonde.policy.scoring.training_state import seed_everything
 
 SaveAndLoad = tuple[Callable[[], Any], Callable[[Any], object]]
 """Returns a part of the state, and puts a part that was returned back."""
+_PART = 2**20
+"""Elements of a tensor that are compared at a time."""
 
 
 class KeptState:
@@ -90,10 +92,23 @@ class KeptState:
         for generator in self.generators:
             generator.manual_seed(number)
 
-    def moved(self) -> list[float]:
-        """How far each parameter has moved since it was kept, by its 2-norm on this rank."""
-        rest = [local_tensor(p.detach()).float() - kept.to(p.device).float() for p, kept in self._weights]
-        return torch.stack([each.norm().cpu() for each in rest]).tolist() if rest else []
+    @torch.no_grad()
+    def changes(self) -> tuple[bool, list[float]]:
+        """Whether a parameter has moved on this rank; and numbers that tell what was done from all else.
+
+        Gradients and the optimizers' state count too: steps that take a sign move a weight alike for most batches.
+        """
+        moves = (local_tensor(p).float() - kept.to(p.device).float() for p, kept in self._weights)
+        has_moved, numbers = False, list[float]()
+        for move in moves:
+            has_moved |= bool(move.any())
+            numbers += _projections(move)
+        rest = [p.grad for p, _ in self._weights if p.grad is not None]
+        rest += _tensors_in([of_p for each in self.optimizers for of_p in each.state.values()])
+        for tensor in map(local_tensor, rest):
+            if tensor.layout is torch.strided:
+                numbers += _projections(tensor.float())
+        return has_moved, numbers
 
 
 class _KeptOptimizer:
@@ -121,6 +136,12 @@ class _KeptOptimizer:
 
 def _copy(tensor: Tensor, device: torch.device | str | None) -> Tensor:
     return local_tensor(tensor.detach()).to(device=device or tensor.device, copy=True)
+
+
+def _projections(tensor: Tensor) -> list[float]:
+    """A number of each part of a tensor, which no change of signs or order leaves as it is."""
+    wave = torch.arange(1, 1 + min(tensor.numel(), _PART), device=tensor.device).sin()
+    return [float(part @ wave[: len(part)]) for part in tensor.flatten().split(_PART)]
 
 
 def _contents(value: Any) -> Any:

@@ -209,29 +209,29 @@ class _Branching:
             ValueError: if they make none.
         """
         reference, *_ = self.options
-        moved = {batch: self._moved(batch, 0) for batch in self.options}
-        if not any(itertools.chain.from_iterable(moved[reference])):
+        done = {batch: self._step(batch, 0) for batch in self.options}
+        if not any(has_moved for has_moved, _ in done[reference]):
             raise ValueError(
                 "train_step changes no parameter of the modules in state: it must take one optimizer step, state must "
                 "have the model, and the rate must not be 0, as it is when a warm-up begins"
             )
-        for one, other in itertools.combinations(moved, 2):
-            if moved[one] == moved[other]:
+        for one, other in itertools.combinations(done, 2):
+            if done[one] == done[other]:
                 raise ValueError(
                     f"train_step({one}) and train_step({other}) do exactly the same: let train_step draw as many units "
                     "as its argument says"
                 )
-        if self.n_seeds > 1 and self._moved(reference, 1) == moved[reference]:
+        if self.n_seeds > 1 and self._step(reference, 1) == done[reference]:
             raise ValueError(
                 "another seed changes nothing in the first step: pass seed=, a function of k that has train_step draw "
                 "other data for another k, or seeds=1"
             )
 
-    def _moved(self, batch: int, seed: int) -> list[list[float]]:
-        """How far one step moves each parameter, on each rank."""
+    def _step(self, batch: int, seed: int) -> list[tuple[bool, list[float]]]:
+        """What one step changes, on each rank."""
         with self._begun(int(self.plan.reference), seed):
             self.train_step(batch)
-            return gather_objects(self.ranks, self.kept.moved)
+            return gather_objects(self.ranks, self.kept.changes)
 
     @contextlib.contextmanager
     def _begun(self, batch: int, seed: int) -> Iterator[Callable[[float], None]]:
