@@ -28,6 +28,7 @@ from sonde.parallel.unwrap import given_optimizers, parameters_of
 from sonde.probe import Metric, ReportSection
 from sonde.record_values import whole_number
 from sonde.stats.intervals import unresolved
+from sonde.wording import count
 
 _FIRST_STEP = 0.01
 """The first step size that is tried along a plain gradient; along an optimizer's direction it is its learning rate."""
@@ -78,6 +79,12 @@ class Curvature:
         rising = all(a < b for a, b in zip((0, *self.sizes), self.sizes, strict=False))
         if len(self.sizes) < 2 or not rising:
             raise ValueError(f"sizes must be two or more rising numbers of micro-batches, got {self.sizes}: (1, 8, 64)")
+
+    @property
+    def need(self) -> str:
+        """How many micro-batches it takes, in words."""
+        n = self.held_out + (self.draws + 1) * self.sizes[-1]
+        return f"give {count(n)} on each rank, or ask for fewer by sonde.Curvature(held_out=, draws=, sizes=)"
 
 
 class CurvatureLog:
@@ -194,7 +201,7 @@ class OneSteps:
         """All looks, as far as the data go; or why there are none."""
         start = self._losses()
         if len(start) < self.options.held_out:
-            return f"the data ended before {self.options.held_out} held-out batches: give more"
+            return f"the data ended before {self.options.held_out} held-out batches: {self.options.need}"
         found = self._find_steps(batches, start)
         if isinstance(found, str):
             return found
@@ -211,7 +218,7 @@ class OneSteps:
             changes.append(torch.stack(rows, 1))  # [held-out batches, sizes, looks]
             per_unit.append(counts)
         if not changes:
-            return f"the data ended before two draws of {self.options.sizes[-1]} micro-batches: give more"
+            return f"the data ended before two draws of {self.options.sizes[-1]} micro-batches: {self.options.need}"
         sizes = 1 / torch.tensor(per_unit, dtype=torch.float64, device="cpu").mean(0)
         return Looks(
             torch.stack(changes), torch.tensor(steps, dtype=torch.float64, device="cpu"), sizes, is_linear=is_linear
@@ -328,7 +335,7 @@ class OneSteps:
             if self._optimizers and len(found) == len(self.options.sizes):
                 is_linear = self._is_linear(batch, moves)
         if len(found) < len(self.options.sizes):
-            return f"the data ended before one draw of {self.options.sizes[-1]} micro-batches: give more"
+            return f"the data ended before one draw of {self.options.sizes[-1]} micro-batches: {self.options.need}"
         slope = found[-1][0]
         if slope <= 0:
             return "the held-out loss does not fall along the direction of the largest batch: use larger ones"

@@ -262,6 +262,18 @@ def test_an_optimizer_without_a_rate_and_weights_of_16_bits_are_refused() -> Non
         reading(model.bfloat16(), batches([4] * 8))
 
 
+@pytest.mark.parametrize("n_batches", [4, 24])
+def test_an_iterator_that_curvature_uses_up_has_two_reasons(n_batches: int) -> None:
+    data = iter(batches([4] * n_batches))
+    options = sonde.Curvature(**QUICK)  # type: ignore[arg-type]
+    found = sonde.measure(model_of(), loss, data, unit="rows", verbose=False, curvature=options)
+    assert found.curvature is not None
+    assert "the data ended before" in found.curvature.b_noise.reason
+    assert "give 152 on each rank" in found.curvature.b_noise.reason
+    assert (found.ended, found.loss, found.n_batches) == ("data ended", None, 0)
+    assert str(found).startswith("B_simple not known (")
+
+
 def test_what_cannot_be_measured_has_a_reason() -> None:
     assert "the data ended before one draw of 16" in reading(model_of(), batches([4] * 20)).b_noise.reason
     few = reading(model_of(), batches([4] * (8 + 3 * 16 + 8))).b_noise
