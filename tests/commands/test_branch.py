@@ -115,6 +115,23 @@ def test_torch_scripts_have_logs_of_their_own_and_go_on_after_ctrl_c(folder: Pat
     assert "pass --seeds 3" in ended.out
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_branches_end_with_the_command(number: int, folder: Path) -> None:
+    """Also when the terminal is lost."""
+    (folder / "waits.py").write_text("import time; open('begun', 'w').close(); time.sleep(60)")
+    command = words("16,32", seeds=1, ends=False)
+    command[command.index("prints.py")] = "waits.py"
+    with Python("-m", "sonde", *command, folder=folder) as python:
+        deadline = time.monotonic() + 60
+        while not (folder / "begun").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(python.pid, number)
+        ended = python.wait()
+    assert "Stopped: 0 of 3 branches are finished." in ended.err
+    assert {path.read_text() for path in folder.rglob("status")} == {"143\n"}
+
+
 def test_what_a_script_does_wrong_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = said(capsys, words("16,32", wrong="ignores batch", seeds=1))
     assert "the script ignores {batch}" in out

@@ -104,7 +104,7 @@ def run_branch(options: BranchOptions, command: Sequence[str]) -> int:
 
     Raises:
         ValueError: for options that cannot be used, and when the first branch to end has failed.
-        KeyboardInterrupt: after Ctrl-C and SIGTERM; branches that have ended are kept.
+        KeyboardInterrupt: after Ctrl-C, SIGTERM and SIGHUP; branches that have ended are kept.
     """
     plan, measured = plan_of(options, command), tuple(map(_proxy_of, options.noise))
     asked, console = plan.asked(), _console()
@@ -201,12 +201,16 @@ def _proxy_of(text: str) -> Proxy:
 
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """End branches after SIGTERM too, which otherwise would leave them behind."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """End branches after SIGTERM too, and when the terminal is lost, which otherwise would leave them behind."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _collected(asked: Sequence[Asked], plan: Plan, options: BranchOptions) -> Mapping[Asked, Branch]:
