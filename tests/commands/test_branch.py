@@ -193,23 +193,27 @@ def test_other_engines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert len(result(folder).branches) == 3
     slurm = words("16,32", "--launcher", "slurm", "--out", "array", seeds=1)
     out, _ = said(capsys, slurm)
-    array = folder / "array" / "array.sbatch"
+    (array,) = (folder / "array").glob("array-*.sbatch")
     assert f"3 of 3 branches have not ended. If you have not submitted them, do so:\nsbatch {array}\n" in out
     assert "#SBATCH --array=1-3%2" in array.read_text()
-    for task in ("1", "2"):
-        subprocess.run(["sh", str(array)], env=os.environ | {"SLURM_ARRAY_TASK_ID": task}, check=True)
-    out, _ = said(capsys, slurm)
+
+    def task(n: int, array: Path = array) -> None:
+        subprocess.run(["sh", str(array)], env=os.environ | {"SLURM_ARRAY_TASK_ID": str(n)}, check=True)
+
+    for n in (1, 2):
+        task(n)
+        out, _ = said(capsys, slurm)  # which leaves the list of the tasks that wait as it is
     assert "1 of 3 branches have not ended" in out
     # The last one fails. It is said once, and given to Slurm again with the next call.
     script = (folder / "prints.py").read_text()
     (folder / "prints.py").write_text("raise MemoryError('too large')")
-    subprocess.run(["sh", str(array)], env=os.environ | {"SLURM_ARRAY_TASK_ID": "1"}, check=True)
+    task(3)
     out, _ = said(capsys, slurm, status=2)
     assert "Batch 32, seed 1 failed: it ended with status 1: MemoryError: too large" in out
     (folder / "prints.py").write_text(script)
     out, _ = said(capsys, slurm)
     assert "1 of 3 branches have not ended" in out
-    subprocess.run(["sh", str(array)], env=os.environ | {"SLURM_ARRAY_TASK_ID": "1"}, check=True)
+    task(1, Path(out.split("sbatch ")[1].split("\n")[0]))
     out, _ = said(capsys, slurm)
     assert "have not ended" not in out
     kept = json.loads((folder / "array" / "branches.json").read_text())

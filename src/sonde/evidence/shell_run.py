@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import hashlib
 import itertools
 import json
 import math
@@ -225,6 +226,8 @@ def collect_or_prepare(asked: Sequence[Asked], source: LossSource) -> list[Asked
 def write_array(asked: Sequence[Asked], out: Path, n_jobs: int) -> str:
     """Write a Slurm array script for branches that are prepared.
 
+    Its name tells which ones: tasks that wait look their branches up when they start, so no list is ever changed.
+
     Args:
         asked: the branches.
         out: folder for the script.
@@ -233,8 +236,10 @@ def write_array(asked: Sequence[Asked], out: Path, n_jobs: int) -> str:
     Returns:
         The command that submits it.
     """
-    listed, script = out.absolute() / "array.txt", out.absolute() / "array.sbatch"
-    listed.write_text("".join(f"{each.folder / _SCRIPT}\n" for each in asked))
+    lines = "".join(f"{each.folder / _SCRIPT}\n" for each in asked)
+    name = f"array-{hashlib.sha256(lines.encode()).hexdigest()[:10]}"
+    listed, script = out.absolute() / f"{name}.txt", out.absolute() / f"{name}.sbatch"
+    listed.write_text(lines)
     task = f'sh "$(sed -n "${{SLURM_ARRAY_TASK_ID}}p" {shlex.quote(str(listed))})"'
     script.write_text(f"#!/bin/sh\n#SBATCH --array=1-{len(asked)}%{n_jobs}\n{task}\n")
     return f"sbatch {shlex.quote(str(script))}"
