@@ -181,6 +181,18 @@ def test_a_script_that_runs_on_is_ended(folder: Path, capsys: pytest.CaptureFixt
     assert {path.read_text() for path in folder.rglob("status")} == {"143\n"}  # by SIGTERM
 
 
+def test_a_script_that_overwrites_its_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "start").mkdir()
+    (folder / "start" / "weights").write_text("")
+    prints = (folder / "prints.py").read_text()
+    (folder / "prints.py").write_text(prints.replace("args = ", "open('start/weights', 'a').write('x')\nargs = ", 1))
+    options = words("16,32", "--checkpoint", "start", seeds=1)
+    _, err = said(capsys, [*options, "--from", "0", "--wrong", "{checkpoint}"], status=2)
+    assert "the script writes to start, where other branches would begin: have it save to {out}" in err
+    _, err = said(capsys, [*words("16,32", "--checkpoint", "start", "--out", "start/x")], status=2)
+    assert "--out must be outside the checkpoint, got start/x" in err
+
+
 def test_scripts_that_count_on_from_a_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for further in ([], ["--first-step", "990"]):
         said(capsys, [*words("16,32", *further, seeds=1), "--from", "1000"])

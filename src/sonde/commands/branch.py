@@ -152,6 +152,7 @@ def plan_of(options: BranchOptions, command: Sequence[str]) -> Plan:
     is_launcher = launcher in (*LAUNCHERS, _SLURM) or "{command}" in launcher
     is_told = bool({"units", "steps"} & used)
     is_there = options.checkpoint is None or options.checkpoint.exists()
+    is_apart = options.checkpoint is None or not options.out.resolve().is_relative_to(options.checkpoint.resolve())
     is_printed = options.first_step is None or options.loss_regex is not None
     must_hold = {
         f"--reference must be one of {options.batches}, got {reference:g}: add it to --batches": reference in batches,
@@ -161,6 +162,7 @@ def plan_of(options: BranchOptions, command: Sequence[str]) -> Plan:
         f"--tolerance must be above 0, got {options.tolerance:g}": 0 < options.tolerance < math.inf,
         f"no checkpoint at {options.checkpoint}: pass --checkpoint a file or folder that is there": is_there,
         f"branches go to a folder, got the file {options.out}: pass another --out": not options.out.is_file(),
+        f"--out must be outside the checkpoint, got {options.out}: branches would change where they begin": is_apart,
         "--first-step is of printed steps: pass --loss-regex too, or leave it out": is_printed,
         f"--launcher must be local, slurm, ray, or a command with {{command}}, got {launcher!r}": is_launcher,
         f"--launcher {launcher} cannot end a branch: write {{steps}} or {{units}} in the command": launcher == "local"
@@ -229,6 +231,7 @@ def _trained(asked: Sequence[Asked], plan: Plan, options: BranchOptions) -> Mapp
     kept = {each: branch for each in asked if (branch := result_of(each)) and branch.state == "finished"}
     missing = [each for each in asked if each not in kept]
     ended: dict[Asked, Branch] = {}
+    start = plan.start
     console = _console(stderr=True)
     if kept:
         console.print(f"{len(kept)} of {len(asked)} branches are finished already.")
@@ -247,6 +250,11 @@ def _trained(asked: Sequence[Asked], plan: Plan, options: BranchOptions) -> Mapp
         with _terminated_as_interrupted(), bar, contextlib.closing(running):
             for each, branch in running:
                 ended[each] = branch
+                if plan.start != start:
+                    raise ValueError(
+                        f"the script writes to {options.checkpoint}, where other branches would begin: have it save to "
+                        "{out}, and restore the checkpoint"
+                    )
                 n_left = len(missing) - len(ended)
                 left = duration((time.monotonic() - begun) / len(ended) * n_left)
                 console.print(f"{branch.name}: {branch.state}" + (f"; about {left} left" if n_left else ""))

@@ -74,6 +74,11 @@ class Plan:
     rates: Mapping[float, float]
     base: Mapping[str, Any]
 
+    @property
+    def start(self) -> list[int]:
+        """What tells the checkpoint as it is now from another one in its place."""
+        return _state_of(self.base.get("checkpoint"))
+
     def asked(self) -> list[Asked]:
         """Every branch: those of the reference first, since the others are compared with them."""
         seeds = range(1, self.n_seeds + 1)
@@ -84,7 +89,7 @@ class Plan:
     def _asked(self, batch: float, seed: int, copy: int, units: float) -> Asked:
         values = self._values(batch, units) | {"seed": str(seed)}
         command = [_filled(word, values) for word in self.command]
-        content = json.dumps([command, units, self.source.content, _state_of(self.base.get("checkpoint"))])
+        content = json.dumps([command, units, self.source.content, self.start])
         digest = hashlib.sha256(content.encode()).hexdigest()[:10]
         folder = self.out.absolute() / f"batch-{batch:g}-seed-{seed}{'-again' if copy else ''}-{digest}"
         words = tuple(_filled(word, {"out": str(folder)}) for word in command)
