@@ -51,6 +51,19 @@ def test_a_folder_is_that_of_one_content(plan: Plan, tmp_path: Path) -> None:
     assert len({folder, *folders}) == 6
 
 
+def test_large_numbers_are_whole_ones(plan: Plan) -> None:
+    """Scripts read them by `int`, and folders of two batch sizes that are nearly the same have two names."""
+    large = replace(plan, command=("{batch}", "{units}", "{steps}"), batches=(2.0**20, 2.0**21), reference=2.0**20)
+    asked = replace(large, units=2e10, lengths=(0.7, 1.0)).asked()
+    assert [each.command for each in asked[:2]] == [
+        ("1048576", "14000000000", "13352"),
+        ("1048576", "20000000000", "19074"),
+    ]
+    assert asked[0].folder.name.startswith("batch-1048576-seed-1-")
+    fraction = replace(large, units=1001, lengths=(0.7,)).asked()[0]
+    assert fraction.command[1] == "700.7"
+
+
 def test_words_of_launchers(plan: Plan) -> None:
     first = plan.asked()[0]
     script = f"{first.folder}/run.sh"

@@ -91,7 +91,7 @@ class Plan:
         command = [_filled(word, values) for word in self.command]
         content = json.dumps([command, units, self.source.content, self.start])
         digest = hashlib.sha256(content.encode()).hexdigest()[:10]
-        folder = self.out.absolute() / f"batch-{batch:g}-seed-{seed}{'-again' if copy else ''}-{digest}"
+        folder = self.out.absolute() / f"batch-{_digits(batch)}-seed-{seed}{'-again' if copy else ''}-{digest}"
         words = tuple(_filled(word, {"out": str(folder)}) for word in command)
         return Asked(batch, seed, copy, units, self.rates.get(batch), words, folder)
 
@@ -105,7 +105,7 @@ class Plan:
             values |= adam_settings(kappa, **{name: values[name] for name in ADAM})
         if "weight_decay" in values:  # as fast per unit: λ' = λ κ η/η'
             values["weight_decay"] *= kappa * (self.rates[self.reference] / self.rates[batch] if self.rates else 1.0)
-        return {name: value if isinstance(value, str) else f"{value:.10g}" for name, value in values.items()}
+        return {name: value if isinstance(value, str) else _digits(value) for name, value in values.items()}
 
 
 def used_placeholders(command: Sequence[str]) -> set[str]:
@@ -115,6 +115,12 @@ def used_placeholders(command: Sequence[str]) -> set[str]:
 
 def _filled(word: str, values: Mapping[str, str]) -> str:
     return _PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), word)
+
+
+def _digits(value: float) -> str:
+    """A number as scripts can read it: a whole one without an exponent, of however many digits."""
+    whole = round(value)
+    return str(whole) if math.isclose(value, whole, rel_tol=1e-9) else f"{value:.10g}"
 
 
 def _state_of(checkpoint: str | None) -> list[int]:
