@@ -173,16 +173,18 @@ def measure(
         verbose: print progress on standard error, on the first rank.
         curvature: also measure B_noise = tr(HΣ)/GᵀHG, H the Hessian, and the best step size at several batch sizes, by
             single steps that are taken back bit for bit: True along the plain gradient, or a `Curvature`. Held-out
-            batches and draws are taken from `batches` first: 1,069 on each rank by default. This needs memory for one more copy of the weights and two
-            more sets of gradients, and for an optimizer's direction a copy of the optimizer and its weights.
+            batches and draws are taken from `batches` first: 1,069 on each rank by default. This needs memory for one
+            more copy of the weights and two more sets of gradients, and for an optimizer's direction a copy of the
+            optimizer and its weights.
 
     Returns:
         The measurement. `reading` has the noise scale, its interval and its groups, and `ended` why it stopped.
 
     Raises:
         ValueError: for an argument out of its range; a model without trainable parameters; a loss that is not a tensor
-            of no dims with a graph; fewer than two batches without `curvature`; gradients that cannot be used; ranks that were called
-            differently. An error on one rank alone, as in its data, leaves its peers waiting, as in training.
+            of no dims with a graph; fewer than two batches without `curvature`; gradients that cannot be used; ranks
+            that were called differently. An error on one rank alone, as in its data, leaves its peers waiting, as in
+            training.
         RuntimeError: when the loss changes the weights.
 
     Reference:
