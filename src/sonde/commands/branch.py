@@ -23,6 +23,7 @@ from sonde.evidence.branches import Branch, Branches, Proxy
 from sonde.evidence.shell_losses import LossSource, noise_scales, unit_of
 from sonde.evidence.shell_plan import ADAM, Asked, Plan, check_command, rates_of, used_placeholders
 from sonde.evidence.shell_run import LAUNCHERS, collect_or_prepare, joined, result_of, train, write_array
+from sonde.evidence.stats.rate_rules import DECAYED
 from sonde.runs.report.branch_page import write_branch_report
 from sonde.wording import duration
 
@@ -30,8 +31,6 @@ USAGE = "sonde branch --batches 16,32,64 --units 20000 [options] -- python train
 RESULT = "branches.json"
 ERROR = 2
 _SLURM = "slurm"
-_DECAYED = (0.5, 0.7, 1.0)
-"""Parts of the units that are trained on where the rate falls to 0, each from the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +178,7 @@ def plan_of(options: BranchOptions, command: Sequence[str]) -> Plan:
         base["checkpoint"] = str(options.checkpoint.absolute())
     source = LossSource(options.loss, options.loss_regex, options.first_step)
     words = (sys.executable, *command) if command[0].endswith(".py") else tuple(command)
-    lengths = _DECAYED if options.decay else (1.0,)
+    lengths = DECAYED if options.decay else (1.0,)
     rule += ", falling to 0 in each branch" if options.decay else ""
     return Plan(words, batches, reference, units, lengths, options.seeds, source, options.out, rule, rates, base)
 

@@ -25,6 +25,7 @@ from sonde.evidence.branches import Branch, Branches, Proxy
 from sonde.evidence.kept_state import KeptState
 from sonde.evidence.rates import Options, RateRule, held, options_at, rule_in_words, usual_rule
 from sonde.evidence.stats.loss_curves import Curve
+from sonde.evidence.stats.rate_rules import DECAYED
 from sonde.parallel.model_state import preserve_modes_and_randomness
 from sonde.parallel.process_groups import gather_objects
 from sonde.record_values import whole_number
@@ -40,8 +41,6 @@ _NOT_THE_SAME = (
     "the reference was trained twice from the same state, with other losses: state misses something that train_step "
     "changes, such as the position in the data, or kernels are not deterministic"
 )
-_DECAYED = (0.5, 0.7, 1.0)
-"""Parts of the units at whose end the rate has fallen to 0: the losses there make the curve of such a branch."""
 
 
 def branch(
@@ -269,7 +268,7 @@ class _Branching:
     def _curve(self, batch: int, seed: int, at_first: float) -> Curve:
         """The loss of one branch: of all its evaluations or, if the rate decays, of the ends of several lengths."""
         points = {0: at_first}
-        for part in _DECAYED if self.decays else (1.0,):
+        for part in DECAYED if self.decays else (1.0,):
             points |= self._trained(batch, seed, math.ceil(part * self.plan.units / batch))
         return Curve(tuple(float(n * batch) for n in points), tuple(points.values()))
 

@@ -10,19 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sonde.evidence.stats.rate_rules import RULES, adam_settings, rate_factor
+from sonde.evidence.stats.rate_rules import IN_WORDS, RULES, WITH_BETAS, adam_settings, rate_factor
 from sonde.parallel.unwrap import outside_graphs
 
 RateRule = Literal["sqrt", "linear", "none", "adam"] | Mapping[int, float]
 """By name; or the multiple of the reference's rate, by batch size."""
 Options = list[dict[str, Any]]
 """What an optimizer's groups are to have, in their order."""
-_IN_WORDS = {
-    "sqrt": "learning rate ∝ √batch",
-    "linear": "learning rate ∝ batch",
-    "none": "learning rate the same for all batches",
-    "adam": "learning rate ∝ √batch with β₁, β₂ and ε",
-}
+_IN_WORDS = IN_WORDS | {"adam": IN_WORDS["sqrt"] + WITH_BETAS}
 
 
 def usual_rule(optimizers: Sequence[torch.optim.Optimizer]) -> RateRule:

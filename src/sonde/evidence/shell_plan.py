@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from sonde.evidence.shell_losses import LossSource
-from sonde.evidence.stats.rate_rules import RULES, adam_settings, rate_factor
+from sonde.evidence.stats.rate_rules import IN_WORDS, RULES, WITH_BETAS, adam_settings, rate_factor
 
 ADAM = ("beta1", "beta2", "eps")
 PLACEHOLDERS = ("checkpoint", "batch", "lr", "seed", "units", "steps", "out", *ADAM, "weight_decay")
 """Names in braces that a command may hold."""
 _PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")  # ${NAME} is the shell's
-_IN_WORDS = {"sqrt": "∝ √batch", "linear": "∝ batch", "none": "the same for all batches"}
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ def rates_of(
         )
     if lr is None or not 0 < lr < math.inf:
         raise ValueError(f"{{lr}} needs a rate above 0, got {lr}: pass --lr, the learning rate of batch {reference:g}")
-    words = f"learning rate {_IN_WORDS[rule]}" + (" with β₁, β₂ and ε" if used.issuperset(ADAM) else "")
+    words = IN_WORDS[rule] + (WITH_BETAS if used.issuperset(ADAM) else "")
     return words, {batch: lr * rate_factor(rule, batch / reference) for batch in batches}
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sonde.evidence.stats.loss_curves import Curve, falling, log_units_ratio, mean_curve, units_at
+from sonde.evidence.stats.loss_curves import Curve, falling, log_units_ratio, units_at
 
 
 def curve(loss: Callable[[float], float], units: float = 100.0, n: int = 50) -> Curve:
@@ -126,7 +126,4 @@ def test_curves_that_are_none() -> None:
         Curve((0,), (1.0, 2.0))
     with pytest.raises(ValueError, match="must rise"):
         Curve((0, 0), (1.0, 2.0))
-    with pytest.raises(ValueError, match="at the same units"):
-        mean_curve([Curve((0, 1), (1.0, 2.0)), Curve((0, 2), (1.0, 2.0))])
-    assert mean_curve([Curve((0, 1), (1.0, 2.0)), Curve((0, 1), (3.0, 4.0))]) == Curve((0, 1), (2.0, 3.0))
     assert Curve((0, 1, 2), (3.0, 2.0, 1.0)).until(1.5) == Curve((0, 1), (3.0, 2.0))

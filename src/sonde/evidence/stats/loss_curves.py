@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 _SINCE = 0.5
@@ -168,11 +168,3 @@ def _mean_loss(curve: Curve, since: float) -> Callable[[float], float]:
     if since == 1:
         return lambda units: at(units)[0]
     return lambda units: (at(units)[1] - at(since * units)[1]) / ((1 - since) * units)
-
-
-def mean_curve(curves: Sequence[Curve]) -> Curve:
-    """The mean of curves with the same units: of the seeds of one batch size."""
-    units = curves[0].units
-    if any(curve.units != units for curve in curves):
-        raise ValueError("curves are averaged at the same units: evaluate all seeds at the same steps")
-    return Curve(units, tuple(map(statistics.fmean, zip(*(curve.losses for curve in curves), strict=True))))

@@ -7,6 +7,14 @@ from collections.abc import Mapping
 
 RULES = ("sqrt", "linear", "none")
 """Rate ∝ √κ (Adam), ∝ κ (SGD far below the critical batch), or the same for all batches."""
+IN_WORDS = {
+    "sqrt": "learning rate ∝ √batch",
+    "linear": "learning rate ∝ batch",
+    "none": "learning rate the same for all batches",
+}
+WITH_BETAS = " with β₁, β₂ and ε"
+DECAYED = (0.5, 0.7, 1.0)
+"""Parts of the units at whose end the rate has fallen to 0: the losses there make the curve of such a branch."""
 
 
 def rate_factor(rule: str, kappa: float) -> float:
