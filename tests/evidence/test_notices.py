@@ -89,6 +89,8 @@ def test_batches_that_never_come_near() -> None:
 def test_a_loss_that_hardly_falls() -> None:
     flat = Branches("rows", 16, 2000, 0.2, "", (Branch(16, 1, None, curve(16, noise=0.02)),))
     assert notices(flat)[0].startswith("The reference's loss falls by 0.0336 in all, and scatters by 0.0186 ")
+    constant = Branch(16, 1, None, Curve((0, 1, 2), (2.0, 2.0, 2.0)))
+    assert notices(replace(flat, branches=(constant,)))[0].startswith("The reference's loss falls by 0 in all")
 
 
 def test_too_few_seeds_and_how_many_would_do() -> None:

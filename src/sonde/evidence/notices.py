@@ -125,16 +125,15 @@ def _hardly_compared(found: Branches) -> Iterator[str]:
 
 def _flat(found: Branches) -> Iterator[str]:
     """A loss whose progress is lost in its scatter."""
-    for branch in _finished(found):
-        scatter = branch.curve.scatter
-        if branch.batch == found.reference and not branch.curve.has_diverged and scatter is not None:
-            fast = falling(branch.curve)
-            if (progress := fast.losses[0] - fast.losses[-1]) < 2 * scatter:
-                yield (
-                    f"The reference's loss falls by {number(progress)} in all, and scatters by {number(scatter)} from "
-                    f"one evaluation to the next: train on more {found.unit}, or evaluate on more data."
-                )
-                return
+    for curve in (branch.curve for branch in _finished(found) if branch.batch == found.reference):
+        if curve.has_diverged or curve.scatter is None:
+            continue
+        if (progress := falling(curve).progress) <= 2 * curve.scatter:
+            yield (
+                f"The reference's loss falls by {number(progress)} in all, and scatters by {number(curve.scatter)} from "
+                f"one evaluation to the next: train on more {found.unit}, or evaluate on more data."
+            )
+            return
 
 
 def _too_few(found: Branches) -> Iterator[str]:

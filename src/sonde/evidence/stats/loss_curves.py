@@ -55,6 +55,16 @@ class Curve:
         return bool(self.losses) and self.losses[-1] - self.losses[0] > _RISE * (self.scatter or 0.0)
 
     @property
+    def is_flat(self) -> bool:
+        """Whether the losses are finite and fall by no more than they scatter; False for fewer than 3."""
+        return self.scatter is not None and falling(self).progress <= self.scatter
+
+    @property
+    def progress(self) -> float:
+        """By how much the last loss is below the first."""
+        return self.losses[0] - self.losses[-1]
+
+    @property
     def scatter(self) -> float | None:
         """Standard deviation of a loss about its neighbours' line; None for fewer than 3 finite losses.
 
@@ -116,15 +126,15 @@ def log_units_ratio(branch: Curve, reference: Curve) -> float | None:
 
     Returns:
         The log; `math.inf` where the branch has diverged or comes to no loss below the checkpoint's; None where the
-        reference does so, a curve has fewer than 3 points, or none in the first half of the units: then nothing can be
-        compared.
+        reference does so or falls by no more than it scatters, a curve has fewer than 3 points, or none in the first
+        half of the units: then nothing can be compared.
 
     Example:
         >>> slow, fast = (Curve(tuple(range(9)), tuple(2 ** (-u / t) for u in range(9))) for t in (4, 2))
         >>> round(math.exp(log_units_ratio(slow, fast)), 1)
         2.0
     """
-    if len(reference.units) < FEWEST or reference.has_diverged:
+    if len(reference.units) < FEWEST or reference.has_diverged or reference.is_flat:
         return None
     if branch.has_diverged:
         return math.inf
