@@ -28,10 +28,17 @@ def test_where_printed_steps_begin(tmp_path: Path) -> None:
 
 def test_printed_units(tmp_path: Path) -> None:
     units = LossSource(pattern=r"(?P<units>\d+) rows: (?P<loss>\S+)")
-    assert losses(tmp_path, "100 rows: 3\n200 rows: 2.5", units) == [(100, 3), (200, 2.5)]
+    assert losses(tmp_path, "100 rows: 3\n200 rows: 2.5\n", units) == [(100, 3), (200, 2.5)]
     both = LossSource(pattern=r"(?P<step>\d+)/(?P<units>\d+) (?P<loss>\S+)")
     assert losses(tmp_path, "0/0 3\n10/60 2\n", both) == [(0, 3), (60, 2)]
     assert read_losses(tmp_path, 8, both).trained_batch == 6
+
+
+def test_a_line_that_is_half_written(tmp_path: Path) -> None:
+    text = "step 0 loss 3\nstep 10 loss 1"
+    assert losses(tmp_path, text) == [(0, 3)]
+    (tmp_path / "status").write_text("0")  # it has ended, so that no more will come
+    assert losses(tmp_path, text) == [(0, 3), (80, 1)]
 
 
 def test_printed_oddities(tmp_path: Path) -> None:

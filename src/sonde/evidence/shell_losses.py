@@ -16,6 +16,8 @@ from sonde.log.sinks import RECORDS_NAME
 
 STDOUT = "stdout.txt"
 """File in a branch's folder with what it has printed."""
+STATUS = "status"
+"""File that appears in a branch's folder when it has ended, with its exit status."""
 _WANTED = tuple(f'{{"kind":"{kind}"'.encode() for kind in ("header", "metrics", "reading"))
 _NOISE_SCALE = re.compile(r"gns/(?:(\w+)/)?b_simple(_average)?")
 
@@ -91,7 +93,10 @@ def read_losses(folder: Path, batch: float, source: LossSource) -> Losses:
 
 def _printed(file: Path, source: LossSource, trained: float | None, batch: float) -> Losses:
     assert source.pattern is not None
+    has_ended = file.with_name(STATUS).exists()
     text = file.read_text(errors="replace") if file.exists() else ""
+    if not has_ended:
+        text = text[: text.rfind("\n") + 1]  # the last line may be half written
     found = [each.groupdict() for each in re.finditer(source.pattern, text)]
     if not found:
         return Losses(Curve((), ()), problem=f"nothing that it printed matches --loss-regex: see {file}")

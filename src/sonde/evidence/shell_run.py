@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sonde.evidence.branches import Branch, State, branch_as_json, branch_of_json
-from sonde.evidence.shell_losses import STDOUT, Losses, LossSource, read_losses
+from sonde.evidence.shell_losses import STATUS, STDOUT, Losses, LossSource, read_losses
 from sonde.evidence.shell_plan import Asked
 from sonde.evidence.stats.loss_curves import Curve
 from sonde.log.sinks import BRANCH_FOLDER, BRANCH_LOSS
@@ -25,7 +25,7 @@ from sonde.wording import count
 
 LAUNCHERS = {"local": "{command}", "ray": "ray job submit -- {command}"}
 """By name, a command with {command}, and perhaps {out}: processes on this machine; jobs of a Ray cluster."""
-_RESULT, _STATUS, _STDERR, _LAUNCHER, _SCRIPT = "result.json", "status", "stderr.txt", "launcher.txt", "run.sh"
+_RESULT, _STATUS, _STDERR, _LAUNCHER, _SCRIPT = "result.json", STATUS, "stderr.txt", "launcher.txt", "run.sh"
 _SECONDS_BETWEEN_LOOKS = 0.25
 _GRACE = 10.0
 """Seconds that a branch has to end after SIGTERM."""
