@@ -48,6 +48,8 @@ def test_printed_oddities(tmp_path: Path) -> None:
     assert nan != nan
     assert losses(tmp_path, "step 0 loss ?\n") == []
     assert "matches what is no number" in read_losses(tmp_path, 8, STEPS).problem
+    optional = LossSource(pattern=r"step (?P<step>\d+)(?: loss (?P<loss>\S+))?")
+    assert losses(tmp_path, "step 0\nstep 0 loss 3\nstep 5\nstep 10 loss 2\n", optional) == [(0, 3), (80, 2)]
     assert losses(tmp_path, "") == []
     assert "nothing that it printed matches" in read_losses(tmp_path / "absent", 8, STEPS).problem
 

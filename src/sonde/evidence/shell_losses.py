@@ -97,12 +97,13 @@ def _printed(file: Path, source: LossSource, trained: float | None, batch: float
     text = file.read_text(errors="replace") if file.exists() else ""
     if not has_ended:
         text = text[: text.rfind("\n") + 1]  # the last line may be half written
-    found = [each.groupdict() for each in re.finditer(source.pattern, text)]
+    matches = (each.groupdict() for each in re.finditer(source.pattern, text))
+    found = [each for each in matches if all(each.get(name, "") is not None for name in ("loss", "step", "units"))]
     if not found:
         return Losses(Curve((), ()), problem=f"nothing that it printed matches --loss-regex: see {file}")
     try:
         losses = [float(each["loss"]) for each in found]
-        steps, units = ([float(each[name] or "nan") for each in found if name in each] for name in ("step", "units"))
+        steps, units = ([float(each[name]) for each in found if name in each] for name in ("step", "units"))
     except ValueError as error:
         return Losses(Curve((), ()), problem=f"--loss-regex matches what is no number ({error}): see {file}")
     if units and steps and steps[-1] > steps[0]:
