@@ -116,9 +116,10 @@ def test_torch_scripts_have_logs_of_their_own_and_go_on_after_ctrl_c(folder: Pat
 
 
 def test_what_a_script_does_wrong_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, _ = said(capsys, words("16,32", wrong="ignores batch", seeds=1))
+    out, _ = said(capsys, words("16,32", wrong="ignores batch", seeds=1), status=2)
+    assert "No critical batch size: batch 16, seed 1 and batch 32, seed 1 have the same losses" in out
     assert "the script ignores {batch}" in out
-    out, _ = said(capsys, words("16,32", wrong="ignores seed"))
+    out, _ = said(capsys, words("16,32", wrong="ignores seed"), status=2)
     assert "Batch 16, seed 1 and batch 16, seed 2 have the same losses" in out
     assert "ignores {seed}" in out
     out, _ = said(capsys, words("16,64", wrong="diverges"))
@@ -261,7 +262,7 @@ def test_errors_come_before_anything_starts(
 
 
 def test_rates_and_what_goes_with_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = "import sys; print('step 0: val loss 2.0\\nstep 400: val loss 1.0', *sys.argv[1:])"
+    script = "import sys; print(f'step 0: val loss 2.0\\nstep 400: val loss 1.{sys.argv[1]}', *sys.argv[1:])"
     (folder / "shows.py").write_text(script)
     placeholders = [
         "{batch}",

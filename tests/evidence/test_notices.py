@@ -49,6 +49,12 @@ def test_ignored_batches_and_seeds() -> None:
     )
     said = notices(branches(Branch(32, 4, None, curve(32, 1, 1e-4))))
     assert "the script ignores {seed}" in said[0]
+    for ignored, other in (("batch", same), ("seed", Branch(32, 4, None, curve(32, 1, 1e-4)))):
+        critical = branches(other).critical
+        assert (critical.status, critical.low) == ("unresolved", None)
+        assert f"have the same losses, as if the {ignored} were ignored" in critical.reason
+    # Losses that are not finite are the same by chance.
+    assert not branches(*(Branch(64, seed, None, Curve((0, 1), (0.06, math.nan))) for seed in (1, 2))).mistake
     # A checkpoint's loss alone is the same for all.
     assert only(branches(Branch(64, 4, None, Curve((0, 2000), (300**-0.5, 0.03))))) == (
         "Batch 64, seed 4 has 2 of 3 losses that a comparison needs: evaluate more often."
@@ -91,6 +97,10 @@ def test_a_loss_that_hardly_falls() -> None:
     assert notices(flat)[0].startswith("The reference's loss falls by 0.0336 in all, and scatters by 0.0186 ")
     constant = Branch(16, 1, None, Curve((0, 1, 2), (2.0, 2.0, 2.0)))
     assert notices(replace(flat, branches=(constant,)))[0].startswith("The reference's loss falls by 0 in all")
+    rises = Branch(16, 1, None, Curve((0, 1, 2), (2.0, 2.1, 2.2)))
+    for stuck in (constant, rises):
+        pair = (stuck, replace(stuck, batch=32))
+        assert replace(flat, branches=pair).critical.reason == "the reference's loss does not fall"
 
 
 def test_too_few_seeds_and_how_many_would_do() -> None:

@@ -100,7 +100,7 @@ def run_branch(options: BranchOptions, command: Sequence[str]) -> int:
         command: the script with its arguments and placeholders.
 
     Returns:
-        The exit status: 0, or 2 where a branch has failed.
+        The exit status: 0, or 2 where a branch has failed or the losses can show nothing.
 
     Raises:
         ValueError: for options that cannot be used, and when the first branch to end has failed.
@@ -130,7 +130,7 @@ def run_branch(options: BranchOptions, command: Sequence[str]) -> int:
         console.print(f"report  {write_branch_report(found, plan.out / 'report.html')}  (open it in a browser)")
     except ImportError as error:
         console.print(f"report  {error}, then run: sonde report {plan.out}")
-    return 0 if all(branch.state == "finished" for branch in found.branches) else ERROR
+    return 0 if not found.mistake and all(branch.state == "finished" for branch in found.branches) else ERROR
 
 
 def _console(*, stderr: bool = False) -> Console:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from statistics import fmean
@@ -58,16 +57,11 @@ def _few_losses(found: Branches) -> Iterator[str]:
 
 def _same_losses(found: Branches) -> Iterator[str]:
     """A script that ignores its batch or its seed."""
-    ignored = set()
-    for a, b in itertools.combinations(_finished(found), 2):
-        n = min(len(a.curve.losses), len(b.curve.losses))
-        differ = [name for name in ("batch", "seed") if getattr(a, name) != getattr(b, name)]
-        if len(differ) == 1 and n >= 2 and a.curve.losses[:n] == b.curve.losses[:n] and differ[0] not in ignored:
-            ignored.add(differ[0])
-            yield (
-                f"{a.name.capitalize()} and {b.name} have the same losses, bit for bit: the script ignores "
-                f"{{{differ[0]}}}, or its checkpoint replaces it. Have the script use it after it has resumed."
-            )
+    for name, (a, b) in found.ignored.items():
+        yield (
+            f"{a.name.capitalize()} and {b.name} have the same losses, bit for bit: the script ignores {{{name}}}, or "
+            "its checkpoint replaces it. Have the script use it after it has resumed."
+        )
 
 
 def _rounded(found: Branches) -> Iterator[str]:
@@ -130,8 +124,8 @@ def _flat(found: Branches) -> Iterator[str]:
             continue
         if (progress := falling(curve).progress) <= 2 * curve.scatter:
             yield (
-                f"The reference's loss falls by {number(progress)} in all, and scatters by {number(curve.scatter)} from "
-                f"one evaluation to the next: train on more {found.unit}, or evaluate on more data."
+                f"The reference's loss falls by {number(progress)} in all, and scatters by {number(curve.scatter)} "
+                f"from one evaluation to the next: train on more {found.unit}, or evaluate on more data."
             )
             return
 

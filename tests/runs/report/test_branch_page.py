@@ -65,7 +65,7 @@ def test_a_measured_critical_batch(tmp_path: Path) -> None:
 def test_without_noise_the_page_has_the_law_of_the_losses() -> None:
     """The ratio is (1 + B/200)/(1 + 16/200), 1.2 at 59.2."""
     exact = plausible_branches(proxies=())
-    curves = [replace(b, curve=curve_of(b.batch, b.seed, scatter=0.0)) for b in exact.branches]
+    curves = [replace(b, curve=curve_of(b.batch, b.seed, scatter=1e-9)) for b in exact.branches]
     found = replace(exact, branches=tuple(curves)).law_critical
     assert found.ratio == pytest.approx(CRITICAL, rel=0.01)
 
@@ -83,6 +83,12 @@ def test_one_seed_says_what_would_make_it_known(tmp_path: Path) -> None:
     text = text_of(plausible_branches(seeds=1, proxies=()), tmp_path)
     assert "Not known yet Run more branches: the scatter from seed to seed is not known: use 2 seeds or more." in text
     assert "No noise scale was measured beside these branches." in text
+
+
+def test_a_script_that_ignores_its_seed_is_mended_first(tmp_path: Path) -> None:
+    same = tuple(replace(b, curve=curve_of(b.batch, 0)) for b in BRANCHES.branches)
+    text = text_of(replace(BRANCHES, branches=same), tmp_path)
+    assert "Mend this first: batch 16, seed 0 and batch 16, seed 1 have the same losses" in text
 
 
 def test_what_was_noticed_comes_first(tmp_path: Path) -> None:

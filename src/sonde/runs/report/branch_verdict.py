@@ -17,7 +17,8 @@ def branch_panel(branches: Branches) -> VerdictPanel:
     """What to do, the critical batch size, and what may change it."""
     found, unit, more = branches.critical, branches.unit, percent(branches.tolerance)
     kind, badge, detail = "unknown", "Not known yet", ""
-    action, headline = f"Run more branches: {found.reason}.", "The critical batch size is not known yet."
+    need = "Mend this first" if branches.mistake else "Run more branches"
+    action, headline = f"{need}: {found.reason}.", "The critical batch size is not known yet."
     if found.low is not None:
         kind, badge = ("measured", "Measured") if found.status == "resolved" else ("unknown", "Only a lower bound")
         safe = count(math.floor(found.low))
