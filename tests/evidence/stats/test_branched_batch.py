@@ -50,6 +50,9 @@ def test_bounds() -> None:
     found = critical_batch([ratio(32, 0.9, 1.0, 1.1)], 16, 0.2)
     assert (found.status, found.low, found.high) == ("lower_bound", 32, inf)
     assert "try larger ones" in found.reason
+    absent = [UnitsRatio(batch, (), None, None, None) for batch in (64, 128)]
+    found = critical_batch([ratio(32, 0.9, 1.0, 1.1), *absent], 16, 0.2)
+    assert (found.low, found.reason.split(", ", 1)[1]) == (32, "and batch 64, 128 could not be compared")
     found = critical_batch([ratio(32, 0.9, 1.1, 1.4)], 16, 0.2)
     assert (found.status, found.low) == ("lower_bound", 24)  # 1.4 at 32, a line from 1 at 16
     assert "more seeds" in found.reason

@@ -107,7 +107,11 @@ def critical_batch(ratios: Sequence[UnitsRatio], reference: float, tolerance: fl
     first = _passes(batches, [1.0, *(r.high or 0.0 for r in known)], level)
     last = _passes(batches, [1.0, *(r.low or 0.0 for r in known)], level)
     if not first:
-        return RatioInterval("lower_bound", batches[-1], math.inf, "no batch needs so many units: try larger ones")
+        missing = ", ".join(f"{r.batch:g}" for r in ratios if r.batch > batches[-1])
+        reason = "no batch needs so many units: try larger ones"
+        if missing:
+            reason = f"no batch that was compared needs so many units, and batch {missing} could not be compared"
+        return RatioInterval("lower_bound", batches[-1], math.inf, reason)
     if not middle or (known[-1].low or 0.0) < level:
         reason = "the largest batch may need as few units: use larger batches or more seeds"
         return RatioInterval("lower_bound", first[0][0], math.inf, reason)
