@@ -86,6 +86,25 @@ def test_diverged_branches() -> None:
     assert "diverged with 1 of 4 seeds, the reference, so these seeds show nothing" in said[0]
 
 
+def test_slow_is_not_diverged() -> None:
+    """Without the checkpoint's loss, a ratio above the reach of the first losses is not known."""
+    slow = [Branch(1000, seed, None, curve(1000, seed, 1e-5)) for seed in (1, 2)]
+    late = replace(
+        branches(*slow),
+        branches=tuple(
+            replace(b, curve=Curve(b.curve.units[8:], b.curve.losses[8:])) for b in branches(*slow).branches
+        ),
+    )
+    ratio = late.ratios[-1]
+    assert (ratio.ratio, ratio.n_slow, ratio.n_diverged) == (math.inf, 2, 0)
+    assert verdict(ratio, 0.2) == "2 of 2 seeds are too slow to compare"
+    nan = replace(slow[0], curve=Curve((0, 1000, 2000), (0.06, math.nan, 0.02)))
+    assert verdict(branches(nan).ratios[-1], 0.2) == "1 of 1 seeds diverged"
+    # From a fourth of the units on, means of halves find no ratio above 2.
+    half = [replace(b, curve=Curve(b.curve.units[12:], b.curve.losses[12:])) for b in branches(*slow).branches]
+    assert replace(late, branches=tuple(half)).ratios[-1].ratio is None
+
+
 def test_batches_that_never_come_near() -> None:
     far = [Branch(400, seed, None, curve(400, seed, 1e-5)) for seed in (1, 2, 3)]
     # A ninth over 1.32: the reference's loss after 15 % of the units.
@@ -122,7 +141,7 @@ def test_verdicts() -> None:
     assert said(1.0, 0.9, 1.2) == "as good"
     assert said(1.2, 1.1, 1.3) == "not resolved"
     assert said(1.5, 1.3, 1.7) == "needs more"
-    assert said(math.inf, 1.3, math.inf, logs=(0.2, math.inf)) == "1 of 2 seeds learn nothing"
+    assert said(math.inf, 1.3, math.inf, logs=(0.2, math.inf)) == "1 of 2 seeds are too slow to compare"
     assert said(None, None, None) == "not compared"
     assert said(1.0, None, None) == "interval not known"
 

@@ -97,6 +97,7 @@ class Branches:
         """Of each batch above the reference: units that it needs over those that the reference needs."""
         references = {b.seed: b for b in self.branches if self._is_reference(b) and b.copy == 0}
         logs: dict[float, list[float]] = {b.batch: [] for b in self.branches if b.batch != self.reference}
+        n_diverged = dict.fromkeys(logs, 0)
         for branch in self.branches:
             base = references.get(branch.seed)
             if branch.batch == self.reference or branch.state != "finished" or base is None:
@@ -104,7 +105,8 @@ class Branches:
             found = log_units_ratio(branch.curve, base.curve)
             if found is not None:
                 logs[branch.batch].append(found)
-        return units_ratios([*logs.items()])
+                n_diverged[branch.batch] += branch.curve.has_diverged
+        return [replace(ratio, n_diverged=n_diverged[ratio.batch]) for ratio in units_ratios([*logs.items()])]
 
     @cached_property
     def critical(self) -> RatioInterval:

@@ -19,8 +19,9 @@ _COMPARED = 0.5
 
 def verdict(ratio: UnitsRatio, tolerance: float) -> str:
     """A batch beside the reference, in a few words."""
-    if ratio.n_diverged:
-        return f"{ratio.n_diverged} of {len(ratio.logs)} seeds learn nothing"
+    for n, what in ((ratio.n_diverged, "diverged"), (ratio.n_slow, "are too slow to compare")):
+        if n:
+            return f"{n} of {len(ratio.logs)} seeds {what}"
     if ratio.low is None or ratio.high is None:
         return "not compared" if ratio.ratio is None else "interval not known"
     if ratio.high <= 1 + tolerance:

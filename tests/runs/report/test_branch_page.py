@@ -12,6 +12,7 @@ import pytest
 
 from sonde.evidence.branches import Branches
 from sonde.evidence.notices import notices
+from sonde.evidence.stats.branched_batch import UnitsRatio
 from sonde.runs.report.branch_figures import loss_plot, ratio_plot
 from sonde.runs.report.branch_page import write_branch_report
 from sonde.runs.report.branch_verdict import in_words, noise_scales, over_b_crit, times
@@ -188,3 +189,12 @@ def test_the_command_finds_branches_in_a_folder(tmp_path: Path) -> None:
     file.write_text('{"schema": 1, "unit": "sequences"}')
     with pytest.raises(ValueError, match="does not hold branches: give a folder that `sonde branch` wrote"):
         write_report(tmp_path)
+
+
+def test_a_batch_that_is_too_slow_is_not_called_diverged() -> None:
+    slow, never = UnitsRatio(64, (math.inf,), math.inf, math.inf, math.inf), UnitsRatio(64, (), None, None, None)
+    assert (times(slow), times(replace(slow, n_diverged=1)), times(never)) == (
+        "too slow to compare",
+        "diverged",
+        "not known",
+    )

@@ -16,10 +16,12 @@ class UnitsRatio:
 
     Attributes:
         batch: units of one optimizer step.
-        logs: log of the ratio of each seed that could be compared; `math.inf` where the branch diverged.
-        ratio: the mean over seeds, of the logs; infinite if one diverged, None without any.
+        logs: log of the ratio of each seed that could be compared; `math.inf` where the branch diverged or is slower
+            than can be compared.
+        ratio: the mean over seeds, of the logs; infinite if one is, None without any.
         low: lower end of its 95 % interval; None where it is not known.
         high: upper end.
+        n_diverged: seeds whose branch diverged.
     """
 
     batch: float
@@ -27,11 +29,12 @@ class UnitsRatio:
     ratio: float | None
     low: float | None
     high: float | None
+    n_diverged: int = 0
 
     @property
-    def n_diverged(self) -> int:
-        """Seeds whose branch diverged, or came to no loss below the checkpoint's."""
-        return sum(map(math.isinf, self.logs))
+    def n_slow(self) -> int:
+        """Seeds whose branch did not diverge, but never came down to the reference's first losses."""
+        return sum(map(math.isinf, self.logs)) - self.n_diverged
 
 
 def units_ratios(logs: Sequence[tuple[float, Sequence[float]]]) -> list[UnitsRatio]:
