@@ -172,6 +172,18 @@ def test_scripts_that_count_on_from_a_checkpoint(folder: Path, capsys: pytest.Ca
         assert result(folder).branches[0].curve.units[0] == begin
 
 
+def test_scripts_that_count_on_but_do_not_print_the_checkpoints_loss(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = (folder / "prints.py").read_text()
+    (folder / "prints.py").write_text(script.replace("    print(", "    if step: print("))
+    _, err = said(capsys, [*words("16,32", seeds=1), "--from", "1000"], status=2)
+    assert "cut off, so the others" in err  # by the last step's number
+    assert "own, pass the checkpoint's step as --first-step" in err
+    _, err = said(capsys, [*words("16,32", seeds=1, wrong="slow", ends=False), "--from", "1000"], status=2)
+    assert "differ, so they are not the checkpoint's own: pass its step as --first-step" in err
+
+
 def test_other_engines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said(capsys, words("16,32", "--launcher", "env {command}", seeds=1))
     assert len(result(folder).branches) == 3

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sonde.evidence.shell_losses import LossSource, read_losses
+from sonde.evidence.shell_losses import LossSource, check_starts, read_losses
 
 STEPS = LossSource(pattern=r"step (?P<step>\S+) loss (?P<loss>\S+)")
 
@@ -24,6 +24,20 @@ def test_where_printed_steps_begin(tmp_path: Path) -> None:
     told = LossSource(pattern=STEPS.pattern, first_step=1000)
     assert losses(tmp_path, "step 1010 loss 3\nstep 1020 loss 2\n", told) == [(80, 3), (160, 2)]
     assert losses(tmp_path, "step 990 loss 4\nstep 1000 loss 3\n", told) == [(0, 3)]
+
+
+def test_first_losses_that_are_not_the_checkpoints_own(tmp_path: Path) -> None:
+    """The same step 1,020 of two batches from step 1,000 has other losses: they begin 20 steps before."""
+    for batch, first in ((8, 3.0), (16, 2.5)):
+        (tmp_path / f"{batch}").mkdir()
+        losses(tmp_path / f"{batch}", f"step 1020 loss {first}\nstep 1040 loss 2\n")
+    both = [(tmp_path / f"{batch}", batch) for batch in (8, 16)]
+    check_starts(both[:1], STEPS)
+    check_starts(both, LossSource(pattern=STEPS.pattern, first_step=1000))
+    with pytest.raises(ValueError, match=r"\(2.500 to 3\) differ.*: pass its step as --first-step"):
+        check_starts(both, STEPS)
+    losses(both[1][0], "step 1020 loss 3.00001\nstep 1040 loss 2\n")  # rounded otherwise
+    check_starts(both, STEPS)
 
 
 def test_printed_units(tmp_path: Path) -> None:

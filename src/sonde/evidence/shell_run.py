@@ -66,6 +66,8 @@ def _judged(losses: Losses, units: float, status: str, folder: Path) -> tuple[St
     if losses.problem:
         return "failed", losses.problem
     remedy = "have the script train as long as {steps} or {units} says, or pass a smaller --units"
+    if losses.counts_on:
+        remedy += "; if its first printed loss is not the checkpoint's own, pass the checkpoint's step as --first-step"
     return "cut off", f"it ended by itself after {count(points[-1])} of {count(units)} units: {remedy}"
 
 
