@@ -68,6 +68,13 @@ def test_printed_oddities(tmp_path: Path) -> None:
     assert "nothing that it printed matches" in read_losses(tmp_path / "absent", 8, STEPS).problem
 
 
+def test_losses_that_go_to_stderr(tmp_path: Path) -> None:
+    (tmp_path / "stderr.txt").write_text("a warning\n")
+    assert "nothing that it printed matches" in read_losses(tmp_path, 8, STEPS).problem
+    (tmp_path / "stderr.txt").write_text("step 0 loss 3\n")
+    assert "it prints its losses to stderr" in read_losses(tmp_path, 8, STEPS).problem
+
+
 def test_expressions_that_cannot_be_used() -> None:
     with pytest.raises(ValueError, match="is no regular expression"):
         LossSource(pattern="(")

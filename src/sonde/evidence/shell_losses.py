@@ -15,8 +15,8 @@ from sonde.log.lines import last_run, lines_of, parse_record
 from sonde.log.sinks import RECORDS_NAME
 from sonde.wording import number
 
-STDOUT = "stdout.txt"
-"""File in a branch's folder with what it has printed."""
+STDOUT, STDERR = "stdout.txt", "stderr.txt"
+"""Files in a branch's folder with what it has printed."""
 STATUS = "status"
 """File that appears in a branch's folder when it has ended, with its exit status."""
 _SAME = 0.01
@@ -105,6 +105,10 @@ def _printed(file: Path, source: LossSource, trained: float | None, batch: float
     matches = (each.groupdict() for each in re.finditer(source.pattern, text))
     found = [each for each in matches if all(each.get(name, "") is not None for name in ("loss", "step", "units"))]
     if not found:
+        errors = file.with_name(STDERR)
+        if errors.exists() and re.search(source.pattern, errors.read_text(errors="replace")):
+            problem = "it prints its losses to stderr: print them to stdout, or run sh -c 'python train.py … 2>&1'"
+            return Losses(Curve((), ()), problem=problem)
         return Losses(Curve((), ()), problem=f"nothing that it printed matches --loss-regex: see {file}")
     try:
         losses = [float(each["loss"]) for each in found]

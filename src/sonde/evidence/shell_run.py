@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sonde.evidence.branches import Branch, State, branch_as_json, branch_of_json
-from sonde.evidence.shell_losses import STATUS, STDOUT, Losses, LossSource, read_losses
+from sonde.evidence.shell_losses import STATUS, STDERR, STDOUT, Losses, LossSource, read_losses
 from sonde.evidence.shell_plan import Asked
 from sonde.evidence.stats.loss_curves import Curve
 from sonde.log.sinks import BRANCH_FOLDER, BRANCH_LOSS
@@ -25,7 +25,7 @@ from sonde.wording import count
 
 LAUNCHERS = {"local": "{command}", "ray": "ray job submit -- {command}"}
 """By name, a command with {command}, and perhaps {out}: processes on this machine; jobs of a Ray cluster."""
-_RESULT, _STATUS, _STDERR, _LAUNCHER, _SCRIPT = "result.json", STATUS, "stderr.txt", "launcher.txt", "run.sh"
+_RESULT, _LAUNCHER, _SCRIPT = "result.json", "launcher.txt", "run.sh"
 _SECONDS_BETWEEN_LOOKS = 0.25
 _GRACE = 10.0
 """Seconds that a branch has to end after SIGTERM."""
@@ -41,7 +41,7 @@ def result_of(asked: Asked) -> Branch | None:
 
 def collect(asked: Asked, source: LossSource) -> Branch:
     """Judge a branch that has ended, and keep the result in its folder."""
-    losses, status, units = read_losses(asked.folder, asked.batch, source), asked.folder / _STATUS, asked.units
+    losses, status, units = read_losses(asked.folder, asked.batch, source), asked.folder / STATUS, asked.units
     state, message = _judged(losses, units, status.read_text().strip() if status.exists() else "", asked.folder)
     n = bisect.bisect_left(losses.curve.units, units * _ALMOST) + 1  # how far a script has run on is chance
     curve = Curve(losses.curve.units[:n], losses.curve.losses[:n])
@@ -61,7 +61,7 @@ def _judged(losses: Losses, units: float, status: str, folder: Path) -> tuple[St
     if _has_trained_enough(losses, units) or (status == "0" and next_point > units):
         return "finished", ""
     if status != "0":
-        said = next((s for name in (_STDERR, STDOUT, _LAUNCHER) if (s := _last_line(folder / name))), "without a word")
+        said = next((s for name in (STDERR, STDOUT, _LAUNCHER) if (s := _last_line(folder / name))), "without a word")
         return "failed", f"it {f'ended with status {status}' if status else 'was killed, or not started'}: {said}"
     if losses.problem:
         return "failed", losses.problem
@@ -109,7 +109,7 @@ def prepare(asked: Asked, source: LossSource) -> None:
     variables = {"PYTHONUNBUFFERED": "1", BRANCH_FOLDER: str(folder)}
     if source.pattern is None:
         variables[BRANCH_LOSS] = source.name
-    out, err, status = (shlex.quote(str(folder / name)) for name in (STDOUT, _STDERR, _STATUS))
+    out, err, status = (shlex.quote(str(folder / name)) for name in (STDOUT, STDERR, STATUS))
     lines = [
         "#!/bin/sh",
         "trap : TERM  # wait for the training, which gets the signal too, and note its status",
@@ -215,7 +215,7 @@ def collect_or_prepare(asked: Sequence[Asked], source: LossSource) -> list[Asked
     waiting = []
     for each in asked:
         kept = result_of(each)
-        if kept is None and (each.folder / _STATUS).exists():
+        if kept is None and (each.folder / STATUS).exists():
             kept = collect(each, source)
         elif (kept is None and not (each.folder / _SCRIPT).exists()) or (kept and kept.state != "finished"):
             prepare(each, source)
