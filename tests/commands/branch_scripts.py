@@ -16,7 +16,7 @@ batch = 16 if args.wrong == "ignores batch" else args.batch
 every = max(1, int(160 / args.batch))
 for step in range(0, (args.steps or 10**9) + 1, every):
     # A power law of the units, of which a batch needs 1 + B/50 times as many.
-    loss = (step * args.batch / (1 + batch / 50) + 500) ** -0.5 * (1 + 0.002 * draw.gauss(0, 1))
+    loss = (step * args.batch / (1 + batch / 50) + 500) ** -0.5 * (1 + 0.002 * draw.gauss(0, 1) * (step > 0))
     if args.wrong == "ignores batch":
         draw = random.Random(args.seed + step // every)
         loss = 5.0 / (1 + step // every) + draw.random() / 1000

@@ -133,9 +133,10 @@ def test_branches_end_with_the_command(number: int, folder: Path) -> None:
 
 
 def test_what_a_script_does_wrong_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, _ = said(capsys, words("16,32", wrong="ignores batch", seeds=1))
+    out, _ = said(capsys, words("16,32", wrong="ignores batch", seeds=1), status=2)
+    assert "No critical batch size: batch 16, seed 1 and batch 32, seed 1 have the same losses" in out
     assert "the script ignores {batch}" in out
-    out, _ = said(capsys, words("16,32", wrong="ignores seed"))
+    out, _ = said(capsys, words("16,32", wrong="ignores seed"), status=2)
     assert "Batch 16, seed 1 and batch 16, seed 2 have the same losses" in out
     assert "ignores {seed}" in out
     out, _ = said(capsys, words("16,64", wrong="diverges"))
@@ -198,6 +199,18 @@ def test_scripts_that_count_on_from_a_checkpoint(folder: Path, capsys: pytest.Ca
         said(capsys, [*words("16,32", *further, seeds=1), "--from", "1000"])
         begin = 160 if further else 0
         assert result(folder).branches[0].curve.units[0] == begin
+
+
+def test_scripts_that_count_on_but_do_not_print_the_checkpoints_loss(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = (folder / "prints.py").read_text()
+    (folder / "prints.py").write_text(script.replace("    print(", "    if step: print("))
+    _, err = said(capsys, [*words("16,32", seeds=1), "--from", "1000"], status=2)
+    assert "cut off, so the others" in err  # by the last step's number
+    assert "own, pass the checkpoint's step as --first-step" in err
+    _, err = said(capsys, [*words("16,32", seeds=1, wrong="slow", ends=False), "--from", "1000"], status=2)
+    assert "differ, so they are not the checkpoint's own: pass its step as --first-step" in err
 
 
 def test_other_engines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -294,7 +307,7 @@ def test_errors_come_before_anything_starts(
 
 
 def test_rates_and_what_goes_with_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = "import sys; print('step 0: val loss 2.0\\nstep 400: val loss 1.0', *sys.argv[1:])"
+    script = "import sys; print(f'step 0: val loss 2.0\\nstep 400: val loss 1.{sys.argv[1]}', *sys.argv[1:])"
     (folder / "shows.py").write_text(script)
     placeholders = [
         "{batch}",

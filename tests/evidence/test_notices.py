@@ -49,6 +49,12 @@ def test_ignored_batches_and_seeds() -> None:
     )
     said = notices(branches(Branch(32, 4, None, curve(32, 1, 1e-4))))
     assert "the script ignores {seed}" in said[0]
+    for ignored, other in (("batch", same), ("seed", Branch(32, 4, None, curve(32, 1, 1e-4)))):
+        critical = branches(other).critical
+        assert (critical.status, critical.low) == ("unresolved", None)
+        assert f"have the same losses, as if the {ignored} were ignored" in critical.reason
+    # Losses that are not finite are the same by chance.
+    assert not branches(*(Branch(64, seed, None, Curve((0, 1), (0.06, math.nan))) for seed in (1, 2))).mistake
     # A checkpoint's loss alone is the same for all.
     assert only(branches(Branch(64, 4, None, Curve((0, 2000), (300**-0.5, 0.03))))) == (
         "Batch 64, seed 4 has 2 of 3 losses that a comparison needs: evaluate more often."
@@ -80,6 +86,25 @@ def test_diverged_branches() -> None:
     assert "diverged with 1 of 4 seeds, the reference, so these seeds show nothing" in said[0]
 
 
+def test_slow_is_not_diverged() -> None:
+    """Without the checkpoint's loss, a ratio above the reach of the first losses is not known."""
+    slow = [Branch(1000, seed, None, curve(1000, seed, 1e-5)) for seed in (1, 2)]
+    late = replace(
+        branches(*slow),
+        branches=tuple(
+            replace(b, curve=Curve(b.curve.units[8:], b.curve.losses[8:])) for b in branches(*slow).branches
+        ),
+    )
+    ratio = late.ratios[-1]
+    assert (ratio.ratio, ratio.n_slow, ratio.n_diverged) == (math.inf, 2, 0)
+    assert verdict(ratio, 0.2) == "2 of 2 seeds are too slow to compare"
+    nan = replace(slow[0], curve=Curve((0, 1000, 2000), (0.06, math.nan, 0.02)))
+    assert verdict(branches(nan).ratios[-1], 0.2) == "1 of 1 seeds diverged"
+    # From a fourth of the units on, means of halves find no ratio above 2.
+    half = [replace(b, curve=Curve(b.curve.units[12:], b.curve.losses[12:])) for b in branches(*slow).branches]
+    assert replace(late, branches=tuple(half)).ratios[-1].ratio is None
+
+
 def test_batches_that_never_come_near() -> None:
     far = [Branch(400, seed, None, curve(400, seed, 1e-5)) for seed in (1, 2, 3)]
     # A ninth over 1.32: the reference's loss after 15 % of the units.
@@ -89,6 +114,12 @@ def test_batches_that_never_come_near() -> None:
 def test_a_loss_that_hardly_falls() -> None:
     flat = Branches("rows", 16, 2000, 0.2, "", (Branch(16, 1, None, curve(16, noise=0.02)),))
     assert notices(flat)[0].startswith("The reference's loss falls by 0.0336 in all, and scatters by 0.0186 ")
+    constant = Branch(16, 1, None, Curve((0, 1, 2), (2.0, 2.0, 2.0)))
+    assert notices(replace(flat, branches=(constant,)))[0].startswith("The reference's loss falls by 0 in all")
+    rises = Branch(16, 1, None, Curve((0, 1, 2), (2.0, 2.1, 2.2)))
+    for stuck in (constant, rises):
+        pair = (stuck, replace(stuck, batch=32))
+        assert replace(flat, branches=pair).critical.reason == "the reference's loss does not fall"
 
 
 def test_too_few_seeds_and_how_many_would_do() -> None:
@@ -110,7 +141,7 @@ def test_verdicts() -> None:
     assert said(1.0, 0.9, 1.2) == "as good"
     assert said(1.2, 1.1, 1.3) == "not resolved"
     assert said(1.5, 1.3, 1.7) == "needs more"
-    assert said(math.inf, 1.3, math.inf, logs=(0.2, math.inf)) == "1 of 2 seeds learn nothing"
+    assert said(math.inf, 1.3, math.inf, logs=(0.2, math.inf)) == "1 of 2 seeds are too slow to compare"
     assert said(None, None, None) == "not compared"
     assert said(1.0, None, None) == "interval not known"
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sonde.evidence.shell_losses import LossSource, read_losses
+from sonde.evidence.shell_losses import LossSource, check_starts, read_losses
 
 STEPS = LossSource(pattern=r"step (?P<step>\S+) loss (?P<loss>\S+)")
 
@@ -26,12 +26,33 @@ def test_where_printed_steps_begin(tmp_path: Path) -> None:
     assert losses(tmp_path, "step 990 loss 4\nstep 1000 loss 3\n", told) == [(0, 3)]
 
 
+def test_first_losses_that_are_not_the_checkpoints_own(tmp_path: Path) -> None:
+    """The same step 1,020 of two batches from step 1,000 has other losses: they begin 20 steps before."""
+    for batch, first in ((8, 3.0), (16, 2.5)):
+        (tmp_path / f"{batch}").mkdir()
+        losses(tmp_path / f"{batch}", f"step 1020 loss {first}\nstep 1040 loss 2\n")
+    both = [(tmp_path / f"{batch}", batch) for batch in (8, 16)]
+    check_starts(both[:1], STEPS)
+    check_starts(both, LossSource(pattern=STEPS.pattern, first_step=1000))
+    with pytest.raises(ValueError, match=r"\(2.500 to 3\) differ.*: pass its step as --first-step"):
+        check_starts(both, STEPS)
+    losses(both[1][0], "step 1020 loss 3.00001\nstep 1040 loss 2\n")  # rounded otherwise
+    check_starts(both, STEPS)
+
+
 def test_printed_units(tmp_path: Path) -> None:
     units = LossSource(pattern=r"(?P<units>\d+) rows: (?P<loss>\S+)")
-    assert losses(tmp_path, "100 rows: 3\n200 rows: 2.5", units) == [(100, 3), (200, 2.5)]
+    assert losses(tmp_path, "100 rows: 3\n200 rows: 2.5\n", units) == [(100, 3), (200, 2.5)]
     both = LossSource(pattern=r"(?P<step>\d+)/(?P<units>\d+) (?P<loss>\S+)")
     assert losses(tmp_path, "0/0 3\n10/60 2\n", both) == [(0, 3), (60, 2)]
     assert read_losses(tmp_path, 8, both).trained_batch == 6
+
+
+def test_a_line_that_is_half_written(tmp_path: Path) -> None:
+    text = "step 0 loss 3\nstep 10 loss 1"
+    assert losses(tmp_path, text) == [(0, 3)]
+    (tmp_path / "status").write_text("0")  # it has ended, so that no more will come
+    assert losses(tmp_path, text) == [(0, 3), (80, 1)]
 
 
 def test_printed_oddities(tmp_path: Path) -> None:
@@ -41,8 +62,17 @@ def test_printed_oddities(tmp_path: Path) -> None:
     assert nan != nan
     assert losses(tmp_path, "step 0 loss ?\n") == []
     assert "matches what is no number" in read_losses(tmp_path, 8, STEPS).problem
+    optional = LossSource(pattern=r"step (?P<step>\d+)(?: loss (?P<loss>\S+))?")
+    assert losses(tmp_path, "step 0\nstep 0 loss 3\nstep 5\nstep 10 loss 2\n", optional) == [(0, 3), (80, 2)]
     assert losses(tmp_path, "") == []
     assert "nothing that it printed matches" in read_losses(tmp_path / "absent", 8, STEPS).problem
+
+
+def test_losses_that_go_to_stderr(tmp_path: Path) -> None:
+    (tmp_path / "stderr.txt").write_text("a warning\n")
+    assert "nothing that it printed matches" in read_losses(tmp_path, 8, STEPS).problem
+    (tmp_path / "stderr.txt").write_text("step 0 loss 3\n")
+    assert "it prints its losses to stderr" in read_losses(tmp_path, 8, STEPS).problem
 
 
 def test_expressions_that_cannot_be_used() -> None:

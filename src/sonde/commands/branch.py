@@ -20,7 +20,7 @@ from tyro.conf import arg
 
 from sonde.commands.branch_result import print_result
 from sonde.evidence.branches import Branch, Branches, Proxy
-from sonde.evidence.shell_losses import LossSource, noise_scales, unit_of
+from sonde.evidence.shell_losses import LossSource, check_starts, noise_scales, unit_of
 from sonde.evidence.shell_plan import ADAM, Asked, Plan, check_command, rates_of, used_placeholders
 from sonde.evidence.shell_run import LAUNCHERS, collect_or_prepare, joined, result_of, train, write_array
 from sonde.evidence.stats.rate_rules import DECAYED
@@ -99,7 +99,7 @@ def run_branch(options: BranchOptions, command: Sequence[str]) -> int:
         command: the script with its arguments and placeholders.
 
     Returns:
-        The exit status: 0, or 2 where a branch has failed.
+        The exit status: 0, or 2 where a branch has failed or the losses can show nothing.
 
     Raises:
         ValueError: for options that cannot be used, and when the first branch to end has failed.
@@ -110,6 +110,7 @@ def run_branch(options: BranchOptions, command: Sequence[str]) -> int:
     ended = (_collected if options.launcher == _SLURM else _trained)(asked, plan, options)
     if not ended:
         return 0
+    check_starts(((each.folder, each.batch) for each in ended), plan.source)
     references = [each.folder for each in ended if each.batch == plan.reference and not each.copy]
     found = Branches(
         unit_of(references) or "units",
@@ -129,7 +130,7 @@ def run_branch(options: BranchOptions, command: Sequence[str]) -> int:
         console.print(f"report  {write_branch_report(found, plan.out / 'report.html')}  (open it in a browser)")
     except ImportError as error:
         console.print(f"report  {error}, then run: sonde report {plan.out}")
-    return 0 if all(branch.state == "finished" for branch in found.branches) else ERROR
+    return 0 if not found.mistake and all(branch.state == "finished" for branch in found.branches) else ERROR
 
 
 def _console(*, stderr: bool = False) -> Console:
@@ -259,6 +260,7 @@ def _trained(asked: Sequence[Asked], plan: Plan, options: BranchOptions) -> Mapp
                 console.print(f"{branch.name}: {branch.state}" + (f"; about {left} left" if n_left else ""))
                 if not kept and all(branch.state != "finished" for branch in ended.values()):
                     raise ValueError(f"{branch.name} {branch.state}, so the others were not trained: {branch.message}")
+                check_starts(((one.folder, one.batch) for one in (*[*kept, *ended][:1], each)), plan.source)
     except KeyboardInterrupt:
         n = len(kept) + sum(branch.state == "finished" for branch in ended.values())
         console.print(f"Stopped: {n} of {len(asked)} branches are finished. The same command trains the others.")

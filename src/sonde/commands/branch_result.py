@@ -64,10 +64,8 @@ def _batches(found: Branches) -> Table:
     rates = {branch.batch: branch.rate for branch in found.branches}
     table.add_row(f"{found.reference:g}", _rate(rates.get(found.reference)), "1", "reference")
     for ratio in found.ratios:
-        said = verdict(ratio, found.tolerance)
-        if ratio.n_diverged:
-            said = f"{ratio.n_diverged} of {len(ratio.logs)} seeds diverged"
-        table.add_row(f"{ratio.batch:g}", _rate(rates[ratio.batch]), _ratio(ratio), said)
+        rate, said = _rate(rates[ratio.batch]), verdict(ratio, found.tolerance)
+        table.add_row(f"{ratio.batch:g}", rate, _ratio(ratio), said)
     table.title = f"{count(found.units)} {found.unit} from the checkpoint, {found.rule}, by {found.loss}"
     return table
 
@@ -80,7 +78,7 @@ def _ratio(ratio: UnitsRatio) -> str:
     if ratio.ratio is None:
         return "not known"
     if math.isinf(ratio.ratio):
-        return "unbounded"
+        return "unbounded" if ratio.n_diverged else "not reached"
     return number(ratio.ratio) + (f" ({interval(ratio.low, ratio.high)})" if ratio.low else "")
 
 

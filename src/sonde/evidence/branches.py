@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -96,6 +97,7 @@ class Branches:
         """Of each batch above the reference: units that it needs over those that the reference needs."""
         references = {b.seed: b for b in self.branches if self._is_reference(b) and b.copy == 0}
         logs: dict[float, list[float]] = {b.batch: [] for b in self.branches if b.batch != self.reference}
+        n_diverged = dict.fromkeys(logs, 0)
         for branch in self.branches:
             base = references.get(branch.seed)
             if branch.batch == self.reference or branch.state != "finished" or base is None:
@@ -103,11 +105,14 @@ class Branches:
             found = log_units_ratio(branch.curve, base.curve)
             if found is not None:
                 logs[branch.batch].append(found)
-        return units_ratios([*logs.items()])
+                n_diverged[branch.batch] += branch.curve.has_diverged
+        return [replace(ratio, n_diverged=n_diverged[ratio.batch]) for ratio in units_ratios([*logs.items()])]
 
     @cached_property
     def critical(self) -> RatioInterval:
         """The critical batch size, at which the ratio of units passes 1 + tolerance."""
+        if self.mistake:
+            return unresolved(self.mistake)
         return critical_batch(self.ratios, self.reference, self.tolerance)
 
     @cached_property
@@ -127,6 +132,27 @@ class Branches:
         if low == 0 or found.ratio is None:
             return RatioInterval("upper_bound", 0.0, high)
         return RatioInterval("resolved", low, high, ratio=from_base(found.ratio, self.reference, self.tolerance))
+
+    @cached_property
+    def ignored(self) -> dict[str, tuple[Branch, Branch]]:
+        """Two branches with the same losses, bit for bit: by the one thing, "batch" or "seed", in which they differ."""
+        found: dict[str, tuple[Branch, Branch]] = {}
+        known = [b for b in self.branches if b.state == "finished" and not (b.curve.has_diverged or b.curve.is_flat)]
+        for a, b in itertools.combinations(known, 2):
+            n = min(len(a.curve.losses), len(b.curve.losses))
+            differ = [name for name in ("batch", "seed") if getattr(a, name) != getattr(b, name)]
+            if len(differ) == 1 and n >= 2 and a.curve.losses[:n] == b.curve.losses[:n]:
+                found.setdefault(differ[0], (a, b))
+        return found
+
+    @property
+    def mistake(self) -> str:
+        """Why these branches can show no critical batch, whatever their ratios are; empty if they can."""
+        for name, (a, b) in self.ignored.items():
+            return f"{a.name} and {b.name} have the same losses, as if the {name} were ignored"
+        references = [b.curve for b in self.branches if self._is_reference(b)]
+        is_stuck = bool(references) and all(curve.has_diverged or curve.is_flat for curve in references)
+        return "the reference's loss does not fall" if is_stuck else ""
 
     def of_shorter(self, part: float = 0.5) -> Branches:
         """The same branches, as if they had ended after this part of their units: a check by a second length."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from statistics import fmean
@@ -20,8 +19,9 @@ _COMPARED = 0.5
 
 def verdict(ratio: UnitsRatio, tolerance: float) -> str:
     """A batch beside the reference, in a few words."""
-    if ratio.n_diverged:
-        return f"{ratio.n_diverged} of {len(ratio.logs)} seeds learn nothing"
+    for n, what in ((ratio.n_diverged, "diverged"), (ratio.n_slow, "are too slow to compare")):
+        if n:
+            return f"{n} of {len(ratio.logs)} seeds {what}"
     if ratio.low is None or ratio.high is None:
         return "not compared" if ratio.ratio is None else "interval not known"
     if ratio.high <= 1 + tolerance:
@@ -58,16 +58,11 @@ def _few_losses(found: Branches) -> Iterator[str]:
 
 def _same_losses(found: Branches) -> Iterator[str]:
     """A script that ignores its batch or its seed."""
-    ignored = set()
-    for a, b in itertools.combinations(_finished(found), 2):
-        n = min(len(a.curve.losses), len(b.curve.losses))
-        differ = [name for name in ("batch", "seed") if getattr(a, name) != getattr(b, name)]
-        if len(differ) == 1 and n >= 2 and a.curve.losses[:n] == b.curve.losses[:n] and differ[0] not in ignored:
-            ignored.add(differ[0])
-            yield (
-                f"{a.name.capitalize()} and {b.name} have the same losses, bit for bit: the script ignores "
-                f"{{{differ[0]}}}, or its checkpoint replaces it. Have the script use it after it has resumed."
-            )
+    for name, (a, b) in found.ignored.items():
+        yield (
+            f"{a.name.capitalize()} and {b.name} have the same losses, bit for bit: the script ignores {{{name}}}, or "
+            "its checkpoint replaces it. Have the script use it after it has resumed."
+        )
 
 
 def _rounded(found: Branches) -> Iterator[str]:
@@ -125,16 +120,15 @@ def _hardly_compared(found: Branches) -> Iterator[str]:
 
 def _flat(found: Branches) -> Iterator[str]:
     """A loss whose progress is lost in its scatter."""
-    for branch in _finished(found):
-        scatter = branch.curve.scatter
-        if branch.batch == found.reference and not branch.curve.has_diverged and scatter is not None:
-            fast = falling(branch.curve)
-            if (progress := fast.losses[0] - fast.losses[-1]) < 2 * scatter:
-                yield (
-                    f"The reference's loss falls by {number(progress)} in all, and scatters by {number(scatter)} from "
-                    f"one evaluation to the next: train on more {found.unit}, or evaluate on more data."
-                )
-                return
+    for curve in (branch.curve for branch in _finished(found) if branch.batch == found.reference):
+        if curve.has_diverged or curve.scatter is None:
+            continue
+        if (progress := falling(curve).progress) <= 2 * curve.scatter:
+            yield (
+                f"The reference's loss falls by {number(progress)} in all, and scatters by {number(curve.scatter)} "
+                f"from one evaluation to the next: train on more {found.unit}, or evaluate on more data."
+            )
+            return
 
 
 def _too_few(found: Branches) -> Iterator[str]:

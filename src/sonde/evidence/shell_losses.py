@@ -13,9 +13,14 @@ from sonde.evidence.branches import Proxy
 from sonde.evidence.stats.loss_curves import Curve
 from sonde.log.lines import last_run, lines_of, parse_record
 from sonde.log.sinks import RECORDS_NAME
+from sonde.wording import number
 
-STDOUT = "stdout.txt"
-"""File in a branch's folder with what it has printed."""
+STDOUT, STDERR = "stdout.txt", "stderr.txt"
+"""Files in a branch's folder with what it has printed."""
+STATUS = "status"
+"""File that appears in a branch's folder when it has ended, with its exit status."""
+_SAME = 0.01
+"""Part of the progress by which the checkpoint's own loss may differ from branch to branch: rounding."""
 _WANTED = tuple(f'{{"kind":"{kind}"'.encode() for kind in ("header", "metrics", "reading"))
 _NOISE_SCALE = re.compile(r"gns/(?:(\w+)/)?b_simple(_average)?")
 
@@ -62,11 +67,13 @@ class Losses:
         curve: of its losses.
         trained_batch: units of one step as its log has them, or what it prints; None where that is not known.
         problem: why there are no losses, and what to do; empty if there are.
+        counts_on: whether the first printed loss was taken as the checkpoint's own, since its step is no first one.
     """
 
     curve: Curve
     trained_batch: float | None = None
     problem: str = ""
+    counts_on: bool = False
 
 
 def read_losses(folder: Path, batch: float, source: LossSource) -> Losses:
@@ -91,27 +98,50 @@ def read_losses(folder: Path, batch: float, source: LossSource) -> Losses:
 
 def _printed(file: Path, source: LossSource, trained: float | None, batch: float) -> Losses:
     assert source.pattern is not None
+    has_ended = file.with_name(STATUS).exists()
     text = file.read_text(errors="replace") if file.exists() else ""
-    found = [each.groupdict() for each in re.finditer(source.pattern, text)]
+    if not has_ended:
+        text = text[: text.rfind("\n") + 1]  # the last line may be half written
+    matches = (each.groupdict() for each in re.finditer(source.pattern, text))
+    found = [each for each in matches if all(each.get(name, "") is not None for name in ("loss", "step", "units"))]
     if not found:
+        errors = file.with_name(STDERR)
+        if errors.exists() and re.search(source.pattern, errors.read_text(errors="replace")):
+            problem = "it prints its losses to stderr: print them to stdout, or run sh -c 'python train.py … 2>&1'"
+            return Losses(Curve((), ()), problem=problem)
         return Losses(Curve((), ()), problem=f"nothing that it printed matches --loss-regex: see {file}")
     try:
         losses = [float(each["loss"]) for each in found]
-        steps, units = ([float(each[name] or "nan") for each in found if name in each] for name in ("step", "units"))
+        steps, units = ([float(each[name]) for each in found if name in each] for name in ("step", "units"))
     except ValueError as error:
         return Losses(Curve((), ()), problem=f"--loss-regex matches what is no number ({error}): see {file}")
     if units and steps and steps[-1] > steps[0]:
         trained = trained or (units[-1] - units[0]) / (steps[-1] - steps[0])
     per_step = trained or batch
     places = units or [step * per_step for step in steps]
-    start = _start(places) if source.first_step is None else source.first_step * per_step
-    return Losses(_curve(zip((place - start for place in places), losses, strict=True)), trained)
+    counts_on = source.first_step is None and len(places) > 1 and places[0] > places[1] - places[0]
+    start = places[0] if counts_on else (source.first_step or 0) * per_step
+    return Losses(_curve(zip((place - start for place in places), losses, strict=True)), trained, counts_on=counts_on)
 
 
-def _start(places: Sequence[float]) -> float:
-    """Units of the checkpoint as a script counts them: the first that it prints, unless an interval ends there."""
-    begins_anew = len(places) < 2 or places[0] <= places[1] - places[0]
-    return 0.0 if begins_anew else places[0]
+def check_starts(branches: Iterable[tuple[Path, float]], source: LossSource) -> None:
+    """Check that first losses which were taken as the checkpoint's own are the same in all branches.
+
+    Args:
+        branches: folder and batch of some from one checkpoint.
+        source: of their losses.
+
+    Raises:
+        ValueError: if they differ, so that printed steps are no steps since the checkpoint.
+    """
+    curves = [seen.curve for each in branches if (seen := read_losses(*each, source)).counts_on]
+    firsts, progress = [curve.losses[0] for curve in curves], max((curve.progress for curve in curves), default=0.0)
+    low, high = min(firsts, default=0.0), max(firsts, default=0.0)
+    if high - low > _SAME * max(progress, 0.0):
+        raise ValueError(
+            f"the printed steps count on from the checkpoint, but the first printed losses ({number(low, 4)} to "
+            f"{number(high, 4)}) differ, so they are not the checkpoint's own: pass its step as --first-step"
+        )
 
 
 def _curve(points: Iterable[tuple[float, float | None]]) -> Curve:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sonde.evidence.branches import Branch, State, branch_as_json, branch_of_json
-from sonde.evidence.shell_losses import STDOUT, Losses, LossSource, read_losses
+from sonde.evidence.shell_losses import STATUS, STDERR, STDOUT, Losses, LossSource, read_losses
 from sonde.evidence.shell_plan import Asked
 from sonde.evidence.stats.loss_curves import Curve
 from sonde.log.sinks import BRANCH_FOLDER, BRANCH_LOSS
@@ -26,7 +26,7 @@ from sonde.wording import count
 
 LAUNCHERS = {"local": "{command}", "ray": "ray job submit -- {command}"}
 """By name, a command with {command}, and perhaps {out}: processes on this machine; jobs of a Ray cluster."""
-_RESULT, _STATUS, _STDERR, _LAUNCHER, _SCRIPT = "result.json", "status", "stderr.txt", "launcher.txt", "run.sh"
+_RESULT, _LAUNCHER, _SCRIPT = "result.json", "launcher.txt", "run.sh"
 _SECONDS_BETWEEN_LOOKS = 0.25
 _GRACE = 10.0
 """Seconds that a branch has to end after SIGTERM."""
@@ -42,7 +42,7 @@ def result_of(asked: Asked) -> Branch | None:
 
 def collect(asked: Asked, source: LossSource) -> Branch:
     """Judge a branch that has ended, and keep the result in its folder."""
-    losses, status, units = read_losses(asked.folder, asked.batch, source), asked.folder / _STATUS, asked.units
+    losses, status, units = read_losses(asked.folder, asked.batch, source), asked.folder / STATUS, asked.units
     state, message = _judged(losses, units, status.read_text().strip() if status.exists() else "", asked.folder)
     n = bisect.bisect_left(losses.curve.units, units * _ALMOST) + 1  # how far a script has run on is chance
     curve = Curve(losses.curve.units[:n], losses.curve.losses[:n])
@@ -62,11 +62,13 @@ def _judged(losses: Losses, units: float, status: str, folder: Path) -> tuple[St
     if _has_trained_enough(losses, units) or (status == "0" and next_point > units):
         return "finished", ""
     if status != "0":
-        said = next((s for name in (_STDERR, STDOUT, _LAUNCHER) if (s := _last_line(folder / name))), "without a word")
+        said = next((s for name in (STDERR, STDOUT, _LAUNCHER) if (s := _last_line(folder / name))), "without a word")
         return "failed", f"it {f'ended with status {status}' if status else 'was killed, or not started'}: {said}"
     if losses.problem:
         return "failed", losses.problem
     remedy = "have the script train as long as {steps} or {units} says, or pass a smaller --units"
+    if losses.counts_on:
+        remedy += "; if its first printed loss is not the checkpoint's own, pass the checkpoint's step as --first-step"
     return "cut off", f"it ended by itself after {count(points[-1])} of {count(units)} units: {remedy}"
 
 
@@ -108,7 +110,7 @@ def prepare(asked: Asked, source: LossSource) -> None:
     variables = {"PYTHONUNBUFFERED": "1", BRANCH_FOLDER: str(folder)}
     if source.pattern is None:
         variables[BRANCH_LOSS] = source.name
-    out, err, status = (shlex.quote(str(folder / name)) for name in (STDOUT, _STDERR, _STATUS))
+    out, err, status = (shlex.quote(str(folder / name)) for name in (STDOUT, STDERR, STATUS))
     lines = [
         "#!/bin/sh",
         "trap : TERM  # wait for the training, which gets the signal too, and note its status",
@@ -214,7 +216,7 @@ def collect_or_prepare(asked: Sequence[Asked], source: LossSource) -> list[Asked
     waiting = []
     for each in asked:
         kept = result_of(each)
-        if kept is None and (each.folder / _STATUS).exists():
+        if kept is None and (each.folder / STATUS).exists():
             kept = collect(each, source)
         elif (kept is None and not (each.folder / _SCRIPT).exists()) or (kept and kept.state != "finished"):
             prepare(each, source)

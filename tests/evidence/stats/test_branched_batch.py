@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -50,6 +51,9 @@ def test_bounds() -> None:
     found = critical_batch([ratio(32, 0.9, 1.0, 1.1)], 16, 0.2)
     assert (found.status, found.low, found.high) == ("lower_bound", 32, inf)
     assert "try larger ones" in found.reason
+    absent = [UnitsRatio(batch, (), None, None, None) for batch in (64, 128)]
+    found = critical_batch([ratio(32, 0.9, 1.0, 1.1), *absent], 16, 0.2)
+    assert (found.low, found.reason.split(", ", 1)[1]) == (32, "and batch 64, 128 could not be compared")
     found = critical_batch([ratio(32, 0.9, 1.1, 1.4)], 16, 0.2)
     assert (found.status, found.low) == ("lower_bound", 24)  # 1.4 at 32, a line from 1 at 16
     assert "more seeds" in found.reason
@@ -80,7 +84,7 @@ def test_ratios_of_seeds_by_hand() -> None:
         assert (ratio.low, ratio.high) == (pytest.approx(math.exp(mean - reach)), pytest.approx(math.exp(mean + reach)))
     assert (none.ratio, none.low) == (None, None)
     assert (diverged.ratio, diverged.low, diverged.high) == (math.inf, pytest.approx(math.exp(0.7)), math.inf)
-    assert (a.n_diverged, diverged.n_diverged) == (0, 1)
+    assert (a.n_slow, diverged.n_slow, replace(diverged, n_diverged=1).n_slow) == (0, 1, 0)
     (alone,) = units_ratios([(32, [0.1])])
     assert (alone.ratio, alone.high) == (pytest.approx(math.exp(0.1)), None)
     # One seed of a batch, whose scatter the other batch lends.

@@ -89,6 +89,11 @@ def test_what_cannot_be_compared() -> None:
     empty, late = Curve((), ()), Curve((60, 80, 100), (0.1, 0.09, 0.08))
     assert log_units_ratio(nan, good) == log_units_ratio(rises, good) == math.inf
     assert log_units_ratio(curve(lambda u: 1 + 1 / (1 + u)), good) == math.inf  # never as low as the reference's first
+    constant, hardly = curve(lambda u: 2.0), curve(lambda u: (u % 4 < 1) - u / 1000)  # scatters by 0.8
+    assert {log_units_ratio(good, constant), log_units_ratio(constant, constant), log_units_ratio(good, hardly)} == {
+        None
+    }
+    assert log_units_ratio(constant, good) == math.inf
     assert log_units_ratio(good, nan) is log_units_ratio(good, rises) is None
     assert log_units_ratio(empty, good) is log_units_ratio(good, empty) is log_units_ratio(late, good) is None
     assert not empty.has_diverged

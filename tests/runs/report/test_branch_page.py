@@ -12,6 +12,7 @@ import pytest
 
 from sonde.evidence.branches import Branches
 from sonde.evidence.notices import notices
+from sonde.evidence.stats.branched_batch import UnitsRatio
 from sonde.runs.report.branch_figures import loss_plot, ratio_plot
 from sonde.runs.report.branch_page import write_branch_report
 from sonde.runs.report.branch_verdict import in_words, noise_scales, over_b_crit, times
@@ -65,7 +66,7 @@ def test_a_measured_critical_batch(tmp_path: Path) -> None:
 def test_without_noise_the_page_has_the_law_of_the_losses() -> None:
     """The ratio is (1 + B/200)/(1 + 16/200), 1.2 at 59.2."""
     exact = plausible_branches(proxies=())
-    curves = [replace(b, curve=curve_of(b.batch, b.seed, scatter=0.0)) for b in exact.branches]
+    curves = [replace(b, curve=curve_of(b.batch, b.seed, scatter=1e-9)) for b in exact.branches]
     found = replace(exact, branches=tuple(curves)).law_critical
     assert found.ratio == pytest.approx(CRITICAL, rel=0.01)
 
@@ -83,6 +84,12 @@ def test_one_seed_says_what_would_make_it_known(tmp_path: Path) -> None:
     text = text_of(plausible_branches(seeds=1, proxies=()), tmp_path)
     assert "Not known yet Run more branches: the scatter from seed to seed is not known: use 2 seeds or more." in text
     assert "No noise scale was measured beside these branches." in text
+
+
+def test_a_script_that_ignores_its_seed_is_mended_first(tmp_path: Path) -> None:
+    same = tuple(replace(b, curve=curve_of(b.batch, 0)) for b in BRANCHES.branches)
+    text = text_of(replace(BRANCHES, branches=same), tmp_path)
+    assert "Mend this first: batch 16, seed 0 and batch 16, seed 1 have the same losses" in text
 
 
 def test_what_was_noticed_comes_first(tmp_path: Path) -> None:
@@ -182,3 +189,12 @@ def test_the_command_finds_branches_in_a_folder(tmp_path: Path) -> None:
     file.write_text('{"schema": 1, "unit": "sequences"}')
     with pytest.raises(ValueError, match="does not hold branches: give a folder that `sonde branch` wrote"):
         write_report(tmp_path)
+
+
+def test_a_batch_that_is_too_slow_is_not_called_diverged() -> None:
+    slow, never = UnitsRatio(64, (math.inf,), math.inf, math.inf, math.inf), UnitsRatio(64, (), None, None, None)
+    assert (times(slow), times(replace(slow, n_diverged=1)), times(never)) == (
+        "too slow to compare",
+        "diverged",
+        "not known",
+    )

@@ -16,10 +16,12 @@ class UnitsRatio:
 
     Attributes:
         batch: units of one optimizer step.
-        logs: log of the ratio of each seed that could be compared; `math.inf` where the branch diverged.
-        ratio: the mean over seeds, of the logs; infinite if one diverged, None without any.
+        logs: log of the ratio of each seed that could be compared; `math.inf` where the branch diverged or is slower
+            than can be compared.
+        ratio: the mean over seeds, of the logs; infinite if one is, None without any.
         low: lower end of its 95 % interval; None where it is not known.
         high: upper end.
+        n_diverged: seeds whose branch diverged.
     """
 
     batch: float
@@ -27,11 +29,12 @@ class UnitsRatio:
     ratio: float | None
     low: float | None
     high: float | None
+    n_diverged: int = 0
 
     @property
-    def n_diverged(self) -> int:
-        """Seeds whose branch diverged, or came to no loss below the checkpoint's."""
-        return sum(map(math.isinf, self.logs))
+    def n_slow(self) -> int:
+        """Seeds whose branch did not diverge, but never came down to the reference's first losses."""
+        return sum(map(math.isinf, self.logs)) - self.n_diverged
 
 
 def units_ratios(logs: Sequence[tuple[float, Sequence[float]]]) -> list[UnitsRatio]:
@@ -107,7 +110,11 @@ def critical_batch(ratios: Sequence[UnitsRatio], reference: float, tolerance: fl
     first = _passes(batches, [1.0, *(r.high or 0.0 for r in known)], level)
     last = _passes(batches, [1.0, *(r.low or 0.0 for r in known)], level)
     if not first:
-        return RatioInterval("lower_bound", batches[-1], math.inf, "no batch needs so many units: try larger ones")
+        missing = ", ".join(f"{r.batch:g}" for r in ratios if r.batch > batches[-1])
+        reason = "no batch needs so many units: try larger ones"
+        if missing:
+            reason = f"no batch that was compared needs so many units, and batch {missing} could not be compared"
+        return RatioInterval("lower_bound", batches[-1], math.inf, reason)
     if not middle or (known[-1].low or 0.0) < level:
         reason = "the largest batch may need as few units: use larger batches or more seeds"
         return RatioInterval("lower_bound", first[0][0], math.inf, reason)

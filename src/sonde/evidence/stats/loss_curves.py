@@ -12,6 +12,8 @@ _SINCE = 0.5
 """Curves are compared by their mean loss since this part of the units, up to all of them."""
 _REACH = 32.0
 """A loss that the faster curve has after less than one in so many of the units is as good as its first."""
+_LEAST_REACH = 2.0
+"""Ratio that the first losses must let a comparison find: a larger one may be beyond them."""
 _DENSE = 5
 """Points in that half that make a mean. Straight lines between fewer ones lie above a falling curve."""
 FEWEST = 3
@@ -53,6 +55,16 @@ class Curve:
         if not all(map(math.isfinite, self.losses)):
             return True
         return bool(self.losses) and self.losses[-1] - self.losses[0] > _RISE * (self.scatter or 0.0)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the losses are finite and fall by no more than they scatter; False for fewer than 3."""
+        return self.scatter is not None and falling(self).progress <= self.scatter
+
+    @property
+    def progress(self) -> float:
+        """By how much the last loss is below the first."""
+        return self.losses[0] - self.losses[-1]
 
     @property
     def scatter(self) -> float | None:
@@ -115,24 +127,26 @@ def log_units_ratio(branch: Curve, reference: Curve) -> float | None:
         reference: of the batch size that it is compared with, from the same checkpoint, on the same held-out data.
 
     Returns:
-        The log; `math.inf` where the branch has diverged or comes to no loss below the checkpoint's; None where the
-        reference does so, a curve has fewer than 3 points, or none in the first half of the units: then nothing can be
-        compared.
+        The log; `math.inf` where the branch has diverged, or does not even come down to the reference's first losses;
+        None where the reference does so or falls by no more than it scatters, a curve has fewer than 3 points, or its
+        first one too late: then nothing can be compared.
 
     Example:
         >>> slow, fast = (Curve(tuple(range(9)), tuple(2 ** (-u / t) for u in range(9))) for t in (4, 2))
         >>> round(math.exp(log_units_ratio(slow, fast)), 1)
         2.0
     """
-    if len(reference.units) < FEWEST or reference.has_diverged:
+    if len(reference.units) < FEWEST or reference.has_diverged or reference.is_flat:
         return None
     if branch.has_diverged:
         return math.inf
     end = min(branch.units[-1:] + reference.units[-1:])
-    if len(branch.units) < FEWEST or max(branch.units[0], reference.units[0]) >= _SINCE * end:
+    if len(branch.units) < FEWEST:
         return None
     n_late = min(sum(_SINCE * end <= units <= end for units in curve.units) for curve in (branch, reference))
     since = _SINCE if n_late >= _DENSE else 1.0
+    if max(branch.units[0], reference.units[0]) >= since * end / _LEAST_REACH:
+        return None
     own, others = _mean_loss(branch, since)(end), _mean_loss(reference, since)(end)
     slower, faster = (own, reference) if own >= others else (others, branch)
     units = _units_of_mean(faster, slower, end, since)

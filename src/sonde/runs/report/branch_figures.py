@@ -135,7 +135,7 @@ def _draw_critical(fig: figure, x: Scale, branches: Branches) -> list[LegendEntr
 
 def _draw_ratios(fig: figure, y: Scale, branches: Branches) -> list[LegendEntry]:
     finite = [r for r in branches.ratios if r.ratio is not None and math.isfinite(r.ratio)]
-    diverged = [r.batch for r in branches.ratios if r.n_diverged]
+    unbounded = [r.batch for r in branches.ratios if r.ratio == math.inf]
     known = [r for r in finite if r.low is not None and r.high is not None]
     low, high = ([y.clamp(getattr(r, end)) for r in known] for end in ("low", "high"))
     at = [r.batch for r in known]
@@ -151,10 +151,10 @@ def _draw_ratios(fig: figure, y: Scale, branches: Branches) -> list[LegendEntry]
         LegendEntry("whisker", INK, f"{branches.unit} that a batch size needs, with the {percent(0.95)} interval"),
         LegendEntry("dot", INK, f"the reference, {number(branches.reference)} {branches.unit} per step"),
     ]
-    if diverged:
+    if unbounded:
         marks = Scatter(marker="triangle", size=10, fill_color=ORANGE, line_color=ORANGE)
-        draw(fig, marks, x=diverged, y=[y.at(0.97)] * len(diverged))
-        legend.append(LegendEntry("up", ORANGE, "a seed of this batch size diverged: no number is enough"))
+        draw(fig, marks, x=unbounded, y=[y.at(0.97)] * len(unbounded))
+        legend.append(LegendEntry("up", ORANGE, "a seed of this batch size diverged, or is too slow to compare"))
     return legend
 
 

@@ -17,7 +17,8 @@ def branch_panel(branches: Branches) -> VerdictPanel:
     """What to do, the critical batch size, and what may change it."""
     found, unit, more = branches.critical, branches.unit, percent(branches.tolerance)
     kind, badge, detail = "unknown", "Not known yet", ""
-    action, headline = f"Run more branches: {found.reason}.", "The critical batch size is not known yet."
+    need = "Mend this first" if branches.mistake else "Run more branches"
+    action, headline = f"{need}: {found.reason}.", "The critical batch size is not known yet."
     if found.low is not None:
         kind, badge = ("measured", "Measured") if found.status == "resolved" else ("unknown", "Only a lower bound")
         safe = count(math.floor(found.low))
@@ -46,15 +47,17 @@ def _at_half(branches: Branches) -> str:
 
 def _tile(ratio: UnitsRatio) -> Tile:
     note = interval(ratio.low, ratio.high)
-    if ratio.n_diverged:
-        note = f"{ratio.n_diverged} of {plural(len(ratio.logs), 'seed')}"
+    if n := ratio.n_diverged or ratio.n_slow:
+        note = f"{n} of {plural(len(ratio.logs), 'seed')}"
     return Tile(f"Batch size {number(ratio.batch)}", times(ratio).split(" (")[0], note)
 
 
 def times(ratio: UnitsRatio) -> str:
     """A ratio of units with its interval, in words."""
-    if ratio.ratio is None or ratio.n_diverged:
-        return "diverged" if ratio.n_diverged else number(None)
+    if ratio.n_diverged or ratio.n_slow:
+        return "diverged" if ratio.n_diverged else "too slow to compare"
+    if ratio.ratio is None:
+        return number(None)
     within = "" if ratio.low is None else f" ({interval(ratio.low, ratio.high)})"
     return f"{number(ratio.ratio)}×{within}"
 
