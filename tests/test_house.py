@@ -33,7 +33,7 @@ PRESENT = {
     "calls of one measured window": 373,
     "files of one measured window": 25,
     "words of docs": 21_535,  # branches, B_noise
-    "lines of tests": 49_843,  # evidence
+    "lines of tests": 49_847,  # evidence
 }
 """What `python -m tests.house` prints. A change may lower a number. A line that raises one says why, beside it."""
 
