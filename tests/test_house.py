@@ -32,7 +32,7 @@ PRESENT = {
     "files that one forecast closes over": 38,
     "calls of one measured window": 373,
     "files of one measured window": 25,
-    "words of docs": 21_535,  # branches, B_noise
+    "words of docs": 21_546,  # branches, B_noise
     "lines of tests": 49_847,  # evidence
 }
 """What `python -m tests.house` prints. A change may lower a number. A line that raises one says why, beside it."""
