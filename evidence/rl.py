@@ -24,7 +24,8 @@ GROUPS = (2, 4, 8, 16)
 REUSES = (1, 2, 4, 8)
 BATCHES = (32, 64, 128, 256, 512, 1024)
 """Rollouts of a step."""
-N_RATES = 5
+N_RATES = 9
+"""That are tried, each √2 times smaller than the one before."""
 LAST = 1.5
 """Trainings go on for so many times the steps after which some rate has brought half of its seeds to the target."""
 
@@ -75,7 +76,7 @@ def sweep(
         The rates, and the steps to the target: [rates, seeds], None where it was not reached.
     """
     task, setting = task_of(reward), SETTINGS[reward, optimizer]
-    rates = [setting.rate * math.sqrt(rollouts / BATCHES[-1]) / 2**k for k in range(N_RATES)]
+    rates = [setting.rate * math.sqrt(rollouts / BATCHES[-1]) / 2 ** (k / 2) for k in range(N_RATES)]
     batch = Batch(rollouts // group, group, reuse)
     start = {name: torch.cat([w] * N_RATES) for name, w in task.start(seeds, seed=1).items()}
     of_runs = torch.tensor(rates).repeat_interleave(seeds)
