@@ -215,11 +215,14 @@ def task(name: str) -> Task:
         targets, held_out = (0.3, 0.1, 0.03), held_out_rows()
         return Task(name, "rows", linear_model, draw_rows, half_squared_error, held_out, targets, rates, 4_000)
     if name in ("mlp", "convnet"):
-        rates = _rates(Rate(0.7, 32, 1), Rate(6.0, 200, 1), Rate(0.02, 100, 0.5), Rate(0.1, 256, 0.5))
-        model, targets = perceptron if name == "mlp" else convnet, (1.0, 0.85, 0.78)
+        model, rates = perceptron, _rates(Rate(0.7, 32, 1), Rate(6.0, 200, 1), Rate(0.02, 100, 0.5), Rate(0.1, 256, 0.5))
+        if name == "convnet":
+            rates = _rates(Rate(0.7, 32, 1), Rate(4.5, 200, 1), Rate(0.033, 140, 0.5), Rate(0.11, 500, 0.5))
+            model = convnet
+        targets = (1.0, 0.85, 0.78)
         return Task(name, "images", model, draw_digits, cross_entropy, held_out_digits(), targets, rates, 4_000)
     if name == "lm":
-        rates = _rates(Rate(1.0, 16, 1), Rate(6.0, 100, 1), Rate(0.01, 64, 0.5), Rate(0.03, 64, 0.5))
+        rates = _rates(Rate(0.38, 6, 1), Rate(1.8, 16, 1), Rate(0.006, 28, 0.5), Rate(0.05, 200, 0.5))
         model, targets = partial(ByteTransformer, context=CONTEXT, width=32, depth=1, n_heads=2), (3.0, 2.7, 2.5)
         held_out = draw_text(96, torch.Generator().manual_seed(123_456))
         return Task(name, "sequences", model, draw_text, cross_entropy, held_out, targets, rates, 4_000)
