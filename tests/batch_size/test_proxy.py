@@ -86,7 +86,7 @@ class AdamW8bit(torch.optim.AdamW):
         (lambda _: [], ""),
     ],
 )
-def test_the_kind_of_an_optimizer_tells_what_makes_its_steps_others(
+def test_the_kind_of_an_optimizer_has_the_options_that_change_its_steps(
     make: Callable[[nn.Module], Optimizers], name: str
 ) -> None:
     assert kind_of(make(small_model())) == name

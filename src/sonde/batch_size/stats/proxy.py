@@ -12,9 +12,9 @@ from typing import Any
 from sonde.wording import number
 
 _ADAM = "Adam or AdamW"
-"""Their steps differ in weight decay alone, which the study leaves out."""
+"""Their steps differ in weight decay alone, which the study does without."""
 _VARIANTS = ("dampening", "nesterov", "amsgrad")
-"""Options by which a step is another one. Those of its implementation (fused, foreach) change nothing."""
+"""Options that change a step. Those that change only how it is computed (fused, foreach) are left out."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,16 @@ class Factor:
 
 
 def kind_of(optimizers: Iterable[Any]) -> str:
-    """The optimizers that step a model together, with what makes their steps others: "SGD (β = 0.9)".
+    """The optimizers that step a model together, by class, with the options that change their steps: "SGD (β = 0.9)".
 
-    The name of the class counts, whoever wrote it. AdamW8bit is none of the study's, since it rounds its moments.
+    The name of the class decides, whoever wrote it. AdamW8bit has a name of its own: it rounds its moments, and was
+    not in the study.
 
     Args:
-        optimizers: of torch, or like those. Muon has an Adam beside it, for vectors and embeddings, and is named alone.
+        optimizers: of torch, or like those. Beside Muon, an Adam for vectors and embeddings is not named.
 
     Returns:
-        The name by which `FACTORS` knows them, if the study had them; empty without an optimizer.
+        For optimizers of the study, a name in `FACTORS`; without an optimizer, an empty text.
     """
     kinds = {_in_words(type(each).__name__, group) for each in optimizers for group in each.param_groups}
     if any(kind.startswith("Muon (") for kind in kinds):
