@@ -147,13 +147,26 @@ def momentum(store: Store) -> Rows:
     return rows
 
 
-def factors(store: Store) -> dict[tuple[str, str, str], list[float | None]]:
-    """Direct measurement over proxy, of each run; None where one is not resolved.
+@dataclass(frozen=True)
+class Ratio:
+    """A direct measurement over a proxy, in one run.
+
+    Attributes:
+        task: of the run.
+        value: None where one of the two is not resolved.
+    """
+
+    task: str
+    value: float | None
+
+
+def factors(store: Store) -> dict[tuple[str, str, str], list[Ratio]]:
+    """Direct measurement over proxy, of each run.
 
     Returns:
         By optimizer, proxy and direct measurement.
     """
-    found: dict[tuple[str, str, str], list[float | None]] = {}
+    found: dict[tuple[str, str, str], list[Ratio]] = {}
     whole = {(e.task, e.kind): e.fit("noise").critical for e in swept(store)}  # of the last target
     for done in store.read("watched"):
         task, kind, offset = (done.arguments[name] for name in ("task_name", "kind", "offset"))
@@ -161,20 +174,20 @@ def factors(store: Store) -> dict[tuple[str, str, str], list[float | None]]:
         if offset or direct is None or not looks or done.arguments["metrics"] != "all":
             continue
         for metric in (name for name, value in looks[-1].items() if isinstance(value, list)):
-            ratio = _over(direct, looks[-1][metric][3])
+            ratio = Ratio(task, _over(direct, looks[-1][metric][3]))
             found.setdefault((kind, f"B_simple, run, {metric}", "swept"), []).append(ratio)
             for part in POINTS:
                 look = min(looks, key=lambda k: abs(k["units"] - part * looks[-1]["units"]))
                 name = f"B_simple at {part:.0%}, {metric}"
-                found.setdefault((kind, name, "swept"), []).append(_over(direct, look[metric][0]))
+                found.setdefault((kind, name, "swept"), []).append(Ratio(task, _over(direct, look[metric][0])))
     for done in store.read("branched"):
         task, kind, rule = (done.arguments[name] for name in ("task_name", "kind", "rule"))
         for point in done.result["points"] if len(done.result["points"]) == len(POINTS) else ():
             branched = branched_critical(point)
             by = f"branched, {rule} rates"
-            found.setdefault((kind, by, "swept"), []).append(_over(whole.get((task, kind)), branched))
+            found.setdefault((kind, by, "swept"), []).append(Ratio(task, _over(whole.get((task, kind)), branched)))
             for name in (name for name in point if name.startswith("B_")):
-                found.setdefault((kind, name, by), []).append(_over(branched, point[name][0]))
+                found.setdefault((kind, name, by), []).append(Ratio(task, _over(branched, point[name][0])))
     return found
 
 
@@ -193,13 +206,18 @@ def proxies(store: Store) -> Rows:
     """Which proxy predicts which measurement, by what factor."""
     rows = [["optimizer", "proxy", "measured", "runs", "factor, median", "90 % range", "within 2 × of the median"]]
     for (kind, proxy, direct), ratios in factors(store).items():
-        known = sorted(ratio for ratio in ratios if ratio is not None)
+        known = resolved(ratios)
         if len(known) >= 3:
             middle = statistics.median(known)
             near = sum(0.5 <= ratio / middle <= 2 for ratio in known) / len(ratios)
             ends = f"{quantile(known, 0.05):.2g} – {quantile(known, 0.95):.2g}"
             rows.append([kind, proxy, direct, f"{len(known)} of {len(ratios)}", f"{middle:.2g}", ends, f"{near:.0%}"])
     return rows
+
+
+def resolved(ratios: Iterable[Ratio]) -> list[float]:
+    """The values that are known, in order."""
+    return sorted(ratio.value for ratio in ratios if ratio.value is not None)
 
 
 def quantile(ordered: Sequence[float], part: float) -> float:

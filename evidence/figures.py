@@ -1,4 +1,4 @@
-"""`python -m evidence.figures`: writes the tables of the study, and its figures, from the results alone.
+"""`python -m evidence.figures`: writes from the results alone the study's tables, what sonde says of them, and figures.
 
 Figures are drawn by bokeh, and their pictures taken in Chromium.
 """
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from evidence import cost
-from evidence.analysis import Swept, factors, quantile, swept, tables
+from evidence.analysis import Swept, factors, quantile, resolved, swept, tables
+from evidence.said import said
 from evidence.tasks import OPTIMIZERS, TASKS
 from evidence.work import RESULTS, Store
 from sonde.evidence.stats.laws import units_by_noise
@@ -54,7 +55,7 @@ def factors_of_proxies(store: Store) -> Any:
 
     every = factors(store)
     found = {
-        (metric, kind): sorted(r for r in every.get((kind, f"B_simple, run, {metric}", "swept"), ()) if r)
+        (metric, kind): resolved(every.get((kind, f"B_simple, run, {metric}", "swept"), ()))
         for metric in METRICS
         for kind in OPTIMIZERS
     }
@@ -99,6 +100,9 @@ def main() -> None:
     options = parser.parse_args()
     store = Store(options.results)
     (options.out / "tables.md").write_text(tables(store))
+    if store.folder == RESULTS:
+        for file, text in said(store).items():
+            file.write_text(text)
     draw([units_over_batch(swept(store)), factors_of_proxies(store)], options.out / "study.png", 1130, 570)
     if store.read("cost"):
         draw([cost.plot(store)], options.out / "cost.png", 1130, 570)

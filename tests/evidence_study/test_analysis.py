@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 from evidence.figures import factors_of_proxies, units_over_batch
+from evidence.said import of_whole_runs, said
 from evidence.work import RESULTS, Done, Store
 from scipy.stats import spearmanr
 
 from evidence import analysis
+from sonde.batch_size.stats.proxy import Factor
 from sonde.evidence.branches import Branch, Branches
 from sonde.evidence.stats.laws import units_by_noise, units_by_sign
 from sonde.evidence.stats.loss_curves import Curve
@@ -96,12 +98,20 @@ def test_factors_are_direct_over_proxy(tmp_path: Path) -> None:
     watched(store, 2, "all", 1000.0)  # a rate that is wrong says nothing of tuned trainings
     swept = next(c for c in analysis.swept(store) if c.kind == "sgd").fit("noise").critical
     found = analysis.factors(store)
-    assert found["sgd", "B_simple, run, euclidean", "swept"] == pytest.approx([swept / b for b in (10, 20, 40)])
-    assert found["sgd", "B_simple at 20%, euclidean", "swept"] == [None] * 3
-    assert found["sgd", "B_simple at 50%, euclidean", "swept"] == pytest.approx([swept / 5] * 3)
+    of_run, early, later = (
+        [ratio.value for ratio in found["sgd", f"B_simple{when}, euclidean", "swept"]]
+        for when in (", run", " at 20%", " at 50%")
+    )
+    assert of_run == pytest.approx([swept / b for b in (10, 20, 40)])
+    assert early == [None] * 3
+    assert later == pytest.approx([swept / 5] * 3)
     by_proxy = {row["proxy"]: row for row in rows(analysis.proxies(store))}
     assert by_proxy["B_simple, run, euclidean"]["runs"] == "3 of 3"
     assert by_proxy["B_simple, run, euclidean"]["factor, median"] == "2"
+    # Quantiles of 5 and 95 % lie a tenth of the way from the ends of three values to the middle.
+    ends = (0.9 / 40 + 0.1 / 20, 0.9 / 10 + 0.1 / 20)
+    median, low, high = (float(f"{part * swept:.2g}") for part in (1 / 20, *ends))
+    assert of_whole_runs(store) == {("SGD (β = 0)", "euclidean"): Factor(median, low, high, 3, 1)}
 
 
 def test_branches_are_compared_where_they_are_resolved(tmp_path: Path) -> None:
@@ -110,7 +120,7 @@ def test_branches_are_compared_where_they_are_resolved(tmp_path: Path) -> None:
     points = [{"branches": branches(up_to), "B_simple": [10.0, 9.0, 11.0]} for up_to in (64, 16, 64)]
     store.append("branched", Done(arguments, {"points": points}, 1.0, ""))
     found = analysis.factors(store)
-    first, second, third = found["sgd", "B_simple", "branched, usual rates"]
+    first, second, third = (ratio.value for ratio in found["sgd", "B_simple", "branched, usual rates"])
     # B_crit is 40. Straight lines between the few points of a curve are wrong by some percent of the units.
     assert first == third == pytest.approx(4.0, rel=0.2)
     assert second is None
@@ -145,3 +155,9 @@ def test_plots_are_made_of_what_is_there(tmp_path: Path) -> None:
 def test_the_tables_are_those_of_the_committed_results() -> None:
     """If not: `python -m evidence.figures`."""
     assert (RESULTS.parent / "tables.md").read_text() == analysis.tables(Store())
+
+
+def test_sonde_and_its_docs_say_what_the_committed_results_say() -> None:
+    """If not: `python -m evidence.figures`."""
+    for file, text in said(Store()).items():
+        assert file.read_text() == text, file.name

@@ -281,6 +281,8 @@ class NoiseScaleProbe:
             least_sq_norm=LEAST_SQ_NORM * found.whole.numel if has_plain_squares else 0.0,
             rounding=self._rounding(),
             fixed_weights=fixed_weights,
+            optimizer=str(found.record["optimizer_kind"]),
+            metric=metric,
         )
 
     # What the user calls.

@@ -78,7 +78,7 @@ def test_a_verdict_names_all_that_the_interval_allows(
     decided = kind in ("too_small", "about_right", "too_large")
     assert ("Measure more." in got.detail) == (not decided)
     assert got.advice == ("" if decided else "measure more")
-    assert "0.1 to 20 times B_simple" in got.detail  # no factor of our own for the proxy
+    assert "0.1 to 20 times B_simple" in got.detail
 
 
 @pytest.mark.parametrize(
@@ -119,6 +119,15 @@ def test_the_run_and_the_steps_that_follow_have_a_sentence_each() -> None:
     assert f"{100 * steps[0]:.0f} to {100 * steps[1]:.0f} % of the steps" in of_run
     assert from_here_on.startswith("From here on, a batch of 150 images would need ")
     assert got.in_short == "for a run like this one, the batch is about right; from here on, it is small"
+
+
+def test_the_study_is_quoted_beside_an_average_alone() -> None:
+    """It compares averages of whole runs; the noise scale now may be several times larger."""
+    facts: dict[str, Any] = {"n_steps": 300, "optimizer": "SGD (β = 0.9)"}
+    assert "With SGD (β = 0.9)" in verdict(32, known(110.0, 207.0), of_run=known(28.0, 42.5), **facts).detail
+    assert "With SGD" not in verdict(32, known(110.0, 207.0), **facts).detail
+    in_sign = verdict(32, known(110.0, 207.0), of_run=known(28.0, 42.5), metric="sign", **facts)
+    assert "times the run's average in metric 'sign' in" in in_sign.detail
 
 
 @pytest.mark.parametrize(

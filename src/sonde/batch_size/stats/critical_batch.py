@@ -11,16 +11,12 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from sonde.batch_size.stats.proxy import proxy_in_words
 from sonde.wording import interval, number
 
 ABOUT_RIGHT = 2.0
 """A batch within this factor of the noise scale is about right: it costs at most three times the fewest steps, and at
 most three times the fewest units."""
-
-_PROXY = (
-    "B_simple is a proxy for the critical batch size. In published runs the critical batch size was 0.1 to 20 times "
-    "B_simple (McCandlish et al. 2018, arXiv:1812.06162)."
-)
 
 
 @dataclass(frozen=True)
@@ -163,6 +159,8 @@ def judge_batch(
     warms_up: bool = False,
     reason: str = "",
     advice: str = "",
+    optimizer: str = "",
+    metric: str = "euclidean",
 ) -> Verdict:
     """Judge a batch size by the noise scale of the run so far, and by the noise scale now.
 
@@ -176,6 +174,9 @@ def judge_batch(
         warms_up: whether the learning rate is still rising.
         reason: why the noise scale now is not resolved.
         advice: what would make it known better.
+        optimizer: of the run, such as "SGD (β = 0.9)", as `optimizer_kind` in the set-up of its log. What sonde's study
+            found with it is said beside the average; empty where it is not known.
+        metric: of the noise scale.
 
     Returns:
         A `Verdict`. A batch is about right within a factor of `ABOUT_RIGHT` of the noise scale. The verdict names all
@@ -223,7 +224,8 @@ def judge_batch(
             costs += f". From here on, {_trade_off(batch, now, kind_now, unit)}"
     if kind_now in ("too_small", "about_right", "too_large"):
         advice = ""  # the interval is narrow enough to decide
-    return Verdict(kind, headline, _sentences(costs, reason, advice, _PROXY), in_short, kind_now, advice)
+    proxy = proxy_in_words(optimizer if of_run else "", metric)  # the study compares averages of whole runs
+    return Verdict(kind, headline, _sentences(costs, reason, advice, proxy), in_short, kind_now, advice)
 
 
 def _too_early(n_steps: int | None, first_step: int, *, warms_up: bool) -> str:

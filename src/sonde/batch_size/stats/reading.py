@@ -156,6 +156,8 @@ class NoiseScaleReading:
         every: one window of training in so many is measured, on average over about the last half of the run.
         further_units: how many of each further unit one unit is, on average; None before the first window.
         coverage: the part of the model that the numbers speak of; None if it is the whole model.
+        optimizer: the optimizers that were given to attach, such as "SGD (β = 0.9)"; empty without.
+        metric: of the noise scale.
     """
 
     b_simple: float | None
@@ -186,6 +188,8 @@ class NoiseScaleReading:
     every: float = 1.0
     coverage: Coverage | None = None
     further_units: Mapping[str, float | None] = field(default_factory=dict)
+    optimizer: str = ""
+    metric: str = "euclidean"
 
     def in_unit(self, name: str) -> ConvertedReading:
         """The batch size and the noise scale in a further unit. This is a conversion, no estimate of its own.
@@ -242,6 +246,8 @@ class NoiseScaleReading:
             warms_up=self.warms_up,
             reason=self.reason,
             advice=self.advice,
+            optimizer=self.optimizer,
+            metric=self.metric,
         )
 
     def __str__(self) -> str:

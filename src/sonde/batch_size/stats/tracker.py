@@ -49,6 +49,8 @@ class NoiseScaleTracker(Stateful):
         rounding: the residual that rounding alone explains, and the likely cause of a larger one.
         least_sq_norm: below it, squares of gradients have lost digits to underflow.
         fixed_weights: averages the windows of a model that does not train; None for one that trains.
+        optimizer: for readings, likewise the metric.
+        metric: of the gradients that rows hold.
     """
 
     STATE = (
@@ -66,7 +68,10 @@ class NoiseScaleTracker(Stateful):
         rounding: RoundingTolerance,
         least_sq_norm: float = 0.0,
         fixed_weights: FixedWeights | None = None,
+        optimizer: str = "",
+        metric: str = "euclidean",
     ) -> None:
+        self._optimizer, self._metric = optimizer, metric
         self.unit, self.groups, self.further_units = unit, tuple(groups), tuple(further_units)
         self.rounding, self._n_ranks, self._least_sq_norm = rounding, n_ranks, least_sq_norm
         self._fixed_weights, self.at_fixed_weights = fixed_weights, fixed_weights is not None
@@ -215,6 +220,8 @@ class NoiseScaleTracker(Stateful):
             # A group without any gradient is frozen, or not covered.
             groups={n: g for n, g in zip(self.groups, groups, strict=False) if (g.trace_cov, g.grad_sq) != (0.0, 0.0)},
             coverage=self.coverage,
+            optimizer=self._optimizer,
+            metric=self._metric,
         )
 
     def _of_run(self, *, with_groups: bool) -> tuple[list[Series], dict[str, Any]]:

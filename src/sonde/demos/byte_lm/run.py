@@ -163,7 +163,7 @@ def end(setup: Setup, console: Console) -> int:
     run = read_run(setup.folder)
 
     def judge() -> tuple[str, str, str]:
-        verdict = judge_reading(run.readings[-1], run.probe("reading").unit)
+        verdict = judge_reading(run.readings[-1], run.probe("reading"))
         return verdict.headline, verdict.detail, _VERDICT_STYLES.get(verdict.kind, "cyan")
 
     if run.ended == "interrupted":

@@ -17,6 +17,7 @@ from sonde.runs.run import (
     AnyReading,
     ComparisonReading,
     PolicyReading,
+    ProbeSetup,
     Reading,
     Run,
     logged_batch,
@@ -95,9 +96,9 @@ def verdict_panels(run: Run) -> list[VerdictPanel]:
 
 def batch_size_panel(run: Run) -> VerdictPanel:
     """The verdict on the batch size, for a run that has at least one reading of the noise scale."""
-    unit, last = run.probe("reading").unit, run.readings[-1]
-    trains = not run.probe("reading").setup.get("fixed_weights")
-    verdict = judge_reading(last, unit, trains=trains)
+    probe, last = run.probe("reading"), run.readings[-1]
+    unit, trains = probe.unit, not probe.setup.get("fixed_weights")
+    verdict = judge_reading(last, probe)
     basis = f"Judged from the last reading: {position_text(last, unit)}."
     needed = round(last.metrics.get("gns/windows_needed") or 0)
     if needed and last.status == "resolved":
@@ -169,14 +170,15 @@ def _entropies_judged(run: Run) -> str:
     return f"Judged from the entropy of {plural(len(steps), 'measured step')}; the last of them is step {steps[-1]:,}."
 
 
-def judge_reading(reading: Reading, unit: str, *, trains: bool = True) -> Verdict:
+def judge_reading(reading: Reading, probe: ProbeSetup) -> Verdict:
     """Judge the batch size by one reading of a log.
 
     Args:
         reading: for a present verdict the last one.
-        unit: plural name of the unit.
-        trains: whether it is of a training, and not of a model at fixed weights.
+        probe: how it was measured.
     """
+    unit, trains = probe.unit, not probe.setup.get("fixed_weights")
+    optimizer, metric = optimizer_and_metric(probe)
     batch, judged = logged_batch(reading.metrics, unit)
     now, average = reading.now, reading.average
     if not batch and reading.status != "unresolved":  # of a checkpoint, without a batch to judge
@@ -198,7 +200,15 @@ def judge_reading(reading: Reading, unit: str, *, trains: bool = True) -> Verdic
         warms_up=bool(reading.metrics.get("gns/warms_up")),
         reason=reading.reason,
         advice=reading.advice,
+        optimizer=optimizer,
+        metric=metric,
     )
+
+
+def optimizer_and_metric(probe: ProbeSetup) -> tuple[str, str]:
+    """The kind of optimizer, empty in logs that do not have it, and the metric that the verdict speaks of."""
+    setup = probe.setup
+    return str(setup.get("optimizer_kind") or ""), str(setup.get("metric") or "euclidean").split(", ")[0]
 
 
 def _batch_tiles(last: Reading, unit: str) -> Iterator[Tile]:
