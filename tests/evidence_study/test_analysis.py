@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from evidence.figures import factors_of_proxies, units_over_batch
+from evidence.laws import units_by_noise, units_by_sign
 from evidence.work import RESULTS, Done, Store
 from scipy.stats import spearmanr
 
 from evidence import analysis
 from sonde.evidence.branches import Branch, Branches
-from sonde.evidence.stats.laws import units_by_noise, units_by_sign
 from sonde.evidence.stats.loss_curves import Curve
 
 BATCHES = (4, 16, 64, 256, 1024)

@@ -8,11 +8,15 @@ from dataclasses import replace
 import pytest
 
 from sonde.evidence.stats.branched_batch import UnitsRatio, critical_batch, from_base, units_ratios
-from sonde.evidence.stats.laws import units_by_noise
 from sonde.evidence.stats.loss_curves import Curve, log_units_ratio
 from sonde.stats.intervals import student_t_quantile
 
 CRITICAL, BATCHES = 50.0, (16, 32, 64, 128)
+
+
+def units_by_noise(batch: float, critical: float) -> float:
+    """Units needed over the fewest."""
+    return 1 + batch / critical
 
 
 def exact(batches: Sequence[float], critical: float, width: float = 0.0) -> list[UnitsRatio]:
