@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from sonde.cli import main
+from sonde.evidence.answer import advice, at_half, batch_rows, headline, scale_rows
 from sonde.evidence.branches import Branches
 from sonde.evidence.stats.branched_batch import from_base
 from tests.commands.branch_scripts import PATTERN, PRINTS, TRAINS
@@ -62,8 +63,10 @@ def test_the_critical_batch_of_a_known_law(folder: Path, capsys: pytest.CaptureF
     assert all(branch.curve.units[-1] == 3200 for branch in found.branches)
     first, again = (b for b in found.branches if (b.batch, b.seed) == (16, 1))
     assert (first.curve, again.copy) == (again.curve, 1)
-    for sentence in ("Critical batch size: ", "needs 20", "the law 1 + B/B_crit", "B_noise", "reference"):
-        assert sentence in out
+    for sentence in (headline(found), advice(found), at_half(found)):
+        assert f"{sentence}\n" in out
+    shown = {" ".join(line.split()) for line in out.splitlines()}
+    assert {" ".join(row).strip() for row in (*batch_rows(found), *scale_rows(found))} <= shown
     assert "bit for bit" not in out
     assert "batch 64, seed 3: finished\n" in err
 
@@ -112,7 +115,7 @@ def test_torch_scripts_have_logs_of_their_own_and_go_on_after_ctrl_c(folder: Pat
         ("B_simple, now", "euclidean"),
         ("B_simple, average", "euclidean"),
     }
-    assert "pass --seeds 3" in ended.out
+    assert "with 3 seeds or more" in ended.out
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -136,7 +139,7 @@ def test_branches_end_with_the_command(number: int, folder: Path) -> None:
 
 def test_what_a_script_does_wrong_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = said(capsys, words("16,32", wrong="ignores batch", seeds=1), status=2)
-    assert "No critical batch size: batch 16, seed 1 and batch 32, seed 1 have the same losses" in out
+    assert "Mend this first: batch 16, seed 1 and batch 32, seed 1 have the same losses" in out
     assert "the script ignores {batch}" in out
     out, _ = said(capsys, words("16,32", wrong="ignores seed"), status=2)
     assert "Batch 16, seed 1 and batch 16, seed 2 have the same losses" in out

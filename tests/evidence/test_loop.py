@@ -261,7 +261,7 @@ def test_progress_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     assert lines[1].startswith("sonde: batch 8, seed 0, second run: held-out loss ")
     assert lines[1].endswith(" left)")
     assert "(2 of 7 branches, " in lines[1]
-    assert lines[7].startswith("sonde: critical batch size: ")
+    assert lines[7].startswith("sonde: The critical batch size is ")
     assert "rows" in lines[7]
 
 

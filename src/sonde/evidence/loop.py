@@ -21,6 +21,7 @@ from torch import Tensor
 
 from sonde.batch_size.step_watch import is_followed
 from sonde.console import stack_level, tell
+from sonde.evidence.answer import advice, headline
 from sonde.evidence.branches import Branch, Branches, Proxy
 from sonde.evidence.kept_state import KeptState
 from sonde.evidence.rates import Options, RateRule, held, options_at, rule_in_words, usual_rule
@@ -29,7 +30,7 @@ from sonde.evidence.stats.rate_rules import DECAYED
 from sonde.parallel.model_state import preserve_modes_and_randomness
 from sonde.parallel.process_groups import gather_objects
 from sonde.record_values import whole_number
-from sonde.wording import duration, estimate, number
+from sonde.wording import duration, number
 
 OnBranch = Callable[[Branches], object]
 _LOSS = "held-out loss"
@@ -148,9 +149,7 @@ def branch(
         branching.check_step()
         found = branching.run(on_branch, says=says)
     if says:
-        known = found.critical
-        words = estimate(known.status, known.ratio, known.low, known.high)
-        tell(f"critical batch size: {words} {unit}{known.reason and f' ({known.reason})'}")
+        tell(f"{headline(found)} {advice(found)}")
     return found
 
 
