@@ -118,12 +118,12 @@ def test_torch_scripts_have_logs_of_their_own_and_go_on_after_ctrl_c(folder: Pat
     assert "with 3 seeds or more" in ended.out
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_branches_end_with_the_command(number: int, folder: Path) -> None:
-    """Also when the terminal is lost."""
+    """Also when the terminal is lost, and when the command is killed and can end nothing."""
     if signal.getsignal(number) is signal.SIG_IGN:
         pytest.skip("started by nohup, so the command ignores the signal too")
-    (folder / "waits.py").write_text("import time; open('begun', 'w').close(); time.sleep(60)")
+    (folder / "waits.py").write_text("import time; open('begun', 'w').close(); time.sleep(120)")
     command = words("16,32", seeds=1, ends=False)
     command[command.index("prints.py")] = "waits.py"
     with Python("-m", "sonde", *command, folder=folder) as python:
@@ -133,7 +133,11 @@ def test_branches_end_with_the_command(number: int, folder: Path) -> None:
             time.sleep(0.05)
         os.kill(python.pid, number)
         ended = python.wait()
-    assert "Stopped: 0 of 3 branches are finished." in ended.err
+        while not list(folder.rglob("status")):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    if number != signal.SIGKILL:
+        assert "Stopped: 0 of 3 branches are finished." in ended.err
     assert {path.read_text() for path in folder.rglob("status")} == {"143\n"}
 
 
