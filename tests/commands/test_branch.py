@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import sonde
 from sonde.cli import main
 from sonde.evidence.answer import advice, at_half, batch_rows, headline, scale_rows
 from sonde.evidence.branches import Branches
@@ -77,6 +78,29 @@ def test_the_critical_batch_of_a_known_law(folder: Path, capsys: pytest.CaptureF
     _, err = said(capsys, words("16,32,64,128", seeds=3))
     assert err.startswith("10 of 13 branches are finished already.\nbatch 128, seed ")
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
+
+
+def test_noise_scales_of_a_measured_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    data = [(x, x.sum(1, keepdim=True) + 3 * torch.randn(2, 1)) for x in torch.randn(1000, 2, 4)]
+    measured = sonde.measure(
+        torch.nn.Linear(4, 1),
+        lambda model, batch: torch.nn.functional.mse_loss(model(batch[0]), batch[1]),
+        data,
+        log=sonde.RunLog(Path("measured")),
+        curvature=sonde.Curvature(sizes=(1, 4, 16), draws=24, held_out=24),
+        verbose=False,
+    )
+    assert measured.curvature is not None
+    out, _ = said(capsys, words("16,32", "--noise", "measured", "--unit", "rows", seeds=1))
+    found = result(folder)
+    noise = next(proxy for proxy in found.proxies if proxy.name == "B_noise, in measured")
+    known = measured.curvature.b_noise
+    assert (noise.low, noise.high, noise.value) == pytest.approx((known.low, known.high, known.ratio))  # exp of a log
+    simple = next(proxy for proxy in found.proxies if proxy.name == "B_simple, now, in measured")
+    assert (simple.metric, simple.value) == ("euclidean", pytest.approx(measured.reading.b_simple))
+    assert found.unit == "rows"
+    assert "3,200 rows from the checkpoint" in out
 
 
 @pytest.mark.slow  # four new processes import torch
@@ -279,7 +303,7 @@ REFUSED = [
     ("--decay needs {steps} or {units}", ["--decay"], None),
     ("--loss-regex needs the groups", ["--loss-regex", "(?P<loss>x)"], None),
     ("--loss-regex is no regular expression", ["--loss-regex", "("], None),
-    ("--noise takes a value within its interval", ["--noise", "B=3:4:5"], None),
+    ("--noise takes a log with a noise scale, or a value within its interval", ["--noise", "B=3:4:5"], None),
     ("--lr and --lr-rule need {lr}", ["--lr", "0.1"], None),
     ("the command has no {batch}", [], "prints.py --seed {seed}"),
     ("the command has no {seed}", [], "prints.py --batch {batch}"),

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,7 +63,9 @@ class BranchOptions:
         loss_regex: Read the loss from what the script prints, by a regular expression with (?P<loss>…) and (?P<step>…)
             or (?P<units>…).
         first_step: Step of the checkpoint, if the printed steps count on from there.
-        noise: A noise scale measured elsewhere, to stand beside the result: NAME=VALUE:LOW:HIGH.
+        noise: Noise scales measured elsewhere, to stand beside the result: the log of sonde measure, or
+            NAME=VALUE:LOW:HIGH.
+        unit: Plural name of the unit, where no log of the script has it.
         launcher: What runs a branch: local, slurm (writes an array script; the same command then collects), ray, or a
             command such as 'srun {command}'.
         out: Folder of all branches and of the result.
@@ -86,7 +88,8 @@ class BranchOptions:
     loss: Annotated[str, arg(metavar="NAME")] = "eval_loss"
     loss_regex: Annotated[str | None, arg(metavar="REGEX", help_behavior_hint="(optional)")] = None
     first_step: Annotated[int | None, arg(metavar="N", help_behavior_hint="(optional)")] = None
-    noise: Annotated[tuple[str, ...], arg(metavar="NAME=…", help_behavior_hint="(optional)")] = ()
+    noise: Annotated[tuple[str, ...], arg(metavar="LOG or NAME=…", help_behavior_hint="(optional)")] = ()
+    unit: Annotated[str, arg(metavar="NAME")] = "units"
     launcher: Annotated[str, arg(metavar="LAUNCHER")] = "local"
     out: Annotated[Path, arg(metavar="FOLDER")] = Path("branches")
 
@@ -105,7 +108,7 @@ def run_branch(options: BranchOptions, command: Sequence[str]) -> int:
         ValueError: for options that cannot be used, and when the first branch to end has failed.
         KeyboardInterrupt: after Ctrl-C, SIGTERM and SIGHUP; branches that have ended are kept.
     """
-    plan, measured = plan_of(options, command), tuple(map(_proxy_of, options.noise))
+    plan, measured = plan_of(options, command), [proxy for text in options.noise for proxy in _proxies_of(text)]
     asked, console = plan.asked(), _console()
     ended = (_collected if options.launcher == _SLURM else _trained)(asked, plan, options)
     if not ended:
@@ -113,7 +116,7 @@ def run_branch(options: BranchOptions, command: Sequence[str]) -> int:
     check_starts(((each.folder, each.batch) for each in ended), plan.source)
     references = [each.folder for each in ended if each.batch == plan.reference and not each.copy]
     found = Branches(
-        unit_of(references) or "units",
+        unit_of(references) or options.unit,
         plan.reference,
         plan.units,
         options.tolerance,
@@ -192,13 +195,18 @@ def _numbers(text: str) -> tuple[float, ...]:
     raise ValueError(f"--batches takes 2 sizes or more, such as 16,32,64,128, got {text!r}")
 
 
-def _proxy_of(text: str) -> Proxy:
+def _proxies_of(text: str) -> list[Proxy]:
     name, _, numbers = text.partition("=")
     with contextlib.suppress(ValueError):
         value, low, high = map(float, numbers.split(":"))
         if 0 < low <= value <= high < math.inf:
-            return Proxy(name, "", low, high, value)
-    raise ValueError(f"--noise takes a value within its interval, such as B_noise=120:90:160, got {text!r}")
+            return [Proxy(name, "", low, high, value)]
+    if proxies := noise_scales([Path(text)]):
+        return [replace(proxy, name=f"{proxy.name}, in {Path(text).name}") for proxy in proxies]
+    raise ValueError(
+        f"--noise takes a log with a noise scale, or a value within its interval, such as B_noise=120:90:160, got "
+        f"{text!r}: pass the --log of sonde measure"
+    )
 
 
 @contextlib.contextmanager

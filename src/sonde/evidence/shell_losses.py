@@ -22,7 +22,8 @@ STATUS = "status"
 _SAME = 0.01
 """Part of the progress by which the checkpoint's own loss may differ from branch to branch: rounding."""
 _WANTED = tuple(f'{{"kind":"{kind}"'.encode() for kind in ("header", "metrics", "reading"))
-_NOISE_SCALE = re.compile(r"gns/(?:(\w+)/)?b_simple(_average)?")
+_NOISE_SCALE = re.compile(r"gns/(?:(\w+)/)?(b_simple|b_simple_average|b_noise)")
+_NAMES = {"b_simple": "B_simple, now", "b_simple_average": "B_simple, average", "b_noise": "B_noise"}
 
 
 @dataclass(frozen=True)
@@ -186,22 +187,24 @@ def unit_of(folders: Sequence[Path]) -> str:
 
 
 def noise_scales(folders: Sequence[Path]) -> list[Proxy]:
-    """B_simple in each metric that the logs of some branches have: at their ends, and on average.
+    """What the logs in some folders say at their ends: B_simple in each metric, now and on average, and B_noise.
 
-    Over branches, estimates and ends of intervals are averaged in their logs. The interval is not made narrower by
+    Over logs, estimates and ends of intervals are averaged in their logarithms. The interval is not made narrower by
     their number, so it is rather too wide.
     """
     found: dict[tuple[str, str], list[tuple[float | None, float | None, float | None]]] = {}
-    for folder in folders:
-        for file in sorted(folder.rglob(RECORDS_NAME)):
-            log = list(_records(file))
-            readings = [record for record in log if record["kind"] == "reading"]
-            headline = str(next((r["setup"].get("metric") for r in log if r["kind"] == "header"), "")).split(", ")[0]
-            for key, value in readings[-1]["metrics"].items() if readings else ():
-                if match := _NOISE_SCALE.fullmatch(key):
-                    name = "B_simple, average" if match[2] else "B_simple, now"
-                    ends = (readings[-1]["metrics"].get(f"{key}_{end}") for end in ("low", "high"))
-                    found.setdefault((name, match[1] or headline), []).append((value, *ends))
+    for file in (file for folder in folders for file in sorted(folder.rglob(RECORDS_NAME))):
+        headline, last = "", dict[str, Any]()
+        for record in _records(file):
+            if record["kind"] == "header":
+                headline = headline or str(record["setup"].get("metric", "")).split(", ")[0]
+            else:
+                last |= record["metrics"]
+        for key, value in last.items():
+            if match := _NOISE_SCALE.fullmatch(key):
+                metric = "" if match[2] == "b_noise" else match[1] or headline
+                ends = (value, last.get(f"{key}_low"), last.get(f"{key}_high"))
+                found.setdefault((_NAMES[match[2]], metric), []).append(ends)
     proxies = [_proxy(name, metric, values) for (name, metric), values in found.items()]
     return [proxy for proxy in proxies if proxy is not None]
 
