@@ -315,7 +315,7 @@ REFUSED = [
     ),
     ("{lr} needs a rate above 0, got None: pass --lr", [], "prints.py {batch} {seed} {lr}"),
     (
-        "--lr-rule must be sqrt, linear, none or a table",
+        "the rule of the rate must be sqrt, linear, none, sgd=N, sign=N",
         ["--lr", "1", "--lr-rule", "cube"],
         "prints.py {batch} {seed} {lr}",
     ),
@@ -361,4 +361,4 @@ def test_rates_and_what_goes_with_them(folder: Path, capsys: pytest.CaptureFixtu
         "16": ["16", "0.01", "0.9", "0.99", "1e-08", "0.1", "400", "${HOME}", '{"a":', "1}"],
         "64": ["64", "0.02", "0.6", "0.96", "5e-09", "0.2", "100", "${HOME}", '{"a":', "1}"],
     }
-    assert result(folder).rule == "learning rate ∝ √batch with β₁, β₂ and ε"
+    assert result(folder).rule == "learning rate ∝ √batch with β₁, β₂ and ε, weight decay as fast per unit"

@@ -23,7 +23,7 @@ from sonde.evidence.branches import Branch, Branches, Proxy
 from sonde.evidence.shell_losses import LossSource, check_starts, noise_scales, unit_of
 from sonde.evidence.shell_plan import ADAM, Asked, Plan, check_command, rates_of, used_placeholders
 from sonde.evidence.shell_run import LAUNCHERS, collect_or_prepare, joined, result_of, train, write_array
-from sonde.evidence.stats.rate_rules import DECAYED
+from sonde.evidence.stats.rate_rules import DECAYED, FALLING, WITH_DECAY
 from sonde.runs.report.branch_page import write_branch_report
 from sonde.wording import duration
 
@@ -50,7 +50,8 @@ class BranchOptions:
         jobs: Branches that run at the same time.
         checkpoint: Where all branches begin, for {checkpoint}.
         lr: Learning rate of the reference, for {lr}.
-        lr_rule: How the rate follows the batch: sqrt (Adam), linear (SGD), none, or a table as 16:1e-3,32:1.4e-3.
+        lr_rule: How the rate follows the batch: sqrt (Adam), linear (SGD), none, sgd=N (SGD at a noise scale of N),
+            sign=N (Muon, likewise), or a table as 16:1e-3,32:1.4e-3.
         beta1: Of the reference, for {beta1}. With {beta1}, {beta2} and {eps}, Adam's whole rule is used.
         beta2: Of the reference, for {beta2}.
         eps: Of the reference, for {eps}.
@@ -183,7 +184,7 @@ def plan_of(options: BranchOptions, command: Sequence[str]) -> Plan:
     source = LossSource(options.loss, options.loss_regex, options.first_step)
     words = (sys.executable, *command) if command[0].endswith(".py") else tuple(command)
     lengths = DECAYED if options.decay else (1.0,)
-    rule += ", falling to 0 in each branch" if options.decay else ""
+    rule += (WITH_DECAY if "weight_decay" in used else "") + (FALLING if options.decay else "")
     return Plan(words, batches, reference, units, lengths, options.seeds, source, options.out, rule, rates, base)
 
 
