@@ -103,27 +103,35 @@ def test_noise_scales_of_a_measured_checkpoint(folder: Path, capsys: pytest.Capt
     assert "3,200 rows from the checkpoint" in out
 
 
-@pytest.mark.slow  # four new processes import torch
-def test_torch_scripts_have_logs_of_their_own_and_go_on_after_ctrl_c(folder: Path) -> None:
-    torch.save({"weight": torch.full((1, 8), 2.0)}, "start.pt")
-    options = ["--batches", "16,64", "--units", "1280", "--seeds", "1", "--checkpoint", "start.pt", "--lr", "0.002"]
-    script = ["trains.py", "--resume", "{checkpoint}", "--batch", "{batch}", "--lr", "{lr}", "--seed", "{seed}"]
-    command = ["-m", "sonde", "branch", *options, "--lr-rule", "linear", "--", *script]
+def test_branches_that_are_finished_outlast_ctrl_c(folder: Path) -> None:
+    wait = "import os\nwhile args.batch > 60 and not os.path.exists('go'):\n    time.sleep(0.01)\ndraw ="
+    (folder / "prints.py").write_text((folder / "prints.py").read_text().replace("draw =", wait, 1))
+    command = ["-m", "sonde", *words("16,64", seeds=1)]
     with Python(*command, folder=folder) as python:
-        deadline = time.monotonic() + 120
-        while not list(folder.rglob("result.json")):
+        deadline = time.monotonic() + 60
+        while len(list(folder.rglob("result.json"))) < 2 or not list(folder.rglob("batch-64-*/stdout.txt")):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         os.kill(python.pid, signal.SIGINT)
         ended = python.wait()
     assert ended.status == 130, ended.err
-    assert "Stopped: 1 of 3 branches are finished. The same command trains the others." in ended.err
+    assert "Stopped: 2 of 3 branches are finished. The same command trains the others." in ended.err
     assert not (folder / "branches" / "branches.json").exists()
 
+    (folder / "go").touch()
     with Python(*command, folder=folder) as python:
         ended = python.wait()
-    assert ended.status == 0, ended.err
-    assert ended.err.startswith("1 of 3 branches are finished already.\n")
+    assert (ended.status, ended.err) == (0, "2 of 3 branches are finished already.\nbatch 64, seed 1: finished\n")
+    assert [branch.state for branch in result(folder).branches] == ["finished"] * 3
+    assert "with 3 seeds or more" in ended.out
+
+
+@pytest.mark.slow  # three new processes import torch
+def test_torch_scripts_have_logs_of_their_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"weight": torch.full((1, 8), 2.0)}, "start.pt")
+    options = ["--batches", "16,64", "--units", "1280", "--seeds", "1", "--jobs", "3", "--checkpoint", "start.pt"]
+    script = ["trains.py", "--resume", "{checkpoint}", "--batch", "{batch}", "--lr", "{lr}", "--seed", "{seed}"]
+    said(capsys, ["branch", *options, "--lr", "0.002", "--lr-rule", "linear", "--", *script])
     found = result(folder)
     assert not (folder / "runs").exists()
     assert [branch.rate for branch in found.branches] == [0.002, 0.002, 0.008]
@@ -139,7 +147,6 @@ def test_torch_scripts_have_logs_of_their_own_and_go_on_after_ctrl_c(folder: Pat
         ("B_simple, now", "euclidean"),
         ("B_simple, average", "euclidean"),
     }
-    assert "with 3 seeds or more" in ended.out
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
