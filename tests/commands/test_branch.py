@@ -87,12 +87,13 @@ def test_noise_scales_of_a_measured_checkpoint(folder: Path, capsys: pytest.Capt
         torch.nn.Linear(4, 1),
         lambda model, batch: torch.nn.functional.mse_loss(model(batch[0]), batch[1]),
         data,
+        unit="rows",
         log=sonde.RunLog(Path("measured")),
         curvature=sonde.Curvature(sizes=(1, 4, 16), draws=24, held_out=24),
         verbose=False,
     )
     assert measured.curvature is not None
-    out, _ = said(capsys, words("16,32", "--noise", "measured", "--unit", "rows", seeds=1))
+    out, _ = said(capsys, words("16,32", "--noise", "measured", seeds=1))
     found = result(folder)
     noise = next(proxy for proxy in found.proxies if proxy.name == "B_noise, in measured")
     known = measured.curvature.b_noise
@@ -101,6 +102,14 @@ def test_noise_scales_of_a_measured_checkpoint(folder: Path, capsys: pytest.Capt
     assert (simple.metric, simple.value) == ("euclidean", pytest.approx(measured.reading.b_simple))
     assert found.unit == "rows"
     assert "3,200 rows from the checkpoint" in out
+    out, _ = said(capsys, words("16,32", "--unit", "images", seeds=1))
+    assert "3,200 images from the checkpoint" in out
+
+    header = Path("measured/records.jsonl").read_text().splitlines()[0].replace('"rows"', '"images"')
+    logs = f"import os\nprint({header!r}, file=open(os.environ['SONDE_BRANCH'] + '/records.jsonl', 'w'))\nargs ="
+    Path("prints.py").write_text(Path("prints.py").read_text().replace("args =", logs, 1))
+    _, err = said(capsys, words("16,32", "--noise", "measured", "--out", "images", seeds=1), status=2)
+    assert "must be in the same unit, got images and rows: measure in images, or leave --noise out" in err
 
 
 def test_branches_that_are_finished_outlast_ctrl_c(folder: Path) -> None:

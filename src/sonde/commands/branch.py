@@ -117,7 +117,7 @@ def run_branch(options: BranchOptions, command: Sequence[str]) -> int:
     check_starts(((each.folder, each.batch) for each in ended), plan.source)
     references = [each.folder for each in ended if each.batch == plan.reference and not each.copy]
     found = Branches(
-        unit_of(references) or options.unit,
+        _unit([references, *([Path(text)] for text in options.noise)]) or options.unit,
         plan.reference,
         plan.units,
         options.tolerance,
@@ -135,6 +135,17 @@ def run_branch(options: BranchOptions, command: Sequence[str]) -> int:
     except ImportError as error:
         console.print(f"report  {error}, then run: sonde report {plan.out}")
     return 0 if not found.mistake and all(branch.state == "finished" for branch in found.branches) else ERROR
+
+
+def _unit(logs: Sequence[Sequence[Path]]) -> str:
+    """The unit of all logs, or an empty text without one."""
+    units = dict.fromkeys(unit for folders in logs if (unit := unit_of(folders)))
+    if len(units) > 1:
+        raise ValueError(
+            f"the script's log and --noise must be in the same unit, got {' and '.join(units)}: measure in "
+            f"{next(iter(units))}, or leave --noise out"
+        )
+    return next(iter(units), "")
 
 
 def _console(*, stderr: bool = False) -> Console:
@@ -203,7 +214,7 @@ def _proxies_of(text: str) -> list[Proxy]:
         if 0 < low <= value <= high < math.inf:
             return [Proxy(name, "", low, high, value)]
     if proxies := noise_scales([Path(text)]):
-        return [replace(proxy, name=f"{proxy.name}, in {Path(text).name}") for proxy in proxies]
+        return [replace(proxy, name=f"{proxy.name}, in {Path(text).resolve().name}") for proxy in proxies]
     raise ValueError(
         f"--noise takes a log with a noise scale, or a value within its interval, such as B_noise=120:90:160, got "
         f"{text!r}: pass the --log of sonde measure"
