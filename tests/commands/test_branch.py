@@ -132,7 +132,7 @@ def test_branches_that_are_finished_outlast_ctrl_c(folder: Path) -> None:
         ended = python.wait()
     assert (ended.status, ended.err) == (0, "2 of 3 branches are finished already.\nbatch 64, seed 1: finished\n")
     assert [branch.state for branch in result(folder).branches] == ["finished"] * 3
-    assert "with 3 seeds or more" in ended.out
+    assert "use 3 seeds or more" in ended.out
 
 
 @pytest.mark.slow  # three new processes import torch

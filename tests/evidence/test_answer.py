@@ -66,6 +66,6 @@ def test_why_the_law_gives_nothing_stands_in_its_row() -> None:
 def test_without_an_answer_the_reason_is_said_once() -> None:
     one_seed = plausible_branches(seeds=1)
     assert headline(one_seed) == "The critical batch size is not known yet."
-    reason = "the scatter from seed to seed is not known: use 2 seeds or more"
+    reason = "the scatter from seed to seed is not known: use 3 seeds or more"
     assert advice(one_seed) == f"Run more branches: {reason}."
     assert [*scale_rows(one_seed)][1] == ("B_crit by these branches", "not known yet", "–")

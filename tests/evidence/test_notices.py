@@ -123,7 +123,7 @@ def test_a_loss_that_hardly_falls() -> None:
 
 
 def test_too_few_seeds_and_how_many_would_do() -> None:
-    assert "with 3 seeds or more" in only(branches(seeds=1))
+    assert "use 3 seeds or more" in branches(seeds=1).critical.reason
     said = only(branches(noise=4e-3))
     found = branches(noise=4e-3).ratios[0]
     assert found.high is not None

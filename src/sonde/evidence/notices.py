@@ -119,11 +119,8 @@ def _flat(found: Branches) -> Iterator[str]:
 
 
 def _too_few(found: Branches) -> Iterator[str]:
-    known = [ratio for ratio in found.ratios if ratio.ratio is not None and math.isfinite(ratio.ratio)]
-    if any(ratio.high is None for ratio in known):
-        yield "An interval needs the scatter from seed to seed: train each batch size with 3 seeds or more."
-        return
-    widest, n = max(((math.log(r.high / r.ratio), len(r.logs)) for r in known if r.high and r.ratio), default=(0.0, 0))
+    known = [(r.high / r.ratio, len(r.logs)) for r in found.ratios if r.ratio and r.high and math.isfinite(r.ratio)]
+    widest, n = max(((math.log(reach), n) for reach, n in known), default=(0.0, 0))
     times = widest / math.log1p(found.tolerance)
     if times > 1:
         yield (
