@@ -77,13 +77,10 @@ def branch_page(branches: Branches) -> str:
 
     unit, noticed = branches.unit, notices(branches)
     scales = noise_scales(branches) if branches.proxies else []
-    ratios, beside = (
-        Table(title, tuple(map(capital, head)), tuple(rows))
-        for title, (head, *rows) in (
-            (f"{capital(unit)} needed, times those of the reference", batch_rows(branches)),
-            ("B_crit and noise scales", scale_rows(branches)),
-        )
-    )
+    (batch_head, *of_batches), (scale_head, *of_scales) = batch_rows(branches), scale_rows(branches)
+    caption = f"{capital(unit)} needed, times those of the reference"
+    ratios = Table(caption, tuple(map(capital, batch_head)), tuple(of_batches))
+    beside = Table("B_crit and noise scales", tuple(map(capital, scale_head)), tuple(of_scales))
     sections = [
         Section(f"{capital(unit)} that each batch size needs", _RATIO_TEXT, (ratio_plot(branches, scales), ratios)),
         Section("Loss of each batch size", _LOSS_TEXT, (loss_plot(branches),)),
