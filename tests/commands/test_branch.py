@@ -98,7 +98,7 @@ def test_noise_scales_of_a_measured_checkpoint(folder: Path, capsys: pytest.Capt
     noise = next(proxy for proxy in found.proxies if proxy.name == "B_noise, in measured")
     known = measured.curvature.b_noise
     assert (noise.low, noise.high, noise.value) == pytest.approx((known.low, known.high, known.ratio))  # exp of a log
-    simple = next(proxy for proxy in found.proxies if proxy.name == "B_simple, now, in measured")
+    simple = next(proxy for proxy in found.proxies if proxy.name == "B_simple, in measured")
     assert (simple.metric, simple.value) == ("euclidean", pytest.approx(measured.reading.b_simple))
     assert found.unit == "rows"
     assert "3,200 rows from the checkpoint" in out

@@ -22,8 +22,10 @@ STATUS = "status"
 _SAME = 0.01
 """Part of the progress by which the checkpoint's own loss may differ from branch to branch: rounding."""
 _WANTED = tuple(f'{{"kind":"{kind}"'.encode() for kind in ("header", "metrics", "reading"))
-_NOISE_SCALE = re.compile(r"gns/(?:(\w+)/)?(b_simple|b_simple_average|b_noise)")
-_NAMES = {"b_simple": "B_simple, now", "b_simple_average": "B_simple, average", "b_noise": "B_noise"}
+_METRIC = re.compile(r"gns/(?:(\w+)/)?(\w+)")
+_OF_TRAINING = {"b_simple": "B_simple, now", "b_simple_average": "B_simple, average", "b_noise": "B_noise"}
+_OF_MEASUREMENT = {"b_simple": "B_simple", "b_noise": "B_noise"}
+"""Noise scales by the names of their metrics, in the log of a training and in that of `sonde.measure`."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def read_losses(folder: Path, batch: float, source: LossSource) -> Losses:
         batch: that it was asked for; used where the log does not know its batch.
         source: of the losses.
     """
-    logs = [list(_records(file)) for file in sorted(folder.rglob(RECORDS_NAME))]
+    logs = [log for log in _logs(folder) if _trains(log)]
     trained = next((value for log in logs if (value := _last(log, "gns/units_per_window")) is not None), None)
     if source.pattern is not None:
         return _printed(folder / STDOUT, source, trained, batch)
@@ -163,6 +165,15 @@ def _records(file: Path) -> Iterator[dict[str, Any]]:
         return
 
 
+def _logs(folder: Path) -> list[list[dict[str, Any]]]:
+    return [list(_records(file)) for file in sorted(folder.rglob(RECORDS_NAME))]
+
+
+def _trains(log: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a log is not that of `sonde.measure`."""
+    return not any(record["setup"].get("fixed_weights") for record in log if record["kind"] == "header")
+
+
 def _last(log: Iterable[Mapping[str, Any]], metric: str) -> float | None:
     known = [value for record in log if (value := record.get("metrics", {}).get(metric)) is not None]
     return float(known[-1]) if known and isinstance(known[-1], int | float) else None
@@ -182,8 +193,8 @@ def _why_none(logs: Sequence[Sequence[Mapping[str, Any]]], name: str) -> str:
 
 def unit_of(folders: Sequence[Path]) -> str:
     """The plural name of the unit in the first log of some branches; empty without a log."""
-    logs = (_records(file) for folder in folders for file in sorted(folder.rglob(RECORDS_NAME)))
-    return next((str(record["unit"]) for log in logs for record in log if record["kind"] == "header"), "")
+    records = (record for folder in folders for log in _logs(folder) for record in log)
+    return next((str(record["unit"]) for record in records if record["kind"] == "header"), "")
 
 
 def noise_scales(folders: Sequence[Path]) -> list[Proxy]:
@@ -193,18 +204,17 @@ def noise_scales(folders: Sequence[Path]) -> list[Proxy]:
     their number, so it is rather too wide.
     """
     found: dict[tuple[str, str], list[tuple[float | None, float | None, float | None]]] = {}
-    for file in (file for folder in folders for file in sorted(folder.rglob(RECORDS_NAME))):
-        headline, last = "", dict[str, Any]()
-        for record in _records(file):
-            if record["kind"] == "header":
-                headline = headline or str(record["setup"].get("metric", "")).split(", ")[0]
-            else:
-                last |= record["metrics"]
+    for log in (log for folder in folders for log in _logs(folder)):
+        names = _OF_TRAINING if _trains(log) else _OF_MEASUREMENT
+        headline = next((str(r["setup"].get("metric", "")).split(", ")[0] for r in log if r["kind"] == "header"), "")
+        numbers = (record["metrics"] for record in log if record["kind"] != "header")
+        last = {key: value for metrics in numbers for key, value in metrics.items()}
         for key, value in last.items():
-            if match := _NOISE_SCALE.fullmatch(key):
+            match = _METRIC.fullmatch(key)
+            if match and match[2] in names:
                 metric = "" if match[2] == "b_noise" else match[1] or headline
                 ends = (value, last.get(f"{key}_low"), last.get(f"{key}_high"))
-                found.setdefault((_NAMES[match[2]], metric), []).append(ends)
+                found.setdefault((names[match[2]], metric), []).append(ends)
     proxies = [_proxy(name, metric, values) for (name, metric), values in found.items()]
     return [proxy for proxy in proxies if proxy is not None]
 
