@@ -145,7 +145,7 @@ def test_noise_scales_of_all_metrics_and_seeds(branch: Path, monkeypatch: pytest
 
 
 def test_a_measurement_beside_the_training(branch: Path) -> None:
-    """Its windows have other units than a step, and its noise scales are those at the start."""
+    """Its noise scales are those at the start, and have names of their own."""
     torch.manual_seed(0)
     data = [(x, x.sum(1, keepdim=True) + 3 * torch.randn(2, 1)) for x in torch.randn(1000, 2, 3)]
     measured = sonde.measure(

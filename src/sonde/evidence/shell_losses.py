@@ -87,7 +87,7 @@ def read_losses(folder: Path, batch: float, source: LossSource) -> Losses:
         batch: that it was asked for; used where the log does not know its batch.
         source: of the losses.
     """
-    logs = [log for log in _logs(folder) if _trains(log)]
+    logs = _logs(folder)
     trained = next((value for log in logs if (value := _last(log, "gns/units_per_window")) is not None), None)
     if source.pattern is not None:
         return _printed(folder / STDOUT, source, trained, batch)
@@ -169,11 +169,6 @@ def _logs(folder: Path) -> list[list[dict[str, Any]]]:
     return [list(_records(file)) for file in sorted(folder.rglob(RECORDS_NAME))]
 
 
-def _trains(log: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether a log is not that of `sonde.measure`."""
-    return not any(record["setup"].get("fixed_weights") for record in log if record["kind"] == "header")
-
-
 def _last(log: Iterable[Mapping[str, Any]], metric: str) -> float | None:
     known = [value for record in log if (value := record.get("metrics", {}).get(metric)) is not None]
     return float(known[-1]) if known and isinstance(known[-1], int | float) else None
@@ -205,8 +200,9 @@ def noise_scales(folders: Sequence[Path]) -> list[Proxy]:
     """
     found: dict[tuple[str, str], list[tuple[float | None, float | None, float | None]]] = {}
     for log in (log for folder in folders for log in _logs(folder)):
-        names = _OF_TRAINING if _trains(log) else _OF_MEASUREMENT
-        headline = next((str(r["setup"].get("metric", "")).split(", ")[0] for r in log if r["kind"] == "header"), "")
+        setup = next((record["setup"] for record in log if record["kind"] == "header"), {})
+        names = _OF_MEASUREMENT if setup.get("fixed_weights") else _OF_TRAINING
+        headline = str(setup.get("metric", "")).split(", ")[0]
         numbers = (record["metrics"] for record in log if record["kind"] != "header")
         last = {key: value for metrics in numbers for key, value in metrics.items()}
         for key, value in last.items():
