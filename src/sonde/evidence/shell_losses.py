@@ -200,7 +200,7 @@ def noise_scales(folders: Sequence[Path]) -> list[Proxy]:
     """
     found: dict[tuple[str, str], list[tuple[float | None, float | None, float | None]]] = {}
     for log in (log for folder in folders for log in _logs(folder)):
-        setup = next((record["setup"] for record in log if record["kind"] == "header"), {})
+        setup: dict[str, Any] = next((record["setup"] for record in log if record["kind"] == "header"), {})
         names = _OF_MEASUREMENT if setup.get("fixed_weights") else _OF_TRAINING
         headline = str(setup.get("metric", "")).split(", ")[0]
         numbers = (record["metrics"] for record in log if record["kind"] != "header")
