@@ -117,7 +117,7 @@ def test_branches_that_are_finished_outlast_ctrl_c(folder: Path) -> None:
     (folder / "prints.py").write_text((folder / "prints.py").read_text().replace("draw =", wait, 1))
     command = ["-m", "sonde", *words("16,64", seeds=1)]
     with Python(*command, folder=folder) as python:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while len(list(folder.rglob("result.json"))) < 2 or not list(folder.rglob("batch-64-*/stdout.txt")):
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -167,7 +167,7 @@ def test_branches_end_with_the_command(number: int, folder: Path) -> None:
     command = words("16,32", seeds=1, ends=False)
     command[command.index("prints.py")] = "waits.py"
     with Python("-m", "sonde", *command, folder=folder) as python:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not (folder / "begun").exists():
             assert time.monotonic() < deadline
             time.sleep(0.05)
