@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from evidence import cost, rl_answers
+from evidence.laws import LAWS, LawFit, fit_law
 from evidence.sweep import mean_log
 from evidence.tasks import OPTIMIZERS, TASKS
 from evidence.work import Done, Store
 from sonde.evidence.branches import Branches
 from sonde.evidence.stats.branched_batch import from_base
-from sonde.evidence.stats.laws import LAWS, LawFit, fit_law
 
 Rows = list[list[str]]
 GRID_ERROR = 0.03

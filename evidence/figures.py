@@ -14,10 +14,10 @@ from typing import Any
 
 from evidence import cost
 from evidence.analysis import Swept, factors, quantile, resolved, swept, tables
+from evidence.laws import units_by_noise
 from evidence.said import said
 from evidence.tasks import OPTIMIZERS, TASKS
 from evidence.work import RESULTS, Store
-from sonde.evidence.stats.laws import units_by_noise
 
 COLORS = dict(zip(OPTIMIZERS, ("#0072b2", "#56b4e9", "#d55e00", "#009e73"), strict=True))
 MARKERS = dict(zip(("regression, exact", *TASKS), ("cross", "circle", "square", "triangle", "diamond"), strict=True))

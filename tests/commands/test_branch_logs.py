@@ -142,3 +142,26 @@ def test_noise_scales_of_all_metrics_and_seeds(branch: Path, monkeypatch: pytest
         if None not in values and proxy.low:
             assert proxy.value == pytest.approx((values[0] * values[1]) ** 0.5)  # type: ignore[operator]
     assert found["B_simple, average", "euclidean"].value is not None
+
+
+def test_a_measurement_beside_the_training(branch: Path) -> None:
+    """Its noise scales are those at the start, and have names of their own."""
+    torch.manual_seed(0)
+    data = [(x, x.sum(1, keepdim=True) + 3 * torch.randn(2, 1)) for x in torch.randn(1000, 2, 3)]
+    measured = sonde.measure(
+        (model := nn.Linear(3, 1)),
+        lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        data,
+        unit="rows",
+        log=sonde.RunLog(Path("a/measured")),
+        curvature=sonde.Curvature(sizes=(1, 4, 16), draws=24, held_out=24),
+        verbose=False,
+    )
+    train(log="runs/mine", model=model)
+    assert len(list(branch.rglob("records.jsonl"))) == 2
+    losses = read_losses(branch, 8, LossSource())
+    assert (losses.curve.units, losses.trained_batch) == ((0, 24, 48, 72), 8)
+    found = {proxy.name: proxy for proxy in noise_scales([branch])}
+    assert found["B_simple"].value == pytest.approx(measured.reading.b_simple)
+    assert measured.curvature is not None
+    assert found["B_noise"].value == pytest.approx(measured.curvature.b_noise.ratio)

@@ -119,6 +119,7 @@ def test_curvature(gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert table, said
     assert [line.split()[0] for line in table[1].splitlines()] == ["1", "3"]
     assert "gns/b_noise" in sonde.read_run(tmp_path / "log").own[-1].metrics
+    assert f"sonde branch --noise {tmp_path / 'log'} …" in said
 
 
 def write_trained(folder: Path, to: Path) -> None:

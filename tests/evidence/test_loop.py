@@ -261,7 +261,7 @@ def test_progress_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     assert lines[1].startswith("sonde: batch 8, seed 0, second run: held-out loss ")
     assert lines[1].endswith(" left)")
     assert "(2 of 7 branches, " in lines[1]
-    assert lines[7].startswith("sonde: critical batch size: ")
+    assert lines[7].startswith("sonde: The critical batch size is ")
     assert "rows" in lines[7]
 
 
@@ -365,7 +365,7 @@ def test_a_probe_of_another_model_does_not_matter() -> None:
         ({"evaluations": 1}, "evaluations must be 2 or more"),
         ({"units": 63}, "enough for 2 steps of the largest batch, 32"),
         ({"tolerance": 0.0}, "tolerance must be positive"),
-        ({"rate_rule": "square"}, "rate_rule must be sqrt, linear"),
+        ({"rate_rule": "square"}, "the rule of the rate must be sqrt, linear"),
         ({"rate_rule": {16: 2.0}}, "positive multiple of the rate for a batch of 32"),
     ],
 )

@@ -10,18 +10,48 @@ import torch
 from torch import nn
 
 from sonde.evidence.rates import held, options_at, usual_rule
+from sonde.evidence.stats.rate_rules import rate_factor
 
 
 def adam(**options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([nn.Parameter(torch.zeros(2))], **{"lr": 1e-3} | options)
 
 
-@pytest.mark.parametrize(("rule", "factor"), [("none", 1), ("linear", 8), ("sqrt", math.sqrt(8)), ({128: 3.5}, 3.5)])
+@pytest.mark.parametrize(
+    ("rule", "factor"),
+    [
+        ("none", 1),
+        ("linear", 8),
+        ("sqrt", math.sqrt(8)),
+        ({128: 3.5}, 3.5),
+        ("sgd=64", (1 + 64 / 16) / (1 + 64 / 128)),
+        ("sign=64", math.sqrt((1 + 64 / 16) / (1 + 64 / 128))),
+    ],
+)
 def test_a_rule_gives_the_multiple_of_each_groups_rate(rule: Any, factor: float) -> None:
     optimizer = adam()
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 0.5})
     assert options_at(optimizer, rule, 128, 16) == [{"lr": 1e-3 * factor}, {"lr": 0.5 * factor}]
     assert options_at(optimizer, rule, 16, 16) == [{"lr": 1e-3}, {"lr": 0.5}]
+
+
+def test_far_below_its_noise_scale_sgd_has_the_linear_rule_and_a_sign_the_root() -> None:
+    for rule, limit in (("sgd=1e12", "linear"), ("sign=1e12", "sqrt"), ("sgd=1e-12", "none")):
+        assert rate_factor(rule, 128, 16) == pytest.approx(rate_factor(limit, 128, 16))
+
+
+@pytest.mark.parametrize("rule", ["square", "sgd", "sgd=0", "sgd=x", "sign=inf", "sqrt=3", "linear="])
+def test_other_rules_are_refused(rule: str) -> None:
+    with pytest.raises(ValueError, match="the rule of the rate must be sqrt, linear, none, sgd=N, sign=N"):
+        rate_factor(rule, 128, 16)
+
+
+def test_weight_decay_acts_as_fast_per_unit() -> None:
+    optimizer = adam(weight_decay=0.2)
+    for rule in ("sqrt", "linear", "none", "adam", {64: 3.0}):
+        [found] = options_at(optimizer, rule, 64, 16, scale_decay=True)
+        assert found["lr"] * found["weight_decay"] / 64 == pytest.approx(1e-3 * 0.2 / 16)
+    assert "weight_decay" not in options_at(optimizer, "sqrt", 64, 16)[0]
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, math.nan, math.inf])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from evidence.figures import factors_of_proxies, units_over_batch
+from evidence.laws import units_by_noise, units_by_sign
 from evidence.said import of_whole_runs, said
 from evidence.work import RESULTS, Done, Store
 from scipy.stats import spearmanr
@@ -16,7 +17,6 @@ from scipy.stats import spearmanr
 from evidence import analysis
 from sonde.batch_size.stats.proxy import Factor
 from sonde.evidence.branches import Branch, Branches
-from sonde.evidence.stats.laws import units_by_noise, units_by_sign
 from sonde.evidence.stats.loss_curves import Curve
 
 BATCHES = (4, 16, 64, 256, 1024)

@@ -7,12 +7,11 @@ import statistics
 
 import pytest
 import torch
+from evidence.laws import fit_law
 from evidence.regression import Moments, eigenvalues, loss_twice, noise_scales, units_to_targets
 from evidence.replicas import Replicas
 from evidence.sweep import run
 from evidence.tasks import draw_rows, held_out_rows, task, true_weights
-
-from sonde.evidence.stats.laws import fit_law
 
 RATE, BATCH, STEPS = 0.3, 4, 12
 

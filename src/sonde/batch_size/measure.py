@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.batch_size.batch_dim import units_in_batch
-from sonde.batch_size.curvature import Curvature, CurvatureLog, OneSteps
+from sonde.batch_size.curvature import Curvature, CurvatureLog
 from sonde.batch_size.measured_model import MeasuredModel
+from sonde.batch_size.one_steps import OneSteps
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.setup import BATCH_NORM, Groups, NoiseScaleOptions, is_number, n_batch_norms
 from sonde.batch_size.stats.averages import FixedWeights, window_lengths

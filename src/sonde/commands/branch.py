@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +23,7 @@ from sonde.evidence.branches import Branch, Branches, Proxy
 from sonde.evidence.shell_losses import LossSource, check_starts, noise_scales, unit_of
 from sonde.evidence.shell_plan import ADAM, Asked, Plan, check_command, rates_of, used_placeholders
 from sonde.evidence.shell_run import LAUNCHERS, collect_or_prepare, joined, result_of, train, write_array
-from sonde.evidence.stats.rate_rules import DECAYED
+from sonde.evidence.stats.rate_rules import DECAYED, FALLING, WITH_DECAY
 from sonde.runs.report.branch_page import write_branch_report
 from sonde.wording import duration
 
@@ -50,7 +50,8 @@ class BranchOptions:
         jobs: Branches that run at the same time.
         checkpoint: Where all branches begin, for {checkpoint}.
         lr: Learning rate of the reference, for {lr}.
-        lr_rule: How the rate follows the batch: sqrt (Adam), linear (SGD), none, or a table as 16:1e-3,32:1.4e-3.
+        lr_rule: How the rate follows the batch: sqrt (Adam), linear (SGD), none, sgd=N (SGD at a noise scale of N),
+            sign=N (Muon, likewise), or a table as 16:1e-3,32:1.4e-3.
         beta1: Of the reference, for {beta1}. With {beta1}, {beta2} and {eps}, Adam's whole rule is used.
         beta2: Of the reference, for {beta2}.
         eps: Of the reference, for {eps}.
@@ -63,7 +64,9 @@ class BranchOptions:
         loss_regex: Read the loss from what the script prints, by a regular expression with (?P<loss>…) and (?P<step>…)
             or (?P<units>…).
         first_step: Step of the checkpoint, if the printed steps count on from there.
-        noise: A noise scale measured elsewhere, to stand beside the result: NAME=VALUE:LOW:HIGH.
+        noise: Noise scales measured elsewhere, to stand beside the result: the log of sonde measure, or
+            NAME=VALUE:LOW:HIGH.
+        unit: Plural name of the unit, where no log of the script has it.
         launcher: What runs a branch: local, slurm (writes an array script; the same command then collects), ray, or a
             command such as 'srun {command}'.
         out: Folder of all branches and of the result.
@@ -86,7 +89,8 @@ class BranchOptions:
     loss: Annotated[str, arg(metavar="NAME")] = "eval_loss"
     loss_regex: Annotated[str | None, arg(metavar="REGEX", help_behavior_hint="(optional)")] = None
     first_step: Annotated[int | None, arg(metavar="N", help_behavior_hint="(optional)")] = None
-    noise: Annotated[tuple[str, ...], arg(metavar="NAME=…", help_behavior_hint="(optional)")] = ()
+    noise: Annotated[tuple[str, ...], arg(metavar="LOG or NAME=…", help_behavior_hint="(optional)")] = ()
+    unit: Annotated[str, arg(metavar="NAME")] = "units"
     launcher: Annotated[str, arg(metavar="LAUNCHER")] = "local"
     out: Annotated[Path, arg(metavar="FOLDER")] = Path("branches")
 
@@ -105,7 +109,7 @@ def run_branch(options: BranchOptions, command: Sequence[str]) -> int:
         ValueError: for options that cannot be used, and when the first branch to end has failed.
         KeyboardInterrupt: after Ctrl-C, SIGTERM and SIGHUP; branches that have ended are kept.
     """
-    plan, measured = plan_of(options, command), tuple(map(_proxy_of, options.noise))
+    plan, measured = plan_of(options, command), [proxy for text in options.noise for proxy in _proxies_of(text)]
     asked, console = plan.asked(), _console()
     ended = (_collected if options.launcher == _SLURM else _trained)(asked, plan, options)
     if not ended:
@@ -113,7 +117,7 @@ def run_branch(options: BranchOptions, command: Sequence[str]) -> int:
     check_starts(((each.folder, each.batch) for each in ended), plan.source)
     references = [each.folder for each in ended if each.batch == plan.reference and not each.copy]
     found = Branches(
-        unit_of(references) or "units",
+        _unit([references, *([Path(text)] for text in options.noise)]) or options.unit,
         plan.reference,
         plan.units,
         options.tolerance,
@@ -131,6 +135,17 @@ def run_branch(options: BranchOptions, command: Sequence[str]) -> int:
     except ImportError as error:
         console.print(f"report  {error}, then run: sonde report {plan.out}")
     return 0 if not found.mistake and all(branch.state == "finished" for branch in found.branches) else ERROR
+
+
+def _unit(logs: Sequence[Sequence[Path]]) -> str:
+    """The unit of all logs, or an empty text without one."""
+    units = dict.fromkeys(unit for folders in logs if (unit := unit_of(folders)))
+    if len(units) > 1:
+        raise ValueError(
+            f"the script's log and --noise must be in the same unit, got {' and '.join(units)}: measure in "
+            f"{next(iter(units))}, or leave --noise out"
+        )
+    return next(iter(units), "")
 
 
 def _console(*, stderr: bool = False) -> Console:
@@ -180,7 +195,7 @@ def plan_of(options: BranchOptions, command: Sequence[str]) -> Plan:
     source = LossSource(options.loss, options.loss_regex, options.first_step)
     words = (sys.executable, *command) if command[0].endswith(".py") else tuple(command)
     lengths = DECAYED if options.decay else (1.0,)
-    rule += ", falling to 0 in each branch" if options.decay else ""
+    rule += (WITH_DECAY if "weight_decay" in used else "") + (FALLING if options.decay else "")
     return Plan(words, batches, reference, units, lengths, options.seeds, source, options.out, rule, rates, base)
 
 
@@ -192,13 +207,18 @@ def _numbers(text: str) -> tuple[float, ...]:
     raise ValueError(f"--batches takes 2 sizes or more, such as 16,32,64,128, got {text!r}")
 
 
-def _proxy_of(text: str) -> Proxy:
+def _proxies_of(text: str) -> list[Proxy]:
     name, _, numbers = text.partition("=")
     with contextlib.suppress(ValueError):
         value, low, high = map(float, numbers.split(":"))
         if 0 < low <= value <= high < math.inf:
-            return Proxy(name, "", low, high, value)
-    raise ValueError(f"--noise takes a value within its interval, such as B_noise=120:90:160, got {text!r}")
+            return [Proxy(name, "", low, high, value)]
+    if proxies := noise_scales([Path(text)]):
+        return [replace(proxy, name=f"{proxy.name}, in {Path(text).resolve().name}") for proxy in proxies]
+    raise ValueError(
+        f"--noise takes a log with a noise scale, or a value within its interval, such as B_noise=120:90:160, got "
+        f"{text!r}: pass the --log of sonde measure"
+    )
 
 
 @contextlib.contextmanager

@@ -265,6 +265,7 @@ def _print_result(measurement: Measurement, options: MeasureOptions, console: Co
     console.print(_table(reading.groups, total_grad_sq=reading.grad_sq, total_trace_cov=reading.trace_cov))
     if options.log is not None:
         console.print(f"\nlog     {options.log}\n        sonde report {options.log}  writes a page of it")
+        console.print(f"        sonde branch --noise {options.log} …  sets trained branches beside it")
 
 
 def _meaning(measurement: Measurement, options: MeasureOptions) -> Iterator[str]:

@@ -21,15 +21,16 @@ from torch import Tensor
 
 from sonde.batch_size.step_watch import is_followed
 from sonde.console import stack_level, tell
+from sonde.evidence.answer import advice, headline
 from sonde.evidence.branches import Branch, Branches, Proxy
 from sonde.evidence.kept_state import KeptState
-from sonde.evidence.rates import Options, RateRule, held, options_at, rule_in_words, usual_rule
+from sonde.evidence.rates import Options, RateRule, held, in_words, options_at, usual_rule
 from sonde.evidence.stats.loss_curves import Curve
-from sonde.evidence.stats.rate_rules import DECAYED
+from sonde.evidence.stats.rate_rules import DECAYED, FALLING, WITH_DECAY
 from sonde.parallel.model_state import preserve_modes_and_randomness
 from sonde.parallel.process_groups import gather_objects
 from sonde.record_values import whole_number
-from sonde.wording import duration, estimate, number
+from sonde.wording import duration, number
 
 OnBranch = Callable[[Branches], object]
 _LOSS = "held-out loss"
@@ -55,6 +56,7 @@ def branch(
     seeds: int = 3,
     seed: Callable[[int], object] | None = None,
     rate_rule: RateRule | None = None,
+    scale_weight_decay: bool = False,
     decay: bool = False,
     tolerance: float = 0.2,
     evaluations: int = 16,
@@ -95,7 +97,10 @@ def branch(
             k, and other data on other ranks. By default all global generators and those in `state` are seeded. Where
             a loader cannot be saved, let `train_step` draw from another one, which `seed` makes anew.
         rate_rule: "linear" (times batch / reference), "sqrt" (times its root), "adam" (likewise, with β and ε), "none",
-            or a table of multiples by batch size. By default "linear" for SGD, else "sqrt".
+            or a table of multiples by batch size. "sgd=120" is ∝ 1/(1 + 120/batch), with a noise scale of 120 units,
+            and "sign=120" its root, for Muon and others whose steps have a fixed size. By default "linear" for SGD,
+            else "sqrt".
+        scale_weight_decay: let weight decay follow the batch and the rate, so that it acts as fast per unit.
         decay: let the rate fall to 0 in each branch, linearly, so that a larger rate leaves no more noise in its loss.
             Only the loss at the end counts then, so each branch is trained three times, on 0.5, 0.7 and 1 of the
             units. Ratios above 2 are rough.
@@ -139,18 +144,19 @@ def branch(
         raise ValueError('state has no optimizer whose rate could follow the batch: add it, or pass rate_rule="none"')
     if is_followed(kept.model.parameters()):
         raise ValueError(_ATTACHED)
-    options = {batch: {each: options_at(each, rule, batch, first) for each in kept.optimizers} for batch in ordered}
-    in_words = rule_in_words(rule) + (", falling to 0 in each branch" if decay else "")
-    plan = Branches(unit, first, units, tolerance, in_words, (), tuple(proxies), _LOSS)
+    options = {
+        batch: {each: options_at(each, rule, batch, first, scale_decay=scale_weight_decay) for each in kept.optimizers}
+        for batch in ordered
+    }
+    said = in_words(rule) + (WITH_DECAY if scale_weight_decay else "") + (FALLING if decay else "")
+    plan = Branches(unit, first, units, tolerance, said, (), tuple(proxies), _LOSS)
     branching = _Branching(train_step, loss, kept, plan, options, seed or kept.seed, seeds, evaluations, decay)
     says = verbose and (branching.ranks is None or branching.ranks.rank() == 0)
     with kept.given_back():  # once more, in case Ctrl-C comes while a branch gives it back
         branching.check_step()
         found = branching.run(on_branch, says=says)
     if says:
-        known = found.critical
-        words = estimate(known.status, known.ratio, known.low, known.high)
-        tell(f"critical batch size: {words} {unit}{known.reason and f' ({known.reason})'}")
+        tell(f"{headline(found)} {advice(found)}")
     return found
 
 

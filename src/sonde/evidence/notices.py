@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from statistics import fmean
 
 from sonde.evidence.branches import Branch, Branches
-from sonde.evidence.stats.branched_batch import UnitsRatio
 from sonde.evidence.stats.loss_curves import FEWEST, falling, log_units_ratio, units_at
 from sonde.wording import count, number, percent
 
@@ -15,18 +14,6 @@ _OTHER_BATCH = 0.01
 """Part by which a script's batch may differ from the one that was asked for."""
 _COMPARED = 0.5
 """A batch whose last loss the reference reaches within this part of the units is hardly compared."""
-
-
-def verdict(ratio: UnitsRatio, tolerance: float) -> str:
-    """A batch beside the reference, in a few words."""
-    for n, what in ((ratio.n_diverged, "diverged"), (ratio.n_slow, "are too slow to compare")):
-        if n:
-            return f"{n} of {len(ratio.logs)} seeds {what}"
-    if ratio.low is None or ratio.high is None:
-        return "not compared" if ratio.ratio is None else "interval not known"
-    if ratio.high <= 1 + tolerance:
-        return "as good"
-    return "needs more" if ratio.low > 1 + tolerance else "not resolved"
 
 
 def notices(found: Branches) -> list[str]:
@@ -132,11 +119,8 @@ def _flat(found: Branches) -> Iterator[str]:
 
 
 def _too_few(found: Branches) -> Iterator[str]:
-    known = [ratio for ratio in found.ratios if ratio.ratio is not None and math.isfinite(ratio.ratio)]
-    if any(ratio.high is None for ratio in known):
-        yield "An interval needs the scatter from seed to seed: pass --seeds 3 or more."
-        return
-    widest, n = max(((math.log(r.high / r.ratio), len(r.logs)) for r in known if r.high and r.ratio), default=(0.0, 0))
+    known = [(r.high / r.ratio, len(r.logs)) for r in found.ratios if r.ratio and r.high and math.isfinite(r.ratio)]
+    widest, n = max(((math.log(reach), n) for reach, n in known), default=(0.0, 0))
     times = widest / math.log1p(found.tolerance)
     if times > 1:
         yield (

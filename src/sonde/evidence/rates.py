@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sonde.evidence.stats.rate_rules import IN_WORDS, RULES, WITH_BETAS, adam_settings, rate_factor
+from sonde.evidence.stats.rate_rules import WITH_BETAS, adam_settings, rate_factor, rule_in_words, scaled_decay
 from sonde.parallel.unwrap import outside_graphs
 
-RateRule = Literal["sqrt", "linear", "none", "adam"] | Mapping[int, float]
-"""By name; or the multiple of the reference's rate, by batch size."""
+RateRule = str | Mapping[int, float]
+"""As of `rate_factor`, or "adam"; or the multiple of the reference's rate, by batch size."""
 Options = list[dict[str, Any]]
 """What an optimizer's groups are to have, in their order."""
-_IN_WORDS = IN_WORDS | {"adam": IN_WORDS["sqrt"] + WITH_BETAS}
 
 
 def usual_rule(optimizers: Sequence[torch.optim.Optimizer]) -> RateRule:
@@ -25,17 +24,21 @@ def usual_rule(optimizers: Sequence[torch.optim.Optimizer]) -> RateRule:
     return "linear" if all(isinstance(optimizer, torch.optim.SGD) for optimizer in optimizers) else "sqrt"
 
 
-def rule_in_words(rule: RateRule) -> str:
+def in_words(rule: RateRule) -> str:
     """What a rule does.
 
     Example:
-        >>> rule_in_words("sqrt")
+        >>> in_words("sqrt")
         'learning rate ∝ √batch'
     """
-    return _IN_WORDS[rule] if isinstance(rule, str) else "learning rates from a table"
+    if isinstance(rule, Mapping):
+        return "learning rates from a table"
+    return rule_in_words("sqrt") + WITH_BETAS if rule == "adam" else rule_in_words(rule)
 
 
-def options_at(optimizer: torch.optim.Optimizer, rule: RateRule, batch: int, reference: int) -> Options:
+def options_at(
+    optimizer: torch.optim.Optimizer, rule: RateRule, batch: int, reference: int, *, scale_decay: bool = False
+) -> Options:
     """The options that a rule changes, of each group of an optimizer, at a batch size.
 
     Args:
@@ -43,6 +46,7 @@ def options_at(optimizer: torch.optim.Optimizer, rule: RateRule, batch: int, ref
         rule: see `RateRule`.
         batch: units of one optimizer step.
         reference: likewise, of the batch size whose options are kept.
+        scale_decay: whether weight decay follows the batch and the rate, so that it acts as fast per unit.
 
     Raises:
         ValueError: for an unknown rule; a batch size that a table leaves out; a multiple that is not positive; for the
@@ -58,16 +62,16 @@ def options_at(optimizer: torch.optim.Optimizer, rule: RateRule, batch: int, ref
         factor = rule.get(batch, 1.0 if batch == reference else math.nan)
         if not 0 < factor < math.inf:
             raise ValueError(f"rate_rule must have a positive multiple of the rate for a batch of {batch}, got {rule}")
-    elif rule in _IN_WORDS:
-        factor = rate_factor("sqrt" if rule == "adam" else rule, kappa)
     else:
-        raise ValueError(f"rate_rule must be {', '.join(RULES)}, adam or a table as {{32: 1.4, 64: 2.0}}, got {rule!r}")
+        factor = rate_factor("sqrt" if rule == "adam" else rule, batch, reference)
     found: Options = [{"lr": float(group["lr"]) * factor} for group in optimizer.param_groups]
     for options, group in zip(found, optimizer.param_groups, strict=True):
         if rule == "adam" and "betas" in group:
             beta1, beta2 = map(float, group["betas"])
             values = adam_settings(kappa, beta1=beta1, beta2=beta2, eps=group["eps"])
             options |= {"betas": (values["beta1"], values["beta2"]), "eps": values["eps"]}
+        if scale_decay and "weight_decay" in group:
+            options["weight_decay"] = scaled_decay(group["weight_decay"], kappa, factor)
     return found
 
 

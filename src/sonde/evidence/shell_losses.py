@@ -22,7 +22,10 @@ STATUS = "status"
 _SAME = 0.01
 """Part of the progress by which the checkpoint's own loss may differ from branch to branch: rounding."""
 _WANTED = tuple(f'{{"kind":"{kind}"'.encode() for kind in ("header", "metrics", "reading"))
-_NOISE_SCALE = re.compile(r"gns/(?:(\w+)/)?b_simple(_average)?")
+_METRIC = re.compile(r"gns/(?:(\w+)/)?(\w+)")
+_OF_TRAINING = {"b_simple": "B_simple, now", "b_simple_average": "B_simple, average", "b_noise": "B_noise"}
+_OF_MEASUREMENT = {"b_simple": "B_simple", "b_noise": "B_noise"}
+"""Noise scales by the names of their metrics, in the log of a training and in that of `sonde.measure`."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def read_losses(folder: Path, batch: float, source: LossSource) -> Losses:
         batch: that it was asked for; used where the log does not know its batch.
         source: of the losses.
     """
-    logs = [list(_records(file)) for file in sorted(folder.rglob(RECORDS_NAME))]
+    logs = _logs(folder)
     trained = next((value for log in logs if (value := _last(log, "gns/units_per_window")) is not None), None)
     if source.pattern is not None:
         return _printed(folder / STDOUT, source, trained, batch)
@@ -162,6 +165,10 @@ def _records(file: Path) -> Iterator[dict[str, Any]]:
         return
 
 
+def _logs(folder: Path) -> list[list[dict[str, Any]]]:
+    return [list(_records(file)) for file in sorted(folder.rglob(RECORDS_NAME))]
+
+
 def _last(log: Iterable[Mapping[str, Any]], metric: str) -> float | None:
     known = [value for record in log if (value := record.get("metrics", {}).get(metric)) is not None]
     return float(known[-1]) if known and isinstance(known[-1], int | float) else None
@@ -181,27 +188,29 @@ def _why_none(logs: Sequence[Sequence[Mapping[str, Any]]], name: str) -> str:
 
 def unit_of(folders: Sequence[Path]) -> str:
     """The plural name of the unit in the first log of some branches; empty without a log."""
-    logs = (_records(file) for folder in folders for file in sorted(folder.rglob(RECORDS_NAME)))
-    return next((str(record["unit"]) for log in logs for record in log if record["kind"] == "header"), "")
+    records = (record for folder in folders for log in _logs(folder) for record in log)
+    return next((str(record["unit"]) for record in records if record["kind"] == "header"), "")
 
 
 def noise_scales(folders: Sequence[Path]) -> list[Proxy]:
-    """B_simple in each metric that the logs of some branches have: at their ends, and on average.
+    """What the logs in some folders say at their ends: B_simple in each metric, now and on average, and B_noise.
 
-    Over branches, estimates and ends of intervals are averaged in their logs. The interval is not made narrower by
+    Over logs, estimates and ends of intervals are averaged in their logarithms. The interval is not made narrower by
     their number, so it is rather too wide.
     """
     found: dict[tuple[str, str], list[tuple[float | None, float | None, float | None]]] = {}
-    for folder in folders:
-        for file in sorted(folder.rglob(RECORDS_NAME)):
-            log = list(_records(file))
-            readings = [record for record in log if record["kind"] == "reading"]
-            headline = str(next((r["setup"].get("metric") for r in log if r["kind"] == "header"), "")).split(", ")[0]
-            for key, value in readings[-1]["metrics"].items() if readings else ():
-                if match := _NOISE_SCALE.fullmatch(key):
-                    name = "B_simple, average" if match[2] else "B_simple, now"
-                    ends = (readings[-1]["metrics"].get(f"{key}_{end}") for end in ("low", "high"))
-                    found.setdefault((name, match[1] or headline), []).append((value, *ends))
+    for log in (log for folder in folders for log in _logs(folder)):
+        setup: dict[str, Any] = next((record["setup"] for record in log if record["kind"] == "header"), {})
+        names = _OF_MEASUREMENT if setup.get("fixed_weights") else _OF_TRAINING
+        headline = str(setup.get("metric", "")).split(", ")[0]
+        numbers = (record["metrics"] for record in log if record["kind"] != "header")
+        last = {key: value for metrics in numbers for key, value in metrics.items()}
+        for key, value in last.items():
+            match = _METRIC.fullmatch(key)
+            if match and match[2] in names:
+                metric = "" if match[2] == "b_noise" else match[1] or headline
+                ends = (value, last.get(f"{key}_low"), last.get(f"{key}_high"))
+                found.setdefault((names[match[2]], metric), []).append(ends)
     proxies = [_proxy(name, metric, values) for (name, metric), values in found.items()]
     return [proxy for proxy in proxies if proxy is not None]
 

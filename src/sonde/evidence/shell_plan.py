@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from sonde.evidence.shell_losses import LossSource
-from sonde.evidence.stats.rate_rules import IN_WORDS, RULES, WITH_BETAS, adam_settings, rate_factor
+from sonde.evidence.stats.rate_rules import (
+    WITH_BETAS,
+    adam_settings,
+    rate_factor,
+    rule_in_words,
+    scaled_decay,
+)
 
 ADAM = ("beta1", "beta2", "eps")
 PLACEHOLDERS = ("checkpoint", "batch", "lr", "seed", "units", "steps", "out", *ADAM, "weight_decay")
@@ -102,8 +108,9 @@ class Plan:
             values["lr"] = self.rates[batch]
         if "beta1" in values:
             values |= adam_settings(kappa, **{name: values[name] for name in ADAM})
-        if "weight_decay" in values:  # as fast per unit: λ' = λ κ η/η'
-            values["weight_decay"] *= kappa * (self.rates[self.reference] / self.rates[batch] if self.rates else 1.0)
+        if "weight_decay" in values:
+            factor = self.rates[batch] / self.rates[self.reference] if self.rates else 1.0
+            values["weight_decay"] = scaled_decay(values["weight_decay"], kappa, factor)
         return {name: value if isinstance(value, str) else _digits(value) for name, value in values.items()}
 
 
@@ -138,7 +145,7 @@ def rates_of(
         batches: all of them.
         reference: the batch that `lr` is of.
         lr: learning rate of the reference.
-        rule: one of `RULES`, or a table as "16:1e-3,32:1.4e-3"; None for sqrt, if the command takes a rate.
+        rule: as of `rate_factor`, or a table as "16:1e-3,32:1.4e-3"; None for sqrt, if the command takes a rate.
         used: placeholders of the command.
 
     Raises:
@@ -150,19 +157,15 @@ def rates_of(
                 "--lr and --lr-rule need {lr} in the command, got none: write it where the script takes it"
             )
         return "the script's own learning rate", {}
-    if rule is not None and ":" in rule:
+    rule = rule or "sqrt"
+    if ":" in rule:
         if lr is not None:
             raise ValueError("--lr-rule with a table has the rate of each batch, got --lr too: leave out --lr")
         return "learning rates from a table", _table(rule, batches)
-    rule = rule or "sqrt"
-    if rule not in RULES:
-        raise ValueError(
-            f"--lr-rule must be {', '.join(RULES)} or a table as 16:1e-3,32:1.4e-3, got {rule!r}: choose one"
-        )
+    words = rule_in_words(rule) + (WITH_BETAS if used.issuperset(ADAM) else "")
     if lr is None or not 0 < lr < math.inf:
         raise ValueError(f"{{lr}} needs a rate above 0, got {lr}: pass --lr, the learning rate of batch {reference:g}")
-    words = IN_WORDS[rule] + (WITH_BETAS if used.issuperset(ADAM) else "")
-    return words, {batch: lr * rate_factor(rule, batch / reference) for batch in batches}
+    return words, {batch: lr * rate_factor(rule, batch, reference) for batch in batches}
 
 
 def _table(text: str, batches: Sequence[float]) -> dict[float, float]:

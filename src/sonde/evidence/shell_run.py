@@ -30,6 +30,13 @@ _RESULT, _LAUNCHER, _SCRIPT = "result.json", "launcher.txt", "run.sh"
 _SECONDS_BETWEEN_LOOKS = 0.25
 _GRACE = 10.0
 """Seconds that a branch has to end after SIGTERM."""
+_WATCHED = (
+    f"exec 3<&0; (read line <&3 && exit; trap '' TERM; kill 0; sleep {_GRACE:g}; kill -9 0) & "
+    'exec "$@" 3<&- < /dev/null'
+)
+"""Runs a command in a shell whose input is a pipe from this process. Where the pipe closes without a line, this process
+has died, even by SIGKILL, and all that the command has started is ended."""
+_ENDED = b"\n"
 _ALMOST = 1 - 1e-9
 """Sums of units are rounded."""
 
@@ -174,17 +181,20 @@ def train(
             on_progress(sum(losses.curve.units[-1] for losses in seen.values() if losses.curve.units))
             _end([process for process, each in running.items() if _has_trained_enough(seen[process], each.units)])
             for process in [process for process in running if process.poll() is not None]:
+                process.communicate(_ENDED)
                 each = running.pop(process)
                 yield each, collect(each, source)
     finally:
         _end([*running])
+        for process in running:
+            process.communicate(_ENDED)
 
 
 def _started(asked: Asked, launcher: str) -> subprocess.Popen[bytes]:
     """The launcher's process, in a session of its own, so that Ctrl-C reaches this process alone."""
     with (asked.folder / _LAUNCHER).open("wb") as out:
-        words = launch_words(launcher, asked)
-        return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+        words = ["sh", "-c", _WATCHED, "sh", *launch_words(launcher, asked)]
+        return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True)
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

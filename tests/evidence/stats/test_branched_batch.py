@@ -8,11 +8,15 @@ from dataclasses import replace
 import pytest
 
 from sonde.evidence.stats.branched_batch import UnitsRatio, critical_batch, from_base, units_ratios
-from sonde.evidence.stats.laws import units_by_noise
 from sonde.evidence.stats.loss_curves import Curve, log_units_ratio
 from sonde.stats.intervals import student_t_quantile
 
 CRITICAL, BATCHES = 50.0, (16, 32, 64, 128)
+
+
+def units_by_noise(batch: float, critical: float) -> float:
+    """Units needed over the fewest."""
+    return 1 + batch / critical
 
 
 def exact(batches: Sequence[float], critical: float, width: float = 0.0) -> list[UnitsRatio]:
@@ -66,7 +70,7 @@ def test_bounds() -> None:
     assert (found.status, found.low) == ("lower_bound", 32)
     assert critical_batch([], 16, 0.2).status == "unresolved"
     no_interval = critical_batch([UnitsRatio(32, (0.1,), 1.1, None, None)], 16, 0.2)
-    assert "use 2 seeds" in no_interval.reason
+    assert "use 3 seeds" in no_interval.reason
     # A ratio that passes twice: the interval reaches to the last time.
     found = critical_batch([ratio(32, 1.25, 1.3, 1.35), ratio(64, 1.0, 1.1, 1.25), ratio(128, 1.4, 1.5, 1.6)], 16, 0.2)
     assert found.low == pytest.approx(16 + 16 * 0.2 / 0.35)  # at 32 the upper end is 1.35

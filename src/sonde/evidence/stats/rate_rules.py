@@ -2,41 +2,69 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 
-RULES = ("sqrt", "linear", "none")
-"""Rate ∝ √κ (Adam), ∝ κ (SGD far below the critical batch), or the same for all batches."""
-IN_WORDS = {
+RULES = "sqrt, linear, none, sgd=N, sign=N"
+"""For messages; N is a noise scale in units."""
+WITH_BETAS = " with β₁, β₂ and ε"
+WITH_DECAY = ", weight decay as fast per unit"
+FALLING = ", falling to 0 in each branch"
+_IN_WORDS = {
     "sqrt": "learning rate ∝ √batch",
     "linear": "learning rate ∝ batch",
     "none": "learning rate the same for all batches",
+    "sgd": "learning rate ∝ 1/(1 + {noise:g}/batch)",
+    "sign": "learning rate ∝ 1/√(1 + {noise:g}/batch)",
 }
-WITH_BETAS = " with β₁, β₂ and ε"
 DECAYED = (0.5, 0.7, 1.0)
 """Parts of the units at whose end the rate has fallen to 0: the losses there make the curve of such a branch."""
 
 
-def rate_factor(rule: str, kappa: float) -> float:
+def rate_factor(rule: str, batch: float, reference: float) -> float:
     """By what the learning rate of the reference is multiplied.
 
     Args:
-        rule: one of `RULES`.
-        kappa: batch over the reference batch.
+        rule: "sqrt" (Adam), "linear" (SGD far below the noise scale), "none", "sgd=120" (SGD at a noise scale of 120
+            units) or "sign=120" (likewise, of optimizers whose steps have a fixed size, such as Muon).
+        batch: units of one optimizer step.
+        reference: likewise.
 
     Raises:
         ValueError: for another rule.
 
     Reference:
-        sqrt: Malladi et al. 2022, arXiv:2205.10287. linear: McCandlish et al. 2018, arXiv:1812.06162.
+        sqrt: Malladi et al. 2022, arXiv:2205.10287. linear and sgd: McCandlish et al. 2018, arXiv:1812.06162. sign:
+        Naganuma et al. 2026, arXiv:2602.03001.
 
     Example:
-        >>> rate_factor("sqrt", 4.0), rate_factor("linear", 4.0), rate_factor("none", 4.0)
-        (2.0, 4.0, 1.0)
+        >>> [rate_factor(rule, 64, 16) for rule in ("sqrt", "linear", "none", "sgd=64")]
+        [2.0, 4.0, 1.0, 2.5]
     """
-    if rule not in RULES:
-        raise ValueError(f"the rule of the rate must be one of {', '.join(RULES)}, got {rule!r}")
-    return {"sqrt": math.sqrt(kappa), "linear": kappa, "none": 1.0}[rule]
+    name, noise = _parsed(rule)
+    kappa, rise = batch / reference, (1 + noise / reference) / (1 + noise / batch)
+    return {"sqrt": math.sqrt(kappa), "linear": kappa, "none": 1.0, "sgd": rise, "sign": math.sqrt(rise)}[name]
+
+
+def rule_in_words(rule: str) -> str:
+    """What a rule does.
+
+    Example:
+        >>> rule_in_words("sqrt"), rule_in_words("sign=120")
+        ('learning rate ∝ √batch', 'learning rate ∝ 1/√(1 + 120/batch)')
+    """
+    name, noise = _parsed(rule)
+    return _IN_WORDS[name].format(noise=noise)
+
+
+def _parsed(rule: str) -> tuple[str, float]:
+    """The name of a rule, and its noise scale, 0 without."""
+    name, _, text = rule.partition("=")
+    with contextlib.suppress(ValueError):
+        if rule in ("sqrt", "linear", "none") or (name in ("sgd", "sign") and 0 < float(text) < math.inf):
+            return name, float(text or 0)
+    raise ValueError(f"the rule of the rate must be {RULES} (N: the noise scale) or a table, got {rule!r}: choose one")
 
 
 def adam_settings(kappa: float, *, beta1: float, beta2: float, eps: float) -> Mapping[str, float]:
@@ -71,3 +99,21 @@ def adam_settings(kappa: float, *, beta1: float, beta2: float, eps: float) -> Ma
             )
     betas = {name: round(1 - kappa * (1 - beta), 12) for name, beta in (("beta1", beta1), ("beta2", beta2))}
     return betas | {"eps": eps / math.sqrt(kappa)}
+
+
+def scaled_decay(decay: float, kappa: float, factor: float) -> float:
+    """Weight decay λ' = λ κ η/η', whose part per unit, η λ/B, is the same for all batches.
+
+    Args:
+        decay: of the reference.
+        kappa: batch over the reference batch.
+        factor: learning rate over that of the reference.
+
+    Reference:
+        Wang and Aitchison 2024, arXiv:2405.13698: the time scale of AdamW.
+
+    Example:
+        >>> scaled_decay(0.1, 4.0, 2.0)
+        0.2
+    """
+    return decay * kappa / factor

@@ -12,8 +12,8 @@ from bokeh.models.annotations import BoxAnnotation
 from bokeh.models.glyphs import Line, Scatter, Segment
 from bokeh.plotting import figure
 
+from sonde.evidence.answer import capital, in_words, times
 from sonde.evidence.branches import Branch, Branches
-from sonde.runs.report.branch_verdict import capital, in_words, times
 from sonde.runs.report.curves import Curve, add_band, add_curve
 from sonde.runs.report.figures import (
     BLUE,

@@ -6,12 +6,24 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from sonde.evidence.answer import (
+    advice,
+    at_half,
+    batch_rows,
+    capital,
+    headline,
+    noise_scales,
+    scale_rows,
+    times,
+    verdict,
+)
 from sonde.evidence.branches import Branches
 from sonde.evidence.notices import notices
-from sonde.runs.report.branch_verdict import branch_panel, capital, in_words, noise_scales, over_b_crit, times
+from sonde.evidence.stats.branched_batch import UnitsRatio
 from sonde.runs.report.how_measured import Row
 from sonde.runs.report.page import check_bokeh, check_target, whole_page, write_in_one_step
-from sonde.wording import count, number, percent, plural
+from sonde.runs.report.verdicts import Tile, VerdictPanel
+from sonde.wording import count, interval, number, percent, plural
 
 BRANCHES_NAME = "branches.json"
 """The file of branches in the folder of `sonde branch`."""
@@ -63,17 +75,16 @@ def branch_page(branches: Branches) -> str:
     from sonde.runs.report.branch_figures import loss_plot, ratio_plot
     from sonde.runs.report.figures import Section, Table
 
-    unit, scales, noticed = branches.unit, noise_scales(branches), notices(branches)
-    heads = ("Batch size", "Learning rate", f"Ratio ({percent(0.95)} interval)", "Branches", "Diverged")
-    ratios = Table(f"{capital(unit)} needed, times those of the reference", heads, tuple(_batch_rows(branches)))
-    (_, law), *others = scales
-    rows = [(scales[0][0], in_words(law), "–"), *((name, in_words(of), over_b_crit(of, law)) for name, of in others)]
-    beside = Table("B_crit and noise scales", ("", f"In {unit}", "Times the B_crit of these branches"), tuple(rows))
-    plot = ratio_plot(branches, scales if others else [])
+    unit, noticed = branches.unit, notices(branches)
+    scales = noise_scales(branches) if branches.proxies else []
+    (batch_head, *of_batches), (scale_head, *of_scales) = batch_rows(branches), scale_rows(branches)
+    caption = f"{capital(unit)} needed, times those of the reference"
+    ratios = Table(caption, tuple(map(capital, batch_head)), tuple(of_batches))
+    beside = Table("B_crit and noise scales", tuple(map(capital, scale_head)), tuple(of_scales))
     sections = [
-        Section(f"{capital(unit)} that each batch size needs", _RATIO_TEXT, (plot, ratios)),
+        Section(f"{capital(unit)} that each batch size needs", _RATIO_TEXT, (ratio_plot(branches, scales), ratios)),
         Section("Loss of each batch size", _LOSS_TEXT, (loss_plot(branches),)),
-        Section("Noise scales", _scales_text(branches), (beside,) if others else (beside, _NO_SCALES)),
+        Section("Noise scales", _scales_text(branches), (beside,) if scales else (beside, _NO_SCALES)),
     ]
     n_finished = sum(b.state == "finished" for b in branches.branches)
     return whole_page(
@@ -89,7 +100,7 @@ def branch_page(branches: Branches) -> str:
         alerts_title="Noticed in these branches",
         alerts=[{"message": sentence} for sentence in noticed],
         more_alerts=plural(max(len(noticed) - 5, 0), "more alert"),
-        panels=[branch_panel(branches)],
+        panels=[_panel(branches)],
         rows=[*_how_measured(branches), *([Row("Alerts", tuple(noticed[5:]))] if noticed[5:] else [])],
         source="these branches",
     )
@@ -114,14 +125,26 @@ def _scales_text(branches: Branches) -> str:
     )
 
 
-def _batch_rows(branches: Branches) -> Iterator[tuple[str, ...]]:
-    ratios = {r.batch: times(r) for r in branches.ratios}
-    for batch in sorted({b.batch for b in branches.branches}):
-        of = [b for b in branches.branches if b.batch == batch and b.copy == 0]
-        rates = ", ".join(dict.fromkeys(number(b.rate) for b in of if b.rate is not None)) or "–"
-        done = [b for b in of if b.state == "finished" and b.curve.units]
-        diverged = sum(b.curve.has_diverged for b in done)
-        yield number(batch), rates, ratios.get(batch, "1, the reference"), f"{len(done)} of {len(of)}", count(diverged)
+def _panel(branches: Branches) -> VerdictPanel:
+    """What to do, the critical batch size, and what may change it."""
+    status = branches.critical.status
+    badge = {"resolved": "Measured", "unresolved": "Not known yet"}.get(status, "Only a lower bound")
+    basis = f"Judged from {count(len(branches.branches))} branches. Intervals hold with {percent(0.95)}."
+    return VerdictPanel(
+        "measured" if status == "resolved" else "unknown",
+        badge,
+        advice(branches),
+        headline(branches),
+        at_half(branches),
+        basis,
+        tuple(_tile(ratio, branches.tolerance) for ratio in branches.ratios),
+    )
+
+
+def _tile(ratio: UnitsRatio, tolerance: float) -> Tile:
+    is_steady = not (ratio.n_diverged or ratio.n_slow)
+    note = interval(ratio.low, ratio.high) if is_steady else verdict(ratio, tolerance)
+    return Tile(f"Batch size {number(ratio.batch)}", times(ratio).split(" (")[0], note)
 
 
 def _how_measured(branches: Branches) -> Iterator[Row]:

@@ -4,8 +4,7 @@ import math
 import random
 
 import pytest
-
-from sonde.evidence.stats.laws import LAWS, fit_law, units_by_noise, units_by_sign
+from evidence.laws import LAWS, fit_law, units_by_noise, units_by_sign
 
 BATCHES = [8, 16, 32, 64, 128, 256]
 
