@@ -134,20 +134,14 @@ def train(layer: Callable[[], nn.Module], n_pieces: int, options: dict[str, Any]
     return Seen(model), reading
 
 
-OF_EXAMPLES: dict[str, Any] = {"per_example": "always"}
-
-
+@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize(
-    ("name", "n_pieces", "options"),
-    [
-        (name, n_pieces, options)
-        for n_pieces, options in ((1, {}), (3, OF_EXAMPLES), (3, {"metric": ("euclidean", "spectral"), "every": 1}))
-        for name in LAYERS
-        # A buffer that is computed may be that of train mode, which couples the examples: refused.
-        if not (name == "batch norm" and options is OF_EXAMPLES)
-    ],
+    ("n_pieces", "options"),
+    [(1, {}), (3, {"per_example": "always"}), (3, {"metric": ("euclidean", "spectral"), "every": 1})],
 )
 def test_nothing_that_computes_is_read(name: str, n_pieces: int, options: dict[str, Any]) -> None:
+    if name == "batch norm" and options.get("per_example") == "always":
+        pytest.skip("a buffer that is computed may be that of train mode, which couples the examples: refused")
     plain, _ = train(LAYERS[name], n_pieces, None)
     probed, reading = train(LAYERS[name], n_pieces, options)
     assert name == "spectral norm" or plain.reads

@@ -44,7 +44,6 @@ ONE_PROCESS: dict[str, Loop] = {
 }
 OF_TWO: dict[str, Loop] = {
     "one piece": drawing("ddp", n_pieces=1, covered=True, options=AUTO),
-    "one piece, compiled, autocast": drawing("ddp", n_pieces=1, compiled=True, autocast=True, clips=False),
     "pieces, compiled": drawing("ddp", compiled=True),
     "pieces, autocast": drawing("ddp", autocast=True, clips=False),
 }
