@@ -116,8 +116,8 @@ def test_ranks_with_the_same_data_are_named(
 
 
 def test_consistency_is_about_one_on_sound_data(ranks2: Ranks) -> None:
-    for reading, alerts in ranks2(with_same_data, "none", 3, "leaf", 200):
-        # 200 windows of 2 ranks and some ten effective dimensions: about 6 % of scatter.
+    for reading, alerts in ranks2(with_same_data, "none", 3, "leaf", 100):
+        # 100 windows of 2 ranks and some ten effective dimensions: about 8 % of scatter.
         assert reading.consistency == pytest.approx(1.0, abs=0.2)
         assert "same_data" not in alerts
 
@@ -210,7 +210,7 @@ def test_independent_rows_are_not_accused_at_any_rate(kind: str, rate: float, ad
 @pytest.mark.parametrize(("kind", "is_doubted"), [("random", True), ("independent", False)])
 def test_where_both_are_read_examples_are_held_against_pieces(kind: str, is_doubted: bool) -> None:
     """Partners at random places show nowhere in the order of rows, but pieces differ more than examples say."""
-    probe = trained(kind, pieces=8, per_example="always")
+    probe = trained(kind, pieces=8, steps=40, per_example="always")
     assert ("times the noise that single examples say" in probe.alerts.get("dependent_examples", "")) == is_doubted
     assert (probe.reading().b_simple is None) >= is_doubted
 

@@ -47,7 +47,7 @@ SETUPS: dict[str, dict[str, Any]] = {
 WITH_FLOAT64_ALONE = (
     *("gradients that wait are few", "large gradients wait too", "frozen later", "a GradScaler", "scalars of the user"),
     *("single examples of several pieces", "single examples until pieces are seen", "one window in three", "a budget"),
-    *("a clip that does nothing", "a norm alone", "another norm"),
+    *("a clip that does nothing", "a norm alone", "another norm", "weights on the device", "two backwards in a piece"),
 )
 """Nothing there depends on whether the device has fp64 that the others do not show."""
 

@@ -6,7 +6,6 @@ of a value is noted with the function of sonde that made it, over the set-ups th
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -20,7 +19,7 @@ from tests.batch_size.set_ups import Loop
 from tests.mutants import Mutant
 from tests.ranks import Ranks
 
-WATCHED = 3
+WATCHED = 2
 """Windows in which reads are noted; twice as many where not all windows are measured."""
 WINDOWS_BEFORE = 15
 """There they come after these."""
@@ -96,15 +95,11 @@ def watched(reads: HostReads, every: int | None) -> Iterator[int]:
         yield from range(before, before + (WATCHED if every == 1 else 2 * WATCHED))
 
 
-def reads_of_all(names: list[str], *, on_gpu: bool = False) -> dict[str, set[str]]:
-    with nothing_at_hand() if on_gpu else contextlib.nullcontext():
-        return {name: reads_of(name) for name in names}
-
-
 def test_only_what_a_cpu_has_at_hand_is_read(ranks2: Ranks, ranks4: Ranks) -> None:
     seen: dict[str, str] = {}
-    for of_rank in [*ranks2(reads_of_all, list(OF_TWO)), *ranks4(reads_of_all, list(OF_FOUR))]:
-        seen |= {place: name for name, places in of_rank.items() for place in places}
+    for ranks, names in ((ranks2, OF_TWO), (ranks4, OF_FOUR)):
+        for name in names:
+            seen |= dict.fromkeys(set().union(*ranks(reads_of, name)), name)
     assert {place: name for place, name in seen.items() if place not in AT_HAND} == {}
     assert sorted(AT_HAND - set(seen)) == []  # no place is allowed that is not needed
 
@@ -115,15 +110,15 @@ CLIPS = {
 }
 
 
-def clips_of_a_gpu(names: list[str]) -> dict[str, set[str]]:
-    return reads_of_all(names, on_gpu=True)
+def reads_of_a_gpu(name: str) -> set[str]:
+    with nothing_at_hand():
+        return reads_of(name)
 
 
-@pytest.mark.parametrize("n_ranks", [2, 4])
-def test_a_clip_reads_nothing_of_a_gpu(request: pytest.FixtureRequest, n_ranks: int) -> None:
-    for of_rank in request.getfixturevalue(f"ranks{n_ranks}")(clips_of_a_gpu, [*CLIPS[n_ranks]]):
-        found = {name: places - OF_A_MESH - COPIES for name, places in of_rank.items()}
-        assert {name: places for name, places in found.items() if places} == {}
+@pytest.mark.parametrize(("n_ranks", "name"), [(n, name) for n, names in CLIPS.items() for name in names])
+def test_a_clip_reads_nothing_of_a_gpu(request: pytest.FixtureRequest, n_ranks: int, name: str) -> None:
+    for places in request.getfixturevalue(f"ranks{n_ranks}")(reads_of_a_gpu, name):
+        assert places <= OF_A_MESH | COPIES
 
 
 WAITS = Mutant(

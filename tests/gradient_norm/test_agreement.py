@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -354,12 +354,17 @@ def test_digests_survive_the_sum_over_ranks_exactly(n: int, uses_max: bool) -> N
     """Equal digests leave no trace in fp64, in any order of summation; one that differs is seen on any rank."""
     generator = torch.Generator().manual_seed(0)
 
+    def slots(each: int, digest: int) -> Tensor:
+        ballot = agreement.Ballot("up to 6", uses_max=uses_max)
+        ballot.add_digest("parameters", digest, agreement.contrast(range(n), [each]))
+        return ballot.slots(torch.device("cpu"))
+
+    usual = [slots(each, 2**20 - 1) for each in range(n)]
+
     def reduced(odd: int | None) -> list[bool]:
         total = torch.zeros(agreement.N_SLOTS, dtype=torch.float64)
-        for each in torch.randperm(n, generator=generator).tolist() if n < 5000 else range(n):
-            ballot = agreement.Ballot("up to 6", uses_max=uses_max)
-            ballot.add_digest("parameters", 2**20 - 1 - (each == odd), agreement.contrast(range(n), [each]))
-            own = ballot.slots(torch.device("cpu"))
+        for each in torch.randperm(n, generator=generator).tolist():
+            own = slots(each, 2**20 - 2) if each == odd else usual[each]
             total = torch.maximum(total, own) if uses_max else total + own
         return agreement.disagreements(total, uses_max=uses_max, has_stages=False).tolist()
 

@@ -219,13 +219,13 @@ def _fuzz(first: int, n: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 300, 100))
+@pytest.mark.parametrize("first", [0, 70])
 def test_random_layouts_on_four_ranks(ranks4: Ranks, first: int) -> None:
-    for wrong in ranks4(_fuzz, first, 100):
+    for wrong in ranks4(_fuzz, first, 70):
         assert not wrong, "\n".join(wrong[:5])
 
 
 @pytest.mark.slow
 def test_random_layouts_on_eight_ranks(ranks8: Ranks) -> None:
-    for wrong in ranks8(_fuzz, 10_000, 60):
+    for wrong in ranks8(_fuzz, 10_000, 30):
         assert not wrong, "\n".join(wrong[:5])

@@ -41,10 +41,10 @@ def ends_of(blocks: Blocks) -> list[tuple[int, int, int]]:
     return [(block.end, block.n_steps, block.n_windows) for block in blocks.all]
 
 
-def filled(ends: Iterable[int], *, n_series: int = 1) -> Blocks:
-    generator, blocks = torch.Generator().manual_seed(0), Blocks()
+def filled(ends: Iterable[int], into: Blocks | None = None) -> Blocks:
+    generator, blocks = torch.Generator().manual_seed(0), into or Blocks()
     for end in ends:
-        blocks.add(end, torch.randn(n_series, 2, generator=generator, dtype=torch.float64).exp(), 1 / 8)
+        blocks.add(end, torch.randn(1, 2, generator=generator, dtype=torch.float64).exp(), 1 / 8)
     return blocks
 
 
@@ -74,14 +74,14 @@ def test_a_jump_of_the_learning_rate_ends_a_block() -> None:
 
 def test_a_long_run_is_kept_in_few_numbers() -> None:
     """Also where a block has thousands of windows, and where its windows are far apart."""
-    dense = filled(range(1, 20_001))
-    assert len(dense.complete) < 40
-    assert len(json.dumps(dense.state_dict())) < 12_000
+    blocks = filled(range(1, 20_001))
+    assert len(blocks.complete) < 40
+    assert len(json.dumps(blocks.state_dict())) < 12_000
     # A million steps, of which one in 100 is measured after the first 20,000.
-    long = filled([*range(1, 20_001), *range(20_100, 1_000_001, 100)])
-    assert 45 < len(long.all) < 80
-    assert sum(block.n_steps for block in long.all) == 1_000_000
-    assert len(json.dumps(long.state_dict())) < 20_000
+    filled(range(20_100, 1_000_001, 100), blocks)
+    assert 45 < len(blocks.all) < 80
+    assert sum(block.n_steps for block in blocks.all) == 1_000_000
+    assert len(json.dumps(blocks.state_dict())) < 20_000
 
 
 def of_table(windows: Tensor, v: float) -> tuple[Tensor, Tensor, Tensor]:

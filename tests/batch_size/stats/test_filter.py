@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -77,10 +78,11 @@ def read_naively(blocks: Sequence[Block], series: int) -> RatioInterval:
     return RatioInterval("resolved", low, high, log_error=math.log(high / low) / 3.92)
 
 
-def test_levels_are_those_of_a_naive_filter() -> None:
+@functools.cache
+def windows_and_naive_levels() -> tuple[Tensor, list[float], list[RatioInterval]]:
     """Series that are still, grow, and have a bound on either side, with a block under way after six complete ones.
 
-    The learning rate falls twice, the second time by more than counts.
+    The learning rate falls twice, the second time by more than counts. Kept, since the naive filter takes seconds.
     """
     windows = [
         gaussian_windows([60.0] * 90, n_runs=1, seed=0),
@@ -89,13 +91,19 @@ def test_levels_are_those_of_a_naive_filter() -> None:
         gaussian_windows([0.02] * 90, n_runs=1, seed=3, rank=2),
     ]
     rates = [1.0] * 40 + [0.3] * 35 + [0.02] * 15
-    taken, blocks = filtered(torch.cat(windows, 1), range(1, 91), rates=rates)
+    joined = torch.cat(windows, 1)
+    _, blocks = filtered(joined, range(1, 91), rates=rates)
     assert blocks.unfinished is not None
     assert len(blocks.all) == 7
+    return joined, rates, [read_naively(blocks.all, series) for series in range(4)]
+
+
+def test_levels_are_those_of_a_naive_filter() -> None:
+    windows, rates, naive = windows_and_naive_levels()
+    taken, blocks = filtered(windows, range(1, 91), rates=rates)
     levels = taken.levels(blocks.unfinished)
     assert [each.status for each in levels] == ["resolved", "resolved", "lower_bound", "upper_bound"]
-    for series, level in enumerate(levels):
-        expected = read_naively(blocks.all, series)
+    for level, expected in zip(levels, naive, strict=True):
         assert level.status == expected.status
         got = [level.low, level.high]  # only sums are in another order
         assert got == pytest.approx([expected.low, expected.high], rel=1e-9)
@@ -120,6 +128,7 @@ def test_levels_are_those_of_a_naive_filter() -> None:
     ],
 )
 def test_a_mistake_is_noticed(function: str, old: str, new: str) -> None:
+    windows_and_naive_levels()  # by the code as it is
     mutant = Mutant(f"{old} → {new}", f"sonde.batch_size.stats.filter:{function}", old, new)
     with mutant.applied(), pytest.raises(AssertionError):
         test_levels_are_those_of_a_naive_filter()
