@@ -196,18 +196,22 @@ def _power(chunk: Tensor, order: float) -> Tensor:
 
 def _in_fp64(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """All elements, [≤ _CHUNK] at a time, as new tensors."""
-    if sum([t.numel() for t in tensors]) <= _CHUNK:  # all of a small model: as little Python as can be
+    sizes = [t.numel() for t in tensors]
+    if sum(sizes) <= _CHUNK:  # all of a small model: as little Python as can be
         yield _joined(tensors)
         return
     waiting, n_waiting = list[Tensor](), 0
-    for part in itertools.chain.from_iterable(map(_pieces, tensors)):
-        n = part.numel()
-        if n_waiting + n > _CHUNK:
+    for tensor, size in zip(tensors, sizes, strict=True):
+        if size > _CHUNK:
+            yield from (_joined([part]) for part in _pieces(tensor))
+            continue
+        if n_waiting + size > _CHUNK:
             yield _joined(waiting)
             waiting, n_waiting = [], 0
-        waiting.append(part)
-        n_waiting += n
-    yield _joined(waiting)
+        waiting.append(tensor)
+        n_waiting += size
+    if waiting:
+        yield _joined(waiting)
 
 
 def _pieces(tensor: Tensor) -> Iterable[Tensor]:
