@@ -127,7 +127,7 @@ class Raising(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in ("reshape", "copy_", "to", "view", "aminmax", "abs"):
+        if getattr(func, "__name__", "") in ("reshape", "copy_", "to", "double", "view", "aminmax", "abs"):
             raise LookupError("these elements are elsewhere")
         return super().__torch_function__(func, types, args, kwargs or {})
 
@@ -147,7 +147,7 @@ def unreadable(order: float) -> Call:
     return Call([with_grad(gradient)], {"norm_type": order, "mesh": world()}, None)
 
 
-G, C = "another rank found a gradient that cannot be counted", "another rank was called with something that cannot be"
+PEER = "another rank was called with something that cannot be used, or found a gradient that cannot be counted"
 META = "gradient of stray: it is on meta and its mesh on cpu"
 DECLARED = "replicas must be a mapping from parameters or their names"
 CALLS = (sonde.clip_grad_norm_, sonde.group_parameters_for_norm)
@@ -159,26 +159,30 @@ BAD_OPTIONS: list[tuple[str, Any, str]] = [
     ("norm_type", 7.0, "norm_type must be at most 6, or math.inf, got 7.0"),
 ]
 CASES = [
-    Case("sparse", 2, stray(lambda: plain(torch.zeros(3).to_sparse())), (G, "gradient of stray: it is sparse")),
+    Case("sparse", 2, stray(lambda: plain(torch.zeros(3).to_sparse())), (PEER, "gradient of stray: it is sparse")),
     Case(
         "placement",
         2,
         stray(lambda: placed(torch.ones(2), world(), [Partial("max")], (2,), [Replicate()])),
-        (G, r"gradient of stray: placement Partial\(max\) on mesh axis 0 is not supported"),
+        (PEER, r"gradient of stray: placement Partial\(max\) on mesh axis 0 is not supported"),
     ),
-    Case("device", 2, stray(lambda: on_meta(Replicate())), (G, META)),
-    Case("plain on meta", 2, stray(lambda: with_grad(torch.zeros(3, device="meta"))), (G, META)),
+    Case("device", 2, stray(lambda: on_meta(Replicate())), (PEER, META)),
+    Case("plain on meta", 2, stray(lambda: with_grad(torch.zeros(3, device="meta"))), (PEER, META)),
     Case(
         "fp8",
         2,
         stray(lambda: with_grad(torch.zeros(3, dtype=torch.float8_e4m3fn))),
-        (G, "gradient of stray: its dtype is torch.float8_e4m3fn, and only fp16, bf16, fp32 and fp64"),
+        (PEER, "gradient of stray: its dtype is torch.float8_e4m3fn, and only fp16, bf16, fp32 and fp64"),
     ),
-    Case("threshold", 2, asked("max_norm", math.nan), (C, "max_norm must be ≥ 0, got nan")),
-    Case("replicas", 2, asked("replicas", {"typo": 1}), (C, "replicas= has 'typo', which is not among the parameters")),
-    Case("many", 2, asked("replicas", {"back.up.weight": 2}), (G, "back.up.weight: it is cut into 2 shards over 2 of")),
+    Case("threshold", 2, asked("max_norm", math.nan), (PEER, "max_norm must be ≥ 0, got nan")),
+    Case(
+        "replicas", 2, asked("replicas", {"typo": 1}), (PEER, "replicas= has 'typo', which is not among the parameters")
+    ),
+    Case(
+        "many", 2, asked("replicas", {"back.up.weight": 2}), (PEER, "back.up.weight: it is cut into 2 shards over 2 of")
+    ),
     *(
-        Case(f"{o}, {v}, p {p}", 2, asked(o, v, **({} if o == "norm_type" else {"norm_type": p})), (C, match))
+        Case(f"{o}, {v}, p {p}", 2, asked(o, v, **({} if o == "norm_type" else {"norm_type": p})), (PEER, match))
         for o, v, match in BAD_OPTIONS
         for p in (2.0, math.inf)
         if v != "two" or p == 2.0
@@ -201,12 +205,15 @@ CASES = [
         r"on ranks 0, 1, which mesh= \(.*pass the mesh of all ranks that hold the model",
         0,
     ),
-    Case("among partial ones", 2, bad_among_partial, (G, "gradient of q: it is on meta"), 2),
-    Case("no tensor", 2, instead(sonde.clip_grad_norm_, lambda p: [p, 1.0]), (C, "parameters must be tensors")),
+    Case("among partial ones", 2, bad_among_partial, (PEER, "gradient of q: it is on meta"), 2),
+    Case("no tensor", 2, instead(sonde.clip_grad_norm_, lambda p: [p, 1.0]), (PEER, "parameters must be tensors")),
     Case(
-        "pp_mesh", 2, instead(sonde.clip_grad_norm_, lambda p: [p], pp_mesh="stages"), (C, "pp_mesh must be a DeviceM")
+        "pp_mesh",
+        2,
+        instead(sonde.clip_grad_norm_, lambda p: [p], pp_mesh="stages"),
+        (PEER, "pp_mesh must be a DeviceM"),
     ),
-    Case("a module", 2, instead(sonde.get_total_norm, lambda p: nn.Linear(2, 1)), (C, "got the module Linear")),
+    Case("a module", 2, instead(sonde.get_total_norm, lambda p: nn.Linear(2, 1)), (PEER, "got the module Linear")),
     *(
         Case(
             f"replicas={replicas} in {f.__name__}",
@@ -233,7 +240,7 @@ CASES = [
         for kind in ("empty", "fewer")
     ),
     *(
-        Case(f"groups {names!s:.5}, p {p}", 2, groups(names, p), (C, match))
+        Case(f"groups {names!s:.5}, p {p}", 2, groups(names, p), (PEER, match))
         for names, match in (
             ("ab", "got a string: pass a list of names"),
             (["a"], "got 1 names for 100 tensors"),
@@ -246,14 +253,14 @@ CASES = [
         "stage on meta",
         2,
         lambda: on_stages(lambda: torch.ones(3, device="meta" if rank() else "cpu")),
-        ("another rank found", "it is on the meta device"),
+        (PEER, "it is on the meta device"),
     ),
     *(
         Case(
             f"unexpected, p {p}",
             2,
             lambda p=p: unreadable(p),
-            (G, "gradients cannot be summed on cpu: LookupError: these elements are elsewhere"),
+            (PEER, "gradients cannot be summed on cpu: LookupError: these elements are elsewhere"),
         )
         for p in (2.0, math.inf)
     ),
@@ -292,7 +299,7 @@ def test_a_parameter_on_other_ranks_has_to_be_declared(ranks4: Ranks) -> None:
     # Some of them have made more process groups than others. The next group of all four would wait for ever.
     ranks4.stop(kill=True)
     for messages in results[:2]:
-        assert "another rank found" in messages[0]
+        assert PEER in messages[0]
     for messages in results[2:]:
         assert "it is on ranks 0, 1, and this rank, which is not among them" in messages[0]
         assert "mesh has ranks 0, 1, and this rank is not among them" in messages[2]
@@ -349,6 +356,6 @@ def _nowhere_on_one_rank(is_planned: bool) -> list[str]:
 @pytest.mark.parametrize("is_planned", [True, False])
 def test_a_gradient_of_an_unknown_kind_leaves_no_rank_waiting(ranks2: Ranks, is_planned: bool) -> None:
     (first, first_after), (second, second_after) = ranks2(_nowhere_on_one_rank, is_planned)
-    assert G in first
+    assert PEER in first
     assert f"gradients cannot be {'collected' if is_planned else 'grouped'}: LookupError: it is nowhere" in second
     assert first_after == second_after == (f"{15**0.5:.4f}" if is_planned else f"{3**0.5:.4f}")

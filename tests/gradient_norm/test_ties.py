@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from sonde.gradient_norm import agreement
+from sonde.gradient_norm import ties
 from tests.gradient_norm.placed_gradients import Call, Case, check, noise, outcome, placed, plain
 from tests.ranks import Ranks, mesh_of
 
@@ -140,14 +140,11 @@ def _outcome(index: int) -> Any:
 @pytest.mark.parametrize("n_stages", [2, 5, 16, 33])
 def test_ties_are_found_among_many_stages_and_nowhere_else(n_stages: int) -> None:
     def tied(powers: Tensor) -> tuple[bool, int]:
-        total = torch.zeros(agreement.N_SLOTS, dtype=torch.float64)
+        slots, row = torch.zeros(ties.N_SLOTS, dtype=torch.float64), ties.row_of((8, 6))
         for stage, power in enumerate(powers):
-            ballot = agreement.Ballot("up to 6", uses_max=False)
             for part in (0.25, 0.75):  # shards
-                ballot.add_tie(agreement.tie_row((8, 6)), part * power, stage=stage, n_stages=n_stages)
-            total += ballot.slots(torch.device("cpu"))
-        differ = agreement.disagreements(total, uses_max=False, has_stages=True).any()
-        return bool(differ), agreement.tied_stages(total, agreement.tie_row((8, 6)), 0, n_stages)[0]
+                slots.view(-1, ties.N_STAGES)[row, ties.slot_of(stage, n_stages)] += part * power
+        return bool(ties.found(slots).any()), ties.tied_stages(slots, row, 0, n_stages)[0]
 
     powers = torch.rand(n_stages, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.1
     assert tied(powers) == (False, 1)

@@ -55,7 +55,7 @@ def _placed() -> dict[str, Any]:
         "replicate": distribute_tensor(whole, mesh, [Replicate()]),
         "plain": whole,
     }.items():
-        mine = share_of(spec_of(tensor)).weight(total) * local_tensor(tensor).square().sum()
+        mine = share_of(spec_of(tensor)).n_shards / total * local_tensor(tensor).square().sum()
         dist.all_reduce(mine)
         counted[name] = float(mine)
     return counted | {"exact": float(whole.square().sum())}

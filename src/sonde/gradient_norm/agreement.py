@@ -12,16 +12,20 @@ copies are equal, whichever ranks hold the shards of the other copies.
 from __future__ import annotations
 
 import bisect
+import ctypes
 import functools
 import hashlib
 import math
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from sonde.gradient_norm import ties
+from sonde.gradient_norm.plan import Collected, Key, NormPlan
 from sonde.parallel.devices import to_device
 
 _N_CONTRASTS = 4
@@ -37,11 +41,8 @@ _ONE_ELEMENT = 3e-3
 """For one element: a sum over a batch that nearly cancels may lose this part of itself to rounding, in any dtype."""
 _N_ULPS = 16
 """Largest difference of elements, in units in the last place: a root mean square over ranks."""
-_TIE_TOLERANCE = 1e-14
-"""Largest relative difference of the numbers that stand for equal gradients; see `ties`. Rounding leaves 1e-15."""
 _NOT_WHOLE = 1e-6
-_N_TIES, _N_TIE_STAGES = 16, 16
-"""Slots for shapes and for pipeline stages. With more shapes or more stages, some of them share a slot."""
+_MAX_NAMED = 5
 
 KINDS = ("up to 6", "inf")
 """Kinds of norm_type. Each kind takes another collective."""
@@ -51,12 +52,8 @@ COMPARED = (
 )
 """What is compared: digests, and power sums of copies. The error message names the first difference in this order."""
 _WIDTH = _N_CONTRASTS + 1
-_COMPARED_AT = len(KINDS)
-_REPLICAS_AT = _COMPARED_AT + _WIDTH * len(COMPARED)
-_TIES_AT = _REPLICAS_AT + 1
-WHOLE_STAGE, PROOFS = 0, 1 + _N_TIES
-"""Rows of ties: all gradients of a stage together, and how many of them prove something if another has them too."""
-N_SLOTS = _TIES_AT + (2 + _N_TIES) * _N_TIE_STAGES
+_REPLICAS_AT = len(KINDS) + _WIDTH * len(COMPARED)
+N_SLOTS = _REPLICAS_AT + 1 + ties.N_SLOTS
 """How many numbers a rank adds to the summed vector. The number is fixed, so that ranks that disagree do not hang."""
 
 
@@ -73,6 +70,81 @@ class Contrast:
     coefficients: tuple[int, ...]
     scale: float
     n_ranks: int
+
+
+@dataclass(frozen=True)
+class NormRequest:
+    """The options of a rank's call.
+
+    Attributes:
+        order: p of the norm; NaN if it cannot be used.
+        max_norm: the threshold; None only measures.
+        nonfinite: how a norm that is not finite is treated.
+        verify: whether the plan will be verified.
+        is_plan: whether only the plans are compared, before there are gradients.
+    """
+
+    order: float
+    max_norm: float | None = None
+    nonfinite: str = "ignore"
+    verify: bool = False
+    is_plan: bool = False
+
+
+@dataclass(frozen=True)
+class RankSum:
+    """One sum over ranks, as this rank compares itself with the others in it.
+
+    Attributes:
+        group: its ranks; None for this rank alone.
+        everyone: all of them.
+        stage: those of this rank's pipeline stage, which hold the same parameters; None in a sum over stages.
+        of_ranks: the sum has only gradients that are cut over these ranks, or whole ones if it is empty; None for all.
+    """
+
+    group: dist.ProcessGroup | None
+    everyone: Contrast
+    stage: Contrast | None
+    of_ranks: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """The parameters of a rank, for comparison with other ranks; computed once for a plan.
+
+    Attributes:
+        number: the number of parameters.
+        parameters: digest of their names, shapes and dtypes, in any order.
+        partial: digest of those whose gradients must still be summed, in their order.
+        n_distinct: 1/n for each parameter that the caller declared to be on n ranks, added up.
+        ties: see `ties.candidates`.
+        copies: for each group, the ranks that should hold the same values; None if no other rank should, or if the
+            caller declared how many do.
+    """
+
+    number: int
+    parameters: int
+    partial: int
+    n_distinct: float
+    ties: dict[int, int]
+    copies: dict[Key, Contrast | None]
+
+
+def _holdings(plan: NormPlan) -> Holdings:
+    copies: dict[Key, Contrast | None] = {}
+    for key in plan:
+        is_compared = key.n_replicas is None and len(plan.in_stage) > max(len(key.ranks), 1)
+        copies[key] = contrast(plan.in_stage, {dist.get_rank(), *key.ranks}) if is_compared else None
+    descriptions = [plan.description(i) for i, _ in plan.with_shapes() if i not in plan.n_replicas]
+    partial = sorted(i for key, indices in plan.groups.items() if key.is_partial for i in indices)
+    return Holdings(
+        len(descriptions),
+        digest(tuple(sorted(descriptions))),
+        digest(tuple(plan.description(i) for i in partial)),
+        sum(1.0 / n for n in plan.n_replicas.values()),
+        ties.candidates(plan),
+        copies,
+    )
 
 
 def contrast(ranks: Sequence[int], holders: Collection[int]) -> Contrast:
@@ -145,7 +217,7 @@ class Ballot:
 
     def __init__(self, kind: str | None, *, uses_max: bool) -> None:
         self._uses_max = uses_max
-        self._numbers = [0.0] * N_SLOTS
+        self._numbers = [0.0] * (_REPLICAS_AT + 1)
         if kind is not None:
             self._numbers[KINDS.index(kind)] = 1.0
         self._on_device: list[tuple[int, Tensor]] = []
@@ -154,7 +226,7 @@ class Ballot:
         """Compare a digest over the ranks of `among`; with a maximum, these must be all ranks of the collective."""
         # The last coefficient is minus the sum of the others. So all products together are below 2·n·2^(bits of both).
         bits = min(_DIGEST_BITS, _MAX_EXACT_BITS - _COEFFICIENT_BITS - 1 - among.n_ranks.bit_length())
-        at = _COMPARED_AT + _WIDTH * COMPARED.index(name)
+        at = len(KINDS) + _WIDTH * COMPARED.index(name)
         value %= 2**bits
         # Of a maximum, the largest d and the largest 2^21 − d: they add up to more than 2^21 if any two differ.
         numbers = [value, _LARGE - value] if self._uses_max else [c * value for c in among.coefficients]
@@ -165,7 +237,7 @@ class Ballot:
 
         With a maximum, call it once, with the largest element.
         """
-        at = _COMPARED_AT + _WIDTH * COMPARED.index(name)
+        at = len(KINDS) + _WIDTH * COMPARED.index(name)
         if self._uses_max:  # logarithms, whose difference is relative: of an fp64 number, above 0
             value = (power.log() + 1024).clamp(min=0)
             numbers = [value, _LARGE - value, torch.full_like(value, math.log1p(tolerance))]
@@ -178,23 +250,56 @@ class Ballot:
         if not self._uses_max:
             self._numbers[_REPLICAS_AT] = n_distinct
 
-    def add_tie(self, row: int, number: Tensor, *, stage: int, n_stages: int) -> None:
-        """Look for an equal gradient on other pipeline stages.
-
-        Args:
-            row: the row of the gradient's shape, which no other gradient of this stage uses; `WHOLE_STAGE`; `PROOFS`.
-            number: this rank's part of the number that stands for the gradient.
-            stage: the position of this stage among all stages.
-            n_stages: how many these are.
-        """
-        self._on_device.append((_TIES_AT + row * _N_TIE_STAGES + _stage_slot(stage, n_stages), number))
-
-    def slots(self, device: torch.device) -> Tensor:
-        """The numbers, [N_SLOTS], for the vector that is reduced."""
-        slots = to_device(torch.tensor(self._numbers, dtype=torch.float64, device="cpu"), device)
+    def slots(self, device: torch.device, of_ties: Tensor | None = None) -> Tensor:
+        """The numbers, [N_SLOTS], for the vector that is reduced; `of_ties` from `ties.numbers`."""
+        numbers = self._numbers + [0.0] * ties.N_SLOTS
+        slots = to_device(torch.tensor(numbers, dtype=torch.float64, device="cpu"), device)
         for at, number in self._on_device:
             slots[at] += number
+        if of_ties is not None:
+            slots[-ties.N_SLOTS :] = of_ties
         return slots
+
+
+def compared_numbers(
+    plan: NormPlan, request: NormRequest, among: RankSum, powers: Sequence[tuple[Collected, Tensor]]
+) -> Tensor | None:
+    """The numbers that this rank adds to one sum over ranks, to be compared; None if there is nobody to compare with.
+
+    Args:
+        plan: of this rank.
+        request: its options.
+        among: the ranks of the sum.
+        powers: the gradients of this sum, and the power sum of each group of them.
+    """
+    uses_max, has_stages = math.isinf(request.order), plan.n_stages > 1
+    if among.everyone.n_ranks == 1 and (uses_max or not has_stages):
+        return None
+    held = plan.remembered(_holdings)
+    ballot = Ballot(None if math.isnan(request.order) else KINDS[uses_max], uses_max=uses_max)
+    for name, (value, *_) in _options(plan, request).items():
+        ballot.add_digest(name, digest(value), among.everyone)
+    if among.stage is not None:
+        ballot.add_replicas(held.n_distinct)
+    # A maximum over ranks cannot compare the ranks of each stage apart, nor those of each copy.
+    if among.stage is not None and not (uses_max and has_stages):
+        ballot.add_digest("parameters", held.parameters, among.stage)
+        if not request.is_plan:  # a gradient that is partial may still be missing on some ranks
+            ballot.add_digest("partial", held.partial, among.stage)
+        copies = []
+        for gradients, power in powers:
+            key, of_copy = gradients.key, held.copies[gradients.key]
+            if of_copy is not None and not (uses_max and key.ranks):
+                tolerance = copies_tolerance(request.order, key.dtype, sum(g.numel() for g in gradients.locals))
+                copies.append(("sharded" if key.ranks else "plain", power, of_copy, tolerance))
+        if uses_max and copies:  # the largest elements of all groups are compared at once
+            largest = torch.stack([power for _, power, _, _ in copies]).max()
+            copies = [("plain", largest, copies[0][2], max(tolerance for *_, tolerance in copies))]
+        for each in copies:
+            ballot.add_copies(*each)
+    are_told = has_stages and not uses_max
+    of_ties = ties.numbers(plan, held.ties, [gradients for gradients, _ in powers]) if are_told else None
+    return ballot.slots(plan.device, of_ties)
 
 
 def disagreements(slots: Tensor, *, uses_max: bool, has_stages: bool) -> Tensor:
@@ -205,16 +310,16 @@ def disagreements(slots: Tensor, *, uses_max: bool, has_stages: bool) -> Tensor:
         uses_max: the reduction was a maximum, not a sum.
         has_stages: whether there are pipeline stages. Only stages have ties, and only sums show them.
     """
-    kinds = (slots[:_COMPARED_AT] > 0).sum(0, keepdim=True) > 1
-    compared = slots[_COMPARED_AT:_REPLICAS_AT].view(-1, _WIDTH)
+    kinds, compared, distinct, of_ties = slots.split([len(KINDS), _WIDTH * len(COMPARED), 1, ties.N_SLOTS])
+    compared = compared.view(-1, _WIDTH)
     # Of numbers that are not finite, nothing is known.
     if uses_max:
         differ = (compared[:, 0] + compared[:, 1] > _LARGE + compared[:, 2]) & (compared[:, 0] < math.inf)
     else:
         differ = compared[:, :-1].square().sum(1) > _N_CONTRASTS * compared[:, -1]
-    tied = [_neighbours_are_equal(slots).any(1)] if has_stages and not uses_max else []
-    distinct = slots[_REPLICAS_AT:_TIES_AT]
-    return torch.cat([kinds, differ, (distinct - distinct.round()).abs() > _NOT_WHOLE, *tied])
+    tied = [ties.found(of_ties)] if has_stages and not uses_max else []
+    are_several, are_parts = (kinds > 0).sum(0, keepdim=True) > 1, (distinct - distinct.round()).abs() > _NOT_WHOLE
+    return torch.cat([are_several, differ, are_parts, *tied])
 
 
 def first_disagreement(disagreeing: Sequence[bool]) -> tuple[str, int]:
@@ -228,36 +333,81 @@ def first_disagreement(disagreeing: Sequence[bool]) -> tuple[str, int]:
     return (names[first], 0) if first < len(names) else ("tie", first - len(names))
 
 
-def tied_stages(slots: Tensor, row: int, stage: int, n_stages: int) -> tuple[int, bool]:
-    """How many pipeline stages have the gradient of a tie, and whether this stage has it. Waits for the device."""
-    longest = length = 1
-    tied = 0.0
-    numbers = _tie_numbers(slots)[row].tolist()
-    for number, is_equal in zip(sorted(numbers)[1:], _neighbours_are_equal(slots)[row].tolist(), strict=True):
-        length = length + 1 if is_equal else 1
-        if length > longest:
-            longest, tied = length, number
-    return longest, abs(numbers[_stage_slot(stage, n_stages)] - tied) <= 2 * _TIE_TOLERANCE * tied
+def disagreement(plan: NormPlan, request: NormRequest, slots: Tensor, disagreeing: Sequence[bool]) -> ValueError | None:
+    """The error that every rank of a sum raises if they disagree.
+
+    Args:
+        plan: the plan of this rank.
+        request: the options of this rank.
+        slots: the numbers after the reduction.
+        disagreeing: which comparisons of them failed.
+    """
+    if not any(disagreeing):
+        return None
+    name, row = first_disagreement(disagreeing)
+    if name == "tie":
+        text = ties.message(plan, slots[-ties.N_SLOTS :], row, plan.remembered(_holdings).ties)
+    elif name in ("kind", *_options(plan, request)):
+        text = _other_option("norm_type" if name == "kind" else name, plan, request)
+    else:
+        text = _other_holdings(name, plan)
+    # Without a mesh, ranks that share no sum with this rank do not hear of it, and clip.
+    whose = "No gradient" if plan.mesh is not None else "No gradient of this rank"
+    return ValueError(f"{text}. {whose} has been changed")
 
 
-def _neighbours_are_equal(slots: Tensor) -> Tensor:
-    """Whether the number of a stage equals the next larger number, [1 + shapes, stages - 1]."""
-    numbers = _tie_numbers(slots).sort(dim=1).values
-    smaller, larger = numbers[:, :-1], numbers[:, 1:]
-    return (smaller > 0) & larger.isfinite() & (larger - smaller <= _TIE_TOLERANCE * larger)
+def _options(plan: NormPlan, request: NormRequest) -> Mapping[str, tuple[object, str, object]]:
+    """What a call was asked for, as it is compared; what the option is called, and its value in words."""
+    # None and infinity both only measure, and 0.1 is the same as torch.tensor(0.1).
+    in_fp32 = ctypes.c_float(math.inf if request.max_norm is None else request.max_norm).value
+    stages = f"one of {plan.n_stages} stages" if plan.pp_mesh is not None else "none"
+    return {
+        "norm_type": (request.order, "norm_type", f"{request.order:g}"),
+        "max_norm": (in_fp32, "max_norm", request.max_norm),
+        "nonfinite": (request.nonfinite, "nonfinite or error_if_nonfinite", f"nonfinite={request.nonfinite!r}"),
+        "stages": (plan.n_stages, "pp_mesh=", stages),
+        "verify": (request.verify, "verify", request.verify),
+        "groups": ((plan.n_parts, plan.part_names), "by_group=", first_names(plan.part_names) or "none"),
+    }
 
 
-def _tie_numbers(slots: Tensor) -> Tensor:
-    """The numbers of whole stages, then those of each row for shapes, [1 + shapes, stages]."""
-    rows = slots[_TIES_AT:].view(2 + _N_TIES, _N_TIE_STAGES)
-    return torch.cat([(rows[WHOLE_STAGE] * (rows[PROOFS] > 0)).unsqueeze(0), rows[1:PROOFS]])
+def _other_option(name: str, plan: NormPlan, request: NormRequest) -> str:
+    _, called, got = _options(plan, request)[name]
+    more = "; for a group without a gradient here, pass an empty tensor, torch.empty(0)" if name == "groups" else ""
+    return f"{called} differs between ranks, got {got} on this rank: pass the same on every rank{more}"
 
 
-def _stage_slot(stage: int, n_stages: int) -> int:
-    # Of more stages than slots, neighbours share a slot: the first and the last, which may tie embeddings, do not.
-    return stage * _N_TIE_STAGES // max(n_stages, _N_TIE_STAGES)
+def first_names(names: Sequence[str]) -> str:
+    """The first of some names, for a message, and how many more there are."""
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(names[:_MAX_NAMED]) + more
 
 
-def tie_row(shape: Sequence[int]) -> int:
-    """The row in which gradients of this shape are compared over pipeline stages."""
-    return 1 + digest("tie", tuple(shape)) % _N_TIES
+def _other_holdings(name: str, plan: NormPlan) -> str:
+    """What to say of ranks that hold other parameters or gradients than they count."""
+    if name == "partial":
+        return (
+            "partial gradients come in another order on other ranks, so different gradients would be added up: list "
+            "the parameters in the same order on every rank"
+        )
+    if name == "replicas":
+        return (
+            f"replicas= does not fit over all ranks, got {sorted(set(plan.n_replicas.values())) or 'none'} on this "
+            "rank: on each rank that holds the same values, pass how many these ranks are"
+        )
+    if name == "parameters":
+        whose = "one pipeline stage" if plan.pp_mesh is not None else "mesh=" if plan.mesh is not None else "one shard"
+        return (
+            f"ranks of {whose} have different parameters ({plan.remembered(_holdings).number} on this rank): pass all "
+            "parameters on every rank, even those without a gradient, in one dtype; pass pp_mesh= if they are pipeline "
+            "stages, and declare parameters that only some ranks have by replicas="
+        )
+    keys = [key for key in plan if bool(key.ranks) == (name == "sharded") and key.n_replicas is None]
+    indices = [i for key in keys for i in plan.groups[key]]
+    first = f" (here {len(indices)}, the first is {plan.name_of(indices[0])})" if indices else ""
+    what = "DTensors on a part of mesh=" if name == "sharded" else "plain gradients"
+    return (
+        f"{what}{first} have gradients that differ between ranks that should hold the same: declare experts and shards "
+        "by replicas= (how many ranks hold the same values), pass pp_mesh= if these are pipeline stages, or sum the "
+        "gradients over the ranks first; group_parameters_for_norm(..., verify=True) names the parameter"
+    )

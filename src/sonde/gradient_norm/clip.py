@@ -256,7 +256,7 @@ def measure_and_clip(
     problem.attempt(plan.use_stages, pp_mesh, otherwise=None)
     threshold = problem.attempt(check_options, max_norm, nonfinite, fold_into, otherwise=None)
     with torch.no_grad():
-        measured = global_norm(plan, order, max_norm=threshold, nonfinite=nonfinite, problem=problem.first)
+        measured = global_norm(plan, order, max_norm=threshold, nonfinite=nonfinite, problem=problem)
         norm = clip_measured_(plan, measured, threshold, nonfinite=nonfinite, fold_into=fold_into)
     if any(share.mesh is not None for share in plan.shares):
         # torch returns a DTensor for sharded gradients, and loops call this on it. The norm is whole already.

@@ -13,7 +13,7 @@ from torch import Tensor
 from sonde.console import stack_level
 from sonde.parallel.devices import is_at_hand, to_device
 from sonde.parallel.placements import local_tensor
-from sonde.parallel.unwrap import unwrap_optimizer
+from sonde.parallel.unwrap import parameters_of, unwrap_optimizer
 
 _pending: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Fold] = weakref.WeakKeyDictionary()
 """Module-level because a norm that is taken before the step must find the fold, and knows only the parameters."""
@@ -93,6 +93,14 @@ def apply_folds(tensors: Iterable[Tensor]) -> None:
             pending.apply(optimizer)
 
 
+def alike(gradients: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """This rank's parts of gradients, in lists of one device and dtype, which one kernel takes."""
+    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for local in map(local_tensor, gradients):
+        found.setdefault((local.device, local.dtype), []).append(local)
+    return found.values()
+
+
 def scale_(grads: list[Tensor], coefficient: Tensor | None, skip: Tensor | None = None) -> None:
     """Multiply gradients of one device, or set them to 0.
 
@@ -157,18 +165,13 @@ class _Fold:
     def apply(self, optimizer: Any) -> None:
         """Scale the gradients before the step comes. Where they are other ones now, there is nothing to scale."""
         if not self.is_stale(optimizer):
-            alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-            for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-                local = local_tensor(p.grad)
-                alike.setdefault((local.device, local.dtype), []).append(local)
-            for gradients in alike.values():
+            for gradients in alike(p.grad for p in parameters_of(optimizer) if p.grad is not None):
                 scale_(gradients, self._coefficient, self._skip)
         self.forget()
 
     def is_stale(self, optimizer: Any) -> bool:
         """Whether a gradient is another one than was clipped, was not there, or was written to since."""
-        held = (p for group in optimizer.param_groups for p in group["params"])
-        return not all(_is_in_state(p, self.parameters.get(id(p))) for p in held)
+        return not all(_is_in_state(p, self.parameters.get(id(p))) for p in parameters_of(optimizer))
 
     def divisor_without(self, optimizer: Any) -> Tensor | None:
         """The optimizer's `grad_scale` without the fold: a GradScaler has set its own times the fold's."""
@@ -204,7 +207,7 @@ def _reason_against(optimizer: Any, parameters: Sequence[Tensor], *, may_skip: b
         return f"its fused step in torch {torch.__version__} takes no scale: {remedy}"
     if getattr(optimizer, "grad_scale", None) is not None:
         return "its grad_scale is set already"
-    held = [p for group in optimizer.param_groups for p in group["params"]]
+    held = parameters_of(optimizer)
     has_momentum = isinstance(optimizer, torch.optim.SGD) and any(g["momentum"] for g in optimizer.param_groups)
     without = [p for p in held if p.grad is not None and optimizer.state.get(p, {}).get("momentum_buffer") is None]
     if may_skip and has_momentum and without:

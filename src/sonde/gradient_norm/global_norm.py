@@ -16,18 +16,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.gradient_norm.agreement import N_SLOTS, Contrast, contrast, disagreements
-from sonde.gradient_norm.cross_check import NormRequest, Peers, compared_numbers, disagreement
+from sonde.gradient_norm.agreement import (
+    N_SLOTS,
+    Contrast,
+    NormRequest,
+    RankSum,
+    compared_numbers,
+    contrast,
+    disagreement,
+    disagreements,
+)
 from sonde.gradient_norm.fused_clip import apply_folds
 from sonde.gradient_norm.plan import Collected, NormPlan
 from sonde.gradient_norm.power_sums import power_sum
-from sonde.gradient_norm.refused_gradients import OTHER_CALL, OTHER_GRADIENT, unexpected
+from sonde.gradient_norm.refused_gradients import HeldError
 from sonde.parallel.devices import has_float64, is_at_hand, to_device, zero_sums
 from sonde.parallel.placements import local_tensor, ranks_of
 from sonde.parallel.process_groups import group_of_mesh, group_over, is_fake, start_reduce
-from sonde.parallel.shares import Share, reduce_partial
+from sonde.parallel.shares import reduce_partial
 
-_N_FLAGS = 4
+_N_FLAGS = 3
 _MAX_PARTS = 64
 """How many parts of the model have room in the vector. The vector has the same length on every rank, even if ranks were
 given different parts: vectors of different lengths hang or abort the collective."""
@@ -68,6 +76,8 @@ class GlobalNorm:
         return self._root(parts.max() if math.isinf(self.request.order) else parts.sum())  # of NaN and numbers, NaN
 
     def _root(self, sums: Tensor) -> Tensor:
+        if self.request.order == 2.0:
+            return sums.sqrt()
         return sums if math.isinf(self.request.order) else sums.pow(1.0 / self.request.order)
 
     @functools.cached_property
@@ -93,16 +103,18 @@ class GlobalNorm:
         """
         if self.vector is not None and not is_at_hand(value.device):
             value = torch.where(self.failed, math.nan, value)
-        return value.to(torch.float64 if _has_fp64(self.collected) else torch.float32)
+        return value.double() if _has_fp64(self.collected) else value.float()
 
     def error_of_peers(self, plan: NormPlan) -> ValueError | None:
         """What other ranks found, or what the ranks disagree about, if anything. Waits for the device."""
         if self.vector is None:
             return None
         if self.vector.failed.item():
-            why = OTHER_CALL if self.vector.wrong_call.item() else OTHER_GRADIENT
             whose = "no gradient" if plan.mesh is not None else "no gradient of this rank"
-            return ValueError(f"{why}: {whose} has been changed")
+            return ValueError(
+                "another rank was called with something that cannot be used, or found a gradient that cannot be "
+                f"counted, and its message says what: {whose} has been changed"
+            )
         return disagreement(plan, self.request, self.vector.slots, self.vector.disagreements().tolist())
 
 
@@ -112,7 +124,7 @@ def global_norm(
     *,
     max_norm: float | None = None,
     nonfinite: str = "ignore",
-    problem: ValueError | None = None,
+    problem: HeldError | None = None,
     riding: Tensor | None = None,
 ) -> GlobalNorm:
     """The p-norm of all gradients of all ranks together; each element counts once. Call it under `no_grad`.
@@ -122,7 +134,7 @@ def global_norm(
         order: p from above 0 to 6, or `math.inf`; NaN if it is not known, with a `problem`.
         max_norm: what the gradients will be clipped to; the ranks compare it.
         nonfinite: what will be done when the norm is not finite; the ranks compare it.
-        problem: an error found on this rank before; raised once the other ranks know that there is one.
+        problem: holds an error found on this rank before; raised once the other ranks know that there is one.
         riding: other numbers to sum over the ranks of the plan's mesh, in place and in the same collective, if the
             order is finite; fp64 or the widest dtype of the plan's device, 1-dim, of one length on all ranks.
 
@@ -135,23 +147,20 @@ def global_norm(
             CPU), every rank that shares a sum with this rank raises; on a GPU this rank alone.
     """
     apply_folds(plan.parameters)
-    collected, error = _collect(plan)
-    problem = problem or plan.request_problem
-    request = NormRequest(order, max_norm, nonfinite, is_wrong=problem is not None)
-    problem = problem or plan.gradient_problem or error or _lacks_float64(plan)
-    collected = _sum_partial(plan, collected)
-    if plan.is_alone:
-        if problem is not None:
-            raise problem
-        return _norm_alone(plan, collected, request)
-    measured, error = _sum_over_ranks(plan, collected, request, problem, riding)
-    problem = problem or error
+    problem = problem or HeldError()
+    collected = problem.attempt(plan.collect, otherwise=None, what="gradients cannot be collected")
+    problem.keep(plan.problem)
+    problem.keep(_lacks_float64(plan))
+    # After an error, this rank joins its peers' sums with nothing.
+    collected = _sum_partial(plan, collected or [Collected(key) for key in plan])
+    request = NormRequest(order, max_norm, nonfinite)
+    measured = None if plan.is_alone else _sum_over_ranks(plan, collected, request, problem, riding)
     # All sums are done and the peers have heard of the error: this rank may raise now.
-    if problem is None and is_at_hand(plan.device):
-        problem = measured.error_of_peers(plan)
-    if problem is not None:
-        raise problem
-    return measured
+    if measured is not None and problem.first is None and is_at_hand(plan.device):
+        problem.keep(measured.error_of_peers(plan))
+    if problem.first is not None:
+        raise problem.first
+    return measured or _norm_alone(plan, collected, request)
 
 
 def _norm_alone(plan: NormPlan, collected: list[Collected], request: NormRequest) -> GlobalNorm:
@@ -161,7 +170,7 @@ def _norm_alone(plan: NormPlan, collected: list[Collected], request: NormRequest
     sums: list[Tensor | None] = [None] * plan.n_parts
     for each in collected:
         if each.locals:
-            part, value = each.group.key.part, _read(plan, each, order)
+            part, value = each.key.part, _read(plan, each, order)
             sums[part] = value if (before := sums[part]) is None else combine(before, value)
     parts = [zero_sums(device=plan.device) if value is None else value for value in sums]
     has_fp64 = _has_fp64(collected)
@@ -170,7 +179,7 @@ def _norm_alone(plan: NormPlan, collected: list[Collected], request: NormRequest
 
 def _has_fp64(collected: Sequence[Collected]) -> bool:
     """Whether this rank has fp64 gradients."""
-    return any(g.locals and g.group.key.dtype == torch.float64 for g in collected)
+    return any(g.locals and g.key.dtype == torch.float64 for g in collected)
 
 
 def _lacks_float64(plan: NormPlan) -> ValueError | None:
@@ -183,129 +192,93 @@ def _lacks_float64(plan: NormPlan) -> ValueError | None:
     )
 
 
-def _collect(plan: NormPlan) -> tuple[list[Collected], ValueError | None]:
-    """The gradients that exist now. If an error prevents that, this rank joins its peers' sums with nothing."""
-    try:
-        return plan.collect(), None
-    except Exception as error:  # a gradient of a kind that nobody knows, or a defect
-        return [Collected(group) for group in plan.groups], unexpected("gradients cannot be collected", error)
-
-
 def _sum_partial(plan: NormPlan, collected: list[Collected]) -> list[Collected]:
     """Sum partial gradients over their ranks; a rank whose gradient is missing takes part with zeros."""
-    partial = [gradients for gradients in collected if gradients.group.key.is_partial]
+    partial = [gradients for gradients in collected if gradients.key.is_partial]
     if not partial:
         return collected
     # Every planned parameter takes part, in the plan's order: so all ranks issue the same collectives.
     by_index = {i: g for gradients in partial for i, g in zip(gradients.indices, gradients.gradients, strict=True)}
-    planned = sorted(i for gradients in partial for i in gradients.group.indices)
+    planned = sorted(i for gradients in partial for i in plan.groups[gradients.key])
     reduced = reduce_partial([by_index[i] if i in by_index else plan.zeros(i) for i in planned])
     by_index = dict(zip(planned, reduced, strict=True))
     summed = []
     for gradients in collected:
-        if gradients.group.key.is_partial:
-            whole = [by_index[i] for i in gradients.group.indices]
-            locals_ = [local_tensor(g) for g in whole]
-            gradients = Collected(gradients.group, list(gradients.group.indices), whole, locals_)
+        if gradients.key.is_partial:
+            indices = plan.groups[gradients.key]
+            whole = [by_index[i] for i in indices]
+            gradients = Collected(gradients.key, indices, whole, [local_tensor(g) for g in whole])
         summed.append(gradients)
     return summed
 
 
-def rank_sums(plan: NormPlan) -> list[tuple[Share | None, Peers]]:
+def rank_sums(plan: NormPlan) -> list[RankSum]:
     """The sums over ranks that a norm takes, except that over stages: the same on every rank, even with no gradient.
 
     With a mesh, it is one. Without, each share of a set of ranks that gradients are cut over has one, and so have whole
     gradients, which this rank sums alone.
     """
     if plan.mesh is not None:
-        return [(None, Peers(_among(ranks_of(plan.mesh)), _among(plan.in_stage)))]
-    shares: dict[tuple[int, ...], Share] = {}
+        return [RankSum(group_of_mesh(plan.mesh), _among(ranks_of(plan.mesh)), _among(plan.in_stage))]
+    sums: dict[tuple[int, ...], RankSum] = {}
     for share in plan.shares:
-        shares.setdefault(share.ranks, share)
+        if share.mesh is not None and share.ranks and share.ranks not in sums:
+            is_axis, among = len(share.sharded) == 1, _among(share.ranks)
+            group = share.mesh.get_group(share.sharded[0]) if is_axis else group_over(share.ranks)
+            sums[share.ranks] = RankSum(group, among, among, share.ranks)
     alone = contrast([0], [0])
-    cut = [(share, Peers(_among(ranks), _among(ranks))) for ranks, share in shares.items() if ranks]
-    return [*cut, (None, Peers(alone, alone))]
+    return [*sums.values(), RankSum(None, alone, alone, ())]
 
 
-def _is_dry_run(plan: NormPlan) -> bool:
-    return any(is_fake(process_group(plan, share)) for share, _ in plan.remembered(rank_sums))
-
-
-def _peers_over_stages(plan: NormPlan) -> Peers:
-    assert plan.pp_mesh is not None
-    return Peers(_among(ranks_of(plan.pp_mesh)), None)
+def _sum_over_stages(plan: NormPlan) -> RankSum | None:
+    """The sum of the stages' totals, which comes last; None if the other sums span the pipeline stages."""
+    if plan.pp_mesh is None or plan.n_stages == plan.n_stages_in_mesh:
+        return None
+    return RankSum(group_of_mesh(plan.pp_mesh), _among(ranks_of(plan.pp_mesh)), None)
 
 
 def _among(ranks: Collection[int]) -> Contrast:
     return contrast(sorted(ranks), [dist.get_rank()])
 
 
-def process_group(plan: NormPlan, share: Share | None) -> dist.ProcessGroup | None:
-    """The ranks of one of `rank_sums`; None for this rank alone."""
-    if share is None or share.mesh is None:
-        return group_of_mesh(plan.mesh) if plan.mesh is not None else None
-    return share.mesh.get_group(share.sharded[0]) if len(share.sharded) == 1 else group_over(share.ranks)
-
-
 def _sum_over_ranks(
-    plan: NormPlan,
-    collected: list[Collected],
-    request: NormRequest,
-    problem: ValueError | None,
-    riding: Tensor | None,
-) -> tuple[GlobalNorm, ValueError | None]:
-    """The power sum of the collected gradients, and what is wrong on this rank. It raises nothing."""
-    over_stages = None
-    if plan.n_stages > plan.n_stages_in_mesh:  # packed first, since all sums have to hear of an error
-        over_stages, error = _packed(plan, [], request, plan.remembered(_peers_over_stages))
-        problem = problem or error
+    plan: NormPlan, collected: list[Collected], request: NormRequest, problem: HeldError, riding: Tensor | None
+) -> GlobalNorm:
+    """The power sum of the collected gradients. It raises nothing: `problem` holds what is wrong on this rank."""
+    over_stages, sums = plan.remembered(_sum_over_stages), plan.remembered(rank_sums)
+    uses_max, of_stages = math.isinf(request.order), None
+    if over_stages is not None:  # packed first, since all sums have to hear of an error
+        of_stages = SummedVector(plan, uses_max=uses_max)
+        of_stages.fill(plan, [], request, over_stages, problem)
     # Start the sum of one set of ranks, then read the gradients of the next set while that sum is under way.
     under_way = []
-    for share, peers in plan.remembered(rank_sums):
-        ranks = share.ranks if share is not None else ()
-        gradients = [g for g in collected if plan.mesh is not None or g.group.key.ranks == ranks]
-        packed, error = _packed(plan, gradients, request, peers, riding)
-        problem = problem or error
-        packed.failed.fill_(problem is not None)
-        packed.wrong_call.fill_(request.is_wrong)
+    for each in sums:
+        packed = SummedVector(plan, uses_max=uses_max, riding=riding)
+        gradients = [g for g in collected if each.of_ranks in (None, g.key.ranks)]
+        packed.fill(plan, gradients, request, each, problem)
+        packed.failed.fill_(problem.first is not None)
         packed.is_single.fill_(not _has_fp64(collected))
-        group = process_group(plan, share)
-        under_way.append((packed, group, packed.start(group)))
-    for packed, group, work in under_way:
-        packed.wait(work, group)
-        if riding is not None and work is not None:
+        packed.start(each.group)
+        under_way.append(packed)
+    for packed in under_way:
+        if packed.wait() and riding is not None:
             riding.copy_(packed.riding)
-    total = under_way[0][0]
-    for packed, *_ in under_way[1:]:
+    total = under_way[0]
+    for packed in under_way[1:]:
         total.add(packed)
-    # If the sums above do not span the pipeline stages, the stages' totals are summed last.
-    if plan.pp_mesh is not None and over_stages is not None:
-        total.add(over_stages)
-        stages = group_of_mesh(plan.pp_mesh)
-        total.wait(total.start(stages), stages)
+    if over_stages is not None and of_stages is not None:
+        total.add(of_stages)
+        total.start(over_stages.group)
+        total.wait()
     # A fake group gives back this rank's own numbers: nothing can be compared.
-    vector = None if plan.remembered(_is_dry_run) else total
-    sums = torch.where(total.is_nan > 0, torch.nan, total.sums) if total.uses_max else total.sums
-    return GlobalNorm(sums.unbind(), collected, total.is_double > 0, total.is_single > 0, vector, request), problem
-
-
-def _packed(
-    plan: NormPlan, gradients: list[Collected], request: NormRequest, peers: Peers, riding: Tensor | None = None
-) -> tuple[SummedVector, ValueError | None]:
-    """What this rank adds to a sum over ranks: nothing if an error prevents that, and the error."""
-    uses_max = math.isinf(request.order)
-    packed = SummedVector(plan, uses_max=uses_max, riding=riding)
-    try:
-        packed.fill(plan, gradients, request, peers)
-    except Exception as error:  # no such kernel, no memory, or a defect
-        problem = unexpected(f"gradients cannot be summed on {plan.device}", error)
-        return SummedVector(plan, uses_max=uses_max, riding=riding), problem
-    return packed, None
+    vector = None if any(is_fake(each.group) for each in sums) else total
+    powers = torch.where(total.is_nan > 0, torch.nan, total.sums) if uses_max else total.sums
+    return GlobalNorm(powers.unbind(), collected, total.is_double > 0, total.is_single > 0, vector, request)
 
 
 def _read(plan: NormPlan, gradients: Collected, order: float) -> Tensor:
     """The power sum of a group's gradients on this rank, 0-dim on the plan's device."""
-    return to_device(power_sum(gradients.locals, order, in_blocks=gradients.group.key.in_blocks), plan.device)
+    return to_device(power_sum(gradients.locals, order, in_blocks=gradients.key.in_blocks), plan.device)
 
 
 class SummedVector:
@@ -323,7 +296,6 @@ class SummedVector:
         sums: the power sum, or the largest element, of each part of the model, [parts].
         is_nan: whether a part is NaN, [parts]. Only p = ∞ uses it.
         failed: how many ranks have an error, 0-dim.
-        wrong_call: how many ranks have an error in their call, 0-dim.
         is_double: how many ranks have fp64 gradients, 0-dim.
         is_single: how many ranks have no fp64 gradients, 0-dim.
         slots: the numbers that are compared; see `agreement`.
@@ -343,7 +315,7 @@ class SummedVector:
         self.overflow = zero_sums(2 * n, device=plan.device) if n > _MAX_PARTS else None
         of_parts: Tensor = (parts if self.overflow is None else self.overflow)[: 2 * n].view(2, n)
         self.sums, self.is_nan = of_parts.unbind()
-        self.failed, self.wrong_call, self.is_double, self.is_single = flags.unbind()
+        self.failed, self.is_double, self.is_single = flags.unbind()
 
     def add(self, other: SummedVector) -> None:
         """Add the vector of another set of gradients."""
@@ -357,45 +329,56 @@ class SummedVector:
         """What ranks disagree about; see `agreement.disagreements`."""
         return disagreements(self.slots, uses_max=self.uses_max, has_stages=self._has_stages)
 
-    def start(self, group: dist.ProcessGroup | None) -> dist.Work | None:
-        """Start the sum over ranks; None if this rank is alone."""
-        return start_reduce(self.vector, group, self._operation)
+    def start(self, group: dist.ProcessGroup | None) -> None:
+        """Start the sum over ranks, if this rank is not alone."""
+        self._group, self._work = group, start_reduce(self.vector, group, self._operation)
 
-    def wait(self, work: dist.Work | None, group: dist.ProcessGroup | None) -> None:
-        """Wait for the sum, and sum the overflow too.
+    def wait(self) -> bool:
+        """Wait for the sum, and sum the overflow too; whether there was a sum.
 
         If the ranks disagree, their overflows may differ in length: then none of them is summed. Every rank knows.
         """
-        if work is None:
-            return
-        work.wait()
+        if self._work is None:
+            return False
+        self._work.wait()
         if self.overflow is None or bool((self.failed > 0) | self.disagreements().any()):
-            return
-        if more := start_reduce(self.overflow, group, self._operation):
+            return True
+        if more := start_reduce(self.overflow, self._group, self._operation):
             more.wait()
+        return True
 
-    def fill(self, plan: NormPlan, collected: list[Collected], request: NormRequest, peers: Peers) -> None:
-        """Put in what this rank adds to one sum over ranks: its gradients, and the numbers that are compared."""
+    def fill(
+        self, plan: NormPlan, collected: list[Collected], request: NormRequest, among: RankSum, problem: HeldError
+    ) -> None:
+        """Put in what this rank adds to one sum over ranks; nothing after an error, which `problem` then holds."""
+        problem.attempt(
+            self._fill,
+            plan,
+            collected,
+            request,
+            among,
+            otherwise=None,
+            what=f"gradients cannot be summed on {plan.device}",
+        )
+
+    def _fill(self, plan: NormPlan, collected: list[Collected], request: NormRequest, among: RankSum) -> None:
         order = 2.0 if math.isnan(request.order) else request.order
-        powers = [(gradients, self._add_group(plan, gradients, order)) for gradients in collected if gradients.locals]
+        powers = [(gradients, _read(plan, gradients, order)) for gradients in collected if gradients.locals]
+        numbers = compared_numbers(plan, request, among, powers)
+        # Whatever raises is above this line, so that an error leaves the vector as it was.
+        for gradients, value in powers:
+            part = self.sums.select(0, gradients.key.part)
+            if self.uses_max:
+                torch.maximum(part, value, out=part)
+            else:
+                part.add_(plan.weight(gradients.key) * value)
+        self.is_double.fill_(_has_fp64(collected))
         if self.uses_max:
             # A maximum over ranks loses NaN. So flags carry NaN, and the sums are sent without it.
             self.is_nan.copy_(self.sums.isnan())
             self.sums.nan_to_num_(nan=0.0, posinf=math.inf)
-        if (numbers := compared_numbers(plan, request, peers, powers)) is not None:
+        if numbers is not None:
             self.slots.copy_(numbers)
-
-    def _add_group(self, plan: NormPlan, gradients: Collected, order: float) -> Tensor:
-        """Add a group of gradients to its part of the model; returns this rank's power sum, 0-dim on plan's device."""
-        key = gradients.group.key
-        if key.dtype == torch.float64:
-            self.is_double.fill_(1.0)
-        value, part = _read(plan, gradients, order), self.sums.select(0, key.part)
-        if self.uses_max:
-            torch.maximum(part, value, out=part)
-        else:
-            part.add_(plan.weight(gradients.group) * value)
-        return value
 
 
 def compare_plans(plan: NormPlan, *, verify: bool) -> None:
@@ -412,13 +395,12 @@ def compare_plans(plan: NormPlan, *, verify: bool) -> None:
         ValueError: on every rank of the plan's mesh, or that shares a sum with this one, when something is wrong with
             the plan of one of them, or two have different parameters.
     """
-    problem = plan.request_problem or plan.gradient_problem
-    request = NormRequest(2.0, verify=verify, is_plan=True)
+    problem = HeldError(plan.problem)
     if not plan.is_alone:
-        measured, error = _sum_over_ranks(plan, [], request, problem, None)
-        problem = problem or error or measured.error_of_peers(plan)
-    if problem is not None:
-        raise problem
+        request = NormRequest(2.0, verify=verify, is_plan=True)
+        problem.keep(_sum_over_ranks(plan, [], request, problem, None).error_of_peers(plan))
+    if problem.first is not None:
+        raise problem.first
     # Partial gradients are summed over single axes of their meshes.
     meshes = dict.fromkeys(s.mesh for s in plan.shares if s.mesh is not None and s.mesh.get_coordinate() is not None)
     for group in dict.fromkeys(mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)):

@@ -21,7 +21,6 @@ from sonde.gradient_norm.refused_gradients import (
     check_marks,
     check_share,
     check_stages,
-    unexpected,
 )
 from sonde.parallel.placements import (
     check_mesh,
@@ -35,7 +34,7 @@ from sonde.parallel.placements import (
     spec_of,
     stage_ranks,
 )
-from sonde.parallel.shares import Share, same_placement, share_of
+from sonde.parallel.shares import Share, share_of
 from sonde.parallel.unwrap import Inventory
 
 if TYPE_CHECKING:
@@ -76,40 +75,25 @@ class Key:
 
 
 @dataclass(frozen=True)
-class ParameterGroup:
-    """Parameters whose gradients have one `Key`.
-
-    Attributes:
-        key: what the gradients have in common.
-        share: of one of its gradients; the shares of the others have the same ranks.
-        indices: which parameters these are, in the plan's order.
-    """
-
-    key: Key
-    share: Share
-    indices: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Collected:
     """The gradients of one group that exist now.
 
     Attributes:
-        group: the group.
+        key: of the group.
         indices: the parameters that have a gradient.
         gradients: as they are in `.grad`, if they are partial.
         locals: this rank's parts of the gradients.
     """
 
-    group: ParameterGroup
+    key: Key
     indices: Sequence[int] = ()
     gradients: Sequence[Tensor] = ()
     locals: list[Tensor] = field(default_factory=list)
 
 
 _State = tuple[Any, ...]
-"""Of a gradient: the `id` of its spec, which the plan keeps and which knows the shape, and what this rank's part is
-like; of a plain one, None, and what it is like."""
+"""Of a gradient: its spec, which knows the shape, and what this rank's part is like; of a plain one, None, and what it
+is like. States are mostly compared by `is`, which tuples try first."""
 _FINISHED = frozenset((Tensor, type(None)))
 
 
@@ -128,9 +112,8 @@ class NormPlan(Mapping[Key, list[Tensor]]):
             one of these meshes if it has all ranks of the job and other gradients are not cut over it.
         pp_mesh: the pipeline stages, each with parameters of its own.
         replicas: how many of the mesh's ranks hold the same values, by tensor or name, where the layout cannot show it.
-        parts: which part of the model each parameter belongs to, from 0; as many parts on every rank; one part for all
-            by default.
-        part_names: what the parts are called; the ranks compare it.
+        by_part: the name of the part of the model that each parameter belongs to; the ranks compare these names. None
+            for one part without a name.
         allow_sparse: count sparse gradients too, rather than refuse them.
         module: where the parameters are from; one that is replaced later is then noticed.
         problem: an error that was found in the caller's request already.
@@ -143,14 +126,13 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         in_stage: the ranks of the mesh that have the same parameters: those of this rank's pipeline stage, in order;
             empty without a mesh.
         n_stages_in_mesh: pipeline stages among the ranks of the mesh; 1 if the stages take a collective of their own.
-        part_names: as passed.
-        n_parts: parts of the model.
+        part_names: of the parts of the model, in order.
+        n_parts: how many there are, or 1.
         allow_sparse: as passed.
-        has_names: whether the caller named the parameters.
+        names: of the parameters; empty if the caller gave none.
         n_replicas: on how many ranks a parameter is, where the caller declared it.
-        groups: parameters whose gradients are spread alike; groups of sharded gradients first.
+        groups: the indices of parameters whose gradients are spread alike; groups of sharded gradients first.
         shares: how these gradients are spread, each way once, in the same order on every rank.
-        gradient_problem: what is wrong on this rank with a gradient.
         is_alone: whether no other rank holds anything that this rank counts.
         device: where sums over ranks are made: on the meshes' device, since gradients may be offloaded from it.
 
@@ -175,8 +157,7 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         mesh: DeviceMesh | None = None,
         pp_mesh: DeviceMesh | None = None,
         replicas: Mapping[Any, int] | None = None,
-        parts: Sequence[int] | None = None,
-        part_names: Sequence[str] = (),
+        by_part: Sequence[str] | None = None,
         allow_sparse: bool = False,
         module: nn.Module | None = None,
         problem: ValueError | None = None,
@@ -195,26 +176,24 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         self.in_stage: tuple[int, ...] = () if mesh is None else tuple(sorted(ranks_of(mesh)))
         self.n_stages_in_mesh = 1
         self.allow_sparse = allow_sparse
-        self.part_names = tuple(part_names)
-        self.n_parts = len(part_names) or max(parts or (), default=0) + 1
-        self.has_names = names is not None
-        self._names = [names[i] for i in self._positions] if names is not None else []
-        self._parts = [parts[i] for i in self._positions] if parts else [0] * len(self._positions)
+        self.part_names = tuple(sorted(set(by_part or ())))
+        self.n_parts = max(len(self.part_names), 1)
+        self.names = [names[i] for i in self._positions] if names is not None else []
+        place = {name: k for k, name in enumerate(self.part_names)}
+        self._parts = [place[by_part[i]] if by_part else 0 for i in self._positions]
         self._inventory = None if module is None else Inventory(module)
         self._module_parameters: Mapping[str, Tensor] = {}
         self._unplanned: dict[str, Tensor] = {}
         self._specs: list[Any] = [None] * len(self.parameters)
-        """How each gradient was placed when it was last seen; without a gradient, how its parameter is."""
+        """How each gradient was placed when it was planned; without a gradient, how its parameter was."""
         self._partials: dict[int, Any] = {}
         """The last partial spec of a gradient. If such a gradient is missing, this rank joins the sum with zeros, since
         its peers may have it."""
         self._states: list[_State | None] = []
         self._request_problem = HeldError(problem)
         self.n_replicas: dict[int, int] = {}
-        self.groups: tuple[ParameterGroup, ...] = ()
+        self.groups: dict[Key, list[int]] = {}
         self.shares: list[Share] = []
-        self._partial_now: set[int] = set()
-        self._unusable: set[int] = set()
         if replicas is not None:
             indices_of: dict[object, list[int]] = {}
             for i, parameter in enumerate(self.parameters):
@@ -284,8 +263,8 @@ class NormPlan(Mapping[Key, list[Tensor]]):
 
     def name_of(self, index: int) -> str:
         """What to call a parameter in messages."""
-        if self.has_names:
-            return self._names[index]
+        if self.names:
+            return self.names[index]
         parameter = self.parameters[index]
         shape = "no shape yet" if is_lazy(parameter) else f"shape {tuple(parameter.shape)}"
         return f"parameter {index} of {shape}"
@@ -293,17 +272,17 @@ class NormPlan(Mapping[Key, list[Tensor]]):
     def description(self, index: int) -> str:
         """Name (if any), global shape and dtype of a parameter."""
         parameter = self.parameters[index]
-        return f"{self._names[index] if self.has_names else ''}{tuple(parameter.shape)}{parameter.dtype}"
+        return f"{self.names[index] if self.names else ''}{tuple(parameter.shape)}{parameter.dtype}"
 
     def with_shapes(self) -> Iterator[tuple[int, Tensor]]:
         """Indices and parameters, except those of lazy modules that have not run yet."""
         return ((i, p) for i, p in enumerate(self.parameters) if not is_lazy(p))
 
-    def weight(self, group: ParameterGroup) -> float:
-        """The part of its power sum that this rank counts, so that every element counts once in the sum over ranks."""
+    def weight(self, key: Key) -> float:
+        """The part of a group's power sum that this rank counts, so that every element counts once over all ranks."""
         if self.mesh is None:
             return 1.0
-        return group.share.weight(self.mesh.size(), n_stages=self.n_stages_in_mesh, n_replicas=group.key.n_replicas)
+        return 1.0 / key.n_replicas if key.n_replicas else key.n_shards * self.n_stages_in_mesh / self.mesh.size()
 
     def remembered(self, compute: Callable[[NormPlan], T]) -> T:
         """What a function makes of this plan, until parameters are regrouped."""
@@ -313,10 +292,10 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         return value
 
     def __getitem__(self, key: Key) -> list[Tensor]:
-        return {group.key: [self.parameters[i] for i in group.indices] for group in self.groups}[key]
+        return [self.parameters[i] for i in self.groups[key]]
 
     def __iter__(self) -> Iterator[Key]:
-        return (group.key for group in self.groups)
+        return iter(self.groups)
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -326,18 +305,16 @@ class NormPlan(Mapping[Key, list[Tensor]]):
     __hash__ = object.__hash__
 
     def _device_of_sums(self) -> torch.device:
-        meshes = [self.mesh, self.pp_mesh, *(group.share.mesh for group in self.groups)]
-        kind = next((mesh.device_type for mesh in meshes if mesh is not None), None)
-        devices = [group.key.device for group in self.groups if group.key.device.type != "meta"]
-        devices = devices or [torch.device("cpu")]
-        if kind is None or kind == devices[0].type:
-            return devices[0]
+        meshes = [self.mesh, self.pp_mesh, *(share.mesh for share in self.shares)]
+        devices = [key.device for key in self.groups if key.device.type != "meta"] or [torch.device("cpu")]
+        kind = next((mesh.device_type for mesh in meshes if mesh is not None), devices[0].type)
         return next((device for device in devices if device.type == kind), torch.device(kind))
 
     @property
-    def request_problem(self) -> ValueError | None:
-        """What is wrong on this rank with the request: its options, the pipeline stages, or a replaced parameter."""
-        return self._request_problem.first or self._missing_stages() or self._replaced_parameter()
+    def problem(self) -> ValueError | None:
+        """What is wrong on this rank: with the request, its pipeline stages, a replaced parameter, or a gradient."""
+        of_request = self._request_problem.first or self._missing_stages() or self._replaced_parameter()
+        return of_request or self._gradient_problem
 
     def _replaced_parameter(self) -> ValueError | None:
         if self._inventory is None:
@@ -376,20 +353,24 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         local = torch.zeros(shard_of(spec)[0], dtype=spec.tensor_meta.dtype, device=spec.mesh.device_type)
         return from_local(local, spec)
 
-    def collect(self) -> list[Collected]:
-        """The gradients that exist now, by group; the parameters are regrouped first if a gradient is placed anew."""
-        collected = None if self.gradient_problem is not None else self._collect_as_planned()
+    def collect(self) -> list[Collected] | None:
+        """The gradients that exist now, by group; the parameters are regrouped first if a gradient is placed anew.
+
+        None if a gradient cannot be counted.
+        """
+        collected = self._collect_as_planned()
         if collected is None:
             self._regroup()
             collected = self._collect_as_planned()
-            assert collected is not None  # planned just now
         return collected
 
     def _gradients(self) -> list[Any]:
         return self.parameters if self._are_gradients else [p.grad for p in self.parameters]
 
     def _collect_as_planned(self) -> list[Collected] | None:
-        """None when a gradient is not placed as planned."""
+        """None when a gradient is not placed as planned, or cannot be counted."""
+        if self._gradient_problem is not None:
+            return None
         # The hot path, run for every parameter at every step: comprehensions, and one comparison of two lists.
         gradients = self._gradients()
         locals_ = [getattr(g, "_local_tensor", g) for g in gradients]
@@ -400,47 +381,37 @@ class NormPlan(Mapping[Key, list[Tensor]]):
             if t is None
             else (None, t.device, t.dtype, t.layout, t.shape)
             if g is t
-            else (id(g._spec), t.device, t.dtype)
+            else (g._spec, t.device, t.dtype)
             for g, t in zip(gradients, locals_, strict=True)
         ]
-        absent = self._unusable
-        if states != self._states:
-            if not self._fits(gradients, states):
-                return None
-            absent = absent.union(i for i, state in enumerate(states) if state is None)
+        is_complete = states == self._states
+        if not (is_complete or self._lacks_some(states)):
+            return None
+        # Equal specs in other objects are known by `is` next time.
+        self._states = states if is_complete else [a or b for a, b in zip(states, self._states, strict=True)]
         collected = []
-        for group in self.groups:
-            indices = [i for i in group.indices if i not in absent] if absent else group.indices
-            whole = [gradients[i] for i in indices] if group.key.is_partial else []
-            collected.append(Collected(group, indices, whole, [locals_[i] for i in indices]))
+        for key, indices in self.groups.items():
+            present = indices if is_complete else [i for i in indices if states[i] is not None]
+            whole = [gradients[i] for i in present] if key.is_partial else []
+            collected.append(Collected(key, present, whole, [locals_[i] for i in present]))
         return collected
 
-    def _fits(self, gradients: Sequence[Tensor | None], states: Sequence[_State | None]) -> bool:
-        """Whether those gradients that exist are placed as planned, though perhaps by other objects than before."""
-        for i, (gradient, state, planned) in enumerate(zip(gradients, states, self._states, strict=True)):
-            if gradient is None:
-                # Peers may have a partial gradient here, and then wait for this rank's: it must join with zeros.
-                if i in self._partials and i not in self._partial_now:
+    def _lacks_some(self, states: Sequence[_State | None]) -> bool:
+        """Whether gradients are as planned except that some are missing."""
+        for i, (state, planned) in enumerate(zip(states, self._states, strict=True)):
+            if state is not None:
+                if state != planned:
                     return False
-            elif state != planned:
-                spec = spec_of(gradient)
-                if planned is None or state is None or state[1:] != planned[1:]:
-                    return False
-                if not same_placement(spec, self._specs[i]) or (
-                    spec is not None and spec.shape != self._specs[i].shape
-                ):
-                    return False
-                self._specs[i], self._states[i] = spec, state
+            # Peers may have a partial gradient here, and wait for this rank's: it must join with zeros.
+            elif self._partials.get(i, self._specs[i]) is not self._specs[i]:
+                return False
         return True
 
     def _regroup(self) -> None:
         self._memory: dict[Callable[[NormPlan], Any], Any] = {}
         problem = HeldError()
-        try:
-            self._sort_into_groups(problem)
-        except Exception as error:  # a tensor of a kind that nobody knows, or a defect: peers wait for this rank
-            problem = HeldError(unexpected("gradients cannot be grouped", error))
-        self.gradient_problem = problem.first
+        problem.attempt(self._sort_into_groups, problem, otherwise=None, what="gradients cannot be grouped")
+        self._gradient_problem = problem.first
         self.device = self._device_of_sums()
         meshes = [m for m in (self.mesh, self.pp_mesh) if m is not None]
         self.is_alone = all(m.size() == 1 for m in meshes) and not any(share.ranks for share in self.shares)
@@ -459,9 +430,8 @@ class NormPlan(Mapping[Key, list[Tensor]]):
             if (spec := spec_of(parameter)) is not None and (gradient is not None or parameter.requires_grad):
                 with contextlib.suppress(ValueError):  # if a gradient has this share too, the error names that gradient
                     _share(spec, shares)
-        members: dict[tuple[Any, ...], list[int]] = {}
-        countable: set[tuple[Any, ...]] = set()
-        self._states, self._unusable, self._partial_now = [None] * len(gradients), set(), set()
+        alike: dict[tuple[Any, ...], list[int]] = {}
+        self._states = [None] * len(gradients)
         for i, (parameter, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
             if gradient is None and (not parameter.requires_grad or is_lazy(parameter)):
                 continue
@@ -470,9 +440,9 @@ class NormPlan(Mapping[Key, list[Tensor]]):
             if gradient is None:
                 spec = self._partials.get(i) or self._specs[i] or spec
             local = local_tensor(tensor)
-            layout = torch.strided if gradient is None else local.layout
-            state = (None, local.device, tensor.dtype, layout, local.shape)
-            self._specs[i], self._states[i] = spec, state if spec is None else (id(spec), *state[1:3])
+            device, dtype, layout = local.device, tensor.dtype, torch.strided if gradient is None else local.layout
+            self._specs[i] = spec
+            self._states[i] = (spec, device, dtype) if spec is not None else (None, device, dtype, layout, local.shape)
             try:
                 if vars(parameter):
                     check_marks(parameter, is_declared=n_replicas is not None)
@@ -482,27 +452,22 @@ class NormPlan(Mapping[Key, list[Tensor]]):
                 continue
             if share.partial:
                 self._partials[i] = spec
-                self._partial_now.add(i)
-            kind = (share, local.device, n_replicas, tensor.dtype, None if gradient is None else layout)
+            has_gradient, in_blocks = gradient is not None, is_read_in_blocks(tensor)
+            kind = (share, n_replicas, self._parts[i], device, dtype, in_blocks, layout, has_gradient)
+            alike.setdefault(kind, []).append(i)
+        groups: dict[Key, list[int]] = {}
+        for (share, n_replicas, part, device, dtype, in_blocks, layout, has_gradient), indices in alike.items():
             try:
-                if kind not in countable:
-                    check_share(share, local.device, self.mesh, n_replicas=n_replicas)
-                    check_stages(share, self.pp_mesh, self.in_stage)
-                    if gradient is not None:
-                        check_elements(tensor, allow_sparse=self.allow_sparse)
-                    countable.add(kind)
+                check_share(share, device, self.mesh, n_replicas=n_replicas)
+                check_stages(share, self.pp_mesh, self.in_stage)
+                if has_gradient:
+                    check_elements(device, dtype, layout, allow_sparse=self.allow_sparse)
             except ValueError as error:
-                problem.keep(ValueError(f"gradient of {self.name_of(i)}: {error}"))
-                self._unusable.add(i)  # it stays in its group: if it is partial, its peers sum theirs, this rank zeros
-            alike = (share, n_replicas, self._parts[i], local.device, tensor.dtype, is_read_in_blocks(tensor))
-            members.setdefault(alike, []).append(i)
-        groups: dict[Key, ParameterGroup] = {}
-        for (share, n_replicas, part, device, dtype, in_blocks), indices in members.items():
+                problem.keep(ValueError(f"gradient of {self.name_of(indices[0])}: {error}"))
             key = Key(share.ranks, share.n_shards, n_replicas, part, device, dtype, bool(share.partial), in_blocks)
             # Shares on different meshes may have the same ranks: their members become one group.
-            together = tuple(sorted((*(groups[key].indices if key in groups else ()), *indices)))
-            groups[key] = ParameterGroup(key, share, together)
-        self.groups = tuple(groups[key] for key in sorted(groups, key=lambda key: key.order))
+            groups.setdefault(key, []).extend(indices)
+        self.groups = {key: sorted(groups[key]) for key in sorted(groups, key=lambda key: key.order)}
         self.shares = list(shares.values())
 
 

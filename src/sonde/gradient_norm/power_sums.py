@@ -8,9 +8,10 @@ norm (but once in 1e8 times, where it is half-way between two fp32 numbers). A c
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ def power_sum(tensors: Sequence[Tensor], order: float, *, in_blocks: bool = Fals
     if in_blocks and order == 2.0:
         total = _square_sum_in_blocks(tensors)
         if _SMALLEST_EXACT <= total < math.inf:
-            return torch.tensor(total, dtype=torch.float64, device=device)
+            return torch.scalar_tensor(total, dtype=torch.float64, device=device)
         # A square left the range of fp32, or an element is not finite: what follows tells.
     filled = [t.coalesce().values() if t.is_sparse else t if t.is_contiguous() else _dense_view(t) for t in tensors]
     if device.type != "cpu" or math.isinf(order):  # these kernels refuse empty tensors
@@ -96,35 +97,23 @@ def _square_sum_in_blocks(tensors: Sequence[Tensor]) -> float:
     The blocks of a transposed gradient are along the dim that is contiguous in memory: along its last dim, they would
     need a copy. If its shards are not transposed, their blocks are other ones.
     """
-    others: list[Tensor] = []
+    others, norms = list[Tensor](), list[Tensor]()
     alike: dict[torch.Size, list[Tensor]] = {}
     for tensor in tensors:  # a hot path: as little Python as can be
         dense = tensor if tensor.is_contiguous() else _dense_view(tensor)
-        if dense is tensor and not tensor.is_contiguous():
-            others.append(tensor)  # elements apart from each other: the kernel would add them one after the other
-        else:
+        if dense.is_contiguous():
             alike.setdefault(dense.shape, []).append(dense)
-    total = 0.0
+        else:  # elements apart from each other: the kernel would add them one after the other
+            others.append(tensor)
     for shape, members in alike.items():
         if not (length := length_of_blocks(shape)):  # as many blocks as the flat tensor has, and the rest in fp64
             length, n = _BLOCK, shape.numel() // _BLOCK * _BLOCK
             others += [t.view(-1)[n:] for t in members]
             members = [t.view(-1)[:n] for t in members]
-        waiting, n_waiting = list[Tensor](), 0
-        for norms in _norms_of_blocks(members, length):
-            waiting.append(norms)
-            n_waiting += len(norms)
-            if n_waiting > _CHUNK:
-                total += _square_sum(waiting)
-                waiting, n_waiting = [], 0
-        total += _square_sum(waiting) if waiting else 0.0
-    return total + power_sum(others, 2.0).item() if others else total
-
-
-def _square_sum(norms: list[Tensor]) -> float:
-    in_fp64 = (torch.cat(norms) if len(norms) > 1 else norms[0]).double()
+        norms += _norms_of_blocks(members, length)
     # Not torch.dot: BLAS shares out even 8,000 elements among its threads.
-    return in_fp64.square_().sum().item()
+    total = torch.cat(norms).double().square_().sum().item() if norms else 0.0
+    return total + power_sum(others, 2.0).item() if others else total
 
 
 def _norms_of_blocks(alike: list[Tensor], length: int) -> Iterator[Tensor]:
@@ -134,7 +123,9 @@ def _norms_of_blocks(alike: list[Tensor], length: int) -> Iterator[Tensor]:
     # One call for many tensors: a call takes as long as reading 8,000 elements. But see `_CHUNK`.
     n_joined = _JOINED // max(n, 1) if torch.get_num_threads() == 1 else 1
     if first.dtype is torch.float32 and (n > _LARGE or n_joined <= 1):
-        yield from (torch.linalg.vector_norm(t.view(-1, length), 2.0, -1) for t in alike)
+        # A view of each takes as long as reading 4,000 elements.
+        in_rows = alike if first.shape[1:] == (length,) else [t.view(-1, length) for t in alike]
+        yield from [torch.linalg.vector_norm(t, 2.0, -1) for t in in_rows]
         return
     staged = _staging()[: _STAGED // length * length].view(-1, length)
     if n_joined <= 1:
@@ -204,41 +195,43 @@ def _power(chunk: Tensor, order: float) -> Tensor:
 
 
 def _in_fp64(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """All elements, [≤ _CHUNK] at a time, in one reused buffer: use each chunk before taking the next."""
+    """All elements, [≤ _CHUNK] at a time, as new tensors."""
     sizes = [t.numel() for t in tensors]
-    if sum(sizes) <= _CHUNK:
-        yield _joined(tensors).to(torch.float64, copy=True)
+    if sum(sizes) <= _CHUNK:  # all of a small model: as little Python as can be
+        yield _joined(tensors)
         return
-    buffer = torch.empty(_CHUNK, dtype=torch.float64, device="cpu")
-    for large in (t for t, size in zip(tensors, sizes, strict=True) if size > _CHUNK):
-        yield from (buffer[: part.numel()].copy_(part.reshape(-1)) for part in _pieces(large))
-    # Small tensors wait until together they fill the buffer.
     waiting, n_waiting = list[Tensor](), 0
-    for tensor, size in ((t, size) for t, size in zip(tensors, sizes, strict=True) if size <= _CHUNK):
+    for tensor, size in zip(tensors, sizes, strict=True):
+        if size > _CHUNK:
+            yield from (_joined([part]) for part in _pieces(tensor))
+            continue
         if n_waiting + size > _CHUNK:
-            yield buffer[:n_waiting].copy_(_joined(waiting))
+            yield _joined(waiting)
             waiting, n_waiting = [], 0
         waiting.append(tensor)
         n_waiting += size
     if waiting:
-        yield buffer[:n_waiting].copy_(_joined(waiting))
+        yield _joined(waiting)
 
 
-def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+def _pieces(tensor: Tensor) -> Iterable[Tensor]:
     """A tensor in views of at most _CHUNK elements, without a copy of all of it."""
+    if tensor.numel() <= _CHUNK:
+        return (tensor,)
     if tensor.is_contiguous():
-        yield from tensor.view(-1).split(_CHUNK)
-    elif tensor.numel() <= _CHUNK:
-        yield tensor
-    elif len(tensor) == 1:
-        yield from _pieces(tensor[0])
-    else:
-        for rows in tensor.split(max(1, _CHUNK * len(tensor) // tensor.numel())):
-            yield from _pieces(rows)
+        parts: tuple[Tensor, ...] = tensor.view(-1).split(_CHUNK)
+        return parts
+    if len(tensor) == 1:
+        return _pieces(tensor[0])
+    rows: tuple[Tensor, ...] = tensor.split(max(1, _CHUNK * len(tensor) // tensor.numel()))
+    return itertools.chain.from_iterable(map(_pieces, rows))
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """All elements in one row: to be converted then, as a conversion inside cat costs five times as much."""
+    """All elements in one new row, in fp64. It is converted after cat, as a conversion inside costs five times as much.
+
+    The row shares no memory with the tensors.
+    """
     # To join tensors of one shape takes a third of what it takes to flatten them, as DDP joins its buckets.
     if len(tensors) > _FEW:
         alike: dict[torch.Size, list[Tensor]] = {}
@@ -246,7 +239,7 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
             alike.setdefault(t.shape, []).append(t)
         tensors = [t for shape, members in alike.items() for t in ([torch.cat(members)] if shape else members)]
     joined: Tensor = torch._utils._flatten_dense_tensors(tensors)
-    return joined
+    return joined.clone() if joined.dtype == torch.float64 else joined.double()
 
 
 def _largest(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from sonde.parallel.placements import list_ranks, local_tensor, ranks_of
+from sonde.parallel.placements import list_ranks, ranks_of
 from sonde.parallel.shares import Share
 
 if TYPE_CHECKING:
@@ -18,25 +18,20 @@ T = TypeVar("T")
 
 _COUNTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-OTHER_GRADIENT = "another rank found a gradient that cannot be counted, and its message names the gradient"
-OTHER_CALL = "another rank was called with something that cannot be used, and its message says what"
-"""What the other ranks raise."""
 
-
-def check_elements(gradient: Tensor, *, allow_sparse: bool) -> None:
-    """Refuse a gradient whose elements cannot be squared and added up.
+def check_elements(device: torch.device, dtype: torch.dtype, layout: torch.layout, *, allow_sparse: bool) -> None:
+    """Refuse gradients whose elements cannot be squared and added up.
 
     Raises:
-        ValueError: when it is sparse, complex, on the meta device, or its dtype is not fp16, bf16, fp32 or fp64.
+        ValueError: for sparse, complex and meta gradients, or when their dtype is not fp16, bf16, fp32 or fp64.
     """
-    local = local_tensor(gradient)
-    if local.layout is not torch.strided and not (allow_sparse and local.layout is torch.sparse_coo):
+    if layout is not torch.strided and not (allow_sparse and layout is torch.sparse_coo):
         raise ValueError("it is sparse, and only dense gradients can be counted: use Embedding(sparse=False)")
-    if local.is_complex():
+    if dtype.is_complex:
         raise ValueError("it is complex, and only real gradients can be counted: use torch.view_as_real")
-    if local.dtype not in _COUNTED_DTYPES:
-        raise ValueError(f"its dtype is {local.dtype}, and only fp16, bf16, fp32 and fp64 can be counted: convert it")
-    if local.is_meta:
+    if dtype not in _COUNTED_DTYPES:
+        raise ValueError(f"its dtype is {dtype}, and only fp16, bf16, fp32 and fp64 can be counted: convert it")
+    if device.type == "meta":
         raise ValueError("it is on the meta device, which holds no values: materialise the model first")
 
 
@@ -151,8 +146,8 @@ class HeldError:
 
     A rank that raised at once would never join the sum, and its peers would wait there for ever. So one rule covers
     whatever is wrong on one rank: hold the error, take part in the sum with the failure flag set, raise after the sum.
-    `global_norm`, `compare_plans` and `warm_up` raise; everything before them holds. (`check_replicas` need not hold:
-    every rank finds the same error.) While gradients are grouped, collected and read, errors of any kind are held.
+    `global_norm` and `compare_plans` raise; everything before them holds. (`check_replicas` need not hold: every rank
+    finds the same error.)
 
     Two cases cannot be covered, and the peers wait until their backend gives up. One is an error in a sum itself, such
     as no memory for the buffer in which partial gradients are summed. The other is a rank without `mesh=` whose
@@ -172,26 +167,25 @@ class HeldError:
     def __init__(self, first: ValueError | None = None) -> None:
         self.first = first
 
-    def keep(self, error: ValueError) -> None:
-        """Hold this error, unless there is an earlier one."""
+    def keep(self, error: ValueError | None) -> None:
+        """Hold this error, if it is one and there is no earlier one."""
         self.first = self.first or error
 
-    def attempt(self, function: Callable[..., T], *args: Any, otherwise: T) -> T:
-        """What a function returns; if it raises a `ValueError`, that is held, and `otherwise` is returned."""
+    def attempt(self, function: Callable[..., T], *args: Any, otherwise: T, what: str = "the call failed") -> T:
+        """What a function returns; if it raises, the error is held, and `otherwise` is returned.
+
+        Args:
+            function: called with `args`.
+            args: of the function.
+            otherwise: returned after an error.
+            what: of an error that is no `ValueError`, what could not be done.
+        """
         try:
             return function(*args)
         except ValueError as error:
             self.keep(error)
-            return otherwise
-
-
-def unexpected(what: str, error: Exception) -> ValueError:
-    """An error of any kind, as one to hold.
-
-    Args:
-        what: what could not be done.
-        error: its cause.
-    """
-    problem = ValueError(f"{what}: {type(error).__name__}: {error}")
-    problem.__cause__ = error
-    return problem
+        except Exception as error:  # of a gradient of a kind that nobody knows, no memory, or a defect
+            problem = ValueError(f"{what}: {type(error).__name__}: {error}")
+            problem.__cause__ = error
+            self.keep(problem)
+        return otherwise

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from sonde.gradient_norm.cross_check import first_names
+from sonde.gradient_norm.agreement import first_names
 from sonde.gradient_norm.fused_clip import fold, scale_
 from sonde.gradient_norm.global_norm import GlobalNorm
 from sonde.gradient_norm.plan import Collected, NormPlan
@@ -122,7 +122,7 @@ def _stored_values(grad: Tensor) -> Tensor:
 def _write_back(plan: NormPlan, collected: Sequence[Collected]) -> None:
     """Put summed gradients in place of partial ones: otherwise the optimizer would sum each of them again."""
     for gradients in collected:
-        if gradients.group.key.is_partial:
+        if gradients.key.is_partial:
             for index, gradient in zip(gradients.indices, gradients.gradients, strict=True):
                 if plan.parameters[index].grad is not None:
                     plan.parameters[index].grad = gradient

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 from torch import Tensor, nn
 
 from sonde.gradient_norm.clip import Parameters, measure_and_clip, tensors_of
-from sonde.gradient_norm.fused_clip import apply_folds, scale_
+from sonde.gradient_norm.fused_clip import alike, apply_folds, scale_
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.refused_gradients import HeldError
 from sonde.gradient_norm.scaling import Nonfinite, check_max_norm, clip_coefficient
 from sonde.parallel.devices import is_at_hand
-from sonde.parallel.placements import is_dtensor, local_tensor
+from sonde.parallel.placements import is_dtensor
 from sonde.parallel.unwrap import outside_graphs
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def get_total_norm(
     """
     problem = HeldError()
     if isinstance(tensors, NormPlan):
-        plan, groups = tensors, list[str]()
+        plan = tensors
         if mesh is not None or replicas is not None or by_group is not None:
             problem.keep(ValueError("a plan knows its mesh and replicas, and has no groups: pass tensors in its place"))
     else:
@@ -110,16 +110,14 @@ def get_total_norm(
             error = ValueError(_WEIGHTS.format(f"the module {type(tensors).__name__}, whose tensors are its weights"))
         elif any(isinstance(tensor, nn.Parameter) for tensor in listed):
             error = ValueError(_WEIGHTS.format("parameters, which are weights"))
-        none: tuple[list[str], list[int] | None] = ([], None)
-        groups, parts = problem.attempt(_groups, by_group, listed, error, otherwise=none)
+        groups = problem.attempt(_checked_groups, by_group, len(listed), otherwise=None) if error is None else None
         plan = NormPlan(
             listed,
             names,
             mesh=mesh,
             pp_mesh=pp_mesh,
             replicas=replicas,
-            parts=parts,
-            part_names=groups,
+            by_part=groups,
             problem=error,
             are_gradients=True,
         )
@@ -128,21 +126,13 @@ def get_total_norm(
     if by_group is None:
         return norm
     by_part = measured.rounded(measured.by_part)
-    return norm, dict(zip(groups, by_part.unbind() if groups else (), strict=True))
+    return norm, dict(zip(plan.part_names, by_part.unbind(), strict=False))  # of no group, one part without a name
 
 
-def _groups(
-    by_group: object, tensors: Sequence[Tensor], error: ValueError | None
-) -> tuple[list[str], list[int] | None]:
-    """The names of the groups in order, and which of them each tensor is in; none without groups.
-
-    Args:
-        by_group: as passed.
-        tensors: that were passed.
-        error: what is wrong with them; then their number does not matter.
-    """
+def _checked_groups(by_group: object, n_tensors: int) -> Sequence[str] | None:
+    """The name of each tensor's group, as passed; None without groups."""
     if by_group is None:
-        return [], None
+        return None
     if isinstance(by_group, str) or not isinstance(by_group, Sequence):
         kind = "a string" if isinstance(by_group, str) else f"{by_group!r:.60}"
         raise ValueError(
@@ -150,15 +140,12 @@ def _groups(
         )
     if wrong := [name for name in by_group if not isinstance(name, str)]:
         raise ValueError(f"by_group must hold names, got {wrong[0]!r:.60} among them: pass a string for each tensor")
-    names = sorted(set(by_group))
-    if len(by_group) == len(tensors):
-        return names, [names.index(name) for name in by_group]
-    if error is None:
+    if len(by_group) != n_tensors:
         raise ValueError(
-            f"by_group must name the group of each tensor, got {len(by_group)} names for {len(tensors)} tensors: pass "
-            "one name each"
+            f"by_group must name the group of each tensor, got {len(by_group)} names for {n_tensors} tensors: pass one "
+            "name each"
         )
-    return names, None
+    return by_group
 
 
 @outside_graphs
@@ -200,12 +187,8 @@ def clip_grads_with_norm_(
         return
     if isinstance(total_norm, Tensor) and is_dtensor(total_norm):
         total_norm = cast(Any, total_norm).full_tensor()
-    alike: dict[Hashable, list[Tensor]] = {}
-    for parameter in {id(p): p for p in tensors}.values():
-        if parameter.grad is not None:
-            local = local_tensor(parameter.grad)
-            alike.setdefault((local.device, local.dtype), []).append(local)
-    for gradients in alike.values():
+    grads = [p.grad for p in {id(p): p for p in tensors}.values() if p.grad is not None]
+    for gradients in alike(grads):
         norm = torch.as_tensor(total_norm, device=gradients[0].device)
         coefficient = clip_coefficient(max_norm, norm)
         is_one = is_at_hand(coefficient.device) and coefficient.item() == 1.0  # a GPU would be waited for

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ Fingerprint = tuple[tuple[int, ...], float, float]
 _CONSTANT = 0.0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Held:
     """A parameter of a rank: whether it is cut, on how many ranks it is counted, and what it holds.
 
@@ -52,32 +52,34 @@ def check_replicas(plan: NormPlan) -> None:
         return
     n_same = group.size() // plan.n_stages_in_mesh
     own: list[_Held] = []
-    for parameter_group in plan.groups:
-        for parameter, i in ((plan.parameters[i], i) for i in parameter_group.indices):
-            counted = parameter_group.key.n_replicas or n_same // share_of(spec_of(parameter)).n_shards
+    for key, indices in plan.groups.items():
+        for parameter, i in ((plan.parameters[i], i) for i in indices):
+            counted = key.n_replicas or n_same // share_of(spec_of(parameter)).n_shards
             # A DTensor's gradient may be placed otherwise, or partial.
             is_cut = is_dtensor(parameter)
             gradient = None if is_cut or parameter.grad is None else _fingerprint(parameter.grad)
             own.append(_Held(plan.name_of(i), is_cut, counted, _fingerprint(local_tensor(parameter)), gradient))
     by_rank = gather_objects(group, lambda: own)
     # If one plain gradient is missing anywhere, compare by values alone: equal parameters would seem to differ.
-    if any(held.gradient is None and not held.is_cut for every in by_rank for held in every):
-        by_rank = [[dataclasses.replace(held, gradient=None) for held in every] for every in by_rank]
+    has_gradients = all(held.gradient is not None or held.is_cut for every in by_rank for held in every)
+
+    def compared(held: _Held) -> tuple[Fingerprint, Fingerprint | None]:
+        return held.value, held.gradient if has_gradients else None
+
     # Equal values under different names may be counted together: weights that are tied over pipeline stages have two
     # names, and experts may have begun as copies of each other. Only the declaration can tell.
-    n_by_name = Counter(key for every in by_rank for key in {(h.name, h.value, h.gradient) for h in every})
-    n_by_values = Counter(key for every in by_rank for key in {(h.value, h.gradient) for h in every})
-    for rank, every in enumerate(by_rank):
-        for held in every:
-            name, counted, value, gradient = held.name, held.counted, held.value, held.gradient
-            n_ranks, n_at_most = n_by_name[name, value, gradient], n_by_values[value, gradient]
-            is_telling = value[2] != _CONSTANT or (gradient is not None and gradient[2] != _CONSTANT)
-            if is_telling and (counted > n_at_most or (counted < n_ranks and gradient is not None)):
-                raise ValueError(
-                    f"{name} of rank {rank} has the same values on {n_ranks} of {group.size()} ranks, and is counted "
-                    f"as being on {counted}: pass replicas={{{name!r}: {n_ranks}}}, or make it a DTensor on all of the "
-                    f"mesh (the sum of its values on rank {rank} is {value[1]:g})"
-                )
+    n_by_name = Counter(key for every in by_rank for key in {(held.name, compared(held)) for held in every})
+    n_by_values = Counter(key for every in by_rank for key in {compared(held) for held in every})
+    for rank, held in ((rank, held) for rank, every in enumerate(by_rank) for held in every):
+        value, gradient = compared(held)
+        n_ranks, n_at_most = n_by_name[held.name, (value, gradient)], n_by_values[value, gradient]
+        is_telling = value[2] != _CONSTANT or (gradient is not None and gradient[2] != _CONSTANT)
+        if is_telling and (held.counted > n_at_most or (held.counted < n_ranks and gradient is not None)):
+            raise ValueError(
+                f"{held.name} of rank {rank} has the same values on {n_ranks} of {group.size()} ranks, and is counted "
+                f"as being on {held.counted}: pass replicas={{{held.name!r}: {n_ranks}}}, or make it a DTensor on all "
+                f"of the mesh (the sum of its values on rank {rank} is {value[1]:g})"
+            )
 
 
 @torch.no_grad()

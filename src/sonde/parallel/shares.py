@@ -61,16 +61,6 @@ class Share:
         """
         return ranks_along(self.mesh, self.sharded) if self.mesh is not None and self.n_shards > 1 else ()
 
-    def weight(self, n_ranks: int, *, n_stages: int = 1, n_replicas: int | None = None) -> float:
-        """How much each rank counts of what it holds: one over the number of ranks that hold the same values.
-
-        Args:
-            n_ranks: ranks that are summed, all stages included.
-            n_stages: pipeline stages among these ranks, each with parameters of its own.
-            n_replicas: ranks among them that hold the same values; None derives the number from the placements.
-        """
-        return 1.0 / n_replicas if n_replicas is not None else self.n_shards * n_stages / n_ranks
-
     def is_first_copy(self, first_rank: int) -> bool:
         """Whether this rank is the first of those that hold the same elements.
 
