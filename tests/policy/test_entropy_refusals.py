@@ -122,12 +122,7 @@ def forecast(E: dict[str, Any] | None = None, U: dict[str, Any] | None = None, *
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: forecast({"is_truncated": True}), "evaluation responses were truncated in a way that sonde"),
         (lambda: forecast({"log_prob": torch.full((16, 6), 0.7)}), r"is up to 0\.7, and a token's .* never above 0"),
-        (
-            lambda: Scene().probe(sampler=lambda model: rollouts(is_truncated=True)).measure(rollouts()),
-            "the sampler's responses were truncated in a way",
-        ),
         (
             lambda: Scene().probe(sampler=lambda m: rollouts(log_prob=-torch.ones(16, 6))).measure(rollouts()),
             "the sampler's responses have log_prob=, so another policy sampled them",

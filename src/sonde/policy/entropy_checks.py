@@ -132,11 +132,6 @@ def check_evaluation(rollouts: Rollouts, statistics: object, name: str) -> None:
     """Refuse responses whose entropy is not the policy's."""
     rollouts.check_not_empty()
     check_scorable(rollouts, statistics, name)
-    if rollouts.is_truncated:
-        raise ValueError(
-            f"{name} responses were truncated in a way that sonde cannot score, so their entropy is not the policy's: "
-            "pass top_p=, top_k= or min_p= instead of is_truncated=, or sample them untruncated"
-        )
     if rollouts.truncation and rollouts.log_prob is not None:
         raise ValueError(
             f"{name} responses have log_prob= and {_written(rollouts)}: another policy left out other tokens, so no "

@@ -27,7 +27,7 @@ from sonde.policy.scoring.optimizer_step import (
 )
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Batch, Scored, ScoreDerivatives, Scorer
-from sonde.policy.stats.attribution import NO_PROMPTS, CausesOfBatch, causes_by_prompt, credit_by_sign, split_step
+from sonde.policy.stats.attribution import Causes, CausesOfBatch, causes_by_prompt, credit_by_sign
 from sonde.policy.stats.entropy_change import EntropyObjective
 from sonde.policy.stats.entropy_forecast import (
     AfterStep,
@@ -168,7 +168,7 @@ class EntropyMeasurement:
         """
         first_order = self.along_step(step)
         part = functools.partial(forecast_step, optimizer, of=self.parameters, gradient_scale=gradient_scale)
-        found, doubt = NO_PROMPTS, ""
+        found = CausesOfBatch()
         with self.cost.phase("causes"):
             # X̄ gives every part of the step by a product with it: no further pass over E.
             x = self.at_work(self.entropy_gradient())
@@ -178,9 +178,9 @@ class EntropyMeasurement:
                 # step that the optimizer would take along X̄.
                 to_entropy = part(part="batch", along=gradient_for(optimizer, x))
                 del x
-                found, doubt = self._causes_by_prompt(optimizer, update, to_entropy)
-        causes = split_step(first_order.change.delta, momentum=momentum, decay=decay, of=found)
-        return dataclasses.replace(first_order, causes=causes, doubt=first_order.doubt or doubt)
+                found = self._causes_by_prompt(optimizer, update, to_entropy)
+        causes = Causes.of(first_order.change.delta, found, momentum=momentum, decay=decay)
+        return dataclasses.replace(first_order, causes=causes, doubt=first_order.doubt or found.doubt)
 
     def sample(self) -> Scored | None:
         """Fresh responses of the parameters as they are; None without a sampler."""
@@ -224,8 +224,7 @@ class EntropyMeasurement:
         finite_step = self.change_to(now)
         rollouts = None
         if before is not None and (after := self.sample()) is not None:
-            n_differ = self.scorer.n_that_differ(before.rollouts, after.rollouts)
-            rollouts = resampled_change(before, after, self.objective, n_differ=n_differ)
+            rollouts = resampled_change(before, after, self.objective)
         on_same_prefixes = fixed_prefix_change(base, now, self.prefix_weights)
         more = None if beside is None else beside.ends(self, now, finite_step, why_another)
         return AfterStep(finite_step, on_same_prefixes, importance, rollouts, more)
@@ -275,8 +274,8 @@ class EntropyMeasurement:
         """A forecast that could not be made, with what is known at θ."""
         return dataclasses.replace(self._known, reason=reason, rounded_away=rounded_away)
 
-    def _causes_by_prompt(self, optimizer: Any, update: Rollouts, to_entropy: Direction) -> tuple[CausesOfBatch, str]:
-        """Each update prompt's part of the change along this batch's part of the step, and a doubt.
+    def _causes_by_prompt(self, optimizer: Any, update: Rollouts, to_entropy: Direction) -> CausesOfBatch:
+        """Each update prompt's part of the change along this batch's part of the step.
 
         Nothing is known if all advantages or gradients are 0.
         """
@@ -296,13 +295,13 @@ class EntropyMeasurement:
         fit = fit_to_gradients(gradient_for(optimizer, self.at_work(ascent)))
         del ascent
         if fit is None:
-            return NO_PROMPTS, ""
+            return CausesOfBatch()
         d = self.derivatives(learned, to_entropy)
         rewarded, penalised, *of_others = d.along([*credit_by_sign(credit), *others.values()])
         scale = fit.factor / size
         prompts = causes_by_prompt(rewarded, penalised, learned.responses, scale)
         terms = {name: scale * float(of.sum()) for name, of in zip(others, of_others, strict=True)}
-        return CausesOfBatch(prompts, terms, fit.cosine), d.doubt
+        return CausesOfBatch(prompts, terms, fit.cosine, d.doubt)
 
     def derivatives(self, batch: Batch, direction: Direction) -> ScoreDerivatives:
         """Derivatives of the scores of all ranks."""

@@ -180,7 +180,6 @@ METRICS: Mapping[str, Metric] = {
     "entropy/ess_fraction": Metric("fraction", "effective sample size of whole responses, over their number"),
     "entropy/delta_rollouts": Metric("nats", "true change by fresh rollouts"),
     "entropy/delta_rollouts_se": Metric("nats", "standard error of the change by fresh rollouts"),
-    "entropy/rollouts_that_differ": Metric("responses", "fresh responses that the step has changed"),
     "entropy/rounded_away": Metric("fraction", "part of the step that parameters of 16 bits do not hold"),
     "entropy/coefficient_to_hold": Metric("1", "entropy coefficient with which the entropy would not change"),
     "entropy/coefficient_to_hold_low": Metric("1", "lower end of its 95 % interval"),

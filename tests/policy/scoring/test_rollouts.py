@@ -24,7 +24,6 @@ from tests.small_policy import STATISTICS, drawn, policy, rollouts
         ),
         ({"mask": torch.full((16, 6), torch.nan)}, "mask must be True or 1 where the policy sampled a token"),
         ({"prompt": torch.tensor(1)}, r"prompt must be \[responses\], got \[\]"),
-        ({"is_truncated": torch.tensor([True, False])}, "is_truncated must be True or False, got tensor"),
         ({"prompt": torch.zeros(3, dtype=torch.long)}, "prompt"),
         ({"prompt": torch.zeros(16)}, "prompt must be whole numbers"),
         ({"advantage": torch.zeros(3)}, r"advantage must be \[16\] or \[16, 6\], .* got \[3\]"),

@@ -257,10 +257,6 @@ class Scorer:
         along = along_tokens(tokens["d_entropy"], tokens["d_log_prob"], scored.responses)
         return ScoreDerivatives(along, LOST_IN_ROUNDING if bool(tokens["is_lost"].any()) else "")
 
-    def n_that_differ(self, first: Rollouts, second: Rollouts) -> int:
-        """How many of all ranks' responses differ between two samples of the same prompts, row by row."""
-        return int(self.everywhere("differ", lambda: torch.tensor([first.n_that_differ(second)])).sum())
-
     def everywhere(self, name: str, own: Callable[[], Tensor]) -> Tensor:
         """Values of all ranks' tokens from this rank's values; [responses, tokens]."""
         return gather_from_all_ranks(self._group, lambda: {name: own()})[name]

@@ -42,6 +42,13 @@ _UNSEEN_TOKENS = math.sqrt(3.0) * math.log(2.0)
 policy. One token more or less changes an entropy by log 2 at most, if all are as likely."""
 
 
+def with_error(value: float | None, se: float | None) -> str:
+    """A change and its standard error, in words."""
+    if value is None:
+        return "unknown"
+    return f"{value:+.2e} ± {'unknown' if se is None else f'{se:.1e}'}"
+
+
 @dataclass(frozen=True)
 class FiniteStep:
     """The change of entropy by a step, with what says how far it is to be trusted.
@@ -68,15 +75,12 @@ class MeasuredChange:
         se: its standard error, from the scatter of the prompts; None with fewer than 2 prompts.
         ess: effective sample size in responses, (Σω)²/Σω²; the number of responses if all weights are equal.
         ess_fraction: `ess` over the number of responses.
-        n_differ: how many of the fresh responses differ from those before the update; None if they are the same ones,
-            or if it is not known.
     """
 
     delta: float
     se: float | None
     ess: float
     ess_fraction: float
-    n_differ: int | None = None
 
     @property
     def is_known(self) -> bool:
@@ -86,8 +90,7 @@ class MeasuredChange:
     def __str__(self) -> str:
         if not self.is_known:
             return f"not known (effective sample size {self.ess_fraction:.2g} of the responses)"
-        text = f"{self.delta:+.2e} ± " + ("unknown" if self.se is None else f"{self.se:.1e}")
-        return text if self.n_differ is None else f"{text} ({self.n_differ:,} of {self.ess:,.0f} responses differ)"
+        return with_error(self.delta, self.se)
 
 
 def change_by_finite_step(
@@ -182,9 +185,7 @@ def importance_sampled_change(
     return MeasuredChange(change.delta, change.se, ess, ess / len(weights))
 
 
-def resampled_change(
-    before: Scores, after: Scores, objective: EntropyObjective, *, n_differ: int | None = None
-) -> MeasuredChange:
+def resampled_change(before: Scores, after: Scores, objective: EntropyObjective) -> MeasuredChange:
     """The entropy of the responses sampled by θ⁺ minus that of the responses sampled by θ, to the same prompts.
 
     If both are sampled with the same random numbers, most of their scatter is common. The standard error is that of the
@@ -195,7 +196,6 @@ def resampled_change(
         before: θ's scores of the responses that θ sampled.
         after: θ⁺'s scores of those that θ⁺ sampled.
         objective: which entropy.
-        n_differ: how many of the two sets' responses differ, if it is known.
 
     Raises:
         ValueError: if the two sets of responses do not answer the same prompts.
@@ -214,7 +214,7 @@ def resampled_change(
     se = change.se
     if se is not None:
         se = math.hypot(se, _unseen_jumps(before, sums(before), objective))
-    return MeasuredChange(change.delta, se, float(len(before.entropy)), 1.0, n_differ)
+    return MeasuredChange(change.delta, se, float(len(before.entropy)), 1.0)
 
 
 def fixed_prefix_change(before: Scores, after: Scores, prefix_weights: Tensor | None = None) -> float:
