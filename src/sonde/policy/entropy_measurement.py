@@ -43,9 +43,9 @@ from sonde.policy.stats.importance import (
     change_by_finite_step,
     fixed_prefix_change,
     importance_sampled_change,
+    prefix_weights,
     resampled_change,
 )
-from sonde.policy.stats.prefix_weights import prefix_weights
 
 _STATUS = Path("/proc/self/status")
 
@@ -121,8 +121,7 @@ class EntropyMeasurement:
     @functools.cached_property
     def coefficients(self) -> Coefficients:
         """Those of X_n, the evaluation prompts' gradients of the entropy."""
-        base = self.base
-        return self.objective.coefficients(base.log_prob, base.entropy, base.responses, self.prefix_weights)
+        return self.objective.coefficients(self.base, self.prefix_weights)
 
     @functools.cached_property
     def prefix_weights(self) -> Tensor | None:
@@ -145,13 +144,10 @@ class EntropyMeasurement:
     def along_step(self, step: Direction) -> FirstOrder:
         """The change along a given step."""
         with self.cost.phase("derivatives"):
-            base, responses = self.base, self.base.responses
-            d = self.derivatives(base, step)
-            change = self.objective.change(
-                base.log_prob, base.entropy, responses, d.along, prefix_weights=self.prefix_weights
-            )
+            d = self.derivatives(self.base, step)
+            change = self.objective.change(self.base, d.along, self.prefix_weights)
             if (on_same_prefixes := change.sharpening) is None or self.objective.kind == "sequence":
-                [on_same] = d.along([on_same_prefixes_coefficients(responses)])
+                [on_same] = d.along([on_same_prefixes_coefficients(self.base.responses)])
                 on_same_prefixes = float(on_same.mean())
             return FirstOrder(change, on_same_prefixes, change.delta, d.doubt)
 

@@ -11,8 +11,7 @@ import torch
 
 from sonde.policy.scoring.precision import Precision
 from sonde.policy.scoring.summed_gradient import DTYPES
-from sonde.policy.stats.entropy_change import Objective
-from sonde.policy.stats.sequence_entropy import SequenceWeights
+from sonde.policy.stats.entropy_change import Objective, SequenceWeights
 from sonde.probe import Metric
 from sonde.record_values import whole_number
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sonde.policy.stats.attribution import Cause, Causes, CausesOfBatch
-from sonde.policy.stats.entropy_change import EntropyChange, EntropyObjective, Objective
+from sonde.policy.stats.entropy_change import EntropyChange, EntropyObjective, Objective, SequenceWeights
 from sonde.policy.stats.entropy_forecast import (
     TOO_LARGE,
     AfterStep,
@@ -23,10 +23,8 @@ from sonde.policy.stats.entropy_forecast import (
     entropy_forecast,
 )
 from sonde.policy.stats.entropy_gradient import Responses
-from sonde.policy.stats.importance import FiniteStep, MeasuredChange
+from sonde.policy.stats.importance import FiniteStep, MeasuredChange, Support
 from sonde.policy.stats.own_policy import OwnPolicyTest, why_not_own
-from sonde.policy.stats.prefix_weights import Support
-from sonde.policy.stats.sequence_entropy import SequenceWeights
 from tests.policy.stats.tiny_batches import Scores
 
 # Two prompts with one response each, of 2 tokens with 1 nat each.

@@ -17,9 +17,8 @@ from sonde.policy.stats.forecast_point import (
     TOO_LARGE,
     is_near_uniform,
 )
-from sonde.policy.stats.importance import FiniteStep, MeasuredChange, with_error
+from sonde.policy.stats.importance import FiniteStep, MeasuredChange, Support, with_error
 from sonde.policy.stats.own_policy import OwnPolicyTest, SamplerTest, why_not_of_sampler, why_not_own
-from sonde.policy.stats.prefix_weights import Support
 from sonde.policy.stats.token_positions import AtPositions, entropy_by_position
 from sonde.stats.intervals import LEVEL
 from sonde.wording import percent
