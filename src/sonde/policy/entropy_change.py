@@ -507,19 +507,15 @@ class EntropyChangeProbe:
     def _sample(self, sampler: Sampler, seed: int) -> Rollouts:
         """This rank's fresh responses, with the random numbers of a seed."""
         seed_everything(seed)
-
-        def sampled() -> Rollouts:
-            rollouts = sampler(self._model)
-            check_is_rollouts("what the sampler returns", rollouts)
-            check_evaluation(rollouts, self._statistics, "the sampler's")
-            if rollouts.log_prob is not None:
-                raise ValueError(
-                    "the sampler's responses have log_prob=, so another policy sampled them: let the sampler draw from "
-                    "the model that it is given, and leave log_prob= out"
-                )
-            return rollouts
-
-        rollouts = self._scorer.on_all_ranks(sampled)
+        rollouts = sampler(self._model)
+        check_is_rollouts("what the sampler returns", rollouts)
+        check_evaluation(rollouts, self._statistics, "the sampler's")
+        if rollouts.log_prob is not None:
+            raise ValueError(
+                "the sampler's responses have log_prob=, so another policy sampled them: let the sampler draw from "
+                "the model that it is given, and leave log_prob= out"
+            )
+        self._scorer.agree()
         set_evaluation_mode(self._model)  # samplers may leave the model in training mode
         return rollouts
 

@@ -195,47 +195,42 @@ def check_responses(
     """
     needs_own = options.needs_own_responses(causes=causes)
     needs_derivatives = "causes=True" if causes else "beside=" if is_beside else "" if options.is_step else needs_own
-
-    def check() -> dict[str, Tensor]:
-        check_is_rollouts("evaluation", evaluation)
-        check_evaluation(evaluation, statistics, "evaluation")
-        if update is not None:
-            check_is_rollouts("update", update)
-            update.check_not_empty()
-            check_scorable(update, statistics, "update")
-            if not options.is_step and update.other_terms():
-                raise ValueError(
-                    "update='gradient' follows the advantages alone, and the update responses have terms= or "
-                    "entropy_bonus=: leave them out, or forecast the step, by update='step'"
-                )
-        if evaluation.log_prob is not None and needs_own:
+    check_is_rollouts("evaluation", evaluation)
+    check_evaluation(evaluation, statistics, "evaluation")
+    if update is not None:
+        check_is_rollouts("update", update)
+        update.check_not_empty()
+        check_scorable(update, statistics, "update")
+        if not options.is_step and update.other_terms():
             raise ValueError(
-                f"the evaluation responses have log_prob=, the sampler's own log-probabilities, and {needs_own} needs "
-                "responses of the policy as it is: leave that option out, or sample new responses and leave log_prob= "
-                "out"
+                "update='gradient' follows the advantages alone, and the update responses have terms= or "
+                "entropy_bonus=: leave them out, or forecast the step, by update='step'"
             )
-        if evaluation.truncation and needs_derivatives:
-            raise ValueError(
-                f"the evaluation responses have {_written(evaluation)}, and {needs_derivatives} needs derivatives, "
-                "which do not see tokens that enter or leave what is sampled: leave that option out, or sample "
-                "untruncated"
-            )
-        if update is not None and update.advantage is None:
-            raise ValueError("update responses need their advantages: pass advantage= to Rollouts")
-        no_prompts = torch.zeros(0, dtype=torch.long)
-        given = torch.tensor([[evaluation.log_prob is not None, update is not None, bool(causes)]])
-        prompts = {"E": evaluation.prompt.cpu(), "U": no_prompts if update is None else update.prompt.cpu()}
-        # A function has another repr on every rank: whether there is one is compared.
-        has_function = callable(options.sequence_weights)
-        named = dataclasses.replace(options, sequence_weights="one") if has_function else options
-        terms = digest(() if update is None else sorted(update.other_terms()))
-        return prompts | {
-            "given": given,
-            "options": torch.tensor([digest((has_function, named))]),
-            "terms": torch.tensor([terms]),
-        }
-
-    prompts = gather_from_all_ranks(group, check)
+    if evaluation.log_prob is not None and needs_own:
+        raise ValueError(
+            f"the evaluation responses have log_prob=, the sampler's own log-probabilities, and {needs_own} needs "
+            "responses of the policy as it is: leave that option out, or sample new responses and leave log_prob= "
+            "out"
+        )
+    if evaluation.truncation and needs_derivatives:
+        raise ValueError(
+            f"the evaluation responses have {_written(evaluation)}, and {needs_derivatives} needs derivatives, "
+            "which do not see tokens that enter or leave what is sampled: leave that option out, or sample "
+            "untruncated"
+        )
+    if update is not None and update.advantage is None:
+        raise ValueError("update responses need their advantages: pass advantage= to Rollouts")
+    has_function = callable(options.sequence_weights)
+    # A function has another repr on every rank: whether there is one is compared.
+    named = dataclasses.replace(options, sequence_weights="one") if has_function else options
+    own = {
+        "E": evaluation.prompt.cpu(),
+        "U": torch.zeros(0, dtype=torch.long) if update is None else update.prompt.cpu(),
+        "given": torch.tensor([[evaluation.log_prob is not None, update is not None, bool(causes)]]),
+        "options": torch.tensor([digest((has_function, named))]),
+        "terms": torch.tensor([digest(() if update is None else sorted(update.other_terms()))]),
+    }
+    prompts = gather_from_all_ranks(group, lambda: own)
     if len(prompts["options"].unique()) > 1:
         raise ValueError("the ranks' probes have different options: make the probes alike on all ranks")
     names = ("log_prob= of the evaluation responses", "update=", "causes=True")

@@ -275,8 +275,7 @@ class EntropyMeasurement:
 
         Nothing is known if all advantages or gradients are 0.
         """
-        learned, credit = self.scorer.credited(update)
-        others = self.scorer.other_terms(update)
+        learned, credit, others = self.scorer.credited(update)
         on_log_prob = sum((of.on_log_prob for of in others.values()), start=credit)
         on_entropy = sum((of.on_entropy for of in others.values()), start=torch.zeros_like(credit))
         # The loss's gradient is −c ∇ Σ (credit·s + other terms), and only c is unknown. It is fitted where that sum's

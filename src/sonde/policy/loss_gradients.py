@@ -90,15 +90,13 @@ class LossGradients:
         ran = [name for name, loss in losses.items() if isinstance(loss, Tensor)]
         is_wrapped = self._is_sharded or any(isinstance(m, DistributedDataParallel) for m in self._model.modules())
 
-        def check() -> dict[str, Tensor]:
-            if ran and is_wrapped:
-                raise ValueError(
-                    f"the loss {ran[0]!r} is a tensor, whose backward would start DDP's or FSDP2's own collectives: "
-                    "pass a function that runs the forward and returns the loss"
-                )
-            return {"names": torch.tensor([digest((*losses, baseline))])}
-
-        if len(gather_from_all_ranks(self._group, check)["names"].unique()) > 1:
+        if ran and is_wrapped:
+            raise ValueError(
+                f"the loss {ran[0]!r} is a tensor, whose backward would start DDP's or FSDP2's own collectives: pass a "
+                "function that runs the forward and returns the loss"
+            )
+        names = torch.tensor([digest((*losses, baseline))])
+        if len(gather_from_all_ranks(self._group, lambda: {"names": names})["names"].unique()) > 1:
             raise ValueError("the ranks compare different losses: pass the same names in the same order on all ranks")
 
     def take(self, name: str, loss: Loss) -> Direction:
@@ -109,20 +107,14 @@ class LossGradients:
         Raises:
             ValueError: for what is no loss of this model, on all ranks alike.
         """
-        gather_from_all_ranks(
-            self._group, dict
-        )  # a rank that failed before says so here, and not in the middle of a backward
+        self._agree()  # a rank that failed before says so here, and not in the middle of a backward
         with self._as_in_training(), gradients_set_aside(self._all), _unmoved(self._all) as have_moved:
-            value: list[Tensor] = []
-
-            def forward() -> dict[str, Tensor]:
-                value.append(self._value(name, loss))
-                return {}
-
-            gather_from_all_ranks(self._group, forward)
-            with gradients_set_aside(_leaves(value[0])):
-                _backward(name, self._loss_scale * value.pop())
+            value = self._value(name, loss)
+            self._agree()
+            with gradients_set_aside(_leaves(value)):
+                _backward(name, self._loss_scale * value)
                 found = {p: p.grad for p in self._parameters if p.grad is not None}
+            del value  # and its graph
             is_moved = have_moved()
         has = torch.tensor([[is_moved, any(bool(local_tensor(g).any()) for g in found.values())]])
         reached = torch.tensor([[p in found for p in self._parameters]])
@@ -138,6 +130,9 @@ class LossGradients:
                 "the model that the probe has, outside no_grad(), on a batch whose advantages are not all 0"
             )
         return self._over_ranks(found, said["reached"].any(0).tolist())
+
+    def _agree(self) -> None:
+        gather_from_all_ranks(self._group, dict)
 
     @contextlib.contextmanager
     def as_gradients(self, gradient: Direction) -> Iterator[None]:

@@ -37,7 +37,7 @@ def along_mean_gradients(
         The change with its causes by prompt; and the step η Ȳ.
     """
     base, responses = measurement.base, measurement.base.responses
-    learned, credit = measurement.scorer.credited(update)
+    learned, credit, _ = measurement.scorer.credited(update)
     n_update = learned.responses.n_prompts
     # Each prompt's gradient is a mean over its responses.
     on_update = credit * learned.responses.share[:, None]

@@ -9,7 +9,13 @@ from typing import ClassVar
 import torch.distributed as dist
 from torch import nn
 
-from sonde.parallel.process_groups import check_group, data_parallel_group, gather_objects, together
+from sonde.parallel.process_groups import (
+    check_group,
+    data_parallel_group,
+    gather_from_all_ranks,
+    gather_objects,
+    together,
+)
 from sonde.policy.entropy_checks import check_is_model, check_is_rollouts
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
@@ -105,7 +111,8 @@ class PolicyEntropyProbe:
                 raise ValueError("the policy's scores are not finite: has the training diverged?")
             advantage = None
             if has_advantage[0]:
-                advantage = self._scorer.everywhere("advantage", lambda: rollouts.per_token("advantage").cpu())
+                own = {"advantage": rollouts.per_token("advantage").cpu()}
+                advantage = gather_from_all_ranks(self._group, lambda: own)["advantage"]
         self._latest = policy_entropy(scored.log_prob, scored.entropy, scored.responses, advantage)
         return self._latest
 

@@ -197,17 +197,13 @@ class PromptNoiseProbe:
             return total
 
         with preserve_training_state(self._model), nested_norms(self._model, ranks) as norms:
-
-            def work() -> dict[str, Tensor]:
-                counts = torch.tensor([self._counts(rollouts, rows) for rows in prompts], dtype=torch.float64)
-                return {
-                    "prompt": torch.tensor([int(rollouts.prompt[rows[0]]) for rows in prompts]),
-                    "data_rank": torch.full((len(prompts),), ranks.data.rank),
-                    "sq_norms": norms.add(objective, prompts).cpu(),
-                    "counts": counts,
-                }
-
-            gathered = gather_from_all_ranks(ranks.everyone, work)
+            own = {
+                "prompt": torch.tensor([int(rollouts.prompt[rows[0]]) for rows in prompts]),
+                "data_rank": torch.full((len(prompts),), ranks.data.rank),
+                "sq_norms": norms.add(objective, prompts).cpu(),
+                "counts": torch.tensor([self._counts(rollouts, rows) for rows in prompts], dtype=torch.float64),
+            }
+            gathered = gather_from_all_ranks(ranks.everyone, lambda: own)
             sq_norm_big = norms.sq_norm_of_sum()
         if not (math.isfinite(sq_norm_big) and bool(gathered["sq_norms"].isfinite().all())):
             raise ValueError(
@@ -220,15 +216,12 @@ class PromptNoiseProbe:
     def _check_responses(self, rollouts: Rollouts, ranks: PromptRanks) -> None:
         """Refuse responses that cannot be measured, on all ranks alike."""
 
-        def check() -> dict[str, Tensor]:
-            check_is_rollouts("the responses", rollouts)
-            rollouts.check_not_empty()
-            check_scorable(rollouts, self._statistics)
-            digest = rollouts.digest() if ranks.data.n_sharing > 1 else 0
-            rollouts.credit()
-            return {"of": torch.tensor([[ranks.data.rank, digest]])}
-
-        of_ranks = gather_from_all_ranks(ranks.everyone, check)["of"]
+        check_is_rollouts("the responses", rollouts)
+        rollouts.check_not_empty()
+        check_scorable(rollouts, self._statistics)
+        rollouts.credit()
+        own = torch.tensor([[ranks.data.rank, rollouts.digest() if ranks.data.n_sharing > 1 else 0]])
+        of_ranks = gather_from_all_ranks(ranks.everyone, lambda: {"of": own})["of"]
         if len(of_ranks.unique(dim=0)) > ranks.data.n_ranks:
             raise ValueError(
                 "ranks that work on the same responses, as those of tensor parallelism, were given different ones: "
