@@ -41,7 +41,7 @@ from sonde.policy.policy_step import STEP_NOT_FINITE, STEP_ROUNDED_AWAY, PolicyS
 from sonde.policy.scoring.optimizer_step import Direction, taken, why_no_forecast
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics, mask_doubt
 from sonde.policy.scoring.scorer import Scored, Scorer
-from sonde.policy.scoring.token_statistics import CausalLMStatistics, check_is_statistics
+from sonde.policy.scoring.token_statistics import as_statistics
 from sonde.policy.scoring.training_state import (
     is_checkpointing,
     preserve_training_state,
@@ -131,7 +131,6 @@ class EntropyChangeProbe:
             raise ValueError(f"options must be a sonde.EntropyChangeOptions, got {options!r:.60}")
         check_is_model(model)
         check_group(process_group)
-        check_is_statistics(token_statistics)
         check_sampler(sampler)
         parameters = trainable(model)
         check_model(model, parameters, has_checkpoints=options.gradients.checkpoint)
@@ -152,7 +151,7 @@ class EntropyChangeProbe:
             beside.check(optimizer)
         self._options, self._model, self._optimizer = options, model, optimizer
         self._sampler, self._grad_scaler, self._beside = sampler, grad_scaler, beside
-        self._statistics = CausalLMStatistics() if token_statistics is None else token_statistics
+        self._statistics = as_statistics(token_statistics)
         self._group = data_parallel_group(model) if process_group is None else process_group
         self._scorer = Scorer(
             model,
@@ -621,14 +620,11 @@ class EntropyProbeConfig(EntropyChangeOptions):
             )
         if why := why_no_forecast(partners.optimizer):
             raise ValueError(f"entropy_probe forecasts each step, and {why}; make sonde.EntropyChangeProbe in code")
-        statistics = partners.token_statistics
-        if statistics is None:
-            statistics = CausalLMStatistics(self.temperature)
         return EntropyChangeProbe(
             partners.model,
             partners.optimizer,
             self,
-            token_statistics=statistics,
+            token_statistics=as_statistics(partners.token_statistics, self.temperature),
             sampler=partners.sampler,
             grad_scaler=partners.grad_scaler,
             process_group=partners.process_group,

@@ -19,7 +19,7 @@ from sonde.parallel.process_groups import (
 from sonde.policy.entropy_checks import check_is_model, check_is_rollouts
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
-from sonde.policy.scoring.token_statistics import CausalLMStatistics, check_is_statistics, check_scorable
+from sonde.policy.scoring.token_statistics import as_statistics, check_scorable
 from sonde.policy.scoring.training_state import preserve_training_state
 from sonde.policy.stats.policy_entropy import QUANTILES, PolicyEntropy, policy_entropy
 from sonde.probe import Metric, Partners
@@ -82,12 +82,10 @@ class PolicyEntropyProbe:
         micro_batch_prompts = whole_number("micro_batch_prompts must be a whole number", micro_batch_prompts)
         check_is_model(model)
         check_group(process_group)
-        check_is_statistics(token_statistics)
-        statistics = CausalLMStatistics() if token_statistics is None else token_statistics
         self._group = data_parallel_group(model) if process_group is None else process_group
         self._model = model
-        self._statistics = statistics
-        self._scorer = Scorer(model, statistics, micro_batch_prompts, self._group)
+        self._statistics = as_statistics(token_statistics)
+        self._scorer = Scorer(model, self._statistics, micro_batch_prompts, self._group)
         self._latest: PolicyEntropy | None = None
 
     def measure(self, rollouts: Rollouts) -> PolicyEntropy:
@@ -169,12 +167,9 @@ class PolicyEntropyProbeConfig:
 
     def attach(self, partners: Partners) -> PolicyEntropyProbe:
         """Make the probe."""
-        statistics = partners.token_statistics
-        if statistics is None:
-            statistics = CausalLMStatistics(self.temperature)
         return PolicyEntropyProbe(
             partners.model,
-            token_statistics=statistics,
+            token_statistics=as_statistics(partners.token_statistics, self.temperature),
             micro_batch_prompts=self.micro_batch_prompts,
             process_group=partners.process_group,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,18 +96,15 @@ def gradients_taken(model: nn.Module, leaves: Sequence[Tensor], take: Callable[[
     """
     check_no_other_hook(leaves)
 
-    def hook_of(index: int) -> Callable[[Tensor], None]:
-        def hook(leaf: Tensor) -> None:
-            assert leaf.grad is not None
-            # autograd adds into an empty .grad, so this is the gradient of this backward alone.
-            grad, leaf.grad = leaf.grad, None
-            take(index, grad.to_dense() if grad.is_sparse else grad)
-
-        return hook
+    def hook(index: int, leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        # autograd adds into an empty .grad, so this is the gradient of this backward alone.
+        grad, leaf.grad = leaf.grad, None
+        take(index, grad.to_dense() if grad.is_sparse else grad)
 
     with gradients_set_aside(leaves), contextlib.ExitStack() as stack:
         for index, leaf in enumerate(leaves):
-            stack.callback(leaf.register_post_accumulate_grad_hook(hook_of(index)).remove)
+            stack.callback(leaf.register_post_accumulate_grad_hook(functools.partial(hook, index)).remove)
         # The forward ran on the module inside DDP; no_sync() keeps DDP's own hooks from reducing.
         for module in model.modules():
             if isinstance(module, DistributedDataParallel):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from sonde.parallel.unwrap import unwrap_model
-from sonde.policy.scoring.rollouts import Rollouts
+from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 
 _ELEMENTS_AT_ONCE = 2**22
 """Number of logits converted to fp32 at a time, when nothing is kept for a backward."""
@@ -78,14 +78,20 @@ class CausalLMStatistics:
             )
 
 
-def check_is_statistics(statistics: object) -> None:
-    """Refuse what cannot be called with a model and `Rollouts`; None is accepted."""
-    if statistics is None or (callable(statistics) and not isinstance(statistics, type)):
-        return
-    if isinstance(statistics, type):
-        what = f"got the class {statistics.__name__}: pass an object of it, {statistics.__name__}()"
+def as_statistics(given: object, temperature: float | None = None) -> TokenStatistics:
+    """What scores responses: what was given, or `CausalLMStatistics` for None.
+
+    Raises:
+        ValueError: for what cannot be called with a model and `Rollouts`.
+    """
+    if given is None:
+        return CausalLMStatistics(temperature)
+    if callable(given) and not isinstance(given, type):
+        return cast(TokenStatistics, given)
+    if isinstance(given, type):
+        what = f"got the class {given.__name__}: pass an object of it, {given.__name__}()"
     else:
-        what = f"got {statistics!r:.60}: see sonde.TokenStatistics"
+        what = f"got {given!r:.60}: see sonde.TokenStatistics"
     raise ValueError(f"token_statistics must be a function of a model and sonde.Rollouts, {what}")
 
 
