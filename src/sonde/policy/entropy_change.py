@@ -24,7 +24,6 @@ from sonde.policy.entropy_checks import (
     as_factor,
     check_evaluation,
     check_is_model,
-    check_is_rollouts,
     check_model,
     check_optimizer,
     check_responses,
@@ -507,8 +506,7 @@ class EntropyChangeProbe:
         """This rank's fresh responses, with the random numbers of a seed."""
         seed_everything(seed)
         rollouts = sampler(self._model)
-        check_is_rollouts("what the sampler returns", rollouts)
-        check_evaluation(rollouts, self._statistics, "the sampler's")
+        check_evaluation("the sampler's responses", rollouts, self._statistics)
         if rollouts.log_prob is not None:
             raise ValueError(
                 "the sampler's responses have log_prob=, so another policy sampled them: let the sampler draw from "

@@ -120,21 +120,12 @@ def check_is_model(model: object) -> None:
         raise ValueError(f"the model must be a torch.nn.Module, got a {type(model).__name__}: pass the policy first")
 
 
-def check_is_rollouts(name: str, rollouts: object) -> None:
-    """Refuse what is no `Rollouts`."""
-    if not isinstance(rollouts, Rollouts):
-        raise ValueError(
-            f"{name} must be sonde.Rollouts, got a {type(rollouts).__name__}: make Rollouts of the responses"
-        )
-
-
-def check_evaluation(rollouts: Rollouts, statistics: object, name: str) -> None:
+def check_evaluation(name: str, rollouts: Rollouts, statistics: object) -> None:
     """Refuse responses whose entropy is not the policy's."""
-    rollouts.check_not_empty()
-    check_scorable(rollouts, statistics, name)
+    check_scorable(name, rollouts, statistics)
     if rollouts.truncation and rollouts.log_prob is not None:
         raise ValueError(
-            f"{name} responses have log_prob= and {_written(rollouts)}: another policy left out other tokens, so no "
+            f"{name} have log_prob= and {_written(rollouts)}: another policy left out other tokens, so no "
             "weights make its responses this policy's: leave one out"
         )
 
@@ -195,12 +186,9 @@ def check_responses(
     """
     needs_own = options.needs_own_responses(causes=causes)
     needs_derivatives = "causes=True" if causes else "beside=" if is_beside else "" if options.is_step else needs_own
-    check_is_rollouts("evaluation", evaluation)
-    check_evaluation(evaluation, statistics, "evaluation")
+    check_evaluation("evaluation responses", evaluation, statistics)
     if update is not None:
-        check_is_rollouts("update", update)
-        update.check_not_empty()
-        check_scorable(update, statistics, "update")
+        check_scorable("update responses", update, statistics)
         if not options.is_step and update.other_terms():
             raise ValueError(
                 "update='gradient' follows the advantages alone, and the update responses have terms= or "

@@ -16,7 +16,7 @@ from sonde.parallel.process_groups import (
     gather_objects,
     together,
 )
-from sonde.policy.entropy_checks import check_is_model, check_is_rollouts
+from sonde.policy.entropy_checks import check_is_model
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import as_statistics, check_scorable
@@ -100,7 +100,8 @@ class PolicyEntropyProbe:
             RuntimeError: if another rank has raised an error.
         """
         with together(self._group):
-            has_advantage = gather_objects(self._group, lambda: self._checked(rollouts).advantage is not None)
+            check_scorable("the responses", rollouts, self._statistics)
+            has_advantage = gather_objects(self._group, lambda: rollouts.advantage is not None)
             if any(has_advantage) and not all(has_advantage):
                 raise ValueError("some ranks gave responses with advantages, and others without: give them on all")
             with preserve_training_state(self._model):
@@ -113,12 +114,6 @@ class PolicyEntropyProbe:
                 advantage = gather_from_all_ranks(self._group, lambda: own)["advantage"]
         self._latest = policy_entropy(scored.log_prob, scored.entropy, scored.responses, advantage)
         return self._latest
-
-    def _checked(self, rollouts: Rollouts) -> Rollouts:
-        check_is_rollouts("the responses", rollouts)
-        rollouts.check_not_empty()
-        check_scorable(rollouts, self._statistics)
-        return rollouts
 
     def metrics(self) -> Mapping[str, float | None]:
         """The latest measurement by metric name; empty before the first measurement."""

@@ -19,7 +19,7 @@ from sonde.parallel.process_groups import check_group, gather_from_all_ranks, to
 from sonde.parallel.refused_models import refuse_hidden_gradients
 from sonde.parallel.unwrap import unwrap_model
 from sonde.parallel.wrappers import clean_name
-from sonde.policy.entropy_checks import check_is_model, check_is_rollouts
+from sonde.policy.entropy_checks import check_is_model
 from sonde.policy.scoring.prompt_norms import PromptRanks, nested_norms, prompt_ranks
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
@@ -210,9 +210,7 @@ class PromptNoiseProbe:
     def _check_responses(self, rollouts: Rollouts, ranks: PromptRanks) -> None:
         """Refuse responses that cannot be measured, on all ranks alike."""
 
-        check_is_rollouts("the responses", rollouts)
-        rollouts.check_not_empty()
-        check_scorable(rollouts, self._statistics)
+        check_scorable("the responses", rollouts, self._statistics)
         rollouts.credit()
         own = torch.tensor([[ranks.data.rank, rollouts.digest() if ranks.data.n_sharing > 1 else 0]])
         of_ranks = gather_from_all_ranks(ranks.everyone, lambda: {"of": own})["of"]

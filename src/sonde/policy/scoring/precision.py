@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sonde.parallel.gathered import fsdp_groups, fsdp_states
-from sonde.parallel.placements import reshard
+from sonde.parallel.placements import is_fully_sharded, reshard
 
 Precision = Literal["float32", "model"]
 """In which arithmetic responses are scored: in 32 bits at least, or as the model computes."""
@@ -35,17 +35,20 @@ def in_float32(
 ) -> Iterator[set[nn.Module]]:
     """Forwards of the model compute in 32 bits inside. Afterwards it has its own parameters again, whatever fails.
 
-    Yields the modules whose parameters were converted so far.
-
     Args:
-        model: not sharded, and inside no wrapper.
-        device_type: of its parameters, for autocast.
-        residuals: what is added to parameters after they were converted: the part of a step that 16 bits do not hold.
+        model: plain, in DDP, or cut by FSDP2.
+        device_type: of the model, such as "cuda".
+        residuals: added to parameters of 16 bits while they are converted.
+
+    Yields:
+        The modules whose parameters were converted so far, filled as their forwards run; none under FSDP2, which
+        gathers in 32 bits.
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(without_autocast(model, device_type))
+    with without_autocast(model, device_type), contextlib.ExitStack() as stack:
         converted = set[nn.Module]()
-        if narrow_parameter(model) is not None:
+        if any(map(is_fully_sharded, model.modules())):
+            stack.enter_context(gathered_in_float32(model, residuals))
+        elif narrow_parameter(model) is not None:
             converted = stack.enter_context(_widened_blocks(model, residuals or {}))
         yield converted
 

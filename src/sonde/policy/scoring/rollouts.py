@@ -227,18 +227,6 @@ class Rollouts:
         """The same responses, to be scored as a loss scores them: trainers take log-probabilities of all tokens."""
         return dataclasses.replace(self, **_NO_TRUNCATION) if self.truncation else self
 
-    def check_not_empty(self) -> None:
-        """Refuse rollouts without responses.
-
-        Raises:
-            ValueError: if there is no response.
-        """
-        if not len(self):
-            raise ValueError(
-                "a rank has no response, expected at least one on each rank: give it some of the other ranks' "
-                "responses, or pass the ranks that have responses as process_group="
-            )
-
     def digest(self) -> int:
         """A number that differs where inputs, masks, prompts, advantages or weights do; waits for the device."""
         named = {**self.inputs, **self.terms, "mask": self.mask, "prompt": self.prompt}

@@ -19,13 +19,11 @@ from sonde.policy.scoring.optimizer_step import Direction
 from sonde.policy.scoring.precision import (
     NARROW,
     Precision,
-    gathered_in_float32,
     gathers_narrow,
     has_run,
     in_float32,
     narrow_parameter,
     why_not_in_float32,
-    without_autocast,
 )
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.summed_gradient import summed_gradient
@@ -155,12 +153,8 @@ class Scorer:
             yield ()
             return
         device = next(self._model.parameters()).device
-        if not self._is_sharded:
-            with in_float32(self._model, device.type, self._residuals) as converted:
-                yield converted
-            return
-        with without_autocast(self._model, device.type), gathered_in_float32(self._model, self._residuals):
-            yield ()
+        with in_float32(self._model, device.type, self._residuals) as converted:
+            yield converted
 
     @torch.no_grad()
     def scored(self, rollouts: Rollouts, before: Scored | None = None) -> Scored:
