@@ -18,13 +18,7 @@ from torch import Tensor, nn
 
 from sonde.parallel.devices import peak_bytes
 from sonde.policy.entropy_options import EntropyChangeOptions
-from sonde.policy.scoring.optimizer_step import (
-    Direction,
-    dot,
-    fit_to_gradients,
-    forecast_step,
-    gradient_for,
-)
+from sonde.policy.scoring.optimizer_step import Direction, dot, fit_to_gradients, forecast_step, gradient_for
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Batch, Scored, ScoreDerivatives, Scorer
 from sonde.policy.stats.attribution import Causes, CausesOfBatch, causes_by_prompt, credit_by_sign

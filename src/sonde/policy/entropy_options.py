@@ -145,11 +145,9 @@ def _check_choice(name: str, got: object, choices: Sequence[object]) -> None:
 METRICS: Mapping[str, Metric] = {
     "entropy/evaluation_per_token": Metric("nats a token", "entropy of the policy, on the evaluation responses"),
     "entropy/evaluation_per_token_se": Metric("nats a token", "standard error of this entropy, over prompts"),
-    "entropy/evaluation_surprise_sd": Metric(
-        "nats", "scatter of −log π around the entropy; almost 0 for a uniform policy"
-    ),
+    "entropy/evaluation_surprise_sd": Metric("nats", "scatter of −log π around the entropy; almost 0 if uniform"),
     "entropy/evaluation_own_policy_z": Metric(
-        "standard errors", "−log π above the entropy; −2 to 2 for the policy's own"
+        "standard errors", "−log π above the entropy; −2 to 2 if its own"
     ),
     "entropy/evaluation_own_policy_departure": Metric("fraction", "−log π above the entropy, over the entropy"),
     "entropy/sampler_kl": Metric("nats a token", "KL of the sampler's log-probabilities and the policy's; 0 if equal"),

@@ -178,15 +178,13 @@ class LossGradients:
         """The mean over ranks, which FSDP2 has taken already."""
         if self._group is None or self._group.size() == 1 or self._is_sharded:
             return found
-        mean: Direction = {}
-        for parameter, reached in zip(self._parameters, is_reached, strict=True):
-            if reached:
-                own = found.get(parameter)
-                mean[parameter] = torch.zeros_like(parameter) if own is None else own
-                part = local_tensor(mean[parameter])
-                if work := start_reduce(part, self._group):
-                    work.wait()
-                part.div_(self._group.size())
+        pairs = zip(self._parameters, is_reached, strict=True)
+        mean = {p: found[p] if p in found else torch.zeros_like(p) for p, reached in pairs if reached}
+        for gradient in mean.values():
+            part = local_tensor(gradient)
+            if work := start_reduce(part, self._group):
+                work.wait()
+            part.div_(self._group.size())
         return mean
 
 

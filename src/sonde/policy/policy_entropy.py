@@ -43,25 +43,17 @@ class PolicyEntropyProbe:
     """
 
     METRICS: ClassVar[Mapping[str, Metric]] = {
-        "entropy/update_token_weighted": Metric(
-            "nats a token", "entropy of sampled responses, each token weighing the same"
-        ),
+        "entropy/update_token_weighted": Metric("nats a token", "entropy of responses, each token weighing the same"),
         "entropy/update_token_weighted_se": Metric("nats a token", "standard error of this entropy, over prompts"),
         "entropy/update_token_weighted_surprise_sd": Metric("nats", "scatter of −log π around it; almost 0 if uniform"),
-        "entropy/update_sequence_weighted": Metric(
-            "nats a token", "entropy of sampled responses, each weighing the same"
-        ),
-        "entropy/update_response_sd": Metric(
-            "nats a token", "scatter of the mean entropy of a response, over responses"
-        ),
+        "entropy/update_sequence_weighted": Metric("nats a token", "entropy of responses, each weighing the same"),
+        "entropy/update_response_sd": Metric("nats a token", "scatter of a response's mean entropy, over responses"),
         **{
             f"entropy/update_response_q{q:02}": Metric("nats a token", f"mean entropy of a response: {q} % have less")
             for q in QUANTILES
         },
         "entropy/update_sequence_sum": Metric("nats a response", "entropy of a whole response"),
-        "entropy/update_advantage_correlation": Metric(
-            "ratio", "correlation of a response's mean entropy with its advantage"
-        ),
+        "entropy/update_advantage_correlation": Metric("ratio", "correlation of a response's entropy and advantage"),
         "entropy/update_advantage_correlation_low": Metric("ratio", "lower end of that correlation's 95 % interval"),
         "entropy/update_advantage_correlation_high": Metric("ratio", "upper end of that correlation's 95 % interval"),
         "entropy/update_cov_log_prob_advantage": Metric("nats · advantage", "Cov(log π, A) over sampled tokens"),

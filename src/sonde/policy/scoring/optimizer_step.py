@@ -130,12 +130,7 @@ def widened(tensor: Tensor) -> Tensor:
 
 
 def _sgd(
-    parameter: Tensor,
-    gradient: Tensor,
-    linear: Tensor,
-    group: Mapping[str, Any],
-    state: Mapping[str, Any],
-    part: Part,
+    parameter: Tensor, gradient: Tensor, linear: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], part: Part
 ) -> Tensor:
     """−lr·b, b = μ b_old + (1 − dampening)(g + λθ), or with Nesterov −lr·((g + λθ) + μ b)."""
     momentum, old = group["momentum"], state.get("momentum_buffer")
@@ -153,12 +148,7 @@ def _sgd(
 
 
 def _adam(
-    parameter: Tensor,
-    gradient: Tensor,
-    linear: Tensor,
-    group: Mapping[str, Any],
-    state: Mapping[str, Any],
-    part: Part,
+    parameter: Tensor, gradient: Tensor, linear: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], part: Part
 ) -> Tensor:
     """−(lr/(1 − β₁ᵗ))·m/(√(v/(1 − β₂ᵗ)) + ε), m and v with this gradient; weight decay in g, or decoupled in AdamW."""
     (beta1, beta2), lr, decay = group["betas"], number_of(group["lr"]), group["weight_decay"]

@@ -11,12 +11,7 @@ from torch import Tensor
 from sonde.policy.stats.attribution import Causes, Share, attribution_table, shares_by_prompt
 from sonde.policy.stats.entropy_change import EntropyChange, EntropyObjective, Objective
 from sonde.policy.stats.entropy_gradient import Responses, Scores, surprise_sd, weighted_entropy_rate
-from sonde.policy.stats.forecast_point import (
-    LEAST_SUPPORT,
-    LINEAR_BETWEEN,
-    TOO_LARGE,
-    is_near_uniform,
-)
+from sonde.policy.stats.forecast_point import LEAST_SUPPORT, LINEAR_BETWEEN, TOO_LARGE, is_near_uniform
 from sonde.policy.stats.importance import FiniteStep, MeasuredChange, Support, with_error
 from sonde.policy.stats.own_policy import OwnPolicyTest, SamplerTest, why_not_of_sampler, why_not_own
 from sonde.policy.stats.token_positions import AtPositions, entropy_by_position
