@@ -243,12 +243,11 @@ class EntropyChangeProbe:
         around = AroundStep()
         with self._beside_forgets():
             with together(self._group):
-                scale, n_update = self._begin(evaluation, update, gradient_scale, causes)
+                step, n_update = self._begin(evaluation, update, gradient_scale, causes)
                 with self._measuring(evaluation, self._sampler, n_update) as measurement:
-                    step = PolicyStep(trainable(self._model), self._optimizer, self._group, scale)
                     first_order, before = None, None
                     if measurement is not None:
-                        first_order = self._at_entry(measurement, step, update, scale, causes)
+                        first_order = self._at_entry(measurement, step, update, causes)
                         before = measurement.sample()
             yield around
             with together(self._group), preserve_training_state(self._model):
@@ -306,9 +305,7 @@ class EntropyChangeProbe:
             if why := why_no_forecast(self._optimizer):
                 raise ValueError(why.replace("use around_step(), which measures it", "compare() needs the forecast"))
             check_responses(evaluation, None, self._statistics, self._group, options=self._options, causes=False)
-            gradients = LossGradients(
-                self._model, trainable(self._model), self._optimizer, self._group, self._loss_scale()
-            )
+            gradients = LossGradients(self._step(1.0), self._group)
             gradients.check_same_names(losses, baseline)
             with self._measuring(evaluation, None, 0) as measurement:
                 if measurement is None:
@@ -320,12 +317,12 @@ class EntropyChangeProbe:
                     gradient = early.pop(name) if name in early else gradients.take(name, loss)
                     with gradients.as_gradients(gradient):
                         given = gradient_scale() if callable(gradient_scale) else gradient_scale
-                        step = self._next_step(self._factor(given) / self._loss_scale())
-                        if step is None:
+                        direction = self._step(self._factor(given)).forecast()
+                        if direction is None:
                             found[name] = measurement.unknown(STEP_NOT_FINITE), None
                         else:
-                            found[name] = self._stepped(measurement, step)
-                    del gradient, step  # as large as the parameters
+                            found[name] = self._stepped(measurement, direction)
+                    del gradient, direction  # as large as the parameters
 
                 def between(start: Scored, now: Scored) -> FiniteStep:
                     return measurement.change_to(now, start)
@@ -363,8 +360,8 @@ class EntropyChangeProbe:
 
     def _begin(
         self, evaluation: Rollouts, update: Rollouts | None, gradient_scale: float | Tensor, causes: bool
-    ) -> tuple[float, int]:
-        """The factor of the gradients, and the number of update prompts on all ranks."""
+    ) -> tuple[PolicyStep, int]:
+        """The optimizer's step, and the number of update prompts on all ranks."""
         scale = self._factor(gradient_scale)
         n_update = check_responses(
             evaluation,
@@ -377,7 +374,12 @@ class EntropyChangeProbe:
         )
         if not self._options.is_step and update is None:
             raise ValueError(_NO_UPDATE)
-        return scale / self._loss_scale() * float(scale_in_step(self._optimizer)), n_update
+        return self._step(scale * float(scale_in_step(self._optimizer))), n_update
+
+    def _step(self, gradient_scale: float) -> PolicyStep:
+        """The optimizer's step; the scale of a GradScaler is left out of its gradients."""
+        scale = loss_scale(self._grad_scaler, self._optimizer)
+        return PolicyStep(self._model, self._optimizer, self._group, gradient_scale / scale, scale)
 
     def _forecast(
         self,
@@ -389,7 +391,7 @@ class EntropyChangeProbe:
     ) -> EntropyForecast:
         is_step = self._options.is_step
         with together(self._group), self._beside_forgets():
-            scale, n_update = self._begin(evaluation, update, gradient_scale, causes)
+            step, n_update = self._begin(evaluation, update, gradient_scale, causes)
             if is_step and (why := why_no_forecast(self._optimizer)):
                 raise ValueError(why)
             with self._measuring(evaluation, sampler, n_update) as measurement:
@@ -397,17 +399,18 @@ class EntropyChangeProbe:
                     return self._unknown(_SCORES_NOT_FINITE)
                 first_order = None
                 if is_step:
-                    if (step := self._next_step(scale)) is None:
+                    if (direction := step.forecast()) is None:
                         return measurement.unknown(STEP_NOT_FINITE)
                     if causes:
-                        first_order = measurement.with_causes(step, self._optimizer, update, scale)
-                    self._beside_begins(measurement, scale)
+                        first_order = measurement.with_causes(direction, step, update)
+                    if self._beside is not None:
+                        self._beside.begins(measurement, step, "")
                 else:
                     assert update is not None
-                    first_order, step = along_mean_gradients(
+                    first_order, direction = along_mean_gradients(
                         measurement, update, self._optimizer, self._learning_rate()
                     )
-                return self._stepped(measurement, step, first_order, measurement.sample(), self._beside)[0]
+                return self._stepped(measurement, direction, first_order, measurement.sample(), self._beside)[0]
 
     @contextlib.contextmanager
     def _beside_forgets(self) -> Iterator[None]:
@@ -418,16 +421,10 @@ class EntropyChangeProbe:
             if self._beside is not None:
                 self._beside.forget()
 
-    def _next_step(self, scale: float) -> Direction | None:
-        """The optimizer's step by the gradients in `.grad`; None if it is not finite."""
-        policy_step = PolicyStep(trainable(self._model), self._optimizer, self._group, scale)
-        step = policy_step.forecast()
-        return step if policy_step.is_finite(step) else None
-
     def _stepped(
         self,
         measurement: EntropyMeasurement,
-        step: Direction,
+        direction: Direction,
         first_order: FirstOrder | None = None,
         before: Scored | None = None,
         beside: Beside | None = None,
@@ -435,7 +432,7 @@ class EntropyChangeProbe:
         """The forecast of a step, whose tensors are used up; and E at θ⁺, None if its scores are unknown."""
         is_step = self._options.is_step
         # Along gradients, no optimizer rounds the step.
-        with taken(step, self._model, keeps_residuals=not is_step) as now, self._scorer.adding(now.residuals):
+        with taken(direction, self._model, keeps_residuals=not is_step) as now, self._scorer.adding(now.residuals):
             scored = measurement.scored_after()
             if is_step and now.rounded_away and measurement.is_unchanged(scored):
                 return measurement.unknown(STEP_ROUNDED_AWAY, rounded_away=now.rounded_away), None
@@ -451,34 +448,24 @@ class EntropyChangeProbe:
         return scale
 
     def _at_entry(
-        self, measurement: EntropyMeasurement, step: PolicyStep, update: Rollouts | None, scale: float, causes: bool
+        self, measurement: EntropyMeasurement, step: PolicyStep, update: Rollouts | None, causes: bool
     ) -> FirstOrder | None:
         """Whatever is measured at θ around a real step, which is watched from here on."""
         if not self._options.is_step:
             assert update is not None
             step.watch(whole=False)
             return along_mean_gradients(measurement, update, self._optimizer, self._learning_rate())[0]
-        first_order, why_not = None, ""
-        if is_forecast := causes or self._beside is not None:
-            why_not = step.why_no_forecast()
-            if not why_not and not step.is_finite(direction := step.forecast()):
-                why_not = f"on entry, {STEP_NOT_FINITE}"
-            if causes and not why_not:
-                first_order = measurement.with_causes(direction, self._optimizer, update, scale)
-        self._beside_begins(measurement, scale, why_not)
-        step.watch(whole=is_forecast and not why_not)
+        first_order, direction, why_not = None, None, ""
+        if causes or self._beside is not None:
+            if not (why_not := step.why_no_forecast()):
+                direction = step.forecast()
+                why_not = "" if direction is not None else f"on entry, {STEP_NOT_FINITE}"
+            if causes and direction is not None:
+                first_order = measurement.with_causes(direction, step, update)
+            if self._beside is not None:
+                self._beside.begins(measurement, step, why_not)
+        step.watch(whole=direction is not None)
         return first_order
-
-    def _beside_begins(self, measurement: EntropyMeasurement, scale: float, why_not: str = "") -> None:
-        if self._beside is not None:
-            self._beside.begins(
-                measurement,
-                self._model,
-                self._optimizer,
-                gradient_scale=scale,
-                loss_scale=self._loss_scale(),
-                why_not=why_not,
-            )
 
     @contextlib.contextmanager
     def _measuring(
@@ -487,8 +474,8 @@ class EntropyChangeProbe:
         """A measurement that leaves the training state as it was; None if the policy's scores are not finite."""
         self._n_calls += 1
         with preserve_training_state(self._model):
-            parameters = trainable(self._model)  # of now: some are perhaps unfrozen as training goes on
-            cost = Cost(parameters[0].device)  # before the first check, whose forwards reach the peak already
+            # Before the first check, whose forwards reach the peak already.
+            cost = Cost(next(self._model.parameters()).device)
             self._scorer.check(evaluation)
             with cost.phase("scores"):
                 base = self._scorer.scored(evaluation)
@@ -500,7 +487,7 @@ class EntropyChangeProbe:
             if doubt := mask_doubt(evaluation, base.own(base.log_prob)):
                 warnings.warn(doubt, stacklevel=stack_level())
             sample = None if sampler is None else functools.partial(self._sample, sampler, self._seed())
-            yield EntropyMeasurement(self._options, self._scorer, parameters, base, sample, cost, n_update)
+            yield EntropyMeasurement(self._options, self._scorer, base, sample, cost, n_update)
 
     def _sample(self, sampler: Sampler, seed: int) -> Rollouts:
         """This rank's fresh responses, with the random numbers of a seed."""
@@ -519,9 +506,6 @@ class EntropyChangeProbe:
     def _seed(self) -> int:
         """A different seed in each call and on each rank."""
         return 1_000_003 * self._n_calls + (self._group.rank() if self._group is not None else 0)
-
-    def _loss_scale(self) -> float:
-        return loss_scale(self._grad_scaler, self._optimizer)
 
     def _learning_rate(self) -> float:
         """η: the `step_size` of the options, or the optimizer's learning rate."""

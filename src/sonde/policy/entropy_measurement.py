@@ -9,16 +9,17 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sonde.parallel.devices import peak_bytes
 from sonde.policy.entropy_options import EntropyChangeOptions
-from sonde.policy.scoring.optimizer_step import Direction, dot, fit_to_gradients, forecast_step, gradient_for
+from sonde.policy.policy_step import PolicyStep
+from sonde.policy.scoring.optimizer_step import Direction, dot, fit_to_gradients, gradient_for
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Batch, Scored, ScoreDerivatives, Scorer
 from sonde.policy.stats.attribution import Causes, CausesOfBatch, causes_by_prompt, credit_by_sign
@@ -50,24 +51,12 @@ class Beside(Protocol):
     def check(self, optimizer: Any) -> None:
         """Refuse an optimizer that it cannot work with."""
 
-    def begins(
-        self,
-        measurement: EntropyMeasurement,
-        model: nn.Module,
-        optimizer: Any,
-        *,
-        gradient_scale: float,
-        loss_scale: float,
-        why_not: str,
-    ) -> None:
+    def begins(self, measurement: EntropyMeasurement, step: PolicyStep, why_not: str) -> None:
         """Parameters hold θ, and `.grad` the gradients of the step.
 
         Args:
             measurement: of E at θ.
-            model: the policy.
-            optimizer: whose step it is.
-            gradient_scale: factor that gradients are still multiplied by before the step.
-            loss_scale: factor of a GradScaler in the gradients.
+            step: of the optimizer.
             why_not: why the optimizer's step cannot be forecast; empty if it can.
         """
 
@@ -91,7 +80,6 @@ class EntropyMeasurement:
     Args:
         options: the probe's options.
         scorer: runs the model over responses.
-        parameters: the model's trainable parameters; the optimizer may hold others too.
         base: E, scored at θ, with finite scores.
         sample: draws fresh responses from the model as it is; None without a sampler.
         cost: counts the phases' seconds.
@@ -102,14 +90,13 @@ class EntropyMeasurement:
         self,
         options: EntropyChangeOptions,
         scorer: Scorer,
-        parameters: Sequence[Tensor],
         base: Scored,
         sample: Callable[[], Rollouts] | None,
         cost: Cost,
         n_update: int = 0,
     ) -> None:
         self._options, self._sample, self._n_update = options, sample, n_update
-        self.scorer, self.parameters, self.base, self.cost = scorer, parameters, base, cost
+        self.scorer, self.base, self.cost = scorer, base, cost
         self.objective = EntropyObjective(options.objective, options.sequence_weights)
 
     @functools.cached_property
@@ -145,30 +132,26 @@ class EntropyMeasurement:
                 on_same_prefixes = float(on_same.mean())
             return FirstOrder(change, on_same_prefixes, change.delta, d.doubt)
 
-    def with_causes(
-        self, step: Direction, optimizer: Any, update: Rollouts | None, gradient_scale: float
-    ) -> FirstOrder:
+    def with_causes(self, direction: Direction, step: PolicyStep, update: Rollouts | None) -> FirstOrder:
         """The change along the optimizer's step, split into momentum, this batch and weight decay.
 
         Args:
-            step: the whole step.
-            optimizer: whose step it is.
+            direction: the whole step.
+            step: what makes its parts.
             update: U with advantages, to split this batch's part by prompt; None leaves it whole.
-            gradient_scale: factor that gradients are still multiplied by before the step.
         """
-        first_order = self.along_step(step)
-        part = functools.partial(forecast_step, optimizer, of=self.parameters, gradient_scale=gradient_scale)
+        first_order = self.along_step(direction)
         found = CausesOfBatch()
         with self.cost.phase("causes"):
             # X̄ gives every part of the step by a product with it: no further pass over E.
             x = self.at_work(self.entropy_gradient())
-            momentum, decay = dot(x, part(part="momentum")), dot(x, part(part="decay"))
+            momentum, decay = dot(x, step.part("momentum")), dot(x, step.part("decay"))
             if update is not None:
                 # This batch's δH is X̄·Δ, and Δ is linear in the gradient. So δH = c D·∇ Σ credit·s, where D is the
                 # step that the optimizer would take along X̄.
-                to_entropy = part(part="batch", along=gradient_for(optimizer, x))
+                to_entropy = step.part("batch", along=gradient_for(step.optimizer, x))
                 del x
-                found = self._causes_by_prompt(optimizer, update, to_entropy)
+                found = self._causes_by_prompt(step.optimizer, update, to_entropy)
         causes = Causes.of(first_order.change.delta, found, momentum=momentum, decay=decay)
         return dataclasses.replace(first_order, causes=causes, doubt=first_order.doubt or found.doubt)
 

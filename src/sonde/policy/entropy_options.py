@@ -146,9 +146,7 @@ METRICS: Mapping[str, Metric] = {
     "entropy/evaluation_per_token": Metric("nats a token", "entropy of the policy, on the evaluation responses"),
     "entropy/evaluation_per_token_se": Metric("nats a token", "standard error of this entropy, over prompts"),
     "entropy/evaluation_surprise_sd": Metric("nats", "scatter of −log π around the entropy; almost 0 if uniform"),
-    "entropy/evaluation_own_policy_z": Metric(
-        "standard errors", "−log π above the entropy; −2 to 2 if its own"
-    ),
+    "entropy/evaluation_own_policy_z": Metric("standard errors", "−log π above the entropy; −2 to 2 if its own"),
     "entropy/evaluation_own_policy_departure": Metric("fraction", "−log π above the entropy, over the entropy"),
     "entropy/sampler_kl": Metric("nats a token", "KL of the sampler's log-probabilities and the policy's; 0 if equal"),
     "entropy/sampler_z": Metric("standard errors", "π/q above 1; −2 to 2 if q, log_prob=, is the sampler's"),

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from sonde.parallel.model_state import preserve_buffers, preserve_modes_and_randomness
 from sonde.parallel.placements import is_fully_sharded, local_tensor
 from sonde.parallel.process_groups import digest, gather_from_all_ranks, start_reduce
 from sonde.parallel.unwrap import parameters_of, unwrap_optimizer
+from sonde.policy.policy_step import PolicyStep
 from sonde.policy.scoring.optimizer_step import Direction
 from sonde.policy.scoring.summed_gradient import (
     check_no_other_hook,
@@ -57,24 +58,15 @@ class LossGradients:
     """Takes one backward of each loss. Make it before the model is put into evaluation mode.
 
     Args:
-        model: the policy: plain, in DDP or FSDP2.
-        parameters: its trainable parameters.
-        optimizer: whose step is forecast.
+        step: of the policy's optimizer; the policy is plain, in DDP or FSDP2.
         group: the ranks, over which gradients are averaged.
-        loss_scale: factor of a GradScaler, by which the losses are multiplied.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        parameters: Sequence[Tensor],
-        optimizer: Any,
-        group: dist.ProcessGroup | None,
-        loss_scale: float,
-    ) -> None:
-        self._model, self._parameters, self._optimizer = model, list(parameters), optimizer
-        self._group, self._loss_scale = group, loss_scale
-        self._all = list(dict.fromkeys([*parameters, *parameters_of(optimizer)]))
+    def __init__(self, step: PolicyStep, group: dist.ProcessGroup | None) -> None:
+        model = step.model
+        self._model, self._parameters, self._optimizer = model, step.parameters, step.optimizer
+        self._group, self._loss_scale = group, step.loss_scale
+        self._all = list(dict.fromkeys([*step.parameters, *parameters_of(step.optimizer)]))
         self._modes = [(module, module.training) for module in model.modules()]
         self._is_sharded = any(map(is_fully_sharded, model.modules()))
         if any(isinstance(m, DistributedDataParallel) and m.static_graph for m in model.modules()):
