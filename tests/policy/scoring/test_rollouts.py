@@ -29,7 +29,7 @@ from tests.small_policy import STATISTICS, drawn, policy, rollouts
         ({"advantage": torch.zeros(3)}, r"advantage must be \[16\] or \[16, 6\], .* got \[3\]"),
         ({"advantage": torch.full((16,), torch.nan)}, "advantage must be finite"),
         ({"inputs": {"input_ids": torch.zeros(3, 8)}}, r"inputs\['input_ids'\] must be a tensor of 16 rows"),
-        ({"temperature": 0.0}, "temperature must be positive and finite, got 0.0"),
+        ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
         ({"temperature": "1"}, "temperature must be a number or a tensor, got '1'"),
         ({"weight": torch.ones(2, 2)}, "weight must be"),
         (

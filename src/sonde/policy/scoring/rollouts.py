@@ -122,16 +122,12 @@ class Rollouts:
 
     def _check_temperature(self, responses: Responses) -> None:
         given = self.temperature
-        if isinstance(given, Tensor):
-            positive = responses.tokens("temperature", self.per_token("temperature").cpu())[responses.mask] > 0
-            if bool(positive.all()):
-                return
-            given = float(given.min())
-        if not isinstance(given, Real) or isinstance(given, bool):
+        if not isinstance(given, (Real, Tensor)) or isinstance(given, bool):
             raise ValueError(f"temperature must be a number or a tensor, got {given!r}: pass that of sampling")
-        if not 0 < given < math.inf:
+        sampled = responses.tokens("temperature", self.per_token("temperature").cpu())[responses.mask]
+        if not bool((sampled > 0).all()):
             raise ValueError(
-                f"temperature must be positive and finite, got {given!r}: greedy decoding has no entropy to measure"
+                f"temperature must be positive, got {float(sampled.min())}: greedy decoding has no entropy to measure"
             )
 
     @classmethod
