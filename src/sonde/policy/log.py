@@ -93,10 +93,7 @@ class PolicyLog:
             positions = entropy.by_position
         alerts = self._alerts.messages()
         for name, message in alerts.items():
-            if name not in self.alerts:
-                self.alerts[name] = message
-                logger.warning("sonde: %s", message)
-                self._log.write("alert", window=step, name=name, message=message)
+            self.alert(name, message)
         self._log.write(
             "policy",
             window=step,

@@ -293,18 +293,13 @@ class PromptNoiseProbe:
 def _identity(model: nn.Module, statistics: TokenStatistics, weighs: str) -> dict[str, object]:
     """What is measured, for the saved state. Averages of something else must not be continued."""
     trained = [(clean_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
-    temperature: float | str
-    match getattr(statistics, "temperature", "not known"):
-        case None:
-            temperature = "the responses' own"
-        case Real() as given:
-            temperature = float(given)
-        case _:
-            temperature = "not known"
+    temperature = getattr(statistics, "temperature", "not known")
+    if temperature is None:
+        temperature = "the responses' own"
     return {
         "probe": PromptNoiseProbe.__name__,
         "weighs": weighs,
-        "temperature": temperature,
+        "temperature": float(temperature) if isinstance(temperature, Real) else str(temperature),
         "parameters": parameters_digest(
             [name for name, _ in trained], [None if is_lazy(p) else tuple(p.shape) for _, p in trained]
         ),
