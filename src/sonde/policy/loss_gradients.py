@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from sonde.parallel.model_state import preserve_buffers, preserve_modes_and_randomness
+from sonde.parallel.model_state import preserve_buffers, preserve_gradients, preserve_modes_and_randomness
 from sonde.parallel.placements import is_fully_sharded, local_tensor
 from sonde.parallel.process_groups import digest, gather_from_all_ranks, start_reduce
 from sonde.parallel.unwrap import parameters_of, unwrap_optimizer
@@ -20,7 +20,6 @@ from sonde.policy.scoring.optimizer_step import Direction
 from sonde.policy.scoring.summed_gradient import (
     check_no_other_hook,
     check_nothing_waits,
-    gradients_set_aside,
     reduces_every_backward,
 )
 
@@ -100,10 +99,10 @@ class LossGradients:
             ValueError: for what is no loss of this model, on all ranks alike.
         """
         self._agree()  # a rank that failed before says so here, and not in the middle of a backward
-        with self._as_in_training(), gradients_set_aside(self._all), _unmoved(self._all) as have_moved:
+        with self._as_in_training(), preserve_gradients(self._all), _unmoved(self._all) as have_moved:
             value = self._value(name, loss)
             self._agree()
-            with gradients_set_aside(_leaves(value)):
+            with preserve_gradients(_leaves(value)):
                 _backward(name, self._loss_scale * value)
                 found = {p: p.grad for p in self._parameters if p.grad is not None}
             del value  # and its graph
@@ -129,7 +128,7 @@ class LossGradients:
     @contextlib.contextmanager
     def as_gradients(self, gradient: Direction) -> Iterator[None]:
         """`.grad` holds a gradient inside."""
-        with gradients_set_aside(self._all):
+        with preserve_gradients(self._all):
             for parameter, own in gradient.items():
                 parameter.grad = own
             yield

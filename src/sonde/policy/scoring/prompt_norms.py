@@ -23,6 +23,7 @@ from sonde.gradient_norm.clip import measure_and_clip
 from sonde.gradient_norm.plan import NormPlan
 from sonde.parallel.data_ranks import DataRanks
 from sonde.parallel.gathered import gathered_parameters
+from sonde.parallel.model_state import preserve_gradients
 from sonde.parallel.placements import is_dtensor, is_fully_sharded, local_tensor, stage_ranks
 from sonde.parallel.process_groups import gather_from_all_ranks, group_over, start_reduce
 from sonde.parallel.wrappers import find_wrapper
@@ -30,7 +31,6 @@ from sonde.policy.scoring.summed_gradient import (
     check_no_other_hook,
     check_nothing_waits,
     divisors_of,
-    gradients_set_aside,
     gradients_taken,
     reduces_every_backward,
 )
@@ -79,12 +79,12 @@ def nested_norms(model: nn.Module, ranks: PromptRanks) -> Iterator[NestedNorms]:
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     leaves: list[Tensor] = [gathered.get(id(p), p) for p in named.values()]
     if not any(map(is_fully_sharded, model.modules())):
-        with gradients_set_aside(leaves):
+        with preserve_gradients(leaves):
             yield BufferedNorms(model, leaves, ranks)
         return
     check_no_other_hook(list(named.values()))
     check_nothing_waits(model)
-    with gradients_set_aside([*named.values(), *leaves]), reduces_every_backward(model):
+    with preserve_gradients([*named.values(), *leaves]), reduces_every_backward(model):
         yield FullyShardedNorms(model, named, leaves, ranks)
 
 

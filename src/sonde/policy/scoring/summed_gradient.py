@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sonde.parallel.gathered import fsdp_groups
+from sonde.parallel.model_state import preserve_gradients
 from sonde.parallel.placements import is_fully_sharded
 from sonde.parallel.process_groups import start_reduce
 from sonde.policy.scoring.optimizer_step import Direction
@@ -67,7 +68,7 @@ def summed_gradient(
     if any(map(is_fully_sharded, model.modules())):
         check_no_other_hook(parameters)
         check_nothing_waits(model)
-        with gradients_set_aside(parameters):
+        with preserve_gradients(parameters):
             return GradientSum(_under_fsdp(function, model, parameters, batches, n_ranks), None)
     flat = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device)
     views = flat.split([p.numel() for p in parameters])
@@ -102,7 +103,7 @@ def gradients_taken(model: nn.Module, leaves: Sequence[Tensor], take: Callable[[
         grad, leaf.grad = leaf.grad, None
         take(index, grad.to_dense() if grad.is_sparse else grad)
 
-    with gradients_set_aside(leaves), contextlib.ExitStack() as stack:
+    with preserve_gradients(leaves), contextlib.ExitStack() as stack:
         for index, leaf in enumerate(leaves):
             stack.callback(leaf.register_post_accumulate_grad_hook(functools.partial(hook, index)).remove)
         # The forward ran on the module inside DDP; no_sync() keeps DDP's own hooks from reducing.
@@ -126,19 +127,6 @@ def check_no_other_hook(parameters: Sequence[Tensor]) -> None:
                 "this backward for one of the training's: leave out what needs a backward, which is causes=True, "
                 "update='gradient', compare() and HoldEntropy"
             )
-
-
-@contextlib.contextmanager
-def gradients_set_aside(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """`.grad` is empty inside. On exit, each parameter has its former tensor back."""
-    gradients = [p.grad for p in parameters]
-    try:
-        for parameter in parameters:
-            parameter.grad = None
-        yield
-    finally:
-        for parameter, grad in zip(parameters, gradients, strict=True):
-            parameter.grad = grad
 
 
 def _under_fsdp(
