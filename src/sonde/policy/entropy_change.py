@@ -282,8 +282,7 @@ class EntropyChangeProbe:
 
         Args:
             losses: by name, functions without arguments that run the model on the update batch and return its loss, a
-                mean over this rank's part; or losses with graphs of their own. All ranks pass the same names in the
-                same order.
+                mean over this rank's part. All ranks pass the same names in the same order.
             evaluation: this rank's part of E.
             baseline: name of the loss that the others are compared with; by default the first.
             gradient_scale: factor that gradients are multiplied by before the step. A function is called once a
@@ -299,22 +298,19 @@ class EntropyChangeProbe:
             ...     print(probe.compare(losses, evaluation))
         """
         with together(self._group):
-            baseline = check_losses(losses, baseline)
+            baseline = check_losses(losses, baseline, self._group)
             if not self._options.is_step:
                 raise ValueError("compare() forecasts the optimizer's own step: leave update='gradient' out")
             if why := why_no_forecast(self._optimizer):
                 raise ValueError(why.replace("use around_step(), which measures it", "compare() needs the forecast"))
             check_responses(evaluation, None, self._statistics, self._group, options=self._options, causes=False)
             gradients = LossGradients(self._step(1.0), self._group)
-            gradients.check_same_names(losses, baseline)
             with self._measuring(evaluation, None, 0) as measurement:
                 if measurement is None:
                     return comparison_of({name: (self._unknown(_SCORES_NOT_FINITE), None) for name in losses}, baseline)
-                # A step in place would make graphs unusable: those that exist already come first.
-                early = {name: gradients.take(name, loss) for name, loss in losses.items() if isinstance(loss, Tensor)}
                 found: dict[str, tuple[EntropyForecast, Scored | None]] = {}
                 for name, loss in losses.items():
-                    gradient = early.pop(name) if name in early else gradients.take(name, loss)
+                    gradient = gradients.take(name, loss)
                     with gradients.as_gradients(gradient):
                         given = gradient_scale() if callable(gradient_scale) else gradient_scale
                         direction = self._step(self._factor(given)).forecast()

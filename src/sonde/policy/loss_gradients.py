@@ -23,12 +23,12 @@ from sonde.policy.scoring.summed_gradient import (
     reduces_every_backward,
 )
 
-Loss = Callable[[], Tensor] | Tensor
-"""Returns the loss of a whole update batch, with a graph of its own; or this loss."""
+Loss = Callable[[], Tensor]
+"""Returns the loss of a whole update batch, with a graph of its own."""
 
 
-def check_losses(losses: object, baseline: str | None) -> str:
-    """Refuse losses that cannot be compared.
+def check_losses(losses: object, baseline: str | None, group: dist.ProcessGroup | None) -> str:
+    """Refuse losses that cannot be compared, on all ranks.
 
     Returns:
         The name of the baseline, which is the first loss by default.
@@ -41,16 +41,20 @@ def check_losses(losses: object, baseline: str | None) -> str:
     for name, loss in losses.items():
         if not isinstance(name, str) or not name.strip():
             raise ValueError(f"the name of each loss must be a text, got {name!r:.60}: name the option, as 'clip 0.2'")
-        if not callable(loss) and not isinstance(loss, Tensor):
+        if not callable(loss):
             raise ValueError(
-                f"the loss {name!r} must be a function without arguments, or a loss with a graph of its own, got a "
-                f"{type(loss).__name__}"
+                f"the loss {name!r} must be a function without arguments that returns the loss, got a "
+                f"{type(loss).__name__}: pass lambda: loss(0.2), say"
             )
     if len(losses) < 2:
         raise ValueError(f"a comparison needs at least 2 losses, got {len(losses)}: use forecast() for one")
     if baseline is not None and baseline not in losses:
         raise ValueError(f"baseline must be one of {', '.join(map(repr, losses))}, got {baseline!r:.60}")
-    return next(iter(losses)) if baseline is None else baseline
+    baseline = next(iter(losses)) if baseline is None else baseline
+    names = torch.tensor([digest((*losses, baseline))])
+    if len(gather_from_all_ranks(group, lambda: {"names": names})["names"].unique()) > 1:
+        raise ValueError("the ranks compare different losses: pass the same names in the same order on all ranks")
+    return baseline
 
 
 class LossGradients:
@@ -75,20 +79,6 @@ class LossGradients:
             )
         check_no_other_hook(self._all)
         check_nothing_waits(model)
-
-    def check_same_names(self, losses: Mapping[str, Loss], baseline: str) -> None:
-        """Refuse ranks that compare different losses, and losses in DDP or FSDP2 whose forward ran before."""
-        ran = [name for name, loss in losses.items() if isinstance(loss, Tensor)]
-        is_wrapped = self._is_sharded or any(isinstance(m, DistributedDataParallel) for m in self._model.modules())
-
-        if ran and is_wrapped:
-            raise ValueError(
-                f"the loss {ran[0]!r} is a tensor, whose backward would start DDP's or FSDP2's own collectives: pass a "
-                "function that runs the forward and returns the loss"
-            )
-        names = torch.tensor([digest((*losses, baseline))])
-        if len(gather_from_all_ranks(self._group, lambda: {"names": names})["names"].unique()) > 1:
-            raise ValueError("the ranks compare different losses: pass the same names in the same order on all ranks")
 
     def take(self, name: str, loss: Loss) -> Direction:
         """The gradient of a loss, averaged over ranks; parameters that it does not reach are left out.
@@ -151,7 +141,7 @@ class LossGradients:
             yield
 
     def _value(self, name: str, loss: Loss) -> Tensor:
-        value = loss if isinstance(loss, Tensor) else loss()
+        value: Any = loss()
         if not isinstance(value, Tensor) or value.numel() != 1:
             got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise ValueError(f"the loss {name!r} must be a tensor of one element, got {got}: take its mean or sum")

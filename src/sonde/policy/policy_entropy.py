@@ -149,9 +149,6 @@ class PolicyEntropyProbeConfig:
     micro_batch_prompts: int = 8
     temperature: float | None = None
 
-    def __post_init__(self) -> None:
-        whole_number("micro_batch_prompts must be a whole number", self.micro_batch_prompts)
-
     def attach(self, partners: Partners) -> PolicyEntropyProbe:
         """Make the probe."""
         return PolicyEntropyProbe(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.parallel.placements import is_fully_sharded, reshard
-from sonde.parallel.process_groups import Tokens, gather_from_all_ranks
+from sonde.parallel.process_groups import Tokens, gather_from_all_ranks, start_reduce
 from sonde.parallel.unwrap import unwrap_model
 from sonde.policy.scoring.directional_derivatives import LOST_IN_ROUNDING, derivatives_along
 from sonde.policy.scoring.optimizer_step import Direction
@@ -289,9 +289,11 @@ class Scorer:
         reshard(self._wrapped)
         checkpoints = checkpointing(self._model) if self._checkpoints else contextlib.nullcontext()
         with torch.enable_grad(), checkpoints, self._arithmetic():
-            total = summed_gradient(weighted, self._wrapped, batches, n_ranks=n_ranks, dtype=dtype)
+            parts, flat = summed_gradient(weighted, self._wrapped, batches, n_ranks=n_ranks, dtype=dtype)
         self.agree()
-        return total.over_ranks(self._group)
+        if flat is not None and (work := start_reduce(flat, self._group)):
+            work.wait()
+        return parts
 
     def agree(self) -> None:
         """All ranks have come so far. An error of one, in a block of `together`, is raised on all here.
