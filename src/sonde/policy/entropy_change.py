@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sonde.console import stack_level
 from sonde.gradient_norm.fused_clip import scale_in_step
 from sonde.parallel.process_groups import check_group, data_parallel_group, gather_from_all_ranks, together
 from sonde.parallel.unwrap import check_grad_scaler, loss_scale, unwrap_optimizer
@@ -27,9 +25,8 @@ from sonde.policy.entropy_checks import (
     check_model,
     check_optimizer,
     check_responses,
-    check_sampled_log_prob,
     check_sampler,
-    check_truncation,
+    check_scored,
     trainable,
 )
 from sonde.policy.entropy_measurement import Beside, Cost, EntropyMeasurement
@@ -38,7 +35,7 @@ from sonde.policy.loss_gradients import Loss, LossGradients, check_losses
 from sonde.policy.mean_gradients import along_mean_gradients
 from sonde.policy.policy_step import STEP_NOT_FINITE, STEP_ROUNDED_AWAY, PolicyStep
 from sonde.policy.scoring.optimizer_step import Direction, taken, why_no_forecast
-from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics, mask_doubt
+from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scored, Scorer
 from sonde.policy.scoring.token_statistics import as_statistics
 from sonde.policy.scoring.training_state import (
@@ -478,10 +475,7 @@ class EntropyChangeProbe:
             if not base.is_finite:
                 yield None
                 return
-            check_sampled_log_prob(base)
-            check_truncation(base)
-            if doubt := mask_doubt(evaluation, base.own(base.log_prob)):
-                warnings.warn(doubt, stacklevel=stack_level())
+            check_scored(base)
             sample = None if sampler is None else functools.partial(self._sample, sampler, self._seed())
             yield EntropyMeasurement(self._options, self._scorer, base, sample, cost, n_update)
 

@@ -18,7 +18,7 @@ from sonde.parallel.placements import is_fsdp1, local_tensor, reshard
 from sonde.parallel.process_groups import digest, gather_from_all_ranks
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.policy.entropy_options import EntropyChangeOptions
-from sonde.policy.scoring.rollouts import Rollouts
+from sonde.policy.scoring.rollouts import Rollouts, mask_doubt
 from sonde.policy.scoring.scorer import Scored
 from sonde.policy.scoring.token_statistics import check_scorable
 from sonde.policy.scoring.training_state import can_checkpoint
@@ -134,30 +134,29 @@ def _written(rollouts: Rollouts) -> str:
     return ", ".join(f"{name}={value:g}" for name, value in rollouts.truncation.items())
 
 
-def check_truncation(scored: Scored) -> None:
-    """Refuse responses with more tokens outside the truncated policy than the sampler's rounding leaves there."""
-    if scored.outside is None:
-        return
-    n_outside, n = int(scored.outside.sum()), int(scored.responses.length.sum())
-    if n_outside > _OUTSIDE_AT_MOST * n:
-        raise ValueError(
-            f"{n_outside:,} of {n:,} sampled tokens of the evaluation responses are left out by "
-            f"{_written(scored.rollouts) or 'their truncation'}: pass the top_p=, top_k=, min_p= "
-            "and temperature= of sampling, of the policy as it is now"
-        )
+def check_scored(scored: Scored) -> None:
+    """Refuse what scores show: another truncated policy, or log-probabilities that are none. Warn of a doubtful mask.
 
-
-def check_sampled_log_prob(scored: Scored) -> None:
-    """Refuse log-probabilities above 0 beside those of a policy whose own are not, as those of tokens never are."""
-    if scored.sampled_log_prob is None:
-        return
-    mask = scored.responses.mask
-    highest, own = float(scored.sampled_log_prob[mask].max()), float(scored.log_prob[mask].max())
-    if highest > _ROUNDING >= own:
-        raise ValueError(
-            f"log_prob= of the evaluation responses is up to {highest:.3g}, and a token's log-probability is never "
-            "above 0: pass the logarithm of the probability in nats, not its negative and not the probability"
-        )
+    A sampler's rounding leaves some tokens outside the truncated policy.
+    """
+    if scored.outside is not None:
+        n_outside, n = int(scored.outside.sum()), int(scored.responses.length.sum())
+        if n_outside > _OUTSIDE_AT_MOST * n:
+            raise ValueError(
+                f"{n_outside:,} of {n:,} sampled tokens of the evaluation responses are left out by "
+                f"{_written(scored.rollouts) or 'their truncation'}: pass the top_p=, top_k=, min_p= "
+                "and temperature= of sampling, of the policy as it is now"
+            )
+    if scored.sampled_log_prob is not None:
+        mask = scored.responses.mask
+        highest, own = float(scored.sampled_log_prob[mask].max()), float(scored.log_prob[mask].max())
+        if highest > _ROUNDING >= own:  # those of tokens are never above 0, and the policy's own are not
+            raise ValueError(
+                f"log_prob= of the evaluation responses is up to {highest:.3g}, and a token's log-probability is never "
+                "above 0: pass the logarithm of the probability in nats, not its negative and not the probability"
+            )
+    if doubt := mask_doubt(scored.rollouts, scored.own(scored.log_prob)):
+        warnings.warn(doubt, stacklevel=stack_level())
 
 
 def check_responses(
