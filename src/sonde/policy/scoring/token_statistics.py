@@ -123,19 +123,14 @@ def check_scorable(name: str, rollouts: object, statistics: object) -> None:
         )
     if isinstance(statistics, CausalLMStatistics):
         statistics.check_inputs(rollouts)
-    scored_at, sampled_at = getattr(statistics, "temperature", None), rollouts.temperature
-    if scored_at is None:
+    if (scored_at := getattr(statistics, "temperature", None)) is None:
         return
-    if isinstance(sampled_at, Tensor):
-        each = rollouts.per_token("temperature")[rollouts.mask.bool()]
-        agrees = torch.isclose(each.double(), torch.tensor(scored_at, dtype=torch.float64, device=each.device))
-        if bool(agrees.all()):
-            return
-        sampled_at = float(each[~agrees][0])
-    if sampled_at != scored_at:
+    each = rollouts.per_token("temperature")[rollouts.mask.bool()].double()
+    agrees = torch.isclose(each, torch.full_like(each, scored_at))
+    if not bool(agrees.all()):
         raise ValueError(
-            f"{name} were sampled at temperature {sampled_at:g}, and are scored at {scored_at}: leave the temperature "
-            "of the token statistics out, so that the responses' own counts"
+            f"{name} were sampled at temperature {float(each[~agrees][0]):g}, and are scored at {scored_at}: leave the "
+            "temperature of the token statistics out, so that the responses' own counts"
         )
 
 

@@ -222,13 +222,12 @@ def attribution_table(shares: Sequence[Share], causes: Causes | None, texts: Map
         n: how many prompts at either end.
     """
 
+    def line(title: str, *cells: str) -> str:
+        return f"{title:<{_TEXT_WIDTH}}" + "".join(f"{cell:>12}" for cell in cells)
+
     def row(prompt: int, *values: float | None) -> str:
         name = " ".join(texts.get(prompt, f"prompt {prompt}").split())
-        name = name if len(name) <= _TEXT_WIDTH else f"{name[: _TEXT_WIDTH - 1]}…"
-        return f"{name:<{_TEXT_WIDTH}}" + "".join(f"{_signed(value):>12}" for value in values)
-
-    def head(title: str, *columns: str) -> str:
-        return f"{title:<{_TEXT_WIDTH}}" + "".join(f"{column:>12}" for column in columns)
+        return line(name if len(name) <= _TEXT_WIDTH else f"{name[: _TEXT_WIDTH - 1]}…", *map(_signed, values))
 
     lines = []
     if causes is not None:
@@ -240,10 +239,10 @@ def attribution_table(shares: Sequence[Share], causes: Causes | None, texts: Map
         if terms:
             lines[:1] = [f"{lines[0]}; in this batch's, {', '.join(terms)}"]
         if causes.prompts:
-            lines.append(head("learning from", "change", "rewarded", "penalised"))
+            lines.append(line("learning from", "change", "rewarded", "penalised"))
             lines += [row(c.prompt, c.change, c.from_rewarded, c.from_penalised) for c in _ends(causes.prompts, n)]
             lines.append("")
-    lines.append(head("evaluated on", "change", "sharpening", "drift"))
+    lines.append(line("evaluated on", "change", "sharpening", "drift"))
     lines += [row(s.prompt, s.change, s.sharpening, s.drift) for s in _ends(shares, n)]
     return "\n".join(lines)
 
