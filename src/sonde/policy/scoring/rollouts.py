@@ -168,10 +168,9 @@ class Rollouts:
         bounds = _bounds(inputs, cu_seqlens)
         terms = fields.pop("terms", {})
         _check_terms(terms)
-        named = fields | {f"terms[{name!r}]": term for name, term in terms.items()}
         # What has a number for each response stays as it is.
-        per_token = {n: t for n, t in named.items() if isinstance(t, Tensor) and t.dim() and t.shape != prompt.shape}
-        per_token["mask"] = mask
+        per_token = {n: t for n, t in fields.items() if isinstance(t, Tensor) and t.dim() and t.shape != prompt.shape}
+        per_token |= {"mask": mask} | {f"terms[{name!r}]": term for name, term in terms.items()}
         length = inputs["input_ids"].numel()
         flat = {n: _flat(n, t, length) for n, t in (dict(inputs) | per_token).items()}
         _check_mask(flat["mask"])
