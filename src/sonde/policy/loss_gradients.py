@@ -43,7 +43,7 @@ def check_losses(losses: object, baseline: str | None, group: dist.ProcessGroup 
             raise ValueError(f"the name of each loss must be a text, got {name!r:.60}: name the option, as 'clip 0.2'")
         if not callable(loss):
             raise ValueError(
-                f"the loss {name!r} must be a function without arguments that returns the loss, got a "
+                f"the loss {name!r} must be a function without arguments, got a "
                 f"{type(loss).__name__}: pass lambda: loss(0.2), say"
             )
     if len(losses) < 2:
@@ -94,7 +94,7 @@ class LossGradients:
             self._agree()
             with preserve_gradients(_leaves(value)):
                 _backward(name, self._loss_scale * value)
-                found = {p: p.grad for p in self._parameters if p.grad is not None}
+                found: Direction = {p: p.grad for p in self._parameters if p.grad is not None}
             del value  # and its graph
             is_moved = have_moved()
         has = torch.tensor([[is_moved, any(bool(local_tensor(g).any()) for g in found.values())]])
@@ -160,7 +160,7 @@ class LossGradients:
         if self._group is None or self._group.size() == 1 or self._is_sharded:
             return found
         pairs = zip(self._parameters, is_reached, strict=True)
-        mean = {p: found[p] if p in found else torch.zeros_like(p) for p, reached in pairs if reached}
+        mean: Direction = {p: found[p] if p in found else torch.zeros_like(p) for p, reached in pairs if reached}
         for gradient in mean.values():
             part = local_tensor(gradient)
             if work := start_reduce(part, self._group):
