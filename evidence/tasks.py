@@ -203,6 +203,10 @@ def _rates(*rates: Rate) -> dict[str, Rate]:
     return dict(zip(OPTIMIZERS, rates, strict=True))
 
 
+def _of_digits(name: str, model: Callable[[], nn.Module], rates: Mapping[str, Rate]) -> Task:
+    return Task(name, "images", model, draw_digits, cross_entropy, held_out_digits(), (1.0, 0.85, 0.78), rates, 4_000)
+
+
 @functools.cache
 def task(name: str) -> Task:
     """A task by its name.
@@ -214,13 +218,12 @@ def task(name: str) -> Task:
         rates = _rates(Rate(1.6, 16, 1), Rate(8.0, 64, 1), Rate(0.045, 32, 0.5), Rate(0.2, 256, 0.5))
         targets, held_out = (0.3, 0.1, 0.03), held_out_rows()
         return Task(name, "rows", linear_model, draw_rows, half_squared_error, held_out, targets, rates, 4_000)
-    if name in ("mlp", "convnet"):
-        model, rates = perceptron, _rates(Rate(0.7, 32, 1), Rate(6.0, 200, 1), Rate(0.02, 100, 0.5), Rate(0.1, 256, 0.5))
-        if name == "convnet":
-            rates = _rates(Rate(0.7, 32, 1), Rate(4.5, 200, 1), Rate(0.033, 140, 0.5), Rate(0.11, 500, 0.5))
-            model = convnet
-        targets = (1.0, 0.85, 0.78)
-        return Task(name, "images", model, draw_digits, cross_entropy, held_out_digits(), targets, rates, 4_000)
+    if name == "mlp":
+        rates = _rates(Rate(0.7, 32, 1), Rate(6.0, 200, 1), Rate(0.02, 100, 0.5), Rate(0.1, 256, 0.5))
+        return _of_digits(name, perceptron, rates)
+    if name == "convnet":
+        rates = _rates(Rate(0.7, 32, 1), Rate(4.5, 200, 1), Rate(0.033, 140, 0.5), Rate(0.11, 500, 0.5))
+        return _of_digits(name, convnet, rates)
     if name == "lm":
         rates = _rates(Rate(0.38, 6, 1), Rate(1.8, 16, 1), Rate(0.006, 28, 0.5), Rate(0.05, 200, 0.5))
         model, targets = partial(ByteTransformer, context=CONTEXT, width=32, depth=1, n_heads=2), (3.0, 2.7, 2.5)

@@ -18,8 +18,7 @@ from sonde.contrib.coefficient_to_hold import (
     without_each_prompt,
 )
 from sonde.policy.stats.entropy_change import EntropyObjective
-from sonde.policy.stats.importance import FiniteStep, change_by_finite_step
-from sonde.policy.stats.prefix_weights import Support
+from sonde.policy.stats.importance import FiniteStep, Support, change_by_finite_step
 from tests import tiny_policy as tiny
 from tests.policy.stats.tiny_batches import DIRECTION, THETA, J, P, Scores, sampled, scores_at
 
@@ -50,7 +49,7 @@ def forecast(n_prompts: int, generator: torch.Generator, step: Tensor = STEP) ->
         return scores_at(theta, (prompts, picked), responses)
 
     before, now = at(THETA), at(THETA + step)
-    c = PER_TOKEN.coefficients(before.log_prob, before.entropy, responses)
+    c = PER_TOKEN.coefficients(before)
     x_terms = (
         c.on_entropy[..., None] * J.entropy[prompts, picked] + c.on_log_prob[..., None] * J.log_prob[prompts, picked]
     )

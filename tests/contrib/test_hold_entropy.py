@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sonde.contrib.hold_entropy import HoldEntropy
 from sonde.policy.stats.entropy_gradient import on_same_prefixes_coefficients, per_token_coefficients
-from sonde.policy.stats.prefix_weights import prefix_weights
+from sonde.policy.stats.importance import prefix_weights
 from tests.policy.entropy_scene import N_E, Scene, gradient_per_prompt, stale
 from tests.small_policy import STATISTICS, drawn, optimizer_of, policy
 

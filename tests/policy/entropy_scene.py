@@ -12,8 +12,8 @@ from torch import Tensor
 from sonde.policy.entropy_change import EntropyChangeProbe
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.rollouts import Rollouts
+from sonde.policy.stats.entropy_change import sequence_coefficients
 from sonde.policy.stats.entropy_gradient import Coefficients, per_token_coefficients
-from sonde.policy.stats.sequence_entropy import sequence_coefficients
 from tests.small_policy import STATISTICS, SmallPolicy, drawn, loss, optimizer_of, policy
 
 N_E, N_U = 24, 12

@@ -28,7 +28,6 @@ def test_fresh_rollouts_agree_within_their_errors(objective: str) -> None:
     error = math.hypot(forecast.se, forecast.rollouts.se)
     assert abs(forecast.delta - forecast.rollouts.delta) < 3 * error
     assert forecast.rollouts.se < 10 * abs(forecast.rollouts.delta)
-    assert 0 < forecast.rollouts.n_differ < 150 * 16
     assert f"fresh rollouts {forecast.rollouts}" in str(forecast)
 
 

@@ -244,8 +244,6 @@ def comparison_that_fails(what: str) -> str:
     made = losses(model, own_prompts(U, N_U // 2))
     if what == "names" and dist.get_rank():
         made["another"] = made.pop("plain")
-    elif what == "tensor":
-        made["plain"] = made["plain"]()
     elif what == "raises" and dist.get_rank():
         made["bonus"] = functools.partial(divmod, 1, 0)
     try:
@@ -259,7 +257,6 @@ def comparison_that_fails(what: str) -> str:
     ("what", "messages"),
     [
         ("names", ["ValueError: the ranks compare different"] * 2),
-        ("tensor", ["ValueError: the loss 'plain' is a tensor, whose"] * 2),
         ("static", ["ValueError: DDP with static_graph=True must"] * 2),
         ("raises", ["RuntimeError: rank 1 of the group failed: Zero", "ZeroDivisionError: "]),
     ],

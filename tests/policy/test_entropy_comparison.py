@@ -254,16 +254,6 @@ def test_nothing_of_the_training_changes_also_if_a_loss_fails(fails: str) -> Non
     assert not scene.optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
 
 
-def test_losses_with_graphs_of_their_own() -> None:
-    scene = Scene()
-    made = {"a": lambda: loss(scene.model, scene.U), "b": lambda: 0.1 * loss(scene.model, scene.U) ** 2}
-    of_functions = scene.probe().compare(made, scene.E)
-    of_tensors = scene.probe().compare({"a": made["a"](), "b": made["b"]()}, scene.E)
-    mixed = scene.probe().compare({"a": made["a"], "b": made["b"]()}, scene.E)
-    for other in (of_tensors, mixed):
-        assert other.differences == of_functions.differences
-
-
 def test_a_step_that_is_not_known_is_no_difference() -> None:
     scene = Scene()
     losses = {"a": lambda: loss(scene.model, scene.U), "b": lambda: (loss(scene.model, scene.U) * 0.0 + 1e-300).sqrt()}
@@ -314,6 +304,7 @@ def shared(scene: Scene) -> dict[str, Callable[[], Tensor]]:
         (refused(lambda s: [1, 2]), "losses must map names to functions that return a loss, got a list"),
         (refused(lambda s: {1: len, 2: len}), "the name of each loss must be a text, got 1"),
         (refused(lambda s: {"a": 1.0, "b": 2.0}), "the loss 'a' must be a function without arguments, .* got a float"),
+        (refused(lambda s: {"a": loss(s.model, s.U)}), "the loss 'a' must be a function .* got a Tensor: pass lambda"),
         (refused(lambda s: {"a": len}), r"needs at least 2 losses, got 1: use forecast\(\)"),
         (refused(beside(moved), baseline="best"), "baseline must be one of 'good', 'other', got 'best'"),
         (refused(beside(moved)), "the loss 'other' changed parameters, which have their values again"),

@@ -122,12 +122,7 @@ def forecast(E: dict[str, Any] | None = None, U: dict[str, Any] | None = None, *
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: forecast({"is_truncated": True}), "evaluation responses were truncated in a way that sonde"),
         (lambda: forecast({"log_prob": torch.full((16, 6), 0.7)}), r"is up to 0\.7, and a token's .* never above 0"),
-        (
-            lambda: Scene().probe(sampler=lambda model: rollouts(is_truncated=True)).measure(rollouts()),
-            "the sampler's responses were truncated in a way",
-        ),
         (
             lambda: Scene().probe(sampler=lambda m: rollouts(log_prob=-torch.ones(16, 6))).measure(rollouts()),
             "the sampler's responses have log_prob=, so another policy sampled them",
@@ -159,11 +154,11 @@ def forecast(E: dict[str, Any] | None = None, U: dict[str, Any] | None = None, *
             lambda: forecast({"log_prob": torch.zeros(16, 6)}, {}, update="gradient"),
             "log_prob=, the sampler's own log-probabilities, and update='gradient' needs responses of the policy as it",
         ),
-        (lambda: Scene().probe().forecast({"input_ids": 1}), "evaluation must be sonde.Rollouts, got a dict"),
-        (lambda: Scene().probe().forecast(rollouts(), [1]), "update must be sonde.Rollouts, got a list"),
+        (lambda: Scene().probe().forecast({"input_ids": 1}), "evaluation responses must be sonde.Rollouts, got a dict"),
+        (lambda: Scene().probe().forecast(rollouts(), [1]), "update responses must be sonde.Rollouts, got a list"),
         (
             lambda: Scene().probe(sampler=lambda model: [1]).measure(rollouts()),
-            "what the sampler returns must be sonde.Rollouts, got a list",
+            "the sampler's responses must be sonde.Rollouts, got a list",
         ),
         (lambda: forecast(U={"advantage": None}), "update responses need their advantages"),
         (lambda: forecast(update="gradient"), "pass their rollouts"),

@@ -164,9 +164,8 @@ def scored(model: Any, E: Rollouts) -> Scored:
 def exact_first_order(model: Any, E: Rollouts, step: dict[str, Tensor]) -> float:
     """The derivative along the step, in float64."""
     base = scored(model, E)
-    parameters = list(model.parameters())
     scorer = Scorer(model, CausalLMStatistics(), 4, None)
-    measurement = EntropyMeasurement(EntropyChangeOptions(), scorer, parameters, base, None, Cost(torch.device("cpu")))
+    measurement = EntropyMeasurement(EntropyChangeOptions(), scorer, base, None, Cost(torch.device("cpu")))
     named = dict(model.named_parameters())
     direction: Direction = {named[name]: delta.double() for name, delta in step.items()}
     return float(measurement.along_step(direction).change.delta)

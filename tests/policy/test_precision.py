@@ -74,6 +74,15 @@ def test_a_model_that_fails_has_its_own_parameters_again() -> None:
     assert model(torch.zeros(1, 2, dtype=torch.long)).dtype == torch.bfloat16
 
 
+def test_a_conversion_that_fails_half_way_is_undone() -> None:
+    model = Layers().bfloat16()
+    own = dict(model.named_parameters())
+    bias: Tensor = model.layers[0][0].bias  # type: ignore[index, assignment]
+    with pytest.raises(RuntimeError), in_float32(model, "cpu", {bias: torch.zeros(3)}):  # of another shape
+        model(torch.zeros(1, 2, dtype=torch.long))
+    assert all(p is own[name] for name, p in model.named_parameters())
+
+
 def scene(model: nn.Module, **options: Any) -> tuple[EntropyChangeProbe, torch.optim.Optimizer, Rollouts, Rollouts]:
     kind = torch.optim.AdamW if options.get("update", "step") == "step" else torch.optim.SGD
     optimizer = kind(model.parameters(), lr=options.pop("lr", 1e-3))

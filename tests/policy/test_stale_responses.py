@@ -110,12 +110,9 @@ def test_packed_rows_are_scored_as_padded_ones() -> None:
         ({"inputs": {"ids": torch.zeros(7)}}, "packed rows need 'input_ids'"),
         ({"inputs": {"input_ids": [1, 2]}}, r"input_ids of packed rows must be a tensor, .* got a list"),
         ({"inputs": [1, 2]}, "inputs must map names to tensors, got a list"),
-        (
-            {"mask": [0, 1]},
-            r"mask must be a tensor, \[tokens\] or .* got a list: pass torch\.tensor\(mask\)",
-        ),
-        ({"log_prob": [0.1]}, r"log_prob must be a tensor, \[tokens\], got a list"),
-        ({"advantage": [0.1]}, r"advantage must be a tensor, \[responses\] or \[tokens\], got a list"),
+        ({"mask": [0, 1]}, r"mask of packed rows must be a tensor, \[7\] or .* got a list"),
+        ({"log_prob": [0.1]}, r"log_prob must be a tensor, .* got a list"),
+        ({"advantage": [0.1]}, r"advantage must be a tensor, .* got a list"),
         ({"cu_seqlens": [0, 4, 7]}, r"cu_seqlens must be a tensor, \[responses \+ 1\], got a list"),
         (
             {"cu_seqlens": torch.tensor([0.0, 4, 7])},

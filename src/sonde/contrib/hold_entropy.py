@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sonde.contrib.coefficient_to_hold import (
     ENDLESS,
@@ -29,6 +29,7 @@ from sonde.contrib.sustained_step import SustainedStep
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.policy.entropy_checks import as_factor
 from sonde.policy.entropy_measurement import EntropyMeasurement
+from sonde.policy.policy_step import PolicyStep
 from sonde.policy.scoring.optimizer_step import Direction, dot, taken, why_no_forecast
 from sonde.policy.scoring.scorer import Scored
 from sonde.policy.stats.entropy_gradient import Coefficients, on_same_prefixes_coefficients
@@ -89,20 +90,11 @@ class HoldEntropy:
             raise ValueError(f"applied_scale must be positive and finite, got {applied!r}")
         return present, applied
 
-    def begins(
-        self,
-        measurement: EntropyMeasurement,
-        model: nn.Module,
-        optimizer: Any,
-        *,
-        gradient_scale: float,
-        loss_scale: float,
-        why_not: str,
-    ) -> None:
+    def begins(self, measurement: EntropyMeasurement, step: PolicyStep, why_not: str) -> None:
         """Take the gradients that are needed; see `Beside`."""
-        self._present, applied = self._numbers(loss_scale)
+        self._present, applied = self._numbers(step.loss_scale)
         base = measurement.base
-        self._model, self._rounded_away = model, 0.0
+        self._model, self._rounded_away = step.model, 0.0
         self._halves = base.responses.halves()
         if base.responses.n_prompts < FEWEST_PROMPTS:
             why_not = f"{TOO_FEW}, got {base.responses.n_prompts}"
@@ -111,7 +103,7 @@ class HoldEntropy:
             return
         with measurement.cost.phase("coefficient"):
             self._answer = SustainedStep(
-                optimizer, measurement.parameters, gradient_scale=gradient_scale, applied_scale=applied
+                step.optimizer, step.parameters, gradient_scale=step.gradient_scale, applied_scale=applied
             )
             self._of_bonus = [self._put_away(self._bonus(measurement, half)) for half in self._halves]
             self._of_entropy = [self._put_away(measurement.entropy_gradient(half)) for half in self._halves]

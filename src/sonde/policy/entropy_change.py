@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sonde.console import stack_level
 from sonde.gradient_norm.fused_clip import scale_in_step
 from sonde.parallel.process_groups import check_group, data_parallel_group, gather_from_all_ranks, together
 from sonde.parallel.unwrap import check_grad_scaler, loss_scale, unwrap_optimizer
@@ -24,13 +22,11 @@ from sonde.policy.entropy_checks import (
     as_factor,
     check_evaluation,
     check_is_model,
-    check_is_rollouts,
     check_model,
     check_optimizer,
     check_responses,
-    check_sampled_log_prob,
     check_sampler,
-    check_truncation,
+    check_scored,
     trainable,
 )
 from sonde.policy.entropy_measurement import Beside, Cost, EntropyMeasurement
@@ -39,9 +35,9 @@ from sonde.policy.loss_gradients import Loss, LossGradients, check_losses
 from sonde.policy.mean_gradients import along_mean_gradients
 from sonde.policy.policy_step import STEP_NOT_FINITE, STEP_ROUNDED_AWAY, PolicyStep
 from sonde.policy.scoring.optimizer_step import Direction, taken, why_no_forecast
-from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics, mask_doubt
+from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scored, Scorer
-from sonde.policy.scoring.token_statistics import CausalLMStatistics, check_is_statistics
+from sonde.policy.scoring.token_statistics import as_statistics
 from sonde.policy.scoring.training_state import (
     is_checkpointing,
     preserve_training_state,
@@ -131,7 +127,6 @@ class EntropyChangeProbe:
             raise ValueError(f"options must be a sonde.EntropyChangeOptions, got {options!r:.60}")
         check_is_model(model)
         check_group(process_group)
-        check_is_statistics(token_statistics)
         check_sampler(sampler)
         parameters = trainable(model)
         check_model(model, parameters, has_checkpoints=options.gradients.checkpoint)
@@ -152,7 +147,7 @@ class EntropyChangeProbe:
             beside.check(optimizer)
         self._options, self._model, self._optimizer = options, model, optimizer
         self._sampler, self._grad_scaler, self._beside = sampler, grad_scaler, beside
-        self._statistics = CausalLMStatistics() if token_statistics is None else token_statistics
+        self._statistics = as_statistics(token_statistics)
         self._group = data_parallel_group(model) if process_group is None else process_group
         self._scorer = Scorer(
             model,
@@ -245,12 +240,11 @@ class EntropyChangeProbe:
         around = AroundStep()
         with self._beside_forgets():
             with together(self._group):
-                scale, n_update = self._begin(evaluation, update, gradient_scale, causes)
+                step, n_update = self._begin(evaluation, update, gradient_scale, causes)
                 with self._measuring(evaluation, self._sampler, n_update) as measurement:
-                    step = PolicyStep(trainable(self._model), self._optimizer, self._group, scale)
                     first_order, before = None, None
                     if measurement is not None:
-                        first_order = self._at_entry(measurement, step, update, scale, causes)
+                        first_order = self._at_entry(measurement, step, update, causes)
                         before = measurement.sample()
             yield around
             with together(self._group), preserve_training_state(self._model):
@@ -285,8 +279,7 @@ class EntropyChangeProbe:
 
         Args:
             losses: by name, functions without arguments that run the model on the update batch and return its loss, a
-                mean over this rank's part; or losses with graphs of their own. All ranks pass the same names in the
-                same order.
+                mean over this rank's part. All ranks pass the same names in the same order.
             evaluation: this rank's part of E.
             baseline: name of the loss that the others are compared with; by default the first.
             gradient_scale: factor that gradients are multiplied by before the step. A function is called once a
@@ -302,32 +295,27 @@ class EntropyChangeProbe:
             ...     print(probe.compare(losses, evaluation))
         """
         with together(self._group):
-            baseline = check_losses(losses, baseline)
+            baseline = check_losses(losses, baseline, self._group)
             if not self._options.is_step:
                 raise ValueError("compare() forecasts the optimizer's own step: leave update='gradient' out")
             if why := why_no_forecast(self._optimizer):
                 raise ValueError(why.replace("use around_step(), which measures it", "compare() needs the forecast"))
             check_responses(evaluation, None, self._statistics, self._group, options=self._options, causes=False)
-            gradients = LossGradients(
-                self._model, trainable(self._model), self._optimizer, self._group, self._loss_scale()
-            )
-            gradients.check_same_names(losses, baseline)
+            gradients = LossGradients(self._step(1.0), self._group)
             with self._measuring(evaluation, None, 0) as measurement:
                 if measurement is None:
                     return comparison_of({name: (self._unknown(_SCORES_NOT_FINITE), None) for name in losses}, baseline)
-                # A step in place would make graphs unusable: those that exist already come first.
-                early = {name: gradients.take(name, loss) for name, loss in losses.items() if isinstance(loss, Tensor)}
                 found: dict[str, tuple[EntropyForecast, Scored | None]] = {}
                 for name, loss in losses.items():
-                    gradient = early.pop(name) if name in early else gradients.take(name, loss)
+                    gradient = gradients.take(name, loss)
                     with gradients.as_gradients(gradient):
                         given = gradient_scale() if callable(gradient_scale) else gradient_scale
-                        step = self._next_step(self._factor(given) / self._loss_scale())
-                        if step is None:
+                        direction = self._step(self._factor(given)).forecast()
+                        if direction is None:
                             found[name] = measurement.unknown(STEP_NOT_FINITE), None
                         else:
-                            found[name] = self._stepped(measurement, step)
-                    del gradient, step  # as large as the parameters
+                            found[name] = self._stepped(measurement, direction)
+                    del gradient, direction  # as large as the parameters
 
                 def between(start: Scored, now: Scored) -> FiniteStep:
                     return measurement.change_to(now, start)
@@ -365,8 +353,8 @@ class EntropyChangeProbe:
 
     def _begin(
         self, evaluation: Rollouts, update: Rollouts | None, gradient_scale: float | Tensor, causes: bool
-    ) -> tuple[float, int]:
-        """The factor of the gradients, and the number of update prompts on all ranks."""
+    ) -> tuple[PolicyStep, int]:
+        """The optimizer's step, and the number of update prompts on all ranks."""
         scale = self._factor(gradient_scale)
         n_update = check_responses(
             evaluation,
@@ -379,7 +367,12 @@ class EntropyChangeProbe:
         )
         if not self._options.is_step and update is None:
             raise ValueError(_NO_UPDATE)
-        return scale / self._loss_scale() * float(scale_in_step(self._optimizer)), n_update
+        return self._step(scale * float(scale_in_step(self._optimizer))), n_update
+
+    def _step(self, gradient_scale: float) -> PolicyStep:
+        """The optimizer's step; the scale of a GradScaler is left out of its gradients."""
+        scale = loss_scale(self._grad_scaler, self._optimizer)
+        return PolicyStep(self._model, self._optimizer, self._group, gradient_scale / scale, scale)
 
     def _forecast(
         self,
@@ -391,7 +384,7 @@ class EntropyChangeProbe:
     ) -> EntropyForecast:
         is_step = self._options.is_step
         with together(self._group), self._beside_forgets():
-            scale, n_update = self._begin(evaluation, update, gradient_scale, causes)
+            step, n_update = self._begin(evaluation, update, gradient_scale, causes)
             if is_step and (why := why_no_forecast(self._optimizer)):
                 raise ValueError(why)
             with self._measuring(evaluation, sampler, n_update) as measurement:
@@ -399,17 +392,18 @@ class EntropyChangeProbe:
                     return self._unknown(_SCORES_NOT_FINITE)
                 first_order = None
                 if is_step:
-                    if (step := self._next_step(scale)) is None:
+                    if (direction := step.forecast()) is None:
                         return measurement.unknown(STEP_NOT_FINITE)
                     if causes:
-                        first_order = measurement.with_causes(step, self._optimizer, update, scale)
-                    self._beside_begins(measurement, scale)
+                        first_order = measurement.with_causes(direction, step, update)
+                    if self._beside is not None:
+                        self._beside.begins(measurement, step, "")
                 else:
                     assert update is not None
-                    first_order, step = along_mean_gradients(
+                    first_order, direction = along_mean_gradients(
                         measurement, update, self._optimizer, self._learning_rate()
                     )
-                return self._stepped(measurement, step, first_order, measurement.sample(), self._beside)[0]
+                return self._stepped(measurement, direction, first_order, measurement.sample(), self._beside)[0]
 
     @contextlib.contextmanager
     def _beside_forgets(self) -> Iterator[None]:
@@ -420,16 +414,10 @@ class EntropyChangeProbe:
             if self._beside is not None:
                 self._beside.forget()
 
-    def _next_step(self, scale: float) -> Direction | None:
-        """The optimizer's step by the gradients in `.grad`; None if it is not finite."""
-        policy_step = PolicyStep(trainable(self._model), self._optimizer, self._group, scale)
-        step = policy_step.forecast()
-        return step if policy_step.is_finite(step) else None
-
     def _stepped(
         self,
         measurement: EntropyMeasurement,
-        step: Direction,
+        direction: Direction,
         first_order: FirstOrder | None = None,
         before: Scored | None = None,
         beside: Beside | None = None,
@@ -437,7 +425,7 @@ class EntropyChangeProbe:
         """The forecast of a step, whose tensors are used up; and E at θ⁺, None if its scores are unknown."""
         is_step = self._options.is_step
         # Along gradients, no optimizer rounds the step.
-        with taken(step, self._model, keeps_residuals=not is_step) as now, self._scorer.adding(now.residuals):
+        with taken(direction, self._model, keeps_residuals=not is_step) as now, self._scorer.adding(now.residuals):
             scored = measurement.scored_after()
             if is_step and now.rounded_away and measurement.is_unchanged(scored):
                 return measurement.unknown(STEP_ROUNDED_AWAY, rounded_away=now.rounded_away), None
@@ -453,34 +441,24 @@ class EntropyChangeProbe:
         return scale
 
     def _at_entry(
-        self, measurement: EntropyMeasurement, step: PolicyStep, update: Rollouts | None, scale: float, causes: bool
+        self, measurement: EntropyMeasurement, step: PolicyStep, update: Rollouts | None, causes: bool
     ) -> FirstOrder | None:
         """Whatever is measured at θ around a real step, which is watched from here on."""
         if not self._options.is_step:
             assert update is not None
             step.watch(whole=False)
             return along_mean_gradients(measurement, update, self._optimizer, self._learning_rate())[0]
-        first_order, why_not = None, ""
-        if is_forecast := causes or self._beside is not None:
-            why_not = step.why_no_forecast()
-            if not why_not and not step.is_finite(direction := step.forecast()):
-                why_not = f"on entry, {STEP_NOT_FINITE}"
-            if causes and not why_not:
-                first_order = measurement.with_causes(direction, self._optimizer, update, scale)
-        self._beside_begins(measurement, scale, why_not)
-        step.watch(whole=is_forecast and not why_not)
+        first_order, direction, why_not = None, None, ""
+        if causes or self._beside is not None:
+            if not (why_not := step.why_no_forecast()):
+                direction = step.forecast()
+                why_not = "" if direction is not None else f"on entry, {STEP_NOT_FINITE}"
+            if causes and direction is not None:
+                first_order = measurement.with_causes(direction, step, update)
+            if self._beside is not None:
+                self._beside.begins(measurement, step, why_not)
+        step.watch(whole=direction is not None)
         return first_order
-
-    def _beside_begins(self, measurement: EntropyMeasurement, scale: float, why_not: str = "") -> None:
-        if self._beside is not None:
-            self._beside.begins(
-                measurement,
-                self._model,
-                self._optimizer,
-                gradient_scale=scale,
-                loss_scale=self._loss_scale(),
-                why_not=why_not,
-            )
 
     @contextlib.contextmanager
     def _measuring(
@@ -489,46 +467,35 @@ class EntropyChangeProbe:
         """A measurement that leaves the training state as it was; None if the policy's scores are not finite."""
         self._n_calls += 1
         with preserve_training_state(self._model):
-            parameters = trainable(self._model)  # of now: some are perhaps unfrozen as training goes on
-            cost = Cost(parameters[0].device)  # before the first check, whose forwards reach the peak already
+            # Before the first check, whose forwards reach the peak already.
+            cost = Cost(next(self._model.parameters()).device)
             self._scorer.check(evaluation)
             with cost.phase("scores"):
                 base = self._scorer.scored(evaluation)
             if not base.is_finite:
                 yield None
                 return
-            check_sampled_log_prob(base)
-            check_truncation(base)
-            if doubt := mask_doubt(evaluation, base.own(base.log_prob)):
-                warnings.warn(doubt, stacklevel=stack_level())
+            check_scored(base)
             sample = None if sampler is None else functools.partial(self._sample, sampler, self._seed())
-            yield EntropyMeasurement(self._options, self._scorer, parameters, base, sample, cost, n_update)
+            yield EntropyMeasurement(self._options, self._scorer, base, sample, cost, n_update)
 
     def _sample(self, sampler: Sampler, seed: int) -> Rollouts:
         """This rank's fresh responses, with the random numbers of a seed."""
         seed_everything(seed)
-
-        def sampled() -> Rollouts:
-            rollouts = sampler(self._model)
-            check_is_rollouts("what the sampler returns", rollouts)
-            check_evaluation(rollouts, self._statistics, "the sampler's")
-            if rollouts.log_prob is not None:
-                raise ValueError(
-                    "the sampler's responses have log_prob=, so another policy sampled them: let the sampler draw from "
-                    "the model that it is given, and leave log_prob= out"
-                )
-            return rollouts
-
-        rollouts = self._scorer.on_all_ranks(sampled)
+        rollouts = sampler(self._model)
+        check_evaluation("the sampler's responses", rollouts, self._statistics)
+        if rollouts.log_prob is not None:
+            raise ValueError(
+                "the sampler's responses have log_prob=, so another policy sampled them: let the sampler draw from "
+                "the model that it is given, and leave log_prob= out"
+            )
+        self._scorer.agree()
         set_evaluation_mode(self._model)  # samplers may leave the model in training mode
         return rollouts
 
     def _seed(self) -> int:
         """A different seed in each call and on each rank."""
         return 1_000_003 * self._n_calls + (self._group.rank() if self._group is not None else 0)
-
-    def _loss_scale(self) -> float:
-        return loss_scale(self._grad_scaler, self._optimizer)
 
     def _learning_rate(self) -> float:
         """η: the `step_size` of the options, or the optimizer's learning rate."""
@@ -625,14 +592,11 @@ class EntropyProbeConfig(EntropyChangeOptions):
             )
         if why := why_no_forecast(partners.optimizer):
             raise ValueError(f"entropy_probe forecasts each step, and {why}; make sonde.EntropyChangeProbe in code")
-        statistics = partners.token_statistics
-        if statistics is None:
-            statistics = CausalLMStatistics(self.temperature)
         return EntropyChangeProbe(
             partners.model,
             partners.optimizer,
             self,
-            token_statistics=statistics,
+            token_statistics=as_statistics(partners.token_statistics, self.temperature),
             sampler=partners.sampler,
             grad_scaler=partners.grad_scaler,
             process_group=partners.process_group,

@@ -18,7 +18,7 @@ from sonde.parallel.placements import is_fsdp1, local_tensor, reshard
 from sonde.parallel.process_groups import digest, gather_from_all_ranks
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.policy.entropy_options import EntropyChangeOptions
-from sonde.policy.scoring.rollouts import Rollouts
+from sonde.policy.scoring.rollouts import Rollouts, mask_doubt
 from sonde.policy.scoring.scorer import Scored
 from sonde.policy.scoring.token_statistics import check_scorable
 from sonde.policy.scoring.training_state import can_checkpoint
@@ -120,26 +120,12 @@ def check_is_model(model: object) -> None:
         raise ValueError(f"the model must be a torch.nn.Module, got a {type(model).__name__}: pass the policy first")
 
 
-def check_is_rollouts(name: str, rollouts: object) -> None:
-    """Refuse what is no `Rollouts`."""
-    if not isinstance(rollouts, Rollouts):
-        raise ValueError(
-            f"{name} must be sonde.Rollouts, got a {type(rollouts).__name__}: make Rollouts of the responses"
-        )
-
-
-def check_evaluation(rollouts: Rollouts, statistics: object, name: str) -> None:
+def check_evaluation(name: str, rollouts: Rollouts, statistics: object) -> None:
     """Refuse responses whose entropy is not the policy's."""
-    rollouts.check_not_empty()
-    check_scorable(rollouts, statistics, name)
-    if rollouts.is_truncated:
-        raise ValueError(
-            f"{name} responses were truncated in a way that sonde cannot score, so their entropy is not the policy's: "
-            "pass top_p=, top_k= or min_p= instead of is_truncated=, or sample them untruncated"
-        )
+    check_scorable(name, rollouts, statistics)
     if rollouts.truncation and rollouts.log_prob is not None:
         raise ValueError(
-            f"{name} responses have log_prob= and {_written(rollouts)}: another policy left out other tokens, so no "
+            f"{name} have log_prob= and {_written(rollouts)}: another policy left out other tokens, so no "
             "weights make its responses this policy's: leave one out"
         )
 
@@ -148,30 +134,29 @@ def _written(rollouts: Rollouts) -> str:
     return ", ".join(f"{name}={value:g}" for name, value in rollouts.truncation.items())
 
 
-def check_truncation(scored: Scored) -> None:
-    """Refuse responses with more tokens outside the truncated policy than the sampler's rounding leaves there."""
-    if scored.outside is None:
-        return
-    n_outside, n = int(scored.outside.sum()), int(scored.responses.length.sum())
-    if n_outside > _OUTSIDE_AT_MOST * n:
-        raise ValueError(
-            f"{n_outside:,} of {n:,} sampled tokens of the evaluation responses are left out by "
-            f"{_written(scored.rollouts) or 'their truncation'}: pass the top_p=, top_k=, min_p= "
-            "and temperature= of sampling, of the policy as it is now"
-        )
+def check_scored(scored: Scored) -> None:
+    """Refuse what scores show: another truncated policy, or log-probabilities that are none. Warn of a doubtful mask.
 
-
-def check_sampled_log_prob(scored: Scored) -> None:
-    """Refuse log-probabilities above 0 beside those of a policy whose own are not, as those of tokens never are."""
-    if scored.sampled_log_prob is None:
-        return
-    mask = scored.responses.mask
-    highest, own = float(scored.sampled_log_prob[mask].max()), float(scored.log_prob[mask].max())
-    if highest > _ROUNDING >= own:
-        raise ValueError(
-            f"log_prob= of the evaluation responses is up to {highest:.3g}, and a token's log-probability is never "
-            "above 0: pass the logarithm of the probability in nats, not its negative and not the probability"
-        )
+    A sampler's rounding leaves some tokens outside the truncated policy.
+    """
+    if scored.outside is not None:
+        n_outside, n = int(scored.outside.sum()), int(scored.responses.length.sum())
+        if n_outside > _OUTSIDE_AT_MOST * n:
+            raise ValueError(
+                f"{n_outside:,} of {n:,} sampled tokens of the evaluation responses are left out by "
+                f"{_written(scored.rollouts) or 'their truncation'}: pass the top_p=, top_k=, min_p= "
+                "and temperature= of sampling, of the policy as it is now"
+            )
+    if scored.sampled_log_prob is not None:
+        mask = scored.responses.mask
+        highest, own = float(scored.sampled_log_prob[mask].max()), float(scored.log_prob[mask].max())
+        if highest > _ROUNDING >= own:  # those of tokens are never above 0, and the policy's own are not
+            raise ValueError(
+                f"log_prob= of the evaluation responses is up to {highest:.3g}, and a token's log-probability is never "
+                "above 0: pass the logarithm of the probability in nats, not its negative and not the probability"
+            )
+    if doubt := mask_doubt(scored.rollouts, scored.own(scored.log_prob)):
+        warnings.warn(doubt, stacklevel=stack_level())
 
 
 def check_responses(
@@ -200,47 +185,39 @@ def check_responses(
     """
     needs_own = options.needs_own_responses(causes=causes)
     needs_derivatives = "causes=True" if causes else "beside=" if is_beside else "" if options.is_step else needs_own
-
-    def check() -> dict[str, Tensor]:
-        check_is_rollouts("evaluation", evaluation)
-        check_evaluation(evaluation, statistics, "evaluation")
-        if update is not None:
-            check_is_rollouts("update", update)
-            update.check_not_empty()
-            check_scorable(update, statistics, "update")
-            if not options.is_step and update.other_terms():
-                raise ValueError(
-                    "update='gradient' follows the advantages alone, and the update responses have terms= or "
-                    "entropy_bonus=: leave them out, or forecast the step, by update='step'"
-                )
-        if evaluation.log_prob is not None and needs_own:
+    check_evaluation("evaluation responses", evaluation, statistics)
+    if update is not None:
+        check_scorable("update responses", update, statistics)
+        if not options.is_step and update.other_terms():
             raise ValueError(
-                f"the evaluation responses have log_prob=, the sampler's own log-probabilities, and {needs_own} needs "
-                "responses of the policy as it is: leave that option out, or sample new responses and leave log_prob= "
-                "out"
+                "update='gradient' follows the advantages alone, and the update responses have terms= or "
+                "entropy_bonus=: leave them out, or forecast the step, by update='step'"
             )
-        if evaluation.truncation and needs_derivatives:
-            raise ValueError(
-                f"the evaluation responses have {_written(evaluation)}, and {needs_derivatives} needs derivatives, "
-                "which do not see tokens that enter or leave what is sampled: leave that option out, or sample "
-                "untruncated"
-            )
-        if update is not None and update.advantage is None:
-            raise ValueError("update responses need their advantages: pass advantage= to Rollouts")
-        no_prompts = torch.zeros(0, dtype=torch.long)
-        given = torch.tensor([[evaluation.log_prob is not None, update is not None, bool(causes)]])
-        prompts = {"E": evaluation.prompt.cpu(), "U": no_prompts if update is None else update.prompt.cpu()}
-        # A function has another repr on every rank: whether there is one is compared.
-        has_function = callable(options.sequence_weights)
-        named = dataclasses.replace(options, sequence_weights="one") if has_function else options
-        terms = digest(() if update is None else sorted(update.other_terms()))
-        return prompts | {
-            "given": given,
-            "options": torch.tensor([digest((has_function, named))]),
-            "terms": torch.tensor([terms]),
-        }
-
-    prompts = gather_from_all_ranks(group, check)
+    if evaluation.log_prob is not None and needs_own:
+        raise ValueError(
+            f"the evaluation responses have log_prob=, the sampler's own log-probabilities, and {needs_own} needs "
+            "responses of the policy as it is: leave that option out, or sample new responses and leave log_prob= "
+            "out"
+        )
+    if evaluation.truncation and needs_derivatives:
+        raise ValueError(
+            f"the evaluation responses have {_written(evaluation)}, and {needs_derivatives} needs derivatives, "
+            "which do not see tokens that enter or leave what is sampled: leave that option out, or sample "
+            "untruncated"
+        )
+    if update is not None and update.advantage is None:
+        raise ValueError("update responses need their advantages: pass advantage= to Rollouts")
+    has_function = callable(options.sequence_weights)
+    # A function has another repr on every rank: whether there is one is compared.
+    named = dataclasses.replace(options, sequence_weights="one") if has_function else options
+    own = {
+        "E": evaluation.prompt.cpu(),
+        "U": torch.zeros(0, dtype=torch.long) if update is None else update.prompt.cpu(),
+        "given": torch.tensor([[evaluation.log_prob is not None, update is not None, bool(causes)]]),
+        "options": torch.tensor([digest((has_function, named))]),
+        "terms": torch.tensor([digest(() if update is None else sorted(update.other_terms()))]),
+    }
+    prompts = gather_from_all_ranks(group, lambda: own)
     if len(prompts["options"].unique()) > 1:
         raise ValueError("the ranks' probes have different options: make the probes alike on all ranks")
     names = ("log_prob= of the evaluation responses", "update=", "causes=True")

@@ -9,25 +9,20 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sonde.parallel.devices import peak_bytes
 from sonde.policy.entropy_options import EntropyChangeOptions
-from sonde.policy.scoring.optimizer_step import (
-    Direction,
-    dot,
-    fit_to_gradients,
-    forecast_step,
-    gradient_for,
-)
+from sonde.policy.policy_step import PolicyStep
+from sonde.policy.scoring.optimizer_step import Direction, dot, fit_to_gradients, gradient_for
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Batch, Scored, ScoreDerivatives, Scorer
-from sonde.policy.stats.attribution import NO_PROMPTS, CausesOfBatch, causes_by_prompt, credit_by_sign, split_step
+from sonde.policy.stats.attribution import Causes, CausesOfBatch, causes_by_prompt, credit_by_sign
 from sonde.policy.stats.entropy_change import EntropyObjective
 from sonde.policy.stats.entropy_forecast import (
     AfterStep,
@@ -43,9 +38,9 @@ from sonde.policy.stats.importance import (
     change_by_finite_step,
     fixed_prefix_change,
     importance_sampled_change,
+    prefix_weights,
     resampled_change,
 )
-from sonde.policy.stats.prefix_weights import prefix_weights
 
 _STATUS = Path("/proc/self/status")
 
@@ -56,24 +51,12 @@ class Beside(Protocol):
     def check(self, optimizer: Any) -> None:
         """Refuse an optimizer that it cannot work with."""
 
-    def begins(
-        self,
-        measurement: EntropyMeasurement,
-        model: nn.Module,
-        optimizer: Any,
-        *,
-        gradient_scale: float,
-        loss_scale: float,
-        why_not: str,
-    ) -> None:
+    def begins(self, measurement: EntropyMeasurement, step: PolicyStep, why_not: str) -> None:
         """Parameters hold θ, and `.grad` the gradients of the step.
 
         Args:
             measurement: of E at θ.
-            model: the policy.
-            optimizer: whose step it is.
-            gradient_scale: factor that gradients are still multiplied by before the step.
-            loss_scale: factor of a GradScaler in the gradients.
+            step: of the optimizer.
             why_not: why the optimizer's step cannot be forecast; empty if it can.
         """
 
@@ -97,7 +80,6 @@ class EntropyMeasurement:
     Args:
         options: the probe's options.
         scorer: runs the model over responses.
-        parameters: the model's trainable parameters; the optimizer may hold others too.
         base: E, scored at θ, with finite scores.
         sample: draws fresh responses from the model as it is; None without a sampler.
         cost: counts the phases' seconds.
@@ -108,21 +90,19 @@ class EntropyMeasurement:
         self,
         options: EntropyChangeOptions,
         scorer: Scorer,
-        parameters: Sequence[Tensor],
         base: Scored,
         sample: Callable[[], Rollouts] | None,
         cost: Cost,
         n_update: int = 0,
     ) -> None:
         self._options, self._sample, self._n_update = options, sample, n_update
-        self.scorer, self.parameters, self.base, self.cost = scorer, parameters, base, cost
+        self.scorer, self.base, self.cost = scorer, base, cost
         self.objective = EntropyObjective(options.objective, options.sequence_weights)
 
     @functools.cached_property
     def coefficients(self) -> Coefficients:
         """Those of X_n, the evaluation prompts' gradients of the entropy."""
-        base = self.base
-        return self.objective.coefficients(base.log_prob, base.entropy, base.responses, self.prefix_weights)
+        return self.objective.coefficients(self.base, self.prefix_weights)
 
     @functools.cached_property
     def prefix_weights(self) -> Tensor | None:
@@ -145,42 +125,35 @@ class EntropyMeasurement:
     def along_step(self, step: Direction) -> FirstOrder:
         """The change along a given step."""
         with self.cost.phase("derivatives"):
-            base, responses = self.base, self.base.responses
-            d = self.derivatives(base, step)
-            change = self.objective.change(
-                base.log_prob, base.entropy, responses, d.along, prefix_weights=self.prefix_weights
-            )
+            d = self.derivatives(self.base, step)
+            change = self.objective.change(self.base, d.along, self.prefix_weights)
             if (on_same_prefixes := change.sharpening) is None or self.objective.kind == "sequence":
-                [on_same] = d.along([on_same_prefixes_coefficients(responses)])
+                [on_same] = d.along([on_same_prefixes_coefficients(self.base.responses)])
                 on_same_prefixes = float(on_same.mean())
             return FirstOrder(change, on_same_prefixes, change.delta, d.doubt)
 
-    def with_causes(
-        self, step: Direction, optimizer: Any, update: Rollouts | None, gradient_scale: float
-    ) -> FirstOrder:
+    def with_causes(self, direction: Direction, step: PolicyStep, update: Rollouts | None) -> FirstOrder:
         """The change along the optimizer's step, split into momentum, this batch and weight decay.
 
         Args:
-            step: the whole step.
-            optimizer: whose step it is.
+            direction: the whole step.
+            step: what makes its parts.
             update: U with advantages, to split this batch's part by prompt; None leaves it whole.
-            gradient_scale: factor that gradients are still multiplied by before the step.
         """
-        first_order = self.along_step(step)
-        part = functools.partial(forecast_step, optimizer, of=self.parameters, gradient_scale=gradient_scale)
-        found, doubt = NO_PROMPTS, ""
+        first_order = self.along_step(direction)
+        found = CausesOfBatch()
         with self.cost.phase("causes"):
             # X̄ gives every part of the step by a product with it: no further pass over E.
             x = self.at_work(self.entropy_gradient())
-            momentum, decay = dot(x, part(part="momentum")), dot(x, part(part="decay"))
+            momentum, decay = dot(x, step.part("momentum")), dot(x, step.part("decay"))
             if update is not None:
                 # This batch's δH is X̄·Δ, and Δ is linear in the gradient. So δH = c D·∇ Σ credit·s, where D is the
                 # step that the optimizer would take along X̄.
-                to_entropy = part(part="batch", along=gradient_for(optimizer, x))
+                to_entropy = step.part("batch", along=gradient_for(step.optimizer, x))
                 del x
-                found, doubt = self._causes_by_prompt(optimizer, update, to_entropy)
-        causes = split_step(first_order.change.delta, momentum=momentum, decay=decay, of=found)
-        return dataclasses.replace(first_order, causes=causes, doubt=first_order.doubt or doubt)
+                found = self._causes_by_prompt(step.optimizer, update, to_entropy)
+        causes = Causes.of(first_order.change.delta, found, momentum=momentum, decay=decay)
+        return dataclasses.replace(first_order, causes=causes, doubt=first_order.doubt or found.doubt)
 
     def sample(self) -> Scored | None:
         """Fresh responses of the parameters as they are; None without a sampler."""
@@ -224,8 +197,7 @@ class EntropyMeasurement:
         finite_step = self.change_to(now)
         rollouts = None
         if before is not None and (after := self.sample()) is not None:
-            n_differ = self.scorer.n_that_differ(before.rollouts, after.rollouts)
-            rollouts = resampled_change(before, after, self.objective, n_differ=n_differ)
+            rollouts = resampled_change(before, after, self.objective)
         on_same_prefixes = fixed_prefix_change(base, now, self.prefix_weights)
         more = None if beside is None else beside.ends(self, now, finite_step, why_another)
         return AfterStep(finite_step, on_same_prefixes, importance, rollouts, more)
@@ -275,13 +247,12 @@ class EntropyMeasurement:
         """A forecast that could not be made, with what is known at θ."""
         return dataclasses.replace(self._known, reason=reason, rounded_away=rounded_away)
 
-    def _causes_by_prompt(self, optimizer: Any, update: Rollouts, to_entropy: Direction) -> tuple[CausesOfBatch, str]:
-        """Each update prompt's part of the change along this batch's part of the step, and a doubt.
+    def _causes_by_prompt(self, optimizer: Any, update: Rollouts, to_entropy: Direction) -> CausesOfBatch:
+        """Each update prompt's part of the change along this batch's part of the step.
 
         Nothing is known if all advantages or gradients are 0.
         """
-        learned, credit = self.scorer.credited(update)
-        others = self.scorer.other_terms(update)
+        learned, credit, others = self.scorer.credited(update)
         on_log_prob = sum((of.on_log_prob for of in others.values()), start=credit)
         on_entropy = sum((of.on_entropy for of in others.values()), start=torch.zeros_like(credit))
         # The loss's gradient is −c ∇ Σ (credit·s + other terms), and only c is unknown. It is fitted where that sum's
@@ -296,13 +267,13 @@ class EntropyMeasurement:
         fit = fit_to_gradients(gradient_for(optimizer, self.at_work(ascent)))
         del ascent
         if fit is None:
-            return NO_PROMPTS, ""
+            return CausesOfBatch()
         d = self.derivatives(learned, to_entropy)
         rewarded, penalised, *of_others = d.along([*credit_by_sign(credit), *others.values()])
         scale = fit.factor / size
         prompts = causes_by_prompt(rewarded, penalised, learned.responses, scale)
         terms = {name: scale * float(of.sum()) for name, of in zip(others, of_others, strict=True)}
-        return CausesOfBatch(prompts, terms, fit.cosine), d.doubt
+        return CausesOfBatch(prompts, terms, fit.cosine, d.doubt)
 
     def derivatives(self, batch: Batch, direction: Direction) -> ScoreDerivatives:
         """Derivatives of the scores of all ranks."""

@@ -11,8 +11,7 @@ import torch
 
 from sonde.policy.scoring.precision import Precision
 from sonde.policy.scoring.summed_gradient import DTYPES
-from sonde.policy.stats.entropy_change import Objective
-from sonde.policy.stats.sequence_entropy import SequenceWeights
+from sonde.policy.stats.entropy_change import Objective, SequenceWeights
 from sonde.probe import Metric
 from sonde.record_values import whole_number
 
@@ -146,12 +145,8 @@ def _check_choice(name: str, got: object, choices: Sequence[object]) -> None:
 METRICS: Mapping[str, Metric] = {
     "entropy/evaluation_per_token": Metric("nats a token", "entropy of the policy, on the evaluation responses"),
     "entropy/evaluation_per_token_se": Metric("nats a token", "standard error of this entropy, over prompts"),
-    "entropy/evaluation_surprise_sd": Metric(
-        "nats", "scatter of −log π around the entropy; almost 0 for a uniform policy"
-    ),
-    "entropy/evaluation_own_policy_z": Metric(
-        "standard errors", "−log π above the entropy; −2 to 2 for the policy's own"
-    ),
+    "entropy/evaluation_surprise_sd": Metric("nats", "scatter of −log π around the entropy; almost 0 if uniform"),
+    "entropy/evaluation_own_policy_z": Metric("standard errors", "−log π above the entropy; −2 to 2 if its own"),
     "entropy/evaluation_own_policy_departure": Metric("fraction", "−log π above the entropy, over the entropy"),
     "entropy/sampler_kl": Metric("nats a token", "KL of the sampler's log-probabilities and the policy's; 0 if equal"),
     "entropy/sampler_z": Metric("standard errors", "π/q above 1; −2 to 2 if q, log_prob=, is the sampler's"),
@@ -180,7 +175,6 @@ METRICS: Mapping[str, Metric] = {
     "entropy/ess_fraction": Metric("fraction", "effective sample size of whole responses, over their number"),
     "entropy/delta_rollouts": Metric("nats", "true change by fresh rollouts"),
     "entropy/delta_rollouts_se": Metric("nats", "standard error of the change by fresh rollouts"),
-    "entropy/rollouts_that_differ": Metric("responses", "fresh responses that the step has changed"),
     "entropy/rounded_away": Metric("fraction", "part of the step that parameters of 16 bits do not hold"),
     "entropy/coefficient_to_hold": Metric("1", "entropy coefficient with which the entropy would not change"),
     "entropy/coefficient_to_hold_low": Metric("1", "lower end of its 95 % interval"),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from sonde.policy.entropy_change import EntropyChangeProbe
 from sonde.policy.policy_entropy import PolicyEntropyProbe
 from sonde.policy.prompt_noise import PromptNoiseProbe
-from sonde.policy.stats.attribution import Causes
-from sonde.policy.stats.entropy_comparison import EntropyComparison
+from sonde.policy.stats.attribution import Cause, Causes, Share
+from sonde.policy.stats.entropy_comparison import EntropyComparison, EntropyDifference
 from sonde.policy.stats.entropy_forecast import EntropyForecast
 from sonde.policy.stats.forecast_point import Per, Point, forecast_point
 from sonde.policy.stats.policy_alerts import PolicyAlerts
@@ -93,17 +93,14 @@ class PolicyLog:
             positions = entropy.by_position
         alerts = self._alerts.messages()
         for name, message in alerts.items():
-            if name not in self.alerts:
-                self.alerts[name] = message
-                logger.warning("sonde: %s", message)
-                self._log.write("alert", window=step, name=name, message=message)
+            self.alert(name, message)
         self._log.write(
             "policy",
             window=step,
             metrics=metrics,
             reason="" if forecast is None else forecast.reason,
             per=self._per,
-            shares=[] if forecast is None else _shares(forecast, texts or {}),
+            shares=[] if forecast is None else _largest(forecast.shares, texts or {}),
             causes=None if forecast is None or forecast.causes is None else _causes(forecast.causes, texts or {}),
             positions=[list(dataclasses.astuple(at)) for at in positions],
             alerts=alerts,
@@ -157,56 +154,40 @@ class PolicyLog:
             self._log.leave("policy", reason, window=self._step)
 
 
-def _shares(forecast: EntropyForecast, texts: Mapping[int, str]) -> list[dict[str, object]]:
-    largest = sorted(forecast.shares, key=lambda share: -abs(share.change))[:_PROMPTS_AT_MOST]
+def _largest(parts: Sequence[Share | Cause], texts: Mapping[int, str]) -> list[dict[str, object]]:
+    """The prompts with the largest parts; the prompt that lowers entropy most comes first."""
+    largest = sorted(parts, key=lambda part: -abs(part.change))[:_PROMPTS_AT_MOST]
     return [
-        {
-            "prompt": _text(share.prompt, texts),
-            "change": json_number(share.change),
-            "sharpening": json_number(share.sharpening),
-            "drift": json_number(share.drift),
-        }
-        for share in sorted(largest, key=lambda share: share.change)
+        {name: json_number(value) for name, value in vars(part).items()} | {"prompt": _text(part.prompt, texts)}
+        for part in sorted(largest, key=lambda part: part.change)
     ]
 
 
 def _options(comparison: EntropyComparison) -> list[dict[str, object]]:
+    unknown = EntropyDifference(None, None, None, None, "")  # the baseline has none
     options: list[dict[str, object]] = []
     for name, forecast in comparison.forecasts.items():
-        found = comparison.differences.get(name)
+        found = comparison.differences.get(name, unknown)
         options.append(
             {
                 "name": _shortened(name),
                 "change": json_number(forecast.delta),
                 "change_se": json_number(forecast.se),
-                "difference": None if found is None else json_number(found.difference),
-                "low": None if found is None else json_number(found.low),
-                "high": None if found is None else json_number(found.high),
+                "difference": json_number(found.difference),
+                "low": json_number(found.low),
+                "high": json_number(found.high),
                 "words": comparison.in_words(name),
-                "is_valid": forecast.is_valid if found is None else found.is_valid,
+                "is_valid": forecast.is_valid if name == comparison.baseline else found.is_valid,
             }
         )
     return options
 
 
 def _causes(causes: Causes, texts: Mapping[int, str]) -> dict[str, object]:
-    largest = sorted(causes.prompts, key=lambda cause: -abs(cause.change))[:_PROMPTS_AT_MOST]
-    return {
-        "momentum": json_number(causes.momentum),
-        "batch": json_number(causes.batch),
-        "decay": json_number(causes.decay),
-        "explained": json_number(causes.explained),
-        "cosine": json_number(causes.cosine),
+    whole = ("momentum", "batch", "decay", "explained", "cosine")
+    return {name: json_number(getattr(causes, name)) for name in whole} | {
         "terms": {_shortened(name): json_number(value) for name, value in causes.terms.items()},
-        "prompts": [
-            {
-                "prompt": _text(cause.prompt, texts),
-                "change": json_number(cause.change),
-                "from_rewarded": json_number(cause.from_rewarded),
-                "from_penalised": json_number(cause.from_penalised),
-            }
-            for cause in sorted(largest, key=lambda cause: cause.change)
-        ],
+        "prompts": _largest(causes.prompts, texts),
     }
 
 

@@ -8,27 +8,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from sonde.parallel.model_state import preserve_buffers, preserve_modes_and_randomness
+from sonde.parallel.model_state import preserve_buffers, preserve_gradients, preserve_modes_and_randomness
 from sonde.parallel.placements import is_fully_sharded, local_tensor
 from sonde.parallel.process_groups import digest, gather_from_all_ranks, start_reduce
 from sonde.parallel.unwrap import parameters_of, unwrap_optimizer
+from sonde.policy.policy_step import PolicyStep
 from sonde.policy.scoring.optimizer_step import Direction
 from sonde.policy.scoring.summed_gradient import (
     check_no_other_hook,
     check_nothing_waits,
-    gradients_set_aside,
     reduces_every_backward,
 )
 
-Loss = Callable[[], Tensor] | Tensor
-"""Returns the loss of a whole update batch, with a graph of its own; or this loss."""
+Loss = Callable[[], Tensor]
+"""Returns the loss of a whole update batch, with a graph of its own."""
 
 
-def check_losses(losses: object, baseline: str | None) -> str:
-    """Refuse losses that cannot be compared.
+def check_losses(losses: object, baseline: str | None, group: dist.ProcessGroup | None) -> str:
+    """Refuse losses that cannot be compared, on all ranks.
 
     Returns:
         The name of the baseline, which is the first loss by default.
@@ -41,40 +41,35 @@ def check_losses(losses: object, baseline: str | None) -> str:
     for name, loss in losses.items():
         if not isinstance(name, str) or not name.strip():
             raise ValueError(f"the name of each loss must be a text, got {name!r:.60}: name the option, as 'clip 0.2'")
-        if not callable(loss) and not isinstance(loss, Tensor):
+        if not callable(loss):
             raise ValueError(
-                f"the loss {name!r} must be a function without arguments, or a loss with a graph of its own, got a "
-                f"{type(loss).__name__}"
+                f"the loss {name!r} must be a function without arguments, got a "
+                f"{type(loss).__name__}: pass lambda: loss(0.2), say"
             )
     if len(losses) < 2:
         raise ValueError(f"a comparison needs at least 2 losses, got {len(losses)}: use forecast() for one")
     if baseline is not None and baseline not in losses:
         raise ValueError(f"baseline must be one of {', '.join(map(repr, losses))}, got {baseline!r:.60}")
-    return next(iter(losses)) if baseline is None else baseline
+    baseline = next(iter(losses)) if baseline is None else baseline
+    names = torch.tensor([digest((*losses, baseline))])
+    if len(gather_from_all_ranks(group, lambda: {"names": names})["names"].unique()) > 1:
+        raise ValueError("the ranks compare different losses: pass the same names in the same order on all ranks")
+    return baseline
 
 
 class LossGradients:
     """Takes one backward of each loss. Make it before the model is put into evaluation mode.
 
     Args:
-        model: the policy: plain, in DDP or FSDP2.
-        parameters: its trainable parameters.
-        optimizer: whose step is forecast.
+        step: of the policy's optimizer; the policy is plain, in DDP or FSDP2.
         group: the ranks, over which gradients are averaged.
-        loss_scale: factor of a GradScaler, by which the losses are multiplied.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        parameters: Sequence[Tensor],
-        optimizer: Any,
-        group: dist.ProcessGroup | None,
-        loss_scale: float,
-    ) -> None:
-        self._model, self._parameters, self._optimizer = model, list(parameters), optimizer
-        self._group, self._loss_scale = group, loss_scale
-        self._all = list(dict.fromkeys([*parameters, *parameters_of(optimizer)]))
+    def __init__(self, step: PolicyStep, group: dist.ProcessGroup | None) -> None:
+        model = step.model
+        self._model, self._parameters, self._optimizer = model, step.parameters, step.optimizer
+        self._group, self._loss_scale = group, step.loss_scale
+        self._all = list(dict.fromkeys([*step.parameters, *parameters_of(step.optimizer)]))
         self._modes = [(module, module.training) for module in model.modules()]
         self._is_sharded = any(map(is_fully_sharded, model.modules()))
         if any(isinstance(m, DistributedDataParallel) and m.static_graph for m in model.modules()):
@@ -85,22 +80,6 @@ class LossGradients:
         check_no_other_hook(self._all)
         check_nothing_waits(model)
 
-    def check_same_names(self, losses: Mapping[str, Loss], baseline: str) -> None:
-        """Refuse ranks that compare different losses, and losses in DDP or FSDP2 whose forward ran before."""
-        ran = [name for name, loss in losses.items() if isinstance(loss, Tensor)]
-        is_wrapped = self._is_sharded or any(isinstance(m, DistributedDataParallel) for m in self._model.modules())
-
-        def check() -> dict[str, Tensor]:
-            if ran and is_wrapped:
-                raise ValueError(
-                    f"the loss {ran[0]!r} is a tensor, whose backward would start DDP's or FSDP2's own collectives: "
-                    "pass a function that runs the forward and returns the loss"
-                )
-            return {"names": torch.tensor([digest((*losses, baseline))])}
-
-        if len(gather_from_all_ranks(self._group, check)["names"].unique()) > 1:
-            raise ValueError("the ranks compare different losses: pass the same names in the same order on all ranks")
-
     def take(self, name: str, loss: Loss) -> Direction:
         """The gradient of a loss, averaged over ranks; parameters that it does not reach are left out.
 
@@ -109,20 +88,14 @@ class LossGradients:
         Raises:
             ValueError: for what is no loss of this model, on all ranks alike.
         """
-        gather_from_all_ranks(
-            self._group, dict
-        )  # a rank that failed before says so here, and not in the middle of a backward
-        with self._as_in_training(), gradients_set_aside(self._all), _unmoved(self._all) as have_moved:
-            value: list[Tensor] = []
-
-            def forward() -> dict[str, Tensor]:
-                value.append(self._value(name, loss))
-                return {}
-
-            gather_from_all_ranks(self._group, forward)
-            with gradients_set_aside(_leaves(value[0])):
-                _backward(name, self._loss_scale * value.pop())
-                found = {p: p.grad for p in self._parameters if p.grad is not None}
+        self._agree()  # a rank that failed before says so here, and not in the middle of a backward
+        with self._as_in_training(), preserve_gradients(self._all), _unmoved(self._all) as have_moved:
+            value = self._value(name, loss)
+            self._agree()
+            with preserve_gradients(_leaves(value)):
+                _backward(name, self._loss_scale * value)
+                found: Direction = {p: p.grad for p in self._parameters if p.grad is not None}
+            del value  # and its graph
             is_moved = have_moved()
         has = torch.tensor([[is_moved, any(bool(local_tensor(g).any()) for g in found.values())]])
         reached = torch.tensor([[p in found for p in self._parameters]])
@@ -139,10 +112,13 @@ class LossGradients:
             )
         return self._over_ranks(found, said["reached"].any(0).tolist())
 
+    def _agree(self) -> None:
+        gather_from_all_ranks(self._group, dict)
+
     @contextlib.contextmanager
     def as_gradients(self, gradient: Direction) -> Iterator[None]:
         """`.grad` holds a gradient inside."""
-        with gradients_set_aside(self._all):
+        with preserve_gradients(self._all):
             for parameter, own in gradient.items():
                 parameter.grad = own
             yield
@@ -165,7 +141,7 @@ class LossGradients:
             yield
 
     def _value(self, name: str, loss: Loss) -> Tensor:
-        value = loss if isinstance(loss, Tensor) else loss()
+        value: Any = loss()
         if not isinstance(value, Tensor) or value.numel() != 1:
             got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise ValueError(f"the loss {name!r} must be a tensor of one element, got {got}: take its mean or sum")
@@ -183,15 +159,13 @@ class LossGradients:
         """The mean over ranks, which FSDP2 has taken already."""
         if self._group is None or self._group.size() == 1 or self._is_sharded:
             return found
-        mean: Direction = {}
-        for parameter, reached in zip(self._parameters, is_reached, strict=True):
-            if reached:
-                own = found.get(parameter)
-                mean[parameter] = torch.zeros_like(parameter) if own is None else own
-                part = local_tensor(mean[parameter])
-                if work := start_reduce(part, self._group):
-                    work.wait()
-                part.div_(self._group.size())
+        pairs = zip(self._parameters, is_reached, strict=True)
+        mean: Direction = {p: found[p] if p in found else torch.zeros_like(p) for p, reached in pairs if reached}
+        for gradient in mean.values():
+            part = local_tensor(gradient)
+            if work := start_reduce(part, self._group):
+                work.wait()
+            part.div_(self._group.size())
         return mean
 
 

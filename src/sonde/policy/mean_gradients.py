@@ -22,7 +22,7 @@ from sonde.policy.entropy_measurement import EntropyMeasurement
 from sonde.policy.scoring.optimizer_step import Direction, has_second_moment, widened
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Batch
-from sonde.policy.stats.attribution import causes_by_prompt, credit_by_sign, split_gradient
+from sonde.policy.stats.attribution import Causes, CausesOfBatch, causes_by_prompt, credit_by_sign
 from sonde.policy.stats.entropy_change import change_by_gradients
 from sonde.policy.stats.entropy_forecast import FirstOrder
 from sonde.policy.stats.entropy_gradient import on_same_prefixes_coefficients
@@ -37,7 +37,7 @@ def along_mean_gradients(
         The change with its causes by prompt; and the step η Ȳ.
     """
     base, responses = measurement.base, measurement.base.responses
-    learned, credit = measurement.scorer.credited(update)
+    learned, credit, _ = measurement.scorer.credited(update)
     n_update = learned.responses.n_prompts
     # Each prompt's gradient is a mean over its responses.
     on_update = credit * learned.responses.share[:, None]
@@ -78,7 +78,7 @@ def along_mean_gradients(
         step_size * float(on_same_prefixes.mean()),
         change.delta / step_size,
         next(filter(None, doubts), ""),
-        split_gradient(change.delta, prompts),
+        Causes.of(change.delta, CausesOfBatch(prompts)),
     )
     for vector in y.values():
         vector.mul_(step_size)

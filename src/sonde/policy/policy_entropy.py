@@ -9,11 +9,17 @@ from typing import ClassVar
 import torch.distributed as dist
 from torch import nn
 
-from sonde.parallel.process_groups import check_group, data_parallel_group, gather_objects, together
-from sonde.policy.entropy_checks import check_is_model, check_is_rollouts
+from sonde.parallel.process_groups import (
+    check_group,
+    data_parallel_group,
+    gather_from_all_ranks,
+    gather_objects,
+    together,
+)
+from sonde.policy.entropy_checks import check_is_model
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
-from sonde.policy.scoring.token_statistics import CausalLMStatistics, check_is_statistics, check_scorable
+from sonde.policy.scoring.token_statistics import as_statistics, check_scorable
 from sonde.policy.scoring.training_state import preserve_training_state
 from sonde.policy.stats.policy_entropy import QUANTILES, PolicyEntropy, policy_entropy
 from sonde.probe import Metric, Partners
@@ -37,25 +43,17 @@ class PolicyEntropyProbe:
     """
 
     METRICS: ClassVar[Mapping[str, Metric]] = {
-        "entropy/update_token_weighted": Metric(
-            "nats a token", "entropy of sampled responses, each token weighing the same"
-        ),
+        "entropy/update_token_weighted": Metric("nats a token", "entropy of responses, each token weighing the same"),
         "entropy/update_token_weighted_se": Metric("nats a token", "standard error of this entropy, over prompts"),
         "entropy/update_token_weighted_surprise_sd": Metric("nats", "scatter of −log π around it; almost 0 if uniform"),
-        "entropy/update_sequence_weighted": Metric(
-            "nats a token", "entropy of sampled responses, each weighing the same"
-        ),
-        "entropy/update_response_sd": Metric(
-            "nats a token", "scatter of the mean entropy of a response, over responses"
-        ),
+        "entropy/update_sequence_weighted": Metric("nats a token", "entropy of responses, each weighing the same"),
+        "entropy/update_response_sd": Metric("nats a token", "scatter of a response's mean entropy, over responses"),
         **{
             f"entropy/update_response_q{q:02}": Metric("nats a token", f"mean entropy of a response: {q} % have less")
             for q in QUANTILES
         },
         "entropy/update_sequence_sum": Metric("nats a response", "entropy of a whole response"),
-        "entropy/update_advantage_correlation": Metric(
-            "ratio", "correlation of a response's mean entropy with its advantage"
-        ),
+        "entropy/update_advantage_correlation": Metric("ratio", "correlation of a response's entropy and advantage"),
         "entropy/update_advantage_correlation_low": Metric("ratio", "lower end of that correlation's 95 % interval"),
         "entropy/update_advantage_correlation_high": Metric("ratio", "upper end of that correlation's 95 % interval"),
         "entropy/update_cov_log_prob_advantage": Metric("nats · advantage", "Cov(log π, A) over sampled tokens"),
@@ -76,12 +74,10 @@ class PolicyEntropyProbe:
         micro_batch_prompts = whole_number("micro_batch_prompts must be a whole number", micro_batch_prompts)
         check_is_model(model)
         check_group(process_group)
-        check_is_statistics(token_statistics)
-        statistics = CausalLMStatistics() if token_statistics is None else token_statistics
         self._group = data_parallel_group(model) if process_group is None else process_group
         self._model = model
-        self._statistics = statistics
-        self._scorer = Scorer(model, statistics, micro_batch_prompts, self._group)
+        self._statistics = as_statistics(token_statistics)
+        self._scorer = Scorer(model, self._statistics, micro_batch_prompts, self._group)
         self._latest: PolicyEntropy | None = None
 
     def measure(self, rollouts: Rollouts) -> PolicyEntropy:
@@ -96,7 +92,8 @@ class PolicyEntropyProbe:
             RuntimeError: if another rank has raised an error.
         """
         with together(self._group):
-            has_advantage = gather_objects(self._group, lambda: self._checked(rollouts).advantage is not None)
+            check_scorable("the responses", rollouts, self._statistics)
+            has_advantage = gather_objects(self._group, lambda: rollouts.advantage is not None)
             if any(has_advantage) and not all(has_advantage):
                 raise ValueError("some ranks gave responses with advantages, and others without: give them on all")
             with preserve_training_state(self._model):
@@ -105,15 +102,10 @@ class PolicyEntropyProbe:
                 raise ValueError("the policy's scores are not finite: has the training diverged?")
             advantage = None
             if has_advantage[0]:
-                advantage = self._scorer.everywhere("advantage", lambda: rollouts.per_token("advantage").cpu())
+                own = {"advantage": rollouts.per_token("advantage").cpu()}
+                advantage = gather_from_all_ranks(self._group, lambda: own)["advantage"]
         self._latest = policy_entropy(scored.log_prob, scored.entropy, scored.responses, advantage)
         return self._latest
-
-    def _checked(self, rollouts: Rollouts) -> Rollouts:
-        check_is_rollouts("the responses", rollouts)
-        rollouts.check_not_empty()
-        check_scorable(rollouts, self._statistics)
-        return rollouts
 
     def metrics(self) -> Mapping[str, float | None]:
         """The latest measurement by metric name; empty before the first measurement."""
@@ -157,17 +149,11 @@ class PolicyEntropyProbeConfig:
     micro_batch_prompts: int = 8
     temperature: float | None = None
 
-    def __post_init__(self) -> None:
-        whole_number("micro_batch_prompts must be a whole number", self.micro_batch_prompts)
-
     def attach(self, partners: Partners) -> PolicyEntropyProbe:
         """Make the probe."""
-        statistics = partners.token_statistics
-        if statistics is None:
-            statistics = CausalLMStatistics(self.temperature)
         return PolicyEntropyProbe(
             partners.model,
-            token_statistics=statistics,
+            token_statistics=as_statistics(partners.token_statistics, self.temperature),
             micro_batch_prompts=self.micro_batch_prompts,
             process_group=partners.process_group,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from sonde.parallel.placements import local_tensor
 from sonde.parallel.process_groups import gather_from_all_ranks
 from sonde.parallel.unwrap import unwrap_optimizer
+from sonde.policy.entropy_checks import trainable
 from sonde.policy.scoring.optimizer_step import (
     Direction,
+    Part,
     each_step,
     has_second_moment,
     has_sparse_gradient,
@@ -59,41 +61,53 @@ class PolicyStep:
     """The next step of a policy's optimizer. `.grad` holds its gradients.
 
     Args:
-        parameters: the model's trainable parameters; the optimizer may hold others too.
-        optimizer: the policy's.
-        group: the ranks that hold different responses; None for this process alone.
+        model: the policy.
+        optimizer: whose step it is.
+        group: the ranks.
         gradient_scale: factor that gradients are still multiplied by before the step.
+        loss_scale: factor of a GradScaler in the gradients.
+
+    Attributes:
+        parameters: the model's trainable parameters of now; the optimizer may hold others too.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], optimizer: Any, group: dist.ProcessGroup | None, gradient_scale: float
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        group: dist.ProcessGroup | None,
+        gradient_scale: float,
+        loss_scale: float,
     ) -> None:
-        self._parameters, self._optimizer, self._group = list(parameters), optimizer, group
-        self._scale = gradient_scale
-        self._narrow = [p for p in self._parameters if p.dtype in NARROW]
+        self.model, self.optimizer, self._group = model, optimizer, group
+        self.gradient_scale, self.loss_scale = gradient_scale, loss_scale
+        self.parameters = trainable(model)
+        self._narrow = [p for p in self.parameters if p.dtype in NARROW]
         self._samples: list[_Sample] = []
         self._shows_gradients = True
 
     def why_no_forecast(self) -> str:
         """Why the step cannot be forecast, on all ranks; empty if it can."""
-        return why_no_forecast(self._optimizer) or (
-            _SPARSE if self._on_any_rank(has_sparse_gradient(self._parameters)) else ""
+        return why_no_forecast(self.optimizer) or (
+            _SPARSE if self._on_any_rank(has_sparse_gradient(self.parameters)) else ""
         )
 
-    def forecast(self) -> Direction:
-        """The step of the model's parameters.
+    def part(self, part: Part, along: Direction | None = None) -> Direction:
+        """A part of the step of the model's parameters, as `each_step` gives it."""
+        scale = self.gradient_scale
+        return dict(each_step(self.optimizer, gradient_scale=scale, part=part, along=along, of=self.parameters))
+
+    def forecast(self) -> Direction | None:
+        """The whole step of the model's parameters; None if it is not finite on all ranks.
 
         Raises:
-            RuntimeError: if there is no gradient yet.
+            RuntimeError: if no parameter has a gradient.
         """
-        step = dict(each_step(self._optimizer, gradient_scale=self._scale, of=self._parameters))
+        step = self.part("all")
         if not step:
             raise RuntimeError("no parameter has a gradient: call this after the backward and before zero_grad()")
-        return step
-
-    def is_finite(self, step: Direction) -> bool:
-        """Whether the step is finite on all ranks."""
-        return not self._on_any_rank(not all(bool(local_tensor(delta).isfinite().all()) for delta in step.values()))
+        is_finite = all(bool(local_tensor(delta).isfinite().all()) for delta in step.values())
+        return None if self._on_any_rank(not is_finite) else step
 
     @torch.no_grad()
     def watch(self, *, whole: bool) -> None:
@@ -102,16 +116,16 @@ class PolicyStep:
         Args:
             whole: note the forecast of all parameters; otherwise of those of 16 bits alone, which may be rounded away.
         """
-        of: Iterable[nn.Parameter] = self._parameters if whole else self._narrow
+        of: Iterable[nn.Parameter] = self.parameters if whole else self._narrow
         deltas: dict[Tensor, Tensor] = {}
-        if not why_no_forecast(self._optimizer):
+        if not why_no_forecast(self.optimizer):
             dense = [p for p in of if p.grad is not None and not p.grad.is_sparse]
-            steps = each_step(self._optimizer, gradient_scale=self._scale, of=dense)  # one at a time
+            steps = each_step(self.optimizer, gradient_scale=self.gradient_scale, of=dense)  # one at a time
             deltas = {p: _elements(delta).clone() for p, delta in steps}
             self._shows_gradients = not self._on_any_rank(bool(self._narrow) or self._is_first_of_adam())
         self._samples = [
             _Sample(p, _elements(p).clone(), deltas.get(p), _elements(p.grad).clone() if p in deltas else None)  # type: ignore[arg-type]
-            for p in self._parameters
+            for p in self.parameters
         ]
 
     def was_skipped(self, *, is_unchanged: bool) -> bool:
@@ -120,14 +134,14 @@ class PolicyStep:
         Args:
             is_unchanged: whether scores are those before. A step of other elements than the noted ones shows there.
         """
-        groups = getattr(unwrap_optimizer(self._optimizer), "param_groups", ())
+        groups = getattr(unwrap_optimizer(self.optimizer), "param_groups", ())
         # Without a learning rate, as a warm-up begins, nothing is to move.
         is_to_move = any(float(group.get("lr", 1.0)) != 0.0 for group in groups) or not groups
         return is_to_move and not self._on_any_rank(any(s.has_moved() for s in self._samples)) and is_unchanged
 
     def why_unmoved(self) -> str:
         """Why no parameter moved, by the gradients that are still there."""
-        gradients = [local_tensor(p.grad) for p in self._parameters if p.grad is not None]
+        gradients = [local_tensor(p.grad) for p in self.parameters if p.grad is not None]
         is_zero = bool(gradients) and not any(bool(g.any()) for g in gradients)
         return _STEP_SKIPPED if self._on_any_rank(not is_zero) else _NO_GRADIENT
 
@@ -185,13 +199,13 @@ class PolicyStep:
 
     def _has_same_gradients(self) -> bool:
         """Whether `.grad` is what it was on entry. A fused optimizer leaves it scaled as in the step."""
-        return all(s.has_same_gradient(self._scale) for s in self._samples if s.gradient is not None)
+        return all(s.has_same_gradient(self.gradient_scale) for s in self._samples if s.gradient is not None)
 
     def _is_first_of_adam(self) -> bool:
         """Whether this is Adam's first step for any parameter: it moves by the gradient's sign, whatever its size."""
-        state = unwrap_optimizer(self._optimizer).state
-        return has_second_moment(self._optimizer) and any(
-            p.grad is not None and not state.get(p) for p in self._parameters
+        state = unwrap_optimizer(self.optimizer).state
+        return has_second_moment(self.optimizer) and any(
+            p.grad is not None and not state.get(p) for p in self.parameters
         )
 
     def _on_any_rank(self, is_so: bool) -> bool:

@@ -19,16 +19,11 @@ from sonde.parallel.process_groups import check_group, gather_from_all_ranks, to
 from sonde.parallel.refused_models import refuse_hidden_gradients
 from sonde.parallel.unwrap import unwrap_model
 from sonde.parallel.wrappers import clean_name
-from sonde.policy.entropy_checks import check_is_model, check_is_rollouts
-from sonde.policy.scoring.prompt_norms import PromptRanks, halves, nested_norms, prompt_ranks
+from sonde.policy.entropy_checks import check_is_model
+from sonde.policy.scoring.prompt_norms import PromptRanks, nested_norms, prompt_ranks
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
-from sonde.policy.scoring.token_statistics import (
-    CausalLMStatistics,
-    check_is_statistics,
-    check_scorable,
-    checked_scores,
-)
+from sonde.policy.scoring.token_statistics import as_statistics, check_scorable, checked_scores
 from sonde.policy.scoring.training_state import preserve_training_state
 from sonde.policy.stats.prompt_noise import PromptNorms, RunningPromptNoise, solve_prompts
 from sonde.probe import Metric, Partners
@@ -144,7 +139,6 @@ class PromptNoiseProbe:
     ) -> None:
         check_is_model(model)
         check_group(process_group)
-        check_is_statistics(token_statistics)
         refuse_hidden_gradients(model)
         if process_group is not None and any(map(is_dtensor, model.parameters())):
             raise ValueError("process_group= is for plain modules, and a sharded model knows its ranks: leave it out")
@@ -152,7 +146,7 @@ class PromptNoiseProbe:
             raise ValueError(f"weighs must be 'completions' or 'tokens', got {weighs!r}")
         self._running = RunningPromptNoise()
         self._model = model
-        self._statistics = CausalLMStatistics() if token_statistics is None else token_statistics
+        self._statistics = as_statistics(token_statistics)
         self._weighs = weighs
         self._process_group, self._mesh = process_group, mesh
         self._ranks: PromptRanks | None = None
@@ -197,17 +191,13 @@ class PromptNoiseProbe:
             return total
 
         with preserve_training_state(self._model), nested_norms(self._model, ranks) as norms:
-
-            def work() -> dict[str, Tensor]:
-                counts = torch.tensor([self._counts(rollouts, rows) for rows in prompts], dtype=torch.float64)
-                return {
-                    "prompt": torch.tensor([int(rollouts.prompt[rows[0]]) for rows in prompts]),
-                    "data_rank": torch.full((len(prompts),), ranks.data.rank),
-                    "sq_norms": norms.add(objective, prompts).cpu(),
-                    "counts": counts,
-                }
-
-            gathered = gather_from_all_ranks(ranks.everyone, work)
+            own = {
+                "prompt": torch.tensor([int(rollouts.prompt[rows[0]]) for rows in prompts]),
+                "data_rank": torch.full((len(prompts),), ranks.data.rank),
+                "sq_norms": norms.add(objective, prompts).cpu(),
+                "counts": torch.tensor([self._counts(rollouts, rows) for rows in prompts], dtype=torch.float64),
+            }
+            gathered = gather_from_all_ranks(ranks.everyone, lambda: own)
             sq_norm_big = norms.sq_norm_of_sum()
         if not (math.isfinite(sq_norm_big) and bool(gathered["sq_norms"].isfinite().all())):
             raise ValueError(
@@ -220,15 +210,10 @@ class PromptNoiseProbe:
     def _check_responses(self, rollouts: Rollouts, ranks: PromptRanks) -> None:
         """Refuse responses that cannot be measured, on all ranks alike."""
 
-        def check() -> dict[str, Tensor]:
-            check_is_rollouts("the responses", rollouts)
-            rollouts.check_not_empty()
-            check_scorable(rollouts, self._statistics)
-            digest = rollouts.digest() if ranks.data.n_sharing > 1 else 0
-            rollouts.credit()
-            return {"of": torch.tensor([[ranks.data.rank, digest]])}
-
-        of_ranks = gather_from_all_ranks(ranks.everyone, check)["of"]
+        check_scorable("the responses", rollouts, self._statistics)
+        rollouts.credit()
+        own = torch.tensor([[ranks.data.rank, rollouts.digest() if ranks.data.n_sharing > 1 else 0]])
+        of_ranks = gather_from_all_ranks(ranks.everyone, lambda: {"of": own})["of"]
         if len(of_ranks.unique(dim=0)) > ranks.data.n_ranks:
             raise ValueError(
                 "ranks that work on the same responses, as those of tensor parallelism, were given different ones: "
@@ -298,33 +283,23 @@ class PromptNoiseProbe:
         """Does nothing: the probe installs no hooks."""
 
     def _counts(self, rollouts: Rollouts, rows: Tensor) -> list[float]:
-        """w₁, w₂, n₁, n₂ of a prompt's halves. A single completion is the first half, and the second half is 0."""
-        weights = [self._row_weights(rollouts, half) for half in halves(rows)]
-        w, n = [sum(each) for each in weights], [effective_units(each) for each in weights]
-        return [*w, *n] if len(w) == 2 else [*w, 0.0, *n, 0.0]
-
-    def _row_weights(self, rollouts: Rollouts, rows: Tensor) -> list[float]:
-        if self._weighs == "completions":
-            return [1.0] * len(rows)
-        lengths: list[float] = rollouts.mask[rows].sum(1).double().tolist()
-        return lengths
+        """w₁, w₂, n₁, n₂ of a prompt's halves; 0 for the second half of a single completion."""
+        lengths = rollouts.mask.sum(1).double()
+        weights = lengths if self._weighs == "tokens" else torch.ones_like(lengths)
+        of_halves = [weights[half].tolist() for half in (rows[::2], rows[1::2])]
+        return [*map(sum, of_halves), *(effective_units(half) if half else 0.0 for half in of_halves)]
 
 
 def _identity(model: nn.Module, statistics: TokenStatistics, weighs: str) -> dict[str, object]:
     """What is measured, for the saved state. Averages of something else must not be continued."""
     trained = [(clean_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
-    temperature: float | str
-    match getattr(statistics, "temperature", "not known"):
-        case None:
-            temperature = "the responses' own"
-        case Real() as given:
-            temperature = float(given)
-        case _:
-            temperature = "not known"
+    temperature = getattr(statistics, "temperature", "not known")
+    if temperature is None:
+        temperature = "the responses' own"
     return {
         "probe": PromptNoiseProbe.__name__,
         "weighs": weighs,
-        "temperature": temperature,
+        "temperature": float(temperature) if isinstance(temperature, Real) else str(temperature),
         "parameters": parameters_digest(
             [name for name, _ in trained], [None if is_lazy(p) else tuple(p.shape) for _, p in trained]
         ),
@@ -369,12 +344,9 @@ class PromptNoiseProbeConfig:
 
     def attach(self, partners: Partners) -> PromptNoiseProbe:
         """Make the probe."""
-        statistics = partners.token_statistics
-        if statistics is None:
-            statistics = CausalLMStatistics(self.temperature)
         return PromptNoiseProbe(
             partners.model,
-            token_statistics=statistics,
+            token_statistics=as_statistics(partners.token_statistics, self.temperature),
             weighs=self.weighs,
             process_group=partners.process_group,
         )

@@ -8,9 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from sonde.policy.stats.entropy_change import EntropyChange, change_by_gradients, change_of_sequences, change_per_token
+from sonde.policy.stats.entropy_change import (
+    EntropyChange,
+    change_by_gradients,
+    change_of_sequences,
+    change_per_token,
+    sequence_coefficients,
+)
 from sonde.policy.stats.entropy_gradient import Responses, along_tokens, per_token_coefficients
-from sonde.policy.stats.sequence_entropy import sequence_coefficients
 from tests import tiny_policy as tiny
 from tests.policy.stats.tiny_batches import D_H, D_S, DIRECTION, THETA, H, J, S, sampled
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sonde.policy.stats.attribution import NO_PROMPTS, Cause, Causes, CausesOfBatch, split_gradient, split_step
-from sonde.policy.stats.entropy_change import EntropyChange, EntropyObjective, Objective
+from sonde.policy.stats.attribution import Cause, Causes, CausesOfBatch
+from sonde.policy.stats.entropy_change import EntropyChange, EntropyObjective, Objective, SequenceWeights
 from sonde.policy.stats.entropy_forecast import (
     TOO_LARGE,
     AfterStep,
@@ -23,10 +23,8 @@ from sonde.policy.stats.entropy_forecast import (
     entropy_forecast,
 )
 from sonde.policy.stats.entropy_gradient import Responses
-from sonde.policy.stats.importance import FiniteStep, MeasuredChange
+from sonde.policy.stats.importance import FiniteStep, MeasuredChange, Support
 from sonde.policy.stats.own_policy import OwnPolicyTest, why_not_own
-from sonde.policy.stats.prefix_weights import Support
-from sonde.policy.stats.sequence_entropy import SequenceWeights
 from tests.policy.stats.tiny_batches import Scores
 
 # Two prompts with one response each, of 2 tokens with 1 nat each.
@@ -178,12 +176,9 @@ def test_unknown_numbers_are_none_everywhere() -> None:
 
 def test_causes_of_a_step_and_of_gradients() -> None:
     prompts = (Cause(1, -0.2, -0.3, 0.1), Cause(2, 0.1, 0.1, 0.0))
-    assert split_step(-0.5, momentum=-0.25, decay=-0.05, of=CausesOfBatch(prompts)) == Causes(
+    assert Causes.of(-0.5, CausesOfBatch(prompts), momentum=-0.25, decay=-0.05) == Causes(
         -0.25, pytest.approx(-0.2), -0.05, prompts, pytest.approx(0.5)
     )
-    assert split_step(-0.5, momentum=-0.25, decay=0.0, of=NO_PROMPTS) == Causes(-0.25, -0.25, 0.0, (), None)
-    assert split_step(None, momentum=None, decay=0.0, of=CausesOfBatch(prompts)) == Causes(
-        None, None, 0.0, prompts, None
-    )
-    assert split_gradient(-0.1, prompts) == Causes(None, -0.1, 0.0, prompts, pytest.approx(1.0))
-    assert split_gradient(None, prompts).explained is None
+    assert Causes.of(-0.5, CausesOfBatch(), momentum=-0.25) == Causes(-0.25, -0.25, 0.0, (), None)
+    assert Causes.of(-0.1, CausesOfBatch(prompts)) == Causes(None, -0.1, 0.0, prompts, pytest.approx(1.0))
+    assert Causes.of(0.0, CausesOfBatch(prompts)).explained is None

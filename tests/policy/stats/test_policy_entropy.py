@@ -23,7 +23,6 @@ def test_token_and_sequence_weighted_averages_by_hand() -> None:
     assert summary.response_sd == pytest.approx(((0.667**2 + 1.667**2 + 2.333**2) / 2) ** 0.5, rel=1e-3)
     assert [summary.response_quantiles[q] for q in (5, 25, 50, 75, 95)] == pytest.approx([1.1, 1.5, 2.0, 3.5, 4.7])
     assert summary.sequence_sum == pytest.approx((4 + 3 + 5) / 3)
-    assert summary.surprise == pytest.approx((3 + 3 + 4) / 3)
     assert (summary.mean_length, summary.sd_length, summary.longest) == (2.0, 1.0, 3)
     assert summary.at_limit == pytest.approx(1 / 3)
     assert (summary.n_prompts, summary.n_responses, summary.n_tokens) == (2, 3, 6)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sonde.policy.stats.entropy_gradient import Responses
-from sonde.policy.stats.prefix_weights import Support, prefix_log_ratio, support, weights_from
+from sonde.policy.stats.importance import Support, prefix_log_ratio, support, weights_from
 
 
 def test_the_ratio_is_that_of_the_responses_own_tokens_before() -> None:

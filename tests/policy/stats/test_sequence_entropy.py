@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from sonde.policy.stats.entropy_change import depends_on, sequence_coefficients, token_weights
 from sonde.policy.stats.entropy_gradient import Responses
-from sonde.policy.stats.sequence_entropy import depends_on, sequence_coefficients, token_weights
 from tests import tiny_policy as tiny
 from tests.policy.stats.tiny_batches import THETA, H, J, P, S, sampled
 

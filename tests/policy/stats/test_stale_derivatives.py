@@ -9,8 +9,7 @@ import torch
 
 from sonde.policy.stats.entropy_change import EntropyChange, EntropyObjective, change_per_token
 from sonde.policy.stats.entropy_gradient import Responses, along_tokens, per_token_coefficients
-from sonde.policy.stats.importance import change_by_finite_step, fixed_prefix_change
-from sonde.policy.stats.prefix_weights import prefix_weights
+from sonde.policy.stats.importance import change_by_finite_step, fixed_prefix_change, prefix_weights
 from tests import tiny_policy as tiny
 from tests.policy.stats.tiny_batches import D_H, D_S, DIRECTION, THETA, H, J, S, sampled, scores_at, uniform_log_prob
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -40,7 +40,7 @@ def has_second_moment(optimizer: Any) -> bool:
     """
     if why := why_no_forecast(optimizer):
         raise ValueError(why)
-    return _RULES[type(unwrap_optimizer(optimizer))].has_second_moment
+    return _RULES[type(unwrap_optimizer(optimizer))] is _adam
 
 
 def has_sparse_gradient(parameters: Iterable[Tensor]) -> bool:
@@ -80,7 +80,7 @@ def each_step(
     optimizer = unwrap_optimizer(optimizer)
     if why := why_no_forecast(optimizer):
         raise ValueError(why)
-    rule = _RULES[type(optimizer)].step
+    rule = _RULES[type(optimizer)]
     wanted = None if of is None else {id(p) for p in of}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -130,12 +130,7 @@ def widened(tensor: Tensor) -> Tensor:
 
 
 def _sgd(
-    parameter: Tensor,
-    gradient: Tensor,
-    linear: Tensor,
-    group: Mapping[str, Any],
-    state: Mapping[str, Any],
-    part: Part,
+    parameter: Tensor, gradient: Tensor, linear: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], part: Part
 ) -> Tensor:
     """−lr·b, b = μ b_old + (1 − dampening)(g + λθ), or with Nesterov −lr·((g + λθ) + μ b)."""
     momentum, old = group["momentum"], state.get("momentum_buffer")
@@ -147,18 +142,13 @@ def _sgd(
     if group["nesterov"]:
         on_old, on_new = momentum * on_old, 1.0 + momentum * on_new
     before = torch.zeros_like(gradient) if old is None else widened(old)
-    parts = _Parts(on_old * before, on_new * linear, on_new * group["weight_decay"] * widened(parameter))
-    step: Tensor = -number_of(group["lr"]) * parts.take(part)
+    decay = on_new * group["weight_decay"] * widened(parameter)
+    step: Tensor = -number_of(group["lr"]) * _take(part, on_old * before, on_new * linear, decay)
     return step
 
 
 def _adam(
-    parameter: Tensor,
-    gradient: Tensor,
-    linear: Tensor,
-    group: Mapping[str, Any],
-    state: Mapping[str, Any],
-    part: Part,
+    parameter: Tensor, gradient: Tensor, linear: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], part: Part
 ) -> Tensor:
     """−(lr/(1 − β₁ᵗ))·m/(√(v/(1 − β₂ᵗ)) + ε), m and v with this gradient; weight decay in g, or decoupled in AdamW."""
     (beta1, beta2), lr, decay = group["betas"], number_of(group["lr"]), group["weight_decay"]
@@ -177,8 +167,8 @@ def _adam(
     # Adam's weight decay is part of the gradient, and so of the first moment. AdamW's is added to the finished step.
     new = 1.0 - beta1
     in_gradient = 0.0 if is_decoupled else decay
-    parts = _Parts(beta1 * m, new * linear, new * in_gradient * theta)
-    step: Tensor = -(lr / (1.0 - beta1**n_steps)) * parts.take(part) / root
+    first = _take(part, beta1 * m, new * linear, new * in_gradient * theta)
+    step: Tensor = -(lr / (1.0 - beta1**n_steps)) * first / root
     if is_decoupled and part in ("all", "decay"):
         step = step - lr * decay * theta
     return step
@@ -199,22 +189,17 @@ def second_after(whole: Tensor, group: Mapping[str, Any], state: Mapping[str, An
     return v.add_(widened(state["exp_avg_sq"]), alpha=beta2) if state else v
 
 
-class _Rule(NamedTuple):
-    """How one kind of optimizer steps.
-
-    Attributes:
-        step: its step of one parameter, as `_sgd` and `_adam` give it.
-        has_second_moment: whether it preconditions gradients by `exp_avg_sq`, as Adam does.
-    """
-
-    step: Callable[..., Tensor]
-    has_second_moment: bool
+def _take(part: Part, momentum: Tensor, batch: Tensor, decay: Tensor) -> Tensor:
+    """One term of a step before the learning rate scales it, or the sum of all."""
+    if part == "all":
+        return momentum + batch + decay
+    return {"momentum": momentum, "batch": batch, "decay": decay}[part]
 
 
-_RULES: dict[type, _Rule] = {
-    torch.optim.SGD: _Rule(_sgd, has_second_moment=False),
-    torch.optim.Adam: _Rule(_adam, has_second_moment=True),
-    torch.optim.AdamW: _Rule(_adam, has_second_moment=True),
+_RULES = {
+    torch.optim.SGD: _sgd,
+    torch.optim.Adam: _adam,
+    torch.optim.AdamW: _adam,
 }
 """The optimizers whose step can be forecast. To add one, write its function and its line here."""
 
@@ -229,19 +214,6 @@ def number_of(value: Any) -> Any:
     if isinstance(value, Tensor) and value.device.type != "cpu":
         return value.double()
     return float(value)
-
-
-class _Parts:
-    """The terms that add up to a step before the learning rate scales it."""
-
-    def __init__(self, momentum: Tensor, batch: Tensor, decay: Tensor) -> None:
-        self._parts = {"momentum": momentum, "batch": batch, "decay": decay}
-
-    def take(self, part: Part) -> Tensor:
-        """One term, or the sum of all."""
-        if part != "all":
-            return self._parts[part]
-        return self._parts["momentum"] + self._parts["batch"] + self._parts["decay"]
 
 
 @torch.no_grad()

@@ -15,10 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from sonde.parallel.gathered import fsdp_groups, fsdp_states
-from sonde.parallel.placements import reshard
+from sonde.parallel.placements import is_fully_sharded, reshard
 
 Precision = Literal["float32", "model"]
 """In which arithmetic responses are scored: in 32 bits at least, or as the model computes."""
+
+Replaced = tuple[nn.Module, str, Tensor]
+"""A parameter or buffer, and the module and the name it has its place in."""
 
 NARROW = (torch.bfloat16, torch.float16)
 """The dtypes of 16 bits."""
@@ -35,17 +38,20 @@ def in_float32(
 ) -> Iterator[set[nn.Module]]:
     """Forwards of the model compute in 32 bits inside. Afterwards it has its own parameters again, whatever fails.
 
-    Yields the modules whose parameters were converted so far.
-
     Args:
-        model: not sharded, and inside no wrapper.
-        device_type: of its parameters, for autocast.
-        residuals: what is added to parameters after they were converted: the part of a step that 16 bits do not hold.
+        model: plain, in DDP, or cut by FSDP2.
+        device_type: of the model, such as "cuda".
+        residuals: added to parameters of 16 bits while they are converted.
+
+    Yields:
+        The modules whose parameters were converted so far, filled as their forwards run; none under FSDP2, which
+        gathers in 32 bits.
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(without_autocast(model, device_type))
+    with without_autocast(model, device_type), contextlib.ExitStack() as stack:
         converted = set[nn.Module]()
-        if narrow_parameter(model) is not None:
+        if any(map(is_fully_sharded, model.modules())):
+            stack.enter_context(gathered_in_float32(model, residuals))
+        elif narrow_parameter(model) is not None:
             converted = stack.enter_context(_widened_blocks(model, residuals or {}))
         yield converted
 
@@ -72,16 +78,21 @@ def without_autocast(model: nn.Module, device_type: str) -> Iterator[None]:
 def _widened_blocks(model: nn.Module, residuals: Mapping[Tensor, Tensor]) -> Iterator[set[nn.Module]]:
     """Each block has parameters of 32 bits while its forward runs. Yields the blocks that have run so far."""
     converted = set[nn.Module]()
-    running: list[tuple[nn.Module, _Widened]] = []
+    running: list[tuple[nn.Module, list[Replaced]]] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        running.append((module, _Widened(blocks[module], residuals)))
+        running.append((module, []))
+        _widen_parameters(blocks[module], residuals, running[-1][1])
         converted.add(module)
         return _widen(args), _widen(kwargs)
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        if running and running[-1][0] is module:  # not if `before` has failed
-            running.pop()[1].restore()
+        if running and running[-1][0] is module:  # not if a hook before `before` has failed
+            restore()
+
+    def restore() -> None:
+        for changed in running.pop()[1]:
+            _replace(*changed)
 
     blocks = _blocks(model)
     with contextlib.ExitStack() as stack:
@@ -92,7 +103,7 @@ def _widened_blocks(model: nn.Module, residuals: Mapping[Tensor, Tensor]) -> Ite
             yield converted
         finally:
             while running:  # of blocks whose own forward never ended
-                running.pop()[1].restore()
+                restore()
 
 
 def _blocks(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
@@ -117,31 +128,23 @@ def _blocks(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
     return blocks
 
 
-class _Widened:
-    """The parameters and buffers of 16 bits of some modules, replaced by copies of 32 bits until `restore`."""
-
-    def __init__(self, modules: list[nn.Module], residuals: Mapping[Tensor, Tensor]) -> None:
-        self._replaced: list[tuple[nn.Module, str, Tensor]] = []
-        copies: dict[Tensor, Tensor] = {}
-        for module in modules:
-            # Lists, since the modules change below.
-            for name, tensor in [
-                *module.named_parameters("", recurse=False, remove_duplicate=False),
-                *module.named_buffers("", recurse=False, remove_duplicate=False),
-            ]:
-                if tensor.dtype not in NARROW:
-                    continue
-                if tensor not in copies:
-                    copies[tensor] = tensor.float()
-                    if (rest := residuals.get(tensor)) is not None:
-                        copies[tensor] = copies[tensor] + rest
-                self._replaced.append((module, name, tensor))
-                _replace(module, name, copies[tensor])
-
-    def restore(self) -> None:
-        """Give the modules their own parameters back."""
-        for module, name, tensor in self._replaced:
-            _replace(module, name, tensor)
+def _widen_parameters(modules: list[nn.Module], residuals: Mapping[Tensor, Tensor], replaced: list[Replaced]) -> None:
+    """Put copies of 32 bits in the place of the modules' parameters and buffers of 16, and note what they replace."""
+    copies: dict[Tensor, Tensor] = {}
+    for module in modules:
+        # Lists, since the modules change below.
+        for name, tensor in [
+            *module.named_parameters("", recurse=False, remove_duplicate=False),
+            *module.named_buffers("", recurse=False, remove_duplicate=False),
+        ]:
+            if tensor.dtype not in NARROW:
+                continue
+            if tensor not in copies:
+                copies[tensor] = tensor.float()
+                if (rest := residuals.get(tensor)) is not None:
+                    copies[tensor] = copies[tensor] + rest
+            replaced.append((module, name, tensor))
+            _replace(module, name, copies[tensor])
 
 
 def _replace(module: nn.Module, name: str, tensor: Tensor) -> None:

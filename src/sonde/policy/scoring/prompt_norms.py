@@ -8,9 +8,10 @@ FSDP2 itself adds the prompts up, in shards.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from sonde.gradient_norm.clip import measure_and_clip
 from sonde.gradient_norm.plan import NormPlan
 from sonde.parallel.data_ranks import DataRanks
 from sonde.parallel.gathered import gathered_parameters
+from sonde.parallel.model_state import preserve_gradients
 from sonde.parallel.placements import is_dtensor, is_fully_sharded, local_tensor, stage_ranks
 from sonde.parallel.process_groups import gather_from_all_ranks, group_over, start_reduce
 from sonde.parallel.wrappers import find_wrapper
@@ -29,7 +31,6 @@ from sonde.policy.scoring.summed_gradient import (
     check_no_other_hook,
     check_nothing_waits,
     divisors_of,
-    gradients_set_aside,
     gradients_taken,
     reduces_every_backward,
 )
@@ -37,7 +38,6 @@ from sonde.policy.scoring.summed_gradient import (
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-T = TypeVar("T")
 Objective = Callable[[Tensor], Tensor]
 """Makes a 0-dim tensor of rows, [rows]; additive over rows."""
 Watched = Callable[[Callable[[int, Tensor], None]], contextlib.AbstractContextManager[None]]
@@ -63,11 +63,6 @@ class NestedNorms(Protocol):
         """The squared norm of the sum over all prompts of all ranks, on every rank."""
 
 
-def halves(rows: Tensor) -> list[Tensor]:
-    """Every second row, and the others; one half if there is a single row."""
-    return [half for half in (rows[::2], rows[1::2]) if len(half)]
-
-
 @contextlib.contextmanager
 def nested_norms(model: nn.Module, ranks: PromptRanks) -> Iterator[NestedNorms]:
     """Norms of a model, in the way that fits it. On exit, each parameter has its former `.grad` back.
@@ -84,12 +79,12 @@ def nested_norms(model: nn.Module, ranks: PromptRanks) -> Iterator[NestedNorms]:
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     leaves: list[Tensor] = [gathered.get(id(p), p) for p in named.values()]
     if not any(map(is_fully_sharded, model.modules())):
-        with gradients_set_aside(leaves):
+        with preserve_gradients(leaves):
             yield BufferedNorms(model, leaves, ranks)
         return
     check_no_other_hook(list(named.values()))
     check_nothing_waits(model)
-    with gradients_set_aside([*named.values(), *leaves]), reduces_every_backward(model):
+    with preserve_gradients([*named.values(), *leaves]), reduces_every_backward(model):
         yield FullyShardedNorms(model, named, leaves, ranks)
 
 
@@ -118,8 +113,9 @@ class BufferedNorms:
         squares = torch.zeros(len(prompts), 3, dtype=torch.float64, device=self._all.device)
         for of_prompt, rows in zip(squares, prompts, strict=True):
             self._whole.zero_()
-            for column, half in enumerate(halves(rows), 1):
-                of_prompt[column] = self._half(objective, half)
+            for column, half in ((1, rows[::2]), (2, rows[1::2])):
+                if len(half):
+                    of_prompt[column] = self._half(objective, half)
             self._all.add_(self._whole)
             of_prompt[0] = self._square(self._parts_of_whole)
         return squares
@@ -128,19 +124,13 @@ class BufferedNorms:
         """Add a half's gradient to the prompt's; returns its square, 0-dim."""
         square = self._all.new_zeros((), dtype=torch.float64)
 
-        def take(index: int, grad: Tensor) -> None:
-            # A half's square is known parameter by parameter; the prompt's needs the sum over its halves first.
-            if (part := self._counted.take(index, grad)) is not None:
-                add(index, part)
-
         def add(index: int, part: Tensor) -> None:
+            # A half's square is known parameter by parameter; the prompt's needs the sum over its halves first.
             square.add_(_square(part))
             self._parts_of_whole[index].add_(part.reshape(-1))
 
-        with gradients_taken(self._model, self._parameters, take), torch.enable_grad():
-            objective(rows).backward()
-        for index, part in self._counted.of_partial().items():
-            add(index, part)
+        watched = functools.partial(gradients_taken, self._model, self._parameters)
+        self._counted.of_backward(lambda: objective(rows), watched, add)
         return square
 
     def _square(self, parts: Sequence[Tensor]) -> Tensor:
@@ -180,38 +170,27 @@ class FullyShardedNorms:
         self._counted = _CountedParts(leaves, ranks)
 
     def add(self, objective: Objective, prompts: Sequence[Tensor]) -> Tensor:
-        """One backward for each half that is not the whole prompt, then one for each prompt."""
+        """A backward for each prompt, and one for each half unless every prompt has a single row."""
+        sizes = torch.tensor([[len(prompts), max(map(len, prompts))]])
+        most, longest = gather_from_all_ranks(self._ranks.everyone, lambda: {"n": sizes})["n"].amax(0).tolist()
         device = local_tensor(self._leaves[0]).device
         squares = torch.zeros(len(prompts), 3, dtype=torch.float64, device=device)
-        split = [
-            (k, column, half)
-            for k, rows in enumerate(prompts)
-            if len(rows) > 1
-            for column, half in enumerate(halves(rows), 1)
-        ]
-        whole = [(k, 0, rows) for k, rows in enumerate(prompts)]
-        counts = torch.tensor([[len(split), len(whole)]])
-        most = gather_from_all_ranks(self._ranks.everyone, lambda: {"n": counts})["n"].amax(0).tolist()
-        for batches, n, watched in zip((split, whole), most, (self._taken, self._watched), strict=True):
-            for weight, (k, column, rows) in _padded(batches, whole[-1], n):
-                square = self._square(objective, rows, weight, watched)
-                squares[k, column] = square if weight else squares[k, column]
-        is_single = torch.tensor([len(rows) == 1 for rows in prompts], device=device)
-        squares[:, 1] = torch.where(is_single, squares[:, 0], squares[:, 1])
+        for k in range(most):
+            # Every pass needs all ranks: one without a prompt or a half left takes another, which weighs 0.
+            is_own, rows = k < len(prompts), prompts[min(k, len(prompts) - 1)]
+            for column, part in enumerate((rows, rows[::2], rows[1::2]) if longest > 1 else (rows,)):
+                counts = is_own and len(part) > 0
+                watched = self._taken if column else self._watched
+                square = self._square(objective, part if counts else rows, float(counts), watched)
+                if counts:
+                    squares[k, column] = square
         return squares
 
     def _square(self, objective: Objective, rows: Tensor, weight: float, watched: Watched) -> Tensor:
         """The square of a gradient; 0-dim."""
-        squares: list[Tensor] = []
-
-        def take(index: int, grad: Tensor) -> None:
-            if (part := self._counted.take(index, grad)) is not None:
-                squares.append(_square(part))
-
-        with watched(take), torch.enable_grad():
-            (weight * objective(rows)).backward()
-        squares += [_square(part) for part in self._counted.of_partial().values()]
-        return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+        square = torch.zeros((), dtype=torch.float64, device=local_tensor(self._leaves[0]).device)
+        self._counted.of_backward(lambda: weight * objective(rows), watched, lambda _, part: square.add_(_square(part)))
+        return square
 
     def _taken(self, take: Callable[[int, Tensor], None]) -> contextlib.AbstractContextManager[None]:
         """Gradients are taken before FSDP2 sees them."""
@@ -222,7 +201,7 @@ class FullyShardedNorms:
         """Gradients are seen, and FSDP2 then adds them to `.grad`."""
         with contextlib.ExitStack() as stack:
             for index, leaf in enumerate(self._leaves):
-                stack.callback(leaf.register_hook(_with_index(take, index)).remove)
+                stack.callback(leaf.register_hook(functools.partial(take, index)).remove)
             yield
 
     def sq_norm_of_sum(self) -> float:
@@ -263,31 +242,27 @@ class _CountedParts:
     def __init__(self, leaves: Sequence[Tensor], ranks: PromptRanks) -> None:
         is_cut = ranks.data.n_sharing > 1 or any(map(is_dtensor, leaves))
         self._cut = CutGradients(leaves, ranks.data.first_sharing) if is_cut else None
-        self._partial: dict[int, Tensor] = {}
 
-    def take(self, index: int, grad: Tensor) -> Tensor | None:
-        """This rank's part of a gradient; None if it waits, or counts on another rank."""
-        return grad if self._cut is None else self._cut.part(index, grad, self._partial)
+    def of_backward(
+        self, objective: Callable[[], Tensor], watched: Watched, use: Callable[[int, Tensor], object]
+    ) -> None:
+        """Give `use` this rank's parts of the gradients of one backward. All ranks that share them call this."""
+        partial: dict[int, Tensor] = {}
 
-    def of_partial(self) -> dict[int, Tensor]:
-        """This rank's parts of the gradients that waited, by index. All ranks that share them have to call this."""
-        partial, self._partial = self._partial, {}
-        return {} if self._cut is None else self._cut.sum_partial(partial)
+        def take(index: int, grad: Tensor) -> None:
+            part = grad if self._cut is None else self._cut.part(index, grad, partial)
+            if part is not None:  # it does not wait, and counts on this rank
+                use(index, part)
+
+        with watched(take), torch.enable_grad():
+            objective().backward()
+        for index, part in ({} if self._cut is None else self._cut.sum_partial(partial)).items():
+            use(index, part)
 
 
 def _square(part: Tensor) -> Tensor:
     """The squared norm of what a rank counts of one gradient; 0-dim, fp64."""
     return norms_of_rows(part).double().square().sum()
-
-
-def _with_index(take: Callable[[int, Tensor], None], index: int) -> Callable[[Tensor], None]:
-    return lambda grad: take(index, grad)
-
-
-def _padded(batches: Sequence[T], spare: T, n: int) -> Iterator[tuple[float, T]]:
-    """The batches with weight 1, and a spare one with weight 0 for each that is missing from n."""
-    yield from ((1.0, batch) for batch in batches)
-    yield from ((0.0, spare) for _ in range(n - len(batches)))
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,6 @@ _SHAPES = {
     "log_prob": "[responses, tokens]",
     "entropy_bonus": "[responses, tokens]",
 }
-_PACKED_SHAPES = {
-    "mask": "[tokens] or [1, tokens]",
-    "prompt": "[responses]",
-    "advantage": "[responses] or [tokens]",
-    "weight": "[tokens]",
-    "log_prob": "[tokens]",
-    "entropy_bonus": "[responses] or [tokens]",
-}
 _OPTIONAL = ("advantage", "weight", "log_prob", "entropy_bonus")
 BONUS = "entropy bonus"
 """The name of its part of a change."""
@@ -61,7 +53,6 @@ class Rollouts:
             weighted by them. Values outside the mask are ignored.
         temperature: the temperature of sampling, or of each response or token; a number, [responses] or [responses,
             tokens].
-        is_truncated: whether sampling left out tokens in another way than the next three, which sonde cannot score.
         texts: each prompt's text by its number, for tables.
         top_p: sampling took the likeliest tokens alone, as many as have this probability together; 1 for all tokens.
         top_k: sampling took so many of the likeliest tokens alone; 0 for all tokens.
@@ -90,7 +81,6 @@ class Rollouts:
     weight: Tensor | None = None
     log_prob: Tensor | None = None
     temperature: float | Tensor = 1.0
-    is_truncated: bool = False
     texts: Mapping[int, str] = field(default_factory=dict)
     top_p: float | None = 1.0
     top_k: int | None = 0
@@ -106,8 +96,6 @@ class Rollouts:
             if (tensor := getattr(self, name)).dim() != n_dims:
                 raise ValueError(f"{name} must be {_SHAPES[name]}, got {list(tensor.shape)}")
         _check_mask(self.mask)
-        if not isinstance(self.is_truncated, bool):
-            raise ValueError(f"is_truncated must be True or False, got {self.is_truncated!r:.60}")
         _check_truncation(self.top_p, self.top_k, self.min_p)
         if self.mask.shape[:1] == (0,):
             return  # an error here would be raised on this rank alone: the probes refuse it, on all ranks
@@ -134,16 +122,12 @@ class Rollouts:
 
     def _check_temperature(self, responses: Responses) -> None:
         given = self.temperature
-        if isinstance(given, Tensor):
-            positive = responses.tokens("temperature", self.per_token("temperature").cpu())[responses.mask] > 0
-            if bool(positive.all()):
-                return
-            given = float(given.min())
-        if not isinstance(given, Real) or isinstance(given, bool):
+        if not isinstance(given, (Real, Tensor)) or isinstance(given, bool):
             raise ValueError(f"temperature must be a number or a tensor, got {given!r}: pass that of sampling")
-        if not 0 < given < math.inf:
+        sampled = responses.tokens("temperature", self.per_token("temperature").cpu())[responses.mask]
+        if not bool((sampled > 0).all()):
             raise ValueError(
-                f"temperature must be positive and finite, got {given!r}: greedy decoding has no entropy to measure"
+                f"temperature must be positive, got {float(sampled.min())}: greedy decoding has no entropy to measure"
             )
 
     @classmethod
@@ -154,17 +138,7 @@ class Rollouts:
         prompt: Tensor,
         *,
         cu_seqlens: Tensor | None = None,
-        advantage: Tensor | None = None,
-        weight: Tensor | None = None,
-        log_prob: Tensor | None = None,
-        temperature: float | Tensor = 1.0,
-        top_p: float | None = 1.0,
-        top_k: int | None = 0,
-        min_p: float | None = 0.0,
-        is_truncated: bool = False,
-        texts: Mapping[int, str] | None = None,
-        entropy_bonus: Tensor | None = None,
-        terms: Mapping[str, Tensor] | None = None,
+        **fields: Any,
     ) -> Self:
         """Responses that lie one after another in one row, each behind its prompt: a row each here, padded at its end.
 
@@ -177,14 +151,7 @@ class Rollouts:
             prompt: each response's prompt, [responses].
             cu_seqlens: where responses begin, and where the last one ends; [responses + 1]. By default they begin where
                 `position_ids` is 0. A tail without a sampled token is padding, which `prompt` has no number for.
-            advantage: of each response or token; [responses] or [tokens].
-            weight: [tokens].
-            log_prob: [tokens].
-            temperature: of sampling; a number, [responses] or [tokens].
-            top_p: as for `Rollouts`; so are `top_k`, `min_p` and `is_truncated`.
-            texts: as for `Rollouts`.
-            entropy_bonus: as for `Rollouts`, [responses] or [tokens].
-            terms: as for `Rollouts`, each [tokens].
+            **fields: the other fields of `Rollouts`. Values of each token are [tokens] or [1, tokens].
 
         Raises:
             ValueError: if lengths disagree, or a response has no sampled token or no token before it.
@@ -197,28 +164,17 @@ class Rollouts:
             >>> made.inputs["input_ids"].tolist(), made.mask.tolist()
             ([[5, 6, 7, 2], [5, 6, 2, 0]], [[True, True], [True, False]])
         """
-        given = {"mask": mask, "prompt": prompt, "advantage": advantage, "weight": weight, "log_prob": log_prob}
-        _check_types(inputs, given | {"entropy_bonus": entropy_bonus}, _PACKED_SHAPES)
-        _check_terms(terms or {})
-        if cu_seqlens is not None:
-            _check_types({}, {"cu_seqlens": cu_seqlens}, {"cu_seqlens": "[responses + 1]"})
-        _check_mask(mask)
-        of_terms = {name: f"terms[{name!r}]" for name in terms or {}}
-        per_token = {"mask": mask.bool(), "weight": weight, "log_prob": log_prob}
-        per_token |= {key: terms[name] for name, key in of_terms.items()} if terms else {}
-        per_response: dict[str, Any] = {
-            "advantage": advantage,
-            "temperature": temperature,
-            "entropy_bonus": entropy_bonus,
-        }
-        per_token |= {
-            name: value
-            for name, value in per_response.items()
-            if isinstance(value, Tensor) and value.dim() and value.shape != prompt.shape
-        }
+        _check_types(inputs, {"prompt": prompt}, _SHAPES)
         bounds = _bounds(inputs, cu_seqlens)
+        terms = fields.pop("terms", {})
+        _check_terms(terms)
+        # What has a number for each response stays as it is.
+        per_token = {n: t for n, t in fields.items() if isinstance(t, Tensor) and t.dim() and t.shape != prompt.shape}
+        per_token |= {"mask": mask} | {f"terms[{name!r}]": term for name, term in terms.items()}
         length = inputs["input_ids"].numel()
-        flat = {n: _flat(n, t, length) for n, t in (dict(inputs) | per_token).items() if t is not None}
+        flat = {n: _flat(n, t, length) for n, t in (dict(inputs) | per_token).items()}
+        _check_mask(flat["mask"])
+        flat["mask"] = flat["mask"].bool()
         while len(bounds) > len(prompt) and not bool(flat["mask"][slice(*bounds[-1])].any()):
             del bounds[-1]  # padding
         if len(bounds) != len(prompt):
@@ -243,11 +199,9 @@ class Rollouts:
         cut = {n: rows(t, begins if n in per_token else 0) for n, t in flat.items()}
         if "temperature" in cut:  # no token was sampled outside the mask, so none of them is cold
             cut["temperature"].masked_fill_(~cut["mask"], 1.0)
-        values = per_response | {n: t for n, t in cut.items() if n in per_token}
-        values["terms"] = {name: values.pop(key) for name, key in of_terms.items()}
         made = {n: t for n, t in cut.items() if n in inputs and n not in _MADE_ANEW}
-        values |= {"top_p": top_p, "top_k": top_k, "min_p": min_p, "is_truncated": is_truncated}
-        return cls(made, prompt=prompt, texts=texts or {}, **values)
+        values = fields | {n: t for n, t in cut.items() if n in fields}
+        return cls(made, cut["mask"], prompt, terms={n: cut[f"terms[{n!r}]"] for n in terms}, **values)
 
     def __len__(self) -> int:
         return len(self.mask)
@@ -268,18 +222,6 @@ class Rollouts:
         """The same responses, to be scored as a loss scores them: trainers take log-probabilities of all tokens."""
         return dataclasses.replace(self, **_NO_TRUNCATION) if self.truncation else self
 
-    def check_not_empty(self) -> None:
-        """Refuse rollouts without responses.
-
-        Raises:
-            ValueError: if there is no response.
-        """
-        if not len(self):
-            raise ValueError(
-                "a rank has no response, expected at least one on each rank: give it some of the other ranks' "
-                "responses, or pass the ranks that have responses as process_group="
-            )
-
     def digest(self) -> int:
         """A number that differs where inputs, masks, prompts, advantages or weights do; waits for the device."""
         named = {**self.inputs, **self.terms, "mask": self.mask, "prompt": self.prompt}
@@ -290,23 +232,6 @@ class Rollouts:
     def responses(self) -> Responses:
         """The mask and the prompts, for equations; on the CPU."""
         return Responses(self.mask.cpu(), self.prompt.cpu())
-
-    def n_that_differ(self, other: Rollouts) -> int:
-        """How many responses differ from those in the same rows of `other`; the padding behind them does not count."""
-        if len(self) != len(other):
-            return max(len(self), len(other))
-        differs = torch.zeros(len(self), dtype=torch.bool)
-        pairs = [(self.mask.bool(), other.mask.bool())]
-        pairs += [(mine, other.inputs[name]) for name, mine in self.inputs.items() if name in other.inputs]
-        for mine, theirs in pairs:
-            mine, theirs = mine.cpu(), theirs.cpu()
-            if mine.dim() > 1 and mine.shape[1] != theirs.shape[1]:  # padded to different widths
-                width = min(mine.shape[1], theirs.shape[1])
-                if mine.dtype == torch.bool:  # the masks: a token beyond the other's width is a difference
-                    differs |= mine[:, width:].any(1) | theirs[:, width:].any(1)
-                mine, theirs = mine[:, :width], theirs[:, :width]
-            differs |= (mine != theirs).reshape(len(self), -1).any(1)
-        return int(differs.sum())
 
     def credit(self) -> Tensor:
         """Advantage × weight, 0 where no token was sampled; [responses, tokens], fp64.
@@ -425,6 +350,7 @@ def _bounds(inputs: Mapping[str, Tensor], cu_seqlens: Tensor | None) -> list[tup
         raise ValueError(f"packed rows need 'input_ids', got {sorted(inputs)}: add it to inputs")
     n = len(_flat("input_ids", inputs["input_ids"], None))
     if cu_seqlens is not None:
+        _check_types({}, {"cu_seqlens": cu_seqlens}, {"cu_seqlens": "[responses + 1]"})
         if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
             raise ValueError(
                 f"cu_seqlens must be whole numbers, [responses + 1], got {list(cu_seqlens.shape)} of "

@@ -12,23 +12,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.parallel.placements import is_fully_sharded, reshard
-from sonde.parallel.process_groups import Tokens, gather_from_all_ranks
+from sonde.parallel.process_groups import Tokens, gather_from_all_ranks, start_reduce
 from sonde.parallel.unwrap import unwrap_model
 from sonde.policy.scoring.directional_derivatives import LOST_IN_ROUNDING, derivatives_along
 from sonde.policy.scoring.optimizer_step import Direction
 from sonde.policy.scoring.precision import (
     NARROW,
     Precision,
-    gathered_in_float32,
     gathers_narrow,
     has_run,
     in_float32,
     narrow_parameter,
     why_not_in_float32,
-    without_autocast,
 )
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
-from sonde.policy.scoring.summed_gradient import GradientSum, summed_gradient
+from sonde.policy.scoring.summed_gradient import summed_gradient
 from sonde.policy.scoring.token_statistics import checked_scores
 from sonde.policy.scoring.training_state import checkpointing
 from sonde.policy.stats.entropy_gradient import Along, Coefficients, Responses, along_tokens
@@ -155,12 +153,8 @@ class Scorer:
             yield ()
             return
         device = next(self._model.parameters()).device
-        if not self._is_sharded:
-            with in_float32(self._model, device.type, self._residuals) as converted:
-                yield converted
-            return
-        with without_autocast(self._model, device.type), gathered_in_float32(self._model, self._residuals):
-            yield ()
+        with in_float32(self._model, device.type, self._residuals) as converted:
+            yield converted
 
     @torch.no_grad()
     def scored(self, rollouts: Rollouts, before: Scored | None = None) -> Scored:
@@ -191,21 +185,23 @@ class Scorer:
         scores_of = (log_prob, entropy, tokens.get("sampled"), outside)
         return Scored(batch.rollouts, batch.responses, batch.rows, *scores_of)
 
-    def credited(self, rollouts: Rollouts) -> tuple[Batch, Tensor]:
-        """The responses of all ranks, and advantage × weight of their tokens, [responses, tokens]. Scores nothing."""
-        batch, tokens = self._gathered(rollouts, lambda: {"credit": rollouts.credit().cpu()})
-        return batch, tokens["credit"]
+    def credited(self, rollouts: Rollouts) -> tuple[Batch, Tensor, dict[str, Coefficients]]:
+        """What a loss makes of the responses of all ranks. Scores nothing.
 
-    def other_terms(self, rollouts: Rollouts) -> dict[str, Coefficients]:
-        """Of each other term of the loss, factors of the scores of all ranks' tokens; [responses, tokens]."""
+        Returns:
+            The responses; advantage × weight of their tokens, [responses, tokens]; and of each other term of the loss,
+            factors of the scores of their tokens.
+        """
+        terms = rollouts.other_terms()
 
-        found = rollouts.other_terms()
-        if not found:
-            return {}
-        own: Tokens = {f"s {name}": on_log_prob.cpu() for name, (on_log_prob, _) in found.items()}
-        own |= {f"h {name}": on_entropy.cpu() for name, (_, on_entropy) in found.items()}
-        tokens = gather_from_all_ranks(self._group, lambda: own)
-        return {name: Coefficients(tokens[f"h {name}"], tokens[f"s {name}"]) for name in found}
+        def values() -> Tokens:
+            of_terms = {f"s {name}": on_log_prob.cpu() for name, (on_log_prob, _) in terms.items()}
+            of_terms |= {f"h {name}": on_entropy.cpu() for name, (_, on_entropy) in terms.items()}
+            return of_terms | {"credit": rollouts.credit().cpu()}
+
+        batch, tokens = self._gathered(rollouts, values)
+        others = {name: Coefficients(tokens[f"h {name}"], tokens[f"s {name}"]) for name in terms}
+        return batch, tokens["credit"], others
 
     def _gathered(self, rollouts: Rollouts, of_tokens: Callable[[], Tokens]) -> tuple[Batch, Tokens]:
         """The responses of all ranks, with values of each token from every rank."""
@@ -246,24 +242,14 @@ class Scorer:
             with self.adding(narrow), self._arithmetic():
                 return [tuple(out.clone() for out in self._outputs(batch)) for batch in of]
 
-        def work() -> Tokens:
-            made = derivatives_along(passes, self._model, direction, batches, pilot=pilot)
-            tokens = self._in_order(rollouts, made.batches, ("d_log_prob", "d_entropy"))
-            is_finite = all(bool(values.isfinite().all()) for values in tokens.values())
-            tokens = {name: values.nan_to_num(0.0, 0.0, 0.0) for name, values in tokens.items()}
-            return tokens | {"is_lost": torch.tensor([bool(made.doubt) or not is_finite])}
-
-        tokens = gather_from_all_ranks(self._group, work)
+        made = derivatives_along(passes, self._model, direction, batches, pilot=pilot)
+        own = self._in_order(rollouts, made.batches, ("d_log_prob", "d_entropy"))
+        is_finite = all(bool(values.isfinite().all()) for values in own.values())
+        own = {name: values.nan_to_num(0.0, 0.0, 0.0) for name, values in own.items()}
+        own["is_lost"] = torch.tensor([bool(made.doubt) or not is_finite])
+        tokens = gather_from_all_ranks(self._group, lambda: own)
         along = along_tokens(tokens["d_entropy"], tokens["d_log_prob"], scored.responses)
         return ScoreDerivatives(along, LOST_IN_ROUNDING if bool(tokens["is_lost"].any()) else "")
-
-    def n_that_differ(self, first: Rollouts, second: Rollouts) -> int:
-        """How many of all ranks' responses differ between two samples of the same prompts, row by row."""
-        return int(self.everywhere("differ", lambda: torch.tensor([first.n_that_differ(second)])).sum())
-
-    def everywhere(self, name: str, own: Callable[[], Tensor]) -> Tensor:
-        """Values of all ranks' tokens from this rank's values; [responses, tokens]."""
-        return gather_from_all_ranks(self._group, lambda: {name: own()})[name]
 
     def gradient(
         self,
@@ -300,26 +286,21 @@ class Scorer:
             return total if on_entropy is None else total + (factor * on_entropy[chosen].to(h) * h).sum()
 
         n_ranks = self._group.size() if self._group is not None else 1
-
-        @torch.enable_grad()
-        def work() -> GradientSum:
-            checkpoints = checkpointing(self._model) if self._checkpoints else contextlib.nullcontext()
-            with checkpoints, self._arithmetic():
-                return summed_gradient(weighted, self._wrapped, batches, n_ranks=n_ranks, dtype=dtype)
-
         reshard(self._wrapped)
-        return self.on_all_ranks(work).over_ranks(self._group)
+        checkpoints = checkpointing(self._model) if self._checkpoints else contextlib.nullcontext()
+        with torch.enable_grad(), checkpoints, self._arithmetic():
+            parts, flat = summed_gradient(weighted, self._wrapped, batches, n_ranks=n_ranks, dtype=dtype)
+        self.agree()
+        if flat is not None and (work := start_reduce(flat, self._group)):
+            work.wait()
+        return parts
 
-    def on_all_ranks(self, work: Callable[[], T]) -> T:
-        """Do something on each rank, and return this rank's result. An error on one rank is raised on all."""
-        results: list[T] = []
+    def agree(self) -> None:
+        """All ranks have come so far. An error of one, in a block of `together`, is raised on all here.
 
-        def and_gather_nothing() -> Tokens:
-            results.append(work())
-            return {}
-
-        gather_from_all_ranks(self._group, and_gather_nothing)
-        return results[0]
+        It stands before what would wait for a rank that has failed: a sharded model's forward, or an all-reduce.
+        """
+        gather_from_all_ranks(self._group, dict)
 
     @torch.no_grad()
     def check(self, rollouts: Rollouts) -> None:
@@ -336,18 +317,15 @@ class Scorer:
         batch = self._own(rollouts.untruncated())[0]
         if self.precision == "float32":
             self._try_float32(batch)
-
-        def check() -> None:
-            with self._arithmetic():
-                first, second = self._outputs(batch), self._outputs(batch)
-            difference = max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
-            if difference > _ROUNDING:
-                raise ValueError(
-                    f"two forwards of the same responses are {difference:.2g} nats apart, so the model is random: turn "
-                    "its randomness off (dropout is off already, since the model is in evaluation mode)"
-                )
-
-        self.on_all_ranks(check)
+        with self._arithmetic():
+            first, second = self._outputs(batch), self._outputs(batch)
+        difference = max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
+        if difference > _ROUNDING:
+            raise ValueError(
+                f"two forwards of the same responses are {difference:.2g} nats apart, so the model is random: turn "
+                "its randomness off (dropout is off already, since the model is in evaluation mode)"
+            )
+        self.agree()
         self._is_repeatable = True
 
     def _try_float32(self, batch: Rollouts) -> None:

@@ -3,40 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sonde.parallel.gathered import fsdp_groups
+from sonde.parallel.model_state import preserve_gradients
 from sonde.parallel.placements import is_fully_sharded
-from sonde.parallel.process_groups import start_reduce
 from sonde.policy.scoring.optimizer_step import Direction
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True, eq=False)
-class GradientSum:
-    """A sum of gradients.
-
-    Attributes:
-        parts: each parameter's part, sharded as the parameter; 0 for a parameter that was not used.
-        flat: the buffer that all parts are views of; None under FSDP2, which has summed over ranks already.
-    """
-
-    parts: Direction
-    flat: Tensor | None
-
-    def over_ranks(self, group: dist.ProcessGroup | None) -> Direction:
-        """The sum over all ranks, by one all-reduce at most."""
-        if self.flat is not None and (work := start_reduce(self.flat, group)):
-            work.wait()
-        return self.parts
 
 
 def summed_gradient(
@@ -46,7 +26,7 @@ def summed_gradient(
     *,
     n_ranks: int = 1,
     dtype: torch.dtype = torch.float32,
-) -> GradientSum:
+) -> tuple[Direction, Tensor | None]:
     """∇ Σ function(batch), for every trainable parameter, over the batches of this rank.
 
     Each micro-batch takes one backward. Under DDP no backward reduces over ranks; under FSDP2 the last backward does.
@@ -58,6 +38,10 @@ def summed_gradient(
         n_ranks: under FSDP2, the number of ranks that it reduces over.
         dtype: dtype of the buffer. FSDP2 has no buffer, and reduces in the dtype of its own mixed precision.
 
+    Returns:
+        Each parameter's part, sharded as the parameter, 0 if it was not used; and the buffer that all parts are views
+        of, to be summed over ranks: None under FSDP2, which has summed over them.
+
     Raises:
         ValueError: for parameters whose gradient another hook consumes after accumulation, as an optimizer in the
             backward does.
@@ -66,8 +50,8 @@ def summed_gradient(
     if any(map(is_fully_sharded, model.modules())):
         check_no_other_hook(parameters)
         check_nothing_waits(model)
-        with gradients_set_aside(parameters):
-            return GradientSum(_under_fsdp(function, model, parameters, batches, n_ranks), None)
+        with preserve_gradients(parameters):
+            return _under_fsdp(function, model, parameters, batches, n_ranks), None
     flat = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device)
     views = flat.split([p.numel() for p in parameters])
     sums: Direction = {p: view.view(p.shape) for p, view in zip(parameters, views, strict=True)}
@@ -78,7 +62,7 @@ def summed_gradient(
     with gradients_taken(model, parameters, add):
         for batch in batches:
             function(batch).backward()
-    return GradientSum(sums, flat)
+    return sums, flat
 
 
 @contextlib.contextmanager
@@ -95,18 +79,15 @@ def gradients_taken(model: nn.Module, leaves: Sequence[Tensor], take: Callable[[
     """
     check_no_other_hook(leaves)
 
-    def hook_of(index: int) -> Callable[[Tensor], None]:
-        def hook(leaf: Tensor) -> None:
-            assert leaf.grad is not None
-            # autograd adds into an empty .grad, so this is the gradient of this backward alone.
-            grad, leaf.grad = leaf.grad, None
-            take(index, grad.to_dense() if grad.is_sparse else grad)
+    def hook(index: int, leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        # autograd adds into an empty .grad, so this is the gradient of this backward alone.
+        grad, leaf.grad = leaf.grad, None
+        take(index, grad.to_dense() if grad.is_sparse else grad)
 
-        return hook
-
-    with gradients_set_aside(leaves), contextlib.ExitStack() as stack:
+    with preserve_gradients(leaves), contextlib.ExitStack() as stack:
         for index, leaf in enumerate(leaves):
-            stack.callback(leaf.register_post_accumulate_grad_hook(hook_of(index)).remove)
+            stack.callback(leaf.register_post_accumulate_grad_hook(functools.partial(hook, index)).remove)
         # The forward ran on the module inside DDP; no_sync() keeps DDP's own hooks from reducing.
         for module in model.modules():
             if isinstance(module, DistributedDataParallel):
@@ -128,19 +109,6 @@ def check_no_other_hook(parameters: Sequence[Tensor]) -> None:
                 "this backward for one of the training's: leave out what needs a backward, which is causes=True, "
                 "update='gradient', compare() and HoldEntropy"
             )
-
-
-@contextlib.contextmanager
-def gradients_set_aside(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """`.grad` is empty inside. On exit, each parameter has its former tensor back."""
-    gradients = [p.grad for p in parameters]
-    try:
-        for parameter in parameters:
-            parameter.grad = None
-        yield
-    finally:
-        for parameter, grad in zip(parameters, gradients, strict=True):
-            parameter.grad = grad
 
 
 def _under_fsdp(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from sonde.parallel.unwrap import unwrap_model
-from sonde.policy.scoring.rollouts import Rollouts
+from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 
 _ELEMENTS_AT_ONCE = 2**22
 """Number of logits converted to fp32 at a time, when nothing is kept for a backward."""
@@ -50,9 +50,12 @@ class CausalLMStatistics:
             inputs["use_cache"] = False
         output: Any = model(**inputs)
         logits = output if isinstance(output, Tensor) else output.logits
-        # The logits at a position are those of the next token.
-        temperature = temperature_of(rollouts, self.temperature, logits)
+        temperature: float | Tensor | None = self.temperature
+        if temperature is None:
+            given = rollouts.temperature
+            temperature = rollouts.per_token("temperature") if isinstance(given, Tensor) else given
         how = rollouts.truncation
+        # The logits at a position are those of the next token.
         return statistics_of_logits(logits[:, -n_tokens - 1 : -1], ids[:, -n_tokens:], temperature=temperature, **how)
 
     def check_inputs(self, rollouts: Rollouts) -> None:
@@ -78,56 +81,56 @@ class CausalLMStatistics:
             )
 
 
-def check_is_statistics(statistics: object) -> None:
-    """Refuse what cannot be called with a model and `Rollouts`; None is accepted."""
-    if statistics is None or (callable(statistics) and not isinstance(statistics, type)):
-        return
-    if isinstance(statistics, type):
-        what = f"got the class {statistics.__name__}: pass an object of it, {statistics.__name__}()"
+def as_statistics(given: object, temperature: float | None = None) -> TokenStatistics:
+    """What scores responses: what was given, or `CausalLMStatistics` for None.
+
+    Raises:
+        ValueError: for what cannot be called with a model and `Rollouts`.
+    """
+    if given is None:
+        return CausalLMStatistics(temperature)
+    if callable(given) and not isinstance(given, type):
+        return cast(TokenStatistics, given)
+    if isinstance(given, type):
+        what = f"got the class {given.__name__}: pass an object of it, {given.__name__}()"
     else:
-        what = f"got {statistics!r:.60}: see sonde.TokenStatistics"
+        what = f"got {given!r:.60}: see sonde.TokenStatistics"
     raise ValueError(f"token_statistics must be a function of a model and sonde.Rollouts, {what}")
 
 
-def temperature_of(rollouts: Rollouts, given: float | None, logits: Tensor) -> float | Tensor:
-    """What logits are divided by: the given temperature, or the rollouts' own; a number or [responses, tokens]."""
-    if given is not None:
-        return given
-    if isinstance(rollouts.temperature, Tensor):
-        return rollouts.per_token("temperature").to(logits.device)
-    return rollouts.temperature
-
-
-def check_scorable(rollouts: Rollouts, statistics: object, name: str = "") -> None:
-    """Refuse responses that the statistics cannot score, or score at another temperature than they were sampled at.
+def check_scorable(name: str, rollouts: object, statistics: object) -> None:
+    """Refuse what cannot be scored: no rollouts, empty ones, or those sampled at a temperature of their own.
 
     No forward runs: so an error on one rank leaves no other rank in a collective of a sharded model.
 
     Args:
+        name: of the responses, for the message.
         rollouts: the responses.
         statistics: what scores them. If it has an attribute `temperature`, and this is not None, it is what responses
             are scored at.
-        name: of the responses, for the message.
 
     Raises:
         ValueError: naming both temperatures; or of the statistics' own check.
     """
+    if not isinstance(rollouts, Rollouts):
+        raise ValueError(
+            f"{name} must be sonde.Rollouts, got a {type(rollouts).__name__}: make Rollouts of the responses"
+        )
+    if not len(rollouts):
+        raise ValueError(
+            "a rank has no response, expected at least one on each rank: give it some of the other ranks' responses, "
+            "or pass the ranks that have responses as process_group="
+        )
     if isinstance(statistics, CausalLMStatistics):
         statistics.check_inputs(rollouts)
-    scored_at, sampled_at = getattr(statistics, "temperature", None), rollouts.temperature
-    if scored_at is None:
+    if (scored_at := getattr(statistics, "temperature", None)) is None:
         return
-    if isinstance(sampled_at, Tensor):
-        each = rollouts.per_token("temperature")[rollouts.mask.bool()]
-        agrees = torch.isclose(each.double(), torch.tensor(scored_at, dtype=torch.float64, device=each.device))
-        if bool(agrees.all()):
-            return
-        sampled_at = float(each[~agrees][0])
-    if sampled_at != scored_at:
-        who = f"{name} responses" if name else "responses"
+    each = rollouts.per_token("temperature")[rollouts.mask.bool()].double()
+    agrees = torch.isclose(each, torch.full_like(each, scored_at))
+    if not bool(agrees.all()):
         raise ValueError(
-            f"{who} were sampled at temperature {sampled_at:g}, and are scored at {scored_at}: leave the temperature "
-            "of the token statistics out, so that the responses' own counts"
+            f"{name} were sampled at temperature {float(each[~agrees][0]):g}, and are scored at {scored_at}: leave the "
+            "temperature of the token statistics out, so that the responses' own counts"
         )
 
 

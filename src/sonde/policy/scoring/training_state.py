@@ -19,12 +19,7 @@ from sonde.parallel.model_state import own_passes, preserve_buffers, preserve_mo
 @contextlib.contextmanager
 def preserve_training_state(model: nn.Module) -> Iterator[None]:
     """Modules are in evaluation mode inside. On exit, modules, buffers and random numbers are as before."""
-    with (
-        own_passes(model),
-        preserve_modes_and_randomness(model),
-        preserve_buffers(model),
-        _without_autocast_cache(),
-    ):
+    with own_passes(model), preserve_modes_and_randomness(model), preserve_buffers(model), _without_autocast_cache():
         set_evaluation_mode(model)
         yield
 

@@ -62,31 +62,64 @@ class Cause:
 
 
 @dataclass(frozen=True)
+class CausesOfBatch:
+    """The parts of a batch's change.
+
+    Attributes:
+        prompts: of the update prompts; None if they are not known.
+        terms: of the loss's other terms, by name.
+        cosine: as in `Causes`.
+        doubt: why derivatives of the parts are not to be trusted; empty if they are.
+    """
+
+    prompts: tuple[Cause, ...] | None = None
+    terms: Mapping[str, float] = field(default_factory=dict)
+    cosine: float | None = None
+    doubt: str = ""
+
+
+@dataclass(frozen=True)
 class Causes:
     """Where the change comes from.
 
     Attributes:
         momentum: the part from earlier batches' gradients, in nats; None with update="gradient", which has no momentum.
-        batch: the part from this batch's gradient; None if the change is unknown.
-        decay: the part from weight decay; None if the change is unknown.
+        batch: the part from this batch's gradient.
+        decay: the part from weight decay.
         prompts: the update prompts, each with its part of `batch`; empty without their rollouts.
         terms: the parts of `batch` from other terms of the loss, by name: those of the rollouts' `terms`, and the
             "entropy bonus".
         explained: the sum of the prompts' and the terms' parts over `batch`. They are computed for a loss that is the
             mean of advantage × log-probability and these terms, without dropout: `explained` is 1 for this loss.
-            `other` is what all else adds. None without the prompts' rollouts, or if `batch` is unknown or 0.
+            `other` is what all else adds. None without the prompts' rollouts, or if `batch` is 0.
         cosine: cosine similarity of the loss's gradient and that of this loss, among the elements that it reaches. It
             is 1 for this loss, and negative if advantages have the wrong sign. None without the prompts' rollouts, or
             with update="gradient", which takes the gradient of this loss.
     """
 
     momentum: float | None
-    batch: float | None
-    decay: float | None
+    batch: float
+    decay: float
     prompts: tuple[Cause, ...]
     explained: float | None
     cosine: float | None = None
     terms: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, delta: float, batch: CausesOfBatch, *, momentum: float | None = None, decay: float = 0.0) -> Causes:
+        """The causes of a change. What momentum and decay leave is this batch's.
+
+        Args:
+            delta: the change in nats.
+            batch: the parts of the batch's.
+            momentum: the change along the momentum part of the step; None if the update has none.
+            decay: the change along its weight-decay part.
+        """
+        rest = delta - ((momentum or 0.0) + decay)
+        explained = None
+        if batch.prompts is not None and rest:
+            explained = (sum(cause.change for cause in batch.prompts) + sum(batch.terms.values())) / rest
+        return cls(momentum, rest, decay, batch.prompts or (), explained, batch.cosine, batch.terms)
 
     @property
     def other(self) -> float | None:
@@ -99,24 +132,6 @@ class Causes:
         """Why the prompts' parts are not to be trusted; empty if they are."""
         parts = [*(cause.change for cause in self.prompts), *self.terms.values()]
         return doubt_of_parts(self.batch, self.explained, parts, cosine=self.cosine)
-
-
-@dataclass(frozen=True)
-class CausesOfBatch:
-    """The parts of a batch's change.
-
-    Attributes:
-        prompts: of the update prompts; None if they are not known.
-        terms: of the loss's other terms, by name.
-        cosine: as in `Causes`.
-    """
-
-    prompts: tuple[Cause, ...] | None
-    terms: Mapping[str, float] = field(default_factory=dict)
-    cosine: float | None = None
-
-
-NO_PROMPTS = CausesOfBatch(None)
 
 
 def unexplained(batch: float | None, explained: float | None) -> float | None:
@@ -172,46 +187,6 @@ def shares_by_prompt(change: EntropyChange, responses: Responses) -> tuple[Share
     return tuple(sorted(shares, key=lambda share: share.change))
 
 
-def split_step(
-    delta: float | None,
-    *,
-    momentum: float | None,
-    decay: float | None,
-    of: CausesOfBatch,
-) -> Causes:
-    """The change along an optimizer's step, split by source. The rest after momentum and decay is this batch's.
-
-    Args:
-        delta: the change along the whole step, in nats; None if unknown.
-        momentum: the change along its momentum part; None if unknown.
-        decay: the change along its weight-decay part; None if unknown.
-        of: the parts of the batch's.
-    """
-    batch = None
-    if delta is not None and momentum is not None and decay is not None:
-        batch = delta - (momentum + decay)
-    explained = _explained(of.prompts, batch, of.terms)
-    return Causes(momentum, batch, decay, of.prompts or (), explained, of.cosine, of.terms)
-
-
-def split_gradient(delta: float | None, prompts: tuple[Cause, ...]) -> Causes:
-    """The change along the mean gradient of the update prompts: all of it comes from this batch.
-
-    Args:
-        delta: the change in nats; None if unknown.
-        prompts: each update prompt's part.
-    """
-    return Causes(None, delta, 0.0, prompts, _explained(prompts, delta))
-
-
-def _explained(
-    prompts: tuple[Cause, ...] | None, batch: float | None, terms: Mapping[str, float] | None = None
-) -> float | None:
-    if prompts is None or not batch:
-        return None
-    return (sum(cause.change for cause in prompts) + sum((terms or {}).values())) / batch
-
-
 def credit_by_sign(credit: Tensor) -> list[Coefficients]:
     """Coefficients of Σ credit·s over tokens of positive, and of negative credit; [responses, tokens] each."""
     from sonde.policy.stats.entropy_gradient import Coefficients
@@ -247,28 +222,27 @@ def attribution_table(shares: Sequence[Share], causes: Causes | None, texts: Map
         n: how many prompts at either end.
     """
 
+    def line(title: str, *cells: str) -> str:
+        return f"{title:<{_TEXT_WIDTH}}" + "".join(f"{cell:>12}" for cell in cells)
+
     def row(prompt: int, *values: float | None) -> str:
         name = " ".join(texts.get(prompt, f"prompt {prompt}").split())
-        name = name if len(name) <= _TEXT_WIDTH else f"{name[: _TEXT_WIDTH - 1]}…"
-        return f"{name:<{_TEXT_WIDTH}}" + "".join(f"{_signed(value):>12}" for value in values)
-
-    def head(title: str, *columns: str) -> str:
-        return f"{title:<{_TEXT_WIDTH}}" + "".join(f"{column:>12}" for column in columns)
+        return line(name if len(name) <= _TEXT_WIDTH else f"{name[: _TEXT_WIDTH - 1]}…", *map(_signed, values))
 
     lines = []
     if causes is not None:
         sources = {"from this batch": causes.batch, "from earlier ones": causes.momentum, "from decay": causes.decay}
         lines += [", ".join(f"{_signed(value)} {name}" for name, value in sources.items() if value != 0.0), ""]
         terms = [f"{_signed(value)} from the term {name}" for name, value in causes.terms.items()]
-        if causes.other is not None and abs(causes.other) > _OF_OTHER_TERMS * abs(causes.batch or 0.0):
+        if causes.other is not None and abs(causes.other) > _OF_OTHER_TERMS * abs(causes.batch):
             terms.append(f"{_signed(causes.other)} from terms other than the advantages")
         if terms:
             lines[:1] = [f"{lines[0]}; in this batch's, {', '.join(terms)}"]
         if causes.prompts:
-            lines.append(head("learning from", "change", "rewarded", "penalised"))
+            lines.append(line("learning from", "change", "rewarded", "penalised"))
             lines += [row(c.prompt, c.change, c.from_rewarded, c.from_penalised) for c in _ends(causes.prompts, n)]
             lines.append("")
-    lines.append(head("evaluated on", "change", "sharpening", "drift"))
+    lines.append(line("evaluated on", "change", "sharpening", "drift"))
     lines += [row(s.prompt, s.change, s.sharpening, s.drift) for s in _ends(shares, n)]
     return "\n".join(lines)
 

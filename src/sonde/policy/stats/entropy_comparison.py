@@ -9,7 +9,7 @@ from typing import TypeVar
 from sonde.policy.stats.attribution import Share, shares_by_prompt
 from sonde.policy.stats.entropy_forecast import EntropyForecast, why_no_support
 from sonde.policy.stats.entropy_gradient import Responses
-from sonde.policy.stats.importance import FiniteStep
+from sonde.policy.stats.importance import FiniteStep, with_error
 
 T = TypeVar("T")
 
@@ -84,8 +84,8 @@ class EntropyComparison:
         lines = [head]
         for name, forecast in self.forecasts.items():
             found = self.differences.get(name)
-            change = _with_error(forecast.delta, forecast.se)
-            difference = "" if found is None else _with_error(found.difference, found.se)
+            change = with_error(forecast.delta, forecast.se)
+            difference = "" if found is None else with_error(found.difference, found.se)
             lines.append(f"{name:<{width}}  {change:>22}  {difference:>22}  {self.in_words(name)}")
         return "\n".join(lines)
 
@@ -120,9 +120,3 @@ def comparison_of(
             difference = EntropyDifference(change.delta, change.se, change.low, change.high, reason, shares)
         differences[name] = difference
     return EntropyComparison(baseline, {name: forecast for name, (forecast, _) in found.items()}, differences)
-
-
-def _with_error(value: float | None, se: float | None) -> str:
-    if value is None:
-        return "unknown"
-    return f"{value:+.2e} ± {'unknown' if se is None else f'{se:.1e}'}"

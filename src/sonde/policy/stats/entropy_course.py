@@ -271,15 +271,11 @@ def _falling_pace(kept: StepsKept, begin: int, n_level: int) -> Pace | None:
     if drift + half >= 0.0:
         return None
 
-    def lowest(steps: float) -> float:
-        """The lower end of the interval of the logarithm's change after so many steps."""
-        return drift * steps - quantile * math.sqrt(walk * steps + variance * steps**2 + error / n_level)
-
-    low, high = 0.0, math.log(2.0) / -drift
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if lowest(middle) > -math.log(2.0) else (low, middle)
-    return Pace(drift, half, span, high)
+    # The lower end of the interval of the logarithm's change reaches −log 2 after τ steps, the smaller root of
+    # (drift·τ + log 2)² = quantile²·(walk·τ + variance·τ² + error/n_level).
+    a, b = drift**2 - half**2, drift * math.log(2.0) - quantile**2 * walk / 2
+    c = math.log(2.0) ** 2 - quantile**2 * error / n_level
+    return Pace(drift, half, span, max((-b - math.sqrt(b**2 - a * c)) / a, 0.0))
 
 
 def measurements_in_level(n: int) -> int:

@@ -11,15 +11,9 @@ from torch import Tensor
 from sonde.policy.stats.attribution import Causes, Share, attribution_table, shares_by_prompt
 from sonde.policy.stats.entropy_change import EntropyChange, EntropyObjective, Objective
 from sonde.policy.stats.entropy_gradient import Responses, Scores, surprise_sd, weighted_entropy_rate
-from sonde.policy.stats.forecast_point import (
-    LEAST_SUPPORT,
-    LINEAR_BETWEEN,
-    TOO_LARGE,
-    is_near_uniform,
-)
-from sonde.policy.stats.importance import FiniteStep, MeasuredChange
+from sonde.policy.stats.forecast_point import LEAST_SUPPORT, LINEAR_BETWEEN, TOO_LARGE, is_near_uniform
+from sonde.policy.stats.importance import FiniteStep, MeasuredChange, Support, with_error
 from sonde.policy.stats.own_policy import OwnPolicyTest, SamplerTest, why_not_of_sampler, why_not_own
-from sonde.policy.stats.prefix_weights import Support
 from sonde.policy.stats.token_positions import AtPositions, entropy_by_position
 from sonde.stats.intervals import LEVEL
 from sonde.wording import percent
@@ -121,7 +115,7 @@ class Estimate:
         return cls(change.delta, change.se, change.low, change.high)
 
     def __str__(self) -> str:
-        return f"{self.delta:+.2e} ± " + ("unknown" if self.se is None else f"{self.se:.1e}")
+        return with_error(self.delta, self.se)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +221,6 @@ class EntropyForecast:
         fixed, importance, rollouts = self.fixed_prefixes, self.importance, self.rollouts
         support, own, sampler, first_order = self.support, self.own_policy, self.sampler, self.first_order
         real = self.finite_step if self.update == "gradient" else None
-        n_differ = rollouts.n_differ if rollouts else None
         return {
             "entropy/evaluation_per_token": self.entropy,
             "entropy/evaluation_per_token_se": self.entropy_se,
@@ -261,7 +254,6 @@ class EntropyForecast:
             "entropy/ess_fraction": importance.ess_fraction if importance else None,
             "entropy/delta_rollouts": rollouts.delta if rollouts else None,
             "entropy/delta_rollouts_se": rollouts.se if rollouts else None,
-            "entropy/rollouts_that_differ": None if n_differ is None else float(n_differ),
             "entropy/rounded_away": self.rounded_away,
             **(self.coefficient_to_hold.metrics() if self.coefficient_to_hold else {}),
             "entropy/is_valid": float(self.is_valid),
@@ -290,8 +282,7 @@ class EntropyForecast:
         per = "a token" if self.objective == "per_token" else "a response"
         if self.delta is None:
             return f"entropy change unknown: {self.reason}"
-        error = "unknown" if self.se is None else f"{self.se:.1e}"
-        parts = [f"entropy {self.entropy:.3f} nats a token; forecast {self.delta:+.2e} ± {error} nats {per}"]
+        parts = [f"entropy {self.entropy:.3f} nats a token; forecast {with_error(self.delta, self.se)} nats {per}"]
         if self.update == "gradient" and self.finite_step is not None:
             parts.append(f"the step {self.finite_step}")
         if self.update == "step" and self.first_order is not None:

@@ -4,7 +4,7 @@ The unit is the prompt with its group of responses. Token k of a response has a 
 of the whole distribution that it was sampled from. There are two objectives:
 
     per token    R = E[Σ_k H_k]/E[T]           ∇R = (1/E[T])·E[Σ_k ∇H_k + Σ_k (Σ_{j>k}(H_j − R) − b_k)·∇s_k]
-    sequence     H_w = E[−Σ_k w_k s_k]         ∇H_w: see `sequence_entropy.py`
+    sequence     H_w = E[−Σ_k w_k s_k]         ∇H_w: see `entropy_change.py`
 
 b_k is a baseline that does not depend on the tokens from k on. The expectation runs over prompts and, within each
 prompt, over its responses: all prompts weigh the same.

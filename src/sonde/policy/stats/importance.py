@@ -30,7 +30,7 @@ from torch import Tensor
 
 from sonde.policy.stats.entropy_change import SE_UNKNOWN, EntropyChange, EntropyObjective
 from sonde.policy.stats.entropy_gradient import Responses, Scores, token_and_prefix_weights, weighted_sums
-from sonde.policy.stats.prefix_weights import Support, prefix_log_ratio, support, weights_from
+from sonde.policy.stats.forecast_point import LEAST_MEAN_SUPPORT, LEAST_SUPPORT, MOST_UNSUPPORTED
 from sonde.stats.intervals import LEVEL, student_t_quantile
 
 LEAST_ESS_FRACTION = 0.5
@@ -40,6 +40,37 @@ _UNSEEN_JUMPS = 1.0
 _UNSEEN_TOKENS = math.sqrt(3.0) * math.log(2.0)
 """Nats: three positions (a rate that is often seen not once in a sample) at which a token enters or leaves a truncated
 policy. One token more or less changes an entropy by log 2 at most, if all are as likely."""
+
+
+@dataclass(frozen=True)
+class Support:
+    """How well the responses of one policy represent those of another.
+
+    The effective sample size of a position is (Σρ)²/Σρ² over the responses that reach it. It falls with each position,
+    since prefixes grow. So a long response may be represented well up to some position.
+
+    Attributes:
+        ess_fraction: effective sample size over the number of responses, a mean over positions. Each weighs as much as
+            it carries of the entropy after the update.
+        unsupported: the part of the entropy that positions with less than 0.2 carry; from 0 to 1.
+        from_position: the first of these positions in the response, from 0; None if there is none.
+    """
+
+    ess_fraction: float
+    unsupported: float
+    from_position: int | None
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether support is enough on average, and positions with support carry at least half of the entropy."""
+        return self.unsupported <= MOST_UNSUPPORTED and self.ess_fraction >= LEAST_MEAN_SUPPORT
+
+
+def with_error(value: float | None, se: float | None) -> str:
+    """A change and its standard error, in words."""
+    if value is None:
+        return "unknown"
+    return f"{value:+.2e} ± {'unknown' if se is None else f'{se:.1e}'}"
 
 
 @dataclass(frozen=True)
@@ -68,15 +99,12 @@ class MeasuredChange:
         se: its standard error, from the scatter of the prompts; None with fewer than 2 prompts.
         ess: effective sample size in responses, (Σω)²/Σω²; the number of responses if all weights are equal.
         ess_fraction: `ess` over the number of responses.
-        n_differ: how many of the fresh responses differ from those before the update; None if they are the same ones,
-            or if it is not known.
     """
 
     delta: float
     se: float | None
     ess: float
     ess_fraction: float
-    n_differ: int | None = None
 
     @property
     def is_known(self) -> bool:
@@ -86,8 +114,7 @@ class MeasuredChange:
     def __str__(self) -> str:
         if not self.is_known:
             return f"not known (effective sample size {self.ess_fraction:.2g} of the responses)"
-        text = f"{self.delta:+.2e} ± " + ("unknown" if self.se is None else f"{self.se:.1e}")
-        return text if self.n_differ is None else f"{text} ({self.n_differ:,} of {self.ess:,.0f} responses differ)"
+        return with_error(self.delta, self.se)
 
 
 def change_by_finite_step(
@@ -128,9 +155,7 @@ def change_by_finite_step(
         return weights_from(whole, responses, clip_at)
 
     def terms(of: Scores) -> Tensor:
-        if depends_on == "nothing":
-            return objective.causal_terms(of.entropy, responses)
-        return objective.terms(of.log_prob, of.entropy, responses)
+        return objective.causal_terms(of) if depends_on == "nothing" else objective.terms(of)
 
     old, new = weights(before), weights(after)
     found = rate_change(_sums(old, terms(before), responses, objective), _sums(new, terms(after), responses, objective))
@@ -174,7 +199,7 @@ def importance_sampled_change(
     def weighed(of: Scores) -> tuple[Tensor, WeightedSums]:
         ratio = prefix_log_ratio(of.log_prob, reference, responses)
         weights = weights_from(ratio[:, -1:], responses, clip_at)
-        return weights, _sums(weights, objective.terms(of.log_prob, of.entropy, responses), responses, objective)
+        return weights, _sums(weights, objective.terms(of), responses, objective)
 
     (_, old), (weights, new) = weighed(before), weighed(after)
     change = rate_change(old, new)
@@ -182,9 +207,7 @@ def importance_sampled_change(
     return MeasuredChange(change.delta, change.se, ess, ess / len(weights))
 
 
-def resampled_change(
-    before: Scores, after: Scores, objective: EntropyObjective, *, n_differ: int | None = None
-) -> MeasuredChange:
+def resampled_change(before: Scores, after: Scores, objective: EntropyObjective) -> MeasuredChange:
     """The entropy of the responses sampled by θ⁺ minus that of the responses sampled by θ, to the same prompts.
 
     If both are sampled with the same random numbers, most of their scatter is common. The standard error is that of the
@@ -195,7 +218,6 @@ def resampled_change(
         before: θ's scores of the responses that θ sampled.
         after: θ⁺'s scores of those that θ⁺ sampled.
         objective: which entropy.
-        n_differ: how many of the two sets' responses differ, if it is known.
 
     Raises:
         ValueError: if the two sets of responses do not answer the same prompts.
@@ -207,14 +229,14 @@ def resampled_change(
         )
 
     def sums(of: Scores) -> WeightedSums:
-        terms = objective.terms(of.log_prob, of.entropy, of.responses)
+        terms = objective.terms(of)
         return _sums(torch.ones(len(terms), 1, dtype=torch.float64), terms, of.responses, objective)
 
     change = rate_change(sums(before), sums(after))
     se = change.se
     if se is not None:
         se = math.hypot(se, _unseen_jumps(before, sums(before), objective))
-    return MeasuredChange(change.delta, se, float(len(before.entropy)), 1.0, n_differ)
+    return MeasuredChange(change.delta, se, float(len(before.entropy)), 1.0)
 
 
 def fixed_prefix_change(before: Scores, after: Scores, prefix_weights: Tensor | None = None) -> float:
@@ -256,7 +278,7 @@ def _unseen_jumps(before: Scores, sums: WeightedSums, objective: EntropyObjectiv
     responses = before.responses
     rate, mean = float(sums.ratios()), float(sums.weight.mean())
     t = responses.length if objective.kind == "per_token" else torch.ones_like(responses.length)
-    above = (objective.terms(before.log_prob, before.entropy, responses).sum(1) - rate * t) / mean
+    above = (objective.terms(before).sum(1) - rate * t) / mean
     # Two responses to one prompt differ by twice the variance within the prompt. With one response to each prompt, any
     # two responses stand for them.
     alone = bool((responses.share == 1.0).all())
@@ -361,3 +383,77 @@ def jackknife_covariance(a: Tensor, b: Tensor) -> float | None:
     if n < 2 or not bool((a.isfinite() & b.isfinite()).all()):
         return None
     return float(((a - a.mean()) * (b - b.mean())).sum()) * (n - 1) / n
+
+
+def prefix_log_ratio(log_prob: Tensor, reference: Tensor, responses: Responses) -> Tensor:
+    """log of the weights of the first 0, 1, … tokens of each response, Σ_{j<k} (s_j − r_j); [responses, tokens + 1].
+
+    Column k is that of token k, and the last column is that of the whole response.
+
+    Args:
+        log_prob: s_k of the policy to represent, in nats, [responses, tokens].
+        reference: r_k of the policy that the responses represent so far.
+        responses: which tokens count.
+    """
+    ratio = responses.tokens("log_prob", log_prob) - responses.tokens("reference", reference)
+    return torch.nn.functional.pad(ratio.cumsum(1), (1, 0))
+
+
+def prefix_weights(log_prob: Tensor, reference: Tensor, responses: Responses, clip_at: float | None = None) -> Tensor:
+    """These weights up to a common factor; clipped as by `weights_from`."""
+    return weights_from(prefix_log_ratio(log_prob, reference, responses), responses, clip_at)
+
+
+def weights_from(
+    log_ratio: Tensor, responses: Responses, clip_at: float | None = None, *, by_column: bool = False
+) -> Tensor:
+    """exp(log_ratio) up to a common factor, fp64; the shape of `log_ratio`.
+
+    Args:
+        log_ratio: [responses, columns].
+        responses: whose weights these are.
+        clip_at: largest weight of each column, as a multiple of their mean; then they get their former mean again: less
+            variance, some bias. None keeps the weights as they are, self-normalised.
+        by_column: whether each column has a factor of its own.
+    """
+    largest = log_ratio.amax(0) if by_column else log_ratio.max()
+    weights = torch.exp(log_ratio - largest)  # the shift prevents overflow, however large the update
+    if clip_at is not None:
+        share = responses.share[:, None] / responses.n_prompts
+        mean = (share * weights).sum(0)
+        cut = torch.minimum(weights, clip_at * mean)
+        weights = cut * (mean / (share * cut).sum(0))
+    return weights
+
+
+def support(weights: Tensor, entropy: Tensor, responses: Responses) -> Support:
+    """How well weighted responses represent a policy.
+
+    Args:
+        weights: ρ_<k of each token, up to a common factor, [responses, tokens].
+        entropy: the terms whose sum is the entropy, [responses, tokens].
+        responses: which tokens count.
+    """
+    # By the position in the response, which gaps for a tool's answer do not move.
+    position = responses.mask.long().cumsum(1)[responses.mask] - 1
+    own = weights[responses.mask].double()
+
+    def by_position(values: Tensor) -> Tensor:
+        total = torch.zeros(responses.mask.shape[1], dtype=torch.float64)
+        return total.index_add_(0, position, values)
+
+    n, total, squares = by_position(torch.ones_like(own)), by_position(own), by_position(own.square())
+    reached = squares > 0
+    fraction = total[reached].square() / squares[reached] / n[reached]
+    share = responses.share[:, None].expand_as(responses.mask)[responses.mask]
+    carried = by_position(share * own * responses.tokens("entropy", entropy)[responses.mask].abs())[reached]
+    # A policy that is certain of all tokens has no entropy: then positions weigh as their tokens do.
+    carried = carried if float(carried.sum()) else by_position(share * own)[reached]
+    carried = carried / carried.sum()
+    lacks = fraction < LEAST_SUPPORT
+    positions = reached.nonzero()[:, 0][lacks]
+    return Support(
+        float((carried * fraction).sum()),
+        float(carried[lacks].sum()),
+        int(positions[0]) if len(positions) else None,
+    )

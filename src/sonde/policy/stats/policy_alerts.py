@@ -107,24 +107,16 @@ def find_policy_alerts(points: Sequence[Point]) -> dict[str, str]:
     return alerts.messages()
 
 
-def remedy_for(first: Point) -> str:
-    """The advice on an entropy that falls too far.
-
-    Args:
-        first: the run's first measurement. A policy that begins almost uniform must lose most of its entropy to learn
-            anything, at any learning rate: so how far it fell says nothing of the learning rate.
-    """
-    if first.is_near_uniform:
-        return "if the reward no longer rises, add an entropy bonus, or stop here"
-    return "lower the learning rate, add an entropy bonus, or stop here"
-
-
 def _collapse(course: Course) -> str:
     first = course.kept.points[0]
     start, level = course.start.nats, course.now.nats
     if course.is_continuous:
         return ""
-    remedy = remedy_for(first)
+    remedy = "lower the learning rate, add an entropy bonus, or stop here"
+    # A policy that begins almost uniform must lose most of its entropy to learn anything, at any learning rate: so how
+    # far it fell says nothing of the learning rate.
+    if first.is_near_uniform:
+        remedy = "if the reward no longer rises, add an entropy bonus, or stop here"
     if course.has_collapsed:
         return (
             f"the policy's entropy has collapsed to {number(level)} nats a token, {percent(level / start)} of its "

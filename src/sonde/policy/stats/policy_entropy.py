@@ -47,7 +47,6 @@ class PolicyEntropy:
             response.
         response_quantiles: quantiles of the same over responses, in nats, by their percentages in `QUANTILES`.
         sequence_sum: mean over responses of the sum over their tokens, in nats a response.
-        surprise: mean over responses of −Σ s. It has the same expectation as `sequence_sum`, and is noisier.
         advantage_correlation: correlation of a response's mean entropy with its advantage; None without advantages.
         log_prob_advantage: Cov(log π, A) over tokens, in nats × the unit of the advantage; None without advantages.
         mean_length: mean number of tokens in a response.
@@ -67,7 +66,6 @@ class PolicyEntropy:
     response_sd: float | None
     response_quantiles: Mapping[int, float]
     sequence_sum: float
-    surprise: float
     advantage_correlation: Correlation | None
     log_prob_advantage: float | None
     mean_length: float
@@ -91,7 +89,7 @@ def policy_entropy(
         responses: which tokens count.
         advantage: [responses] or [responses, tokens]. A response's advantage is the mean over its tokens.
     """
-    s, h, length = responses.tokens("log_prob", log_prob), responses.tokens("entropy", entropy), responses.length
+    h, length = responses.tokens("entropy", entropy), responses.length
     mean_entropy = h.sum(1) / length
     correlation, log_prob_advantage = None, None
     if advantage is not None:
@@ -111,7 +109,6 @@ def policy_entropy(
         response_sd=float(mean_entropy.std()) if len(length) > 1 else None,
         response_quantiles={q: float(mean_entropy.quantile(q / 100)) for q in QUANTILES},
         sequence_sum=float(h.sum(1).mean()),
-        surprise=float(-s.sum(1).mean()),
         advantage_correlation=correlation,
         log_prob_advantage=log_prob_advantage,
         mean_length=float(length.mean()),
