@@ -209,7 +209,7 @@ def noise_scales(folders: Sequence[Path]) -> list[Proxy]:
             match = _METRIC.fullmatch(key)
             if match and match[2] in names:
                 metric = "" if match[2] == "b_noise" else match[1] or headline
-                ends = (value, last.get(f"{key}_low"), last.get(f"{key}_high"))
+                ends = (value, *(last.get("_".join((key, end))) for end in ("low", "high")))
                 found.setdefault((names[match[2]], metric), []).append(ends)
     proxies = [_proxy(name, metric, values) for (name, metric), values in found.items()]
     return [proxy for proxy in proxies if proxy is not None]
