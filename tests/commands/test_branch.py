@@ -109,7 +109,13 @@ def test_noise_scales_of_a_measured_checkpoint(folder: Path, capsys: pytest.Capt
     logs = f"import os\nprint({header!r}, file=open(os.environ['SONDE_BRANCH'] + '/records.jsonl', 'w'))\nargs ="
     Path("prints.py").write_text(Path("prints.py").read_text().replace("args =", logs, 1))
     _, err = said(capsys, words("16,32", "--noise", "measured", "--out", "images", seeds=1), status=2)
-    assert "must be in the same unit, got images and rows: measure in images, or leave --noise out" in err
+    assert "must have the same unit, got images and rows: leave out --noise or --unit, or measure in images" in err
+    kept = Branches.from_json(json.loads(Path("images/branches.json").read_text()))
+    assert (kept.unit, kept.proxies) == ("images", ())
+    before = [*folder.rglob("result.json")]
+    _, err = said(capsys, words("16,32", "--noise", "measured", "--unit", "images", "--out", "new"), status=2)
+    assert "must have the same unit, got images and rows" in err
+    assert [*folder.rglob("result.json")] == before  # nothing was trained
 
 
 def test_branches_that_are_finished_outlast_ctrl_c(folder: Path) -> None:

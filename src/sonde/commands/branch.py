@@ -66,7 +66,7 @@ class BranchOptions:
         first_step: Step of the checkpoint, if the printed steps count on from there.
         noise: Noise scales measured elsewhere, to stand beside the result: the log of sonde measure, or
             NAME=VALUE:LOW:HIGH.
-        unit: Plural name of the unit, where no log of the script has it.
+        unit: Plural name of the unit, where no log has it.
         launcher: What runs a branch: local, slurm (writes an array script; the same command then collects), ray, or a
             command such as 'srun {command}'.
         out: Folder of all branches and of the result.
@@ -90,7 +90,7 @@ class BranchOptions:
     loss_regex: Annotated[str | None, arg(metavar="REGEX", help_behavior_hint="(optional)")] = None
     first_step: Annotated[int | None, arg(metavar="N", help_behavior_hint="(optional)")] = None
     noise: Annotated[tuple[str, ...], arg(metavar="LOG or NAME=…", help_behavior_hint="(optional)")] = ()
-    unit: Annotated[str, arg(metavar="NAME")] = "units"
+    unit: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: the unit of the logs)")] = None
     launcher: Annotated[str, arg(metavar="LAUNCHER")] = "local"
     out: Annotated[Path, arg(metavar="FOLDER")] = Path("branches")
 
@@ -106,28 +106,33 @@ def run_branch(options: BranchOptions, command: Sequence[str]) -> int:
         The exit status: 0, or 2 where a branch has failed or the losses can show nothing.
 
     Raises:
-        ValueError: for options that cannot be used, and when the first branch to end has failed.
+        ValueError: for options that cannot be used; when the first branch to end has failed; and at the end, where the
+            script's log has another unit than was given. The result is written without --noise then.
         KeyboardInterrupt: after Ctrl-C, SIGTERM and SIGHUP; branches that have ended are kept.
     """
     plan, measured = plan_of(options, command), [proxy for text in options.noise for proxy in _proxies_of(text)]
+    given = _the_unit(options.unit, *(unit_of([Path(text)]) for text in options.noise))
     asked, console = plan.asked(), _console()
     ended = (_collected if options.launcher == _SLURM else _trained)(asked, plan, options)
     if not ended:
         return 0
     check_starts(((each.folder, each.batch) for each in ended), plan.source)
     references = [each.folder for each in ended if each.batch == plan.reference and not each.copy]
+    own = unit_of(references)
+    is_one_unit = len({own, given} - {""}) < 2
     found = Branches(
-        _unit([references, *([Path(text)] for text in options.noise)]) or options.unit,
+        own or given or "units",
         plan.reference,
         plan.units,
         options.tolerance,
         plan.rule,
         joined(ended),
-        (*noise_scales(references), *measured),
+        (*noise_scales(references), *(measured if is_one_unit else ())),
         plan.source.name if plan.source.pattern is None else "the printed loss",
     )
     file = plan.out / RESULT
     file.write_text(json.dumps(found.as_json(), allow_nan=False))
+    _the_unit(own, given)
     print_result(found, console)
     console.print(f"\nresult  {file}")
     try:
@@ -137,15 +142,15 @@ def run_branch(options: BranchOptions, command: Sequence[str]) -> int:
     return 0 if not found.mistake and all(branch.state == "finished" for branch in found.branches) else ERROR
 
 
-def _unit(logs: Sequence[Sequence[Path]]) -> str:
-    """The unit of all logs, or an empty text without one."""
-    units = dict.fromkeys(unit for folders in logs if (unit := unit_of(folders)))
+def _the_unit(*named: str | None) -> str:
+    """The unit that all name who name one, or an empty text."""
+    units = [*dict.fromkeys(filter(None, named))]
     if len(units) > 1:
         raise ValueError(
-            f"the script's log and --noise must be in the same unit, got {' and '.join(units)}: measure in "
-            f"{next(iter(units))}, or leave --noise out"
+            f"the script's log, --noise and --unit must have the same unit, got {' and '.join(units)}: leave out "
+            f"--noise or --unit, or measure in {units[0]}"
         )
-    return next(iter(units), "")
+    return "".join(units)
 
 
 def _console(*, stderr: bool = False) -> Console:
