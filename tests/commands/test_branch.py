@@ -19,7 +19,7 @@ import torch
 import sonde
 from sonde.cli import main
 from sonde.evidence.answer import advice, at_half, batch_rows, headline, scale_rows
-from sonde.evidence.branches import Branches
+from sonde.evidence.branches import Branches, Proxy
 from sonde.evidence.stats.branched_batch import from_base
 from tests.commands.branch_scripts import PATTERN, PRINTS, TRAINS
 from tests.new_process import Python
@@ -93,8 +93,9 @@ def test_noise_scales_of_a_measured_checkpoint(folder: Path, capsys: pytest.Capt
         verbose=False,
     )
     assert measured.curvature is not None
-    out, _ = said(capsys, words("16,32", "--noise", "measured", seeds=1))
+    out, _ = said(capsys, words("16,32", "--noise", "measured", "--noise", "B=120:90:160", seeds=1))
     found = result(folder)
+    assert found.proxies[-1] == Proxy("B", "", 90, 160, 120)
     noise = next(proxy for proxy in found.proxies if proxy.name == "B_noise, in measured")
     known = measured.curvature.b_noise
     assert (noise.low, noise.high, noise.value) == pytest.approx((known.low, known.high, known.ratio))  # exp of a log

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
-from tyro.conf import arg
+from tyro.conf import UseAppendAction, arg
 
 from sonde.commands.branch_result import print_result
 from sonde.evidence.branches import Branch, Branches, Proxy
@@ -89,7 +89,9 @@ class BranchOptions:
     loss: Annotated[str, arg(metavar="NAME")] = "eval_loss"
     loss_regex: Annotated[str | None, arg(metavar="REGEX", help_behavior_hint="(optional)")] = None
     first_step: Annotated[int | None, arg(metavar="N", help_behavior_hint="(optional)")] = None
-    noise: Annotated[tuple[str, ...], arg(metavar="LOG or NAME=…", help_behavior_hint="(optional)")] = ()
+    noise: Annotated[
+        tuple[str, ...], arg(metavar="LOG or NAME=…", help_behavior_hint="(may be repeated)"), UseAppendAction
+    ] = ()
     unit: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: the unit of the logs)")] = None
     launcher: Annotated[str, arg(metavar="LAUNCHER")] = "local"
     out: Annotated[Path, arg(metavar="FOLDER")] = Path("branches")
