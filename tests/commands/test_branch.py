@@ -338,7 +338,7 @@ REFUSED = [
     ),
     ("{lr} needs a rate above 0, got None: pass --lr", [], "prints.py {batch} {seed} {lr}"),
     (
-        "the rule of the rate must be sqrt, linear, none, sgd=N, sign=N",
+        "--lr-rule must be sqrt, linear, none, sgd=N, sign=N, or a table of rates, got 'cube'",
         ["--lr", "1", "--lr-rule", "cube"],
         "prints.py {batch} {seed} {lr}",
     ),

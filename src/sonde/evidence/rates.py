@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sonde.evidence.stats.rate_rules import WITH_BETAS, adam_settings, rate_factor, rule_in_words, scaled_decay
+from sonde.evidence.stats.rate_rules import (
+    RULES,
+    WITH_BETAS,
+    adam_settings,
+    is_rule,
+    rate_factor,
+    rule_in_words,
+    scaled_decay,
+)
 from sonde.parallel.unwrap import outside_graphs
 
 RateRule = str | Mapping[int, float]
@@ -62,6 +70,11 @@ def options_at(
         factor = rule.get(batch, 1.0 if batch == reference else math.nan)
         if not 0 < factor < math.inf:
             raise ValueError(f"rate_rule must have a positive multiple of the rate for a batch of {batch}, got {rule}")
+    elif rule != "adam" and not is_rule(rule):
+        raise ValueError(
+            f"rate_rule must be {RULES}, adam, or multiples of the rate by batch size, got {rule!r}: N is a noise "
+            "scale, and {32: 1.4} a table of multiples"
+        )
     else:
         factor = rate_factor("sqrt" if rule == "adam" else rule, batch, reference)
     found: Options = [{"lr": float(group["lr"]) * factor} for group in optimizer.param_groups]

@@ -58,13 +58,20 @@ def rule_in_words(rule: str) -> str:
     return _IN_WORDS[name].format(noise=noise)
 
 
+def is_rule(rule: object) -> bool:
+    """Whether it is one of the rules of `rate_factor`."""
+    with contextlib.suppress(ValueError):
+        return isinstance(rule, str) and bool(_parsed(rule))
+    return False
+
+
 def _parsed(rule: str) -> tuple[str, float]:
     """The name of a rule, and its noise scale, 0 without."""
     name, _, text = rule.partition("=")
     with contextlib.suppress(ValueError):
         if rule in ("sqrt", "linear", "none") or (name in ("sgd", "sign") and 0 < float(text) < math.inf):
             return name, float(text or 0)
-    raise ValueError(f"the rule of the rate must be {RULES} (N: the noise scale) or a table, got {rule!r}: choose one")
+    raise ValueError(f"the rule of the rate must be {RULES}, got {rule!r}: choose one")
 
 
 def adam_settings(kappa: float, *, beta1: float, beta2: float, eps: float) -> Mapping[str, float]:
