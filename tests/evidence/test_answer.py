@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -66,6 +67,18 @@ def test_why_the_law_gives_nothing_stands_in_its_row() -> None:
 def test_without_an_answer_the_reason_is_said_once() -> None:
     one_seed = plausible_branches(seeds=1)
     assert headline(one_seed) == "The critical batch size is not known yet."
-    reason = "the scatter from seed to seed is not known: use 3 seeds or more"
-    assert advice(one_seed) == f"Run more branches: {reason}."
+    assert advice(one_seed) == "Run more branches. The scatter from seed to seed is not known: use 3 seeds or more."
     assert [*scale_rows(one_seed)][1] == ("B_crit by these branches", "not known yet", "–")
+
+
+@pytest.mark.parametrize("state", ["failed", "cut off"])
+def test_a_branch_that_failed_is_to_be_repeated(state: Any) -> None:
+    """Its seed is missing, and would be missing with more seeds too."""
+    found = plausible_branches((16.0, 64.0), seeds=2)
+    broken = tuple(replace(b, state=state) if (b.batch, b.seed) == (64, 1) else b for b in found.branches)
+    assert advice(replace(found, branches=broken)) == "Mend or repeat the branches that did not finish."
+    more = plausible_branches()
+    broken = tuple(replace(b, state=state) if (b.batch, b.seed) == (64, 1) else b for b in more.branches)
+    assert advice(replace(more, branches=broken)).startswith(
+        "Mend or repeat the branches that did not finish. A batch size of up to"
+    )

@@ -25,12 +25,17 @@ def headline(found: Branches) -> str:
 def advice(found: Branches) -> str:
     """Which batch sizes will do, or what is missing."""
     critical, unit = found.critical, found.unit
+    if found.mistake:
+        return f"Mend this first: {critical.reason}."
+    is_whole = all(branch.state == "finished" for branch in found.branches)
+    repeat = "" if is_whole else "Mend or repeat the branches that did not finish."
     if critical.low is None:
-        return f"{'Mend this first' if found.mistake else 'Run more branches'}: {critical.reason}."
-    return (
+        return repeat or f"Run more branches. {capital(critical.reason)}."
+    fits = (
         f"A batch size of up to {count(math.floor(critical.low))} {unit} needs at most {percent(found.tolerance)} more "
         f"{unit} than the reference, {number(found.reference)}."
     )
+    return f"{repeat} {fits}".strip()
 
 
 def at_half(found: Branches) -> str:
