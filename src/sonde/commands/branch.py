@@ -64,8 +64,8 @@ class BranchOptions:
         loss_regex: Read the loss from what the script prints, by a regular expression with (?P<loss>…) and (?P<step>…)
             or (?P<units>…).
         first_step: Step of the checkpoint, if the printed steps count on from there.
-        noise: Noise scales measured elsewhere, to stand beside the result: the log of sonde measure, or
-            NAME=VALUE:LOW:HIGH.
+        noise: Noise scales measured elsewhere, to stand beside the result: the folder of sonde measure's log,
+            or NAME=VALUE:LOW:HIGH.
         unit: Plural name of the unit, where no log has it.
         launcher: What runs a branch: local, slurm (writes an array script; the same command then collects), ray, or a
             command such as 'srun {command}'.
@@ -181,6 +181,7 @@ def plan_of(options: BranchOptions, command: Sequence[str]) -> Plan:
         f"--units must be 2 steps of the largest batch, {least:g}, or more, got {units:g}": least <= units < math.inf,
         f"--seeds must be at least 1, got {options.seeds}: 3 give an interval": options.seeds >= 1,
         f"--jobs must be at least 1, got {options.jobs}": options.jobs >= 1,
+        "--unit must be a name such as sequences, got none: leave it out to have that of the logs": options.unit != "",
         f"--tolerance must be above 0, got {options.tolerance:g}": 0 < options.tolerance < math.inf,
         f"no checkpoint at {options.checkpoint}: pass --checkpoint a file or folder that is there": is_there,
         f"branches go to a folder, got the file {options.out}: pass another --out": not options.out.is_file(),
@@ -218,13 +219,13 @@ def _proxies_of(text: str) -> list[Proxy]:
     name, _, numbers = text.partition("=")
     with contextlib.suppress(ValueError):
         value, low, high = map(float, numbers.split(":"))
-        if 0 < low <= value <= high < math.inf:
+        if name and 0 < low <= value <= high < math.inf:
             return [Proxy(name, "", low, high, value)]
     if proxies := noise_scales([Path(text)]):
         return [replace(proxy, name=f"{proxy.name}, in {Path(text).resolve().name}") for proxy in proxies]
     raise ValueError(
-        f"--noise takes a log with a noise scale, or a value within its interval, such as B_noise=120:90:160, got "
-        f"{text!r}: pass the --log of sonde measure"
+        "--noise takes the folder of a log that has a noise scale, or NAME=VALUE:LOW:HIGH with LOW ≤ VALUE ≤ HIGH, got "
+        f"{text!r}: pass the --log of sonde measure, or for example B_noise=120:90:160"
     )
 
 
