@@ -7,12 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from sonde.commands.branch_result import print_result
 from sonde.evidence.answer import advice, batch_rows, headline, over_b_crit, scale_rows, times, verdict
 from sonde.evidence.branches import Proxy
 from sonde.evidence.stats.branched_batch import UnitsRatio
 from sonde.stats.intervals import RatioInterval
-from tests.runs.report.plausible_branches import curve_of, plausible_branches
+from tests.runs.report.plausible_branches import curve_of, diverged, plausible_branches
 
 
 def test_verdicts() -> None:
@@ -23,7 +25,7 @@ def test_verdicts() -> None:
     assert said(1.0, 0.9, 1.2) == "as good"
     assert said(1.2, 1.1, 1.3) == "not resolved"
     assert said(1.5, 1.3, 1.7) == "needs more"
-    assert said(math.inf, 1.3, math.inf, logs=(0.2, math.inf)) == "1 of 2 seeds too slow to compare"
+    assert said(math.inf, 1.3, math.inf, logs=(0.2, math.inf)) == "1 of 2 too slow"
     assert said(None, None, None) == "not compared"
     assert said(1.0, None, None) == "interval not known"
 
@@ -82,3 +84,12 @@ def test_a_branch_that_failed_is_to_be_repeated(state: Any) -> None:
     assert advice(replace(more, branches=broken)).startswith(
         "Mend or repeat the branches that did not finish. A batch size of up to"
     )
+
+
+def test_a_verdict_leaves_the_head_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plausible_branches(unit="units", proxies=())
+    broken = tuple(replace(b, curve=diverged()) if (b.batch, b.seed) == (128, 1) else b for b in found.branches)
+    print_result(replace(found, branches=broken), Console(width=80))
+    out = " ".join(capsys.readouterr().out.split())
+    assert "batch size rate units over the reference's finished verdict 16 0.001" in out
+    assert "1 of 3 diverged" in out

@@ -73,9 +73,9 @@ def times(ratio: UnitsRatio) -> str:
 
 def verdict(ratio: UnitsRatio, tolerance: float) -> str:
     """A batch beside the reference, in a few words."""
-    for n, what in ((ratio.n_diverged, "diverged"), (ratio.n_slow, "too slow to compare")):
+    for n, what in ((ratio.n_diverged, "diverged"), (ratio.n_slow, "too slow")):
         if n:
-            return f"{n} of {len(ratio.logs)} seeds {what}"
+            return what if n == len(ratio.logs) else f"{n} of {len(ratio.logs)} {what}"
     if ratio.low is None or ratio.high is None:
         return "not compared" if ratio.ratio is None else "interval not known"
     if ratio.high <= 1 + tolerance:

@@ -96,7 +96,7 @@ def test_what_was_noticed_comes_first(tmp_path: Path) -> None:
     assert any("out of memory <b>" in sentence for sentence in sentences)
     assert any("atch 128 diverged" in sentence for sentence in sentences)
     assert all(text.count(" ".join(sentence.split())) == 1 for sentence in sentences)
-    assert "128 0.002828 unbounded 3 of 3 1 of 3 seeds diverged" in text
+    assert "128 0.002828 unbounded 3 of 3 1 of 3 diverged" in text
     assert "Noticed in these branches" not in text_of(BRANCHES, tmp_path)
 
 
