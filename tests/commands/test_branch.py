@@ -341,7 +341,7 @@ REFUSED = [
     ),
     ("{lr} needs a rate above 0, got None: pass --lr", [], "prints.py {batch} {seed} {lr}"),
     (
-        "--lr-rule must be sqrt, linear, none, sgd=N, sign=N, or a table of rates, got 'cube'",
+        "must be sqrt, linear, none, sgd=N, sign=N, or a table of rates such as 16:1e-3,32:1.4e-3, got 'cube'",
         ["--lr", "1", "--lr-rule", "cube"],
         "prints.py {batch} {seed} {lr}",
     ),

@@ -365,8 +365,8 @@ def test_a_probe_of_another_model_does_not_matter() -> None:
         ({"evaluations": 1}, "evaluations must be 2 or more"),
         ({"units": 63}, "enough for 2 steps of the largest batch, 32"),
         ({"tolerance": 0.0}, "tolerance must be positive"),
-        ({"rate_rule": "square"}, r"sqrt, linear, none, sgd=N, sign=N, adam, or .* got 'square': .* \{32: 1.4\}"),
-        ({"rate_rule": 2}, "rate_rule must be sqrt, linear.* got 2"),
+        ({"rate_rule": "square"}, r"sqrt, linear, none, sgd=N, sign=N, adam, or .* \{32: 1.4\}, got 'square'"),
+        ({"rate_rule": 2}, "the rule of the rate must be sqrt, linear.* got 2"),
         ({"rate_rule": {16: 2.0}}, "positive multiple of the rate for a batch of 32"),
     ],
 )

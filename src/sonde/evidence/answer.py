@@ -28,14 +28,13 @@ def advice(found: Branches) -> str:
     if found.mistake:
         return f"Mend this first: {critical.reason}."
     is_whole = all(branch.state == "finished" for branch in found.branches)
-    repeat = "" if is_whole else "Mend or repeat the branches that did not finish."
+    first = "" if is_whole else "Mend or repeat the branches that did not finish."
     if critical.low is None:
-        return repeat or f"Run more branches. {capital(critical.reason)}."
-    fits = (
-        f"A batch size of up to {count(math.floor(critical.low))} {unit} needs at most {percent(found.tolerance)} more "
-        f"{unit} than the reference, {number(found.reference)}."
-    )
-    return f"{repeat} {fits}".strip()
+        return first or f"Run more branches. {capital(critical.reason)}."
+    return (
+        f"{first} A batch size of up to {count(math.floor(critical.low))} {unit} needs at most "
+        f"{percent(found.tolerance)} more {unit} than the reference, {number(found.reference)}."
+    ).strip()
 
 
 def at_half(found: Branches) -> str:

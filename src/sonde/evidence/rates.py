@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from sonde.evidence.stats.rate_rules import (
-    RULES,
     WITH_BETAS,
     adam_settings,
-    is_rule,
+    parsed_rule,
     rate_factor,
     rule_in_words,
     scaled_decay,
@@ -70,12 +69,9 @@ def options_at(
         factor = rule.get(batch, 1.0 if batch == reference else math.nan)
         if not 0 < factor < math.inf:
             raise ValueError(f"rate_rule must have a positive multiple of the rate for a batch of {batch}, got {rule}")
-    elif rule != "adam" and not is_rule(rule):
-        raise ValueError(
-            f"rate_rule must be {RULES}, adam, or multiples of the rate by batch size, got {rule!r}: N is a noise "
-            "scale, and {32: 1.4} a table of multiples"
-        )
     else:
+        if rule != "adam":
+            parsed_rule(rule, ", adam, or a table of multiples such as {32: 1.4}")
         factor = rate_factor("sqrt" if rule == "adam" else rule, batch, reference)
     found: Options = [{"lr": float(group["lr"]) * factor} for group in optimizer.param_groups]
     for options, group in zip(found, optimizer.param_groups, strict=True):

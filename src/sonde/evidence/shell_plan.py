@@ -13,10 +13,9 @@ from typing import Any
 
 from sonde.evidence.shell_losses import LossSource
 from sonde.evidence.stats.rate_rules import (
-    RULES,
     WITH_BETAS,
     adam_settings,
-    is_rule,
+    parsed_rule,
     rate_factor,
     rule_in_words,
     scaled_decay,
@@ -164,11 +163,7 @@ def rates_of(
         if lr is not None:
             raise ValueError("--lr-rule with a table has the rate of each batch, got --lr too: leave out --lr")
         return "learning rates from a table", _table(rule, batches)
-    if not is_rule(rule):
-        raise ValueError(
-            f"--lr-rule must be {RULES}, or a table of rates, got {rule!r}: N is a noise scale, and 16:1e-3,32:1.4e-3 "
-            "is a table"
-        )
+    parsed_rule(rule, ", or a table of rates such as 16:1e-3,32:1.4e-3")
     words = rule_in_words(rule) + (WITH_BETAS if used.issuperset(ADAM) else "")
     if lr is None or not 0 < lr < math.inf:
         raise ValueError(f"{{lr}} needs a rate above 0, got {lr}: pass --lr, the learning rate of batch {reference:g}")

@@ -6,8 +6,6 @@ import contextlib
 import math
 from collections.abc import Mapping
 
-RULES = "sqrt, linear, none, sgd=N, sign=N"
-"""For messages; N is a noise scale in units."""
 WITH_BETAS = " with β₁, β₂ and ε"
 WITH_DECAY = ", weight decay as fast per unit"
 FALLING = ", falling to 0 in each branch"
@@ -42,7 +40,7 @@ def rate_factor(rule: str, batch: float, reference: float) -> float:
         >>> [rate_factor(rule, 64, 16) for rule in ("sqrt", "linear", "none", "sgd=64")]
         [2.0, 4.0, 1.0, 2.5]
     """
-    name, noise = _parsed(rule)
+    name, noise = parsed_rule(rule)
     kappa, rise = batch / reference, (1 + noise / reference) / (1 + noise / batch)
     return {"sqrt": math.sqrt(kappa), "linear": kappa, "none": 1.0, "sgd": rise, "sign": math.sqrt(rise)}[name]
 
@@ -54,24 +52,26 @@ def rule_in_words(rule: str) -> str:
         >>> rule_in_words("sqrt"), rule_in_words("sign=120")
         ('learning rate ∝ √batch', 'learning rate ∝ 1/√(1 + 120/batch)')
     """
-    name, noise = _parsed(rule)
+    name, noise = parsed_rule(rule)
     return _IN_WORDS[name].format(noise=noise)
 
 
-def is_rule(rule: object) -> bool:
-    """Whether it is one of the rules of `rate_factor`."""
-    with contextlib.suppress(ValueError):
-        return isinstance(rule, str) and bool(_parsed(rule))
-    return False
+def parsed_rule(rule: object, others: str = "") -> tuple[str, float]:
+    """The name of a rule, and its noise scale, 0 without.
 
+    Args:
+        rule: as of `rate_factor`.
+        others: what the caller takes beside such rules, for the message.
 
-def _parsed(rule: str) -> tuple[str, float]:
-    """The name of a rule, and its noise scale, 0 without."""
-    name, _, text = rule.partition("=")
+    Raises:
+        ValueError: for another rule.
+    """
+    name, _, text = rule.partition("=") if isinstance(rule, str) else ("", "", "")
     with contextlib.suppress(ValueError):
         if rule in ("sqrt", "linear", "none") or (name in ("sgd", "sign") and 0 < float(text) < math.inf):
             return name, float(text or 0)
-    raise ValueError(f"the rule of the rate must be {RULES}, got {rule!r}: choose one")
+    known = "sqrt, linear, none, sgd=N, sign=N"
+    raise ValueError(f"the rule of the rate must be {known}{others}, got {rule!r}: choose one; N is a noise scale")
 
 
 def adam_settings(kappa: float, *, beta1: float, beta2: float, eps: float) -> Mapping[str, float]:
