@@ -117,16 +117,24 @@ def test_others_have_the_published_runs_alone(kind: str, metric: str) -> None:
     assert "0.1 to 20 times B_simple" in proxy_in_words(kind, metric)
 
 
-def trained(folder: Path, make: Callable[[nn.Module], Optimizers], *, is_given: bool = True) -> sonde.NoiseScaleReading:
-    """The last reading of 120 steps that are logged."""
+def trained(
+    folder: Path,
+    make: Callable[[nn.Module], Optimizers],
+    *,
+    is_given: bool = True,
+    betas: Callable[[int], float] | None = None,
+) -> sonde.NoiseScaleReading:
+    """The last reading of 120 steps that are logged; `betas` says the β of each step."""
     generator = torch.Generator().manual_seed(0)
     optimizers = make(model := network())
     log = sonde.RunLog(sonde.JsonlSink(folder), every=60)
     with attached(model, optimizers if is_given else None, log=log) as probe:  # type: ignore[arg-type]
-        for _ in range(120):
+        for step in range(120):
             for _ in range(3):
                 mean_loss(model, *batch(4, generator)).backward()
             for optimizer in optimizers:
+                for group in optimizer.param_groups if betas else ():
+                    group.update({"momentum": betas(step)} if "momentum" in group else {"betas": (betas(step), 0.99)})
                 optimizer.step()
             model.zero_grad()
         return probe.reading()
@@ -140,6 +148,18 @@ def test_probe_and_log_say_the_same(tmp_path: Path, kind: str) -> None:
     assert verdict.detail.endswith(proxy_in_words(kind, "euclidean"))
     [panel] = verdict_panels(sonde.read_run(tmp_path))
     assert panel.detail == verdict.detail
+
+
+@pytest.mark.parametrize("make", [momentum, adamw])
+def test_where_the_momentum_is_cycled_no_row_is_quoted(tmp_path: Path, make: Callable[[nn.Module], Optimizers]) -> None:
+    """As OneCycleLR does by default; here the last β is that at attach again."""
+    reading = trained(tmp_path, make, betas=lambda step: 0.85 if 50 <= step < 70 else 0.9)
+    assert reading.verdict is not None
+    assert (reading.optimizer, reading.verdict.kind != "unknown") == ("", True)
+    assert PUBLISHED in reading.verdict.detail
+    assert "study" not in reading.verdict.detail
+    [panel] = verdict_panels(sonde.read_run(tmp_path))
+    assert panel.detail == reading.verdict.detail
 
 
 def test_the_page_says_it_where_the_costs_are_explained_too(tmp_path: Path) -> None:

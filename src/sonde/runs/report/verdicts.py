@@ -200,7 +200,7 @@ def judge_reading(reading: Reading, probe: ProbeSetup) -> Verdict:
         warms_up=bool(reading.metrics.get("gns/warms_up")),
         reason=reading.reason,
         advice=reading.advice,
-        optimizer=optimizer,
+        optimizer="" if reading.optimizer_changed else optimizer,
         metric=metric,
     )
 
