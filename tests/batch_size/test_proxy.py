@@ -69,6 +69,10 @@ def without_first_moment(model: nn.Module) -> Optimizers:
     return [torch.optim.AdamW(model.parameters(), betas=(0.0, 0.99), amsgrad=True)]
 
 
+def adam_with_l2(model: nn.Module) -> Optimizers:
+    return [torch.optim.Adam(model.parameters(), weight_decay=0.1)]
+
+
 def muon_and_sgd(model: nn.Module) -> Optimizers:
     return [muon(model)[0], torch.optim.SGD([p for p in model.parameters() if p.ndim != 2], lr=0.01)]
 
@@ -85,6 +89,7 @@ class AdamW8bit(torch.optim.AdamW):
         (two_momenta, "SGD (β = 0.5) and SGD (β = 0.9)"),
         (nesterov, "SGD (β = 0.9, nesterov)"),
         (without_first_moment, "Adam or AdamW (β = 0, amsgrad)"),
+        (adam_with_l2, "Adam (β = 0.9, L2)"),
         (muon_and_sgd, "Muon (β = 0.95, nesterov) and SGD (β = 0)"),
         (lambda model: [AdamW8bit(model.parameters())], "AdamW8bit (β = 0.9)"),
         (lambda model: [torch.optim.Adagrad(model.parameters())], "Adagrad"),

@@ -59,7 +59,10 @@ def _in_words(name: str, group: Mapping[str, Any]) -> str:
     beta = group.get("momentum", betas[0] if isinstance(betas, tuple | list) and betas else None)
     facts = [f"β = {beta:g}"] if isinstance(beta, int | float) else []
     facts += [option for option in _VARIANTS if group.get(option)]
-    name = _ADAM if name in ("Adam", "AdamW") else name
+    if name == "Adam" and group.get("weight_decay") and not group.get("decoupled_weight_decay"):
+        facts.append("L2")  # adds the decay to the gradient
+    elif name in ("Adam", "AdamW"):
+        name = _ADAM
     return f"{name} ({', '.join(facts)})" if facts else name
 
 
