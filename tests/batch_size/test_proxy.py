@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +75,12 @@ def adam_with_l2(model: nn.Module) -> Optimizers:
     return [torch.optim.Adam(model.parameters(), weight_decay=0.1)]
 
 
+def inside_another(model: nn.Module) -> list[Any]:
+    """As ZeroRedundancyOptimizer has it."""
+    [inner] = adamw(model)
+    return [SimpleNamespace(optim=inner, param_groups=inner.param_groups)]
+
+
 def muon_and_sgd(model: nn.Module) -> Optimizers:
     return [muon(model)[0], torch.optim.SGD([p for p in model.parameters() if p.ndim != 2], lr=0.01)]
 
@@ -90,6 +98,7 @@ class AdamW8bit(torch.optim.AdamW):
         (nesterov, "SGD (β = 0.9, nesterov)"),
         (without_first_moment, "Adam or AdamW (β = 0, amsgrad)"),
         (adam_with_l2, "Adam (β = 0.9, L2)"),
+        (inside_another, "Adam or AdamW (β = 0.9)"),
         (muon_and_sgd, "Muon (β = 0.95, nesterov) and SGD (β = 0)"),
         (lambda model: [AdamW8bit(model.parameters())], "AdamW8bit (β = 0.9)"),
         (lambda model: [torch.optim.Adagrad(model.parameters())], "Adagrad"),

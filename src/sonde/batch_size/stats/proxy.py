@@ -48,7 +48,8 @@ def kind_of(optimizers: Iterable[Any]) -> str:
     Returns:
         For optimizers of the study, a name in `FACTORS`; without an optimizer, an empty text.
     """
-    kinds = {_in_words(type(each).__name__, group) for each in optimizers for group in each.param_groups}
+    classes = [(type(getattr(each, "optim", each)).__name__, each.param_groups) for each in optimizers]  # inside ZeRO's
+    kinds = {_in_words(name, group) for name, groups in classes for group in groups}
     if any(kind.startswith("Muon (") for kind in kinds):
         kinds = {kind for kind in kinds if not kind.startswith(_ADAM)}
     return " and ".join(sorted(kinds))
