@@ -16,6 +16,7 @@ import sonde
 from sonde.batch_size.stats.proxy import FACTORS, LAW_FITS_BETTER, kind_of, law_in_words, proxy_in_words
 from sonde.runs.report.verdicts import verdict_panels
 from sonde.runs.report.write import write_report
+from sonde.wording import number
 from tests.batch_size.loops import attached, batch, mean_loss
 from tests.runs.report.visible_text import visible_text
 
@@ -117,9 +118,10 @@ def test_the_kind_of_an_optimizer_has_the_options_that_change_its_steps(
 def test_the_study_is_quoted_for_its_own_optimizers_and_metrics(kind: str, metric: str) -> None:
     found, text = FACTORS[kind, metric], proxy_in_words(kind, metric)
     assert found.low < found.median < found.high
-    assert f"With {kind}, the critical batch size was {found.low:g} to {found.high:g} times the run's average" in text
+    low, median, high = (number(end, 2) for end in (found.low, found.median, found.high))
+    assert f"With {kind}, the critical batch size was {low} to {high} times the run's average" in text
     assert f"in 90 % of {found.n_trainings} trainings of {found.n_tasks} small tasks" in text
-    assert f"and {found.median:g} times in the median (sonde's study)" in text
+    assert f"tasks; the median was {median} times (sonde's study)" in text
     assert ("in metric 'sign'" in text) == ("in the euclidean metric (McCandlish" in text) == (metric == "sign")
 
 

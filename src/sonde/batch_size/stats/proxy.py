@@ -80,7 +80,7 @@ def proxy_in_words(optimizer: str, metric: str) -> str:
         low, median, high = (number(end, 2) for end in (found.low, found.median, found.high))
         text += (
             f"With {optimizer}, the critical batch size was {low} to {high} times the run's average{of_metric} in 90 % "
-            f"of {found.n_trainings} trainings of {found.n_tasks} small tasks, and {median} times in the median "
+            f"of {found.n_trainings} trainings of {found.n_tasks} small tasks; the median was {median} times "
             "(sonde's study). "
         )
     return (
