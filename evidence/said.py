@@ -16,6 +16,8 @@ from sonde.batch_size.taps.metric import MetricName
 MODULE = Path(proxy.__file__)
 PAGE = Path(__file__).parent.parent / "docs" / "batch-size.md"
 MARK = "# From here on written by `python -m evidence.figures`.\n"
+WIDEST = 20.0
+"""Widest range, high over low, that the verdict quotes: a wider one says no more than the published runs do."""
 HEAD = "| optimizer | median | 90 % of the trainings | trainings | tasks |\n"
 
 
@@ -46,10 +48,11 @@ def of_whole_runs(store: Store) -> dict[tuple[str, str], Factor]:
 def _source(of_runs: dict[tuple[str, str], Factor], store: Store) -> str:
     cases = [(int(n), int(n_better)) for _, n, n_better, *_ in which_law(store)[1:]]
     n, n_better = map(sum, zip(*cases, strict=True))
-    rows = (f'    ("{kind}", "{metric}"): {factor},\n' for (kind, metric), factor in of_runs.items())
+    narrow = {key: factor for key, factor in of_runs.items() if factor.high <= WIDEST * factor.low}
+    rows = (f'    ("{kind}", "{metric}"): {factor},\n' for (kind, metric), factor in narrow.items())
     return (
         "\nFACTORS: Mapping[tuple[str, str], Factor] = {\n" + "".join(rows) + "}\n"
-        '"""By the optimizer in words, and the metric."""\n'
+        f'"""By the optimizer in words, and the metric; without ranges of more than {WIDEST:g} times."""\n'
         f"LAW_FITS_BETTER = ({n_better}, {n})\n"
         '"""Cases (optimizer, task, target) that 1 + B/B_crit fits better than the law of signs, and all cases."""\n'
     )

@@ -111,7 +111,12 @@ def test_packed_rows_are_scored_as_padded_ones() -> None:
         ({"inputs": {"input_ids": [1, 2]}}, r"input_ids of packed rows must be a tensor, .* got a list"),
         ({"inputs": [1, 2]}, "inputs must map names to tensors, got a list"),
         ({"mask": [0, 1]}, r"mask of packed rows must be a tensor, \[7\] or .* got a list"),
-        ({"log_prob": [0.1]}, r"log_prob must be a tensor, .* got a list"),
+        ({"log_prob": [0.1]}, r"log_prob of packed rows must be a tensor, \[7\] or .* got a list"),
+        (
+            {"weight": torch.ones(2)},
+            r"weight of packed rows must be a tensor, \[7\] or \[1, 7\], as input_ids, got \[2\]",
+        ),
+        ({"terms": {"KL": 0.1}}, r"terms must map names to tensors, \[tokens\], got"),
         ({"advantage": [0.1]}, r"advantage must be a tensor, .* got a list"),
         ({"cu_seqlens": [0, 4, 7]}, r"cu_seqlens must be a tensor, \[responses \+ 1\], got a list"),
         (
@@ -119,6 +124,7 @@ def test_packed_rows_are_scored_as_padded_ones() -> None:
             r"cu_seqlens must be whole numbers, .* of torch\.float32",
         ),
         ({"cu_seqlens": torch.tensor(7)}, r"cu_seqlens must be whole numbers, \[responses \+ 1\], got \[\]"),
+        ({"temperature": None}, "temperature must be a number or a tensor, got None"),
         ({"temperature": torch.ones(5)}, r"temperature of packed rows must be a tensor, \[7\] or \[1, 7\]"),
         ({"cu_seqlens": torch.tensor([0, 4, 8])}, r"must rise from 0 to the row's 7 tokens, got \[0, 4, 8\]"),
         ({"prompt": torch.tensor([3])}, "the row holds 2 responses, and prompt 1 numbers"),
@@ -159,5 +165,7 @@ def test_packed_rows_carry_what_each_token_has_and_leave_out_their_padding() -> 
         torch.tensor([3, 3]),
         cu_seqlens=torch.tensor([0, 4, 7], dtype=torch.int32),
         temperature=torch.tensor([1.0, 0.5]),
+        weight=None,
+        terms=None,
     )
     assert by_response.per_token("temperature").tolist() == [[1.0, 1.0], [0.5, 0.5]]

@@ -161,7 +161,7 @@ class NoiseScaleLog:
         """Whether a saved state was loaded, so that this start goes on with the run before it."""
         self._lacks_groups = False
         """Whether the last reading was written without its groups."""
-        self._has_groups = bool(setup.get("groups"))
+        self._has_groups, self._optimizer = bool(setup.get("groups")), setup.get("optimizer_kind", "")
         self._interval = _Interval(start=time.time())
         log.begin(
             "reading",
@@ -284,6 +284,7 @@ class NoiseScaleLog:
             advice=reading.advice,
             metrics=metrics,
             **({"groups": _groups_record(reading)} if with_groups else {}),
+            **({"optimizer_changed": True} if reading.optimizer != self._optimizer else {}),
             dropped=dict(reading.dropped),
             alerts=interval.alerts,
             pieces=self._pieces,

@@ -37,6 +37,7 @@ from sonde.batch_size.setup import (
     describe_context_axis,
 )
 from sonde.batch_size.stats.averages import FixedWeights
+from sonde.batch_size.stats.proxy import kind_of
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import SolvedWindow
@@ -281,7 +282,7 @@ class NoiseScaleProbe:
             least_sq_norm=LEAST_SQ_NORM * found.whole.numel if has_plain_squares else 0.0,
             rounding=self._rounding(),
             fixed_weights=fixed_weights,
-            optimizer=str(found.record["optimizer_kind"]),
+            optimizer=functools.partial(kind_of, found.wrapper.optimizers),
             metric=metric,
         )
 

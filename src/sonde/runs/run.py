@@ -94,6 +94,7 @@ class Reading:
         dropped: windows left out so far, by reason.
         alerts: what looked wrong since the reading before, a message by name.
         pieces: how a window was cut into pieces, such as pieces per window.
+        optimizer_changed: whether the optimizers are of another kind than the set-up says, as where β is cycled.
     """
 
     segment: int
@@ -108,6 +109,7 @@ class Reading:
     dropped: Mapping[str, int]
     alerts: Mapping[str, str]
     pieces: Mapping[str, Any]
+    optimizer_changed: bool
 
     @property
     def high(self) -> float | None:

@@ -156,7 +156,8 @@ class NoiseScaleReading:
         every: one window of training in so many is measured, on average over about the last half of the run.
         further_units: how many of each further unit one unit is, on average; None before the first window.
         coverage: the part of the model that the numbers speak of; None if it is the whole model.
-        optimizer: the optimizers that were given to attach, such as "SGD (β = 0.9)"; empty without.
+        optimizer: the optimizers that were given to attach, such as "SGD (β = 0.9)"; empty without, and after a reading
+            that found β or another of their options changed, as by a cycle of momentum.
         metric: of the noise scale.
     """
 

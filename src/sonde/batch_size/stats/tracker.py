@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sonde.batch_size.stats.averages import FixedWeights, WindowsOfRun
@@ -49,8 +49,8 @@ class NoiseScaleTracker(Stateful):
         rounding: the residual that rounding alone explains, and the likely cause of a larger one.
         least_sq_norm: below it, squares of gradients have lost digits to underflow.
         fixed_weights: averages the windows of a model that does not train; None for one that trains.
-        optimizer: for readings, likewise the metric.
-        metric: of the gradients that rows hold.
+        optimizer: says the kind of the optimizers as they are now, for readings.
+        metric: of the gradients that rows hold, likewise.
     """
 
     STATE = (
@@ -68,10 +68,10 @@ class NoiseScaleTracker(Stateful):
         rounding: RoundingTolerance,
         least_sq_norm: float = 0.0,
         fixed_weights: FixedWeights | None = None,
-        optimizer: str = "",
+        optimizer: Callable[[], str] = str,
         metric: str = "euclidean",
     ) -> None:
-        self._optimizer, self._metric = optimizer, metric
+        self._kind_now, self._optimizer, self._metric = optimizer, optimizer(), metric
         self.unit, self.groups, self.further_units = unit, tuple(groups), tuple(further_units)
         self.rounding, self._n_ranks, self._least_sq_norm = rounding, n_ranks, least_sq_norm
         self._fixed_weights, self.at_fixed_weights = fixed_weights, fixed_weights is not None
@@ -193,6 +193,8 @@ class NoiseScaleTracker(Stateful):
         Args:
             with_groups: also read each group of parameters.
         """
+        if self._kind_now() not in (self._optimizer, ""):  # the momentum is cycled, say; none are left after a run
+            self._optimizer = ""
         fixed, doubts = self._fixed_weights, self.dependence.doubts()
         if fixed is not None:
             series = fixed.series(len(self.groups) if with_groups else 0)

@@ -151,7 +151,9 @@ class Rollouts:
             prompt: each response's prompt, [responses].
             cu_seqlens: where responses begin, and where the last one ends; [responses + 1]. By default they begin where
                 `position_ids` is 0. A tail without a sampled token is padding, which `prompt` has no number for.
-            **fields: the other fields of `Rollouts`. Values of each token are [tokens] or [1, tokens].
+            **fields: the other fields of `Rollouts`: `advantage`, `temperature` and `entropy_bonus`, [responses] or
+                [tokens]; `weight`, `log_prob` and each of `terms`, [tokens]; and `texts`, `top_p`, `top_k` and `min_p`.
+                Each [tokens] may be [1, tokens]. None leaves one out, but for `temperature`.
 
         Raises:
             ValueError: if lengths disagree, or a response has no sampled token or no token before it.
@@ -166,10 +168,12 @@ class Rollouts:
         """
         _check_types(inputs, {"prompt": prompt}, _SHAPES)
         bounds = _bounds(inputs, cu_seqlens)
+        fields = {n: value for n, value in fields.items() if value is not None or n == "temperature"}
         terms = fields.pop("terms", {})
-        _check_terms(terms)
+        _check_terms(terms, "[tokens]")
+        per_token = {name: fields[name] for name in ("weight", "log_prob") if name in fields}
         # What has a number for each response stays as it is.
-        per_token = {n: t for n, t in fields.items() if isinstance(t, Tensor) and t.dim() and t.shape != prompt.shape}
+        per_token |= {n: t for n, t in fields.items() if isinstance(t, Tensor) and t.dim() and t.shape != prompt.shape}
         per_token |= {"mask": mask} | {f"terms[{name!r}]": term for name, term in terms.items()}
         length = inputs["input_ids"].numel()
         flat = {n: _flat(n, t, length) for n, t in (dict(inputs) | per_token).items()}
@@ -397,10 +401,10 @@ def _check_types(inputs: object, values: Mapping[str, object], shapes: Mapping[s
         )
 
 
-def _check_terms(terms: object) -> None:
+def _check_terms(terms: object, shape: str = "[responses, tokens]") -> None:
     """Refuse what does not map names to tensors."""
     if not isinstance(terms, Mapping) or not all(isinstance(t, Tensor) for t in terms.values()):
-        raise ValueError(f"terms must map names to tensors, [responses, tokens], got {terms!r:.60}: pass {{'KL': ...}}")
+        raise ValueError(f"terms must map names to tensors, {shape}, got {terms!r:.60}: pass {{'KL': ...}}")
     if unnamed := [name for name in terms if not isinstance(name, str) or not name.strip() or name == BONUS]:
         raise ValueError(f"terms need names of their own, got {unnamed[0]!r:.60}: name a term as 'KL'")
 

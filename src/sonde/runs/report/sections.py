@@ -10,7 +10,7 @@ from bokeh.models.annotations import BoxAnnotation
 from bokeh.models.glyphs import Line, Scatter
 
 from sonde.batch_size.stats.critical_batch import steps_and_examples
-from sonde.batch_size.stats.proxy import law_in_words, proxy_in_words
+from sonde.batch_size.stats.proxy import law_in_words
 from sonde.runs.report.curves import PIXELS, Curve, Panel, TimeAxis, draw_panels, written
 from sonde.runs.report.figures import (
     BLUE,
@@ -34,7 +34,7 @@ from sonde.runs.report.figures import (
     scale_for,
 )
 from sonde.runs.report.intervals import ABOVE, BELOW, draw_intervals
-from sonde.runs.report.verdicts import optimizer_and_metric, position_text
+from sonde.runs.report.verdicts import position_text
 from sonde.runs.run import AnyReading, Reading, Run, logged_batch
 from sonde.stats.intervals import RatioInterval
 from sonde.wording import count, estimate, number, percent, plural, shorten
@@ -64,7 +64,7 @@ def noise_scale_sections(run: Run) -> list[Section]:
             f"E/E_min = 1 + B/B_crit times the fewest possible {unit} (McCandlish et al. 2018, arXiv:1812.06162). "
             "The curves cross at B = B_crit, where both costs are 2×. The figure takes the noise scale averaged over "
             "the run as B_crit, or that of the last reading where there is no average: it speaks of a whole run like "
-            f"this one. {law_in_words()} {proxy_in_words(*optimizer_and_metric(probe))}",
+            f"this one. {law_in_words()}",
             (tradeoff_plot(last, unit),),
         ),
         over_run("Noise scale and batch size", _noise_scale_text(run), *_noise_scale_panels(readings, unit)),

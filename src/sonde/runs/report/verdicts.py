@@ -178,7 +178,6 @@ def judge_reading(reading: Reading, probe: ProbeSetup) -> Verdict:
         probe: how it was measured.
     """
     unit, trains = probe.unit, not probe.setup.get("fixed_weights")
-    optimizer, metric = optimizer_and_metric(probe)
     batch, judged = logged_batch(reading.metrics, unit)
     now, average = reading.now, reading.average
     if not batch and reading.status != "unresolved":  # of a checkpoint, without a batch to judge
@@ -200,15 +199,9 @@ def judge_reading(reading: Reading, probe: ProbeSetup) -> Verdict:
         warms_up=bool(reading.metrics.get("gns/warms_up")),
         reason=reading.reason,
         advice=reading.advice,
-        optimizer=optimizer,
-        metric=metric,
+        optimizer="" if reading.optimizer_changed else str(probe.setup.get("optimizer_kind") or ""),
+        metric=str(probe.setup.get("metric") or "euclidean").split(", ")[0],
     )
-
-
-def optimizer_and_metric(probe: ProbeSetup) -> tuple[str, str]:
-    """The kind of optimizer, empty in logs that do not have it, and the metric that the verdict speaks of."""
-    setup = probe.setup
-    return str(setup.get("optimizer_kind") or ""), str(setup.get("metric") or "euclidean").split(", ")[0]
 
 
 def _batch_tiles(last: Reading, unit: str) -> Iterator[Tile]:
