@@ -20,7 +20,7 @@ version = release = sonde.__version__
 html_title = f"sonde {release}"
 
 root_doc = "docs/index"
-include_patterns = ["docs/**.md", "docs/**.rst", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/results/*.md"]
+include_patterns = ["docs/**.md", "docs/**.rst", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/results/*.md", "evidence/*.md"]
 exclude_patterns = [".*", "build", "dist", "runs", "sonde-demo"]  # never looked into: they may be large
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
@@ -65,7 +65,7 @@ nitpick_ignore_regex = [
     # Handed from one call of sonde to another, and read by no user.
     (
         r"py:class",
-        r"sonde\..*\.(Collected|EntropyChange|EntropyMeasurement|FiniteStep|Result|Scored|Key|ParameterGroup|Point|Responses|RowSums|Share|SolvedWindow|T|GuardedProbe|_TrackerSink)",
+        r"sonde\..*\.(CausesOfBatch|Collected|EntropyChange|EntropyMeasurement|FiniteStep|Result|Scored|Key|ParameterGroup|Point|PolicyStep|Responses|RowSums|Share|SolvedWindow|T|GuardedProbe|_TrackerSink)",
     ),
 ]
 default_role = "py:obj"

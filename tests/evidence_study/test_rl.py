@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from evidence.rl import measured, sweep
+from evidence.rl import N_RATES, measured, sweep
 from evidence.rl_answers import critical, critical_batches, fewest, rollouts_needed, trend
 from evidence.sums import Batch, Sums, prompt_noise
 from evidence.work import Done, Store
@@ -61,7 +61,7 @@ def test_sonde_measures_the_noise_of_prompts() -> None:
 
 def test_a_sweep_counts_steps_until_the_target() -> None:
     """Of 3 steps none is enough; and of the rates, larger ones are farther on: they arrive first."""
-    assert sweep("digits", "adam", 64, 8, 1, seeds=2, most=3)["steps"] == [[None, None]] * 5
+    assert sweep("digits", "adam", 64, 8, 1, seeds=2, most=3)["steps"] == [[None, None]] * N_RATES
     rows = sweep("exact", "sgd", 256, 8, 1, seeds=2, most=40)["steps"]
     arrived = [max(steps) for steps in rows if None not in steps]
     assert arrived

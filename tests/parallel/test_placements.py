@@ -27,9 +27,6 @@ def _summary(share: Share) -> dict[str, Any]:
 def test_a_plain_tensor_is_whole() -> None:
     whole = share_of(None)
     assert _summary(whole) == {"sharded": (), "partial": (), "n_shards": 1, "ranks": ()}
-    assert whole.weight(1) == 1.0
-    assert whole.weight(8) == 1 / 8
-    assert whole.weight(8, n_stages=2) == 1 / 4
 
 
 def test_a_gradient_elsewhere_than_its_mesh_is_refused_unless_it_is_offloaded() -> None:

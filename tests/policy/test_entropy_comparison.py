@@ -303,7 +303,7 @@ def shared(scene: Scene) -> dict[str, Callable[[], Tensor]]:
     [
         (refused(lambda s: [1, 2]), "losses must map names to functions that return a loss, got a list"),
         (refused(lambda s: {1: len, 2: len}), "the name of each loss must be a text, got 1"),
-        (refused(lambda s: {"a": 1.0, "b": 2.0}), "the loss 'a' must be a function without arguments, .* got a float"),
+        (refused(lambda s: {"a": 1.0, "b": 2.0}), "the loss 'a' must be a function without arguments, got a float"),
         (refused(lambda s: {"a": loss(s.model, s.U)}), "the loss 'a' must be a function .* got a Tensor: pass lambda"),
         (refused(lambda s: {"a": len}), r"needs at least 2 losses, got 1: use forecast\(\)"),
         (refused(beside(moved), baseline="best"), "baseline must be one of 'good', 'other', got 'best'"),

@@ -453,15 +453,16 @@ class NormPlan(Mapping[Key, list[Tensor]]):
             if share.partial:
                 self._partials[i] = spec
             has_gradient, in_blocks = gradient is not None, is_read_in_blocks(tensor)
-            kind = (share, n_replicas, self._parts[i], device, dtype, in_blocks, layout, has_gradient)
+            elements = (dtype, layout, local.is_meta) if has_gradient else None
+            kind = (share, n_replicas, self._parts[i], device, dtype, in_blocks, elements)
             alike.setdefault(kind, []).append(i)
         groups: dict[Key, list[int]] = {}
-        for (share, n_replicas, part, device, dtype, in_blocks, layout, has_gradient), indices in alike.items():
+        for (share, n_replicas, part, device, dtype, in_blocks, elements), indices in alike.items():
             try:
                 check_share(share, device, self.mesh, n_replicas=n_replicas)
                 check_stages(share, self.pp_mesh, self.in_stage)
-                if has_gradient:
-                    check_elements(device, dtype, layout, allow_sparse=self.allow_sparse)
+                if elements is not None:
+                    check_elements(*elements, allow_sparse=self.allow_sparse)
             except ValueError as error:
                 problem.keep(ValueError(f"gradient of {self.name_of(indices[0])}: {error}"))
             key = Key(share.ranks, share.n_shards, n_replicas, part, device, dtype, bool(share.partial), in_blocks)

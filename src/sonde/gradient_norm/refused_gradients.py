@@ -19,7 +19,7 @@ T = TypeVar("T")
 _COUNTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def check_elements(device: torch.device, dtype: torch.dtype, layout: torch.layout, *, allow_sparse: bool) -> None:
+def check_elements(dtype: torch.dtype, layout: torch.layout, is_meta: bool, *, allow_sparse: bool) -> None:
     """Refuse gradients whose elements cannot be squared and added up.
 
     Raises:
@@ -31,7 +31,7 @@ def check_elements(device: torch.device, dtype: torch.dtype, layout: torch.layou
         raise ValueError("it is complex, and only real gradients can be counted: use torch.view_as_real")
     if dtype not in _COUNTED_DTYPES:
         raise ValueError(f"its dtype is {dtype}, and only fp16, bf16, fp32 and fp64 can be counted: convert it")
-    if device.type == "meta":
+    if is_meta:
         raise ValueError("it is on the meta device, which holds no values: materialise the model first")
 
 
