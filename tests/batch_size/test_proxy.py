@@ -149,8 +149,10 @@ def trained(
             for _ in range(3):
                 mean_loss(model, *batch(4, generator)).backward()
             for optimizer in optimizers:
-                for group in optimizer.param_groups if betas else ():
-                    group.update({"momentum": betas(step)} if "momentum" in group else {"betas": (betas(step), 0.99)})
+                if betas is not None:
+                    for group in optimizer.param_groups:
+                        beta = betas(step)
+                        group.update({"momentum": beta} if "momentum" in group else {"betas": (beta, 0.99)})
                 optimizer.step()
             model.zero_grad()
         return probe.reading()

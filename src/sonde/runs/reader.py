@@ -269,7 +269,7 @@ class _Contents:
             groups, groups_window = _groups(record), _count(record["window"])
         elif last is not None and last.segment == segment:  # those that this start wrote last
             groups, groups_window = last.groups, last.groups_window
-        record = {"optimizer_changed": False} | record  # written only where it is true
+        record = {"optimizer_changed": False, **record}  # written only where it is true
         reading = _filled(Reading, record, segment=segment, groups=groups, groups_window=groups_window)
         self._check_own_numbers(reading.metrics, line)
         if reading.pieces.get("per_window") is not None:

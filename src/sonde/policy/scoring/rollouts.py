@@ -171,7 +171,7 @@ class Rollouts:
         fields = {n: value for n, value in fields.items() if value is not None or n == "temperature"}
         terms = fields.pop("terms", {})
         _check_terms(terms, "[tokens]")
-        per_token = {name: fields[name] for name in ("weight", "log_prob") if name in fields}
+        per_token: dict[str, Any] = {name: fields[name] for name in ("weight", "log_prob") if name in fields}
         # What has a number for each response stays as it is.
         per_token |= {n: t for n, t in fields.items() if isinstance(t, Tensor) and t.dim() and t.shape != prompt.shape}
         per_token |= {"mask": mask} | {f"terms[{name!r}]": term for name, term in terms.items()}
