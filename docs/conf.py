@@ -20,7 +20,14 @@ version = release = sonde.__version__
 html_title = f"sonde {release}"
 
 root_doc = "docs/index"
-include_patterns = ["docs/**.md", "docs/**.rst", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/results/*.md", "evidence/*.md"]
+include_patterns = [
+    "docs/**.md",
+    "docs/**.rst",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "benchmarks/results/*.md",
+    "evidence/*.md",
+]
 exclude_patterns = [".*", "build", "dist", "runs", "sonde-demo"]  # never looked into: they may be large
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
