@@ -111,8 +111,10 @@ def _square_sum_in_blocks(tensors: Sequence[Tensor]) -> float:
             others += [t.view(-1)[n:] for t in members]
             members = [t.view(-1)[:n] for t in members]
         norms += _norms_of_blocks(members, length)
-    # Not torch.dot: BLAS shares out even 8,000 elements among its threads.
-    total = torch.cat(norms).double().square_().sum().item() if norms else 0.0
+    total = 0.0
+    for part in torch.cat(norms).split(_CHUNK) if norms else ():
+        # Not torch.dot: BLAS shares out even 8,000 elements among its threads.
+        total += part.double().square_().sum().item()
     return total + power_sum(others, 2.0).item() if others else total
 
 
