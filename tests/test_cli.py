@@ -75,6 +75,11 @@ def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "demo" in out + err
 
 
+def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "got 'rnu': did you mean run?" in _error(capsys, "rnu")
+    assert "sonde --help says what they do" in _error(capsys, "xyz")
+
+
 def test_python_dash_m(tmp_path: Path) -> None:
     with Python("-m", "sonde", "--version", folder=tmp_path) as python:
         assert python.wait().out == f"sonde {sonde.__version__}\n"

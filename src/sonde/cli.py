@@ -1,19 +1,15 @@
-"""The command line: `sonde run -- SCRIPT`, `sonde measure MODEL`, `sonde branch -- SCRIPT`, `sonde report RUN`, and
-`sonde demo [entropy]`.
-"""
+"""The command line: a table of commands, each with its options and what runs it in a module of its own."""
 
 from __future__ import annotations
 
+import difflib
+import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
 
 import tyro
-from tyro.conf import Positional, arg, subcommand
 
-from sonde.runs.report.write import write_report
 from sonde.version import __version__
 
 ERROR = 2
@@ -21,16 +17,60 @@ INTERRUPTED = 130  # what shells expect after Ctrl-C
 
 
 @dataclass(frozen=True)
-class ReportOptions:
-    """Write the report of a run: one HTML file that opens in any browser.
+class Command:
+    """One command.
 
     Attributes:
-        run: Folder of the run, or its records.jsonl; or the folder of `sonde branch`.
-        out: File to write.
+        about: what it does, for `sonde --help`.
+        module: imported when the command is used; most import torch.
+        options: the dataclass of its options there. tyro reads them from the command line.
+        run: the function there that takes these options, and returns the exit status.
+        takes_script: whether a script of the user's follows two dashes, which `run` takes too. `USAGE` of the module
+            shows how.
     """
 
-    run: Positional[Path]
-    out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: report.html beside the log)")] = None
+    about: str
+    module: str
+    options: str
+    run: str
+    takes_script: bool = False
+
+
+COMMANDS = {
+    "run": Command(
+        "measure a training script as it is: sonde run -- train.py",
+        "sonde.commands.run",
+        "RunOptions",
+        "run_script",
+        takes_script=True,
+    ),
+    "report": Command("write the report of a run", "sonde.commands.report", "ReportOptions", "run_report"),
+    "measure": Command(
+        "measure a checkpoint on your text, without training",
+        "sonde.commands.measure",
+        "MeasureOptions",
+        "run_measure",
+    ),
+    "branch": Command(
+        "measure the critical batch size by short trainings from a checkpoint",
+        "sonde.commands.branch",
+        "BranchOptions",
+        "run_branch",
+        takes_script=True,
+    ),
+    "demo": Command(
+        "train a small language model and judge its batch size",
+        "sonde.demos.byte_lm.run",
+        "DemoOptions",
+        "run_demo",
+    ),
+    "demo entropy": Command(
+        "train a tiny policy and forecast its entropy",
+        "sonde.demos.arithmetic.run",
+        "EntropyDemoOptions",
+        "run_entropy_demo",
+    ),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,65 +96,50 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ERROR
 
 
-def options_of(args: Sequence[str]) -> tuple[Any, list[str]]:
-    """The options of a command, and the script of `sonde run` or `sonde branch` with its own.
-
-    Args:
-        args: arguments after the program's name.
-    """
-    if args[:1] == ["report"]:
-        return tyro.cli(ReportOptions, prog="sonde report", args=args[1:]), []
-    # Here, since they import torch, which a report does not need.
-    from sonde.commands.branch import USAGE, BranchOptions
-    from sonde.commands.measure import MeasureOptions
-    from sonde.commands.run import RunOptions, split_command
-    from sonde.demos.arithmetic.run import EntropyDemoOptions
-    from sonde.demos.byte_lm.options import DemoOptions
-
-    script: list[str] = []
-    if args[:1] == ["run"]:
-        own, script = split_command(args[1:])
-        args = ["run", *own]
-    if args[:1] == ["branch"]:
-        own, script = split_command(args[1:], "branch", USAGE)
-        args = ["branch", *own]
-    if args[:2] == ["demo", "entropy"]:
-        return tyro.cli(EntropyDemoOptions, prog="sonde demo entropy", args=args[2:]), script
-    commands = (
-        Annotated[RunOptions, subcommand("run")]
-        | Annotated[DemoOptions, subcommand("demo")]
-        | Annotated[MeasureOptions, subcommand("measure")]
-        | Annotated[BranchOptions, subcommand("branch")]
-        | Annotated[ReportOptions, subcommand("report")]
-    )
-    about = "Measure a PyTorch training run while it runs, or a checkpoint. `sonde --version` prints the version."
-    return tyro.cli(commands, prog="sonde", description=about, args=args), script
-
-
 def _run(args: list[str]) -> int:
-    if args == ["--version"]:
+    if args[:1] == ["--version"]:
         print(f"sonde {__version__}")
         return 0
-    options, script = options_of(args)
-    if isinstance(options, ReportOptions):
-        print(f"report  {write_report(options.run, options.out)}")
+    if args[:1] in (["--help"], ["-h"]):
+        print(_help())
         return 0
-    from sonde.commands.branch import BranchOptions, run_branch
-    from sonde.commands.measure import MeasureOptions, run_measure
-    from sonde.commands.run import RunOptions, run_script
-    from sonde.demos.arithmetic.run import EntropyDemoOptions, run_entropy_demo
-    from sonde.demos.byte_lm.options import DemoOptions
-    from sonde.demos.byte_lm.run import run_demo
+    # The longest name: "demo entropy" before "demo".
+    name = next((name for n in (2, 1) if (name := " ".join(args[:n])) in COMMANDS), None)
+    if name is None:
+        raise ValueError(_unknown(args))
+    command, args = COMMANDS[name], args[len(name.split()) :]
+    module = importlib.import_module(command.module)
+    run = getattr(module, command.run)
+    script: list[str] = []
+    if command.takes_script:
+        from sonde.commands.run import split_command
 
-    match options:
-        case RunOptions():
-            return run_script(options, script)
-        case DemoOptions():
-            return run_demo(options)
-        case EntropyDemoOptions():
-            return run_entropy_demo(options)
-        case MeasureOptions():
-            return run_measure(options)
-        case BranchOptions():
-            return run_branch(options, script)
-    raise AssertionError(f"a command of the kind {type(options).__name__}")
+        args, script = split_command(args, name, module.USAGE)
+    options = tyro.cli(getattr(module, command.options), prog=f"sonde {name}", args=args)
+    status: int = run(options, script) if command.takes_script else run(options)
+    return status
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.about}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        (
+            "usage: sonde COMMAND [options]",
+            "",
+            "Measure a PyTorch training run while it runs, or a checkpoint.",
+            "",
+            *lines,
+            "",
+            "sonde COMMAND --help lists the options of a command; sonde --version prints the version.",
+        )
+    )
+
+
+def _unknown(args: Sequence[str]) -> str:
+    names = ", ".join(COMMANDS)
+    if not args:
+        return f"expected a command, got none: use one of {names}; sonde --help says what they do"
+    near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+    hint = f": did you mean {near[0]}?" if near else "; sonde --help says what they do"
+    return f"expected one of {names}, got {args[0]!r}{hint}"
