@@ -180,6 +180,19 @@ def test_where_the_momentum_is_cycled_no_row_is_quoted(tmp_path: Path, make: Cal
     assert panel.detail == reading.verdict.detail
 
 
+def test_a_restart_remembers_that_the_momentum_was_cycled() -> None:
+    optimizers = momentum(model := network())
+    with attached(model, optimizers) as probe:
+        optimizers[0].param_groups[0]["momentum"] = 0.5
+        probe.reading()
+        optimizers[0].param_groups[0]["momentum"] = 0.9
+        state = probe.state_dict()
+    with attached(model, optimizers) as probe:
+        assert probe.reading().optimizer == "SGD (β = 0.9)"
+        probe.load_state_dict(state)
+        assert probe.reading().optimizer == ""
+
+
 def test_the_page_says_it_once_with_the_verdict(tmp_path: Path) -> None:
     trained(tmp_path, momentum)
     text = visible_text(write_report(tmp_path))

@@ -43,7 +43,7 @@ def at_half(found: Branches) -> str:
     if whole.low is None or whole.high is None:
         return ""
     if half.low is None or half.high is None:
-        return f"Half of the {found.unit} alone would not show it: {half.reason}."
+        return f"Half of the {found.unit} alone would not show it. {capital(half.reason)}."
     rest = "The answer depends on the length of the branches: train them longer, until it settles."
     if max(whole.low, half.low) <= min(whole.high, half.high):
         rest = "The two agree."

@@ -55,7 +55,7 @@ class NoiseScaleTracker(Stateful):
 
     STATE = (
         *("run", "windows", "n_seen", "dependence", "dropped", "_last_drop", "_n_missing", "u", "scale"),
-        *("scale_residual", "_effective", "_units", "_last_units", "_n_equal", "_further"),
+        *("scale_residual", "_effective", "_units", "_last_units", "_n_equal", "_further", "_optimizer"),
     )
 
     def __init__(
