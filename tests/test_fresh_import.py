@@ -46,7 +46,7 @@ class NoTorch:
 
 sys.meta_path.insert(0, NoTorch())
 from sonde.cli import main
-sys.exit(max(main(["report", folder]) for folder in sys.argv[1:]))
+sys.exit(max(main([name, folder]) for name in ("report", "advise") for folder in sys.argv[1:]))
 """
 
 
@@ -77,7 +77,7 @@ def test_attach_takes_little_more_than_torchs_import(found: dict[str, list[str]]
     assert not slow & (set(found["with every name"]) - set(found["with torch"]))
 
 
-def test_a_report_needs_no_torch(tmp_path: Path) -> None:
+def test_a_report_and_advice_need_no_torch(tmp_path: Path) -> None:
     """As on a laptop to which a log was copied: importing torch is an error."""
     folders = [write_run(tmp_path / "batch", 12), write_policy_run(tmp_path / "policy", 12)]
     subprocess.run([sys.executable, "-W", "error", "-c", WITHOUT_TORCH, *map(str, folders)], check=True)

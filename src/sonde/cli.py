@@ -45,6 +45,12 @@ COMMANDS = {
         takes_script=True,
     ),
     "report": Command("write the report of a run", "sonde.commands.report", "ReportOptions", "run_report"),
+    "advise": Command(
+        "say which batch size and learning rate to take next, and what they save",
+        "sonde.commands.advise",
+        "AdviseOptions",
+        "run_advise",
+    ),
     "measure": Command(
         "measure a checkpoint on your text, without training",
         "sonde.commands.measure",
@@ -91,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except (ValueError, OSError, ImportError) as error:
         needs_torch = isinstance(error, ImportError) and error.name == "torch"
-        hint = ": install torch, without which only `sonde report` works" if needs_torch else ""
+        hint = ": install torch, without which only `sonde report` and `sonde advise` work" if needs_torch else ""
         print(f"sonde: error: {error}{hint}", file=sys.stderr)
         return ERROR
 

@@ -15,7 +15,7 @@ SCHEMA = 4
 SETUP_KINDS: dict[str, type] = {
     **dict.fromkeys(("ranks", "parameters", "batch_norms", "log_every"), int),
     "level": float,
-    **dict.fromkeys(("groups", "further_units"), list),
+    **dict.fromkeys(("groups", "further_units", "optimizer_settings"), list),
 }
 """What a report computes with in a probe's set-up. It shows the rest as it is."""
 

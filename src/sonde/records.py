@@ -104,6 +104,7 @@ class RunLog:
         every = whole_number("every must be a whole number of windows", every)
         self.run, self.metadata, self.every, self.log_windows = run, dict(metadata or {}), every, log_windows
         self._writer = RecordWriter(checked)
+        self._files = [sink for sink in checked if isinstance(sink, JsonlSink)]
         self._metrics: dict[str, Writes] = {}
         """The kind of record that each metric is written in."""
         self._has_begun = self._has_ended = False
@@ -121,6 +122,11 @@ class RunLog:
     def has_sinks(self) -> bool:
         """Whether records go anywhere still."""
         return self._writer.has_sinks
+
+    @property
+    def folder(self) -> Path | None:
+        """Of the log that reports are made from; None without one."""
+        return next((sink.path.parent for sink in self._files), None)
 
     @property
     def is_first_rank(self) -> bool:

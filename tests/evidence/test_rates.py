@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from sonde.batch_size.stats.rate_rules import rate_factor
 from sonde.evidence.rates import held, options_at, usual_rule
-from sonde.evidence.stats.rate_rules import rate_factor
 
 
 def adam(**options: Any) -> torch.optim.Optimizer:

@@ -14,7 +14,7 @@ from sonde.batch_size.forward_units import FIRST_DIM, UnitsPerPiece
 from sonde.batch_size.found_model import RanksOfModel, raised_on_all_ranks
 from sonde.batch_size.pace import DEFAULT_ALLOWANCE, DEFAULT_BUDGET
 from sonde.batch_size.per_example.rules import GradientsOf
-from sonde.batch_size.probe import NoiseScaleProbe
+from sonde.batch_size.probe import PLAIN_LOOP, NoiseScaleProbe
 from sonde.batch_size.setup import Groups, NoiseScaleOptions
 from sonde.batch_size.taps.ddp_buckets import CommHook
 from sonde.batch_size.taps.leaf_hooks import TapName
@@ -54,6 +54,7 @@ def attach(
     comm_state: object = None,
     log: LogOrPlaces = None,
     horizon: float | None = None,
+    trainer: str = PLAIN_LOOP,
     verbose: bool = True,
 ) -> NoiseScaleProbe:
     """Measure the gradient noise scale of a model while it trains.
@@ -95,6 +96,8 @@ def attach(
         log: of the run; give the same log to every probe of the run. Or what `RunLog` takes, for a log of its own: a
             folder as "runs/my-run", "wandb" or another tracker, a function, or several of these in a list.
         horizon: not used: the noise scale now has no horizon. Loops that were written for averages over one pass it.
+        trainer: that runs the loop, such as "Megatron": `sonde advise` says how a batch size is set there. Integrations
+            say it by themselves.
         verbose: print the setup that was found, on rank 0.
 
     Returns:
@@ -132,6 +135,7 @@ def attach(
         comm_hook=comm_hook,
         comm_state=comm_state,
         log=log,
+        trainer=trainer,
         verbose=verbose,
     )
 

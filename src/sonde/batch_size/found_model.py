@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sonde.batch_size.forward_units import FIRST_DIM, is_of_forward
 from sonde.batch_size.hooks import why_no_hook
 from sonde.batch_size.setup import Groups, NoiseScaleOptions, is_number, n_batch_norms, n_sync_batch_norms
-from sonde.batch_size.stats.proxy import kind_of
+from sonde.batch_size.stats.proxy import kind_of, settings_of
 from sonde.batch_size.taps.ddp_buckets import comm_hook_name
 from sonde.batch_size.taps.metric import (
     AdamMetric,
@@ -151,6 +151,7 @@ def find_model(model: nn.Module, optimizer: Optimizers, options: NoiseScaleOptio
     record = _record(options, wrapper, whole, tuple(dict.fromkeys(names))) | {
         "optimizer": _optimizer_in_words(optimizer, wrapper),
         "optimizer_kind": kind_of(wrapper.optimizers),
+        "optimizer_settings": settings_of(wrapper.optimizers),
         "batch_norms": n_batch_norms(model),
         "sync_batch_norms": n_sync_batch_norms(model, wrapper.n_ranks),
     }

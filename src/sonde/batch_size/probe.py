@@ -63,6 +63,8 @@ from sonde.stats.sealed_state import check_identity, parameters_digest, sealed, 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+PLAIN_LOOP = "plain loop"
+"""The trainer, where a script has its own loop."""
 _PATIENCE_AT_EXIT = 1.0
 """Seconds for which a process that ends waits for the other ranks' part in the last windows."""
 
@@ -96,6 +98,7 @@ class NoiseScaleProbe:
         comm_hook: your own DDP communication hook, which tap="comm_hook" wraps.
         comm_state: the state that the hook is called with.
         log: of the run; give the same log to every probe of the run. Or what `RunLog` takes, for a log of its own.
+        trainer: that runs the loop, for `sonde advise`.
         verbose: print the setup that was found, on rank 0.
         fixed_weights: averages the windows of a model that does not train: `sonde.measure` passes it.
 
@@ -124,6 +127,7 @@ class NoiseScaleProbe:
         comm_hook: CommHook | None = None,
         comm_state: object = None,
         log: LogOrPlaces = None,
+        trainer: str = PLAIN_LOOP,
         verbose: bool = True,
         fixed_weights: FixedWeights | None = None,
     ) -> None:
@@ -143,8 +147,8 @@ class NoiseScaleProbe:
         self._mechanism = Mechanism(model, found, self._own)
         self._scalars = Scalars(log)
         self._closed = False
-        self._verbose = verbose and log.is_first_rank
-        self._log_every = log.every
+        self._verbose, self._trainer = verbose and log.is_first_rank, trainer
+        self._log_every, self._folder = log.every, log.folder
         # These install hooks, so they come after everything that may refuse the model.
         self._read_gradients(comm_hook, comm_state)
         self._follow_the_loop(model, optimizer)
@@ -668,6 +672,7 @@ class NoiseScaleProbe:
             "log_every": self._log_every,
             "grad_scaler": self._grad_scaler is not None,
             "level": LEVEL,
+            "trainer": self._trainer,
         }
 
     def _say(self, text: str) -> None:
@@ -684,4 +689,7 @@ def _close_left_open(probe: weakref.ref[NoiseScaleProbe], pid: int) -> None:
     if os.getpid() == pid and (left_open := probe()) is not None:
         left_open.close("the process ended without probe.close()", patience=_PATIENCE_AT_EXIT)
         if left_open.n_windows:
-            left_open._say(str(left_open._tracker.reading(with_groups=False)))
+            reading = left_open._tracker.reading(with_groups=False)
+            left_open._say(str(reading))
+            if advice := reading.next_batch(left_open._folder):
+                left_open._say(advice)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sonde.batch_size.stats.rate_rules import DECAYED, FALLING, WITH_DECAY
 from sonde.batch_size.step_watch import is_followed
 from sonde.console import stack_level, tell
 from sonde.evidence.answer import advice, headline
@@ -26,7 +27,6 @@ from sonde.evidence.branches import Branch, Branches, Proxy
 from sonde.evidence.kept_state import KeptState
 from sonde.evidence.rates import Options, RateRule, held, in_words, options_at, usual_rule
 from sonde.evidence.stats.loss_curves import Curve
-from sonde.evidence.stats.rate_rules import DECAYED, FALLING, WITH_DECAY
 from sonde.parallel.model_state import preserve_modes_and_randomness
 from sonde.parallel.process_groups import gather_objects
 from sonde.record_values import whole_number

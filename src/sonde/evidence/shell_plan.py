@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sonde.evidence.shell_losses import LossSource
-from sonde.evidence.stats.rate_rules import (
+from sonde.batch_size.stats.rate_rules import (
     WITH_BETAS,
     adam_settings,
     parsed_rule,
@@ -20,6 +19,7 @@ from sonde.evidence.stats.rate_rules import (
     rule_in_words,
     scaled_decay,
 )
+from sonde.evidence.shell_losses import LossSource
 
 ADAM = ("beta1", "beta2", "eps")
 PLACEHOLDERS = ("checkpoint", "batch", "lr", "seed", "units", "steps", "out", *ADAM, "weight_decay")

@@ -101,7 +101,7 @@ def attach(
         raise ValueError(f"units are counted in the forwards of the model, and {why}: prepare a module around it")
     warn_if_untested("accelerate", accelerate.__version__, TESTED)
     how = None if units or weight else options.pop("units_per_piece", FIRST_DIM)
-    options["unit"] = unit
+    options |= {"unit": unit, "trainer": "Accelerate"}
     guarded = GuardedProbe(options, units=units, weight=weight, log=log, on_error=on_error, verbose=verbose)
     return AccelerateProbe(accelerator, model, optimizer, guarded, how, clips)
 

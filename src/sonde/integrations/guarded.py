@@ -28,7 +28,7 @@ Counts = dict[str, Any]
 T = TypeVar("T")
 _Context = contextlib.AbstractContextManager[None]
 
-_PARTNERS = ("comm_hook", "comm_state", "cp_mesh", "expert_mesh", "mesh", "pp_mesh", "process_group")
+_PARTNERS = ("comm_hook", "comm_state", "cp_mesh", "expert_mesh", "mesh", "pp_mesh", "process_group", "trainer")
 """Arguments of `sonde.attach` that are not in `NoiseScaleOptions`."""
 NOT_MEASURED = "a micro-batch is not measured, so its window is left out"
 _WINDOW_NOT_MEASURED = "a window is not measured"
@@ -287,6 +287,8 @@ class GuardedProbe:
         self._last, self._final_state = self._read(probe), probe.state_dict()
         if self._verbose and self._run_log.is_first_rank:
             tell(str(self._last))
+            if advice := self._last.next_batch(self._run_log.folder):
+                tell(advice)
 
     def say_once(self, text: str) -> None:
         """Print a sentence about what was found, on rank 0."""

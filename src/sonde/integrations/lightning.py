@@ -61,7 +61,7 @@ class NoiseScale(Attached, Callback):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         warn_if_untested("lightning", lightning.__version__, TESTED)
-        options["unit"] = unit
+        options |= {"unit": unit, "trainer": "Lightning"}
         super().__init__(GuardedProbe(options, units=units, weight=weight, log=log, on_error=on_error, verbose=verbose))
         self._saved: Any = None
         self._batch: Any = None

@@ -72,7 +72,8 @@ def attach(
         raise ValueError("this trainer has a probe already: close it first")
     warn_if_untested("torchtitan", importlib.metadata.version("torchtitan"), TESTED)
     dims = trainer.parallel_dims
-    options = {"unit": unit, "mesh": dims.world_mesh, "pp_mesh": dims.get_optional_mesh("pp"), **options}
+    meshes = {"mesh": dims.world_mesh, "pp_mesh": dims.get_optional_mesh("pp")}
+    options = {"unit": unit, "trainer": "torchtitan", **meshes, **options}
     guarded = GuardedProbe(options, units=units, log=log, on_error=on_error, verbose=verbose)
     return TorchtitanProbe(trainer, guarded, clips=clips)
 

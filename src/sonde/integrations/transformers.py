@@ -89,7 +89,7 @@ def attach(
         warn_if_untested("trl", importlib.metadata.version("trl"), TESTED_TRL)
     if batches.has_pairs:
         options.setdefault("per_example", "never")  # a pair has two rows, and each row's gradient is a part of its own
-    options["unit"] = unit or batches.unit
+    options |= {"unit": unit or batches.unit, "trainer": batches.trainer_name}
     guarded = GuardedProbe(options, units=units, weight=weight, log=log, on_error=on_error, verbose=verbose)
     return TransformersProbe(trainer, batches, guarded)
 

@@ -50,6 +50,7 @@ class MicroBatches:
         unit: the plural name of what is counted, if the user does not name it.
         has_pairs: whether a batch has two rows for each pair, so that a row is no independent sample.
         is_trl_trainer: whether the trainer is one of TRL's.
+        trainer_name: for `sonde advise`.
         weighting: how micro-batches weigh in the loss, in words; None if the user says it, and while it is not known.
 
     Raises:
@@ -70,6 +71,7 @@ class MicroBatches:
                 "micro-batch and returns their number"
             )
         self.is_trl_trainer, self.has_pairs = trl_kind is not None, trl_kind in _OF_PAIRS
+        self.trainer_name = "TRL" if self.is_trl_trainer else "transformers"
         model: Any = trainer.accelerator.unwrap_model(trainer.model)
         self._model: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
         reads_tokens = getattr(self._model, "main_input_name", "input_ids") == "input_ids"

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from sonde.batch_size.stats.proxy import kind_of, settings_of
 from sonde.config import ProbesConfig, probes_from_config
 from sonde.contrib.hold_entropy import HoldEntropy
 from sonde.parallel.process_groups import data_parallel_group, gather_objects, together
@@ -451,8 +452,12 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         trainer, args, entropy = self._trainer, self._trainer.args, self._config.entropy_probe
         completions = args.per_device_train_batch_size * args.gradient_accumulation_steps
         completions *= trainer.accelerator.num_processes
+        optimizers = [unwrap_optimizer(trainer.optimizer)]
         return {
             "wrapper": f"{type(trainer).__name__} of TRL",
+            "trainer": "TRL",
+            "optimizer_kind": kind_of(optimizers),
+            "optimizer_settings": settings_of(optimizers),
             "ranks": trainer.accelerator.num_processes,
             "device": str(trainer.accelerator.device),
             "parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),

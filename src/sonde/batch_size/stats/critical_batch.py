@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from sonde.batch_size.stats.proxy import proxy_in_words
+from sonde.batch_size.stats.proxy import critical_range, factor_of, proxy_in_words
 from sonde.wording import interval, number
 
 ABOUT_RIGHT = 2.0
@@ -203,25 +203,26 @@ def judge_batch(
             f"No verdict on the batch of {size}: no gradient noise was seen.",
             "All pieces had the same gradient: check that they hold different data.",
         )
-    kind_now = _kind(batch, now) if now.is_known else "unknown"
+    kind_now = batch_kind(batch, now) if now.is_known else "unknown"
     if of_run is None:
         scope = "" if n_steps is None else "from here on, "  # at fixed weights there is nothing else
         headline = _sentences(f"{scope}the batch of {size} {_WORDS[kind_now]}: the noise scale is {now.in_words(unit)}")
         kind, in_short = kind_now, f"{scope}the batch {_WORDS[kind_now]}"
-        costs = scope + _trade_off(batch, now, kind_now, unit)
+        costs = scope + _trade_off(batch, critical(now, optimizer, metric, from_here_on=True), kind_now, unit)
     else:
-        kind = _kind(batch, of_run)
+        kind = batch_kind(batch, of_run)
         run = "a run like this one" if first_step == 1 else f"a run like this one from step {first_step:,} on"
         headline = (
             f"For {run}, the batch of {size} {_WORDS[kind]}: the noise scale was {of_run.in_words(unit)} on average."
         )
         in_short = f"for {run}, the batch {_WORDS[kind]}"
-        costs = f"In {run}, {_trade_off(batch, of_run, kind, unit)}"
+        costs = f"In {run}, {_trade_off(batch, critical(of_run, optimizer, metric), kind, unit)}"
         if now.is_known:
             again = " too" if kind_now == kind else f", it {_WORDS[kind_now]}"
             headline += f" From here on{again}: the noise scale is {now.in_words(unit)} now."
             in_short += f"; from here on{again}"
-            costs += f". From here on, {_trade_off(batch, now, kind_now, unit)}"
+            following = critical(now, optimizer, metric, from_here_on=True)
+            costs += f". From here on, {_trade_off(batch, following, kind_now, unit)}"
     if kind_now in ("too_small", "about_right", "too_large"):
         advice = ""  # the interval is narrow enough to decide
     proxy = proxy_in_words(optimizer if of_run else "", metric)  # the study compares averages of whole runs
@@ -236,7 +237,13 @@ def _too_early(n_steps: int | None, first_step: int, *, warms_up: bool) -> str:
     return "the learning rate is still rising, and the noise scale with it" if warms_up else ""
 
 
-def _kind(batch: float, known: Estimate) -> Kind:
+def batch_kind(batch: float, known: Estimate) -> Kind:
+    """What a noise scale says of a batch: all that its interval allows.
+
+    Args:
+        batch: units of one optimizer step.
+        known: the noise scale.
+    """
     low, high = known.low or 0.0, math.inf if known.high is None else known.high
     may_be_small = high > ABOUT_RIGHT * batch
     may_be_large = low < batch / ABOUT_RIGHT and batch > 1  # no batch has less than one unit
@@ -251,15 +258,32 @@ def _kind(batch: float, known: Estimate) -> Kind:
     return "about_right_or_too_large" if may_be_large else "about_right"
 
 
+def critical(known: Estimate, optimizer: str, metric: str, *, from_here_on: bool = False) -> Estimate:
+    """The critical batch size, as far as it is known; the noise scale itself where no study says more.
+
+    Args:
+        known: the noise scale.
+        optimizer: as `proxy.kind_of` names it.
+        metric: of the noise scale.
+        from_here_on: whether the noise scale is that of now; otherwise it is the average of a run.
+    """
+    factor = factor_of(optimizer, metric, from_here_on=from_here_on)
+    if factor is None:
+        return known
+    found = critical_range(known.b_simple, known.low or 0.0, math.inf if known.high is None else known.high, factor)
+    return Estimate(found.middle, found.low, found.high)
+
+
 def _trade_off(batch: float, known: Estimate, kind: Kind, unit: str) -> str:
-    """What another batch size would cost, as far as the interval reaches.
+    """What another batch size would cost, as far as the interval of the critical batch size reaches.
 
     Of the units, a batch of b′ in place of b needs b′/b times the part that it needs of the steps.
     """
     smaller = kind in ("too_large", "about_right_or_too_large")
     other = max(batch / 2, 1.0) if smaller else batch * 2
     name = "twice the batch" if not smaller else "half the batch" if batch >= 2 else f"a batch of 1 of the {unit}"
-    if known.b_simple is not None and kind in ("too_small", "too_large"):
+    is_beyond = known.b_simple is not None and (known.b_simple > batch) == (kind == "too_small")
+    if known.b_simple is not None and is_beyond and kind in ("too_small", "too_large"):
         other = float(f"{max(known.b_simple, 1.0):.2g}")
         name = f"a batch of {number(other)} {unit}"
     ends = [relative_steps(other, batch, end) for end in (known.low or 0.0, known.high or math.inf)]

@@ -5,6 +5,7 @@ The tables at the end are written by `python -m evidence.figures`, from the resu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,9 @@ _ADAM = "Adam or AdamW"
 """Their steps differ in weight decay alone, which the study does without."""
 _VARIANTS = ("dampening", "nesterov", "amsgrad")
 """Options that change a step. Those that change only how it is computed (fused, foreach) are left out."""
+_SETTINGS = ("lr", "momentum", "betas", "eps", "weight_decay")
+_OF_95 = 1.645 / 1.96
+"""Length of a 90 % interval over that of a 95 % interval."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,81 @@ class Factor:
     n_tasks: int
 
 
+@dataclass(frozen=True)
+class Range:
+    """A number as far as it is known.
+
+    Attributes:
+        middle: the best guess; None where only one end is known.
+        low: lower end.
+        high: upper end; may be infinite.
+    """
+
+    middle: float | None
+    low: float
+    high: float
+
+
+PUBLISHED = Factor(1.0, 0.1, 20.0, 0, 0)
+"""Of runs that others published: McCandlish et al. 2018, arXiv:1812.06162. Nothing says where in this range others lie,
+so its middle is no finding."""
+FROM_HERE_ON: Mapping[str, Factor] = {
+    "SGD (β = 0)": Factor(2.3, 0.15, 5.2, 36, 3),
+    "SGD (β = 0.9)": Factor(0.99, 0.29, 4.9, 36, 3),
+    "Adam or AdamW (β = 0.9)": Factor(0.58, 0.053, 1.8, 36, 3),
+    "Muon (β = 0.95, nesterov)": Factor(0.55, 0.094, 1.7, 35, 3),
+}
+"""The branched critical batch size over B_simple at the same weights, from `evidence/tables.md`: a branch shows what a
+batch does from there on, at the usual rule of the rate."""
+IN_RL: Mapping[str, Factor] = {"SGD": Factor(1.2, 0.66, 1.6, 8, 2), "Adam": Factor(2.3, 1.8, 3.0, 8, 2)}
+"""The same for policies trained by GRPO, both batches in prompts: smallest, median and largest of 8 cases of the study,
+from `evidence/tables.md`."""
+
+
+def factor_of(optimizer: str, metric: str, *, from_here_on: bool = False) -> Factor | None:
+    """How the critical batch size follows from B_simple; None for an optimizer or a metric that was not in the study.
+
+    Args:
+        optimizer: as `kind_of` names it.
+        metric: of B_simple.
+        from_here_on: for what follows, from B_simple now; otherwise for a whole run, from its average.
+    """
+    if from_here_on:
+        return FROM_HERE_ON.get(optimizer) if metric == "euclidean" else None
+    return FACTORS.get((optimizer, metric))
+
+
+def critical_range(b_simple: float | None, low: float, high: float, factor: Factor) -> Range:
+    """The critical batch size B_crit = B_simple × factor, as a range with about 90 % of the probability.
+
+    Two errors are combined: of B_simple, and of the factor. They have nothing to do with each other and both are errors
+    of logarithms, so on each side of the middle their lengths are added in quadrature. The 95 % interval of B_simple is
+    first made one of 90 %, which the factor's range is. Where only a bound of B_simple is known, it is multiplied by
+    the factor's own end.
+
+    Args:
+        b_simple: the estimate; None where only a bound is known.
+        low: lower end of its 95 % interval, 0 for an upper bound.
+        high: upper end, infinite for a lower bound.
+        factor: of the optimizer.
+
+    Example:
+        >>> found = critical_range(40.0, 32.0, 50.0, Factor(1.5, 0.84, 2.8, 40, 4))
+        >>> round(found.middle), round(found.low), round(found.high)
+        (60, 32, 116)
+    """
+    if b_simple is None:
+        return Range(None, low * factor.low, high * factor.high)
+    down = math.hypot(_OF_95 * _log(b_simple, low), _log(factor.median, factor.low))
+    up = math.hypot(_OF_95 * _log(high, b_simple), _log(factor.high, factor.median))
+    middle = b_simple * factor.median
+    return Range(middle, middle * math.exp(-down), middle * math.exp(up))
+
+
+def _log(above: float, below: float) -> float:
+    return math.inf if below <= 0 or math.isinf(above) else math.log(above / below)
+
+
 def kind_of(optimizers: Iterable[Any]) -> str:
     """The optimizers that step a model together, by class, with the options that change their steps: "SGD (β = 0.9)".
 
@@ -53,6 +132,38 @@ def kind_of(optimizers: Iterable[Any]) -> str:
     if any(kind.startswith("Muon (") for kind in kinds):
         kinds = {kind for kind in kinds if not kind.startswith(_ADAM)}
     return " and ".join(sorted(kinds))
+
+
+def settings_of(optimizers: Iterable[Any]) -> list[dict[str, object]]:
+    """The settings of all groups of the optimizers, as JSON values; groups with the same settings once.
+
+    A rate is the one that a schedule starts from, where there is a schedule. A setting that is a tensor on a device is
+    left out, since reading it would wait for the device.
+
+    Args:
+        optimizers: of torch, or like those.
+    """
+    found: list[dict[str, object]] = []
+    for each in optimizers:
+        for group in each.param_groups:
+            values = dict(group) | {"lr": group.get("initial_lr", group.get("lr"))}
+            settings = {name: value for name in _SETTINGS if (value := _as_json(values.get(name))) is not None}
+            flags = dict.fromkeys((name for name in (*_VARIANTS, "decoupled_weight_decay") if group.get(name)), True)
+            named: dict[str, object] = {"name": type(getattr(each, "optim", each)).__name__, **settings, **flags}
+            if named not in found:
+                found.append(named)
+    return found
+
+
+def _as_json(value: Any) -> object:
+    """A number, or a list of numbers; None for anything else."""
+    if isinstance(value, tuple | list):
+        numbers = [_as_json(each) for each in value]
+        return None if None in numbers else numbers
+    if getattr(getattr(value, "device", None), "type", "") == "cpu" and value.numel() == 1:
+        value = value.item()
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None
 
 
 def _in_words(name: str, group: Mapping[str, Any]) -> str:
@@ -82,6 +193,11 @@ def proxy_in_words(optimizer: str, metric: str) -> str:
             f"With {optimizer}, the critical batch size was {low} to {high} times the run's average{of_metric} in 90 % "
             f"of {found.n_trainings} trainings of {found.n_tasks} small tasks; the median was {median} times "
             "(sonde's study). "
+        )
+    if (later := factor_of(optimizer, metric, from_here_on=True)) is not None:
+        text += (
+            f"From here on, it was {number(later.low, 2)} to {number(later.high, 2)} times B_simple now in branches of "
+            f"the same study, {number(later.median, 2)} in the median. "
         )
     return (
         f"{text}In published runs the critical batch size was 0.1 to 20 times B_simple"

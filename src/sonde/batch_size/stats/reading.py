@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sonde.batch_size.stats.critical_batch import Estimate, Verdict, as_weighed, judge_batch
+from sonde.batch_size.stats.critical_batch import Estimate, Kind, Verdict, as_weighed, judge_batch
+from sonde.batch_size.stats.next_batch import FROM_HERE_ON, RUN_LIKE_THIS, in_short
 from sonde.batch_size.stats.noise_scale import RatioAverage
 from sonde.stats.intervals import RatioInterval, Status
 from sonde.wording import number, plural
@@ -250,6 +251,24 @@ class NoiseScaleReading:
             optimizer=self.optimizer,
             metric=self.metric,
         )
+
+    def next_batch(self, log: object = None) -> str:
+        """What to try next, in one line; empty where there is no verdict.
+
+        Args:
+            log: folder of the run's log, of which `sonde advise` says more; None without.
+        """
+        verdict = self.verdict
+        if verdict is None or not verdict.in_short:
+            return ""
+        batch, unit = as_weighed(self.units_per_window or 1.0, self.effective_units, self.unit)
+        scopes: dict[str, tuple[Estimate, Kind]] = {}
+        if self.average is not None and self.average.is_known and self.n_steps:
+            scopes[RUN_LIKE_THIS] = self.average, verdict.kind
+        if self._now.is_known:
+            scopes[FROM_HERE_ON] = self._now, verdict.kind_now
+        more = "" if log is None else f". More: sonde advise {log}"
+        return f"advice  {in_short(batch, unit, scopes, optimizer=self.optimizer, metric=self.metric)}{more}"
 
     def __str__(self) -> str:
         batch = f"batch {number(self.units_per_window, 4)}, " if self.units_per_window is not None else ""

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sonde
 from sonde.batch_size.found_model import RanksOfModel, raised_on_all_ranks
-from sonde.batch_size.probe import NoiseScaleProbe
+from sonde.batch_size.probe import PLAIN_LOOP, NoiseScaleProbe
+from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.commands.run_script.model_search import ModelOfOptimizers, trainable
 from sonde.commands.run_script.settings import LogOfScript, Settings
 from sonde.commands.run_script.units import units_in_batch, units_of
@@ -60,6 +61,7 @@ class MeasuredModel:
         """Those that step the model. When all are gone, the script is done with its training."""
         self._n_windows = 0
         self._verdict: Sequence[str] = ()
+        self._last: NoiseScaleReading | None = None
 
     def _why_no_micro_batch(self) -> str:
         if not self._others_train(self):
@@ -110,6 +112,7 @@ class MeasuredModel:
 
     def _verdict_of(self, probe: NoiseScaleProbe) -> Sequence[str]:
         reading, said = probe.reading(), " ".join(probe.alerts.values())
+        self._last = reading
         if not reading.windows and said and (not probe.n_windows or str(reading.reason) in said):
             return (f"no step of {self.name} could be measured: see above",)
         if not probe.n_windows:
@@ -120,6 +123,10 @@ class MeasuredModel:
     def verdict(self) -> Sequence[str]:
         """What to say of it when the script ends, in lines."""
         return self._verdict
+
+    def next_batch(self, log: object) -> str:
+        """What to try next; empty without a verdict. `log` is the folder of its log."""
+        return "" if self._last is None else self._last.next_batch(log)
 
 
 def _attached(found: ModelOfOptimizers, settings: Settings, log: sonde.RunLog) -> NoiseScaleProbe:
@@ -145,8 +152,31 @@ def _attached(found: ModelOfOptimizers, settings: Settings, log: sonde.RunLog) -
             **settings.pace,
             grad_scaler=scaler,
             process_group=group,
+            trainer=trainer_of(model, *found.optimizers),
             log=log,
         )
+
+
+_TRAINERS = {
+    **dict.fromkeys(("lightning", "pytorch_lightning"), "Lightning"),
+    **{name: name for name in ("torchtitan", "nanochat")},
+    "accelerate": "Accelerate",
+    "deepspeed": "DeepSpeed",
+    "megatron": "Megatron",
+}
+"""The trainer by the package of a class."""
+
+
+def trainer_of(model: nn.Module, *optimizers: object) -> str:
+    """The trainer that a script uses, for `sonde advise`: the package that a class of its model or optimizers is from.
+
+    Args:
+        model: as the script calls it.
+        *optimizers: that step it.
+    """
+    classes = (kind for each in (unwrap_model(model), *optimizers) for kind in type(each).__mro__)
+    packages = (kind.__module__.split(".")[0] for kind in classes)
+    return next((_TRAINERS[name] for name in packages if name in _TRAINERS), PLAIN_LOOP)
 
 
 def why_not_reduced(model: nn.Module, settings: Settings) -> str:
@@ -206,7 +236,7 @@ class MeasuredTrainer(GuardedProbe):
         from sonde.integrations.transformers_batches import MicroBatches
 
         batches = MicroBatches(trainer, units_in_batch(settings.units_from))
-        super().__init__({"unit": settings.unit or batches.unit, **settings.pace})
+        super().__init__({"unit": settings.unit or batches.unit, "trainer": batches.trainer_name, **settings.pace})
         self.name, self._new_log = type(trainer).__name__, settings.log
         self.file: LogOfScript | None = None
         self._callback: TransformersProbe | None = TransformersProbe(trainer, batches, self)
@@ -233,6 +263,11 @@ class MeasuredTrainer(GuardedProbe):
         """What to say of it when the script ends, in lines; none where nothing was measured."""
         reading = self.reading()
         return () if reading is None else (str(reading),)
+
+    def next_batch(self, log: object) -> str:
+        """What to try next; empty without a verdict. `log` is the folder of its log."""
+        reading = self.reading()
+        return "" if reading is None else reading.next_batch(log)
 
     def begin(self, *args: Any, **kwargs: Any) -> None:
         """See `GuardedProbe.begin`."""

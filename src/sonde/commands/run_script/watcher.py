@@ -24,7 +24,7 @@ from sonde.batch_size.hooks import in_backward
 from sonde.batch_size.step_watch import Arguments, with_closure
 from sonde.commands.run_script.measured import MeasuredModel, MeasuredTrainer, why_not_reduced
 from sonde.commands.run_script.model_search import ModelOfOptimizers, ModelSearch, stepped_by
-from sonde.commands.run_script.settings import LogOfScript, Settings
+from sonde.commands.run_script.settings import Settings
 from sonde.commands.run_script.words import rank, say, say_in_words_of_run
 from sonde.parallel.unwrap import parameters_of
 
@@ -173,7 +173,7 @@ class ScriptWatcher:
             for number, each in enumerate(told, 1):
                 first, *others = each.verdict() or [""]
                 numbered = f"{number}. {each.name}: {first}" if len(told) > 1 else first
-                _say_end([numbered, *others] if first else [], each.file, writes_report=self._settings.report)
+                _say_end([numbered, *others] if first else [], each, writes_report=self._settings.report)
         # Python ends by SIGINT if KeyboardInterrupt ended the last text that it has executed. The report executes some.
         with contextlib.suppress(KeyboardInterrupt):
             exec("raise KeyboardInterrupt" if kind is KeyboardInterrupt else "")
@@ -231,18 +231,20 @@ class ScriptWatcher:
         say(f"not measured: {why}. The script runs on", on_every_rank=is_alone)
 
 
-def _say_end(verdict: Sequence[str], file: LogOfScript | None, *, writes_report: bool) -> None:
+def _say_end(verdict: Sequence[str], measured: MeasuredModel | MeasuredTrainer, *, writes_report: bool) -> None:
     """Say what was measured of one model, and where its log and its report lie, which is written now.
 
     Args:
         verdict: in lines.
-        file: the log.
+        measured: the model.
         writes_report: whether a report is wanted.
     """
     for line in verdict:
         say(line)
-    if not verdict or file is None or (folder := file.folder) is None:
+    if not verdict or measured.file is None or (folder := measured.file.folder) is None:
         return
+    if advice := measured.next_batch(folder):
+        say(advice)
     say(f"log     {folder}")
     if writes_report:
         try:

@@ -19,7 +19,8 @@ _MAX_ITEMS = 20
 _SETUP_SHOWN = (
     "wrapper", "ranks", "device", "tap", "parameters", "groups", "log_every", "level", "metric", "budget",
     "allowance", "every", "further_units",
-    "evaluation", "optimizer", "optimizer_kind", "batch_norms", "sync_batch_norms", "fixed_weights",
+    "evaluation", "optimizer", "optimizer_kind", "optimizer_settings", "trainer",
+    "batch_norms", "sync_batch_norms", "fixed_weights",
 )  # fmt: skip
 
 _PIECE = "A piece is one micro-batch on one rank."

@@ -1,0 +1,310 @@
+"""Which batch size to take next: what each costs in steps, units, time and money, and the best for an aim."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from sonde.batch_size.stats.critical_batch import Estimate, Kind, relative_steps
+from sonde.batch_size.stats.proxy import PUBLISHED, Factor, Range, critical_range, factor_of
+from sonde.wording import number
+
+Aim = Literal["balanced", "fastest", "cheapest"]
+WORTH = 0.9
+"""A change is worth its trouble if it leaves no more than this part of what is to be saved, at the middle."""
+_SMALLEST, _LARGEST = -6, 10
+"""Batches that are considered, as powers of two over the present one."""
+_SHOWN = 4.0
+"""Batches further from B_crit than so many times are not considered, where the aim does not ask for them."""
+HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Present:
+    """A training as it is.
+
+    Attributes:
+        batch: units of one optimizer step.
+        steps: optimizer steps, for which others are sought that learn as much.
+        pieces: micro-batches of one step on all data-parallel ranks.
+        ranks: data-parallel ranks.
+        units_per_second: on all of them; None where it is not known.
+        cost_per_hour: of all of them; None where it is not known.
+        ranks_at_most: how many there may be.
+    """
+
+    batch: float
+    steps: float
+    pieces: float = 1.0
+    ranks: int = 1
+    units_per_second: float | None = None
+    cost_per_hour: float | None = None
+    ranks_at_most: int = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The same training at one batch size.
+
+    Attributes:
+        batch: units of one optimizer step.
+        ranks: data-parallel ranks that it uses.
+        accumulation: micro-batches that each rank takes one after the other in a step.
+        steps: optimizer steps.
+        units: of all steps.
+        rank_steps: micro-batches that all ranks take together, which the price follows.
+        seconds: of training; None where throughput is not known.
+        money: None where throughput or price is not known.
+    """
+
+    batch: float
+    ranks: int
+    accumulation: int
+    steps: Range
+    units: Range
+    rank_steps: Range
+    seconds: Range | None
+    money: Range | None
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Which batch size to take.
+
+    Attributes:
+        critical: the critical batch size that all costs rest on.
+        factor: the critical batch size over B_simple.
+        plans: the batch sizes that were considered, by size.
+        present: the plan of the batch as it is.
+        best: the one to take; None where no change is worth it.
+        reason: why no change is worth it; empty where one is.
+    """
+
+    critical: Range
+    factor: Factor
+    plans: tuple[Plan, ...]
+    present: Plan
+    best: Plan | None
+    reason: str
+
+
+def advise_batch(
+    present: Present,
+    known: Estimate,
+    kind: Kind,
+    *,
+    optimizer: str,
+    metric: str = "euclidean",
+    from_here_on: bool = False,
+    factor: Factor | None = None,
+    aim: Aim = "balanced",
+    budget: float | None = None,
+) -> Advice:
+    """What other batch sizes would cost, and the best of them.
+
+    Args:
+        present: the training as it is.
+        known: its noise scale, with an interval or a bound.
+        kind: of the verdict on the present batch.
+        optimizer: as `proxy.kind_of` names it; empty where it is not known.
+        metric: of the noise scale.
+        from_here_on: whether the noise scale is that of now; otherwise it is the average of the run.
+        factor: the critical batch size over the noise scale; None to look it up.
+        aim: "balanced" for as few steps and units as can be had together, near the critical batch size; "fastest" for
+            the shortest time; "cheapest" for the least time of all ranks together.
+        budget: the most that the training may cost. The fastest of the batches that keep it for certain is taken.
+
+    Raises:
+        ValueError: for an aim that needs a throughput or a price that is not known, and a budget that no batch keeps.
+
+    Reference:
+        The law S = S_min (1 + B_crit/B): McCandlish et al. 2018, arXiv:1812.06162, equation 2.11.
+    """
+    factor = factor or factor_of(optimizer, metric, from_here_on=from_here_on) or PUBLISHED
+    critical = critical_range(known.b_simple, known.low or 0.0, math.inf if known.high is None else known.high, factor)
+    is_balanced = aim == "balanced" and budget is None
+    plans = tuple(plan_of(present, b, critical) for b in _candidates(present, critical, is_balanced=is_balanced))
+    now = next(plan for plan in plans if plan.batch == present.batch)
+    if aim == "fastest" and present.units_per_second is None:
+        raise ValueError("the fastest batch needs the throughput, which the log lacks: pass --units-per-second")
+    if budget is not None:
+        best, reason = _within(budget, plans, now), "it is the fastest that keeps the budget"
+    elif aim == "balanced":
+        best, reason = _balanced(plans, now, kind)
+    else:
+        wanted: Callable[[Plan], Range | None] = (lambda p: p.seconds) if aim == "fastest" else lambda p: p.rank_steps
+        best = _least(plans, now, wanted)
+        reason = f"no other is {aim} by a tenth without the risk of a loss"
+    return Advice(critical, factor, plans, now, best, "" if best else reason)
+
+
+def _candidates(present: Present, critical: Range, *, is_balanced: bool) -> list[float]:
+    """Powers of two times the present batch: near B_crit; for other aims, from one micro-batch to one on each rank."""
+    batch, of_piece = present.batch, present.batch / present.pieces
+    reached = [batch / 2, batch * 2]
+    if critical.middle is not None:
+        reached += [critical.middle / _SHOWN, critical.middle * _SHOWN]
+    if not is_balanced:
+        reached += [of_piece, of_piece * present.ranks_at_most]
+    low, high = min(reached), max(reached)
+    sizes = (batch * 2.0**k for k in range(_SMALLEST, _LARGEST + 1))
+    return [size for size in sizes if size == batch or (low <= size <= high and size >= 1)]
+
+
+def plan_of(present: Present, batch: float, critical: Range) -> Plan:
+    """What a training costs at another batch size, if it learns as much.
+
+    Micro-batches stay as large as they are, so a step has more or fewer of them. They are spread over as many ranks as
+    may be and divide them evenly. A micro-batch takes the same time on any number of ranks: ranks wait for nothing, and
+    the optimizer's step takes no time. So with more ranks a step takes no longer, and with accumulation it takes as
+    much longer as the batch is larger. Where a step would have less than one micro-batch, that becomes smaller and is
+    taken to need as long: a device is not faster with less to do.
+
+    Args:
+        present: the training as it is.
+        batch: units of one optimizer step, instead.
+        critical: the critical batch size.
+    """
+    pieces = max(math.ceil(present.pieces * batch / present.batch - 1e-9), 1)
+    ranks = max(n for n in range(1, min(present.ranks_at_most, pieces) + 1) if pieces % n == 0)
+    steps = _in_order(critical, lambda c: present.steps * relative_steps(batch, present.batch, c))
+    rank_steps, seconds, money = _times(steps, pieces), None, None
+    if present.units_per_second:
+        seconds_of_piece = present.batch / present.units_per_second * present.ranks / present.pieces
+        seconds = _times(steps, pieces / ranks * seconds_of_piece)
+        if present.cost_per_hour is not None:
+            money = _times(rank_steps, seconds_of_piece / HOUR * present.cost_per_hour / present.ranks)
+    return Plan(batch, ranks, pieces // ranks, steps, _times(steps, batch), rank_steps, seconds, money)
+
+
+def _in_order(critical: Range, cost: Callable[[float], float]) -> Range:
+    """A cost, which rises or falls with the critical batch size, between its values at both ends."""
+    low, high = sorted((cost(critical.low), cost(critical.high)))
+    return Range(None if critical.middle is None else cost(critical.middle), low, high)
+
+
+def _times(known: Range, factor: float) -> Range:
+    return Range(None if known.middle is None else known.middle * factor, known.low * factor, known.high * factor)
+
+
+def _balanced(plans: Sequence[Plan], now: Plan, kind: Kind) -> tuple[Plan | None, str]:
+    """The batch with the smallest product of steps and units, in the direction of the verdict; None to keep it."""
+    if kind not in ("too_small", "too_large"):
+        return None, "it is about right" if kind == "about_right" else "no other is sure to be better"
+    others = [p for p in plans if (p.batch > now.batch if kind == "too_small" else p.batch < now.batch)]
+    best = min((p for p in others if p.steps.middle is not None), key=_product, default=None)
+    if best is None or _product(best) > WORTH * _product(now):
+        return None, "with the critical batch size that is likely for this optimizer, no other is better by a tenth"
+    return best, ""
+
+
+def _product(plan: Plan) -> float:
+    return (plan.steps.middle or math.inf) * (plan.units.middle or math.inf)
+
+
+def _least(plans: Sequence[Plan], now: Plan, wanted: Callable[[Plan], Range | None]) -> Plan | None:
+    """The plan that needs least, if it saves a tenth at the middle, and loses nothing at either end."""
+    present = wanted(now)
+    assert present is not None
+    worth = [
+        (cost.middle, plan)
+        for plan in plans
+        if (cost := wanted(plan)) is not None and cost.middle is not None
+        if cost.middle <= WORTH * present.high and cost.high <= present.high
+    ]
+    return min(worth, key=lambda each: each[0], default=(0.0, None))[1]
+
+
+def _within(budget: float, plans: Sequence[Plan], now: Plan) -> Plan | None:
+    """The fastest plan that costs at most so much at the worse end; None if that is the present one.
+
+    Raises:
+        ValueError: when prices are not known, or no plan does.
+    """
+    if now.money is None:
+        raise ValueError("a budget needs prices: pass --cost-per-hour, and --units-per-second if the log lacks it")
+    kept = [p for p in plans if p.money is not None and p.money.high <= budget]
+    if not kept:
+        least = min(p.money.high for p in plans if p.money is not None)
+        raise ValueError(
+            f"no batch keeps the budget of {budget:g}: the cheapest costs up to {number(least)}; raise --budget"
+        )
+    best = min(kept, key=lambda p: math.inf if p.seconds is None else p.seconds.high)
+    return None if best is now or (now in kept and _seconds(best) > WORTH * _seconds(now)) else best
+
+
+def _seconds(plan: Plan) -> float:
+    return math.inf if plan.seconds is None else plan.seconds.high
+
+
+# In words.
+
+
+def part_in_words(known: Range, present: float) -> str:
+    """A cost over the present one, as "68 % [62 – 75] of" or "1.4 [1.2 – 1.5] times".
+
+    Example:
+        >>> part_in_words(Range(68.0, 62.0, 75.0), 100.0), part_in_words(Range(None, 120.0, 200.0), 100.0)
+        ('68 % [62 – 75] of', '1.2 to 2.0 times')
+    """
+    ends = [end / present for end in (known.low, known.high)]
+    middle = None if known.middle is None else known.middle / present
+    above = (ends[1] if middle is None else middle) > 1
+    low, high = (number(end, 2) if above else f"{100 * end:.0f}" for end in ends)
+    words = "times" if above else "of"
+    unit = "" if above else " %"
+    if middle is None:
+        return f"{low} to {high}{unit} {words}"
+    shown = number(middle, 2) if above else f"{100 * middle:.0f}"
+    return f"{shown}{unit} {words}" if low == high else f"{shown}{unit} [{low} – {high}] {words}"
+
+
+def in_words(advice: Advice, unit: str) -> str:
+    """What to do, in a sentence without its beginning and its end."""
+    best, now = advice.best, advice.present
+    if best is None:
+        return f"keep the batch of {number(now.batch, 4)} {unit}: {advice.reason}"
+    parts = [
+        f"{part_in_words(best.steps, now.steps.high)} the steps",
+        f"{part_in_words(best.units, now.units.high)} the {unit}",
+    ]
+    for name, cost, present in (("time", best.seconds, now.seconds), ("money", best.money, now.money)):
+        if cost is not None and present is not None:
+            parts.append(f"{part_in_words(cost, present.high)} the {name}")
+    return f"try a batch of {number(best.batch, 4)} {unit}: it needs {', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def in_short(
+    batch: float,
+    unit: str,
+    scopes: Mapping[str, tuple[Estimate, Kind]],
+    *,
+    optimizer: str,
+    metric: str,
+) -> str:
+    """One sentence of advice on steps and units alone, for the end of a run.
+
+    Args:
+        batch: units of one optimizer step.
+        unit: plural name of the unit.
+        scopes: "for a run like this one" and "from here on": the noise scale and the kind of the verdict.
+        optimizer: as `proxy.kind_of` names it.
+        metric: of the noise scale.
+
+    Example:
+        >>> known = Estimate(410.0, 330.0, 520.0), "too_small"
+        >>> in_short(128, "images", {FROM_HERE_ON: known}, optimizer="", metric="euclidean")[:72]
+        'from here on, try a batch of 512 images: it needs 33 % [25 – 79] of the '
+    """
+    said = []
+    for scope, (known, kind) in scopes.items():
+        is_now, present = scope == FROM_HERE_ON, Present(batch, 1.0)
+        advice = advise_batch(present, known, kind, optimizer=optimizer, metric=metric, from_here_on=is_now)
+        said.append(f"{scope}, {in_words(advice, unit)}")
+    return "; ".join(said)
+
+
+RUN_LIKE_THIS, FROM_HERE_ON = "for a run like this one", "from here on"
+"""What advice is about."""

@@ -1,0 +1,444 @@
+"""`sonde advise RUN`: the next batch size, its learning rate, and how to set both. It needs no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from tyro.conf import Positional, arg
+
+from sonde.batch_size.stats.critical_batch import Estimate, Kind, batch_kind
+from sonde.batch_size.stats.next_batch import (
+    FROM_HERE_ON,
+    HOUR,
+    RUN_LIKE_THIS,
+    Advice,
+    Aim,
+    Plan,
+    Present,
+    advise_batch,
+    in_words,
+    plan_of,
+)
+from sonde.batch_size.stats.proxy import IN_RL, PUBLISHED, Factor, Range
+from sonde.batch_size.stats.rate_row import RateRow, rate_row
+from sonde.commands.trainer_flags import Wanted, in_trainer, trainer_named
+from sonde.runs.reader import read_run
+from sonde.runs.report.verdicts import judge_reading
+from sonde.runs.run import PROMPT_NOISE, ProbeSetup, Run, logged_batch, logged_interval
+from sonde.wording import number, percent
+
+_STEPS = 1000
+"""From here on, costs are those of what so many steps with the present batch would learn."""
+
+
+@dataclass(frozen=True)
+class AdviseOptions:
+    """Say which batch size to take next, what it saves, which learning rate goes with it, and how to set it.
+
+    Attributes:
+        run: Folder of the run, or its records.jsonl.
+        aim: balanced: as few steps and units as can be had together. fastest: the shortest time. cheapest: the least
+            time of all ranks together.
+        budget: The most that the training may cost. The fastest batch that keeps it is taken.
+        cost_per_hour: Of all ranks of this run together, in any currency.
+        units_per_second: Throughput of all ranks of this run together.
+        ranks_at_most: Data-parallel ranks that the next run may use.
+        batch: Say how to set this batch, in place of the best one.
+        trainer: The trainer, such as transformers or Megatron.
+        json: Print JSON.
+    """
+
+    run: Positional[Path]
+    aim: Aim = "balanced"
+    budget: Annotated[float | None, arg(metavar="MONEY", help_behavior_hint="(optional)")] = None
+    cost_per_hour: Annotated[float | None, arg(metavar="MONEY", help_behavior_hint="(optional)")] = None
+    units_per_second: Annotated[float | None, arg(metavar="N", help_behavior_hint="(default: as logged)")] = None
+    ranks_at_most: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: as many as it had)")] = None
+    batch: Annotated[float | None, arg(metavar="UNITS", help_behavior_hint="(optional)")] = None
+    trainer: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: as logged)")] = None
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class Logged:
+    """What a log says of the batch size.
+
+    Attributes:
+        unit: plural name of the unit.
+        setup: of the probe.
+        present: the training as it is.
+        scopes: what advice is about, with its noise scale, the kind of the verdict, and steps.
+        why_none: why nothing is advised yet; empty where something is.
+        optimizer: as `proxy.kind_of` names it; empty where it is not known, or its options were changed.
+        metric: of the noise scale.
+        factor: the critical batch size over the noise scale, in RL; None elsewhere.
+        tokens: of one unit; None where they were not counted.
+        units_seen: by the run.
+    """
+
+    unit: str
+    setup: Mapping[str, Any]
+    present: Present
+    scopes: Mapping[str, tuple[Estimate, Kind, float]]
+    why_none: str
+    optimizer: str
+    metric: str = "euclidean"
+    factor: Factor | None = None
+    tokens: float | None = None
+    units_seen: float = 0.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Everything that is advised.
+
+    Attributes:
+        logged: what the log says.
+        words: a sentence for each thing that advice is about; none where it is too early.
+        advice: the same, with all numbers.
+        trainer: its name.
+        batch: that `how` and `rates` are for; None where the present one is kept.
+        how: to set it, in lines.
+        rates: of each group of the optimizer.
+        notes: what the numbers rest on.
+    """
+
+    logged: Logged
+    words: Mapping[str, str]
+    advice: Mapping[str, Advice]
+    trainer: str
+    batch: float | None
+    how: tuple[str, ...]
+    rates: tuple[RateRow, ...]
+    notes: tuple[str, ...]
+
+
+def run_advise(options: AdviseOptions) -> int:
+    """Print the advice.
+
+    Args:
+        options: of the command line.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ValueError: for a log without readings, options outside their range, or bounds that contradict each other.
+    """
+    _check(options)
+    run = read_run(options.run)
+    found = answer(run, options)
+    if options.json:
+        sys.stdout.write(json.dumps(_finite(dataclasses.asdict(found)), ensure_ascii=False) + "\n")
+    else:
+        _print(found, Console(highlight=False, markup=False, emoji=False))
+    return 0
+
+
+def answer(run: Run, options: AdviseOptions) -> Answer:
+    """What to advise: of the same log and the same options, always the same.
+
+    Args:
+        run: as its log has it.
+        options: of the command line.
+
+    Raises:
+        ValueError: as `run_advise`.
+    """
+    logged = _logged(run, options)
+    advised = {} if logged.why_none else _advised(logged, options)
+    trainer = trainer_named(options.trainer) if options.trainer else str(logged.setup.get("trainer") or "plain loop")
+    notes = (*_notes(logged, advised), *(_of_rl(run) if logged.factor else ()))
+    words = {scope: f"{_sentence(scope)}, {in_words(each, logged.unit)}." for scope, each in advised.items()}
+    if (chosen := _chosen(logged, advised, options)) is None:
+        return Answer(logged, words, advised, trainer, None, (), (), notes)
+    plan, critical = chosen
+    groups = logged.setup.get("optimizer_settings") or [] if logged.optimizer else []
+    rates = tuple(rate_row(group, plan.batch, logged.present.batch, critical) for group in groups)
+    how = in_trainer(
+        trainer,
+        Wanted(
+            plan.batch,
+            plan.ranks,
+            plan.accumulation,
+            logged.unit,
+            logged.present.batch,
+            logged.units_seen,
+            logged.tokens,
+            logged.setup.get("completions_per_prompt"),
+        ),
+    )
+    return Answer(logged, words, advised, trainer, plan.batch, how, rates, notes)
+
+
+def _check(options: AdviseOptions) -> None:
+    for name in ("budget", "cost_per_hour", "units_per_second", "ranks_at_most", "batch"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} must be positive and finite, got {value:g}")
+    if options.budget is not None and options.aim == "cheapest":
+        raise ValueError("--budget takes the fastest batch that keeps it, got --aim cheapest: leave out one of the two")
+
+
+# What the log says.
+
+
+def _logged(run: Run, options: AdviseOptions) -> Logged:
+    if run.readings:
+        return _of_readings(run, options)
+    if any(logged_interval(reading.metrics, PROMPT_NOISE).status != "unresolved" for reading in run.policy):
+        return _of_prompts(run, options)
+    raise ValueError(
+        f"{run.path} has no reading of the noise scale, which advice on the batch size rests on: train on, or attach a "
+        "noise-scale probe"
+    )
+
+
+def _of_readings(run: Run, options: AdviseOptions) -> Logged:
+    last, probe = run.readings[-1], run.probe("reading")
+    units, (batch, _) = last.metrics.get("gns/units_per_window"), logged_batch(last.metrics, probe.unit)
+    verdict = judge_reading(last, probe)
+    if not (batch and units) or verdict.kind == verdict.kind_now == "unknown":
+        batch = units = units or 1.0
+        why_none = f"{verdict.headline} {verdict.detail}"
+    else:
+        why_none = ""
+    trains, scale = not probe.setup.get("fixed_weights"), units / batch
+    average, now = last.average, last.now
+    scopes: dict[str, tuple[Estimate, Kind, float]] = {}
+    if trains and average.status != "unresolved":
+        n_steps = last.window - round(last.metrics.get("gns/first_step") or 1) + 1
+        scopes[RUN_LIKE_THIS] = (_scaled(average, scale), verdict.kind, n_steps)
+    if now.status != "unresolved":
+        scopes[FROM_HERE_ON] = (_scaled(now, scale), verdict.kind_now, _STEPS)
+    tokens = last.metrics.get("gns/units_per_window_tokens")
+    segment = [r for r in run.readings if r.segment == last.segment]
+    rates = [rate for r in segment if (rate := r.metrics.get("run/units_per_second"))]
+    return Logged(
+        unit=probe.unit,
+        setup=probe.setup,
+        present=_present(probe, options, units, float(last.pieces.get("per_window") or 1), rates),
+        scopes=scopes,
+        why_none=why_none,
+        optimizer="" if last.optimizer_changed else str(probe.setup.get("optimizer_kind") or ""),
+        metric=str(probe.setup.get("metric") or "euclidean").split(", ")[0],
+        tokens=tokens / units if tokens else None,
+        units_seen=last.metrics.get("run/units_seen") or 0.0,
+    )
+
+
+def _of_prompts(run: Run, options: AdviseOptions) -> Logged:
+    """Of a policy whose noise scale was measured in prompts. Its level now is all that the log has."""
+    probe, last = run.probe("policy"), [r for r in run.policy if r.metrics.get(f"{PROMPT_NOISE}_low") is not None][-1]
+    batch = float(last.metrics.get("gns_prompts/prompts_per_window") or probe.setup.get("prompts_per_step") or 1)
+    known = _scaled(logged_interval(last.metrics, PROMPT_NOISE), 1.0)
+    optimizer = str(probe.setup.get("optimizer_kind") or "")
+    return Logged(
+        unit="prompts",
+        setup=probe.setup,
+        present=_present(probe, options, batch, float(probe.setup.get("ranks") or 1), []),
+        scopes={FROM_HERE_ON: (known, batch_kind(batch, known), _STEPS)},
+        why_none="",
+        optimizer=optimizer,
+        factor=IN_RL["SGD" if optimizer.startswith("SGD") else "Adam"],
+        units_seen=batch * last.window,
+    )
+
+
+def _scaled(known: Any, scale: float) -> Estimate:
+    ends = (known.ratio, known.low, known.high)
+    return Estimate(*(None if end is None else end * scale for end in ends))
+
+
+def _present(probe: ProbeSetup, options: AdviseOptions, units: float, pieces: float, rates: list[float]) -> Present:
+    throughput = options.units_per_second or (statistics.median(rates) if rates else None)
+    if throughput is None and options.cost_per_hour is not None:
+        raise ValueError("--cost-per-hour needs the throughput, which the log lacks: pass --units-per-second too")
+    ranks = int(probe.setup.get("ranks") or 1)
+    most = options.ranks_at_most or ranks
+    return Present(units, 0.0, max(pieces, ranks), ranks, throughput, options.cost_per_hour, most)
+
+
+# What to do.
+
+
+def _advised(logged: Logged, options: AdviseOptions) -> dict[str, Advice]:
+    return {
+        scope: advise_batch(
+            dataclasses.replace(logged.present, steps=steps),
+            known,
+            kind,
+            optimizer=logged.optimizer,
+            metric=logged.metric,
+            from_here_on=scope == FROM_HERE_ON,
+            factor=logged.factor,
+            aim=options.aim,
+            budget=options.budget,
+        )
+        for scope, (known, kind, steps) in logged.scopes.items()
+    }
+
+
+def _chosen(logged: Logged, advised: Mapping[str, Advice], options: AdviseOptions) -> tuple[Plan, Range] | None:
+    """The batch to say more of, the user's or the first that is better than the present, and B_crit."""
+    first = next((advice for advice in advised.values() if options.batch or advice.best is not None), None)
+    if first is None:
+        return None
+    if options.batch:
+        return plan_of(dataclasses.replace(logged.present, steps=_STEPS), options.batch, first.critical), first.critical
+    assert first.best is not None
+    return first.best, first.critical
+
+
+def _notes(logged: Logged, advised: Mapping[str, Advice]) -> Iterator[str]:
+    """What the numbers rest on."""
+    if not advised:
+        return
+    if any(advice.factor == PUBLISHED for advice in advised.values()):
+        yield (
+            "This optimizer, or this metric, was not in sonde's study. In published runs B_crit was 0.1 to 20 times "
+            "B_simple, and the middle of that range is no finding."
+        )
+    yield (
+        "Ranges hold about 9 times in 10, where your training is like those of the study of small tasks: they combine "
+        "the error of B_simple with the range that B_crit over B_simple had there."
+    )
+    if logged.present.units_per_second is not None:
+        most, present = logged.present.ranks_at_most, logged.present.ranks
+        on = (
+            "" if most == present else f"All rows, the present batch too, are on up to {most} ranks, not on {present}. "
+        )
+        yield (
+            f"Time: {on}Micro-batches stay as large and take as long as now, on any number of ranks: perfect data "
+            "parallelism. Without more ranks a larger batch is accumulated, and a step takes as much longer. A device "
+            "with room for larger micro-batches needs less: measure it, and pass --units-per-second."
+        )
+
+
+def _of_rl(run: Run) -> Iterator[str]:
+    """What the study found of policies, and what this log says of prompts and completions."""
+    last = next((r for r in reversed(run.policy) if r.metrics.get("gns_prompts/completions_share") is not None), None)
+    if last is not None:
+        share = last.metrics["gns_prompts/completions_share"] or 0.0
+        yield (
+            f"Prompts or completions: twice the completions to each prompt would cut the noise of a step by "
+            f"{percent(share / 2)}, twice the prompts by 50\N{NO-BREAK SPACE}%, both with twice the tokens."
+        )
+    yield (
+        "In sonde's study of small policies, groups of 16 completions needed 1.1 to 2.3 times the rollouts of groups "
+        "of 4, so more prompts come first."
+    )
+    yield (
+        "Reuse: with four updates on each batch, the critical batch was 3 to 15 times as large, and the law of these "
+        "costs does not hold."
+    )
+
+
+# Words and JSON.
+
+
+def _print(found: Answer, console: Console) -> None:
+    logged, unit = found.logged, found.logged.unit
+    if logged.why_none:
+        console.print(logged.why_none)
+    for sentence in found.words.values():
+        console.print(sentence, style="bold")
+    for scope, advice in found.advice.items():
+        known, factor, now = logged.scopes[scope][0], advice.factor, advice.present
+        console.print(
+            f"\n{_sentence(scope)}: costs of what {number(now.steps.high, 6)} steps of {number(now.batch, 6)} learn.\n"
+            f"B_simple {known.in_words(unit)}, times {number(factor.median, 2)} [{number(factor.low, 2)} – "
+            f"{number(factor.high, 2)}]: B_crit {_critical(advice.critical)}"
+        )
+        console.print(_table(advice, unit))
+    if found.batch is not None:
+        console.print(f"To set a batch of {number(found.batch, 6)} {unit} ({found.trainer}):")
+        for line in found.how:
+            console.print(f"  {line}", soft_wrap=True)
+        if not found.rates:
+            console.print("The rate to go with it is not known: the log does not say the optimizer's settings.")
+    for row in found.rates:
+        if row.settings:
+            console.print(f"\n{row.optimizer}")
+            console.print(_rate_table(row))
+            console.print(f"It holds {row.holds} ({row.source}).")
+        else:
+            console.print(f"\n{row.optimizer}: the rate is not known: {row.holds}.")
+    for note in found.notes:
+        console.print(f"\n{note}")
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _table(advice: Advice, unit: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("batch", "ranks × each", "steps", unit):
+        table.add_column(name, justify="right")
+    timed, priced = advice.present.seconds is not None, advice.present.money is not None
+    for name in ["time"] * timed + ["money"] * priced:
+        table.add_column(name, justify="right")
+    for plan in advice.plans:
+        mark = "now  " if plan is advice.present else "best  " if plan is advice.best else ""
+        cells = [f"{mark}{number(plan.batch, 6)}", f"{plan.ranks} × {plan.accumulation}"]
+        cells += [_cell(plan.steps), _cell(plan.units)]
+        cells += [_cell(plan.seconds, *_time_unit(plan.seconds))] if plan.seconds is not None else []
+        cells += [_cell(plan.money)] if plan.money is not None else []
+        table.add_row(*cells, style="bold" if mark else "")
+    return table
+
+
+def _critical(known: Range) -> str:
+    ends = f"{number(known.low)} – {'∞' if math.isinf(known.high) else number(known.high)}"
+    return f"[{ends}]" if known.middle is None else f"{number(known.middle)} [{ends}]"
+
+
+def _cell(known: Range, of: float = 1.0, unit: str = "") -> str:
+    """A cost in two lines, its middle and its range, in a unit of so many."""
+    middle = known.high if known.low == known.high else known.middle
+    shown = [] if middle is None else [f"{_short(middle / of)}{unit}"]
+    if known.low != known.high:
+        shown.append(f"{_short(known.low / of)}–{_short(known.high / of)}{'' if shown else unit}")
+    return "\n".join(shown)
+
+
+def _short(value: float) -> str:
+    """With three digits, also of large numbers."""
+    return number(float(f"{value:.3g}"), 3) if math.isfinite(value) else "∞"
+
+
+def _time_unit(seconds: Range) -> tuple[float, str]:
+    """The unit that a time is shown in."""
+    longest = seconds.high if math.isfinite(seconds.high) else seconds.low
+    return (1.0, " s") if longest < 120 else (60.0, " min") if longest < 2 * HOUR else (HOUR, " h")
+
+
+def _rate_table(row: RateRow) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("setting", "now", "then", "rule"):
+        table.add_column(name)
+    for setting in row.settings:
+        values = ("–" if value is None else f"{value:.4g}" for value in (setting.now, setting.then))
+        table.add_row(setting.name, *values, setting.rule)
+    return table
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: it becomes null."""
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,198 @@
+"""What other batch sizes cost, and which is best: a naive computation, a simulated truth, hand-made cases."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sonde.batch_size.stats.critical_batch import Estimate, Kind, batch_kind, judge_batch, relative_steps
+from sonde.batch_size.stats.next_batch import Aim, Present, advise_batch, in_words, part_in_words, plan_of
+from sonde.batch_size.stats.proxy import FACTORS, FROM_HERE_ON, IN_RL, PUBLISHED, Factor, Range, critical_range
+
+TABLES = (Path(__file__).parents[3] / "evidence" / "tables.md").read_text()
+ADAMW = "Adam or AdamW (β = 0.9)"
+SAID = re.compile(r"a batch of ([\d,.]+) rows would need ([\d to]+) % of the steps", re.I)
+OF_TABLES = {"sgd": "SGD (β = 0)", "sgd-0.9": "SGD (β = 0.9)", "adamw": ADAMW, "muon": "Muon (β = 0.95, nesterov)"}
+
+
+def test_factors_are_those_of_the_study() -> None:
+    rows = re.findall(
+        r"^\| ([\w.-]+) \| B_simple \| branched, usual rates \| (\d+) of \d+ \| (\S+) \| (\S+) – (\S+) \|", TABLES, re.M
+    )
+    found = {OF_TABLES[name]: tuple(map(float, (median, low, high, n))) for name, n, median, low, high in rows}
+    assert found == {name: (f.median, f.low, f.high, f.n_trainings) for name, f in FROM_HERE_ON.items()}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_factors_of_policies_are_those_of_the_study(optimizer: str) -> None:
+    ratios = []
+    for critical, noise in re.findall(
+        rf"^\| \w+ \| {optimizer} \| group \| ([^|]*) \| [^|]* \| ([^|]*) \|", TABLES, re.M
+    ):
+        measured = dict(re.findall(r"(\d+): (\d+) \[", critical))
+        ratios += [float(measured[group]) / float(scale) for group, scale in re.findall(r"(\d+): (\d+)", noise)]
+    factor = IN_RL[{"sgd": "SGD", "adam": "Adam"}[optimizer]]
+    assert len(ratios) == factor.n_trainings == 8
+    expected = (statistics.median(ratios), min(ratios), max(ratios))
+    assert (factor.median, factor.low, factor.high) == pytest.approx(expected, rel=0.05)  # two digits
+
+
+# Against a simulated truth.
+
+
+def drawn(rng: random.Random, factor: Factor) -> float:
+    """A factor whose logarithm is normal on each side of the median: 5 % are below `low`, and 5 % above `high`."""
+    z = rng.gauss(0, 1) / 1.645
+    return factor.median * (factor.high / factor.median if z > 0 else factor.median / factor.low) ** z
+
+
+@pytest.mark.parametrize("log_error", [0.02, 0.3, 0.8])
+@pytest.mark.parametrize("factor", [*FACTORS.values(), *FROM_HERE_ON.values()], ids=str)
+def test_ranges_hold_as_often_as_they_say(factor: Factor, log_error: float) -> None:
+    """The critical batch size, and the steps at another batch. Ends that were multiplied would hold 96 times in 100."""
+    rng, n, n_held, n_steps_held = random.Random(5), 4_000, 0, 0
+    for _ in range(n):
+        truth = 100.0 * drawn(rng, factor)
+        seen = 100.0 * math.exp(rng.gauss(0, log_error))
+        width = math.exp(1.96 * log_error)
+        found = critical_range(seen, seen / width, seen * width, factor)
+        n_held += found.low <= truth <= found.high
+        steps = plan_of(Present(64, 1000), 256, found).steps
+        n_steps_held += steps.low <= 1000 * (1 + truth / 256) / (1 + truth / 64) <= steps.high
+    assert n_held / n == pytest.approx(0.9, abs=0.03)  # the error of 4,000 draws is 0.005; a factor may be skewed
+    assert n_steps_held == n_held
+
+
+def test_bounds_stay_bounds() -> None:
+    factor = FACTORS[ADAMW, "euclidean"]
+    assert critical_range(None, 50.0, math.inf, factor) == Range(None, 42.0, math.inf)
+    assert critical_range(None, 0.0, 10.0, factor) == Range(None, 0.0, 28.0)
+    advice = advise_batch(Present(8, 1000), Estimate(None, 50.0, math.inf), "too_small", optimizer=ADAMW)
+    assert [(p.steps.low, p.steps.high) for p in advice.plans if p.batch == 16] == [(500.0, pytest.approx(580.0))]
+
+
+# Against a naive computation.
+
+
+def cases() -> Iterator[tuple[Present, float]]:
+    rng = random.Random(1)
+    for _ in range(100):
+        ranks = rng.choice((1, 2, 8))
+        pieces = ranks * rng.choice((1, 2, 3))
+        present = Present(
+            pieces * rng.choice((4.0, 16.0)), 1000, pieces, ranks, 500.0, 12.0, rng.choice((1, 4, 16, 64))
+        )
+        yield present, present.batch * 2.0 ** rng.randrange(-2, 5)
+
+
+@pytest.mark.parametrize(("present", "batch"), list(cases()))
+def test_costs_are_those_of_a_naive_computation(present: Present, batch: float) -> None:
+    """By the law for S_min and E_min, and micro-batches that are dealt out one after the other."""
+    critical = 90.0
+    fewest_steps = present.steps / (1 + critical / present.batch)
+    fewest_units = present.steps * present.batch / (1 + present.batch / critical)
+    steps = fewest_steps * (1 + critical / batch)
+    plan = plan_of(present, batch, Range(critical, critical, critical))
+    assert plan.steps.middle == pytest.approx(steps)
+    assert plan.units.middle == pytest.approx(fewest_units * (1 + batch / critical))
+    step_then, pieces_of_a_rank_then = present.batch / (present.units_per_second or 0), present.pieces / present.ranks
+    of_a_piece, n_left, seconds = step_then / pieces_of_a_rank_then, batch / present.batch * present.pieces, 0.0
+    assert plan.ranks <= present.ranks_at_most
+    while n_left > 1e-9:
+        n_left, seconds = n_left - plan.ranks, seconds + of_a_piece
+    assert plan.seconds is not None
+    assert plan.money is not None
+    assert plan.seconds.middle == pytest.approx(steps * seconds)
+    of_a_rank = (present.cost_per_hour or 0) / present.ranks / 3600
+    assert plan.money.middle == pytest.approx(steps * seconds * plan.ranks * of_a_rank)
+
+
+# The best of them.
+
+
+def best(known: float, aim: Aim = "balanced", budget: float | None = None, **changes: float) -> float | None:
+    """The best batch of a training of 64 in 4 micro-batches, whose noise scale is known to 5 %."""
+    present = Present(**{"batch": 64.0, "steps": 1000.0, "pieces": 4.0, "units_per_second": 100.0, **changes})  # type: ignore[arg-type]
+    estimate = Estimate(known, known / 1.05, known * 1.05)
+    kind = batch_kind(present.batch, estimate)
+    found = advise_batch(present, estimate, kind, optimizer=ADAMW, aim=aim, budget=budget).best
+    return None if found is None else found.batch
+
+
+@pytest.mark.parametrize(
+    ("known", "expected"),
+    [(64.0, None), (110.0, None), (320.0, 512.0), (3000.0, 4096.0), (10.0, 16.0)],  # near 1.5 times what is known
+)
+def test_a_balanced_batch_is_near_the_critical_one(known: float, expected: float | None) -> None:
+    assert best(known) == expected
+
+
+def test_with_more_ranks_a_larger_batch_is_faster_and_a_smaller_one_cheaper() -> None:
+    assert best(320.0, "fastest", ranks_at_most=64) == 1024.0  # one micro-batch on each
+    assert best(320.0, "fastest", ranks_at_most=16) == 256.0
+    assert best(320.0, "fastest") is None  # accumulated on one rank, a larger one takes longer
+    assert best(64.0, "fastest") == 16.0  # and a smaller one less: it is one micro-batch
+    assert best(64.0, "cheapest", ranks_at_most=64) == 16.0
+    assert best(3000.0, "cheapest", ranks_at_most=64) is None  # hardly any are saved
+
+
+def test_a_budget_is_kept_at_the_worse_end() -> None:
+    """The run as it is takes 640 s, which cost 64 at 360 an hour."""
+    options = {"ranks_at_most": 64, "cost_per_hour": 360.0}
+    batches = [best(320.0, "balanced", budget, **options) for budget in (1e9, 100.0, 70.0, 62.0)]
+    assert batches == [1024.0, 128.0, None, 32.0]
+    with pytest.raises(ValueError, match=r"no batch keeps the budget of 1: the cheapest costs up to 60.8"):
+        best(320.0, "balanced", 1.0, **options)
+    with pytest.raises(ValueError, match="pass --cost-per-hour"):
+        best(320.0, "balanced", 1.0)
+
+
+def test_nothing_is_fastest_without_a_throughput() -> None:
+    with pytest.raises(ValueError, match="pass --units-per-second"):
+        advise_batch(Present(64, 1000), Estimate(320, 300, 340), "too_small", optimizer="", aim="fastest")
+
+
+@pytest.mark.parametrize("optimizer", [*OF_TABLES.values(), "Lion (β = 0.9)"])
+@pytest.mark.parametrize("from_here_on", [False, True])
+def test_advice_and_verdict_agree(optimizer: str, from_here_on: bool) -> None:
+    """A batch that is about right is kept, and no other is advised against the verdict."""
+    rng, kinds = random.Random(3), set[Kind]()
+    for _ in range(300):
+        middle, width = math.exp(rng.uniform(0, 9)), math.exp(rng.uniform(0.01, 1))
+        known = Estimate(middle, middle / width, middle * width)
+        of_run = None if from_here_on else known
+        verdict = judge_batch(64, unit="rows", now=known, of_run=of_run, optimizer=optimizer)
+        advice = advise_batch(Present(64, 1), known, verdict.kind, optimizer=optimizer, from_here_on=from_here_on)
+        kinds.add(verdict.kind)
+        if advice.best is not None:
+            assert verdict.kind == ("too_small" if advice.best.batch > 64 else "too_large")
+            assert "keep" not in in_words(advice, "rows")
+            other, part = said.groups() if (said := SAID.search(verdict.detail)) else (None, "")
+            if (
+                other is not None and optimizer in OF_TABLES.values()
+            ):  # the verdict's own batch, at the same range of the critical one
+                ends = [
+                    relative_steps(float(other.replace(",", "")), 64, end) for end in vars(advice.critical).values()
+                ]
+                assert part == " to ".join(dict.fromkeys(f"{100 * end:.0f}" for end in sorted(ends)[::2]))
+    assert kinds >= {"too_small", "about_right", "too_large"}
+
+
+def test_an_optimizer_outside_the_study_has_the_published_range() -> None:
+    advice = advise_batch(Present(64, 1000), Estimate(320, 300, 340), "too_small", optimizer="Lion (β = 0.9)")
+    assert advice.factor == PUBLISHED
+    assert (advice.critical.middle, advice.critical.high > 6000) == (320, True)
+
+
+def test_costs_in_words() -> None:
+    assert part_in_words(Range(68.0, 62.0, 75.0), 100.0) == "68 % [62 – 75] of"
+    assert part_in_words(Range(140.0, 95.0, 200.0), 100.0) == "1.4 [0.95 – 2] times"
+    assert part_in_words(Range(50.0, 50.0, 50.0), 100.0) == "50 % of"
+    advice = advise_batch(Present(16, 1), Estimate(20, 18, 22), "about_right", optimizer=ADAMW)
+    assert in_words(advice, "rows") == "keep the batch of 16 rows: it is about right"

@@ -1,0 +1,93 @@
+"""The rate for another batch, by rules computed by hand: a whole row, or none."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sonde.batch_size.stats.proxy import Range, settings_of
+from sonde.batch_size.stats.rate_row import RateRow, rate_row
+
+KNOWN = Range(100.0, 50.0, 200.0)
+ADAMW = {"name": "AdamW", "lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+
+
+def then(row: RateRow) -> dict[str, float | None]:
+    return {setting.name: setting.then for setting in row.settings}
+
+
+def test_adam_has_all_its_settings() -> None:
+    row = rate_row(ADAMW, 64, 16, KNOWN)
+    expected = {"learning rate": 2e-3, "β₁": 0.6, "β₂": 0.8, "ε": 5e-9, "weight decay": 0.2, "warm-up, in steps": None}
+    assert then(row) == pytest.approx(expected)
+    assert row.settings[-1].rule == "× 0.250: as long in units as it was"
+    assert "which this batch may not be; up to 4 times the batch" in row.holds
+    assert "2205.10287" in row.source
+
+
+@pytest.mark.parametrize(("batch", "holds"), [(8, "B_crit;"), (64, "may not be;"), (256, "is not")])
+def test_it_says_where_the_rule_holds(batch: float, holds: str) -> None:
+    row = rate_row(ADAMW | {"betas": [0.99, 0.999]}, batch, 16, KNOWN)
+    assert f"{holds}" in row.holds
+    assert ("hardly known better" in row.holds) == (batch != 256)
+
+
+def test_far_beyond_what_adam_remembers_there_is_no_row() -> None:
+    row = rate_row(ADAMW, 320, 16, KNOWN)
+    assert row.settings == ()
+    assert row.holds == "a step would have more units than Adam remembers: the rule ends at 160"
+
+
+@pytest.mark.parametrize(
+    ("critical", "factor"),
+    [
+        (KNOWN, (1 + 100 / 16) / (1 + 100 / 64)),
+        (Range(None, 50.0, math.inf), (1 + 50 / 16) / (1 + 50 / 64)),  # the end that is known
+        (Range(1e9, 1e8, 1e10), 4.0),  # far below it, by κ
+    ],
+)
+def test_sgd_and_muon_follow_the_critical_batch(critical: Range, factor: float) -> None:
+    for name, power in (("SGD", 1.0), ("Muon", 0.5)):
+        row = rate_row({"name": name, "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}, 64, 16, critical)
+        assert then(row)["learning rate"] == pytest.approx(0.1 * factor**power, rel=1e-6)
+        assert (then(row)["momentum"], then(row)["weight decay"]) == (0.9, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("group", "why"),
+    [
+        ({"name": "Lion", "lr": 1e-4}, "no rule is known for Lion"),
+        (ADAMW | {"amsgrad": True}, "AdamW and amsgrad"),
+        (ADAMW | {"name": "Adam"}, "weight decay that is added to the gradient"),
+        ({"name": "AdamW", "lr": 1e-3}, "the log does not say β₁, β₂ and ε"),
+    ],
+)
+def test_a_row_that_is_not_known_whole_is_not_printed(group: dict[str, Any], why: str) -> None:
+    row = rate_row(group, 64, 16, KNOWN)
+    assert row.settings == ()
+    assert row.holds.endswith(why)
+
+
+def test_settings_are_read_without_waiting_for_a_device() -> None:
+    """The rate of a schedule is the one it starts from, and a rate in a tensor is read on the CPU alone."""
+    first, second, third = (nn.Linear(2, 2) for _ in range(3))
+    groups = [
+        {"params": first.parameters(), "lr": torch.tensor(0.5)},
+        {"params": second.parameters(), "lr": torch.tensor(0.5, device="meta"), "weight_decay": 0.0},
+        {"params": third.parameters(), "lr": torch.tensor(0.5)},
+    ]
+    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.99), foreach=False)  # type: ignore[arg-type]
+    sgd = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1, momentum=0.9)
+    torch.optim.lr_scheduler.LinearLR(sgd, start_factor=0.01)
+    found = settings_of([adamw, sgd])
+    betas = {"name": "AdamW", "betas": [0.9, 0.99], "eps": 1e-8}
+    flag = {"decoupled_weight_decay": True} if "decoupled_weight_decay" in adamw.param_groups[0] else {}
+    assert found == [
+        {"lr": 0.5, "weight_decay": 0.01, **betas, **flag},
+        {"weight_decay": 0.0, **betas, **flag},
+        {"name": "SGD", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0},
+    ]

@@ -1,0 +1,181 @@
+"""`sonde advise`: the same log gives the same advice, with numbers that a test computes anew."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sonde
+from sonde.batch_size.stats.proxy import FACTORS, FROM_HERE_ON, IN_RL
+from sonde.cli import main
+from sonde.log.sinks import JsonlSink
+from tests.batch_size.loops import attached, batch, mean_loss
+from tests.runs.report.plausible_policy import policy_header, policy_record
+from tests.runs.report.plausible_run import Record, header_record, reading_record, write_run
+
+ADAMW = "Adam or AdamW (β = 0.9)"
+GROUP = {"name": "AdamW", "lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+
+
+def header(**more: Any) -> Record:
+    setup = header_record()["setup"] | {"optimizer_kind": ADAMW, "optimizer_settings": [GROUP], "trainer": "Lightning"}
+    return header_record(setup=setup | more)
+
+
+def run(folder: Path, **options: Any) -> str:
+    return str(write_run(folder, header=options.pop("header", None) or header(), **options))
+
+
+def asked(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
+    assert main(["advise", *argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_table_is_that_of_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run's average is 28.3, 4 · √50, so B_crit is 1.5 times that; each number is computed again here."""
+    folder = run(tmp_path / "run")
+    found = asked(capsys, folder, "--ranks-at-most", "16", "--cost-per-hour", "12")
+    average = sonde.read_run(folder).readings[-1].average.ratio
+    assert average is not None
+    for_run = found["advice"]["for a run like this one"]
+    critical = average * FACTORS[ADAMW, "euclidean"].median
+    assert for_run["critical"]["middle"] == pytest.approx(critical)
+    steps_at_infinity, seconds_of_a_piece = 600 / (1 + critical / 64), 64 / 120 / 4  # 8 pieces on 2 ranks
+    for plan in for_run["plans"]:
+        size = plan["batch"]
+        pieces = size / 8
+        steps = steps_at_infinity * (1 + critical / size)
+        ranks = min(pieces, 16)
+        assert plan["steps"]["middle"] == pytest.approx(steps)
+        assert plan["units"]["middle"] == pytest.approx(steps * size)
+        assert plan["seconds"]["middle"] == pytest.approx(steps * pieces / ranks * seconds_of_a_piece)
+        assert plan["money"]["middle"] == pytest.approx(steps * pieces * seconds_of_a_piece * 6 / 3600)
+    assert {plan["batch"] for plan in for_run["plans"]} >= {32.0, 64.0, 128.0}
+    from_here_on = found["advice"]["from here on"]
+    assert from_here_on["factor"]["median"] == FROM_HERE_ON[ADAMW].median
+    assert from_here_on["present"]["steps"]["middle"] == 1000
+
+
+def test_what_is_advised_comes_with_its_flags_and_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run(tmp_path / "run", batch=8.0)
+    found = asked(capsys, folder)
+    best = found["advice"]["for a run like this one"]["best"]
+    assert best["batch"] == 32.0
+    assert found["batch"] == 32.0
+    assert found["how"][0] == "Trainer(devices=2, accumulate_grad_batches=16), DataLoader(batch_size=1)"
+    [row] = found["rates"]
+    assert {s["name"]: s["then"] for s in row["settings"]}["learning rate"] == pytest.approx(2e-3)
+    assert main(["advise", folder, "--trainer", "deepspeed"]) == 0
+    shown = capsys.readouterr().out
+    assert "For a run like this one, try a batch of 32 sequences: it needs 37 % [" in shown
+    assert "To set a batch of 32 sequences (DeepSpeed):" in shown
+    assert '"train_batch_size": 32' in shown
+    assert asked(capsys, folder, "--batch", "24")["batch"] == 24.0
+
+
+def test_the_same_log_gives_the_same_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run(tmp_path / "run")
+    first = asked(capsys, folder)
+    assert asked(capsys, folder + "/records.jsonl") == first
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--budget", "0.01", "--cost-per-hour", "12"], "no batch keeps the budget of 0.01: the cheapest costs up to"),
+        (["--budget", "5"], "a budget needs prices: pass --cost-per-hour"),
+        (["--budget", "5", "--aim", "cheapest"], "leave out one of the two"),
+        (["--ranks-at-most", "0"], "--ranks-at-most must be positive and finite, got 0"),
+        (["--trainer", "megatorn"], "did you mean megatron?"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], said: str
+) -> None:
+    assert main(["advise", run(tmp_path / "run"), *argv]) == 2
+    out, err = capsys.readouterr()
+    assert (out, said in err) == ("", True)
+
+
+def test_logs_without_readings_or_of_another_version_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty, other = run(tmp_path / "empty", n_readings=0), run(tmp_path / "other", header=header() | {"schema": 3})
+    for folder, said in ((empty, "has no reading of the noise scale"), (other, "was written with record schema 3")):
+        assert main(["advise", folder]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_where_there_is_no_verdict_nothing_is_advised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run(tmp_path / "run", n_readings=3)
+    assert main(["advise", folder]) == 0
+    assert capsys.readouterr().out.startswith("No verdict yet on the batch of 64 sequences.")
+    assert asked(capsys, folder)["advice"] == {}
+
+
+def test_without_an_optimizer_the_published_range_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = asked(capsys, run(tmp_path / "run", header=header_record(), batch=8.0), "--batch", "32")
+    assert "was not in sonde's study" in found["notes"][0]
+    assert found["rates"] == []
+    assert found["trainer"] == "plain loop"
+
+
+def test_effective_units_are_counted_as_the_batch_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A batch of 64 that counts as 32 is half as large against the noise scale, and is set as 64."""
+    sink = JsonlSink(tmp_path)
+    sink.write(header())
+    record = reading_record(59, 60)
+    sink.write(record | {"metrics": record["metrics"] | {"gns/effective_units": 32.0}})
+    sink.close()
+    advice = asked(capsys, str(tmp_path))["advice"]["for a run like this one"]
+    average = sonde.read_run(tmp_path).readings[-1].average.ratio or 0.0
+    assert advice["present"]["batch"] == 64.0
+    assert advice["critical"]["middle"] == pytest.approx(1.5 * 2 * average)
+
+
+def test_in_rl_prompts_and_completions_are_weighed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = {"trainer": "TRL", "completions_per_prompt": 4, "optimizer_kind": ADAMW, "optimizer_settings": [GROUP]}
+    sink = JsonlSink(tmp_path)
+    sink.write(policy_header(setup=policy_header()["setup"] | more))
+    for i in range(12):
+        sink.write(policy_record(i))
+    sink.close()
+    found = asked(capsys, str(tmp_path), "--batch", "16")
+    advice = found["advice"]["from here on"]
+    known = sonde.read_run(tmp_path).policy[-1].metrics["gns_prompts/b_simple"] or 0.0
+    assert advice["critical"]["middle"] == pytest.approx(IN_RL["Adam"].median * known)
+    assert found["logged"]["unit"] == "prompts"
+    assert "= 64, in completions" in found["how"][1]
+    told = "\n".join(found["notes"])
+    assert "twice the completions to each prompt would cut the noise of a step by 35" in told
+    assert "Reuse" in told
+
+
+def test_a_real_run_says_its_settings_and_its_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    with attached(model, optimizer, log=sonde.RunLog(JsonlSink(tmp_path)), trainer="Megatron") as probe:
+        assert probe.reading().next_batch() == ""
+        for _ in range(120):
+            for _ in range(2):
+                mean_loss(model, *batch(2, generator)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        reading = probe.reading()
+    setup = sonde.read_run(tmp_path).header.setup
+    assert setup["trainer"] == "Megatron"
+    assert setup["optimizer_settings"][0].items() >= (GROUP | {"weight_decay": 0.01}).items()
+    found = asked(capsys, str(tmp_path))
+    said = reading.next_batch(tmp_path)
+    assert said.startswith("advice  for a run like this one, ")
+    assert said.endswith(f". More: sonde advise {tmp_path}")
+    for sentence in found["words"].values():
+        begin = sentence.rstrip(".").split(" the steps")[0]  # the line at the end says nothing of the time
+        assert f"{begin[:1].lower()}{begin[1:]}" in said
