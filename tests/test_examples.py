@@ -135,7 +135,28 @@ def test_unmodified_script_prints_what_the_readme_shows(tmp_path: Path) -> None:
             assert re.fullmatch(pattern_of(claim), line), ended.err
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)$", ended.out, flags=re.M)]
     assert len(losses) == 4
+    check_advice(ended.err.split("log     ")[1].split("\n")[0], tmp_path)
     assert losses[-1] < losses[0] - 1
+
+
+def check_advice(log: str, folder: Path) -> None:
+    """The page shows what `sonde advise` prints of this log: other numbers, and so another best batch, are allowed."""
+    page = (ROOT / "docs" / "advice.md").read_text()
+    (options,) = re.findall(r"^    sonde advise runs/unmodified_script-\S+ (.*)$", page, flags=re.M)
+    with Python("-m", "sonde", "advise", log, *options.split(), folder=folder) as process:
+        said = process.wait().out
+    (head,) = re.findall(r"^ +batch +ranks.*$", page, flags=re.M)
+    assert [line.split() for line in said.splitlines() if "ranks ×" in line] == [head.split()] * 2
+    for begin in (
+        "For a run like this one, ",
+        "From here on, ",
+        "From here on: costs of what 1,000 steps of 16 learn.",
+    ):
+        assert f"\n    {begin}" in page
+        assert f"\n{begin}" in f"\n{said}"
+    if "To set a batch" in said:
+        rows = re.findall(r"^ +(learning rate|β₁|β₂|ε|weight decay|warm-up, in steps) ", page, flags=re.M)
+        assert re.findall(rf"^ +({'|'.join(rows)}) ", said, flags=re.M) == rows
 
 
 def test_a_script_for_branches_resumes_where_it_stopped(tmp_path: Path) -> None:
