@@ -35,7 +35,8 @@ from sonde.batch_size.stats.rate_row import RateRow, rate_row
 from sonde.commands.trainer_flags import Wanted, in_trainer, trainer_named
 from sonde.runs.reader import read_run
 from sonde.runs.report.verdicts import judge_reading
-from sonde.runs.run import PROMPT_NOISE, ProbeSetup, Run, logged_batch, logged_interval
+from sonde.runs.run import PROMPT_NOISE, PolicyReading, ProbeSetup, Run, logged_batch, logged_interval
+from sonde.stats.intervals import RatioInterval
 from sonde.wording import number, percent
 
 _STEPS = 1000
@@ -197,8 +198,9 @@ def _check(options: AdviseOptions) -> None:
 def _logged(run: Run, options: AdviseOptions) -> Logged:
     if run.readings:
         return _of_readings(run, options)
-    if any(logged_interval(reading.metrics, PROMPT_NOISE).status != "unresolved" for reading in run.policy):
-        return _of_prompts(run, options)
+    for reading in reversed(run.policy):
+        if (known := logged_interval(reading.metrics, PROMPT_NOISE)).status != "unresolved":
+            return _of_prompts(run, options, reading, known)
     raise ValueError(
         f"{run.path} has no reading of the noise scale, which advice on the batch size rests on: train on, or attach a "
         "noise-scale probe"
@@ -238,11 +240,10 @@ def _of_readings(run: Run, options: AdviseOptions) -> Logged:
     )
 
 
-def _of_prompts(run: Run, options: AdviseOptions) -> Logged:
+def _of_prompts(run: Run, options: AdviseOptions, last: PolicyReading, noise: RatioInterval) -> Logged:
     """Of a policy whose noise scale was measured in prompts. Its level now is all that the log has."""
-    probe, last = run.probe("policy"), [r for r in run.policy if r.metrics.get(f"{PROMPT_NOISE}_low") is not None][-1]
+    probe, known = run.probe("policy"), _scaled(noise, 1.0)
     batch = float(last.metrics.get("gns_prompts/prompts_per_window") or probe.setup.get("prompts_per_step") or 1)
-    known = _scaled(logged_interval(last.metrics, PROMPT_NOISE), 1.0)
     optimizer = str(probe.setup.get("optimizer_kind") or "")
     return Logged(
         unit="prompts",
@@ -256,7 +257,7 @@ def _of_prompts(run: Run, options: AdviseOptions) -> Logged:
     )
 
 
-def _scaled(known: Any, scale: float) -> Estimate:
+def _scaled(known: RatioInterval, scale: float) -> Estimate:
     ends = (known.ratio, known.low, known.high)
     return Estimate(*(None if end is None else end * scale for end in ends))
 
