@@ -152,6 +152,8 @@ def test_in_rl_prompts_and_completions_are_weighed(tmp_path: Path, capsys: pytes
     assert found["logged"]["unit"] == "prompts"
     assert "= 64, in completions" in found["how"][1]
     told = "\n".join(found["notes"])
+    beside = run(tmp_path / "beside", header=header() | {"unit": "prompts"})  # by sonde.attach in a loop of one's own
+    assert asked(capsys, beside)["advice"]["for a run like this one"]["factor"]["median"] == IN_RL["Adam"].median
     assert "twice the completions to each prompt would cut the noise of a step by 35" in told
     assert "Reuse" in told
 

@@ -9,7 +9,9 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
+from sonde.commands.run_script.measured import trainer_of
 from sonde.commands.trainer_flags import TRAINERS, Wanted, in_trainer, trainer_named
 
 TO = Wanted(512, 8, 4, "sequences", 128, 64_000, tokens=1024)
@@ -61,6 +63,13 @@ def test_lightning_takes_the_arguments() -> None:
         schedule, {"GradientAccumulationScheduler": pytorch.callbacks.GradientAccumulationScheduler, "EPOCH": 2}
     )
     assert change.scheduling[2] == 4
+
+
+def test_a_script_shows_its_trainer_by_the_package_of_its_model() -> None:
+    pytorch = pytest.importorskip("lightning.pytorch")
+    adamw = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+    assert trainer_of(pytorch.LightningModule(), adamw) == "Lightning"
+    assert trainer_of(torch.nn.Linear(1, 1), adamw) == "plain loop"
 
 
 def test_accelerate_takes_the_argument() -> None:

@@ -55,6 +55,7 @@ def test_reads_as_a_plain_loop(tmp_path: Path, is_manual: bool) -> None:
     assert same_numbers(reading, plain_loop(network(), windows_of(), loss_of_piece))
     run = sonde.read_run(tmp_path / "log")
     assert (run.ended, run.alerts) == ("training ended", ())
+    assert run.header.setup["trainer"] == "Lightning"
     (file,) = tmp_path.glob("csv/**/metrics.csv")
     with file.open() as lines:
         rows = list(csv.DictReader(lines))

@@ -50,6 +50,7 @@ def test_ragged_sequences_read_as_in_a_plain_loop(tmp_path: Path, options: dict[
         assert not same_numbers(reading, plain_loop(start, wrongly))
     run = sonde.read_run(tmp_path / "log")
     assert (run.ended, run.header.setup["optimizer_kind"]) == ("training ended", "Adam or AdamW (β = 0.9)")
+    assert run.header.setup["trainer"] == "transformers"
     logged = [row for row in trainer.state.log_history if "loss" in row]
     assert [row["step"] for row in logged] == [5, 10]
     _, values = run.series("gns/b_simple")

@@ -177,7 +177,7 @@ def answer(run: Run, options: AdviseOptions) -> Answer:
             logged.present.batch,
             logged.units_seen,
             logged.tokens,
-            logged.setup.get("completions_per_prompt"),
+            run.probe("policy").setup.get("completions_per_prompt"),
         ),
     )
     return Answer(logged, words, advised, trainer, plan.batch, how, rates, notes)
@@ -221,19 +221,22 @@ def _of_readings(run: Run, options: AdviseOptions) -> Logged:
     scopes: dict[str, tuple[Estimate, Kind, float]] = {}
     if trains and average.status != "unresolved":
         n_steps = last.window - round(last.metrics.get("gns/first_step") or 1) + 1
-        scopes[RUN_LIKE_THIS] = (_scaled(average, scale), verdict.kind, n_steps)
+        scopes[RUN_LIKE_THIS] = (_estimate(average).times(scale), verdict.kind, n_steps)
     if now.status != "unresolved":
-        scopes[FROM_HERE_ON] = (_scaled(now, scale), verdict.kind_now, _STEPS)
+        scopes[FROM_HERE_ON] = (_estimate(now).times(scale), verdict.kind_now, _STEPS)
+    optimizer = "" if last.optimizer_changed else str(probe.setup.get("optimizer_kind") or "")
+    pieces = float(last.pieces.get("per_window") or 1) if trains else 1.0  # windows at fixed weights are no batches
     tokens = last.metrics.get("gns/units_per_window_tokens")
     segment = [r for r in run.readings if r.segment == last.segment]
     rates = [rate for r in segment if (rate := r.metrics.get("run/units_per_second"))]
     return Logged(
         unit=probe.unit,
         setup=probe.setup,
-        present=_present(probe, options, units, float(last.pieces.get("per_window") or 1), rates),
+        present=_present(probe, options, units, pieces, rates),
         scopes=scopes,
         why_none=why_none,
-        optimizer="" if last.optimizer_changed else str(probe.setup.get("optimizer_kind") or ""),
+        optimizer=optimizer,
+        factor=_in_rl(optimizer) if probe.unit == "prompts" else None,
         metric=str(probe.setup.get("metric") or "euclidean").split(", ")[0],
         tokens=tokens / units if tokens else None,
         units_seen=last.metrics.get("run/units_seen") or 0.0,
@@ -242,7 +245,7 @@ def _of_readings(run: Run, options: AdviseOptions) -> Logged:
 
 def _of_prompts(run: Run, options: AdviseOptions, last: PolicyReading, noise: RatioInterval) -> Logged:
     """Of a policy whose noise scale was measured in prompts. Its level now is all that the log has."""
-    probe, known = run.probe("policy"), _scaled(noise, 1.0)
+    probe, known = run.probe("policy"), _estimate(noise)
     batch = float(last.metrics.get("gns_prompts/prompts_per_window") or probe.setup.get("prompts_per_step") or 1)
     optimizer = str(probe.setup.get("optimizer_kind") or "")
     return Logged(
@@ -252,14 +255,17 @@ def _of_prompts(run: Run, options: AdviseOptions, last: PolicyReading, noise: Ra
         scopes={FROM_HERE_ON: (known, batch_kind(batch, known), _STEPS)},
         why_none="",
         optimizer=optimizer,
-        factor=IN_RL["SGD" if optimizer.startswith("SGD") else "Adam"],
+        factor=_in_rl(optimizer),
         units_seen=batch * last.window,
     )
 
 
-def _scaled(known: RatioInterval, scale: float) -> Estimate:
-    ends = (known.ratio, known.low, known.high)
-    return Estimate(*(None if end is None else end * scale for end in ends))
+def _in_rl(optimizer: str) -> Factor:
+    return IN_RL["SGD" if optimizer.startswith("SGD") else "Adam"]
+
+
+def _estimate(known: RatioInterval) -> Estimate:
+    return Estimate(known.ratio, known.low, known.high)
 
 
 def _present(probe: ProbeSetup, options: AdviseOptions, units: float, pieces: float, rates: list[float]) -> Present:

@@ -75,6 +75,9 @@ def test_bounds_stay_bounds() -> None:
     assert critical_range(None, 0.0, 10.0, factor) == Range(None, 0.0, 28.0)
     advice = advise_batch(Present(8, 1000), Estimate(None, 50.0, math.inf), "too_small", optimizer=ADAMW)
     assert [(p.steps.low, p.steps.high) for p in advice.plans if p.batch == 16] == [(500.0, pytest.approx(580.0))]
+    assert advice.best is not None
+    assert (advice.best.batch, advice.best.steps.middle) == (32.0, None)  # as good as it is for certain
+    assert in_words(advice, "rows").startswith("try a batch of 32 rows: it needs 25 to 37 % of the steps")
 
 
 # Against a naive computation.

@@ -96,6 +96,10 @@ class Estimate:
         """Whether there is an interval or a bound."""
         return self.low is not None and self.high is not None
 
+    def times(self, factor: float) -> Estimate:
+        """The same in units of another size."""
+        return Estimate(*(None if end is None else end * factor for end in (self.b_simple, self.low, self.high)))
+
     def in_words(self, unit: str) -> str:
         """With its unit, such as "38.1 sequences [31.2 – 46.9]" or "more than 120 sequences"."""
         if self.b_simple is not None:

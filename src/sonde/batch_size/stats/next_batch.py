@@ -142,10 +142,10 @@ def advise_batch(
 
 def _candidates(present: Present, critical: Range, *, is_balanced: bool) -> list[float]:
     """Powers of two times the present batch: near B_crit; for other aims, from one micro-batch to one on each rank."""
-    batch, of_piece = present.batch, present.batch / present.pieces
+    batch, of_piece, nearest = present.batch, present.batch / present.pieces, _likely(critical)
     reached = [batch / 2, batch * 2]
-    if critical.middle is not None:
-        reached += [critical.middle / _SHOWN, critical.middle * _SHOWN]
+    if 0 < nearest < math.inf:
+        reached += [nearest / _SHOWN, nearest * _SHOWN]
     if not is_balanced:
         reached += [of_piece, of_piece * present.ranks_at_most]
     low, high = min(reached), max(reached)
@@ -194,14 +194,21 @@ def _balanced(plans: Sequence[Plan], now: Plan, kind: Kind) -> tuple[Plan | None
     if kind not in ("too_small", "too_large"):
         return None, "it is about right" if kind == "about_right" else "no other is sure to be better"
     others = [p for p in plans if (p.batch > now.batch if kind == "too_small" else p.batch < now.batch)]
-    best = min((p for p in others if p.steps.middle is not None), key=_product, default=None)
+    best = min(others, key=_product, default=None)
     if best is None or _product(best) > WORTH * _product(now):
         return None, "with the critical batch size that is likely for this optimizer, no other is better by a tenth"
     return best, ""
 
 
 def _product(plan: Plan) -> float:
-    return (plan.steps.middle or math.inf) * (plan.units.middle or math.inf)
+    return _likely(plan.steps) * _likely(plan.units)
+
+
+def _likely(known: Range) -> float:
+    """The middle; where there is none, the end that is known, or the worse end of a cost."""
+    if known.middle is not None:
+        return known.middle
+    return known.low if math.isinf(known.high) else known.high
 
 
 def _least(plans: Sequence[Plan], now: Plan, wanted: Callable[[Plan], Range | None]) -> Plan | None:
@@ -209,10 +216,10 @@ def _least(plans: Sequence[Plan], now: Plan, wanted: Callable[[Plan], Range | No
     present = wanted(now)
     assert present is not None
     worth = [
-        (cost.middle, plan)
+        (_likely(cost), plan)
         for plan in plans
-        if (cost := wanted(plan)) is not None and cost.middle is not None
-        if cost.middle <= WORTH * present.high and cost.high <= present.high
+        if (cost := wanted(plan)) is not None
+        if _likely(cost) <= WORTH * present.high and cost.high <= present.high
     ]
     return min(worth, key=lambda each: each[0], default=(0.0, None))[1]
 

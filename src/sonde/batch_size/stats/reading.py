@@ -261,14 +261,15 @@ class NoiseScaleReading:
         verdict = self.verdict
         if verdict is None or not verdict.in_short:
             return ""
-        batch, unit = as_weighed(self.units_per_window or 1.0, self.effective_units, self.unit)
+        batch = self.units_per_window or 1.0
+        counted = batch / as_weighed(batch, self.effective_units, self.unit)[0]  # units for one that counts
         scopes: dict[str, tuple[Estimate, Kind]] = {}
         if self.average is not None and self.average.is_known and self.n_steps:
-            scopes[RUN_LIKE_THIS] = self.average, verdict.kind
+            scopes[RUN_LIKE_THIS] = self.average.times(counted), verdict.kind
         if self._now.is_known:
-            scopes[FROM_HERE_ON] = self._now, verdict.kind_now
+            scopes[FROM_HERE_ON] = self._now.times(counted), verdict.kind_now
         more = "" if log is None else f". More: sonde advise {log}"
-        return f"advice  {in_short(batch, unit, scopes, optimizer=self.optimizer, metric=self.metric)}{more}"
+        return f"advice  {in_short(batch, self.unit, scopes, optimizer=self.optimizer, metric=self.metric)}{more}"
 
     def __str__(self) -> str:
         batch = f"batch {number(self.units_per_window, 4)}, " if self.units_per_window is not None else ""
