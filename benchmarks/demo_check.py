@@ -31,10 +31,13 @@ from torch import Tensor, nn
 import sonde
 from benchmarks.machine import page
 from sonde.batch_size.stats.critical_batch import relative_steps
+from sonde.batch_size.stats.proxy import FACTORS
 from sonde.demos.byte_lm.task import ByteTransformer, draw_windows, find_sources, read_corpus, window_generator
 from sonde.demos.byte_lm.train import LAST_RATE, MAX_GRAD_NORM, WARMUP_STEPS, next_byte_loss
 
 BATCH, STEPS, RATE, CONTEXT = 32, 300, 1e-3, 96
+CRITICAL = FACTORS["Adam or AdamW (β = 0.9)", "euclidean"].median
+"""The critical batch size over the run's average noise scale, as the verdict takes it."""
 PIECES = 4
 """Of the demo's batch: it divides the batch."""
 COST = re.compile(
@@ -105,7 +108,7 @@ def trials(reference: Ending, seed: int) -> dict[str, Ending]:
     more = 4 * BATCH
     planned = {
         "as said of a run like this one": reference.said[0],
-        "four times the batch, by the average": (more, relative_steps(more, BATCH, reference.average)),
+        "four times the batch, by the average": (more, relative_steps(more, BATCH, CRITICAL * reference.average)),
     }
     return {name: demo(whole_pieces(b), round(STEPS * part), seed) for name, (b, part) in planned.items()}
 
