@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import sonde
-from sonde.batch_size.stats.proxy import FACTORS, FROM_HERE_ON, IN_RL
+from sonde.batch_size.stats.proxy import FACTORS, IN_RL, OF_BRANCHES
 from sonde.cli import main
 from sonde.log.sinks import JsonlSink
 from tests.batch_size.loops import attached, batch, mean_loss
@@ -57,7 +57,7 @@ def test_the_table_is_that_of_the_log(tmp_path: Path, capsys: pytest.CaptureFixt
         assert plan["money"]["middle"] == pytest.approx(steps * pieces * seconds_of_a_piece * 6 / 3600)
     assert {plan["batch"] for plan in for_run["plans"]} >= {32.0, 64.0, 128.0}
     from_here_on = found["advice"]["from here on"]
-    assert from_here_on["factor"]["median"] == FROM_HERE_ON[ADAMW].median
+    assert from_here_on["factor"]["median"] == OF_BRANCHES[ADAMW].median
     assert from_here_on["present"]["steps"]["middle"] == 1000
 
 

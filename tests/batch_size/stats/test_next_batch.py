@@ -13,7 +13,7 @@ import pytest
 
 from sonde.batch_size.stats.critical_batch import Estimate, Kind, batch_kind, judge_batch, relative_steps
 from sonde.batch_size.stats.next_batch import Aim, Present, advise_batch, in_words, part_in_words, plan_of
-from sonde.batch_size.stats.proxy import FACTORS, FROM_HERE_ON, IN_RL, PUBLISHED, Factor, Range, critical_range
+from sonde.batch_size.stats.proxy import FACTORS, IN_RL, OF_BRANCHES, PUBLISHED, Factor, Range, critical_range
 
 TABLES = (Path(__file__).parents[3] / "evidence" / "tables.md").read_text()
 ADAMW = "Adam or AdamW (β = 0.9)"
@@ -26,7 +26,7 @@ def test_factors_are_those_of_the_study() -> None:
         r"^\| ([\w.-]+) \| B_simple \| branched, usual rates \| (\d+) of \d+ \| (\S+) \| (\S+) – (\S+) \|", TABLES, re.M
     )
     found = {OF_TABLES[name]: tuple(map(float, (median, low, high, n))) for name, n, median, low, high in rows}
-    assert found == {name: (f.median, f.low, f.high, f.n_trainings) for name, f in FROM_HERE_ON.items()}
+    assert found == {name: (f.median, f.low, f.high, f.n_trainings) for name, f in OF_BRANCHES.items()}
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
@@ -53,7 +53,7 @@ def drawn(rng: random.Random, factor: Factor) -> float:
 
 
 @pytest.mark.parametrize("log_error", [0.02, 0.3, 0.8])
-@pytest.mark.parametrize("factor", [*FACTORS.values(), *FROM_HERE_ON.values()], ids=str)
+@pytest.mark.parametrize("factor", [*FACTORS.values(), *OF_BRANCHES.values()], ids=str)
 def test_ranges_hold_as_often_as_they_say(factor: Factor, log_error: float) -> None:
     """The critical batch size, and the steps at another batch. Ends that were multiplied would hold 96 times in 100."""
     rng, n, n_held, n_steps_held = random.Random(5), 4_000, 0, 0

@@ -58,7 +58,7 @@ class Range:
 PUBLISHED = Factor(1.0, 0.1, 20.0, 0, 0)
 """Of runs that others published: McCandlish et al. 2018, arXiv:1812.06162. Nothing says where in this range others lie,
 so its middle is no finding."""
-FROM_HERE_ON: Mapping[str, Factor] = {
+OF_BRANCHES: Mapping[str, Factor] = {
     "SGD (β = 0)": Factor(2.3, 0.15, 5.2, 36, 3),
     "SGD (β = 0.9)": Factor(0.99, 0.29, 4.9, 36, 3),
     "Adam or AdamW (β = 0.9)": Factor(0.58, 0.053, 1.8, 36, 3),
@@ -80,7 +80,7 @@ def factor_of(optimizer: str, metric: str, *, from_here_on: bool = False) -> Fac
         from_here_on: for what follows, from B_simple now; otherwise for a whole run, from its average.
     """
     if from_here_on:
-        return FROM_HERE_ON.get(optimizer) if metric == "euclidean" else None
+        return OF_BRANCHES.get(optimizer) if metric == "euclidean" else None
     return FACTORS.get((optimizer, metric))
 
 
