@@ -254,7 +254,7 @@ def part_in_words(known: Range, present: float) -> str:
 
     Example:
         >>> part_in_words(Range(68.0, 62.0, 75.0), 100.0), part_in_words(Range(None, 120.0, 200.0), 100.0)
-        ('68 % [62 – 75] of', '1.2 to 2.0 times')
+        ('68 % [62 – 75] of', '1.2 to 2 times')
     """
     ends = [end / present for end in (known.low, known.high)]
     middle = None if known.middle is None else known.middle / present
@@ -303,7 +303,7 @@ def in_short(
     Example:
         >>> known = Estimate(410.0, 330.0, 520.0), "too_small"
         >>> in_short(128, "images", {FROM_HERE_ON: known}, optimizer="", metric="euclidean")[:72]
-        'from here on, try a batch of 512 images: it needs 33 % [25 – 79] of the '
+        'from here on, try a batch of 512 images: it needs 43 % [26 – 82] of the '
     """
     said = []
     for scope, (known, kind) in scopes.items():
