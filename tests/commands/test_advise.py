@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import sonde
+from sonde.batch_size.stats.critical_batch import Estimate
 from sonde.batch_size.stats.proxy import FACTORS, IN_RL, OF_BRANCHES
 from sonde.cli import main
 from sonde.log.sinks import JsonlSink
@@ -178,6 +180,12 @@ def test_a_real_run_says_its_settings_and_its_advice(tmp_path: Path, capsys: pyt
     said = reading.next_batch(tmp_path)
     assert said.startswith("advice  for a run like this one, ")
     assert said.endswith(f". More: sonde advise {tmp_path}")
+    now = Estimate(reading.b_simple, reading.low, reading.high).times(0.5)
+    assert reading.average is not None
+    counted_half = dataclasses.replace(
+        reading, **vars(now), effective_units=(reading.units_per_window or 0.0) / 2, average=reading.average.times(0.5)
+    )
+    assert counted_half.next_batch(tmp_path) == said
     for sentence in found["words"].values():
         begin = sentence.rstrip(".").split(" the steps")[0]  # the line at the end says nothing of the time
         assert f"{begin[:1].lower()}{begin[1:]}" in said

@@ -145,6 +145,15 @@ def test_with_more_ranks_a_larger_batch_is_faster_and_a_smaller_one_cheaper() ->
     assert best(3000.0, "cheapest", ranks_at_most=64) is None  # hardly any are saved
 
 
+def test_a_change_that_may_lose_is_no_advice() -> None:
+    """4 times as many of 3 micro-batches take 3 times as long on at most 4 ranks: that pays far below B_crit alone."""
+    present = Present(48.0, 1000.0, pieces=3.0, units_per_second=100.0, ranks_at_most=4)
+    for from_here_on, batch in ((False, 192.0), (True, None)):  # the range from here on is wide
+        known = Estimate(5000.0, 4900.0, 5100.0)
+        found = advise_batch(present, known, "too_small", optimizer=ADAMW, from_here_on=from_here_on, aim="fastest")
+        assert (None if found.best is None else found.best.batch) == batch
+
+
 def test_a_budget_is_kept_at_the_worse_end() -> None:
     """The run as it is takes 640 s, which cost 64 at 360 an hour."""
     options = {"ranks_at_most": 64, "cost_per_hour": 360.0}

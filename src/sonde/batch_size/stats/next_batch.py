@@ -190,12 +190,11 @@ def _times(known: Range, factor: float) -> Range:
 
 
 def _balanced(plans: Sequence[Plan], now: Plan, kind: Kind) -> tuple[Plan | None, str]:
-    """The batch with the smallest product of steps and units, in the direction of the verdict; None to keep it."""
+    """The batch with the smallest product of steps and units, if the verdict is against the present one."""
     if kind not in ("too_small", "too_large"):
         return None, "it is about right" if kind == "about_right" else "no other is sure to be better"
-    others = [p for p in plans if (p.batch > now.batch if kind == "too_small" else p.batch < now.batch)]
-    best = min(others, key=_product, default=None)
-    if best is None or _product(best) > WORTH * _product(now):
+    best = min(plans, key=_product)
+    if _product(best) > WORTH * _product(now):
         return None, "with the critical batch size that is likely for this optimizer, no other is better by a tenth"
     return best, ""
 
