@@ -44,6 +44,11 @@ def test_numbers_make_the_batch(trainer: str, flags: list[str]) -> None:
     assert all(flag in said(trainer) for flag in flags), said(trainer)
 
 
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_an_average_of_batches_is_set_as_whole_numbers(trainer: str) -> None:
+    assert said(trainer, dataclasses.replace(TO, batch=511.3, present=127.8)) == said(trainer)
+
+
 def test_transformers_takes_the_flags(tmp_path: Any) -> None:
     transformers = pytest.importorskip("transformers")
     [flags] = re.findall(r"^--per_device.*$", said("transformers"), re.M)

@@ -120,21 +120,23 @@ def in_trainer(name: str, to: Wanted) -> tuple[str, ...]:
     """
     if name == "TRL" and to.unit != "prompts":  # of SFT and DPO
         name = "transformers"
-    micro = to.batch / (to.ranks * to.accumulation)
+    # A log has averages: an epoch's last batch may be short. What is set are whole numbers, whose product is the batch.
+    micro = max(round(to.batch / (to.ranks * to.accumulation)), 1)
+    batch = micro * to.ranks * to.accumulation
     tokens = 1.0 if to.unit == "tokens" else to.tokens
     values = {
         "ranks": to.ranks,
         "accumulation": to.accumulation,
         "unit": to.unit,
         "micro": _whole(micro),
-        "batch": _whole(to.batch),
+        "batch": _whole(batch),
         "present": _whole(to.present),
-        "increment": _whole(to.batch - to.present),
+        "increment": _whole(batch - round(to.present)),
         "seen": _whole(to.units_seen),
         "completions": _whole(to.completions, "COMPLETIONS"),
-        "rollouts": _product(to.batch, to.completions, "COMPLETIONS"),
+        "rollouts": _product(batch, to.completions, "COMPLETIONS"),
         "micro_tokens": _product(micro, tokens, "SEQUENCE_LENGTH"),
-        "batch_tokens": _product(to.batch, tokens, "SEQUENCE_LENGTH"),
+        "batch_tokens": _product(batch, tokens, "SEQUENCE_LENGTH"),
         "seen_tokens": _product(to.units_seen, tokens, "SEQUENCE_LENGTH"),
     }
     grows = to.batch > to.present and to.units_seen > 0
@@ -143,7 +145,7 @@ def in_trainer(name: str, to: Wanted) -> tuple[str, ...]:
 
 
 def _whole(value: float | None, otherwise: str = "") -> str:
-    return otherwise if value is None else f"{value:.12g}"
+    return otherwise if value is None else f"{round(value)}"
 
 
 def _product(value: float, each: float | None, otherwise: str) -> str:
