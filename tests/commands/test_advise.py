@@ -104,6 +104,19 @@ def test_what_contradicts_itself_is_refused(
     assert (out, said in err) == ("", True)
 
 
+def test_a_budget_is_for_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, fixed = run(tmp_path / "run"), run(tmp_path / "checkpoint", header=header(fixed_weights=True))
+    priced = ["--budget", "9", "--cost-per-hour", "12"]
+    found = asked(capsys, folder, *priced, "--ranks-at-most", "16")
+    assert list(found["advice"]) == ["for a run like this one"]
+    assert found["advice"]["for a run like this one"]["best"]["money"]["high"] <= 9
+    assert main(["advise", fixed, *priced, "--units-per-second", "100"]) == 2
+    assert "--budget is for a whole run" in capsys.readouterr().err
+    at_checkpoint = asked(capsys, fixed)["advice"]
+    assert list(at_checkpoint) == ["from here on"]
+    assert at_checkpoint["from here on"]["present"]["seconds"] is None  # its windows are not those of training
+
+
 def test_logs_without_readings_or_of_another_version_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

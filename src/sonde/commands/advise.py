@@ -228,7 +228,7 @@ def _of_readings(run: Run, options: AdviseOptions) -> Logged:
     pieces = float(last.pieces.get("per_window") or 1) if trains else 1.0  # windows at fixed weights are no batches
     tokens = last.metrics.get("gns/units_per_window_tokens")
     segment = [r for r in run.readings if r.segment == last.segment]
-    rates = [rate for r in segment if (rate := r.metrics.get("run/units_per_second"))]
+    rates = [rate for r in segment if trains and (rate := r.metrics.get("run/units_per_second"))]
     return Logged(
         unit=probe.unit,
         setup=probe.setup,
@@ -281,6 +281,9 @@ def _present(probe: ProbeSetup, options: AdviseOptions, units: float, pieces: fl
 
 
 def _advised(logged: Logged, options: AdviseOptions) -> dict[str, Advice]:
+    scopes = {name: scope for name, scope in logged.scopes.items() if options.budget is None or name == RUN_LIKE_THIS}
+    if not scopes:
+        raise ValueError("--budget is for a whole run like this one, whose average noise scale is not in the log")
     return {
         scope: advise_batch(
             dataclasses.replace(logged.present, steps=steps),
@@ -293,7 +296,7 @@ def _advised(logged: Logged, options: AdviseOptions) -> dict[str, Advice]:
             aim=options.aim,
             budget=options.budget,
         )
-        for scope, (known, kind, steps) in logged.scopes.items()
+        for scope, (known, kind, steps) in scopes.items()
     }
 
 
