@@ -12,15 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from tyro.conf import Positional, arg
 
 from sonde.batch_size.stats.critical_batch import Estimate, Kind, batch_kind
 from sonde.batch_size.stats.next_batch import (
     FROM_HERE_ON,
-    HOUR,
     RUN_LIKE_THIS,
     Advice,
     Aim,
@@ -32,12 +29,13 @@ from sonde.batch_size.stats.next_batch import (
 )
 from sonde.batch_size.stats.proxy import IN_RL, PUBLISHED, Factor, Range
 from sonde.batch_size.stats.rate_row import RateRow, rate_row
+from sonde.commands.advise_tables import show
 from sonde.commands.trainer_flags import Wanted, in_trainer, trainer_named
 from sonde.runs.reader import read_run
 from sonde.runs.report.verdicts import judge_reading
 from sonde.runs.run import PROMPT_NOISE, PolicyReading, ProbeSetup, Run, logged_batch, logged_interval
 from sonde.stats.intervals import RatioInterval
-from sonde.wording import number, percent
+from sonde.wording import percent
 
 _STEPS = 1000
 """From here on, costs are those of what so many steps with the present batch would learn."""
@@ -143,7 +141,7 @@ def run_advise(options: AdviseOptions) -> int:
     if options.json:
         sys.stdout.write(json.dumps(_finite(dataclasses.asdict(found)), ensure_ascii=False) + "\n")
     else:
-        _print(found, Console(highlight=False, markup=False, emoji=False))
+        show(found, Console(highlight=False, markup=False, emoji=False))
     return 0
 
 
@@ -161,7 +159,7 @@ def answer(run: Run, options: AdviseOptions) -> Answer:
     advised = {} if logged.why_none else _advised(logged, options)
     trainer = trainer_named(options.trainer) if options.trainer else str(logged.setup.get("trainer") or "plain loop")
     notes = (*_notes(logged, advised), *(_of_rl(run) if logged.factor else ()))
-    words = {scope: f"{_sentence(scope)}, {in_words(each, logged.unit)}." for scope, each in advised.items()}
+    words = {scope: f"{scope.capitalize()}, {in_words(each, logged.unit)}." for scope, each in advised.items()}
     if (chosen := _chosen(logged, advised, options)) is None:
         return Answer(logged, words, advised, trainer, None, (), (), notes)
     plan, critical = chosen
@@ -332,7 +330,7 @@ def _notes(logged: Logged, advised: Mapping[str, Advice]) -> Iterator[str]:
         yield (
             f"Time: {on}Micro-batches stay as large and take as long as now, on any number of ranks: perfect data "
             "parallelism. Without more ranks a larger batch is accumulated, and a step takes as much longer. A device "
-            "with room for larger micro-batches needs less: measure it, and pass --units-per-second."
+            "with room for larger micro-batches needs less."
         )
 
 
@@ -353,96 +351,6 @@ def _of_rl(run: Run) -> Iterator[str]:
         "Reuse: with four updates on each batch, the critical batch was 3 to 15 times as large, and the law of these "
         "costs does not hold."
     )
-
-
-# Words and JSON.
-
-
-def _print(found: Answer, console: Console) -> None:
-    logged, unit = found.logged, found.logged.unit
-    if logged.why_none:
-        console.print(logged.why_none)
-    for sentence in found.words.values():
-        console.print(sentence, style="bold")
-    for scope, advice in found.advice.items():
-        known, factor, now = logged.scopes[scope][0], advice.factor, advice.present
-        console.print(
-            f"\n{_sentence(scope)}: costs of what {number(now.steps.high, 6)} steps of {number(now.batch, 6)} learn.\n"
-            f"B_simple {known.in_words(unit)}, times {number(factor.median, 2)} [{number(factor.low, 2)} – "
-            f"{number(factor.high, 2)}]: B_crit {_critical(advice.critical)}"
-        )
-        console.print(_table(advice, unit))
-    if found.batch is not None:
-        console.print(f"To set a batch of {number(found.batch, 6)} {unit} ({found.trainer}):")
-        for line in found.how:
-            console.print(f"  {line}", soft_wrap=True)
-        if not found.rates:
-            console.print("The rate to go with it is not known: the log does not say the optimizer's settings.")
-    for row in found.rates:
-        if row.settings:
-            console.print(f"\n{row.optimizer}")
-            console.print(_rate_table(row))
-            console.print(f"It holds {row.holds} ({row.source}).")
-        else:
-            console.print(f"\n{row.optimizer}: the rate is not known: {row.holds}.")
-    for note in found.notes:
-        console.print(f"\n{note}")
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-def _table(advice: Advice, unit: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("batch", "ranks × each", "steps", unit):
-        table.add_column(name, justify="right")
-    timed, priced = advice.present.seconds is not None, advice.present.money is not None
-    for name in ["time"] * timed + ["money"] * priced:
-        table.add_column(name, justify="right")
-    for plan in advice.plans:
-        mark = "now  " if plan is advice.present else "best  " if plan is advice.best else ""
-        cells = [f"{mark}{number(plan.batch, 6)}", f"{plan.ranks} × {plan.accumulation}"]
-        cells += [_cell(plan.steps), _cell(plan.units)]
-        cells += [_cell(plan.seconds, *_time_unit(plan.seconds))] if plan.seconds is not None else []
-        cells += [_cell(plan.money)] if plan.money is not None else []
-        table.add_row(*cells, style="bold" if mark else "")
-    return table
-
-
-def _critical(known: Range) -> str:
-    ends = f"{number(known.low)} – {'∞' if math.isinf(known.high) else number(known.high)}"
-    return f"[{ends}]" if known.middle is None else f"{number(known.middle)} [{ends}]"
-
-
-def _cell(known: Range, of: float = 1.0, unit: str = "") -> str:
-    """A cost in two lines, its middle and its range, in a unit of so many."""
-    middle = known.high if known.low == known.high else known.middle
-    shown = [] if middle is None else [f"{_short(middle / of)}{unit}"]
-    if known.low != known.high:
-        shown.append(f"{_short(known.low / of)}–{_short(known.high / of)}{'' if shown else unit}")
-    return "\n".join(shown)
-
-
-def _short(value: float) -> str:
-    """With three digits, also of large numbers."""
-    return number(float(f"{value:.3g}"), 3) if math.isfinite(value) else "∞"
-
-
-def _time_unit(seconds: Range) -> tuple[float, str]:
-    """The unit that a time is shown in."""
-    longest = seconds.high if math.isfinite(seconds.high) else seconds.low
-    return (1.0, " s") if longest < 120 else (60.0, " min") if longest < 2 * HOUR else (HOUR, " h")
-
-
-def _rate_table(row: RateRow) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("setting", "now", "then", "rule"):
-        table.add_column(name)
-    for setting in row.settings:
-        values = ("–" if value is None else f"{value:.4g}" for value in (setting.now, setting.then))
-        table.add_row(setting.name, *values, setting.rule)
-    return table
 
 
 def _finite(value: Any) -> Any:
