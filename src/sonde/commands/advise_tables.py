@@ -33,7 +33,8 @@ def show(found: Answer, console: Console) -> None:
     for scope, advice in found.advice.items():
         known, factor, now = logged.scopes[scope][0], advice.factor, advice.present
         console.print(
-            f"\n{scope.capitalize()}: costs of what {number(now.steps.high, 6)} steps of {number(now.batch, 6)} learn.\n"
+            f"\n{scope.capitalize()}: costs of what {number(now.steps.high, 6)} steps of "
+            f"{number(now.batch, 6)} learn.\n"
             f"B_simple {known.in_words(unit)}, times {number(factor.median, 2)} [{number(factor.low, 2)} – "
             f"{number(factor.high, 2)}]: B_crit {_critical(advice.critical)}"
         )
