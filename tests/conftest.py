@@ -17,32 +17,17 @@ from tests.ranks import Ranks, seed
 _imported = Imported()
 
 
-@pytest.fixture(scope="session")
-def ranks2() -> Iterator[Ranks]:
-    ranks = Ranks(2)
-    yield ranks
-    ranks.stop()
+def _ranks(world: int) -> Any:
+    @pytest.fixture(scope="session", name=f"ranks{world}")
+    def started() -> Iterator[Ranks]:
+        ranks = Ranks(world)
+        yield ranks
+        ranks.stop()
+
+    return started
 
 
-@pytest.fixture(scope="session")
-def ranks3() -> Iterator[Ranks]:
-    ranks = Ranks(3)
-    yield ranks
-    ranks.stop()
-
-
-@pytest.fixture(scope="session")
-def ranks4() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.stop()
-
-
-@pytest.fixture(scope="session")
-def ranks8() -> Iterator[Ranks]:
-    ranks = Ranks(8)
-    yield ranks
-    ranks.stop()
+ranks2, ranks3, ranks4, ranks8 = map(_ranks, (2, 3, 4, 8))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 import sonde
 from sonde.batch_size.per_example import norms
@@ -274,24 +274,21 @@ class PretendDevice(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         is_pinned = bool(kwargs.pop("pin_memory", False))
         name, to = function.overloadpacket.__name__, kwargs.get("device")
-        has_device = any(is_device_tensor(x) for x in tree_leaves((args, kwargs)))
-        if to is not None:
-            on_device = torch.device(to).type == DEVICE.type
-            kwargs["device"] = torch.device("cpu") if on_device else to
-        else:
-            on_device = has_device
+        asks_for_device = to is not None and torch.device(to).type == DEVICE.type
+        if asks_for_device:
+            kwargs["device"] = torch.device("cpu")
+        leaves, spec = tree_flatten((args, kwargs))  # once: most of this device's time
+        has_device = any(map(is_device_tensor, leaves))
+        on_device = has_device if to is None else asks_for_device
         if not (has_device or on_device):
             return self._of_host(name, function, args, kwargs, is_pinned)
-        if on_device and not self.has_float64 and self._asks_for_float64(args, kwargs):
+        if on_device and not self.has_float64 and self._asks_for_float64(leaves, kwargs):
             raise TypeError("Cannot convert a tensor to float64 dtype as the device framework doesn't support float64")
-        if any(
-            isinstance(x, Tensor) and x.device == DEVICE and not is_device_tensor(x)
-            for x in tree_leaves((args, kwargs))
-        ):
+        if any(isinstance(x, Tensor) and not is_device_tensor(x) and x.device == DEVICE for x in leaves):
             raise HostReadError(
                 "torch.tensor(..., device=...) waits for the device: make it on the CPU, then to_device"
             )
-        if has_device and name not in TAKE_BOTH and any(is_host_tensor(x) for x in tree_leaves((args, kwargs))):
+        if has_device and name not in TAKE_BOTH and any(map(is_host_tensor, leaves)):
             raise MixedDevicesError(f"{name} takes tensors of the device and of the host")
         if reads_host(function, args, kwargs, is_device_tensor):
             self.waited(name)
@@ -300,7 +297,7 @@ class PretendDevice(TorchDispatchMode):
         if name == "copy_" and not is_device_tensor(args[0]) and (kwargs.get("non_blocking") or (*args, False)[2]):
             self._copies.append((self.n_events + 1, args[0], on_host(args[1]).clone()))
             return args[0].fill_(torch.nan)
-        on_cpu = tree_map(on_host, args), tree_map(on_host, kwargs)
+        on_cpu = tree_unflatten(list(map(on_host, leaves)), spec)
         result = function(*on_cpu[0], **on_cpu[1])
         if name not in VIEWS:
             self.note_recorded(name)
@@ -316,7 +313,7 @@ class PretendDevice(TorchDispatchMode):
             isinstance(x, Tensor) and x.dtype == torch.float64 for x in tree_leaves(result)
         ):
             raise TypeError(f"{name} makes a float64 tensor on a device that has no float64")
-        made = tree_map(lambda x: DeviceTensor(x) if isinstance(x, Tensor) else x, result)
+        made = DeviceTensor(result) if isinstance(result, Tensor) else tree_map_only(Tensor, DeviceTensor, result)
         if name == "scalar_tensor":
             made.is_number = True
         return made
@@ -327,8 +324,8 @@ class PretendDevice(TorchDispatchMode):
             return args[0].clone()
         return False if name == "is_pinned" else function(*args, **kwargs)
 
-    def _asks_for_float64(self, args: Any, kwargs: Any) -> bool:
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()]
+    def _asks_for_float64(self, leaves: list[Any], kwargs: Any) -> bool:
+        tensors = [x for x in leaves if isinstance(x, Tensor) and x.dim()]
         return kwargs.get("dtype") == torch.float64 or any(x.dtype == torch.float64 for x in tensors)
 
     def __enter__(self) -> PretendDevice:

@@ -24,6 +24,7 @@ from tests.batch_size.cut_models import (
     last_window,
     local_weights,
     n_collectives,
+    reshard,
     whole_parameters,
     with_total,
 )
@@ -118,11 +119,12 @@ def train(loop: Loop, *, probed: bool, compares: bool = True) -> dict[str, Any]:
     Returns:
         All that a probe could disturb (weights after each window, norms, the optimizer's state, random state, modes),
         and the collectives of each window; with a probe its reading and alerts; if it `compares`, also each window in
-        each metric, and the same by hand.
+        each metric, and on the first rank the same by hand, of the data of all ranks.
     """
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
     if loop.compiled:
         torch._dynamo.reset()
-    cut = made(loop if probed else replace(loop, options={}))  # a probe that reads buckets is handed the user's hook
+    cut = made(loop)  # a probe that reads buckets is handed the user's hook
     model, parameters = cut.model, list(cut.model.parameters())  # FSDP2 may show others after a forward
     stepped = [p for name, p in model.named_parameters() if p.requires_grad and name.startswith(loop.part)]
     optimizer = OPTIMIZERS[loop.optimizer](stepped)
@@ -142,7 +144,9 @@ def train(loop: Loop, *, probed: bool, compares: bool = True) -> dict[str, Any]:
         if window == loop.windows and probe:
             result |= ended(probe)
             probe = None
-        whole = of_all_stages(cut, whole_parameters(model)) if compares and window >= 0 else {}
+        if compares and window >= 0:
+            reshard(model)  # as `whole_parameters` does, in a run without a probe too
+        whole = of_all_stages(cut, whole_parameters(model)) if compares and probe else {}
         squares = squares_of(cut, optimizer) if compares and probe else {}
         before = n_collectives()
         result["measured"] += [probe._pace.is_measured] if probe else []
@@ -160,7 +164,7 @@ def train(loop: Loop, *, probed: bool, compares: bool = True) -> dict[str, Any]:
         if compares and probe:
             result["windows"].append({metric: last_window(probe, metric) for metric in loop.metric})
         result["collectives"] += [n_collectives() - before] if window >= 0 else []
-        if compares and probe:
+        if compares and probe and is_first:
             result["by hand"].append(by_hand(loop, whole, window, squares, probe._reader.groups))
         result["weights"] += local_weights(model)
     result |= ended(probe) if probe else {}
@@ -193,7 +197,19 @@ def both(loop: Loop, compares: bool = True, mutant: Mutant | None = None) -> tup
     compares = compares and not (loop.dropout or loop.autocast)
     with mutant.applied() if mutant else contextlib.nullcontext():
         probed = train(loop, probed=True, compares=compares)
-    return probed, train(loop, probed=False, compares=compares)
+    return probed, without_a_probe(loop, compares)
+
+
+_PLAIN: dict[tuple[str, bool], dict[str, Any]] = {}
+"""What `without_a_probe` has trained in this process."""
+
+
+def without_a_probe(loop: Loop, compares: bool) -> dict[str, Any]:
+    """The training without a probe, which is the same for all loops that differ only in what a probe is told."""
+    loop = replace(loop, options={}, metric=())
+    if (key := (repr(loop), compares)) not in _PLAIN:
+        _PLAIN[key] = train(loop, probed=False, compares=compares)
+    return _PLAIN[key]
 
 
 # By hand.
@@ -341,10 +357,11 @@ def assert_exact(found: Values, exact: Values, metric: str) -> None:
 def check(ranks: Ranks | None, loop: Loop, mutant: Mutant | None = None) -> list[dict[str, Any]]:
     """Values are those by hand and alike on all ranks, and training is bit for bit that of a run without a probe."""
     results = ranks(both, loop, True, mutant) if ranks else [both(loop, True, mutant)]
+    exact_windows = results[0][0]["by hand"]
     for probed, plain in results:
         assert (probed["alerts"], probed["reading"].doubts) == ({}, {})
         assert len(probed["windows"]) == (0 if loop.dropout else loop.windows)
-        for window, exact in zip(probed["windows"], probed["by hand"], strict=True):
+        for window, exact in zip(probed["windows"], exact_windows, strict=True):
             for metric, values in exact.items():
                 if values is None:  # before the optimizer's first step
                     assert window[metric] is None

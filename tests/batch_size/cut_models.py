@@ -21,11 +21,16 @@ def n_collectives() -> int:
     return sum(group._get_sequence_number_for_group() for group in groups)
 
 
-def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter, whole, by its name in the plain model. (All ranks take part.)"""
+def reshard(model: nn.Module) -> None:
+    """FSDP2 leaves parameters whole after a forward without a backward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter, whole, by its name in the plain model. (All ranks take part.)"""
+    reshard(model)
     named = ((name.removeprefix("module."), p) for name, p in model.named_parameters())
     return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in named}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ def add_noise(model: nn.Module, window: int) -> None:
         grad.add_(torch.randn_like(grad) * 0.05 * grad.std().nan_to_num())
 
 
+@functools.cache
 def b_simple_of(
     factor: float = 1.0, before_step: Change = lambda model, window: None, scaler: Any = None, unscales: bool = True
 ) -> float:

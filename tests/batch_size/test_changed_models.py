@@ -33,7 +33,7 @@ SETUPS: dict[str, tuple[int, Loop]] = {
     "FSDP2 over CP": (2, Loop("fsdp over cp")),
     "EP": (4, Loop("ep fsdp")),
 }
-BEFORE, AFTER = 3, 4
+BEFORE, AFTER = 2, 3
 """Windows before something changes, and after it."""
 REPLACED = "measured parameters are no longer in the model"
 OF_DDP = "Expected to have finished reduction"

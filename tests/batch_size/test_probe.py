@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -158,21 +159,25 @@ def test_clip_is_torchs_and_the_window_is_measured_before_it(norm_type: float, m
         assert probe.reading().windows == 2  # measured by the 2-norm all the same
 
 
-def test_clip_refuses_a_bad_order() -> None:
-    model = small_model()
-    with attached(model) as probe:
-        for order, message in ((0, "norm_type must be > 0, got 0"), (7.0, "norm_type must be at most 6, or math.inf")):
-            with pytest.raises(ValueError, match=message):
-                probe.clip_grad_norm_(1.0, norm_type=order)
-
-
-@pytest.mark.parametrize("max_norm", [-1.0, math.nan])
-def test_clip_refuses_a_bad_threshold_and_touches_nothing(max_norm: float) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((1.0, 0), "norm_type must be > 0, got 0"),
+        ((1.0, 7.0), "norm_type must be at most 6, or math.inf"),
+        ((-1.0,), "max_norm must be ≥ 0"),
+        ((math.nan,), "max_norm must be ≥ 0"),
+        (("1",), "max_norm must be a number"),
+        ((torch.ones(2),), "max_norm must be a number"),
+        ((True,), "max_norm must be a number"),
+    ],
+    ids=str,
+)
+def test_a_clip_refuses_what_cannot_be_and_touches_nothing(arguments: Any, message: str) -> None:
     model = small_model()
     piece_losses(model, [4])[0]().backward()
     before = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
-    with attached(model) as probe, pytest.raises(ValueError, match="max_norm must be ≥ 0"):
-        probe.clip_grad_norm_(max_norm)
+    with attached(model) as probe, pytest.raises(ValueError, match=message):
+        probe.clip_grad_norm_(arguments[0], norm_type=(*arguments, 2.0)[1])
     assert all(torch.equal(p.grad, b) for p, b in zip(model.parameters(), before, strict=True))  # type: ignore[arg-type]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.batch_size.loops import attached, batch, mean_loss, piece_losses, sgd
 Optimizers = Sequence[torch.optim.Optimizer]
 
 
+@functools.cache
 def readings(
     make: Callable[[nn.Sequential], Optimizers], call: str, *, are_given: bool = True, windows: int = 12, **options: Any
 ) -> tuple[sonde.NoiseScaleReading, dict[str, str], list[Tensor]]:

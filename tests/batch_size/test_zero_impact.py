@@ -24,8 +24,9 @@ SPARSE_PACE = {"every": 3}
 
 
 def drawing(cut: str, **more: Any) -> Loop:
-    """Windows of a loop that draws random numbers, past the first changes: the scaler grows after 3."""
-    windows = 32 if more.get("options", {}).get("every") else 7
+    """Windows of a loop that draws random numbers, past the first changes: DDP's buckets, a scaler, "auto" after 3."""
+    options = more.get("options", {})
+    windows = 32 if options.get("every") else 7 if options is AUTO or more.get("scaled") else 4
     return Loop(cut, **{"dropout": True, "windows": windows, "after": 2} | more)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -136,3 +138,18 @@ def check(case: Case, outcomes: Sequence[Outcome]) -> None:
             assert found.norm == pytest.approx(expected, rel=1e-6, nan_ok=True)
         assert found.goes_on
         assert found.n_collectives == case.n_collectives or case.n_collectives is None, found
+
+
+def each_of(cases: Sequence[Case]) -> pytest.MarkDecorator:
+    """One test for each case, given its index: a call cannot be sent to ranks."""
+    return pytest.mark.parametrize("index", range(len(cases)), ids=[case.name for case in cases])
+
+
+def check_on_ranks(request: pytest.FixtureRequest, module: str, index: int) -> None:
+    """A case among the CASES of a module of tests gives on real ranks what it says."""
+    case: Case = sys.modules[module].CASES[index]
+    check(case, request.getfixturevalue(f"ranks{case.n_ranks}")(_outcome_of, module, index))
+
+
+def _outcome_of(module: str, index: int) -> Outcome:
+    return outcome(importlib.import_module(module).CASES[index].call())

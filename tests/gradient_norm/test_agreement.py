@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import sonde
-from tests.gradient_norm.placed_gradients import Call, Case, check, noise, outcome, placed, plain
+from tests.gradient_norm.placed_gradients import Call, Case, check_on_ranks, each_of, noise, placed, plain
 from tests.ranks import Ranks, mesh_of
 from tests.sharded import WAYS, exact_gradients, experts, norm_of, pipeline
 
@@ -212,12 +212,10 @@ def model_on_halves() -> Call:
     return Call(list(model.named_parameters()), {"mesh": world()})
 
 
-def whole_model(way: str, *, of_one_axis: bool) -> Call:
-    """`mesh=` is one axis of all ranks, as an engine's world mesh is, or the grid that cuts the model."""
+def on_one_axis(way: str) -> Call:
+    """`mesh=` is one axis of all ranks, as an engine's world mesh is; test_clip_on_ranks.py has the grid's own."""
     cut = WAYS[way][1]()
-    return Call(
-        list(cut.parameters.items()), {"mesh": world() if of_one_axis else cut.mesh, "pp_mesh": cut.pp_mesh}, None
-    )
+    return Call(list(cut.parameters.items()), {"mesh": world(), "pp_mesh": cut.pp_mesh}, None)
 
 
 P, DIFFER = "have different parameters", "differ between ranks that should hold the same"
@@ -295,9 +293,8 @@ CASES = [
     Case("stages in no order", 4, lambda: stages_in_no_order(of_one_axis=True), "mesh= has no such axis: pass a mesh="),
     Case("stages of a grid", 4, lambda: stages_in_no_order(of_one_axis=False), squares(0, 1)),
     *(
-        Case(f"{way}, {o}", 4, lambda way=way, o=o: whole_model(way, of_one_axis=o), norm_of(exact_gradients(), 2.0))
+        Case(way, 4, lambda way=way: on_one_axis(way), norm_of(exact_gradients(), 2.0))
         for way in ("HSDP", "FSDP2 over context parallelism", "FSDP2 over TP", "PP × FSDP2", "PP × TP")
-        for o in (True, False)
     ),
     Case("plan, a shape", 2, plan(lambda: [plain(torch.ones(5 - rank()))]), f"ranks of mesh= {P}"),
     Case("plan, a name", 2, plan(lambda: [(f"w{rank()}", plain(torch.ones(3)))]), f"ranks of mesh= {P}"),
@@ -319,15 +316,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=[case.name for case in CASES])
+@each_of(CASES)
 def test_ranks_that_disagree_are_refused_on_every_rank(request: pytest.FixtureRequest, index: int) -> None:
     """And nobody else is; one collective shows it, and the ranks go on in step."""
-    ranks: Ranks = request.getfixturevalue(f"ranks{CASES[index].n_ranks}")
-    check(CASES[index], ranks(_outcome, index))
-
-
-def _outcome(index: int) -> Any:
-    return outcome(CASES[index].call())
+    check_on_ranks(request, __name__, index)
 
 
 def _rounded(dtype: torch.dtype, n: int) -> bool:

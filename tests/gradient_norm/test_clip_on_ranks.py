@@ -29,50 +29,35 @@ def ranks_for(request: pytest.FixtureRequest) -> Any:
     return lambda way: request.getfixturevalue(f"ranks{WAYS[way][0]}")
 
 
-def _norms(way: str, with_mesh: bool) -> dict[str, Any]:
-    cut: Cut = WAYS[way][1]()
-    options = {"mesh": cut.mesh, "replicas": cut.replicas} if with_mesh else {}
-    norms_and_counts = []
-    for order in ORDERS:
-        with CommDebugMode() as counted:
-            norm = sonde.clip_grad_norm_(cut.parameters.items(), None, order, pp_mesh=cut.pp_mesh, **options)
-        norms_and_counts.append((float(norm), counted.get_total_counts()))
-    return {"norms": norms_and_counts, "collectives": cut.collectives, "partial": cut.partial}
-
-
 # Plain experts differ from rank to rank. Only a mesh and a declaration can tell.
 NEEDS_A_MESH = {"EP, plain experts"}
 
 
-@pytest.mark.parametrize(
-    ("way", "with_mesh"), [(way, mesh) for way in WAYS for mesh in (True, False) if mesh or way not in NEEDS_A_MESH]
-)
-def test_the_norm_is_that_of_one_process(ranks_for: Any, way: str, with_mesh: bool) -> None:
-    results = ranks_for(way)(_norms, way, with_mesh)
-    assert all(r["norms"] == results[0]["norms"] for r in results)  # to the last bit
-    for order, (norm, collectives) in zip(ORDERS, results[0]["norms"], strict=True):
-        assert norm == pytest.approx(norm_of(expected_gradients(way), order), rel=1e-6)
-        assert collectives == (1 if with_mesh else results[0]["collectives"]) + results[0]["partial"]
-
-
-def _clip(way: str, planned: bool) -> dict[str, Any]:
+def _measured(way: str, planned: bool) -> dict[str, Any]:
+    """Norms of every order, and then a clip: by a plan with a mesh, or by the drop-in and norms without one."""
     cut: Cut = WAYS[way][1]()
+    options: dict[str, Any] = {"mesh": cut.mesh, "replicas": cut.replicas}
+    of_norms = options if planned or way in NEEDS_A_MESH else {}
+    norms, counts = [], set()
+    for order in ORDERS:
+        with CommDebugMode() as counted:
+            norms.append(sonde.clip_grad_norm_(cut.parameters.items(), None, order, pp_mesh=cut.pp_mesh, **of_norms))
+        counts.add(counted.get_total_counts() - cut.partial)
     if planned:
-        plan = sonde.group_parameters_for_norm(
-            cut.parameters.items(), mesh=cut.mesh, pp_mesh=cut.pp_mesh, replicas=cut.replicas, verify=True
-        )
+        plan = sonde.group_parameters_for_norm(cut.parameters.items(), pp_mesh=cut.pp_mesh, verify=True, **options)
         norm = sonde.clip_grad_norm_distributed_(plan, 0.05, 2.0, cut.pp_mesh)
         with CommDebugMode() as counted:
             again = sonde.clip_grad_norm_distributed_(plan, None, 2.0, cut.pp_mesh)
     else:
-        options: dict[str, Any] = {"mesh": cut.mesh, "pp_mesh": cut.pp_mesh, "replicas": cut.replicas}
-        norm = sonde.clip_grad_norm_(cut.parameters.items(), 0.05, **options)
+        norm = sonde.clip_grad_norm_(cut.parameters.items(), 0.05, pp_mesh=cut.pp_mesh, **options)
         with CommDebugMode() as counted:  # partial gradients were written back: they are not reduced again
-            again = sonde.clip_grad_norm_(cut.parameters.items(), None, **options)
+            again = sonde.clip_grad_norm_(cut.parameters.items(), None, pp_mesh=cut.pp_mesh, **options)
     # full_tensor is a collective. All ranks of a stage have the same parameters in the same order.
     clipped = {n: whole(p.grad) for n, p in cut.parameters.items() if p.grad is not None}
     is_cut = any(is_dtensor(p.grad) for p in cut.parameters.values())
     return {
+        "norms": [float(norm) for norm in norms],
+        "counts of norms": (counts, {1 if of_norms else cut.collectives}),
         "norm": float(norm),
         # What loops call on the norm that torch's function returns.
         "whole": float(norm.full_tensor()) if is_cut else float(norm),  # type: ignore[attr-defined]
@@ -101,12 +86,16 @@ def _clip(way: str, planned: bool) -> dict[str, Any]:
         *("FSDP2 on 4 ranks", "FSDP2, offloaded", "TP, column-wise embedding", "EP, plain experts"),
     ],
 )
-def test_the_clip_is_that_of_one_process(ranks_for: Any, way: str, planned: bool) -> None:
+def test_norm_and_clip_are_those_of_one_process(ranks_for: Any, way: str, planned: bool) -> None:
     exact = expected_gradients(way)
     total = norm_of(exact, 2.0)
     assert total > 0.2  # so that clipping changes something
     seen: set[str] = set()
-    for rank, result in enumerate(ranks_for(way)(_clip, way, planned)):
+    results = ranks_for(way)(_measured, way, planned)
+    for rank, result in enumerate(results):
+        assert result["norms"] == results[0]["norms"]  # to the last bit
+        assert result["norms"] == pytest.approx([norm_of(exact, order) for order in ORDERS], rel=1e-6)
+        assert result["counts of norms"][0] == result["counts of norms"][1]
         assert result["norm"] == result["whole"] == pytest.approx(total, rel=1e-6)
         assert result["again"] == pytest.approx(0.05, rel=1e-4)  # torch adds 1e-6 to the norm, and so does sonde
         assert result["counts"] == 1
@@ -121,7 +110,7 @@ def test_the_clip_is_that_of_one_process(ranks_for: Any, way: str, planned: bool
 
 def test_every_way_is_clipped() -> None:
     """The list above names each way, so a new one could be forgotten there."""
-    marks = test_the_clip_is_that_of_one_process.pytestmark  # type: ignore[attr-defined]
+    marks = test_norm_and_clip_are_those_of_one_process.pytestmark  # type: ignore[attr-defined]
     (cases,) = (mark.args[1] for mark in marks if mark.args[0] == "way")
     assert {case if isinstance(case, str) else case.values[0] for case in cases} == set(WAYS)
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import sonde
-from tests.gradient_norm.placed_gradients import Call, Case, check, outcome, placed, plain
+from tests.gradient_norm.placed_gradients import Call, Case, check_on_ranks, each_of, outcome, placed, plain
 from tests.ranks import Ranks, mesh_of
 from tests.sharded import fsdp
 
@@ -267,14 +267,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=[case.name for case in CASES])
+@each_of(CASES)
 def test_what_is_wrong_on_one_rank_is_raised_on_all(request: pytest.FixtureRequest, index: int) -> None:
-    ranks: Ranks = request.getfixturevalue(f"ranks{CASES[index].n_ranks}")
-    check(CASES[index], ranks(_outcome, index))
-
-
-def _outcome(index: int) -> Any:
-    return outcome(CASES[index].call())
+    check_on_ranks(request, __name__, index)
 
 
 def _elsewhere() -> list[str]:

@@ -16,7 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import sonde
 from sonde.gradient_norm.plan import NormPlan
-from tests.gradient_norm.placed_gradients import Call, Case, check, outcome, placed, plain
+from tests.gradient_norm.placed_gradients import Call, Case, check_on_ranks, each_of, placed, plain
 from tests.ranks import Ranks, mesh_of
 from tests.sharded import fsdp
 
@@ -192,14 +192,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=[case.name for case in CASES])
+@each_of(CASES)
 def test_stages_are_remembered_and_wrong_ones_refused(request: pytest.FixtureRequest, index: int) -> None:
-    ranks: Ranks = request.getfixturevalue(f"ranks{CASES[index].n_ranks}")
-    check(CASES[index], ranks(_outcome, index))
-
-
-def _outcome(index: int) -> Any:
-    return outcome(CASES[index].call())
+    check_on_ranks(request, __name__, index)
 
 
 def _opened() -> set[tuple[int, ...]]:

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from sonde.gradient_norm import ties
-from tests.gradient_norm.placed_gradients import Call, Case, check, noise, outcome, placed, plain
-from tests.ranks import Ranks, mesh_of
+from tests.gradient_norm.placed_gradients import Call, Case, check_on_ranks, each_of, noise, placed, plain
+from tests.ranks import mesh_of
 
 rank = dist.get_rank
 
@@ -127,14 +127,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=[case.name for case in CASES])
+@each_of(CASES)
 def test_ties_are_refused_and_nothing_else_is(request: pytest.FixtureRequest, index: int) -> None:
-    ranks: Ranks = request.getfixturevalue(f"ranks{CASES[index].n_ranks}")
-    check(CASES[index], ranks(_outcome, index))
-
-
-def _outcome(index: int) -> Any:
-    return outcome(CASES[index].call())
+    check_on_ranks(request, __name__, index)
 
 
 @pytest.mark.parametrize("n_stages", [2, 5, 16, 33])

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import sonde
-from tests.gradient_norm.placed_gradients import Call, Case, check, noise, outcome, placed, plain
-from tests.ranks import Ranks, mesh_of
+from tests.gradient_norm.placed_gradients import Call, Case, check_on_ranks, each_of, noise, placed, plain
+from tests.ranks import mesh_of
 
 rank = dist.get_rank
 
@@ -92,11 +92,6 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=[case.name for case in CASES])
+@each_of(CASES)
 def test_values_tell_on_how_many_ranks_a_parameter_is(request: pytest.FixtureRequest, index: int) -> None:
-    ranks: Ranks = request.getfixturevalue(f"ranks{CASES[index].n_ranks}")
-    check(CASES[index], ranks(_outcome, index))
-
-
-def _outcome(index: int) -> Any:
-    return outcome(CASES[index].call())
+    check_on_ranks(request, __name__, index)

@@ -102,6 +102,17 @@ def on_rank(how: str, update: str, kind: str) -> tuple[dict[str, Any], bool]:
     return bare(forecast), all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
 
 
+@functools.cache
+def in_one_process(update: str, kind: str) -> EntropyForecast:
+    """The forecast of one process that has all responses."""
+    model, optimizer = trained(kind)
+    E, U = batches(update)
+    loss(model, U).backward()
+    options = EntropyChangeOptions(update=update)  # type: ignore[arg-type]
+    probe = EntropyChangeProbe(model, optimizer, options, beside=HoldEntropy() if update == "step" else None)
+    return probe.forecast(E, U, **({"causes": True} if update == "step" else {}))
+
+
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 @pytest.mark.parametrize("update", ["step", "gradient"])
 @pytest.mark.parametrize(
@@ -115,12 +126,7 @@ def test_uneven_ranks_agree_with_one_process(ranks2: Ranks, how: str, update: st
     (first, is_kept), (second, _) = ranks2(on_rank, how, update, kind)
     assert is_kept
     assert first == second  # to the last bit
-    model, optimizer = trained(kind)
-    E, U = batches(update)
-    loss(model, U).backward()
-    options = EntropyChangeOptions(update=update)  # type: ignore[arg-type]
-    probe = EntropyChangeProbe(model, optimizer, options, beside=HoldEntropy() if update == "step" else None)
-    alone = probe.forecast(E, U, **({"causes": True} if update == "step" else {}))
+    alone = in_one_process(update, kind)
     assert first["n_evaluation"] == N_E
     if update == "step":
         assert first["causes"]["terms"] == pytest.approx(alone.causes.terms, rel=2e-2)
@@ -223,6 +229,12 @@ def compared(how: str, kind: str, options: dict[str, Any]) -> tuple[Any, bool, b
     return numbers, is_kept, all(map(torch.equal, bits(model), bits(alone)))
 
 
+@functools.cache
+def compared_in_one_process(kind: str) -> Any:
+    (model, optimizer), (E, U) = trained(kind), batches()
+    return EntropyChangeProbe(model, optimizer).compare(losses(model, U), E)
+
+
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 @pytest.mark.parametrize(("how", "options"), [("DDP", {}), ("DDP", {"find_unused_parameters": True}), ("FSDP2", {})])
 def test_losses_compared_on_ranks_are_those_of_one_process_and_training_goes_on_bit_for_bit(
@@ -231,8 +243,7 @@ def test_losses_compared_on_ranks_are_those_of_one_process_and_training_goes_on_
     (first, *kept), (second, *also_kept) = ranks2(compared, how, kind, options)
     assert first == second
     assert all(kept + also_kept)
-    (model, optimizer), (E, U) = trained(kind), batches()
-    found = EntropyChangeProbe(model, optimizer).compare(losses(model, U), E)
+    found = compared_in_one_process(kind)
     assert first["plain"] == pytest.approx(found.forecasts["plain"].delta, rel=2e-3)
     assert first["bonus"] == pytest.approx(found.forecasts["bonus"].delta, rel=2e-3)
     assert first["se"] == pytest.approx(found.differences["bonus"].se, rel=2e-2)

@@ -62,7 +62,7 @@ def read(model: Any, data: list[Batch], n_ranks: int = 1, optimizer: Any = None)
 def trained(model: nn.Module) -> torch.optim.Optimizer:
     """Adam with a second moment that one gradient hardly changes, the same however the model is cut."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    for x, y in batches([8] * 40, seed=0):
+    for x, y in batches([8] * 16, seed=0):
         loss(model, (x.double(), y.double() + 1)).backward()
         optimizer.step()
         optimizer.zero_grad()
