@@ -317,21 +317,26 @@ class BatchSchedule:
         Raises:
             ValueError: when it is damaged, or of a schedule by another rule; nothing is changed then.
         """
-        contents = unsealed("batch schedule's state", state)
-        check_identity(contents["what"], self._identity())
-        n_windows, *counts = contents["counts"]
-        if n_windows != self._probe.n_windows:
-            raise ValueError(
-                f"the schedule's state was saved after {plural(n_windows, 'window')}, and the probe has seen "
-                f"{self._probe.n_windows:,}: load the probe's state of the same checkpoint first"
-            )
+        of_ranks = gather_objects(self._probe.ranks, lambda: self._checked(state))
+        _check_same(of_ranks)
+        contents = of_ranks[0]
         self._state = BatchState(**contents["state"])
         # A micro-batch of all ranks together has other units where there are other ranks: they are learnt anew.
         has_same_ranks = contents["ranks"] == n_summed(self._probe.ranks)
         self._units_per_micro_batch = contents["per_micro_batch"] if has_same_ranks else None
-        self._due_at, self._window, self._units, self._stepped, self._owed = counts
+        self._begun_at, self._due_at, self._window, self._units, self._stepped, self._owed = contents["counts"]
         for rate in self._rates[:1]:
             self._probe.note_rate_factor(rate.factor)
+
+    def _checked(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        contents = unsealed("batch schedule's state", state)
+        check_identity(contents["what"], self._identity())
+        if (n_windows := contents["counts"][0]) != self._probe.n_windows:
+            raise ValueError(
+                f"the schedule's state was saved after {plural(n_windows, 'window')}, and the probe has seen "
+                f"{self._probe.n_windows:,}: load the probe's state of the same checkpoint first"
+            )
+        return contents
 
     def _identity(self) -> dict[str, object]:
         rule = asdict(self.batch_rule) | {"counts": list(self.batch_rule.allowed)}
