@@ -35,6 +35,11 @@ _COUNTS_STEPS = (
     "number of {unit}, or take a rate that is constant"
 )
 
+_NOT_PASSED = (
+    "a schedule of the learning rate follows this optimizer, and may count its steps, of which a growing batch takes "
+    "fewer: pass it as scale_lr(optimizer, lr_scheduler), and step it by schedule.step_lr(lr_scheduler)"
+)
+
 
 @dataclass(frozen=True)
 class _OfRank:
@@ -164,6 +169,16 @@ class BatchSchedule:
             self._decide()
         return self._state.micro_batches
 
+    @property
+    def present(self) -> int:
+        """How many micro-batches the present window has, on each rank; reading it decides nothing."""
+        return self._state.micro_batches
+
+    @property
+    def larger(self) -> int:
+        """The next larger number of micro-batches that is allowed; at the largest, that."""
+        return min((n for n in self.batch_rule.allowed if n > self.present), default=self.batch_rule.largest)
+
     def _decide(self) -> None:
         of_ranks = gather_objects(self._probe.ranks, self._of_rank)
         _check_same([each.same for each in of_ranks])
@@ -236,16 +251,14 @@ class BatchSchedule:
             return
         rule = usual_rule([optimizer]) if self._rate_rule is None else self._rate_rule
         scheduler = getattr(lr_scheduler, "scheduler", lr_scheduler)  # inside Accelerate's
-        if scheduler is None and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-            raise ValueError(
-                "a schedule of the learning rate follows this optimizer, and may count its steps, of which a growing "
-                "batch takes fewer: pass it as scale_lr(optimizer, lr_scheduler), and step it by "
-                "schedule.step_lr(lr_scheduler)"
-            )
-        rate = ScaledRate(optimizer, lambda: self._in_micro_batches(rule), self.batch_rule.smallest, self._count)
+        rate = ScaledRate(
+            optimizer, lambda: self._in_micro_batches(rule), self.batch_rule.smallest, lambda: self.present
+        )
         try:
             for n in self.batch_rule.allowed:
                 options_at(optimizer, rule, n, self.batch_rule.smallest)
+            if scheduler is None and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+                raise ValueError(_NOT_PASSED)
         except ValueError:
             rate.close()
             raise
@@ -253,9 +266,6 @@ class BatchSchedule:
         if scheduler is not None and hasattr(scheduler, "last_epoch"):
             self._lr_schedulers.append((scheduler, scheduler.last_epoch))
         self._probe.note_rate_factor(self._rates[0].factor)
-
-    def _count(self) -> int:
-        return self._state.micro_batches
 
     def _in_micro_batches(self, rule: RateRule) -> RateRule:
         """A rule whose noise scale is in micro-batches: it is given in units."""
