@@ -132,7 +132,7 @@ class StepWatch:
 
     @property
     def rate(self) -> float | Tensor | None:
-        """The largest rate at which the model's optimizers step: on the device if one of them is; None if none is known.
+        """The largest rate at which the model's optimizers step: on the device if one is there; None if none is known.
 
         A compiled or capturable optimizer may keep it as a tensor, which a scheduler fills with other values.
         """

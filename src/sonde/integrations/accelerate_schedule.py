@@ -20,8 +20,8 @@ _DEEPSPEED = (
 def schedule_batch(probe: AccelerateProbe, *, largest: int, lr_scheduler: Any = None, **options: Any) -> BatchSchedule:
     """Let the batch of a loop follow the noise scale: one line after `attach`, outside the loop.
 
-    The accelerator's `gradient_accumulation_steps` is the smallest number of micro-batches. It changes right after a
-    step, and Accelerate's count of micro-batches begins anew there, so that each window is whole.
+    The accelerator's `gradient_accumulation_steps` is the smallest number of micro-batches. It changes between two
+    windows, where Accelerate's count of micro-batches begins anew, so that each window is whole.
 
     Args:
         probe: of the loop, as `sonde.integrations.accelerate.attach` has returned it. The loop uses
@@ -37,19 +37,23 @@ def schedule_batch(probe: AccelerateProbe, *, largest: int, lr_scheduler: Any = 
     Raises:
         ValueError: with DeepSpeed, and as `sonde.BatchSchedule`, also when a schedule of the rate counts steps.
     """
-    accelerator, optimizer = probe.accelerator, probe.optimizer
+    accelerator = probe.accelerator
     refused = _DEEPSPEED if accelerator.distributed_type == DistributedType.DEEPSPEED else ""
     smallest = accelerator.gradient_accumulation_steps
     schedule = begun(probe.probe, refused, largest=largest, smallest=smallest, **options)
-    schedule.scale_lr(optimizer, lr_scheduler)
+    schedule.scale_lr(probe.optimizer, lr_scheduler)
+    schedule.counted = 0
 
-    def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        if accelerator.sync_gradients and schedule.micro_batches != accelerator.gradient_accumulation_steps:
-            accelerator.gradient_accumulation_steps = schedule.present
-            accelerator.step = 0  # windows end at multiples of it
-        return result
+    def accumulate(original: Callable[..., Any], *models: Any) -> Any:
+        """A micro-batch begins; after a step, it begins a window."""
+        if schedule.counted and accelerator.sync_gradients:
+            schedule.counted = 0
+            if schedule.micro_batches != accelerator.gradient_accumulation_steps:
+                accelerator.gradient_accumulation_steps = schedule.present
+                accelerator.step = 0  # windows end at multiples of the number
+        schedule.counted = (schedule.counted or 0) + 1
+        return original(*models)
 
-    probe.undo.enter_context(WrappedMethods(optimizer, step=step))
+    probe.undo.enter_context(WrappedMethods(accelerator, accumulate=accumulate))
     probe.undo.callback(schedule.close)
     return schedule

@@ -72,7 +72,10 @@ class ScheduledBatch(Callback):  # type: ignore[misc]
     ) -> None:
         """After a step, the Trainer has stepped the schedules of the rate once."""
         assert self.schedule is not None
-        for _ in range(self.schedule.lr_steps_due() - 1):
+        self.schedule.counted = (self.schedule.counted or 0) + 1
+        if n_due := self.schedule.lr_steps_due():
+            self.schedule.counted = 0
+        for _ in range(n_due - 1):
             for config in trainer.lr_scheduler_configs:
                 if config.interval == "step" and not config.reduce_on_plateau:
                     pl_module.lr_scheduler_step(config.scheduler, None)

@@ -53,6 +53,7 @@ class TransformersSchedule(TrainerCallback):  # type: ignore[misc]
     def __init__(self, probe: TransformersProbe, options: dict[str, Any]) -> None:
         self.schedule: BatchSchedule | None = None
         self._probe, self._options, self._n_batches = probe, options, 0
+        self._n_before = 0
         probe.trainer.add_callback(self)
 
     # Events of the trainer, in their order.
@@ -69,7 +70,7 @@ class TransformersSchedule(TrainerCallback):  # type: ignore[misc]
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The batches of an epoch are counted anew."""
-        self._n_batches = 0
+        self._n_batches = self._n_before = 0
         self._change(args)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -80,7 +81,8 @@ class TransformersSchedule(TrainerCallback):  # type: ignore[misc]
         """A micro-batch and its step, after which the trainer has stepped the schedule of the rate once."""
         self._n_batches += 1
         assert self.schedule is not None
-        trainer, n_due = self._probe.trainer, self.schedule.lr_steps_due()
+        self.schedule.counted = self._n_batches - self._n_before
+        trainer, n_due, self._n_before = self._probe.trainer, self.schedule.lr_steps_due(), self._n_batches
         follows_losses = isinstance(trainer.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau | GreedyLR)
         if not follows_losses and not trainer.accelerator.optimizer_step_was_skipped:
             for _ in range(n_due - 1):

@@ -154,6 +154,8 @@ class BatchSchedule:
         self._rates: list[ScaledRate] = []
         self._lr_schedulers: list[tuple[Any, int]] = []
         """Schedules of the rate whose steps are watched, and where they stood."""
+        self.counted: int | None = None
+        """Micro-batches of the window that ends, where a trainer's integration counts them; None: as many as meant."""
         self.last: Decision | None = None
         """The last decision; None before the first."""
         self.METRICS = _metrics(probe.reading().unit)
@@ -283,10 +285,18 @@ class BatchSchedule:
             lr_scheduler.step()
 
     def lr_steps_due(self) -> int:
-        """Steps of a schedule of the rate, counted in smallest batches, since this was asked last."""
-        self._owed += (self._probe.n_windows - self._stepped) * self._state.micro_batches
-        self._stepped, self._steps_lr = self._probe.n_windows, True
-        due, self._owed = divmod(self._owed, self.batch_rule.smallest)
+        """Steps of a schedule of the rate, counted in smallest batches, since this was asked last.
+
+        A short window at the end of an epoch counts as a whole number of smallest batches, as it would at the smallest.
+        """
+        self._steps_lr = True
+        n_windows, self._stepped = self._probe.n_windows - self._stepped, self._probe.n_windows
+        if not n_windows:
+            return 0
+        n = self.present if self.counted is None else self.counted
+        due, self._owed = divmod(self._owed + n_windows * n, self.batch_rule.smallest)
+        if n < self.present and self._owed:
+            due, self._owed = due + 1, 0
         return due
 
     def _check_horizons(self) -> None:
