@@ -27,7 +27,7 @@ class Linear(nn.Module):
 
 
 def attached(model: nn.Module, optimizer: Any, **options: Any) -> sonde.NoiseScaleProbe:
-    settings = {"unit": "rows", "verbose": False, "groups": None, "every": 1, "per_example": "never"}
+    settings: dict[str, Any] = {"unit": "rows", "verbose": False, "groups": None, "every": 1, "per_example": "never"}
     return sonde.attach(model, optimizer, **(settings | options))
 
 

@@ -80,7 +80,8 @@ def test_the_log_replays_every_decision(tmp_path: Path) -> None:
 def test_a_run_that_is_resumed_goes_on_as_one_that_was_not_interrupted() -> None:
     def run(parts: list[range]) -> tuple[list[int], Tensor, Any]:
         counts: list[int] = []
-        weights, states = None, None
+        weights: Any = None
+        states: Any = None
         for windows in parts:
             model, optimizer, probe = made()
             schedule = BatchSchedule(probe, **OPTIONS, rule="linear")

@@ -145,7 +145,12 @@ def test_one_that_counts_epochs_is_stepped_by_the_loop() -> None:
     with attached(model, optimizer) as probe:
         schedule = BatchSchedule(probe, **OPTIONS)
         schedule.scale_lr(optimizer, scheduler)
-        counts = train(model, optimizer, schedule, range(60), lambda window, _: (window + 1) % 20 or scheduler.step())
+
+        def after(window: int, pieces: Any) -> None:
+            if window % 20 == 19:
+                scheduler.step()
+
+        counts = train(model, optimizer, schedule, range(60), after)
     assert counts[-1] == 8
     assert scheduler.get_last_lr() == [0.01 / 8]
 

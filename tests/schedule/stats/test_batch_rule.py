@@ -7,6 +7,7 @@ import math
 import random
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -140,6 +141,6 @@ def test_the_usual_ratio_is_the_study_s() -> None:
         ({"counts": "powers of 2"}, "counts must hold smallest and largest"),
     ],
 )
-def test_options_that_cannot_be(options: dict[str, float], words: str) -> None:
+def test_options_that_cannot_be(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         replace(RULE, **options)

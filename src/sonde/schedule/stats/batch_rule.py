@@ -127,7 +127,8 @@ def now_from(metrics: Mapping[str, float | None], window: int = 0) -> NoiseScale
         >>> now_from(metrics_of(now)) == now
         True
     """
-    ratio, low, high = (metrics[f"schedule/b_simple{end}"] for end in ("", "_low", "_high"))
+    ratio, low = metrics["schedule/b_simple"], metrics["schedule/b_simple_low"]
+    high = metrics["schedule/b_simple_high"]
     if ratio is not None:
         known = RatioInterval("resolved", low, high, "", ratio)
     elif low is not None:
