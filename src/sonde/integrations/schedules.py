@@ -58,4 +58,5 @@ def after(n_batches: int, schedule: BatchSchedule) -> int:
         n_batches: of this epoch so far, on each rank; 0 at its beginning.
         schedule: of the training.
     """
-    return schedule.present if n_batches % schedule.larger else schedule.micro_batches
+    is_safe = n_batches % schedule.present == n_batches % schedule.larger == 0
+    return schedule.micro_batches if is_safe else schedule.present
