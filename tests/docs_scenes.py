@@ -21,6 +21,7 @@ import sonde
 from tests import small_policy
 from tests.docs_blocks import Block, Names, Page
 from tests.ranks import mesh_of
+from tests.schedule import noisy_gradients
 
 Scene = Callable[[Page], None]
 SCENES: dict[str, Scene] = {}
@@ -157,6 +158,32 @@ def branch(page: Page) -> None:
     page.run(names)
     assert {ratio.batch for ratio in names["found"].ratios} == {16, 32, 64}
     assert names["model"].weight.count_nonzero() == 0  # as it was
+
+
+@scene("batch-schedule.md")
+def batch_schedule(page: Page) -> None:
+    """Gradients are rows of a noise scale of 40 rows, so that the batch grows from 8."""
+    model = noisy_gradients.Linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    names: Names = {"sonde": sonde, "model": model, "optimizer": optimizer}
+    names |= {"draw": lambda: noisy_gradients.MEAN + torch.randn(4, noisy_gradients.DIMS)}
+    names |= {"loss_of": lambda model, rows: model(rows).mean(), "probe": noisy_gradients.attached(model, optimizer)}
+    names["lr_scheduler"] = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 800)
+    page.run(names)
+    page.run(names)
+    schedule = names["schedule"]
+    assert schedule.last is not None
+    assert schedule.micro_batches > 2
+    assert names["lr_scheduler"].last_epoch > 200
+    names["probe"].close()
+    if (of_trainer := page.run(a_trainer)) is not None:
+        assert of_trainer["trainer"].state.global_step == 14
+
+
+def a_trainer() -> Names:
+    from tests.integrations.hf_trainer import trainer_of
+
+    return {"sonde": sonde, "trainer": trainer_of(Path("trained"))}
 
 
 @scene("single-examples.md")

@@ -33,6 +33,7 @@ NEEDS = {
 }
 OTHERWISE = {
     *(
+        "batch_schedule.py",
         "branch_nanogpt.py",
         "dr_grpo_loop.py",
         "fsdp2_clip.py",
@@ -115,6 +116,17 @@ def test_a_policy_gradient_loop_by_hand(tmp_path: Path) -> None:
     page = sonde.write_report(tmp_path / "runs" / "dr-grpo").read_text()
     for section in ("Noise scale and batch size", "Entropy of the policy", "Forecast against truth"):
         assert f"<h2>{section}" in page
+
+
+def test_a_batch_grows_with_the_noise_scale(tmp_path: Path) -> None:
+    """It prints each change, takes fewer steps for the same data, and its log has the decisions."""
+    said = run_example("batch_schedule.py", tmp_path)
+    ((seen, n_steps),) = re.findall(r"^([\d,]+) contexts in (\d+) steps, 800 at the smallest batch$", said, flags=re.M)
+    assert 12_800 <= int(seen.replace(",", "")) < 12_800 + 32 * 8
+    assert int(n_steps) < 400
+    batches = [own.metrics["schedule/batch"] for own in sonde.read_run(tmp_path / "runs" / "batch-schedule").own]
+    assert batches == sorted(batches)
+    assert (batches[0], batches[-1]) == (16.0, 256.0)
 
 
 def test_unmodified_script_prints_what_the_readme_shows(tmp_path: Path) -> None:

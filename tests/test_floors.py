@@ -26,6 +26,7 @@ HOUSE = [
     ["batch_size"],
     ["policy"],
     ["evidence"],
+    ["schedule"],
     ["runs", "config", "contrib"],
     ["__init__"],  # the public names: below it nothing may import the package itself
     ["integrations"],

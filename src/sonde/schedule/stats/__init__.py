@@ -1,0 +1,1 @@
+"""The rule of a batch schedule, on numbers alone."""

@@ -1,0 +1,261 @@
+"""When the batch grows: a pure rule of readings, so that a log replays every decision.
+
+A batch grows to the next allowed one when the lower end of the noise scale's interval says so:
+
+    ratio · low ≥ hysteresis · next batch
+
+A bound alone decides nothing. Where only "B_simple > 120" is known, |G|² cannot be distinguished from 0: a fault of the
+loop looks the same, and growth is hard to take back. But where the noise scale is many batches, |G|² now may stay
+unresolved for as long as the batch is small. So a bound counts once |G|² is resolved over the run: the average of the
+run then has both ends, and the lower one of the two lower ends decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from sonde.batch_size.stats.proxy import FACTORS
+from sonde.stats.intervals import RatioInterval, unresolved
+from sonde.wording import number
+
+POWERS_OF_TWO: Literal["powers of two"] = "powers of two"
+
+
+@dataclass(frozen=True)
+class BatchRule:
+    """What a schedule may do. Counts are micro-batches of one window on one rank.
+
+    Attributes:
+        smallest: count of the first windows.
+        largest: the count is never above it.
+        ratio: batch over B_simple that is aimed at; see `usual_ratio`.
+        hysteresis: an end of the interval must pass the next batch by this factor, from 1 up.
+        counts: "powers of two" for smallest · 2ᵏ, or all counts that are allowed, smallest and largest among them.
+        pause: measured windows after a change before the next, so that the noise scale of the new batch is heard.
+        monotone: never shrink. Otherwise the batch shrinks when the upper end of the interval says so.
+
+    Raises:
+        ValueError: for bounds that contradict each other, and numbers out of their range.
+    """
+
+    smallest: int
+    largest: int
+    ratio: float = 1.0
+    hysteresis: float = 1.1
+    counts: Literal["powers of two"] | Sequence[int] = POWERS_OF_TWO
+    pause: int = 8
+    monotone: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.smallest <= self.largest:
+            raise ValueError(
+                f"largest must be at least the present {self.smallest} micro-batches a window, which must be 1 or "
+                f"more, got {self.largest}: a schedule only grows the batch, so raise largest or start smaller"
+            )
+        if not (0 < self.ratio < math.inf and 1 <= self.hysteresis < math.inf and self.pause >= 0):
+            raise ValueError(
+                "ratio must be positive, hysteresis 1 or more and pause 0 or more, got "
+                f"{self.ratio}, {self.hysteresis} and {self.pause}: ratio 1 aims at a batch of B_simple"
+            )
+        if self.counts != POWERS_OF_TWO and not {self.smallest, self.largest} <= set(self.counts):
+            raise ValueError(
+                f"counts must hold smallest and largest, {self.smallest} and {self.largest}, got {self.counts!r:.100}: "
+                "list every number of micro-batches that is allowed"
+            )
+
+    @property
+    def allowed(self) -> tuple[int, ...]:
+        """All counts that a window may have, rising.
+
+        Example:
+            >>> BatchRule(smallest=3, largest=20).allowed, BatchRule(2, 12, counts=(12, 2, 4)).allowed
+            ((3, 6, 12), (2, 4, 12))
+        """
+        if self.counts == POWERS_OF_TWO:
+            n_doublings = (self.largest // self.smallest).bit_length()
+            return tuple(self.smallest << k for k in range(n_doublings))
+        return tuple(sorted({int(n) for n in self.counts if self.smallest <= int(n) <= self.largest}))
+
+
+@dataclass(frozen=True)
+class NoiseScaleNow:
+    """What is known when a decision is due.
+
+    Attributes:
+        known: B_simple with its interval, in units.
+        units_per_micro_batch: units that one micro-batch of all ranks together has.
+        n_measured: windows that were measured so far, and could be used.
+        average_low: lower end of the run's average of B_simple; None where that lacks one of its ends.
+        window: windows that have ended so far.
+        units: that were trained on so far.
+    """
+
+    known: RatioInterval
+    units_per_micro_batch: float
+    n_measured: int
+    average_low: float | None = None
+    window: int = 0
+    units: float = 0.0
+
+
+def metrics_of(now: NoiseScaleNow) -> dict[str, float | None]:
+    """What a decision rests on, by metric name, as the log holds it: None where a number is not known or bounded."""
+    known = now.known
+    return {
+        "schedule/b_simple": known.ratio,
+        "schedule/b_simple_low": known.low,
+        "schedule/b_simple_high": None if known.status == "lower_bound" else known.high,
+        "schedule/average_low": now.average_low,
+        "schedule/units_per_micro_batch": now.units_per_micro_batch,
+        "schedule/measured_windows": now.n_measured,
+        "schedule/units": now.units,
+    }
+
+
+def now_from(metrics: Mapping[str, float | None], window: int = 0) -> NoiseScaleNow:
+    """What a decision rested on, read back from a log. Why nothing was known is not in it.
+
+    Args:
+        metrics: of one record, as `metrics_of` has named them.
+        window: of the record.
+
+    Example:
+        >>> now = NoiseScaleNow(RatioInterval("resolved", 33.0, 60.0, ratio=45.0), 2.0, n_measured=40, units=160.0)
+        >>> now_from(metrics_of(now)) == now
+        True
+    """
+    ratio, low = metrics["schedule/b_simple"], metrics["schedule/b_simple_low"]
+    high = metrics["schedule/b_simple_high"]
+    if ratio is not None:
+        known = RatioInterval("resolved", low, high, "", ratio)
+    elif low is not None:
+        known = (
+            RatioInterval("upper_bound", low, high) if high is not None else RatioInterval("lower_bound", low, math.inf)
+        )
+    else:
+        known = unresolved("")
+    return NoiseScaleNow(
+        known,
+        metrics["schedule/units_per_micro_batch"] or 0.0,
+        int(metrics["schedule/measured_windows"] or 0),
+        metrics["schedule/average_low"],
+        window,
+        metrics["schedule/units"] or 0.0,
+    )
+
+
+@dataclass(frozen=True)
+class BatchState:
+    """Where a schedule stands.
+
+    Attributes:
+        micro_batches: of each window now.
+        changed_at: `n_measured` when this last changed.
+    """
+
+    micro_batches: int
+    changed_at: int = 0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided, from what, and why.
+
+    Attributes:
+        state: from now on.
+        now: what was known.
+        reason: in words, without a full stop.
+        changed: whether the count is another one than before.
+    """
+
+    state: BatchState
+    now: NoiseScaleNow
+    reason: str
+    changed: bool = False
+
+
+def usual_ratio(optimizer: str, metric: str) -> float:
+    """Batch over B_simple that is aimed at by default: the median critical batch of sonde's study over B_simple.
+
+    Args:
+        optimizer: as `kind_of` names it.
+        metric: of B_simple.
+
+    Returns:
+        1 where the study says nothing of this optimizer in this metric.
+
+    Example:
+        >>> usual_ratio("Adam or AdamW (β = 0.9)", "euclidean"), usual_ratio("Lion", "euclidean")
+        (1.5, 1.0)
+    """
+    factor = FACTORS.get((optimizer, metric))
+    return 1.0 if factor is None else factor.median
+
+
+def next_batch(rule: BatchRule, state: BatchState, now: NoiseScaleNow) -> Decision:
+    """Decide on the windows from here on. The same arguments give the same decision.
+
+    The count moves by one allowed count at a time: each is confirmed by readings that were taken with it.
+
+    Args:
+        rule: what may be done.
+        state: after the decision before.
+        now: what is known.
+
+    Example:
+        >>> rule, state = BatchRule(smallest=4, largest=64), BatchState(4)
+        >>> now = NoiseScaleNow(RatioInterval("resolved", 33.0, 60.0, ratio=45.0), 2.0, n_measured=40)
+        >>> decision = next_batch(rule, state, now)
+        >>> decision.state.micro_batches, decision.reason
+        (8, 'B_simple is 33 or more, and asks for a batch of 33: from 8 to 16')
+    """
+    counts, here, per_micro_batch = rule.allowed, state.micro_batches, now.units_per_micro_batch
+    n_heard = now.n_measured - state.changed_at
+    low, high = _ends(now)
+    if low is None or high is None:
+        only = (
+            "only a bound of B_simple is known, now and over the run"
+            if now.known.low is not None
+            else ("B_simple is not known")
+        )
+        return Decision(state, now, f"{only}: {now.known.reason}")
+    if state.changed_at and n_heard < rule.pause:
+        return Decision(state, now, f"{n_heard} of {rule.pause} measured windows since the last change")
+
+    batch, asked = here * per_micro_batch, rule.ratio * low
+    larger = min((n for n in counts if n > here), default=None)
+    smaller = max((n for n in counts if n < here), default=None)
+    end, to = f"B_simple is {number(low)} or more", larger
+    if not rule.monotone and smaller is not None and rule.ratio * high * rule.hysteresis <= smaller * per_micro_batch:
+        end, asked, to = f"B_simple is {number(high)} or less", rule.ratio * high, smaller
+    elif larger is None:
+        return Decision(state, now, f"the batch of {number(batch)} is the largest allowed")
+    elif asked < (needed := rule.hysteresis * larger * per_micro_batch):
+        return Decision(state, now, f"{end}, and asks for a batch of {number(asked)}; growing takes {number(needed)}")
+    assert to is not None
+    reason = f"{end}, and asks for a batch of {number(asked)}: from {number(batch)} to {number(to * per_micro_batch)}"
+    changed = replace(state, micro_batches=to, changed_at=now.n_measured)
+    return Decision(changed, now, reason, changed=True)
+
+
+def _ends(now: NoiseScaleNow) -> tuple[float | None, float | None]:
+    """The ends that decide; None for both where only bounds are known."""
+    known = now.known
+    if known.status == "resolved":
+        return known.low, known.high
+    if known.status == "lower_bound" and known.low is not None and now.average_low is not None:
+        return min(known.low, now.average_low), math.inf
+    return None, None
+
+
+def replayed(rule: BatchRule, readings: Iterable[NoiseScaleNow]) -> list[Decision]:
+    """All decisions of a run, from what was known at each."""
+    decisions: list[Decision] = []
+    state = BatchState(rule.smallest)
+    for now in readings:
+        decisions.append(next_batch(rule, state, now))
+        state = decisions[-1].state
+    return decisions

@@ -1,0 +1,146 @@
+"""The rule of a batch schedule, on readings made by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sonde.batch_size.stats.proxy import FACTORS
+from sonde.schedule.stats.batch_rule import (
+    BatchRule,
+    BatchState,
+    NoiseScaleNow,
+    metrics_of,
+    next_batch,
+    now_from,
+    replayed,
+    usual_ratio,
+)
+from sonde.stats.intervals import RatioInterval, unresolved
+
+RULE = BatchRule(smallest=4, largest=32, ratio=1.5, hysteresis=1.25)
+NOW = NoiseScaleNow(unresolved("too few windows"), units_per_micro_batch=2.0, n_measured=40)
+
+
+def _between(low: float, high: float) -> RatioInterval:
+    return RatioInterval("resolved", low, high, ratio=math.sqrt(low * high))
+
+
+def _counts(rule: BatchRule, *known: RatioInterval, every: int = 10) -> list[int]:
+    readings = [replace(NOW, known=each, n_measured=every * n) for n, each in enumerate(known, start=1)]
+    return [decision.state.micro_batches for decision in replayed(rule, readings)]
+
+
+def test_the_lower_end_decides() -> None:
+    """From 8 units to 16: 1.5 · low must be 1.25 · 16 = 20."""
+    just_below, just_above = _between(13.33, 1000.0), _between(13.34, 20.0)
+    assert _counts(RULE, just_below, just_above) == [4, 8]
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        RatioInterval("lower_bound", 1e6, math.inf, "the denominator cannot yet be distinguished from 0"),
+        RatioInterval("upper_bound", 0.0, 1e-6, "the numerator cannot yet be distinguished from 0"),
+        unresolved("too few windows for an interval"),
+    ],
+)
+def test_a_bound_alone_decides_nothing(known: RatioInterval) -> None:
+    decision = next_batch(replace(RULE, monotone=False), BatchState(8), replace(NOW, known=known))
+    assert decision.state == BatchState(8)
+    assert known.reason in decision.reason
+
+
+def test_a_bound_counts_once_the_run_s_average_has_both_ends() -> None:
+    """The lower one of the two lower ends decides: 1.5 · low against 1.25 · 16 = 20."""
+    bound = RatioInterval("lower_bound", 50.0, math.inf, "|G|² cannot yet be distinguished from 0")
+
+    def count(known: RatioInterval, average_low: float | None) -> int:
+        return next_batch(RULE, BatchState(4), replace(NOW, known=known, average_low=average_low)).state.micro_batches
+
+    assert [count(bound, low) for low in (None, 13.3, 13.4, 1e3)] == [4, 4, 8, 8]
+    assert [count(replace(bound, low=low), 1e3) for low in (13.3, 13.4)] == [4, 8]
+    assert count(_between(13.3, 20.0), 1e3) == 4
+
+
+def test_a_log_gives_back_what_decides() -> None:
+    draw = random.Random(2)
+    statuses = [
+        _between(9.0, 12.0),
+        RatioInterval("lower_bound", 50.0, math.inf),
+        RatioInterval("upper_bound", 0.0, 9.0),
+    ]
+    for known in (*statuses, unresolved("")):
+        now = NoiseScaleNow(known, draw.random(), 7, draw.choice([None, draw.random()]), 12, 3 * draw.random())
+        assert now_from(json.loads(json.dumps(metrics_of(now))), window=12) == now
+
+
+def test_it_grows_by_one_count_at_a_time_and_waits_for_measured_windows() -> None:
+    rule, high = replace(RULE, pause=8), _between(1e4, 1e5)
+    assert _counts(rule, *[high] * 5) == [8, 16, 32, 32, 32]
+    assert _counts(rule, *[high] * 6, every=4) == [8, 8, 16, 16, 32, 32]
+
+
+def test_a_monotone_schedule_never_shrinks() -> None:
+    low = _between(0.1, 0.2)
+    assert _counts(RULE, _between(100.0, 200.0), low, low) == [8, 8, 8]
+
+
+def test_otherwise_the_upper_end_shrinks_it_and_does_not_grow_it_back() -> None:
+    """From 16 units to 8: 1.25 · 1.5 · high must be 8 or less. At this noise scale it then stays."""
+    rule, first = replace(RULE, monotone=False), _between(50.0, 60.0)
+    shrinks, stays = _between(4.0, 4.26), [_between(4.26, 13.3)] * 3
+    assert _counts(rule, first, _between(4.0, 4.27), shrinks, *stays) == [8, 8, 4, 4, 4, 4]
+
+
+def test_only_allowed_counts() -> None:
+    high = _between(1e4, 1e5)
+    assert _counts(BatchRule(3, 25), *[high] * 5) == [6, 12, 24, 24, 24]
+    assert _counts(BatchRule(2, 10, counts=[10, 2, 5, 99]), *[high] * 3) == [5, 10, 10]
+    assert _counts(BatchRule(4, 4), high) == [4]
+
+
+def test_the_same_readings_give_the_same_decisions() -> None:
+    draw = random.Random(1)
+    rule = BatchRule(1, 64, monotone=False)
+    readings = []
+    for n in range(200):
+        low = math.exp(draw.uniform(0, 6))
+        readings.append(NoiseScaleNow(_between(low, low * draw.uniform(1, 2)), 2.0, n_measured=5 * n))
+    whole, state = replayed(rule, readings), BatchState(1)
+    assert sum(decision.changed for decision in whole) > 20
+    # Going on from a saved state is going on.
+    for now, decision in zip(readings, whole, strict=True):
+        again = next_batch(rule, state, now)
+        assert again == decision
+        state = BatchState(**vars(again.state))
+
+
+def test_the_usual_ratio_is_the_study_s() -> None:
+    (optimizer, metric), factor = next(iter(FACTORS.items()))
+    assert usual_ratio(optimizer, metric) == factor.median
+    assert usual_ratio("", metric) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"smallest": 8, "largest": 4}, "largest must be at least the present 8 micro-batches"),
+        ({"smallest": 0}, "1 or more"),
+        ({"ratio": 0.0}, "ratio must be positive"),
+        ({"ratio": math.inf}, "ratio must be positive"),
+        ({"hysteresis": 0.9}, "hysteresis 1 or more"),
+        ({"pause": -1}, "pause 0 or more"),
+        ({"counts": (4, 16)}, "counts must hold smallest and largest, 4 and 32"),
+        ({"counts": "powers of 2"}, "counts must hold smallest and largest"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        replace(RULE, **options)
