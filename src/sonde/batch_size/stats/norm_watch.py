@@ -23,8 +23,8 @@ _LEAST_COEFFICIENT, _SCALED_AFTER = 1e-3, 20
 """A clip that scales gradients by less, in so many measured windows in a row, is one that sets their length."""
 _REMEMBERED, _JUDGED_FROM = 32, 16
 """Measured windows whose median is the usual update, and the fewest of them."""
-_SPIKE = 5.0
-"""An update so many times as large as usual is a spike. docs/grad-norm-too-small.md has how often that was false."""
+_SPIKE = 3.0
+"""An update so many times as large as usual is a spike. Healthy trainings have none: `benchmarks.update_spikes`."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,7 @@ class NormWatch:
             return ""
         return (
             f"the step of window {norms.window} moved the parameters {number(times, 2)} times as far as usual, while "
-            f"no gradient was more than {number(of_gradient, 2)} times as large as usual: the gradient may spike next. "
-            "Lower the learning rate or beta2, clip the update, or go back to a checkpoint"
+            f"no gradient was more than {number(of_gradient, 2)} times as large as usual: was the optimizer's state "
+            "lost, or has its second moment become too small? The gradient may spike next: lower the learning rate or "
+            "beta2, or go back to a checkpoint"
         )
