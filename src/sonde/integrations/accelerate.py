@@ -71,7 +71,7 @@ def attach(
         weight: called as the model is, it returns the micro-batch's weight in the loss, such as its loss tokens where
             the loss is divided by the tokens of the whole window. By default, micro-batches weigh the same.
         clips: have `accelerator.clip_grad_norm_` clip by `sonde.clip_grad_norm_`: one collective for parameters on any
-            meshes, and the log has the share of windows that were clipped.
+            meshes. The log has the share of windows that were clipped in any case.
         log: of the run, the folder for a log of its own, or whatever else `RunLog` takes: "wandb", a function, several.
         on_error: "warn" logs errors of the probe, and training goes on; "raise" raises them, for tests.
         verbose: print the set-up that was found, and the reading at the end, on rank 0.
