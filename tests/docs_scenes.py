@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 import sonde
 from tests import small_policy
-from tests.docs_blocks import Block, Names, Page
+from tests.docs_blocks import Block, Names, Page, pattern_of
+from tests.new_process import Python
 from tests.ranks import mesh_of
 from tests.schedule import noisy_gradients
 
@@ -114,6 +115,17 @@ def on_a_rank(blocks: list[Block], folder: str) -> None:
 
 
 # The questions.
+
+
+@scene("grad-norm-too-small.md")
+def grad_norm_too_small(page: Page) -> None:
+    Path("norms.py").write_text(page.left.pop(0).code)
+    path = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(sonde.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    command = ("-m", "sonde", "run", "--nproc", "4", "--no-report", "--", "norms.py")
+    with Python(*command, folder=Path.cwd(), environment=path) as process:
+        ended = process.wait()
+    (claim,) = re.findall(r"^    (sonde: your grad norm.*)$", page.path.read_text(), flags=re.M)
+    assert len(re.findall(pattern_of(claim), ended.err)) == 2, ended.err
 
 
 @scene("batch-size.md")

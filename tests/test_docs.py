@@ -91,7 +91,7 @@ def test_metrics_named_exist(page: Path) -> None:
 
 def metrics_named(page: Path) -> set[str]:
     """Metric names in backticks."""
-    return set(re.findall(r"`((?:gns|gns_prompts|entropy|length|grad|cost|run)/\w+)`", page.read_text()))
+    return set(re.findall(r"`((?:gns|gns_prompts|entropy|length|grad|update|cost|run)/\w+)`", page.read_text()))
 
 
 # The reference of the configuration.

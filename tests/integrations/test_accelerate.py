@@ -53,7 +53,7 @@ def test_reads_as_a_plain_loop(tmp_path: Path, clips: bool) -> None:
     assert (run.ended, run.alerts) == ("training ended", ())
     assert run.header.setup["optimizer_kind"] == "Adam or AdamW (β = 0.9)"  # inside the accelerator's own
     assert run.header.setup["trainer"] == "Accelerate"
-    assert (run.readings[-1].metrics["grad/clip_fraction"] is not None) == clips
+    assert run.readings[-1].metrics["grad/clip_fraction"] is not None  # also where Accelerate clips
 
 
 def test_weights_of_micro_batches(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.batch_size.log import KnownOfWindow, MeasuredWindow, NoiseScaleLog
+from sonde.batch_size.log import MAX_NORM, NORM, UPDATE_NORM, KnownOfWindow, MeasuredWindow, NoiseScaleLog
 from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.model_watch import FrozenWatch
 from sonde.batch_size.pace import Pace, WindowCosts
 from sonde.batch_size.setup import describe_window
+from sonde.batch_size.stats.norm_watch import NormWatch, OwnNorm, StepNorms
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, RoundingTolerance, WindowRow
 from sonde.batch_size.taps.metric import Adds
@@ -88,9 +90,14 @@ class Delivery:
             rows = read_rows(numbers, adds, sizes, classes)
             by_name = dict(zip(names, numbers[_SCALARS].tolist(), strict=True)) | on_host
             of_window = replace(known, rate=by_name.pop(RATE, None))
+            if sq_norm_update := float(numbers["sq_norm_update"]):
+                by_name[UPDATE_NORM] = math.sqrt(sq_norm_update)
+            own_norm = None
+            if "own_norm" in numbers and (own := float(numbers["own_norm"])):
+                own_norm = OwnNorm(own, *numbers["own_norm_squares"].tolist())
             examples = unprefixed("examples", numbers)
             costs = WindowCosts(*numbers["costs"].tolist())
-            return MeasuredWindow(rows, of_window, by_name, costs, numbers["frozen"], examples)
+            return MeasuredWindow(rows, of_window, by_name, costs, numbers["frozen"], examples, own_norm)
 
         self.put([window.sums, own], read, window.work)
 
@@ -241,6 +248,7 @@ class Arrivals:
         tap: learns that only declared pieces count, once some rank has declared one.
         wrapper: of the model.
         counted_in: gives the tensor whose rows are counted as units, in words; empty if none is.
+        n_parts: stages and shards that the model is cut into.
         say: prints a sentence for people.
     """
 
@@ -256,12 +264,14 @@ class Arrivals:
         tap: Tap,
         wrapper: Wrapper,
         counted_in: Callable[[], str],
+        n_parts: int,
         say: Callable[[str], None],
     ) -> None:
         self._metrics, self._tracker, self._log = metrics, metrics.headline, log
         self._rounding, self._mechanism, self._pace, self._tap = rounding, mechanism, pace, tap
         self._wrapper, self._say, self._frozen = wrapper, say, frozen
         self._counted_in, self._has_seen_one = counted_in, False
+        self._norms = NormWatch(n_parts)
         # Numbers come to each rank at a time of its own. Ranks that share pieces sum parts of each, so all of them must
         # take the same backwards for pieces: they learn it together, by the first piece that they declare.
         self._shares_pieces = bool(
@@ -278,6 +288,7 @@ class Arrivals:
         if window.frozen is not None and (change := self._frozen.arrived(window.frozen)) is not None:
             for tracker in self._metrics.all.values():
                 tracker.run.begin_anew(number)
+            self._norms.begin_anew()
             self._log.alert(*change, window=number)
         read_examples = self._mechanism.reads_examples
         row = self._mechanism.row_of(window)
@@ -301,7 +312,31 @@ class Arrivals:
         self._say_first(window.row)
         plain = self._metrics.all.get("euclidean")
         solved = None if plain is None else plain.last
-        self._log.window(window, drop, None if solved is None else solved.norm)
+        norm = None if solved is None else solved.norm
+        if window.own_norm is not None and (true := window.own_norm.true_norm(norm)):
+            window = replace(window, scalars={**window.scalars, NORM: true})
+        self._watch_norms(window, norm)
+        self._log.window(window, drop, norm)
+
+    def _watch_norms(self, window: MeasuredWindow, averaged: float | None) -> None:
+        """Look at the norms of a window.
+
+        Args:
+            window: its numbers.
+            averaged: the norm of the rank-averaged sum of its pieces; None where it is not known.
+        """
+        scalars = window.scalars
+        norms = StepNorms(
+            window.known.number,
+            gradient=scalars.get(NORM, averaged),
+            max_norm=scalars.get(MAX_NORM),
+            own=window.own_norm,
+            averaged=averaged,
+            update_before=scalars.get(UPDATE_NORM),
+            rate=window.known.rate,
+        )
+        for alert, message in self._norms.add(norms):
+            self._log.alert(alert, message, window=window.known.number)
 
     def _begin_anew_if_it_speaks_of_something_else(self, row: WindowRow, number: int) -> None:
         """Forget windows of other parameters, if examples cover only some.

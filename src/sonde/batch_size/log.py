@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sonde.batch_size.pace import Cost, WindowCosts
+from sonde.batch_size.stats.norm_watch import OwnNorm
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, SolvedWindow, WindowRow
@@ -46,6 +47,7 @@ METRICS: dict[str, Metric] = {
     ),
     "grad/clip_fraction": Metric("fraction", "share of the windows that were clipped"),
     "grad/max_norm": Metric("gradient", "norm above which a clip scales the gradient down, mean over the interval"),
+    "update/norm": Metric("parameter", "norm of what a step changes in the parameters, mean over the interval"),
     "cost/seconds_per_window": Metric("seconds", "host time that the probe costs, per window of training"),
     "cost/fraction": Metric("fraction", "that host time over the time between windows"),
     "cost/share": Metric("fraction", "part of the run's time that measuring takes now, over the last measured windows"),
@@ -57,7 +59,7 @@ METRICS: dict[str, Metric] = {
 
 _IN_EACH_METRIC = [name for name in METRICS if name.startswith(("gns/b_simple", "gns/grad_sq", "gns/trace_cov"))]
 """What is logged in every metric that gradients are measured in."""
-NORM, CLIP_FRACTION, MAX_NORM = "grad/norm", "grad/clip_fraction", "grad/max_norm"
+NORM, CLIP_FRACTION, MAX_NORM, UPDATE_NORM = "grad/norm", "grad/clip_fraction", "grad/max_norm", "update/norm"
 """Metrics that reach the log as scalars of a window, and are averaged as the user's own."""
 
 _PATIENCE = 10
@@ -105,6 +107,7 @@ class MeasuredWindow:
         costs: what ranks have spent since the measured window before, summed over ranks.
         frozen: the numbers of `FrozenWatch`, summed over ranks; [2].
         examples: the numbers of its single examples, by name; empty where the probe does not read them.
+        own_norm: the loop's own norm of the gradient; None without one, and of a model that is not cut over ranks.
     """
 
     rows: Sequence[WindowRow]
@@ -113,6 +116,7 @@ class MeasuredWindow:
     costs: WindowCosts = field(default_factory=WindowCosts)
     frozen: Tensor | None = None
     examples: Mapping[str, Tensor] = field(default_factory=dict)
+    own_norm: OwnNorm | None = None
 
     @property
     def row(self) -> WindowRow:
@@ -133,7 +137,7 @@ class _Interval:
 
 
 class NoiseScaleLog:
-    """Writes a noise-scale probe's records to the log of its run; keeps its alerts on every rank.
+    """Writes a noise-scale probe's records to the log of its run; keeps the last of each alert on every rank.
 
     Args:
         tracker: where readings come from.
@@ -231,9 +235,9 @@ class NoiseScaleLog:
             window: the one that has shown it; by default the last one that was taken in, 0 before the first.
         """
         self._interval.alerts[name] = message
-        if name in self.alerts:
+        is_known, self.alerts[name] = name in self.alerts, message
+        if is_known:
             return
-        self.alerts[name] = message
         if self._log.is_first_rank:
             logger.warning("sonde: %s", message)
         self._write("alert", window=self._window if window is None else window, name=name, message=message)
@@ -264,6 +268,7 @@ class NoiseScaleLog:
             NORM: None,
             CLIP_FRACTION: None,
             MAX_NORM: None,
+            UPDATE_NORM: None,
             "cost/seconds_per_window": interval.seconds / interval.windows,
             "cost/fraction": interval.seconds / elapsed if elapsed > 0 else None,
             "cost/share": cost.share,

@@ -52,6 +52,7 @@ from sonde.batch_size.window_ends import WindowClip, WindowEnds
 from sonde.console import tell
 from sonde.gradient_norm.scaling import Nonfinite, check_options, check_order
 from sonde.log.sinks import BRANCH_LOSS
+from sonde.parallel.placements import is_partial, local_tensor
 from sonde.parallel.process_groups import holds_on_all, n_summed
 from sonde.parallel.unwrap import Optimizers
 from sonde.probe import Metric
@@ -169,6 +170,7 @@ class NoiseScaleProbe:
             tap=self._tap,
             wrapper=wrapper,
             counted_in=lambda: self._forwards.counted_in,
+            n_parts=self._reader.final.n_parts,
             say=self._say,
         )
         self._mechanism.begin_window(is_measured=True)
@@ -458,11 +460,18 @@ class NoiseScaleProbe:
     def note_clip(self, norm: Tensor, max_norm: float | None) -> None:
         """Note a clip by the loop itself, for the log: call it before `step()`, after the clip.
 
+        Where the model is cut over ranks, the norm is compared with the true one. A DTensor that is partial stands for
+        the norm that `item()` and `to_local()` give, although the clip by it is right.
+
         Args:
             norm: 2-norm of all gradients before the clip, 0-dim; it is not waited for.
-            max_norm: the largest norm allowed; None without a limit.
+            max_norm: the largest norm allowed; None where the norm was only taken, so that it is not in the log.
         """
-        if not self._closed and self._pace.is_measured:
+        if self._closed or not self._pace.is_measured:
+            return
+        max_norm, norm = None if is_partial(norm) else max_norm, local_tensor(norm)
+        self._reader.final.note_own_norm(norm, max_norm)
+        if max_norm is not None:
             for name, value in WindowClip(max_norm, 2.0, "ignore").scalars(norm).items():
                 self._scalars.note(name, value)
 
@@ -567,7 +576,7 @@ class NoiseScaleProbe:
 
     @property
     def alerts(self) -> Mapping[str, str]:
-        """The alerts so far: the first message of each name."""
+        """The alerts so far: the last message of each name."""
         return dict(self._log.alerts)
 
     def state_dict(self) -> dict[str, Any]:

@@ -182,6 +182,7 @@ class WindowEnds:
             if self._inputs_are_uneven():
                 return self._leave_out(clip)
             with self._own.measuring:
+                self._reader.final.update.after()
                 self._deliver()
             if clip is not None:
                 self._reader.final.clip_also(self._model.not_measured())
@@ -253,6 +254,7 @@ class WindowEnds:
                 self.n_windows, time.time(), costs.seconds, self._reader.tap_name, pace.every, pace.windows + 1
             )
             self._delivery.put_window(window, scalars, known)
+            self._reader.final.update.before()
         return norm
 
     def _leave_unmeasured(self, clip: WindowClip | None) -> Tensor | RuntimeError | None:

@@ -22,6 +22,7 @@ from sonde.integrations.guarded import (
     is_wrapped,
     warn_if_untested,
 )
+from sonde.parallel.placements import is_partial
 from sonde.records import LogOrPlaces, logger
 from sonde.version import install_hint
 
@@ -70,7 +71,7 @@ def attach(
         weight: called as the model is, it returns the micro-batch's weight in the loss, such as its loss tokens where
             the loss is divided by the tokens of the whole window. By default, micro-batches weigh the same.
         clips: have `accelerator.clip_grad_norm_` clip by `sonde.clip_grad_norm_`: one collective for parameters on any
-            meshes, and the log has the share of windows that were clipped.
+            meshes. The log has the share of windows that were clipped in any case.
         log: of the run, the folder for a log of its own, or whatever else `RunLog` takes: "wandb", a function, several.
         on_error: "warn" logs errors of the probe, and training goes on; "raise" raises them, for tests.
         verbose: print the set-up that was found, and the reading at the end, on rank 0.
@@ -121,8 +122,9 @@ class AccelerateProbe(Attached):
         super().__init__(guarded)
         self.accelerator, self.optimizer, self._model, self._has_news = accelerator, optimizer, model, False
         guarded.begin(model, optimizer, grad_scaler=accelerator.scaler, units_per_piece=how or self._counts)
-        wrappers: dict[str, Any] = {"clip_grad_norm_": self._clip_grad_norm_} if clips else {}
-        wrappers |= {"backward": self._backward, "log": self._log, "end_training": self._end_training}
+        self._clips = clips
+        wrappers: dict[str, Any] = {"clip_grad_norm_": self._clip_grad_norm_, "backward": self._backward}
+        wrappers |= {"log": self._log, "end_training": self._end_training}
         self.undo.enter_context(WrappedMethods(accelerator, **wrappers))
         self.undo.enter_context(WrappedMethods(optimizer, step=self._step, zero_grad=self._zero_grad))
         self.undo.callback(accelerator.register_save_state_pre_hook(self._save).remove)
@@ -144,9 +146,14 @@ class AccelerateProbe(Attached):
         self, original: Callable[..., Any], parameters: Any, max_norm: float, norm_type: float = 2
     ) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        self.accelerator.unscale_gradients()
         is_whole = {id(p) for p in parameters} == {id(p) for p in self._model.parameters()}
-        clip = self.guarded.clip if is_whole and self.accelerator.sync_gradients else clip_grad_norm_
+        ends_window = is_whole and self.accelerator.sync_gradients
+        if not self._clips:
+            norm = original(parameters, max_norm, norm_type)
+            is_noted = ends_window and not is_partial(norm)  # the loop may still sum it over ranks
+            return self.guarded.note_clip(norm, max_norm, norm_type) if is_noted else norm
+        self.accelerator.unscale_gradients()
+        clip = self.guarded.clip if ends_window else clip_grad_norm_
         return clip(parameters, max_norm, norm_type)
 
     def _step(self, original: Callable[..., Any], closure: Callable[[], Any] | None = None) -> Any:

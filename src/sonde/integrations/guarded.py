@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from sonde.batch_size.attach import attach
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.setup import NoiseScaleOptions
+from sonde.batch_size.stats.norm_watch import OWN_NORM
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.units import unit_names
 from sonde.console import tell
@@ -102,6 +103,7 @@ class GuardedProbe:
         self._log, self._run_log = log, log_of(log)
         self._on_error, self._verbose = checked_on_error(on_error), verbose
         self._last: NoiseScaleReading | None = None
+        self._of_own_norm: str | None = None
         self._final_state: dict[str, Any] | None = None
         self._is_open = self._has_pieces = self._is_clipped = False
         """Whether a piece goes on; whether the present window has pieces; whether a clip has ended it."""
@@ -211,6 +213,19 @@ class GuardedProbe:
             norm = self._end_window(lambda probe: probe.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite=raises))
         return clip_grad_norm_(parameters, max_norm, norm_type, **options) if norm is None else norm
 
+    def note_clip(self, norm: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Note a clip by the trainer's own function, and return its norm as it is.
+
+        Args:
+            norm: of all that the optimizer holds, before the clip.
+            max_norm: as the function got it; infinite where it only takes the norm.
+            norm_type: likewise; norms of another type than 2 are not noted.
+        """
+        if isinstance(norm, Tensor) and norm_type == 2:
+            most = max_norm if math.isfinite(max_norm) else None
+            self._try("the trainer's own norm is not in the log", lambda probe: probe.note_clip(norm, most))
+        return norm
+
     def zeroed(self) -> None:
         """Gradients are zeroed. Where no step came first, the pieces before do not count."""
         self._has_pieces = self._is_clipped = False
@@ -285,10 +300,18 @@ class GuardedProbe:
     def keep(self, probe: NoiseScaleProbe) -> None:
         """Keep the last reading and state of a probe that is closed, and print the reading."""
         self._last, self._final_state = self._read(probe), probe.state_dict()
+        self._of_own_norm = probe.alerts.get(OWN_NORM)
         if self._verbose and self._run_log.is_first_rank:
-            tell(str(self._last))
+            for text in self.said_at_end():
+                tell(text)
             if advice := self._last.next_batch(self._run_log.folder):
                 tell(advice)
+
+    def said_at_end(self) -> list[str]:
+        """The reading, and what looks wrong in the trainer's own norm, in lines; none where nothing was measured."""
+        reading = self.reading()
+        of_own_norm = self._of_own_norm if self.probe is None else self.probe.alerts.get(OWN_NORM)
+        return [] if reading is None else [str(reading), *([of_own_norm] if of_own_norm else [])]
 
     def say_once(self, text: str) -> None:
         """Print a sentence about what was found, on rank 0."""

@@ -57,6 +57,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return cast(Tensor, wait()) if callable(wait) else local
 
 
+def is_partial(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor that is still to be summed over ranks, so that each holds another number."""
+    return any(placement.is_partial() for placement in getattr(spec_of(tensor), "placements", ()))
+
+
 def spec_of(tensor: Tensor) -> Any:
     """The spec of a DTensor, the same object while it is placed alike; None for a plain tensor."""
     return getattr(tensor, "_spec", None)

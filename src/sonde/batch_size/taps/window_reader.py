@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +17,14 @@ from sonde.batch_size.taps.metric import GradientMetric, GradientTerms
 from sonde.batch_size.taps.problems import Problem
 from sonde.batch_size.taps.shared_pieces import CutGradients, PieceClass
 from sonde.batch_size.taps.tap import GradientSummary, Tap
+from sonde.batch_size.taps.update import UpdateSample
 from sonde.batch_size.taps.window_sums import Shapes, WindowSums, packed, prefixed
 from sonde.batch_size.taps.witness import Witness
 from sonde.batch_size.units import Number, PieceCounts
 from sonde.batch_size.window_clock import OwnTime
 from sonde.gradient_norm.global_norm import GlobalNorm, global_norm
 from sonde.gradient_norm.plan import NormPlan
-from sonde.parallel.devices import is_capturing, runs_beside_host, widened
+from sonde.parallel.devices import is_capturing, runs_beside_host, to_device, widened
 from sonde.parallel.placements import local_tensor, spec_of
 from sonde.parallel.process_groups import start_reduce
 from sonde.parallel.shares import share_of
@@ -70,7 +72,13 @@ class FinalGradient:
         self._own = own
         self.clip_also({})
         self._first_rank = min(self.plan.in_stage, default=0)
-        self._cut = CutGradients(list(wrapper.parameters.values()), self._first_rank)
+        self._cut = CutGradients(parameters := list(wrapper.parameters.values()), self._first_rank)
+        self._own_norm: tuple[Tensor, float] | None = None
+        self.update = UpdateSample(parameters, None if wrapper.mesh is None else self._first_rank, self._device)
+        """Reads how far a step moves the parameters."""
+        n_stages = 1 if wrapper.pp_mesh is None else wrapper.pp_mesh.size()
+        self.n_parts = n_stages * max((share_of(spec_of(p)).n_shards for p in parameters), default=1)
+        """Stages and shards that the model is cut into."""
 
     def clip_also(self, unmeasured: Mapping[str, Tensor]) -> None:
         """Include parameters that are not measured, by name, in the norm of a clip."""
@@ -86,6 +94,31 @@ class FinalGradient:
             pp_mesh=self._wrapper.pp_mesh,
             allow_sparse=True,
         )
+
+    def note_own_norm(self, norm: Tensor, max_norm: float | None) -> None:
+        """Note the loop's own 2-norm of this window, where ranks hold parts of the gradient; the last one counts.
+
+        Args:
+            norm: on this rank, before the clip.
+            max_norm: of the clip by this norm; None where another one clips, or none.
+        """
+        if self._wrapper.mesh is not None:
+            self._own_norm = norm.detach().clone(), math.inf if max_norm is None else max_norm
+
+    def take_own_norm(self, sq_norm: Tensor) -> tuple[Tensor, Tensor]:
+        """The loop's own norm, [1], and this rank's part of what `OwnNorm` sums over ranks, [2]; 0 without one.
+
+        Args:
+            sq_norm: |F|² of what this rank counts of the gradient, after the clip.
+        """
+        noted, self._own_norm = self._own_norm, None
+        if noted is None:
+            return sq_norm.new_zeros(1), sq_norm.new_zeros(2)
+        assert self._wrapper.mesh is not None
+        norm = to_device(widened(noted[0]), self._device).reshape(())
+        coefficient = (noted[1] / (norm + 1e-6)).clamp(max=1.0)  # torch's
+        n_copies = self._wrapper.mesh.size() / self.n_parts
+        return norm[None], torch.stack([norm.square() / n_copies, sq_norm / coefficient.square()])
 
     def norm_of_clip(self, riding: Tensor | None = None) -> GlobalNorm:
         """The norm as a clip takes it, waiting for all ranks; `riding` is summed over them besides."""
@@ -291,11 +324,14 @@ class WindowReader:
         grads = [p.grad for p in self.parameters]
         terms = self.final.terms(grads)
         final = {"witness_final": self.final.witness(grads), "sq_norm_big": self._sums.per_group(terms)}
+        final["sq_norm_update"] = self.final.update.take()
         sums, own = self._of_pieces(problems, terms, costs)
         sums["frozen"] = frozen
         # Where ranks hold parts of the gradient, the sum over ranks takes in its squares and elements.
         is_cut = self._wrapper.mesh is not None
         (sums if is_cut else own).update(final)
+        if is_cut:
+            own["own_norm"], sums["own_norm_squares"] = self.final.take_own_norm(terms[0].sum())
         vector, shapes = packed(sums)
         rides = is_cut and reads_grad
         norm = self.final.norm_of_clip(riding=vector if rides else None) if reads_grad else None

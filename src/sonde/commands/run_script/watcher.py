@@ -26,6 +26,7 @@ from sonde.commands.run_script.measured import MeasuredModel, MeasuredTrainer, w
 from sonde.commands.run_script.model_search import ModelOfOptimizers, ModelSearch, stepped_by
 from sonde.commands.run_script.settings import Settings
 from sonde.commands.run_script.words import rank, say, say_in_words_of_run
+from sonde.parallel.placements import is_partial
 from sonde.parallel.unwrap import parameters_of
 
 
@@ -117,13 +118,28 @@ class ScriptWatcher:
         for model in self._models_with(owner):
             model.probe.discard()
 
-    def clipped(self, tensors: Sequence[Tensor], norm: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Gradients were clipped by `torch.nn.utils.clip_grad_norm_`."""
-        given = dict(zip(("max_norm", "norm_type"), args, strict=False)) | kwargs
-        if self._models and float(given.get("norm_type", 2.0)) == 2.0:
-            held = dict.fromkeys(map(id, tensors))
-            for model in self._models:
-                model.clipped(held, norm, float(given["max_norm"]))
+    def clipped(self, tensors: Sequence[Tensor], norm: Any, max_norm: float | None, norm_type: float) -> Any:
+        """The norm of parameters' gradients, or of gradients, was taken by a function of torch, or used to clip.
+
+        Args:
+            tensors: the parameters, or the gradients.
+            norm: of them, before the clip.
+            max_norm: of the clip; None without one.
+            norm_type: p of the p-norm.
+
+        Returns:
+            A weak reference to the norm, if it is still to be summed over ranks.
+        """
+        if not self._models or float(norm_type) != 2.0 or not isinstance(norm, Tensor):
+            return None
+        for model in self._models:
+            model.clipped(tensors, norm, None if max_norm is None else float(max_norm))
+        return weakref.ref(norm) if is_partial(norm) else None
+
+    def reads_part_of(self, norm: Tensor) -> None:
+        """The script reads this rank's part of a norm that is still to be summed over ranks."""
+        for model in self._models:
+            model.reads_part_of(norm)
 
     def trainer_begins(self, trainer: Any) -> None:
         """transformers' Trainer begins to train: its batches are known better than by the calls of its model."""

@@ -187,6 +187,12 @@ _NORM = (
         ends=(0.0, 1.0),
         height=170,
     ),
+    Panel(
+        "Norm of the update",
+        (Curve("line", GREEN, "norm of what a step changes in the parameters", "update/norm"),),
+        {"norm of the update": written("update/norm")},
+        height=200,
+    ),
 )
 
 

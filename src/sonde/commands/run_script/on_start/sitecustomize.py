@@ -54,7 +54,6 @@ def _watch_torch() -> None:
     """Tell sonde of the script's optimizers, of what it zeroes and clips, and of the end of its process group."""
     import torch.distributed
     import torch.jit
-    import torch.nn.utils.clip_grad
 
     def watched_init(init: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         init(optimizer, *args, **kwargs)
@@ -64,16 +63,6 @@ def _watch_torch() -> None:
         if _Watcher.is_on:
             _tell("zeroes", owner)
         zero_grad(owner, *args, **kwargs)
-
-    def watched_clip(clip: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _Watcher.is_on:
-            return clip(parameters, *args, **kwargs)
-        clipped = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if not isinstance(parameters, torch.Tensor | list | tuple):  # it may be used up now
-            parameters = (p for p in clipped)
-        norm = clip(parameters, *args, **kwargs)
-        _tell("clipped", clipped, norm, args, kwargs)
-        return norm
 
     def watched_script(script: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         # Names in a scripted class are those of the frame that scripts it.
@@ -86,8 +75,8 @@ def _watch_torch() -> None:
     _replace("__init__", watched_init, torch.optim.Optimizer)
     _replace("zero_grad", watched_zero_grad, torch.optim.Optimizer)
     _replace("zero_grad", watched_zero_grad, torch.nn.Module)
-    _replace("clip_grad_norm_", watched_clip, torch.nn.utils.clip_grad, torch.nn.utils)
     _replace("script", watched_script, torch.jit)
+    _watch_norms()
     if torch.distributed.is_available():
         from torch.distributed import distributed_c10d
 
@@ -97,6 +86,47 @@ def _watch_torch() -> None:
             destroy(group)
 
         _replace("destroy_process_group", watched_destroy, distributed_c10d, torch.distributed)
+
+
+def _watch_norms() -> None:
+    """Tell sonde of the norms that the script takes, and of those that it clips by."""
+    import torch.nn.utils.clip_grad
+
+    def told(tensors: Any, use: Any, max_norm: Any, norm_type: Any = 2.0, by: Any = None) -> Any:
+        if not _Watcher.is_on:
+            return use(tensors)
+        every = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if not isinstance(tensors, torch.Tensor | list | tuple):  # it may be used up now
+            tensors = (t for t in every)
+        norm = use(tensors)
+        _Watcher.partial = _tell("clipped", every, norm if by is None else by, max_norm, norm_type)
+        return norm
+
+    def watched_clip(clip: Any, parameters: Any, max_norm: Any, norm_type: Any = 2.0, *args: Any, **more: Any) -> Any:
+        return told(parameters, lambda p: clip(p, max_norm, norm_type, *args, **more), max_norm, norm_type)
+
+    def watched_total(total: Any, tensors: Any, norm_type: Any = 2.0, *args: Any, **more: Any) -> Any:
+        return told(tensors, lambda t: total(t, norm_type, *args, **more), None, norm_type)
+
+    def watched_clip_by(clip: Any, parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **more: Any) -> Any:
+        return told(parameters, lambda p: clip(p, max_norm, total_norm, *args, **more), max_norm, by=total_norm)
+
+    _replace("clip_grad_norm_", watched_clip, torch.nn.utils.clip_grad, torch.nn.utils)
+    _replace("get_total_norm", watched_total, torch.nn.utils)
+    _replace("clip_grads_with_norm_", watched_clip_by, torch.nn.utils)
+
+
+def _watch_dtensors() -> None:
+    """Tell sonde where the script reads its own rank's part of a norm that is still to be summed over ranks."""
+    from torch.distributed.tensor import DTensor
+
+    def watched_read(read: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if _Watcher.partial is not None and _Watcher.partial() is tensor:
+            _tell("reads_part_of", tensor)
+        return read(tensor, *args, **kwargs)
+
+    for name in ("to_local", "item", "__float__"):
+        _replace(name, watched_read, DTensor)
 
 
 def _watch_trainer() -> None:
@@ -140,6 +170,8 @@ class _Watcher:
 
     is_on = False
     has_failed = False
+    partial: Any = None
+    """A weak reference to the last norm of the script, if that is a DTensor that is still to be summed."""
     watcher: Any = None
     lock = threading.RLock()
 
@@ -198,9 +230,13 @@ def _hand_on() -> None:
 
 
 def _watch() -> None:
-    """Watch torch and transformers once they are imported, or now if a .pth file has imported them."""
+    """Watch torch, its DTensors and transformers once imported, or now if a .pth file has imported them."""
     atexit.register(_say_that_no_optimizer_was_made)
-    callbacks = {"torch": _watch_torch, "transformers.trainer": _watch_trainer}
+    callbacks = {
+        "torch": _watch_torch,
+        "torch.distributed.tensor": _watch_dtensors,
+        "transformers.trainer": _watch_trainer,
+    }
     sys.meta_path.insert(0, _AfterImports(callbacks))
     for name in list(callbacks):
         if name in sys.modules:

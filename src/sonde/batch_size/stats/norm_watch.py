@@ -1,0 +1,163 @@
+"""What looks wrong in the norms of a run's steps: the loop's own norm, the coefficient of its clip, the update."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sonde.wording import number, plural
+
+OWN_NORM = "own_norm"
+"""The alert about the loop's own norm."""
+_ADD_UP_TO = 0.05
+"""Largest relative error of Σ n_r² for norms n_r of shards. Norms that torch takes in bf16 are off by 0.4 %, their
+squares by 0.8 %; parameters that every rank holds whole count on each, and are a few percent of |G|² at most."""
+_TOO_SMALL = 0.9
+"""A norm above this part of the true one misleads nobody, as where one rank holds nearly all of the gradient."""
+_OWN_AFTER = 5
+"""Windows from which the loop's own norm is judged."""
+_LEAST_COEFFICIENT, _SCALED_AFTER = 1e-3, 20
+"""A clip that scales gradients by less, in so many measured windows in a row, is one that sets their length."""
+_REMEMBERED, _JUDGED_FROM = 32, 16
+"""Measured windows whose median is the usual update, and the fewest of them."""
+_SPIKE = 3.0
+"""An update so many times as large as usual is a spike. Healthy trainings have none: `benchmarks.update_spikes`."""
+
+
+@dataclass(frozen=True)
+class OwnNorm:
+    """A loop's own 2-norm of the gradient of one window.
+
+    Attributes:
+        norm: on this rank.
+        sq_of_ranks: Σ over ranks of its square, so that copies of a shard count once.
+        sq_unclipped: |F|² with each rank's part divided by the coefficient that this rank's norm clips by. The norm
+            before a clip, also where each rank clips by another norm.
+    """
+
+    norm: float
+    sq_of_ranks: float
+    sq_unclipped: float
+
+    def true_norm(self, averaged: float | None) -> float | None:
+        """The true norm, if those of the ranks are norms of their shards: then their squares add up to its square.
+
+        Ranks that all have the true norm have squares that add up to n times its square, so nothing else in a loop
+        (a loss scale, gradients divided later, noise) looks like that over several windows.
+
+        Args:
+            averaged: the norm of the rank-averaged sum of the window's pieces, where it is known.
+        """
+        for true in (averaged, math.sqrt(max(self.sq_unclipped, 0.0))):
+            if true and abs(self.sq_of_ranks / true**2 - 1.0) <= _ADD_UP_TO:
+                return true
+        return None
+
+
+@dataclass(frozen=True)
+class StepNorms:
+    """The norms of one measured window; None where one is not known.
+
+    Attributes:
+        window: its number.
+        gradient: before any clip.
+        max_norm: of the loop's clip.
+        own: the loop's own norm, where the model is cut over ranks.
+        averaged: the norm of the rank-averaged sum of its pieces.
+        update_before: by how far the step of the measured window before has moved the parameters.
+        rate: the learning rate.
+    """
+
+    window: int
+    gradient: float | None = None
+    max_norm: float | None = None
+    own: OwnNorm | None = None
+    averaged: float | None = None
+    update_before: float | None = None
+    rate: float | None = None
+
+
+class NormWatch:
+    """Finds what looks wrong in the norms of measured windows, in order.
+
+    Args:
+        n_parts: shards and stages that the model is cut into.
+    """
+
+    def __init__(self, n_parts: int = 1) -> None:
+        self._n_parts = n_parts
+        self._n_own = self._n_scaled = 0
+        self._factors: list[float] = []
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget the usual update: other parameters are trained from now on."""
+        self._last: StepNorms | None = None
+        self._updates: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)
+        self._gradients: deque[float] = deque(maxlen=_REMEMBERED)
+
+    def add(self, norms: StepNorms) -> Iterator[tuple[str, str]]:
+        """Take a window; yields alerts, each with its name and its message."""
+        if norms.own is not None and (own := self._own_norm(norms.own, norms.averaged)):
+            yield OWN_NORM, own
+        if scaled := self._scaled(norms.gradient, norms.max_norm):
+            yield "clipped_to_length", scaled
+        if self._last is not None and norms.update_before and (spike := self._spike(self._last, norms.update_before)):
+            yield "update_spike", spike
+        self._last = norms
+
+    def _own_norm(self, own: OwnNorm, averaged: float | None) -> str:
+        self._n_own += 1
+        if (true := own.true_norm(averaged)) is None or own.norm > _TOO_SMALL * true:
+            return ""
+        self._factors.append(own.norm / true)
+        if self._n_own < _OWN_AFTER or 2 * len(self._factors) < self._n_own:
+            return ""
+        return (
+            f"your grad norm was {statistics.median(self._factors):.2f} of the true one in {len(self._factors):,} of "
+            f"{plural(self._n_own, 'window')}: each rank sees its own shard of {self._n_parts}. Use "
+            "sonde.clip_grad_norm_, or full_tensor() of the norm that torch's returns"
+        )
+
+    def _scaled(self, gradient: float | None, max_norm: float | None) -> str:
+        if not gradient or not max_norm or not math.isfinite(gradient):
+            return ""
+        coefficient = max_norm / gradient
+        self._n_scaled = self._n_scaled + 1 if coefficient < _LEAST_COEFFICIENT else 0
+        if self._n_scaled < _SCALED_AFTER:
+            return ""
+        return (
+            f"the clip has scaled the gradient by less than {_LEAST_COEFFICIENT:g} in the last "
+            f"{plural(self._n_scaled, 'measured window')}, by {number(coefficient, 2)} now, so it sets the length of "
+            "every step: is the loss a sum where a mean was meant, or are gradients still multiplied by a loss scale? "
+            "If not, raise max_norm"
+        )
+
+    def _spike(self, norms: StepNorms, update: float) -> str:
+        """Whether the update of a step is a spike, while no gradient was; then remember both.
+
+        A schedule may raise the rate, so the update must also be large for its rate. Momentum carries a large gradient
+        on, so none of those remembered may be one.
+        """
+        updates, gradients = list(self._updates), list(self._gradients)
+        per_rate = update / norms.rate if norms.rate else update
+        self._updates.append((update, per_rate))
+        if norms.gradient is not None and math.isfinite(norms.gradient):
+            gradients.append(norms.gradient)
+            self._gradients.append(norms.gradient)
+        if len(updates) < _JUDGED_FROM or len(gradients) < _JUDGED_FROM:
+            return ""
+        usual, usual_per_rate = map(statistics.median, zip(*updates, strict=True))
+        times = min(update / usual, per_rate / usual_per_rate)
+        of_gradient = max(gradients) / statistics.median(gradients)
+        if times < _SPIKE or of_gradient > times / 2:
+            return ""
+        return (
+            f"the step of window {norms.window} moved the parameters {number(times, 2)} times as far as usual, while "
+            f"no gradient was more than {number(of_gradient, 2)} times as large as usual: was the optimizer's state "
+            "lost, or has its second moment become too small? The gradient may spike next: lower the learning rate or "
+            "beta2, or go back to a checkpoint"
+        )
