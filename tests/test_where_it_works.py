@@ -8,7 +8,7 @@ import tomllib
 
 import pytest
 
-from sonde.version import TESTED, TESTED_PYTHONS
+from sonde.version import TESTED
 from tests.where_it_works import PAGE, Row, rows, version_tuple, with_row
 
 ROW = Row("2.9.1", "3.11.7", "1.16.0", "5.23.0", "2026-11-22", 1800, 0, 12)
@@ -53,8 +53,10 @@ def test_the_oldest_torch_and_python_that_are_promised_have_run() -> None:
 def test_the_tested_range_that_messages_name_is_the_page_s() -> None:
     """What the page says has run, in its table and below it."""
     versions = PAGE.read_text().partition("## Versions")[2].partition("Not run")[0]
-    ran = {version_tuple(v)[:2] for v in re.findall(r"(?:^\| |torch )(2\.\d+\.\d+)", versions, re.M)}
-    first, beyond = map(version_tuple, TESTED["torch"])
-    assert (min(ran), max(ran)) == (first, (beyond[0], beyond[1] - 1))
-    pythons = re.findall(r"(?:\| |Python )(3\.1\d)(?:\.\d+ \||[ ,.])", versions.partition("    make")[2])
-    assert set(pythons) == set(TESTED_PYTHONS)
+    ran = {
+        "torch": re.findall(r"(?:^\| |torch )(2\.\d+)\.\d", versions, re.M),
+        "Python": re.findall(r"(?:\| |Python )(3\.1\d)\b", versions),
+    }
+    for name, found in ran.items():
+        first, beyond = map(version_tuple, TESTED[name])
+        assert (min(map(version_tuple, found)), max(map(version_tuple, found))) == (first, (beyond[0], beyond[1] - 1))

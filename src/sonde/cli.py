@@ -27,6 +27,7 @@ class Command:
         run: the function there that takes these options, and returns the exit status.
         takes_script: whether a script of the user's follows two dashes, which `run` takes too. `USAGE` of the module
             shows how.
+        script_is_optional: whether it also runs without a script.
     """
 
     about: str
@@ -34,6 +35,7 @@ class Command:
     options: str
     run: str
     takes_script: bool = False
+    script_is_optional: bool = False
 
 
 COMMANDS = {
@@ -57,6 +59,14 @@ COMMANDS = {
         "BranchOptions",
         "run_branch",
         takes_script=True,
+    ),
+    "doctor": Command(
+        "check this machine, and what sonde run would find in a script",
+        "sonde.commands.doctor",
+        "DoctorOptions",
+        "run_doctor",
+        takes_script=True,
+        script_is_optional=True,
     ),
     "demo": Command(
         "train a small language model and judge its batch size",
@@ -114,7 +124,7 @@ def _run(args: list[str]) -> int:
     if command.takes_script:
         from sonde.commands.run import split_command
 
-        args, script = split_command(args, name, module.USAGE)
+        args, script = split_command(args, name, module.USAGE, is_optional=command.script_is_optional)
     options = tyro.cli(getattr(module, command.options), prog=f"sonde {name}", args=args)
     status: int = run(options, script) if command.takes_script else run(options)
     return status

@@ -7,6 +7,7 @@ __version__ = "0.1.0"
 DISTRIBUTION = "gradsonde"
 """What pip installs. On the package index, `sonde` is another project."""
 TESTED = {
+    "Python": ("3.11", "3.14"),
     "torch": ("2.9", "2.16"),
     "transformers": ("5.23", "5.24"),
     "trl": ("1.16", "1.17"),
@@ -14,9 +15,7 @@ TESTED = {
     "accelerate": ("1.15", "1.16"),
     "torchtitan": ("0.3", "0.4"),
 }
-"""The first version of each package that the tests ran with, and the first one above it that they did not."""
-TESTED_PYTHONS = ("3.11", "3.13")
-"""The versions of Python that the tests ran with."""
+"""The first version that the tests ran with, and the first one above it that they did not."""
 
 
 def install_hint(extra: str) -> str:
