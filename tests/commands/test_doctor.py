@@ -198,7 +198,7 @@ def test_all_is_well_and_a_script_is_stopped_when_a_step_was_measured(tmp_path: 
     assert (status, {each.state for each in rows.values()} - {"not there", "warning"}) == (0, {"ok"})
     assert [rows[name].state for name in ("DDP", "FSDP2", "report")] == ["ok"] * 3
     assert rows["script"].found == "Sequential is measured"
-    assert (rows["script: model"].found, rows["script: steps"].found) == (
+    assert (rows["script: model"].found, rows["script: optimizer"].found) == (
         "plain, 129 trainable parameters on cpu",
         "AdamW",
     )

@@ -68,7 +68,7 @@ def script_checks(options: RunOptions, command: Sequence[str], seconds: float) -
 def _check_of(line: str) -> Check | None:
     """The row that a line on stderr makes; None for a line of the script's own, or one that says nothing new."""
     if row := _OF_SET_UP.fullmatch(line):
-        return Check(f"script: {row[1]}", "ok", row[2])
+        return Check(f"script: {row[1].replace('steps', 'optimizer')}", "ok", row[2])
     text = line.removeprefix("sonde: ").strip()
     if not line.startswith("sonde: ") or text.startswith(_NOTHING_NEW):
         return None

@@ -44,7 +44,7 @@ _RANDOM = torch.Generator().manual_seed(0)
 _X = torch.randn(8, 3, generator=_RANDOM, dtype=torch.float64, device=_CPU)
 _Y = torch.randn(8, generator=_RANDOM, dtype=torch.float64, device=_CPU)
 _WEIGHT = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, device=_CPU)
-_WHAT = "tr Σ, |G|² and norm"
+_WHAT = "tr Σ, |G|², norm"
 
 
 def exact(n_pieces: int) -> list[float]:
@@ -58,13 +58,14 @@ def exact(n_pieces: int) -> list[float]:
 
 def _model(device: torch.device = _CPU) -> nn.Module:
     model = nn.Linear(3, 1, bias=False, device=device)
-    model.load_state_dict({"weight": _WEIGHT[None]})
+    model.load_state_dict({"weight": _WEIGHT.float()[None]})
     return model
 
 
 def _measured(model: nn.Module, n_pieces: int, rows: slice = slice(8), **options: Any) -> list[float]:
     """The same by sonde: a step on these rows, in so many pieces."""
-    x, y = (values[rows].to(next(model.parameters())).chunk(n_pieces) for values in (_X, _Y))
+    device = next(model.parameters()).device
+    x, y = (values[rows].float().to(device).chunk(n_pieces) for values in (_X, _Y))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with sonde.attach(model, optimizer, unit="rows", every=1, verbose=False, **options) as probe:
         for k in range(n_pieces):
@@ -151,7 +152,7 @@ def log(folder: Path) -> Compared:
     if whole.torn or not torn.torn or torn.readings != whole.readings:
         raise RuntimeError("a line that a crash tore is not left out")
     read = [whole.last.metrics[name] or math.nan for name in ("gns/trace_cov", "gns/grad_sq", "grad/norm")]
-    return "numbers written, torn and read", read, exact(2)
+    return "written, torn, read", read, exact(2)
 
 
 def report(folder: Path) -> Check:
@@ -219,7 +220,7 @@ def row_of(name: str, found: Check | Compared) -> Check:
     what, measured, right = found
     error = max(abs(a - b) / abs(b) for a, b in zip(measured, right, strict=True))
     if error < _TOLERANCE:  # not so if it is NaN
-        return Check(name, "ok", f"{what} within {number(error, 1)} of the exact values")
+        return Check(name, "ok", f"{what}: exact to {number(error, 1)}")
     pairs = ", ".join(f"{a:.6g} for {b:.6g}" for a, b in zip(measured[:3], right, strict=False))
     return Check(name, "fails", f"{what}: {pairs}", f"do not trust numbers of this machine: {REPORT_IT}")
 
