@@ -62,7 +62,7 @@ def environment(folder: Path) -> dict[str, Check]:
 
 
 def row(test: Any, folder: Path) -> Check:
-    return checked(test.__name__, lambda: tests_of_sonde.row_of(test.__name__, test(folder)))
+    return checked(test.__name__, lambda: tests_of_sonde.row_of(test.__name__, test, folder))
 
 
 @pytest.mark.parametrize("test", tests_of_sonde.ALONE, ids=lambda test: test.__name__)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from sonde.wording import number
 N_RANKS = 2
 Compared = tuple[str, Sequence[float], Sequence[float]]
 """What was measured, in words; the numbers by sonde, and the exact ones."""
+Test = Callable[[Path], Check | Compared]
+"""Takes the folder for logs."""
 _TOLERANCE = 1e-4
 """Relative. Gradients of 8 rows are exact to about 1e-7 in fp32, and differences of their squares to about 1e-6."""
 _CPU = torch.device("cpu")
@@ -128,7 +131,7 @@ def entropy_forecast(_: Path) -> Compared:
     rollouts = sonde.Rollouts({"input_ids": ids}, mask=torch.ones(len(ids), 2), prompt=ids[:, 0])
     forecast = sonde.EntropyChangeProbe(policy, torch.optim.SGD(policy.parameters(), lr=1.0)).forecast(rollouts)
     after, before = _entropy(policy.weight - policy.weight.grad), _entropy(policy.weight)
-    return "the change by a step", [forecast.delta], [after - before]
+    return "the change by a step", [math.nan if forecast.delta is None else forecast.delta], [after - before]
 
 
 @contextlib.contextmanager
@@ -151,7 +154,7 @@ def log(folder: Path) -> Compared:
         torn = sonde.read_run(place)
     if whole.torn or not torn.torn or torn.readings != whole.readings:
         raise RuntimeError("a line that a crash tore is not left out")
-    read = [whole.last.metrics[name] or math.nan for name in ("gns/trace_cov", "gns/grad_sq", "grad/norm")]
+    read = [whole.readings[-1].metrics[name] or math.nan for name in ("gns/trace_cov", "gns/grad_sq", "grad/norm")]
     return "written, torn, read", read, exact(2)
 
 
@@ -209,12 +212,13 @@ def FSDP2(_: Path) -> Compared:
     return _on_this_rank(model)
 
 
-ALONE = (devices, micro_batches, single_examples, norm_and_clip, entropy_forecast, log, report)
-ON_RANKS = (DDP, FSDP2)
+ALONE: Sequence[Test] = (devices, micro_batches, single_examples, norm_and_clip, entropy_forecast, log, report)
+ON_RANKS: Sequence[Test] = (DDP, FSDP2)
 
 
-def row_of(name: str, found: Check | Compared) -> Check:
-    """The row of a test that has ended."""
+def row_of(name: str, test: Test, folder: Path) -> Check:
+    """The row of a test, which is run now."""
+    found = test(folder)
     if isinstance(found, Check):
         return found
     what, measured, right = found
@@ -235,7 +239,7 @@ def main(group: str, folder: str, rank: str, store: str) -> None:
     for test in ON_RANKS if group == "ranks" else ALONE:
         name = test.__name__.replace("_", " ")
         rows.write(json.dumps(name) + "\n")
-        row = checked(name, lambda test=test, name=name: row_of(name, test(Path(folder))))
+        row = checked(name, functools.partial(row_of, name, test, Path(folder)))
         rows.write(json.dumps(dataclasses.asdict(row)) + "\n")
 
 
