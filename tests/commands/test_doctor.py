@@ -220,6 +220,7 @@ def test_why_a_script_is_not_measured_and_nothing_of_it_is_left(
     assert refused.state == "fails"
     assert "neither in DDP nor cut by FSDP2" in refused.found
     assert refused.advice.startswith("pass --reduced-by-hand")
+    assert refused.advice.endswith("by itself")
     pids = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
     assert len(pids) == 2
     for pid in pids:

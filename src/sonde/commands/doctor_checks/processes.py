@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import queue
 import subprocess
 import sys
@@ -24,12 +23,14 @@ _GRACE = 40.0
 
 
 @contextlib.contextmanager
-def started(command: Sequence[str], environment: Mapping[str, str], **files: Any) -> Iterator[subprocess.Popen[str]]:
+def started(
+    command: Sequence[str], environment: Mapping[str, str] | None = None, **files: Any
+) -> Iterator[subprocess.Popen[str]]:
     """A process in a session of its own, so that Ctrl-C reaches this process alone; ended on exit.
 
     Args:
         command: of the process.
-        environment: of the process.
+        environment: of the process; by default that of this one.
         **files: `stdout` and `stderr`, as for `subprocess.Popen`.
     """
     options: Any = {"stdin": subprocess.DEVNULL, "text": True, "errors": "replace", "start_new_session": True}
@@ -40,16 +41,17 @@ def started(command: Sequence[str], environment: Mapping[str, str], **files: Any
         end_processes([process], _GRACE)
 
 
-def lines_within(stream: IO[str], seconds_left: Callable[[], float]) -> Iterator[str]:
+def lines_within(stream: IO[str] | None, seconds_left: Callable[[], float]) -> Iterator[str]:
     """The lines of a process as they come.
 
     Args:
-        stream: of the process.
+        stream: of the process, a pipe.
         seconds_left: returns the seconds in which the next line must come.
 
     Raises:
         queue.Empty: when it does not.
     """
+    assert stream is not None
     arrived: queue.Queue[str] = queue.Queue()
 
     def read() -> None:
@@ -78,19 +80,17 @@ def self_tests(group: str, folder: Path, n_ranks: int = 1, *, patience: float = 
         for rank in reversed(range(n_ranks)):
             words = ("sonde.commands.doctor_checks.self_tests", group, str(folder), str(rank), f"{place}/store")
             stdout = subprocess.DEVNULL if rank else subprocess.PIPE
-            first = started([sys.executable, "-m", *words], os.environ, stdout=stdout, stderr=said)
-            process = ranks.enter_context(first)
-        assert process.stdout is not None
+            process = ranks.enter_context(started([sys.executable, "-m", *words], stdout=stdout, stderr=said))
         try:
             for line in lines_within(process.stdout, lambda: patience):
                 if isinstance(message := json.loads(line), str):
                     name = message
                 else:
                     yield Check(**message)
-            if not process.wait():
+            if not (status := process.wait(patience)):
                 return
             said.seek(0)
-            why = f"its process ended with status {process.returncode}: {said.read().strip().rpartition(chr(10))[2]}"
-        except queue.Empty:
+            why = f"its process ended with status {status}: {said.read().strip().rpartition(chr(10))[2]}"
+        except (queue.Empty, subprocess.TimeoutExpired):
             why = f"no answer within {patience:g} s"
     yield Check(name, "fails", f"{why}. The tests after it did not run", REPORT_IT)

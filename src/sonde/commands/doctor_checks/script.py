@@ -20,7 +20,7 @@ from sonde.commands.run_script import NAMES_MODELS
 _AFTERWARDS = 3.0
 """Seconds after the first measured step, or a refusal, in which more may be said: of that step, of another model."""
 _NOT_MEASURED = re.compile(
-    r"(?:not measured|nothing was measured|measuring stops)\W+(.*?)(?:: ([^:]*))?(?:\. The script .*)?"
+    r"(?:(?:not|nothing was) measured|measuring stops)\W+(.*?)(?:: ([^:]*?))?(?:\. The script .*)?"
 )
 _WINDOW = re.compile(r"(?P<n>[\d,]+) pieces? per window.*?, (?P<units>[\d.]+) .* in all.*")
 _OF_SET_UP = re.compile(r"  (model|ranks|unit|steps|metric|note) +(.*)\n")
@@ -44,9 +44,8 @@ def script_checks(options: RunOptions, command: Sequence[str], seconds: float) -
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
         options = dataclasses.replace(options, out=Path(place) / "log", every=1, report=False)
         environment = environment_of(options, command, os.environ) | {NAMES_MODELS: "1"}
-        files = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        with started(arguments_of(command, options.nproc), environment, **files) as process:
-            assert process.stderr is not None
+        program = arguments_of(command, options.nproc)
+        with started(program, environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
             try:
                 for line in lines_within(process.stderr, seconds_left):
                     if (check := _check_of(line)) is None:
@@ -55,11 +54,9 @@ def script_checks(options: RunOptions, command: Sequence[str], seconds: float) -
                     yield check
                     if not is_judged and (check.name == "script: step" or check.state == "fails"):
                         is_judged, stops_at = True, min(stops_at, time.monotonic() + _AFTERWARDS)
-                found = (
-                    f"it ended with status {process.wait()}, and no step of a torch.optim.Optimizer was seen. {last}"
-                )
-                advice = "run it without sonde"
-            except queue.Empty:
+                status = process.wait(max(seconds_left(), 0.0))
+                found, advice = f"it ended with status {status} before a step. {last}", "run it without sonde"
+            except (queue.Empty, subprocess.TimeoutExpired):
                 found, advice = f"no step was seen in {seconds:g} s. {last}", "pass a longer --seconds"
     if not is_judged:
         yield Check("script", "fails", found.strip(), advice)
