@@ -149,7 +149,7 @@ def test_a_folder_that_cannot_be_written_to_and_a_disk_that_is_full(
         row = environment(folder / "runs")["log folder"]
     assert (row.state, row.advice) == ("fails", "pass --out with a folder that you may write to")
     full = in_new_process(log_on_a_full_disk, tmp_path)
-    assert full.state == "fails"
+    assert (full.state, full.advice) == ("fails", "make room, or pass --out")
     assert "File too large" in full.found
     monkeypatch.setattr("sonde.commands.doctor_checks.environment._ENOUGH_GB", 1e9)
     row = environment(tmp_path)["log folder"]
@@ -159,6 +159,15 @@ def test_a_folder_that_cannot_be_written_to_and_a_disk_that_is_full(
 def log_on_a_full_disk(folder: Path) -> Check:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
     return row(tests_of_sonde.log, folder)
+
+
+def test_a_host_whose_name_does_not_resolve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "gpu-node-7.invalid")
+    row = environment(tmp_path)["host"]
+    assert (row.state, row.advice) == (
+        "warning",
+        "put gpu-node-7.invalid into /etc/hosts, or set GLOO_SOCKET_IFNAME=lo",
+    )
 
 
 def test_packages_outside_their_range_and_extras_that_are_missing(

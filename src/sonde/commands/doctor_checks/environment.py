@@ -16,7 +16,6 @@ from pathlib import Path
 from sonde.commands.doctor_checks.check import Check, checked
 from sonde.commands.run import check_folder, existing_part
 from sonde.version import DISTRIBUTION, TESTED, install_hint
-from sonde.wording import number
 
 _EXTRA = re.compile(r"([\w-]+)([^;]*); extra == ['\"](?!dev|docs)(\w+)['\"]")
 """A package of an extra in sonde's metadata, its range, and the extra. Two extras are for sonde's developers."""
@@ -117,7 +116,5 @@ def _folder(folder: Path) -> Check:
     check_folder(folder)
     free = shutil.disk_usage(existing_part(folder)).free / 1e9
     if free < _ENOUGH_GB:
-        return Check(
-            "log folder", "warning", f"{number(free)} GB free for {folder}", "make room, or pass another --out"
-        )
-    return Check("log folder", "ok", f"{folder} can be written to, {number(free)} GB free")
+        return Check("log folder", "warning", f"{free:.1f} GB free for {folder}", "make room, or pass another --out")
+    return Check("log folder", "ok", f"{folder} can be written to, {free:.1f} GB free")

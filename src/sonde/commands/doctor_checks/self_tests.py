@@ -137,12 +137,17 @@ def entropy_forecast(_: Path) -> Compared:
 @contextlib.contextmanager
 def _logged(folder: Path) -> Iterator[Path]:
     """The log of one step, on the disk of the user's logs."""
-    with tempfile.TemporaryDirectory(prefix=".sonde-doctor-", dir=existing_part(folder)) as place:
-        log = sonde.RunLog(sonde.JsonlSink(place), every=1)
-        _measured(_model(), 2, per_example="never", log=log)
-        if log.alerts:
-            raise OSError(", ".join(log.alerts.values()))
-        yield Path(place)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".sonde-doctor-", dir=existing_part(folder)) as place:
+            log = sonde.RunLog(sonde.JsonlSink(place), every=1)
+            _measured(_model(), 2, per_example="never", log=log)
+            if log.alerts:
+                raise OSError(0, ", ".join(log.alerts.values()))
+            yield Path(place)
+    except OSError as error:
+        raise ValueError(
+            f"nothing can be written beside {folder} ({error.strerror}): make room, or pass --out"
+        ) from error
 
 
 def log(folder: Path) -> Compared:
