@@ -133,6 +133,7 @@ def test_what_is_broken_is_named_with_what_to_do(tmp_path: Path) -> None:
     assert "nope0" in rows["self-tests (ranks)"].found
     assert all(rows[name].state == "ok" for name in ("micro batches", "entropy forecast", "log"))
     assert all(each.advice for each in rows.values() if each.state != "ok")
+    assert [path.name for path in tmp_path.iterdir()] == ["site"]
 
 
 def test_without_torch_it_says_what_works(tmp_path: Path) -> None:
@@ -180,7 +181,7 @@ def test_packages_outside_their_range_and_extras_that_are_missing(
     monkeypatch.syspath_prepend(tmp_path)
     rows = environment(tmp_path)
     assert [rows[name].state for name in ("transformers", "wandb", "torch")] == ["warning"] * 3
-    assert rows["transformers"].found == "4.9.1, and sonde is tested with from 5.23 to below 5.24"
+    assert rows["transformers"].found == "4.9.1, and sonde's tests ran with 5.23 to below 5.24"
     monkeypatch.setitem(sys.modules, "bokeh", None)
     report = row(tests_of_sonde.report, tmp_path)
     assert (report.state, report.advice) == ("not there", "pip install 'gradsonde[report]'")

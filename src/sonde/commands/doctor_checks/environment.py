@@ -81,8 +81,8 @@ def _missing(package: str, remedy: str) -> Check:
 def _in_range(package: str, version: str, first: str, beyond: str) -> Check:
     if _numbers(first) <= _numbers(version) and (not beyond or _numbers(version) < _numbers(beyond)):
         return Check(package, "ok", version)
-    tested = f"from {first} to below {beyond}" if beyond else f"{first} and later"
-    return Check(package, "warning", f"{version}, and sonde is tested with {tested}", f"use a {package} {tested}")
+    tested = f"{first} to below {beyond}" if beyond else f"{first} and later"
+    return Check(package, "warning", f"{version}, and sonde's tests ran with {tested}", f"use {package} {tested}")
 
 
 def _numbers(version: str) -> list[int]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,8 +16,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from sonde.commands.doctor_checks.check import REPORT_IT, Check
+from sonde.commands.run import existing_part
 from sonde.evidence.shell_run import end_processes
 
+LOGS = ".sonde-doctor-"
+"""Begins the name of a folder with a test's log; the process of this doctor follows."""
 _PATIENCE = 60.0
 """Seconds in which torch must be imported, and each test must end. On two idle cores all tests take a tenth of it."""
 _GRACE = 40.0
@@ -76,6 +81,7 @@ def self_tests(group: str, folder: Path, n_ranks: int = 1, *, patience: float = 
     """
     name = f"self-tests ({group})"
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as ranks:
+        ranks.callback(_remove_left, existing_part(folder))
         said = ranks.enter_context((Path(place) / "said").open("w+"))
         for rank in reversed(range(n_ranks)):
             words = ("sonde.commands.doctor_checks.self_tests", group, str(folder), str(rank), f"{place}/store")
@@ -94,3 +100,9 @@ def self_tests(group: str, folder: Path, n_ranks: int = 1, *, patience: float = 
         except (queue.Empty, subprocess.TimeoutExpired):
             why = f"no answer within {patience:g} s"
     yield Check(name, "fails", f"{why}. The tests after it did not run", REPORT_IT)
+
+
+def _remove_left(folder: Path) -> None:
+    """Remove what a test has left in the folder of logs when its process was killed."""
+    for left in folder.glob(f"{LOGS}{os.getpid()}-*"):
+        shutil.rmtree(left, ignore_errors=True)

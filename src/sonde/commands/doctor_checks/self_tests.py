@@ -26,6 +26,7 @@ from torch.utils.benchmark import Timer
 
 import sonde
 from sonde.commands.doctor_checks.check import REPORT_IT, Check, checked
+from sonde.commands.doctor_checks.processes import LOGS
 from sonde.commands.run import existing_part
 from sonde.log.sinks import RECORDS_NAME
 from sonde.parallel.devices import default_device, has_float64, runs_beside_host
@@ -138,7 +139,7 @@ def entropy_forecast(_: Path) -> Compared:
 def _logged(folder: Path) -> Iterator[Path]:
     """The log of one step, on the disk of the user's logs."""
     try:
-        with tempfile.TemporaryDirectory(prefix=".sonde-doctor-", dir=existing_part(folder)) as place:
+        with tempfile.TemporaryDirectory(prefix=f"{LOGS}{os.getppid()}-", dir=existing_part(folder)) as place:
             log = sonde.RunLog(sonde.JsonlSink(place), every=1)
             _measured(_model(), 2, per_example="never", log=log)
             if log.alerts:
