@@ -8,6 +8,7 @@ import tomllib
 
 import pytest
 
+from sonde.version import TESTED
 from tests.where_it_works import PAGE, Row, rows, version_tuple, with_row
 
 ROW = Row("2.9.1", "3.11.7", "1.16.0", "5.23.0", "2026-11-22", 1800, 0, 12)
@@ -47,3 +48,15 @@ def test_the_oldest_torch_and_python_that_are_promised_have_run() -> None:
     assert version_tuple(python) == min(version_tuple(row.python)[:2] for row in runs)
     assert f"sonde needs torch {torch} or later and Python {python} or later." in PAGE.read_text()
     assert f"(Python {python} or later, torch {torch} or later)" in (PAGE.parent.parent / "README.md").read_text()
+
+
+def test_the_tested_range_that_messages_name_is_the_page_s() -> None:
+    """What the page says has run, in its table and below it."""
+    versions = PAGE.read_text().partition("## Versions")[2].partition("Not run")[0]
+    ran = {
+        "torch": re.findall(r"(?:^\| |torch )(2\.\d+)\.\d", versions, re.M),
+        "Python": re.findall(r"(?:\| |Python )(3\.1\d)\b", versions),
+    }
+    for name, found in ran.items():
+        first, beyond = map(version_tuple, TESTED[name])
+        assert (min(map(version_tuple, found)), max(map(version_tuple, found))) == (first, (beyond[0], beyond[1] - 1))

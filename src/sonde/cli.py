@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import tyro
 
@@ -27,6 +28,7 @@ class Command:
         run: the function there that takes these options, and returns the exit status.
         takes_script: whether a script of the user's follows two dashes, which `run` takes too. `USAGE` of the module
             shows how.
+        script_is_optional: whether it also runs without a script.
     """
 
     about: str
@@ -34,6 +36,7 @@ class Command:
     options: str
     run: str
     takes_script: bool = False
+    script_is_optional: bool = False
 
 
 COMMANDS = {
@@ -63,6 +66,14 @@ COMMANDS = {
         "BranchOptions",
         "run_branch",
         takes_script=True,
+    ),
+    "doctor": Command(
+        "check this machine, and what sonde run would find in a script",
+        "sonde.commands.doctor",
+        "DoctorOptions",
+        "run_doctor",
+        takes_script=True,
+        script_is_optional=True,
     ),
     "demo": Command(
         "train a small language model and judge its batch size",
@@ -109,21 +120,32 @@ def _run(args: list[str]) -> int:
     if args[:1] in (["--help"], ["-h"]):
         print(_help())
         return 0
+    run, options, script = options_of(args)
+    return run(options) if script is None else run(options, script)
+
+
+def options_of(args: Sequence[str]) -> tuple[Callable[..., int], Any, list[str] | None]:
+    """What runs a command, its options, and the script with its own arguments; None for a command that takes none.
+
+    Args:
+        args: arguments after the program's name.
+
+    Raises:
+        ValueError: for an unknown command, and a script that is missing.
+        SystemExit: after --help, and after a message about wrong options.
+    """
     # The longest name: "demo entropy" before "demo".
     name = next((name for n in (2, 1) if (name := " ".join(args[:n])) in COMMANDS), None)
     if name is None:
         raise ValueError(_unknown(args))
-    command, args = COMMANDS[name], args[len(name.split()) :]
+    command, own, script = COMMANDS[name], list(args[len(name.split()) :]), None
     module = importlib.import_module(command.module)
-    run = getattr(module, command.run)
-    script: list[str] = []
     if command.takes_script:
         from sonde.commands.run import split_command
 
-        args, script = split_command(args, name, module.USAGE)
-    options = tyro.cli(getattr(module, command.options), prog=f"sonde {name}", args=args)
-    status: int = run(options, script) if command.takes_script else run(options)
-    return status
+        own, script = split_command(own, name, module.USAGE, is_optional=command.script_is_optional)
+    options = tyro.cli(getattr(module, command.options), prog=f"sonde {name}", args=own)
+    return getattr(module, command.run), options, script
 
 
 def _help() -> str:

@@ -1,8 +1,21 @@
-"""The version and the name of the distribution, on their own so that the build reads them without importing torch."""
+"""The version and the name of the distribution, and the versions of other packages that the tests ran with.
+
+On their own, so that the build and `sonde doctor` read them without importing torch.
+"""
 
 __version__ = "0.1.0"
 DISTRIBUTION = "gradsonde"
 """What pip installs. On the package index, `sonde` is another project."""
+TESTED = {
+    "Python": ("3.11", "3.14"),
+    "torch": ("2.9", "2.16"),
+    "transformers": ("5.23", "5.24"),
+    "trl": ("1.16", "1.17"),
+    "lightning": ("2.6.6", "2.7"),
+    "accelerate": ("1.15", "1.16"),
+    "torchtitan": ("0.3", "0.4"),
+}
+"""The first version that the tests ran with, and the first one above it that they did not."""
 
 
 def install_hint(extra: str) -> str:

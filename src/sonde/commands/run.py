@@ -15,15 +15,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import arg
 
-from sonde.batch_size.setup import NoiseScaleOptions
-from sonde.commands.run_script.settings import VARIABLE, Settings
-from sonde.commands.run_script.units import check_units_from
 from sonde.log.sinks import in_branch
 
 USAGE = "sonde run [options] -- train.py …"
@@ -76,21 +73,26 @@ class RunOptions:
     report: bool = True
 
 
-def split_command(args: Sequence[str], name: str = "run", usage: str = USAGE) -> tuple[list[str], list[str]]:
-    """The options of `sonde run` or `sonde branch`, and the command after `--`.
+def split_command(
+    args: Sequence[str], name: str = "run", usage: str = USAGE, *, is_optional: bool = False
+) -> tuple[list[str], list[str]]:
+    """The options of one of sonde's commands, and the script's command after `--`.
 
     Args:
         args: what follows the name.
         name: of sonde's command.
         usage: of it, for messages.
+        is_optional: whether there may be no script.
 
     Raises:
-        ValueError: when there is no command.
+        ValueError: when there is no script.
     """
     at = list(args).index("--") if "--" in args else len(args)
     own, command = list(args[:at]), list(args[at + 1 :])
     if not command and not {"--help", "-h"} & set(own):
         begins = next((i for i, word in enumerate(own) if _begins_command(word)), None)
+        if is_optional and at == len(args) and begins is None:
+            return own, []
         if at < len(args) or begins is None:
             got = "nothing after --" if at < len(args) else f"no -- in {' '.join(args)!r:.80}"
             raise ValueError(f"the script comes after two dashes, got {got}: {usage}")
@@ -114,21 +116,26 @@ def run_script(options: RunOptions, command: Sequence[str]) -> int:
         ValueError: for options outside their range, and a command that is not there.
         OSError: when the command cannot be started.
     """
-    _check(options)
+    from sonde.commands.run_script.settings import Settings
+
+    check_options(options)
     program = arguments_of(command, options.nproc)
     environment = environment_of(options, command, os.environ)
-    _check_folder(Path(Settings.of_environment(environment).folder))
+    check_folder(Path(Settings.of_environment(environment).folder))
     sys.stdout.flush()
     sys.stderr.flush()
     os.execvpe(program[0], program, environment)
 
 
-def _check(options: RunOptions) -> None:
+def check_options(options: RunOptions) -> None:
     """Refuse options outside their range, before anything starts.
 
     Raises:
         ValueError: with the option and its range.
     """
+    from sonde.batch_size.setup import NoiseScaleOptions  # imports torch, which `sonde doctor` may be without
+    from sonde.commands.run_script.units import check_units_from
+
     if options.nproc is not None and options.nproc < 1:
         raise ValueError(f"--nproc must be at least 1, got {options.nproc}: leave it out to start one process")
     check_units_from(options.units_from)
@@ -139,13 +146,18 @@ def _check(options: RunOptions) -> None:
         raise ValueError(f"--{error}") from None  # it begins with the name of the option
 
 
-def _check_folder(folder: Path) -> None:
+def existing_part(folder: Path) -> Path:
+    """The folder itself, or the innermost around it that exists."""
+    return next(each for each in (folder, *folder.parents) if os.path.exists(each))
+
+
+def check_folder(folder: Path) -> None:
     """Refuse a folder for the log that cannot be made, or written to. Nothing is left behind.
 
     Raises:
         ValueError: with the reason.
     """
-    existing = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+    existing = existing_part(folder)
     try:
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"sonde")
@@ -196,9 +208,11 @@ def environment_of(options: RunOptions, command: Sequence[str], environment: Map
         command: for the log.
         environment: of this process.
     """
+    from sonde.commands.run_script.settings import VARIABLE, Settings
+
     folder = in_branch(options.out or Path("runs") / f"{_name_of(command)}-{time.strftime('%Y-%m-%d_%H-%M-%S')}")
     start = f"{datetime.datetime.now()}, process {os.getpid()}"
-    handed_on = {name: value for name, value in vars(options).items() if name not in ("nproc", "out")}
+    handed_on = {f.name: getattr(options, f.name) for f in fields(RunOptions) if f.name not in ("nproc", "out")}
     pid = os.getpid() if options.nproc is None else 0  # the command becomes the script, or torchrun
     settings = Settings(tuple(command), str(folder.absolute()), start, pid, **handed_on)
     before = environment.get("PYTHONPATH")

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from sonde.evidence.branches import Branch, State, branch_as_json, branch_of_json
 from sonde.evidence.shell_losses import STATUS, STDERR, STDOUT, Losses, LossSource, read_losses
@@ -179,13 +180,15 @@ def train(
                 next(iter(running)).wait(_SECONDS_BETWEEN_LOOKS)
             seen = {process: read_losses(each.folder, each.batch, source) for process, each in running.items()}
             on_progress(sum(losses.curve.units[-1] for losses in seen.values() if losses.curve.units))
-            _end([process for process, each in running.items() if _has_trained_enough(seen[process], each.units)])
+            end_processes(
+                [process for process, each in running.items() if _has_trained_enough(seen[process], each.units)]
+            )
             for process in [process for process in running if process.poll() is not None]:
                 process.communicate(_ENDED)
                 each = running.pop(process)
                 yield each, collect(each, source)
     finally:
-        _end([*running])
+        end_processes([*running])
         for process in running:
             process.communicate(_ENDED)
 
@@ -197,10 +200,15 @@ def _started(asked: Asked, launcher: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True)
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End processes and all that they have started: by SIGTERM, and those that go on, by SIGKILL."""
+def end_processes(processes: Sequence[subprocess.Popen[Any]], grace: float = _GRACE) -> None:
+    """End processes and all that they have started: by SIGTERM, and those that go on, by SIGKILL.
+
+    Args:
+        processes: each in a session of its own.
+        grace: seconds that they have after SIGTERM.
+    """
     _signal(processes, signal.SIGTERM)
-    deadline = time.monotonic() + _GRACE
+    deadline = time.monotonic() + grace
     try:
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -211,7 +219,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
-def _signal(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+def _signal(processes: Sequence[subprocess.Popen[Any]], number: int) -> None:
     for process in processes:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)

@@ -24,7 +24,7 @@ from sonde.integrations.guarded import (
 )
 from sonde.parallel.placements import is_partial
 from sonde.records import LogOrPlaces, logger
-from sonde.version import install_hint
+from sonde.version import TESTED, install_hint
 
 try:
     import accelerate
@@ -33,8 +33,6 @@ try:
 except ImportError as error:
     raise ImportError(f"this needs accelerate: {install_hint('accelerate')}") from error
 
-TESTED = ("1.15", "1.16")
-"""The first version that the tests ran with, and the first one above it that they did not."""
 SAVED_AS = "sonde_noise_scale.json"
 """The file with the averages in a folder that `accelerator.save_state` writes."""
 
@@ -100,7 +98,7 @@ def attach(
         )
     if why := why_no_hook(model):
         raise ValueError(f"units are counted in the forwards of the model, and {why}: prepare a module around it")
-    warn_if_untested("accelerate", accelerate.__version__, TESTED)
+    warn_if_untested("accelerate", accelerate.__version__, TESTED["accelerate"])
     how = None if units or weight else options.pop("units_per_piece", FIRST_DIM)
     options |= {"unit": unit, "trainer": "Accelerate"}
     guarded = GuardedProbe(options, units=units, weight=weight, log=log, on_error=on_error, verbose=verbose)

@@ -37,8 +37,6 @@ _NAMES = ("b_simple", "b_simple_low", "b_simple_high", "b_simple_average", "grad
 LOGGED = tuple(f"gns/{name}" for name in _NAMES)
 """What trainers' own logs get, which many print whole. The log of the run has all metrics."""
 
-TESTED_TRL = ("1.16", "1.17")
-"""The first version of TRL that the tests ran with, and the first one above it that they did not."""
 _MARK = "is_wrapped_by_sonde"
 """Attribute of a wrapper."""
 

@@ -11,16 +11,13 @@ from torch import Tensor
 from sonde.batch_size.batch_dim import units_in_batch
 from sonde.integrations.guarded import Attached, GuardedProbe, OnError, warn_if_untested
 from sonde.records import LogOrPlaces
-from sonde.version import install_hint
+from sonde.version import TESTED, install_hint
 
 try:
     import lightning
     from lightning.pytorch import Callback, LightningModule, Trainer
 except ImportError as error:
     raise ImportError(f"this needs lightning: {install_hint('lightning')}") from error
-
-TESTED = ("2.6.6", "2.7")
-"""The first version that the tests ran with, and the first one above it that they did not."""
 
 
 class NoiseScale(Attached, Callback):  # type: ignore[misc]
@@ -60,7 +57,7 @@ class NoiseScale(Attached, Callback):  # type: ignore[misc]
         verbose: bool = True,
         **options: Any,
     ) -> None:
-        warn_if_untested("lightning", lightning.__version__, TESTED)
+        warn_if_untested("lightning", lightning.__version__, TESTED["lightning"])
         options |= {"unit": unit, "trainer": "Lightning"}
         super().__init__(GuardedProbe(options, units=units, weight=weight, log=log, on_error=on_error, verbose=verbose))
         self._saved: Any = None

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from sonde.integrations.guarded import Attached, GuardedProbe, OnError, WrappedMethods, is_wrapped, warn_if_untested
 from sonde.integrations.torchtitan_batches import UnitsOfBatch, counts_of, counts_of_each
 from sonde.records import LogOrPlaces, logger
+from sonde.version import TESTED
 
 try:
     from torchtitan.components.checkpointer import CheckpointManager
@@ -23,8 +24,6 @@ try:
 except ImportError as error:
     raise ImportError("this needs torchtitan, with a torch from 2.14 on: see docs/torchtitan.md") from error
 
-TESTED = ("0.3", "0.4")
-"""The first version that the tests ran with, and the first one above it that they did not."""
 SAVED_AS = "sonde"
 """The entry of checkpoints that has the averages."""
 
@@ -70,7 +69,7 @@ def attach(
         raise ValueError(f"trainer must be a torchtitan.trainer.Trainer, got {trainer!r:.80}")
     if is_wrapped(trainer, "forward_backward_step"):
         raise ValueError("this trainer has a probe already: close it first")
-    warn_if_untested("torchtitan", importlib.metadata.version("torchtitan"), TESTED)
+    warn_if_untested("torchtitan", importlib.metadata.version("torchtitan"), TESTED["torchtitan"])
     dims = trainer.parallel_dims
     meshes = {"mesh": dims.world_mesh, "pp_mesh": dims.get_optional_mesh("pp")}
     options = {"unit": unit, "trainer": "torchtitan", **meshes, **options}

@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from sonde.integrations.guarded import (
-    TESTED_TRL,
     Attached,
     Counts,
     GuardedProbe,
@@ -19,7 +18,7 @@ from sonde.integrations.guarded import (
     warn_if_untested,
 )
 from sonde.records import LogOrPlaces
-from sonde.version import install_hint
+from sonde.version import TESTED, install_hint
 
 try:
     import transformers
@@ -29,8 +28,6 @@ try:
 except ImportError as error:
     raise ImportError(f"this needs transformers: {install_hint('transformers')}") from error
 
-TESTED = ("5.23", "5.24")
-"""The first version that the tests ran with, and the first one above it that they did not."""
 SAVED_AS = "sonde_noise_scale"
 """The entry of `TrainerState.stateful_callbacks` with the averages. transformers saves that mapping with a checkpoint.
 No callback has this name, so transformers restores no callback from the entry."""
@@ -83,10 +80,10 @@ def attach(
         raise ValueError(f"trainer must be a transformers.Trainer, got {trainer!r:.80}: pass the object that trains")
     if any(isinstance(callback, TransformersProbe) for callback in trainer.callback_handler.callbacks):
         raise ValueError("this trainer has a probe already: attach once, or close the first")
-    warn_if_untested("transformers", transformers.__version__, TESTED)
+    warn_if_untested("transformers", transformers.__version__, TESTED["transformers"])
     batches = MicroBatches(trainer, units, weight)
     if batches.is_trl_trainer:
-        warn_if_untested("trl", importlib.metadata.version("trl"), TESTED_TRL)
+        warn_if_untested("trl", importlib.metadata.version("trl"), TESTED["trl"])
     if batches.has_pairs:
         options.setdefault("per_example", "never")  # a pair has two rows, and each row's gradient is a part of its own
     options |= {"unit": unit or batches.unit, "trainer": batches.trainer_name}

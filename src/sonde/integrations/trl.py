@@ -31,14 +31,14 @@ from sonde.policy.scoring.training_state import preserve_training_state, seed_ev
 from sonde.policy.stats.entropy_forecast import EntropyForecast
 from sonde.policy.stats.policy_entropy import PolicyEntropy
 from sonde.records import LogOrPlaces, RunLog, log_of, logger
-from sonde.version import install_hint
+from sonde.version import TESTED, install_hint
 
 try:
     from transformers import TrainerCallback
     from trl import GRPOTrainer
     from trl import __version__ as trl_version
 
-    from sonde.integrations.guarded import TESTED_TRL, OnError, WrappedMethods, checked_on_error, warn_if_untested
+    from sonde.integrations.guarded import OnError, WrappedMethods, checked_on_error, warn_if_untested
     from sonde.integrations.trl_checks import check_arguments, default_prompts
     from sonde.integrations.trl_rollouts import FullPrecision, TrlRollouts
 except ImportError as error:
@@ -104,7 +104,7 @@ def attach(
     config = config if isinstance(config, ProbesConfig) else probes_from_config(config)
     config.warn_if_nothing_is_on()
     warn_if_untested(
-        "trl", trl_version, TESTED_TRL, "compare a few forecasts with fresh rollouts, by attach(…, rollouts=True)"
+        "trl", trl_version, TESTED["trl"], "compare a few forecasts with fresh rollouts, by attach(…, rollouts=True)"
     )
     if evaluation_prompts is None:
         evaluation_prompts = default_prompts(trainer)

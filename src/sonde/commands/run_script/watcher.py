@@ -22,6 +22,7 @@ import sonde
 from sonde.batch_size.found_model import NOT_ON_ALL_RANKS
 from sonde.batch_size.hooks import in_backward
 from sonde.batch_size.step_watch import Arguments, with_closure
+from sonde.commands.run_script import NAMES_MODELS
 from sonde.commands.run_script.measured import MeasuredModel, MeasuredTrainer, why_not_reduced
 from sonde.commands.run_script.model_search import ModelOfOptimizers, ModelSearch, stepped_by
 from sonde.commands.run_script.settings import Settings
@@ -150,7 +151,7 @@ class ScriptWatcher:
             self._refuse([], str(error))
             return
         self._trainings[-1] = training
-        self._all.append(training)
+        self._measures(training)
 
     def trainer_ends(self) -> None:
         """The last training that began has ended, or has raised: its optimizers are done."""
@@ -220,10 +221,15 @@ class ScriptWatcher:
             is_alone = NOT_ON_ALL_RANKS in getattr(error, "__notes__", ())
             self._refuse(found.optimizers, f"{error}", is_alone=is_alone)
             return
-        self._all.append(model)
+        self._measures(model)
         self._models.append(model)
         atexit.unregister(self.script_ends)
         atexit.register(self.script_ends)  # the last one comes first: before the probe closes itself
+
+    def _measures(self, each: MeasuredModel | MeasuredTrainer) -> None:
+        self._all.append(each)
+        if NAMES_MODELS in os.environ:
+            say(f"{each.name} is measured")
 
     def _close_all(self, reason: str) -> None:
         for each in self._all:

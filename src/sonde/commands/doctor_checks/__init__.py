@@ -1,0 +1,1 @@
+"""What `sonde doctor` looks at."""

@@ -1,0 +1,253 @@
+"""Self-tests of `sonde doctor`: each mechanism on this machine beside its definition, computed in float64.
+
+`python -m sonde.commands.doctor_checks.self_tests GROUP FOLDER RANK STORE` runs a group in a process of its own, since
+a test may crash or hang. It writes to stdout, as JSON, the name of each test when it begins, then the row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.benchmark import Timer
+
+import sonde
+from sonde.commands.doctor_checks.check import REPORT_IT, Check, checked
+from sonde.commands.doctor_checks.processes import LOGS
+from sonde.commands.run import existing_part
+from sonde.log.sinks import RECORDS_NAME
+from sonde.parallel.devices import default_device, has_float64, runs_beside_host
+from sonde.wording import number
+
+N_RANKS = 2
+Compared = tuple[str, Sequence[float], Sequence[float]]
+"""What was measured, in words; the numbers by sonde, and the exact ones."""
+Test = Callable[[Path], Check | Compared]
+"""Takes the folder for logs."""
+_TOLERANCE = 1e-4
+"""Relative. Gradients of 8 rows are exact to about 1e-7 in fp32, and differences of their squares to about 1e-6."""
+_CPU = torch.device("cpu")
+
+
+# A linear model, whose gradients are one line.
+
+_RANDOM = torch.Generator().manual_seed(0)
+_X = torch.randn(8, 3, generator=_RANDOM, dtype=torch.float64, device=_CPU)
+_Y = torch.randn(8, generator=_RANDOM, dtype=torch.float64, device=_CPU)
+_WEIGHT = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, device=_CPU)
+_WHAT = "tr Σ, |G|², norm"
+
+
+def exact(n_pieces: int) -> list[float]:
+    """tr Σ, |G|² and |F| of a step on all rows, by the definitions in docs/noise-scale.md."""
+    of_rows = 2 * (_X @ _WEIGHT - _Y)[:, None] * _X  # [rows, parameters]
+    pieces = of_rows.view(n_pieces, -1, 3).mean(1)
+    small, big = float(pieces.square().sum(1).mean()), float(pieces.mean(0).square().sum())
+    u, v = n_pieces / len(_X), 1 / len(_X)
+    return [(small - big) / (u - v), (u * big - v * small) / (u - v), math.sqrt(big)]
+
+
+def _model(device: torch.device = _CPU) -> nn.Module:
+    model = nn.Linear(3, 1, bias=False, device=device)
+    model.load_state_dict({"weight": _WEIGHT.float()[None]})
+    return model
+
+
+def _measured(model: nn.Module, n_pieces: int, rows: slice = slice(8), **options: Any) -> list[float]:
+    """The same by sonde: a step on these rows, in so many pieces."""
+    device = next(model.parameters()).device
+    x, y = (values[rows].float().to(device).chunk(n_pieces) for values in (_X, _Y))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with sonde.attach(model, optimizer, unit="rows", every=1, verbose=False, **options) as probe:
+        for k in range(n_pieces):
+            ((model(x[k])[:, 0] - y[k]).square().mean() / n_pieces).backward()
+        norm = probe.clip_grad_norm_(None)
+        optimizer.step()
+        window = probe.window()
+        if window is None:
+            raise RuntimeError(f"the step was left out: {', '.join(probe.reading().dropped)}")
+        return [window.total.trace_cov, window.total.grad_sq, float(norm)]
+
+
+def micro_batches(_: Path) -> Compared:
+    """By hooks on parameters, on the CPU and on the accelerator."""
+    devices = dict.fromkeys((_CPU, default_device()))
+    measured = [value for device in devices for value in _measured(_model(device), 4, per_example="never")]
+    return f"{_WHAT} on {' and '.join(map(str, devices))}", measured, exact(4) * len(devices)
+
+
+def single_examples(_: Path) -> Compared:
+    """By the inputs and output gradients of layers."""
+    return _WHAT, _measured(_model(default_device()), 1, per_example="always"), exact(8)
+
+
+def norm_and_clip(_: Path) -> Compared:
+    """`sonde.clip_grad_norm_` beside an exact sum."""
+    weight = nn.Parameter(torch.zeros(1000, device=default_device()))
+    weight.grad = torch.randn(1000, generator=_RANDOM, device=_CPU).to(weight.device)
+    before = weight.grad.tolist()
+    norm, whole = float(sonde.clip_grad_norm_(weight, 1.0)), math.sqrt(math.fsum(g * g for g in before))
+    return "1,000 clipped elements", [norm, *weight.grad.tolist()], [whole, *(g / whole for g in before)]
+
+
+# A policy whose next token, 0 or 1, depends on the last one alone. Tokens 2 and 3 are prompts.
+
+_QUARTERS = ((1, 3), (2, 2), (3, 1), (2, 2))
+"""By the last token, the probability of tokens 0 and 1, in quarters."""
+
+
+class _Policy(nn.Embedding):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids)
+
+
+def _entropy(logits: Tensor) -> float:
+    """Entropy in nats a token of all responses of two tokens to both prompts; logits: [last token, next token]."""
+    p = logits.detach().double().softmax(-1)
+    each = -(p * p.log()).sum(-1)
+    return float((each[2:] + p[2:] @ each[:2]).mean()) / 2
+
+
+def entropy_forecast(_: Path) -> Compared:
+    """The change of entropy by a large step, beside all responses that are possible."""
+    policy = _Policy(4, 2)
+    policy.load_state_dict({"weight": torch.tensor(_QUARTERS).log()})
+    policy.weight.grad = torch.tensor([[0.5, -0.5], [-0.3, 0.3], [0.2, -0.2], [0.4, -0.4]])
+    # Each response is there as often as it is likely, so a mean over responses is an expectation.
+    often = [[0] * zeros + [1] * ones for zeros, ones in _QUARTERS]
+    ids = torch.tensor([[prompt, a, b] for prompt in (2, 3) for a in often[prompt] for b in often[a]])
+    rollouts = sonde.Rollouts({"input_ids": ids}, mask=torch.ones(len(ids), 2), prompt=ids[:, 0])
+    forecast = sonde.EntropyChangeProbe(policy, torch.optim.SGD(policy.parameters(), lr=1.0)).forecast(rollouts)
+    after, before = _entropy(policy.weight - policy.weight.grad), _entropy(policy.weight)
+    return "the change by a step", [math.nan if forecast.delta is None else forecast.delta], [after - before]
+
+
+@contextlib.contextmanager
+def _logged(folder: Path) -> Iterator[Path]:
+    """The log of one step, on the disk of the user's logs."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=f"{LOGS}{os.getppid()}-", dir=existing_part(folder)) as place:
+            log = sonde.RunLog(sonde.JsonlSink(place), every=1)
+            _measured(_model(), 2, per_example="never", log=log)
+            if log.alerts:
+                raise OSError(0, ", ".join(log.alerts.values()))
+            yield Path(place)
+    except OSError as error:
+        raise ValueError(
+            f"nothing can be written beside {folder} ({error.strerror}): make room, or pass --out"
+        ) from error
+
+
+def log(folder: Path) -> Compared:
+    """Written, read, torn in its last line, and read again."""
+    with _logged(folder) as place:
+        whole = sonde.read_run(place)
+        with (place / RECORDS_NAME).open("ab") as file:
+            file.write(b'{"kind":"reading","win')
+        torn = sonde.read_run(place)
+    if whole.torn or not torn.torn or torn.readings != whole.readings:
+        raise RuntimeError("a line that a crash tore is not left out")
+    read = [whole.readings[-1].metrics[name] or math.nan for name in ("gns/trace_cov", "gns/grad_sq", "grad/norm")]
+    return "written, torn, read", read, exact(2)
+
+
+def report(folder: Path) -> Check:
+    """The page of that log."""
+    with _logged(folder) as place:
+        page = sonde.write_report(place).read_text()
+    if not (page.startswith("<!DOCTYPE html>") and page.rstrip().endswith("</html>")):
+        raise RuntimeError(f"the page is not whole: {page[:40]!r}")
+    return Check("report", "ok", f"a page of {len(page) / 1e6:.1f} MB")
+
+
+def devices(_: Path) -> Check:
+    """What torch finds, and how fast fp64 is there."""
+    device, advice = default_device(), ""
+    backends = [name for name in ("gloo", "nccl", "xccl") if dist.is_available() and dist.is_backend_available(name)]
+    found = f"CPU with {torch.get_num_threads()} threads, {', '.join(backends) or 'no backend'} for ranks"
+    if runs_beside_host(device):
+        name = getattr(torch.get_device_module(device), "get_device_name", lambda: device.type)()
+        found += f", {torch.accelerator.device_count()} × {name}, {_float64(device)}"
+    if torch.version.cuda and not torch.cuda.is_available():
+        advice = "torch is built for CUDA, and finds no GPU: look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+    elif torch.cuda.device_count() > 1 and "nccl" not in backends:
+        advice = "install a torch with NCCL to use several GPUs"
+    return Check("devices", "warning" if advice else "ok", found, advice)
+
+
+def _float64(device: torch.device) -> str:
+    if not has_float64(device):
+        return "no fp64: sums are in fp32"
+    values = (torch.ones(2**24, dtype=dtype, device=device) for dtype in (torch.float32, torch.float64))
+    single, double = (Timer("x.square().sum()", globals={"x": x}).timeit(10).mean for x in values)
+    return f"a sum in fp64 takes {double / single:.1f} times that in fp32"
+
+
+# On two ranks.
+
+
+def _on_this_rank(model: nn.Module) -> Compared:
+    first = 4 * dist.get_rank()
+    return _WHAT, _measured(model, 1, slice(first, first + 4), per_example="never"), exact(N_RANKS)
+
+
+def DDP(_: Path) -> Compared:
+    """A piece on each rank."""
+    return _on_this_rank(nn.parallel.DistributedDataParallel(_model()))
+
+
+def FSDP2(_: Path) -> Compared:
+    """The same, where each rank holds a part of the model."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model := _model(), mesh=init_device_mesh("cpu", (N_RANKS,)))
+    return _on_this_rank(model)
+
+
+ALONE: Sequence[Test] = (devices, micro_batches, single_examples, norm_and_clip, entropy_forecast, log, report)
+ON_RANKS: Sequence[Test] = (DDP, FSDP2)
+
+
+def row_of(name: str, test: Test, folder: Path) -> Check:
+    """The row of a test, which is run now."""
+    found = test(folder)
+    if isinstance(found, Check):
+        return found
+    what, measured, right = found
+    error = max(abs(a - b) / abs(b) for a, b in zip(measured, right, strict=True))
+    if error < _TOLERANCE:  # not so if it is NaN
+        return Check(name, "ok", f"{what}: exact to {number(error, 1)}")
+    pairs = ", ".join(f"{a:.6g} for {b:.6g}" for a, b in zip(measured[:3], right, strict=False))
+    return Check(name, "fails", f"{what}: {pairs}", f"do not trust numbers of this machine: {REPORT_IT}")
+
+
+def main(group: str, folder: str, rank: str, store: str) -> None:
+    """Run the tests of a group, and write their rows."""
+    rows = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no row
+    if group == "ranks":
+        where: Any = {"init_method": f"file://{store}", "rank": int(rank), "world_size": N_RANKS}
+        dist.init_process_group("gloo", timeout=timedelta(seconds=30), **where)
+    for test in ON_RANKS if group == "ranks" else ALONE:
+        name = test.__name__.replace("_", " ")
+        rows.write(json.dumps(name) + "\n")
+        row = checked(name, functools.partial(row_of, name, test, Path(folder)))
+        rows.write(json.dumps(dataclasses.asdict(row)) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,267 @@
+"""`sonde doctor` on this machine, on broken ones, and with a script."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sonde
+from sonde.cli import main
+from sonde.commands.doctor_checks import self_tests as tests_of_sonde
+from sonde.commands.doctor_checks.check import Check, checked
+from sonde.commands.doctor_checks.environment import environment_checks
+from sonde.commands.doctor_checks.processes import self_tests
+from sonde.commands.doctor_checks.script import script_checks
+from sonde.commands.run import RunOptions
+from tests.commands.scripts import PLAIN, START
+from tests.mutants import Mutant
+from tests.new_process import in_new_process
+from tests.oracles import window_by_hand
+from tests.read_only import read_only_folder
+
+BLOCKED = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {names!r}:
+            {instead}
+sys.meta_path.insert(0, Blocked())
+"""
+RAISES = "raise ModuleNotFoundError(f'No module named {name!r}', name=name)"
+
+
+def machine(folder: Path, *names: str, instead: str = RAISES, **variables: str) -> dict[str, str]:
+    """The environment of a Python in which imports of these packages do this."""
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(BLOCKED.format(names=names, instead=instead))
+    path = os.pathsep.join([str(folder), str(Path(sonde.__file__).parents[1])])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
+
+
+def doctor(environment: Mapping[str, str], folder: Path, *arguments: str) -> tuple[int, dict[str, Check]]:
+    """The exit status and the rows by name. Nothing but JSON is printed."""
+    command = [sys.executable, "-m", "sonde", "doctor", "--json", *arguments]
+    ended = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+    assert "Traceback" not in ended.stderr, ended.stderr
+    return ended.returncode, {row["name"]: Check(**row) for row in json.loads(ended.stdout)["checks"]}
+
+
+def environment(folder: Path) -> dict[str, Check]:
+    return {check.name: check for check in environment_checks(folder)}
+
+
+# The self-tests.
+
+
+def row(test: Any, folder: Path) -> Check:
+    return checked(test.__name__, lambda: tests_of_sonde.row_of(test.__name__, test, folder))
+
+
+@pytest.mark.parametrize("test", tests_of_sonde.ALONE, ids=lambda test: test.__name__)
+def test_each_mechanism_is_sound_here(test: Any, tmp_path: Path) -> None:
+    if test is tests_of_sonde.report:
+        pytest.importorskip("bokeh")
+    assert row(test, tmp_path / "runs").state == "ok"
+    assert list(tmp_path.iterdir()) == []
+
+
+MISTAKES = {
+    "micro_batches": (
+        "batch_size.taps.window_sums:WindowSums._add_gradient",
+        "gradient.terms / weight",
+        "1.01 * gradient.terms / weight",
+    ),
+    "single_examples": ("batch_size.per_example.rules:_by_position", "tensor[:, None]", "1.01 * tensor[:, None]"),
+    "norm_and_clip": ("gradient_norm.scaling:_coefficient_at_hand", "else product", "else 0.999 * product"),
+    "entropy_forecast": ("policy.stats.importance:prefix_log_ratio", "ratio.cumsum(1)", "0 * ratio.cumsum(1)"),
+    "log": ("runs.reader:_records", "cut = number, line", "pass"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_of_a_mechanism_is_noticed(name: str, tmp_path: Path) -> None:
+    function, old, new = MISTAKES[name]
+    with Mutant(name, f"sonde.{function}", old, new).applied():
+        found = row(getattr(tests_of_sonde, name), tmp_path)
+    assert found.state == "fails"
+
+
+def test_the_exact_values_are_those_of_the_oracle() -> None:
+    rows = 2 * (tests_of_sonde._X @ tests_of_sonde._WEIGHT - tests_of_sonde._Y)[:, None] * tests_of_sonde._X
+    pieces = rows.view(4, 2, 3).mean(1)
+    assert tests_of_sonde.exact(4)[:2] == pytest.approx(window_by_hand(pieces, [1.0] * 4, [2.0] * 4, pieces.mean(0)))
+
+
+def test_a_crash_and_a_hang_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (hung,) = self_tests("alone", tmp_path, patience=0.2)
+    assert (hung.name, hung.state) == ("self-tests (alone)", "fails")
+    assert hung.found.startswith("no answer within 0.2 s")
+
+    def crash() -> Check:
+        raise KeyError("x")
+
+    assert checked("any", crash).found == "KeyError: 'x'"
+
+
+# Broken machines.
+
+
+@pytest.mark.slow
+def test_what_is_broken_is_named_with_what_to_do(tmp_path: Path) -> None:
+    """An interface that is not there, half of torchrun's variables, and a package whose import kills the process."""
+    broken = machine(
+        tmp_path / "site", "bokeh", instead="__import__('os').abort()", GLOO_SOCKET_IFNAME="nope0", RANK="1"
+    )
+    status, rows = doctor(broken, tmp_path)
+    assert status == 1
+    assert {name for name, each in rows.items() if each.state == "fails"} == {
+        *("torchrun", "host", "report", "self-tests (ranks)")
+    }
+    assert (rows["torchrun"].advice, rows["host"].advice) == (
+        "unset RANK, or start by torchrun",
+        "set GLOO_SOCKET_IFNAME to one of them, or unset it",
+    )
+    assert rows["report"].found.startswith("its process ended with status -6")
+    assert "nope0" in rows["self-tests (ranks)"].found
+    assert all(rows[name].state == "ok" for name in ("micro batches", "entropy forecast", "log"))
+    assert all(each.advice for each in rows.values() if each.state != "ok")
+    assert [path.name for path in tmp_path.iterdir()] == ["site"]
+
+
+def test_without_torch_it_says_what_works(tmp_path: Path) -> None:
+    status, rows = doctor(machine(tmp_path / "site", "torch"), tmp_path)
+    assert status == 0
+    assert (rows["torch"].state, rows["self-tests"].state, rows["log folder"].state) == ("not there", "not there", "ok")
+    assert "sonde report" in rows["torch"].advice
+
+
+def test_a_folder_that_cannot_be_written_to_and_a_disk_that_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with read_only_folder() as folder:
+        row = environment(folder / "runs")["log folder"]
+    assert (row.state, row.advice) == ("fails", "pass --out with a folder that you may write to")
+    full = in_new_process(log_on_a_full_disk, tmp_path)
+    assert (full.state, full.advice) == ("fails", "make room, or pass --out")
+    assert "File too large" in full.found
+    monkeypatch.setattr("sonde.commands.doctor_checks.environment._ENOUGH_GB", 1e9)
+    row = environment(tmp_path)["log folder"]
+    assert (row.state, row.advice) == ("warning", "make room, or pass another --out")
+
+
+def log_on_a_full_disk(folder: Path) -> Check:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    return row(tests_of_sonde.log, folder)
+
+
+def test_a_host_whose_name_does_not_resolve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "gpu-node-7.invalid")
+    row = environment(tmp_path)["host"]
+    assert (row.state, row.advice) == (
+        "warning",
+        "put gpu-node-7.invalid into /etc/hosts, or set GLOO_SOCKET_IFNAME=lo",
+    )
+
+
+def test_packages_outside_their_range_and_extras_that_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, version in (("transformers", "4.9.1"), ("wandb", "0.18"), ("torch", "2.99.0+cu900")):
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = environment(tmp_path)
+    assert [rows[name].state for name in ("transformers", "wandb", "torch")] == ["warning"] * 3
+    assert rows["transformers"].found == "4.9.1, and sonde's tests ran with 5.23 to below 5.24"
+    monkeypatch.setitem(sys.modules, "bokeh", None)
+    report = row(tests_of_sonde.report, tmp_path)
+    assert (report.state, report.advice) == ("not there", "pip install 'gradsonde[report]'")
+
+
+# With a script.
+
+FOR_EVER = "import time\nwhile True: time.sleep(0.01)\n"
+TRAINS_FOR_EVER = PLAIN.replace("for step in range(12):", "while True:")
+NOT_WRAPPED = f"""
+import os, pathlib
+pathlib.Path(f"pid-{{os.getpid()}}").touch()
+{START}
+dist.init_process_group("gloo")
+{TRAINS_FOR_EVER}
+"""
+
+
+@pytest.mark.slow
+def test_all_is_well_and_a_script_is_stopped_when_a_step_was_measured(tmp_path: Path) -> None:
+    pytest.importorskip("bokeh")
+    (tmp_path / "train.py").write_text(START + TRAINS_FOR_EVER)
+    status, rows = doctor(machine(tmp_path / "site"), tmp_path, "--unit", "images", "--", "train.py")
+    assert (status, {each.state for each in rows.values()} - {"not there", "warning"}) == (0, {"ok"})
+    assert [rows[name].state for name in ("DDP", "FSDP2", "report")] == ["ok"] * 3
+    assert rows["script"].found == "Sequential is measured"
+    assert (rows["script: model"].found, rows["script: optimizer"].found) == (
+        "plain, 129 trainable parameters on cpu",
+        "AdamW",
+    )
+    assert rows["script: step"].found.startswith("4 pieces per window, 32 images in all")
+    assert rows["script: step"].found.endswith(", 8 in a piece")
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py", "site"}
+
+
+@pytest.mark.slow
+def test_why_a_script_is_not_measured_and_nothing_of_it_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks of torchrun, whose model is in no wrapper."""
+    (tmp_path / "train.py").write_text(NOT_WRAPPED)
+    monkeypatch.chdir(tmp_path)
+    for name, value in machine(tmp_path / "site").items():
+        monkeypatch.setenv(name, value)
+    (refused,) = script_checks(RunOptions(nproc=2), ["train.py"], 60.0)
+    assert refused.state == "fails"
+    assert "neither in DDP nor cut by FSDP2" in refused.found
+    assert refused.advice.startswith("pass --reduced-by-hand")
+    assert refused.advice.endswith("by itself")
+    pids = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
+    assert len(pids) == 2
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_script_that_takes_no_step_or_fails(tmp_path: Path) -> None:
+    (tmp_path / "sleeps.py").write_text(FOR_EVER)
+    (tmp_path / "fails.py").write_text("raise KeyError('loss')")
+    (slept,) = script_checks(RunOptions(), [str(tmp_path / "sleeps.py")], 0.5)
+    (failed,) = script_checks(RunOptions(), [str(tmp_path / "fails.py")], 30.0)
+    assert (slept.found, slept.advice) == ("no step was seen in 0.5 s.", "pass a longer --seconds")
+    assert failed.found.startswith("it ended with status 1")
+    assert failed.found.endswith("KeyError: 'loss'")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--seconds", "0"], "--seconds must be above 0"),
+        (["--", "nothing.py"], "no script at nothing.py"),
+        (["--budget", "2", "--", __file__], "--budget must be"),
+        (["train.py"], "two dashes come before the script"),
+        (["--"], "got nothing after --"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_checked(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
