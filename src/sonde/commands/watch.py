@@ -12,6 +12,7 @@ from typing import Annotated
 
 from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from sonde.runs.watch.follow import FollowedRun
@@ -48,7 +49,7 @@ def run_watch(options: WatchOptions) -> int:
     if not options.runs:
         raise ValueError("expected at least one run to watch, got none: give the folder of a run")
     if options.port and not options.serve:
-        raise ValueError(f"--port {options.port} is that of the page: give --serve too")
+        raise ValueError(f"--port {options.port} is the port of the page: give --serve too")
     runs = [FollowedRun(path) for path in options.runs]
     console = Console()
     with contextlib.suppress(KeyboardInterrupt), _served(runs, options, console):
@@ -74,14 +75,15 @@ def _served(runs: Sequence[FollowedRun], options: WatchOptions, console: Console
 
 
 def _show(runs: Sequence[FollowedRun], console: Console) -> None:
-    """Show the runs, and print each new problem above them, which stays."""
+    """Show the runs. What goes wrong with a log is printed above them, where it stays."""
     told = [""] * len(runs)
     with Live(terminal_view(runs), console=console, auto_refresh=False) as live:
         while True:
             for k, each in enumerate(runs):
                 each.refresh()
-                if each.problem != told[k] and each.problem:
-                    console.print(each.problem, style="yellow", markup=False, highlight=False)
-                told[k] = each.problem
+                if each.problem != told[k]:
+                    told[k] = each.problem
+                    text = Text(each.problem or f"{each.path} is read again", "yellow")
+                    console.print(text, soft_wrap=True)
             live.update(terminal_view(runs), refresh=True)
             time.sleep(_SECONDS)
