@@ -46,13 +46,12 @@ def test_what_cannot_be_watched_is_refused_in_a_sentence(
     assert capsys.readouterr().err.startswith(f"sonde: error: {said}")
 
 
-def _lines_until(watch: subprocess.Popen[str], said: str) -> str:
+def _lines_until(watch: subprocess.Popen[str], said: str) -> None:
     assert watch.stdout is not None
-    lines = ""
-    while said not in lines:
-        assert (line := watch.stdout.readline()), f"it ended: {lines}"
-        lines += line
-    return lines
+    for line in watch.stdout:
+        if said in line:
+            return
+    raise AssertionError("it has ended")
 
 
 @pytest.mark.timeout(60)
