@@ -12,7 +12,7 @@
   const keys = {"+": "+", "=": "+", "-": "-", "0": "0", "Escape": "0", "ArrowLeft": "<", "ArrowRight": ">"};
   // Bokeh's own layer of each figure would be a second stop of Tab, with no name and no outline.
   document.addEventListener("focusin", () => {
-    for (const view of Bokeh.index) view.canvas_view.events_el.tabIndex = -1;
+    for (const {canvas_view} of Bokeh.index) if (canvas_view) canvas_view.events_el.tabIndex = -1;
   });
   document.addEventListener("keydown", event => {
     const figure = document.activeElement.closest?.("figure"), key = keys[event.key];

@@ -65,19 +65,20 @@
 
   const list = news => {
     runs.closest("nav").hidden = news.length < 2;
-    runs.replaceChildren(...news.map(({name, badges, live, problem}, k) => {
-      const item = document.createElement("li"), link = document.createElement("a"), note = document.createElement("span");
-      link.href = `#${k}`;
-      link.textContent = `${name} `;
-      note.textContent = `${badges}, ${live}`;
-      if (String(k) === shown) link.ariaCurrent = "true";
+    news.forEach(({name, badges, live, problem}, k) => {
+      if (!runs.children[k]) {  // links stay, so that one can have the focus
+        const item = document.createElement("li");
+        item.innerHTML = `<a href="#${k}"><b></b> <span></span></a>`;
+        runs.append(item);
+      }
+      const link = runs.children[k].firstChild;
+      link.querySelector("b").textContent = name;
+      link.querySelector("span").textContent = `${badges} · ${live}`;
+      link.ariaCurrent = String(String(k) === shown);
       link.classList.toggle("troubled", problem !== "");
-      link.append(note);
-      item.append(link);
-      return item;
-    }));
+    });
     const own = news[shown];
-    live.textContent = own.live[0].toUpperCase() + own.live.slice(1);
+    live.textContent = news.length < 2 ? own.live[0].toUpperCase() + own.live.slice(1) : "";
     say(own.problem);
     document.title = `${own.name}: ${own.badges}`;
   };
