@@ -30,7 +30,7 @@ _SECONDS = 10
 """How long a request may take to arrive."""
 
 
-class _Shown:
+class Shown:
     """What the page shows of one run. It is made when a page asks for it, and only if something has changed.
 
     Args:
@@ -107,7 +107,7 @@ class Site(ThreadingHTTPServer):
             why = "it is in use" if error.errno == errno.EADDRINUSE else error.strerror
             raise ValueError(f"port {port} of {_HOST} cannot be used, {why}: leave --port out for a free one") from None
         self._token = secrets.token_urlsafe(24)
-        self._shown = {str(k): _Shown(run) for k, run in enumerate(runs)}
+        self._shown = {str(k): Shown(run) for k, run in enumerate(runs)}
         self._drawing = threading.Lock()  # one page is drawn at a time: Bokeh's models are shared by threads
         self.page = whole_page(
             [], template="watch/watch.html", scripts=("report/page.js", "watch/watch.js"), name="sonde watch"

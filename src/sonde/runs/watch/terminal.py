@@ -18,8 +18,8 @@ from sonde.wording import duration, number, percent
 
 _TILES = 3
 """Numbers shown of each verdict: of the batch size its noise scales and the batch."""
-_WIDTH = 32
-"""Of the noise scale's line, in characters."""
+_WIDTH = 40
+"""Largest width of the noise scale's line of bars, in characters."""
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -74,13 +74,14 @@ def _measured(followed: FollowedRun, version: int) -> list[Text]:
 
 
 def _trend(run: Run) -> str:
-    """The noise scale over the run as a line of bars, on a log axis."""
-    known = [math.log(ratio) for reading in run.readings if (ratio := reading.now.ratio)]
+    """The noise scale of readings all over the run as a line of bars, on a log axis."""
+    every = max(math.ceil(len(run.readings) / _WIDTH), 1)
+    some = reversed(run.readings[::-every])  # the newest is among them
+    known = [math.log(ratio) for reading in some if (ratio := reading.now.ratio)]
     if len(known) < 2:
         return ""
-    shown = [known[(k + 1) * len(known) // _WIDTH - 1] for k in range(_WIDTH)] if len(known) > _WIDTH else known
-    low, high = min(shown), max(shown)
-    bars = "".join(_BARS[round((value - low) / (high - low or 1.0) * (len(_BARS) - 1))] for value in shown)
+    low, high = min(known), max(known)
+    bars = "".join(_BARS[round((value - low) / (high - low or 1.0) * (len(_BARS) - 1))] for value in known)
     return f"Noise scale over the run {bars} {number(math.exp(low))} to {number(math.exp(high))}"
 
 

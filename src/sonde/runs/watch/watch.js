@@ -5,7 +5,7 @@
   let rest = document.getElementById("rest");
   let shown = location.hash.slice(1) || "0";  // number of the run
   let seen = {first: "", rest: ""};  // versions
-  let drawn = null;  // Bokeh's document, its views, and the figures by name
+  let drawn = null;  // Bokeh's document, its views and listeners, and the figures by name
   let isPressed = false, wake = () => {};
 
   const title = section => section.querySelector("h2").textContent;
@@ -26,13 +26,19 @@
       return [`${title(section)} ${k} ${plot.below[0].axis_label.text}`, {range: plot.x_range, start, end}];
     })));
 
-  const erase = () => {
-    for (const views of drawn?.views ?? []) views.clear();
-    if (drawn) {
-      drawn.doc.clear();
-      Bokeh.documents.splice(Bokeh.documents.indexOf(drawn.doc), 1);
-    }
-    drawn = null;
+  // Bokeh 3.9 leaves a listener of each figure here for ever, which would keep every figure that was ever drawn.
+  let listeners = [];
+  if (window.visualViewport) {
+    const add = visualViewport.addEventListener.bind(visualViewport);
+    visualViewport.addEventListener = (type, listener) => { listeners.push(listener); add(type, listener); };
+  }
+
+  const erase = old => {
+    if (!old) return;
+    for (const views of old.views) views.clear();
+    old.doc.clear();
+    Bokeh.documents.splice(Bokeh.documents.indexOf(old.doc), 1);
+    for (const listener of old.listeners) visualViewport.removeEventListener("resize", listener);
   };
 
   const swapRest = async ({html, document: figures, roots}) => {
@@ -41,6 +47,7 @@
     fresh.style.width = `${rest.clientWidth}px`;
     fresh.innerHTML = html;
     rest.after(fresh);
+    listeners = [];
     const views = await Bokeh.embed.embed_items({figures}, [{docid: "figures", roots, root_ids: Object.keys(roots)}]);
     const doc = Bokeh.documents.at(-1), now = figuresIn(fresh, doc);
     for (const [name, {range}] of now) {
@@ -59,8 +66,8 @@
     });
     rest.querySelectorAll(".tall, .table").forEach((box, k) => [box.scrollTop, box.scrollLeft] = scrolled[k] ?? [0, 0]);
     rest.querySelectorAll("figure")[focused]?.focus({preventScroll: true});
-    erase();
-    drawn = {doc, views, figures: now};
+    erase(drawn);
+    drawn = {doc, views, listeners, figures: now};
   };
 
   const list = news => {
@@ -112,7 +119,8 @@
     shown = location.hash.slice(1) || "0";
     first.replaceChildren();
     rest.replaceChildren();
-    erase();
+    erase(drawn);
+    drawn = null;
     seen = {first: "", rest: ""};
     scrollTo(0, 0);
     wake();
