@@ -48,6 +48,12 @@ COMMANDS = {
         takes_script=True,
     ),
     "report": Command("write the report of a run", "sonde.commands.report", "ReportOptions", "run_report"),
+    "watch": Command(
+        "watch runs while they train, in the terminal and on a page",
+        "sonde.commands.watch",
+        "WatchOptions",
+        "run_watch",
+    ),
     "advise": Command(
         "say which batch size and learning rate to take next, and what they save",
         "sonde.commands.advise",

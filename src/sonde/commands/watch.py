@@ -1,0 +1,89 @@
+"""`sonde watch RUN…`: runs while they are written, in the terminal and on a page. It needs no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+from tyro.conf import FlagCreatePairsOff, Positional, arg
+
+from sonde.runs.watch.follow import FollowedRun
+from sonde.runs.watch.terminal import terminal_view
+
+_SECONDS = 0.5
+"""Between looks at the logs."""
+
+
+@dataclass(frozen=True)
+class WatchOptions:
+    """Watch runs while they train: their last readings, verdicts and alerts. Ctrl-C ends it. Training is not touched.
+
+    Attributes:
+        runs: Folders of runs on this machine, or their records.jsonl.
+        serve: Also serve the reports as a page on this machine, and print its address.
+        port: Port of the page.
+    """
+
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN [RUN …]", help_behavior_hint="")]
+    serve: Annotated[bool, FlagCreatePairsOff] = False
+    port: Annotated[int, arg(help_behavior_hint="(default: a free one)")] = 0
+
+
+def run_watch(options: WatchOptions) -> int:
+    """Show the runs until Ctrl-C.
+
+    Args:
+        options: of the command line.
+
+    Returns:
+        The exit status.
+    """
+    if not options.runs:
+        raise ValueError("expected at least one run to watch, got none: give the folder of a run")
+    if options.port and not options.serve:
+        raise ValueError(f"--port {options.port} is the port of the page: give --serve too")
+    runs = [FollowedRun(path) for path in options.runs]
+    console = Console()
+    with contextlib.suppress(KeyboardInterrupt), _served(runs, options, console):
+        _show(runs, console)
+    return 0
+
+
+@contextlib.contextmanager
+def _served(runs: Sequence[FollowedRun], options: WatchOptions, console: Console) -> Iterator[None]:
+    """The page is served, if that is asked for."""
+    if not options.serve:
+        yield
+        return
+    from sonde.runs.watch.serve import Site
+
+    with Site(runs, port=options.port) as site:
+        console.print(site.address, soft_wrap=True, highlight=False)
+        threading.Thread(target=site.serve_forever, daemon=True).start()
+        try:
+            yield
+        finally:
+            site.shutdown()
+
+
+def _show(runs: Sequence[FollowedRun], console: Console) -> None:
+    """Show the runs. What goes wrong with a log is printed above them, where it stays."""
+    told = [""] * len(runs)
+    with Live(terminal_view(runs), console=console, auto_refresh=False) as live:
+        while True:
+            for k, each in enumerate(runs):
+                each.refresh()
+                if each.problem != told[k]:
+                    told[k] = each.problem
+                    text = Text(each.problem or f"{each.path} is read again", "yellow")
+                    console.print(text, soft_wrap=True)
+            live.update(terminal_view(runs), refresh=True)
+            time.sleep(_SECONDS)
