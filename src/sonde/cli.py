@@ -45,6 +45,12 @@ COMMANDS = {
         takes_script=True,
     ),
     "report": Command("write the report of a run", "sonde.commands.report", "ReportOptions", "run_report"),
+    "compare": Command(
+        "compare several runs: noise scales, losses, costs, settings",
+        "sonde.commands.compare",
+        "CompareOptions",
+        "run_compare",
+    ),
     "measure": Command(
         "measure a checkpoint on your text, without training",
         "sonde.commands.measure",
@@ -91,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except (ValueError, OSError, ImportError) as error:
         needs_torch = isinstance(error, ImportError) and error.name == "torch"
-        hint = ": install torch, without which only `sonde report` works" if needs_torch else ""
+        hint = ": install torch, without which only `sonde report` and `sonde compare` work" if needs_torch else ""
         print(f"sonde: error: {error}{hint}", file=sys.stderr)
         return ERROR
 
