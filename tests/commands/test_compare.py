@@ -24,15 +24,10 @@ def test_the_terminal_says_what_the_runs_show(
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["compare", *runs]) == 0
     out = capsys.readouterr().out
+    assert "B's noise scale is " in out
     assert out.startswith("Keep a batch of about 64 sequences.")
     assert "At equal loss, the noise scale at batch 64 is" in out
-    for row in (
-        "A  batch-16.0  Batch too small",
-        "B  batch-64.0  ",
-        "B  noise scale",
-        "B  loss",
-        "batch size  16 (A); 64 (B)",
-    ):
+    for row in ("A (batch-16.0)  Batch too small", "B (batch-64.0)  ", "B  noise scale", "batch size  16 (A); 64 (B)"):
         assert row in out
     assert out.endswith("page  compare.html\n")
     assert "2 runs side by side" in (tmp_path / "compare.html").read_text()

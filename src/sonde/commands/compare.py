@@ -13,7 +13,7 @@ from tyro.conf import Positional, arg
 
 from sonde.evidence.answer import Row, capital
 from sonde.runs.compare.side_by_side import By, read_runs
-from sonde.runs.compare.words import beside_rows, run_rows, setting_rows, summary
+from sonde.runs.compare.words import beside_rows, run_rows, sentences, setting_rows, summary
 from sonde.runs.report.page import check_bokeh
 
 
@@ -45,6 +45,10 @@ def run_compare(options: CompareOptions) -> int:
     shown = summary(found)
     for sentence in filter(None, (shown.action, shown.headline, shown.detail)):
         console.print(sentence)
+    console.print()
+    for sentence in sentences(found):
+        if sentence not in f"{shown.headline} {shown.detail}":
+            console.print(sentence)
     for rows in (run_rows(found), beside_rows(found), setting_rows(found)):
         console.print()
         console.print(_table(rows))

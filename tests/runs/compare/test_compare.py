@@ -53,14 +53,17 @@ def test_three_batches_are_judged_together(tmp_path: Path) -> None:
         "batch, then by less than 2 times."
     )
     # (1 + 74.3/64)/(1 + 74.3/4) = 0.110, and 16 times as much
-    assert "By that of C, batch 64 needs 0.110 times the steps and 1.77 times the sequences." in shown.detail
+    assert "By its noise scale, C needs 0.110 times the steps and 1.77 times the sequences of A." in shown.detail
     assert "At equal sequences, C's loss minus A's is " in shown.detail
     assert "At equal steps, C's loss minus A's is −0." in shown.detail
-    assert shown.action == (
-        "Keep a batch of about 64 sequences. At C's batch of 64, the noise scale was 74.3 (59.4 to 92.9) over the run. "
-        f"`sonde advise {tmp_path / 'run2'}` has the learning rate that goes with it, and what it saves."
+    assert shown.action == "Keep a batch of about 64 sequences."
+    assert shown.detail.endswith(
+        "At C's batch of 64, the noise scale was 74.3 (59.4 to 92.9) over the run. "
+        f"sonde advise {tmp_path / 'run2'} has the learning rate that goes with it, and what it saves."
     )
-    assert [tile.name for tile in shown.tiles] == ["A, batch 4", "B, batch 16", "C, batch 64"]
+    assert [tile.name for tile in shown.tiles] == [
+        f"Noise scale of {of}" for of in ("A, batch 4", "B, batch 16", "C, batch 64")
+    ]
 
 
 def test_a_noise_scale_that_grows_with_the_batch_is_said(tmp_path: Path) -> None:
@@ -71,7 +74,8 @@ def test_a_noise_scale_that_grows_with_the_batch_is_said(tmp_path: Path) -> None
     assert "It depends on the batch here: measure it again at the next batch." in shown.headline
     assert "At equal sequences, B's loss minus A's is 0.1" in shown.detail
     assert "A learning rate that follows the batch may make up for part of it." in shown.detail
-    assert shown.action.startswith("Next, try a batch of about 64 sequences. At B's batch of 16, the noise")
+    assert shown.action == "Next, try a batch of about 64 sequences."
+    assert "At B's batch of 16, the noise scale was " in shown.detail
 
 
 def test_equal_loss_finds_noise_scales_at_other_places(tmp_path: Path) -> None:
@@ -117,8 +121,8 @@ def test_each_axis(tmp_path: Path) -> None:
     assert " min" in said["time"]
     rows = list(beside_rows(read_runs([a, b])))
     assert rows[0] == ("", "", "at equal sequences", "at equal steps", "at equal time")
-    assert rows[1][:3] == ("B", "noise scale", "× 1 (0.773 to 1.29)")
-    assert rows[-1] == ("B", "sequences per second", *["× 1 (1 to 1)"] * 3)
+    assert rows[1][:3] == ("B", "noise scale", "1 (0.773 to 1.29) ×")
+    assert rows[-1] == ("B", "sequences per second", *["1 (1 to 1) ×"] * 3)
 
 
 def test_settings_that_differ_and_no_others(tmp_path: Path) -> None:
@@ -152,9 +156,9 @@ def test_runs_of_the_entropy_alone(tmp_path: Path) -> None:
     found = read_runs([a, b])
     said = sentences(found)
     assert "B's entropy minus A's is −0.300 (−0.300 to −0.300)." in said
-    assert summary(found).action.endswith("Act now: the policy has all but stopped exploring.")
-    assert summary(found).action.startswith("B has the least entropy, 0.12")
-    assert [row[2] for row in run_rows(found)][1:] == ["Entropy is falling", "Entropy collapses"]
+    assert summary(found).action == "Act now: the policy has all but stopped exploring."
+    assert "B has the least entropy, 0.12" in summary(found).detail
+    assert [row[1] for row in run_rows(found)][1:] == ["Entropy is falling", "Entropy collapses"]
 
 
 # Logs that compare badly.
@@ -230,3 +234,9 @@ def test_a_run_that_has_only_begun_is_compared_as_far_as_it_goes(tmp_path: Path)
     apart = compared(tmp_path / "apart", {"n": 2}, {"batch": 1000.0, "n": 1})  # no common part
     assert not sentences(apart)
     assert summary(apart).headline == "The runs cannot be compared yet: they have too little in common."
+
+
+def test_no_batch_is_advised_before_a_run_has_a_verdict(tmp_path: Path) -> None:
+    """The noise scale grows fast in the first 100 steps."""
+    early = summary(compared(tmp_path, {"n": 5}, {"n": 5, "batch": 64.0}))
+    assert early.action == "Train on: no batch can be advised."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ def entropy(_: ComparedRun, reading: AnyReading) -> float | None:
     return reading.point.entropy if isinstance(reading, PolicyReading) else None
 
 
+@functools.lru_cache(maxsize=1)
 def quantities(found: Comparison) -> list[Quantity]:
     """What is compared beside the noise scale; the user's losses first."""
     own = [Quantity(name, lambda _, r, name=name: r.metrics.get(name)) for name in found.values[:_MOST_VALUES]]
@@ -71,6 +73,7 @@ class NoiseBeside:
     since: float | None = None
 
 
+@functools.lru_cache(maxsize=100)
 def noise_beside(ours: ComparedRun, theirs: ComparedRun, by: By) -> NoiseBeside | None:
     """Compare two noise scales from point to point; None where the runs have no reading in common.
 

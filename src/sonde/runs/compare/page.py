@@ -61,19 +61,16 @@ def write_comparison(found: Comparison, out: Path) -> Path:
 
 def comparison_page(found: Comparison) -> str:
     """The whole page."""
-    drawn: list[tuple[str, str, list[Value]]] = [
-        (capital(of.name), capital(of.name), [of.of]) for of in quantities(found)
-    ]
-    noise = [_end_of_noise(end) for end in ("ratio", "low", "high")]
-    plots = [
-        Section(title, "", (plot,))
-        for title, label, values in [("Noise scale", f"Noise scale ({found.unit})", noise), *drawn]
-        if (plot := _curves(found, label, *values)) is not None
-    ]
+    noise = _curves(found, f"Noise scale ({found.unit})", *map(_end_of_noise, ("ratio", "low", "high")))
     said = " ".join(sentences(found)[:_MOST_SENTENCES])
     sections = [
         Section("The runs", said, (_table("Each run by itself, at its last reading", run_rows(found)),)),
-        *plots,
+        *([Section("Noise scale", _GAPS, (noise,))] if noise else []),
+        *(
+            Section(each.name if each.name in found.values else capital(each.name), "", (plot,))
+            for each in quantities(found)
+            if (plot := _curves(found, each.name, each.of)) is not None
+        ),
         Section(f"Beside {found.runs[0].name}", _BESIDE, (_table("With 95 % intervals", beside_rows(found)),)),
         Section("Settings that differ", "", (_table("From the headers of the logs", setting_rows(found)),)),
     ]
@@ -98,8 +95,8 @@ def _table(caption: str, rows: Iterable[TableRow]) -> Table | str:
 
 
 def _end_of_noise(end: str) -> Value:
-    """One number of a noise scale whose estimate is known."""
-    return lambda run, reading: getattr(known, end) if (known := run.noise(reading)) and known.ratio else None
+    """One number of a noise scale; NaN, where curves break, if its estimate is not known."""
+    return lambda run, r: (getattr(of, end) if of.ratio else math.nan) if (of := run.noise(r)) is not None else None
 
 
 def _axis(found: Comparison, by: By) -> tuple[float, str, Scale]:
@@ -123,7 +120,8 @@ def _curves(found: Comparison, label: str, value: Value, *ends: Value) -> Plot |
         *ends: of its interval, known where the value is.
     """
     by = found.by if any(run.series(value, found.by) for run in found.runs) else "steps"
-    drawn = {run: of for run in found.runs if (of := run.series(value, by))}
+    all_of = {run: run.series(value, by) for run in found.runs}
+    drawn = {run: of for run, of in all_of.items() if not all(math.isnan(each) for _, each in of)}
     if not drawn:
         return None
     per_unit, x_label, x_scale = _axis(found, by)
@@ -150,6 +148,7 @@ def _curves(found: Comparison, label: str, value: Value, *ends: Value) -> Plot |
     return Plot((fig,), tuple(legend), f"{label} over {x_label.lower()}. {'; '.join(words)}.")
 
 
+_GAPS = "Where a curve is missing, only a bound of the noise scale is known, or nothing."
 _BESIDE = "× is a factor, other numbers are differences. – says that the runs have too little in common there."
 _HOW = (
     Row(

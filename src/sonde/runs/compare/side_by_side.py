@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +16,8 @@ from sonde.wording import plural, shorten
 
 By = Literal["units", "steps", "time"]
 _LETTERS = "ABCDEFGHIJKLMNOPQRST"
-_MOST_READINGS = 2000
-"""Readings of each run that are compared. Of more, every second, third, … is."""
+_MOST_READINGS = 1000
+"""Readings of each run that are compared, more than a figure has pixels. Of more, every second, third, … is."""
 
 T = TypeVar("T")
 Series = Sequence[tuple[float, T]]
@@ -42,7 +43,7 @@ class ComparedRun:
         """The letter with the run's name."""
         return f"{self.letter} ({shorten(self.run.name)})"
 
-    @property
+    @functools.cached_property
     def readings(self) -> Sequence[AnyReading]:
         """All readings; those of the noise scale, if there are any, come last."""
         return (*self.run.policy, *self.run.readings)
@@ -88,6 +89,7 @@ class ComparedRun:
             return seen and seen * self._factor(reading)
         return float(reading.window) if by == "steps" else reading.time - self.run.headers[0].time
 
+    @functools.lru_cache(maxsize=1000)  # noqa: B019 – each run is put beside another one many times
     def series(self, value: Callable[[ComparedRun, AnyReading], T | None], by: By) -> Series[T]:
         """A value over the run, where it is known."""
         found: list[tuple[float, T]] = []
@@ -159,9 +161,10 @@ def _readable(paths: Sequence[str | Path], notices: list[str]) -> Iterator[Run]:
         try:
             if (path / BRANCHES_NAME).is_file():
                 raise ValueError(f"{path} holds branches, which `sonde report {path}` compares")
-            if (file := find_records(path).resolve()) in seen:
+            file = find_records(path)
+            if file.resolve() in seen:
                 raise ValueError(f"{path} was given twice")
-            seen.add(file)
+            seen.add(file.resolve())
             run = read_run(file)
             if not run.readings and not run.policy:
                 raise ValueError(f"{path} holds no reading yet")

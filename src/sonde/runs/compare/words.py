@@ -11,9 +11,9 @@ from sonde.evidence.answer import Row, in_words
 from sonde.runs.compare.beside import Quantity, entropy, noise_at_equal_loss, noise_beside, quantities
 from sonde.runs.compare.side_by_side import By, ComparedRun, Comparison
 from sonde.runs.compare.stats.differences import ratio_between, side_of_1
-from sonde.runs.report.verdicts import Tile, VerdictPanel, batch_size_panel, entropy_panel
+from sonde.runs.report.verdicts import Tile, VerdictPanel, batch_size_panel, entropy_panel, judge_reading
 from sonde.stats.intervals import RatioInterval
-from sonde.wording import count, duration, number, shorten
+from sonde.wording import count, duration, interval, number, shorten
 
 _FARTHEST = 4.0
 """The next batch is at most so many times larger or smaller than one that was tried."""
@@ -35,24 +35,25 @@ def summary(found: Comparison) -> VerdictPanel:
         said = list(_largest_beside_smallest(found, by_batch[0], by_batch[-1]))
     first, *others = said or ["The runs cannot be compared yet: they have too little in common."]
     basis = f"{len(found.runs)} runs, A first. Intervals hold at 95 % for these very runs: another seed is not in them."
-    tiles = [
-        Tile(
-            f"{run.letter}, batch {number(run.batch)}",
-            number(of.ratio) if of.ratio else "–",
-            f"{in_words(of)} {run.unit}",
-        )
-        for run in measured
-        if (of := run.noise_of_run)
+    tiles = tuple(_tile(run) for run in measured)
+    action, why = _batch_action(by_batch) if measured else _entropy_action(found.runs)
+    return VerdictPanel("measured", "Compared", action, first, " ".join([*others[:4], why]), basis, tiles)
+
+
+def _tile(run: ComparedRun) -> Tile:
+    of, batch = run.noise_of_run, "" if run.batch is None else f", batch {number(run.batch)}"
+    value = number(of.ratio) if of.ratio else "–"
+    return Tile(f"Noise scale of {run.letter}{batch}", value, f"{interval(of.low, of.high)} {run.unit}")
+
+
+def _batch_action(by_batch: Sequence[ComparedRun]) -> tuple[str, str]:
+    """The next batch size, and why: one that is about right, or towards the noise scale from those tried."""
+    judged = [
+        run for run in by_batch if judge_reading(run.run.readings[-1], run.run.probe("reading")).kind != "unknown"
     ]
-    action = _batch_action(by_batch) if measured else _entropy_action(found.runs)
-    return VerdictPanel("measured", "Compared", action, first, " ".join(others[:4]), basis, tuple(tiles))
-
-
-def _batch_action(by_batch: Sequence[ComparedRun]) -> str:
-    """The next batch size: that of a run whose batch is about right, or towards the noise scale from those tried."""
-    known = [(run.batch or 1.0, of.ratio, run) for run in by_batch if (of := run.noise_of_run).ratio]
+    known = [(run.batch or 1.0, of.ratio, run) for run in judged if (of := run.noise_of_run).ratio]
     if not known:
-        return "Train on: no batch can be advised, since no noise scale is known over a whole run."
+        return "Train on: no batch can be advised.", "No run has a verdict on its batch yet."
     batch, noise, run = min(known, key=lambda each: abs(math.log(each[1] / each[0])))
     if all(noise > ABOUT_RIGHT * batch for batch, noise, _ in known):
         batch, noise, run = known[-1]
@@ -60,41 +61,39 @@ def _batch_action(by_batch: Sequence[ComparedRun]) -> str:
         batch, noise, run = known[0]
     why = (
         f"At {run.letter}'s batch of {number(batch)}, the noise scale was {in_words(run.noise_of_run)} over the run. "
-        f"`sonde advise {run.run.path.parent}` has the learning rate that goes with it, and what it saves."
+        f"sonde advise {run.run.path.parent} has the learning rate that goes with it, and what it saves."
     )
     if batch / ABOUT_RIGHT <= noise <= ABOUT_RIGHT * batch:
-        return f"Keep a batch of about {number(batch)} {run.unit}. {why}"
+        return f"Keep a batch of about {number(batch)} {run.unit}.", why
     following = min(max(noise, batch / _FARTHEST, 1.0), _FARTHEST * batch)
-    return f"Next, try a batch of about {number(float(f'{following:.2g}'))} {run.unit}. {why}"
+    return f"Next, try a batch of about {number(float(f'{following:.2g}'))} {run.unit}.", why
 
 
-def _entropy_action(runs: Sequence[ComparedRun]) -> str:
-    """What to do about the policy that has the least entropy."""
+def _entropy_action(runs: Sequence[ComparedRun]) -> tuple[str, str]:
+    """What to do about the policy that has the least entropy, and which policy that is."""
     known = [(entropies[-1][1], run) for run in runs if (entropies := run.series(entropy, "steps"))]
     if not known:
-        return "Measure on: no entropy is known."
+        return "Measure on: nothing can be advised yet.", "No entropy is known."
     least, run = min(known, key=lambda each: each[0])
-    return f"{run.letter} has the least entropy, {number(least)}. {entropy_panel(run.run).action}"
+    return entropy_panel(run.run).action, f"{run.letter} has the least entropy, {number(least)} nats a token."
 
 
 def _largest_beside_smallest(found: Comparison, small: ComparedRun, large: ComparedRun) -> Iterator[str]:
     """Does the noise scale depend on the batch, what does it promise, and what did the batch do to the loss?"""
     loss = next((each for each in quantities(found) if "loss" in each.name.lower()), None)
     sizes = [number(run.batch) for run in (large, small)]
-    known = [
-        each for each in _noise_by_batch(found, loss, small, large) if each[1] is not None and each[1].low is not None
-    ]
-    for where, ratio in sorted(known, key=lambda each: each[1].ratio is None)[:1]:
+    known = [(where, of) for where, of in _noise_by_batch(found, loss, small, large) if of and of.low is not None]
+    for where, ratio in sorted(known, key=lambda each: each[1].ratio is None)[:1]:  # bounds come last
         rest = "These runs do not tell whether it depends on the batch."
         if side_of_1(ratio):
             rest = "It depends on the batch here: measure it again at the next batch."
-        elif ratio.low > 1 / ABOUT_RIGHT and ratio.high < ABOUT_RIGHT:
+        elif ratio.ratio and (ratio.low or 0.0) > 1 / ABOUT_RIGHT and (ratio.high or math.inf) < ABOUT_RIGHT:
             rest = f"If it depends on the batch, then by less than {number(ABOUT_RIGHT)} times."
         yield f"{where}, the noise scale at batch {sizes[0]} is {in_words(ratio)} times that at {sizes[1]}. {rest}"
         if (noise := large.noise_of_run.ratio) and large.batch and small.batch:
             steps = relative_steps(large.batch, small.batch, noise)
-            units = f"{number(steps * large.batch / small.batch)} times the {found.unit}"
-            yield f"By that of {large.letter}, batch {sizes[0]} needs {number(steps)} times the steps and {units}."
+            units = f"{number(steps * large.batch / small.batch)} times the {found.unit} of {small.letter}"
+            yield f"By its noise scale, {large.letter} needs {number(steps)} times the steps and {units}."
     for by in ("units", "steps"):
         if loss is not None and (of := loss.beside(large, small, by)) is not None:
             yield f"At equal {_noun(by, found.unit)}, {large.letter}'s {loss.name} minus {small.letter}'s is {of}."
@@ -149,7 +148,7 @@ def _place(found: Comparison, at: float) -> str:
 
 def run_rows(found: Comparison) -> Iterator[Row]:
     """Each run by itself."""
-    yield "", "run", "verdict", "batch", "steps", found.unit, "time", "measuring", "noise scale now", "over the run"
+    yield "run", "verdict", "batch", "steps", found.unit, "time", "measuring", "noise scale now", "over the run"
     for each in found.runs:
         run, last = each.run, each.readings[-1]
         seen, cost, now = each.position(last, "units"), last.metrics.get("cost/share"), each.noise(last)
@@ -157,7 +156,7 @@ def run_rows(found: Comparison) -> Iterator[Row]:
         cells += [duration(last.time - run.headers[0].time), "–" if cost is None else f"{number(100 * cost, 2)} %"]
         cells += ["–", "–"] if now is None else [in_words(now), in_words(each.noise_of_run)]
         verdict = batch_size_panel(run) if run.readings else entropy_panel(run)
-        yield each.letter, shorten(run.name), verdict.badge, *cells
+        yield each.name, verdict.badge, *cells
 
 
 def beside_rows(found: Comparison) -> Iterator[Row]:
@@ -166,12 +165,12 @@ def beside_rows(found: Comparison) -> Iterator[Row]:
     first, *others = found.runs
     for run in others:
         if any(noises := [noise_beside(run, first, by) for by in _AXES]):
-            yield run.letter, "noise scale", *("–" if of is None else f"× {in_words(of.ratio)}" for of in noises)
+            yield run.letter, "noise scale", *("–" if of is None else f"{in_words(of.ratio)} ×" for of in noises)
     for each in quantities(found):
-        sign = "× " if each.is_ratio else ""
+        times = " ×" if each.is_ratio else ""
         for run in others:
             if any(cells := [each.beside(run, first, by) for by in _AXES]):
-                yield run.letter, shorten(each.name), *("–" if of is None else f"{sign}{of}" for of in cells)
+                yield run.letter, shorten(each.name), *("–" if of is None else f"{of}{times}" for of in cells)
 
 
 def setting_rows(found: Comparison) -> Iterator[Row]:
