@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from rich.console import Console
-from rich.table import Table
 from tyro.conf import Positional, arg
 
-from sonde.evidence.answer import Row, capital
+from sonde.commands.branch_result import plain_table
+from sonde.evidence.answer import capital
 from sonde.runs.compare.side_by_side import By, read_runs
 from sonde.runs.compare.words import beside_rows, run_rows, sentences, setting_rows, summary
 from sonde.runs.report.page import check_bokeh
@@ -51,7 +50,7 @@ def run_compare(options: CompareOptions) -> int:
             console.print(sentence)
     for rows in (run_rows(found), beside_rows(found), setting_rows(found)):
         console.print()
-        console.print(_table(rows))
+        console.print(plain_table(rows))
     for notice in found.notices:
         console.print(f"\n{capital(notice)}.")
     try:
@@ -63,13 +62,3 @@ def run_compare(options: CompareOptions) -> int:
 
     console.print(f"\npage  {write_comparison(found, options.out)}")
     return 0
-
-
-def _table(rows: Iterable[Row]) -> Table:
-    head, *rest = rows
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in head:
-        table.add_column(title)
-    for row in rest:
-        table.add_row(*row)
-    return table

@@ -42,7 +42,11 @@ def write_plausible(
         record = reading_record(i, n, batch=batch, status="resolved")
         units = record["metrics"]["run/units_seen"]
         b, average = noise(units), noise(units / 2)
-        known = {"gns/b_simple": b, "gns/b_simple_low": b / (1 + 2 * ERROR), "gns/b_simple_high": b * (1 + 2 * ERROR)}
+        known: dict[str, float | None] = {
+            "gns/b_simple": b,
+            "gns/b_simple_low": b / (1 + 2 * ERROR),
+            "gns/b_simple_high": b * (1 + 2 * ERROR),
+        }
         known |= {f"gns/b_simple_average{end}": average * f for end, f in (("", 1), ("_low", 0.8), ("_high", 1.25))}
         known |= {"loss": None if loss is None else loss(units) + 0.01 * rng.gauss(0, 1)}
         records.append(with_metrics(record, {**known, **(metrics or {})}))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sonde.runs.compare.beside import noise_at_equal_loss, noise_beside, quantities
-from sonde.runs.compare.side_by_side import Comparison, read_runs
+from sonde.runs.compare.side_by_side import By, Comparison, read_runs
 from sonde.runs.compare.words import beside_rows, run_rows, sentences, setting_rows, summary
 from tests.runs.compare.plausible_runs import write_plausible
 from tests.runs.report.plausible_policy import policy_header, policy_record, write_policy_run
@@ -21,7 +22,7 @@ def compared(tmp_path: Path, *options: dict[str, Any], **how: Any) -> Comparison
 
 
 def grown(units: float) -> float:
-    return 20 * (1 + units / 500) ** 0.5
+    return 20 * math.sqrt(1 + units / 500)
 
 
 def test_a_difference_that_begins_in_the_middle_is_dated(tmp_path: Path) -> None:
@@ -93,7 +94,7 @@ def test_equal_loss_finds_noise_scales_at_other_places(tmp_path: Path) -> None:
 def test_one_unit_of_two_is_common(tmp_path: Path) -> None:
     """The second log counts tokens of sequences of 32: the same noise scale, and 32 times the batch."""
     per = 32.0
-    further = {"gns/units_per_window_tokens": 16 * per, "gns/b_simple_tokens": 1.0}
+    further: dict[str, float | None] = {"gns/units_per_window_tokens": 16 * per, "gns/b_simple_tokens": 1.0}
     setup = header_record()["setup"]
     a = write_plausible(tmp_path / "a", setup=setup | {"further_units": ["tokens"]}, metrics=further)
     b = write_plausible(
@@ -114,7 +115,8 @@ def test_one_unit_of_two_is_common(tmp_path: Path) -> None:
 
 def test_each_axis(tmp_path: Path) -> None:
     a, b = (write_plausible(tmp_path / name, batch=batch) for name, batch in (("a", 16.0), ("b", 32.0)))
-    said = {by: sentences(read_runs([a, b], by=by))[0] for by in ("units", "steps", "time")}  # type: ignore[arg-type]
+    axes: tuple[By, ...] = ("units", "steps", "time")
+    said = {by: sentences(read_runs([a, b], by=by))[0] for by in axes}
     assert "times A's at 12,800 sequences" in said["units"]
     assert "times A's from step " in said["steps"]
     assert "times A's from " in said["time"]
@@ -136,7 +138,7 @@ def test_settings_that_differ_and_no_others(tmp_path: Path) -> None:
         versions={"sonde": "0.1.0", "torch": "2.14.0", "python": "3.11.7"},
     )
     c = write_plausible(tmp_path / "c", metadata={"learning rate": 0.003, "model": {"layers": 6, "width": 128}})
-    assert dict(list(setting_rows(read_runs([a, b, c])))[1:]) == {
+    assert {row[0]: row[1] for row in list(setting_rows(read_runs([a, b, c])))[1:]} == {
         "batch size": "16 (A, C); 64 (B)",
         "ranks": "2 (A, C); 4 (B)",
         "learning rate": "0.003 (A, C); 0.006 (B)",

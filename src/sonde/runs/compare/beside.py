@@ -44,6 +44,10 @@ class Quantity:
         return of and Difference(math.exp(of.value), math.exp(of.low), math.exp(of.high))
 
 
+def _metric(name: str) -> Value:
+    return lambda _, reading: reading.metrics.get(name)
+
+
 def entropy(_: ComparedRun, reading: AnyReading) -> float | None:
     """The entropy of the policy before a step; None of a reading of something else."""
     return reading.point.entropy if isinstance(reading, PolicyReading) else None
@@ -52,8 +56,8 @@ def entropy(_: ComparedRun, reading: AnyReading) -> float | None:
 @functools.lru_cache(maxsize=1)
 def quantities(found: Comparison) -> list[Quantity]:
     """What is compared beside the noise scale; the user's losses first."""
-    own = [Quantity(name, lambda _, r, name=name: r.metrics.get(name)) for name in found.values[:_MOST_VALUES]]
-    norm = Quantity("gradient norm", lambda _, r: r.metrics.get("grad/norm"), is_ratio=True)
+    own = [Quantity(name, _metric(name)) for name in found.values[:_MOST_VALUES]]
+    norm = Quantity("gradient norm", _metric("grad/norm"), is_ratio=True)
     speed = Quantity(f"{found.unit} per second", ComparedRun.speed, is_ratio=True)
     return [*own, norm, Quantity("entropy", entropy), speed]
 

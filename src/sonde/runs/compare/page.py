@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 from sonde.batch_size.stats.proxy import proxy_in_words
 from sonde.evidence.answer import Row as TableRow
@@ -106,7 +107,7 @@ def _axis(found: Comparison, by: By) -> tuple[float, str, Scale]:
     per_unit, label = units_label(max(ends), found.unit) if by == "units" else (1.0, "Optimizer steps")
     if by == "time":
         per_unit, label = next((f, label) for f, label in _TIMES if max(ends) >= 3 * f or f == 1)
-    kind = "log" if max(ends) > _FAR * min(ends) else "linear"
+    kind: Literal["log", "linear"] = "log" if max(ends) > _FAR * min(ends) else "linear"
     return per_unit, label, scale_for([first / per_unit, max(ends) / per_unit], kind)
 
 
@@ -136,7 +137,8 @@ def _curves(found: Comparison, label: str, value: Value, *ends: Value) -> Plot |
         if run in drawn:
             x, values = [at / per_unit for at, _ in drawn[run]], [each for _, each in drawn[run]]
             if run in bands:
-                add_band(fig, x, *bands[run], y, Curve("band", color, "", ""))
+                low, high = bands[run]
+                add_band(fig, x, low, high, y, Curve("band", color, "", ""))
             add_curve(fig, x, values, color, "solid" if mark == "line" else mark)
             legend.append(LegendEntry(mark, color, run.name))
             words.append(f"{run.letter}: {number(values[0])} at first, {number(values[-1])} at last")

@@ -190,7 +190,7 @@ def _common_unit(runs: Sequence[Run]) -> str:
         ValueError: when there is none.
     """
     probes = [run.probe("reading") for run in runs if run.readings] or [run.probe("policy") for run in runs]
-    offered = [(probe.unit, *(probe.setup.get("further_units") or ())) for probe in probes]
+    offered: list[tuple[str, ...]] = [(probe.unit, *(probe.setup.get("further_units") or ())) for probe in probes]
     for unit in offered[0]:
         if all(unit in others for others in offered):
             return unit

@@ -111,7 +111,7 @@ def _noise_by_batch(
     if max(ends) < _AS_LONG * min(ends) and small.metric == large.metric:
         yield "Over whole runs", ratio_between(large.noise_of_run, small.noise_of_run)
     beside = noise_beside(large, small, found.by)
-    yield f"At equal {_noun(found.by, found.unit)}", beside and beside.ratio
+    yield f"At equal {_noun(found.by, found.unit)}", None if beside is None else beside.ratio
 
 
 def sentences(found: Comparison) -> list[str]:
