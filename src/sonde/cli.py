@@ -48,6 +48,12 @@ COMMANDS = {
         takes_script=True,
     ),
     "report": Command("write the report of a run", "sonde.commands.report", "ReportOptions", "run_report"),
+    "compare": Command(
+        "compare several runs: noise scales, losses, costs, settings",
+        "sonde.commands.compare",
+        "CompareOptions",
+        "run_compare",
+    ),
     "watch": Command(
         "watch runs while they train, in the terminal and on a page",
         "sonde.commands.watch",
@@ -114,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except (ValueError, OSError, ImportError) as error:
         needs_torch = isinstance(error, ImportError) and error.name == "torch"
-        hint = ": install torch, without which only `sonde report` and `sonde advise` work" if needs_torch else ""
+        hint = ": install torch, without which `sonde report`, `advise`, `compare` and `watch` work" if needs_torch else ""
         print(f"sonde: error: {error}{hint}", file=sys.stderr)
         return ERROR
 

@@ -25,14 +25,20 @@ def print_result(found: Branches, console: Console) -> None:
         if sentence:
             console.print(sentence)
     console.print(f"\n{count(found.units)} {found.unit} from the checkpoint, {found.rule}, by {found.loss}")
-    console.print(_table(batch_rows(found), right=(0, 1, 2, 3)))
+    console.print(plain_table(batch_rows(found), right=(0, 1, 2, 3)))
     console.print()
-    console.print(_table(scale_rows(found), right=(1, 2)))
+    console.print(plain_table(scale_rows(found), right=(1, 2)))
     for sentence in notices(found):
         console.print(f"\n{sentence}")
 
 
-def _table(rows: Iterator[Row], right: tuple[int, ...]) -> Table:
+def plain_table(rows: Iterator[Row], right: tuple[int, ...] = ()) -> Table:
+    """A table without lines.
+
+    Args:
+        rows: the first is the head.
+        right: columns of numbers, from 0.
+    """
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for k, title in enumerate(next(rows)):
         table.add_column(title, justify="right" if k in right else "left")

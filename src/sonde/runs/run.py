@@ -479,3 +479,10 @@ def logged_batch(metrics: Mapping[str, float | None], unit: str) -> tuple[float 
     """The batch size as the noise scale counts it, and the name of what it counts; see `as_weighed`."""
     batch = metrics.get("gns/units_per_window")
     return as_weighed(batch, metrics.get("gns/effective_units"), unit) if batch else (None, unit)
+
+
+def own_value_names(run: Run, readings: Sequence[AnyReading]) -> list[str]:
+    """The names of the metrics that the user logged, as far as a reading knows a value. Losses come first."""
+    names_of_sonde = run.metrics.keys()
+    known = {name: None for reading in readings for name, value in reading.metrics.items() if value is not None}
+    return sorted((name for name in known if name not in names_of_sonde), key=lambda name: "loss" not in name.lower())

@@ -17,12 +17,11 @@ from sonde.evidence.branches import Branch, Branches
 from sonde.runs.report.curves import Curve, add_band, add_curve
 from sonde.runs.report.figures import (
     BLUE,
-    GREEN,
+    CURVE_STYLES,
     GREY,
     INK,
     ORANGE,
     LegendEntry,
-    Mark,
     Plot,
     Scale,
     add_hover,
@@ -37,11 +36,6 @@ from sonde.runs.report.figures import (
 from sonde.runs.report.intervals import draw_intervals
 from sonde.stats.intervals import RatioInterval
 from sonde.wording import count, number, percent
-
-_STYLES: tuple[tuple[str, Mark], ...] = tuple(
-    (color, mark) for mark in ("line", "dashed", "dotted") for color in (INK, BLUE, ORANGE, GREEN, GREY)
-)
-"""Of the curves of the batch sizes, in order."""
 
 
 def ratio_plot(branches: Branches, scales: Sequence[tuple[str, RatioInterval]]) -> Plot | str:
@@ -191,7 +185,7 @@ def loss_plot(branches: Branches) -> Plot | str:
     fig = new_figure(x, y, x_label=label, y_label="Held-out loss", height=380)
     legend: list[LegendEntry] = []
     words = []
-    for (batch, of), (color, mark) in zip(by_batch.items(), _STYLES * len(by_batch), strict=False):
+    for (batch, of), (color, mark) in zip(by_batch.items(), CURVE_STYLES * len(by_batch), strict=False):
         for branch in (b for b in of if b.curve.has_diverged):
             add_curve(fig, branch.curve.units, [y.clamp(v) for v in branch.curve.losses], GREY, "dotted")
         curves = [b.curve for b in of if not b.curve.has_diverged]

@@ -126,10 +126,7 @@ class TimeAxis:
         per_unit = None
         label = "Optimizer steps" if noun == "step" else "Windows (optimizer steps)"
         if len(known) == len(seen):
-            per_unit, word = next((f, w) for f, w in ((1e9, "billion "), (1e6, "million "), (1.0, "")) if
-                                  max(known) >= 10 * f or f == 1)  # fmt: skip
-            label = f"{word}{unit} seen"
-            label = label[0].upper() + label[1:]
+            per_unit, label = units_label(max(known), unit)
         axis = cls(label, noun, per_unit, Scale("linear", 0.0, 1.0), Range1d())
         room = scale_for([axis.position(reading) for reading in readings], "linear")
         scale = replace(room, start=max(room.start, 0.0))
@@ -140,6 +137,20 @@ class TimeAxis:
         if self.per_unit is None:
             return float(reading.window)
         return (reading.metrics.get("run/units_seen") or 0.0) / self.per_unit
+
+
+def units_label(most: float, unit: str) -> tuple[float, str]:
+    """What one unit of an axis of units seen stands for, and the axis' label.
+
+    Args:
+        most: units seen at its end. From ten million on, it shows millions.
+        unit: plural name of the unit.
+    """
+    per_unit, word = next(
+        (f, w) for f, w in ((1e9, "billion "), (1e6, "million "), (1.0, "")) if most >= 10 * f or f == 1
+    )
+    label = f"{word}{unit} seen"
+    return per_unit, label[0].upper() + label[1:]
 
 
 @dataclass(frozen=True)

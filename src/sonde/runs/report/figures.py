@@ -40,7 +40,13 @@ _TOOLTIP = (
 )
 """A line of a hover text. Bokeh's own labels are light blue, with a contrast of 2.6."""
 
-Mark = Literal["line", "dashed", "dotted", "band", "bar", "dot", "whisker", "up", "down", "left", "right", "cross"]
+Mark = Literal[
+    "line", "dashed", "dotted", "dotdash", "band", "bar", "dot", "whisker", "up", "down", "left", "right", "cross"
+]
+CURVE_STYLES: tuple[tuple[str, Mark], ...] = tuple(
+    (color, mark) for mark in ("line", "dashed", "dotted", "dotdash") for color in (INK, BLUE, ORANGE, GREEN, GREY)
+)
+"""Of several curves in one figure, in order."""
 
 
 @dataclass(frozen=True)

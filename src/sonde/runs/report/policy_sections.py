@@ -19,8 +19,8 @@ from sonde.runs.report.policy_curves import (
     forecast_curve,
     prompt_noise_panels,
 )
-from sonde.runs.report.sections import own_value_names, values_section
-from sonde.runs.run import PolicyReading, PromptPart, Run
+from sonde.runs.report.sections import values_section
+from sonde.runs.run import PolicyReading, PromptPart, Run, own_value_names
 from sonde.wording import duration, number, percent
 
 T = TypeVar("T")

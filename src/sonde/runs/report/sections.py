@@ -35,7 +35,7 @@ from sonde.runs.report.figures import (
 )
 from sonde.runs.report.intervals import ABOVE, BELOW, draw_intervals
 from sonde.runs.report.verdicts import position_text
-from sonde.runs.run import AnyReading, Reading, Run, logged_batch
+from sonde.runs.run import AnyReading, Reading, Run, logged_batch, own_value_names
 from sonde.stats.intervals import RatioInterval
 from sonde.wording import count, estimate, number, percent, plural, shorten
 
@@ -207,13 +207,6 @@ def value_panel(name: str, metric: Mapping[str, str] | None = None) -> Panel:
     if metric:
         label, meaning = f"{label} ({metric['unit']})", metric["meaning"]
     return Panel(label, (Curve("line", INK, meaning, name),), {"value": lambda r: number(r.metrics.get(name), 4)})
-
-
-def own_value_names(run: Run, readings: Sequence[AnyReading]) -> list[str]:
-    """The names of the metrics that the user logged, as far as a reading knows a value. Losses come first."""
-    names_of_sonde = run.metrics.keys()
-    known = {name: None for reading in readings for name, value in reading.metrics.items() if value is not None}
-    return sorted((name for name in known if name not in names_of_sonde), key=lambda name: "loss" not in name.lower())
 
 
 def values_section(run: Run, readings: Sequence[AnyReading], axis: TimeAxis, what: str, absent: str = "") -> Section:

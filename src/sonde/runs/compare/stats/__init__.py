@@ -1,0 +1,1 @@
+"""How the numbers of two runs differ, with intervals."""
