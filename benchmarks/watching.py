@@ -15,12 +15,12 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console
+from tests.runs.report.plausible_run import reading_record, write_run
 
 from sonde.log.lines import encode_line
 from sonde.runs.watch.follow import FollowedRun
 from sonde.runs.watch.serve import Shown
 from sonde.runs.watch.terminal import terminal_view
-from tests.runs.report.plausible_run import reading_record, write_run
 
 
 def _seconds(work: Callable[[], Any]) -> float:

@@ -120,7 +120,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except (ValueError, OSError, ImportError) as error:
         needs_torch = isinstance(error, ImportError) and error.name == "torch"
-        hint = ": install torch, without which `sonde report`, `advise`, `compare` and `watch` work" if needs_torch else ""
+        hint = (
+            ": install torch, without which `sonde report`, `advise`, `compare` and `watch` work" if needs_torch else ""
+        )
         print(f"sonde: error: {error}{hint}", file=sys.stderr)
         return ERROR
 

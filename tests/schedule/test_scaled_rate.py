@@ -13,7 +13,7 @@ import torch
 from torch.optim import lr_scheduler as of_torch
 
 import sonde
-from sonde.evidence.stats.rate_rules import adam_settings
+from sonde.batch_size.stats.rate_rules import adam_settings
 from sonde.schedule.batch_schedule import BatchSchedule
 from sonde.schedule.scaled_rate import ScaledRate
 from tests.schedule.noisy_gradients import ROWS, Linear, attached, micro_batches, train

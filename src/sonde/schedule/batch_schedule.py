@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
 from sonde.batch_size.probe import NoiseScaleProbe
+from sonde.batch_size.stats.rate_rules import parsed_rule
 from sonde.console import tell
 from sonde.evidence.rates import RateRule, options_at, usual_rule
-from sonde.evidence.stats.rate_rules import parsed_rule
 from sonde.parallel.process_groups import gather_objects, n_summed
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.probe import Metric, ReportSection

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sonde.batch_size.stats.rate_rules import adam_settings, rate_factor
 from sonde.evidence.rates import RateRule
-from sonde.evidence.stats.rate_rules import adam_settings, rate_factor
 from sonde.parallel.unwrap import outside_graphs
 
 
