@@ -706,5 +706,5 @@ def _close_left_open(probe: weakref.ref[NoiseScaleProbe], pid: int) -> None:
         if left_open.n_windows:
             reading = left_open._tracker.reading(with_groups=False)
             left_open._say(str(reading))
-            if advice := reading.next_batch(left_open._folder):
+            if advice := reading.next_batch(left_open.run_log.folder):
                 left_open._say(advice)
