@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401 - of a host's name; the user `nobody` may not be allowed to read it
 import json
 import os
 import resource

@@ -58,13 +58,11 @@ def test_docstrings_are_shown_in_parts(site: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_command_is_on_the_page_of_commands(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from sonde.cli import main
+def test_every_command_is_on_the_page_of_commands(site: Path) -> None:
+    from sonde.cli import COMMANDS
 
-    assert main(["--help"]) == 0
-    (names,) = re.findall(r"usage: sonde \[-h\] \{([\w,]+)\}", capsys.readouterr().out)
     page = (site / "docs" / "api" / "commands.html").read_text()
-    for name in names.split(","):
+    for name in COMMANDS:
         assert f"usage: sonde {name} [-h]" in page
 
 
