@@ -139,6 +139,7 @@ def test_settings_that_differ_and_no_others(tmp_path: Path) -> None:
     )
     c = write_plausible(tmp_path / "c", metadata={"learning rate": 0.003, "model": {"layers": 6, "width": 128}})
     assert {row[0]: row[1] for row in list(setting_rows(read_runs([a, b, c])))[1:]} == {
+        "log": f"{a} (A); {b} (B); {c} (C)",  # so that runs of one name are told apart
         "batch size": "16 (A, C); 64 (B)",
         "ranks": "2 (A, C); 4 (B)",
         "learning rate": "0.003 (A, C); 0.006 (B)",
