@@ -139,6 +139,7 @@ def test_settings_that_differ_and_no_others(tmp_path: Path) -> None:
     )
     c = write_plausible(tmp_path / "c", metadata={"learning rate": 0.003, "model": {"layers": 6, "width": 128}})
     assert {row[0]: row[1] for row in list(setting_rows(read_runs([a, b, c])))[1:]} == {
+        "log": f"{a} (A); {b} (B); {c} (C)",  # so that runs of one name are told apart
         "batch size": "16 (A, C); 64 (B)",
         "ranks": "2 (A, C); 4 (B)",
         "learning rate": "0.003 (A, C); 0.006 (B)",
@@ -242,3 +243,24 @@ def test_no_batch_is_advised_before_a_run_has_a_verdict(tmp_path: Path) -> None:
     """The noise scale grows fast in the first 100 steps."""
     early = summary(compared(tmp_path, {"n": 5}, {"n": 5, "batch": 64.0}))
     assert early.action == "Train on: no batch can be advised."
+
+
+def test_whole_runs_speak_where_the_noise_scales_at_the_end_are_not_known(tmp_path: Path) -> None:
+    """Averages of runs that are as long as each other; of runs that are not, they say nothing."""
+    unknown: dict[str, float | None] = {f"gns/b_simple{end}": None for end in ("", "_low", "_high")}
+    options: list[dict[str, Any]] = [{"metrics": unknown}, {"metrics": unknown, "batch": 64.0, "n": 20}]
+    as_long = summary(compared(tmp_path, *options))
+    assert as_long.headline.startswith("Over whole runs, the noise scale at batch 64 is 1 (0.")
+    longer = summary(compared(tmp_path / "longer", options[0], options[1] | {"n": 40}))
+    assert "Over whole runs" not in longer.headline + longer.detail
+
+
+def test_a_clock_that_was_set_back_moves_no_reading_back(tmp_path: Path) -> None:
+    records = [reading_record(i, 9, status="resolved") for i in range(9)]
+    records[5]["time"] -= 1000
+    found = read_runs(
+        [written(tmp_path / "a", [header_record(), *records]), write_plausible(tmp_path / "b")], by="time"
+    )
+    places = [at for at, _ in found.runs[0].series(lambda *_: 1.0, "time")]
+    assert len(places) == 8
+    assert places == sorted(places)

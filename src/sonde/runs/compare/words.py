@@ -188,10 +188,9 @@ def setting_rows(found: Comparison) -> Iterator[Row]:
 def _settings(run: ComparedRun) -> Iterator[tuple[str, str]]:
     """All settings of a run by name."""
     header = run.run.header
-    batch = {} if run.batch is None else {"batch size": number(run.batch, 4)}
-    waiting: list[tuple[str, Any]] = [
-        *({**batch, "unit": header.unit, **header.setup, **header.metadata, "version of": header.versions}.items())
-    ]
+    first = {"log": str(run.run.path.parent), "batch size": run.batch and number(run.batch, 4), "unit": header.unit}
+    settings: dict[str, Any] = {**first, **header.setup, **header.metadata, "version of": header.versions}
+    waiting = list(settings.items())
     while waiting:
         name, value = waiting.pop(0)
         if isinstance(value, Mapping):
