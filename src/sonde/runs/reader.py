@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast, get_args
 
 from sonde.batch_size.stats.reading import GroupReading
-from sonde.log.lines import LastRun, begins_header, last_run, lines_of, parse_record
+from sonde.log.lines import begins_header, last_run, lines_of, parse_record
 from sonde.log.sinks import RECORDS_NAME, other_unit
 from sonde.policy.stats.token_positions import AtPositions
 from sonde.probe import ReportSection
@@ -39,7 +39,8 @@ NEVER_NEGATIVE = ("gns/b_simple", "gns_prompts/b_simple")
 LARGEST_EXACT = 2**53
 """Larger whole numbers are not all exact as floats."""
 
-_ADVICE = "give a folder that sonde wrote"
+ADVICE = "give a folder that sonde wrote"
+"""What to do with a file that is not a run's log."""
 _STATUSES = get_args(Status)
 T = TypeVar("T")
 
@@ -59,15 +60,10 @@ def read_run(path: str | Path) -> Run:
         ValueError: when the file is not a run's log, was written by another version of sonde, or is damaged other than
             by a crash.
     """
-    file = find_records(path)
-    last = last_run(file, advice=_ADVICE)
-    contents, torn = _Contents(file), list[str]()
-    for number, record in _records(file, last, torn, unwanted=b'{"kind":"window"'):
-        try:
-            contents.add(record, number)
-        except (KeyError, TypeError, OverflowError, AttributeError) as error:
-            _refuse(file, number, error)
-    return contents.run("; ".join(torn) or None, earlier_runs=last.runs_before)
+    contents = Contents(find_records(path))
+    for line in lines_of(contents.file, advice=ADVICE):
+        contents.add_line(line)
+    return contents.run(is_whole=True)
 
 
 def read_windows(path: str | Path) -> Iterator[WindowReading]:
@@ -98,8 +94,11 @@ def read_windows(path: str | Path) -> Iterator[WindowReading]:
         [1, 2, 3]
     """
     file = find_records(path)
+    lines = _WholeLines(file, unwanted=b'{"kind":"reading"')
     segment = -1
-    for number, record in _records(file, last_run(file, advice=_ADVICE), [], unwanted=b'{"kind":"reading"'):
+    for line in lines_of(file, advice=ADVICE):
+        if (record := lines.record(line)) is None:
+            continue
         try:
             if record["kind"] == "header":
                 segment += 1
@@ -107,7 +106,7 @@ def read_windows(path: str | Path) -> Iterator[WindowReading]:
             elif record["kind"] == "window":
                 yield _filled(WindowReading, record, segment=segment)
         except (KeyError, TypeError, OverflowError, AttributeError) as error:
-            _refuse(file, number, error)
+            _refuse(file, lines.number, error)
 
 
 def find_records(path: str | Path) -> Path:
@@ -137,33 +136,52 @@ def find_records(path: str | Path) -> Path:
     return path
 
 
-def _records(file: Path, last: LastRun, torn: list[str], *, unwanted: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The records of the last run, each with the number of its line from 1.
+class _WholeLines:
+    """Reads the lines of a log one after the other, and tells records of its last run from lines that a crash tore.
 
     Args:
         file: the log.
-        last: where that run begins.
-        torn: gets which lines are torn, in words.
         unwanted: the beginning of lines to pass over. Not parsing them saves most of the time that they take.
 
-    Raises:
-        ValueError: when the file is damaged other than by a crash.
+    Attributes:
+        last: where the last run begins.
+        number: of the last line, from 1.
+        torn: the lines that a restart follows, in words.
     """
-    cut: tuple[int, bytes] | None = None  # a torn line whose next line was not read yet, with its number
-    for number, line in enumerate(lines_of(file, advice=_ADVICE), start=1):
-        if number <= last.lines_before:
-            continue
-        if cut is not None:
-            torn.append(_torn_within(file, cut, line))
-            cut = None
-        if line.startswith(unwanted) and line.endswith(b"}"):
-            continue
+
+    def __init__(self, file: Path, *, unwanted: bytes) -> None:
+        self.last = last_run(file, advice=ADVICE)
+        self.number = 0
+        self.torn: list[str] = []
+        self._file, self._unwanted = file, unwanted
+        self._cut: tuple[int, bytes] | None = None
+        """A torn line whose next line was not read yet, with its number."""
+
+    def record(self, line: bytes) -> dict[str, Any] | None:
+        """The record on the next line; None if the line is torn, not wanted, or of an earlier run.
+
+        Raises:
+            ValueError: when the file is damaged other than by a crash.
+        """
+        self.number += 1
+        if self.number <= self.last.lines_before:
+            return None
+        if self._cut is not None:
+            self.torn.append(_torn_within(self._file, self._cut, line))
+            self._cut = None
+        if line.startswith(self._unwanted) and line.endswith(b"}"):
+            return None
         if (record := parse_record(line)) is None:
-            cut = number, line
-        else:
-            yield number, record
-    if cut is not None:
-        torn.append(f"line {cut[0]}, the last one, is cut off in the middle: the {cut[0] - 1} before it were read")
+            self._cut = self.number, line
+        return record
+
+    def all_torn(self) -> list[str]:
+        """The lines that are torn if no line follows, in words."""
+        if self._cut is None:
+            return self.torn
+        n_before = self._cut[0] - 1
+        last = f"line {n_before + 1}, the last one, is cut off in the middle: the {n_before} before it were read"
+        return [*self.torn, last]
 
 
 def _torn_within(file: Path, torn: tuple[int, bytes], following: bytes) -> str:
@@ -191,15 +209,19 @@ def _check_schema(file: Path, header: Mapping[str, Any]) -> None:
         )
 
 
-class _Contents:
-    """Collects the records of one log in the order in which they were written.
+class Contents:
+    """Collects what a log holds of its last run, line by line.
 
     Args:
-        file: the log, for messages.
+        file: the log. It is read to find where its last run begins.
+
+    Raises:
+        ValueError: when the file is not a run's log.
     """
 
     def __init__(self, file: Path) -> None:
-        self._file = file
+        self.file = file
+        self._lines = _WholeLines(file, unwanted=b'{"kind":"window"')
         self._units: dict[str, str] = {}
         self._headers: list[Header] = []
         self._readings: list[Reading] = []
@@ -208,10 +230,26 @@ class _Contents:
         self._comparisons: list[ComparisonReading] = []
         self._alerts: list[Alert] = []
         self._ended: str | None = None
+        self._n_fresh = 0
         self._declared: set[str] = set()
         """Names of the metrics that sonde wrote, of all starts."""
 
-    def add(self, record: Mapping[str, Any], line: int) -> None:
+    def add_line(self, line: bytes) -> None:
+        """Add the next line of the log, from its first line on.
+
+        Args:
+            line: without its line break.
+
+        Raises:
+            ValueError: when the line was not written by this version of sonde, or is damaged other than by a crash.
+        """
+        if (record := self._lines.record(line)) is not None:
+            try:
+                self._add(record, self._lines.number)
+            except (KeyError, TypeError, OverflowError, AttributeError) as error:
+                _refuse(self.file, self._lines.number, error)
+
+    def _add(self, record: Mapping[str, Any], line: int) -> None:
         """Add a record as it was written; one of a kind that this version does not know is skipped.
 
         Raises:
@@ -243,9 +281,11 @@ class _Contents:
                 self._alerts.append(_filled(Alert, record, segment=segment))
             case "end":
                 self._ended = str(record["reason"])
+            case "fresh":
+                self._n_fresh += 1
 
     def _add_header(self, record: Mapping[str, Any]) -> None:
-        _check_schema(self._file, record)
+        _check_schema(self.file, record)
         self._headers.append(_filled(Header, record, probes=(self._probe(record),)))
         self._ended = None
 
@@ -254,7 +294,7 @@ class _Contents:
         probe = _filled(ProbeSetup, record, setup=_setup(record["setup"]), sections=sections)
         if (other := other_unit(self._units, probe.writes, probe.unit)) is not None:
             raise ValueError(
-                f"{self._file} holds runs measured in {other!r} and in {probe.unit!r}, "
+                f"{self.file} holds runs measured in {other!r} and in {probe.unit!r}, "
                 "expected one unit: log each run to its own folder"
             )
         self._units[probe.writes] = probe.unit
@@ -285,28 +325,37 @@ class _Contents:
             if abs(value) > LARGEST or is_negative:
                 expected = f"at most {LARGEST:g} in size" if abs(value) > LARGEST else "0 or more"
                 raise ValueError(
-                    f"line {line} of {self._file} holds {name} = {value:g}, expected {expected}: "
+                    f"line {line} of {self.file} holds {name} = {value:g}, expected {expected}: "
                     "sonde writes no such number; was the log edited, or written by another program?"
                 )
 
-    def run(self, torn: str | None, *, earlier_runs: int) -> Run:
+    @property
+    def is_of_last_run(self) -> bool:
+        """Whether no new run has begun among the lines. The run after that is read from the log's first line on."""
+        return self._n_fresh < 2
+
+    def run(self, *, is_whole: bool) -> Run:
         """Everything that was collected.
+
+        Args:
+            is_whole: whether no line follows, so that a torn line at the end is one that a crash tore.
 
         Raises:
             ValueError: when there is no whole header.
         """
+        torn = self._lines.all_torn() if is_whole else self._lines.torn
         if not self._headers:
-            raise ValueError(f"{self._file} holds no whole record yet: its header was cut off; start the run again")
+            raise ValueError(f"{self.file} holds no whole record yet: its header was cut off; start the run again")
         return Run(
-            self._file,
+            self.file,
             tuple(self._headers),
             tuple(self._readings),
             tuple(self._policy),
             tuple(self._own),
             tuple(self._alerts),
             self._ended,
-            torn,
-            earlier_runs,
+            "; ".join(torn) or None,
+            self._lines.last.runs_before,
             tuple(self._comparisons),
         )
 
