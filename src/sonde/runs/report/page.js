@@ -1,10 +1,8 @@
 // Figures are zoomed along the horizontal axis by keys: + and - zoom, arrows move, 0 goes back.
 (() => {
-  const first = new Map();
   const zoom = (plot, key) => {
     const range = plot.x_range, log = plot.x_scale.type === "LogScale";
-    if (!first.has(range.id)) first.set(range.id, [range.start, range.end]);
-    if (key === "0") { [range.start, range.end] = first.get(range.id); return; }
+    if (key === "0") { range.reset(); return; }
     const [low, high] = log ? [Math.log(range.start), Math.log(range.end)] : [range.start, range.end];
     const width = high - low, size = key === "+" ? 0.5 * width : key === "-" ? 2 * width : width;
     const middle = (low + high) / 2 + (key === ">" ? 0.25 : key === "<" ? -0.25 : 0) * width;
@@ -14,8 +12,8 @@
   const keys = {"+": "+", "=": "+", "-": "-", "0": "0", "Escape": "0", "ArrowLeft": "<", "ArrowRight": ">"};
   // Bokeh's own layer of each figure would be a second stop of Tab, with no name and no outline.
   document.addEventListener("focusin", () => {
-    for (const view of Bokeh.index) view.canvas_view.events_el.tabIndex = -1;
-  }, {once: true});
+    for (const {canvas_view} of Bokeh.index) if (canvas_view) canvas_view.events_el.tabIndex = -1;
+  });
   document.addEventListener("keydown", event => {
     const figure = document.activeElement.closest?.("figure"), key = keys[event.key];
     if (!figure || !key || event.ctrlKey || event.metaKey || event.altKey) return;

@@ -6,6 +6,7 @@ Every text of the user is escaped, and only the page's own three scripts may run
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import os
 import re
@@ -33,41 +34,81 @@ def check_bokeh() -> None:
         raise ImportError(f"the report needs bokeh: {install_hint('report')}") from error
 
 
-def whole_page(sections: Sequence[Any], **values: Any) -> str:
+def whole_page(
+    sections: Sequence[Any],
+    *,
+    template: str = "report/page.html",
+    scripts: Sequence[str] = ("report/page.js",),
+    **values: Any,
+) -> str:
     """The page with these sections.
 
     Args:
         sections: `figures.Section`s, in order.
+        template: of the page, a path in `runs`.
+        scripts: what runs after the figures were drawn, paths in `runs`.
         **values: `name`, `subject`, `facts`, `panels`, `rows` and what else `page.html` shows.
     """
     # Here, since Bokeh and Jinja2 are an extra, and only the page needs them.
     from bokeh.resources import Resources
     from markupsafe import Markup
 
-    from sonde.runs.report.figures import Plot
-
-    plots = [part for section in sections for part in section.content if isinstance(part, Plot)]
-    drawing, divs = _drawn([figure for plot in plots for figure in plot.figures])
+    drawing, divs = _drawn(_figures(sections))
     bokeh = "\n".join(Resources(mode="inline", components=["bokeh"], log_level="warn", minified=True).js_raw)
-    folder = files("sonde.runs.report")
-    page, style, keys = ((folder / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
-    scripts = [bokeh, drawing, keys]
+    codes = [bokeh, drawing, *map(_text, scripts)]
     places = iter(divs)
-    return _rendered(
-        page,
+    page = _templates().get_template(template)
+    rendered: str = page.render(
         version=__version__,
-        hashes=Markup(" ".join(map(_hash, scripts))),
-        style=Markup(style),
-        scripts=[Markup(script) for script in scripts],
+        hashes=Markup(" ".join(map(_hash, codes))),
+        style=Markup(_text("report/page.css")),
+        scripts=[Markup(code) for code in codes],
         sections=sections,
         next_div=lambda: Markup(next(places)),
         **values,
     )
+    return rendered
 
 
-def _rendered(page: str, **values: Any) -> str:
-    """The page with these values. All texts are escaped."""
-    from jinja2 import Environment
+def part_of_page(block: str, **values: Any) -> str:
+    """A part of `page.html`.
+
+    Args:
+        block: "top", which is what is said first, or "rest".
+        **values: as for the whole page.
+    """
+    template = _templates().get_template("report/page.html")
+    return "".join(template.blocks[block](template.new_context(values)))
+
+
+def live_part(sections: Sequence[Any], **values: Any) -> dict[str, Any]:
+    """The rest of the page, for a page that is open: its HTML, and its figures for `Bokeh.embed.embed_items`."""
+    from markupsafe import Markup
+
+    figures = _figures(sections)
+    divs = (Markup(f'<div id="of-{each.id}" data-root-id="{each.id}"></div>') for each in figures)
+    return {
+        "html": part_of_page("rest", sections=sections, next_div=lambda: next(divs), **values),
+        "document": _document(figures).to_json(deferred=False),
+        "roots": {each.id: f"of-{each.id}" for each in figures},
+    }
+
+
+def _figures(sections: Sequence[Any]) -> list[Any]:
+    from sonde.runs.report.figures import Plot
+
+    plots = [part for section in sections for part in section.content if isinstance(part, Plot)]
+    return [figure for plot in plots for figure in plot.figures]
+
+
+def _text(name: str) -> str:
+    return (files("sonde.runs") / name).read_text(encoding="utf-8")
+
+
+@functools.cache
+def _templates() -> Any:
+    """Jinja's environment. All texts are escaped."""
+    from jinja2 import Environment, FunctionLoader
     from markupsafe import Markup
 
     def formula(text: str) -> Markup:
@@ -75,24 +116,30 @@ def _rendered(page: str, **values: Any) -> str:
         whole = str(Markup.escape(text)).replace(" × 10", "\N{NO-BREAK SPACE}×\N{NO-BREAK SPACE}10")
         return Markup(re.sub(r"\b([BSEV])_(simple|crit|noise|min|[EUXY])\b", r"\1<sub>\2</sub>", whole))
 
-    environment = Environment(autoescape=True)
+    environment = Environment(autoescape=True, loader=FunctionLoader(_text))
     environment.filters.update(formula=formula, cut=cut)
-    return environment.from_string(page).render(values)
+    return environment
 
 
 def _drawn(figures: Sequence[Any]) -> tuple[str, Sequence[str]]:
     """The script that draws all figures, and the HTML of each one's place."""
-    from bokeh.document import Document
     from bokeh.embed import components
 
     if not figures:
         return "", ()
+    document = _document(figures)
+    script, divs = components(document.roots, wrap_script=False)
+    return script, divs
+
+
+def _document(figures: Sequence[Any]) -> Any:
+    from bokeh.document import Document
+
     document = Document()
     with document.models.freeze():  # otherwise Bokeh walks through all figures after each of them
         for each in figures:
             document.add_root(each)
-    script, divs = components(figures, wrap_script=False)
-    return script, divs
+    return document
 
 
 def _hash(script: str) -> str:

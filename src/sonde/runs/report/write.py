@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from sonde.runs.reader import read_run
 from sonde.runs.report.branch_page import BRANCHES_NAME, read_branches, write_branch_report
@@ -11,6 +12,9 @@ from sonde.runs.report.page import check_bokeh, check_target, whole_page, write_
 from sonde.runs.report.verdicts import failed_checks, position_text, verdict_panels
 from sonde.runs.run import Run
 from sonde.wording import duration, moment, plural
+
+if TYPE_CHECKING:
+    from sonde.runs.report.figures import Section
 
 
 def write_report(run_path: str | Path, out: str | Path | None = None) -> Path:
@@ -49,17 +53,26 @@ def write_report(run_path: str | Path, out: str | Path | None = None) -> Path:
 
 def render_page(run: Run) -> str:
     """The whole page of a run in which something was measured."""
+    return whole_page(report_sections(run), source="the log of this run", **said_first(run), rows=how_measured(run))
+
+
+def report_sections(run: Run) -> list[Section]:
+    """The sections of a run, in order."""
     # Here, since Bokeh and Jinja2 are an extra, and only the page needs them.
     from sonde.runs.report.comparison_section import comparison_sections
     from sonde.runs.report.policy_sections import policy_sections
     from sonde.runs.report.sections import declared_sections, noise_scale_sections
 
-    sections = [
+    return [
         *(noise_scale_sections(run) if run.readings else []),
         *(policy_sections(run) if run.policy else []),
         *comparison_sections(run),
         *declared_sections(run),
     ]
+
+
+def said_first(run: Run) -> dict[str, Any]:
+    """What the page says before its sections: the name, what looks wrong, verdicts."""
     subjects = ["batch size and gradient noise"] if run.readings else []
     subjects += ["entropy of the policy"] if run.policy or run.comparisons else []
     panels = verdict_panels(run)
@@ -67,22 +80,22 @@ def render_page(run: Run) -> str:
     # What a later reading found right again needs nothing done, and what a verdict says is not said twice.
     alerts = [f for f in failed_checks(run) if not (f.is_over or f.message.lower().startswith(said))]
 
-    return whole_page(
-        sections,
-        name=cut(run.name, 200),
-        subject=", ".join(subjects or [section.title for section in sections]),
-        facts=_facts(run),
-        torn=run.torn,
-        alerts=alerts,
-        more_alerts=plural(max(len(alerts) - 5, 0), "more alert"),
-        panels=panels,
-        rows=how_measured(run),
-        source="the log of this run",
-    )
+    return {
+        "name": cut(run.name, 200),
+        "subject": ", ".join(subjects or [section.title for section in run.sections]),
+        "facts": _facts(run),
+        "torn": run.torn,
+        "alerts": alerts,
+        "more_alerts": plural(max(len(alerts) - 5, 0), "more alert"),
+        "panels": panels,
+    }
 
 
 def _facts(run: Run) -> list[str]:
-    began, last = run.headers[0].time, run.last
+    began = run.headers[0].time
+    if run.is_empty:
+        return [f"Started {moment(began)}", "no reading yet"]
+    last = run.last
     facts = [f"Started {moment(began)}", f"last reading {duration(max(last.time - began, 0))} later"]
     facts.append(position_text(last, run.probe("reading").unit))
     if len(run.headers) > 1:
