@@ -45,6 +45,12 @@ COMMANDS = {
         takes_script=True,
     ),
     "report": Command("write the report of a run", "sonde.commands.report", "ReportOptions", "run_report"),
+    "watch": Command(
+        "watch runs while they train, in the terminal and on a page",
+        "sonde.commands.watch",
+        "WatchOptions",
+        "run_watch",
+    ),
     "measure": Command(
         "measure a checkpoint on your text, without training",
         "sonde.commands.measure",

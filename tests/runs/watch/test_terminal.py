@@ -1,0 +1,75 @@
+"""What the terminal says of runs that are being written."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from sonde.runs.watch.follow import FollowedRun
+from sonde.runs.watch.terminal import terminal_view
+from tests.runs.report.plausible_policy import write_policy_run
+from tests.runs.report.plausible_run import alert_record, end_record, header_record, reading_record, write_run, written
+
+
+def _seen(*runs: FollowedRun, width: int = 200) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(terminal_view(runs))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def _last_written(folder: Path, *, seconds_ago: float) -> FollowedRun:
+    then = time.time() - seconds_ago
+    os.utime(folder / "records.jsonl", (then, then))
+    return FollowedRun(folder)
+
+
+def test_a_run_has_its_last_reading_verdict_norm_clip_cost_and_speed(tmp_path: Path) -> None:
+    write_run(tmp_path, 60, end=False, alerts=[alert_record(window=900)])
+    seen = _seen(_last_written(tmp_path, seconds_ago=130.2))
+    for text in (
+        "small language model · window 600, after 38,400 sequences · last record 2 min 10 s ago\n",
+        "   Batch too small  Try a larger batch from here on: about 200 sequences instead of 64.\n",
+        "Noise scale now 205 sequences; between 178 and 243 · Average over the run 28.3 sequences; between 25.1 and "
+        "32.9 · Batch size 64 sequences per step\n",
+        " 17.6 to 205\n",
+        "  Gradient norm 0.651 · 0 % of the windows clipped · measuring takes 0.91 % of the time · "
+        "120 sequences a second\n",
+        "  ! All ranks seem to train on the same data: check the sampler. (since window 900",
+    ):
+        assert text in seen.replace("\N{NO-BREAK SPACE}", " ")
+    bars = next(line for line in seen.splitlines() if "Noise scale over the run" in line).split()[5]
+    assert bars == "▁▂▁▂▂▃▃▃▄▄▄▅▅▆▆▆▇███"  # each second reading from the last one back, on a log axis
+
+
+def test_a_policy_has_its_entropy(tmp_path: Path) -> None:
+    seen = _seen(FollowedRun(write_policy_run(tmp_path, 24)))
+    assert "adding by GRPO · step 116 · ended: training ended\n" in seen
+    assert " Entropy is falling  Watch the reward, and act if it no longer rises.\n" in seen
+    assert "Last measured entropy 0.429" in seen
+
+
+def test_a_run_without_a_reading_and_one_that_was_resumed(tmp_path: Path) -> None:
+    written(tmp_path / "a", [header_record(run="just [begun]")])
+    written(tmp_path / "b", [header_record(), reading_record(0, 1, status="unresolved"), end_record(10)])
+    runs = [FollowedRun(tmp_path / "a"), FollowedRun(tmp_path / "b")]
+    assert "just [begun] · no reading yet · last record " in _seen(*runs)
+    assert "window 10, after 640 sequences · ended\n" in _seen(*runs)
+    written(tmp_path / "b", [header_record()])
+    runs[1].refresh()
+    assert "window 10, after 640 sequences · last record " in _seen(*runs)
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_long_lines_stay_indented(tmp_path: Path, width: int) -> None:
+    first, *further = _seen(FollowedRun(write_run(tmp_path, 60)), width=width).rstrip().splitlines()
+    assert first.startswith("small language model")
+    assert len(further) > 5
+    of_run = [line for line in further if "600" not in line and "sequences · " not in line]
+    assert all(line.startswith("  ") for line in of_run)
+    assert max(map(len, further)) <= width
