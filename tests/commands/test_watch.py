@@ -29,11 +29,12 @@ sys.exit(main(["watch", *sys.argv[1:]]))
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        ([], "expected at least one run to watch, got none"),
         (["nowhere"], "no run at nowhere: give the folder a run was logged to"),
         (["."], "no records.jsonl in the folder ., which holds 1 run: give the folder of one, such as run"),
         (["run", "loss.csv"], "expected a run's folder or its records.jsonl, got the file loss.csv"),
         (["run", "--port", "8000"], "--port 8000 is the port of the page: give --serve too"),
-        (["run", "--serve", "--port", "99999"], "a port is a number from 0 to 65535, got 99999"),
+        (["run", "--serve", "--port", "99999"], "--port 99999 cannot be used"),
     ],
 )
 def test_what_cannot_be_watched_is_refused_in_a_sentence(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -52,38 +51,22 @@ def run_watch(options: WatchOptions) -> int:
         raise ValueError(f"--port {options.port} is the port of the page: give --serve too")
     runs = [FollowedRun(path) for path in options.runs]
     console = Console()
-    with contextlib.suppress(KeyboardInterrupt), _served(runs, options, console):
+    with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as until_the_end:
+        if options.serve:
+            from sonde.runs.watch.serve import served
+
+            site = until_the_end.enter_context(served(runs, options.port))
+            console.print(site.address, soft_wrap=True, highlight=False)
         _show(runs, console)
     return 0
 
 
-@contextlib.contextmanager
-def _served(runs: Sequence[FollowedRun], options: WatchOptions, console: Console) -> Iterator[None]:
-    """The page is served, if that is asked for."""
-    if not options.serve:
-        yield
-        return
-    from sonde.runs.watch.serve import Site
-
-    with Site(runs, port=options.port) as site:
-        console.print(site.address, soft_wrap=True, highlight=False)
-        threading.Thread(target=site.serve_forever, daemon=True).start()
-        try:
-            yield
-        finally:
-            site.shutdown()
-
-
 def _show(runs: Sequence[FollowedRun], console: Console) -> None:
     """Show the runs. What goes wrong with a log is printed above them, where it stays."""
-    told = [""] * len(runs)
     with Live(terminal_view(runs), console=console, auto_refresh=False) as live:
         while True:
-            for k, each in enumerate(runs):
-                each.refresh()
-                if each.problem != told[k]:
-                    told[k] = each.problem
-                    text = Text(each.problem or f"{each.path} is read again", "yellow")
-                    console.print(text, soft_wrap=True)
+            sentences = [each.refresh() for each in runs]
             live.update(terminal_view(runs), refresh=True)
+            for sentence in filter(None, sentences):
+                console.print(Text(sentence, "yellow"), soft_wrap=True)
             time.sleep(_SECONDS)

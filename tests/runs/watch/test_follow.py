@@ -111,9 +111,9 @@ def test_a_log_that_cannot_be_read_is_told_until_it_changes(tmp_path: Path) -> N
         followed.refresh()
         assert f"{path} is damaged: line 7 is not a JSON object" in followed.problem
         assert len(followed.run.readings) == 5
-    path.write_bytes(log)
+    path.write_bytes(log + log.splitlines()[1] + b"\n")  # the damaged line was taken out
     followed.refresh()
-    assert (followed.problem, len(followed.run.readings)) == ("", 5)
+    assert (followed.problem, len(followed.run.readings)) == ("", 6)
     written(tmp_path, [header_record(), with_metrics(reading_record(5, 6), {"gns/b_simple": -3.0})])
     followed.refresh()
     assert "holds gns/b_simple = -3" in followed.problem

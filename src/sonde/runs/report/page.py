@@ -53,38 +53,48 @@ def whole_page(
     from bokeh.resources import Resources
     from markupsafe import Markup
 
-    drawing, divs = _drawn(figures_of(sections))
+    drawing, divs = _drawn(_figures(sections))
     bokeh = "\n".join(Resources(mode="inline", components=["bokeh"], log_level="warn", minified=True).js_raw)
     codes = [bokeh, drawing, *map(_text, scripts)]
     places = iter(divs)
-    return str(
-        _templates()
-        .get_template(template)
-        .render(
-            version=__version__,
-            hashes=Markup(" ".join(map(_hash, codes))),
-            style=Markup(_text("report/page.css")),
-            scripts=[Markup(code) for code in codes],
-            sections=sections,
-            next_div=lambda: Markup(next(places)),
-            **values,
-        )
+    page = _templates().get_template(template)
+    rendered: str = page.render(
+        version=__version__,
+        hashes=Markup(" ".join(map(_hash, codes))),
+        style=Markup(_text("report/page.css")),
+        scripts=[Markup(code) for code in codes],
+        sections=sections,
+        next_div=lambda: Markup(next(places)),
+        **values,
     )
+    return rendered
 
 
 def part_of_page(block: str, **values: Any) -> str:
-    """A block of `page.html`.
+    """A part of `page.html`.
 
     Args:
-        block: "top", with what is said first, or "rest".
+        block: "top", which is what is said first, or "rest".
         **values: as for the whole page.
     """
     template = _templates().get_template("report/page.html")
     return "".join(template.blocks[block](template.new_context(values)))
 
 
-def figures_of(sections: Sequence[Any]) -> list[Any]:
-    """The figures of `figures.Section`s, in order."""
+def live_part(sections: Sequence[Any], **values: Any) -> dict[str, Any]:
+    """The rest of the page, for a page that is open: its HTML, and its figures for `Bokeh.embed.embed_items`."""
+    from markupsafe import Markup
+
+    figures = _figures(sections)
+    divs = (Markup(f'<div id="of-{each.id}" data-root-id="{each.id}"></div>') for each in figures)
+    return {
+        "html": part_of_page("rest", sections=sections, next_div=lambda: next(divs), **values),
+        "document": _document(figures).to_json(deferred=False),
+        "roots": {each.id: f"of-{each.id}" for each in figures},
+    }
+
+
+def _figures(sections: Sequence[Any]) -> list[Any]:
     from sonde.runs.report.figures import Plot
 
     plots = [part for section in sections for part in section.content if isinstance(part, Plot)]
@@ -117,13 +127,12 @@ def _drawn(figures: Sequence[Any]) -> tuple[str, Sequence[str]]:
 
     if not figures:
         return "", ()
-    in_one_document(figures)
-    script, divs = components(figures, wrap_script=False)
+    document = _document(figures)
+    script, divs = components(document.roots, wrap_script=False)
     return script, divs
 
 
-def in_one_document(figures: Sequence[Any]) -> Any:
-    """A Bokeh document with these figures."""
+def _document(figures: Sequence[Any]) -> Any:
     from bokeh.document import Document
 
     document = Document()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from sonde.log.lines import LONGEST_LINE, lines_of
 from sonde.runs.reader import ADVICE, Contents, find_records
+from sonde.runs.report.verdicts import VerdictPanel, verdict_panels
 from sonde.runs.run import Run
 
 
@@ -19,6 +20,7 @@ class FollowedRun:
 
     Attributes:
         run: what the log holds. A last line without its line break is still being written, and is left out.
+        panels: the verdicts on it.
         version: counts the changes of `run`.
         written: when the log was last written to, in seconds since 1970.
         problem: why the log cannot be read now, in one sentence; empty if it can. `run` stays as it was read last.
@@ -32,6 +34,7 @@ class FollowedRun:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.run: Run
+        self.panels: list[VerdictPanel] = []
         self.version = 0
         self.written = 0.0
         self.problem = ""
@@ -41,8 +44,13 @@ class FollowedRun:
         """It holds the time of the run's start, so it tells another log in the same place."""
         self._read_on()
 
-    def refresh(self) -> None:
-        """Read what was appended. Whatever happens to the log, its folder and its disk is told as a `problem`."""
+    def refresh(self) -> str:
+        """Read what was appended. Whatever happens to the log, its folder and its disk is told as a `problem`.
+
+        Returns:
+            A sentence if a problem has begun or ended; empty otherwise.
+        """
+        before = self.problem
         try:
             self._read_on()
         except FileNotFoundError:
@@ -54,6 +62,7 @@ class FollowedRun:
         except ValueError as error:
             self._first_line = b""  # once the file changes, it is read anew
             self.problem = str(error)
+        return "" if self.problem == before else self.problem or f"{self.path} is read again"
 
     def _read_on(self) -> None:
         """Add the lines that were appended; all lines if this is another log, or if a new run has begun in it."""
@@ -72,6 +81,7 @@ class FollowedRun:
             self._begin(file)
             self._add_lines(file)
         self.run = self._contents.run(is_whole=False)
+        self.panels = verdict_panels(self.run)
         self.version += 1
         self.written = now.st_mtime
         self.problem = ""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Group
 from rich.padding import Padding
 from rich.text import Text
 
-from sonde.runs.report.verdicts import VerdictPanel, failed_checks, position_text, verdict_panels
+from sonde.runs.report.verdicts import failed_checks, position_text
 from sonde.runs.run import Run
 from sonde.runs.watch.follow import FollowedRun
 from sonde.wording import duration, number, percent
@@ -26,11 +26,6 @@ _BARS = "▁▂▃▄▅▆▇█"
 def terminal_view(runs: Sequence[FollowedRun]) -> Group:
     """All runs as they are now."""
     return Group(*(line for each in runs for line in _lines(each)))
-
-
-def panels(followed: FollowedRun) -> list[VerdictPanel]:
-    """The verdicts on what is known of a run now."""
-    return _panels(followed, followed.version)
 
 
 def liveness(followed: FollowedRun) -> str:
@@ -56,16 +51,11 @@ def _indented(text: Text) -> Padding:
 
 
 @functools.lru_cache(maxsize=64)
-def _panels(followed: FollowedRun, version: int) -> list[VerdictPanel]:
-    return verdict_panels(followed.run)
-
-
-@functools.lru_cache(maxsize=64)
 def _measured(followed: FollowedRun, version: int) -> list[Text]:
     """What changes with the log alone, made once for each of its versions."""
     run = followed.run
     lines = []
-    for panel in panels(followed):
+    for panel in followed.panels:
         lines.append(Text.assemble((f" {panel.badge} ", "reverse"), f" {panel.action}"))
         lines.append(Text(" · ".join(f"{t.name} {t.value} {t.note}".strip() for t in panel.tiles[:_TILES])))
     lines += [Text(line) for line in (_trend(run), _beside(run)) if line]
@@ -89,15 +79,11 @@ def _beside(run: Run) -> str:
     """The norm, the clip, the cost and the speed at the last reading, as far as they are known."""
     if not run.readings:
         return ""
-    metrics = run.readings[-1].metrics
-    norm, clipped, cost, speed = (
-        metrics.get(name) for name in ("grad/norm", "grad/clip_fraction", "cost/share", "run/units_per_second")
-    )
-    parts = [
-        "" if norm is None else f"gradient norm {number(norm)}",
-        "" if clipped is None else f"{percent(clipped)} of the windows clipped",
-        "" if cost is None else f"measuring takes {percent(cost)} of the time",
-        "" if speed is None else f"{number(speed)} {run.probe('reading').unit} a second",
-    ]
-    text = " · ".join(filter(None, parts))
-    return text[:1].upper() + text[1:]
+    texts: dict[str, Callable[[float], str]] = {
+        "grad/norm": lambda norm: f"Gradient norm {number(norm)}",
+        "grad/clip_fraction": lambda share: f"{percent(share)} of the windows clipped",
+        "cost/share": lambda share: f"measuring takes {percent(share)} of the time",
+        "run/units_per_second": lambda speed: f"{number(speed)} {run.probe('reading').unit} a second",
+    }
+    known = {name: run.readings[-1].metrics.get(name) for name in texts}
+    return " · ".join(texts[name](value) for name, value in known.items() if value is not None)

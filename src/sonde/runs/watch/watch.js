@@ -6,7 +6,7 @@
   let shown = location.hash.slice(1) || "0";  // number of the run
   let seen = {first: "", rest: ""};  // versions
   let drawn = null;  // Bokeh's document, its views and listeners, and the figures by name
-  let isPressed = false, wake = () => {};
+  let isPressed = false;
 
   const title = section => section.querySelector("h2").textContent;
 
@@ -41,7 +41,7 @@
     for (const listener of old.listeners) visualViewport.removeEventListener("resize", listener);
   };
 
-  const swapRest = async ({html, document: figures, roots}) => {
+  const swapRest = async (run, {version, html, document: figures, roots}) => {
     const fresh = document.createElement("div");
     fresh.className = "coming";
     fresh.style.width = `${rest.clientWidth}px`;
@@ -57,6 +57,12 @@
     }
     if (!doc.is_idle)
       await Promise.race([new Promise(done => doc.idle.connect(done)), new Promise(done => setTimeout(done, 5000))]);
+    const next = {doc, views, listeners, figures: now};
+    if (run !== shown || isBusy()) {  // meanwhile another run was chosen, or the reader began to drag
+      fresh.remove();
+      erase(next);
+      return;
+    }
     const focused = [...rest.querySelectorAll("figure")].indexOf(document.activeElement);
     const scrolled = [...rest.querySelectorAll(".tall, .table")].map(box => [box.scrollTop, box.scrollLeft]);
     keepingPlace(() => {
@@ -67,7 +73,8 @@
     rest.querySelectorAll(".tall, .table").forEach((box, k) => [box.scrollTop, box.scrollLeft] = scrolled[k] ?? [0, 0]);
     rest.querySelectorAll("figure")[focused]?.focus({preventScroll: true});
     erase(drawn);
-    drawn = {doc, views, listeners, figures: now};
+    drawn = next;
+    seen.rest = version;
   };
 
   const list = news => {
@@ -92,22 +99,29 @@
 
   const say = text => { if (problem.textContent !== text) problem.textContent = text; };
 
-  const ask = async () => {
-    const run = shown;
+  const fetched = async (path, run, version) => {
     let answer;
     try {
-      answer = await fetch(`news?${new URLSearchParams({token, run, ...seen})}`);
+      answer = await fetch(`${path}?${new URLSearchParams({token, run, seen: version})}`);
     } catch {
       throw new Error("sonde watch does not answer: it has ended, or the connection to its machine is cut. This is what it said last.");
     }
     if (!answer.ok) throw new Error(await answer.text());
-    const news = await answer.json();
-    if (run !== shown) return;  // another run was chosen meanwhile
+    return answer.json();
+  };
+
+  const askFirst = async () => {
+    const run = shown, news = await fetched("news", run, seen.first);
+    if (run !== shown) return;
     list(news.runs);
-    if (news.first) keepingPlace(() => first.innerHTML = news.first.html);
-    seen.first = news.first?.version ?? seen.first;
-    if (news.rest) await swapRest(news.rest);
-    seen.rest = news.rest?.version ?? seen.rest;
+    if (!news.first) return;
+    keepingPlace(() => first.innerHTML = news.first.html);
+    seen.first = news.first.version;
+  };
+
+  const askRest = async () => {  // apart, since figures can take a second to draw
+    const run = shown, news = await fetched("figures", run, seen.rest);
+    if (news.rest && run === shown) await swapRest(run, news.rest);
   };
 
   // While the reader drags in a figure or marks text, nothing is taken away.
@@ -125,9 +139,11 @@
     scrollTo(0, 0);
     wake();
   });
-  addEventListener("visibilitychange", () => wake());
+  const sleepers = new Map();
+  const wake = () => sleepers.forEach(done => done());
+  addEventListener("visibilitychange", wake);
 
-  (async () => {
+  const everySecond = async ask => {
     for (;;) {
       try {
         if (isBusy()) live.textContent = "Stands still while text is marked.";
@@ -135,7 +151,9 @@
       } catch (error) {
         say(error.message);
       }
-      await new Promise(done => { wake = done; setTimeout(done, 1000); });
+      await new Promise(done => { sleepers.set(ask, done); setTimeout(done, 1000); });
     }
-  })();
+  };
+  everySecond(askFirst);
+  everySecond(askRest);
 })();
