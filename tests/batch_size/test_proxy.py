@@ -14,7 +14,7 @@ from torch import nn
 
 import sonde
 from sonde.batch_size.stats.proxy import FACTORS, LAW_FITS_BETTER, kind_of, law_in_words, proxy_in_words
-from sonde.runs.report.verdicts import verdict_panels
+from sonde.runs.report.verdicts import looked_up, verdict_panels
 from sonde.runs.report.write import write_report
 from sonde.wording import number
 from tests.batch_size.loops import attached, batch, mean_loss
@@ -164,8 +164,9 @@ def test_probe_and_log_say_the_same(tmp_path: Path, kind: str) -> None:
     assert verdict is not None
     assert verdict.kind != "unknown"
     assert verdict.detail.endswith(proxy_in_words(kind, "euclidean"))
-    [panel] = verdict_panels(sonde.read_run(tmp_path))
+    [panel] = verdict_panels(run := sonde.read_run(tmp_path))
     assert panel.detail == verdict.detail
+    assert looked_up(run.readings[-1], run.probe("reading")) == (kind, "euclidean")
 
 
 @pytest.mark.parametrize("make", [momentum, adamw])

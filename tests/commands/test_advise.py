@@ -16,6 +16,7 @@ from sonde.batch_size.stats.critical_batch import Estimate
 from sonde.batch_size.stats.proxy import FACTORS, IN_RL, OF_BRANCHES
 from sonde.cli import main
 from sonde.log.sinks import JsonlSink
+from sonde.runs.report.verdicts import verdict_panels
 from tests.batch_size.loops import attached, batch, mean_loss
 from tests.runs.report.plausible_policy import policy_header, policy_record
 from tests.runs.report.plausible_run import Record, header_record, reading_record, write_run
@@ -61,6 +62,9 @@ def test_the_table_is_that_of_the_log(tmp_path: Path, capsys: pytest.CaptureFixt
     from_here_on = found["advice"]["from here on"]
     assert from_here_on["factor"]["median"] == OF_BRANCHES[ADAMW].median
     assert from_here_on["present"]["steps"]["middle"] == 1000
+    [panel] = verdict_panels(sonde.read_run(folder))  # the report speaks of the same critical batch
+    about = f"{from_here_on['critical']['middle']:.2g}"
+    assert panel.action == f"Try a larger batch from here on: about {float(about):.0f} sequences instead of 64."
 
 
 def test_what_is_advised_comes_with_its_flags_and_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,7 @@ from sonde.batch_size.stats.rate_row import RateRow, rate_row
 from sonde.commands.advise_tables import show
 from sonde.commands.trainer_flags import Wanted, in_trainer, trainer_named
 from sonde.runs.reader import read_run
-from sonde.runs.report.verdicts import judge_reading
+from sonde.runs.report.verdicts import judge_reading, looked_up
 from sonde.runs.run import PROMPT_NOISE, PolicyReading, ProbeSetup, Run, logged_batch, logged_interval
 from sonde.stats.intervals import RatioInterval
 from sonde.wording import percent
@@ -222,7 +222,7 @@ def _of_readings(run: Run, options: AdviseOptions) -> Logged:
         scopes[RUN_LIKE_THIS] = (_estimate(average).times(scale), verdict.kind, n_steps)
     if now.status != "unresolved":
         scopes[FROM_HERE_ON] = (_estimate(now).times(scale), verdict.kind_now, _STEPS)
-    optimizer = "" if last.optimizer_changed else str(probe.setup.get("optimizer_kind") or "")
+    optimizer, metric = looked_up(last, probe)
     pieces = float(last.pieces.get("per_window") or 1) if trains else 1.0  # windows at fixed weights are no batches
     tokens = last.metrics.get("gns/units_per_window_tokens")
     segment = [r for r in run.readings if r.segment == last.segment]
@@ -235,7 +235,7 @@ def _of_readings(run: Run, options: AdviseOptions) -> Logged:
         why_none=why_none,
         optimizer=optimizer,
         factor=_in_rl(optimizer) if probe.unit == "prompts" else None,
-        metric=str(probe.setup.get("metric") or "euclidean").split(", ")[0],
+        metric=metric,
         tokens=tokens / units if tokens else None,
         units_seen=last.metrics.get("run/units_seen") or 0.0,
     )

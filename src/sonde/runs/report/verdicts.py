@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from sonde.batch_size.stats.critical_batch import Estimate, Kind, Verdict, judge_batch, steps_and_examples
+from sonde.batch_size.stats.critical_batch import Estimate, Kind, Verdict, critical, judge_batch, steps_and_examples
 from sonde.batch_size.stats.reading import in_percent
 from sonde.policy.stats.entropy_verdict import judge_entropy
 from sonde.policy.stats.forecast_point import coverage, steps_kept
@@ -97,7 +97,7 @@ def verdict_panels(run: Run) -> list[VerdictPanel]:
 def batch_size_panel(run: Run) -> VerdictPanel:
     """The verdict on the batch size, for a run that has at least one reading of the noise scale."""
     probe, last = run.probe("reading"), run.readings[-1]
-    unit, trains = probe.unit, not probe.setup.get("fixed_weights")
+    unit = probe.unit
     verdict = judge_reading(last, probe)
     basis = f"Judged from the last reading: {position_text(last, unit)}."
     needed = round(last.metrics.get("gns/windows_needed") or 0)
@@ -111,12 +111,12 @@ def batch_size_panel(run: Run) -> VerdictPanel:
     tiles = tuple(_batch_tiles(last, unit))
     # What can be done is done from here on. Where the noise scale now decides nothing, its average speaks.
     kind = verdict.kind if verdict.kind_now == "unknown" else verdict.kind_now
-    action = _batch_action(kind, verdict.advice, last, unit, trains=trains)
+    action = _batch_action(kind, verdict.advice, last, probe)
     return VerdictPanel(kind, _BATCH_BADGES[kind], action, verdict.headline, verdict.detail, basis, tiles)
 
 
-def _batch_action(kind: Kind, advice: str, last: Reading, unit: str, *, trains: bool) -> str:
-    batch, unit = logged_batch(last.metrics, unit)
+def _batch_action(kind: Kind, advice: str, last: Reading, probe: ProbeSetup) -> str:
+    batch, unit = logged_batch(last.metrics, probe.unit)
     now = f"{number(batch, 4)} {unit}"
     match kind:
         case "unknown" if advice:
@@ -126,7 +126,7 @@ def _batch_action(kind: Kind, advice: str, last: Reading, unit: str, *, trains: 
         case "unknown" if not batch and last.status != "unresolved":
             return "Give a batch size to judge."
         case "unknown":
-            return f"{'Train' if trains else 'Measure'} on: nothing can be advised yet."
+            return f"{'Measure' if probe.setup.get('fixed_weights') else 'Train'} on: nothing can be advised yet."
         case "about_right":
             return f"Keep the batch of {now}."
         case "about_right_or_too_small" | "about_right_or_too_large":
@@ -134,8 +134,10 @@ def _batch_action(kind: Kind, advice: str, last: Reading, unit: str, *, trains: 
             return f"Keep the batch of {now}, or try a {which} one."
         case "too_small" | "too_large":
             which = "larger" if kind == "too_small" else "smaller"
-            b_simple = last.metrics.get("gns/b_simple")
-            about = "" if b_simple is None else f": about {number(float(f'{max(b_simple, 1.0):.2g}'))} {unit}"
+            now_known = Estimate(last.now.ratio, last.now.low, last.now.high)
+            found = critical(now_known, *looked_up(last, probe), from_here_on=True).b_simple
+            is_beyond = found is not None and batch is not None and (found > batch) == (kind == "too_small")
+            about = f": about {number(float(f'{max(found or 1.0, 1.0):.2g}'))} {unit}" if is_beyond else ""
             return f"Try a {which} batch from here on{about} instead of {number(batch, 4)}."
 
 
@@ -199,9 +201,20 @@ def judge_reading(reading: Reading, probe: ProbeSetup) -> Verdict:
         warms_up=bool(reading.metrics.get("gns/warms_up")),
         reason=reading.reason,
         advice=reading.advice,
-        optimizer="" if reading.optimizer_changed else str(probe.setup.get("optimizer_kind") or ""),
-        metric=str(probe.setup.get("metric") or "euclidean").split(", ")[0],
+        optimizer=looked_up(reading, probe)[0],
+        metric=looked_up(reading, probe)[1],
     )
+
+
+def looked_up(reading: Reading, probe: ProbeSetup) -> tuple[str, str]:
+    """The optimizer's kind, empty where it is not known or has changed, and the metric: what the study is asked for.
+
+    Args:
+        reading: of a log.
+        probe: how it was measured.
+    """
+    optimizer = "" if reading.optimizer_changed else str(probe.setup.get("optimizer_kind") or "")
+    return optimizer, str(probe.setup.get("metric") or "euclidean").split(", ")[0]
 
 
 def _batch_tiles(last: Reading, unit: str) -> Iterator[Tile]:
