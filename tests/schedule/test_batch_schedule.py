@@ -75,6 +75,7 @@ def test_the_log_replays_every_decision(tmp_path: Path) -> None:
     assert counts[10:] == [by_window[10 * (window // 10)] for window in range(10, 120)]
     assert [d.state for d in found if d.changed] == [d.state for d in changes]
     assert [d.state.micro_batches for d in changes] == [4, 8]
+    assert "<h2>Batch schedule" in sonde.write_report(tmp_path).read_text()
 
 
 def test_a_run_that_is_resumed_goes_on_as_one_that_was_not_interrupted() -> None:

@@ -56,6 +56,19 @@ class _OfRank:
     every: int
 
 
+_METRICS = {
+    "schedule/micro_batches": Metric("micro-batches", "micro-batches of a window on each rank, from here on"),
+    "schedule/batch": Metric("{unit}", "batch size from here on"),
+    "schedule/b_simple": Metric("{unit}", "B_simple, where both ends of its interval were known"),
+    "schedule/b_simple_low": Metric("{unit}", "lower end of its interval, by which the batch grows"),
+    "schedule/b_simple_high": Metric("{unit}", "upper end of its interval"),
+    "schedule/average_low": Metric("{unit}", "lower end of the run's average, where both of its ends were known"),
+    "schedule/units_per_micro_batch": Metric("{unit}", "units of a micro-batch of all ranks together"),
+    "schedule/measured_windows": Metric("windows", "windows that were measured so far, and could be used"),
+    "schedule/units": Metric("{unit}", "units trained on so far"),
+}
+
+
 class BatchSchedule:
     """Grows the batch as the noise scale grows: it says how many micro-batches the next window has.
 
@@ -100,6 +113,7 @@ class BatchSchedule:
         ...         optimizer.zero_grad()
     """
 
+    METRICS: Mapping[str, Metric] = _METRICS
     SECTION: ClassVar[ReportSection] = ReportSection(
         "Batch schedule",
         "The batch that was trained with, and the ends of the interval of B_simple that decided on it.",
@@ -158,7 +172,10 @@ class BatchSchedule:
         """Micro-batches of the window that ends, where a trainer's integration counts them; None: as many as meant."""
         self.last: Decision | None = None
         """The last decision; None before the first."""
-        self.METRICS = _metrics(probe.reading().unit)
+        self._unit = unit = probe.reading().unit
+        self.METRICS = {
+            name: Metric(each.unit.replace("{unit}", unit), each.meaning) for name, each in _METRICS.items()
+        }
 
     @property
     def micro_batches(self) -> int:
@@ -202,7 +219,7 @@ class BatchSchedule:
 
     def _of_rank(self) -> _OfRank:
         self._check_horizons()
-        reading, n_windows, n = self._probe.reading(), self._probe.n_windows, self._state.micro_batches
+        reading, n_windows, n = self._probe.reading(with_groups=False), self._probe.n_windows, self.present
         same = (self.batch_rule, self._state, n_windows)
         # One window in so many is measured: a decision before the next would learn nothing.
         every = max(spacing(self._every, n_windows), round(reading.every))
@@ -217,10 +234,6 @@ class BatchSchedule:
         average_low = average.low if average is not None and average.b_simple is not None else None
         now = NoiseScaleNow(known, per_micro_batch, reading.windows, average_low, n_windows, units)
         return _OfRank(same, now, every)
-
-    @property
-    def _unit(self) -> str:
-        return self.METRICS["schedule/batch"].unit
 
     def metrics(self) -> Mapping[str, float | None]:
         """The last decision and what it rests on, by metric name."""
@@ -376,17 +389,3 @@ def _check_same(of_ranks: Sequence[object]) -> None:
                 "Make the schedule with the same arguments on all ranks, load the same states, and read micro_batches "
                 "on all ranks at the beginning of each window"
             )
-
-
-def _metrics(unit: str) -> dict[str, Metric]:
-    return {
-        "schedule/micro_batches": Metric("micro-batches", "micro-batches of a window on each rank, from here on"),
-        "schedule/batch": Metric(unit, "batch size from here on"),
-        "schedule/b_simple": Metric(unit, "B_simple, where both ends of its interval were known"),
-        "schedule/b_simple_low": Metric(unit, "lower end of its interval, by which the batch grows"),
-        "schedule/b_simple_high": Metric(unit, "upper end of its interval"),
-        "schedule/average_low": Metric(unit, "lower end of the run's average, where both of its ends were known"),
-        "schedule/units_per_micro_batch": Metric(unit, "units of a micro-batch of all ranks together"),
-        "schedule/measured_windows": Metric("windows", "windows that were measured so far, and could be used"),
-        "schedule/units": Metric(unit, "units trained on so far"),
-    }
