@@ -75,9 +75,13 @@ def test_the_log_replays_every_decision(tmp_path: Path) -> None:
     assert counts[10:] == [by_window[10 * (window // 10)] for window in range(10, 120)]
     assert [d.state for d in found if d.changed] == [d.state for d in changes]
     assert [d.state.micro_batches for d in changes] == [4, 8]
+    assert "<h2>Batch schedule" in sonde.write_report(tmp_path).read_text()
 
 
-def test_a_run_that_is_resumed_goes_on_as_one_that_was_not_interrupted() -> None:
+@pytest.mark.parametrize("interrupted", [40, 45])
+def test_a_run_that_is_resumed_goes_on_as_one_that_was_not_interrupted(interrupted: int) -> None:
+    """Also where a decision is due right after the checkpoint."""
+
     def run(parts: list[range]) -> tuple[list[int], Tensor, Any]:
         counts: list[int] = []
         weights: Any = None
@@ -96,7 +100,7 @@ def test_a_run_that_is_resumed_goes_on_as_one_that_was_not_interrupted() -> None
             schedule.close()
         return counts, model.weight.detach(), schedule.last
 
-    whole, in_parts = run([range(120)]), run([range(45), range(45, 120)])
+    whole, in_parts = run([range(120)]), run([range(interrupted), range(interrupted, 120)])
     assert in_parts[0] == whole[0]
     assert len(set(whole[0])) == 3
     assert torch.equal(in_parts[1], whole[1])
@@ -144,6 +148,20 @@ def test_states_of_others_are_refused() -> None:
         schedule.load_state_dict(state | {"json": state["json"].replace("4", "5")})
     probe.close()
     other.close()
+
+
+def test_a_schedule_that_is_new_in_a_resumed_run_begins_there() -> None:
+    """Windows before it are neither units that it has seen, nor steps that a schedule of the rate is owed."""
+    model, optimizer, probe = made()
+    train(model, optimizer, BatchSchedule(probe, **OPTIONS), range(20))
+    _, optimizer, resumed = made()
+    schedule = BatchSchedule(resumed, **OPTIONS)
+    resumed.load_state_dict(probe.state_dict())
+    assert schedule.micro_batches == 2
+    assert schedule.lr_steps_due() == 0
+    assert schedule.last is None
+    probe.close()
+    resumed.close()
 
 
 def test_the_ratio_aimed_at_is_the_study_s_for_the_optimizer() -> None:

@@ -38,8 +38,8 @@ def _trained(n_windows: int, of_rank_1: dict[str, Any], apart: float = 1.0) -> t
         if rank == 1 and apart != 1.0:
             own = probe.reading
 
-            def reading() -> Any:
-                now = own()
+            def reading(**options: Any) -> Any:
+                now = own(**options)
                 return replace(now, low=None if now.low is None else apart * now.low)
 
             probe.reading = reading  # type: ignore[method-assign, assignment]

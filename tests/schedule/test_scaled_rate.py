@@ -145,6 +145,7 @@ def test_one_that_counts_epochs_is_stepped_by_the_loop() -> None:
     with attached(model, optimizer) as probe:
         schedule = BatchSchedule(probe, **OPTIONS)
         schedule.scale_lr(optimizer, scheduler)
+        scheduler.load_state_dict(scheduler.state_dict() | {"last_epoch": 30})  # of a run that is resumed
 
         def after(window: int, pieces: Any) -> None:
             if window % 20 == 19:

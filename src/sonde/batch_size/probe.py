@@ -501,20 +501,21 @@ class NoiseScaleProbe:
             since_start = int(self._ends.n_windows - self._pace.windows_before)
             self._log.write_at_once(since_start, loss, float(scalars[loss]))
 
-    def reading(self, metric: str | None = None) -> NoiseScaleReading:
+    def reading(self, metric: str | None = None, *, with_groups: bool = True) -> NoiseScaleReading:
         """The present reading, including the window that ended last. Waits for the device.
 
         Another thread may call it while this one trains.
 
         Args:
             metric: one that is measured; by default the first.
+            with_groups: also read each group of parameters.
 
         Raises:
             ValueError: for a metric that is not measured.
         """
         with self._alone:
             self._delivery.receive_all()
-            return self._metrics.of(metric).reading()
+            return self._metrics.of(metric).reading(with_groups=with_groups)
 
     def window(self, metric: str | None = None) -> SolvedWindow | None:
         """The last measured window's own tr Σ and |G|², unbiased and noisy. Waits for the device.

@@ -21,7 +21,8 @@ def schedule_batch(probe: AccelerateProbe, *, largest: int, lr_scheduler: Any = 
     """Let the batch of a loop follow the noise scale: one line after `attach`, outside the loop.
 
     The accelerator's `gradient_accumulation_steps` is the smallest number of micro-batches. It changes between two
-    windows, where Accelerate's count of micro-batches begins anew, so that each window is whole.
+    windows, where Accelerate's count of micro-batches begins anew, so that each window is whole. For checkpoints, call
+    `accelerator.register_for_checkpointing(schedule)`.
 
     Args:
         probe: of the loop, as `sonde.integrations.accelerate.attach` has returned it. The loop uses
@@ -42,16 +43,15 @@ def schedule_batch(probe: AccelerateProbe, *, largest: int, lr_scheduler: Any = 
     smallest = accelerator.gradient_accumulation_steps
     schedule = begun(probe.probe, refused, largest=largest, smallest=smallest, **options)
     schedule.scale_lr(probe.optimizer, lr_scheduler)
-    schedule.counted = 0
 
     def accumulate(original: Callable[..., Any], *models: Any) -> Any:
-        """A micro-batch begins; after a step, it begins a window."""
-        if schedule.counted and accelerator.sync_gradients:
+        """A micro-batch begins; the first one, and one after a step, begin a window."""
+        if schedule.counted is None or accelerator.sync_gradients:
             schedule.counted = 0
             if schedule.micro_batches != accelerator.gradient_accumulation_steps:
                 accelerator.gradient_accumulation_steps = schedule.present
                 accelerator.step = 0  # windows end at multiples of the number
-        schedule.counted = (schedule.counted or 0) + 1
+        schedule.counted += 1
         return original(*models)
 
     probe.undo.enter_context(WrappedMethods(accelerator, accumulate=accumulate))

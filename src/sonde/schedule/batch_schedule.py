@@ -56,6 +56,19 @@ class _OfRank:
     every: int
 
 
+_METRICS = {
+    "schedule/micro_batches": Metric("micro-batches", "micro-batches of a window on each rank, from here on"),
+    "schedule/batch": Metric("{unit}", "batch size from here on"),
+    "schedule/b_simple": Metric("{unit}", "B_simple, where both ends of its interval were known"),
+    "schedule/b_simple_low": Metric("{unit}", "lower end of its interval, by which the batch grows"),
+    "schedule/b_simple_high": Metric("{unit}", "upper end of its interval"),
+    "schedule/average_low": Metric("{unit}", "lower end of the run's average, where both of its ends were known"),
+    "schedule/units_per_micro_batch": Metric("{unit}", "units of a micro-batch of all ranks together"),
+    "schedule/measured_windows": Metric("windows", "windows that were measured so far, and could be used"),
+    "schedule/units": Metric("{unit}", "units trained on so far"),
+}
+
+
 class BatchSchedule:
     """Grows the batch as the noise scale grows: it says how many micro-batches the next window has.
 
@@ -100,6 +113,7 @@ class BatchSchedule:
         ...         optimizer.zero_grad()
     """
 
+    METRICS: Mapping[str, Metric] = _METRICS
     SECTION: ClassVar[ReportSection] = ReportSection(
         "Batch schedule",
         "The batch that was trained with, and the ends of the interval of B_simple that decided on it.",
@@ -143,22 +157,28 @@ class BatchSchedule:
         self.batch_rule = of_ranks[0]
         """What is decided by."""
         _check_same(of_ranks)
-        self._state, self._begun_at = BatchState(self.batch_rule.smallest), probe.n_windows
-        self._every, self._due_at = every, self._begun_at + every
+        self._state, self._every = BatchState(self.batch_rule.smallest), every
         self._units_per_micro_batch: float | None = None
-        self._window, self._units = self._begun_at, 0.0
-        """The last window that `_units` counts, and units trained on up to it."""
-        self._stepped, self._owed, self._steps_lr = self._begun_at, 0, False
-        """The last window for which a schedule of the rate was stepped, micro-batches that make no whole step yet, and
-        whether it is stepped by this schedule."""
+        self._due_at = self._window = self._stepped = probe.n_windows
+        """The windows of the next decision, the last one that `_units` counts, and the last one for which a schedule of
+        the rate was stepped."""
+        self._units, self._owed = 0.0, 0
+        """Units trained on, and micro-batches that make no whole step of a schedule of the rate yet."""
+        self._is_loaded = self._steps_lr = False
+        """Whether a saved state was loaded, and whether schedules of the rate are stepped by this one."""
         self._rates: list[ScaledRate] = []
-        self._lr_schedulers: list[tuple[Any, int]] = []
-        """Schedules of the rate whose steps are watched, and where they stood."""
+        self._lr_schedulers: list[Any] = []
+        self._stood_at: list[int] | None = None
+        """Steps of these schedules of the rate when the first window began, of which `_begun_at` is the number."""
+        self._begun_at = probe.n_windows
         self.counted: int | None = None
         """Micro-batches of the window that ends, where a trainer's integration counts them; None: as many as meant."""
         self.last: Decision | None = None
         """The last decision; None before the first."""
-        self.METRICS = _metrics(probe.reading().unit)
+        self._unit = unit = probe.reading().unit
+        self.METRICS = {
+            name: Metric(each.unit.replace("{unit}", unit), each.meaning) for name, each in _METRICS.items()
+        }
 
     @property
     def micro_batches(self) -> int:
@@ -167,9 +187,18 @@ class BatchSchedule:
         Raises:
             ValueError: on all ranks, when these disagree; for a schedule of the rate whose end would move.
         """
+        if self._stood_at is None:
+            self._begin()
         if self._probe.n_windows >= self._due_at:
             self._decide()
         return self._state.micro_batches
+
+    def _begin(self) -> None:
+        """Note where all stands before the first window: until then, checkpoints may have been loaded."""
+        self._begun_at = n_windows = self._probe.n_windows
+        self._stood_at = [scheduler.last_epoch for scheduler in self._lr_schedulers]
+        if not self._is_loaded:
+            self._due_at, self._window, self._stepped = n_windows + self._every, n_windows, n_windows
 
     @property
     def present(self) -> int:
@@ -202,7 +231,7 @@ class BatchSchedule:
 
     def _of_rank(self) -> _OfRank:
         self._check_horizons()
-        reading, n_windows, n = self._probe.reading(), self._probe.n_windows, self._state.micro_batches
+        reading, n_windows, n = self._probe.reading(with_groups=False), self._probe.n_windows, self.present
         same = (self.batch_rule, self._state, n_windows)
         # One window in so many is measured: a decision before the next would learn nothing.
         every = max(spacing(self._every, n_windows), round(reading.every))
@@ -217,10 +246,6 @@ class BatchSchedule:
         average_low = average.low if average is not None and average.b_simple is not None else None
         now = NoiseScaleNow(known, per_micro_batch, reading.windows, average_low, n_windows, units)
         return _OfRank(same, now, every)
-
-    @property
-    def _unit(self) -> str:
-        return self.METRICS["schedule/batch"].unit
 
     def metrics(self) -> Mapping[str, float | None]:
         """The last decision and what it rests on, by metric name."""
@@ -266,7 +291,9 @@ class BatchSchedule:
             raise
         self._rates.append(rate)
         if scheduler is not None and hasattr(scheduler, "last_epoch"):
-            self._lr_schedulers.append((scheduler, scheduler.last_epoch))
+            self._lr_schedulers.append(scheduler)
+            if self._stood_at is not None:
+                self._stood_at.append(scheduler.last_epoch)
         self._probe.note_rate_factor(self._rates[0].factor)
 
     def _in_micro_batches(self, rule: RateRule) -> RateRule:
@@ -306,8 +333,8 @@ class BatchSchedule:
             ValueError: with what to do.
         """
         n_windows = self._probe.n_windows - self._begun_at
-        for scheduler, begun_at in self._lr_schedulers:
-            if not self._steps_lr and 2 * (scheduler.last_epoch - begun_at) > n_windows:
+        for scheduler, stood_at in zip(self._lr_schedulers, self._stood_at or (), strict=True):
+            if not self._steps_lr and 2 * (scheduler.last_epoch - stood_at) > n_windows:
                 raise ValueError(_COUNTS_STEPS.format(unit=self._unit))
 
     def close(self) -> None:
@@ -344,7 +371,8 @@ class BatchSchedule:
         # A micro-batch of all ranks together has other units where there are other ranks: they are learnt anew.
         has_same_ranks = contents["ranks"] == n_summed(self._probe.ranks)
         self._units_per_micro_batch = contents["per_micro_batch"] if has_same_ranks else None
-        self._begun_at, self._due_at, self._window, self._units, self._stepped, self._owed = contents["counts"]
+        _, self._due_at, self._window, self._units, self._stepped, self._owed = contents["counts"]
+        self._is_loaded, self._stood_at = True, None
         for rate in self._rates[:1]:
             self._probe.note_rate_factor(rate.factor)
 
@@ -376,17 +404,3 @@ def _check_same(of_ranks: Sequence[object]) -> None:
                 "Make the schedule with the same arguments on all ranks, load the same states, and read micro_batches "
                 "on all ranks at the beginning of each window"
             )
-
-
-def _metrics(unit: str) -> dict[str, Metric]:
-    return {
-        "schedule/micro_batches": Metric("micro-batches", "micro-batches of a window on each rank, from here on"),
-        "schedule/batch": Metric(unit, "batch size from here on"),
-        "schedule/b_simple": Metric(unit, "B_simple, where both ends of its interval were known"),
-        "schedule/b_simple_low": Metric(unit, "lower end of its interval, by which the batch grows"),
-        "schedule/b_simple_high": Metric(unit, "upper end of its interval"),
-        "schedule/average_low": Metric(unit, "lower end of the run's average, where both of its ends were known"),
-        "schedule/units_per_micro_batch": Metric(unit, "units of a micro-batch of all ranks together"),
-        "schedule/measured_windows": Metric("windows", "windows that were measured so far, and could be used"),
-        "schedule/units": Metric(unit, "units trained on so far"),
-    }

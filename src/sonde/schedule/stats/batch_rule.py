@@ -127,16 +127,13 @@ def now_from(metrics: Mapping[str, float | None], window: int = 0) -> NoiseScale
         >>> now_from(metrics_of(now)) == now
         True
     """
-    ratio, low = metrics["schedule/b_simple"], metrics["schedule/b_simple_low"]
-    high = metrics["schedule/b_simple_high"]
-    if ratio is not None:
-        known = RatioInterval("resolved", low, high, "", ratio)
-    elif low is not None:
-        known = (
-            RatioInterval("upper_bound", low, high) if high is not None else RatioInterval("lower_bound", low, math.inf)
-        )
-    else:
+    low, high = metrics["schedule/b_simple_low"], metrics["schedule/b_simple_high"]
+    if low is None:
         known = unresolved("")
+    elif high is None:
+        known = RatioInterval("lower_bound", low, math.inf)
+    else:
+        known = RatioInterval("resolved" if low else "upper_bound", low, high, "", metrics["schedule/b_simple"])
     return NoiseScaleNow(
         known,
         metrics["schedule/units_per_micro_batch"] or 0.0,
