@@ -199,8 +199,7 @@ def both(loop: Loop, compares: bool = True, mutant: Mutant | None = None) -> tup
     return probed, without_a_probe(loop, compares)
 
 
-_PLAIN: dict[tuple[str, bool], dict[str, Any]] = {}
-"""What `without_a_probe` has trained in this process."""
+_PLAIN: dict[tuple[str, bool], dict[str, Any]] = {}  # what this process has trained so
 
 
 def without_a_probe(loop: Loop, compares: bool) -> dict[str, Any]:
