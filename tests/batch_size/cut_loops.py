@@ -21,8 +21,8 @@ from tests.batch_size import norms_by_hand
 from tests.batch_size.cut_models import (
     Values,
     assert_same_values,
+    joined,
     last_window,
-    local_weights,
     n_collectives,
     reshard,
     whole_parameters,
@@ -166,10 +166,9 @@ def train(loop: Loop, *, probed: bool, compares: bool = True) -> dict[str, Any]:
         result["collectives"] += [n_collectives() - before] if window >= 0 else []
         if compares and probe and is_first:
             result["by hand"].append(by_hand(loop, whole, window, squares, probe._reader.groups))
-        result["weights"] += local_weights(model)
+        result["weights"].append(joined(model.parameters()))
     result |= ended(probe) if probe else {}
-    moments = [t for t in tree_leaves(optimizer.state_dict()["state"]) if isinstance(t, Tensor)]
-    result["optimizer"] = [t.to_local() if isinstance(t, DTensor) else t for t in moments]
+    result["optimizer"] = joined(t for t in tree_leaves(optimizer.state_dict()["state"]) if isinstance(t, Tensor))
     result["random state"] = torch.empty(0) if compares else torch.get_rng_state()  # models by hand draw numbers
     modes = [m.training for m in model.modules()], [p.requires_grad for p in parameters]
     result["modes"] = *modes, cut.scaler.get_scale()
@@ -200,8 +199,7 @@ def both(loop: Loop, compares: bool = True, mutant: Mutant | None = None) -> tup
     return probed, without_a_probe(loop, compares)
 
 
-_PLAIN: dict[tuple[str, bool], dict[str, Any]] = {}
-"""What `without_a_probe` has trained in this process."""
+_PLAIN: dict[tuple[str, bool], dict[str, Any]] = {}  # what this process has trained so
 
 
 def without_a_probe(loop: Loop, compares: bool) -> dict[str, Any]:
@@ -394,10 +392,9 @@ def assert_near(loop: Loop, metric: str, found: Values, exact: Values, effective
 
 def assert_untouched(probed: dict[str, Any], plain: dict[str, Any]) -> None:
     """Training is bit for bit that without a probe, and no hook is left."""
-    assert len(probed["weights"]) > 0
-    for what in ("weights", "optimizer"):
-        assert len(probed[what]) == len(plain[what])
-        assert all(map(torch.equal, probed[what], plain[what])), what
-    assert torch.equal(probed["random state"], plain["random state"])
+    assert len(probed["weights"]) == len(plain["weights"]) > 0
+    assert all(map(torch.equal, probed["weights"], plain["weights"]))
+    for what in ("optimizer", "random state"):
+        assert torch.equal(probed[what], plain[what]), what
     for what in ("norms", "modes", "hooks"):
         assert probed[what] == plain[what], what

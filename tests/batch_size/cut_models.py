@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -35,9 +36,10 @@ def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in named}
 
 
-def local_weights(model: nn.Module) -> list[Tensor]:
-    """A copy of this rank's part of every parameter."""
-    return [(p.to_local() if isinstance(p, DTensor) else p).detach().clone() for p in model.parameters()]
+def joined(tensors: Iterable[Tensor]) -> Tensor:
+    """A copy of this rank's part of all tensors, in one: a rank takes 0.1 ms to send a tensor, however small."""
+    local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+    return torch.cat([torch.empty(0), *(t.detach().flatten() for t in local)])
 
 
 def last_window(probe: Any, metric: str | None = None) -> Values | None:

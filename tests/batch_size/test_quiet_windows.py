@@ -83,18 +83,6 @@ def test_mistakes_are_named_in_quiet_windows_too() -> None:
         assert probe._ends.n_windows == 5
 
 
-def test_a_probe_that_is_closed_in_a_quiet_window_takes_no_more() -> None:
-    model = small_model()
-    probe = attached(model, every=10**6)
-    train(model, probe, windows=4)
-    assert probe._ends._n_quiet
-    probe.close()
-    for call in (probe.step, lambda: probe.piece(units=4), lambda: probe.clip_grad_norm_(1.0)):
-        with pytest.raises(RuntimeError, match="the probe is closed"):
-            call()
-    assert probe._ends.n_windows == 4
-
-
 def test_quiet_windows_are_counted_and_paid_for() -> None:
     """Nothing else costs here: no clip, no step of an optimizer, and no forward is watched once pieces are declared."""
     model, generator = small_model(), torch.Generator().manual_seed(0)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.batch_size.loops import Recording, attached, piece_losses, small_model
+from tests.batch_size.loops import Recording, attached, piece_losses, small_model, train
 
 ADAM = torch.optim.Adam
 
@@ -164,13 +165,19 @@ def test_wrong_order_of_calls() -> None:
             probe.step()
 
 
-def test_a_closed_probe_takes_nothing_more() -> None:
-    probe = attached(small_model(), units_per_piece=4)
+@pytest.mark.parametrize("every", [1, 10**6])
+def test_a_closed_probe_takes_nothing_more(every: int) -> None:
+    """Closed in a window that would end quietly too."""
+    model = small_model()
+    probe = attached(model, every=every)
+    train(model, probe, windows=4)
+    assert (probe._ends._n_quiet > 0) == (every > 1)
     probe.close()
-    with pytest.raises(RuntimeError, match="the probe is closed"), probe.piece():
-        pass
-    with pytest.raises(RuntimeError, match="the probe is closed"):
-        probe.log(loss=1.0)
+    calls: list[Callable[[], Any]] = [probe.step, lambda: probe.piece(units=4), lambda: probe.clip_grad_norm_(1.0)]
+    for call in (*calls, lambda: probe.log(loss=1.0)):
+        with pytest.raises(RuntimeError, match="the probe is closed"):
+            call()
+    assert probe._ends.n_windows == 4
 
 
 @pytest.mark.parametrize(

@@ -19,20 +19,10 @@ pytest.importorskip("transformers", reason="needs transformers: pip install '.[t
 
 
 def model_of_transformers() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from tests.tiny_llama import tiny_llama
 
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=40,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-        )
-    )
+    return tiny_llama(vocab_size=40, num_hidden_layers=3, num_attention_heads=2)
 
 
 def responses(first: int) -> Rollouts:

@@ -72,22 +72,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def llama(attention: str) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from tests.tiny_llama import tiny_llama
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=48,
-                hidden_size=32,
-                intermediate_size=64,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                max_position_embeddings=32,
-                attn_implementation=attention,
-            )
-        )
+        model = tiny_llama(attn_implementation=attention)
         with torch.no_grad():
             model.lm_head.weight.mul_(8.0)  # random weights alone give a uniform policy
     return model

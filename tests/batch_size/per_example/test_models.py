@@ -124,11 +124,10 @@ def hugging_face(kind: str) -> nn.Module:
             attn_pdrop=0.0,
         )
         return transformers.GPT2LMHeadModel(config)
-    config = transformers.LlamaConfig(
-        vocab_size=19, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=kind == "tied llama",
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
+    from tests.tiny_llama import tiny_llama
+
+    tied = kind == "tied llama"
+    return tiny_llama(vocab_size=19, hidden_size=16, intermediate_size=24, tie_word_embeddings=tied)  # type: ignore[no-any-return]
 
 
 class WithPositions(nn.Module):
