@@ -136,3 +136,33 @@ def _refused(port: int) -> str:
 def test_a_schedule_of_the_rate_that_counts_steps_is_refused_on_both_ranks(ranks2: Ranks) -> None:
     for said in ranks2(_refused, free_port()):
         assert "call schedule.step_lr(lr_scheduler) in place of lr_scheduler.step()" in said
+
+
+@pytest.mark.usefixtures("no_accelerate_state")
+def test_a_checkpoint_holds_where_the_schedule_stands(tmp_path: Any) -> None:
+    from sonde.integrations import accelerate as integration
+    from sonde.integrations.accelerate_schedule import schedule_batch
+    from tests.integrations.accelerate_loop import accelerator, loss_of, network
+
+    def train(n: int, load: bool) -> tuple[Any, Any]:
+        made = accelerator(gradient_accumulation_steps=SMALLEST)
+        net = network()
+        model, optimizer = made.prepare(net, _optimizer(net))
+        probe = integration.attach(made, model, optimizer, unit="rows", on_error="raise", **BY_PIECES)
+        schedule = schedule_batch(probe, **GROWS)
+        made.register_for_checkpointing(schedule)
+        if load:
+            made.load_state(str(tmp_path))
+        for batch in _batches()[:n]:
+            with made.accumulate(model):
+                made.backward(loss_of(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+        if not load:
+            made.save_state(str(tmp_path))
+        probe.close()
+        return made.gradient_accumulation_steps, schedule.present
+
+    of_first = train(2 * N_BATCHES, load=False)
+    assert of_first == (8, 8)
+    assert train(1, load=True) == of_first
