@@ -78,7 +78,7 @@ def test_what_is_advised_comes_with_its_flags_and_rates(tmp_path: Path, capsys: 
     assert {s["name"]: s["then"] for s in row["settings"]}["learning rate"] == pytest.approx(2e-3)
     assert main(["advise", folder, "--trainer", "deepspeed"]) == 0
     shown = capsys.readouterr().out
-    assert "For a run like this one, try a batch of 32 sequences: it needs 37 % [" in shown
+    assert "try a batch of 32 sequences if more ranks can share it:\nit needs 37 % [" in shown
     assert "To set a batch of 32 sequences (DeepSpeed):" in shown
     assert '"train_batch_size": 32' in shown
     assert asked(capsys, folder, "--batch", "24")["batch"] == 24.0

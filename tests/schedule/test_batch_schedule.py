@@ -162,9 +162,3 @@ def test_a_schedule_that_is_new_in_a_resumed_run_begins_there() -> None:
     assert schedule.last is None
     probe.close()
     resumed.close()
-
-
-def test_the_ratio_aimed_at_is_the_study_s_for_the_optimizer() -> None:
-    _, _, probe = made()
-    assert BatchSchedule(probe, largest=8).batch_rule.ratio == 0.9
-    probe.close()

@@ -23,7 +23,6 @@ from sonde.schedule.stats.batch_rule import (
     NoiseScaleNow,
     metrics_of,
     next_batch,
-    usual_ratio,
 )
 from sonde.stats.intervals import RatioInterval
 from sonde.stats.sealed_state import check_identity, sealed, unsealed
@@ -83,8 +82,7 @@ class BatchSchedule:
         probe: attached to the model.
         largest: most micro-batches of a window on each rank.
         smallest: micro-batches of the first windows, those that the optimizer's own rate is right for.
-        ratio: batch over B_simple that is aimed at; by default the critical batch over B_simple in sonde's study, for
-            this kind of optimizer: its median, or 1 where the study says nothing.
+        ratio: batch over B_simple that is aimed at. Larger ones save more steps, and cost more units.
         hysteresis: an end of the interval must pass the next batch by this factor, from 1 up.
         counts: "powers of two" times `smallest`, or all numbers of micro-batches that are allowed.
         pause: measured windows after a change before the next.
@@ -126,7 +124,7 @@ class BatchSchedule:
         *,
         largest: int,
         smallest: int = 1,
-        ratio: float | None = None,
+        ratio: float = 0.5,
         hysteresis: float = 1.1,
         counts: Literal["powers of two"] | Sequence[int] = POWERS_OF_TWO,
         pause: int = 8,
@@ -149,9 +147,8 @@ class BatchSchedule:
                 parsed_rule(rule, ", adam, or a table of multiples such as {8: 1.4}")
             whole_number("every must be a whole number of windows", every)
             first, last = (whole_number("micro-batches must be a whole number", n) for n in (smallest, largest))
-            aim = usual_ratio(reading.optimizer, reading.metric) if ratio is None else ratio
             allowed = counts if isinstance(counts, str) else tuple(counts)
-            return BatchRule(first, last, aim, hysteresis, allowed, pause, monotone)
+            return BatchRule(first, last, ratio, hysteresis, allowed, pause, monotone)
 
         of_ranks = gather_objects(probe.ranks, checked)
         self.batch_rule = of_ranks[0]

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from sonde.batch_size.stats.proxy import FACTORS
 from sonde.schedule.stats.batch_rule import (
     BatchRule,
     BatchState,
@@ -20,7 +19,6 @@ from sonde.schedule.stats.batch_rule import (
     next_batch,
     now_from,
     replayed,
-    usual_ratio,
 )
 from sonde.stats.intervals import RatioInterval, unresolved
 
@@ -120,12 +118,6 @@ def test_the_same_readings_give_the_same_decisions() -> None:
         again = next_batch(rule, state, now)
         assert again == decision
         state = BatchState(**vars(again.state))
-
-
-def test_the_usual_ratio_is_the_study_s() -> None:
-    (optimizer, metric), factor = next(iter(FACTORS.items()))
-    assert usual_ratio(optimizer, metric) == factor.median
-    assert usual_ratio("", metric) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Literal
 
 from sonde.batch_size.stats.critical_batch import Estimate, Kind, relative_steps
 from sonde.batch_size.stats.proxy import PUBLISHED, Factor, Range, critical_range, factor_of
-from sonde.wording import number
+from sonde.wording import number, plural
 
 Aim = Literal["balanced", "fastest", "cheapest"]
 WORTH = 0.9
@@ -272,14 +272,18 @@ def in_words(advice: Advice, unit: str) -> str:
     best, now = advice.best, advice.present
     if best is None:
         return f"keep the batch of {number(now.batch, 4)} {unit}: {advice.reason}"
-    parts = [
-        f"{part_in_words(best.steps, now.steps.high)} the steps",
-        f"{part_in_words(best.units, now.units.high)} the {unit}",
+    steps, units = (
+        part_in_words(cost, at_present.high) for cost, at_present in ((best.steps, now.steps), (best.units, now.units))
+    )
+    shared = " if more ranks can share it" if best.accumulation > now.accumulation else ""
+    costs = [
+        f"{part_in_words(cost, at_present.high)} the {name}"
+        for name, cost, at_present in (("time", best.seconds, now.seconds), ("money", best.money, now.money))
+        if cost is not None and at_present is not None
     ]
-    for name, cost, present in (("time", best.seconds, now.seconds), ("money", best.money, now.money)):
-        if cost is not None and present is not None:
-            parts.append(f"{part_in_words(cost, present.high)} the {name}")
-    return f"try a batch of {number(best.batch, 4)} {unit}: it needs {', '.join(parts[:-1])} and {parts[-1]}"
+    on_ranks = f". On {plural(best.ranks, 'rank')}, it takes {' and '.join(costs)}" if costs else ""
+    size = f"{number(best.batch, 4)} {unit}"
+    return f"try a batch of {size}{shared}: it needs {steps} the steps and {units} the {unit}{on_ranks}"
 
 
 def in_short(

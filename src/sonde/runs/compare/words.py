@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from sonde.batch_size.stats.critical_batch import ABOUT_RIGHT, relative_steps
+from sonde.batch_size.stats.critical_batch import ABOUT_RIGHT, Estimate, critical, relative_steps
 from sonde.evidence.answer import Row, in_words
 from sonde.runs.compare.beside import Quantity, entropy, noise_at_equal_loss, noise_beside, quantities
 from sonde.runs.compare.side_by_side import By, ComparedRun, Comparison
 from sonde.runs.compare.stats.differences import ratio_between, side_of_1
-from sonde.runs.report.verdicts import Tile, VerdictPanel, batch_size_panel, entropy_panel, judge_reading
+from sonde.runs.report.verdicts import Tile, VerdictPanel, batch_size_panel, entropy_panel, judge_reading, looked_up
 from sonde.stats.intervals import RatioInterval
 from sonde.wording import count, duration, interval, number, shorten
 
@@ -65,7 +65,9 @@ def _batch_action(by_batch: Sequence[ComparedRun]) -> tuple[str, str]:
     )
     if batch / ABOUT_RIGHT <= noise <= ABOUT_RIGHT * batch:
         return f"Keep a batch of about {number(batch)} {run.unit}.", why
-    following = min(max(noise, batch / _FARTHEST, 1.0), _FARTHEST * batch)
+    of = run.noise_of_run
+    known_of = critical(Estimate(of.ratio, of.low, of.high), *looked_up(run.run.readings[-1], run.run.probe("reading")))
+    following = min(max(known_of.b_simple or noise, batch / _FARTHEST, 1.0), _FARTHEST * batch)
     return f"Next, try a batch of about {number(float(f'{following:.2g}'))} {run.unit}.", why
 
 

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from sonde.batch_size.stats.proxy import FACTORS
 from sonde.stats.intervals import RatioInterval, unresolved
 from sonde.wording import number
 
@@ -31,7 +30,8 @@ class BatchRule:
     Attributes:
         smallest: count of the first windows.
         largest: the count is never above it.
-        ratio: batch over B_simple that is aimed at; see `usual_ratio`.
+        ratio: batch over B_simple that is aimed at. At the critical batch size, training needs twice the fewest units:
+            a half costs few of them.
         hysteresis: an end of the interval must pass the next batch by this factor, from 1 up.
         counts: "powers of two" for smallest · 2ᵏ, or all counts that are allowed, smallest and largest among them.
         pause: measured windows after a change before the next, so that the noise scale of the new batch is heard.
@@ -43,7 +43,7 @@ class BatchRule:
 
     smallest: int
     largest: int
-    ratio: float = 1.0
+    ratio: float = 0.5
     hysteresis: float = 1.1
     counts: Literal["powers of two"] | Sequence[int] = POWERS_OF_TWO
     pause: int = 8
@@ -174,24 +174,6 @@ class Decision:
     changed: bool = False
 
 
-def usual_ratio(optimizer: str, metric: str) -> float:
-    """Batch over B_simple that is aimed at by default: the median critical batch of sonde's study over B_simple.
-
-    Args:
-        optimizer: as `kind_of` names it.
-        metric: of B_simple.
-
-    Returns:
-        1 where the study says nothing of this optimizer in this metric.
-
-    Example:
-        >>> usual_ratio("Adam or AdamW (β = 0.9)", "euclidean"), usual_ratio("Lion", "euclidean")
-        (1.5, 1.0)
-    """
-    factor = FACTORS.get((optimizer, metric))
-    return 1.0 if factor is None else factor.median
-
-
 def next_batch(rule: BatchRule, state: BatchState, now: NoiseScaleNow) -> Decision:
     """Decide on the windows from here on. The same arguments give the same decision.
 
@@ -203,7 +185,7 @@ def next_batch(rule: BatchRule, state: BatchState, now: NoiseScaleNow) -> Decisi
         now: what is known.
 
     Example:
-        >>> rule, state = BatchRule(smallest=4, largest=64), BatchState(4)
+        >>> rule, state = BatchRule(smallest=4, largest=64, ratio=1.0), BatchState(4)
         >>> now = NoiseScaleNow(RatioInterval("resolved", 33.0, 60.0, ratio=45.0), 2.0, n_measured=40)
         >>> decision = next_batch(rule, state, now)
         >>> decision.state.micro_batches, decision.reason
