@@ -23,8 +23,9 @@ _LEAST_COEFFICIENT, _SCALED_AFTER = 1e-3, 20
 """A clip that scales gradients by less, in so many measured windows in a row, is one that sets their length."""
 _REMEMBERED, _JUDGED_FROM = 32, 16
 """Measured windows whose median is the usual update, and the fewest of them."""
-_SPIKE = 3.0
-"""An update so many times as large as usual is a spike. Healthy trainings have none: `benchmarks.update_spikes`."""
+_SPIKE, _CALMER = 2.5, 1.5
+"""An update so many times as large as usual is a spike, if the largest gradient is so much less unusual. Healthy
+trainings have none: `benchmarks.update_spikes`."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ class NormWatch:
         usual, usual_per_rate = map(statistics.median, zip(*updates, strict=True))
         times = min(update / usual, per_rate / usual_per_rate)
         of_gradient = max(gradients) / statistics.median(gradients)
-        if times < _SPIKE or of_gradient > times / 2:
+        if times < _SPIKE or of_gradient > times / _CALMER:
             return ""
         return (
             f"the step of window {norms.window} moved the parameters {number(times, 2)} times as far as usual, while "
