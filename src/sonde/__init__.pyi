@@ -37,11 +37,13 @@ from sonde.records import RunLog
 from sonde.runs.reader import read_run, read_windows
 from sonde.runs.report.write import write_report
 from sonde.runs.run import Run, WindowReading
+from sonde.schedule.batch_schedule import BatchSchedule
 from sonde.sink import Sink
 from sonde.stats.intervals import RatioInterval, fieller_interval
 from sonde.version import __version__
 
 __all__ = [
+    "BatchSchedule",
     "BestStep",
     "Branch",
     "Branches",

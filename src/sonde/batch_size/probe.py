@@ -143,6 +143,8 @@ class NoiseScaleProbe:
         self._mechanism = Mechanism(model, found, self._own)
         self._scalars = Scalars(log)
         self._closed = False
+        self.run_log, self.ranks = log, wrapper.group
+        """The log of the run; the ranks that windows are summed over, None for this process alone."""
         self._verbose = verbose and log.is_first_rank
         self._log_every = log.every
         # These install hooks, so they come after everything that may refuse the model.
@@ -548,6 +550,10 @@ class NoiseScaleProbe:
     def measures_now(self) -> bool:
         """Whether the present window is measured. In the others, `piece()` makes no use of its numbers."""
         return self._pace.is_measured
+
+    def note_rate_factor(self, factor: float) -> None:
+        """Note that steps are taken at so many times the learning rate that the optimizers show."""
+        self._steps.rate_factor = factor
 
     def cost(self) -> Cost:
         """How many windows are measured now, and the part of the run's time that it takes. Waits for the device."""

@@ -96,6 +96,8 @@ class StepWatch:
         """Of the measured parameters."""
         self._left_out = frozenset(id(p) for p in wrapper.frozen.values() if p.requires_grad)
         self._versions = [p._version for p in self._parameters.values()]
+        self.rate_factor = 1.0
+        """Steps are taken at so many times the learning rate that the optimizers show."""
         self._n_writes: int | None = None
         """Writes to the parameters when the present window had many pieces; None before."""
         self._n_ended = self._n_by_loop = self._n_often = 0
@@ -130,7 +132,7 @@ class StepWatch:
 
     @property
     def rate(self) -> float | Tensor | None:
-        """The largest learning rate of the model's optimizers: on the device if one of them is; None if none is known.
+        """The largest rate at which the model's optimizers step: on the device if one of them is; None if none is known.
 
         A compiled or capturable optimizer may keep it as a tensor, which a scheduler fills with other values.
         """
@@ -141,9 +143,9 @@ class StepWatch:
         if not rates or len(on_device) + len(on_host) < len(rates):
             return None
         if not on_device:
-            return max(on_host)
+            return self.rate_factor * max(on_host)
         largest = torch.stack(on_device).amax()
-        return largest.clamp(min=max(on_host)) if on_host else largest
+        return self.rate_factor * (largest.clamp(min=max(on_host)) if on_host else largest)
 
     def is_ended_already(self) -> bool:
         """Whether the call by which the loop ends a window comes right after the step that has ended it."""

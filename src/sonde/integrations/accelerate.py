@@ -119,7 +119,7 @@ class AccelerateProbe(Attached):
         self, accelerator: Accelerator, model: nn.Module, optimizer: Any, guarded: GuardedProbe, how: Any, clips: bool
     ) -> None:
         super().__init__(guarded)
-        self._accelerator, self._model, self._has_news = accelerator, model, False
+        self.accelerator, self.optimizer, self._model, self._has_news = accelerator, optimizer, model, False
         guarded.begin(model, optimizer, grad_scaler=accelerator.scaler, units_per_piece=how or self._counts)
         wrappers: dict[str, Any] = {"clip_grad_norm_": self._clip_grad_norm_} if clips else {}
         wrappers |= {"backward": self._backward, "log": self._log, "end_training": self._end_training}
@@ -144,13 +144,13 @@ class AccelerateProbe(Attached):
         self, original: Callable[..., Any], parameters: Any, max_norm: float, norm_type: float = 2
     ) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        self._accelerator.unscale_gradients()
+        self.accelerator.unscale_gradients()
         is_whole = {id(p) for p in parameters} == {id(p) for p in self._model.parameters()}
-        clip = self.guarded.clip if is_whole and self._accelerator.sync_gradients else clip_grad_norm_
+        clip = self.guarded.clip if is_whole and self.accelerator.sync_gradients else clip_grad_norm_
         return clip(parameters, max_norm, norm_type)
 
     def _step(self, original: Callable[..., Any], closure: Callable[[], Any] | None = None) -> Any:
-        if not self._accelerator.sync_gradients:
+        if not self.accelerator.sync_gradients:
             return original(closure)
         self._has_news = True
         if closure is None:
@@ -162,7 +162,7 @@ class AccelerateProbe(Attached):
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """A loop may zero gradients without a step, as where the loss has a spike."""
-        if self._accelerator.sync_gradients:  # otherwise Accelerate leaves the gradients as they are
+        if self.accelerator.sync_gradients:  # otherwise Accelerate leaves the gradients as they are
             self.guarded.zeroed()
         original(*args, **kwargs)
 
@@ -179,7 +179,7 @@ class AccelerateProbe(Attached):
 
     def _save(self, models: Any, weights: Any, folder: str) -> None:
         state = self.guarded.state_dict()
-        if state is not None and self._accelerator.is_main_process:
+        if state is not None and self.accelerator.is_main_process:
             with self.guarded.forgiven("the checkpoint lacks the averages of the noise scale"):
                 (Path(folder) / SAVED_AS).write_text(json.dumps(state))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import re
@@ -10,7 +11,16 @@ from dataclasses import replace
 import pytest
 
 from sonde.batch_size.stats.proxy import FACTORS
-from sonde.schedule.stats.batch_rule import BatchRule, BatchState, NoiseScaleNow, next_batch, replayed, usual_ratio
+from sonde.schedule.stats.batch_rule import (
+    BatchRule,
+    BatchState,
+    NoiseScaleNow,
+    metrics_of,
+    next_batch,
+    now_from,
+    replayed,
+    usual_ratio,
+)
 from sonde.stats.intervals import RatioInterval, unresolved
 
 RULE = BatchRule(smallest=4, largest=32, ratio=1.5, hysteresis=1.25)
@@ -44,6 +54,30 @@ def test_a_bound_alone_decides_nothing(known: RatioInterval) -> None:
     decision = next_batch(replace(RULE, monotone=False), BatchState(8), replace(NOW, known=known))
     assert decision.state == BatchState(8)
     assert known.reason in decision.reason
+
+
+def test_a_bound_counts_once_the_run_s_average_has_both_ends() -> None:
+    """The lower one of the two lower ends decides: 1.5 · low against 1.25 · 16 = 20."""
+    bound = RatioInterval("lower_bound", 50.0, math.inf, "|G|² cannot yet be distinguished from 0")
+
+    def count(known: RatioInterval, average_low: float | None) -> int:
+        return next_batch(RULE, BatchState(4), replace(NOW, known=known, average_low=average_low)).state.micro_batches
+
+    assert [count(bound, low) for low in (None, 13.3, 13.4, 1e3)] == [4, 4, 8, 8]
+    assert [count(replace(bound, low=low), 1e3) for low in (13.3, 13.4)] == [4, 8]
+    assert count(_between(13.3, 20.0), 1e3) == 4
+
+
+def test_a_log_gives_back_what_decides() -> None:
+    draw = random.Random(2)
+    statuses = [
+        _between(9.0, 12.0),
+        RatioInterval("lower_bound", 50.0, math.inf),
+        RatioInterval("upper_bound", 0.0, 9.0),
+    ]
+    for known in (*statuses, unresolved("")):
+        now = NoiseScaleNow(known, draw.random(), 7, draw.choice([None, draw.random()]), 12, 3 * draw.random())
+        assert now_from(json.loads(json.dumps(metrics_of(now))), window=12) == now
 
 
 def test_it_grows_by_one_count_at_a_time_and_waits_for_measured_windows() -> None:

@@ -4,20 +4,21 @@ A batch grows to the next allowed one when the lower end of the noise scale's in
 
     ratio · low ≥ hysteresis · next batch
 
-A bound decides nothing. A noise scale of which only "more than 120" is known has no interval: |G|² cannot be
-distinguished from 0, and what looks like noise may as well be a fault of the loop or the first steps of a run. Growth
-is hard to take back, so it waits until the data could have said "too large" too.
+A bound alone decides nothing. Where only "B_simple > 120" is known, |G|² cannot be distinguished from 0: a fault of the
+loop looks the same, and growth is hard to take back. But where the noise scale is many batches, |G|² now may stay
+unresolved for as long as the batch is small. So a bound counts once |G|² is resolved over the run: the average of the
+run then has both ends, and the lower one of the two lower ends decides.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from sonde.batch_size.stats.proxy import FACTORS
-from sonde.stats.intervals import RatioInterval
+from sonde.stats.intervals import RatioInterval, unresolved
 from sonde.wording import number
 
 POWERS_OF_TWO: Literal["powers of two"] = "powers of two"
@@ -87,6 +88,7 @@ class NoiseScaleNow:
         known: B_simple with its interval, in units.
         units_per_micro_batch: units that one micro-batch of all ranks together has.
         n_measured: windows that were measured so far, and could be used.
+        average_low: lower end of the run's average of B_simple; None where that lacks one of its ends.
         window: windows that have ended so far.
         units: that were trained on so far.
     """
@@ -94,8 +96,54 @@ class NoiseScaleNow:
     known: RatioInterval
     units_per_micro_batch: float
     n_measured: int
+    average_low: float | None = None
     window: int = 0
     units: float = 0.0
+
+
+def metrics_of(now: NoiseScaleNow) -> dict[str, float | None]:
+    """What a decision rests on, by metric name, as the log holds it: None where a number is not known or bounded."""
+    known = now.known
+    return {
+        "schedule/b_simple": known.ratio,
+        "schedule/b_simple_low": known.low,
+        "schedule/b_simple_high": None if known.status == "lower_bound" else known.high,
+        "schedule/average_low": now.average_low,
+        "schedule/units_per_micro_batch": now.units_per_micro_batch,
+        "schedule/measured_windows": now.n_measured,
+        "schedule/units": now.units,
+    }
+
+
+def now_from(metrics: Mapping[str, float | None], window: int = 0) -> NoiseScaleNow:
+    """What a decision rested on, read back from a log. Why nothing was known is not in it.
+
+    Args:
+        metrics: of one record, as `metrics_of` has named them.
+        window: of the record.
+
+    Example:
+        >>> now = NoiseScaleNow(RatioInterval("resolved", 33.0, 60.0, ratio=45.0), 2.0, n_measured=40, units=160.0)
+        >>> now_from(metrics_of(now)) == now
+        True
+    """
+    ratio, low, high = (metrics[f"schedule/b_simple{end}"] for end in ("", "_low", "_high"))
+    if ratio is not None:
+        known = RatioInterval("resolved", low, high, "", ratio)
+    elif low is not None:
+        known = (
+            RatioInterval("upper_bound", low, high) if high is not None else RatioInterval("lower_bound", low, math.inf)
+        )
+    else:
+        known = unresolved("")
+    return NoiseScaleNow(
+        known,
+        metrics["schedule/units_per_micro_batch"] or 0.0,
+        int(metrics["schedule/measured_windows"] or 0),
+        metrics["schedule/average_low"],
+        window,
+        metrics["schedule/units"] or 0.0,
+    )
 
 
 @dataclass(frozen=True)
@@ -163,31 +211,43 @@ def next_batch(rule: BatchRule, state: BatchState, now: NoiseScaleNow) -> Decisi
         >>> decision.state.micro_batches, decision.reason
         (8, 'B_simple is 33 or more, and asks for a batch of 33: from 8 to 16')
     """
-    known, counts, here = now.known, rule.allowed, state.micro_batches
+    counts, here, per_micro_batch = rule.allowed, state.micro_batches, now.units_per_micro_batch
     n_heard = now.n_measured - state.changed_at
-    if known.status != "resolved" or known.low is None or known.high is None:
-        only_bound = f"only a bound of B_simple is known: {known.reason}"
-        return Decision(state, now, only_bound if known.low is not None else f"B_simple is not known: {known.reason}")
+    low, high = _ends(now)
+    if low is None or high is None:
+        only = (
+            "only a bound of B_simple is known, now and over the run"
+            if now.known.low is not None
+            else ("B_simple is not known")
+        )
+        return Decision(state, now, f"{only}: {now.known.reason}")
     if state.changed_at and n_heard < rule.pause:
         return Decision(state, now, f"{n_heard} of {rule.pause} measured windows since the last change")
 
-    batch = here * now.units_per_micro_batch
+    batch, asked = here * per_micro_batch, rule.ratio * low
     larger = min((n for n in counts if n > here), default=None)
     smaller = max((n for n in counts if n < here), default=None)
-    low, high = rule.ratio * known.low, rule.ratio * known.high
-    end, asked, to = f"B_simple is {number(known.low)} or more", low, larger
-    if not rule.monotone and smaller is not None and high * rule.hysteresis <= smaller * now.units_per_micro_batch:
-        end, asked, to = f"B_simple is {number(known.high)} or less", high, smaller
+    end, to = f"B_simple is {number(low)} or more", larger
+    if not rule.monotone and smaller is not None and rule.ratio * high * rule.hysteresis <= smaller * per_micro_batch:
+        end, asked, to = f"B_simple is {number(high)} or less", rule.ratio * high, smaller
     elif larger is None:
         return Decision(state, now, f"the batch of {number(batch)} is the largest allowed")
-    elif low < rule.hysteresis * larger * now.units_per_micro_batch:
-        needed = number(rule.hysteresis * larger * now.units_per_micro_batch)
-        return Decision(state, now, f"{end}, and asks for a batch of {number(low)}; growing takes {needed}")
+    elif asked < (needed := rule.hysteresis * larger * per_micro_batch):
+        return Decision(state, now, f"{end}, and asks for a batch of {number(asked)}; growing takes {number(needed)}")
     assert to is not None
-    reason = f"{end}, and asks for a batch of {number(asked)}: from {number(batch)} to "
-    reason += number(to * now.units_per_micro_batch)
+    reason = f"{end}, and asks for a batch of {number(asked)}: from {number(batch)} to {number(to * per_micro_batch)}"
     changed = replace(state, micro_batches=to, changed_at=now.n_measured)
     return Decision(changed, now, reason, changed=True)
+
+
+def _ends(now: NoiseScaleNow) -> tuple[float | None, float | None]:
+    """The ends that decide; None for both where only bounds are known."""
+    known = now.known
+    if known.status == "resolved":
+        return known.low, known.high
+    if known.status == "lower_bound" and known.low is not None and now.average_low is not None:
+        return min(known.low, now.average_low), math.inf
+    return None, None
 
 
 def replayed(rule: BatchRule, readings: Iterable[NoiseScaleNow]) -> list[Decision]:

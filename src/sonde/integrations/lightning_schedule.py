@@ -1,0 +1,99 @@
+"""A batch that follows the noise scale in Lightning's Trainer, through its accumulation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+from sonde.integrations.lightning import NoiseScale
+from sonde.integrations.schedules import COUNTS_STEPS, after, begun, check_monotone
+from sonde.schedule.batch_schedule import BatchSchedule
+
+_MAX_STEPS = COUNTS_STEPS.format(what="max_steps=", instead="leave out max_steps=, and give max_epochs=")
+_FREQUENCY = COUNTS_STEPS.format(
+    what="a schedule of the rate with interval 'step' and a frequency above 1",
+    instead="use frequency 1, or interval 'epoch'",
+)
+_MANUAL = "the module optimizes manually, so the Trainer accumulates nothing: use sonde.BatchSchedule in training_step"
+_STRATEGY = "this strategy accumulates by itself, by a number that is fixed at the start: train with DDP or FSDP2"
+_SCHEDULER = "GradientAccumulationScheduler sets the accumulation in each epoch: leave it out"
+
+
+class ScheduledBatch(Callback):  # type: ignore[misc]
+    """Lets the batch follow the noise scale: `callbacks=[noise := NoiseScale(), ScheduledBatch(noise, largest=32)]`.
+
+    The Trainer's `accumulate_grad_batches` is the smallest number of micro-batches, and grows where that is safe. A
+    schedule of the rate with interval "step" keeps its end in examples: a window of twice the smallest batch is two of
+    its steps. Checkpoints hold where the schedule stands, and a training that resumes goes on from there.
+
+    Args:
+        noise: the callback that measures; it stands before this one.
+        largest: most micro-batches of a window on each rank.
+        **options: others of `sonde.BatchSchedule`.
+
+    Raises:
+        ValueError: for a schedule that may shrink. When training starts: with `max_steps`, manual optimization, a
+            strategy or another callback that accumulates, and as `sonde.BatchSchedule`.
+    """
+
+    def __init__(self, noise: NoiseScale, *, largest: int, **options: Any) -> None:
+        check_monotone(options)
+        self.schedule: BatchSchedule | None = None
+        self._noise, self._options, self._saved = noise, options | {"largest": largest}, None
+
+    # Hooks of Lightning, in their order.
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin: the probe, whose callback comes before, is attached."""
+        configs = trainer.lr_scheduler_configs
+        reasons = {
+            _MAX_STEPS: trainer.max_steps != -1,
+            _MANUAL: not pl_module.automatic_optimization,
+            _STRATEGY: trainer.strategy.handles_gradient_accumulation,
+            _SCHEDULER: any(isinstance(each, GradientAccumulationScheduler) for each in trainer.callbacks),
+            _FREQUENCY: any(each.interval == "step" and each.frequency > 1 for each in configs),
+        }
+        refused = next((reason for reason, holds in reasons.items() if holds), "")
+        smallest = trainer.accumulate_grad_batches
+        self.schedule = begun(self._noise.probe, refused, smallest=smallest, **self._options)
+        self.schedule.scale_lr(trainer.optimizers[0], configs[0].scheduler if configs else None)
+        if self._saved is not None:
+            self.schedule.load_state_dict(self._saved)
+            trainer.accumulate_grad_batches = self.schedule.present
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The batches of an epoch are counted anew."""
+        self._change(trainer, trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """After a step, the Trainer has stepped the schedules of the rate once."""
+        assert self.schedule is not None
+        for _ in range(self.schedule.lr_steps_due() - 1):
+            for config in trainer.lr_scheduler_configs:
+                if config.interval == "step" and not config.reduce_on_plateau:
+                    pl_module.lr_scheduler_step(config.scheduler, None)
+        self._change(trainer, batch_idx + 1)
+
+    def _change(self, trainer: Trainer, n_batches: int) -> None:
+        assert self.schedule is not None
+        trainer.accumulate_grad_batches = after(n_batches, self.schedule)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the Trainer as it was."""
+        if self.schedule is not None:
+            trainer.accumulate_grad_batches = self.schedule.batch_rule.smallest
+            self.schedule.close()
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the schedule stands."""
+        return {} if self.schedule is None else {"schedule": self.schedule.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there when training starts."""
+        self._saved = state_dict.get("schedule")

@@ -1,0 +1,89 @@
+"""The rate of an optimizer at the present batch, in force during each step and no longer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sonde.evidence.rates import RateRule
+from sonde.evidence.stats.rate_rules import adam_settings, rate_factor
+from sonde.parallel.unwrap import outside_graphs
+
+
+class ScaledRate:
+    """Takes each step of an optimizer at the rate of the present batch.
+
+    Hooks scale the rate before a step and give it back after it. Between steps the optimizer shows its own rate, so a
+    schedule that computes the next rate from the last one never meets a scaled one, and nothing accumulates.
+
+    Args:
+        optimizer: of torch.
+        rule: how its rate follows the batch, as of `sonde.branch`, in micro-batches of a window.
+        reference: micro-batches at which the optimizer's own rate is right.
+        micro_batches: says how many the present window has.
+
+    Raises:
+        ValueError: for an optimizer without hooks.
+    """
+
+    def __init__(
+        self, optimizer: Any, rule: Callable[[], RateRule], reference: int, micro_batches: Callable[[], int]
+    ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(
+                f"scale_lr takes an optimizer of torch, whose steps have hooks, got {type(optimizer).__name__}: pass "
+                "on_change= to BatchSchedule, and set the rate there"
+            )
+        self.optimizer = optimizer
+        self._rule, self._reference, self._micro_batches = rule, reference, micro_batches
+        self._own: list[dict[str, Any]] = []
+        """What the groups had before the step that is being taken."""
+        before, after = outside_graphs(self._before), outside_graphs(self._after)
+        self._handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+
+    @property
+    def factor(self) -> float:
+        """The rate of the present batch over the optimizer's own."""
+        rule, n = self._rule(), self._micro_batches()
+        if isinstance(rule, str):
+            return rate_factor("sqrt" if rule == "adam" else rule, n, self._reference)
+        return rule.get(n, 1.0)
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: object = (), kwargs: object = None) -> None:
+        self._after(optimizer)  # of a step that has raised
+        if (kappa := self._micro_batches() / self._reference) == 1:
+            return
+        factor = self.factor
+        for group in optimizer.param_groups:
+            scaled: dict[str, Any] = {"lr": group["lr"] * factor}
+            if self._rule() == "adam" and "betas" in group:
+                beta1, beta2 = map(float, group["betas"])
+                adam = adam_settings(kappa, beta1=beta1, beta2=beta2, eps=group["eps"])
+                scaled |= {"betas": (adam["beta1"], adam["beta2"]), "eps": adam["eps"]}
+            self._own.append({name: _copy(group[name]) for name in scaled})
+            _set(group, scaled)
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: object = (), kwargs: object = None) -> None:
+        for group, own in zip(optimizer.param_groups, self._own, strict=False):
+            _set(group, own)
+        self._own = []
+
+    def close(self) -> None:
+        """Leave the optimizer as it was."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _set(group: dict[str, Any], values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(group[name], Tensor):  # on the device, where a compiled step reads it
+            group[name].copy_(value)
+        else:
+            group[name] = value

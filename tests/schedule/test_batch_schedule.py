@@ -1,0 +1,151 @@
+"""A batch schedule in a plain loop, where B_simple is known."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sonde
+from sonde.batch_size.stats.averages import FixedWeights
+from sonde.schedule.batch_schedule import BatchSchedule
+from sonde.schedule.stats.batch_rule import Decision, now_from, replayed
+from tests.schedule.noisy_gradients import B_SIMPLE, ROWS, Linear, attached, train
+
+OPTIONS: dict[str, Any] = {"smallest": 2, "largest": 8, "ratio": 2.0, "verbose": False}
+"""Batches of 8, 16 and 32 rows. The last takes B_simple > 1.1 · 32 / 2 = 17.6 rows."""
+
+
+def made(**options: Any) -> tuple[Linear, Any, sonde.NoiseScaleProbe]:
+    model = Linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return model, optimizer, attached(model, optimizer, **options)
+
+
+def by_hand(pieces: list[Tensor]) -> tuple[float, float]:
+    """tr Σ and |G|² of one window of equal pieces, whose gradients are the means of their rows: in float64."""
+    gradients = torch.stack([x.double().mean(0) for x in pieces])
+    n, small, big = len(pieces), gradients.square().sum(1).mean(), gradients.mean(0).square().sum()
+    return float((small - big) / (1 / ROWS - 1 / (n * ROWS))), float((n * big - small) / (n - 1))
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_the_batch_grows_and_the_noise_scale_stays_right(every: int) -> None:
+    """Each measured window gives its own tr Σ and |G|² by hand, whatever its batch; B_simple is in its interval."""
+    model, optimizer, probe = made(every=every)
+    schedule, n_checked = BatchSchedule(probe, **OPTIONS), 0
+
+    def check(window: int, pieces: list[Tensor]) -> None:
+        nonlocal n_checked
+        was_measured, solved = probe.reading().windows > n_checked, probe.window()
+        if was_measured:
+            n_checked += 1
+            assert solved is not None
+            found = solved.total.trace_cov, solved.total.grad_sq
+            # fp32 gradients; |G|² is a difference of squares of about its size times B_simple.
+            assert found == pytest.approx(by_hand(pieces), rel=1e-4, abs=1e-4)
+
+    counts = train(model, optimizer, schedule, range(200), check)
+    assert sorted(set(counts)) == [2, 4, 8]
+    assert counts == sorted(counts)
+    assert n_checked == pytest.approx(200 / every, abs=2)
+    reading = probe.reading()
+    assert reading.low is not None
+    assert reading.low < B_SIMPLE < (reading.high or 0.0)
+    # Units per micro-batch are learnt before the batch grows, so units trained on are exact.
+    assert schedule.last is not None
+    assert schedule.last.now.units == ROWS * sum(counts[: schedule.last.now.window])
+
+
+def test_the_log_replays_every_decision(tmp_path: Path) -> None:
+    changes: list[Decision] = []
+    model, optimizer, probe = made(log=str(tmp_path))
+    schedule = BatchSchedule(probe, **OPTIONS, on_change=changes.append)
+    counts = train(model, optimizer, schedule, range(120))
+    probe.close()
+    logged = [own for own in sonde.read_run(tmp_path).own if "schedule/batch" in own.metrics]
+    found = replayed(schedule.batch_rule, [now_from(own.metrics, own.window) for own in logged])
+    assert [d.state.micro_batches for d in found] == [own.metrics["schedule/micro_batches"] for own in logged]
+    # The count of a window is that of the last decision before it.
+    by_window = {d.now.window: d.state.micro_batches for d in found}
+    assert counts[10:] == [by_window[10 * (window // 10)] for window in range(10, 120)]
+    assert [d.state for d in found if d.changed] == [d.state for d in changes]
+    assert [d.state.micro_batches for d in changes] == [4, 8]
+
+
+def test_a_run_that_is_resumed_goes_on_as_one_that_was_not_interrupted() -> None:
+    def run(parts: list[range]) -> tuple[list[int], Tensor, Any]:
+        counts: list[int] = []
+        weights, states = None, None
+        for windows in parts:
+            model, optimizer, probe = made()
+            schedule = BatchSchedule(probe, **OPTIONS, rule="linear")
+            schedule.scale_lr(optimizer)
+            if states is not None:
+                model.load_state_dict(weights)
+                probe.load_state_dict(states[0])
+                schedule.load_state_dict(states[1])
+            counts += train(model, optimizer, schedule, windows)
+            weights, states = model.state_dict(), (probe.state_dict(), schedule.state_dict())
+            probe.close()
+            schedule.close()
+        return counts, model.weight.detach(), schedule.last
+
+    whole, in_parts = run([range(120)]), run([range(45), range(45, 120)])
+    assert in_parts[0] == whole[0]
+    assert len(set(whole[0])) == 3
+    assert torch.equal(in_parts[1], whole[1])
+    assert in_parts[2] is not None
+    assert in_parts[2].now.units == whole[2].now.units
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"smallest": 8, "largest": 4}, "largest must be at least the present 8 micro-batches"),
+        ({"largest": 4.5}, "micro-batches must be a whole number from 1 up, got 4.5"),
+        ({"every": 0}, "every must be a whole number of windows from 1 up"),
+        ({"rule": "square"}, "the rule of the rate must be sqrt"),
+        ({"counts": [2, 3]}, "counts must hold smallest and largest"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], words: str) -> None:
+    _, _, probe = made()
+    with pytest.raises(ValueError, match=re.escape(words)):
+        BatchSchedule(probe, **(OPTIONS | options))
+    probe.close()
+
+
+def test_a_probe_at_fixed_weights_is_refused() -> None:
+    options = sonde.NoiseScaleOptions(unit="rows", per_example="never")
+    with (
+        sonde.NoiseScaleProbe(Linear(), None, options, fixed_weights=FixedWeights(), verbose=False) as probe,
+        pytest.raises(ValueError, match="a probe at fixed weights has no windows of training"),
+    ):
+        BatchSchedule(probe, largest=4)
+
+
+def test_states_of_others_are_refused() -> None:
+    model, optimizer, probe = made()
+    schedule = BatchSchedule(probe, **OPTIONS)
+    train(model, optimizer, schedule, range(20))
+    state = schedule.state_dict()
+    _, _, other = made()
+    with pytest.raises(ValueError, match="saved after 20 windows, and the probe has seen 0: load the probe's state"):
+        BatchSchedule(other, **OPTIONS).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"saved with ratio 2\.0, but this probe has ratio 3\.0"):
+        BatchSchedule(other, **(OPTIONS | {"ratio": 3.0})).load_state_dict(state)
+    with pytest.raises(ValueError, match="is damaged"):
+        schedule.load_state_dict(state | {"json": state["json"].replace("4", "5")})
+    probe.close()
+    other.close()
+
+
+def test_the_ratio_aimed_at_is_the_study_s_for_the_optimizer() -> None:
+    _, _, probe = made()
+    assert BatchSchedule(probe, largest=8).batch_rule.ratio == 0.9
+    probe.close()

@@ -1,0 +1,186 @@
+"""The rate of an optimizer under a batch schedule, beside any schedule of the rate."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler as of_torch
+
+import sonde
+from sonde.evidence.stats.rate_rules import adam_settings
+from sonde.schedule.batch_schedule import BatchSchedule
+from sonde.schedule.scaled_rate import ScaledRate
+from tests.schedule.noisy_gradients import ROWS, Linear, attached, micro_batches, train
+
+OPTIONS: dict[str, Any] = {"smallest": 2, "largest": 8, "ratio": 50.0, "verbose": False, "pause": 0}
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "from the last rate": lambda optimizer: of_torch.ExponentialLR(optimizer, 0.99),
+    "a cosine": lambda optimizer: of_torch.CosineAnnealingLR(optimizer, 120),
+    "a function of the step": lambda optimizer: of_torch.LambdaLR(optimizer, lambda k: min(1.0, k / 20)),
+    "several in turn": lambda optimizer: of_torch.SequentialLR(
+        optimizer,
+        [of_torch.LinearLR(optimizer, 0.1, total_iters=30), of_torch.ExponentialLR(optimizer, 0.98)],
+        milestones=[30],
+    ),
+}
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_any_schedule_of_the_rate_composes(kind: str, tmp_path: Path) -> None:
+    """The rate of each step is that of the schedule after as many rows, times the rule's factor: bit for bit by hand.
+
+    The probe, whose filter heeds changes of the rate, logs the rates at which steps are taken.
+    """
+    model = Linear()
+    optimizer = sgd(model)
+    scheduler = SCHEDULERS[kind](optimizer)
+    log = sonde.RunLog(str(tmp_path), log_windows=True)
+    with attached(model, optimizer, log=log) as probe:
+        schedule = BatchSchedule(probe, **OPTIONS, rule="linear")
+        schedule.scale_lr(optimizer, scheduler)
+        counts = train(model, optimizer, schedule, range(60), lambda window, pieces: schedule.step_lr(scheduler))
+    assert set(counts) == {2, 4, 8}
+    assert [group["lr"] for group in optimizer.param_groups] == scheduler.get_last_lr()
+
+    by_hand, shown = Linear(), sgd(Linear())
+    stepped, same = sgd(by_hand), SCHEDULERS[kind](shown)
+    rates = []
+    for window, n in enumerate(counts):
+        for x in micro_batches(window, n):
+            (by_hand(x).mean() / n).backward()
+        rates.append(shown.param_groups[0]["lr"] * (n / 2))
+        stepped.param_groups[0]["lr"] = rates[-1]
+        stepped.step()
+        stepped.zero_grad()
+        shown.step()
+        for _ in range(n // 2):  # smallest batches
+            same.step()
+    assert torch.equal(model.weight, by_hand.weight)
+    logged = [window.metrics["gns/learning_rate"] for window in sonde.read_windows(tmp_path)]
+    assert logged == pytest.approx(rates, rel=1e-12)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_the_rule_of_adam_and_what_a_failed_step_leaves(as_tensor: bool) -> None:
+    """Between steps, and after one that raised, the optimizer has what it had; the tensor of a rate stays the same."""
+    weight, n = torch.nn.Parameter(torch.ones(3)), 4
+    rate = torch.tensor(0.25) if as_tensor else 0.25
+    optimizer = torch.optim.AdamW([weight], lr=rate, betas=(0.9, 0.99), capturable=False, foreach=not as_tensor)
+    scaled = ScaledRate(optimizer, lambda: "adam", 1, lambda: n)
+    seen: list[tuple[float, Any, float]] = []
+
+    def shown() -> tuple[float, Any, float]:
+        group = optimizer.param_groups[0]
+        return float(group["lr"]), tuple(group["betas"]), group["eps"]
+
+    def look(*_: Any) -> None:
+        seen.append(shown())
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    before = shown()
+    optimizer.register_step_pre_hook(look)  # after the schedule's own
+    for _ in range(3):
+        weight.grad = torch.ones(3)
+        try:
+            optimizer.step()
+        except KeyboardInterrupt:
+            continue
+        assert shown() == before
+    adam = adam_settings(4.0, beta1=0.9, beta2=0.99, eps=1e-8)
+    assert seen == [(0.5, (adam["beta1"], adam["beta2"]), adam["eps"])] * 3
+    assert optimizer.param_groups[0]["lr"] is rate or not as_tensor
+    n = 1
+    optimizer.step()
+    assert seen[-1] == before
+    scaled.close()
+    n = 4
+    optimizer.step()
+    assert seen[-1] == before
+
+
+def test_a_rule_with_a_noise_scale_in_rows() -> None:
+    """η'/η = (1 + 𝓑/B)/(1 + 𝓑/B'), in rows: 8 a window at first, 32 in the end."""
+    model = Linear()
+    optimizer = sgd(model)
+    with attached(model, optimizer) as probe:
+        schedule = BatchSchedule(probe, **OPTIONS, rule="sgd=40")
+        schedule.scale_lr(optimizer)
+        counts = train(model, optimizer, schedule, range(60))
+        rates: list[float] = []
+        optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+    assert counts[-1] == 8
+    assert rates == pytest.approx([0.01 * (1 + 40 / (2 * ROWS)) / (1 + 40 / (8 * ROWS))])
+
+
+def test_a_schedule_of_the_rate_that_counts_steps_is_refused() -> None:
+    model = Linear()
+    optimizer = sgd(model)
+    scheduler = of_torch.ExponentialLR(optimizer, 0.99)
+    with attached(model, optimizer) as probe:
+        schedule = BatchSchedule(probe, **OPTIONS)
+        with pytest.raises(ValueError, match=r"may count its steps.*pass it as scale_lr\(optimizer, lr_scheduler\)"):
+            schedule.scale_lr(optimizer)
+        schedule.scale_lr(optimizer, scheduler)
+        with pytest.raises(ValueError, match=r"its end would move: call schedule.step_lr\(lr_scheduler\).*of rows"):
+            train(model, optimizer, schedule, range(60), lambda window, pieces: scheduler.step())
+        assert probe.n_windows == 10
+
+
+def test_one_that_counts_epochs_is_stepped_by_the_loop() -> None:
+    model = Linear()
+    optimizer = sgd(model)
+    scheduler = of_torch.StepLR(optimizer, 1, gamma=0.5)
+    with attached(model, optimizer) as probe:
+        schedule = BatchSchedule(probe, **OPTIONS)
+        schedule.scale_lr(optimizer, scheduler)
+        counts = train(model, optimizer, schedule, range(60), lambda window, _: (window + 1) % 20 or scheduler.step())
+    assert counts[-1] == 8
+    assert scheduler.get_last_lr() == [0.01 / 8]
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ("adam", "needs κ(1 − beta1) < 1, got κ = 16"),
+        ({2: 1.0, 4: 1.5}, "a positive multiple of the rate for a batch of 8"),
+    ],
+)
+def test_a_rule_without_an_answer_is_refused_at_once(rule: Any, words: str) -> None:
+    model = Linear()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with attached(model, optimizer) as probe:
+        schedule = BatchSchedule(probe, **(OPTIONS | {"largest": 64}), rule=rule)
+        with pytest.raises(ValueError, match=re.escape(words)):
+            schedule.scale_lr(optimizer)
+        with pytest.raises(ValueError, match="takes an optimizer of torch, whose steps have hooks, got object"):
+            schedule.scale_lr(object())
+
+
+def test_closed_it_leaves_the_optimizer_as_it_was() -> None:
+    model = Linear()
+    optimizer = sgd(model)
+    with attached(model, optimizer) as probe:
+        schedule = BatchSchedule(probe, **OPTIONS, rule={2: 1.0, 4: math.pi, 8: math.e})
+        schedule.scale_lr(optimizer)
+        schedule.scale_lr(optimizer)  # does nothing
+        assert len(optimizer._optimizer_step_pre_hooks) == 2  # the probe's and the schedule's
+        train(model, optimizer, schedule, range(60))
+        schedule.close()
+        before = model.weight.detach().clone()
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+    torch.testing.assert_close(before - model.weight, torch.full_like(before, 0.01), rtol=1e-4, atol=0)
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
