@@ -11,7 +11,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,20 +22,19 @@ from evidence.tasks import MUON_MOMENTUM, OPTIMIZERS, TASKS, Task, make_optimize
 from evidence.training import Training
 from evidence.work import Arguments, Study
 from sonde.evidence.stats.rate_rules import rate_factor
-from sonde.schedule.stats.batch_rule import BatchRule, BatchState, NoiseScaleNow, next_batch
-from sonde.stats.intervals import RatioInterval
 
-START, LARGEST, MICRO = 8, 256, 4
+START, LARGEST, MICRO = 8, 64, 4
 """Units: of the first steps, of the largest ones, and of a micro-batch where a probe measures."""
-CONSTANT = (8, 16, 32, 64, 128, 256)
-UNITS = 8_192
+CONSTANT = (8, 16, 32, 64)
+UNITS = 4_096
 WARM_UP = 0.02
 """Part of the units over which the rate rises."""
-OFFSETS = (0.0, 0.5, 1.0, 1.5)
+OFFSETS = (0.0, 0.5, 1.0, 1.5, 2.0)
 """Powers of 2 by which the rates of the sweep, which were constant, are tried for one that falls."""
-N_PILOTS, FIRST_PILOT, N_SEEDS = 4, 1_000, 12
+N_PILOTS, FIRST_PILOT, N_SEEDS = 2, 1_000, 10
 
-RULE = BatchRule(START // MICRO, LARGEST // MICRO, ratio=0.5)
+RATIO = 0.5
+"""Batch over B_simple that the adaptive schedule aims at."""
 
 Plan = Callable[[int], tuple[int, float]]
 """From the units seen so far to the batch and the learning rate of the next step."""
@@ -148,17 +147,21 @@ def train(setting: Setting, plan: Plan, seeds: Sequence[int], offsets: Sequence[
     return losses
 
 
-def best_offset(task_name: str, kind: str, units: int, n_pilots: int) -> float:
-    """The offset of the rates whose losses are least on other seeds, over a small and a larger batch."""
-    setting = Setting(task(task_name), kind, units)
-    seeds = range(FIRST_PILOT, FIRST_PILOT + n_pilots)
-    found = [train(setting, constant(setting, batch), seeds, OFFSETS) for batch in (START, 8 * START)]
-    means = [statistics.fmean(loss[k] for losses in found for loss in losses) for k in range(len(OFFSETS))]
+def best_offset(setting: Setting, plan: Plan, n_pilots: int) -> float:
+    """The offset of the rates whose losses are least, on seeds that nothing else uses."""
+    found = train(setting, plan, range(FIRST_PILOT, FIRST_PILOT + n_pilots), OFFSETS)
+    means = [statistics.fmean(losses) for losses in zip(*found, strict=True)]
     return OFFSETS[min(range(len(OFFSETS)), key=lambda k: means[k] if math.isfinite(means[k]) else math.inf)]
 
 
-def adaptive(setting: Setting, seed: int, rule: BatchRule, rate: Callable[[float], float]) -> tuple[list[int], float]:
+def adaptive(setting: Setting, seed: int, ratio: float, rate: Callable[[float], float]) -> tuple[list[int], float]:
     """One training in an ordinary loop, whose batch follows what a probe measures in every step.
+
+    Args:
+        setting: of the training.
+        seed: of weights and data.
+        ratio: batch over B_simple that is aimed at.
+        rate: of a batch, before it falls.
 
     Returns:
         The batch of each step, and the held-out loss at the end.
@@ -169,19 +172,15 @@ def adaptive(setting: Setting, seed: int, rule: BatchRule, rate: Callable[[float
         for optimizer in make_optimizers(setting.kind, training.model, 1.0)
     ]
     groups = [(group, group["lr"]) for optimizer in training.optimizers for group in optimizer.param_groups]
-    done, state, batches = 0, BatchState(rule.smallest), list[int]()
-    options = {"per_example": "never", "groups": None, "every": 1, "verbose": False}
-    with sonde.attach(training.model, training.optimizers, unit=setting.task.unit, **options) as probe:  # type: ignore[arg-type]
-        while done < setting.units:
-            batch = min(state.micro_batches * MICRO, setting.units - done)
+    batches, unit, most = list[int](), setting.task.unit, LARGEST // MICRO
+    options: dict[str, Any] = {"per_example": "never", "groups": None, "every": 1, "verbose": False}
+    with sonde.attach(training.model, training.optimizers, unit=unit, **options) as probe:
+        schedule = sonde.BatchSchedule(probe, smallest=START // MICRO, largest=most, ratio=ratio, verbose=False)
+        while left := setting.units - sum(batches):
+            batches.append(min(schedule.micro_batches * MICRO, left))
             for group, at_rate_1 in groups:  # 1 − β for SGD, whose rates are effective ones
-                group["lr"] = at_rate_1 * rate(batch) * setting.decay(done, batch)
-            training.step(batch, probe, n_pieces=batch // MICRO)
-            batches.append(batch)
-            done += batch
-            r = probe.reading()
-            known = RatioInterval(r.status, r.low, r.high, r.reason, r.b_simple)
-            state = next_batch(rule, state, NoiseScaleNow(known, MICRO, len(batches))).state
+                group["lr"] = at_rate_1 * rate(batches[-1]) * setting.decay(setting.units - left, batches[-1])
+            training.step(batches[-1], probe, n_pieces=batches[-1] // MICRO)
     return batches, training.held_out()
 
 
@@ -225,27 +224,34 @@ def pieces(smoke: bool) -> Sequence[Arguments]:
 def run(task_name: str, kind: str, units: int, n_pilots: int, n_seeds: int) -> Mapping[str, Any]:
     """All arms of one task and optimizer.
 
+    The adaptive arms have the rates that are best for the first batch, carried over to others by the sweep's rates or
+    the usual rule. Every other arm has the best of five rates, on other seeds.
+
     Returns:
-        The offset of the rates, the units at which each adaptive training had each of its batches for the first time,
-        and of each arm its steps and its held-out losses, by seed.
+        Of each arm its steps, its held-out losses by seed, and the offset of its rates; of the adaptive ones also the
+        units at which each training had each of its batches for the first time.
     """
-    seeds, trained = range(n_seeds), task(task_name)
-    offset = best_offset(task_name, kind, units, n_pilots)
-    setting, half = Setting(trained, kind, units, offset), Setting(trained, kind, units // 2, offset)
-    measured = [adaptive(setting, seed, RULE, setting.usual) for seed in seeds]
-    steps = [len(batches) for batches, _ in measured]
-    n = round(statistics.fmean(steps))
-    plans = {f"constant {batch}": (setting, constant(setting, batch)) for batch in CONSTANT}
+    seeds, plain = range(n_seeds), Setting(task(task_name), kind, units)
+    half = replace(plain, units=units // 2)
+    setting = replace(plain, offset=best_offset(plain, constant(plain, START), n_pilots))
+    arms: dict[str, Any] = {}
+    for name, rate in (("adaptive", setting.tuned), ("adaptive, usual rate", setting.usual)):
+        measured = [adaptive(setting, seed, RATIO, rate) for seed in seeds]
+        arms[name] = {"steps": [len(batches) for batches, _ in measured], "losses": [loss for _, loss in measured]}
+        arms[name] |= {"offset": setting.offset, "grown": [grown(batches) for batches, _ in measured]}
+    n = round(statistics.fmean(arms["adaptive"]["steps"]))
+    plans = {f"constant {batch}": (plain, constant(plain, batch)) for batch in CONSTANT}
     plans["half of the units"] = half, constant(half, START)
     for name, of_units in (("doubling", doubling), ("late switch", late_switch)):
-        plans[name] = setting, staged(setting, of_steps(of_units, n, units), setting.usual)
-    of_seesaw = min(range(MICRO, LARGEST), key=lambda b: abs(len(batches_of(seesaw(setting, b), units)) - n))
-    plans["Seesaw"] = setting, seesaw(setting, of_seesaw)
-    plans["constant, equal steps"] = setting, constant(setting, math.ceil(units / n))
-    arms: dict[str, Any] = {"adaptive": {"steps": steps, "losses": [loss for _, loss in measured]}}
+        plans[name] = plain, staged(plain, of_steps(of_units, n, units), plain.tuned)
+    of_seesaw = min(range(MICRO, 2 * LARGEST), key=lambda b: abs(len(batches_of(seesaw(plain, b), units)) - n))
+    plans["Seesaw"] = plain, seesaw(plain, of_seesaw)
+    plans["constant, equal steps"] = plain, constant(plain, math.ceil(units / n))
     for name, (each, plan) in plans.items():
-        arms[name] = {"steps": len(batches_of(plan, each.units)), "losses": [x for x, in train(each, plan, seeds)]}
-    return {"offset": offset, "grown": [grown(batches) for batches, _ in measured], "arms": arms}
+        offset = best_offset(each, plan, n_pilots)
+        losses = [loss for loss, in train(each, plan, seeds, [offset])]
+        arms[name] = {"steps": len(batches_of(plan, each.units)), "losses": losses, "offset": offset}
+    return {"arms": arms}
 
 
 STUDY = Study("schedules", pieces, run)
