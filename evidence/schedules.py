@@ -18,7 +18,7 @@ import torch
 
 import sonde
 from evidence.replicas import Replicas, orthogonal
-from evidence.tasks import MUON_MOMENTUM, OPTIMIZERS, TASKS, Task, make_optimizers, task
+from evidence.tasks import MUON_MOMENTUM, Task, make_optimizers, task
 from evidence.training import Training
 from evidence.work import Arguments, Study
 from sonde.evidence.stats.rate_rules import rate_factor
@@ -26,15 +26,16 @@ from sonde.evidence.stats.rate_rules import rate_factor
 START, LARGEST, MICRO = 8, 64, 4
 """Units: of the first steps, of the largest ones, and of a micro-batch where a probe measures."""
 CONSTANT = (8, 16, 32, 64)
-UNITS = 4_096
+UNITS = {"regression": 4_096, "mlp": 4_096, "lm": 2_048, "convnet": 4_096}
 WARM_UP = 0.02
 """Part of the units over which the rate rises."""
-OFFSETS = (0.0, 0.5, 1.0, 1.5, 2.0)
+OFFSETS = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5)
 """Powers of 2 by which the rates of the sweep, which were constant, are tried for one that falls."""
 N_PILOTS, FIRST_PILOT, N_SEEDS = 2, 1_000, 10
 
-RATIO = 0.5
+RATIO = 1.0
 """Batch over B_simple that the adaptive schedule aims at."""
+ORDER = (("mlp", "regression", "lm"), ("adamw", "sgd", "muon"))
 
 Plan = Callable[[int], tuple[int, float]]
 """From the units seen so far to the batch and the learning rate of the next step."""
@@ -215,13 +216,15 @@ def grown(batches: Sequence[int]) -> dict[str, int]:
 def pieces(smoke: bool) -> Sequence[Arguments]:
     """Every task with every optimizer, in an order that is balanced wherever it is cut."""
     if smoke:
-        return [{"task_name": "regression", "kind": "sgd", "units": 512, "n_pilots": 2, "n_seeds": 3}]
-    shifted = [(name, OPTIMIZERS[(k + shift) % 4]) for shift in (2, 3, 0, 1) for k, name in enumerate(TASKS)]
-    full = {"units": UNITS, "n_pilots": N_PILOTS, "n_seeds": N_SEEDS}
-    return [{"task_name": name, "kind": kind} | full for name, kind in shifted]
+        return [{"task_name": "regression", "kind": "sgd", "ratio": 1.0, "units": 512, "n_pilots": 2, "n_seeds": 3}]
+    names, kinds = ORDER
+    cases = [(name, kinds[(k + shift) % 3]) for shift in range(3) for k, name in enumerate(names)]
+    cases += [("convnet", kind) for kind in kinds] + [(name, "sgd-0.9") for name in UNITS]
+    of_all = {"ratio": RATIO, "n_pilots": N_PILOTS, "n_seeds": N_SEEDS}
+    return [{"task_name": name, "kind": kind, "units": UNITS[name]} | of_all for name, kind in cases]
 
 
-def run(task_name: str, kind: str, units: int, n_pilots: int, n_seeds: int) -> Mapping[str, Any]:
+def run(task_name: str, kind: str, ratio: float, units: int, n_pilots: int, n_seeds: int) -> Mapping[str, Any]:
     """All arms of one task and optimizer.
 
     The adaptive arms have the rates that are best for the first batch, carried over to others by the sweep's rates or
@@ -236,7 +239,7 @@ def run(task_name: str, kind: str, units: int, n_pilots: int, n_seeds: int) -> M
     setting = replace(plain, offset=best_offset(plain, constant(plain, START), n_pilots))
     arms: dict[str, Any] = {}
     for name, rate in (("adaptive", setting.tuned), ("adaptive, usual rate", setting.usual)):
-        measured = [adaptive(setting, seed, RATIO, rate) for seed in seeds]
+        measured = [adaptive(setting, seed, ratio, rate) for seed in seeds]
         arms[name] = {"steps": [len(batches) for batches, _ in measured], "losses": [loss for _, loss in measured]}
         arms[name] |= {"offset": setting.offset, "grown": [grown(batches) for batches, _ in measured]}
     n = round(statistics.fmean(arms["adaptive"]["steps"]))
