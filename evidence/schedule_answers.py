@@ -68,7 +68,10 @@ def p_above(values: Sequence[float]) -> float:
         0.0625
     """
     total = sum(values) - 1e-12
-    sums = (sum(s * v for s, v in zip(signs, values, strict=True)) for signs in itertools.product((1, -1), repeat=len(values)))
+    sums = (
+        sum(s * v for s, v in zip(signs, values, strict=True))
+        for signs in itertools.product((1, -1), repeat=len(values))
+    )
     return sum(found >= total for found in sums) / 2 ** len(values)
 
 
@@ -121,21 +124,25 @@ class Case:
 
 def cases(store: Store) -> list[Case]:
     """All that were done, task by task."""
-    found = [Case(done.arguments["task_name"], done.arguments["kind"], dict(done.result["arms"])) for done in store.read("schedules")]
+    found = [
+        Case(done.arguments["task_name"], done.arguments["kind"], dict(done.result["arms"]))
+        for done in store.read("schedules")
+    ]
     return sorted(found, key=lambda case: (case.kind, case.task))
 
 
 def beside_constant(store: Store) -> Rows:
     """Steps that the adaptive schedule saves beside the best constant batch, and what it loses."""
-    rows = [
-        ["optimizer", "task", "best constant batch", "its steps", "adaptive steps", "fewer steps, %"]
-        + ["units lost beside it, %", f"p of {MARGIN:.0%} or more", *(f"units lost by {name}, %" for name in EXTREMES)]
-    ]
+    extremes = [f"units lost by {name}, %" for name in EXTREMES]
+    head = ["optimizer", "task", "best constant batch", "its steps", "adaptive steps", "fewer steps, %"]
+    rows = [[*head, "units lost beside it, %", f"p of {MARGIN:.0%} or more", "with the usual rate", *extremes]]
     for case in cases(store):
         best = case.best_constant
         lost = case.lost("adaptive", best)
         row = [case.kind, case.task, best.split()[-1], f"{case.steps(best):.0f}", f"{case.steps('adaptive'):.0f}"]
         row += [case.saved.in_percent(), lost.in_percent(), f"{p_above([MARGIN - v for v in lost.values]):.2g}"]
+        usual = "adaptive, usual rate"
+        row.append(f"{case.steps(usual):.0f} steps, {case.lost(usual, best).in_percent()}")
         rows.append(row + [case.lost(name, best).in_percent() for name in EXTREMES])
     return rows
 

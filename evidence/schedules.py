@@ -252,7 +252,7 @@ def run(task_name: str, kind: str, ratio: float, units: int, n_pilots: int, n_se
     plans["constant, equal steps"] = plain, constant(plain, math.ceil(units / n))
     for name, (each, plan) in plans.items():
         offset = best_offset(each, plan, n_pilots)
-        losses = [loss for loss, in train(each, plan, seeds, [offset])]
+        losses = [loss for (loss,) in train(each, plan, seeds, [offset])]
         arms[name] = {"steps": len(batches_of(plan, each.units)), "losses": losses, "offset": offset}
     return {"arms": arms}
 

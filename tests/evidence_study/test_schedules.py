@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import pytest
 from evidence.schedule_answers import Case, p_above
-from evidence.schedules import Setting, adaptive, batches_of, constant, doubling, grown, late_switch, of_steps, seesaw
-from evidence.schedules import staged, train
+from evidence.schedules import (
+    Setting,
+    adaptive,
+    batches_of,
+    constant,
+    doubling,
+    grown,
+    late_switch,
+    of_steps,
+    seesaw,
+    staged,
+    train,
+)
 from evidence.tasks import task
 
 MLP = Setting(task("mlp"), "adamw", units=4096)
