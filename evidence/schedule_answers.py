@@ -72,7 +72,7 @@ def p_above(values: Sequence[float]) -> float:
         sum(s * v for s, v in zip(signs, values, strict=True))
         for signs in itertools.product((1, -1), repeat=len(values))
     )
-    return sum(found >= total for found in sums) / 2 ** len(values)
+    return sum(found >= total for found in sums) / math.exp2(len(values))
 
 
 @dataclass(frozen=True)

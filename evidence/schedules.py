@@ -22,6 +22,7 @@ from evidence.tasks import MUON_MOMENTUM, Task, make_optimizers, task
 from evidence.training import Training
 from evidence.work import Arguments, Study
 from sonde.evidence.stats.rate_rules import rate_factor
+from sonde.schedule.batch_schedule import BatchSchedule
 
 START, LARGEST, MICRO = 8, 64, 4
 """Units: of the first steps, of the largest ones, and of a micro-batch where a probe measures."""
@@ -59,7 +60,7 @@ class Setting:
 
     def tuned(self, batch: float) -> float:
         """The best rate of a batch."""
-        return self.task.rates[self.kind].at(batch) * 2.0**self.offset
+        return self.task.rates[self.kind].at(batch) * math.exp2(self.offset)
 
     def usual(self, batch: float) -> float:
         """The best rate of the first batch, carried over by the usual rule."""
@@ -176,7 +177,7 @@ def adaptive(setting: Setting, seed: int, ratio: float, rate: Callable[[float], 
     batches, unit, most = list[int](), setting.task.unit, LARGEST // MICRO
     options: dict[str, Any] = {"per_example": "never", "groups": None, "every": 1, "verbose": False}
     with sonde.attach(training.model, training.optimizers, unit=unit, **options) as probe:
-        schedule = sonde.BatchSchedule(probe, smallest=START // MICRO, largest=most, ratio=ratio, verbose=False)
+        schedule = BatchSchedule(probe, smallest=START // MICRO, largest=most, ratio=ratio, verbose=False)
         while left := setting.units - sum(batches):
             batches.append(min(schedule.micro_batches * MICRO, left))
             for group, at_rate_1 in groups:  # 1 − β for SGD, whose rates are effective ones
@@ -192,7 +193,7 @@ class MuonInFloat32(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 1.0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One step along the orthogonal matrix that is nearest to Nesterov's average of the gradients."""
         for group in self.param_groups:
             for parameter in group["params"]:
