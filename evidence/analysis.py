@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from evidence import cost, rl_answers
+from evidence import cost, rl_answers, schedule_answers
 from evidence.laws import LAWS, LawFit, fit_law
 from evidence.sweep import mean_log
 from evidence.tasks import OPTIMIZERS, TASKS
@@ -322,6 +322,9 @@ TABLES = {
     "Reinforcement learning: critical batches": rl_answers.critical_batches,
     "Reinforcement learning: rollouts needed": rl_answers.rollouts_needed,
     "Reinforcement learning: the noise of prompts": rl_answers.prompt_noises,
+    "Schedules of the batch: beside the best constant batch": schedule_answers.beside_constant,
+    "Schedules of the batch: fixed ramps of equal steps": schedule_answers.beside_ramps,
+    "Schedules of the batch: all cases": schedule_answers.overall,
     "Time added to a window": cost.added_time,
 }
 

@@ -43,8 +43,8 @@ class Replicas:
         self._first = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
         self._second = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
 
-    def step(self, batch: int) -> None:
-        """One step of all, on the next units of each seed."""
+    def step(self, batch: int, factor: float = 1.0) -> None:
+        """One step of all, on the next units of each seed, at their rates times a factor."""
         drawn = [self._task.draw(batch, generator) for generator in self._data]
         inputs, targets = (torch.stack(each).repeat_interleave(self._n_rates, 0) for each in zip(*drawn, strict=True))
         gradients = self._gradients(inputs, targets)
@@ -52,7 +52,7 @@ class Replicas:
         with torch.no_grad():
             for (name, parameter), gradient in zip(self.parameters.items(), gradients, strict=True):
                 update = self._update(name, gradient)
-                parameter.sub_(update.mul_(self._rates.view(-1, *(1,) * (update.ndim - 1))))
+                parameter.sub_(update.mul_(factor * self._rates.view(-1, *(1,) * (update.ndim - 1))))
 
     def _gradients(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
         """Of each replica's mean loss, some units at a time: what they leave in memory must fit the cache."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evidence import branched, cost, regression, rl, sweep, watched
+from evidence import branched, cost, regression, rl, schedules, sweep, watched
 from evidence.work import Study
 
 _ALL: tuple[Study, ...] = (
@@ -10,6 +10,7 @@ _ALL: tuple[Study, ...] = (
     sweep.STUDY,
     watched.STUDY,
     branched.STUDY,
+    schedules.STUDY,
     rl.SWEEP,
     rl.NOISE,
     cost.STUDY,

@@ -37,14 +37,14 @@ class Training:
         """Trained on so far."""
         return self.n_steps * self.batch
 
-    def step(self, batch: int | None = None, probe: NoiseScaleProbe | None = None) -> float:
-        """One step, in one piece or in four that a probe sees.
+    def step(self, batch: int | None = None, probe: NoiseScaleProbe | None = None, n_pieces: int = N_PIECES) -> float:
+        """One step, in one piece or in several that a probe sees.
 
         Returns:
             The loss of its units.
         """
         inputs, targets = self.task.draw(batch or self.batch, self.data)
-        n_pieces = 1 if probe is None else N_PIECES
+        n_pieces = 1 if probe is None else n_pieces
         total = 0.0
         for units in zip(inputs.chunk(n_pieces), targets.chunk(n_pieces), strict=True):
             with contextlib.nullcontext() if probe is None else probe.piece(units=len(units[0])):

@@ -1,0 +1,65 @@
+"""Arms of the study of schedules differ in their batches only, and their losses are compared in units."""
+
+from __future__ import annotations
+
+import pytest
+from evidence.schedule_answers import Case, p_above
+from evidence.schedules import (
+    Setting,
+    adaptive,
+    batches_of,
+    constant,
+    doubling,
+    grown,
+    late_switch,
+    of_steps,
+    seesaw,
+    staged,
+    train,
+)
+from evidence.tasks import task
+
+MLP = Setting(task("mlp"), "adamw", units=4096)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "sgd-0.9", "adamw", "muon"])
+def test_a_schedule_that_never_grows_is_the_constant_arm(kind: str) -> None:
+    """The ordinary loop with a probe and the replicas share weights, data, rates and optimizers."""
+    setting = Setting(task("mlp"), kind, units=160)
+    batches, loss = adaptive(setting, 5, 1e-6, setting.tuned)
+    [[expected]] = train(setting, constant(setting, 8), [5])
+    assert batches == [8] * 20
+    assert loss == pytest.approx(expected, rel=1e-4)  # float32, summed in another order
+
+
+@pytest.mark.parametrize("family", [doubling, late_switch])
+def test_ramps_have_as_many_steps_as_asked_for(family: object) -> None:
+    ramp = of_steps(family, 200, MLP.units)  # type: ignore[arg-type]
+    batches = batches_of(staged(MLP, ramp, MLP.tuned), MLP.units)
+    assert abs(len(batches) - 200) <= 1
+    assert sum(batches) == MLP.units
+    assert batches[:-1] == sorted(batches[:-1])
+    assert batches[0] == 8
+
+
+def test_seesaw_doubles_where_the_rate_would_halve() -> None:
+    """After the rise of 2 %, the rate is at a half at 51 % of the units and at a quarter at 75.5 %."""
+    plan = seesaw(MLP, 8)
+    found = grown(batches_of(plan, MLP.units))
+    assert found["16"] == pytest.approx(0.51 * 4096, abs=8)
+    assert found["32"] == pytest.approx(0.755 * 4096, abs=16)
+    assert plan(3000)[1] == pytest.approx(MLP.tuned(8) / 2**0.5)
+    sgd = seesaw(Setting(task("mlp"), "sgd", 4096), 8)
+    assert sgd(3000)[1] == sgd(1000)[1]
+
+
+def test_a_loss_that_was_there_at_half_of_the_units_is_half_of_them_lost() -> None:
+    arms = {"constant 8": [1.0, 1.2], "half of the units": [1.1, 1.3], "adaptive": [1.1, 1.3], "Seesaw": [0.9, 1.1]}
+    case = Case("mlp", "adamw", {name: {"steps": 1, "losses": losses} for name, losses in arms.items()})
+    assert case.lost("adaptive", "constant 8").mean == pytest.approx(0.5)
+    assert case.lost("Seesaw", "constant 8").mean == pytest.approx(-1.0)
+
+
+def test_p_values_count_signs() -> None:
+    assert p_above([1.0, 2.0, 3.0]) == 1 / 8
+    assert p_above([1.0, 2.0, -3.0]) == 5 / 8  # sums of 0 or more: +++, ++-, +-+, -++ and --+
