@@ -174,11 +174,11 @@ def branch(page: Page) -> None:
 
 @scene("batch-schedule.md")
 def batch_schedule(page: Page) -> None:
-    """Gradients are rows of a noise scale of 40 rows, so that the batch grows from 8."""
+    """Gradients are rows of a noise scale of 160 rows, so that the batch grows from 8."""
     model = noisy_gradients.Linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     names: Names = {"sonde": sonde, "model": model, "optimizer": optimizer}
-    names |= {"draw": lambda: noisy_gradients.MEAN + torch.randn(4, noisy_gradients.DIMS)}
+    names |= {"draw": lambda: noisy_gradients.MEAN / 2 + torch.randn(4, noisy_gradients.DIMS)}
     names |= {"loss_of": lambda model, rows: model(rows).mean(), "probe": noisy_gradients.attached(model, optimizer)}
     names["lr_scheduler"] = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 800)
     page.run(names)

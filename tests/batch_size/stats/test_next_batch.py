@@ -77,7 +77,8 @@ def test_bounds_stay_bounds() -> None:
     assert [(p.steps.low, p.steps.high) for p in advice.plans if p.batch == 16] == [(500.0, pytest.approx(580.0))]
     assert advice.best is not None
     assert (advice.best.batch, advice.best.steps.middle) == (32.0, None)  # as good as it is for certain
-    assert in_words(advice, "rows").startswith("try a batch of 32 rows if more ranks can share it: it needs 25 to 37 % of the steps")
+    said = in_words(advice, "rows")
+    assert said.startswith("try a batch of 32 rows if more ranks can share it: it needs 25 to 37 % of the steps")
 
 
 # Against a naive computation.
