@@ -12,7 +12,7 @@ from tests.new_process import in_new_process
 from tests.ranks import Ranks
 
 PRESENT = {
-    "lines of code: batch_size": 9_193,  # costs of the next batch, its rate; a trainer's own norm, the norm of the update
+    "lines of code: batch_size": 9_193,  # the next batch, its rate; own norms, the norm of the update
     "lines of code: commands": 2_529,  # sonde advise, compare, watch, doctor
     "lines of code: contrib": 478,
     "lines of code: demos": 633,  # no Ctrl-C is lost while ranks start
