@@ -206,3 +206,14 @@ def test_a_real_run_says_its_settings_and_its_advice(tmp_path: Path, capsys: pyt
     for sentence in found["words"].values():
         begin = sentence.rstrip(".").split(" the steps")[0]  # the line at the end says nothing of the time
         assert f"{begin[:1].lower()}{begin[1:]}" in said
+
+
+def test_a_new_run_grows_where_the_study_found_that_it_may(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sgd = run(tmp_path / "sgd", batch=8.0, header=header(optimizer_kind="SGD (β = 0)"))
+    adamw, other = run(tmp_path / "adamw", batch=8.0), run(tmp_path / "x", batch=8.0, header=header(optimizer_kind="X"))
+    notes = [" ".join(asked(capsys, folder, "--batch", "64")["notes"]) for folder in (sgd, adamw, other)]
+    assert "A new run may grow: batches of 8, 16, 32, 64, each for the same number of sequences." in notes[0]
+    assert "A constant batch will do: in sonde's study with AdamW and Muon" in notes[1]
+    assert "will do" not in notes[2]
+    assert "may grow" not in notes[1] + notes[2]
+    assert "may grow" not in " ".join(asked(capsys, sgd, "--batch", "8")["notes"])

@@ -27,7 +27,7 @@ from sonde.batch_size.stats.next_batch import (
     in_words,
     plan_of,
 )
-from sonde.batch_size.stats.proxy import IN_RL, PUBLISHED, Factor, Range
+from sonde.batch_size.stats.proxy import IN_RL, PUBLISHED, Factor, Range, factor_of
 from sonde.batch_size.stats.rate_row import RateRow, rate_row
 from sonde.commands.advise_tables import show
 from sonde.commands.trainer_flags import Wanted, in_trainer, trainer_named
@@ -35,7 +35,7 @@ from sonde.runs.reader import read_run
 from sonde.runs.report.verdicts import judge_reading, looked_up
 from sonde.runs.run import PROMPT_NOISE, PolicyReading, ProbeSetup, Run, logged_batch, logged_interval
 from sonde.stats.intervals import RatioInterval
-from sonde.wording import percent
+from sonde.wording import number, percent
 
 _STEPS = 1000
 """From here on, costs are those of what so many steps with the present batch would learn."""
@@ -163,6 +163,7 @@ def answer(run: Run, options: AdviseOptions) -> Answer:
     if (chosen := _chosen(logged, advised, options)) is None:
         return Answer(logged, words, advised, trainer, None, (), (), notes)
     plan, critical = chosen
+    notes += tuple(_on_the_way(logged, plan.batch))
     groups = logged.setup.get("optimizer_settings") or [] if logged.optimizer else []
     rates = tuple(rate_row(group, plan.batch, logged.present.batch, critical) for group in groups)
     how = in_trainer(
@@ -331,6 +332,25 @@ def _notes(logged: Logged, advised: Mapping[str, Advice]) -> Iterator[str]:
             f"Time: {on}Micro-batches stay as large and take as long as now, on any number of ranks: perfect data "
             "parallelism. Without more ranks a larger batch is accumulated, and a step takes as much longer. A device "
             "with room for larger micro-batches needs less."
+        )
+
+
+def _on_the_way(logged: Logged, batch: float) -> Iterator[str]:
+    """Whether the batch should grow while a run trains, by what the study found with this optimizer."""
+    present, optimizer = logged.present.batch, logged.optimizer
+    if batch < 2 * present or factor_of(optimizer, logged.metric) is None or logged.factor is not None:
+        return
+    if optimizer == "SGD (β = 0)":
+        ramp = ", ".join(number(present * 2**k, 4) for k in range(int(math.log2(batch / present)) + 1))
+        yield (
+            f"A new run may grow: batches of {ramp}, each for the same number of {logged.unit}. In sonde's study with "
+            "plain SGD, such a ramp was as good as a batch that follows the noise scale, and needed 24 and 43 % fewer "
+            "steps than the best constant batch."
+        )
+    elif not optimizer.startswith("SGD"):
+        yield (
+            "A constant batch will do: in sonde's study with AdamW and Muon, a batch that grew with the noise scale "
+            "was no better."
         )
 
 
