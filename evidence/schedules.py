@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from sonde.evidence.stats.rate_rules import rate_factor
+from sonde.batch_size.stats.rate_rules import rate_factor
 
 import sonde
 from evidence.replicas import Replicas, orthogonal
