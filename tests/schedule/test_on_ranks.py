@@ -67,6 +67,7 @@ def test_ranks_decide_alike(ranks2: Ranks, apart: float) -> None:
 
 def _refused(what: str) -> str:
     of_rank_1 = {"arguments": {"largest": 8}, "bad arguments": {"largest": 0}}
+    of_rank_1 |= {"every": {"every": 7}, "rule": {"rule": "none"}}
     try:
         _load_another_state() if what == "loads" else _trained(60, of_rank_1[what])
     except (ValueError, RuntimeError) as error:
@@ -88,6 +89,8 @@ def _load_another_state() -> None:
     ("what", "words"),
     [
         ("arguments", ("ranks disagree on the next batch: rank 0 of the group has .*largest=4.*has .*largest=8",) * 2),
+        ("every", (r"ranks disagree on the next batch: .*, 10, None\). *, rank 1 .*, 7, None\)",) * 2),
+        ("rule", ("ranks disagree on the next batch: .* 'none'",) * 2),
         ("bad arguments", ("rank 1 of the group failed: ValueError: micro-batches must be", "micro-batches must be a")),
         ("loads", ("ranks disagree on the next batch: rank 0 of the group has .*'micro_batches': 1.*: 2",) * 2),
     ],

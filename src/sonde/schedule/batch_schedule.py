@@ -136,7 +136,7 @@ class BatchSchedule:
     ) -> None:
         self._probe, self._rate_rule, self._on_change, self._verbose = probe, rule, on_change, verbose
 
-        def checked() -> BatchRule:
+        def checked() -> tuple[BatchRule, int, RateRule | None]:
             reading = probe.reading()
             if reading.n_steps is None:
                 raise ValueError(
@@ -148,12 +148,12 @@ class BatchSchedule:
             whole_number("every must be a whole number of windows", every)
             first, last = (whole_number("micro-batches must be a whole number", n) for n in (smallest, largest))
             allowed = counts if isinstance(counts, str) else tuple(counts)
-            return BatchRule(first, last, ratio, hysteresis, allowed, pause, monotone)
+            return BatchRule(first, last, ratio, hysteresis, allowed, pause, monotone), every, rule
 
         of_ranks = gather_objects(probe.ranks, checked)
-        self.batch_rule = of_ranks[0]
-        """What is decided by."""
         _check_same(of_ranks)
+        self.batch_rule = of_ranks[0][0]
+        """What is decided by."""
         self._state, self._every = BatchState(self.batch_rule.smallest), every
         self._units_per_micro_batch: float | None = None
         self._due_at = self._window = self._stepped = probe.n_windows
@@ -365,9 +365,9 @@ class BatchSchedule:
         _check_same(of_ranks)
         contents = of_ranks[0]
         self._state = BatchState(**contents["state"])
-        # A micro-batch of all ranks together has other units where there are other ranks: they are learnt anew.
-        has_same_ranks = contents["ranks"] == n_summed(self._probe.ranks)
-        self._units_per_micro_batch = contents["per_micro_batch"] if has_same_ranks else None
+        # A micro-batch of all ranks together has as many times the units as there are times the ranks.
+        known, times = contents["per_micro_batch"], n_summed(self._probe.ranks) / contents["ranks"]
+        self._units_per_micro_batch = None if known is None else known * times
         _, self._due_at, self._window, self._units, self._stepped, self._owed = contents["counts"]
         self._is_loaded, self._stood_at = True, None
         for rate in self._rates[:1]:

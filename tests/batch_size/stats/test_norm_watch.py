@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -94,3 +95,14 @@ def test_too_few_steps_show_no_spike() -> None:
         assert not list(watch.add(StepNorms(window, gradient=1.0, update_before=9.0 if window == 16 else 1.0)))
     watch.begin_anew()
     assert not list(watch.add(StepNorms(17, gradient=1.0, update_before=9.0)))
+
+
+def test_steps_without_a_gradient_and_updates_that_are_not_finite_are_no_measure() -> None:
+    """As where all advantages are 0, and momentum alone moves the parameters."""
+    watch = NormWatch()
+    for window in range(1, 90):
+        update = math.nan if window % 7 == 0 else 1.0
+        norms = StepNorms(window, gradient=0.0 if window % 3 else 1.0, update_before=update, rate=0.1)
+        assert not list(watch.add(norms))
+    watch.add(StepNorms(90, gradient=1.0, update_before=1.0, rate=0.1))
+    assert [name for name, _ in watch.add(StepNorms(91, gradient=1.0, update_before=9.0, rate=0.1))] == ["update_spike"]

@@ -145,8 +145,10 @@ class NormWatch:
         """
         updates, gradients = list(self._updates), list(self._gradients)
         per_rate = update / norms.rate if norms.rate else update
+        if not math.isfinite(per_rate):
+            return ""
         self._updates.append((update, per_rate))
-        if norms.gradient is not None and math.isfinite(norms.gradient):
+        if norms.gradient and math.isfinite(norms.gradient):  # without a gradient, momentum alone moves the parameters
             gradients.append(norms.gradient)
             self._gradients.append(norms.gradient)
         if len(updates) < _JUDGED_FROM or len(gradients) < _JUDGED_FROM:
