@@ -89,7 +89,7 @@ def _load_another_state() -> None:
     ("what", "words"),
     [
         ("arguments", ("ranks disagree on the next batch: rank 0 of the group has .*largest=4.*has .*largest=8",) * 2),
-        ("every", (r"ranks disagree on the next batch: .*, 10, None\). *, rank 1 .*, 7, None\)",) * 2),
+        ("every", (r"ranks disagree on the next batch: .*, 10, None\), rank 1 .*, 7, None\)",) * 2),
         ("rule", ("ranks disagree on the next batch: .* 'none'",) * 2),
         ("bad arguments", ("rank 1 of the group failed: ValueError: micro-batches must be", "micro-batches must be a")),
         ("loads", ("ranks disagree on the next batch: rank 0 of the group has .*'micro_batches': 1.*: 2",) * 2),
