@@ -6,10 +6,9 @@ import contextlib
 import json
 import math
 import shutil
-import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +22,15 @@ from sonde.commands.branch_result import print_result
 from sonde.evidence.branches import Branch, Branches, Proxy
 from sonde.evidence.shell_losses import LossSource, check_starts, noise_scales, unit_of
 from sonde.evidence.shell_plan import ADAM, Asked, Plan, check_command, rates_of, used_placeholders
-from sonde.evidence.shell_run import LAUNCHERS, collect_or_prepare, joined, result_of, train, write_array
+from sonde.evidence.shell_run import (
+    LAUNCHERS,
+    collect_or_prepare,
+    joined,
+    result_of,
+    terminated_as_interrupted,
+    train,
+    write_array,
+)
 from sonde.runs.report.branch_page import write_branch_report
 from sonde.wording import duration
 
@@ -229,20 +236,6 @@ def _proxies_of(text: str) -> list[Proxy]:
     )
 
 
-@contextlib.contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """End branches after SIGTERM too, and when the terminal is lost, which otherwise would leave them behind."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:  # as nohup has it
-            signal.signal(number, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _collected(asked: Sequence[Asked], plan: Plan, options: BranchOptions) -> Mapping[Asked, Branch]:
     """Branches that Slurm has ended. The others are prepared, and the command that submits them is printed."""
     waiting = collect_or_prepare(asked, plan.source)
@@ -275,7 +268,7 @@ def _trained(asked: Sequence[Asked], plan: Plan, options: BranchOptions) -> Mapp
         on_progress=lambda units: bar.update(task, completed=sum(each.units for each in ended) + units),
     )
     try:
-        with _terminated_as_interrupted(), bar, contextlib.closing(running):
+        with terminated_as_interrupted(), bar, contextlib.closing(running):
             for each, branch in running:
                 ended[each] = branch
                 if plan.start != start:

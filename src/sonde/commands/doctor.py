@@ -20,6 +20,7 @@ from sonde.commands.doctor_checks.environment import environment_checks, has_tor
 from sonde.commands.doctor_checks.processes import self_tests
 from sonde.commands.doctor_checks.script import script_checks
 from sonde.commands.run import RunOptions, arguments_of, check_options
+from sonde.evidence.shell_run import terminated_as_interrupted
 from sonde.version import __version__
 
 USAGE = "sonde doctor [options of sonde run] -- train.py …"
@@ -61,7 +62,7 @@ def run_doctor(options: DoctorOptions, command: Sequence[str]) -> int:
     if command:
         check_options(options)
         arguments_of(command, options.nproc)
-    with Console(stderr=True).status("checking"):
+    with terminated_as_interrupted(), Console(stderr=True).status("checking"):
         checks = list(_checks(options, command))
     if options.json:
         rows = [dataclasses.asdict(check) for check in checks]

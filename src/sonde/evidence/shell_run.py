@@ -13,7 +13,7 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -198,6 +198,20 @@ def _started(asked: Asked, launcher: str) -> subprocess.Popen[bytes]:
     with (asked.folder / _LAUNCHER).open("wb") as out:
         words = ["sh", "-c", _WATCHED, "sh", *launch_words(launcher, asked)]
         return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True)
+
+
+@contextlib.contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """End processes after SIGTERM too, and when the terminal is lost, which otherwise would leave them behind."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def end_processes(processes: Sequence[subprocess.Popen[Any]], grace: float = _GRACE) -> None:
