@@ -126,7 +126,7 @@ def test_a_batch_grows_with_the_noise_scale(tmp_path: Path) -> None:
     assert int(n_steps) < 400
     batches = [own.metrics["schedule/batch"] for own in sonde.read_run(tmp_path / "runs" / "batch-schedule").own]
     assert batches == sorted(batches)
-    assert (batches[0], batches[-1]) == (16.0, 256.0)
+    assert (batches[0], batches[-1]) == (16.0, 128.0)
 
 
 def test_unmodified_script_prints_what_the_readme_shows(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ MISTAKES = {
     "single_examples": ("batch_size.per_example.rules:_by_position", "tensor[:, None]", "1.01 * tensor[:, None]"),
     "norm_and_clip": ("gradient_norm.scaling:_coefficient_at_hand", "else product", "else 0.999 * product"),
     "entropy_forecast": ("policy.stats.importance:prefix_log_ratio", "ratio.cumsum(1)", "0 * ratio.cumsum(1)"),
-    "log": ("runs.reader:_records", "cut = number, line", "pass"),
+    "log": ("runs.reader:_WholeLines.record", "self._cut = self.number, line", "pass"),
 }
 
 

@@ -306,7 +306,7 @@ def in_short(
     Example:
         >>> known = Estimate(410.0, 330.0, 520.0), "too_small"
         >>> in_short(128, "images", {FROM_HERE_ON: known}, optimizer="", metric="euclidean")[:72]
-        'from here on, try a batch of 512 images: it needs 43 % [26 – 82] of the '
+        'from here on, try a batch of 512 images if more ranks can share it: it n'
     """
     said = []
     for scope, (known, kind) in scopes.items():
