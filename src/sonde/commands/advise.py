@@ -35,7 +35,7 @@ from sonde.runs.reader import read_run
 from sonde.runs.report.verdicts import judge_reading, looked_up
 from sonde.runs.run import PROMPT_NOISE, PolicyReading, ProbeSetup, Run, logged_batch, logged_interval
 from sonde.stats.intervals import RatioInterval
-from sonde.wording import number, percent
+from sonde.wording import number, percent, plural
 
 _STEPS = 1000
 """From here on, costs are those of what so many steps with the present batch would learn."""
@@ -311,28 +311,14 @@ def _chosen(logged: Logged, advised: Mapping[str, Advice], options: AdviseOption
 
 
 def _notes(logged: Logged, advised: Mapping[str, Advice]) -> Iterator[str]:
-    """What the numbers rest on."""
-    if not advised:
-        return
+    """What the numbers rest on, in short: docs/advice.md has all of it."""
     if any(advice.factor == PUBLISHED for advice in advised.values()):
-        yield (
-            "This optimizer, or this metric, was not in sonde's study. In published runs B_crit was 0.1 to 20 times "
-            "B_simple, and the middle of that range is no finding."
-        )
-    yield (
-        "Ranges hold about 9 times in 10, where your training is like those of the study of small tasks: they combine "
-        "the error of B_simple with the range that B_crit over B_simple had there."
-    )
-    if logged.present.units_per_second is not None:
-        most, present = logged.present.ranks_at_most, logged.present.ranks
-        on = (
-            "" if most == present else f"All rows, the present batch too, are on up to {most} ranks, not on {present}. "
-        )
-        yield (
-            f"Time: {on}Micro-batches stay as large and take as long as now, on any number of ranks: perfect data "
-            "parallelism. Without more ranks a larger batch is accumulated, and a step takes as much longer. A device "
-            "with room for larger micro-batches needs less."
-        )
+        yield "This optimizer, or this metric, was not in sonde's study: B_crit is taken to be 0.1 to 20 B_simple."
+    if advised:
+        yield "Ranges hold about 9 times in 10, where your training is like those of the study of small tasks."
+    if advised and logged.present.units_per_second is not None:
+        most = plural(logged.present.ranks_at_most, "rank")
+        yield f"Time: all rows, the present batch too, are on up to {most}, with perfect data parallelism."
 
 
 def _on_the_way(logged: Logged, batch: float) -> Iterator[str]:
@@ -342,35 +328,22 @@ def _on_the_way(logged: Logged, batch: float) -> Iterator[str]:
         return
     if optimizer == "SGD (β = 0)":
         ramp = ", ".join(number(present * 2**k, 4) for k in range(int(math.log2(batch / present)) + 1))
-        yield (
-            f"A new run may grow: batches of {ramp}, each for the same number of {logged.unit}. In sonde's study with "
-            "plain SGD, such a ramp was as good as a batch that follows the noise scale, and needed 24 and 43 % fewer "
-            "steps than the best constant batch."
-        )
+        yield f"A new run may grow: batches of {ramp}, each for the same number of {logged.unit}."
     elif not optimizer.startswith("SGD"):
-        yield (
-            "A constant batch will do: in sonde's study with AdamW and Muon, a batch that grew with the noise scale "
-            "was no better."
-        )
+        yield "A constant batch will do: in sonde's study with AdamW and Muon, one that grew was no better."
 
 
 def _of_rl(run: Run) -> Iterator[str]:
     """What the study found of policies, and what this log says of prompts and completions."""
     last = next((r for r in reversed(run.policy) if r.metrics.get("gns_prompts/completions_share") is not None), None)
     if last is not None:
-        share = last.metrics["gns_prompts/completions_share"] or 0.0
+        share = percent((last.metrics["gns_prompts/completions_share"] or 0.0) / 2)
         yield (
-            f"Prompts or completions: twice the completions to each prompt would cut the noise of a step by "
-            f"{percent(share / 2)}, twice the prompts by 50\N{NO-BREAK SPACE}%, both with twice the tokens."
+            f"Prompts or completions: twice the completions to each prompt would cut the noise of a step by {share}, "
+            "twice the prompts by 50\N{NO-BREAK SPACE}%, both with twice the tokens."
         )
-    yield (
-        "In sonde's study of small policies, groups of 16 completions needed 1.1 to 2.3 times the rollouts of groups "
-        "of 4, so more prompts come first."
-    )
-    yield (
-        "Reuse: with four updates on each batch, the critical batch was 3 to 15 times as large, and the law of these "
-        "costs does not hold."
-    )
+    yield "More prompts come first: groups of 16 completions needed 1.1 to 2.3 times the rollouts of groups of 4."
+    yield "Reuse: with four updates on each batch, B_crit was 3 to 15 times as large, and the law does not hold."
 
 
 def _finite(value: Any) -> Any:
