@@ -13,7 +13,7 @@ from sonde.wording import number, plural
 
 Aim = Literal["balanced", "fastest", "cheapest"]
 WORTH = 0.9
-"""A change is worth its trouble if it leaves no more than this part of what is to be saved, at the middle."""
+"""A change is worth its trouble if it leaves no more than this part of what is to be saved."""
 _SMALLEST, _LARGEST = -6, 10
 """Batches that are considered, as powers of two over the present one."""
 _SHOWN = 4.0
@@ -130,13 +130,18 @@ def advise_batch(
     if aim == "fastest" and present.units_per_second is None:
         raise ValueError("the fastest batch needs the throughput, which the log lacks: pass --units-per-second")
     if budget is not None:
-        best, reason = _within(budget, plans, now), "it is the fastest that keeps the budget"
-    elif aim == "balanced":
-        best, reason = _balanced(plans, now, kind)
-    else:
-        wanted: Callable[[Plan], Range | None] = (lambda p: p.seconds) if aim == "fastest" else lambda p: p.rank_steps
-        best = _least(plans, now, wanted)
+        best = _best(_within(budget, plans), now, lambda plan: _time(plan).high)
+        reason = "it is the fastest that keeps the budget"
+    elif aim != "balanced":
+        wanted: Callable[[Plan], Range] = _time if aim == "fastest" else lambda plan: plan.rank_steps
+        safe = [plan for plan in plans if wanted(plan).high <= wanted(now).high]
+        best = _best(safe, now, lambda plan: _likely(wanted(plan)))
         reason = f"no other is {aim} by a tenth without the risk of a loss"
+    elif kind in ("too_small", "too_large"):
+        best = _best(plans, now, lambda plan: _likely(plan.steps) * _likely(plan.units))
+        reason = "with the critical batch size that is likely for this optimizer, no other is better by a tenth"
+    else:
+        best, reason = None, "it is about right" if kind == "about_right" else "no other is sure to be better"
     return Advice(critical, factor, plans, now, best, "" if best else reason)
 
 
@@ -189,20 +194,6 @@ def _times(known: Range, factor: float) -> Range:
     return Range(None if known.middle is None else known.middle * factor, known.low * factor, known.high * factor)
 
 
-def _balanced(plans: Sequence[Plan], now: Plan, kind: Kind) -> tuple[Plan | None, str]:
-    """The batch with the smallest product of steps and units, if the verdict is against the present one."""
-    if kind not in ("too_small", "too_large"):
-        return None, "it is about right" if kind == "about_right" else "no other is sure to be better"
-    best = min(plans, key=_product)
-    if _product(best) > WORTH * _product(now):
-        return None, "with the critical batch size that is likely for this optimizer, no other is better by a tenth"
-    return best, ""
-
-
-def _product(plan: Plan) -> float:
-    return _likely(plan.steps) * _likely(plan.units)
-
-
 def _likely(known: Range) -> float:
     """The middle; where there is none, the end that is known, or the worse end of a cost."""
     if known.middle is not None:
@@ -210,39 +201,30 @@ def _likely(known: Range) -> float:
     return known.low if math.isinf(known.high) else known.high
 
 
-def _least(plans: Sequence[Plan], now: Plan, wanted: Callable[[Plan], Range | None]) -> Plan | None:
-    """The plan that needs least, if it saves a tenth at the middle, and loses nothing at either end."""
-    present = wanted(now)
-    assert present is not None
-    worth = [
-        (_likely(cost), plan)
-        for plan in plans
-        if (cost := wanted(plan)) is not None
-        if _likely(cost) <= WORTH * present.high and cost.high <= present.high
-    ]
-    return min(worth, key=lambda each: each[0], default=(0.0, None))[1]
+def _time(plan: Plan) -> Range:
+    """In micro-batches: each takes the same time on any number of ranks."""
+    return _times(plan.steps, plan.accumulation)
 
 
-def _within(budget: float, plans: Sequence[Plan], now: Plan) -> Plan | None:
-    """The fastest plan that costs at most so much at the worse end; None if that is the present one.
+def _best(allowed: Sequence[Plan], now: Plan, cost: Callable[[Plan], float]) -> Plan | None:
+    """The plan that costs least; None for the present one, if that is allowed and no other saves a tenth."""
+    best = min(allowed, key=cost)
+    return None if now in allowed and cost(best) > WORTH * cost(now) else best
+
+
+def _within(budget: float, plans: Sequence[Plan]) -> list[Plan]:
+    """The plans that cost at most so much at the worse end.
 
     Raises:
         ValueError: when prices are not known, or no plan does.
     """
-    if now.money is None:
+    most = {plan.batch: plan.money.high for plan in plans if plan.money is not None}
+    if not most:
         raise ValueError("a budget needs prices: pass --cost-per-hour, and --units-per-second if the log lacks it")
-    kept = [p for p in plans if p.money is not None and p.money.high <= budget]
-    if not kept:
-        least = min(p.money.high for p in plans if p.money is not None)
-        raise ValueError(
-            f"no batch keeps the budget of {budget:g}: the cheapest costs up to {number(least)}; raise --budget"
-        )
-    best = min(kept, key=lambda p: math.inf if p.seconds is None else p.seconds.high)
-    return None if best is now or (now in kept and _seconds(best) > WORTH * _seconds(now)) else best
-
-
-def _seconds(plan: Plan) -> float:
-    return math.inf if plan.seconds is None else plan.seconds.high
+    if min(most.values()) > budget:
+        least = number(min(most.values()))
+        raise ValueError(f"no batch keeps the budget of {budget:g}: the cheapest costs up to {least}; raise --budget")
+    return [plan for plan in plans if most[plan.batch] <= budget]
 
 
 # In words.
