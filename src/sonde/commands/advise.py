@@ -81,7 +81,6 @@ class Logged:
         why_none: why nothing is advised yet; empty where something is.
         optimizer: as `proxy.kind_of` names it; empty where it is not known, or its options were changed.
         metric: of the noise scale.
-        factor: the critical batch size over the noise scale, in RL; None elsewhere.
         tokens: of one unit; None where they were not counted.
         units_seen: by the run.
     """
@@ -93,7 +92,6 @@ class Logged:
     why_none: str
     optimizer: str
     metric: str = "euclidean"
-    factor: Factor | None = None
     tokens: float | None = None
     units_seen: float = 0.0
 
@@ -158,7 +156,7 @@ def answer(run: Run, options: AdviseOptions) -> Answer:
     logged = _logged(run, options)
     advised = {} if logged.why_none else _advised(logged, options)
     trainer = trainer_named(options.trainer) if options.trainer else str(logged.setup.get("trainer") or "plain loop")
-    notes = (*_notes(logged, advised), *(_of_rl(run) if logged.factor else ()))
+    notes = (*_notes(logged, advised), *(_of_rl(run) if logged.unit == "prompts" else ()))
     words = {scope: f"{scope.capitalize()}, {in_words(each, logged.unit)}." for scope, each in advised.items()}
     if (chosen := _chosen(logged, advised, options)) is None:
         return Answer(logged, words, advised, trainer, None, (), (), notes)
@@ -235,7 +233,6 @@ def _of_readings(run: Run, options: AdviseOptions) -> Logged:
         scopes=scopes,
         why_none=why_none,
         optimizer=optimizer,
-        factor=_in_rl(optimizer) if probe.unit == "prompts" else None,
         metric=metric,
         tokens=tokens / units if tokens else None,
         units_seen=last.metrics.get("run/units_seen") or 0.0,
@@ -254,13 +251,8 @@ def _of_prompts(run: Run, options: AdviseOptions, last: PolicyReading, noise: Ra
         scopes={FROM_HERE_ON: (known, batch_kind(batch, known), _STEPS)},
         why_none="",
         optimizer=optimizer,
-        factor=_in_rl(optimizer),
         units_seen=batch * last.window,
     )
-
-
-def _in_rl(optimizer: str) -> Factor:
-    return IN_RL["SGD" if optimizer.startswith("SGD") else "Adam"]
 
 
 def _estimate(known: RatioInterval) -> Estimate:
@@ -288,15 +280,19 @@ def _advised(logged: Logged, options: AdviseOptions) -> dict[str, Advice]:
             dataclasses.replace(logged.present, steps=steps),
             known,
             kind,
-            optimizer=logged.optimizer,
-            metric=logged.metric,
-            from_here_on=scope == FROM_HERE_ON,
-            factor=logged.factor,
+            _factor(logged, scope),
             aim=options.aim,
             budget=options.budget,
         )
         for scope, (known, kind, steps) in scopes.items()
     }
+
+
+def _factor(logged: Logged, scope: str) -> Factor:
+    """The critical batch size over the noise scale."""
+    if logged.unit == "prompts":
+        return IN_RL["SGD" if logged.optimizer.startswith("SGD") else "Adam"]
+    return factor_of(logged.optimizer, logged.metric, from_here_on=scope == FROM_HERE_ON) or PUBLISHED
 
 
 def _chosen(logged: Logged, advised: Mapping[str, Advice], options: AdviseOptions) -> tuple[Plan, Range] | None:
@@ -324,7 +320,7 @@ def _notes(logged: Logged, advised: Mapping[str, Advice]) -> Iterator[str]:
 def _on_the_way(logged: Logged, batch: float) -> Iterator[str]:
     """Whether the batch should grow while a run trains, by what the study found with this optimizer."""
     present, optimizer = logged.present.batch, logged.optimizer
-    if batch < 2 * present or factor_of(optimizer, logged.metric) is None or logged.factor is not None:
+    if batch < 2 * present or factor_of(optimizer, logged.metric) is None or logged.unit == "prompts":
         return
     if optimizer == "SGD (β = 0)":
         ramp = ", ".join(number(present * 2**k, 4) for k in range(int(math.log2(batch / present)) + 1))

@@ -94,11 +94,8 @@ def advise_batch(
     present: Present,
     known: Estimate,
     kind: Kind,
+    factor: Factor,
     *,
-    optimizer: str,
-    metric: str = "euclidean",
-    from_here_on: bool = False,
-    factor: Factor | None = None,
     aim: Aim = "balanced",
     budget: float | None = None,
 ) -> Advice:
@@ -108,10 +105,7 @@ def advise_batch(
         present: the training as it is.
         known: its noise scale, with an interval or a bound.
         kind: of the verdict on the present batch.
-        optimizer: as `proxy.kind_of` names it; empty where it is not known.
-        metric: of the noise scale.
-        from_here_on: whether the noise scale is that of now; otherwise it is the average of the run.
-        factor: the critical batch size over the noise scale; None to look it up.
+        factor: the critical batch size over the noise scale.
         aim: "balanced" for as few steps and units as can be had together, near the critical batch size; "fastest" for
             the shortest time; "cheapest" for the least time of all ranks together.
         budget: the most that the training may cost. The fastest of the batches that keep it for certain is taken.
@@ -122,7 +116,6 @@ def advise_batch(
     Reference:
         The law S = S_min (1 + B_crit/B): McCandlish et al. 2018, arXiv:1812.06162, equation 2.11.
     """
-    factor = factor or factor_of(optimizer, metric, from_here_on=from_here_on) or PUBLISHED
     critical = critical_range(known.b_simple, known.low or 0.0, math.inf if known.high is None else known.high, factor)
     is_balanced = aim == "balanced" and budget is None
     plans = tuple(plan_of(present, b, critical) for b in _candidates(present, critical, is_balanced=is_balanced))
@@ -135,10 +128,10 @@ def advise_batch(
     elif aim != "balanced":
         wanted: Callable[[Plan], Range] = _time if aim == "fastest" else lambda plan: plan.rank_steps
         safe = [plan for plan in plans if wanted(plan).high <= wanted(now).high]
-        best = _best(safe, now, lambda plan: _likely(wanted(plan)))
+        best = _best(safe, now, lambda plan: wanted(plan).likely)
         reason = f"no other is {aim} by a tenth without the risk of a loss"
     elif kind in ("too_small", "too_large"):
-        best = _best(plans, now, lambda plan: _likely(plan.steps) * _likely(plan.units))
+        best = _best(plans, now, lambda plan: plan.steps.likely * plan.units.likely)
         reason = "with the critical batch size that is likely for this optimizer, no other is better by a tenth"
     else:
         best, reason = None, "it is about right" if kind == "about_right" else "no other is sure to be better"
@@ -147,7 +140,7 @@ def advise_batch(
 
 def _candidates(present: Present, critical: Range, *, is_balanced: bool) -> list[float]:
     """Powers of two times the present batch: near B_crit; for other aims, from one micro-batch to one on each rank."""
-    batch, of_piece, nearest = present.batch, present.batch / present.pieces, _likely(critical)
+    batch, of_piece, nearest = present.batch, present.batch / present.pieces, critical.likely
     reached = [batch / 2, batch * 2]
     if 0 < nearest < math.inf:
         reached += [nearest / _SHOWN, nearest * _SHOWN]
@@ -175,13 +168,13 @@ def plan_of(present: Present, batch: float, critical: Range) -> Plan:
     pieces = max(math.ceil(present.pieces * batch / present.batch - 1e-9), 1)
     ranks = max(n for n in range(1, min(present.ranks_at_most, pieces) + 1) if pieces % n == 0)
     steps = _in_order(critical, lambda c: present.steps * relative_steps(batch, present.batch, c))
-    rank_steps, seconds, money = _times(steps, pieces), None, None
+    rank_steps, seconds, money = steps.times(pieces), None, None
     if present.units_per_second:
         seconds_of_piece = present.batch / present.units_per_second * present.ranks / present.pieces
-        seconds = _times(steps, pieces / ranks * seconds_of_piece)
+        seconds = steps.times(pieces / ranks * seconds_of_piece)
         if present.cost_per_hour is not None:
-            money = _times(rank_steps, seconds_of_piece / HOUR * present.cost_per_hour / present.ranks)
-    return Plan(batch, ranks, pieces // ranks, steps, _times(steps, batch), rank_steps, seconds, money)
+            money = rank_steps.times(seconds_of_piece / HOUR * present.cost_per_hour / present.ranks)
+    return Plan(batch, ranks, pieces // ranks, steps, steps.times(batch), rank_steps, seconds, money)
 
 
 def _in_order(critical: Range, cost: Callable[[float], float]) -> Range:
@@ -190,20 +183,9 @@ def _in_order(critical: Range, cost: Callable[[float], float]) -> Range:
     return Range(None if critical.middle is None else cost(critical.middle), low, high)
 
 
-def _times(known: Range, factor: float) -> Range:
-    return Range(None if known.middle is None else known.middle * factor, known.low * factor, known.high * factor)
-
-
-def _likely(known: Range) -> float:
-    """The middle; where there is none, the end that is known, or the worse end of a cost."""
-    if known.middle is not None:
-        return known.middle
-    return known.low if math.isinf(known.high) else known.high
-
-
 def _time(plan: Plan) -> Range:
     """In micro-batches: each takes the same time on any number of ranks."""
-    return _times(plan.steps, plan.accumulation)
+    return plan.steps.times(plan.accumulation)
 
 
 def _best(allowed: Sequence[Plan], now: Plan, cost: Callable[[Plan], float]) -> Plan | None:
@@ -292,9 +274,8 @@ def in_short(
     """
     said = []
     for scope, (known, kind) in scopes.items():
-        is_now, present = scope == FROM_HERE_ON, Present(batch, 1.0)
-        advice = advise_batch(present, known, kind, optimizer=optimizer, metric=metric, from_here_on=is_now)
-        said.append(f"{scope}, {in_words(advice, unit)}")
+        factor = factor_of(optimizer, metric, from_here_on=scope == FROM_HERE_ON) or PUBLISHED
+        said.append(f"{scope}, {in_words(advise_batch(Present(batch, 1.0), known, kind, factor), unit)}")
     return "; ".join(said)
 
 

@@ -100,7 +100,7 @@ def _adam(group: Mapping[str, Any], batch: float, present: float, critical: Rang
 def _by_critical(group: Mapping[str, Any], batch: float, present: float, critical: Range) -> RateRow:
     """A rule that knows B_crit, and says nothing of momentum and weight decay."""
     rule, holds, source = _BY_CRITICAL[str(group["name"])]
-    low, factor, high = (_rise(rule, batch, present, end) for end in (critical.low, _middle(critical), critical.high))
+    low, factor, high = (_rise(rule, batch, present, end) for end in (critical.low, critical.likely, critical.high))
     rate = _scaled("learning rate", group.get("lr"), factor, f" [{number(low)} – {number(high)}]")
     kept = [Setting(key.replace("_", " "), group.get(key), group.get(key), "kept: no rule is known") for key in _KEPT]
     return RateRow(str(group["name"]), (rate, *kept), f"{holds}{_where(batch, critical)}", source)
@@ -112,13 +112,6 @@ _BY_CRITICAL = {
     "Muon": ("sign", "in mean-field theory: √κ far below B_crit, the same rate far above", "arXiv:2602.03001"),
 }
 """The rule, where it holds, and its source, by the name of the class."""
-
-
-def _middle(critical: Range) -> float:
-    """B_crit, or the end that is known."""
-    if critical.middle is not None:
-        return critical.middle
-    return critical.low if math.isinf(critical.high) else critical.high
 
 
 def _rise(rule: str, batch: float, present: float, critical: float) -> float:
