@@ -30,7 +30,7 @@ from sonde.batch_size.stats.next_batch import (
 from sonde.batch_size.stats.proxy import IN_RL, PUBLISHED, Factor, Range, factor_of
 from sonde.batch_size.stats.rate_row import RateRow, rate_row
 from sonde.commands.advise_tables import show
-from sonde.commands.trainer_flags import Wanted, in_trainer, trainer_named
+from sonde.commands.trainer_flags import in_trainer, trainer_named
 from sonde.runs.reader import read_run
 from sonde.runs.report.verdicts import judge_reading, looked_up
 from sonde.runs.run import PROMPT_NOISE, PolicyReading, ProbeSetup, Run, logged_batch, logged_interval
@@ -166,16 +166,14 @@ def answer(run: Run, options: AdviseOptions) -> Answer:
     rates = tuple(rate_row(group, plan.batch, logged.present.batch, critical) for group in groups)
     how = in_trainer(
         trainer,
-        Wanted(
-            plan.batch,
-            plan.ranks,
-            plan.accumulation,
-            logged.unit,
-            logged.present.batch,
-            logged.units_seen,
-            logged.tokens,
-            run.probe("policy").setup.get("completions_per_prompt"),
-        ),
+        batch=plan.batch,
+        ranks=plan.ranks,
+        accumulation=plan.accumulation,
+        unit=logged.unit,
+        present=logged.present.batch,
+        units_seen=logged.units_seen,
+        tokens=logged.tokens,
+        completions=run.probe("policy").setup.get("completions_per_prompt"),
     )
     return Answer(logged, words, advised, trainer, plan.batch, how, rates, notes)
 
