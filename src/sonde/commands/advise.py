@@ -78,8 +78,8 @@ class Logged:
         setup: of the probe.
         present: the training as it is.
         scopes: what advice is about, with its noise scale, the kind of the verdict, and steps.
-        why_none: why nothing is advised yet; empty where something is.
         optimizer: as `proxy.kind_of` names it; empty where it is not known, or its options were changed.
+        why_none: why nothing is advised yet; empty where something is.
         metric: of the noise scale.
         tokens: of one unit; None where they were not counted.
         units_seen: by the run.
@@ -89,8 +89,8 @@ class Logged:
     setup: Mapping[str, Any]
     present: Present
     scopes: Mapping[str, tuple[Estimate, Kind, float]]
-    why_none: str
     optimizer: str
+    why_none: str = ""
     metric: str = "euclidean"
     tokens: float | None = None
     units_seen: float = 0.0
@@ -205,20 +205,17 @@ def _logged(run: Run, options: AdviseOptions) -> Logged:
 def _of_readings(run: Run, options: AdviseOptions) -> Logged:
     last, probe = run.readings[-1], run.probe("reading")
     units, (batch, _) = last.metrics.get("gns/units_per_window"), logged_batch(last.metrics, probe.unit)
-    verdict = judge_reading(last, probe)
+    verdict, why_none = judge_reading(last, probe), ""
     if not (batch and units) or verdict.kind == verdict.kind_now == "unknown":
         batch = units = units or 1.0
         why_none = f"{verdict.headline} {verdict.detail}"
-    else:
-        why_none = ""
     trains, scale = not probe.setup.get("fixed_weights"), units / batch
-    average, now = last.average, last.now
     scopes: dict[str, tuple[Estimate, Kind, float]] = {}
-    if trains and average.status != "unresolved":
+    if trains and last.average.status != "unresolved":
         n_steps = last.window - round(last.metrics.get("gns/first_step") or 1) + 1
-        scopes[RUN_LIKE_THIS] = (_estimate(average).times(scale), verdict.kind, n_steps)
-    if now.status != "unresolved":
-        scopes[FROM_HERE_ON] = (_estimate(now).times(scale), verdict.kind_now, _STEPS)
+        scopes[RUN_LIKE_THIS] = (_estimate(last.average).times(scale), verdict.kind, n_steps)
+    if last.now.status != "unresolved":
+        scopes[FROM_HERE_ON] = (_estimate(last.now).times(scale), verdict.kind_now, _STEPS)
     optimizer, metric = looked_up(last, probe)
     pieces = float(last.pieces.get("per_window") or 1) if trains else 1.0  # windows at fixed weights are no batches
     tokens = last.metrics.get("gns/units_per_window_tokens")
@@ -241,14 +238,12 @@ def _of_prompts(run: Run, options: AdviseOptions, last: PolicyReading, noise: Ra
     """Of a policy whose noise scale was measured in prompts. Its level now is all that the log has."""
     probe, known = run.probe("policy"), _estimate(noise)
     batch = float(last.metrics.get("gns_prompts/prompts_per_window") or probe.setup.get("prompts_per_step") or 1)
-    optimizer = str(probe.setup.get("optimizer_kind") or "")
     return Logged(
         unit="prompts",
         setup=probe.setup,
         present=_present(probe, options, batch, float(probe.setup.get("ranks") or 1), []),
         scopes={FROM_HERE_ON: (known, batch_kind(batch, known), _STEPS)},
-        why_none="",
-        optimizer=optimizer,
+        optimizer=str(probe.setup.get("optimizer_kind") or ""),
         units_seen=batch * last.window,
     )
 
