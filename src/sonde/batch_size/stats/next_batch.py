@@ -269,8 +269,8 @@ def in_short(
 
     Example:
         >>> known = Estimate(410.0, 330.0, 520.0), "too_small"
-        >>> in_short(128, "images", {FROM_HERE_ON: known}, optimizer="", metric="euclidean")[:72]
-        'from here on, try a batch of 512 images: it needs 43 % [26 – 82] of the '
+        >>> in_short(128, "images", {FROM_HERE_ON: known}, optimizer="", metric="euclidean").split(":")[0]
+        'from here on, try a batch of 512 images if more ranks can share it'
     """
     said = []
     for scope, (known, kind) in scopes.items():

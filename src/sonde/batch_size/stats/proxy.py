@@ -112,7 +112,7 @@ def critical_range(b_simple: float | None, low: float, high: float, factor: Fact
     Example:
         >>> found = critical_range(40.0, 32.0, 50.0, Factor(1.5, 0.84, 2.8, 40, 4))
         >>> round(found.middle), round(found.low), round(found.high)
-        (60, 32, 116)
+        (60, 33, 115)
     """
     if b_simple is None:
         return Range(None, low * factor.low, high * factor.high)
