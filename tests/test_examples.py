@@ -168,7 +168,7 @@ def check_advice(log: str, folder: Path) -> None:
         assert f"\n{begin}" in f"\n{said}"
     if "To set a batch" in said:
         rows = re.findall(r"^ +(learning rate|β₁|β₂|ε|weight decay|warm-up, in steps) ", page, flags=re.M)
-        assert re.findall(rf"^ +({'|'.join(rows)}) ", said, flags=re.M) == rows
+        assert re.findall(rf"^({'|'.join(rows)}) ", said, flags=re.M) == rows
 
 
 def test_a_script_for_branches_resumes_where_it_stopped(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_the_same_log_gives_the_same_advice(tmp_path: Path, capsys: pytest.Captu
         (["--budget", "5"], "a budget needs prices: pass --cost-per-hour"),
         (["--budget", "5", "--aim", "cheapest"], "leave out one of the two"),
         (["--ranks-at-most", "0"], "--ranks-at-most must be positive and finite, got 0"),
-        (["--trainer", "megatorn"], "did you mean megatron?"),
+        (["--trainer", "megatorn"], "--trainer must be one of plain loop, transformers, "),
     ],
 )
 def test_what_contradicts_itself_is_refused(

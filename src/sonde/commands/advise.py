@@ -30,12 +30,12 @@ from sonde.batch_size.stats.next_batch import (
 from sonde.batch_size.stats.proxy import IN_RL, PUBLISHED, Factor, Range, factor_of
 from sonde.batch_size.stats.rate_row import RateRow, rate_row
 from sonde.commands.advise_tables import show
-from sonde.commands.trainer_flags import Wanted, in_trainer, trainer_named
+from sonde.commands.trainer_flags import in_trainer, trainer_named
 from sonde.runs.reader import read_run
 from sonde.runs.report.verdicts import judge_reading, looked_up
 from sonde.runs.run import PROMPT_NOISE, PolicyReading, ProbeSetup, Run, logged_batch, logged_interval
 from sonde.stats.intervals import RatioInterval
-from sonde.wording import number, percent
+from sonde.wording import number, percent, plural
 
 _STEPS = 1000
 """From here on, costs are those of what so many steps with the present batch would learn."""
@@ -78,10 +78,9 @@ class Logged:
         setup: of the probe.
         present: the training as it is.
         scopes: what advice is about, with its noise scale, the kind of the verdict, and steps.
-        why_none: why nothing is advised yet; empty where something is.
         optimizer: as `proxy.kind_of` names it; empty where it is not known, or its options were changed.
+        why_none: why nothing is advised yet; empty where something is.
         metric: of the noise scale.
-        factor: the critical batch size over the noise scale, in RL; None elsewhere.
         tokens: of one unit; None where they were not counted.
         units_seen: by the run.
     """
@@ -90,10 +89,9 @@ class Logged:
     setup: Mapping[str, Any]
     present: Present
     scopes: Mapping[str, tuple[Estimate, Kind, float]]
-    why_none: str
     optimizer: str
+    why_none: str = ""
     metric: str = "euclidean"
-    factor: Factor | None = None
     tokens: float | None = None
     units_seen: float = 0.0
 
@@ -158,7 +156,7 @@ def answer(run: Run, options: AdviseOptions) -> Answer:
     logged = _logged(run, options)
     advised = {} if logged.why_none else _advised(logged, options)
     trainer = trainer_named(options.trainer) if options.trainer else str(logged.setup.get("trainer") or "plain loop")
-    notes = (*_notes(logged, advised), *(_of_rl(run) if logged.factor else ()))
+    notes = (*_notes(logged, advised), *(_of_rl(run) if logged.unit == "prompts" else ()))
     words = {scope: f"{scope.capitalize()}, {in_words(each, logged.unit)}." for scope, each in advised.items()}
     if (chosen := _chosen(logged, advised, options)) is None:
         return Answer(logged, words, advised, trainer, None, (), (), notes)
@@ -168,16 +166,14 @@ def answer(run: Run, options: AdviseOptions) -> Answer:
     rates = tuple(rate_row(group, plan.batch, logged.present.batch, critical) for group in groups)
     how = in_trainer(
         trainer,
-        Wanted(
-            plan.batch,
-            plan.ranks,
-            plan.accumulation,
-            logged.unit,
-            logged.present.batch,
-            logged.units_seen,
-            logged.tokens,
-            run.probe("policy").setup.get("completions_per_prompt"),
-        ),
+        batch=plan.batch,
+        ranks=plan.ranks,
+        accumulation=plan.accumulation,
+        unit=logged.unit,
+        present=logged.present.batch,
+        units_seen=logged.units_seen,
+        tokens=logged.tokens,
+        completions=run.probe("policy").setup.get("completions_per_prompt"),
     )
     return Answer(logged, words, advised, trainer, plan.batch, how, rates, notes)
 
@@ -209,20 +205,17 @@ def _logged(run: Run, options: AdviseOptions) -> Logged:
 def _of_readings(run: Run, options: AdviseOptions) -> Logged:
     last, probe = run.readings[-1], run.probe("reading")
     units, (batch, _) = last.metrics.get("gns/units_per_window"), logged_batch(last.metrics, probe.unit)
-    verdict = judge_reading(last, probe)
+    verdict, why_none = judge_reading(last, probe), ""
     if not (batch and units) or verdict.kind == verdict.kind_now == "unknown":
         batch = units = units or 1.0
         why_none = f"{verdict.headline} {verdict.detail}"
-    else:
-        why_none = ""
     trains, scale = not probe.setup.get("fixed_weights"), units / batch
-    average, now = last.average, last.now
     scopes: dict[str, tuple[Estimate, Kind, float]] = {}
-    if trains and average.status != "unresolved":
+    if trains and last.average.status != "unresolved":
         n_steps = last.window - round(last.metrics.get("gns/first_step") or 1) + 1
-        scopes[RUN_LIKE_THIS] = (_estimate(average).times(scale), verdict.kind, n_steps)
-    if now.status != "unresolved":
-        scopes[FROM_HERE_ON] = (_estimate(now).times(scale), verdict.kind_now, _STEPS)
+        scopes[RUN_LIKE_THIS] = (_estimate(last.average).times(scale), verdict.kind, n_steps)
+    if last.now.status != "unresolved":
+        scopes[FROM_HERE_ON] = (_estimate(last.now).times(scale), verdict.kind_now, _STEPS)
     optimizer, metric = looked_up(last, probe)
     pieces = float(last.pieces.get("per_window") or 1) if trains else 1.0  # windows at fixed weights are no batches
     tokens = last.metrics.get("gns/units_per_window_tokens")
@@ -235,7 +228,6 @@ def _of_readings(run: Run, options: AdviseOptions) -> Logged:
         scopes=scopes,
         why_none=why_none,
         optimizer=optimizer,
-        factor=_in_rl(optimizer) if probe.unit == "prompts" else None,
         metric=metric,
         tokens=tokens / units if tokens else None,
         units_seen=last.metrics.get("run/units_seen") or 0.0,
@@ -246,21 +238,14 @@ def _of_prompts(run: Run, options: AdviseOptions, last: PolicyReading, noise: Ra
     """Of a policy whose noise scale was measured in prompts. Its level now is all that the log has."""
     probe, known = run.probe("policy"), _estimate(noise)
     batch = float(last.metrics.get("gns_prompts/prompts_per_window") or probe.setup.get("prompts_per_step") or 1)
-    optimizer = str(probe.setup.get("optimizer_kind") or "")
     return Logged(
         unit="prompts",
         setup=probe.setup,
         present=_present(probe, options, batch, float(probe.setup.get("ranks") or 1), []),
         scopes={FROM_HERE_ON: (known, batch_kind(batch, known), _STEPS)},
-        why_none="",
-        optimizer=optimizer,
-        factor=_in_rl(optimizer),
+        optimizer=str(probe.setup.get("optimizer_kind") or ""),
         units_seen=batch * last.window,
     )
-
-
-def _in_rl(optimizer: str) -> Factor:
-    return IN_RL["SGD" if optimizer.startswith("SGD") else "Adam"]
 
 
 def _estimate(known: RatioInterval) -> Estimate:
@@ -288,15 +273,19 @@ def _advised(logged: Logged, options: AdviseOptions) -> dict[str, Advice]:
             dataclasses.replace(logged.present, steps=steps),
             known,
             kind,
-            optimizer=logged.optimizer,
-            metric=logged.metric,
-            from_here_on=scope == FROM_HERE_ON,
-            factor=logged.factor,
+            _factor(logged, scope),
             aim=options.aim,
             budget=options.budget,
         )
         for scope, (known, kind, steps) in scopes.items()
     }
+
+
+def _factor(logged: Logged, scope: str) -> Factor:
+    """The critical batch size over the noise scale."""
+    if logged.unit == "prompts":
+        return IN_RL["SGD" if logged.optimizer.startswith("SGD") else "Adam"]
+    return factor_of(logged.optimizer, logged.metric, from_here_on=scope == FROM_HERE_ON) or PUBLISHED
 
 
 def _chosen(logged: Logged, advised: Mapping[str, Advice], options: AdviseOptions) -> tuple[Plan, Range] | None:
@@ -311,66 +300,39 @@ def _chosen(logged: Logged, advised: Mapping[str, Advice], options: AdviseOption
 
 
 def _notes(logged: Logged, advised: Mapping[str, Advice]) -> Iterator[str]:
-    """What the numbers rest on."""
-    if not advised:
-        return
+    """What the numbers rest on, in short: docs/advice.md has all of it."""
     if any(advice.factor == PUBLISHED for advice in advised.values()):
-        yield (
-            "This optimizer, or this metric, was not in sonde's study. In published runs B_crit was 0.1 to 20 times "
-            "B_simple, and the middle of that range is no finding."
-        )
-    yield (
-        "Ranges hold about 9 times in 10, where your training is like those of the study of small tasks: they combine "
-        "the error of B_simple with the range that B_crit over B_simple had there."
-    )
-    if logged.present.units_per_second is not None:
-        most, present = logged.present.ranks_at_most, logged.present.ranks
-        on = (
-            "" if most == present else f"All rows, the present batch too, are on up to {most} ranks, not on {present}. "
-        )
-        yield (
-            f"Time: {on}Micro-batches stay as large and take as long as now, on any number of ranks: perfect data "
-            "parallelism. Without more ranks a larger batch is accumulated, and a step takes as much longer. A device "
-            "with room for larger micro-batches needs less."
-        )
+        yield "This optimizer, or this metric, was not in sonde's study: B_crit is taken to be 0.1 to 20 B_simple."
+    if advised:
+        yield "Ranges hold about 9 times in 10, where your training is like those of the study of small tasks."
+    if advised and logged.present.units_per_second is not None:
+        most = plural(logged.present.ranks_at_most, "rank")
+        yield f"Time: all rows, the present batch too, are on up to {most}, with perfect data parallelism."
 
 
 def _on_the_way(logged: Logged, batch: float) -> Iterator[str]:
     """Whether the batch should grow while a run trains, by what the study found with this optimizer."""
     present, optimizer = logged.present.batch, logged.optimizer
-    if batch < 2 * present or factor_of(optimizer, logged.metric) is None or logged.factor is not None:
+    if batch < 2 * present or factor_of(optimizer, logged.metric) is None or logged.unit == "prompts":
         return
     if optimizer == "SGD (β = 0)":
         ramp = ", ".join(number(present * 2**k, 4) for k in range(int(math.log2(batch / present)) + 1))
-        yield (
-            f"A new run may grow: batches of {ramp}, each for the same number of {logged.unit}. In sonde's study with "
-            "plain SGD, such a ramp was as good as a batch that follows the noise scale, and needed 24 and 43 % fewer "
-            "steps than the best constant batch."
-        )
+        yield f"A new run may grow: batches of {ramp}, each for the same number of {logged.unit}."
     elif not optimizer.startswith("SGD"):
-        yield (
-            "A constant batch will do: in sonde's study with AdamW and Muon, a batch that grew with the noise scale "
-            "was no better."
-        )
+        yield "A constant batch will do: in sonde's study with AdamW and Muon, one that grew was no better."
 
 
 def _of_rl(run: Run) -> Iterator[str]:
     """What the study found of policies, and what this log says of prompts and completions."""
     last = next((r for r in reversed(run.policy) if r.metrics.get("gns_prompts/completions_share") is not None), None)
     if last is not None:
-        share = last.metrics["gns_prompts/completions_share"] or 0.0
+        share = percent((last.metrics["gns_prompts/completions_share"] or 0.0) / 2)
         yield (
-            f"Prompts or completions: twice the completions to each prompt would cut the noise of a step by "
-            f"{percent(share / 2)}, twice the prompts by 50\N{NO-BREAK SPACE}%, both with twice the tokens."
+            f"Prompts or completions: twice the completions to each prompt would cut the noise of a step by {share}, "
+            "twice the prompts by 50\N{NO-BREAK SPACE}%, both with twice the tokens."
         )
-    yield (
-        "In sonde's study of small policies, groups of 16 completions needed 1.1 to 2.3 times the rollouts of groups "
-        "of 4, so more prompts come first."
-    )
-    yield (
-        "Reuse: with four updates on each batch, the critical batch was 3 to 15 times as large, and the law of these "
-        "costs does not hold."
-    )
+    yield "More prompts come first: groups of 16 completions needed 1.1 to 2.3 times the rollouts of groups of 4."
+    yield "Reuse: with four updates on each batch, B_crit was 3 to 15 times as large, and the law does not hold."
 
 
 def _finite(value: Any) -> Any:

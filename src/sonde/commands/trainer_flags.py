@@ -2,35 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A batch that a trainer is to take.
-
-    Attributes:
-        batch: units of one optimizer step.
-        ranks: data-parallel ranks.
-        accumulation: micro-batches of each rank in a step.
-        unit: plural name of the unit.
-        present: the batch of the run that the log is of.
-        units_seen: units that it has seen.
-        tokens: of one unit; None where the log does not say it.
-        completions: to each prompt, in RL; None where the log does not say it.
-    """
-
-    batch: float
-    ranks: int
-    accumulation: int
-    unit: str
-    present: float
-    units_seen: float
-    tokens: float | None = None
-    completions: float | None = None
-
 
 TRAINERS: Mapping[str, tuple[str, ...]] = {
     "plain loop": (
@@ -105,49 +77,61 @@ def trainer_named(name: str) -> str:
     """
     found = {known.lower(): known for known in TRAINERS}
     if name.lower() not in found:
-        near = difflib.get_close_matches(name.lower(), found, n=1)
-        hint = f": did you mean {near[0]}?" if near else ""
-        raise ValueError(f"--trainer must be one of {', '.join(TRAINERS)}, got {name!r}{hint}")
+        raise ValueError(f"--trainer must be one of {', '.join(TRAINERS)}, got {name!r}")
     return found[name.lower()]
 
 
-def in_trainer(name: str, to: Wanted) -> tuple[str, ...]:
+def in_trainer(
+    name: str,
+    *,
+    batch: float,
+    ranks: int,
+    accumulation: int,
+    unit: str,
+    present: float,
+    units_seen: float,
+    tokens: float | None = None,
+    completions: float | None = None,
+) -> tuple[str, ...]:
     """How the trainer is told, in lines.
 
     Args:
         name: of the trainer. One that is not in the table is taken for a plain loop.
-        to: what it is told.
+        batch: units of one optimizer step.
+        ranks: data-parallel ranks.
+        accumulation: micro-batches of each rank in a step.
+        unit: plural name of the unit.
+        present: the batch of the run that the log is of.
+        units_seen: units that it has seen.
+        tokens: of one unit; None where the log does not say it.
+        completions: to each prompt, in RL; None where the log does not say it.
     """
-    if name == "TRL" and to.unit != "prompts":  # of SFT and DPO
+    if name == "TRL" and unit != "prompts":  # of SFT and DPO
         name = "transformers"
     # A log has averages: an epoch's last batch may be short. What is set are whole numbers, whose product is the batch.
-    micro = max(round(to.batch / (to.ranks * to.accumulation)), 1)
-    batch = micro * to.ranks * to.accumulation
-    tokens = 1.0 if to.unit == "tokens" else to.tokens
+    micro = max(round(batch / (ranks * accumulation)), 1)
+    whole = micro * ranks * accumulation
+    of_unit = 1.0 if unit == "tokens" else tokens
     values = {
-        "ranks": to.ranks,
-        "accumulation": to.accumulation,
-        "unit": to.unit,
-        "micro": _whole(micro),
-        "batch": _whole(batch),
-        "present": _whole(to.present),
-        "increment": _whole(batch - round(to.present)),
-        "seen": _whole(to.units_seen),
-        "completions": _whole(to.completions, "COMPLETIONS"),
-        "rollouts": _product(batch, to.completions, "COMPLETIONS"),
-        "micro_tokens": _product(micro, tokens, "SEQUENCE_LENGTH"),
-        "batch_tokens": _product(batch, tokens, "SEQUENCE_LENGTH"),
-        "seen_tokens": _product(to.units_seen, tokens, "SEQUENCE_LENGTH"),
+        "ranks": ranks,
+        "accumulation": accumulation,
+        "unit": unit,
+        "micro": micro,
+        "batch": whole,
+        "present": round(present),
+        "increment": whole - round(present),
+        "seen": round(units_seen),
+        "completions": "COMPLETIONS" if completions is None else round(completions),
+        "rollouts": _product(whole, completions, "COMPLETIONS"),
+        "micro_tokens": _product(micro, of_unit, "SEQUENCE_LENGTH"),
+        "batch_tokens": _product(whole, of_unit, "SEQUENCE_LENGTH"),
+        "seen_tokens": _product(units_seen, of_unit, "SEQUENCE_LENGTH"),
     }
-    grows = to.batch > to.present and to.units_seen > 0
+    grows = batch > present and units_seen > 0
     lines = (line for line in TRAINERS.get(name, TRAINERS["plain loop"]) if grows or _GROWS not in line)
     return tuple(line.format(**values) for line in lines)
 
 
-def _whole(value: float | None, otherwise: str = "") -> str:
-    return otherwise if value is None else f"{round(value)}"
-
-
 def _product(value: float, each: float | None, otherwise: str) -> str:
     """So many times `each`; the user's own number, in capitals, where it is not known."""
-    return f"{_whole(value)}×{otherwise}" if each is None else _whole(value * each)
+    return f"{round(value)}×{otherwise}" if each is None else f"{round(value * each)}"

@@ -12,8 +12,26 @@ from pathlib import Path
 import pytest
 
 from sonde.batch_size.stats.critical_batch import Estimate, Kind, batch_kind, judge_batch, relative_steps
-from sonde.batch_size.stats.next_batch import Aim, Present, advise_batch, in_words, part_in_words, plan_of
-from sonde.batch_size.stats.proxy import FACTORS, IN_RL, OF_BRANCHES, PUBLISHED, Factor, Range, critical_range
+from sonde.batch_size.stats.next_batch import (
+    RUN_LIKE_THIS,
+    Aim,
+    Present,
+    advise_batch,
+    in_short,
+    in_words,
+    part_in_words,
+    plan_of,
+)
+from sonde.batch_size.stats.proxy import (
+    FACTORS,
+    IN_RL,
+    OF_BRANCHES,
+    PUBLISHED,
+    Factor,
+    Range,
+    critical_range,
+    factor_of,
+)
 
 TABLES = (Path(__file__).parents[3] / "evidence" / "tables.md").read_text()
 ADAMW = "Adam or AdamW (β = 0.9)"
@@ -73,7 +91,7 @@ def test_bounds_stay_bounds() -> None:
     factor = FACTORS[ADAMW, "euclidean"]
     assert critical_range(None, 50.0, math.inf, factor) == Range(None, 42.0, math.inf)
     assert critical_range(None, 0.0, 10.0, factor) == Range(None, 0.0, 28.0)
-    advice = advise_batch(Present(8, 1000), Estimate(None, 50.0, math.inf), "too_small", optimizer=ADAMW)
+    advice = advise_batch(Present(8, 1000), Estimate(None, 50.0, math.inf), "too_small", factor)
     assert [(p.steps.low, p.steps.high) for p in advice.plans if p.batch == 16] == [(500.0, pytest.approx(580.0))]
     assert advice.best is not None
     assert (advice.best.batch, advice.best.steps.middle) == (32.0, None)  # as good as it is for certain
@@ -125,7 +143,7 @@ def best(known: float, aim: Aim = "balanced", budget: float | None = None, **cha
     present = Present(**{"batch": 64.0, "steps": 1000.0, "pieces": 4.0, "units_per_second": 100.0, **changes})  # type: ignore[arg-type]
     estimate = Estimate(known, known / 1.05, known * 1.05)
     kind = batch_kind(present.batch, estimate)
-    found = advise_batch(present, estimate, kind, optimizer=ADAMW, aim=aim, budget=budget).best
+    found = advise_batch(present, estimate, kind, FACTORS[ADAMW, "euclidean"], aim=aim, budget=budget).best
     return None if found is None else found.batch
 
 
@@ -149,9 +167,9 @@ def test_with_more_ranks_a_larger_batch_is_faster_and_a_smaller_one_cheaper() ->
 def test_a_change_that_may_lose_is_no_advice() -> None:
     """4 times as many of 3 micro-batches take 3 times as long on at most 4 ranks: that pays far below B_crit alone."""
     present = Present(48.0, 1000.0, pieces=3.0, units_per_second=100.0, ranks_at_most=4)
-    for from_here_on, batch in ((False, 192.0), (True, None)):  # the range from here on is wide
+    for factor, batch in ((FACTORS[ADAMW, "euclidean"], 192.0), (OF_BRANCHES[ADAMW], None)):  # whose range is wide
         known = Estimate(5000.0, 4900.0, 5100.0)
-        found = advise_batch(present, known, "too_small", optimizer=ADAMW, from_here_on=from_here_on, aim="fastest")
+        found = advise_batch(present, known, "too_small", factor, aim="fastest")
         assert (None if found.best is None else found.best.batch) == batch
 
 
@@ -168,7 +186,7 @@ def test_a_budget_is_kept_at_the_worse_end() -> None:
 
 def test_nothing_is_fastest_without_a_throughput() -> None:
     with pytest.raises(ValueError, match="pass --units-per-second"):
-        advise_batch(Present(64, 1000), Estimate(320, 300, 340), "too_small", optimizer="", aim="fastest")
+        advise_batch(Present(64, 1000), Estimate(320, 300, 340), "too_small", PUBLISHED, aim="fastest")
 
 
 @pytest.mark.parametrize("optimizer", [*OF_TABLES.values(), "Lion (β = 0.9)"])
@@ -176,12 +194,13 @@ def test_nothing_is_fastest_without_a_throughput() -> None:
 def test_advice_and_verdict_agree(optimizer: str, from_here_on: bool) -> None:
     """A batch that is about right is kept, and no other is advised against the verdict."""
     rng, kinds = random.Random(3), set[Kind]()
+    factor = factor_of(optimizer, "euclidean", from_here_on=from_here_on) or PUBLISHED
     for _ in range(300):
         middle, width = math.exp(rng.uniform(0, 9)), math.exp(rng.uniform(0.01, 1))
         known = Estimate(middle, middle / width, middle * width)
         of_run = None if from_here_on else known
         verdict = judge_batch(64, unit="rows", now=known, of_run=of_run, optimizer=optimizer)
-        advice = advise_batch(Present(64, 1), known, verdict.kind, optimizer=optimizer, from_here_on=from_here_on)
+        advice = advise_batch(Present(64, 1), known, verdict.kind, factor)
         kinds.add(verdict.kind)
         if advice.best is not None:
             assert verdict.kind == ("too_small" if advice.best.batch > 64 else "too_large")
@@ -198,8 +217,10 @@ def test_advice_and_verdict_agree(optimizer: str, from_here_on: bool) -> None:
 
 
 def test_an_optimizer_outside_the_study_has_the_published_range() -> None:
-    advice = advise_batch(Present(64, 1000), Estimate(320, 300, 340), "too_small", optimizer="Lion (β = 0.9)")
-    assert advice.factor == PUBLISHED
+    known: tuple[Estimate, Kind] = Estimate(320, 300, 340), "too_small"
+    said = in_short(64, "rows", {RUN_LIKE_THIS: known}, optimizer="Lion (β = 0.9)", metric="euclidean")
+    advice = advise_batch(Present(64, 1), *known, PUBLISHED)
+    assert said == f"for a run like this one, {in_words(advice, 'rows')}"
     assert (advice.critical.middle, advice.critical.high > 6000) == (320, True)
 
 
@@ -207,5 +228,5 @@ def test_costs_in_words() -> None:
     assert part_in_words(Range(68.0, 62.0, 75.0), 100.0) == "68 % [62 – 75] of"
     assert part_in_words(Range(140.0, 95.0, 200.0), 100.0) == "1.4 [0.95 – 2] times"
     assert part_in_words(Range(50.0, 50.0, 50.0), 100.0) == "50 % of"
-    advice = advise_batch(Present(16, 1), Estimate(20, 18, 22), "about_right", optimizer=ADAMW)
+    advice = advise_batch(Present(16, 1), Estimate(20, 18, 22), "about_right", FACTORS[ADAMW, "euclidean"])
     assert in_words(advice, "rows") == "keep the batch of 16 rows: it is about right"

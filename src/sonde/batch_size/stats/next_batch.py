@@ -13,7 +13,7 @@ from sonde.wording import number, plural
 
 Aim = Literal["balanced", "fastest", "cheapest"]
 WORTH = 0.9
-"""A change is worth its trouble if it leaves no more than this part of what is to be saved, at the middle."""
+"""A change is worth its trouble if it leaves no more than this part of what is to be saved."""
 _SMALLEST, _LARGEST = -6, 10
 """Batches that are considered, as powers of two over the present one."""
 _SHOWN = 4.0
@@ -94,11 +94,8 @@ def advise_batch(
     present: Present,
     known: Estimate,
     kind: Kind,
+    factor: Factor,
     *,
-    optimizer: str,
-    metric: str = "euclidean",
-    from_here_on: bool = False,
-    factor: Factor | None = None,
     aim: Aim = "balanced",
     budget: float | None = None,
 ) -> Advice:
@@ -108,10 +105,7 @@ def advise_batch(
         present: the training as it is.
         known: its noise scale, with an interval or a bound.
         kind: of the verdict on the present batch.
-        optimizer: as `proxy.kind_of` names it; empty where it is not known.
-        metric: of the noise scale.
-        from_here_on: whether the noise scale is that of now; otherwise it is the average of the run.
-        factor: the critical batch size over the noise scale; None to look it up.
+        factor: the critical batch size over the noise scale.
         aim: "balanced" for as few steps and units as can be had together, near the critical batch size; "fastest" for
             the shortest time; "cheapest" for the least time of all ranks together.
         budget: the most that the training may cost. The fastest of the batches that keep it for certain is taken.
@@ -122,7 +116,6 @@ def advise_batch(
     Reference:
         The law S = S_min (1 + B_crit/B): McCandlish et al. 2018, arXiv:1812.06162, equation 2.11.
     """
-    factor = factor or factor_of(optimizer, metric, from_here_on=from_here_on) or PUBLISHED
     critical = critical_range(known.b_simple, known.low or 0.0, math.inf if known.high is None else known.high, factor)
     is_balanced = aim == "balanced" and budget is None
     plans = tuple(plan_of(present, b, critical) for b in _candidates(present, critical, is_balanced=is_balanced))
@@ -130,19 +123,24 @@ def advise_batch(
     if aim == "fastest" and present.units_per_second is None:
         raise ValueError("the fastest batch needs the throughput, which the log lacks: pass --units-per-second")
     if budget is not None:
-        best, reason = _within(budget, plans, now), "it is the fastest that keeps the budget"
-    elif aim == "balanced":
-        best, reason = _balanced(plans, now, kind)
-    else:
-        wanted: Callable[[Plan], Range | None] = (lambda p: p.seconds) if aim == "fastest" else lambda p: p.rank_steps
-        best = _least(plans, now, wanted)
+        best = _best(_within(budget, plans), now, lambda plan: _time(plan).high)
+        reason = "it is the fastest that keeps the budget"
+    elif aim != "balanced":
+        wanted: Callable[[Plan], Range] = _time if aim == "fastest" else lambda plan: plan.rank_steps
+        safe = [plan for plan in plans if wanted(plan).high <= wanted(now).high]
+        best = _best(safe, now, lambda plan: wanted(plan).likely)
         reason = f"no other is {aim} by a tenth without the risk of a loss"
+    elif kind in ("too_small", "too_large"):
+        best = _best(plans, now, lambda plan: plan.steps.likely * plan.units.likely)
+        reason = "with the critical batch size that is likely for this optimizer, no other is better by a tenth"
+    else:
+        best, reason = None, "it is about right" if kind == "about_right" else "no other is sure to be better"
     return Advice(critical, factor, plans, now, best, "" if best else reason)
 
 
 def _candidates(present: Present, critical: Range, *, is_balanced: bool) -> list[float]:
     """Powers of two times the present batch: near B_crit; for other aims, from one micro-batch to one on each rank."""
-    batch, of_piece, nearest = present.batch, present.batch / present.pieces, _likely(critical)
+    batch, of_piece, nearest = present.batch, present.batch / present.pieces, critical.likely
     reached = [batch / 2, batch * 2]
     if 0 < nearest < math.inf:
         reached += [nearest / _SHOWN, nearest * _SHOWN]
@@ -170,13 +168,13 @@ def plan_of(present: Present, batch: float, critical: Range) -> Plan:
     pieces = max(math.ceil(present.pieces * batch / present.batch - 1e-9), 1)
     ranks = max(n for n in range(1, min(present.ranks_at_most, pieces) + 1) if pieces % n == 0)
     steps = _in_order(critical, lambda c: present.steps * relative_steps(batch, present.batch, c))
-    rank_steps, seconds, money = _times(steps, pieces), None, None
+    rank_steps, seconds, money = steps.times(pieces), None, None
     if present.units_per_second:
         seconds_of_piece = present.batch / present.units_per_second * present.ranks / present.pieces
-        seconds = _times(steps, pieces / ranks * seconds_of_piece)
+        seconds = steps.times(pieces / ranks * seconds_of_piece)
         if present.cost_per_hour is not None:
-            money = _times(rank_steps, seconds_of_piece / HOUR * present.cost_per_hour / present.ranks)
-    return Plan(batch, ranks, pieces // ranks, steps, _times(steps, batch), rank_steps, seconds, money)
+            money = rank_steps.times(seconds_of_piece / HOUR * present.cost_per_hour / present.ranks)
+    return Plan(batch, ranks, pieces // ranks, steps, steps.times(batch), rank_steps, seconds, money)
 
 
 def _in_order(critical: Range, cost: Callable[[float], float]) -> Range:
@@ -185,64 +183,30 @@ def _in_order(critical: Range, cost: Callable[[float], float]) -> Range:
     return Range(None if critical.middle is None else cost(critical.middle), low, high)
 
 
-def _times(known: Range, factor: float) -> Range:
-    return Range(None if known.middle is None else known.middle * factor, known.low * factor, known.high * factor)
+def _time(plan: Plan) -> Range:
+    """In micro-batches: each takes the same time on any number of ranks."""
+    return plan.steps.times(plan.accumulation)
 
 
-def _balanced(plans: Sequence[Plan], now: Plan, kind: Kind) -> tuple[Plan | None, str]:
-    """The batch with the smallest product of steps and units, if the verdict is against the present one."""
-    if kind not in ("too_small", "too_large"):
-        return None, "it is about right" if kind == "about_right" else "no other is sure to be better"
-    best = min(plans, key=_product)
-    if _product(best) > WORTH * _product(now):
-        return None, "with the critical batch size that is likely for this optimizer, no other is better by a tenth"
-    return best, ""
+def _best(allowed: Sequence[Plan], now: Plan, cost: Callable[[Plan], float]) -> Plan | None:
+    """The plan that costs least; None for the present one, if that is allowed and no other saves a tenth."""
+    best = min(allowed, key=cost)
+    return None if now in allowed and cost(best) > WORTH * cost(now) else best
 
 
-def _product(plan: Plan) -> float:
-    return _likely(plan.steps) * _likely(plan.units)
-
-
-def _likely(known: Range) -> float:
-    """The middle; where there is none, the end that is known, or the worse end of a cost."""
-    if known.middle is not None:
-        return known.middle
-    return known.low if math.isinf(known.high) else known.high
-
-
-def _least(plans: Sequence[Plan], now: Plan, wanted: Callable[[Plan], Range | None]) -> Plan | None:
-    """The plan that needs least, if it saves a tenth at the middle, and loses nothing at either end."""
-    present = wanted(now)
-    assert present is not None
-    worth = [
-        (_likely(cost), plan)
-        for plan in plans
-        if (cost := wanted(plan)) is not None
-        if _likely(cost) <= WORTH * present.high and cost.high <= present.high
-    ]
-    return min(worth, key=lambda each: each[0], default=(0.0, None))[1]
-
-
-def _within(budget: float, plans: Sequence[Plan], now: Plan) -> Plan | None:
-    """The fastest plan that costs at most so much at the worse end; None if that is the present one.
+def _within(budget: float, plans: Sequence[Plan]) -> list[Plan]:
+    """The plans that cost at most so much at the worse end.
 
     Raises:
         ValueError: when prices are not known, or no plan does.
     """
-    if now.money is None:
+    most = {plan.batch: plan.money.high for plan in plans if plan.money is not None}
+    if not most:
         raise ValueError("a budget needs prices: pass --cost-per-hour, and --units-per-second if the log lacks it")
-    kept = [p for p in plans if p.money is not None and p.money.high <= budget]
-    if not kept:
-        least = min(p.money.high for p in plans if p.money is not None)
-        raise ValueError(
-            f"no batch keeps the budget of {budget:g}: the cheapest costs up to {number(least)}; raise --budget"
-        )
-    best = min(kept, key=lambda p: math.inf if p.seconds is None else p.seconds.high)
-    return None if best is now or (now in kept and _seconds(best) > WORTH * _seconds(now)) else best
-
-
-def _seconds(plan: Plan) -> float:
-    return math.inf if plan.seconds is None else plan.seconds.high
+    if min(most.values()) > budget:
+        least = number(min(most.values()))
+        raise ValueError(f"no batch keeps the budget of {budget:g}: the cheapest costs up to {least}; raise --budget")
+    return [plan for plan in plans if most[plan.batch] <= budget]
 
 
 # In words.
@@ -305,14 +269,13 @@ def in_short(
 
     Example:
         >>> known = Estimate(410.0, 330.0, 520.0), "too_small"
-        >>> in_short(128, "images", {FROM_HERE_ON: known}, optimizer="", metric="euclidean")[:72]
-        'from here on, try a batch of 512 images if more ranks can share it: it n'
+        >>> in_short(128, "images", {FROM_HERE_ON: known}, optimizer="", metric="euclidean").split(":")[0]
+        'from here on, try a batch of 512 images if more ranks can share it'
     """
     said = []
     for scope, (known, kind) in scopes.items():
-        is_now, present = scope == FROM_HERE_ON, Present(batch, 1.0)
-        advice = advise_batch(present, known, kind, optimizer=optimizer, metric=metric, from_here_on=is_now)
-        said.append(f"{scope}, {in_words(advice, unit)}")
+        factor = factor_of(optimizer, metric, from_here_on=scope == FROM_HERE_ON) or PUBLISHED
+        said.append(f"{scope}, {in_words(advise_batch(Present(batch, 1.0), known, kind, factor), unit)}")
     return "; ".join(said)
 
 

@@ -54,6 +54,17 @@ class Range:
     low: float
     high: float
 
+    @property
+    def likely(self) -> float:
+        """The middle; where there is none, the end that is known, or the worse end of a cost."""
+        if self.middle is not None:
+            return self.middle
+        return self.low if math.isinf(self.high) else self.high
+
+    def times(self, factor: float) -> Range:
+        """The same in another unit."""
+        return Range(None if self.middle is None else self.middle * factor, self.low * factor, self.high * factor)
+
 
 PUBLISHED = Factor(1.0, 0.1, 20.0, 0, 0)
 """Of runs that others published: McCandlish et al. 2018, arXiv:1812.06162. Nothing says where in this range others lie,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,11 +64,9 @@ def rate_row(group: Mapping[str, Any], batch: float, present: float, critical: R
     variants = [flag for flag in ("amsgrad", "dampening") if group.get(flag)]
     if name == "Adam" and group.get("weight_decay") and not group.get("decoupled_weight_decay"):
         variants.append("weight decay that is added to the gradient")
-    if name not in _RULES or variants:
+    if name not in ("Adam", "AdamW", *_BY_CRITICAL) or variants:
         return RateRow(name, (), f"no rule is known for {' and '.join([name, *variants])}")
-    rule = _RULES[name]
-    by = _adam if rule == "sqrt" else functools.partial(_by_critical, rule)
-    row = by(group, batch, present, critical)
+    row = (_by_critical if name in _BY_CRITICAL else _adam)(group, batch, present, critical)
     if not row.settings:
         return row
     units = Setting("warm-up, in steps", None, None, f"× {number(1 / kappa, 3)}: as long in units as it was")
@@ -87,10 +84,8 @@ def _adam(group: Mapping[str, Any], batch: float, present: float, critical: Rang
     try:
         then = adam_settings(kappa, beta1=betas[0], beta2=betas[1], eps=eps)
     except ValueError:
-        most = present / (1 - min(betas[:2]))
-        return RateRow(
-            name, (), f"a step would have more units than Adam remembers: the rule ends at {number(most, 3)}"
-        )
+        most = number(present / (1 - min(betas[:2])))
+        return RateRow(name, (), f"a step would have more units than Adam remembers: the rule ends at {most}")
     settings = (
         _scaled("learning rate", group.get("lr"), factor),
         Setting("β₁", betas[0], then["beta1"], "1 − κ(1 − β₁)"),
@@ -102,30 +97,21 @@ def _adam(group: Mapping[str, Any], batch: float, present: float, critical: Rang
     return RateRow(name, settings, holds, "arXiv:2205.10287; weight decay: arXiv:2405.13698")
 
 
-def _by_critical(rule: str, group: Mapping[str, Any], batch: float, present: float, critical: Range) -> RateRow:
+def _by_critical(group: Mapping[str, Any], batch: float, present: float, critical: Range) -> RateRow:
     """A rule that knows B_crit, and says nothing of momentum and weight decay."""
-    low, factor, high = (_rise(rule, batch, present, end) for end in (critical.low, _middle(critical), critical.high))
+    rule, holds, source = _BY_CRITICAL[str(group["name"])]
+    low, factor, high = (_rise(rule, batch, present, end) for end in (critical.low, critical.likely, critical.high))
     rate = _scaled("learning rate", group.get("lr"), factor, f" [{number(low)} – {number(high)}]")
-    kept = (Setting(name, now := group.get(key), now, "kept: no rule is known") for name, key in _KEPT.items())
-    holds, source = _BY_CRITICAL[rule]
+    kept = [Setting(key.replace("_", " "), group.get(key), group.get(key), "kept: no rule is known") for key in _KEPT]
     return RateRow(str(group["name"]), (rate, *kept), f"{holds}{_where(batch, critical)}", source)
 
 
-_KEPT = {"momentum": "momentum", "weight decay": "weight_decay"}
+_KEPT = ("momentum", "weight_decay")
 _BY_CRITICAL = {
-    "sgd": ("on a quadratic, where it is nearly κ far below B_crit", "arXiv:1812.06162"),
-    "sign": ("in mean-field theory: √κ far below B_crit, the same rate far above", "arXiv:2602.03001"),
+    "SGD": ("sgd", "on a quadratic, where it is nearly κ far below B_crit", "arXiv:1812.06162"),
+    "Muon": ("sign", "in mean-field theory: √κ far below B_crit, the same rate far above", "arXiv:2602.03001"),
 }
-"""Where a rule holds, and its source."""
-_RULES = {"Adam": "sqrt", "AdamW": "sqrt", "SGD": "sgd", "Muon": "sign"}
-"""By the name of the class."""
-
-
-def _middle(critical: Range) -> float:
-    """B_crit, or the end that is known."""
-    if critical.middle is not None:
-        return critical.middle
-    return critical.low if math.isinf(critical.high) else critical.high
+"""The rule, where it holds, and its source, by the name of the class."""
 
 
 def _rise(rule: str, batch: float, present: float, critical: float) -> float:
