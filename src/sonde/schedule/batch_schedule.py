@@ -24,7 +24,6 @@ from sonde.schedule.stats.batch_rule import (
     metrics_of,
     next_batch,
 )
-from sonde.stats.intervals import RatioInterval
 from sonde.stats.sealed_state import check_identity, sealed, unsealed
 from sonde.wording import plural
 
@@ -64,7 +63,6 @@ _METRICS = {
     "schedule/average_low": Metric("{unit}", "lower end of the run's average, where both of its ends were known"),
     "schedule/units_per_micro_batch": Metric("{unit}", "units of a micro-batch of all ranks together"),
     "schedule/measured_windows": Metric("windows", "windows that were measured so far, and could be used"),
-    "schedule/units": Metric("{unit}", "units trained on so far"),
 }
 
 
@@ -156,11 +154,10 @@ class BatchSchedule:
         """What is decided by."""
         self._state, self._every = BatchState(self.batch_rule.smallest), every
         self._units_per_micro_batch: float | None = None
-        self._due_at = self._window = self._stepped = probe.n_windows
-        """The windows of the next decision, the last one that `_units` counts, and the last one for which a schedule of
-        the rate was stepped."""
-        self._units, self._owed = 0.0, 0
-        """Units trained on, and micro-batches that make no whole step of a schedule of the rate yet."""
+        self._due_at = self._stepped = probe.n_windows
+        """The windows of the next decision, and the last one for which a schedule of the rate was stepped."""
+        self._owed = 0
+        """Micro-batches that make no whole step of a schedule of the rate yet."""
         self._is_loaded = self._steps_lr = False
         """Whether a saved state was loaded, and whether schedules of the rate are stepped by this one."""
         self._rates: list[ScaledRate] = []
@@ -195,7 +192,7 @@ class BatchSchedule:
         self._begun_at = n_windows = self._probe.n_windows
         self._stood_at = [scheduler.last_epoch for scheduler in self._lr_schedulers]
         if not self._is_loaded:
-            self._due_at, self._window, self._stepped = n_windows + self._every, n_windows, n_windows
+            self._due_at, self._stepped = n_windows + self._every, n_windows
 
     @property
     def present(self) -> int:
@@ -213,10 +210,10 @@ class BatchSchedule:
         now, self._due_at = of_ranks[0].now, self._probe.n_windows + of_ranks[0].every
         if now is None:
             return
-        self._units_per_micro_batch, self._window, self._units = now.units_per_micro_batch, now.window, now.units
+        self._units_per_micro_batch = now.units_per_micro_batch
         self.last = decision = next_batch(self.batch_rule, self._state, now)
         self._state = decision.state
-        self._probe.run_log.measure(self, self._window)
+        self._probe.run_log.measure(self, self._probe.n_windows)
         if not decision.changed:
             return
         for rate in self._rates[:1]:
@@ -237,11 +234,10 @@ class BatchSchedule:
             return _OfRank(same, None, every)
         # Learnt before the batch changes: averages of units lag behind a change.
         per_micro_batch = self._units_per_micro_batch or batch / n
-        units = self._units + (n_windows - self._window) * n * per_micro_batch
-        known = RatioInterval(reading.status, reading.low, reading.high, reading.reason, reading.b_simple)
+        high = None if reading.status == "lower_bound" else reading.high
         average = reading.average
         average_low = average.low if average is not None and average.b_simple is not None else None
-        now = NoiseScaleNow(known, per_micro_batch, reading.windows, average_low, n_windows, units)
+        now = NoiseScaleNow(reading.b_simple, reading.low, high, average_low, per_micro_batch, reading.windows)
         return _OfRank(same, now, every)
 
     def metrics(self) -> Mapping[str, float | None]:
@@ -351,7 +347,7 @@ class BatchSchedule:
                 "state": asdict(self._state),
                 "ranks": n_summed(self._probe.ranks),
                 "per_micro_batch": self._units_per_micro_batch,
-                "counts": [self._probe.n_windows, self._due_at, self._window, self._units, self._stepped, self._owed],
+                "counts": [self._probe.n_windows, self._due_at, self._stepped, self._owed],
             }
         )
 
@@ -368,7 +364,7 @@ class BatchSchedule:
         # A micro-batch of all ranks together has as many times the units as there are times the ranks.
         known, times = contents["per_micro_batch"], n_summed(self._probe.ranks) / contents["ranks"]
         self._units_per_micro_batch = None if known is None else known * times
-        _, self._due_at, self._window, self._units, self._stepped, self._owed = contents["counts"]
+        _, self._due_at, self._stepped, self._owed = contents["counts"]
         self._is_loaded, self._stood_at = True, None
         for rate in self._rates[:1]:
             self._probe.note_rate_factor(rate.factor)
