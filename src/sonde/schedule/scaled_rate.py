@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sonde.batch_size.stats.rate_rules import adam_settings, rate_factor
-from sonde.evidence.rates import RateRule
+from sonde.evidence.rates import RateRule, factor_at, scaled, set_options
 from sonde.parallel.unwrap import outside_graphs
 
 
@@ -47,28 +46,21 @@ class ScaledRate:
     @property
     def factor(self) -> float:
         """The rate of the present batch over the optimizer's own."""
-        rule, n = self._rule(), self._micro_batches()
-        if isinstance(rule, str):
-            return rate_factor("sqrt" if rule == "adam" else rule, n, self._reference)
-        return rule.get(n, 1.0)
+        return factor_at(self._rule(), self._micro_batches(), self._reference)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: object = (), kwargs: object = None) -> None:
         self._after(optimizer)  # of a step that has raised
-        if (kappa := self._micro_batches() / self._reference) == 1:
+        if (n := self._micro_batches()) == self._reference:
             return
-        factor = self.factor
+        rule = self._rule()
         for group in optimizer.param_groups:
-            scaled: dict[str, Any] = {"lr": group["lr"] * factor}
-            if self._rule() == "adam" and "betas" in group:
-                beta1, beta2 = map(float, group["betas"])
-                adam = adam_settings(kappa, beta1=beta1, beta2=beta2, eps=group["eps"])
-                scaled |= {"betas": (adam["beta1"], adam["beta2"]), "eps": adam["eps"]}
-            self._own.append({name: _copy(group[name]) for name in scaled})
-            _set(group, scaled)
+            options = scaled(group, rule, n, self._reference)
+            self._own.append({name: _copy(group[name]) for name in options})
+            set_options(group, options)
 
     def _after(self, optimizer: torch.optim.Optimizer, args: object = (), kwargs: object = None) -> None:
         for group, own in zip(optimizer.param_groups, self._own, strict=False):
-            _set(group, own)
+            set_options(group, own)
         self._own = []
 
     def close(self) -> None:
@@ -79,11 +71,3 @@ class ScaledRate:
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _set(group: dict[str, Any], values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        if isinstance(group[name], Tensor):  # on the device, where a compiled step reads it
-            group[name].copy_(value)
-        else:
-            group[name] = value
