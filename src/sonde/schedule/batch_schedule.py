@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, ClassVar, Literal
 
 from sonde.batch_size.probe import NoiseScaleProbe
@@ -37,21 +37,6 @@ _NOT_PASSED = (
     "a schedule of the learning rate follows this optimizer, and may count its steps, of which a growing batch takes "
     "fewer: pass it as scale_lr(optimizer, lr_scheduler), and step it by schedule.step_lr(lr_scheduler)"
 )
-
-
-@dataclass(frozen=True)
-class _OfRank:
-    """What a rank knows when a decision is due.
-
-    Attributes:
-        same: must be the same on all ranks.
-        now: the noise scale; None before the first window.
-        every: windows until the next decision, at least.
-    """
-
-    same: tuple[BatchRule, BatchState, int]
-    now: NoiseScaleNow | None
-    every: int
 
 
 _METRICS = {
@@ -154,17 +139,16 @@ class BatchSchedule:
         """What is decided by."""
         self._state, self._every = BatchState(self.batch_rule.smallest), every
         self._units_per_micro_batch: float | None = None
-        self._due_at = self._stepped = probe.n_windows
-        """The windows of the next decision, and the last one for which a schedule of the rate was stepped."""
-        self._owed = 0
-        """Micro-batches that make no whole step of a schedule of the rate yet."""
-        self._is_loaded = self._steps_lr = False
-        """Whether a saved state was loaded, and whether schedules of the rate are stepped by this one."""
+        self._due_at: int | None = None
+        """The window of the next decision; None before the first window, since checkpoints may still be loaded."""
+        self._stepped, self._owed = probe.n_windows, 0
+        """The last window for which a schedule of the rate was stepped; micro-batches that make no whole step yet."""
+        self._steps_lr = False
+        """Whether schedules of the rate are stepped by this one."""
         self._rates: list[ScaledRate] = []
         self._lr_schedulers: list[Any] = []
-        self._stood_at: list[int] | None = None
-        """Steps of these schedules of the rate when the first window began, of which `_begun_at` is the number."""
-        self._begun_at = probe.n_windows
+        self._stood_at: dict[Any, tuple[int, int]] = {}
+        """The first window of each of these schedules of the rate, and the steps that it had then."""
         self.counted: int | None = None
         """Micro-batches of the window that ends, where a trainer's integration counts them; None: as many as meant."""
         self.last: Decision | None = None
@@ -181,18 +165,14 @@ class BatchSchedule:
         Raises:
             ValueError: on all ranks, when these disagree; for a schedule of the rate whose end would move.
         """
-        if self._stood_at is None:
-            self._begin()
-        if self._probe.n_windows >= self._due_at:
+        n_windows = self._probe.n_windows
+        if self._due_at is None:
+            self._due_at, self._stepped = n_windows + self._every, n_windows
+        for scheduler in self._lr_schedulers:
+            self._stood_at.setdefault(scheduler, (n_windows, scheduler.last_epoch))
+        if n_windows >= self._due_at:
             self._decide()
         return self._state.micro_batches
-
-    def _begin(self) -> None:
-        """Note where all stands before the first window: until then, checkpoints may have been loaded."""
-        self._begun_at = n_windows = self._probe.n_windows
-        self._stood_at = [scheduler.last_epoch for scheduler in self._lr_schedulers]
-        if not self._is_loaded:
-            self._due_at, self._stepped = n_windows + self._every, n_windows
 
     @property
     def present(self) -> int:
@@ -206,8 +186,9 @@ class BatchSchedule:
 
     def _decide(self) -> None:
         of_ranks = gather_objects(self._probe.ranks, self._of_rank)
-        _check_same([each.same for each in of_ranks])
-        now, self._due_at = of_ranks[0].now, self._probe.n_windows + of_ranks[0].every
+        _check_same([same for same, _, _ in of_ranks])
+        _, now, every = of_ranks[0]
+        self._due_at = self._probe.n_windows + every
         if now is None:
             return
         self._units_per_micro_batch = now.units_per_micro_batch
@@ -223,7 +204,8 @@ class BatchSchedule:
         if self._on_change is not None:
             self._on_change(decision)
 
-    def _of_rank(self) -> _OfRank:
+    def _of_rank(self) -> tuple[tuple[BatchRule, BatchState, int], NoiseScaleNow | None, int]:
+        """What must be the same on all ranks, the noise scale if it is known, and windows until the next decision."""
         self._check_horizons()
         reading, n_windows, n = self._probe.reading(with_groups=False), self._probe.n_windows, self.present
         same = (self.batch_rule, self._state, n_windows)
@@ -231,14 +213,14 @@ class BatchSchedule:
         every = max(spacing(self._every, n_windows), round(reading.every))
         batch = reading.effective_units if reading.effective_units is not None else reading.units_per_window
         if batch is None:
-            return _OfRank(same, None, every)
+            return same, None, every
         # Learnt before the batch changes: averages of units lag behind a change.
         per_micro_batch = self._units_per_micro_batch or batch / n
         high = None if reading.status == "lower_bound" else reading.high
         average = reading.average
         average_low = average.low if average is not None and average.b_simple is not None else None
         now = NoiseScaleNow(reading.b_simple, reading.low, high, average_low, per_micro_batch, reading.windows)
-        return _OfRank(same, now, every)
+        return same, now, every
 
     def metrics(self) -> Mapping[str, float | None]:
         """The last decision and what it rests on, by metric name."""
@@ -285,8 +267,6 @@ class BatchSchedule:
         self._rates.append(rate)
         if scheduler is not None and hasattr(scheduler, "last_epoch"):
             self._lr_schedulers.append(scheduler)
-            if self._stood_at is not None:
-                self._stood_at.append(scheduler.last_epoch)
         self._probe.note_rate_factor(self._rates[0].factor)
 
     def _in_micro_batches(self, rule: RateRule) -> RateRule:
@@ -325,9 +305,8 @@ class BatchSchedule:
         Raises:
             ValueError: with what to do.
         """
-        n_windows = self._probe.n_windows - self._begun_at
-        for scheduler, stood_at in zip(self._lr_schedulers, self._stood_at or (), strict=True):
-            if not self._steps_lr and 2 * (scheduler.last_epoch - stood_at) > n_windows:
+        for scheduler, (first, stood_at) in self._stood_at.items():
+            if not self._steps_lr and 2 * (scheduler.last_epoch - stood_at) > self._probe.n_windows - first:
                 raise ValueError(_COUNTS_STEPS.format(unit=self._unit))
 
     def close(self) -> None:
@@ -365,7 +344,7 @@ class BatchSchedule:
         known, times = contents["per_micro_batch"], n_summed(self._probe.ranks) / contents["ranks"]
         self._units_per_micro_batch = None if known is None else known * times
         _, self._due_at, self._stepped, self._owed = contents["counts"]
-        self._is_loaded, self._stood_at = True, None
+        self._stood_at = {}
         for rate in self._rates[:1]:
             self._probe.note_rate_factor(rate.factor)
 
