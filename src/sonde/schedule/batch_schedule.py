@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar, Literal
@@ -9,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.stats.rate_rules import parsed_rule
 from sonde.console import tell
-from sonde.evidence.rates import RateRule, options_at, usual_rule
+from sonde.evidence.rates import RateRule, usual_rule
 from sonde.parallel.process_groups import gather_objects, n_summed
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.probe import Metric, ReportSection
@@ -253,18 +254,10 @@ class BatchSchedule:
             return
         rule = usual_rule([optimizer]) if self._rate_rule is None else self._rate_rule
         scheduler = getattr(lr_scheduler, "scheduler", lr_scheduler)  # inside Accelerate's
-        rate = ScaledRate(
-            optimizer, lambda: self._in_micro_batches(rule), self.batch_rule.smallest, lambda: self.present
-        )
-        try:
-            for n in self.batch_rule.allowed:
-                options_at(optimizer, rule, n, self.batch_rule.smallest)
-            if scheduler is None and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-                raise ValueError(_NOT_PASSED)
-        except ValueError:
-            rate.close()
-            raise
-        self._rates.append(rate)
+        if scheduler is None and hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched"):
+            raise ValueError(_NOT_PASSED)
+        in_force = functools.partial(self._in_micro_batches, rule)
+        self._rates.append(ScaledRate(optimizer, in_force, self.batch_rule.allowed, lambda: self.present))
         if scheduler is not None and hasattr(scheduler, "last_epoch"):
             self._lr_schedulers.append(scheduler)
         self._probe.note_rate_factor(self._rates[0].factor)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sonde.evidence.rates import RateRule, factor_at, scaled, set_options
+from sonde.evidence.rates import RateRule, factor_at, options_at, scaled, set_options
 from sonde.parallel.unwrap import outside_graphs
 
 
@@ -21,23 +21,25 @@ class ScaledRate:
     Args:
         optimizer: of torch.
         rule: how its rate follows the batch, as of `sonde.branch`, in micro-batches of a window.
-        reference: micro-batches at which the optimizer's own rate is right.
+        counts: micro-batches that a window may have; the optimizer's own rate is right for the first.
         micro_batches: says how many the present window has.
 
     Raises:
-        ValueError: for an optimizer without hooks.
+        ValueError: for an optimizer without hooks, and a rule that has no answer for one of the counts.
     """
 
     def __init__(
-        self, optimizer: Any, rule: Callable[[], RateRule], reference: int, micro_batches: Callable[[], int]
+        self, optimizer: Any, rule: Callable[[], RateRule], counts: Sequence[int], micro_batches: Callable[[], int]
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ValueError(
                 f"scale_lr takes an optimizer of torch, whose steps have hooks, got {type(optimizer).__name__}: pass "
                 "on_change= to BatchSchedule, and set the rate there"
             )
+        for n in counts:
+            options_at(optimizer, rule(), n, counts[0])
         self.optimizer = optimizer
-        self._rule, self._reference, self._micro_batches = rule, reference, micro_batches
+        self._rule, self._reference, self._micro_batches = rule, counts[0], micro_batches
         self._own: list[dict[str, Any]] = []
         """What the groups had before the step that is being taken."""
         before, after = outside_graphs(self._before), outside_graphs(self._after)
