@@ -56,9 +56,8 @@ def test_the_batch_grows_and_the_noise_scale_stays_right(every: int) -> None:
     reading = probe.reading()
     assert reading.low is not None
     assert reading.low < B_SIMPLE < (reading.high or 0.0)
-    # Units per micro-batch are learnt before the batch grows, so units trained on are exact.
     assert schedule.last is not None
-    assert schedule.last.now.units == ROWS * sum(counts[: schedule.last.now.window])
+    assert schedule.last.now.units_per_micro_batch == ROWS
 
 
 def test_the_log_replays_every_decision(tmp_path: Path) -> None:
@@ -68,10 +67,10 @@ def test_the_log_replays_every_decision(tmp_path: Path) -> None:
     counts = train(model, optimizer, schedule, range(120))
     probe.close()
     logged = [own for own in sonde.read_run(tmp_path).own if "schedule/batch" in own.metrics]
-    found = replayed(schedule.batch_rule, [now_from(own.metrics, own.window) for own in logged])
+    found = replayed(schedule.batch_rule, [now_from(own.metrics) for own in logged])
     assert [d.state.micro_batches for d in found] == [own.metrics["schedule/micro_batches"] for own in logged]
     # The count of a window is that of the last decision before it.
-    by_window = {d.now.window: d.state.micro_batches for d in found}
+    by_window = {own.window: d.state.micro_batches for own, d in zip(logged, found, strict=True)}
     assert counts[10:] == [by_window[10 * (window // 10)] for window in range(10, 120)]
     assert [d.state for d in found if d.changed] == [d.state for d in changes]
     assert [d.state.micro_batches for d in changes] == [4, 8]
@@ -104,8 +103,7 @@ def test_a_run_that_is_resumed_goes_on_as_one_that_was_not_interrupted(interrupt
     assert in_parts[0] == whole[0]
     assert len(set(whole[0])) == 3
     assert torch.equal(in_parts[1], whole[1])
-    assert in_parts[2] is not None
-    assert in_parts[2].now.units == whole[2].now.units
+    assert in_parts[2] == whole[2]
 
 
 @pytest.mark.parametrize(

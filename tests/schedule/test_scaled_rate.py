@@ -76,7 +76,7 @@ def test_the_rule_of_adam_and_what_a_failed_step_leaves(as_tensor: bool) -> None
     weight, n = torch.nn.Parameter(torch.ones(3)), 4
     rate = torch.tensor(0.25) if as_tensor else 0.25
     optimizer = torch.optim.AdamW([weight], lr=rate, betas=(0.9, 0.99), capturable=False, foreach=not as_tensor)
-    scaled = ScaledRate(optimizer, lambda: "adam", 1, lambda: n)
+    scaled = ScaledRate(optimizer, lambda: "adam", (1, 4), lambda: n)
     seen: list[tuple[float, Any, float]] = []
 
     def shown() -> tuple[float, Any, float]:

@@ -64,24 +64,47 @@ def options_at(
         >>> options_at(optimizer, "sqrt", 64, 16), options_at(optimizer, {64: 3.0}, 64, 16)
         ([{'lr': 0.5}], [{'lr': 0.75}])
     """
-    kappa = batch / reference
+    factor = factor_at(rule, batch, reference)
+    found: Options = []
+    for group in optimizer.param_groups:
+        options = scaled(group, rule, batch, reference)
+        options["lr"] = float(options["lr"])
+        if scale_decay and "weight_decay" in group:
+            options["weight_decay"] = scaled_decay(group["weight_decay"], batch / reference, factor)
+        found.append(options)
+    return found
+
+
+def factor_at(rule: RateRule, batch: int, reference: int) -> float:
+    """The rate at a batch size over that at the reference. Arguments and errors are those of `options_at`."""
     if isinstance(rule, Mapping):
         factor = rule.get(batch, 1.0 if batch == reference else math.nan)
         if not 0 < factor < math.inf:
             raise ValueError(f"rate_rule must have a positive multiple of the rate for a batch of {batch}, got {rule}")
-    else:
-        if rule != "adam":
-            parsed_rule(rule, ", adam, or a table of multiples such as {32: 1.4}")
-        factor = rate_factor("sqrt" if rule == "adam" else rule, batch, reference)
-    found: Options = [{"lr": float(group["lr"]) * factor} for group in optimizer.param_groups]
-    for options, group in zip(found, optimizer.param_groups, strict=True):
-        if rule == "adam" and "betas" in group:
-            beta1, beta2 = map(float, group["betas"])
-            values = adam_settings(kappa, beta1=beta1, beta2=beta2, eps=group["eps"])
-            options |= {"betas": (values["beta1"], values["beta2"]), "eps": values["eps"]}
-        if scale_decay and "weight_decay" in group:
-            options["weight_decay"] = scaled_decay(group["weight_decay"], kappa, factor)
-    return found
+        return factor
+    if rule == "adam":
+        return rate_factor("sqrt", batch, reference)
+    parsed_rule(rule, ", adam, or a table of multiples such as {32: 1.4}")
+    return rate_factor(rule, batch, reference)
+
+
+def scaled(group: Mapping[str, Any], rule: RateRule, batch: int, reference: int) -> dict[str, Any]:
+    """The options of one group that a rule changes, as of `options_at`. A rate on the device stays there."""
+    options = {"lr": group["lr"] * factor_at(rule, batch, reference)}
+    if rule == "adam" and "betas" in group:
+        beta1, beta2 = map(float, group["betas"])
+        values = adam_settings(batch / reference, beta1=beta1, beta2=beta2, eps=group["eps"])
+        options |= {"betas": (values["beta1"], values["beta2"]), "eps": values["eps"]}
+    return options
+
+
+def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Give options to a group of an optimizer."""
+    for name, value in options.items():
+        if isinstance(group[name], Tensor):  # on the device, where a compiled step reads it
+            group[name].copy_(value)
+        else:
+            group[name] = value
 
 
 @contextlib.contextmanager
@@ -96,11 +119,7 @@ def held(options: Mapping[torch.optim.Optimizer, Options]) -> Iterator[Callable[
     @outside_graphs  # of a compiled step, which would be compiled anew at every change
     def hold(optimizer: torch.optim.Optimizer, args: object = (), kwargs: object = None) -> None:
         for group, wanted in zip(optimizer.param_groups, options[optimizer], strict=True):
-            for name, value in (wanted | {"lr": part * wanted["lr"]}).items():
-                if isinstance(group[name], Tensor):  # on the device, where a compiled step reads it
-                    group[name].fill_(value)
-                else:
-                    group[name] = value
+            set_options(group, wanted | {"lr": part * wanted["lr"]})
 
     def take(of_rate: float) -> None:
         nonlocal part

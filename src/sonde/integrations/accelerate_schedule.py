@@ -9,12 +9,8 @@ from accelerate import DistributedType
 
 from sonde.integrations.accelerate import AccelerateProbe
 from sonde.integrations.guarded import WrappedMethods
-from sonde.integrations.schedules import begun
+from sonde.integrations.schedules import ACCUMULATES, begun
 from sonde.schedule.batch_schedule import BatchSchedule
-
-_DEEPSPEED = (
-    "DeepSpeed accumulates by itself, by a number that is fixed at the start: prepare the model for DDP or FSDP2"
-)
 
 
 def schedule_batch(probe: AccelerateProbe, *, largest: int, lr_scheduler: Any = None, **options: Any) -> BatchSchedule:
@@ -39,7 +35,7 @@ def schedule_batch(probe: AccelerateProbe, *, largest: int, lr_scheduler: Any = 
         ValueError: with DeepSpeed, and as `sonde.BatchSchedule`, also when a schedule of the rate counts steps.
     """
     accelerator = probe.accelerator
-    refused = _DEEPSPEED if accelerator.distributed_type == DistributedType.DEEPSPEED else ""
+    refused = {ACCUMULATES.format("DeepSpeed"): accelerator.distributed_type == DistributedType.DEEPSPEED}
     smallest = accelerator.gradient_accumulation_steps
     schedule = begun(probe.probe, refused, largest=largest, smallest=smallest, **options)
     schedule.scale_lr(probe.optimizer, lr_scheduler)

@@ -101,7 +101,8 @@ class GuardedProbe:
         self._log, self._run_log = log, log_of(log)
         self._on_error, self._verbose = checked_on_error(on_error), verbose
         self._last: NoiseScaleReading | None = None
-        self._of_own_norm: str | None = None
+        self.said_at_end: list[str] = []
+        """The last reading of a training that has ended, and what looks wrong in the trainer's own norm, in lines."""
         self._final_state: dict[str, Any] | None = None
         self._is_open = self._has_pieces = self._is_clipped = False
         """Whether a piece goes on; whether the present window has pieces; whether a clip has ended it."""
@@ -298,18 +299,14 @@ class GuardedProbe:
     def keep(self, probe: NoiseScaleProbe) -> None:
         """Keep the last reading and state of a probe that is closed, and print the reading."""
         self._last, self._final_state = self._read(probe), probe.state_dict()
-        self._of_own_norm = probe.alerts.get(OWN_NORM)
+        self.said_at_end = [str(self._last)]
+        if OWN_NORM in probe.alerts:
+            self.said_at_end.append(probe.alerts[OWN_NORM])
         if self._verbose and self._run_log.is_first_rank:
-            for text in self.said_at_end():
+            for text in self.said_at_end:
                 tell(text)
             if advice := self._last.next_batch(self._run_log.folder):
                 tell(advice)
-
-    def said_at_end(self) -> list[str]:
-        """The reading, and what looks wrong in the trainer's own norm, in lines; none where nothing was measured."""
-        reading = self.reading()
-        of_own_norm = self._of_own_norm if self.probe is None else self.probe.alerts.get(OWN_NORM)
-        return [] if reading is None else [str(reading), *([of_own_norm] if of_own_norm else [])]
 
     def say_once(self, text: str) -> None:
         """Print a sentence about what was found, on rank 0."""

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from sonde.integrations.lightning import NoiseScale
-from sonde.integrations.schedules import COUNTS_STEPS, after, begun, check_monotone
+from sonde.integrations.schedules import ACCUMULATES, COUNTS_STEPS, after, begun, check_monotone
 from sonde.schedule.batch_schedule import BatchSchedule
 
 _MAX_STEPS = COUNTS_STEPS.format(what="max_steps=", instead="leave out max_steps=, and give max_epochs=")
@@ -17,7 +17,6 @@ _FREQUENCY = COUNTS_STEPS.format(
     instead="use frequency 1, or interval 'epoch'",
 )
 _MANUAL = "the module optimizes manually, so the Trainer accumulates nothing: use sonde.BatchSchedule in training_step"
-_STRATEGY = "this strategy accumulates by itself, by a number that is fixed at the start: train with DDP or FSDP2"
 _SCHEDULER = "GradientAccumulationScheduler sets the accumulation in each epoch: leave it out"
 
 
@@ -48,14 +47,13 @@ class ScheduledBatch(Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin: the probe, whose callback comes before, is attached."""
         configs = trainer.lr_scheduler_configs
-        reasons = {
+        refused = {
             _MAX_STEPS: trainer.max_steps != -1,
             _MANUAL: not pl_module.automatic_optimization,
-            _STRATEGY: trainer.strategy.handles_gradient_accumulation,
+            ACCUMULATES.format("this strategy"): trainer.strategy.handles_gradient_accumulation,
             _SCHEDULER: any(isinstance(each, GradientAccumulationScheduler) for each in trainer.callbacks),
             _FREQUENCY: any(each.interval == "step" and each.frequency > 1 for each in configs),
         }
-        refused = next((reason for reason, holds in reasons.items() if holds), "")
         smallest = trainer.accumulate_grad_batches
         self.schedule = begun(self._noise.probe, refused, smallest=smallest, **self._options)
         self.schedule.scale_lr(trainer.optimizers[0], configs[0].scheduler if configs else None)

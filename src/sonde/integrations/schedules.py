@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from sonde.batch_size.probe import NoiseScaleProbe
@@ -11,21 +12,23 @@ COUNTS_STEPS = (
     "{what} counts optimizer steps, and a growing batch takes fewer of them for the same data, so training would end "
     "later, at a rate that was not meant: {instead}"
 )
+ACCUMULATES = "{} accumulates by itself, by a number that is fixed at the start: train with DDP or FSDP2"
 
 
-def begun(probe: NoiseScaleProbe | None, refused: str, **options: Any) -> BatchSchedule:
+def begun(probe: NoiseScaleProbe | None, refused: Mapping[str, bool], **options: Any) -> BatchSchedule:
     """The schedule of a training that begins.
 
     Args:
         probe: of the training; None if nothing is measured.
-        refused: why this training cannot be scheduled; empty if it can.
+        refused: reasons for which a training cannot be scheduled, and whether each holds.
         **options: of `BatchSchedule`.
 
     Raises:
         ValueError: with the reason.
     """
-    if refused:
-        raise ValueError(refused)
+    for reason, holds in refused.items():
+        if holds:
+            raise ValueError(reason)
     if probe is None:
         raise ValueError(
             "the batch cannot follow the noise scale, since this training is not measured: the logger 'sonde' has the "

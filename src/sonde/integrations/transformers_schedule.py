@@ -8,7 +8,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.optimization import GreedyLR
 
-from sonde.integrations.schedules import COUNTS_STEPS, after, begun, check_monotone
+from sonde.integrations.schedules import ACCUMULATES, COUNTS_STEPS, after, begun, check_monotone
 from sonde.integrations.transformers import TransformersProbe
 from sonde.schedule.batch_schedule import BatchSchedule
 
@@ -18,7 +18,6 @@ _RESUMED = (
     "gradient_accumulation_steps, which is wrong once the batch has grown: begin a training of the data that are left, "
     "with the last gradient_accumulation_steps"
 )
-_DEEPSPEED = "DeepSpeed accumulates by itself, by a number that is fixed at the start: train with DDP or FSDP2"
 
 
 def schedule_batch(probe: TransformersProbe, *, largest: int, **options: Any) -> TransformersSchedule:
@@ -52,8 +51,8 @@ class TransformersSchedule(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, probe: TransformersProbe, options: dict[str, Any]) -> None:
         self.schedule: BatchSchedule | None = None
-        self._probe, self._options, self._n_batches = probe, options, 0
-        self._n_before = 0
+        self._probe, self._options = probe, options
+        self._n_batches = self._n_before = 0
         probe.trainer.add_callback(self)
 
     # Events of the trainer, in their order.
@@ -61,9 +60,11 @@ class TransformersSchedule(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin: the probe, whose callback comes before, is attached."""
         trainer = self._probe.trainer
-        reasons = {_MAX_STEPS: args.max_steps > 0, _RESUMED: state.global_step > 0}
-        reasons[_DEEPSPEED] = trainer.is_deepspeed_enabled
-        refused = next((reason for reason, holds in reasons.items() if holds), "")
+        refused = {
+            _MAX_STEPS: args.max_steps > 0,
+            _RESUMED: state.global_step > 0,
+            ACCUMULATES.format("DeepSpeed"): trainer.is_deepspeed_enabled,
+        }
         smallest = args.gradient_accumulation_steps
         self.schedule = begun(self._probe.probe, refused, smallest=smallest, **self._options)
         self.schedule.scale_lr(trainer.optimizer, trainer.lr_scheduler)

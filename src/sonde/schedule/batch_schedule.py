@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, ClassVar, Literal
 
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.stats.rate_rules import parsed_rule
 from sonde.console import tell
-from sonde.evidence.rates import RateRule, options_at, usual_rule
+from sonde.evidence.rates import RateRule, usual_rule
 from sonde.parallel.process_groups import gather_objects, n_summed
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.probe import Metric, ReportSection
@@ -24,7 +25,6 @@ from sonde.schedule.stats.batch_rule import (
     metrics_of,
     next_batch,
 )
-from sonde.stats.intervals import RatioInterval
 from sonde.stats.sealed_state import check_identity, sealed, unsealed
 from sonde.wording import plural
 
@@ -40,21 +40,6 @@ _NOT_PASSED = (
 )
 
 
-@dataclass(frozen=True)
-class _OfRank:
-    """What a rank knows when a decision is due.
-
-    Attributes:
-        same: must be the same on all ranks.
-        now: the noise scale; None before the first window.
-        every: windows until the next decision, at least.
-    """
-
-    same: tuple[BatchRule, BatchState, int]
-    now: NoiseScaleNow | None
-    every: int
-
-
 _METRICS = {
     "schedule/micro_batches": Metric("micro-batches", "micro-batches of a window on each rank, from here on"),
     "schedule/batch": Metric("{unit}", "batch size from here on"),
@@ -64,7 +49,6 @@ _METRICS = {
     "schedule/average_low": Metric("{unit}", "lower end of the run's average, where both of its ends were known"),
     "schedule/units_per_micro_batch": Metric("{unit}", "units of a micro-batch of all ranks together"),
     "schedule/measured_windows": Metric("windows", "windows that were measured so far, and could be used"),
-    "schedule/units": Metric("{unit}", "units trained on so far"),
 }
 
 
@@ -156,18 +140,16 @@ class BatchSchedule:
         """What is decided by."""
         self._state, self._every = BatchState(self.batch_rule.smallest), every
         self._units_per_micro_batch: float | None = None
-        self._due_at = self._window = self._stepped = probe.n_windows
-        """The windows of the next decision, the last one that `_units` counts, and the last one for which a schedule of
-        the rate was stepped."""
-        self._units, self._owed = 0.0, 0
-        """Units trained on, and micro-batches that make no whole step of a schedule of the rate yet."""
-        self._is_loaded = self._steps_lr = False
-        """Whether a saved state was loaded, and whether schedules of the rate are stepped by this one."""
+        self._due_at: int | None = None
+        """The window of the next decision; None before the first window, since checkpoints may still be loaded."""
+        self._stepped, self._owed = probe.n_windows, 0
+        """The last window for which a schedule of the rate was stepped; micro-batches that make no whole step yet."""
+        self._steps_lr = False
+        """Whether schedules of the rate are stepped by this one."""
         self._rates: list[ScaledRate] = []
         self._lr_schedulers: list[Any] = []
-        self._stood_at: list[int] | None = None
-        """Steps of these schedules of the rate when the first window began, of which `_begun_at` is the number."""
-        self._begun_at = probe.n_windows
+        self._stood_at: dict[Any, tuple[int, int]] = {}
+        """The first window of each of these schedules of the rate, and the steps that it had then."""
         self.counted: int | None = None
         """Micro-batches of the window that ends, where a trainer's integration counts them; None: as many as meant."""
         self.last: Decision | None = None
@@ -184,18 +166,14 @@ class BatchSchedule:
         Raises:
             ValueError: on all ranks, when these disagree; for a schedule of the rate whose end would move.
         """
-        if self._stood_at is None:
-            self._begin()
-        if self._probe.n_windows >= self._due_at:
+        n_windows = self._probe.n_windows
+        if self._due_at is None:
+            self._due_at, self._stepped = n_windows + self._every, n_windows
+        for scheduler in self._lr_schedulers:
+            self._stood_at.setdefault(scheduler, (n_windows, scheduler.last_epoch))
+        if n_windows >= self._due_at:
             self._decide()
         return self._state.micro_batches
-
-    def _begin(self) -> None:
-        """Note where all stands before the first window: until then, checkpoints may have been loaded."""
-        self._begun_at = n_windows = self._probe.n_windows
-        self._stood_at = [scheduler.last_epoch for scheduler in self._lr_schedulers]
-        if not self._is_loaded:
-            self._due_at, self._window, self._stepped = n_windows + self._every, n_windows, n_windows
 
     @property
     def present(self) -> int:
@@ -209,14 +187,15 @@ class BatchSchedule:
 
     def _decide(self) -> None:
         of_ranks = gather_objects(self._probe.ranks, self._of_rank)
-        _check_same([each.same for each in of_ranks])
-        now, self._due_at = of_ranks[0].now, self._probe.n_windows + of_ranks[0].every
+        _check_same([same for same, _, _ in of_ranks])
+        _, now, every = of_ranks[0]
+        self._due_at = self._probe.n_windows + every
         if now is None:
             return
-        self._units_per_micro_batch, self._window, self._units = now.units_per_micro_batch, now.window, now.units
+        self._units_per_micro_batch = now.units_per_micro_batch
         self.last = decision = next_batch(self.batch_rule, self._state, now)
         self._state = decision.state
-        self._probe.run_log.measure(self, self._window)
+        self._probe.run_log.measure(self, self._probe.n_windows)
         if not decision.changed:
             return
         for rate in self._rates[:1]:
@@ -226,7 +205,8 @@ class BatchSchedule:
         if self._on_change is not None:
             self._on_change(decision)
 
-    def _of_rank(self) -> _OfRank:
+    def _of_rank(self) -> tuple[tuple[BatchRule, BatchState, int], NoiseScaleNow | None, int]:
+        """What must be the same on all ranks, the noise scale if it is known, and windows until the next decision."""
         self._check_horizons()
         reading, n_windows, n = self._probe.reading(with_groups=False), self._probe.n_windows, self.present
         same = (self.batch_rule, self._state, n_windows)
@@ -234,15 +214,14 @@ class BatchSchedule:
         every = max(spacing(self._every, n_windows), round(reading.every))
         batch = reading.effective_units if reading.effective_units is not None else reading.units_per_window
         if batch is None:
-            return _OfRank(same, None, every)
+            return same, None, every
         # Learnt before the batch changes: averages of units lag behind a change.
         per_micro_batch = self._units_per_micro_batch or batch / n
-        units = self._units + (n_windows - self._window) * n * per_micro_batch
-        known = RatioInterval(reading.status, reading.low, reading.high, reading.reason, reading.b_simple)
+        high = None if reading.status == "lower_bound" else reading.high
         average = reading.average
         average_low = average.low if average is not None and average.b_simple is not None else None
-        now = NoiseScaleNow(known, per_micro_batch, reading.windows, average_low, n_windows, units)
-        return _OfRank(same, now, every)
+        now = NoiseScaleNow(reading.b_simple, reading.low, high, average_low, per_micro_batch, reading.windows)
+        return same, now, every
 
     def metrics(self) -> Mapping[str, float | None]:
         """The last decision and what it rests on, by metric name."""
@@ -275,22 +254,12 @@ class BatchSchedule:
             return
         rule = usual_rule([optimizer]) if self._rate_rule is None else self._rate_rule
         scheduler = getattr(lr_scheduler, "scheduler", lr_scheduler)  # inside Accelerate's
-        rate = ScaledRate(
-            optimizer, lambda: self._in_micro_batches(rule), self.batch_rule.smallest, lambda: self.present
-        )
-        try:
-            for n in self.batch_rule.allowed:
-                options_at(optimizer, rule, n, self.batch_rule.smallest)
-            if scheduler is None and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-                raise ValueError(_NOT_PASSED)
-        except ValueError:
-            rate.close()
-            raise
-        self._rates.append(rate)
+        if scheduler is None and hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched"):
+            raise ValueError(_NOT_PASSED)
+        in_force = functools.partial(self._in_micro_batches, rule)
+        self._rates.append(ScaledRate(optimizer, in_force, self.batch_rule.allowed, lambda: self.present))
         if scheduler is not None and hasattr(scheduler, "last_epoch"):
             self._lr_schedulers.append(scheduler)
-            if self._stood_at is not None:
-                self._stood_at.append(scheduler.last_epoch)
         self._probe.note_rate_factor(self._rates[0].factor)
 
     def _in_micro_batches(self, rule: RateRule) -> RateRule:
@@ -329,9 +298,8 @@ class BatchSchedule:
         Raises:
             ValueError: with what to do.
         """
-        n_windows = self._probe.n_windows - self._begun_at
-        for scheduler, stood_at in zip(self._lr_schedulers, self._stood_at or (), strict=True):
-            if not self._steps_lr and 2 * (scheduler.last_epoch - stood_at) > n_windows:
+        for scheduler, (first, stood_at) in self._stood_at.items():
+            if not self._steps_lr and 2 * (scheduler.last_epoch - stood_at) > self._probe.n_windows - first:
                 raise ValueError(_COUNTS_STEPS.format(unit=self._unit))
 
     def close(self) -> None:
@@ -351,7 +319,7 @@ class BatchSchedule:
                 "state": asdict(self._state),
                 "ranks": n_summed(self._probe.ranks),
                 "per_micro_batch": self._units_per_micro_batch,
-                "counts": [self._probe.n_windows, self._due_at, self._window, self._units, self._stepped, self._owed],
+                "counts": [self._probe.n_windows, self._due_at, self._stepped, self._owed],
             }
         )
 
@@ -368,8 +336,8 @@ class BatchSchedule:
         # A micro-batch of all ranks together has as many times the units as there are times the ranks.
         known, times = contents["per_micro_batch"], n_summed(self._probe.ranks) / contents["ranks"]
         self._units_per_micro_batch = None if known is None else known * times
-        _, self._due_at, self._window, self._units, self._stepped, self._owed = contents["counts"]
-        self._is_loaded, self._stood_at = True, None
+        _, self._due_at, self._stepped, self._owed = contents["counts"]
+        self._stood_at = {}
         for rate in self._rates[:1]:
             self._probe.note_rate_factor(rate.factor)
 

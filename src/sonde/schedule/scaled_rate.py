@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sonde.batch_size.stats.rate_rules import adam_settings, rate_factor
-from sonde.evidence.rates import RateRule
+from sonde.evidence.rates import RateRule, factor_at, options_at, scaled, set_options
 from sonde.parallel.unwrap import outside_graphs
 
 
@@ -22,23 +21,25 @@ class ScaledRate:
     Args:
         optimizer: of torch.
         rule: how its rate follows the batch, as of `sonde.branch`, in micro-batches of a window.
-        reference: micro-batches at which the optimizer's own rate is right.
+        counts: micro-batches that a window may have; the optimizer's own rate is right for the first.
         micro_batches: says how many the present window has.
 
     Raises:
-        ValueError: for an optimizer without hooks.
+        ValueError: for an optimizer without hooks, and a rule that has no answer for one of the counts.
     """
 
     def __init__(
-        self, optimizer: Any, rule: Callable[[], RateRule], reference: int, micro_batches: Callable[[], int]
+        self, optimizer: Any, rule: Callable[[], RateRule], counts: Sequence[int], micro_batches: Callable[[], int]
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ValueError(
                 f"scale_lr takes an optimizer of torch, whose steps have hooks, got {type(optimizer).__name__}: pass "
                 "on_change= to BatchSchedule, and set the rate there"
             )
+        for n in counts:
+            options_at(optimizer, rule(), n, counts[0])
         self.optimizer = optimizer
-        self._rule, self._reference, self._micro_batches = rule, reference, micro_batches
+        self._rule, self._reference, self._micro_batches = rule, counts[0], micro_batches
         self._own: list[dict[str, Any]] = []
         """What the groups had before the step that is being taken."""
         before, after = outside_graphs(self._before), outside_graphs(self._after)
@@ -47,28 +48,21 @@ class ScaledRate:
     @property
     def factor(self) -> float:
         """The rate of the present batch over the optimizer's own."""
-        rule, n = self._rule(), self._micro_batches()
-        if isinstance(rule, str):
-            return rate_factor("sqrt" if rule == "adam" else rule, n, self._reference)
-        return rule.get(n, 1.0)
+        return factor_at(self._rule(), self._micro_batches(), self._reference)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: object = (), kwargs: object = None) -> None:
         self._after(optimizer)  # of a step that has raised
-        if (kappa := self._micro_batches() / self._reference) == 1:
+        if (n := self._micro_batches()) == self._reference:
             return
-        factor = self.factor
+        rule = self._rule()
         for group in optimizer.param_groups:
-            scaled: dict[str, Any] = {"lr": group["lr"] * factor}
-            if self._rule() == "adam" and "betas" in group:
-                beta1, beta2 = map(float, group["betas"])
-                adam = adam_settings(kappa, beta1=beta1, beta2=beta2, eps=group["eps"])
-                scaled |= {"betas": (adam["beta1"], adam["beta2"]), "eps": adam["eps"]}
-            self._own.append({name: _copy(group[name]) for name in scaled})
-            _set(group, scaled)
+            options = scaled(group, rule, n, self._reference)
+            self._own.append({name: _copy(group[name]) for name in options})
+            set_options(group, options)
 
     def _after(self, optimizer: torch.optim.Optimizer, args: object = (), kwargs: object = None) -> None:
         for group, own in zip(optimizer.param_groups, self._own, strict=False):
-            _set(group, own)
+            set_options(group, own)
         self._own = []
 
     def close(self) -> None:
@@ -79,11 +73,3 @@ class ScaledRate:
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _set(group: dict[str, Any], values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        if isinstance(group[name], Tensor):  # on the device, where a compiled step reads it
-            group[name].copy_(value)
-        else:
-            group[name] = value

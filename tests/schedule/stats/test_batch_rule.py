@@ -20,18 +20,17 @@ from sonde.schedule.stats.batch_rule import (
     now_from,
     replayed,
 )
-from sonde.stats.intervals import RatioInterval, unresolved
 
 RULE = BatchRule(smallest=4, largest=32, ratio=1.5, hysteresis=1.25)
-NOW = NoiseScaleNow(unresolved("too few windows"), units_per_micro_batch=2.0, n_measured=40)
+NOW = NoiseScaleNow(None, None, None, None, units_per_micro_batch=2.0, measured_windows=40)
 
 
-def _between(low: float, high: float) -> RatioInterval:
-    return RatioInterval("resolved", low, high, ratio=math.sqrt(low * high))
+def _between(low: float, high: float) -> NoiseScaleNow:
+    return replace(NOW, b_simple=math.sqrt(low * high), b_simple_low=low, b_simple_high=high)
 
 
-def _counts(rule: BatchRule, *known: RatioInterval, every: int = 10) -> list[int]:
-    readings = [replace(NOW, known=each, n_measured=every * n) for n, each in enumerate(known, start=1)]
+def _counts(rule: BatchRule, *known: NoiseScaleNow, every: int = 10) -> list[int]:
+    readings = [replace(each, measured_windows=every * n) for n, each in enumerate(known, start=1)]
     return [decision.state.micro_batches for decision in replayed(rule, readings)]
 
 
@@ -42,41 +41,34 @@ def test_the_lower_end_decides() -> None:
 
 
 @pytest.mark.parametrize(
-    "known",
+    ("now", "words"),
     [
-        RatioInterval("lower_bound", 1e6, math.inf, "the denominator cannot yet be distinguished from 0"),
-        RatioInterval("upper_bound", 0.0, 1e-6, "the numerator cannot yet be distinguished from 0"),
-        unresolved("too few windows for an interval"),
+        (replace(NOW, b_simple_low=1e6), "only a bound of B_simple is known"),
+        (replace(NOW, b_simple_low=0.0, b_simple_high=1e-6), "only a bound of B_simple is known"),
+        (NOW, "B_simple is not known"),
     ],
 )
-def test_a_bound_alone_decides_nothing(known: RatioInterval) -> None:
-    decision = next_batch(replace(RULE, monotone=False), BatchState(8), replace(NOW, known=known))
+def test_a_bound_alone_decides_nothing(now: NoiseScaleNow, words: str) -> None:
+    decision = next_batch(replace(RULE, monotone=False), BatchState(8), now)
     assert decision.state == BatchState(8)
-    assert known.reason in decision.reason
+    assert words in decision.reason
 
 
 def test_a_bound_counts_once_the_run_s_average_has_both_ends() -> None:
     """The lower one of the two lower ends decides: 1.5 · low against 1.25 · 16 = 20."""
-    bound = RatioInterval("lower_bound", 50.0, math.inf, "|G|² cannot yet be distinguished from 0")
+    bound = replace(NOW, b_simple_low=50.0)
 
-    def count(known: RatioInterval, average_low: float | None) -> int:
-        return next_batch(RULE, BatchState(4), replace(NOW, known=known, average_low=average_low)).state.micro_batches
+    def count(now: NoiseScaleNow, average_low: float | None) -> int:
+        return next_batch(RULE, BatchState(4), replace(now, average_low=average_low)).state.micro_batches
 
     assert [count(bound, low) for low in (None, 13.3, 13.4, 1e3)] == [4, 4, 8, 8]
-    assert [count(replace(bound, low=low), 1e3) for low in (13.3, 13.4)] == [4, 8]
+    assert [count(replace(bound, b_simple_low=low), 1e3) for low in (13.3, 13.4)] == [4, 8]
     assert count(_between(13.3, 20.0), 1e3) == 4
 
 
 def test_a_log_gives_back_what_decides() -> None:
-    draw = random.Random(2)
-    statuses = [
-        _between(9.0, 12.0),
-        RatioInterval("lower_bound", 50.0, math.inf),
-        RatioInterval("upper_bound", 0.0, 9.0),
-    ]
-    for known in (*statuses, unresolved("")):
-        now = NoiseScaleNow(known, draw.random(), 7, draw.choice([None, draw.random()]), 12, 3 * draw.random())
-        assert now_from(json.loads(json.dumps(metrics_of(now))), window=12) == now
+    for now in (_between(9.1, 12.3), replace(NOW, b_simple_low=50.0, average_low=math.pi), NOW):
+        assert now_from(json.loads(json.dumps(metrics_of(now)))) == now
 
 
 def test_it_grows_by_one_count_at_a_time_and_waits_for_measured_windows() -> None:
@@ -110,7 +102,7 @@ def test_the_same_readings_give_the_same_decisions() -> None:
     readings = []
     for n in range(200):
         low = math.exp(draw.uniform(0, 6))
-        readings.append(NoiseScaleNow(_between(low, low * draw.uniform(1, 2)), 2.0, n_measured=5 * n))
+        readings.append(replace(_between(low, low * draw.uniform(1, 2)), measured_windows=5 * n))
     whole, state = replayed(rule, readings), BatchState(1)
     assert sum(decision.changed for decision in whole) > 20
     # Going on from a saved state is going on.

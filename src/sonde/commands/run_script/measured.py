@@ -144,7 +144,9 @@ class MeasuredModel:
         lines, alerts = [str(reading)], probe.alerts
         if "not_watched" in alerts:
             lines.append("parameters that came or became trainable after measuring began are not in it")
-        return [*lines, *(alerts[name] for name in (OWN_NORM,) if name in alerts)]
+        if OWN_NORM in alerts:
+            lines.append(alerts[OWN_NORM])
+        return lines
 
     def verdict(self) -> Sequence[str]:
         """What to say of it when the script ends, in lines."""
@@ -281,13 +283,11 @@ class MeasuredTrainer(GuardedProbe):
 
     def close(self, reason: str) -> None:
         """Measure no more. Other ranks may be gone, so they are not waited for long."""
-        if self.probe is not None:
-            with contextlib.suppress(Exception):
-                self.probe.close(reason, patience=PATIENCE)
+        self.end(reason, patience=PATIENCE)
 
     def verdict(self) -> Sequence[str]:
         """What to say of it when the script ends, in lines; none where nothing was measured."""
-        return self.said_at_end()
+        return self.said_at_end
 
     def next_batch(self, log: object) -> str:
         """What to try next; empty without a verdict. `log` is the folder of its log."""

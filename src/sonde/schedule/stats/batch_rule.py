@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
 
-from sonde.stats.intervals import RatioInterval, unresolved
 from sonde.wording import number
 
 POWERS_OF_TWO: Literal["powers of two"] = "powers of two"
@@ -82,66 +81,39 @@ class BatchRule:
 
 @dataclass(frozen=True)
 class NoiseScaleNow:
-    """What is known when a decision is due.
+    """What is known when a decision is due, as the log holds it: None where a number is not known or bounded.
 
     Attributes:
-        known: B_simple with its interval, in units.
-        units_per_micro_batch: units that one micro-batch of all ranks together has.
-        n_measured: windows that were measured so far, and could be used.
+        b_simple: in units; None where only a bound of it is known.
+        b_simple_low: lower end of its interval.
+        b_simple_high: upper end.
         average_low: lower end of the run's average of B_simple; None where that lacks one of its ends.
-        window: windows that have ended so far.
-        units: that were trained on so far.
+        units_per_micro_batch: units that one micro-batch of all ranks together has.
+        measured_windows: windows that were measured so far, and could be used.
     """
 
-    known: RatioInterval
+    b_simple: float | None
+    b_simple_low: float | None
+    b_simple_high: float | None
+    average_low: float | None
     units_per_micro_batch: float
-    n_measured: int
-    average_low: float | None = None
-    window: int = 0
-    units: float = 0.0
+    measured_windows: int
 
 
 def metrics_of(now: NoiseScaleNow) -> dict[str, float | None]:
-    """What a decision rests on, by metric name, as the log holds it: None where a number is not known or bounded."""
-    known = now.known
-    return {
-        "schedule/b_simple": known.ratio,
-        "schedule/b_simple_low": known.low,
-        "schedule/b_simple_high": None if known.status == "lower_bound" else known.high,
-        "schedule/average_low": now.average_low,
-        "schedule/units_per_micro_batch": now.units_per_micro_batch,
-        "schedule/measured_windows": now.n_measured,
-        "schedule/units": now.units,
-    }
-
-
-def now_from(metrics: Mapping[str, float | None], window: int = 0) -> NoiseScaleNow:
-    """What a decision rested on, read back from a log. Why nothing was known is not in it.
-
-    Args:
-        metrics: of one record, as `metrics_of` has named them.
-        window: of the record.
+    """What a decision rests on, by metric name.
 
     Example:
-        >>> now = NoiseScaleNow(RatioInterval("resolved", 33.0, 60.0, ratio=45.0), 2.0, n_measured=40, units=160.0)
+        >>> now = NoiseScaleNow(45.0, 33.0, 60.0, None, 2.0, measured_windows=40)
         >>> now_from(metrics_of(now)) == now
         True
     """
-    low, high = metrics["schedule/b_simple_low"], metrics["schedule/b_simple_high"]
-    if low is None:
-        known = unresolved("")
-    elif high is None:
-        known = RatioInterval("lower_bound", low, math.inf)
-    else:
-        known = RatioInterval("resolved" if low else "upper_bound", low, high, "", metrics["schedule/b_simple"])
-    return NoiseScaleNow(
-        known,
-        metrics["schedule/units_per_micro_batch"] or 0.0,
-        int(metrics["schedule/measured_windows"] or 0),
-        metrics["schedule/average_low"],
-        window,
-        metrics["schedule/units"] or 0.0,
-    )
+    return {f"schedule/{name}": value for name, value in asdict(now).items()}
+
+
+def now_from(metrics: Mapping[str, Any]) -> NoiseScaleNow:
+    """What a decision rested on, read back from the metrics of a log's record."""
+    return NoiseScaleNow(**{field.name: metrics[f"schedule/{field.name}"] for field in fields(NoiseScaleNow)})
 
 
 @dataclass(frozen=True)
@@ -150,7 +122,7 @@ class BatchState:
 
     Attributes:
         micro_batches: of each window now.
-        changed_at: `n_measured` when this last changed.
+        changed_at: `measured_windows` when this last changed.
     """
 
     micro_batches: int
@@ -186,23 +158,20 @@ def next_batch(rule: BatchRule, state: BatchState, now: NoiseScaleNow) -> Decisi
 
     Example:
         >>> rule, state = BatchRule(smallest=4, largest=64, ratio=1.0), BatchState(4)
-        >>> now = NoiseScaleNow(RatioInterval("resolved", 33.0, 60.0, ratio=45.0), 2.0, n_measured=40)
+        >>> now = NoiseScaleNow(45.0, 33.0, 60.0, None, 2.0, measured_windows=40)
         >>> decision = next_batch(rule, state, now)
         >>> decision.state.micro_batches, decision.reason
         (8, 'B_simple is 33 or more, and asks for a batch of 33: from 8 to 16')
     """
     counts, here, per_micro_batch = rule.allowed, state.micro_batches, now.units_per_micro_batch
-    n_heard = now.n_measured - state.changed_at
+    n_heard = now.measured_windows - state.changed_at
     low, high = _ends(now)
     if low is None or high is None:
-        only = (
-            "only a bound of B_simple is known, now and over the run"
-            if now.known.low is not None
-            else ("B_simple is not known")
-        )
-        return Decision(state, now, f"{only}: {now.known.reason}")
+        if now.b_simple_low is None:
+            return Decision(state, now, "B_simple is not known")
+        return Decision(state, now, "only a bound of B_simple is known, now and over the run")
     if state.changed_at and n_heard < rule.pause:
-        return Decision(state, now, f"{n_heard} of {rule.pause} measured windows since the last change")
+        return Decision(state, now, f"{n_heard:.0f} of {rule.pause} measured windows since the last change")
 
     batch, asked = here * per_micro_batch, rule.ratio * low
     larger = min((n for n in counts if n > here), default=None)
@@ -216,17 +185,17 @@ def next_batch(rule: BatchRule, state: BatchState, now: NoiseScaleNow) -> Decisi
         return Decision(state, now, f"{end}, and asks for a batch of {number(asked)}; growing takes {number(needed)}")
     assert to is not None
     reason = f"{end}, and asks for a batch of {number(asked)}: from {number(batch)} to {number(to * per_micro_batch)}"
-    changed = replace(state, micro_batches=to, changed_at=now.n_measured)
+    changed = replace(state, micro_batches=to, changed_at=now.measured_windows)
     return Decision(changed, now, reason, changed=True)
 
 
 def _ends(now: NoiseScaleNow) -> tuple[float | None, float | None]:
     """The ends that decide; None for both where only bounds are known."""
-    known = now.known
-    if known.status == "resolved":
-        return known.low, known.high
-    if known.status == "lower_bound" and known.low is not None and now.average_low is not None:
-        return min(known.low, now.average_low), math.inf
+    low, high = now.b_simple_low, now.b_simple_high
+    if now.b_simple is not None:
+        return low, high
+    if low is not None and high is None and now.average_low is not None:
+        return min(low, now.average_low), math.inf
     return None, None
 
 
