@@ -83,7 +83,11 @@ MISTAKES = {
     "single_examples": ("batch_size.per_example.rules:_by_position", "tensor[:, None]", "1.01 * tensor[:, None]"),
     "norm_and_clip": ("gradient_norm.scaling:_coefficient_at_hand", "else product", "else 0.999 * product"),
     "entropy_forecast": ("policy.stats.importance:prefix_log_ratio", "ratio.cumsum(1)", "0 * ratio.cumsum(1)"),
-    "log": ("runs.reader:_records", "cut = number, line", "pass"),
+    "log": (
+        "runs.reader:Contents._add_reading",
+        "False, **record}",
+        'False, **record, "metrics": {name: value and 1.01 * value for name, value in record["metrics"].items()}}',
+    ),
 }
 
 
