@@ -8,41 +8,54 @@ import os
 import resource
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 import sonde
 from sonde.cli import main
 from sonde.commands.doctor_checks import self_tests as tests_of_sonde
 from sonde.commands.doctor_checks.check import Check, checked
-from sonde.commands.doctor_checks.environment import environment_checks
+from sonde.commands.doctor_checks.environment import OF_EXTRAS, environment_checks
 from sonde.commands.doctor_checks.processes import self_tests
 from sonde.commands.doctor_checks.script import script_checks
 from sonde.commands.run import RunOptions
+from sonde.version import TESTED
 from tests.commands.scripts import PLAIN, START
+from tests.docs_blocks import ROOT
 from tests.mutants import Mutant
 from tests.new_process import in_new_process
 from tests.oracles import window_by_hand
 from tests.read_only import read_only_folder
 
-BLOCKED = """
+WITHOUT_TORCH = """
 import sys
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {names!r}:
-            {instead}
-sys.meta_path.insert(0, Blocked())
+from importlib.machinery import PathFinder
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name == "torch" else super().find_spec(name, path, target)
+sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
 """
-RAISES = "raise ModuleNotFoundError(f'No module named {name!r}', name=name)"
+BOKEH_ABORTS = """
+import os, sys
+class Aborts:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "bokeh":
+            os.abort()
+sys.meta_path.insert(0, Aborts())
+"""
 
 
-def machine(folder: Path, *names: str, instead: str = RAISES, **variables: str) -> dict[str, str]:
-    """The environment of a Python in which imports of these packages do this."""
+def machine(folder: Path, site: str = "", **variables: str) -> dict[str, str]:
+    """The environment of a Python that runs this first."""
     folder.mkdir(exist_ok=True)
-    (folder / "sitecustomize.py").write_text(BLOCKED.format(names=names, instead=instead))
+    (folder / "sitecustomize.py").write_text(site)
     path = os.pathsep.join([str(folder), str(Path(sonde.__file__).parents[1])])
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
 
@@ -122,9 +135,7 @@ def test_a_crash_and_a_hang_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.slow
 def test_what_is_broken_is_named_with_what_to_do(tmp_path: Path) -> None:
     """An interface that is not there, half of torchrun's variables, and a package whose import kills the process."""
-    broken = machine(
-        tmp_path / "site", "bokeh", instead="__import__('os').abort()", GLOO_SOCKET_IFNAME="nope0", RANK="1"
-    )
+    broken = machine(tmp_path / "site", BOKEH_ABORTS, GLOO_SOCKET_IFNAME="nope0", RANK="1")
     status, rows = doctor(broken, tmp_path)
     assert status == 1
     assert {name for name, each in rows.items() if each.state == "fails"} == {
@@ -142,7 +153,7 @@ def test_what_is_broken_is_named_with_what_to_do(tmp_path: Path) -> None:
 
 
 def test_without_torch_it_says_what_works(tmp_path: Path) -> None:
-    status, rows = doctor(machine(tmp_path / "site", "torch"), tmp_path)
+    status, rows = doctor(machine(tmp_path / "site", WITHOUT_TORCH), tmp_path)
     assert status == 0
     assert (rows["torch"].state, rows["self-tests"].state, rows["log folder"].state) == ("not there", "not there", "ok")
     assert "sonde report" in rows["torch"].advice
@@ -190,6 +201,17 @@ def test_packages_outside_their_range_and_extras_that_are_missing(
     monkeypatch.setitem(sys.modules, "bokeh", None)
     report = row(tests_of_sonde.report, tmp_path)
     assert (report.state, report.advice) == ("not there", "pip install 'gradsonde[report]'")
+
+
+def test_every_package_of_an_extra_is_checked_in_the_range_that_the_extra_installs() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = [Requirement(text) for extra, texts in extras.items() if extra not in ("dev", "docs") for text in texts]
+    assert OF_EXTRAS.keys() == {each.name for each in asked}
+    for each in asked:
+        first, beyond, extra = OF_EXTRAS[each.name]
+        assert str(each) in [str(Requirement(text)) for text in extras[extra]]
+        if each.name not in TESTED:
+            assert each.specifier == SpecifierSet(f">={first},<{beyond}" if beyond else f">={first}")
 
 
 # With a script.
