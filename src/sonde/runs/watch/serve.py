@@ -19,7 +19,6 @@ from sonde.runs.report.how_measured import how_measured
 from sonde.runs.report.page import check_bokeh, live_part, part_of_page, whole_page
 from sonde.runs.report.write import report_sections, said_first
 from sonde.runs.watch.follow import FollowedRun
-from sonde.runs.watch.terminal import liveness
 
 _HOST = "127.0.0.1"
 _OWN_NAMES = (_HOST, "localhost")
@@ -45,7 +44,7 @@ class Shown:
         """The line of the run in the list of runs."""
         followed = self.followed
         badges = ", ".join(panel.badge for panel in followed.panels) or "No reading yet"
-        live = liveness(followed)
+        live = followed.liveness
         return {"name": followed.run.name, "badges": badges, "live": live, "problem": followed.problem}
 
     def first(self) -> dict[str, Any]:
