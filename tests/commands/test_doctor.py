@@ -83,7 +83,7 @@ def row(test: Any, folder: Path) -> Check:
 def test_each_mechanism_is_sound_here(test: Any, tmp_path: Path) -> None:
     if test is tests_of_sonde.report:
         pytest.importorskip("bokeh")
-    assert row(test, tmp_path / "runs").state == "ok"
+    assert row(test, tmp_path / "log").state == "ok"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -108,7 +108,7 @@ MISTAKES = {
 def test_a_mistake_of_a_mechanism_is_noticed(name: str, tmp_path: Path) -> None:
     function, old, new = MISTAKES[name]
     with Mutant(name, f"sonde.{function}", old, new).applied():
-        found = row(getattr(tests_of_sonde, name), tmp_path)
+        found = row(getattr(tests_of_sonde, name), tmp_path / "log")
     assert found.state == "fails"
 
 
@@ -175,7 +175,7 @@ def test_a_folder_that_cannot_be_written_to_and_a_disk_that_is_full(
 
 def log_on_a_full_disk(folder: Path) -> Check:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-    return row(tests_of_sonde.log, folder)
+    return row(tests_of_sonde.log, folder / "log")
 
 
 def test_a_host_whose_name_does_not_resolve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +199,7 @@ def test_packages_outside_their_range_and_extras_that_are_missing(
     assert [rows[name].state for name in ("transformers", "wandb", "torch")] == ["warning"] * 3
     assert rows["transformers"].found == "4.9.1, and sonde's tests ran with 5.23 to below 5.24"
     monkeypatch.setitem(sys.modules, "bokeh", None)
-    report = row(tests_of_sonde.report, tmp_path)
+    report = row(tests_of_sonde.report, tmp_path / "log")
     assert (report.state, report.advice) == ("not there", "pip install 'gradsonde[report]'")
 
 

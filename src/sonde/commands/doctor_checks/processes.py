@@ -17,8 +17,6 @@ from sonde.commands.doctor_checks.check import REPORT_IT, Check
 from sonde.commands.run import existing_part
 from sonde.evidence.shell_run import end_processes
 
-LOGS = ".sonde-doctor-"
-"""Begins the name of a folder with a test's log; the process of this doctor follows."""
 _PATIENCE = 120.0
 """Seconds in which torch must be imported, and a group of tests must end. On two idle cores it takes a twentieth."""
 _GRACE = 40.0
@@ -28,7 +26,7 @@ _GRACE = 40.0
 @contextlib.contextmanager
 def started(
     command: Sequence[str], environment: Mapping[str, str] | None = None, **files: Any
-) -> Iterator[subprocess.Popen[str]]:
+) -> Iterator[subprocess.Popen[bytes]]:
     """A process in a session of its own, so that Ctrl-C reaches this process alone; ended on exit.
 
     Args:
@@ -36,8 +34,7 @@ def started(
         environment: of the process; by default that of this one.
         **files: `stdout` and `stderr`, as for `subprocess.Popen`.
     """
-    options: Any = {"stdin": subprocess.DEVNULL, "text": True, "errors": "replace", "start_new_session": True}
-    process = subprocess.Popen(command, env=environment, **files, **options)
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, **files)
     try:
         yield process
     finally:
@@ -53,12 +50,12 @@ def self_tests(group: str, folder: Path, n_ranks: int = 1, *, patience: float = 
         n_ranks: processes that run the group together.
         patience: seconds in which the group must end.
     """
-    name = f"self-tests ({group})"
+    name, logs = f"self-tests ({group})", existing_part(folder) / f".sonde-doctor-{os.getpid()}"
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as ranks:
-        ranks.callback(_remove_left, existing_part(folder))
+        ranks.callback(shutil.rmtree, logs, ignore_errors=True)  # a test that is killed leaves it
         rows, said = (ranks.enter_context((Path(place) / file).open("w+")) for file in ("rows", "said"))
         for rank in reversed(range(n_ranks)):
-            words = ("sonde.commands.doctor_checks.self_tests", group, str(folder), str(rank), f"{place}/store")
+            words = ("sonde.commands.doctor_checks.self_tests", group, str(logs), str(rank), f"{place}/store")
             stdout = subprocess.DEVNULL if rank else rows
             process = ranks.enter_context(started([sys.executable, "-m", *words], stdout=stdout, stderr=said))
         try:
@@ -75,9 +72,3 @@ def self_tests(group: str, folder: Path, n_ranks: int = 1, *, patience: float = 
                 yield Check(**message)
     if status != 0:
         yield Check(name, "fails", f"{why}. The tests after it did not run", REPORT_IT)
-
-
-def _remove_left(folder: Path) -> None:
-    """Remove what a test has left in the folder of logs when its process was killed."""
-    for left in folder.glob(f"{LOGS}{os.getpid()}-*"):
-        shutil.rmtree(left, ignore_errors=True)

@@ -12,8 +12,8 @@ import functools
 import json
 import math
 import os
+import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -25,8 +25,6 @@ from torch import Tensor, nn
 
 import sonde
 from sonde.commands.doctor_checks.check import REPORT_IT, Check, checked
-from sonde.commands.doctor_checks.processes import LOGS
-from sonde.commands.run import existing_part
 from sonde.parallel.devices import default_device, has_float64, runs_beside_host
 from sonde.wording import number
 
@@ -34,7 +32,7 @@ N_RANKS = 2
 Compared = tuple[str, Sequence[float], Sequence[float]]
 """What was measured, in words; the numbers by sonde, and the exact ones."""
 Test = Callable[[Path], Check | Compared]
-"""Takes the folder for logs."""
+"""Takes a folder that it may make for a log."""
 _TOLERANCE = 1e-4
 """Relative. Gradients of 8 rows are exact to about 1e-7 in fp32, and differences of their squares to about 1e-6."""
 _CPU = torch.device("cpu")
@@ -134,33 +132,33 @@ def entropy_forecast(_: Path) -> Compared:
 
 
 @contextlib.contextmanager
-def _logged(folder: Path) -> Iterator[Path]:
-    """The log of one step, on the disk of the user's logs."""
+def _logged(folder: Path) -> Iterator[None]:
+    """The log of one step, in a new folder on the disk of the user's logs, which is removed again."""
     try:
-        with tempfile.TemporaryDirectory(prefix=f"{LOGS}{os.getppid()}-", dir=existing_part(folder)) as place:
-            log = sonde.RunLog(sonde.JsonlSink(place), every=1)
-            _measured(_model(), 2, per_example="never", log=log)
-            if log.alerts:
-                raise OSError(0, ", ".join(log.alerts.values()))
-            yield Path(place)
+        folder.mkdir()
+        log = sonde.RunLog(sonde.JsonlSink(folder), every=1)
+        _measured(_model(), 2, per_example="never", log=log)
+        if log.alerts:
+            raise OSError(0, ", ".join(log.alerts.values()))
+        yield
     except OSError as error:
-        raise ValueError(
-            f"nothing can be written beside {folder} ({error.strerror}): make room, or pass --out"
-        ) from error
+        raise ValueError(f"nothing can be written to {folder} ({error.strerror}): make room, or pass --out") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def log(folder: Path) -> Compared:
     """Written and read."""
-    with _logged(folder) as place:
-        metrics = sonde.read_run(place).readings[-1].metrics
+    with _logged(folder):
+        metrics = sonde.read_run(folder).readings[-1].metrics
     read = [metrics[name] or math.nan for name in ("gns/trace_cov", "gns/grad_sq", "grad/norm")]
     return "written, read", read, exact(2)
 
 
 def report(folder: Path) -> Check:
     """The page of that log."""
-    with _logged(folder) as place:
-        return Check("report", "ok", f"a page of {sonde.write_report(place).stat().st_size / 1e6:.1f} MB")
+    with _logged(folder):
+        return Check("report", "ok", f"a page of {sonde.write_report(folder).stat().st_size / 1e6:.1f} MB")
 
 
 def devices(_: Path) -> Check:
