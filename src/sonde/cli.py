@@ -1,4 +1,4 @@
-"""The command line: a table of commands, each with its options and what runs it in a module of its own."""
+"""The command line: a table of commands, each in a module of its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import difflib
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import tyro
@@ -17,89 +16,24 @@ ERROR = 2
 INTERRUPTED = 130  # what shells expect after Ctrl-C
 
 
-@dataclass(frozen=True)
-class Command:
-    """One command.
-
-    Attributes:
-        about: what it does, for `sonde --help`.
-        module: imported when the command is used; most import torch.
-        options: the dataclass of its options there. tyro reads them from the command line.
-        run: the function there that takes these options, and returns the exit status.
-        takes_script: whether a script of the user's follows two dashes, which `run` takes too. `USAGE` of the module
-            shows how.
-        script_is_optional: whether it also runs without a script.
-    """
-
-    about: str
-    module: str
-    options: str
-    run: str
-    takes_script: bool = False
-    script_is_optional: bool = False
-
-
 COMMANDS = {
-    "run": Command(
-        "measure a training script as it is: sonde run -- train.py",
-        "sonde.commands.run",
-        "RunOptions",
-        "run_script",
-        takes_script=True,
-    ),
-    "report": Command("write the report of a run", "sonde.commands.report", "ReportOptions", "run_report"),
-    "compare": Command(
-        "compare several runs: noise scales, losses, costs, settings",
-        "sonde.commands.compare",
-        "CompareOptions",
-        "run_compare",
-    ),
-    "watch": Command(
-        "watch runs while they train, in the terminal and on a page",
-        "sonde.commands.watch",
-        "WatchOptions",
-        "run_watch",
-    ),
-    "advise": Command(
-        "say which batch size and learning rate to take next, and what they save",
-        "sonde.commands.advise",
-        "AdviseOptions",
-        "run_advise",
-    ),
-    "measure": Command(
-        "measure a checkpoint on your text, without training",
-        "sonde.commands.measure",
-        "MeasureOptions",
-        "run_measure",
-    ),
-    "branch": Command(
-        "measure the critical batch size by short trainings from a checkpoint",
-        "sonde.commands.branch",
-        "BranchOptions",
-        "run_branch",
-        takes_script=True,
-    ),
-    "doctor": Command(
-        "check this machine, and what sonde run would find in a script",
-        "sonde.commands.doctor",
-        "DoctorOptions",
-        "run_doctor",
-        takes_script=True,
-        script_is_optional=True,
-    ),
-    "demo": Command(
-        "train a small language model and judge its batch size",
-        "sonde.demos.byte_lm.run",
-        "DemoOptions",
-        "run_demo",
-    ),
-    "demo entropy": Command(
-        "train a tiny policy and forecast its entropy",
-        "sonde.demos.arithmetic.run",
-        "EntropyDemoOptions",
-        "run_entropy_demo",
-    ),
+    "run": ("sonde.commands.run", "measure a training script as it is: sonde run -- train.py"),
+    "report": ("sonde.commands.report", "write the report of a run"),
+    "compare": ("sonde.commands.compare", "compare several runs: noise scales, losses, costs, settings"),
+    "watch": ("sonde.commands.watch", "watch runs while they train, in the terminal and on a page"),
+    "advise": ("sonde.commands.advise", "say which batch size and learning rate to take next, and what they save"),
+    "measure": ("sonde.commands.measure", "measure a checkpoint on your text, without training"),
+    "branch": ("sonde.commands.branch", "measure the critical batch size by short trainings from a checkpoint"),
+    "doctor": ("sonde.commands.doctor", "check this machine, and what sonde run would find in a script"),
+    "demo": ("sonde.demos.byte_lm.run", "train a small language model and judge its batch size"),
+    "demo entropy": ("sonde.demos.arithmetic.run", "train a tiny policy and forecast its entropy"),
 }
+"""The module of each command, and what the command does.
+
+A module is imported when its command is used; most import torch. It ends with `COMMAND`: the dataclass of its options,
+which tyro reads from the command line, and the function that takes these options and returns the exit status. If a
+script of the user's follows two dashes, the function takes the script too, and the module shows that in its `USAGE`.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -152,19 +86,19 @@ def options_of(args: Sequence[str]) -> tuple[Callable[..., int], Any, list[str] 
     name = next((name for n in (2, 1) if (name := " ".join(args[:n])) in COMMANDS), None)
     if name is None:
         raise ValueError(_unknown(args))
-    command, own, script = COMMANDS[name], list(args[len(name.split()) :]), None
-    module = importlib.import_module(command.module)
-    if command.takes_script:
+    own, script = list(args[len(name.split()) :]), None
+    module = importlib.import_module(COMMANDS[name][0])
+    if hasattr(module, "USAGE"):
         from sonde.commands.run import split_command
 
-        own, script = split_command(own, name, module.USAGE, is_optional=command.script_is_optional)
-    options = tyro.cli(getattr(module, command.options), prog=f"sonde {name}", args=own)
-    return getattr(module, command.run), options, script
+        own, script = split_command(own, name, module.USAGE, is_optional=name == "doctor")
+    options_type, run = module.COMMAND
+    return run, tyro.cli(options_type, prog=f"sonde {name}", args=own), script
 
 
 def _help() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {command.about}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:<{width}}  {about}" for name, (_, about) in COMMANDS.items()]
     return "\n".join(
         (
             "usage: sonde COMMAND [options]",

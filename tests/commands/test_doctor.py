@@ -8,41 +8,46 @@ import os
 import resource
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 import sonde
 from sonde.cli import main
 from sonde.commands.doctor_checks import self_tests as tests_of_sonde
 from sonde.commands.doctor_checks.check import Check, checked
-from sonde.commands.doctor_checks.environment import environment_checks
+from sonde.commands.doctor_checks.environment import OF_EXTRAS, environment_checks
 from sonde.commands.doctor_checks.processes import self_tests
 from sonde.commands.doctor_checks.script import script_checks
 from sonde.commands.run import RunOptions
+from sonde.version import TESTED
 from tests.commands.scripts import PLAIN, START
+from tests.docs_blocks import ROOT
 from tests.mutants import Mutant
 from tests.new_process import in_new_process
 from tests.oracles import window_by_hand
 from tests.read_only import read_only_folder
 
-BLOCKED = """
+WITHOUT_TORCH = """
 import sys
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {names!r}:
-            {instead}
-sys.meta_path.insert(0, Blocked())
+from importlib.machinery import PathFinder
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name == "torch" else super().find_spec(name, path, target)
+sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
 """
-RAISES = "raise ModuleNotFoundError(f'No module named {name!r}', name=name)"
 
 
-def machine(folder: Path, *names: str, instead: str = RAISES, **variables: str) -> dict[str, str]:
-    """The environment of a Python in which imports of these packages do this."""
+def machine(folder: Path, site: str = "", **variables: str) -> dict[str, str]:
+    """The environment of a Python that runs this first."""
     folder.mkdir(exist_ok=True)
-    (folder / "sitecustomize.py").write_text(BLOCKED.format(names=names, instead=instead))
+    (folder / "sitecustomize.py").write_text(site)
     path = os.pathsep.join([str(folder), str(Path(sonde.__file__).parents[1])])
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
 
@@ -70,7 +75,7 @@ def row(test: Any, folder: Path) -> Check:
 def test_each_mechanism_is_sound_here(test: Any, tmp_path: Path) -> None:
     if test is tests_of_sonde.report:
         pytest.importorskip("bokeh")
-    assert row(test, tmp_path / "runs").state == "ok"
+    assert row(test, tmp_path / "log").state == "ok"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -83,7 +88,11 @@ MISTAKES = {
     "single_examples": ("batch_size.per_example.rules:_by_position", "tensor[:, None]", "1.01 * tensor[:, None]"),
     "norm_and_clip": ("gradient_norm.scaling:_coefficient_at_hand", "else product", "else 0.999 * product"),
     "entropy_forecast": ("policy.stats.importance:prefix_log_ratio", "ratio.cumsum(1)", "0 * ratio.cumsum(1)"),
-    "log": ("runs.reader:_WholeLines.record", "self._cut = self.number, line", "pass"),
+    "log": (
+        "runs.reader:Contents._add_reading",
+        "False, **record}",
+        'False, **record, "metrics": {name: value and 1.01 * value for name, value in record["metrics"].items()}}',
+    ),
 }
 
 
@@ -91,7 +100,7 @@ MISTAKES = {
 def test_a_mistake_of_a_mechanism_is_noticed(name: str, tmp_path: Path) -> None:
     function, old, new = MISTAKES[name]
     with Mutant(name, f"sonde.{function}", old, new).applied():
-        found = row(getattr(tests_of_sonde, name), tmp_path)
+        found = row(getattr(tests_of_sonde, name), tmp_path / "log")
     assert found.state == "fails"
 
 
@@ -118,9 +127,8 @@ def test_a_crash_and_a_hang_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.slow
 def test_what_is_broken_is_named_with_what_to_do(tmp_path: Path) -> None:
     """An interface that is not there, half of torchrun's variables, and a package whose import kills the process."""
-    broken = machine(
-        tmp_path / "site", "bokeh", instead="__import__('os').abort()", GLOO_SOCKET_IFNAME="nope0", RANK="1"
-    )
+    broken = machine(tmp_path / "site", GLOO_SOCKET_IFNAME="nope0", RANK="1")
+    (tmp_path / "site" / "bokeh.py").write_text("import os; os.abort()")
     status, rows = doctor(broken, tmp_path)
     assert status == 1
     assert {name for name, each in rows.items() if each.state == "fails"} == {
@@ -138,7 +146,7 @@ def test_what_is_broken_is_named_with_what_to_do(tmp_path: Path) -> None:
 
 
 def test_without_torch_it_says_what_works(tmp_path: Path) -> None:
-    status, rows = doctor(machine(tmp_path / "site", "torch"), tmp_path)
+    status, rows = doctor(machine(tmp_path / "site", WITHOUT_TORCH), tmp_path)
     assert status == 0
     assert (rows["torch"].state, rows["self-tests"].state, rows["log folder"].state) == ("not there", "not there", "ok")
     assert "sonde report" in rows["torch"].advice
@@ -160,7 +168,7 @@ def test_a_folder_that_cannot_be_written_to_and_a_disk_that_is_full(
 
 def log_on_a_full_disk(folder: Path) -> Check:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-    return row(tests_of_sonde.log, folder)
+    return row(tests_of_sonde.log, folder / "log")
 
 
 def test_a_host_whose_name_does_not_resolve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,8 +192,19 @@ def test_packages_outside_their_range_and_extras_that_are_missing(
     assert [rows[name].state for name in ("transformers", "wandb", "torch")] == ["warning"] * 3
     assert rows["transformers"].found == "4.9.1, and sonde's tests ran with 5.23 to below 5.24"
     monkeypatch.setitem(sys.modules, "bokeh", None)
-    report = row(tests_of_sonde.report, tmp_path)
+    report = row(tests_of_sonde.report, tmp_path / "log")
     assert (report.state, report.advice) == ("not there", "pip install 'gradsonde[report]'")
+
+
+def test_every_package_of_an_extra_is_checked_in_the_range_that_the_extra_installs() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = [Requirement(text) for extra, texts in extras.items() if extra not in ("dev", "docs") for text in texts]
+    assert OF_EXTRAS.keys() == {each.name for each in asked}
+    for each in asked:
+        first, beyond, extra = OF_EXTRAS[each.name]
+        assert str(each) in [str(Requirement(text)) for text in extras[extra]]
+        if each.name not in TESTED:
+            assert each.specifier == SpecifierSet(f">={first},<{beyond}" if beyond else f">={first}")
 
 
 # With a script.

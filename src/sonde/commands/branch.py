@@ -287,3 +287,6 @@ def _trained(asked: Sequence[Asked], plan: Plan, options: BranchOptions) -> Mapp
         console.print(f"Stopped: {n} of {len(asked)} branches are finished. The same command trains the others.")
         raise
     return {each: (kept | ended)[each] for each in asked}
+
+
+COMMAND = (BranchOptions, run_branch)

@@ -62,3 +62,6 @@ def run_compare(options: CompareOptions) -> int:
 
     console.print(f"\npage  {write_comparison(found, options.out)}")
     return 0
+
+
+COMMAND = (CompareOptions, run_compare)

@@ -92,3 +92,6 @@ def _print(checks: Sequence[Check]) -> None:
         state = Text(each.state, _STYLES[each.state])
         table.add_row(Text(each.name), state, Text(each.found), Text(each.advice))
     Console(highlight=False).print(table)
+
+
+COMMAND = (DoctorOptions, run_doctor)

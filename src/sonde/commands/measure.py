@@ -315,3 +315,6 @@ def _table(groups: Any, *, total_grad_sq: float | None, total_trace_cov: float |
 def _share(part: float | None, whole: float | None) -> str:
     """A part in per cent. That of a |G|² that is not positive yet is not known."""
     return "–" if part is None or not whole or whole <= 0 or part < 0 else percent(part / whole)
+
+
+COMMAND = (MeasureOptions, run_measure)

@@ -35,3 +35,6 @@ def run_report(options: ReportOptions) -> int:
     """
     print(f"report  {write_report(options.run, options.out)}")
     return 0
+
+
+COMMAND = (ReportOptions, run_report)

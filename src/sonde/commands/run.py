@@ -225,3 +225,6 @@ def _name_of(command: Sequence[str]) -> str:
     module = next((b for a, b in itertools.pairwise(command) if a == "-m"), None)
     script = next((Path(word).stem for word in command if word.endswith(".py")), None)
     return script or module or Path(command[0]).name
+
+
+COMMAND = (RunOptions, run_script)

@@ -70,3 +70,6 @@ def _show(runs: Sequence[FollowedRun], console: Console) -> None:
             for sentence in filter(None, sentences):
                 console.print(Text(sentence, "yellow"), soft_wrap=True)
             time.sleep(_SECONDS)
+
+
+COMMAND = (WatchOptions, run_watch)

@@ -15,10 +15,21 @@ from pathlib import Path
 
 from sonde.commands.doctor_checks.check import Check, checked
 from sonde.commands.run import check_folder, existing_part
-from sonde.version import DISTRIBUTION, TESTED, install_hint
+from sonde.version import TESTED, install_hint
 
-_EXTRA = re.compile(r"([\w-]+)([^;]*); extra == ['\"](?!dev|docs)(\w+)['\"]")
-"""A package of an extra in sonde's metadata, its range, and the extra. Two extras are for sonde's developers."""
+OF_EXTRAS = {
+    "bokeh": ("3.6", "4", "report"),
+    "tensorboard": ("2.16", "", "tensorboard"),
+    "wandb": ("0.19", "", "wandb"),
+    "mlflow-skinny": ("3", "", "mlflow"),
+    "trackio": ("0.20", "", "trackio"),
+    "accelerate": (*TESTED["accelerate"], "accelerate"),
+    "lightning": (*TESTED["lightning"], "lightning"),
+    "transformers": (*TESTED["transformers"], "transformers"),
+    "trl": (*TESTED["trl"], "trl"),
+    "datasets": ("5", "", "trl"),
+}
+"""The packages of extras: the first version, the first one beyond, and the extra that installs the package."""
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _ENOUGH_GB = 1.0
@@ -27,10 +38,7 @@ _ENOUGH_GB = 1.0
 
 def has_torch() -> bool:
     """Whether torch is there to be imported."""
-    try:
-        return importlib.util.find_spec("torch") is not None
-    except ImportError:
-        return False
+    return importlib.util.find_spec("torch") is not None
 
 
 def environment_checks(folder: Path) -> Iterator[Check]:
@@ -42,29 +50,12 @@ def environment_checks(folder: Path) -> Iterator[Check]:
     yield _in_range("Python", platform.python_version(), *TESTED["Python"])
     without = "install torch to measure. Without it, logs can be read: sonde report, advise, compare and watch"
     yield _installed("torch", *TESTED["torch"], without) if has_torch() else _missing("torch", without)
-    for package, (first, beyond, remedy) in _packages().items():
-        yield _installed(package, first, beyond, remedy)
+    for package, (first, beyond, extra) in OF_EXTRAS.items():
+        yield _installed(package, first, beyond, install_hint(extra))
+    yield _installed("torchtitan", *TESTED["torchtitan"], "see docs/torchtitan.md")
     yield _torchrun()
     yield checked("host", _host)
     yield checked("log folder", functools.partial(_folder, folder))
-
-
-def _packages() -> dict[str, tuple[str, str, str]]:
-    """Of each package that users may have beside sonde: its first version, the first one beyond, how to install it."""
-    found = {"torchtitan": (*TESTED["torchtitan"], "see docs/torchtitan.md")}
-    for match in filter(None, map(_EXTRA.fullmatch, _requirements())):
-        package, bounds, extra = match.groups()
-        declared = [*re.findall(r">=([\d.]+)", bounds), *re.findall(r"<([\d.]+)", bounds), ""]
-        first, beyond = TESTED.get(package, declared[:2])
-        found.setdefault(package, (first, beyond, install_hint(extra)))
-    return found
-
-
-def _requirements() -> list[str]:
-    try:
-        return importlib.metadata.requires(DISTRIBUTION) or []
-    except importlib.metadata.PackageNotFoundError:  # a checkout that is on the path alone
-        return []
 
 
 def _installed(package: str, first: str, beyond: str, remedy: str) -> Check:

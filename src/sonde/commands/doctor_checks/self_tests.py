@@ -12,8 +12,8 @@ import functools
 import json
 import math
 import os
+import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -22,13 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.benchmark import Timer
 
 import sonde
 from sonde.commands.doctor_checks.check import REPORT_IT, Check, checked
-from sonde.commands.doctor_checks.processes import LOGS
-from sonde.commands.run import existing_part
-from sonde.log.sinks import RECORDS_NAME
 from sonde.parallel.devices import default_device, has_float64, runs_beside_host
 from sonde.wording import number
 
@@ -36,7 +32,7 @@ N_RANKS = 2
 Compared = tuple[str, Sequence[float], Sequence[float]]
 """What was measured, in words; the numbers by sonde, and the exact ones."""
 Test = Callable[[Path], Check | Compared]
-"""Takes the folder for logs."""
+"""Takes a folder that it may make for a log."""
 _TOLERANCE = 1e-4
 """Relative. Gradients of 8 rows are exact to about 1e-7 in fp32, and differences of their squares to about 1e-6."""
 _CPU = torch.device("cpu")
@@ -136,64 +132,49 @@ def entropy_forecast(_: Path) -> Compared:
 
 
 @contextlib.contextmanager
-def _logged(folder: Path) -> Iterator[Path]:
-    """The log of one step, on the disk of the user's logs."""
+def _logged(folder: Path) -> Iterator[None]:
+    """The log of one step, in a new folder on the disk of the user's logs, which is removed again."""
     try:
-        with tempfile.TemporaryDirectory(prefix=f"{LOGS}{os.getppid()}-", dir=existing_part(folder)) as place:
-            log = sonde.RunLog(sonde.JsonlSink(place), every=1)
-            _measured(_model(), 2, per_example="never", log=log)
-            if log.alerts:
-                raise OSError(0, ", ".join(log.alerts.values()))
-            yield Path(place)
+        folder.mkdir()
+        log = sonde.RunLog(sonde.JsonlSink(folder), every=1)
+        _measured(_model(), 2, per_example="never", log=log)
+        if log.alerts:
+            raise OSError(0, ", ".join(log.alerts.values()))
+        yield
     except OSError as error:
-        raise ValueError(
-            f"nothing can be written beside {folder} ({error.strerror}): make room, or pass --out"
-        ) from error
+        raise ValueError(f"nothing can be written to {folder} ({error.strerror}): make room, or pass --out") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def log(folder: Path) -> Compared:
-    """Written, read, torn in its last line, and read again."""
-    with _logged(folder) as place:
-        whole = sonde.read_run(place)
-        with (place / RECORDS_NAME).open("ab") as file:
-            file.write(b'{"kind":"reading","win')
-        torn = sonde.read_run(place)
-    if whole.torn or not torn.torn or torn.readings != whole.readings:
-        raise RuntimeError("a line that a crash tore is not left out")
-    read = [whole.readings[-1].metrics[name] or math.nan for name in ("gns/trace_cov", "gns/grad_sq", "grad/norm")]
-    return "written, torn, read", read, exact(2)
+    """Written and read."""
+    with _logged(folder):
+        metrics = sonde.read_run(folder).readings[-1].metrics
+    read = [metrics[name] or math.nan for name in ("gns/trace_cov", "gns/grad_sq", "grad/norm")]
+    return "written, read", read, exact(2)
 
 
 def report(folder: Path) -> Check:
     """The page of that log."""
-    with _logged(folder) as place:
-        page = sonde.write_report(place).read_text()
-    if not (page.startswith("<!DOCTYPE html>") and page.rstrip().endswith("</html>")):
-        raise RuntimeError(f"the page is not whole: {page[:40]!r}")
-    return Check("report", "ok", f"a page of {len(page) / 1e6:.1f} MB")
+    with _logged(folder):
+        return Check("report", "ok", f"a page of {sonde.write_report(folder).stat().st_size / 1e6:.1f} MB")
 
 
 def devices(_: Path) -> Check:
-    """What torch finds, and how fast fp64 is there."""
+    """What torch finds."""
     device, advice = default_device(), ""
     backends = [name for name in ("gloo", "nccl", "xccl") if dist.is_available() and dist.is_backend_available(name)]
     found = f"CPU with {torch.get_num_threads()} threads, {', '.join(backends) or 'no backend'} for ranks"
     if runs_beside_host(device):
         name = getattr(torch.get_device_module(device), "get_device_name", lambda: device.type)()
-        found += f", {torch.accelerator.device_count()} × {name}, {_float64(device)}"
+        found += f", {torch.accelerator.device_count()} × {name}"
+        found += "" if has_float64(device) else " without fp64: sums are in fp32"
     if torch.version.cuda and not torch.cuda.is_available():
         advice = "torch is built for CUDA, and finds no GPU: look at nvidia-smi and CUDA_VISIBLE_DEVICES"
     elif torch.cuda.device_count() > 1 and "nccl" not in backends:
         advice = "install a torch with NCCL to use several GPUs"
     return Check("devices", "warning" if advice else "ok", found, advice)
-
-
-def _float64(device: torch.device) -> str:
-    if not has_float64(device):
-        return "no fp64: sums are in fp32"
-    values = (torch.ones(2**24, dtype=dtype, device=device) for dtype in (torch.float32, torch.float64))
-    single, double = (Timer("x.square().sum()", globals={"x": x}).timeit(10).mean for x in values)
-    return f"a sum in fp64 takes {double / single:.1f} times that in fp32"
 
 
 # On two ranks.

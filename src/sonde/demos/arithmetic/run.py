@@ -262,3 +262,6 @@ def _with_error(value: float | None, se: float | None) -> str:
 def _short(value: float, decimals: int) -> str:
     mantissa, _, exponent = f"{value:.{decimals}e}".partition("e")
     return f"{mantissa.replace('-', '−')}e{int(exponent)}"
+
+
+COMMAND = (EntropyDemoOptions, run_entropy_demo)

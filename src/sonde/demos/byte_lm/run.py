@@ -172,3 +172,6 @@ def end(setup: Setup, console: Console) -> int:
         console.print(f"Stopped at {done} of {setup.options.steps}.{complete}")
     conclude(run, judge, console)
     return INTERRUPTED if run.ended == "interrupted" else 0
+
+
+COMMAND = (DemoOptions, run_demo)

@@ -85,7 +85,12 @@ def comparison_page(found: Comparison) -> str:
         alerts=[{"message": f"{notice}."} for notice in found.notices],
         more_alerts=plural(max(len(found.notices) - 5, 0), "more notice"),
         panels=[summary(found)],
-        rows=[*_HOW, Row("Logs", logs), Row("Noticed", found.notices or ("Nothing.",))],
+        rows=[
+            Row("Ratios and differences", (_METHOD,)),
+            Row("Noise scale and batch", (proxy_in_words("", "euclidean"),)),
+            Row("Logs", logs),
+            Row("Noticed", found.notices or ("Nothing.",)),
+        ],
         source="the logs of these runs",
     )
 
@@ -152,17 +157,7 @@ def _curves(found: Comparison, label: str, value: Value, *ends: Value) -> Plot |
 
 _GAPS = "Where a curve is missing, only a bound of the noise scale is known, or nothing."
 _BESIDE = "× is a factor, other numbers are differences. – says that the runs have too little in common there."
-_HOW = (
-    Row(
-        "Ratio of noise scales",
-        (
-            "Of two readings at the same place, by their two intervals. Readings of a run depend on each other: many "
-            "of them narrow nothing.",
-            "From some place on: at every reading from there to the end, the interval excludes 1, at 95 % each. The "
-            "ratio is the mean over that stretch, and its ends are the means of the ends.",
-        ),
-    ),
-    Row("Other differences", ("Of means over the last quarter of what both runs have in common, by its blocks.",)),
-    Row("At equal loss", ("Where each run has come down to the higher of their two last losses, by a falling fit.",)),
-    Row("Noise scale and batch", (proxy_in_words("", "euclidean"),)),
+_METHOD = (
+    "docs/compare.md says how ratios, differences and their intervals are made. Readings of a run depend on each "
+    "other: many of them narrow nothing."
 )

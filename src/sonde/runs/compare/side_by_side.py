@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from sonde.runs.reader import find_records, read_run
 from sonde.runs.report.branch_page import BRANCHES_NAME
+from sonde.runs.report.verdicts import looked_up
 from sonde.runs.run import AnyReading, Reading, Run, logged_batch, own_value_names
 from sonde.stats.intervals import RatioInterval
 from sonde.wording import plural, shorten
@@ -56,8 +57,8 @@ class ComparedRun:
 
     @property
     def metric(self) -> str:
-        """The metric of the noise scale. Noise scales of two metrics are not the same quantity."""
-        return str(self.run.probe("reading").setup.get("metric") or "euclidean").split(", ")[0]
+        """The metric of a run's noise scale. Noise scales of two metrics are not the same quantity."""
+        return looked_up(self.run.readings[-1], self.run.probe("reading"))[1]
 
     @property
     def noise_of_run(self) -> RatioInterval:
@@ -207,10 +208,6 @@ def _notices(runs: Sequence[ComparedRun]) -> Iterator[str]:
             yield f"{each.name} was torn by a crash: {each.run.torn}"
         if (n := len(each.run.headers)) > 1:
             yield f"{each.name} was restarted {plural(n - 1, 'time')}: a step that was taken again counts once"
-        if each.run.ended is None:
-            yield f"{each.name} has no end recorded: it is still going on, or it was cut off"
-        if each.run.earlier_runs:
-            yield f"{each.name} is the last of several runs in its folder: the others were left out"
     measured = [run for run in runs if run.run.readings]
     if len({run.metric for run in measured}) > 1:
         metrics = ", ".join(f"{run.letter}: {run.metric}" for run in measured)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from sonde.log.lines import LONGEST_LINE, lines_of
 from sonde.runs.reader import ADVICE, Contents, find_records
-from sonde.runs.report.verdicts import VerdictPanel, verdict_panels
+from sonde.runs.report.verdicts import Failed, VerdictPanel, failed_checks, verdict_panels
 from sonde.runs.run import Run
+from sonde.wording import duration
 
 
 class FollowedRun:
@@ -21,6 +23,7 @@ class FollowedRun:
     Attributes:
         run: what the log holds. A last line without its line break is still being written, and is left out.
         panels: the verdicts on it.
+        failing: the checks that fail now.
         version: counts the changes of `run`.
         written: when the log was last written to, in seconds since 1970.
         problem: why the log cannot be read now, in one sentence; empty if it can. `run` stays as it was read last.
@@ -35,6 +38,7 @@ class FollowedRun:
         self.path = path
         self.run: Run
         self.panels: list[VerdictPanel] = []
+        self.failing: list[Failed] = []
         self.version = 0
         self.written = 0.0
         self.problem = ""
@@ -43,6 +47,13 @@ class FollowedRun:
         self._first_line = b""
         """It holds the time of the run's start, so it tells another log in the same place."""
         self._read_on()
+
+    @property
+    def liveness(self) -> str:
+        """How long ago the run wrote to its log, or that it has ended."""
+        if self.run.ended is not None:
+            return "ended" if self.run.ended == "closed" else f"ended: {self.run.ended}"
+        return f"last record {duration(max(time.time() - self.written, 0))} ago"
 
     def refresh(self) -> str:
         """Read what was appended. Whatever happens to the log, its folder and its disk is told as a `problem`.
@@ -82,6 +93,7 @@ class FollowedRun:
             self._add_lines(file)
         self.run = self._contents.run(is_whole=False)
         self.panels = verdict_panels(self.run)
+        self.failing = [each for each in failed_checks(self.run) if not each.is_over]
         self.version += 1
         self.written = now.st_mtime
         self.problem = ""

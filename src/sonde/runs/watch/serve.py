@@ -19,7 +19,6 @@ from sonde.runs.report.how_measured import how_measured
 from sonde.runs.report.page import check_bokeh, live_part, part_of_page, whole_page
 from sonde.runs.report.write import report_sections, said_first
 from sonde.runs.watch.follow import FollowedRun
-from sonde.runs.watch.terminal import liveness
 
 _HOST = "127.0.0.1"
 _OWN_NAMES = (_HOST, "localhost")
@@ -45,7 +44,7 @@ class Shown:
         """The line of the run in the list of runs."""
         followed = self.followed
         badges = ", ".join(panel.badge for panel in followed.panels) or "No reading yet"
-        live = liveness(followed)
+        live = followed.liveness
         return {"name": followed.run.name, "badges": badges, "live": live, "problem": followed.problem}
 
     def first(self) -> dict[str, Any]:
@@ -85,9 +84,9 @@ class Site(ThreadingHTTPServer):
         except (OSError, OverflowError) as error:
             why = getattr(error, "strerror", None) or error
             raise ValueError(f"--port {port} cannot be used ({why}): leave --port out for a free one") from None
-        self._token = secrets.token_urlsafe(24)
-        self._shown = {str(k): Shown(run) for k, run in enumerate(runs)}
-        self._drawing = threading.Lock()  # Bokeh's theme and its settings are shared by all threads
+        self.token = secrets.token_urlsafe(24)
+        self.shown = {str(k): Shown(run) for k, run in enumerate(runs)}
+        self.drawing = threading.Lock()  # Bokeh's theme and its settings are shared by all threads
         self.page = whole_page(
             [], template="watch/watch.html", scripts=("report/page.js", "watch/watch.js"), name="sonde watch"
         )
@@ -95,32 +94,7 @@ class Site(ThreadingHTTPServer):
     @property
     def address(self) -> str:
         """What to open in a browser."""
-        return f"http://{_HOST}:{self.server_port}/?token={self._token}"
-
-    def knows(self, token: str) -> bool:
-        """Whether this is the token of the address. How long the answer takes says nothing about it."""
-        return hmac.compare_digest(token.encode("utf-8", "replace"), self._token.encode())
-
-    def has(self, run: str) -> bool:
-        """Whether there is a run of this number."""
-        return run in self._shown
-
-    def news(self, run: str, seen: str) -> dict[str, Any]:
-        """The list of runs, and what a page says first, if it does not say so yet.
-
-        Args:
-            run: the one that the page shows, by its number from 0.
-            seen: the version that it shows.
-        """
-        shown = self._shown[run]
-        first = None if seen == str(shown.followed.version) else shown.first()
-        return {"runs": [each.in_list() for each in self._shown.values()], "first": first}
-
-    def figures(self, run: str, seen: str) -> dict[str, Any]:
-        """Figures and tables that a page does not show yet. They may take a second to draw. As `news`."""
-        with self._drawing:
-            rest = self._shown[run].rest()
-        return {"rest": None if seen == str(rest["version"]) else rest}
+        return f"http://{_HOST}:{self.server_port}/?token={self.token}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing about a browser that has gone away."""
@@ -133,19 +107,33 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "sonde", ""
 
     def do_GET(self) -> None:
-        """Answer who calls this machine by its own name and knows the token."""
+        """Answer who calls this machine by its own name and knows the token.
+
+        /news has the list of runs and what a page says first, /figures what takes long to draw: of the run with this
+        number from 0, if it is newer than the version that was `seen`.
+        """
         site, url = cast(Site, self.server), urlsplit(self.path)
         query = {name: values[0] for name, values in parse_qs(url.query).items()}
+        shown, seen = site.shown.get(query.get("run", "")), query.get("seen", "")
         before, _, after = self.headers.get("Host", "").rpartition(":")
-        if (before or after) not in _OWN_NAMES or not site.knows(query.get("token", "")):
+        token = query.get("token", "").encode("utf-8", "replace")
+        # How long the comparison takes says nothing about the token.
+        if (before or after) not in _OWN_NAMES or not hmac.compare_digest(token, site.token.encode()):
             self._answer("Open the address that sonde watch has printed, with its token.", HTTPStatus.FORBIDDEN)
         elif url.path == "/":
             self._answer(site.page, kind="text/html")
-        elif url.path in ("/news", "/figures") and site.has(query.get("run", "")):
-            answer = site.news if url.path == "/news" else site.figures
-            self._answer(json.dumps(answer(query["run"], query.get("seen", ""))), kind="application/json")
+        elif url.path == "/news" and shown:
+            first = None if seen == str(shown.followed.version) else shown.first()
+            self._answer_json(runs=[each.in_list() for each in site.shown.values()], first=first)
+        elif url.path == "/figures" and shown:
+            with site.drawing:
+                rest = shown.rest()
+            self._answer_json(rest=None if seen == str(rest["version"]) else rest)
         else:
             self._answer("There is no such page.", HTTPStatus.NOT_FOUND)
+
+    def _answer_json(self, **values: Any) -> None:
+        self._answer(json.dumps(values), kind="application/json")
 
     def _answer(self, text: str, status: HTTPStatus = HTTPStatus.OK, *, kind: str = "text/plain") -> None:
         body = text.encode("utf-8", "replace")
