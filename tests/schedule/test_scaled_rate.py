@@ -190,3 +190,18 @@ def test_closed_it_leaves_the_optimizer_as_it_was() -> None:
     torch.testing.assert_close(before - model.weight, torch.full_like(before, 0.01), rtol=1e-4, atol=0)
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
+
+
+def test_several_schedules_of_the_rate_are_stepped_together() -> None:
+    """As of Muon and AdamW, which step one model together."""
+    model = Linear()
+    optimizer = sgd(model)
+    schedulers = [of_torch.ExponentialLR(optimizer, gamma) for gamma in (0.99, 0.98)]
+    with attached(model, optimizer) as probe:
+        schedule = BatchSchedule(probe, **OPTIONS)
+        schedule.scale_lr(optimizer, schedulers[0])
+        counts = train(model, optimizer, schedule, range(60), lambda window, pieces: schedule.step_lr(*schedulers))
+        assert counts[-1] == 8
+        assert [each.last_epoch for each in schedulers] == [sum(counts) // 2] * 2
+        with pytest.raises(ValueError, match=r"in one call, and the same in every call: schedule.step_lr\(first, sec"):
+            schedule.step_lr(schedulers[0])

@@ -144,8 +144,10 @@ class BatchSchedule:
         """The window of the next decision; None before the first window, since checkpoints may still be loaded."""
         self._stepped, self._owed = probe.n_windows, 0
         """The last window for which a schedule of the rate was stepped; micro-batches that make no whole step yet."""
-        self._steps_lr = False
-        """Whether schedules of the rate are stepped by this one."""
+        self._steps_all_lr = False
+        """Whether a trainer's integration steps all schedules of the rate by this one."""
+        self._steps_lr: list[Any] = []
+        """Those that `step_lr` steps."""
         self._rates: list[ScaledRate] = []
         self._lr_schedulers: list[Any] = []
         self._stood_at: dict[Any, tuple[int, int]] = {}
@@ -269,20 +271,37 @@ class BatchSchedule:
         name, noise = parsed_rule(rule)
         return f"{name}={noise / self._units_per_micro_batch}"
 
-    def step_lr(self, lr_scheduler: Any) -> None:
-        """Step a schedule of the rate, in place of `lr_scheduler.step()`, so that its end stays where it was in units.
+    def step_lr(self, *lr_schedulers: Any) -> None:
+        """Step all schedules of the rate, in place of their `step()`, so that their ends stay where they were in units.
 
-        A window of twice the smallest batch is two of its steps. Nothing happens before a window has ended.
+        A window of twice the smallest batch is two of their steps. Nothing happens before a window has ended.
+
+        Args:
+            *lr_schedulers: the same in every call.
+
+        Raises:
+            ValueError: for others than in the first call. A second call after a window has no steps left to take.
         """
-        for _ in range(self.lr_steps_due()):
-            lr_scheduler.step()
+        given = [getattr(each, "scheduler", each) for each in lr_schedulers]
+        self._steps_lr = self._steps_lr or given
+        if given != self._steps_lr:
+            raise ValueError(
+                "step_lr takes all schedules of the rate in one call, and the same in every call: "
+                "schedule.step_lr(first, second)"
+            )
+        for _ in range(self._due()):
+            for each in lr_schedulers:
+                each.step()
 
     def lr_steps_due(self) -> int:
         """Steps of a schedule of the rate, counted in smallest batches, since this was asked last.
 
         A short window at the end of an epoch counts as a whole number of smallest batches, as it would at the smallest.
         """
-        self._steps_lr = True
+        self._steps_all_lr = True
+        return self._due()
+
+    def _due(self) -> int:
         n_windows, self._stepped = self._probe.n_windows - self._stepped, self._probe.n_windows
         if not n_windows:
             return 0
@@ -299,7 +318,8 @@ class BatchSchedule:
             ValueError: with what to do.
         """
         for scheduler, (first, stood_at) in self._stood_at.items():
-            if not self._steps_lr and 2 * (scheduler.last_epoch - stood_at) > self._probe.n_windows - first:
+            is_stepped = self._steps_all_lr or any(scheduler is each for each in self._steps_lr)
+            if not is_stepped and 2 * (scheduler.last_epoch - stood_at) > self._probe.n_windows - first:
                 raise ValueError(_COUNTS_STEPS.format(unit=self._unit))
 
     def close(self) -> None:
