@@ -24,7 +24,7 @@ PRESENT = {
     "lines of code: parallel": 1_184,  # norms that are still to be summed
     "lines of code: policy": 5_211,  # truncated policies, entropies by position, KL and bonus as causes
     "lines of code: runs": 3_566,  # sonde compare and watch
-    "lines of code: schedule": 376,  # a batch that grows with the noise scale
+    "lines of code: schedule": 388,  # a batch that grows with the noise scale
     "lines of code: stats": 178,  # + 1: a state shares nothing with its object
     "lines of code of the study": 1_849,  # what a growing batch is worth
     "files of source": 235,  # advise, compare, watch, doctor, schedule
@@ -33,8 +33,8 @@ PRESENT = {
     "files that one forecast closes over": 36,
     "calls of one measured window": 398,  # the update's norm by a sample of elements
     "files of one measured window": 27,  # the same
-    "words of docs": 23_865,  # nine pages
-    "lines of tests": 54_140,  # advise, compare, watch, doctor, schedule, the norm
+    "words of docs": 23_869,  # nine pages
+    "lines of tests": 54_160,  # advise, compare, watch, doctor, schedule, the norm
 }
 """What `python -m tests.house` prints. A change may lower a number. A line that raises one says why, beside it."""
 

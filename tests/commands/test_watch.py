@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,7 +62,10 @@ def test_it_goes_on_without_the_folder_until_ctrl_c(tmp_path: Path) -> None:
     """Its address and what goes wrong are printed at once, also into a file. The last readings come at the end."""
     folder = write_run(tmp_path / "run", 12, end=False)
     command = [sys.executable, "-W", "error", "-c", WITHOUT_TORCH, str(folder), "--serve"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1) as watch:
+    # Tests that run in the background ignore Ctrl-C, and so would what they start.
+    as_in_a_terminal = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "bufsize": 1}
+    with subprocess.Popen(command, **pipes, preexec_fn=as_in_a_terminal) as watch:
         try:
             _lines_until(watch, "?token=")
             folder.rename(tmp_path / "elsewhere")
