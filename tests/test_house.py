@@ -33,8 +33,8 @@ PRESENT = {
     "files that one forecast closes over": 36,
     "calls of one measured window": 398,  # the update's norm by a sample of elements
     "files of one measured window": 27,  # the same
-    "words of docs": 23_869,  # nine pages
-    "lines of tests": 54_160,  # advise, compare, watch, doctor, schedule, the norm
+    "words of docs": 23_884,  # nine pages
+    "lines of tests": 54_162,  # advise, compare, watch, doctor, schedule, the norm
 }
 """What `python -m tests.house` prints. A change may lower a number. A line that raises one says why, beside it."""
 
