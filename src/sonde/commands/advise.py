@@ -303,7 +303,7 @@ def _notes(logged: Logged, advised: Mapping[str, Advice]) -> Iterator[str]:
     """What the numbers rest on, in short: docs/advice.md has all of it."""
     if any(advice.factor == PUBLISHED for advice in advised.values()):
         yield "This optimizer, or this metric, was not in sonde's study: B_crit is taken to be 0.1 to 20 B_simple."
-    if advised:
+    elif advised and logged.unit != "prompts":  # of policies, the study has eight cases alone
         yield "Ranges hold about 9 times in 10, where your training is like those of the study of small tasks."
     if advised and logged.present.units_per_second is not None:
         most = plural(logged.present.ranks_at_most, "rank")
