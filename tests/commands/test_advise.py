@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,25 +61,30 @@ def test_the_table_is_that_of_the_log(tmp_path: Path, capsys: pytest.CaptureFixt
         assert plan["money"]["middle"] == pytest.approx(steps * pieces * seconds_of_a_piece * 6 / 3600)
     assert {plan["batch"] for plan in for_run["plans"]} >= {32.0, 64.0, 128.0}
     from_here_on = found["advice"]["from here on"]
-    assert from_here_on["factor"]["median"] == OF_BRANCHES[ADAMW].median
+    assert found["logged"]["scopes"]["from here on"]["factor"]["median"] == OF_BRANCHES[ADAMW].median
     assert from_here_on["present"]["steps"]["middle"] == 1000
-    [panel] = verdict_panels(sonde.read_run(folder))  # the report speaks of the same critical batch
-    about = f"{from_here_on['critical']['middle']:.2g}"
-    assert panel.action == f"Try a larger batch from here on: about {float(about):.0f} sequences instead of 64."
+    [panel] = verdict_panels(sonde.read_run(folder))  # the report says the same
+    assert panel.action == asked(capsys, folder)["words"]["for a run like this one"]
+    assert panel.badge == "About right or too large"
 
 
 def test_what_is_advised_comes_with_its_flags_and_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run(tmp_path / "run", batch=8.0)
-    found = asked(capsys, folder)
+    kept = asked(capsys, folder)
+    assert kept["batch"] is None  # on the same ranks, a larger one takes more time
+    assert kept["advice"]["for a run like this one"]["elsewhere"]["batch"] == 32.0
+    assert "keep the batch of 8 sequences on 2 ranks: 32 would need 37 % [" in kept["words"]["for a run like this one"]
+    assert kept["notes"][-1].startswith("--ranks-at-most N says what more ranks would do")
+    found = asked(capsys, folder, "--ranks-at-most", "32")
     best = found["advice"]["for a run like this one"]["best"]
     assert best["batch"] == 32.0
     assert found["batch"] == 32.0
-    assert found["how"][0] == "Trainer(devices=2, accumulate_grad_batches=16), DataLoader(batch_size=1)"
+    assert found["how"][0] == "Trainer(devices=32, accumulate_grad_batches=1), DataLoader(batch_size=1)"
     [row] = found["rates"]
     assert {s["name"]: s["then"] for s in row["settings"]}["learning rate"] == pytest.approx(2e-3)
-    assert main(["advise", folder, "--trainer", "deepspeed"]) == 0
+    assert main(["advise", folder, "--trainer", "deepspeed", "--ranks-at-most", "32"]) == 0
     shown = capsys.readouterr().out
-    assert "try a batch of 32 sequences if more ranks can share it:\nit needs 37 % [" in shown
+    assert "try a batch of 32 sequences: it needs 37 % [" in shown
     assert "To set a batch of 32 sequences (DeepSpeed):" in shown
     assert '"train_batch_size": 32' in shown
     assert asked(capsys, folder, "--batch", "24")["batch"] == 24.0
@@ -139,7 +145,10 @@ def test_where_there_is_no_verdict_nothing_is_advised(tmp_path: Path, capsys: py
 
 def test_without_an_optimizer_the_published_range_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = asked(capsys, run(tmp_path / "run", header=header_record(), batch=8.0), "--batch", "32")
-    assert "was not in sonde's study" in found["notes"][0]
+    assert found["notes"][0].startswith("The log does not say the optimizer")
+    assert asked(capsys, run(tmp_path / "y", batch=8.0, header=header_record()))["batch"] is None
+    other = asked(capsys, run(tmp_path / "x", header=header(optimizer_kind="X"), batch=8.0))
+    assert other["notes"][0].startswith("This optimizer, or this metric, was not in sonde's study")
     assert found["rates"] == []
     assert found["trainer"] == "plain loop"
 
@@ -172,7 +181,9 @@ def test_in_rl_prompts_and_completions_are_weighed(tmp_path: Path, capsys: pytes
     assert "= 64, in completions" in found["how"][1]
     told = "\n".join(found["notes"])
     beside = run(tmp_path / "beside", header=header() | {"unit": "prompts"})  # by sonde.attach in a loop of one's own
-    assert asked(capsys, beside)["advice"]["for a run like this one"]["factor"]["median"] == IN_RL["Adam"].median
+    assert (
+        asked(capsys, beside)["logged"]["scopes"]["for a run like this one"]["factor"]["median"] == IN_RL["Adam"].median
+    )
     assert "twice the completions to each prompt would cut the noise of a step by 35" in told
     assert "Reuse" in told
 
@@ -203,9 +214,9 @@ def test_a_real_run_says_its_settings_and_its_advice(tmp_path: Path, capsys: pyt
         reading, **vars(now), effective_units=(reading.units_per_window or 0.0) / 2, average=reading.average.times(0.5)
     )
     assert counted_half.next_batch(tmp_path) == said
-    for sentence in found["words"].values():
-        begin = sentence.rstrip(".").split(" the steps")[0]  # the line at the end says nothing of the time
-        assert f"{begin[:1].lower()}{begin[1:]}" in said
+    for scope, sentence in found["words"].items():  # the line at the end says nothing of ranks
+        needs = sentence.split("would need ")[-1].split(", which")[0].split(": ")[-1].rstrip(".")
+        assert re.search(rf"{scope}, [^;]*{re.escape(needs)}", said)
 
 
 def test_a_new_run_grows_where_the_study_found_that_it_may(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

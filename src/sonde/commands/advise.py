@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import statistics
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,30 +14,15 @@ from typing import Annotated, Any
 from rich.console import Console
 from tyro.conf import Positional, arg
 
-from sonde.batch_size.stats.critical_batch import Estimate, Kind, batch_kind
-from sonde.batch_size.stats.next_batch import (
-    FROM_HERE_ON,
-    RUN_LIKE_THIS,
-    Advice,
-    Aim,
-    Plan,
-    Present,
-    advise_batch,
-    in_words,
-    plan_of,
-)
-from sonde.batch_size.stats.proxy import IN_RL, PUBLISHED, Factor, Range, factor_of
+from sonde.batch_size.stats.next_batch import Advice, Aim, Plan, in_words, leading, plan_of
+from sonde.batch_size.stats.proxy import PUBLISHED, Range, factor_of
 from sonde.batch_size.stats.rate_row import RateRow, rate_row
 from sonde.commands.advise_tables import show
 from sonde.commands.trainer_flags import in_trainer, trainer_named
+from sonde.runs.advice import STEPS, Logged, logged
 from sonde.runs.reader import read_run
-from sonde.runs.report.verdicts import judge_reading, looked_up
-from sonde.runs.run import PROMPT_NOISE, PolicyReading, ProbeSetup, Run, logged_batch, logged_interval
-from sonde.stats.intervals import RatioInterval
+from sonde.runs.run import Run
 from sonde.wording import number, percent, plural
-
-_STEPS = 1000
-"""From here on, costs are those of what so many steps with the present batch would learn."""
 
 
 @dataclass(frozen=True)
@@ -67,33 +51,6 @@ class AdviseOptions:
     batch: Annotated[float | None, arg(metavar="UNITS", help_behavior_hint="(optional)")] = None
     trainer: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: as logged)")] = None
     json: bool = False
-
-
-@dataclass(frozen=True)
-class Logged:
-    """What a log says of the batch size.
-
-    Attributes:
-        unit: plural name of the unit.
-        setup: of the probe.
-        present: the training as it is.
-        scopes: what advice is about, with its noise scale, the kind of the verdict, and steps.
-        optimizer: as `proxy.kind_of` names it; empty where it is not known, or its options were changed.
-        why_none: why nothing is advised yet; empty where something is.
-        metric: of the noise scale.
-        tokens: of one unit; None where they were not counted.
-        units_seen: by the run.
-    """
-
-    unit: str
-    setup: Mapping[str, Any]
-    present: Present
-    scopes: Mapping[str, tuple[Estimate, Kind, float]]
-    optimizer: str
-    why_none: str = ""
-    metric: str = "euclidean"
-    tokens: float | None = None
-    units_seen: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -153,29 +110,34 @@ def answer(run: Run, options: AdviseOptions) -> Answer:
     Raises:
         ValueError: as `run_advise`.
     """
-    logged = _logged(run, options)
-    advised = {} if logged.why_none else _advised(logged, options)
-    trainer = trainer_named(options.trainer) if options.trainer else str(logged.setup.get("trainer") or "plain loop")
-    notes = (*_notes(logged, advised), *(_of_rl(run) if logged.unit == "prompts" else ()))
-    words = {scope: f"{scope.capitalize()}, {in_words(each, logged.unit)}." for scope, each in advised.items()}
-    if (chosen := _chosen(logged, advised, options)) is None:
-        return Answer(logged, words, advised, trainer, None, (), (), notes)
+    known = logged(
+        run,
+        units_per_second=options.units_per_second,
+        cost_per_hour=options.cost_per_hour,
+        ranks_at_most=options.ranks_at_most,
+    )
+    advised, unit = known.advised(aim=options.aim, budget=options.budget), known.unit
+    trainer = trainer_named(options.trainer) if options.trainer else str(known.setup.get("trainer") or "plain loop")
+    notes = (*_notes(known, advised), *(_of_rl(run) if unit == "prompts" else ()))
+    words = {scope: f"{scope.capitalize()}, {in_words(each, unit)}." for scope, each in advised.items()}
+    if (chosen := _chosen(known, advised, options)) is None:
+        return Answer(known, words, advised, trainer, None, (), (), notes)
     plan, critical = chosen
-    notes += tuple(_on_the_way(logged, plan.batch))
-    groups = logged.setup.get("optimizer_settings") or [] if logged.optimizer else []
-    rates = tuple(rate_row(group, plan.batch, logged.present.batch, critical) for group in groups)
+    notes += tuple(_on_the_way(known, plan.batch))
+    groups = known.setup.get("optimizer_settings") or [] if known.optimizer else []
+    rates = tuple(rate_row(group, plan.batch, known.present.batch, critical) for group in groups)
     how = in_trainer(
         trainer,
         batch=plan.batch,
         ranks=plan.ranks,
         accumulation=plan.accumulation,
-        unit=logged.unit,
-        present=logged.present.batch,
-        units_seen=logged.units_seen,
-        tokens=logged.tokens,
+        unit=unit,
+        present=known.present.batch,
+        units_seen=known.units_seen,
+        tokens=known.tokens,
         completions=run.probe("policy").setup.get("completions_per_prompt"),
     )
-    return Answer(logged, words, advised, trainer, plan.batch, how, rates, notes)
+    return Answer(known, words, advised, trainer, plan.batch, how, rates, notes)
 
 
 def _check(options: AdviseOptions) -> None:
@@ -187,127 +149,30 @@ def _check(options: AdviseOptions) -> None:
         raise ValueError("--budget takes the fastest batch that keeps it, got --aim cheapest: leave out one of the two")
 
 
-# What the log says.
-
-
-def _logged(run: Run, options: AdviseOptions) -> Logged:
-    if run.readings:
-        return _of_readings(run, options)
-    for reading in reversed(run.policy):
-        if (known := logged_interval(reading.metrics, PROMPT_NOISE)).status != "unresolved":
-            return _of_prompts(run, options, reading, known)
-    raise ValueError(
-        f"{run.path} has no reading of the noise scale, which advice on the batch size rests on: train on, or attach a "
-        "noise-scale probe"
-    )
-
-
-def _of_readings(run: Run, options: AdviseOptions) -> Logged:
-    last, probe = run.readings[-1], run.probe("reading")
-    units, (batch, _) = last.metrics.get("gns/units_per_window"), logged_batch(last.metrics, probe.unit)
-    verdict, why_none = judge_reading(last, probe), ""
-    if not (batch and units) or verdict.kind == verdict.kind_now == "unknown":
-        batch = units = units or 1.0
-        why_none = f"{verdict.headline} {verdict.detail}"
-    trains, scale = not probe.setup.get("fixed_weights"), units / batch
-    scopes: dict[str, tuple[Estimate, Kind, float]] = {}
-    if trains and last.average.status != "unresolved":
-        n_steps = last.window - round(last.metrics.get("gns/first_step") or 1) + 1
-        scopes[RUN_LIKE_THIS] = (_estimate(last.average).times(scale), verdict.kind, n_steps)
-    if last.now.status != "unresolved":
-        scopes[FROM_HERE_ON] = (_estimate(last.now).times(scale), verdict.kind_now, _STEPS)
-    optimizer, metric = looked_up(last, probe)
-    pieces = float(last.pieces.get("per_window") or 1) if trains else 1.0  # windows at fixed weights are no batches
-    tokens = last.metrics.get("gns/units_per_window_tokens")
-    segment = [r for r in run.readings if r.segment == last.segment]
-    rates = [rate for r in segment if trains and (rate := r.metrics.get("run/units_per_second"))]
-    return Logged(
-        unit=probe.unit,
-        setup=probe.setup,
-        present=_present(probe, options, units, pieces, rates),
-        scopes=scopes,
-        why_none=why_none,
-        optimizer=optimizer,
-        metric=metric,
-        tokens=tokens / units if tokens else None,
-        units_seen=last.metrics.get("run/units_seen") or 0.0,
-    )
-
-
-def _of_prompts(run: Run, options: AdviseOptions, last: PolicyReading, noise: RatioInterval) -> Logged:
-    """Of a policy whose noise scale was measured in prompts. Its level now is all that the log has."""
-    probe, known = run.probe("policy"), _estimate(noise)
-    batch = float(last.metrics.get("gns_prompts/prompts_per_window") or probe.setup.get("prompts_per_step") or 1)
-    return Logged(
-        unit="prompts",
-        setup=probe.setup,
-        present=_present(probe, options, batch, float(probe.setup.get("ranks") or 1), []),
-        scopes={FROM_HERE_ON: (known, batch_kind(batch, known), _STEPS)},
-        optimizer=str(probe.setup.get("optimizer_kind") or ""),
-        units_seen=batch * last.window,
-    )
-
-
-def _estimate(known: RatioInterval) -> Estimate:
-    return Estimate(known.ratio, known.low, known.high)
-
-
-def _present(probe: ProbeSetup, options: AdviseOptions, units: float, pieces: float, rates: list[float]) -> Present:
-    throughput = options.units_per_second or (statistics.median(rates) if rates else None)
-    if throughput is None and options.cost_per_hour is not None:
-        raise ValueError("--cost-per-hour needs the throughput, which the log lacks: pass --units-per-second too")
-    ranks = int(probe.setup.get("ranks") or 1)
-    most = options.ranks_at_most or ranks
-    return Present(units, 0.0, max(pieces, ranks), ranks, throughput, options.cost_per_hour, most)
-
-
-# What to do.
-
-
-def _advised(logged: Logged, options: AdviseOptions) -> dict[str, Advice]:
-    scopes = {name: scope for name, scope in logged.scopes.items() if options.budget is None or name == RUN_LIKE_THIS}
-    if not scopes:
-        raise ValueError("--budget is for a whole run like this one, whose average noise scale is not in the log")
-    return {
-        scope: advise_batch(
-            dataclasses.replace(logged.present, steps=steps),
-            known,
-            kind,
-            _factor(logged, scope),
-            aim=options.aim,
-            budget=options.budget,
-        )
-        for scope, (known, kind, steps) in scopes.items()
-    }
-
-
-def _factor(logged: Logged, scope: str) -> Factor:
-    """The critical batch size over the noise scale."""
-    if logged.unit == "prompts":
-        return IN_RL["SGD" if logged.optimizer.startswith("SGD") else "Adam"]
-    return factor_of(logged.optimizer, logged.metric, from_here_on=scope == FROM_HERE_ON) or PUBLISHED
-
-
-def _chosen(logged: Logged, advised: Mapping[str, Advice], options: AdviseOptions) -> tuple[Plan, Range] | None:
-    """The batch to say more of, the user's or the first that is better than the present, and B_crit."""
-    first = next((advice for advice in advised.values() if options.batch or advice.best is not None), None)
-    if first is None:
+def _chosen(known: Logged, advised: Mapping[str, Advice], options: AdviseOptions) -> tuple[Plan, Range] | None:
+    """The batch to say more of, the user's or the best, and B_crit."""
+    if not advised:
         return None
+    advice = advised[leading(advised)]
     if options.batch:
-        return plan_of(dataclasses.replace(logged.present, steps=_STEPS), options.batch, first.critical), first.critical
-    assert first.best is not None
-    return first.best, first.critical
+        return plan_of(dataclasses.replace(known.present, steps=STEPS), options.batch, advice.critical), advice.critical
+    return None if advice.best is None else (advice.best, advice.critical)
 
 
 def _notes(logged: Logged, advised: Mapping[str, Advice]) -> Iterator[str]:
     """What the numbers rest on, in short: docs/advice.md has all of it."""
-    if any(advice.factor == PUBLISHED for advice in advised.values()):
-        yield "This optimizer, or this metric, was not in sonde's study: B_crit is taken to be 0.1 to 20 B_simple."
+    if any(logged.scopes[name].factor == PUBLISHED for name in advised):
+        which = "This optimizer, or this metric, was not in sonde's study"
+        if not logged.optimizer:
+            which = "The log does not say the optimizer (pass it to sonde.attach), or its options changed"
+        yield f"{which}: B_crit is taken to be 0.1 to 20 B_simple. `sonde branch` measures it."
     elif advised and logged.unit != "prompts":  # of policies, the study has eight cases alone
         yield "Ranges hold about 9 times in 10, where your training is like those of the study of small tasks."
     if advised and logged.present.units_per_second is not None:
         most = plural(logged.present.ranks_at_most, "rank")
         yield f"Time: all rows, the present batch too, are on up to {most}, with perfect data parallelism."
+    if any(advice.elsewhere for advice in advised.values()):
+        yield "--ranks-at-most N says what more ranks would do, --batch N how to set a batch and its rate."
 
 
 def _on_the_way(logged: Logged, batch: float) -> Iterator[str]:

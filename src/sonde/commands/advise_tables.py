@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from sonde.batch_size.stats.critical_batch import Estimate
 from sonde.batch_size.stats.next_batch import HOUR, Advice
 from sonde.batch_size.stats.proxy import Range
 from sonde.batch_size.stats.rate_row import RateRow
@@ -32,13 +31,13 @@ def show(found: Answer, console: Console) -> None:
     for sentence in found.words.values():
         console.print(sentence, style="bold")
     for scope, advice in found.advice.items():
-        known, factor, now = logged.scopes[scope][0], advice.factor, advice.present
-        critical = Estimate(advice.critical.middle, advice.critical.low, advice.critical.high)
+        known, factor, now = logged.scopes[scope].known, logged.scopes[scope].factor, advice.present
+        times = f"{number(factor.low, 2)} – {number(factor.high, 2)}"
+        times = f"{number(factor.median, 2)} [{times}]" if factor.median is not None else times
         console.print(
             f"\n{scope.capitalize()}: costs of what {number(now.steps.high, 6)} steps of "
             f"{number(now.batch, 6)} learn.\n"
-            f"B_simple {known.in_words(unit)}, times {number(factor.median, 2)} [{number(factor.low, 2)} – "
-            f"{number(factor.high, 2)}]: B_crit {critical.in_words(unit)}\n"
+            f"B_simple {known.in_words(unit)}, times {times}: B_crit {advice.critical.in_words(unit)}\n"
         )
         console.print(plain_table(_cost_rows(advice, unit), right=(0, 1, 2, 3, 4, 5)))
     if found.batch is not None:

@@ -18,7 +18,6 @@ from tyro.conf import Positional, arg
 
 from sonde.batch_size.curvature import Curvature
 from sonde.batch_size.measure import Measurement, check_limits, measure
-from sonde.batch_size.stats.critical_batch import ABOUT_RIGHT
 from sonde.batch_size.stats.one_step import CurvatureReading
 from sonde.batch_size.stats.reading import GroupReading
 from sonde.commands.text import read_documents, sequences
@@ -277,10 +276,9 @@ def _meaning(measurement: Measurement, options: MeasureOptions) -> Iterator[str]
     if (verdict := reading.verdict) is not None:  # with --batch
         yield f"\n{verdict.headline}\n{verdict.detail}"
     elif reading.b_simple is not None:
-        least, most = number(reading.b_simple / ABOUT_RIGHT), number(reading.b_simple * ABOUT_RIGHT)
         yield (
-            f"A batch between {least} and {most} {_UNIT} is about right for the model as it is now. The noise scale "
-            "grows while a model trains. Pass --batch N for a verdict on a batch of N."
+            "In published runs, the critical batch size was 0.1 to 20 times the noise scale: `sonde branch` measures "
+            "it. The noise scale grows while a model trains. Pass --batch N for a verdict on a batch of N."
         )
 
 

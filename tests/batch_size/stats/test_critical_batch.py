@@ -12,10 +12,15 @@ from sonde.batch_size.stats.critical_batch import (
     Estimate,
     Verdict,
     advise,
+    batch_kind,
+    critical,
     judge_batch,
     steps_and_examples,
     windows_needed,
 )
+from sonde.batch_size.stats.proxy import FACTORS, OF_BRANCHES, Range, proxy_in_words
+
+ADAMW = "Adam or AdamW (β = 0.9)"
 
 
 @pytest.mark.parametrize("batch", [1, 32, 500, 10_000])
@@ -50,52 +55,82 @@ def verdict(batch: float, now: Estimate, **facts: Any) -> Verdict:
 
 
 @pytest.mark.parametrize(
-    ("batch", "low", "high", "kind", "headline"),
+    ("batch", "low", "high", "kind"),
     [
-        (128, 330.0, 520.0, "too_small", "128 images is small: the noise scale is 414 images [330 – 520]."),
-        (400, 330.0, 520.0, "about_right", "is about right"),
-        (650, 330.0, 520.0, "about_right", "is about right"),
-        (2000, 330.0, 520.0, "too_large", "is large"),
-        (200, 330.0, 520.0, "about_right_or_too_small", "is about right or too small"),
-        (900, 330.0, 520.0, "about_right_or_too_large", "900 images is about right or too large"),
-        (400, 20.0, 6000.0, "unknown", "400 images may be too small, about right or too large"),
-        (32, 100.0, WIDE, "too_small", "more than 100 images"),
-        (64, 100.0, WIDE, "about_right_or_too_small", "more than 100 images"),
-        (400, 100.0, WIDE, "unknown", "more than 100 images"),
-        (400, 0.0, 100.0, "too_large", "less than 100 images"),
-        (64, 0.0, 100.0, "about_right_or_too_large", "less than 100 images"),
-        (32, 0.0, 100.0, "unknown", "less than 100 images"),
+        (128, 330.0, 520.0, "too_small"),
+        (400, 330.0, 520.0, "about_right"),
+        (650, 330.0, 520.0, "about_right"),
+        (2000, 330.0, 520.0, "too_large"),
+        (200, 330.0, 520.0, "about_right_or_too_small"),
+        (900, 330.0, 520.0, "about_right_or_too_large"),
+        (400, 20.0, 6000.0, "unknown"),
+        (32, 100.0, WIDE, "too_small"),
+        (64, 100.0, WIDE, "about_right_or_too_small"),
+        (400, 100.0, WIDE, "unknown"),
+        (400, 0.0, 100.0, "too_large"),
+        (64, 0.0, 100.0, "about_right_or_too_large"),
+        (32, 0.0, 100.0, "unknown"),
+        (1, 0.2, 0.4, "about_right"),  # no batch has less than one unit
+        (1, 0.2, 4.0, "about_right_or_too_small"),
     ],
 )
-def test_a_verdict_names_all_that_the_interval_allows(
-    batch: float, low: float, high: float, kind: str, headline: str
-) -> None:
-    """A batch is about right within a factor of 2 of the noise scale."""
-    got = verdict(batch, known(low, high), reason="a reason", advice="measure more")
-    assert (got.kind, got.kind_now) == (kind, kind)
-    assert headline in got.headline
-    assert "run like this one" not in got.headline + got.detail
-    decided = kind in ("too_small", "about_right", "too_large")
-    assert ("Measure more." in got.detail) == (not decided)
-    assert got.advice == ("" if decided else "measure more")
-    assert "0.1 to 20 times B_simple" in got.detail
+def test_a_verdict_names_all_that_the_range_allows(batch: float, low: float, high: float, kind: str) -> None:
+    """A batch is about right within a factor of 2 of the critical batch size."""
+    assert batch_kind(batch, Range(None, low, high)) == kind
 
 
 @pytest.mark.parametrize(
-    ("batch", "low", "high", "other", "name"),
+    ("batch", "low", "high", "optimizer", "kind", "headline"),
     [
-        (128, 330.0, 520.0, 410.0, "a batch of 410 images"),
-        (2000, 330.0, 520.0, 410.0, "a batch of 410 images"),
-        (400, 330.0, 520.0, 800.0, "twice the batch"),
-        (900, 330.0, 520.0, 450.0, "half the batch"),
+        # 0.053 to 1.8 times the noise scale, 0.1 to 20 times, 1.8 to 3 times
+        (8, 330.0, 520.0, ADAMW, "too_small", "8 images is small: B_crit is 240 images [21.8 – 758], from a noise"),
+        (2000, 330.0, 520.0, ADAMW, "too_large", "from a noise scale of 414 images [330 – 520]."),
+        (64, 330.0, 520.0, ADAMW, "unknown", "64 images may be too small, about right or too large"),
+        (16, 330.0, 520.0, "Lion (β = 0.9)", "too_small", "B_crit is 33 to 10,400 images"),
+        (64, 330.0, 520.0, "", "about_right_or_too_small", "B_crit is 33 to 10,400 images"),
+        (4, 200.0, WIDE, ADAMW, "too_small", "B_crit is more than 10.6 images, from a noise scale of more than 200"),
+        (400, 0.0, 100.0, ADAMW, "too_large", "B_crit is less than 180 images, from a noise scale of less than 100"),
     ],
 )
-def test_a_trade_off_reaches_as_far_as_the_interval(
-    batch: float, low: float, high: float, other: float, name: str
+def test_a_verdict_rests_on_the_critical_batch_size(
+    batch: float, low: float, high: float, optimizer: str, kind: str, headline: str
 ) -> None:
-    got = verdict(batch, known(low, high)).detail
-    steps = [steps_and_examples(other, b).steps / steps_and_examples(batch, b).steps for b in (low, high)]
-    units = [steps_and_examples(other, b).examples / steps_and_examples(batch, b).examples for b in (low, high)]
+    got = verdict(batch, known(low, high), optimizer=optimizer, reason="a reason", advice="measure more")
+    assert (got.kind, got.kind_now) == (kind, kind)
+    assert headline in got.headline
+    assert "run like this one" not in got.headline + got.detail
+    decided = kind in ("too_small", "too_large")
+    assert ("Measure more." in got.detail) == (not decided)
+    assert got.advice == ("" if decided else "measure more")
+    assert got.detail.endswith(proxy_in_words("images", optimizer, "euclidean", of_run=False))
+
+
+def test_prompts_have_the_factor_of_policies() -> None:
+    now = known(60.0, 70.0)
+    for unit in ("prompts", "effective prompts"):
+        said = judge_batch(16, unit=unit, now=now, optimizer=ADAMW)
+        assert said.kind == "too_small"
+        assert f"B_crit is 149 {unit} [1" in said.headline
+    assert judge_batch(16, unit="images", now=now, optimizer=ADAMW).kind == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("batch", "low", "high", "name"),
+    [
+        (4, 330.0, 520.0, "a batch of 240 images"),
+        (2000, 330.0, 520.0, "a batch of 240 images"),
+        (10, 330.0, 520.0, "a batch of 240 images"),
+        (12, 330.0, 520.0, "twice the batch"),
+        (1000, 330.0, 520.0, "half the batch"),
+    ],
+)
+def test_a_trade_off_reaches_as_far_as_the_range(batch: float, low: float, high: float, name: str) -> None:
+    got = verdict(batch, known(low, high), optimizer=ADAMW).detail
+    reach = critical(known(low, high), OF_BRANCHES[ADAMW])
+    other = {"twice the batch": 2 * batch, "half the batch": batch / 2}.get(name, 240.0)
+    ends = (reach.low, reach.high)
+    steps = [steps_and_examples(other, b).steps / steps_and_examples(batch, b).steps for b in ends]
+    units = [steps_and_examples(other, b).examples / steps_and_examples(batch, b).examples for b in ends]
     percents = " to ".join(f"{100 * part:.0f}" for part in sorted(steps if other > batch else units))
     times = " to ".join(dict.fromkeys(f"{part:.2g}" for part in sorted(units if other > batch else steps)))
     what, costs = ("steps", "images") if other > batch else ("images", "steps")
@@ -105,29 +140,35 @@ def test_a_trade_off_reaches_as_far_as_the_interval(
 
 
 def test_the_run_and_the_steps_that_follow_have_a_sentence_each() -> None:
-    """The demo's case: 34.5 on average over the run, 151 now."""
-    got = verdict(32, known(110.0, 207.0), of_run=known(28.0, 42.5), n_steps=300)
-    assert (got.kind, got.kind_now) == ("about_right", "too_small")
+    """The average is 34.5 over the run, the noise scale is 1,510 now; the study's factors are 1.5 and 0.58."""
+    of_run = known(28.0, 42.5)
+    got = verdict(32, known(1100.0, 2070.0), of_run=of_run, n_steps=300, optimizer=ADAMW)
+    assert (got.kind, got.kind_now) == ("about_right_or_too_small", "too_small")
     assert got.headline == (
-        "For a run like this one, the batch of 32 images is about right: the noise scale was 34.5 images [28 – 42.5] "
-        "on average. From here on, it is small: the noise scale is 151 images [110 – 207] now."
+        "For a run like this one, the batch of 32 images is about right or too small: B_crit is 51.7 images "
+        "[28.2 – 98.9], from an average noise scale of 34.5 images [28 – 42.5]. From here on, it is small: B_crit is "
+        "875 images [78.8 – 2,801], from a noise scale of 1,509 images [1,100 – 2,070] now."
     )
-    of_run, from_here_on, *_ = got.detail.split(". ")
+    in_run, from_here_on, *_ = got.detail.split(". ")
     # Advice about the whole run rests on the average alone.
-    steps = [steps_and_examples(64, b).steps / steps_and_examples(32, b).steps for b in (42.5, 28.0)]
-    assert of_run.startswith("In a run like this one, twice the batch would need ")
-    assert f"{100 * steps[0]:.0f} to {100 * steps[1]:.0f} % of the steps" in of_run
-    assert from_here_on.startswith("From here on, a batch of 150 images would need ")
-    assert got.in_short == "for a run like this one, the batch is about right; from here on, it is small"
+    reach = critical(of_run, FACTORS[ADAMW, "euclidean"])
+    steps = [steps_and_examples(64, b).steps / steps_and_examples(32, b).steps for b in (reach.high, reach.low)]
+    assert in_run.startswith("In a run like this one, twice the batch would need ")
+    assert f"{100 * steps[0]:.0f} to {100 * steps[1]:.0f} % of the steps" in in_run
+    assert from_here_on.startswith("From here on, a batch of 880 images would need ")
+    assert got.in_short == "for a run like this one, the batch is about right or too small; from here on, it is small"
+    undecided = verdict(32, known(110.0, 207.0), of_run=of_run, n_steps=300, optimizer=ADAMW)
+    assert undecided.in_short == "for a run like this one, the batch is about right or too small"
 
 
-def test_the_study_is_quoted_beside_an_average_alone() -> None:
-    """It compares averages of whole runs; the noise scale now may be several times larger."""
+def test_trainings_of_the_study_are_quoted_beside_an_average_alone() -> None:
+    """Branches are quoted beside the noise scale now."""
     facts: dict[str, Any] = {"n_steps": 300, "optimizer": "SGD (β = 0.9)"}
-    assert "With SGD (β = 0.9)" in verdict(32, known(110.0, 207.0), of_run=known(28.0, 42.5), **facts).detail
-    assert "With SGD" not in verdict(32, known(110.0, 207.0), **facts).detail
-    in_sign = verdict(32, known(110.0, 207.0), of_run=known(28.0, 42.5), metric="sign", **facts)
-    assert "times the run's average in metric 'sign' in" in in_sign.detail
+    now, of_run = known(110.0, 207.0), known(28.0, 42.5)
+    said = [verdict(32, now, of_run=average, **facts).detail for average in (of_run, None)]
+    assert ["times the run's average" in text for text in said] == [True, False]
+    assert all("0.29 to 4.9 times B_simple now" in text for text in said)
+    assert "B_simple (metric 'sign') is a proxy" in verdict(32, now, of_run=of_run, metric="sign", **facts).detail
 
 
 @pytest.mark.parametrize(
@@ -148,11 +189,11 @@ def test_there_is_no_verdict_in_the_first_steps_and_in_warm_up(early: dict[str, 
     assert "Train about" not in got.detail  # more steps than that are needed
     assert got.advice == ""
     assert not any(word in got.detail for word in ("small", "large", "twice"))
-    assert verdict(32, known(110.0, 207.0), **facts, n_steps=100).kind == "too_small"
+    assert verdict(8, known(110.0, 207.0), **facts, n_steps=100, optimizer=ADAMW).kind == "too_small"
 
 
 def test_a_run_whose_parameters_have_changed_is_judged_from_there_on() -> None:
-    got = verdict(32, known(110.0, 207.0), of_run=known(28.0, 42.5), n_steps=300, first_step=1501)
+    got = verdict(32, known(110.0, 207.0), of_run=known(28.0, 42.5), n_steps=300, first_step=1501, optimizer=ADAMW)
     assert got.headline.startswith("For a run like this one from step 1,501 on, the batch of 32 images is about right")
     assert got.detail.startswith("In a run like this one from step 1,501 on, twice the batch")
     assert got.in_short.startswith("for a run like this one from step 1,501 on, the batch")
@@ -166,14 +207,9 @@ def test_no_noise_is_no_verdict() -> None:
 
 @pytest.mark.parametrize("batch", [8, 1.5])
 def test_no_batch_below_one_unit_is_advised(batch: float) -> None:
-    said = judge_batch(batch, unit="images", now=Estimate(0.018, 0.016, 0.02))
+    said = judge_batch(batch, unit="images", now=Estimate(0.018, 0.016, 0.02), optimizer=ADAMW)
     assert said.kind == "too_large"
     assert "A batch of 1 images would need" in said.detail
-
-
-def test_a_batch_of_one_unit_is_never_too_large() -> None:
-    assert judge_batch(1, unit="images", now=Estimate(0.3, 0.2, 0.4)).kind == "about_right"
-    assert judge_batch(1, unit="images", now=Estimate(0.8, 0.2, 4.0)).kind == "about_right_or_too_small"
 
 
 BARELY = 0.45

@@ -11,14 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from sonde.batch_size.stats.critical_batch import Estimate, Kind, batch_kind, judge_batch, relative_steps
+from sonde.batch_size.stats.critical_batch import Estimate, Kind, critical, judge_batch, relative_steps
 from sonde.batch_size.stats.next_batch import (
+    FROM_HERE_ON,
     RUN_LIKE_THIS,
+    Advice,
     Aim,
     Present,
     advise_batch,
     in_short,
     in_words,
+    leading,
     part_in_words,
     plan_of,
 )
@@ -30,7 +33,7 @@ from sonde.batch_size.stats.proxy import (
     Factor,
     Range,
     critical_range,
-    factor_of,
+    factor_for,
 )
 
 TABLES = (Path(__file__).parents[3] / "evidence" / "tables.md").read_text()
@@ -50,10 +53,10 @@ def test_factors_are_those_of_the_study() -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_factors_of_policies_are_those_of_the_study(optimizer: str) -> None:
     ratios = []
-    for critical, noise in re.findall(
+    for measured_batch, noise in re.findall(
         rf"^\| \w+ \| {optimizer} \| group \| ([^|]*) \| [^|]* \| ([^|]*) \|", TABLES, re.M
     ):
-        measured = dict(re.findall(r"(\d+): (\d+) \[", critical))
+        measured = dict(re.findall(r"(\d+): (\d+) \[", measured_batch))
         ratios += [float(measured[group]) / float(scale) for group, scale in re.findall(r"(\d+): (\d+)", noise)]
     factor = IN_RL[{"sgd": "SGD", "adam": "Adam"}[optimizer]]
     assert len(ratios) == factor.n_trainings == 8
@@ -91,12 +94,12 @@ def test_bounds_stay_bounds() -> None:
     factor = FACTORS[ADAMW, "euclidean"]
     assert critical_range(None, 50.0, math.inf, factor) == Range(None, 42.0, math.inf)
     assert critical_range(None, 0.0, 10.0, factor) == Range(None, 0.0, 28.0)
-    advice = advise_batch(Present(8, 1000), Estimate(None, 50.0, math.inf), "too_small", factor)
+    assert critical_range(90.0, 80.0, 100.0, PUBLISHED) == Range(None, 8.0, 2000.0)
+    advice = advise_batch(Present(8, 1000, ranks_at_most=8), Range(None, 42.0, math.inf))
     assert [(p.steps.low, p.steps.high) for p in advice.plans if p.batch == 16] == [(500.0, pytest.approx(580.0))]
     assert advice.best is not None
     assert (advice.best.batch, advice.best.steps.middle) == (32.0, None)  # as good as it is for certain
-    said = in_words(advice, "rows")
-    assert said.startswith("try a batch of 32 rows if more ranks can share it: it needs 25 to 37 % of the steps")
+    assert in_words(advice, "rows").startswith("try a batch of 32 rows: it needs 25 to 37 % of the steps")
 
 
 # Against a naive computation.
@@ -138,21 +141,51 @@ def test_costs_are_those_of_a_naive_computation(present: Present, batch: float) 
 # The best of them.
 
 
-def best(known: float, aim: Aim = "balanced", budget: float | None = None, **changes: float) -> float | None:
-    """The best batch of a training of 64 in 4 micro-batches, whose noise scale is known to 5 %."""
+def advised(known: float, aim: Aim = "balanced", budget: float | None = None, **changes: float) -> Advice:
+    """On a training of 64 in 4 micro-batches with AdamW, whose noise scale is known to 5 %."""
     present = Present(**{"batch": 64.0, "steps": 1000.0, "pieces": 4.0, "units_per_second": 100.0, **changes})  # type: ignore[arg-type]
-    estimate = Estimate(known, known / 1.05, known * 1.05)
-    kind = batch_kind(present.batch, estimate)
-    found = advise_batch(present, estimate, kind, FACTORS[ADAMW, "euclidean"], aim=aim, budget=budget).best
+    found = critical(Estimate(known, known / 1.05, known * 1.05), FACTORS[ADAMW, "euclidean"])
+    return advise_batch(present, found, aim=aim, budget=budget)
+
+
+def best(known: float, aim: Aim = "balanced", budget: float | None = None, **changes: float) -> float | None:
+    """The best batch of such a training."""
+    found = advised(known, aim, budget, **changes).best
     return None if found is None else found.batch
 
 
 @pytest.mark.parametrize(
-    ("known", "expected"),
-    [(64.0, None), (110.0, None), (320.0, 512.0), (3000.0, 4096.0), (10.0, 16.0)],  # near 1.5 times what is known
+    ("known", "ranks", "expected", "elsewhere"),  # B_crit is near 1.5 times what is known
+    [
+        (64.0, 64, None, None),
+        (140.0, 64, None, None),
+        (320.0, 64, 512.0, None),
+        (3000.0, 1024, 4096.0, None),
+        (3000.0, 16, 256.0, None),  # one micro-batch on each rank: a larger one takes more time and money
+        (3000.0, 1, None, 4096.0),  # accumulated on one rank, any larger one takes longer
+        (6.0, 1, 16.0, None),  # a single micro-batch: a smaller one takes as long
+    ],
 )
-def test_a_balanced_batch_is_near_the_critical_one(known: float, expected: float | None) -> None:
-    assert best(known) == expected
+def test_a_balanced_batch_is_near_the_critical_one_and_saves_time_or_money(
+    known: float, ranks: int, expected: float | None, elsewhere: float | None
+) -> None:
+    found = advised(known, ranks_at_most=ranks)
+    assert [plan and plan.batch for plan in (found.best, found.elsewhere)] == [expected, elsewhere]
+    if found.best is not None:
+        now, plan = found.present, found.best
+        assert plan.seconds is not None
+        assert now.seconds is not None
+        assert plan.seconds.likely <= 0.9 * now.seconds.likely or plan.rank_steps.likely <= 0.9 * now.rank_steps.likely
+
+
+def test_what_pays_elsewhere_alone_is_said_so() -> None:
+    said = in_words(advised(3000.0), "rows")
+    assert said.startswith("keep the batch of 64 rows on 1 rank: 4,096 would need 3 % [")
+    assert said.endswith(
+        "times the rows, which saves time only on more ranks, or where larger micro-batches take hardly more time"
+    )
+    small = advise_batch(Present(64, 1000), Range(4.0, 3.0, 5.0))  # a single micro-batch
+    assert in_words(small, "rows").endswith("which saves time only where smaller micro-batches take less time")
 
 
 def test_with_more_ranks_a_larger_batch_is_faster_and_a_smaller_one_cheaper() -> None:
@@ -168,8 +201,7 @@ def test_a_change_that_may_lose_is_no_advice() -> None:
     """4 times as many of 3 micro-batches take 3 times as long on at most 4 ranks: that pays far below B_crit alone."""
     present = Present(48.0, 1000.0, pieces=3.0, units_per_second=100.0, ranks_at_most=4)
     for factor, batch in ((FACTORS[ADAMW, "euclidean"], 192.0), (OF_BRANCHES[ADAMW], None)):  # whose range is wide
-        known = Estimate(5000.0, 4900.0, 5100.0)
-        found = advise_batch(present, known, "too_small", factor, aim="fastest")
+        found = advise_batch(present, critical(Estimate(5000.0, 4900.0, 5100.0), factor), aim="fastest")
         assert (None if found.best is None else found.best.batch) == batch
 
 
@@ -186,7 +218,7 @@ def test_a_budget_is_kept_at_the_worse_end() -> None:
 
 def test_nothing_is_fastest_without_a_throughput() -> None:
     with pytest.raises(ValueError, match="pass --units-per-second"):
-        advise_batch(Present(64, 1000), Estimate(320, 300, 340), "too_small", PUBLISHED, aim="fastest")
+        advise_batch(Present(64, 1000), Range(320, 300, 340), aim="fastest")
 
 
 @pytest.mark.parametrize("optimizer", [*OF_TABLES.values(), "Lion (β = 0.9)"])
@@ -194,39 +226,50 @@ def test_nothing_is_fastest_without_a_throughput() -> None:
 def test_advice_and_verdict_agree(optimizer: str, from_here_on: bool) -> None:
     """A batch that is about right is kept, and no other is advised against the verdict."""
     rng, kinds = random.Random(3), set[Kind]()
-    factor = factor_of(optimizer, "euclidean", from_here_on=from_here_on) or PUBLISHED
+    factor = factor_for("rows", optimizer, "euclidean", from_here_on=from_here_on)
     for _ in range(300):
-        middle, width = math.exp(rng.uniform(0, 9)), math.exp(rng.uniform(0.01, 1))
+        middle, width = math.exp(rng.uniform(-1, 12)), math.exp(rng.uniform(0.01, 1))
         known = Estimate(middle, middle / width, middle * width)
-        of_run = None if from_here_on else known
-        verdict = judge_batch(64, unit="rows", now=known, of_run=of_run, optimizer=optimizer)
-        advice = advise_batch(Present(64, 1), known, verdict.kind, factor)
+        verdict = judge_batch(64, unit="rows", now=known, of_run=None if from_here_on else known, optimizer=optimizer)
+        advice = advise_batch(Present(64, 1, ranks_at_most=10**6), critical(known, factor))
         kinds.add(verdict.kind)
-        if advice.best is not None:
-            assert verdict.kind == ("too_small" if advice.best.batch > 64 else "too_large")
-            assert "keep" not in in_words(advice, "rows")
-            other, part = said.groups() if (said := SAID.search(verdict.detail)) else (None, "")
-            if (
-                other is not None and optimizer in OF_TABLES.values()
-            ):  # the verdict's own batch, at the same range of the critical one
-                ends = [
-                    relative_steps(float(other.replace(",", "")), 64, end) for end in vars(advice.critical).values()
-                ]
-                assert part == " to ".join(dict.fromkeys(f"{100 * end:.0f}" for end in sorted(ends)[::2]))
-    assert kinds >= {"too_small", "about_right", "too_large"}
+        assert advice.kind == verdict.kind
+        other = advice.best or advice.elsewhere
+        assert (other is not None) == (verdict.kind in ("too_small", "too_large"))
+        if other is not None:
+            assert verdict.kind == ("too_small" if other.batch > 64 else "too_large")
+            if (said := SAID.search(verdict.detail)) is not None:  # the verdict's own batch, at the same critical one
+                size, part = float(said[1].replace(",", "")), said[2]
+                ends = [relative_steps(size, 64, end) for end in (advice.critical.low, advice.critical.high)]
+                assert part == " to ".join(dict.fromkeys(f"{100 * end:.0f}" for end in sorted(ends)))
+        else:
+            assert in_words(advice, "rows").startswith("keep the batch of 64 rows: ")
+    assert kinds >= {"too_small", "too_large"}
 
 
-def test_an_optimizer_outside_the_study_has_the_published_range() -> None:
-    known: tuple[Estimate, Kind] = Estimate(320, 300, 340), "too_small"
-    said = in_short(64, "rows", {RUN_LIKE_THIS: known}, optimizer="Lion (β = 0.9)", metric="euclidean")
-    advice = advise_batch(Present(64, 1), *known, PUBLISHED)
-    assert said == f"for a run like this one, {in_words(advice, 'rows')}"
-    assert (advice.critical.middle, advice.critical.high > 6000) == (320, True)
+def test_what_decides_leads() -> None:
+    """The run comes before what follows it, but a batch that is too small or too large comes first."""
+    sure, half, none = (advise_batch(Present(64, 1), Range(None, *ends)) for ends in ((200, 900), (60, 900), (9, 900)))
+    for of_run, now, expected in (
+        (sure, sure, RUN_LIKE_THIS),
+        (half, sure, FROM_HERE_ON),
+        (half, half, RUN_LIKE_THIS),
+        (none, half, FROM_HERE_ON),
+        (none, none, RUN_LIKE_THIS),
+    ):
+        assert leading({RUN_LIKE_THIS: of_run, FROM_HERE_ON: now}) == expected
+    assert leading({FROM_HERE_ON: none}) == FROM_HERE_ON
+
+
+def test_in_short_there_is_a_clause_for_each() -> None:
+    keep, change = advise_batch(Present(64, 1), Range(70, 60, 80)), advise_batch(Present(64, 1), Range(512, 400, 600))
+    assert in_short("rows", {RUN_LIKE_THIS: keep, FROM_HERE_ON: change}) == (
+        "for a run like this one, keep the batch of 64 rows: it is about right; from here on, a batch of 512 rows "
+        "would need 22 % [21 – 25] of the steps and 1.8 [1.7 – 2] times the rows"
+    )
 
 
 def test_costs_in_words() -> None:
     assert part_in_words(Range(68.0, 62.0, 75.0), 100.0) == "68 % [62 – 75] of"
     assert part_in_words(Range(140.0, 95.0, 200.0), 100.0) == "1.4 [0.95 – 2] times"
     assert part_in_words(Range(50.0, 50.0, 50.0), 100.0) == "50 % of"
-    advice = advise_batch(Present(16, 1), Estimate(20, 18, 22), "about_right", FACTORS[ADAMW, "euclidean"])
-    assert in_words(advice, "rows") == "keep the batch of 16 rows: it is about right"

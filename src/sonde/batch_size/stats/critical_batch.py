@@ -11,12 +11,12 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from sonde.batch_size.stats.proxy import critical_range, factor_of, proxy_in_words
-from sonde.wording import interval, number
+from sonde.batch_size.stats.proxy import Factor, Range, critical_range, factor_for, in_units, proxy_in_words
+from sonde.wording import number
 
 ABOUT_RIGHT = 2.0
-"""A batch within this factor of the noise scale is about right: it costs at most three times the fewest steps, and at
-most three times the fewest units."""
+"""A batch within this factor of B_crit is about right: it costs at most three times the fewest steps, and at most three
+times the fewest units."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,8 @@ class Estimate:
         return Estimate(*(None if end is None else end * factor for end in (self.b_simple, self.low, self.high)))
 
     def in_words(self, unit: str) -> str:
-        """With its unit, such as "38.1 sequences [31.2 – 46.9]" or "more than 120 sequences"."""
-        if self.b_simple is not None:
-            return f"{number(self.b_simple)} {unit} [{number(self.low)} – {number(self.high)}]"
-        return f"{interval(self.low, self.high)} {unit}"
+        """With its unit, as `Range.in_words`."""
+        return in_units(self.b_simple, self.low, self.high, unit)
 
 
 @dataclass(frozen=True)
@@ -178,20 +176,22 @@ def judge_batch(
         warms_up: whether the learning rate is still rising.
         reason: why the noise scale now is not resolved.
         advice: what would make it known better.
-        optimizer: of the run, such as "SGD (β = 0.9)", as `optimizer_kind` in the set-up of its log. What sonde's study
-            found with it is said beside the average; empty where it is not known.
+        optimizer: of the run, such as "SGD (β = 0.9)", as `optimizer_kind` in the set-up of its log, for what sonde's
+            study found with it; empty where it is not known.
         metric: of the noise scale.
 
     Returns:
-        A `Verdict`. A batch is about right within a factor of `ABOUT_RIGHT` of the noise scale. The verdict names all
-        that the intervals allow, and none in the first `FEWEST_STEPS` steps or while the learning rate rises.
+        A `Verdict`. A batch is about right within a factor of `ABOUT_RIGHT` of B_crit: the noise scale, times how far
+        B_crit was from it with this optimizer. The verdict names all that the range of B_crit allows, and none in the
+        first `FEWEST_STEPS` steps or while the learning rate rises.
 
     Raises:
         ValueError: unless the batch is positive and finite.
 
     Example:
-        >>> judge_batch(128, unit="images", now=Estimate(410, 330, 520)).headline
-        'The batch of 128 images is small: the noise scale is 410 images [330 – 520].'
+        >>> judge_batch(128, unit="images", now=Estimate(410, 330, 520), optimizer="SGD (β = 0.9)").headline
+        'The batch of 128 images is about right or too small: B_crit is 406 images [117 – 2,034], from a noise scale \
+of 410 images [330 – 520].'
     """
     if not 0 < batch < math.inf:
         raise ValueError(f"batch must be positive and finite, got {batch}: pass the units of one optimizer step")
@@ -207,29 +207,35 @@ def judge_batch(
             f"No verdict on the batch of {size}: no gradient noise was seen.",
             "All pieces had the same gradient: check that they hold different data.",
         )
-    kind_now = batch_kind(batch, now) if now.is_known else "unknown"
+    following = critical(now, factor_for(unit, optimizer, metric, from_here_on=True))
+    kind_now = batch_kind(batch, following)
     if of_run is None:
         scope = "" if n_steps is None else "from here on, "  # at fixed weights there is nothing else
-        headline = _sentences(f"{scope}the batch of {size} {_WORDS[kind_now]}: the noise scale is {now.in_words(unit)}")
+        from_now = f"B_crit is {following.in_words(unit)}, from a noise scale of {now.in_words(unit)}"
+        headline = _sentences(f"{scope}the batch of {size} {_WORDS[kind_now]}: {from_now}")
         kind, in_short = kind_now, f"{scope}the batch {_WORDS[kind_now]}"
-        costs = scope + _trade_off(batch, critical(now, optimizer, metric, from_here_on=True), kind_now, unit)
+        costs = scope + _trade_off(batch, following, kind_now, unit)
     else:
-        kind = batch_kind(batch, of_run)
+        whole = critical(of_run, factor_for(unit, optimizer, metric, from_here_on=False))
+        kind = batch_kind(batch, whole)
         run = "a run like this one" if first_step == 1 else f"a run like this one from step {first_step:,} on"
         headline = (
-            f"For {run}, the batch of {size} {_WORDS[kind]}: the noise scale was {of_run.in_words(unit)} on average."
+            f"For {run}, the batch of {size} {_WORDS[kind]}: B_crit is {whole.in_words(unit)}, from an average noise "
+            f"scale of {of_run.in_words(unit)}."
         )
         in_short = f"for {run}, the batch {_WORDS[kind]}"
-        costs = f"In {run}, {_trade_off(batch, critical(of_run, optimizer, metric), kind, unit)}"
+        costs = f"In {run}, {_trade_off(batch, whole, kind, unit)}"
         if now.is_known:
             again = " too" if kind_now == kind else f", it {_WORDS[kind_now]}"
-            headline += f" From here on{again}: the noise scale is {now.in_words(unit)} now."
-            in_short += f"; from here on{again}"
-            following = critical(now, optimizer, metric, from_here_on=True)
+            headline += (
+                f" From here on{again}: B_crit is {following.in_words(unit)}, from a noise scale of "
+                f"{now.in_words(unit)} now."
+            )
+            in_short += "" if kind_now == "unknown" else f"; from here on{again}"
             costs += f". From here on, {_trade_off(batch, following, kind_now, unit)}"
     if kind_now in ("too_small", "about_right", "too_large"):
         advice = ""  # the interval is narrow enough to decide
-    proxy = proxy_in_words(optimizer if of_run else "", metric)  # the study compares averages of whole runs
+    proxy = proxy_in_words(unit, optimizer, metric, of_run=of_run is not None)
     return Verdict(kind, headline, _sentences(costs, reason, advice, proxy), in_short, kind_now, advice)
 
 
@@ -241,19 +247,18 @@ def _too_early(n_steps: int | None, first_step: int, *, warms_up: bool) -> str:
     return "the learning rate is still rising, and the noise scale with it" if warms_up else ""
 
 
-def batch_kind(batch: float, known: Estimate) -> Kind:
-    """What a noise scale says of a batch: all that its interval allows.
+def batch_kind(batch: float, critical: Range) -> Kind:
+    """What the critical batch size says of a batch: all that its range allows.
 
     Args:
         batch: units of one optimizer step.
-        known: the noise scale.
+        critical: B_crit; 0 and infinity are ends that are not known.
     """
-    low, high = known.low or 0.0, math.inf if known.high is None else known.high
-    may_be_small = high > ABOUT_RIGHT * batch
-    may_be_large = low < batch / ABOUT_RIGHT and batch > 1  # no batch has less than one unit
-    if low > ABOUT_RIGHT * batch:
+    may_be_small = critical.high > ABOUT_RIGHT * batch
+    may_be_large = critical.low < batch / ABOUT_RIGHT and batch > 1  # no batch has less than one unit
+    if critical.low > ABOUT_RIGHT * batch:
         return "too_small"
-    if high < batch / ABOUT_RIGHT and may_be_large:
+    if critical.high < batch / ABOUT_RIGHT and may_be_large:
         return "too_large"
     if may_be_small and may_be_large:
         return "unknown"
@@ -262,38 +267,31 @@ def batch_kind(batch: float, known: Estimate) -> Kind:
     return "about_right_or_too_large" if may_be_large else "about_right"
 
 
-def critical(known: Estimate, optimizer: str, metric: str, *, from_here_on: bool = False) -> Estimate:
-    """The critical batch size, as far as it is known; the noise scale itself where no study says more.
+def critical(known: Estimate, factor: Factor) -> Range:
+    """The critical batch size, as far as it is known.
 
     Args:
-        known: the noise scale.
-        optimizer: as `proxy.kind_of` names it.
-        metric: of the noise scale.
-        from_here_on: whether the noise scale is that of now; otherwise it is the average of a run.
+        known: the noise scale; nothing is known of B_crit where nothing is known of it.
+        factor: B_crit over the noise scale, as `proxy.factor_for` has it.
     """
-    factor = factor_of(optimizer, metric, from_here_on=from_here_on)
-    if factor is None:
-        return known
-    found = critical_range(known.b_simple, known.low or 0.0, math.inf if known.high is None else known.high, factor)
-    return Estimate(found.middle, found.low, found.high)
+    return critical_range(known.b_simple, known.low or 0.0, math.inf if known.high is None else known.high, factor)
 
 
-def _trade_off(batch: float, known: Estimate, kind: Kind, unit: str) -> str:
-    """What another batch size would cost, as far as the interval of the critical batch size reaches.
+def _trade_off(batch: float, critical: Range, kind: Kind, unit: str) -> str:
+    """What another batch size would cost, as far as the range of the critical batch size reaches.
 
     Of the units, a batch of b′ in place of b needs b′/b times the part that it needs of the steps.
     """
     smaller = kind in ("too_large", "about_right_or_too_large")
     other = max(batch / 2, 1.0) if smaller else batch * 2
     name = "twice the batch" if not smaller else "half the batch" if batch >= 2 else f"a batch of 1 of the {unit}"
-    is_beyond = known.b_simple is not None and (known.b_simple > batch) == (kind == "too_small")
-    if known.b_simple is not None and is_beyond and kind in ("too_small", "too_large"):
-        other = float(f"{max(known.b_simple, 1.0):.2g}")
+    if critical.middle is not None and kind in ("too_small", "too_large"):
+        other = float(f"{max(critical.middle, 1.0):.2g}")
         name = f"a batch of {number(other)} {unit}"
-    ends = [relative_steps(other, batch, end) for end in (known.low or 0.0, known.high or math.inf)]
+    ends = [relative_steps(other, batch, end) for end in (critical.low, critical.high)]
     steps, units = sorted(ends), sorted(end * other / batch for end in ends)
-    if known.b_simple is None:
-        # One end of the interval is not known, so one end of each cost is not either.
+    if critical.low == 0 or math.isinf(critical.high):
+        # One end of the range is not known, so one end of each cost is not either.
         most, what = (max(units), unit) if smaller else (max(steps), "steps")
         return f"{name} would need at most {100 * most:.0f} % of the {what}"
     return f"{name} would need {_part(steps)} the steps and {_part(units)} the {unit}"

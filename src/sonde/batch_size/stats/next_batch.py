@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sonde.batch_size.stats.critical_batch import Estimate, Kind, relative_steps
-from sonde.batch_size.stats.proxy import PUBLISHED, Factor, Range, critical_range, factor_of
+from sonde.batch_size.stats.critical_batch import Kind, batch_kind, relative_steps
+from sonde.batch_size.stats.proxy import Range
 from sonde.wording import number, plural
 
 Aim = Literal["balanced", "fastest", "cheapest"]
@@ -74,40 +74,34 @@ class Advice:
     """Which batch size to take.
 
     Attributes:
+        kind: of the verdict on the present batch.
         critical: the critical batch size that all costs rest on.
-        factor: the critical batch size over B_simple.
         plans: the batch sizes that were considered, by size.
         present: the plan of the batch as it is.
         best: the one to take; None where no change is worth it.
+        elsewhere: one near B_crit that saves neither time nor money on the ranks that there are; None where `best` is
+            not, or the present batch may be right.
         reason: why no change is worth it; empty where one is.
     """
 
+    kind: Kind
     critical: Range
-    factor: Factor
     plans: tuple[Plan, ...]
     present: Plan
     best: Plan | None
+    elsewhere: Plan | None
     reason: str
 
 
-def advise_batch(
-    present: Present,
-    known: Estimate,
-    kind: Kind,
-    factor: Factor,
-    *,
-    aim: Aim = "balanced",
-    budget: float | None = None,
-) -> Advice:
+def advise_batch(present: Present, critical: Range, *, aim: Aim = "balanced", budget: float | None = None) -> Advice:
     """What other batch sizes would cost, and the best of them.
 
     Args:
         present: the training as it is.
-        known: its noise scale, with an interval or a bound.
-        kind: of the verdict on the present batch.
-        factor: the critical batch size over the noise scale.
-        aim: "balanced" for as few steps and units as can be had together, near the critical batch size; "fastest" for
-            the shortest time; "cheapest" for the least time of all ranks together.
+        critical: the critical batch size.
+        aim: "balanced" for as few steps and units as can be had together, near the critical batch size, among batches
+            that save time or money; "fastest" for the shortest time; "cheapest" for the least time of all ranks
+            together.
         budget: the most that the training may cost. The fastest of the batches that keep it for certain is taken.
 
     Raises:
@@ -116,12 +110,15 @@ def advise_batch(
     Reference:
         The law S = S_min (1 + B_crit/B): McCandlish et al. 2018, arXiv:1812.06162, equation 2.11.
     """
-    critical = critical_range(known.b_simple, known.low or 0.0, math.inf if known.high is None else known.high, factor)
+    kind = batch_kind(present.batch, critical)
+    # Where the middle is not known, the end that is nearer to the present batch is certain.
+    middle = critical.middle if critical.middle is not None else critical.high if kind == "too_large" else critical.low
     is_balanced = aim == "balanced" and budget is None
-    plans = tuple(plan_of(present, b, critical) for b in _candidates(present, critical, is_balanced=is_balanced))
+    plans = tuple(plan_of(present, b, critical) for b in _candidates(present, middle, is_balanced=is_balanced))
     now = next(plan for plan in plans if plan.batch == present.batch)
     if aim == "fastest" and present.units_per_second is None:
         raise ValueError("the fastest batch needs the throughput, which the log lacks: pass --units-per-second")
+    elsewhere = None
     if budget is not None:
         best = _best(_within(budget, plans), now, lambda plan: _time(plan).high)
         reason = "it is the fastest that keeps the budget"
@@ -129,21 +126,35 @@ def advise_batch(
         wanted: Callable[[Plan], Range] = _time if aim == "fastest" else lambda plan: plan.rank_steps
         safe = [plan for plan in plans if wanted(plan).high <= wanted(now).high]
         best = _best(safe, now, lambda plan: wanted(plan).likely)
-        reason = f"no other is {aim} by a tenth without the risk of a loss"
+        reason = f"no other batch is sure to be {aim[:-3]}er by a tenth"
     elif kind in ("too_small", "too_large"):
-        best = _best(plans, now, lambda plan: plan.steps.likely * plan.units.likely)
-        reason = "with the critical batch size that is likely for this optimizer, no other is better by a tenth"
+        nearest = sorted(plans, key=lambda plan: abs(math.log(plan.batch / middle)))
+        nearer = nearest[: nearest.index(now)]
+        best = next((plan for plan in nearer if _is_worth_it(plan, now, plans)), None)
+        elsewhere = nearest[0] if best is None and nearer else None
+        reason = "it is about right"
     else:
         best, reason = None, "it is about right" if kind == "about_right" else "no other is sure to be better"
-    return Advice(critical, factor, plans, now, best, "" if best else reason)
+    return Advice(kind, critical, plans, now, best, elsewhere, "" if best else reason)
 
 
-def _candidates(present: Present, critical: Range, *, is_balanced: bool) -> list[float]:
+def _is_worth_it(plan: Plan, now: Plan, plans: Sequence[Plan]) -> bool:
+    """Whether a plan saves a tenth of the time, or of the time of all ranks together, and no other beats it in both."""
+
+    def costs(each: Plan) -> tuple[float, float]:
+        return _time(each).likely, each.rank_steps.likely
+
+    time, of_ranks = costs(plan)
+    is_beaten = any(other_time < time and other < of_ranks for other_time, other in map(costs, plans))
+    return not is_beaten and (time <= WORTH * costs(now)[0] or of_ranks <= WORTH * costs(now)[1])
+
+
+def _candidates(present: Present, middle: float, *, is_balanced: bool) -> list[float]:
     """Powers of two times the present batch: near B_crit; for other aims, from one micro-batch to one on each rank."""
-    batch, of_piece, nearest = present.batch, present.batch / present.pieces, critical.likely
+    batch, of_piece = present.batch, present.batch / present.pieces
     reached = [batch / 2, batch * 2]
-    if 0 < nearest < math.inf:
-        reached += [nearest / _SHOWN, nearest * _SHOWN]
+    if 0 < middle < math.inf:
+        reached += [middle / _SHOWN, middle * _SHOWN]
     if not is_balanced:
         reached += [of_piece, of_piece * present.ranks_at_most]
     low, high = min(reached), max(reached)
@@ -233,50 +244,64 @@ def part_in_words(known: Range, present: float) -> str:
 
 def in_words(advice: Advice, unit: str) -> str:
     """What to do, in a sentence without its beginning and its end."""
-    best, now = advice.best, advice.present
-    if best is None:
-        return f"keep the batch of {number(now.batch, 4)} {unit}: {advice.reason}"
-    steps, units = (
-        part_in_words(cost, at_present.high) for cost, at_present in ((best.steps, now.steps), (best.units, now.units))
+    best, now, elsewhere = advice.best, advice.present, advice.elsewhere
+    if best is not None:
+        costs = [
+            f"{part_in_words(cost, at_present.high)} the {name}"
+            for name, cost, at_present in (("time", best.seconds, now.seconds), ("money", best.money, now.money))
+            if cost is not None and at_present is not None
+        ]
+        on_ranks = f". On {plural(best.ranks, 'rank')}, it takes {' and '.join(costs)}" if costs else ""
+        return f"try a batch of {number(best.batch, 4)} {unit}: it needs {_needs(best, now, unit)}{on_ranks}"
+    kept = f"keep the batch of {number(now.batch, 4)} {unit}"
+    if elsewhere is None:
+        return f"{kept}: {advice.reason}"
+    where = "where smaller micro-batches take less time"
+    if elsewhere.batch > now.batch:
+        where = "on more ranks, or where larger micro-batches take hardly more time"
+    return (
+        f"{kept} on {plural(now.ranks, 'rank')}: {number(elsewhere.batch, 4)} would need "
+        f"{_needs(elsewhere, now, unit)}, which saves time only {where}"
     )
-    shared = " if more ranks can share it" if best.accumulation > now.accumulation else ""
-    costs = [
-        f"{part_in_words(cost, at_present.high)} the {name}"
-        for name, cost, at_present in (("time", best.seconds, now.seconds), ("money", best.money, now.money))
-        if cost is not None and at_present is not None
-    ]
-    on_ranks = f". On {plural(best.ranks, 'rank')}, it takes {' and '.join(costs)}" if costs else ""
-    size = f"{number(best.batch, 4)} {unit}"
-    return f"try a batch of {size}{shared}: it needs {steps} the steps and {units} the {unit}{on_ranks}"
 
 
-def in_short(
-    batch: float,
-    unit: str,
-    scopes: Mapping[str, tuple[Estimate, Kind]],
-    *,
-    optimizer: str,
-    metric: str,
-) -> str:
+def in_short(unit: str, advised: Mapping[str, Advice]) -> str:
     """One sentence of advice on steps and units alone, for the end of a run.
 
     Args:
-        batch: units of one optimizer step.
         unit: plural name of the unit.
-        scopes: "for a run like this one" and "from here on": the noise scale and the kind of the verdict.
-        optimizer: as `proxy.kind_of` names it.
-        metric: of the noise scale.
+        advised: "for a run like this one" and "from here on".
 
     Example:
-        >>> known = Estimate(410.0, 330.0, 520.0), "too_small"
-        >>> in_short(128, "images", {FROM_HERE_ON: known}, optimizer="", metric="euclidean").split(":")[0]
-        'from here on, try a batch of 512 images if more ranks can share it'
+        >>> in_short("rows", {FROM_HERE_ON: advise_batch(Present(128, 1.0), Range(410.0, 330.0, 520.0))})
+        'from here on, a batch of 512 rows would need 43 % [40 – 46] of the steps and 1.7 [1.6 – 1.8] times the rows'
     """
     said = []
-    for scope, (known, kind) in scopes.items():
-        factor = factor_of(optimizer, metric, from_here_on=scope == FROM_HERE_ON) or PUBLISHED
-        said.append(f"{scope}, {in_words(advise_batch(Present(batch, 1.0), known, kind, factor), unit)}")
+    for scope, advice in advised.items():
+        if (other := advice.best or advice.elsewhere) is None:
+            said.append(f"{scope}, {in_words(advice, unit)}")
+        else:
+            needs = _needs(other, advice.present, unit)
+            said.append(f"{scope}, a batch of {number(other.batch, 4)} {unit} would need {needs}")
     return "; ".join(said)
+
+
+def _needs(plan: Plan, now: Plan, unit: str) -> str:
+    """Steps and units of a plan over those of the present one."""
+    steps, units = part_in_words(plan.steps, now.steps.high), part_in_words(plan.units, now.units.high)
+    return f"{steps} the steps and {units} the {unit}"
+
+
+def leading(advised: Mapping[str, Advice]) -> str:
+    """What decides, of the run and of what follows: the first whose batch is too small or too large, or else is judged.
+
+    Args:
+        advised: at least one piece of advice, by what it is about.
+    """
+    return min(
+        advised,
+        key=lambda name: (advised[name].kind not in ("too_small", "too_large"), advised[name].kind == "unknown"),
+    )
 
 
 RUN_LIKE_THIS, FROM_HERE_ON = "for a run like this one", "from here on"

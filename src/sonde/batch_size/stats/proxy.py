@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sonde.wording import number
+from sonde.wording import interval, number
 
 _ADAM = "Adam or AdamW"
 """Their steps differ in weight decay alone, which the study does without."""
@@ -26,14 +26,14 @@ class Factor:
     """The critical batch size of whole trainings, over B_simple averaged over each training.
 
     Attributes:
-        median: over the trainings.
+        median: over the trainings; None where nothing says what is usual.
         low: 5 % of the trainings are below it.
         high: 5 % are above it.
         n_trainings: in which B_simple was measured.
         n_tasks: that were trained.
     """
 
-    median: float
+    median: float | None
     low: float
     high: float
     n_trainings: int
@@ -65,10 +65,25 @@ class Range:
         """The same in another unit."""
         return Range(None if self.middle is None else self.middle * factor, self.low * factor, self.high * factor)
 
+    def in_words(self, unit: str) -> str:
+        """With its unit, such as "38.1 sequences [31.2 – 46.9]" or "more than 120 sequences"."""
+        return in_units(self.middle, self.low, self.high, unit)
 
-PUBLISHED = Factor(1.0, 0.1, 20.0, 0, 0)
-"""Of runs that others published: McCandlish et al. 2018, arXiv:1812.06162. Nothing says where in this range others lie,
-so its middle is no finding."""
+
+def in_units(middle: float | None, low: float | None, high: float | None, unit: str) -> str:
+    """A number as far as it is known, with its unit.
+
+    Example:
+        >>> in_units(38.1, 31.2, 46.9, "sequences"), in_units(None, 120.0, math.inf, "sequences")
+        ('38.1 sequences [31.2 – 46.9]', 'more than 120 sequences')
+    """
+    if middle is not None:
+        return f"{number(middle)} {unit} [{number(low)} – {number(high)}]"
+    return f"{interval(low, high)} {unit}"
+
+
+PUBLISHED = Factor(None, 0.1, 20.0, 0, 0)
+"""Of runs that others published: McCandlish et al. 2018, arXiv:1812.06162."""
 OF_BRANCHES: Mapping[str, Factor] = {
     "SGD (β = 0)": Factor(2.3, 0.15, 5.2, 36, 3),
     "SGD (β = 0.9)": Factor(0.99, 0.29, 4.9, 36, 3),
@@ -95,13 +110,27 @@ def factor_of(optimizer: str, metric: str, *, from_here_on: bool = False) -> Fac
     return FACTORS.get((optimizer, metric))
 
 
+def factor_for(unit: str, optimizer: str, metric: str, *, from_here_on: bool) -> Factor:
+    """How the critical batch size follows from B_simple: as the study found, or else as in published runs.
+
+    Args:
+        unit: plural name of the unit, or "effective " and that name.
+        optimizer: as `kind_of` names it.
+        metric: of B_simple.
+        from_here_on: as of `factor_of`.
+    """
+    if unit.endswith("prompts"):
+        return IN_RL["SGD" if optimizer.startswith("SGD") else "Adam"]
+    return factor_of(optimizer, metric, from_here_on=from_here_on) or PUBLISHED
+
+
 def critical_range(b_simple: float | None, low: float, high: float, factor: Factor) -> Range:
     """The critical batch size B_crit = B_simple × factor, as a range with about 90 % of the probability.
 
     Two errors are combined: of B_simple, and of the factor. They have nothing to do with each other and both are errors
     of logarithms, so on each side of the middle their lengths are added in quadrature. The 95 % interval of B_simple is
-    first made one of 90 %, which the factor's range is. Where only a bound of B_simple is known, it is multiplied by
-    the factor's own end.
+    first made one of 90 %, which the factor's range is. Where only a bound of B_simple is known, or no usual factor,
+    the ends are multiplied.
 
     Args:
         b_simple: the estimate; None where only a bound is known.
@@ -114,7 +143,7 @@ def critical_range(b_simple: float | None, low: float, high: float, factor: Fact
         >>> round(found.middle), round(found.low), round(found.high)
         (60, 33, 115)
     """
-    if b_simple is None:
+    if b_simple is None or factor.median is None:
         return Range(None, low * factor.low, high * factor.high)
     down = math.hypot(_OF_95 * _log(b_simple, low), _log(factor.median, factor.low))
     up = math.hypot(_OF_95 * _log(high, b_simple), _log(factor.high, factor.median))
@@ -189,30 +218,36 @@ def _in_words(name: str, group: Mapping[str, Any]) -> str:
     return f"{name} ({', '.join(facts)})" if facts else name
 
 
-def proxy_in_words(optimizer: str, metric: str) -> str:
+def proxy_in_words(unit: str, optimizer: str, metric: str, *, of_run: bool = True) -> str:
     """What B_simple is worth as a proxy.
 
     Args:
+        unit: plural name of the unit.
         optimizer: as `kind_of` names it; empty where it is not known.
         metric: of B_simple.
+        of_run: whether a run's average is known too, not only B_simple now.
+
+    Example:
+        >>> proxy_in_words("images", "SGD (β = 0.9)", "euclidean", of_run=False)[69:]
+        "that was 0.29 to 4.9 times B_simple now (median 0.99) in 90 % of 36 branches of sonde's study."
     """
-    found, of_metric = FACTORS.get((optimizer, metric)), "" if metric == "euclidean" else f" in metric {metric!r}"
-    text = "B_simple is a proxy for the critical batch size. "
-    if found is not None:
-        low, median, high = (number(end, 2) for end in (found.low, found.median, found.high))
-        text += (
-            f"With {optimizer}, the critical batch size was {low} to {high} times the run's average{of_metric} in 90 % "
-            f"of {found.n_trainings} trainings of {found.n_tasks} small tasks; the median was {median} times "
-            "(sonde's study). "
-        )
-    if (later := factor_of(optimizer, metric, from_here_on=True)) is not None:
-        text += (
-            f"From here on, it was {number(later.low, 2)} to {number(later.high, 2)} times B_simple now in branches of "
-            f"the same study, {number(later.median, 2)} in the median. "
-        )
+    in_metric = "" if metric == "euclidean" else f" (metric {metric!r})"
+    text, said = f"B_simple{in_metric} is a proxy for the critical batch size", list[str]()
+    for from_here_on in (False, True) if of_run else (True,):
+        factor = factor_for(unit, optimizer, metric, from_here_on=from_here_on)
+        if factor == PUBLISHED:
+            continue
+        of = "B_simple now" if from_here_on else "the run's average"
+        where = f"90 % of {factor.n_trainings} {'branches' if from_here_on else 'trainings'}"
+        if factor in IN_RL.values():
+            where = f"{factor.n_trainings} cases of GRPO"
+        low, median, high = (number(end, 2) for end in (factor.low, factor.median, factor.high))
+        said.append(f"{low} to {high} times {of} (median {median}) in {where}")
+    if said:
+        return f"{text}. With {optimizer or 'Adam'}, that was {' and '.join(said)} of sonde's study."
     return (
-        f"{text}In published runs the critical batch size was 0.1 to 20 times B_simple"
-        f"{' in the euclidean metric' if of_metric else ''} (McCandlish et al. 2018, arXiv:1812.06162)."
+        f"{text}, which was 0.1 to 20 times B_simple in published runs (McCandlish et al. 2018, arXiv:1812.06162). "
+        "`sonde branch` measures it."
     )
 
 

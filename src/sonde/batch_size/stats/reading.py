@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sonde.batch_size.stats.critical_batch import Estimate, Kind, Verdict, as_weighed, judge_batch
-from sonde.batch_size.stats.next_batch import FROM_HERE_ON, RUN_LIKE_THIS, in_short
+from sonde.batch_size.stats.critical_batch import Estimate, Verdict, as_weighed, critical, judge_batch
+from sonde.batch_size.stats.next_batch import FROM_HERE_ON, RUN_LIKE_THIS, Present, advise_batch, in_short
 from sonde.batch_size.stats.noise_scale import RatioAverage
+from sonde.batch_size.stats.proxy import factor_for
 from sonde.stats.intervals import RatioInterval, Status
 from sonde.wording import number, plural
 
@@ -263,13 +264,15 @@ class NoiseScaleReading:
             return ""
         batch = self.units_per_window or 1.0
         counted = batch / as_weighed(batch, self.effective_units, self.unit)[0]  # units for one that counts
-        scopes: dict[str, tuple[Estimate, Kind]] = {}
-        if self.average is not None and self.average.is_known and self.n_steps:
-            scopes[RUN_LIKE_THIS] = self.average.times(counted), verdict.kind
-        if self._now.is_known:
-            scopes[FROM_HERE_ON] = self._now.times(counted), verdict.kind_now
+        average = self.average if self.average is not None and self.n_steps else Estimate()
+        advised = {}
+        for scope, known in ((RUN_LIKE_THIS, average), (FROM_HERE_ON, self._now)):
+            if known.is_known:
+                here = scope == FROM_HERE_ON
+                factor = factor_for(self.unit, self.optimizer, self.metric, from_here_on=here)
+                advised[scope] = advise_batch(Present(batch, 1.0), critical(known.times(counted), factor))
         more = "" if log is None else f". More: sonde advise {log}"
-        return f"advice  {in_short(batch, self.unit, scopes, optimizer=self.optimizer, metric=self.metric)}{more}"
+        return f"advice  {in_short(self.unit, advised)}{more}"
 
     def __str__(self) -> str:
         batch = f"batch {number(self.units_per_window, 4)}, " if self.units_per_window is not None else ""

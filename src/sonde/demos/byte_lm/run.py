@@ -24,8 +24,8 @@ from sonde.demos.byte_lm.task import find_sources
 from sonde.demos.byte_lm.train import train_rank
 from sonde.demos.console import INTERRUPTED, PANEL_WIDTH, LastingConsole, choose_folder, conclude
 from sonde.log.sinks import RECORDS_NAME
+from sonde.runs.advice import judge_reading
 from sonde.runs.reader import read_run
-from sonde.runs.report.verdicts import judge_reading
 
 FAILED = 1
 _VERDICT_STYLES = {"about_right": "green", "too_small": "yellow", "too_large": "yellow"}

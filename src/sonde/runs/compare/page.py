@@ -87,7 +87,7 @@ def comparison_page(found: Comparison) -> str:
         panels=[summary(found)],
         rows=[
             Row("Ratios and differences", (_METHOD,)),
-            Row("Noise scale and batch", (proxy_in_words("", "euclidean"),)),
+            Row("Noise scale and batch", (proxy_in_words("", "", "euclidean"),)),
             Row("Logs", logs),
             Row("Noticed", found.notices or ("Nothing.",)),
         ],

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from sonde.runs.advice import looked_up
 from sonde.runs.reader import find_records, read_run
 from sonde.runs.report.branch_page import BRANCHES_NAME
-from sonde.runs.report.verdicts import looked_up
 from sonde.runs.run import AnyReading, Reading, Run, logged_batch, own_value_names
 from sonde.stats.intervals import RatioInterval
 from sonde.wording import plural, shorten

@@ -6,17 +6,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from sonde.batch_size.stats.critical_batch import ABOUT_RIGHT, Estimate, critical, relative_steps
+from sonde.batch_size.stats.critical_batch import ABOUT_RIGHT, relative_steps
 from sonde.evidence.answer import Row, in_words
 from sonde.runs.compare.beside import Quantity, entropy, noise_at_equal_loss, noise_beside, quantities
 from sonde.runs.compare.side_by_side import By, ComparedRun, Comparison
 from sonde.runs.compare.stats.differences import ratio_between, side_of_1
-from sonde.runs.report.verdicts import Tile, VerdictPanel, batch_size_panel, entropy_panel, judge_reading, looked_up
+from sonde.runs.report.verdicts import Tile, VerdictPanel, batch_size_panel, entropy_panel
 from sonde.stats.intervals import RatioInterval
 from sonde.wording import count, duration, interval, number, shorten
 
-_FARTHEST = 4.0
-"""The next batch is at most so many times larger or smaller than one that was tried."""
 _ALIKE = 1.01
 """Batches within this factor are the same."""
 _AS_LONG = 1.1
@@ -47,28 +45,11 @@ def _tile(run: ComparedRun) -> Tile:
 
 
 def _batch_action(by_batch: Sequence[ComparedRun]) -> tuple[str, str]:
-    """The next batch size, and why: one that is about right, or towards the noise scale from those tried."""
-    judged = [
-        run for run in by_batch if judge_reading(run.run.readings[-1], run.run.probe("reading")).kind != "unknown"
-    ]
-    known = [(run.batch or 1.0, of.ratio, run) for run in judged if (of := run.noise_of_run).ratio]
-    if not known:
+    """What the run with the largest batch says of the next one."""
+    if not by_batch:
         return "Train on: no batch can be advised.", "No run has a verdict on its batch yet."
-    batch, noise, run = min(known, key=lambda each: abs(math.log(each[1] / each[0])))
-    if all(noise > ABOUT_RIGHT * batch for batch, noise, _ in known):
-        batch, noise, run = known[-1]
-    elif all(noise < batch / ABOUT_RIGHT for batch, noise, _ in known):
-        batch, noise, run = known[0]
-    why = (
-        f"At {run.letter}'s batch of {number(batch)}, the noise scale was {in_words(run.noise_of_run)} over the run. "
-        f"sonde advise {run.run.path.parent} has the learning rate that goes with it, and what it saves."
-    )
-    if batch / ABOUT_RIGHT <= noise <= ABOUT_RIGHT * batch:
-        return f"Keep a batch of about {number(batch)} {run.unit}.", why
-    of = run.noise_of_run
-    known_of = critical(Estimate(of.ratio, of.low, of.high), *looked_up(run.run.readings[-1], run.run.probe("reading")))
-    following = min(max(known_of.b_simple or noise, batch / _FARTHEST, 1.0), _FARTHEST * batch)
-    return f"Next, try a batch of about {number(float(f'{following:.2g}'))} {run.unit}.", why
+    run = by_batch[-1]
+    return batch_size_panel(run.run).action, f"sonde advise {run.run.path.parent} has all costs of it."
 
 
 def _entropy_action(runs: Sequence[ComparedRun]) -> tuple[str, str]:

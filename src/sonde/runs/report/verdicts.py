@@ -7,10 +7,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from sonde.batch_size.stats.critical_batch import Estimate, Kind, Verdict, critical, judge_batch, steps_and_examples
+from sonde.batch_size.stats.critical_batch import steps_and_examples
+from sonde.batch_size.stats.next_batch import in_words, leading
+from sonde.batch_size.stats.proxy import Range
 from sonde.batch_size.stats.reading import in_percent
 from sonde.policy.stats.entropy_verdict import judge_entropy
 from sonde.policy.stats.forecast_point import coverage, steps_kept
+from sonde.runs.advice import judge_reading, logged
 from sonde.runs.run import (
     PROMPT_NOISE,
     Alert,
@@ -24,7 +27,7 @@ from sonde.runs.run import (
     logged_interval,
 )
 from sonde.stats.intervals import RatioInterval, unresolved
-from sonde.wording import count, estimate, number, percent, plural
+from sonde.wording import count, number, percent, plural
 
 _BATCH_BADGES = {
     "too_small": "Batch too small",
@@ -108,37 +111,25 @@ def batch_size_panel(run: Run) -> VerdictPanel:
     if covered is not None and covered < 1:
         basis += f" It speaks of parameters with {in_percent(covered)} of the squared gradient."
     basis += "".join(_in_further_units(run, last))
-    tiles = tuple(_batch_tiles(last, unit))
-    # What can be done is done from here on. Where the noise scale now decides nothing, its average speaks.
-    kind = verdict.kind if verdict.kind_now == "unknown" else verdict.kind_now
-    action = _batch_action(kind, verdict.advice, last, probe)
+    kind, action, critical = verdict.kind, _until_then(verdict.advice, last, probe), None
+    if advised := logged(run).advised():
+        scope = leading(advised)
+        kind, critical = advised[scope].kind, advised[scope].critical
+        action = f"{scope.capitalize()}, {in_words(advised[scope], unit)}."
+    tiles = tuple(_batch_tiles(last, unit, critical))
     return VerdictPanel(kind, _BATCH_BADGES[kind], action, verdict.headline, verdict.detail, basis, tiles)
 
 
-def _batch_action(kind: Kind, advice: str, last: Reading, probe: ProbeSetup) -> str:
-    batch, unit = logged_batch(last.metrics, probe.unit)
-    now = f"{number(batch, 4)} {unit}"
-    match kind:
-        case "unknown" if advice:
-            return f"{advice[:1].upper()}{advice[1:]}."
-        case "unknown" if last.now.high == 0:
-            return "Check the data: all pieces of a window had the same gradient."
-        case "unknown" if not batch and last.status != "unresolved":
-            return "Give a batch size to judge."
-        case "unknown":
-            return f"{'Measure' if probe.setup.get('fixed_weights') else 'Train'} on: nothing can be advised yet."
-        case "about_right":
-            return f"Keep the batch of {now}."
-        case "about_right_or_too_small" | "about_right_or_too_large":
-            which = "larger" if kind == "about_right_or_too_small" else "smaller"
-            return f"Keep the batch of {now}, or try a {which} one."
-        case "too_small" | "too_large":
-            which = "larger" if kind == "too_small" else "smaller"
-            now_known = Estimate(last.now.ratio, last.now.low, last.now.high)
-            found = critical(now_known, *looked_up(last, probe), from_here_on=True).b_simple
-            is_beyond = found is not None and batch is not None and (found > batch) == (kind == "too_small")
-            about = f": about {number(float(f'{max(found or 1.0, 1.0):.2g}'))} {unit}" if is_beyond else ""
-            return f"Try a {which} batch from here on{about} instead of {number(batch, 4)}."
+def _until_then(advice: str, last: Reading, probe: ProbeSetup) -> str:
+    """What to do before there is a verdict."""
+    batch, _ = logged_batch(last.metrics, probe.unit)
+    if advice:
+        return f"{advice[:1].upper()}{advice[1:]}."
+    if last.now.high == 0:
+        return "Check the data: all pieces of a window had the same gradient."
+    if not batch and last.status != "unresolved":
+        return "Give a batch size to judge."
+    return f"{'Measure' if probe.setup.get('fixed_weights') else 'Train'} on: nothing can be advised yet."
 
 
 def _in_further_units(run: Run, last: Reading) -> Iterator[str]:
@@ -172,55 +163,9 @@ def _entropies_judged(run: Run) -> str:
     return f"Judged from the entropy of {plural(len(steps), 'measured step')}; the last of them is step {steps[-1]:,}."
 
 
-def judge_reading(reading: Reading, probe: ProbeSetup) -> Verdict:
-    """Judge the batch size by one reading of a log.
-
-    Args:
-        reading: for a present verdict the last one.
-        probe: how it was measured.
-    """
-    unit, trains = probe.unit, not probe.setup.get("fixed_weights")
-    batch, judged = logged_batch(reading.metrics, unit)
-    now, average = reading.now, reading.average
-    if not batch and reading.status != "unresolved":  # of a checkpoint, without a batch to judge
-        known = estimate(now.status, now.ratio, now.low, now.high)
-        advice = "No batch size was given to judge: give one by batch= of sonde.measure, or --batch of sonde measure."
-        return Verdict("unknown", f"The noise scale is {known} {unit}.", advice)
-    if not batch:
-        return Verdict(
-            "unknown", "No verdict yet: the batch size is not known.", f"{reading.reason or 'No window was measured'}."
-        )
-    first_step = round(reading.metrics.get("gns/first_step") or 1)
-    return judge_batch(
-        batch,
-        unit=judged,
-        now=Estimate(now.ratio, now.low, now.high),
-        of_run=Estimate(average.ratio, average.low, average.high) if trains else None,
-        n_steps=reading.window - first_step + 1 if trains else None,
-        first_step=first_step,
-        warms_up=bool(reading.metrics.get("gns/warms_up")),
-        reason=reading.reason,
-        advice=reading.advice,
-        optimizer=looked_up(reading, probe)[0],
-        metric=looked_up(reading, probe)[1],
-    )
-
-
-def looked_up(reading: Reading, probe: ProbeSetup) -> tuple[str, str]:
-    """The optimizer's kind, empty where it is not known or has changed, and the metric: what the study is asked for.
-
-    Args:
-        reading: of a log.
-        probe: how it was measured.
-    """
-    optimizer = "" if reading.optimizer_changed else str(probe.setup.get("optimizer_kind") or "")
-    return optimizer, str(probe.setup.get("metric") or "euclidean").split(", ")[0]
-
-
-def _batch_tiles(last: Reading, unit: str) -> Iterator[Tile]:
+def _batch_tiles(last: Reading, unit: str, critical: Range | None) -> Iterator[Tile]:
     metrics = last.metrics
     batch = metrics.get("gns/units_per_window")
-    effective, _ = logged_batch(metrics, unit)
     scatter = metrics.get("gns/scatter")
     further = ""
     if scatter is not None and scatter < 1:
@@ -228,13 +173,12 @@ def _batch_tiles(last: Reading, unit: str) -> Iterator[Tile]:
     yield _noise_scale_tile("Noise scale now", last.now, unit, further=further)
     yield _noise_scale_tile("Average over the run", last.average, unit)
     yield Tile("Batch size", number(batch, 4), f"{unit} per step")
-    known = last.of_run
     used = f"{unit[:1].upper()}{unit[1:]} used"
     for name, title in (("steps", "Steps"), ("examples", used)):
-        if not effective or known.low is None or known.high is None:
+        if not batch or critical is None:
             yield Tile(title, "–", "relative to the fewest possible")
         else:
-            yield Tile(title, _cost(effective, known.low, known.high, name), "the fewest possible")
+            yield Tile(title, _cost(batch, critical, name), "the fewest possible")
 
 
 def _noise_scale_tile(name: str, known: RatioInterval, unit: str, *, further: str = "") -> Tile:
@@ -253,18 +197,19 @@ def _noise_scale_tile(name: str, known: RatioInterval, unit: str, *, further: st
             return Tile(name, "–", f"{unit}; not known yet")
 
 
-def _cost(batch: float, low: float, high: float, name: str) -> str:
-    """Steps or units over the fewest possible, as far as the interval of the noise scale reaches."""
+def _cost(batch: float, critical: Range, name: str) -> str:
+    """Steps or units over the fewest possible, as far as the range of the critical batch size reaches."""
 
-    def at(noise_scale: float) -> float:
-        if noise_scale <= 0:
+    def at(end: float) -> float:
+        if end <= 0:
             return 1.0 if name == "steps" else math.inf
-        if math.isinf(noise_scale):
+        if math.isinf(end):
             return math.inf if name == "steps" else 1.0
-        return float(getattr(steps_and_examples(batch, noise_scale), name))
+        return float(getattr(steps_and_examples(batch, end), name))
 
-    least, most = (number(cost, 2) for cost in sorted((at(low), at(high))))
-    if max(at(low), at(high)) > _WIDE * min(at(low), at(high)):
+    ends = sorted((at(critical.low), at(critical.high)))
+    least, most = (number(cost, 2) for cost in ends)
+    if ends[1] > _WIDE * ends[0]:
         return f"≥ {least}×"
     return f"{least}×" if least == most else f"{least} – {most}×"
 
