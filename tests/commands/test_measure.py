@@ -85,7 +85,7 @@ def test_it_stops_when_it_is_precise(gpt: Path, tmp_path: Path, capsys: pytest.C
     said = capsys.readouterr().out
     assert re.search(r"± [12]?\d(\.\d+)? %, from", said)
     assert "before" not in said
-    assert "is about right for the model as it is now" in said
+    assert "the critical batch size was 0.1 to 20 times the noise scale" in said
 
 
 def test_a_report_without_a_batch_to_judge(gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from sonde.batch_size.stats.critical_batch import Estimate, Verdict, critical, judge_batch
 from sonde.batch_size.stats.next_batch import FROM_HERE_ON, RUN_LIKE_THIS, Advice, Aim, Present, advise_batch
-from sonde.batch_size.stats.proxy import Factor, factor_for
+from sonde.batch_size.stats.proxy import Factor, Range, factor_for
 from sonde.runs.run import PROMPT_NOISE, PolicyReading, ProbeSetup, Reading, Run, logged_batch, logged_interval
 from sonde.stats.intervals import RatioInterval
 from sonde.wording import estimate
@@ -32,6 +32,11 @@ class Scope:
     known: Estimate
     factor: Factor
     steps: float
+
+    @property
+    def critical(self) -> Range:
+        """The critical batch size."""
+        return critical(self.known, self.factor)
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class Logged:
         return {
             name: advise_batch(
                 dataclasses.replace(self.present, steps=scope.steps),
-                critical(scope.known, scope.factor),
+                scope.critical,
                 aim=aim,
                 budget=budget,
             )

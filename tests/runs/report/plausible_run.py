@@ -29,6 +29,7 @@ def header_record(**changes: Any) -> Record:
         "log_every": 10,
         "level": 0.95,
         "metric": "euclidean",
+        "optimizer_kind": "Adam or AdamW (β = 0.9)",
     }
     record = {
         "kind": "header",

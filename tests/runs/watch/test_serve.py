@@ -71,7 +71,7 @@ def test_a_page_gets_what_it_does_not_show_yet(tmp_path: Path) -> None:
         news = _news(site)
         version = news["first"]["version"]
         assert (version, "window 120" in news["first"]["html"]) == (1, True)
-        assert news["runs"][0]["badges"] == "Batch too small"
+        assert news["runs"][0]["badges"] == "About right or too large"
         rest = _rest(site)
         assert (rest["version"], len(rest["roots"]), len(rest["document"]["roots"])) == (1, 7, 7)
         assert all(f'id="{place}"' in rest["html"] for place in rest["roots"].values())

@@ -233,14 +233,14 @@ def proxy_in_words(unit: str, optimizer: str, metric: str, *, of_run: bool = Tru
     """
     in_metric = "" if metric == "euclidean" else f" (metric {metric!r})"
     text, said = f"B_simple{in_metric} is a proxy for the critical batch size", list[str]()
-    for from_here_on in (False, True) if of_run else (True,):
+    for from_here_on in (False, True) if of_run and not unit.endswith("prompts") else (True,):
         factor = factor_for(unit, optimizer, metric, from_here_on=from_here_on)
         if factor == PUBLISHED:
             continue
         of = "B_simple now" if from_here_on else "the run's average"
         where = f"90 % of {factor.n_trainings} {'branches' if from_here_on else 'trainings'}"
         if factor in IN_RL.values():
-            where = f"{factor.n_trainings} cases of GRPO"
+            of, where = "B_simple", f"{factor.n_trainings} cases of GRPO"
         low, median, high = (number(end, 2) for end in (factor.low, factor.median, factor.high))
         said.append(f"{low} to {high} times {of} (median {median}) in {where}")
     if said:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from bokeh.models.glyphs import Line, Scatter
 
 from sonde.batch_size.stats.critical_batch import steps_and_examples
 from sonde.batch_size.stats.proxy import law_in_words
+from sonde.runs.advice import Logged, logged
 from sonde.runs.report.curves import PIXELS, Curve, Panel, TimeAxis, draw_panels, written
 from sonde.runs.report.figures import (
     BLUE,
@@ -62,10 +64,9 @@ def noise_scale_sections(run: Run) -> list[Section]:
             "What the batch size costs",
             f"Training with batch size B takes S/S_min = 1 + B_crit/B times the fewest possible steps, and uses "
             f"E/E_min = 1 + B/B_crit times the fewest possible {unit} (McCandlish et al. 2018, arXiv:1812.06162). "
-            "The curves cross at B = B_crit, where both costs are 2×. The figure takes the noise scale averaged over "
-            "the run as B_crit, or that of the last reading where there is no average: it speaks of a whole run like "
-            f"this one. {law_in_words()}",
-            (tradeoff_plot(last, unit),),
+            "The curves cross at B = B_crit, where both costs are 2×. B_crit is that of a whole run like this one, or "
+            f"from here on where the run has no average. {law_in_words()}",
+            (tradeoff_plot(logged(run)),),
         ),
         over_run("Noise scale and batch size", _noise_scale_text(run), *_noise_scale_panels(readings, unit)),
         over_run("Noise and signal", _MOMENTS_TEXT, (_MOMENTS,), "No reading holds noise or signal."),
@@ -247,22 +248,23 @@ def declared_sections(run: Run) -> list[Section]:
     return sections
 
 
-def tradeoff_plot(reading: Reading, unit: str) -> Plot | str:
+def tradeoff_plot(run: Logged) -> Plot | str:
     """Steps and units relative to the least possible, over the batch size, with a mark at the run's own.
 
     Args:
-        reading: the last one.
-        unit: plural name of the unit.
+        run: what the log says.
 
     Returns:
-        The figure, or a sentence that says why there is none. Curves are dashed if only a bound of the noise scale is
+        The figure, or a sentence that says why there is none. Curves are dashed if only a range or a bound of B_crit is
         known.
     """
-    batch, unit = logged_batch(reading.metrics, unit)
-    low, high, status = (known := reading.of_run).low, known.high, known.status
-    critical = known.ratio if status == "resolved" else high if status == "upper_bound" else low
-    if not batch or not critical or low is None or high is None:
+    batch, unit = run.present.batch, run.unit
+    known = next((scope.critical for scope in run.scopes.values() if scope.critical.high), None)
+    if known is None:
         return "The trade-off needs a noise scale or a bound of the noise scale. The last reading has neither."
+    low, high, is_known = known.low, known.high, known.middle is not None
+    where = "upper bound" if low == 0 else "lower bound" if math.isinf(high) else "middle of the range"
+    critical = known.middle or (high if low == 0 else low if math.isinf(high) else math.sqrt(low * high))
 
     extremes = (batch, critical, max(low, critical / 10), min(high, 10 * critical))
     x = Scale("log", min(extremes) / 8, max(extremes) * 8)
@@ -274,7 +276,7 @@ def tradeoff_plot(reading: Reading, unit: str) -> Plot | str:
     fig.yaxis[0].major_label_overrides = {tick: f"{number(tick)}×" for tick in log_ticks(y)}
     left, right = max(low, x.start), min(high, x.end)
     fig.add_layout(BoxAnnotation(left=left, right=right, fill_color=BLUE, fill_alpha=0.10, line_color=None))
-    dash = "solid" if status == "resolved" else "dashed"
+    dash = "solid" if is_known else "dashed"
     add_line_at(fig, critical, "height", BLUE, dash)
     sizes = [x.at(i / 200) for i in range(201)]
     costs = [steps_and_examples(size, critical) for size in sizes]
@@ -289,9 +291,9 @@ def tradeoff_plot(reading: Reading, unit: str) -> Plot | str:
     add_line_at(fig, batch, "height", INK, "dotted")
     marks = Scatter(size=11, fill_color="white", line_color=INK, line_width=2.5)
     draw(fig, marks, x=[batch] * 2, y=[here.steps, here.examples])
-    # Put the label on the side away from the line of the noise scale.
+    # Put the label on the side away from the line of B_crit.
     add_label(fig, batch, y.at(0.92), "you are here", align="right" if batch < critical else "left")
-    legend = _tradeoff_legend(batch, critical, unit, status)
+    legend = _tradeoff_legend(batch, critical, unit, "" if is_known else where)
     words = (
         f"Costs over the batch size. {'; '.join(entry.text for entry in legend)}. At this run's batch, steps are "
         f"{number(here.steps, 2)}× and {unit} {number(here.examples, 2)}× the least possible."
@@ -299,24 +301,17 @@ def tradeoff_plot(reading: Reading, unit: str) -> Plot | str:
     return Plot((fig,), legend, words)
 
 
-def _tradeoff_legend(batch: float, critical: float, unit: str, status: str) -> tuple[LegendEntry, ...]:
-    line: Mark = "dashed"
-    match status:
-        case "resolved":
-            line, steps, units, known, at = "line", "", "", "noise scale", ""
-            band = "confidence interval of the noise scale"
-        case "lower_bound":
-            steps, units, known, at = ": at least this", ": at most this", "lower bound of the noise scale", "lower"
-            band = "possible range of the noise scale: no upper limit known"
-        case _:
-            steps, units, known, at = ": at most this", ": at least this", "upper bound of the noise scale", "upper"
-            band = "possible range of the noise scale: no lower limit known"
-    of_run = f", if the noise scale is at its {at} bound" if at else ""
+def _tradeoff_legend(batch: float, critical: float, unit: str, where: str) -> tuple[LegendEntry, ...]:
+    """`where` in its range B_crit is taken to be; empty where it is known."""
+    line: Mark = "dashed" if where else "line"
+    ends = {"lower bound": (": at least this", ": at most this"), "upper bound": (": at most this", ": at least this")}
+    steps, units = ends.get(where, ("", ""))
+    of_run = f", if B_crit is at the {where}" if where else ""
     return (
         LegendEntry(line, GREEN, f"optimizer steps, S/S_min{steps}"),
         LegendEntry(line, ORANGE, f"{unit} used, E/E_min{units}"),
-        LegendEntry("bar", BLUE, f"{known}, {number(critical)} {unit}"),
-        LegendEntry("band", BLUE, band),
+        LegendEntry("bar", BLUE, f"{where + ' of ' if where else ''}B_crit, {number(critical)} {unit}"),
+        LegendEntry("band", BLUE, "range of B_crit"),
         LegendEntry("dot", INK, f"this run, {number(batch)} {unit} per step{of_run}"),
     )
 
