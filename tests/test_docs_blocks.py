@@ -55,7 +55,11 @@ def test_readings_are_printed_as_the_pages_show_them() -> None:
     known |= {"windows": 240, "units_per_window": 32.0, "every": 1.0}
     known |= {"unit": "sequences", "doubts": {}, "dropped": {}, "further_units": {}, "n_steps": 240, "first_step": 1}
     known |= {"warms_up": False}
-    known["average"] = sonde.Estimate(24.1, 22.0, 26.0)
+    known |= {
+        "average": sonde.Estimate(24.1, 22.0, 26.0),
+        "optimizer": "Adam or AdamW (β = 0.9)",
+        "metric": "euclidean",
+    }
     reading = sonde.NoiseScaleReading(**known)
     shown = [
         line

@@ -124,12 +124,9 @@ def test_a_reading_says_what_it_means_for_the_batch() -> None:
     assert str(early).endswith(", 40 windows")
     average, verdict = reading.average, reading.verdict
     assert verdict.headline.startswith("For a run like this one, the batch of 12 rows ")
-    assert (
-        f"was {number(average.b_simple)} rows [{number(average.low)} – {number(average.high)}] on" in verdict.headline
-    )
-    assert (
-        f"is {number(reading.b_simple)} rows [{number(reading.low)} – {number(reading.high)}] now" in verdict.headline
-    )
+    for known, ending in ((average, "from an average noise scale of {}."), (reading, "from a noise scale of {} now.")):
+        size = f"{number(known.b_simple)} rows [{number(known.low)} – {number(known.high)}]"
+        assert ending.format(size) in verdict.headline
     assert str(reading).endswith(f"{number(average.b_simple)} over the run, batch 12, 120 windows: {verdict.in_short}")
 
 

@@ -144,9 +144,10 @@ def test_where_there_is_no_verdict_nothing_is_advised(tmp_path: Path, capsys: py
 
 
 def test_without_an_optimizer_the_published_range_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = asked(capsys, run(tmp_path / "run", header=header_record(), batch=8.0), "--batch", "32")
+    unknown = header(optimizer_kind="", optimizer_settings=[], trainer=None)
+    found = asked(capsys, run(tmp_path / "run", header=unknown, batch=8.0), "--batch", "32")
     assert found["notes"][0].startswith("The log does not say the optimizer")
-    assert asked(capsys, run(tmp_path / "y", batch=8.0, header=header_record()))["batch"] is None
+    assert asked(capsys, run(tmp_path / "y", batch=8.0, header=unknown))["batch"] is None
     other = asked(capsys, run(tmp_path / "x", header=header(optimizer_kind="X"), batch=8.0))
     assert other["notes"][0].startswith("This optimizer, or this metric, was not in sonde's study")
     assert found["rates"] == []

@@ -34,7 +34,8 @@ def test_a_run_has_its_last_reading_verdict_norm_clip_cost_and_speed(tmp_path: P
     seen = _seen(_last_written(tmp_path, seconds_ago=130.2))
     for text in (
         "small language model · window 600, after 38,400 sequences · last record 2 min 10 s ago\n",
-        "   About right or too large  For a run like this one, keep the batch of 64 sequences: no other is sure to be better.\n",
+        "   About right or too large  For a run like this one, keep the batch of 64 sequences: no other is sure to be "
+        "better.\n",
         "Noise scale now 205 sequences; between 178 and 243 · Average over the run 28.3 sequences; between 25.1 and "
         "32.9 · Batch size 64 sequences per step\n",
         "  Gradient norm 0.651 · 0 % of the windows clipped · measuring takes 0.91 % of the time · "

@@ -276,14 +276,13 @@ def in_short(unit: str, advised: Mapping[str, Advice]) -> str:
         >>> in_short("rows", {FROM_HERE_ON: advise_batch(Present(128, 1.0), Range(410.0, 330.0, 520.0))})
         'from here on, a batch of 512 rows would need 43 % [40 – 46] of the steps and 1.7 [1.6 – 1.8] times the rows'
     """
-    said = []
+    said: dict[str, list[str]] = {}
     for scope, advice in advised.items():
-        if (other := advice.best or advice.elsewhere) is None:
-            said.append(f"{scope}, {in_words(advice, unit)}")
-        else:
-            needs = _needs(other, advice.present, unit)
-            said.append(f"{scope}, a batch of {number(other.batch, 4)} {unit} would need {needs}")
-    return "; ".join(said)
+        text = in_words(advice, unit)
+        if (other := advice.best or advice.elsewhere) is not None:
+            text = f"a batch of {number(other.batch, 4)} {unit} would need {_needs(other, advice.present, unit)}"
+        said.setdefault(text, []).append(scope)
+    return "; ".join(f"{' and '.join(scopes)}, {text}" for text, scopes in said.items())
 
 
 def _needs(plan: Plan, now: Plan, unit: str) -> str:
