@@ -14,12 +14,12 @@ from typing import Annotated, Any
 from rich.console import Console
 from tyro.conf import Positional, arg
 
-from sonde.batch_size.stats.next_batch import Advice, Aim, Plan, in_words, leading, plan_of
+from sonde.batch_size.stats.next_batch import Advice, Aim, Plan, in_words, leading
 from sonde.batch_size.stats.proxy import PUBLISHED, Range, factor_of
 from sonde.batch_size.stats.rate_row import RateRow, rate_row
 from sonde.commands.advise_tables import show
 from sonde.commands.trainer_flags import in_trainer, trainer_named
-from sonde.runs.advice import STEPS, Logged, logged
+from sonde.runs.advice import Logged, logged
 from sonde.runs.reader import read_run
 from sonde.runs.run import Run
 from sonde.wording import number, percent, plural
@@ -116,11 +116,11 @@ def answer(run: Run, options: AdviseOptions) -> Answer:
         cost_per_hour=options.cost_per_hour,
         ranks_at_most=options.ranks_at_most,
     )
-    advised, unit = known.advised(aim=options.aim, budget=options.budget), known.unit
+    advised, unit = known.advised(aim=options.aim, budget=options.budget, batch=options.batch), known.unit
     trainer = trainer_named(options.trainer) if options.trainer else str(known.setup.get("trainer") or "plain loop")
     notes = (*_notes(known, advised), *(_of_rl(run) if unit == "prompts" else ()))
     words = {scope: f"{scope.capitalize()}, {in_words(each, unit)}." for scope, each in advised.items()}
-    if (chosen := _chosen(known, advised, options)) is None:
+    if (chosen := _chosen(advised, options)) is None:
         return Answer(known, words, advised, trainer, None, (), (), notes)
     plan, critical = chosen
     notes += tuple(_on_the_way(known, plan.batch))
@@ -149,14 +149,13 @@ def _check(options: AdviseOptions) -> None:
         raise ValueError("--budget takes the fastest batch that keeps it, got --aim cheapest: leave out one of the two")
 
 
-def _chosen(known: Logged, advised: Mapping[str, Advice], options: AdviseOptions) -> tuple[Plan, Range] | None:
+def _chosen(advised: Mapping[str, Advice], options: AdviseOptions) -> tuple[Plan, Range] | None:
     """The batch to say more of, the user's or the best, and B_crit."""
     if not advised:
         return None
     advice = advised[leading(advised)]
-    if options.batch:
-        return plan_of(dataclasses.replace(known.present, steps=STEPS), options.batch, advice.critical), advice.critical
-    return None if advice.best is None else (advice.best, advice.critical)
+    plan = next((plan for plan in advice.plans if plan.batch == options.batch), advice.best)
+    return None if plan is None else (plan, advice.critical)
 
 
 def _notes(logged: Logged, advised: Mapping[str, Advice]) -> Iterator[str]:

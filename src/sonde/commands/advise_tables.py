@@ -39,7 +39,7 @@ def show(found: Answer, console: Console) -> None:
             f"{number(now.batch, 6)} learn.\n"
             f"B_simple {known.in_words(unit)}, times {times}: B_crit {advice.critical.in_words(unit)}\n"
         )
-        console.print(plain_table(_cost_rows(advice, unit), right=(0, 1, 2, 3, 4, 5)))
+        console.print(plain_table(_cost_rows(advice, found, unit), right=(0, 1, 2, 3, 4, 5)))
     if found.batch is not None:
         console.print(f"\nTo set a batch of {number(found.batch, 6)} {unit} ({found.trainer}):")
         for line in found.how:
@@ -57,14 +57,16 @@ def show(found: Answer, console: Console) -> None:
         console.print(f"\n{note}")
 
 
-def _cost_rows(advice: Advice, unit: str) -> Iterator[Row]:
+def _cost_rows(advice: Advice, found: Answer, unit: str) -> Iterator[Row]:
     now = advice.present
+    kept = "now  " if now.ranks == found.logged.present.ranks else "same  "
     timed, priced = now.seconds is not None, now.money is not None
     yield "batch", "ranks × each", "steps", unit, *["time"] * timed, *["money"] * priced
     for plan in advice.plans:
-        mark = "now  " if plan is now else "best  " if plan is advice.best else ""
+        mark = kept if plan is now else "best  " if plan is advice.best else ""
         time = [] if plan.seconds is None else [_time(plan.seconds)]
         money = [] if plan.money is None else [_cell(plan.money)]
+        mark = mark or ("yours  " if plan.batch == found.batch else "")
         size, ranks = f"{mark}{number(plan.batch, 6)}", f"{plan.ranks} × {plan.accumulation}"
         yield size, ranks, _cell(plan.steps), _cell(plan.units), *time, *money
 

@@ -65,12 +65,15 @@ class Logged:
     tokens: float | None = None
     units_seen: float = 0.0
 
-    def advised(self, *, aim: Aim = "balanced", budget: float | None = None) -> dict[str, Advice]:
+    def advised(
+        self, *, aim: Aim = "balanced", budget: float | None = None, batch: float | None = None
+    ) -> dict[str, Advice]:
         """What to do, by scope; nothing where it is too early.
 
         Args:
             aim: as of `advise_batch`.
             budget: likewise, for a whole run.
+            batch: likewise.
 
         Raises:
             ValueError: as of `advise_batch`, and for a budget where the average over the run is not known.
@@ -86,6 +89,7 @@ class Logged:
                 scope.critical,
                 aim=aim,
                 budget=budget,
+                batch=batch,
             )
             for name, scope in scopes.items()
         }

@@ -93,7 +93,14 @@ class Advice:
     reason: str
 
 
-def advise_batch(present: Present, critical: Range, *, aim: Aim = "balanced", budget: float | None = None) -> Advice:
+def advise_batch(
+    present: Present,
+    critical: Range,
+    *,
+    aim: Aim = "balanced",
+    budget: float | None = None,
+    batch: float | None = None,
+) -> Advice:
     """What other batch sizes would cost, and the best of them.
 
     Args:
@@ -103,6 +110,7 @@ def advise_batch(present: Present, critical: Range, *, aim: Aim = "balanced", bu
             that save time or money; "fastest" for the shortest time; "cheapest" for the least time of all ranks
             together.
         budget: the most that the training may cost. The fastest of the batches that keep it for certain is taken.
+        batch: one that is considered too.
 
     Raises:
         ValueError: for an aim that needs a throughput or a price that is not known, and a budget that no batch keeps.
@@ -114,7 +122,8 @@ def advise_batch(present: Present, critical: Range, *, aim: Aim = "balanced", bu
     # Where the middle is not known, the end that is nearer to the present batch is certain.
     middle = critical.middle if critical.middle is not None else critical.high if kind == "too_large" else critical.low
     is_balanced = aim == "balanced" and budget is None
-    plans = tuple(plan_of(present, b, critical) for b in _candidates(present, middle, is_balanced=is_balanced))
+    sizes = {*_candidates(present, middle, is_balanced=is_balanced), batch or present.batch}
+    plans = tuple(plan_of(present, size, critical) for size in sorted(sizes))
     now = next(plan for plan in plans if plan.batch == present.batch)
     if aim == "fastest" and present.units_per_second is None:
         raise ValueError("the fastest batch needs the throughput, which the log lacks: pass --units-per-second")
