@@ -20,7 +20,7 @@ from sonde.log.sinks import JsonlSink
 from sonde.runs.report.verdicts import verdict_panels
 from tests.batch_size.loops import attached, batch, mean_loss
 from tests.runs.report.plausible_policy import policy_header, policy_record
-from tests.runs.report.plausible_run import Record, header_record, reading_record, write_run
+from tests.runs.report.plausible_run import Record, header_record, reading_record, with_metrics, write_run, written
 
 ADAMW = "Adam or AdamW (β = 0.9)"
 GROUP = {"name": "AdamW", "lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
@@ -229,3 +229,20 @@ def test_a_new_run_grows_where_the_study_found_that_it_may(tmp_path: Path, capsy
     assert [("9 times in 10" in n, "will do" in n) for n in notes] == [(True, False), (True, True), (False, False)]
     assert "may grow" not in notes[1] + notes[2]
     assert "may grow" not in " ".join(asked(capsys, sgd, "--batch", "8")["notes"])
+
+
+def test_of_a_run_whose_batch_grew_nothing_is_said_but_what_follows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [reading_record(i, 60) for i in range(60)]
+    seen = 0.0
+    grown = []
+    for i, record in enumerate(records):
+        seen += 10 * (16.0 if i < 30 else 64.0)
+        grown.append(with_metrics(record, {"run/units_seen": seen}))
+    found = asked(capsys, str(written(tmp_path / "grown", [header(), *grown])))
+    assert list(found["advice"]) == ["from here on"]
+    assert found["notes"][0] == "The batch changed during this run: advice is about what follows."
+    # A short window at the end of each epoch changes nothing.
+    short = [with_metrics(r, {"run/units_seen": 640.0 * (i + 1) - 48 * (i // 20)}) for i, r in enumerate(records)]
+    assert "for a run like this one" in asked(capsys, str(written(tmp_path / "short", [header(), *short])))["advice"]

@@ -160,6 +160,8 @@ def _chosen(advised: Mapping[str, Advice], options: AdviseOptions) -> tuple[Plan
 
 def _notes(logged: Logged, advised: Mapping[str, Advice]) -> Iterator[str]:
     """What the numbers rest on, in short: docs/advice.md has all of it."""
+    if logged.batch_changed:
+        yield "The batch changed during this run: advice is about what follows."
     if any(logged.scopes[name].factor == PUBLISHED for name in advised):
         which = "This optimizer, or this metric, was not in sonde's study"
         if not logged.optimizer:

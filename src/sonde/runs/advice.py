@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,8 @@ from sonde.runs.run import PROMPT_NOISE, PolicyReading, ProbeSetup, Reading, Run
 from sonde.stats.intervals import RatioInterval
 from sonde.wording import estimate
 
+_AS_LARGE = 1.2
+"""Batches within this factor are the same."""
 STEPS = 1000
 """From here on, costs are those of what so many steps with the present batch would learn."""
 
@@ -53,6 +57,7 @@ class Logged:
         metric: of the noise scale.
         tokens: of one unit; None where they were not counted.
         units_seen: by the run.
+        batch_changed: whether the batch was another one for a part of the run, so that nothing is said of all of it.
     """
 
     unit: str
@@ -64,6 +69,7 @@ class Logged:
     metric: str = "euclidean"
     tokens: float | None = None
     units_seen: float = 0.0
+    batch_changed: bool = False
 
     def advised(
         self, *, aim: Aim = "balanced", budget: float | None = None, batch: float | None = None
@@ -142,7 +148,9 @@ def _of_readings(run: Run) -> Logged:
     trains, scale = not probe.setup.get("fixed_weights"), units / batch
     optimizer, metric = looked_up(last, probe)
     n_steps = last.window - round(last.metrics.get("gns/first_step") or 1) + 1
-    averages = [(RUN_LIKE_THIS, last.average, n_steps)] if trains else []
+    segment = [r for r in run.readings if r.segment == last.segment]
+    changed = _batch_changed(segment)
+    averages = [(RUN_LIKE_THIS, last.average, n_steps)] if trains and not changed else []
     scopes = {
         name: Scope(
             _estimate(known).times(scale),
@@ -154,7 +162,6 @@ def _of_readings(run: Run) -> Logged:
     }
     pieces = float(last.pieces.get("per_window") or 1) if trains else 1.0  # windows at fixed weights are no batches
     tokens = last.metrics.get("gns/units_per_window_tokens")
-    segment = [r for r in run.readings if r.segment == last.segment]
     rates = [rate for r in segment if trains and (rate := r.metrics.get("run/units_per_second"))]
     return Logged(
         unit=probe.unit,
@@ -166,7 +173,17 @@ def _of_readings(run: Run) -> Logged:
         metric=metric,
         tokens=tokens / units if tokens else None,
         units_seen=last.metrics.get("run/units_seen") or 0.0,
+        batch_changed=changed,
     )
+
+
+def _batch_changed(segment: Sequence[Reading]) -> bool:
+    """Whether windows at the end have another number of units than at the beginning. Short ones are not looked at."""
+    seen = [(r.window, r.metrics.get("run/units_seen") or 0.0) for r in segment]
+    batches = [(after - before) / (b - a) for (a, before), (b, after) in itertools.pairwise(seen) if b > a]
+    part = math.ceil(len(batches) / 3)
+    ends = [statistics.median(each) for each in (batches[:part], batches[-part:]) if each]
+    return bool(ends) and max(ends) > _AS_LARGE * min(ends) > 0
 
 
 def _of_prompts(run: Run, last: PolicyReading, noise: RatioInterval) -> Logged:
