@@ -188,9 +188,8 @@ class ScriptWatcher:
             if self._has_failed:
                 told = []
             for number, each in enumerate(told, 1):
-                first, *others = each.verdict() or [""]
-                numbered = f"{number}. {each.name}: {first}" if len(told) > 1 else first
-                _say_end([numbered, *others] if first else [], each, writes_report=self._settings.report)
+                name = f"{number}. {each.name}: " if len(told) > 1 else ""
+                _say_end(name, each, writes_report=self._settings.report)
         # Python ends by SIGINT if KeyboardInterrupt ended the last text that it has executed. The report executes some.
         with contextlib.suppress(KeyboardInterrupt):
             exec("raise KeyboardInterrupt" if kind is KeyboardInterrupt else "")
@@ -253,20 +252,19 @@ class ScriptWatcher:
         say(f"not measured: {why}. The script runs on", on_every_rank=is_alone)
 
 
-def _say_end(verdict: Sequence[str], measured: MeasuredModel | MeasuredTrainer, *, writes_report: bool) -> None:
+def _say_end(name: str, measured: MeasuredModel | MeasuredTrainer, *, writes_report: bool) -> None:
     """Say what was measured of one model, and where its log and its report lie, which is written now.
 
     Args:
-        verdict: in lines.
+        name: of the model, where there are several; otherwise empty.
         measured: the model.
         writes_report: whether a report is wanted.
     """
-    for line in verdict:
-        say(line)
-    if not verdict or measured.file is None or (folder := measured.file.folder) is None:
+    for line in measured.said_at_end:
+        say(name + line)
+        name = ""
+    if not measured.said_at_end or measured.file is None or (folder := measured.file.folder) is None:
         return
-    if advice := measured.next_batch(folder):
-        say(advice)
     say(f"log     {folder}")
     if writes_report:
         try:
