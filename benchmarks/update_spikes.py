@@ -22,7 +22,7 @@ from torch import nn
 
 from benchmarks.machine import page
 from benchmarks.recorded_runs import TASKS, Schedule, TaskName, rate
-from sonde.batch_size.stats.norm_watch import NormWatch, StepNorms
+from sonde.batch_size.stats.norm_watch import NormWatch
 
 SCHEDULES: tuple[Schedule, ...] = ("constant", "decay")
 
@@ -65,8 +65,8 @@ def spikes(steps: Sequence[Step]) -> int:
     """Measured windows that raise the alert."""
     watch, found, before = NormWatch(), 0, None
     for window, step in enumerate(steps, 1):
-        norms = StepNorms(window, gradient=step.gradient, update_before=before, rate=step.rate)
-        found += sum(name == "update_spike" for name, _ in watch.add(norms))
+        alerts = watch.add(window, gradient=step.gradient, update_before=before, rate=step.rate)
+        found += sum(name == "update_spike" for name, _ in alerts)
         before = step.update
     return found
 

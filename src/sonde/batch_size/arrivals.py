@@ -17,7 +17,7 @@ from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.model_watch import FrozenWatch
 from sonde.batch_size.pace import Pace, WindowCosts
 from sonde.batch_size.setup import describe_window
-from sonde.batch_size.stats.norm_watch import NormWatch, OwnNorm, StepNorms
+from sonde.batch_size.stats.norm_watch import NormWatch, OwnNorm
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, RoundingTolerance, WindowRow
 from sonde.batch_size.taps.metric import Adds
@@ -313,30 +313,21 @@ class Arrivals:
         plain = self._metrics.all.get("euclidean")
         solved = None if plain is None else plain.last
         norm = None if solved is None else solved.norm
-        if window.own_norm is not None and (true := window.own_norm.true_norm(norm)):
+        own, true = window.own_norm, None
+        if own is not None and (true := own.true_norm(norm)):
             window = replace(window, scalars={**window.scalars, NORM: true})
-        self._watch_norms(window, norm)
-        self._log.window(window, drop, norm)
-
-    def _watch_norms(self, window: MeasuredWindow, averaged: float | None) -> None:
-        """Look at the norms of a window.
-
-        Args:
-            window: its numbers.
-            averaged: the norm of the rank-averaged sum of its pieces; None where it is not known.
-        """
-        scalars = window.scalars
-        norms = StepNorms(
-            window.known.number,
-            gradient=scalars.get(NORM, averaged),
-            max_norm=scalars.get(MAX_NORM),
-            own=window.own_norm,
-            averaged=averaged,
-            update_before=scalars.get(UPDATE_NORM),
+        alerts = self._norms.add(
+            number,
+            gradient=window.scalars.get(NORM, norm),
+            max_norm=window.scalars.get(MAX_NORM),
+            own=None if own is None else own.norm,
+            true=true,
+            update_before=window.scalars.get(UPDATE_NORM),
             rate=window.known.rate,
         )
-        for alert, message in self._norms.add(norms):
-            self._log.alert(alert, message, window=window.known.number)
+        for alert, message in alerts:
+            self._log.alert(alert, message, window=number)
+        self._log.window(window, drop, norm)
 
     def _begin_anew_if_it_speaks_of_something_else(self, row: WindowRow, number: int) -> None:
         """Forget windows of other parameters, if examples cover only some.

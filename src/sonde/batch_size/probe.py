@@ -37,6 +37,7 @@ from sonde.batch_size.setup import (
     describe_context_axis,
 )
 from sonde.batch_size.stats.averages import FixedWeights
+from sonde.batch_size.stats.norm_watch import OWN_NORM
 from sonde.batch_size.stats.proxy import kind_of
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
@@ -580,6 +581,19 @@ class NoiseScaleProbe:
         """The alerts so far: the last message of each name."""
         return dict(self._log.alerts)
 
+    def said_at_end(self, reading: NoiseScaleReading) -> list[str]:
+        """What to say when training ends, in lines: the last reading, what looked wrong, and what to try next.
+
+        Args:
+            reading: the last one.
+        """
+        lines, alerts = [str(reading)], self.alerts
+        if "not_watched" in alerts:
+            lines.append("parameters that came or became trainable after attach are not in it")
+        lines += [alerts[OWN_NORM]] if OWN_NORM in alerts else []
+        advice = reading.next_batch(self.run_log.folder)
+        return [*lines, advice] if advice else lines
+
     def state_dict(self) -> dict[str, Any]:
         """The averages so far, from which a restart continues: a version and a text. Waits for the device.
 
@@ -705,7 +719,5 @@ def _close_left_open(probe: weakref.ref[NoiseScaleProbe], pid: int) -> None:
     if os.getpid() == pid and (left_open := probe()) is not None:
         left_open.close("the process ended without probe.close()", patience=_PATIENCE_AT_EXIT)
         if left_open.n_windows:
-            reading = left_open._tracker.reading(with_groups=False)
-            left_open._say(str(reading))
-            if advice := reading.next_batch(left_open.run_log.folder):
-                left_open._say(advice)
+            for line in left_open.said_at_end(left_open._tracker.reading(with_groups=False)):
+                left_open._say(line)

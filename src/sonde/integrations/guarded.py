@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self, TypeVar
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from sonde.batch_size.attach import attach
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.setup import NoiseScaleOptions
-from sonde.batch_size.stats.norm_watch import OWN_NORM
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.units import unit_names
 from sonde.console import tell
@@ -101,8 +100,8 @@ class GuardedProbe:
         self._log, self._run_log = log, log_of(log)
         self._on_error, self._verbose = checked_on_error(on_error), verbose
         self._last: NoiseScaleReading | None = None
-        self.said_at_end: list[str] = []
-        """The last reading of a training that has ended, and what looks wrong in the trainer's own norm, in lines."""
+        self.said_at_end: Sequence[str] = ()
+        """See `NoiseScaleProbe.said_at_end`; of a training that has ended."""
         self._final_state: dict[str, Any] | None = None
         self._is_open = self._has_pieces = self._is_clipped = False
         """Whether a piece goes on; whether the present window has pieces; whether a clip has ended it."""
@@ -299,14 +298,10 @@ class GuardedProbe:
     def keep(self, probe: NoiseScaleProbe) -> None:
         """Keep the last reading and state of a probe that is closed, and print the reading."""
         self._last, self._final_state = self._read(probe), probe.state_dict()
-        self.said_at_end = [str(self._last)]
-        if OWN_NORM in probe.alerts:
-            self.said_at_end.append(probe.alerts[OWN_NORM])
+        self.said_at_end = probe.said_at_end(self._last)
         if self._verbose and self._run_log.is_first_rank:
             for text in self.said_at_end:
                 tell(text)
-            if advice := self._last.next_batch(self._run_log.folder):
-                tell(advice)
 
     def say_once(self, text: str) -> None:
         """Print a sentence about what was found, on rank 0."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from sonde.batch_size.stats.norm_watch import NormWatch, OwnNorm, StepNorms
+from sonde.batch_size.stats.norm_watch import NormWatch, OwnNorm
 
 N_RANKS = 4
 
@@ -45,7 +45,8 @@ def test_a_norm_of_a_shard_is_told_from_a_right_one(fault: str, max_norm: float 
             clipped = [g + torch.randn(50, generator=generator, dtype=torch.float64) for g in clipped]
         # Where each rank clips by its own norm, the window is dropped: its average is not known.
         averaged = None if fault == "noise after the clip" or len(set(limits)) > 1 else true
-        found |= watch.add(StepNorms(window, own=own_norm(norms, clipped, max_norm), averaged=averaged))
+        own = own_norm(norms, clipped, max_norm)
+        found |= watch.add(window, own=own.norm, true=own.true_norm(averaged))
         assert not found or window >= 4  # a few windows are no pattern
     if fault in ("shard", "in bf16"):
         assert f"your grad norm was {sorted(factors)[10]:.2f} of the true one in 20 of 20 windows" in found["own_norm"]
@@ -58,9 +59,9 @@ def test_a_clip_that_sets_the_length_of_every_step() -> None:
     watch, found = NormWatch(), []
     for window in range(60):
         gradient = 5e7 if window >= 30 or window < 15 else 0.5  # 15 windows in a row are too few
-        found += [window for _ in watch.add(StepNorms(window, gradient=gradient, max_norm=1.0))]
+        found += [window for _ in watch.add(window, gradient=gradient, max_norm=1.0)]
     assert found == list(range(49, 60))
-    (message,) = dict(watch.add(StepNorms(60, gradient=5e7, max_norm=1.0))).values()
+    (message,) = dict(watch.add(60, gradient=5e7, max_norm=1.0)).values()
     assert "by 2.0 × 10⁻⁸ now" in message
 
 
@@ -82,7 +83,7 @@ def test_a_spike_of_the_update_before_the_gradients(case: str) -> None:
         k = window - 40
         changed = (series[k] if 0 <= k < len(series) else 1.0 for series in (gradients, updates, rates))
         gradient, update, rate = (each * rng.lognormvariate(0.0, 0.1) for each in changed)
-        found += dict(watch.add(StepNorms(window, gradient=gradient, update_before=before, rate=rate))).items()
+        found += dict(watch.add(window, gradient=gradient, update_before=before, rate=rate)).items()
         before = update
     assert [name for name, _ in found] == ["update_spike"] * is_spike
     if is_spike:
@@ -92,9 +93,9 @@ def test_a_spike_of_the_update_before_the_gradients(case: str) -> None:
 def test_too_few_steps_show_no_spike() -> None:
     watch = NormWatch()
     for window in range(1, 17):
-        assert not list(watch.add(StepNorms(window, gradient=1.0, update_before=9.0 if window == 16 else 1.0)))
+        assert not list(watch.add(window, gradient=1.0, update_before=9.0 if window == 16 else 1.0))
     watch.begin_anew()
-    assert not list(watch.add(StepNorms(17, gradient=1.0, update_before=9.0)))
+    assert not list(watch.add(17, gradient=1.0, update_before=9.0))
 
 
 def test_steps_without_a_gradient_and_updates_that_are_not_finite_are_no_measure() -> None:
@@ -102,7 +103,7 @@ def test_steps_without_a_gradient_and_updates_that_are_not_finite_are_no_measure
     watch = NormWatch()
     for window in range(1, 90):
         update = math.nan if window % 7 == 0 else 1.0
-        norms = StepNorms(window, gradient=0.0 if window % 3 else 1.0, update_before=update, rate=0.1)
-        assert not list(watch.add(norms))
-    watch.add(StepNorms(90, gradient=1.0, update_before=1.0, rate=0.1))
-    assert [name for name, _ in watch.add(StepNorms(91, gradient=1.0, update_before=9.0, rate=0.1))] == ["update_spike"]
+        gradient = 0.0 if window % 3 else 1.0
+        assert not list(watch.add(window, gradient=gradient, update_before=update, rate=0.1))
+    assert not list(watch.add(90, gradient=1.0, update_before=1.0, rate=0.1))
+    assert [name for name, _ in watch.add(91, gradient=1.0, update_before=9.0, rate=0.1)] == ["update_spike"]

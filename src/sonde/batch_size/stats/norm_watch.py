@@ -58,29 +58,6 @@ class OwnNorm:
         return None
 
 
-@dataclass(frozen=True)
-class StepNorms:
-    """The norms of one measured window; None where one is not known.
-
-    Attributes:
-        window: its number.
-        gradient: before any clip.
-        max_norm: of the loop's clip.
-        own: the loop's own norm, where the model is cut over ranks.
-        averaged: the norm of the rank-averaged sum of its pieces.
-        update_before: by how far the step of the measured window before has moved the parameters.
-        rate: the learning rate.
-    """
-
-    window: int
-    gradient: float | None = None
-    max_norm: float | None = None
-    own: OwnNorm | None = None
-    averaged: float | None = None
-    update_before: float | None = None
-    rate: float | None = None
-
-
 class NormWatch:
     """Finds what looks wrong in the norms of measured windows, in order.
 
@@ -96,25 +73,46 @@ class NormWatch:
 
     def begin_anew(self) -> None:
         """Forget the usual update: other parameters are trained from now on."""
-        self._last: StepNorms | None = None
+        self._last: tuple[int, float | None, float | None] | None = None
+        """Number, gradient and rate of the window before."""
         self._updates: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)
         self._gradients: deque[float] = deque(maxlen=_REMEMBERED)
 
-    def add(self, norms: StepNorms) -> Iterator[tuple[str, str]]:
-        """Take a window; yields alerts, each with its name and its message."""
-        if norms.own is not None and (own := self._own_norm(norms.own, norms.averaged)):
-            yield OWN_NORM, own
-        if scaled := self._scaled(norms.gradient, norms.max_norm):
-            yield "clipped_to_length", scaled
-        if self._last is not None and norms.update_before and (spike := self._spike(self._last, norms.update_before)):
-            yield "update_spike", spike
-        self._last = norms
+    def add(
+        self,
+        window: int,
+        *,
+        gradient: float | None = None,
+        max_norm: float | None = None,
+        own: float | None = None,
+        true: float | None = None,
+        update_before: float | None = None,
+        rate: float | None = None,
+    ) -> Iterator[tuple[str, str]]:
+        """Take a window's norms, None where one is not known; yields alerts, each with its name and its message.
 
-    def _own_norm(self, own: OwnNorm, averaged: float | None) -> str:
+        Args:
+            window: its number.
+            gradient: its norm before any clip.
+            max_norm: of the loop's clip.
+            own: the loop's own norm, where the model is cut over ranks.
+            true: the true norm, where the loop's own is that of a shard: see `OwnNorm.true_norm`.
+            update_before: by how far the step of the measured window before has moved the parameters.
+            rate: the learning rate.
+        """
+        if own is not None and (too_small := self._too_small(own, true)):
+            yield OWN_NORM, too_small
+        if scaled := self._scaled(gradient, max_norm):
+            yield "clipped_to_length", scaled
+        if self._last is not None and update_before and (spike := self._spike(update_before, *self._last)):
+            yield "update_spike", spike
+        self._last = window, gradient, rate
+
+    def _too_small(self, own: float, true: float | None) -> str:
         self._n_own += 1
-        if (true := own.true_norm(averaged)) is None or own.norm > _TOO_SMALL * true:
+        if true is None or own > _TOO_SMALL * true:
             return ""
-        self._factors.append(own.norm / true)
+        self._factors.append(own / true)
         if self._n_own < _OWN_AFTER or 2 * len(self._factors) < self._n_own:
             return ""
         return (
@@ -137,20 +135,20 @@ class NormWatch:
             "If not, raise max_norm"
         )
 
-    def _spike(self, norms: StepNorms, update: float) -> str:
+    def _spike(self, update: float, window: int, gradient: float | None, rate: float | None) -> str:
         """Whether the update of a step is a spike, while no gradient was; then remember both.
 
         A schedule may raise the rate, so the update must also be large for its rate. Momentum carries a large gradient
         on, so none of those remembered may be one.
         """
         updates, gradients = list(self._updates), list(self._gradients)
-        per_rate = update / norms.rate if norms.rate else update
+        per_rate = update / rate if rate else update
         if not math.isfinite(per_rate):
             return ""
         self._updates.append((update, per_rate))
-        if norms.gradient and math.isfinite(norms.gradient):  # without a gradient, momentum alone moves the parameters
-            gradients.append(norms.gradient)
-            self._gradients.append(norms.gradient)
+        if gradient and math.isfinite(gradient):  # without a gradient, momentum alone moves the parameters
+            gradients.append(gradient)
+            self._gradients.append(gradient)
         if len(updates) < _JUDGED_FROM or len(gradients) < _JUDGED_FROM:
             return ""
         usual, usual_per_rate = map(statistics.median, zip(*updates, strict=True))
@@ -159,7 +157,7 @@ class NormWatch:
         if times < _SPIKE or of_gradient > times / _CALMER:
             return ""
         return (
-            f"the step of window {norms.window} moved the parameters {number(times, 2)} times as far as usual, while "
+            f"the step of window {window} moved the parameters {number(times, 2)} times as far as usual, while "
             f"no gradient was more than {number(of_gradient, 2)} times as large as usual: was the optimizer's state "
             "lost, or has its second moment become too small? The gradient may spike next: lower the learning rate or "
             "beta2, or go back to a checkpoint"

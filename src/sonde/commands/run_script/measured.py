@@ -15,8 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 import sonde
 from sonde.batch_size.found_model import RanksOfModel, raised_on_all_ranks
 from sonde.batch_size.probe import PLAIN_LOOP, NoiseScaleProbe
-from sonde.batch_size.stats.norm_watch import OWN_NORM
-from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.commands.run_script.model_search import ModelOfOptimizers, trainable
 from sonde.commands.run_script.settings import LogOfScript, Settings
 from sonde.commands.run_script.units import units_in_batch, units_of
@@ -64,8 +62,8 @@ class MeasuredModel:
         self._reads_parts = False
         """The last norm that was still to be summed over ranks; whether the script reads such norms before."""
         self._n_windows = 0
-        self._verdict: Sequence[str] = ()
-        self._last: NoiseScaleReading | None = None
+        self.said_at_end: Sequence[str] = ()
+        """What to say of it when the script ends, in lines."""
 
     def _why_no_micro_batch(self) -> str:
         if not self._others_train(self):
@@ -132,29 +130,15 @@ class MeasuredModel:
                 probe.close(reason, patience=PATIENCE)
             self._n_windows = probe.n_windows
             with contextlib.suppress(Exception):
-                self._verdict = self._verdict_of(probe)
+                self.said_at_end = self._verdict_of(probe)
 
     def _verdict_of(self, probe: NoiseScaleProbe) -> Sequence[str]:
         reading, said = probe.reading(), " ".join(probe.alerts.values())
-        self._last = reading
         if not reading.windows and said and (not probe.n_windows or str(reading.reason) in said):
             return (f"no step of {self.name} could be measured: see above",)
         if not probe.n_windows:
             return (f"no step of {self.name} was measured",)
-        lines, alerts = [str(reading)], probe.alerts
-        if "not_watched" in alerts:
-            lines.append("parameters that came or became trainable after measuring began are not in it")
-        if OWN_NORM in alerts:
-            lines.append(alerts[OWN_NORM])
-        return lines
-
-    def verdict(self) -> Sequence[str]:
-        """What to say of it when the script ends, in lines."""
-        return self._verdict
-
-    def next_batch(self, log: object) -> str:
-        """What to try next; empty without a verdict. `log` is the folder of its log."""
-        return "" if self._last is None else self._last.next_batch(log)
+        return probe.said_at_end(reading)
 
 
 def _attached(found: ModelOfOptimizers, settings: Settings, log: sonde.RunLog) -> NoiseScaleProbe:
@@ -177,7 +161,7 @@ def _attached(found: ModelOfOptimizers, settings: Settings, log: sonde.RunLog) -
             found.optimizers,
             unit=settings.unit or "rows",
             units_per_piece=units,
-            **settings.pace,
+            **settings.of_attach,
             grad_scaler=scaler,
             process_group=group,
             trainer=trainer_of(model, *found.optimizers),
@@ -264,7 +248,8 @@ class MeasuredTrainer(GuardedProbe):
         from sonde.integrations.transformers_batches import MicroBatches
 
         batches = MicroBatches(trainer, units_in_batch(settings.units_from))
-        super().__init__({"unit": settings.unit or batches.unit, "trainer": batches.trainer_name, **settings.pace})
+        options = {"unit": settings.unit or batches.unit, "trainer": batches.trainer_name, **settings.of_attach}
+        super().__init__(options, verbose=not settings.for_doctor)
         self.name, self._new_log = type(trainer).__name__, settings.log
         self.file: LogOfScript | None = None
         self._callback: TransformersProbe | None = TransformersProbe(trainer, batches, self)
@@ -284,15 +269,6 @@ class MeasuredTrainer(GuardedProbe):
     def close(self, reason: str) -> None:
         """Measure no more. Other ranks may be gone, so they are not waited for long."""
         self.end(reason, patience=PATIENCE)
-
-    def verdict(self) -> Sequence[str]:
-        """What to say of it when the script ends, in lines; none where nothing was measured."""
-        return self.said_at_end
-
-    def next_batch(self, log: object) -> str:
-        """What to try next; empty without a verdict. `log` is the folder of its log."""
-        reading = self.reading()
-        return "" if reading is None else reading.next_batch(log)
 
     def begin(self, *args: Any, **kwargs: Any) -> None:
         """See `GuardedProbe.begin`."""
