@@ -2,14 +2,50 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from sonde.cli import main
+from sonde.commands.advise import AdviseOptions, answer
+from sonde.runs.compare.side_by_side import read_runs
+from sonde.runs.compare.words import beside_rows, run_rows, setting_rows
+from sonde.runs.reader import read_run
+from sonde.wording import number
 from tests.runs.compare.plausible_runs import write_plausible
 from tests.runs.report.plausible_run import header_record, written
+
+ADAMW = "Adam or AdamW (β = 0.9)"
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, None])
+@pytest.mark.parametrize("n", [2, 6, 20])
+def test_no_number_is_cut_in_a_narrow_terminal_and_in_a_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int, width: int | None
+) -> None:
+    """Without a width, standard output is no terminal: `> file`."""
+    groups = [{"name": "AdamW", "lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}]
+    setup = header_record()["setup"] | {"optimizer_kind": ADAMW, "optimizer_settings": groups}
+    runs = [write_plausible(tmp_path / f"run-{k}", batch=4.0 + k, n=30, setup=setup) for k in range(n)]
+    if width is not None:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("COLUMNS", str(width))
+    assert main(["compare", *map(str, runs), "--out", str(tmp_path / "page.html")]) == 0
+    found, out = read_runs(runs), re.sub("\x1b.*?m", "", capsys.readouterr().out)
+    rows = [*run_rows(found), *beside_rows(found), *setting_rows(found, 60)][1:]
+    flat = " ".join(out.split())
+    assert [cell for row in rows for cell in row if " ".join(cell.split()) not in flat and "/" not in cell] == []
+    tables = out.split("\n\nrun ")[1].split("\n\npage ")[0]
+    assert max(map(len, tables.splitlines())) <= (width or 10_000)
+    argv = ["advise", str(runs[0]), "--ranks-at-most", "64", "--cost-per-hour", "12345", "--batch", "12345"]
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    found_advice = answer(read_run(runs[0]), AdviseOptions(runs[0], ranks_at_most=64, cost_per_hour=12345))
+    costs = [plan.money.high for advice in found_advice.advice.values() for plan in advice.plans if plan.money]
+    assert all(number(float(f"{cost:.3g}")) in out for cost in costs)
+    assert "…" not in out
 
 
 @pytest.fixture
@@ -25,7 +61,7 @@ def test_the_terminal_says_what_the_runs_show(
     assert main(["compare", *runs]) == 0
     out = capsys.readouterr().out
     assert "B's noise scale is " in out
-    assert out.startswith("Keep a batch of about 64 sequences.")
+    assert out.startswith(f"For the next batch: sonde advise {runs[1]}\n")
     assert "At equal loss, the noise scale at batch 64 is" in out
     flat = " ".join(out.split())
     for row in ("A (batch-16.0) Batch too small 16", "B (batch-64.0) ", "B noise scale 1", "batch size 16 (A); 64 (B)"):
@@ -42,7 +78,7 @@ def test_what_cannot_be_compared_is_a_sentence_and_2(
     taken.write_text("precious")
     for paths, said in (
         ([runs[0]], "a comparison needs two runs with readings or more, got 1"),
-        ([runs[0], empty], f"{empty} holds no reading yet (left out)"),
+        ([runs[0], empty], f"left out: {empty} holds no reading yet"),
         ([*runs, "--out", str(taken)], f"{taken} exists and is not a report of sonde"),
         ([*runs, "--by", "hours"], "Invalid choice"),
     ):

@@ -10,7 +10,7 @@ from rich.console import Console
 from sonde.batch_size.stats.next_batch import HOUR, Advice
 from sonde.batch_size.stats.proxy import Range
 from sonde.batch_size.stats.rate_row import RateRow
-from sonde.commands.branch_result import plain_table
+from sonde.commands.branch_result import print_table
 from sonde.evidence.answer import Row
 from sonde.wording import number
 
@@ -37,9 +37,9 @@ def show(found: Answer, console: Console) -> None:
         console.print(
             f"\n{scope.capitalize()}: costs of what {number(now.steps.high, 6)} steps of "
             f"{number(now.batch, 6)} learn.\n"
-            f"B_simple {known.in_words(unit)}, times {times}: B_crit {advice.critical.in_words(unit)}\n"
+            f"B_simple {known.in_words(unit)}, times {times}: B_crit {advice.critical.in_words(unit)}"
         )
-        console.print(plain_table(_cost_rows(advice, found, unit), right=(0, 1, 2, 3, 4, 5)))
+        print_table(_cost_rows(advice, found, unit), console, right=range(6))
     if found.batch is not None:
         console.print(f"\nTo set a batch of {number(found.batch, 6)} {unit} ({found.trainer}):")
         for line in found.how:
@@ -49,7 +49,7 @@ def show(found: Answer, console: Console) -> None:
     for row in found.rates:
         if row.settings:
             console.print(f"\n{row.optimizer}")
-            console.print(plain_table(_rate_rows(row)))
+            print_table(_rate_rows(row), console)
             console.print(f"\nIt holds {row.holds} ({row.source}).")
         else:
             console.print(f"\n{row.optimizer}: the rate is not known: {row.holds}.")

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Collection, Iterable
 
+from rich.cells import cell_len
 from rich.console import Console
+from rich.segment import Segments
 from rich.table import Table
 
 from sonde.evidence.answer import Row, advice, at_half, batch_rows, headline, scale_rows
 from sonde.evidence.branches import Branches
 from sonde.evidence.notices import notices
 from sonde.wording import count
+
+_GAP = 3
+"""Blanks between columns."""
 
 
 def print_result(found: Branches, console: Console) -> None:
@@ -25,23 +31,36 @@ def print_result(found: Branches, console: Console) -> None:
         if sentence:
             console.print(sentence)
     console.print(f"\n{count(found.units)} {found.unit} from the checkpoint, {found.rule}, by {found.loss}")
-    console.print(plain_table(batch_rows(found), right=(0, 1, 2, 3)))
-    console.print()
-    console.print(plain_table(scale_rows(found), right=(1, 2)))
+    print_table(batch_rows(found), console, right=(0, 1, 2, 3))
+    print_table(scale_rows(found), console, right=(1, 2))
     for sentence in notices(found):
         console.print(f"\n{sentence}")
 
 
-def plain_table(rows: Iterator[Row], right: tuple[int, ...] = ()) -> Table:
-    """A table without lines.
+def print_table(rows: Iterable[Row], console: Console, *, right: Collection[int] = (), n_keys: int = 1) -> None:
+    """Print a blank line and a table without lines. No number in it is ever cut.
+
+    Columns that the terminal has no room for follow below, in a table with the same first columns. Text that is wider
+    than the terminal continues on the next line. In a file, lines are as long as they need to be.
 
     Args:
         rows: the first is the head.
+        console: where to print.
         right: columns of numbers, from 0.
+        n_keys: first columns, which name a row.
     """
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for k, title in enumerate(next(rows)):
-        table.add_column(title, justify="right" if k in right else "left")
-    for row in rows:
-        table.add_row(*row)
-    return table
+    head, *others = rows
+    columns = zip(head, *others, strict=True)
+    widths = [_GAP + max(cell_len(line) for cell in column for line in cell.split("\n")) for column in columns]
+    room, at = console.width if console.is_terminal else sum(widths), n_keys
+    while at < len(head):
+        used = itertools.accumulate(widths[at:], initial=sum(widths[:n_keys]) - _GAP)
+        end = at + max(sum(width <= room for width in used) - 1, 1)
+        table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
+        for k in (shown := [*range(n_keys), *range(at, end)]):
+            table.add_column(head[k], justify="right" if k in right else "left", no_wrap=k < n_keys, overflow="fold")
+        for row in others:
+            table.add_row(*(row[k] for k in shown))
+        console.print()
+        console.print(Segments(console.render(table, console.options.update(width=room))), crop=False)
+        at = end

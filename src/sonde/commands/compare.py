@@ -9,8 +9,7 @@ from typing import Annotated
 from rich.console import Console
 from tyro.conf import Positional, arg
 
-from sonde.commands.branch_result import plain_table
-from sonde.evidence.answer import capital
+from sonde.commands.branch_result import print_table
 from sonde.runs.compare.side_by_side import By, read_runs
 from sonde.runs.compare.words import beside_rows, run_rows, sentences, setting_rows, summary
 from sonde.runs.report.page import check_bokeh
@@ -48,11 +47,10 @@ def run_compare(options: CompareOptions) -> int:
     for sentence in sentences(found):
         if sentence not in f"{shown.headline} {shown.detail}":
             console.print(sentence)
-    for rows in (run_rows(found), beside_rows(found), setting_rows(found)):
-        console.print()
-        console.print(plain_table(rows))
+    for rows, n_keys in ((run_rows(found), 1), (beside_rows(found), 2), (setting_rows(found), 1)):
+        print_table(rows, console, n_keys=n_keys)
     for notice in found.notices:
-        console.print(f"\n{capital(notice)}.")
+        console.print(f"\n{notice}.")
     try:
         check_bokeh()
     except ImportError as error:

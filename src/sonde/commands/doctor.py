@@ -87,7 +87,7 @@ def _checks(options: DoctorOptions, command: Sequence[str]) -> Iterator[Check]:
 def _print(checks: Sequence[Check]) -> None:
     table = Table(box=None, pad_edge=False)
     for title in ("check", "result", "found", "what to do"):
-        table.add_column(title, no_wrap=title in ("check", "result"))
+        table.add_column(title, no_wrap=title in ("check", "result"), overflow="fold")
     for each in checks:
         state = Text(each.state, _STYLES[each.state])
         table.add_row(Text(each.name), state, Text(each.found), Text(each.advice))

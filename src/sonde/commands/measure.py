@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from tyro.conf import Positional, arg
 
@@ -20,7 +19,9 @@ from sonde.batch_size.curvature import Curvature
 from sonde.batch_size.measure import Measurement, check_limits, measure
 from sonde.batch_size.stats.one_step import CurvatureReading
 from sonde.batch_size.stats.reading import GroupReading
+from sonde.commands.branch_result import print_table
 from sonde.commands.text import read_documents, sequences
+from sonde.evidence.answer import Row
 from sonde.log.sinks import JsonlSink
 from sonde.parallel.devices import default_device
 from sonde.records import RunLog
@@ -258,10 +259,9 @@ def _print_result(measurement: Measurement, options: MeasureOptions, console: Co
     for line in _meaning(measurement, options):
         console.print(line)
     if measurement.curvature is not None and measurement.curvature.steps:
-        console.print()
-        console.print(_steps_table(measurement.curvature))
-    console.print()
-    console.print(_table(reading.groups, total_grad_sq=reading.grad_sq, total_trace_cov=reading.trace_cov))
+        print_table(_step_rows(measurement.curvature), console, right=range(3))
+    rows = _group_rows(reading.groups, total_grad_sq=reading.grad_sq, total_trace_cov=reading.trace_cov)
+    print_table(rows, console, right=range(1, 4))
     if options.log is not None:
         console.print(f"\nlog     {options.log}\n        sonde report {options.log}  writes a page of it")
         console.print(f"        sonde branch --noise {options.log} …  sets trained branches beside it")
@@ -282,32 +282,21 @@ def _meaning(measurement: Measurement, options: MeasureOptions) -> Iterator[str]
         )
 
 
-def _steps_table(curvature: CurvatureReading) -> Table:
+def _step_rows(curvature: CurvatureReading) -> Iterator[Row]:
     """The best step at each batch size, and how far the loss of held-out sequences falls there."""
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for title in (f"batch of {_UNIT}", "best single step of SGD", "fall of the loss"):
-        table.add_column(title, justify="right")
+    yield f"batch of {_UNIT}", "best single step of SGD", "fall of the loss"
     for step in curvature.steps:
         size, fall = step.size, "–" if step.fall is None else f"{number(step.fall)} ± {number(step.fall_error, 2)}"
-        table.add_row(number(step.batch), estimate(size.status, size.ratio, size.low, size.high), fall)
-    return table
+        yield number(step.batch), estimate(size.status, size.ratio, size.low, size.high), fall
 
 
-def _table(groups: Any, *, total_grad_sq: float | None, total_trace_cov: float | None) -> Table:
+def _group_rows(groups: Any, *, total_grad_sq: float | None, total_trace_cov: float | None) -> Iterator[Row]:
     """The noise scale of each block, and its shares of |G|² and tr Σ."""
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    table.add_column("block")
-    for title in ("noise scale", "of |G|²", "of tr Σ"):
-        table.add_column(title, justify="right")
+    yield "block", "noise scale", "of |G|²", "of tr Σ"
     group: GroupReading
     for name, group in groups.items():
-        table.add_row(
-            name,
-            estimate(group.status, group.b_simple, group.low, group.high),
-            _share(group.grad_sq, total_grad_sq),
-            _share(group.trace_cov, total_trace_cov),
-        )
-    return table
+        shares = _share(group.grad_sq, total_grad_sq), _share(group.trace_cov, total_trace_cov)
+        yield name, estimate(group.status, group.b_simple, group.low, group.high), *shares
 
 
 def _share(part: float | None, whole: float | None) -> str:

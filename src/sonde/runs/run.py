@@ -17,6 +17,7 @@ from sonde.policy.stats.forecast_point import Per, Point, forecast_point
 from sonde.policy.stats.token_positions import AtPositions
 from sonde.probe import ReportSection
 from sonde.stats.intervals import RatioInterval, Status
+from sonde.wording import plural
 
 
 @dataclass(frozen=True)
@@ -384,6 +385,17 @@ class Run:
     def is_empty(self) -> bool:
         """Whether nothing was measured yet."""
         return not self.readings and not self.policy and not self.own and not self.comparisons
+
+    @property
+    def remarks(self) -> list[str]:
+        """What to know of the log before its numbers: restarts, runs that were left out, torn lines."""
+        restarts, earlier = len(self.headers) - 1, self.earlier_runs
+        found = {
+            f"restarted {plural(restarts, 'time')}": restarts,
+            f"{plural(earlier, 'earlier run')} in the same folder left out": earlier,
+            f"a crash damaged the log: {self.torn}": self.torn,
+        }
+        return [words for words, is_so in found.items() if is_so]
 
     @property
     def last(self) -> AnyReading | ComparisonReading:

@@ -66,13 +66,6 @@ def test_the_last_stretch_reaches_to_the_end_on_one_side_of_1() -> None:
     assert differences.last_stretch([above, above]) == 0
 
 
-def test_the_mean_of_a_stretch_is_no_better_known_than_its_points() -> None:
-    same = differences.mean_ratio([lognormal(2.0, 0.2)] * 50)
-    assert [same.low, same.ratio, same.high] == pytest.approx([2 * math.exp(-0.392), 2.0, 2 * math.exp(0.392)])
-    bound = RatioInterval("lower_bound", 1.2, math.inf)
-    assert differences.mean_ratio([lognormal(2.0, 0.2), bound]) is bound
-
-
 # Over many pairs of runs, by the real filter.
 
 
@@ -125,8 +118,7 @@ def test_a_difference_is_found_with_its_beginning_and_its_size() -> None:
     for of in pairs:
         if (first := differences.last_stretch(of)) is not None:
             begins.append(EVERY * (first + 1))
-            ratio = differences.mean_ratio(of[first:])
-            n_held += (ratio.low or 0) <= 1.8 <= (ratio.high or math.inf)
+            n_held += (of[-1].low or 0) <= 1.8 <= (of[-1].high or math.inf)
     assert len(begins) >= 0.95 * PAIRS
     assert n_held >= 0.9 * len(begins)
     early = sum(begin < 300 for begin in begins)

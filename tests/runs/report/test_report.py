@@ -286,7 +286,7 @@ def test_a_restart_and_a_cut_off_line_are_shown(tmp_path: Path) -> None:
     text = visible_text(write_report(write_run(tmp_path, 20, seed=1, end=False)))
     assert "restarted 1 time" in text
     assert "the run was restarted here" in text
-    assert "Line 22 was cut off when the run was interrupted" in text
+    assert "a crash damaged the log: line 22 was cut off when the run was interrupted" in text
     assert "No end was recorded" in text
 
 

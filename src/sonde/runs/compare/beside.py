@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from sonde.evidence.stats.loss_curves import Curve, falling, units_at
 from sonde.runs.compare.side_by_side import By, ComparedRun, Comparison, Series, T
-from sonde.runs.compare.stats.differences import Difference, last_stretch, mean_difference, mean_ratio, ratio_between
+from sonde.runs.compare.stats.differences import Difference, last_stretch, mean_difference, ratio_between
 from sonde.runs.run import AnyReading, PolicyReading
 from sonde.stats.intervals import RatioInterval
 
@@ -67,9 +67,9 @@ class NoiseBeside:
     """The noise scale of a run over that of another one.
 
     Attributes:
-        ratio: over the last stretch in which it differs from 1; without one, at the last common reading.
-        at: position of the last common reading.
-        since: where that stretch begins; None without one.
+        ratio: at the last common reading.
+        at: position of that reading.
+        since: from here on, each interval of the ratio lies on that side of 1; None where the last contains 1.
     """
 
     ratio: RatioInterval
@@ -87,9 +87,8 @@ def noise_beside(ours: ComparedRun, theirs: ComparedRun, by: By) -> NoiseBeside 
     if not points or ours.metric != theirs.metric:
         return None
     end, last = points[-1]
-    if (first := last_stretch([ratio for _, ratio in points])) is None:
-        return NoiseBeside(last, end)
-    return NoiseBeside(mean_ratio([ratio for _, ratio in points[first:]]), end, points[first][0])
+    first = last_stretch([ratio for _, ratio in points])
+    return NoiseBeside(last, end, None if first is None else points[first][0])
 
 
 def _ratios(ours: Series[RatioInterval], theirs: Series[RatioInterval]) -> Iterator[tuple[float, RatioInterval]]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
 
-from sonde.batch_size.stats.proxy import proxy_in_words
 from sonde.evidence.answer import Row as TableRow
 from sonde.evidence.answer import capital
 from sonde.runs.compare.beside import Value, nearest, quantities
@@ -27,7 +25,7 @@ from sonde.runs.report.figures import (
     reachable,
     scale_for,
 )
-from sonde.runs.report.how_measured import Row
+from sonde.runs.report.how_measured import MAX_TEXT, Row
 from sonde.runs.report.page import check_target, whole_page, write_in_one_step
 from sonde.wording import number, plural
 
@@ -37,8 +35,6 @@ _MOST_SENTENCES = 6
 """The table has all."""
 _N_TEXTS = 120
 """Places of a figure that have a hover text."""
-_FAR = 4.0
-"""Where one run is so many times longer than another, the axis is logarithmic."""
 _TIMES = ((3600.0, "Hours"), (60.0, "Minutes"), (1.0, "Seconds"))
 
 
@@ -62,7 +58,9 @@ def write_comparison(found: Comparison, out: Path) -> Path:
 
 def comparison_page(found: Comparison) -> str:
     """The whole page."""
-    noise = _curves(found, f"Noise scale ({found.unit})", *map(_end_of_noise, ("ratio", "low", "high")))
+    metrics = {run.metric for run in found.runs if run.run.readings}  # noise scales of two have no common axis
+    ends = map(_end_of_noise, ("ratio", "low", "high"))
+    noise = _curves(found, f"Noise scale ({found.unit})", *ends) if len(metrics) == 1 else None
     said = " ".join(sentences(found)[:_MOST_SENTENCES])
     sections = [
         Section("The runs", said, (_table("Each run by itself, at its last reading", run_rows(found)),)),
@@ -73,7 +71,7 @@ def comparison_page(found: Comparison) -> str:
             if (plot := _curves(found, each.name, each.of)) is not None
         ),
         Section(f"Beside {found.runs[0].name}", _BESIDE, (_table("With 95 % intervals", beside_rows(found)),)),
-        Section("Settings that differ", "", (_table("From the headers of the logs", setting_rows(found)),)),
+        Section("Settings that differ", "", (_table("From the headers of the logs", setting_rows(found, MAX_TEXT)),)),
     ]
     logs = tuple(f"{run.name}: {run.run.path}" for run in found.runs)
     return whole_page(
@@ -87,7 +85,6 @@ def comparison_page(found: Comparison) -> str:
         panels=[summary(found)],
         rows=[
             Row("Ratios and differences", (_METHOD,)),
-            Row("Noise scale and batch", (proxy_in_words("", "", "euclidean"),)),
             Row("Logs", logs),
             Row("Noticed", found.notices or ("Nothing.",)),
         ],
@@ -108,12 +105,11 @@ def _end_of_noise(end: str) -> Value:
 def _axis(found: Comparison, by: By) -> tuple[float, str, Scale]:
     """What one unit of the horizontal axis stands for, its label, and its range: of all readings of all runs."""
     runs = [of for run in found.runs if (of := run.series(lambda *_: True, by))]
-    first, ends = min(of[0][0] for of in runs), [of[-1][0] for of in runs]
-    per_unit, label = units_label(max(ends), found.unit) if by == "units" else (1.0, "Optimizer steps")
+    first, end = min(of[0][0] for of in runs), max(of[-1][0] for of in runs)
+    per_unit, label = units_label(end, found.unit) if by == "units" else (1.0, "Optimizer steps")
     if by == "time":
-        per_unit, label = next((f, label) for f, label in _TIMES if max(ends) >= 3 * f or f == 1)
-    kind: Literal["log", "linear"] = "log" if max(ends) > _FAR * min(ends) else "linear"
-    return per_unit, label, scale_for([first / per_unit, max(ends) / per_unit], kind)
+        per_unit, label = next((f, label) for f, label in _TIMES if end >= 3 * f or f == 1)
+    return per_unit, label, scale_for([first / per_unit, end / per_unit], "linear")
 
 
 def _curves(found: Comparison, label: str, value: Value, *ends: Value) -> Plot | None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from sonde.evidence.answer import capital
 from sonde.runs.advice import looked_up
 from sonde.runs.reader import find_records, read_run
-from sonde.runs.report.branch_page import BRANCHES_NAME
 from sonde.runs.run import AnyReading, Reading, Run, logged_batch, own_value_names
 from sonde.stats.intervals import RatioInterval
-from sonde.wording import plural, shorten
+from sonde.wording import shorten
 
 By = Literal["units", "steps", "time"]
 _LETTERS = "ABCDEFGHIJKLMNOPQRST"
@@ -57,7 +59,7 @@ class ComparedRun:
 
     @property
     def metric(self) -> str:
-        """The metric of a run's noise scale. Noise scales of two metrics are not the same quantity."""
+        """The metric of a run's noise scale."""
         return looked_up(self.run.readings[-1], self.run.probe("reading"))[1]
 
     @property
@@ -75,20 +77,46 @@ class ComparedRun:
         return speed and speed * self._factor(reading)
 
     def _in_unit(self, known: RatioInterval, reading: Reading) -> RatioInterval:
-        low, high, ratio = (end and end * self._factor(reading) for end in (known.low, known.high, known.ratio))
+        factor = self._factor(reading)
+        low, high, ratio = (end and end * factor for end in (known.low, known.high, known.ratio))
         return replace(known, low=low, high=high, ratio=ratio)
 
     def _factor(self, reading: AnyReading) -> float:
-        """Units of the common kind in one of the run's own."""
+        """Units of the common kind in one of the run's own, now; NaN where the log does not say."""
+        if self.unit == self.run.probe("reading").unit:
+            return 1.0
         own, common = (reading.metrics.get(f"gns/units_per_window{end}") for end in ("", f"_{self.unit}"))
-        return common / own if own and common else 1.0
+        return common / own if own and common else math.nan
+
+    @functools.cached_property
+    def _units_seen(self) -> Mapping[int, float]:
+        """Units of the common kind by the window until which they were seen.
+
+        The log counts the run's own units. What was seen since the reading before is converted as it is now, since
+        the length of sequences may change in a run.
+        """
+        found, own_before, seen = {}, 0.0, 0.0
+        for reading in self.run.readings:
+            own, factor = reading.metrics.get("run/units_seen"), self._factor(reading)
+            if own is not None and factor > 0:
+                seen += (own - own_before) * factor
+                found[reading.window], own_before = seen, own
+        return found
 
     def position(self, reading: AnyReading, by: By) -> float | None:
         """Where a reading lies on an axis; None where it is not known."""
         if by == "units":
-            seen = reading.metrics.get("run/units_seen")
-            return seen and seen * self._factor(reading)
-        return float(reading.window) if by == "steps" else reading.time - self.run.headers[0].time
+            return self._units_seen.get(reading.window) if isinstance(reading, Reading) else None
+        if by == "steps":
+            return float(reading.window)
+        return self._seconds_before[reading.segment] + reading.time - self.run.headers[reading.segment].time
+
+    @functools.cached_property
+    def _seconds_before(self) -> Sequence[float]:
+        """Seconds of training before each start: the time between the end of a start and the next does not count."""
+        last = {r.segment: r.time for r in sorted(self.readings, key=lambda r: r.time)}
+        spans = [last.get(k, header.time) - header.time for k, header in enumerate(self.run.headers)]
+        return list(itertools.accumulate(spans, initial=0.0))
 
     @functools.lru_cache(maxsize=1000)  # noqa: B019 – each run is put beside another one many times
     def series(self, value: Callable[[ComparedRun, AnyReading], T | None], by: By) -> Series[T]:
@@ -149,8 +177,8 @@ def read_runs(paths: Sequence[str | Path], *, by: By = "units") -> Comparison:
     unit = _common_unit(runs)
     compared = tuple(ComparedRun(letter, run, unit) for letter, run in zip(_LETTERS, runs, strict=False))
     if by == "units" and not all(run.series(lambda *_: True, "units") for run in compared if run.run.readings):
-        by, notices = "steps", [*notices, "a run did not log the units that it has seen: runs are compared by steps"]
-    found = Comparison(compared, by, (*notices, *_notices(compared)))
+        by, notices = "steps", [*notices, f"a run did not log the {unit} that it has seen: runs are compared by steps"]
+    found = Comparison(compared, by, tuple(map(capital, [*notices, *_notices(compared)])))
     if not found.values and max(sum(bool(run.readings) for run in runs), sum(bool(run.policy) for run in runs)) < 2:
         raise ValueError("these runs have measured nothing in common: give runs that have a noise scale, or an entropy")
     return found
@@ -160,8 +188,6 @@ def _readable(paths: Sequence[str | Path], notices: list[str]) -> Iterator[Run]:
     seen: set[Path] = set()
     for path in map(Path, paths):
         try:
-            if (path / BRANCHES_NAME).is_file():
-                raise ValueError(f"{path} holds branches, which `sonde report {path}` compares")
             file = find_records(path)
             if file.resolve() in seen:
                 raise ValueError(f"{path} was given twice")
@@ -171,7 +197,7 @@ def _readable(paths: Sequence[str | Path], notices: list[str]) -> Iterator[Run]:
                 raise ValueError(f"{path} holds no reading yet")
             yield _thinned(run)
         except (ValueError, OSError) as error:
-            notices.append(f"{error} (left out)")
+            notices.append(f"left out: {error}")
 
 
 def _thinned(run: Run) -> Run:
@@ -204,10 +230,7 @@ def _common_unit(runs: Sequence[Run]) -> str:
 def _notices(runs: Sequence[ComparedRun]) -> Iterator[str]:
     """What each log lacks, and what makes noise scales incomparable."""
     for each in runs:
-        if each.run.torn:
-            yield f"{each.name} was torn by a crash: {each.run.torn}"
-        if (n := len(each.run.headers)) > 1:
-            yield f"{each.name} was restarted {plural(n - 1, 'time')}: a step that was taken again counts once"
+        yield from (f"{each.name}: {remark}" for remark in each.run.remarks)
     measured = [run for run in runs if run.run.readings]
     if len({run.metric for run in measured}) > 1:
         metrics = ", ".join(f"{run.letter}: {run.metric}" for run in measured)

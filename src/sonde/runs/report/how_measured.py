@@ -102,7 +102,7 @@ def _setup_rows(run: Run) -> Iterator[Row]:
             meaning += " Some share their statistics over ranks, which couples the pieces of all ranks too."
         yield Row("Batch normalisation", (meaning,))
     rest = {key: value for key, value in setup.items() if key not in _SETUP_SHOWN and value not in (None, False)}
-    lines = [f"{key.replace('_', ' ')}: {_value(value)}" for key, value in rest.items()]
+    lines = [f"{key.replace('_', ' ')}: {cut(setting_text(value), 300)}" for key, value in rest.items()]
     yield Row("More of the set-up", tuple(lines[:_MAX_ITEMS]))
 
 
@@ -210,8 +210,6 @@ def _record_rows(run: Run) -> Iterator[Row]:
     yield Row("Alerts", tuple(failed) or ("None.",))
     header = run.header
     log = [f"Started {moment(header.time)}." for header in run.headers[:_MAX_ITEMS]]
-    if run.torn:
-        log.append(f"A crash damaged the log: {run.torn}.")
     last = moment(header.time if run.is_empty else max(header.time, run.last.time))
     log.append(
         f"No end was recorded: the run is still going on, or it was cut off after {last}."
@@ -234,7 +232,8 @@ def cut(text: str, longest: int = MAX_TEXT) -> str:
     return f"{text[:longest]}… ({plural(n_left, 'more character')} in the log)"
 
 
-def _value(value: object) -> str:
+def setting_text(value: object) -> str:
+    """A setting in plain text."""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return cut(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), 300)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -84,7 +84,6 @@ def said_first(run: Run) -> dict[str, Any]:
         "name": cut(run.name, 200),
         "subject": ", ".join(subjects or [section.title for section in run.sections]),
         "facts": _facts(run),
-        "torn": run.torn,
         "alerts": alerts,
         "more_alerts": plural(max(len(alerts) - 5, 0), "more alert"),
         "panels": panels,
@@ -94,13 +93,10 @@ def said_first(run: Run) -> dict[str, Any]:
 def _facts(run: Run) -> list[str]:
     began = run.headers[0].time
     if run.is_empty:
-        return [f"Started {moment(began)}", "no reading yet"]
+        return [f"Started {moment(began)}", "no reading yet", *run.remarks]
     last = run.last
     facts = [f"Started {moment(began)}", f"last reading {duration(max(last.time - began, 0))} later"]
     facts.append(position_text(last, run.probe("reading").unit))
-    if len(run.headers) > 1:
-        facts.append(f"restarted {plural(len(run.headers) - 1, 'time')}")
-    if run.earlier_runs:
-        facts.append(f"{plural(run.earlier_runs, 'earlier run')} in the same folder left out")
+    facts += run.remarks
     facts.append("ended" if run.ended is not None else "no end recorded: the run is still going on, or it was cut off")
     return facts

@@ -25,7 +25,7 @@ def terminal_view(runs: Sequence[FollowedRun]) -> Group:
 def _lines(followed: FollowedRun) -> Iterator[Text | Padding]:
     run = followed.run
     place = "no reading yet" if run.is_empty else position_text(run.last, run.probe("reading").unit)
-    yield Text.assemble((run.name, "bold"), f" · {place} · {followed.liveness}")
+    yield Text.assemble((run.name, "bold"), *(f" · {fact}" for fact in (place, followed.liveness, *run.remarks)))
     if followed.problem:
         yield _indented(Text(followed.problem, "yellow"))
     yield from map(_indented, _measured(followed))

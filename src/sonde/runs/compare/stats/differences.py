@@ -84,24 +84,6 @@ def last_stretch(ratios: Sequence[RatioInterval]) -> int | None:
     return next((i + 1 for i in reversed(range(len(ratios))) if side_of_1(ratios[i]) != side), 0)
 
 
-def mean_ratio(ratios: Sequence[RatioInterval]) -> RatioInterval:
-    """The geometric mean of ratios, with the geometric means of their ends.
-
-    The standard error of a mean is at most the mean of the standard errors, however the errors are correlated. So this
-    interval is too wide, if anything.
-
-    Args:
-        ratios: at least one. Where some are bounds, the last one is returned.
-    """
-    if any(ratio.status != "resolved" for ratio in ratios):
-        return ratios[-1]
-    low, middle, high = (
-        math.exp(statistics.fmean(math.log(getattr(ratio, end)) for ratio in ratios))
-        for end in ("low", "ratio", "high")
-    )
-    return RatioInterval("resolved", low, high, ratio=middle)
-
-
 @dataclass(frozen=True)
 class Difference:
     """The mean of a value in one run minus that in another, or over it.
