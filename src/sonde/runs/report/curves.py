@@ -168,7 +168,7 @@ class OverRun:
     """
 
     rows: tuple[Any, ...]
-    x: tuple[float, ...]
+    x: Floats
     axis: TimeAxis
 
     @classmethod
@@ -179,7 +179,8 @@ class OverRun:
             if rows and rows[-1] is not None and rows[-1].segment != reading.segment:
                 rows.append(None)
             rows.append(reading)
-        return cls(tuple(rows), tuple(math.nan if row is None else axis.position(row) for row in rows), axis)
+        x = np.array([math.nan if row is None else axis.position(row) for row in rows])
+        return cls(tuple(rows), x, axis)
 
     @property
     def restarts(self) -> list[float]:
@@ -188,8 +189,12 @@ class OverRun:
 
     def column(self, column: Column) -> Floats:
         """A number of each row, NaN where it is not known."""
-        value = _function(column)
+        value = (lambda row: row.metrics.get(column)) if isinstance(column, str) else column
         return np.array([None if row is None else value(row) for row in self.rows], dtype=float)
+
+    def columns(self, panel: Panel) -> Columns:
+        """Those of each curve."""
+        return [(self.column(c.value), self.column(c.top) if c.top else None) for c in panel.curves]
 
     def new_figure(self, y: Scale, label: str, height: int) -> figure:
         """An empty figure, with a dotted line at each restart; of very many restarts, at each of some."""
@@ -231,17 +236,20 @@ def draw_panels(panels: Sequence[Panel], readings: Sequence[AnyReading], axis: T
     figures: list[figure] = []
     legend: list[LegendEntry] = []
     words: list[str] = []
-    line = None
+    line = whole = OverRun.of(readings, axis)
     for panel in panels:
-        values = [_function(curve.value) for curve in panel.curves if not curve.top]
-        knowing = [r for r in readings if any(value(r) is not None for value in values)]
-        if knowing:
-            line = OverRun.of(knowing, axis)
-            columns = [(line.column(c.value), line.column(c.top) if c.top else None) for c in panel.curves]
-            fig, entries = _draw_panel(panel, line, columns)
-            figures, legend = [*figures, fig], [*legend, *entries]
-            words += _in_words(panel, columns)
-    if line is None:
+        columns = whole.columns(panel)
+        is_known = ~np.all([np.isnan(values) for values, tops in columns if tops is None], axis=0)
+        if not is_known.any():
+            continue
+        line = whole
+        if is_known.sum() < len(readings):
+            line = OverRun.of([row for row, known in zip(whole.rows, is_known, strict=True) if known], axis)
+            columns = line.columns(panel)
+        fig, entries = _draw_panel(panel, line, columns)
+        figures, legend = [*figures, fig], [*legend, *entries]
+        words += _in_words(panel, columns)
+    if not figures:
         return absent
     for fig in figures[:-1]:
         fig.xaxis.visible = False  # the last figure shows the shared axis
@@ -323,7 +331,7 @@ def add_curve(fig: figure, x: ArrayLike, y: ArrayLike, color: str, dash: str = "
     draw(fig, Scatter(line_color=color, fill_color=color, size=5), x=places[alone], y=values[alone])
 
 
-def add_band(fig: figure, x: Sequence[float], low: ArrayLike, high: ArrayLike, axis: Scale, curve: Curve) -> None:
+def add_band(fig: figure, x: ArrayLike, low: ArrayLike, high: ArrayLike, axis: Scale, curve: Curve) -> None:
     """Fill between two curves with one polygon per unbroken stretch: one area glyph would bridge the gaps."""
     places, bottom, top = (np.asarray(each, dtype=float) for each in (x, low, high))
     if len(places) > 2 * PIXELS:
@@ -343,7 +351,7 @@ def add_band(fig: figure, x: Sequence[float], low: ArrayLike, high: ArrayLike, a
         fig.add_glyph(ColumnDataSource({"xs": xs, "ys": ys}), filled)
 
 
-def _add_triangles(fig: figure, x: Sequence[float], y: Floats, marker: str, color: str) -> None:
+def _add_triangles(fig: figure, x: Floats, y: Floats, marker: str, color: str) -> None:
     """Marks where y is known, thinned out so that they do not touch."""
     points = evenly([(a, b) for a, b in zip(x, y, strict=True) if not math.isnan(b)], _MAX_TRIANGLES)
     marks = Scatter(marker=marker, line_color=color, fill_color=color, size=8)
@@ -370,10 +378,6 @@ def per_pixel(x: ArrayLike, low: ArrayLike, high: ArrayLike) -> tuple[Floats, Fl
     is_last = ~np.isnan(shown) & np.append(np.isnan(shown[1:]), True)  # of each unbroken stretch: up to its end
     shown[is_last] = places[ends[is_last]]
     return shown, lowest, highest
-
-
-def _function(column: Column) -> Callable[[Any], float | None]:
-    return (lambda reading: reading.metrics.get(column)) if isinstance(column, str) else column
 
 
 def _in_words(panel: Panel, columns: Columns) -> Iterator[str]:

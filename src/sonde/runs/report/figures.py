@@ -280,7 +280,7 @@ def draw(fig: figure, glyph: Glyph, **columns: Sequence[float | None] | NDArray[
 
 def add_hover(
     fig: figure,
-    x: Sequence[float | None],
+    x: Sequence[float | None] | NDArray[np.float64],
     y: Sequence[float | None] | NDArray[np.float64],
     texts: Mapping[str, Callable[[int], str]],
     mode: Literal["vline", "hline"] = "vline",
