@@ -17,7 +17,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, arg
 from sonde.runs.watch.follow import FollowedRun
 from sonde.runs.watch.terminal import terminal_view
 
-_SECONDS = 0.5
+_SECONDS = 0.2
 """Between looks at the logs."""
 
 

@@ -117,7 +117,7 @@ class Reading:
         """Upper end of the interval of B_simple: infinite for a lower bound, None when unresolved."""
         return math.inf if self.status == "lower_bound" else self.metrics.get("gns/b_simple_high")
 
-    @property
+    @functools.cached_property
     def now(self) -> RatioInterval:
         """The noise scale now, as far as it is known."""
         ratio, low = self.metrics.get("gns/b_simple"), self.metrics.get("gns/b_simple_low")

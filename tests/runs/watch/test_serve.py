@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -61,31 +60,21 @@ def _news(site: Site, run: int = 0, seen: int | str = "", *, path: str = "news")
     return news
 
 
-def _rest(site: Site, run: int = 0, seen: int | str = "") -> Any:
-    return _news(site, run, seen, path="figures")["rest"]
-
-
 def test_a_page_gets_what_it_does_not_show_yet(tmp_path: Path) -> None:
     run = FollowedRun(write_run(tmp_path, 12, end=False))
     with served([run]) as site:
         news = _news(site)
-        version = news["first"]["version"]
-        assert (version, "window 120" in news["first"]["html"]) == (1, True)
-        assert news["runs"][0]["badges"] == "About right or too large"
-        rest = _rest(site)
-        assert (rest["version"], len(rest["roots"]), len(rest["document"]["roots"])) == (1, 7, 7)
-        assert all(f'id="{place}"' in rest["html"] for place in rest["roots"].values())
-        assert (_news(site, seen=1)["first"], _rest(site, seen=1)) == (None, None)
-        # Figures take long to draw, so they wait. What is said first is new at once.
+        assert (news["version"], news["title"]) == (1, "small language model: About right or too large")
+        assert "window 120" in news["top"]
+        figures = _news(site, path="figures")
+        assert (figures["version"], len(figures["roots"]), len(figures["figures"]["roots"])) == (1, 7, 7)
+        assert all(f'id="{place}"' in figures["rest"] for place in figures["roots"].values())
+        assert _news(site, path="figures") == figures  # drawn once
+        assert "top" not in _news(site, seen=1)
         written(tmp_path, [header_record(), reading_record(12, 13)])
         run.refresh()
-        assert "window 130" in _news(site, seen=1)["first"]["html"]
-        assert _rest(site, seen=1) is None
-        deadline = time.monotonic() + 60
-        while (rest := _rest(site, seen=1)) is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        assert rest["version"] == 2
+        assert "window 130" in _news(site, seen=1)["top"]
+        assert _news(site, path="figures")["version"] == 2
 
 
 def test_several_runs_and_one_without_a_reading(tmp_path: Path) -> None:
@@ -93,13 +82,12 @@ def test_several_runs_and_one_without_a_reading(tmp_path: Path) -> None:
     folders = [write_policy_run(tmp_path / "policy", 12), tmp_path / "begun"]
     with served([FollowedRun(folder) for folder in folders]) as site:
         news = _news(site, run=1)
-        assert [run["name"] for run in news["runs"]] == ["adding by GRPO", "<b>begun"]
-        assert news["runs"][1]["badges"] == "No reading yet"
-        assert "&lt;b&gt;begun" in news["first"]["html"]
-        assert "no reading yet" in news["first"]["html"]
-        rest = _rest(site, run=1)
-        assert (rest["roots"], "How this was measured" in rest["html"]) == ({}, True)
-        assert "Entropy" in _news(site, run=0)["first"]["html"]
+        assert [news["bar"].count(said) for said in ("adding by GRPO", "&lt;b&gt;begun", "No reading yet")] == [1] * 3
+        assert news["bar"].index('aria-current="true"') > news["bar"].index("adding by GRPO")
+        assert "no reading yet" in news["top"]
+        figures = _news(site, run=1, path="figures")
+        assert (figures["roots"], "How this was measured" in figures["rest"]) == ({}, True)
+        assert "Entropy" in _news(site, run=0)["top"]
 
 
 def test_a_port_that_cannot_be_used_is_refused(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from bokeh.models import ColumnDataSource, NumeralTickFormatter, Range1d
 from bokeh.models.glyphs import Line, Patches, Scatter, VSpan
 from bokeh.plotting import figure
+from numpy.typing import ArrayLike, NDArray
 
 from sonde.runs.report.figures import (
     GREY,
@@ -39,8 +40,11 @@ _MAX_TRIANGLES = 40
 _MAX_RESTARTS = 100
 """Lines at more restarts would hide the curves."""
 
+Floats = NDArray[np.float64]
 Column = str | Callable[[Any], float | None]
 """A metric's name, or a function of a reading."""
+Columns = Sequence[tuple[Floats, Floats | None]]
+"""Of each curve its values, and the upper ends of a band."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,7 @@ class OverRun:
     """
 
     rows: tuple[Any, ...]
-    x: tuple[float, ...]
+    x: Floats
     axis: TimeAxis
 
     @classmethod
@@ -175,17 +179,22 @@ class OverRun:
             if rows and rows[-1] is not None and rows[-1].segment != reading.segment:
                 rows.append(None)
             rows.append(reading)
-        return cls(tuple(rows), tuple(math.nan if row is None else axis.position(row) for row in rows), axis)
+        x = np.array([math.nan if row is None else axis.position(row) for row in rows])
+        return cls(tuple(rows), x, axis)
 
     @property
     def restarts(self) -> list[float]:
         """Positions where later starts of the run begin."""
         return [self.x[i + 1] for i, row in enumerate(self.rows) if row is None]
 
-    def column(self, column: Column) -> list[float]:
+    def column(self, column: Column) -> Floats:
         """A number of each row, NaN where it is not known."""
-        values = (None if row is None else _value(column, row) for row in self.rows)
-        return [math.nan if v is None else float(v) for v in values]
+        value = (lambda row: row.metrics.get(column)) if isinstance(column, str) else column
+        return np.array([None if row is None else value(row) for row in self.rows], dtype=float)
+
+    def columns(self, panel: Panel) -> Columns:
+        """Those of each curve."""
+        return [(self.column(c.value), self.column(c.top) if c.top else None) for c in panel.curves]
 
     def new_figure(self, y: Scale, label: str, height: int) -> figure:
         """An empty figure, with a dotted line at each restart; of very many restarts, at each of some."""
@@ -195,7 +204,7 @@ class OverRun:
         draw(fig, lines, x=evenly(self.restarts, _MAX_RESTARTS))
         return fig
 
-    def add_hover(self, fig: figure, y: Sequence[float], texts: Mapping[str, Callable[[Any], str]]) -> None:
+    def add_hover(self, fig: figure, y: Floats, texts: Mapping[str, Callable[[Any], str]]) -> None:
         """A text for each reading, with its window."""
         rows = self.rows
         with_window = {**texts, self.axis.noun: lambda reading: count(reading.window)}
@@ -227,17 +236,20 @@ def draw_panels(panels: Sequence[Panel], readings: Sequence[AnyReading], axis: T
     figures: list[figure] = []
     legend: list[LegendEntry] = []
     words: list[str] = []
-    line = None
+    line = whole = OverRun.of(readings, axis)
     for panel in panels:
-        knowing = [
-            r for r in readings if any(_value(curve.value, r) is not None for curve in panel.curves if not curve.top)
-        ]
-        if knowing:
-            line = OverRun.of(knowing, axis)
-            fig, entries = _draw_panel(panel, line)
-            figures, legend = [*figures, fig], [*legend, *entries]
-            words += _in_words(panel, line)
-    if line is None:
+        columns = whole.columns(panel)
+        is_known = ~np.all([np.isnan(values) for values, tops in columns if tops is None], axis=0)
+        if not is_known.any():
+            continue
+        line = whole
+        if is_known.sum() < len(readings):
+            line = OverRun.of([row for row, known in zip(whole.rows, is_known, strict=True) if known], axis)
+            columns = line.columns(panel)
+        fig, entries = _draw_panel(panel, line, columns)
+        figures, legend = [*figures, fig], [*legend, *entries]
+        words += _in_words(panel, columns)
+    if not figures:
         return absent
     for fig in figures[:-1]:
         fig.xaxis.visible = False  # the last figure shows the shared axis
@@ -245,8 +257,7 @@ def draw_panels(panels: Sequence[Panel], readings: Sequence[AnyReading], axis: T
     return Plot(tuple(figures), tuple(unique), " ".join(words))
 
 
-def _draw_panel(panel: Panel, line: OverRun) -> tuple[figure, list[LegendEntry]]:
-    columns = [(line.column(curve.value), line.column(curve.top) if curve.top else []) for curve in panel.curves]
+def _draw_panel(panel: Panel, line: OverRun, columns: Columns) -> tuple[figure, list[LegendEntry]]:
     y = _scale(panel, columns)
     fig = line.new_figure(y, panel.label, panel.height)
     if panel.ends == (0.0, 1.0):
@@ -254,105 +265,100 @@ def _draw_panel(panel: Panel, line: OverRun) -> tuple[figure, list[LegendEntry]]
         fig.yaxis[0].ticker = [0, 0.25, 0.5, 0.75, 1]
     for height in panel.limits:
         add_line_at(fig, height, "width", ORANGE, "dashed")
-    legend: list[LegendEntry] = []
-    for curve, (values, tops) in sorted(zip(panel.curves, columns, strict=True), key=lambda pair: not pair[1][1]):
-        if tops:
-            add_band(fig, line.x, values, tops, y, curve)
+    shown: list[LegendEntry] = []
+    beyond: list[LegendEntry] = []
+    heights = np.full(len(line.x), np.nan)  # of the first curve that is known there
+    for curve, (values, tops) in zip(panel.curves, columns, strict=True):
+        if curve.text and not np.isnan(values + (0.0 if tops is None else tops)).all():
+            shown.append(LegendEntry(curve.mark, curve.color, curve.text))
+        if tops is None:
+            heights = np.where(np.isnan(heights), np.clip(values, y.start, y.end), heights)
+    for curve, (values, tops) in sorted(zip(panel.curves, columns, strict=True), key=lambda pair: pair[1][1] is None):
+        if tops is None:
+            beyond += _add_values(fig, line, y, curve, values)
         else:
-            legend += _add_values(fig, line, y, curve, values)
-    drawn = [values for values, tops in columns if not tops]
-    heights = [next((y.clamp(v) for v in row if not math.isnan(v)), math.nan) for row in zip(*drawn, strict=True)]
+            add_band(fig, line.x, values, tops, y, curve)
     line.add_hover(fig, heights, panel.hover)
-    known = [curve for curve, pair in zip(panel.curves, columns, strict=True) if _is_known(*pair)]
-    shown = [LegendEntry(curve.mark, curve.color, curve.text) for curve in known if curve.text]
-    return fig, [*shown, *(LegendEntry("dashed", ORANGE, text) for text in panel.limits.values() if text), *legend]
+    return fig, [*shown, *(LegendEntry("dashed", ORANGE, text) for text in panel.limits.values() if text), *beyond]
 
 
-def _is_known(values: Sequence[float], tops: Sequence[float]) -> bool:
-    return any(not math.isnan(v + t) for v, t in zip(values, tops or [0.0] * len(values), strict=True))
-
-
-def _scale(panel: Panel, columns: Sequence[tuple[list[float], list[float]]]) -> Scale:
+def _scale(panel: Panel, columns: Columns) -> Scale:
     if panel.ends:
         low, high = panel.ends
         return Scale("linear", low - 0.04 * (high - low), high + 0.04 * (high - low))
     pairs = [pair for curve, pair in zip(panel.curves, columns, strict=True) if curve.stretches]
-    values = [*panel.shows, *panel.limits, *(v for low, _ in pairs for v in low if not math.isnan(v))]
-    tops = [v for _, high in pairs for v in high]
+    values = [*panel.shows, *panel.limits, *(v for low, _ in pairs for v in low[~np.isnan(low)].tolist())]
+    tops = [v for _, high in pairs if high is not None for v in high[np.isfinite(high)].tolist()]
     if panel.kind == "log":
         return scale_for([*values, *reachable(tops, values)], "log")
-    scale = scale_for([*values, *filter(math.isfinite, tops)], panel.kind)
+    scale = scale_for([*values, *tops], panel.kind)
     # An axis that shows 0 begins there, if nothing is negative.
     return replace(scale, start=0.0) if 0.0 in panel.shows and min(values) >= 0 else scale
 
 
-def _add_values(fig: figure, line: OverRun, y: Scale, curve: Curve, values: Sequence[float]) -> Iterator[LegendEntry]:
+def _add_values(fig: figure, line: OverRun, y: Scale, curve: Curve, values: Floats) -> Iterator[LegendEntry]:
     """A line or triangles. Yields the legend of values that the axis cannot show."""
+    shown = np.clip(values, y.start, y.end)
     if curve.mark in ("up", "down"):
         marker = "triangle" if curve.mark == "up" else "inverted_triangle"
-        _add_triangles(fig, line.x, [y.clamp(v) for v in values], marker, curve.color)
+        _add_triangles(fig, line.x, shown, marker, curve.color)
         return
-    inside = [v if not curve.outside or y.start <= v <= y.end else math.nan for v in values]
-    if curve.mark == "dashed" and len({*filter(math.isfinite, values)}) == 1:
-        add_line_at(fig, y.clamp(next(filter(math.isfinite, values))), "width", curve.color, "dashed")
+    constant = np.unique(values[np.isfinite(values)])
+    if curve.mark == "dashed" and len(constant) == 1:
+        add_line_at(fig, y.clamp(float(constant[0])), "width", curve.color, "dashed")
         return
-    add_curve(fig, line.x, [y.clamp(v) for v in inside], curve.color, "solid" if curve.mark == "line" else curve.mark)
-    above = [y.at(0.975) if v > y.end else math.nan for v in values]
-    below = [y.at(0.025) if v < y.start else math.nan for v in values]
-    beyond: tuple[tuple[Mark, str, list[float]], ...] = (
-        ("up", "triangle", above),
-        ("down", "inverted_triangle", below),
+    inside = np.where(values == shown, values, np.nan) if curve.outside else shown
+    add_curve(fig, line.x, inside, curve.color, "solid" if curve.mark == "line" else curve.mark)
+    beyond: tuple[tuple[Mark, str, Floats], ...] = (
+        ("up", "triangle", np.where(values > y.end, y.at(0.975), np.nan)),
+        ("down", "inverted_triangle", np.where(values < y.start, y.at(0.025), np.nan)),
     )
     for mark, marker, places in beyond:
-        if curve.outside and not all(map(math.isnan, places)):
+        if curve.outside and not np.isnan(places).all():
             _add_triangles(fig, line.x, places, marker, curve.color)
             yield LegendEntry(mark, curve.color, curve.outside)
 
 
-def add_curve(fig: figure, x: Sequence[float], y: Sequence[float], color: str, dash: str = "solid") -> None:
+def add_curve(fig: figure, x: ArrayLike, y: ArrayLike, color: str, dash: str = "solid") -> None:
     """A line that breaks where y is NaN. A value without a neighbour is drawn as a dot."""
-    if len(x) > 2 * PIXELS:
-        places, low, high = per_pixel(x, y, y)
-        x = [place for place in places for _ in range(2)]
-        y = [value for both in zip(low, high, strict=True) for value in both]
-    draw(fig, Line(line_color=color, line_width=2, line_dash=dash), x=x, y=y)
-    unknown = [True, *map(math.isnan, y), True]
-    alone = [i for i in range(len(y)) if unknown[i] and not unknown[i + 1] and unknown[i + 2]]
-    dots = Scatter(line_color=color, fill_color=color, size=5)
-    draw(fig, dots, x=[x[i] for i in alone], y=[y[i] for i in alone])
+    places, values = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
+    if len(places) > 2 * PIXELS:
+        places, low, high = per_pixel(places, values, values)
+        places, values = np.repeat(places, 2), np.column_stack((low, high)).ravel()
+    draw(fig, Line(line_color=color, line_width=2, line_dash=dash), x=places, y=values)
+    unknown = np.isnan([np.nan, *values, np.nan])
+    alone = unknown[:-2] & ~unknown[1:-1] & unknown[2:]
+    draw(fig, Scatter(line_color=color, fill_color=color, size=5), x=places[alone], y=values[alone])
 
 
-def add_band(
-    fig: figure, x: Sequence[float], low: Sequence[float], high: Sequence[float], axis: Scale, curve: Curve
-) -> None:
+def add_band(fig: figure, x: ArrayLike, low: ArrayLike, high: ArrayLike, axis: Scale, curve: Curve) -> None:
     """Fill between two curves with one polygon per unbroken stretch: one area glyph would bridge the gaps."""
-    if len(x) > 2 * PIXELS:
-        x, low, high = per_pixel(x, low, high)
-    steps = [b - a for a, b in pairwise(x) if b > a]
-    half = median(steps) / 2 if steps else 0.02 * max(abs(x[0]), 1.0)  # it gives a stretch of one reading a width
+    places, bottom, top = (np.asarray(each, dtype=float) for each in (x, low, high))
+    if len(places) > 2 * PIXELS:
+        places, bottom, top = per_pixel(places, bottom, top)
+    steps = [b - a for a, b in pairwise(places) if b > a]
+    half = median(steps) / 2 if steps else 0.02 * max(abs(places[0]), 1.0)  # it gives a stretch of one reading a width
     xs, ys = [], []
-    for known, stretch in groupby(range(len(x)), lambda i: not (math.isnan(low[i]) or math.isnan(high[i]))):
+    for known, stretch in groupby(range(len(places)), lambda i: not math.isnan(bottom[i] + top[i])):
         if known:
             rows = list(stretch)
-            places = [x[rows[0]] - half, *(x[i] for i in rows), x[rows[-1]] + half]
+            at = [places[rows[0]] - half, *places[rows], places[rows[-1]] + half]
             rows = [rows[0], *rows, rows[-1]]
-            xs.append(np.array([*places, *reversed(places)]))
-            ys.append(np.array([*(axis.clamp(low[i]) for i in rows), *(axis.clamp(high[i]) for i in reversed(rows))]))
+            xs.append(np.array([*at, *reversed(at)]))
+            ys.append(np.clip([*bottom[rows], *reversed(top[rows])], axis.start, axis.end))
     if xs:
         filled = Patches(fill_color=curve.color, fill_alpha=curve.alpha, line_color=None)
         fig.add_glyph(ColumnDataSource({"xs": xs, "ys": ys}), filled)
 
 
-def _add_triangles(fig: figure, x: Sequence[float], y: Sequence[float], marker: str, color: str) -> None:
+def _add_triangles(fig: figure, x: Floats, y: Floats, marker: str, color: str) -> None:
     """Marks where y is known, thinned out so that they do not touch."""
     points = evenly([(a, b) for a, b in zip(x, y, strict=True) if not math.isnan(b)], _MAX_TRIANGLES)
     marks = Scatter(marker=marker, line_color=color, fill_color=color, size=8)
     draw(fig, marks, x=[a for a, _ in points], y=[b for _, b in points])
 
 
-def per_pixel(
-    x: Sequence[float], low: Sequence[float], high: Sequence[float]
-) -> tuple[list[float], list[float], list[float]]:
+def per_pixel(x: ArrayLike, low: ArrayLike, high: ArrayLike) -> tuple[Floats, Floats, Floats]:
     """One row for each pixel: its position, the lowest value there, and the highest.
 
     Args:
@@ -371,18 +377,14 @@ def per_pixel(
     shown = places[starts]
     is_last = ~np.isnan(shown) & np.append(np.isnan(shown[1:]), True)  # of each unbroken stretch: up to its end
     shown[is_last] = places[ends[is_last]]
-    return shown.tolist(), lowest.tolist(), highest.tolist()
+    return shown, lowest, highest
 
 
-def _value(column: Column, reading: AnyReading) -> float | None:
-    return reading.metrics.get(column) if isinstance(column, str) else column(reading)
-
-
-def _in_words(panel: Panel, line: OverRun) -> Iterator[str]:
+def _in_words(panel: Panel, columns: Columns) -> Iterator[str]:
     """What the panel shows, for who cannot see it."""
-    for curve in panel.curves:
-        values = [v for v in line.column(curve.value) if math.isfinite(v)]
-        if values and not curve.top:
-            first, last, low, high = map(number, (values[0], values[-1], min(values), max(values)))
+    for curve, (values, tops) in zip(panel.curves, columns, strict=True):
+        known = values[np.isfinite(values)].tolist()
+        if known and tops is None:
+            first, last, low, high = map(number, (known[0], known[-1], min(known), max(known)))
             what = f"{panel.label}, {curve.text}" if curve.text else panel.label
             yield f"{what}: {first} at first, {last} at last, between {low} and {high}."

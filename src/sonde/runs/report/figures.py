@@ -22,6 +22,7 @@ from bokeh.models.annotations import Label, Span
 from bokeh.models.glyph import Glyph
 from bokeh.models.glyphs import Line, Scatter
 from bokeh.plotting import figure
+from numpy.typing import NDArray
 
 from sonde.wording import number
 
@@ -260,7 +261,7 @@ def _tick_label(tick: float) -> str:
     return f"{tick:,.6g}" if 1e-3 <= tick < 1e6 else number(tick, 2).removeprefix("1.0 × ")
 
 
-def draw(fig: figure, glyph: Glyph, **columns: Sequence[float | None]) -> None:
+def draw(fig: figure, glyph: Glyph, **columns: Sequence[float | None] | NDArray[np.float64]) -> None:
     """Draw lines, bars or marks; nothing, if no row is known.
 
     `fig.line`, `fig.scatter` and their like also make two glyphs for a selection, which no figure here has, and draw
@@ -279,8 +280,8 @@ def draw(fig: figure, glyph: Glyph, **columns: Sequence[float | None]) -> None:
 
 def add_hover(
     fig: figure,
-    x: Sequence[float | None],
-    y: Sequence[float | None],
+    x: Sequence[float | None] | NDArray[np.float64],
+    y: Sequence[float | None] | NDArray[np.float64],
     texts: Mapping[str, Callable[[int], str]],
     mode: Literal["vline", "hline"] = "vline",
 ) -> None:

@@ -70,15 +70,16 @@ def whole_page(
     return rendered
 
 
-def part_of_page(block: str, **values: Any) -> str:
-    """A part of `page.html`.
+def part_of_page(template: str, block: str, **values: Any) -> str:
+    """A block of a template.
 
     Args:
-        block: "top", which is what is said first, or "rest".
+        template: a path in `runs`.
+        block: its name.
         **values: as for the whole page.
     """
-    template = _templates().get_template("report/page.html")
-    return "".join(template.blocks[block](template.new_context(values)))
+    found = _templates().get_template(template)
+    return "".join(found.blocks[block](found.new_context(values)))
 
 
 def live_part(sections: Sequence[Any], **values: Any) -> dict[str, Any]:
@@ -88,8 +89,8 @@ def live_part(sections: Sequence[Any], **values: Any) -> dict[str, Any]:
     figures = _figures(sections)
     divs = (Markup(f'<div id="of-{each.id}" data-root-id="{each.id}"></div>') for each in figures)
     return {
-        "html": part_of_page("rest", sections=sections, next_div=lambda: next(divs), **values),
-        "document": _document(figures).to_json(deferred=False),
+        "rest": part_of_page("report/page.html", "rest", sections=sections, next_div=lambda: next(divs), **values),
+        "figures": _document(figures).to_json(deferred=False),
         "roots": {each.id: f"of-{each.id}" for each in figures},
     }
 

@@ -55,6 +55,11 @@ class FollowedRun:
             return "ended" if self.run.ended == "closed" else f"ended: {self.run.ended}"
         return f"last record {duration(max(time.time() - self.written, 0))} ago"
 
+    @property
+    def badges(self) -> str:
+        """The verdicts, in a few words."""
+        return ", ".join(panel.badge for panel in self.panels) or "No reading yet"
+
     def refresh(self) -> str:
         """Read what was appended. Whatever happens to the log, its folder and its disk is told as a `problem`.
 

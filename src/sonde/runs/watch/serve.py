@@ -8,7 +8,6 @@ import json
 import secrets
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,44 +22,6 @@ from sonde.runs.watch.follow import FollowedRun
 _HOST = "127.0.0.1"
 _OWN_NAMES = (_HOST, "localhost")
 """What a browser calls this machine. Another name in a request is one that another site has pointed here."""
-_SHARE = 0.2
-"""Largest part of the time in which the figures of a run are drawn anew."""
-
-
-class Shown:
-    """What the page shows of one run. It is made when a page asks for it.
-
-    Args:
-        followed: the run.
-    """
-
-    def __init__(self, followed: FollowedRun) -> None:
-        self.followed = followed
-        self._rest: dict[str, Any] = {}
-        self._due = 0.0
-        """When figures may be drawn again."""
-
-    def in_list(self) -> dict[str, str]:
-        """The line of the run in the list of runs."""
-        followed = self.followed
-        badges = ", ".join(panel.badge for panel in followed.panels) or "No reading yet"
-        live = followed.liveness
-        return {"name": followed.run.name, "badges": badges, "live": live, "problem": followed.problem}
-
-    def first(self) -> dict[str, Any]:
-        """What the page says before its figures."""
-        version = self.followed.version
-        return {"version": version, "html": part_of_page("top", **said_first(self.followed.run))}
-
-    def rest(self) -> dict[str, Any]:
-        """Figures and tables: not the newest ones until the share of time allows it."""
-        version, began = self.followed.version, time.monotonic()
-        if self._rest.get("version") != version and began >= self._due:
-            run = self.followed.run
-            sections = [] if run.is_empty else report_sections(run)
-            self._rest = {"version": version, **live_part(sections, rows=how_measured(run))}
-            self._due = time.monotonic() + (time.monotonic() - began) / _SHARE
-        return self._rest
 
 
 class Site(ThreadingHTTPServer):
@@ -85,8 +46,10 @@ class Site(ThreadingHTTPServer):
             why = getattr(error, "strerror", None) or error
             raise ValueError(f"--port {port} cannot be used ({why}): leave --port out for a free one") from None
         self.token = secrets.token_urlsafe(24)
-        self.shown = {str(k): Shown(run) for k, run in enumerate(runs)}
-        self.drawing = threading.Lock()  # Bokeh's theme and its settings are shared by all threads
+        self.runs = {str(k): run for k, run in enumerate(runs)}
+        self._drawing = threading.Lock()  # Bokeh's theme and its settings are shared by all threads
+        self._drawn: dict[str, dict[str, Any]] = {}
+        """By the run's number."""
         self.page = whole_page(
             [], template="watch/watch.html", scripts=("report/page.js", "watch/watch.js"), name="sonde watch"
         )
@@ -95,6 +58,24 @@ class Site(ThreadingHTTPServer):
     def address(self) -> str:
         """What to open in a browser."""
         return f"http://{_HOST}:{self.server_port}/?token={self.token}"
+
+    def news(self, number: str, seen: str) -> dict[str, Any]:
+        """What a page says of a run before its figures; the runs alone if it has seen the newest version."""
+        shown = self.runs[number]
+        bar = part_of_page("watch/watch.html", "bar", runs=self.runs.values(), shown=shown, token=self.token)
+        news = {"version": shown.version, "title": f"{shown.run.name}: {shown.badges}", "bar": bar}
+        if seen != str(shown.version):
+            news["top"] = part_of_page("report/page.html", "top", **said_first(shown.run))
+        return news
+
+    def figures(self, number: str) -> dict[str, Any]:
+        """Figures and tables of a run. Several pages share them."""
+        version, run = self.runs[number].version, self.runs[number].run
+        with self._drawing:
+            if self._drawn.get(number, {}).get("version") != version:
+                sections = [] if run.is_empty else report_sections(run)
+                self._drawn[number] = {"version": version, **live_part(sections, rows=how_measured(run))}
+            return self._drawn[number]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing about a browser that has gone away."""
@@ -107,14 +88,9 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "sonde", ""
 
     def do_GET(self) -> None:
-        """Answer who calls this machine by its own name and knows the token.
-
-        /news has the list of runs and what a page says first, /figures what takes long to draw: of the run with this
-        number from 0, if it is newer than the version that was `seen`.
-        """
+        """Answer who calls this machine by its own name and knows the token: with the page, or with news of a run."""
         site, url = cast(Site, self.server), urlsplit(self.path)
         query = {name: values[0] for name, values in parse_qs(url.query).items()}
-        shown, seen = site.shown.get(query.get("run", "")), query.get("seen", "")
         before, _, after = self.headers.get("Host", "").rpartition(":")
         token = query.get("token", "").encode("utf-8", "replace")
         # How long the comparison takes says nothing about the token.
@@ -122,18 +98,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer("Open the address that sonde watch has printed, with its token.", HTTPStatus.FORBIDDEN)
         elif url.path == "/":
             self._answer(site.page, kind="text/html")
-        elif url.path == "/news" and shown:
-            first = None if seen == str(shown.followed.version) else shown.first()
-            self._answer_json(runs=[each.in_list() for each in site.shown.values()], first=first)
-        elif url.path == "/figures" and shown:
-            with site.drawing:
-                rest = shown.rest()
-            self._answer_json(rest=None if seen == str(rest["version"]) else rest)
+        elif url.path == "/news" and query.get("run") in site.runs:
+            self._answer(json.dumps(site.news(query["run"], query.get("seen", ""))), kind="application/json")
+        elif url.path == "/figures" and query.get("run") in site.runs:
+            self._answer(json.dumps(site.figures(query["run"])), kind="application/json")
         else:
             self._answer("There is no such page.", HTTPStatus.NOT_FOUND)
-
-    def _answer_json(self, **values: Any) -> None:
-        self._answer(json.dumps(values), kind="application/json")
 
     def _answer(self, text: str, status: HTTPStatus = HTTPStatus.OK, *, kind: str = "text/plain") -> None:
         body = text.encode("utf-8", "replace")

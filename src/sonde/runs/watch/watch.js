@@ -1,159 +1,106 @@
-// Asks for news every second while the page is seen. What has changed is swapped; the reader's place and zoom stay.
+// Asks for news while the page is seen. Texts change where they stand, and figures take the new numbers over: the
+// reader's place, zoom, focus and marked text stay.
 (() => {
-  const token = new URLSearchParams(location.search).get("token") ?? "";
-  const [runs, live, problem, first] = ["runs", "live", "problem", "first"].map(id => document.getElementById(id));
-  let rest = document.getElementById("rest");
-  let shown = location.hash.slice(1) || "0";  // number of the run
-  let seen = {first: "", rest: ""};  // versions
-  let drawn = null;  // Bokeh's document, its views and listeners, and the figures by name
-  let isPressed = false;
+  const [bar, top, rest] = ["bar", "top", "rest"].map(id => document.getElementById(id));
+  const run = new URLSearchParams(location.search).get("run") ?? "0";
+  let seen = "";  // version of what is said first
+  let drawn = null;  // version of the figures, Bokeh's document, its views, and the names and ids of its models
 
-  const title = section => section.querySelector("h2").textContent;
+  const parsed = html => Object.assign(document.createElement("div"), {innerHTML: html});
 
-  // The first section in sight stays where it is, whatever becomes longer above it.
-  const keepingPlace = change => {
-    const before = [...rest.querySelectorAll("section")].find(each => each.getBoundingClientRect().bottom > 0);
-    const name = before && title(before), top = before?.getBoundingClientRect().top;
-    change();
-    const after = [...rest.querySelectorAll("section")].find(each => title(each) === name);
-    if (after && scrollY > 0 && top < innerHeight) scrollBy(0, after.getBoundingClientRect().top - top);
-  };
-
-  // Figures by section, place and axis. A figure is zoomed if its range is not the one that it came with.
-  const figuresIn = (box, doc) => new Map([...box.querySelectorAll("section")].flatMap(section =>
-    [...section.querySelectorAll("[data-root-id]")].map((place, k) => {
-      const plot = doc.get_model_by_id(place.dataset.rootId), {start, end} = plot.x_range;
-      return [`${title(section)} ${k} ${plot.below[0].axis_label.text}`, {range: plot.x_range, start, end}];
-    })));
-
-  // Bokeh 3.9 leaves a listener of each figure here for ever, which would keep every figure that was ever drawn.
-  let listeners = [];
-  if (window.visualViewport) {
-    const add = visualViewport.addEventListener.bind(visualViewport);
-    visualViewport.addEventListener = (type, listener) => { listeners.push(listener); add(type, listener); };
-  }
-
-  const erase = old => {
-    if (!old) return;
-    for (const views of old.views) views.clear();
-    old.doc.clear();
-    Bokeh.documents.splice(Bokeh.documents.indexOf(old.doc), 1);
-    for (const listener of old.listeners) visualViewport.removeEventListener("resize", listener);
-  };
-
-  const swapRest = async (run, {version, html, document: figures, roots}) => {
-    const fresh = document.createElement("div");
-    fresh.className = "coming";
-    fresh.style.width = `${rest.clientWidth}px`;
-    fresh.innerHTML = html;
-    rest.after(fresh);
-    listeners = [];
-    const views = await Bokeh.embed.embed_items({figures}, [{docid: "figures", roots, root_ids: Object.keys(roots)}]);
-    const doc = Bokeh.documents.at(-1), now = figuresIn(fresh, doc);
-    for (const [name, {range}] of now) {
-      const old = drawn?.figures.get(name);
-      if (old && (old.range.start !== old.start || old.range.end !== old.end))
-        [range.start, range.end] = [old.range.start, old.range.end];
+  // An element becomes like a fresh one. Elements stay if they can, and figures always.
+  const renew = (old, fresh) => {
+    if (old.isEqualNode(fresh) || old.className === "drawn") return;
+    for (const {name, value} of fresh.attributes) old.setAttribute(name, value);
+    const hasText = [...fresh.childNodes].some(node => node.nodeType === Node.TEXT_NODE && node.data.trim() !== "");
+    if (hasText || fresh.children.length === 0) { old.replaceChildren(...fresh.childNodes); return; }
+    let at = old.firstElementChild;
+    const removeUpTo = end => { while (at !== end) { const gone = at; at = at.nextElementSibling; gone.remove(); } };
+    for (const node of [...fresh.children]) {
+      let same = at;
+      while (same && (same.nodeName !== node.nodeName || same.className !== node.className)) same = same.nextElementSibling;
+      if (!same) { old.insertBefore(node, at); continue; }
+      removeUpTo(same);
+      at = same.nextElementSibling;
+      renew(same, node);
     }
-    if (!doc.is_idle)
-      await Promise.race([new Promise(done => doc.idle.connect(done)), new Promise(done => setTimeout(done, 5000))]);
-    const next = {doc, views, listeners, figures: now};
-    if (run !== shown || isBusy()) {  // meanwhile another run was chosen, or the reader began to drag
-      fresh.remove();
-      erase(next);
-      return;
+    removeUpTo(null);
+  };
+
+  // The models of a document, in an order that only depends on what is drawn.
+  const modelsIn = json => Array.isArray(json) ? json.flatMap(modelsIn) : json === null || typeof json !== "object" ? []
+    : [...(json.name && json.id ? [json] : []), ...Object.values(json).flatMap(modelsIn)];
+
+  // A range that the reader has zoomed stays, and goes back to the whole of what is drawn now.
+  const setRange = (range, {start, end}) => {
+    const isZoomed = range.reset_start !== null && (range.start !== range.reset_start || range.end !== range.reset_end);
+    range.setv({reset_start: start, reset_end: end, ...(isZoomed ? {} : {start, end})});
+  };
+
+  // Give the models that are drawn the values of fresh ones.
+  const takeOver = (figures, models) => {
+    const fresh = drawn.doc.constructor.from_json(figures);
+    Bokeh.documents.pop();  // where Bokeh would keep it
+    const holdsModels = value => value?.properties || value instanceof Map && holdsModels([...value.values()])
+      || Array.isArray(value) && value.some(holdsModels);
+    models.forEach(({id}, k) => {
+      const [model, given] = [drawn.doc.get_model_by_id(drawn.models[k].id), fresh.get_model_by_id(id)];
+      if (model.type === "Range1d") { setRange(model, given); return; }
+      const values = [...given].filter(each => each.dirty && !holdsModels(each.get_value()));
+      model.setv(Object.fromEntries(values.map(each => [each.attr, each.get_value()])));
+    });
+  };
+
+  const show = async ({version, rest: html, figures, roots}) => {
+    const fresh = parsed(html), models = modelsIn(figures);
+    const kinds = models => models.map(model => model.name).join();
+    if (drawn && kinds(drawn.models) === kinds(models)) {
+      renew(rest, fresh);
+      takeOver(figures, models);
+    } else {  // something is drawn for the first time, as after a restart
+      rest.style.minHeight = `${rest.offsetHeight}px`;  // the reader stays where they are
+      for (const views of drawn?.views ?? []) views.clear();
+      drawn?.doc.clear();
+      Bokeh.documents.length = 0;
+      rest.replaceChildren(...fresh.childNodes);
+      const views = await Bokeh.embed.embed_items({figures}, [{docid: "figures", roots, root_ids: Object.keys(roots)}]);
+      drawn = {views, models, doc: Bokeh.documents[0]};
+      for (const model of models.map(({id}) => drawn.doc.get_model_by_id(id)))
+        if (model.type === "Range1d") setRange(model, model);
     }
-    const focused = [...rest.querySelectorAll("figure")].indexOf(document.activeElement);
-    const scrolled = [...rest.querySelectorAll(".tall, .table")].map(box => [box.scrollTop, box.scrollLeft]);
-    keepingPlace(() => {
-      rest.remove();
-      rest = fresh;
-      rest.className = rest.style.width = "";
-    });
-    rest.querySelectorAll(".tall, .table").forEach((box, k) => [box.scrollTop, box.scrollLeft] = scrolled[k] ?? [0, 0]);
-    rest.querySelectorAll("figure")[focused]?.focus({preventScroll: true});
-    erase(drawn);
-    drawn = next;
-    seen.rest = version;
+    drawn.version = version;
   };
 
-  const list = news => {
-    runs.closest("nav").hidden = news.length < 2;
-    news.forEach(({name, badges, live, problem}, k) => {
-      if (!runs.children[k]) {  // links stay, so that one can have the focus
-        const item = document.createElement("li");
-        item.innerHTML = `<a href="#${k}"><b></b> <span></span></a>`;
-        runs.append(item);
-      }
-      const link = runs.children[k].firstChild;
-      link.querySelector("b").textContent = name;
-      link.querySelector("span").textContent = `${badges} · ${live}`;
-      link.ariaCurrent = String(String(k) === shown);
-      link.classList.toggle("troubled", problem !== "");
-    });
-    const own = news[shown];
-    live.textContent = news.length < 2 ? own.live[0].toUpperCase() + own.live.slice(1) : "";
-    say(own.problem);
-    document.title = `${own.name}: ${own.badges}`;
-  };
-
-  const say = text => { if (problem.textContent !== text) problem.textContent = text; };
-
-  const fetched = async (path, run, version) => {
-    let answer;
-    try {
-      answer = await fetch(`${path}?${new URLSearchParams({token, run, seen: version})}`);
-    } catch {
+  const asked = async path => {
+    const query = new URLSearchParams(location.search);
+    query.set("run", run);
+    query.set("seen", seen);
+    const answer = await fetch(`${path}?${query}`).catch(() => {
       throw new Error("sonde watch does not answer: it has ended, or the connection to its machine is cut. This is what it said last.");
-    }
+    });
     if (!answer.ok) throw new Error(await answer.text());
     return answer.json();
   };
 
-  const askFirst = async () => {
-    const run = shown, news = await fetched("news", run, seen.first);
-    if (run !== shown) return;
-    list(news.runs);
-    if (!news.first) return;
-    keepingPlace(() => first.innerHTML = news.first.html);
-    seen.first = news.first.version;
+  const ask = async () => {
+    const news = await asked("news");
+    renew(bar, parsed(news.bar));
+    document.title = news.title;
+    if (news.top !== undefined) renew(top, parsed(news.top));
+    seen = news.version;
+    if (drawn?.version !== seen) await show(await asked("figures"));
   };
 
-  const askRest = async () => {  // apart, since figures can take a second to draw
-    const run = shown, news = await fetched("figures", run, seen.rest);
-    if (news.rest && run === shown) await swapRest(run, news.rest);
-  };
-
-  // While the reader drags in a figure or marks text, nothing is taken away.
-  const isBusy = () => isPressed || !getSelection().isCollapsed;
-  for (const [event, is] of [["pointerdown", true], ["pointerup", false], ["pointercancel", false]])
-    addEventListener(event, () => isPressed = is, true);
-
-  addEventListener("hashchange", () => {
-    shown = location.hash.slice(1) || "0";
-    first.replaceChildren();
-    rest.replaceChildren();
-    erase(drawn);
-    drawn = null;
-    seen = {first: "", rest: ""};
-    scrollTo(0, 0);
-    wake();
-  });
-  const sleepers = new Map();
-  const wake = () => sleepers.forEach(done => done());
-  addEventListener("visibilitychange", wake);
-
-  const everySecond = async ask => {
+  (async () => {
     for (;;) {
+      const began = performance.now();
       try {
-        if (isBusy()) live.textContent = "Stands still while text is marked.";
-        else if (!document.hidden) await ask();
+        if (!document.hidden) await ask();
       } catch (error) {
-        say(error.message);
+        bar.querySelector("[role=status]").textContent = error.message;
       }
-      await new Promise(done => { sleepers.set(ask, done); setTimeout(done, 1000); });
+      // Work takes half of the time at most.
+      await new Promise(done => setTimeout(done, Math.max(200, performance.now() - began)));
     }
-  };
-  everySecond(askFirst);
-  everySecond(askRest);
+  })();
 })();
