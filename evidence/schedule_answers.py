@@ -77,16 +77,18 @@ def p_above(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """All arms of one task and optimizer.
+    """All arms of one task and optimizer at one ratio.
 
     Attributes:
         task: its name.
         kind: of optimizer.
+        ratio: batch over B_simple that the adaptive schedule aims at.
         arms: steps and losses by name.
     """
 
     task: str
     kind: str
+    ratio: str
     arms: dict[str, Any]
 
     def steps(self, arm: str) -> float:
@@ -123,12 +125,13 @@ class Case:
 
 
 def cases(store: Store) -> list[Case]:
-    """All that were done, task by task."""
+    """All that were done, ratio by ratio."""
     found = [
-        Case(done.arguments["task_name"], done.arguments["kind"], dict(done.result["arms"]))
+        Case(done.arguments["task_name"], done.arguments["kind"], ratio, done.result["arms"] | arms)
         for done in store.read("schedules")
+        for ratio, arms in done.result["of_ratio"].items()
     ]
-    return sorted(found, key=lambda case: (case.kind, case.task))
+    return sorted(found, key=lambda case: (case.ratio, case.kind, case.task))
 
 
 def beside_constant(store: Store) -> Rows:

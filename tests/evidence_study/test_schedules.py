@@ -17,7 +17,9 @@ from evidence.schedules import (
     staged,
     train,
 )
-from evidence.tasks import task
+from evidence.tasks import make_optimizers, perceptron, task
+
+from sonde.evidence.rates import usual_rule
 
 MLP = Setting(task("mlp"), "adamw", units=4096)
 
@@ -49,13 +51,21 @@ def test_seesaw_doubles_where_the_rate_would_halve() -> None:
     assert found["16"] == pytest.approx(0.51 * 4096, abs=8)
     assert found["32"] == pytest.approx(0.755 * 4096, abs=16)
     assert plan(3000)[1] == pytest.approx(MLP.tuned(8) / 2**0.5)
-    sgd = seesaw(Setting(task("mlp"), "sgd", 4096), 8)
-    assert sgd(3000)[1] == sgd(1000)[1]
+
+
+@pytest.mark.parametrize("kind", ["sgd", "sgd-0.9"])
+def test_rates_of_sgd_follow_the_batch_with_momentum_too(kind: str) -> None:
+    """Seesaw keeps the rate where the batch doubles, and the usual rule is the linear one."""
+    setting = Setting(task("mlp"), kind, 4096)
+    plan = seesaw(setting, 8)
+    assert plan(3000)[1] == plan(1000)[1]
+    assert setting.usual(32) == 4 * setting.usual(8)
+    assert usual_rule(make_optimizers(kind, perceptron(), 0.1)) == "linear"
 
 
 def test_a_loss_that_was_there_at_half_of_the_units_is_half_of_them_lost() -> None:
     arms = {"constant 8": [1.0, 1.2], "half of the units": [1.1, 1.3], "adaptive": [1.1, 1.3], "Seesaw": [0.9, 1.1]}
-    case = Case("mlp", "adamw", {name: {"steps": 1, "losses": losses} for name, losses in arms.items()})
+    case = Case("mlp", "adamw", "1", {name: {"steps": 1, "losses": losses} for name, losses in arms.items()})
     assert case.lost("adaptive", "constant 8").mean == pytest.approx(0.5)
     assert case.lost("Seesaw", "constant 8").mean == pytest.approx(-1.0)
 
