@@ -160,14 +160,15 @@ def best_offset(losses: Sequence[Sequence[float]]) -> float:
     return OFFSETS[min(range(len(OFFSETS)), key=lambda k: means[k] if math.isfinite(means[k]) else math.inf)]
 
 
-def adaptive(setting: Setting, seed: int, ratio: float, rate: Callable[[float], float]) -> tuple[list[int], float]:
+def adaptive(setting: Setting, seed: int, ratio: float) -> tuple[list[int], float]:
     """One training in an ordinary loop, whose batch follows what a probe measures in every step.
+
+    Its rate is what a user gets who has tuned that of the first batch: the usual rule carries it over to others.
 
     Args:
         setting: of the training.
         seed: of weights and data.
         ratio: batch over B_simple that is aimed at.
-        rate: of a batch, before it falls.
 
     Returns:
         The batch of each step, and the held-out loss at the end.
@@ -185,7 +186,7 @@ def adaptive(setting: Setting, seed: int, ratio: float, rate: Callable[[float], 
         while left := setting.units - sum(batches):
             batches.append(min(schedule.micro_batches * MICRO, left))
             for group, at_rate_1 in groups:  # 1 − β for SGD, whose rates are effective ones
-                group["lr"] = at_rate_1 * rate(batches[-1]) * setting.decay(setting.units - left, batches[-1])
+                group["lr"] = at_rate_1 * setting.usual(batches[-1]) * setting.decay(setting.units - left, batches[-1])
             training.step(batches[-1], probe, n_pieces=batches[-1] // MICRO)
     return batches, training.held_out()
 
@@ -236,11 +237,9 @@ def fixed_arm(setting: Setting, plan: Plan, pilots: Sequence[int], seeds: Sequen
     return {"steps": len(batches_of(plan, setting.units)), "losses": losses, "offset": offset}
 
 
-def adaptive_arm(
-    setting: Setting, ratio: float, rate: Callable[[float], float], seeds: Sequence[int]
-) -> dict[str, Any]:
-    """An arm whose batches each training chooses by itself."""
-    found = [adaptive(setting, seed, ratio, rate) for seed in seeds]
+def adaptive_arm(setting: Setting, ratio: float, seeds: Sequence[int]) -> dict[str, Any]:
+    """The arm whose batches each training chooses by itself."""
+    found = [adaptive(setting, seed, ratio) for seed in seeds]
     arm = {"steps": [len(batches) for batches, _ in found], "losses": [loss for _, loss in found]}
     return arm | {"offset": setting.offset, "grown": [grown(batches) for batches, _ in found]}
 
@@ -258,30 +257,25 @@ def of_equal_steps(setting: Setting, n_steps: int) -> dict[str, Plan]:
 def run(task_name: str, kind: str, units: int, n_pilots: int, n_seeds: int) -> Mapping[str, Any]:
     """All arms of one task and optimizer.
 
-    Each arm has the best of eight rates, on other seeds. "adaptive, usual rate" is what a user gets: the best rate of
-    the first batch, carried over to others by the rule that `sonde.BatchSchedule` takes by itself.
+    The adaptive schedule has the rate that is best for its first batch. Each other arm has the best of eight rates for
+    itself. Rates are chosen on other seeds.
 
     Returns:
-        Of each arm its steps, its held-out losses by seed, and the offset of its rates; of adaptive ones also the units
-        at which each training had each of its batches for the first time. "of_ratio" has, by ratio, the adaptive arms
-        and those of equal steps.
+        Of each arm its steps, its held-out losses by seed, and the offset of its rates; of the adaptive one also the
+        units at which each training had each of its batches for the first time. "of_ratio" has, by ratio, the adaptive
+        arm and those of equal steps.
     """
     pilots, seeds = range(FIRST_PILOT, FIRST_PILOT + n_pilots), range(n_seeds)
     plain = Setting(task(task_name), kind, units)
     half = replace(plain, units=units // 2)
     arms = {f"constant {batch}": fixed_arm(plain, constant(plain, batch), pilots, seeds) for batch in CONSTANT}
     arms["half of the units"] = fixed_arm(half, constant(half, START), pilots, seeds)
-    first, of_ratio = replace(plain, offset=arms[f"constant {START}"]["offset"]), dict[str, Any]()
-    shifted = [replace(plain, offset=offset) for offset in OFFSETS]
+    tuned, of_ratio = replace(plain, offset=arms[f"constant {START}"]["offset"]), dict[str, Any]()
     for ratio in RATIOS:
-        tried = [[adaptive(each, seed, ratio, each.tuned)[1] for each in shifted] for seed in pilots]
-        best = replace(plain, offset=best_offset(tried))
-        of_this = {"adaptive": adaptive_arm(best, ratio, best.tuned, seeds)}
-        of_this["adaptive, usual rate"] = adaptive_arm(first, ratio, first.usual, seeds)
-        n_steps = round(statistics.fmean(of_this["adaptive"]["steps"]))
-        for name, plan in of_equal_steps(plain, n_steps).items():
-            of_this[name] = fixed_arm(plain, plan, pilots, seeds)
-        of_ratio[f"{ratio:g}"] = of_this
+        measured = adaptive_arm(tuned, ratio, seeds)
+        plans = of_equal_steps(plain, round(statistics.fmean(measured["steps"])))
+        fixed = {name: fixed_arm(plain, plan, pilots, seeds) for name, plan in plans.items()}
+        of_ratio[f"{ratio:g}"] = {"adaptive": measured} | fixed
     return {"arms": arms, "of_ratio": of_ratio}
 
 
