@@ -323,7 +323,8 @@ TABLES = {
     "Reinforcement learning: rollouts needed": rl_answers.rollouts_needed,
     "Reinforcement learning: the noise of prompts": rl_answers.prompt_noises,
     "Schedules of the batch: beside the best constant batch": schedule_answers.beside_constant,
-    "Schedules of the batch: fixed ramps of equal steps": schedule_answers.beside_ramps,
+    "Schedules of the batch: all of equal steps, beside the best constant batch": schedule_answers.equal_steps,
+    "Schedules of the batch: fixed ramps of equal steps, beside the adaptive one": schedule_answers.beside_ramps,
     "Schedules of the batch: all cases": schedule_answers.overall,
     "Time added to a window": cost.added_time,
 }

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from evidence import cost
+from evidence import cost, schedule_figure
 from evidence.analysis import Swept, factors, quantile, resolved, swept, tables
 from evidence.laws import units_by_noise
 from evidence.said import said
@@ -106,6 +106,8 @@ def main() -> None:
     draw([units_over_batch(swept(store)), factors_of_proxies(store)], options.out / "study.png", 1130, 570)
     if store.read("cost"):
         draw([cost.plot(store)], options.out / "cost.png", 1130, 570)
+    if store.read("schedules"):
+        draw(schedule_figure.plots(store), options.out / "schedules.png", 1050, 980)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from evidence.schedules import CONSTANT
+from evidence.tasks import OPTIMIZERS
 from evidence.work import Store
 from sonde.stats.intervals import student_t_quantile
 
 Rows = list[list[str]]
 MARGIN = 0.1
 """No loss, said before the trainings ran: as good as with at most this part of the units less."""
+GOAL = 0.4
+"""Part of the best constant batch's steps that a schedule is to save at no loss."""
+CERTAIN = 0.01
+"""Two arms differ where the p-value of no difference is below this."""
 RAMPS = ("doubling", "late switch", "Seesaw", "constant, equal steps")
 EXTREMES = (f"constant {CONSTANT[0]}", f"constant {CONSTANT[-1]}")
 HALF = "half of the units"
+MOST_HALVINGS = 3.0
+"""Of the units, in a seed's difference: more is far from what was measured."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,7 @@ class Paired:
         mean: of the differences.
         low: lower end of its 95 % interval, by Student's t.
         high: upper end.
-        values: the difference of each seed.
+        values: the difference of each seed; of units, in halvings.
     """
 
     mean: float
@@ -77,16 +84,18 @@ def p_above(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """All arms of one task and optimizer.
+    """All arms of one task and optimizer at one ratio.
 
     Attributes:
         task: its name.
         kind: of optimizer.
+        ratio: batch over B_simple that the adaptive schedule aims at.
         arms: steps and losses by name.
     """
 
     task: str
     kind: str
+    ratio: str
     arms: dict[str, Any]
 
     def steps(self, arm: str) -> float:
@@ -97,11 +106,15 @@ class Case:
     def lost(self, arm: str, other: str) -> Paired:
         """Units that an arm wastes beside another, as a part of all units; below 0 where its loss is lower.
 
-        A difference of losses counts as many units as move the loss of the smallest constant batch by as much: it is
-        trained for all units and for half of them, and its loss falls in between with the log of the units.
+        A difference of losses counts as many halvings of the units as move the loss of the smallest constant batch by
+        as much: it is trained for all units and for half of them. The mean over seeds is that of halvings. A seed
+        counts at most 3 of them, so that one training that fails does not hide all others.
         """
         halved = statistics.fmean(self.differences(HALF, f"constant {CONSTANT[0]}"))
-        return paired([1 - 0.5 ** (difference / halved) for difference in self.differences(arm, other)])
+        halvings = [difference / halved for difference in self.differences(arm, other)]
+        found = paired([min(max(each, -MOST_HALVINGS), MOST_HALVINGS) for each in halvings])
+        mean, low, high = (1 - 0.5**end for end in (found.mean, found.low, found.high))
+        return Paired(mean, low, high, found.values)
 
     def differences(self, arm: str, other: str) -> list[float]:
         """Of the losses of each seed."""
@@ -114,6 +127,11 @@ class Case:
         return paired([1 - steps / self.steps(self.best_constant) for steps in self.arms["adaptive"]["steps"]])
 
     @property
+    def reaches_goal(self) -> bool:
+        """Whether the adaptive schedule saves enough steps at no loss."""
+        return self.saved.mean >= GOAL and self.lost("adaptive", self.best_constant).mean <= MARGIN
+
+    @property
     def best_constant(self) -> str:
         """The largest constant batch that loses at most the margin beside the best one."""
         names = [f"constant {batch}" for batch in CONSTANT]
@@ -123,52 +141,66 @@ class Case:
 
 
 def cases(store: Store) -> list[Case]:
-    """All that were done, task by task."""
+    """All that were done, ratio by ratio."""
     found = [
-        Case(done.arguments["task_name"], done.arguments["kind"], dict(done.result["arms"]))
+        Case(done.arguments["task_name"], done.arguments["kind"], ratio, done.result["arms"] | arms)
         for done in store.read("schedules")
+        for ratio, arms in done.result["of_ratio"].items()
     ]
-    return sorted(found, key=lambda case: (case.kind, case.task))
+    return sorted(found, key=lambda case: (case.ratio, case.kind, case.task))
 
 
 def beside_constant(store: Store) -> Rows:
     """Steps that the adaptive schedule saves beside the best constant batch, and what it loses."""
-    extremes = [f"units lost by {name}, %" for name in EXTREMES]
-    head = ["optimizer", "task", "best constant batch", "its steps", "adaptive steps", "fewer steps, %"]
-    rows = [[*head, "units lost beside it, %", f"p of {MARGIN:.0%} or more", "with the usual rate", *extremes]]
+    head = ["ratio", "optimizer", "task", "best constant batch", "its steps", "adaptive steps", "fewer steps, %"]
+    head += ["units lost beside it, %", f"p of {MARGIN:.0%} or more"]
+    rows = [[*head, *(f"units lost by {name}, %" for name in EXTREMES)]]
     for case in cases(store):
         best = case.best_constant
         lost = case.lost("adaptive", best)
-        row = [case.kind, case.task, best.split()[-1], f"{case.steps(best):.0f}", f"{case.steps('adaptive'):.0f}"]
-        row += [case.saved.in_percent(), lost.in_percent(), f"{p_above([MARGIN - v for v in lost.values]):.2g}"]
-        usual = "adaptive, usual rate"
-        row.append(f"{case.steps(usual):.0f} steps, {case.lost(usual, best).in_percent()}")
+        row = [case.ratio, case.kind, case.task, best.split()[-1], f"{case.steps(best):.0f}"]
+        row += [f"{case.steps('adaptive'):.0f}", case.saved.in_percent(), lost.in_percent()]
+        row.append(f"{p_above([-math.log2(1 - MARGIN) - v for v in lost.values]):.2g}")
         rows.append(row + [case.lost(name, best).in_percent() for name in EXTREMES])
+    return rows
+
+
+def equal_steps(store: Store) -> Rows:
+    """Units that each arm of as many steps as the adaptive schedule loses beside the best constant batch."""
+    rows = [["ratio", "optimizer", "task", "steps", *(f"units lost by {name}, %" for name in ("adaptive", *RAMPS))]]
+    for case in cases(store):
+        lost = [case.lost(name, case.best_constant).in_percent() for name in ("adaptive", *RAMPS)]
+        rows.append([case.ratio, case.kind, case.task, f"{case.steps('adaptive'):.0f}", *lost])
     return rows
 
 
 def beside_ramps(store: Store) -> Rows:
     """Units that each arm of as many steps as the adaptive schedule wastes beside it, with the p-value of none."""
-    rows = [["optimizer", "task", "steps", *(f"units lost by {name}, %" for name in RAMPS)]]
+    rows = [["ratio", "optimizer", "task", *(f"units lost by {name}, %" for name in RAMPS)]]
     for case in cases(store):
         lost = [case.lost(name, "adaptive") for name in RAMPS]
-        cells = [f"{each.in_percent()}, p = {each.p:.2g}" for each in lost]
-        rows.append([case.kind, case.task, f"{case.steps('adaptive'):.0f}", *cells])
+        rows.append([case.ratio, case.kind, case.task, *(f"{e.in_percent()}, p = {e.p:.2g}" for e in lost)])
     return rows
 
 
 def overall(store: Store) -> Rows:
-    """The mean over cases, with its interval over cases: a further task is such a case."""
-    known = cases(store)
-    if len(known) < 3:
-        return [[]]
-    rows = [["what", "mean over cases, %", "cases", "of these above 0", "p"]]
-    what: dict[str, list[float]] = {
-        "fewer steps than the best constant batch": [case.saved.mean for case in known],
-        "units lost beside the best constant batch": [case.lost("adaptive", case.best_constant).mean for case in known],
-    }
-    what |= {f"units lost by {arm} beside adaptive": [c.lost(arm, "adaptive").mean for c in known] for arm in RAMPS}
-    for name, values in what.items():
-        found = paired(values)
-        rows.append([name, found.in_percent(), str(len(values)), str(sum(v > 0 for v in values)), f"{found.p:.2g}"])
+    """Means over cases, with their interval over cases: a further task is such a case."""
+    head = ["ratio", "optimizer", "cases", "fewer steps than the best constant batch, %", "units lost beside it, %"]
+    head += [f"cases of {GOAL:.0%} fewer steps at no loss"]
+    head += [*(f"units lost by {name} beside adaptive, %" for name in RAMPS), "cases where one of these is better"]
+    rows, known = [head], cases(store)
+    for ratio, kind in itertools.product(sorted({case.ratio for case in known}), ("all", *OPTIMIZERS)):
+        some = [case for case in known if case.ratio == ratio and kind in ("all", case.kind)]
+        if len(some) < 3:
+            continue
+        row = [ratio, kind, str(len(some)), paired([case.saved.mean for case in some]).in_percent()]
+        row.append(paired([case.lost("adaptive", case.best_constant).mean for case in some]).in_percent())
+        row.append(str(sum(case.reaches_goal for case in some)))
+        lost = {name: [case.lost(name, "adaptive") for case in some] for name in RAMPS}
+        for of_one in lost.values():
+            better, worse = (sum(each.p < CERTAIN and sign * each.mean > 0 for each in of_one) for sign in (-1, 1))
+            mean = paired([each.mean for each in of_one])
+            row.append(f"{mean.in_percent()}; better in {better}, worse in {worse}")
+        is_better = [any(e.p < CERTAIN and e.mean < 0 for e in of_case) for of_case in zip(*lost.values(), strict=True)]
+        rows.append([*row, str(sum(is_better))])
     return rows

@@ -1,8 +1,8 @@
 """Study "schedules": a batch that follows the noise scale, beside constant batches and fixed ramps, at equal units.
 
 Every training of a task sees the same number of units, and its rate falls to 0 over them. The adaptive schedule runs
-first, in an ordinary loop with a probe that measures every step. Fixed ramps then get as many steps as it took, which
-nobody could know before. What is compared is the held-out loss at the end, seed by seed.
+in an ordinary loop with a probe that measures every step. Fixed ramps then get as many steps as it took, which nobody
+could know before. What is compared is the held-out loss at the end, seed by seed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ CONSTANT = (8, 16, 32, 64)
 UNITS = {"regression": 4_096, "mlp": 4_096, "lm": 2_048, "convnet": 4_096}
 WARM_UP = 0.02
 """Part of the units over which the rate rises."""
-OFFSETS = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5)
+OFFSETS = (-1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 2.5)
 """Powers of 2 by which the rates of the sweep, which were constant, are tried for one that falls."""
 N_PILOTS, FIRST_PILOT, N_SEEDS = 2, 1_000, 10
 
-RATIO = 1.0
-"""Batch over B_simple that the adaptive schedule aims at."""
+RATIOS = (0.5, 1.0)
+"""Batch over B_simple that the adaptive schedule aims at; the first is the default of `sonde.BatchSchedule`."""
 ORDER = (("mlp", "regression", "lm"), ("adamw", "sgd", "muon"))
 
 Plan = Callable[[int], tuple[int, float]]
@@ -58,13 +58,18 @@ class Setting:
     units: int
     offset: float = 0.0
 
+    @property
+    def is_sgd(self) -> bool:
+        """Whether steps are as large as gradients, with momentum or without."""
+        return self.kind.startswith("sgd")
+
     def tuned(self, batch: float) -> float:
         """The best rate of a batch."""
         return self.task.rates[self.kind].at(batch) * math.exp2(self.offset)
 
     def usual(self, batch: float) -> float:
         """The best rate of the first batch, carried over by the usual rule."""
-        return self.tuned(START) * rate_factor("linear" if self.kind == "sgd" else "sqrt", batch, START)
+        return self.tuned(START) * rate_factor("linear" if self.is_sgd else "sqrt", batch, START)
 
     def decay(self, done: int, batch: float) -> float:
         """Part of the rate in the middle of a step: it rises, then falls to 0 on a straight line."""
@@ -102,7 +107,7 @@ def seesaw(setting: Setting, batch: int) -> Plan:
     Reference:
         Meterez et al. 2025, arXiv:2510.14717.
     """
-    per_halving = 1.0 if setting.kind == "sgd" else math.sqrt(0.5)
+    per_halving = 1.0 if setting.is_sgd else math.sqrt(0.5)
 
     def plan(done: int) -> tuple[int, float]:
         left = 1 - done / setting.units
@@ -149,21 +154,21 @@ def train(setting: Setting, plan: Plan, seeds: Sequence[int], offsets: Sequence[
     return losses
 
 
-def best_offset(setting: Setting, plan: Plan, n_pilots: int) -> float:
-    """The offset of the rates whose losses are least, on seeds that nothing else uses."""
-    found = train(setting, plan, range(FIRST_PILOT, FIRST_PILOT + n_pilots), OFFSETS)
-    means = [statistics.fmean(losses) for losses in zip(*found, strict=True)]
+def best_offset(losses: Sequence[Sequence[float]]) -> float:
+    """The offset of the rates whose losses are least on average; losses: [seeds][offsets]."""
+    means = [statistics.fmean(of_one) for of_one in zip(*losses, strict=True)]
     return OFFSETS[min(range(len(OFFSETS)), key=lambda k: means[k] if math.isfinite(means[k]) else math.inf)]
 
 
-def adaptive(setting: Setting, seed: int, ratio: float, rate: Callable[[float], float]) -> tuple[list[int], float]:
+def adaptive(setting: Setting, seed: int, ratio: float) -> tuple[list[int], float]:
     """One training in an ordinary loop, whose batch follows what a probe measures in every step.
+
+    Its rate is what a user gets who has tuned that of the first batch: the usual rule carries it over to others.
 
     Args:
         setting: of the training.
         seed: of weights and data.
         ratio: batch over B_simple that is aimed at.
-        rate: of a batch, before it falls.
 
     Returns:
         The batch of each step, and the held-out loss at the end.
@@ -181,7 +186,7 @@ def adaptive(setting: Setting, seed: int, ratio: float, rate: Callable[[float], 
         while left := setting.units - sum(batches):
             batches.append(min(schedule.micro_batches * MICRO, left))
             for group, at_rate_1 in groups:  # 1 − β for SGD, whose rates are effective ones
-                group["lr"] = at_rate_1 * rate(batches[-1]) * setting.decay(setting.units - left, batches[-1])
+                group["lr"] = at_rate_1 * setting.usual(batches[-1]) * setting.decay(setting.units - left, batches[-1])
             training.step(batches[-1], probe, n_pieces=batches[-1] // MICRO)
     return batches, training.held_out()
 
@@ -217,45 +222,61 @@ def grown(batches: Sequence[int]) -> dict[str, int]:
 def pieces(smoke: bool) -> Sequence[Arguments]:
     """Every task with every optimizer, in an order that is balanced wherever it is cut."""
     if smoke:
-        return [{"task_name": "regression", "kind": "sgd", "ratio": 1.0, "units": 512, "n_pilots": 2, "n_seeds": 3}]
+        return [{"task_name": "regression", "kind": "sgd", "units": 512, "n_pilots": 2, "n_seeds": 3}]
     names, kinds = ORDER
     cases = [(name, kinds[(k + shift) % 3]) for shift in range(3) for k, name in enumerate(names)]
     cases += [("convnet", kind) for kind in kinds] + [(name, "sgd-0.9") for name in UNITS]
-    of_all = {"ratio": RATIO, "n_pilots": N_PILOTS, "n_seeds": N_SEEDS}
+    of_all = {"n_pilots": N_PILOTS, "n_seeds": N_SEEDS}
     return [{"task_name": name, "kind": kind, "units": UNITS[name]} | of_all for name, kind in cases]
 
 
-def run(task_name: str, kind: str, ratio: float, units: int, n_pilots: int, n_seeds: int) -> Mapping[str, Any]:
+def fixed_arm(setting: Setting, plan: Plan, pilots: Sequence[int], seeds: Sequence[int]) -> dict[str, Any]:
+    """An arm whose batches do not depend on what is measured, at its best rates."""
+    offset = best_offset(train(setting, plan, pilots, OFFSETS))
+    losses = [loss for (loss,) in train(setting, plan, seeds, [offset])]
+    return {"steps": len(batches_of(plan, setting.units)), "losses": losses, "offset": offset}
+
+
+def adaptive_arm(setting: Setting, ratio: float, seeds: Sequence[int]) -> dict[str, Any]:
+    """The arm whose batches each training chooses by itself."""
+    found = [adaptive(setting, seed, ratio) for seed in seeds]
+    arm = {"steps": [len(batches) for batches, _ in found], "losses": [loss for _, loss in found]}
+    return arm | {"offset": setting.offset, "grown": [grown(batches) for batches, _ in found]}
+
+
+def of_equal_steps(setting: Setting, n_steps: int) -> dict[str, Plan]:
+    """What takes about as many steps without measuring."""
+    units = setting.units
+    ramps = {"doubling": doubling, "late switch": late_switch}
+    plans = {name: staged(setting, of_steps(ramp, n_steps, units), setting.tuned) for name, ramp in ramps.items()}
+    first = min(range(MICRO, 2 * LARGEST), key=lambda b: abs(len(batches_of(seesaw(setting, b), units)) - n_steps))
+    constants = {"constant, equal steps": constant(setting, math.ceil(units / n_steps))}
+    return plans | {"Seesaw": seesaw(setting, first)} | constants
+
+
+def run(task_name: str, kind: str, units: int, n_pilots: int, n_seeds: int) -> Mapping[str, Any]:
     """All arms of one task and optimizer.
 
-    The adaptive arms have the rates that are best for the first batch, carried over to others by the sweep's rates or
-    the usual rule. Every other arm has the best of five rates, on other seeds.
+    The adaptive schedule has the rate that is best for its first batch. Each other arm has the best of eight rates for
+    itself. Rates are chosen on other seeds.
 
     Returns:
-        Of each arm its steps, its held-out losses by seed, and the offset of its rates; of the adaptive ones also the
-        units at which each training had each of its batches for the first time.
+        Of each arm its steps, its held-out losses by seed, and the offset of its rates; of the adaptive one also the
+        units at which each training had each of its batches for the first time. "of_ratio" has, by ratio, the adaptive
+        arm and those of equal steps.
     """
-    seeds, plain = range(n_seeds), Setting(task(task_name), kind, units)
+    pilots, seeds = range(FIRST_PILOT, FIRST_PILOT + n_pilots), range(n_seeds)
+    plain = Setting(task(task_name), kind, units)
     half = replace(plain, units=units // 2)
-    setting = replace(plain, offset=best_offset(plain, constant(plain, START), n_pilots))
-    arms: dict[str, Any] = {}
-    for name, rate in (("adaptive", setting.tuned), ("adaptive, usual rate", setting.usual)):
-        measured = [adaptive(setting, seed, ratio, rate) for seed in seeds]
-        arms[name] = {"steps": [len(batches) for batches, _ in measured], "losses": [loss for _, loss in measured]}
-        arms[name] |= {"offset": setting.offset, "grown": [grown(batches) for batches, _ in measured]}
-    n = round(statistics.fmean(arms["adaptive"]["steps"]))
-    plans = {f"constant {batch}": (plain, constant(plain, batch)) for batch in CONSTANT}
-    plans["half of the units"] = half, constant(half, START)
-    for name, of_units in (("doubling", doubling), ("late switch", late_switch)):
-        plans[name] = plain, staged(plain, of_steps(of_units, n, units), plain.tuned)
-    of_seesaw = min(range(MICRO, 2 * LARGEST), key=lambda b: abs(len(batches_of(seesaw(plain, b), units)) - n))
-    plans["Seesaw"] = plain, seesaw(plain, of_seesaw)
-    plans["constant, equal steps"] = plain, constant(plain, math.ceil(units / n))
-    for name, (each, plan) in plans.items():
-        offset = best_offset(each, plan, n_pilots)
-        losses = [loss for (loss,) in train(each, plan, seeds, [offset])]
-        arms[name] = {"steps": len(batches_of(plan, each.units)), "losses": losses, "offset": offset}
-    return {"arms": arms}
+    arms = {f"constant {batch}": fixed_arm(plain, constant(plain, batch), pilots, seeds) for batch in CONSTANT}
+    arms["half of the units"] = fixed_arm(half, constant(half, START), pilots, seeds)
+    tuned, of_ratio = replace(plain, offset=arms[f"constant {START}"]["offset"]), dict[str, Any]()
+    for ratio in RATIOS:
+        measured = adaptive_arm(tuned, ratio, seeds)
+        plans = of_equal_steps(plain, round(statistics.fmean(measured["steps"])))
+        fixed = {name: fixed_arm(plain, plan, pilots, seeds) for name, plan in plans.items()}
+        of_ratio[f"{ratio:g}"] = {"adaptive": measured} | fixed
+    return {"arms": arms, "of_ratio": of_ratio}
 
 
 STUDY = Study("schedules", pieces, run)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from evidence.schedule_answers import Case, p_above
+from evidence.schedule_answers import Case, cases, p_above
+from evidence.schedule_figure import place, plots
 from evidence.schedules import (
     Setting,
     adaptive,
@@ -17,7 +18,10 @@ from evidence.schedules import (
     staged,
     train,
 )
-from evidence.tasks import task
+from evidence.tasks import make_optimizers, perceptron, task
+from evidence.work import Store
+
+from sonde.evidence.rates import usual_rule
 
 MLP = Setting(task("mlp"), "adamw", units=4096)
 
@@ -26,7 +30,7 @@ MLP = Setting(task("mlp"), "adamw", units=4096)
 def test_a_schedule_that_never_grows_is_the_constant_arm(kind: str) -> None:
     """The ordinary loop with a probe and the replicas share weights, data, rates and optimizers."""
     setting = Setting(task("mlp"), kind, units=160)
-    batches, loss = adaptive(setting, 5, 1e-6, setting.tuned)
+    batches, loss = adaptive(setting, 5, 1e-6)
     [[expected]] = train(setting, constant(setting, 8), [5])
     assert batches == [8] * 20
     assert loss == pytest.approx(expected, rel=1e-4)  # float32, summed in another order
@@ -49,15 +53,40 @@ def test_seesaw_doubles_where_the_rate_would_halve() -> None:
     assert found["16"] == pytest.approx(0.51 * 4096, abs=8)
     assert found["32"] == pytest.approx(0.755 * 4096, abs=16)
     assert plan(3000)[1] == pytest.approx(MLP.tuned(8) / 2**0.5)
-    sgd = seesaw(Setting(task("mlp"), "sgd", 4096), 8)
-    assert sgd(3000)[1] == sgd(1000)[1]
+
+
+@pytest.mark.parametrize("kind", ["sgd", "sgd-0.9"])
+def test_rates_of_sgd_follow_the_batch_with_momentum_too(kind: str) -> None:
+    """Seesaw keeps the rate where the batch doubles, and the usual rule is the linear one."""
+    setting = Setting(task("mlp"), kind, 4096)
+    plan = seesaw(setting, 8)
+    assert plan(3000)[1] == plan(1000)[1]
+    assert setting.usual(32) == 4 * setting.usual(8)
+    assert usual_rule(make_optimizers(kind, perceptron(), 0.1)) == "linear"
 
 
 def test_a_loss_that_was_there_at_half_of_the_units_is_half_of_them_lost() -> None:
     arms = {"constant 8": [1.0, 1.2], "half of the units": [1.1, 1.3], "adaptive": [1.1, 1.3], "Seesaw": [0.9, 1.1]}
-    case = Case("mlp", "adamw", {name: {"steps": 1, "losses": losses} for name, losses in arms.items()})
+    case = Case("mlp", "adamw", "1", {name: {"steps": 1, "losses": losses} for name, losses in arms.items()})
     assert case.lost("adaptive", "constant 8").mean == pytest.approx(0.5)
     assert case.lost("Seesaw", "constant 8").mean == pytest.approx(-1.0)
+    assert case.lost("Seesaw", "adaptive").mean == pytest.approx(-3.0)  # four times the units
+
+
+def test_one_training_that_fails_counts_as_an_eighth_of_its_units() -> None:
+    arms = {"constant 8": [1.0] * 3, "half of the units": [1.1] * 3, "failed": [1.0, 1.0, None], "lucky": [1, 1, -9.0]}
+    case = Case("mlp", "adamw", "1", {name: {"steps": 1, "losses": losses} for name, losses in arms.items()})
+    lost = case.lost("failed", "constant 8")
+    assert lost.values == (0.0, 0.0, 3.0)
+    assert lost.mean == pytest.approx(0.5)  # one halving in the mean
+    assert case.lost("lucky", "constant 8").mean == pytest.approx(-1.0)
+
+
+def test_the_figure_has_a_row_for_each_case_and_an_interval_for_each_arm() -> None:
+    """Of the committed results."""
+    fewer, *lost = plots(Store())
+    assert {*fewer.y_range.factors} == {place(case) for case in cases(Store())}
+    assert [len(plot.renderers) for plot in (fewer, *lost)] == [2 + 2 * 2, 2 + 2 * 5, 2 + 2 * 5]  # after two lines
 
 
 def test_p_values_count_signs() -> None:
