@@ -182,7 +182,7 @@ def test_settings_that_differ_and_no_others(tmp_path: Path) -> None:
         "learning rate": "0.003 (A, C); 0.006 (B)",
         "model width": "128 (A, C); 256 (B)",
         "version of torch": "2.13.0 (A, C); 2.14.0 (B)",
-        "optimizer kind": "– (A, C); Muon (B)",
+        "optimizer kind": "Adam or AdamW (β = 0.9) (A, C); Muon (B)",
         "causes": "– (A, C); yes (B)",
         "optimizer settings name": "AdamW (A, B); – (C)",
         "optimizer settings lr": "0.001 (A); 0.002 (B); – (C)",

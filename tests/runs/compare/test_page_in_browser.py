@@ -53,7 +53,7 @@ def test_three_batches_fit_wide_and_narrow_windows(browser: Any, tmp_path: Path,
     text = show(browser, write_comparison(read_runs(runs), tmp_path / "page.html"), width=width)
     assert browser.execute_script(FIGURES) == 4  # noise scale, loss, norm, speed
     assert browser.execute_script(OVERFLOW) <= 0
-    for said in ("3 runs side by side", "Keep a batch of about 64 sequences.", "Settings that differ", "4 (A); 16 (B)"):
+    for said in ("3 runs side by side", "For the next batch: sonde advise", "Settings that differ", "4 (A); 16 (B)"):
         assert said in text
 
 

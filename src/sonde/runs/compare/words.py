@@ -39,11 +39,9 @@ def summary(found: Comparison) -> VerdictPanel:
     first, *others = [*said[:4], *(sentence for _, sentence in bests)] or [_NOTHING]
     basis = f"{len(found.runs)} runs, A first. Intervals hold at 95 % for these very runs: another seed is not in them."
     if measured:
-        run = next((run for run, _ in bests if run in measured), measured[0])
-        action = batch_size_panel(run.run).action
-        others.append(
-            f"That is of {run.letter}. Its costs and rate: sonde advise {shlex.quote(str(run.run.path.parent))}"
-        )
+        run = next((run for run, _ in bests if run in measured), measured[0]).run
+        panel, path = batch_size_panel(run), shlex.quote(str(run.path.parent))
+        action = panel.action if panel.kind == "unknown" else f"For the next batch: sonde advise {path}"
     else:
         action, why = _entropy_action(found.runs)
         others.append(why)
