@@ -53,7 +53,12 @@ class FollowedRun:
         """How long ago the run wrote to its log, or that it has ended."""
         if self.run.ended is not None:
             return "ended" if self.run.ended == "closed" else f"ended: {self.run.ended}"
-        return f"last record {duration(max(time.time() - self.written, 0))} ago"
+        return f"last record {duration(self.age)} ago"
+
+    @property
+    def age(self) -> float:
+        """Seconds since the last record."""
+        return max(time.time() - self.written, 0)
 
     @property
     def badges(self) -> str:
