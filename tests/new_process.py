@@ -39,6 +39,21 @@ _IMPORTED = [
 ]
 
 
+WITHOUT_TORCH = """
+import sys
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "torch":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, NoTorch())
+from sonde.cli import main
+sys.exit(max(main(command.split()) for command in sys.argv[1:]))
+"""
+"""Code for `python -c` that runs sonde's commands, an argument each, as if torch were not installed."""
+
+
 def forkserver() -> ForkServerContext:
     """The server of this test run; it starts with its first process."""
     context = multiprocessing.get_context("forkserver")

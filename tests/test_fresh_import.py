@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import sonde
+from tests.new_process import WITHOUT_TORCH
 from tests.runs.report.plausible_policy import write_policy_run
 from tests.runs.report.plausible_run import write_run
 
@@ -34,19 +35,6 @@ for name in ("trl", "transformers", "lightning", "accelerate"):
     except ImportError as error:
         found["without " + name] = str(error)
 print(json.dumps(found))
-"""
-
-WITHOUT_TORCH = """
-import sys
-
-class NoTorch:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "torch":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, NoTorch())
-from sonde.cli import main
-sys.exit(max(main(command.split()) for command in sys.argv[1:]))
 """
 
 

@@ -12,20 +12,8 @@ from typing import Any
 import pytest
 
 from sonde.cli import main
+from tests.new_process import WITHOUT_TORCH
 from tests.runs.report.plausible_run import alert_record, write_run
-
-WITHOUT_TORCH = """
-import sys
-
-class NoTorch:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "torch":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, NoTorch())
-from sonde.cli import main
-sys.exit(main(["watch", *sys.argv[1:]]))
-"""
 
 
 @pytest.mark.parametrize(
@@ -61,7 +49,7 @@ def _lines_until(watch: subprocess.Popen[str], said: str) -> None:
 def test_it_goes_on_without_the_folder_until_ctrl_c(tmp_path: Path) -> None:
     """Its address and what goes wrong are printed at once, also into a file. The last readings come at the end."""
     folder = write_run(tmp_path / "run", 12, end=False)
-    command = [sys.executable, "-W", "error", "-c", WITHOUT_TORCH, str(folder), "--serve"]
+    command = [sys.executable, "-W", "error", "-c", WITHOUT_TORCH, f"watch {folder} --serve"]
     # Tests that run in the background ignore Ctrl-C, and so would what they start.
     as_in_a_terminal = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "bufsize": 1}

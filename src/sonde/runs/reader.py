@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast, get_args
 
 from sonde.batch_size.stats.reading import GroupReading
-from sonde.log.lines import begins_header, last_run, lines_of, parse_record
+from sonde.log.lines import LONGEST_LINE, begins_header, last_run, lines_of, parse_record
 from sonde.log.sinks import RECORDS_NAME, other_unit
 from sonde.policy.stats.token_positions import AtPositions
 from sonde.probe import ReportSection
@@ -60,10 +60,7 @@ def read_run(path: str | Path) -> Run:
         ValueError: when the file is not a run's log, was written by another version of sonde, or is damaged other than
             by a crash.
     """
-    contents = Contents(find_records(path))
-    for line in lines_of(contents.file, advice=ADVICE):
-        contents.add_line(line)
-    return contents.run(is_whole=True)
+    return Contents(find_records(path)).read_on(is_whole=True)
 
 
 def read_windows(path: str | Path) -> Iterator[WindowReading]:
@@ -210,10 +207,13 @@ def _check_schema(file: Path, header: Mapping[str, Any]) -> None:
 
 
 class Contents:
-    """Collects what a log holds of its last run, line by line.
+    """Collects what a log holds of its last run, and reads on where the log has grown.
 
     Args:
         file: the log. It is read to find where its last run begins.
+
+    Attributes:
+        end: bytes of the lines that were read.
 
     Raises:
         ValueError: when the file is not a run's log.
@@ -221,6 +221,7 @@ class Contents:
 
     def __init__(self, file: Path) -> None:
         self.file = file
+        self.end = 0
         self._lines = _WholeLines(file, unwanted=b'{"kind":"window"')
         self._units: dict[str, str] = {}
         self._headers: list[Header] = []
@@ -234,15 +235,7 @@ class Contents:
         self._declared: set[str] = set()
         """Names of the metrics that sonde wrote, of all starts."""
 
-    def add_line(self, line: bytes) -> None:
-        """Add the next line of the log, from its first line on.
-
-        Args:
-            line: without its line break.
-
-        Raises:
-            ValueError: when the line was not written by this version of sonde, or is damaged other than by a crash.
-        """
+    def _add_line(self, line: bytes) -> None:
         if (record := self._lines.record(line)) is not None:
             try:
                 self._add(record, self._lines.number)
@@ -334,15 +327,22 @@ class Contents:
         """Whether no new run has begun among the lines. The run after that is read from the log's first line on."""
         return self._n_fresh < 2
 
-    def run(self, *, is_whole: bool) -> Run:
-        """Everything that was collected.
+    def read_on(self, *, is_whole: bool) -> Run:
+        """Add the lines that were not read yet, and return everything that was collected.
 
         Args:
-            is_whole: whether no line follows, so that a torn line at the end is one that a crash tore.
+            is_whole: whether nothing follows, so that a torn line at the end is one that a crash tore. Otherwise, a
+                line without its line break is still being written, and waits.
 
         Raises:
-            ValueError: when there is no whole header.
+            ValueError: when a line was not written by this version of sonde, is damaged other than by a crash, or
+                there is no whole header.
         """
+        with self.file.open("rb") as log:
+            log.seek(self.end)
+            while (line := log.readline(LONGEST_LINE + 1)) and (is_whole or line.endswith(b"\n")):
+                self._add_line(line.removesuffix(b"\n"))
+                self.end += len(line)
         torn = self._lines.all_torn() if is_whole else self._lines.torn
         if not self._headers:
             raise ValueError(f"{self.file} holds no whole record yet: its header was cut off; start the run again")

@@ -12,14 +12,14 @@ import pytest
 from rich.console import Console
 
 from sonde.runs.watch.follow import FollowedRun
-from sonde.runs.watch.terminal import terminal_view
+from sonde.runs.watch.terminal import TerminalView
 from tests.runs.report.plausible_policy import write_policy_run
 from tests.runs.report.plausible_run import alert_record, end_record, header_record, reading_record, write_run, written
 
 
 def _seen(*runs: FollowedRun, width: int = 200) -> str:
     console = Console(file=io.StringIO(), width=width)
-    console.print(terminal_view(runs))
+    console.print(TerminalView(runs))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -72,3 +72,29 @@ def test_long_lines_stay_indented(tmp_path: Path, width: int) -> None:
     of_run = [line for line in further if "600" not in line and "sequences · " not in line]
     assert all(line.startswith("  ") for line in of_run)
     assert max(map(len, further)) <= width
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 24), (80, 6), (46, 24)])
+def test_runs_that_do_not_fit_have_a_line_each(tmp_path: Path, width: int, height: int) -> None:
+    for k in range(6):
+        header, alerts = (
+            header_record(run=f"a long name of experiment {k}"),
+            [alert_record(window=900)] if k == 2 else [],
+        )
+        write_run(tmp_path / str(k), 60, header=header, alerts=alerts, batch=64.0 * 3**k, seed=k, end=False)
+    runs = [FollowedRun(folder) for folder in sorted(tmp_path.iterdir())]
+    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
+    console.print(TerminalView(runs))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) < height
+    assert max(map(len, lines)) <= width
+    if height == 6:
+        assert lines[-1] == "… 3 more runs: make the window higher"
+    elif width < 80:
+        assert lines[0].split() == ["Run", "Verdict", "Age", "Alerts"]
+    else:
+        assert lines[0].split() == ["Run", "Verdict", "Age", "Alerts", "Noise", "Step", "Batch"]
+        assert [line.split()[-3:] for line in lines[1:3]] == [["205", "600", "64"], ["216", "600", "192"]]
+        assert [line.split()[-4] for line in lines[3:5]] == ["1", "–"]
+        assert "All ranks seem to train on the same" in lines[7]

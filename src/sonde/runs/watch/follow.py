@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from sonde.log.lines import LONGEST_LINE, lines_of
+from sonde.log.lines import lines_of
 from sonde.runs.reader import ADVICE, Contents, find_records
 from sonde.runs.report.verdicts import Failed, VerdictPanel, failed_checks, verdict_panels
 from sonde.runs.run import Run
@@ -42,6 +42,7 @@ class FollowedRun:
         self.version = 0
         self.written = 0.0
         self.problem = ""
+        self._contents: Contents
         self._seen: tuple[int, ...] | None = None
         """What tells that the file has changed."""
         self._first_line = b""
@@ -53,7 +54,12 @@ class FollowedRun:
         """How long ago the run wrote to its log, or that it has ended."""
         if self.run.ended is not None:
             return "ended" if self.run.ended == "closed" else f"ended: {self.run.ended}"
-        return f"last record {duration(max(time.time() - self.written, 0))} ago"
+        return f"last record {duration(self.age)} ago"
+
+    @property
+    def age(self) -> float:
+        """Seconds since the last record."""
+        return max(time.time() - self.written, 0)
 
     @property
     def badges(self) -> str:
@@ -89,27 +95,14 @@ class FollowedRun:
             return
         self._seen = seen
         first_line = next(lines_of(file, advice=ADVICE))
-        if first_line != self._first_line or now.st_size < self._end:
-            self._first_line = first_line
-            self._begin(file)
-        self._add_lines(file)
+        if first_line != self._first_line or now.st_size < self._contents.end:
+            self._first_line, self._contents = first_line, Contents(file)
+        self.run = self._contents.read_on(is_whole=False)
         while not self._contents.is_of_last_run:
-            self._begin(file)
-            self._add_lines(file)
-        self.run = self._contents.run(is_whole=False)
+            self._contents = Contents(file)
+            self.run = self._contents.read_on(is_whole=False)
         self.panels = verdict_panels(self.run)
         self.failing = [each for each in failed_checks(self.run) if not each.is_over]
         self.version += 1
         self.written = now.st_mtime
         self.problem = ""
-
-    def _begin(self, file: Path) -> None:
-        self._contents = Contents(file)
-        self._end = 0  # bytes of the lines that were read
-
-    def _add_lines(self, file: Path) -> None:
-        with file.open("rb") as log:
-            log.seek(self._end)
-            while (line := log.readline(LONGEST_LINE + 1)).endswith(b"\n"):
-                self._contents.add_line(line.removesuffix(b"\n"))
-                self._end += len(line)
