@@ -367,7 +367,7 @@ def test_a_probe_of_another_model_does_not_matter() -> None:
         ({"tolerance": 0.0}, "tolerance must be positive"),
         ({"rate_rule": "square"}, r"sqrt, linear, none, sgd=N, sign=N, adam, or .* \{32: 1.4\}, got 'square'"),
         ({"rate_rule": 2}, "the rule of the rate must be sqrt, linear.* got 2"),
-        ({"rate_rule": {16: 2.0}}, "positive multiple of the rate for a batch of 32"),
+        ({"rate_rule": {16: 2.0}}, "positive multiple of the rate is needed for a batch of 32"),
     ],
 )
 def test_arguments_are_checked_before_anything_is_trained(options: dict[str, Any], message: str) -> None:

@@ -56,7 +56,7 @@ def test_weight_decay_acts_as_fast_per_unit() -> None:
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, math.nan, math.inf])
 def test_a_multiple_must_be_positive(factor: float) -> None:
-    with pytest.raises(ValueError, match="must have a positive multiple"):
+    with pytest.raises(ValueError, match="a positive multiple of the rate is needed"):
         options_at(adam(), {128: factor}, 128, 16)
 
 

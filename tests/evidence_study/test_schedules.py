@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 from evidence.schedule_answers import Case, cases, p_above
 from evidence.schedule_figure import place, plots
 from evidence.schedules import (
+    MICRO,
+    START,
     Setting,
     adaptive,
     batches_of,
@@ -19,8 +24,10 @@ from evidence.schedules import (
     train,
 )
 from evidence.tasks import make_optimizers, perceptron, task
+from evidence.training import Training
 from evidence.work import Store
 
+import sonde
 from sonde.evidence.rates import usual_rule
 
 MLP = Setting(task("mlp"), "adamw", units=4096)
@@ -44,6 +51,27 @@ def test_ramps_have_as_many_steps_as_asked_for(family: object) -> None:
     assert sum(batches) == MLP.units
     assert batches[:-1] == sorted(batches[:-1])
     assert batches[0] == 8
+
+
+@pytest.mark.parametrize(("rule", "loss"), [("linear", math.inf), (None, 0.003)])
+def test_a_training_that_diverges_by_the_linear_rule_converges_by_the_default(rule: Any, loss: float) -> None:
+    """Of ten that the study ran with SGD on the regression. Its noise scale is soon read, at the end of the rise."""
+    setting = Setting(task("regression"), "sgd", units=4096, offset=1.5)
+    training = Training(setting.task.name, setting.kind, START, seed=1)
+    optimizers = make_optimizers(setting.kind, training.model, 1.0)
+    training.optimizers, done, group = optimizers, 0, optimizers[0].param_groups[0]
+    at_rate_1 = group["lr"]
+    options: dict[str, Any] = {"per_example": "never", "groups": None, "every": 1, "verbose": False}
+    with sonde.attach(training.model, optimizers, unit=setting.task.unit, **options) as probe:
+        schedule = sonde.BatchSchedule(probe, smallest=2, largest=16, ratio=1.0, rule=rule, verbose=False)
+        schedule.scale_lr(optimizers[0])
+        while done < setting.units:
+            batch = min(schedule.micro_batches * MICRO, setting.units - done)
+            group["lr"] = at_rate_1 * setting.tuned(START) * setting.decay(done, batch)
+            training.step(batch, probe, n_pieces=batch // MICRO)
+            done += batch
+    assert schedule.present > 2
+    assert (training.held_out() > 1e3) if loss == math.inf else training.held_out() == pytest.approx(loss, rel=0.5)
 
 
 def test_seesaw_doubles_where_the_rate_would_halve() -> None:

@@ -160,8 +160,10 @@ def test_a_checkpoint_holds_where_the_schedule_stands(tmp_path: Any) -> None:
                 optimizer.zero_grad()
         if not load:
             made.save_state(str(tmp_path))
+        grown = made.gradient_accumulation_steps
         probe.close()
-        return made.gradient_accumulation_steps, schedule.present
+        assert made.gradient_accumulation_steps == SMALLEST
+        return grown, schedule.present
 
     of_first = train(2 * N_BATCHES, load=False)
     assert of_first == (8, 8)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 import lightning as L  # noqa: E402
 
 from sonde.integrations.lightning import NoiseScale  # noqa: E402
-from sonde.integrations.lightning_schedule import ScheduledBatch  # noqa: E402
+from sonde.integrations.lightning_schedule import schedule_batch  # noqa: E402
 from tests.integrations.lightning_module import WIDTH, Module, loss_of, network, trainer_of  # noqa: E402
 
 GROWS: dict[str, Any] = {"largest": 8, "ratio": 1e6, "pause": 0, "every": 3, "verbose": False, "rule": "none"}
@@ -96,7 +96,7 @@ def by_hand(sizes: list[int]) -> torch.Tensor:
 
 def test_every_window_is_whole(tmp_path: Path) -> None:
     noise = NoiseScale(unit="rows", on_error="raise", **BY_PIECES)
-    schedule = ScheduledBatch(noise, **(GROWS | {"counts": (2, 5, 8), "every": 1}))
+    schedule = schedule_batch(noise, **(GROWS | {"counts": (2, 5, 8), "every": 1}))
     trainer, module, counting = fitted(tmp_path, noise, schedule)
     assert sum(counting.sizes) == 2 * N_BATCHES
     assert {2, 5, 8} <= set(counting.sizes)
@@ -105,7 +105,7 @@ def test_every_window_is_whole(tmp_path: Path) -> None:
 
 
 def test_the_obvious_callback_steps_on_gradients_of_two_windows(tmp_path: Path) -> None:
-    """What `ScheduledBatch` is for: a change after 6 batches, of 2 a window, to 4."""
+    """What `schedule_batch` is for: a change after 6 batches, of 2 a window, to 4."""
     _, module, counting = fitted(tmp_path, Obvious())
     assert counting.sizes[:4] == [2, 2, 2, 2]
     assert float((weights(module.net) - by_hand(counting.sizes)).abs().max()) > 1e-3
@@ -113,7 +113,7 @@ def test_the_obvious_callback_steps_on_gradients_of_two_windows(tmp_path: Path) 
 
 def test_the_schedule_of_the_rate_ends_where_it_would(tmp_path: Path) -> None:
     noise = NoiseScale(unit="rows", on_error="raise", **BY_PIECES)
-    schedule = ScheduledBatch(noise, **GROWS | {"rule": "sqrt"})
+    schedule = schedule_batch(noise, **GROWS | {"rule": "sqrt"})
     trainer, _, counting = fitted(tmp_path, noise, schedule, rate={"interval": "step"}, gradient_clip_val=None)
     n_set = [max(counting.sizes[: k + 1]) for k in range(len(counting.sizes))]
     steps = [-(-size // SMALLEST) for size in counting.sizes]
@@ -124,9 +124,9 @@ def test_the_schedule_of_the_rate_ends_where_it_would(tmp_path: Path) -> None:
 
 
 def test_a_training_that_resumes_goes_on(tmp_path: Path) -> None:
-    def callbacks() -> tuple[NoiseScale, ScheduledBatch]:
+    def callbacks() -> tuple[NoiseScale, L.Callback]:
         noise = NoiseScale(unit="rows", on_error="raise", **BY_PIECES)
-        return noise, ScheduledBatch(noise, **GROWS)
+        return noise, schedule_batch(noise, **GROWS)
 
     _, whole, counting = fitted(tmp_path / "whole", *callbacks())
     first, _, counted = fitted(tmp_path / "parts", *callbacks(), max_epochs=1)
@@ -136,6 +136,20 @@ def test_a_training_that_resumes_goes_on(tmp_path: Path) -> None:
     trainer.fit(module, ckpt_path=tmp_path / "saved.ckpt")
     assert counted.sizes + rest.sizes == counting.sizes
     assert torch.equal(weights(module.net), weights(whole.net))
+
+
+def test_a_training_that_fails_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:
+    class Fails(L.Callback):  # type: ignore[misc]
+        def on_before_zero_grad(self, trainer: Any, *_: Any) -> None:
+            if trainer.accumulate_grad_batches > SMALLEST:
+                self.trainer = trainer
+                raise ArithmeticError
+
+    noise, fails = NoiseScale(unit="rows", on_error="raise", **BY_PIECES), Fails()
+    with pytest.raises(ArithmeticError):
+        fitted(tmp_path, noise, schedule_batch(noise, **GROWS), fails)
+    assert fails.trainer.accumulate_grad_batches == SMALLEST
+    assert len(fails.trainer.optimizers[0]._optimizer_step_pre_hooks) == 1  # of `Counting`
 
 
 @pytest.mark.parametrize(
@@ -152,7 +166,7 @@ def test_what_is_refused(tmp_path: Path, options: dict[str, Any], of_schedule: d
     noise = NoiseScale(unit="rows", on_error="raise", **BY_PIECES)
 
     def fit() -> None:
-        schedule = ScheduledBatch(noise, **(GROWS | of_schedule))
+        schedule = schedule_batch(noise, **(GROWS | of_schedule))
         alone = "callbacks" in options
         fitted(tmp_path, *([schedule] if alone else [noise, schedule]), **({} if alone else options))
 

@@ -146,6 +146,33 @@ def test_what_is_refused(tmp_path: Path, options: dict[str, Any], of_schedule: d
         _begin(trainer, probe, schedule_batch, GROWS | of_schedule)
 
 
+def test_a_training_that_fails_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:
+    """Also one that trains again, without the probe."""
+    from transformers import TrainerCallback
+
+    from sonde.integrations import transformers as integration
+    from sonde.integrations.transformers_schedule import schedule_batch
+    from tests.integrations import hf_trainer
+
+    class Fails(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if args.gradient_accumulation_steps > SMALLEST:
+                raise KeyboardInterrupt
+
+    options: dict[str, Any] = {"gradient_accumulation_steps": SMALLEST, "num_train_epochs": 1}
+    trainer = hf_trainer.trainer_of(tmp_path, train_dataset=hf_trainer.ragged_texts(128), **options)
+    probe = integration.attach(trainer, on_error="raise", **BY_PIECES)
+    schedule_batch(probe, **GROWS)
+    trainer.add_callback(Fails())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.args.gradient_accumulation_steps == SMALLEST
+    trainer.pop_callback(Fails)
+    probe.close()
+    trainer.train()
+    assert trainer.state.global_step == 16
+
+
 def _begin(trainer: Any, probe: Any, schedule_batch: Any, options: dict[str, Any]) -> None:
     schedule_batch(probe, **options)
     trainer.train()

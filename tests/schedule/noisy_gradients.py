@@ -43,11 +43,16 @@ def train(
     schedule: sonde.BatchSchedule,
     windows: range,
     after: Callable[[int, list[Tensor]], object] = lambda window, pieces: None,
+    given: Callable[[int, int], int] = lambda window, said: said,
 ) -> list[int]:
-    """The loop of the docs. Returns the micro-batches of each window."""
+    """The loop of the docs, or one that takes another number than the schedule says in some windows.
+
+    Returns:
+        The micro-batches of each window.
+    """
     counts = []
     for window in windows:
-        pieces = micro_batches(window, schedule.micro_batches)
+        pieces = micro_batches(window, given(window, schedule.micro_batches))
         for x in pieces:
             (model(x).mean() / len(pieces)).backward()
         optimizer.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import sonde
 from sonde.batch_size.stats.averages import FixedWeights
 from sonde.schedule.batch_schedule import BatchSchedule
 from sonde.schedule.stats.batch_rule import Decision, now_from, replayed
-from tests.schedule.noisy_gradients import B_SIMPLE, ROWS, Linear, attached, train
+from tests.schedule.noisy_gradients import B_SIMPLE, DIMS, ROWS, Linear, attached, micro_batches, train
 
 OPTIONS: dict[str, Any] = {"smallest": 2, "largest": 8, "ratio": 2.0, "verbose": False}
 """Batches of 8, 16 and 32 rows. The last takes B_simple > 1.1 · 32 / 2 = 17.6 rows."""
@@ -106,6 +107,45 @@ def test_a_run_that_is_resumed_goes_on_as_one_that_was_not_interrupted(interrupt
     assert in_parts[2] == whole[2]
 
 
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(
+    ("given", "most"),
+    [
+        (lambda window, said: 2, 3),  # windows with the changed rate
+        (lambda window, said: 4, 3),
+        (lambda window, said: said if window < 60 else 2, 13),  # noticed at the next decision
+        (lambda window, said: said if window % 3 else 1, None),  # epochs whose last window is short
+    ],
+)
+def test_windows_of_another_size_than_said_are_refused(given: Any, most: int | None, every: int) -> None:
+    """Their steps would have a rate that is scaled for another batch."""
+    model, optimizer, probe = made(every=every)
+    said: list[int] = []
+
+    def noted(window: int, n: int) -> int:
+        said.append(n)
+        return int(given(window, n))
+
+    refused = pytest.raises(ValueError, match=r"the last 3 measured ones had not; the last one had .* rows: read sch")
+    with probe, refused if most else nullcontext():
+        train(model, optimizer, BatchSchedule(probe, **OPTIONS), range(120), given=noted)
+    n_wrong = sum(n != given(window, n) and n > 2 for window, n in enumerate(said))
+    assert n_wrong <= every * most if most else said[-1] == 8
+
+
+def test_a_larger_micro_batch_is_as_good_as_more_of_them() -> None:
+    """One piece a window, measured by single examples: what is compared are rows."""
+    model = torch.nn.Linear(DIMS, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attached(model, optimizer, per_example="always") as probe:
+        schedule = BatchSchedule(probe, **OPTIONS)
+        for window in range(100):
+            model(torch.cat(micro_batches(window, schedule.micro_batches))).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert schedule.present == 8
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -113,13 +153,16 @@ def test_a_run_that_is_resumed_goes_on_as_one_that_was_not_interrupted(interrupt
         ({"largest": 4.5}, "micro-batches must be a whole number from 1 up, got 4.5"),
         ({"every": 0}, "every must be a whole number of windows from 1 up"),
         ({"rule": "square"}, "the rule of the rate must be sqrt"),
-        ({"counts": [2, 3]}, "counts must hold smallest and largest"),
+        ({"counts": [2, 3]}, "counts must be whole numbers, with smallest and largest"),
+        ({"counts": 8}, "with smallest and largest, 2 and 8, got 8"),
+        ({"counts": [2, 3.7, 8]}, "with smallest and largest, 2 and 8, got [2, 3.7, 8]"),
+        ({"probe": None}, "as sonde.attach has returned it, got None: attach first"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], words: str) -> None:
     _, _, probe = made()
     with pytest.raises(ValueError, match=re.escape(words)):
-        BatchSchedule(probe, **(OPTIONS | options))
+        BatchSchedule(**({"probe": probe} | OPTIONS | options))
     probe.close()
 
 
@@ -127,9 +170,22 @@ def test_a_probe_at_fixed_weights_is_refused() -> None:
     options = sonde.NoiseScaleOptions(unit="rows", per_example="never")
     with (
         sonde.NoiseScaleProbe(Linear(), None, options, fixed_weights=FixedWeights(), verbose=False) as probe,
-        pytest.raises(ValueError, match="a probe at fixed weights has no windows of training"),
+        pytest.raises(ValueError, match="and not at fixed weights, which have no windows"),
     ):
         BatchSchedule(probe, largest=4)
+
+
+def test_a_resumed_run_whose_micro_batches_have_another_size_is_refused() -> None:
+    model, optimizer, probe = made()
+    schedule = BatchSchedule(probe, **OPTIONS)
+    train(model, optimizer, schedule, range(41))
+    model, optimizer, resumed = made()
+    again = BatchSchedule(resumed, **OPTIONS)
+    resumed.load_state_dict(probe.state_dict())
+    again.load_state_dict(schedule.state_dict())
+    with probe, resumed, pytest.raises(ValueError, match="another size than in the checkpoint, make a new schedule"):
+        train(model, optimizer, again, range(41, 50), given=lambda window, said: 2 * said)
+    assert resumed.n_windows == 44
 
 
 def test_states_of_others_are_refused() -> None:

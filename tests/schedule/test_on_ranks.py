@@ -17,18 +17,21 @@ from tests.batch_size.cut_loops import run_pieces
 from tests.batch_size.cuts import made
 from tests.batch_size.set_ups import Loop
 from tests.ranks import Ranks
-from tests.schedule.noisy_gradients import ROWS, Linear, attached, micro_batches
+from tests.schedule.noisy_gradients import ROWS, Linear, attached, micro_batches, train
 
 OPTIONS: dict[str, Any] = {"smallest": 1, "largest": 4, "ratio": 50.0, "verbose": False, "pause": 0}
 
 
-def _trained(n_windows: int, of_rank_1: dict[str, Any], apart: float = 1.0) -> tuple[list[int], list[float], Any]:
+def _trained(
+    n_windows: int, of_rank_1: dict[str, Any], apart: float = 1.0, *, ignores: bool = False
+) -> tuple[list[int], list[float], Any]:
     """Counts, weights and the lower end of this rank's own last reading.
 
     Args:
         n_windows: to train.
         of_rank_1: options that rank 1 alone has.
         apart: rank 1 reads so many times the noise scale of rank 0.
+        ignores: both ranks take one micro-batch, whatever the schedule says.
     """
     rank = dist.get_rank()
     model = DistributedDataParallel(Linear())
@@ -45,7 +48,7 @@ def _trained(n_windows: int, of_rank_1: dict[str, Any], apart: float = 1.0) -> t
             probe.reading = reading  # type: ignore[method-assign, assignment]
         counts = []
         for window in range(n_windows):
-            pieces = micro_batches(window, schedule.micro_batches, rank=rank)
+            pieces = micro_batches(window, schedule.micro_batches, rank=rank)[: 1 if ignores else None]
             for k, x in enumerate(pieces):
                 model.require_backward_grad_sync = k == len(pieces) - 1
                 (model(x).mean() / len(pieces)).backward()
@@ -69,7 +72,7 @@ def _refused(what: str) -> str:
     of_rank_1 = {"arguments": {"largest": 8}, "bad arguments": {"largest": 0}}
     of_rank_1 |= {"every": {"every": 7}, "rule": {"rule": "none"}}
     try:
-        _load_another_state() if what == "loads" else _trained(60, of_rank_1[what])
+        _load_another_state() if what == "loads" else _trained(60, of_rank_1.get(what, {}), ignores=what == "sizes")
     except (ValueError, RuntimeError) as error:
         return str(error)
     return "nothing"
@@ -92,6 +95,7 @@ def _load_another_state() -> None:
         ("every", (r"ranks disagree on the next batch: .*, 10, None\), rank 1 .*, 7, None\)",) * 2),
         ("rule", ("ranks disagree on the next batch: .* 'none'",) * 2),
         ("bad arguments", ("rank 1 of the group failed: ValueError: micro-batches must be", "micro-batches must be a")),
+        ("sizes", ("the last 3 measured ones had not; the last one had 8 rows",) * 2),
         ("loads", ("ranks disagree on the next batch: rank 0 of the group has .*'micro_batches': 1.*: 2",) * 2),
     ],
 )
@@ -125,16 +129,29 @@ def test_stages_of_a_pipeline_read_and_decide_alike(ranks2: Ranks) -> None:
     assert counts[-1] > 1
 
 
-def test_rows_of_all_ranks_make_the_batch(ranks2: Ranks) -> None:
-    for batch in ranks2(_logged_batch):
+@pytest.mark.parametrize("resumes", [False, True])
+def test_rows_of_all_ranks_make_the_batch(ranks2: Ranks, resumes: bool) -> None:
+    """Also of a run that is resumed from a checkpoint of a single process."""
+    states = None
+    if resumes:
+        model = Linear()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with attached(model, optimizer) as probe:
+            schedule = BatchSchedule(probe, **(OPTIONS | {"smallest": 4}))
+            train(model, optimizer, schedule, range(15))
+            states = probe.state_dict(), schedule.state_dict()
+    for batch in ranks2(_logged_batch, states):
         assert batch == 4 * 2 * ROWS
 
 
-def _logged_batch() -> Any:
+def _logged_batch(states: Any) -> Any:
     model = DistributedDataParallel(Linear())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with attached(model, optimizer) as probe:
         schedule = BatchSchedule(probe, **(OPTIONS | {"smallest": 4}))
+        if states is not None:
+            probe.load_state_dict(states[0])
+            schedule.load_state_dict(states[1])
         for window in range(11):
             for x in micro_batches(window, schedule.micro_batches, rank=dist.get_rank()):
                 model(x).mean().backward()

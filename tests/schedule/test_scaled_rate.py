@@ -13,9 +13,10 @@ import torch
 from torch.optim import lr_scheduler as of_torch
 
 import sonde
-from sonde.batch_size.stats.rate_rules import adam_settings
+from sonde.batch_size.stats.rate_rules import adam_settings, rate_factor
 from sonde.schedule.batch_schedule import BatchSchedule
 from sonde.schedule.scaled_rate import ScaledRate
+from sonde.schedule.stats.batch_rule import now_from, replayed
 from tests.schedule.noisy_gradients import ROWS, Linear, attached, micro_batches, train
 
 OPTIONS: dict[str, Any] = {"smallest": 2, "largest": 8, "ratio": 50.0, "verbose": False, "pause": 0}
@@ -76,7 +77,7 @@ def test_the_rule_of_adam_and_what_a_failed_step_leaves(as_tensor: bool) -> None
     weight, n = torch.nn.Parameter(torch.ones(3)), 4
     rate = torch.tensor(0.25) if as_tensor else 0.25
     optimizer = torch.optim.AdamW([weight], lr=rate, betas=(0.9, 0.99), capturable=False, foreach=not as_tensor)
-    scaled = ScaledRate(optimizer, lambda: "adam", (1, 4), lambda: n)
+    scaled = ScaledRate(optimizer, lambda: ("adam", n, 1), [("adam", 4, 1)])
     seen: list[tuple[float, Any, float]] = []
 
     def shown() -> tuple[float, Any, float]:
@@ -124,16 +125,42 @@ def test_a_rule_with_a_noise_scale_in_rows() -> None:
     assert rates == pytest.approx([0.01 * (1 + 40 / (2 * ROWS)) / (1 + 40 / (8 * ROWS))])
 
 
+def test_the_usual_rate_of_sgd_is_capped_by_the_noise_scale(tmp_path: Path) -> None:
+    """𝓑 is the lower end that made the batch grow. A replayed log gives the rates, and the log has them."""
+    model = Linear()
+    optimizer = sgd(model)
+    rates: list[float] = []
+    with attached(model, optimizer, log=str(tmp_path)) as probe:
+        schedule = BatchSchedule(probe, **OPTIONS)
+        schedule.scale_lr(optimizer)
+        optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
+        train(model, optimizer, schedule, range(61))
+    logged = [own.metrics for own in sonde.read_run(tmp_path).own if "schedule/batch" in own.metrics]
+    found = replayed(schedule.batch_rule, map(now_from, logged))
+    expected = [
+        1.0
+        if (low := d.state.noise_scale) is None
+        else rate_factor(f"sgd={low}", ROWS * d.state.micro_batches, 2 * ROWS)
+        for d in found
+    ]
+    assert [metrics["schedule/rate_factor"] for metrics in logged] == pytest.approx(expected, rel=1e-12)
+    assert rates[10::10] == pytest.approx([0.01 * factor for factor in expected], rel=1e-12)
+    assert [d.state.noise_scale == d.now.b_simple_low for d in found if d.changed] == [True, True]
+    assert 1.0 < expected[-1] < 4.0
+
+
 def test_a_schedule_of_the_rate_that_counts_steps_is_refused() -> None:
     model = Linear()
     optimizer = sgd(model)
     scheduler = of_torch.ExponentialLR(optimizer, 0.99)
     with attached(model, optimizer) as probe:
         schedule = BatchSchedule(probe, **OPTIONS)
-        with pytest.raises(ValueError, match=r"may count its steps.*pass it as scale_lr\(optimizer, lr_scheduler\)"):
+        with pytest.raises(
+            ValueError, match=r"may count optimizer steps.*pass it as scale_lr\(optimizer, lr_scheduler\)"
+        ):
             schedule.scale_lr(optimizer)
         schedule.scale_lr(optimizer, scheduler)
-        with pytest.raises(ValueError, match=r"its end would move: call schedule.step_lr\(lr_scheduler\).*of rows"):
+        with pytest.raises(ValueError, match=r"its end would move: .*call schedule.step_lr\(lr_scheduler\).*of rows"):
             train(model, optimizer, schedule, range(60), lambda window, pieces: scheduler.step())
         assert probe.n_windows == 10
 
@@ -159,8 +186,8 @@ def test_one_that_counts_epochs_is_stepped_by_the_loop() -> None:
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
-        ("adam", "needs κ(1 − beta1) < 1, got κ = 16"),
-        ({2: 1.0, 4: 1.5}, "a positive multiple of the rate for a batch of 8"),
+        ("adam", "got κ = 16 and beta1 = 0.9: take batches of less than 10 times the reference, or leave beta1 as it"),
+        ({2: 1.0, 4: 1.5}, "a positive multiple of the rate is needed for a batch of 8"),
     ],
 )
 def test_a_rule_without_an_answer_is_refused_at_once(rule: Any, words: str) -> None:
@@ -170,8 +197,11 @@ def test_a_rule_without_an_answer_is_refused_at_once(rule: Any, words: str) -> N
         schedule = BatchSchedule(probe, **(OPTIONS | {"largest": 64}), rule=rule)
         with pytest.raises(ValueError, match=re.escape(words)):
             schedule.scale_lr(optimizer)
-        with pytest.raises(ValueError, match="takes an optimizer of torch, whose steps have hooks, got object"):
-            schedule.scale_lr(object())
+        for other in (object(), torch.optim.SGD([{"params": model.parameters(), "lr": 0.1}])):
+            getattr(other, "param_groups", [{}])[0].pop("lr", None)
+            words = rf"an optimizer of torch, whose steps have hooks, .*, got {type(other).__name__}: pass on_change="
+            with pytest.raises(ValueError, match=words):
+                schedule.scale_lr(other)
 
 
 def test_closed_it_leaves_the_optimizer_as_it_was() -> None:
@@ -205,3 +235,5 @@ def test_several_schedules_of_the_rate_are_stepped_together() -> None:
         assert [each.last_epoch for each in schedulers] == [sum(counts) // 2] * 2
         with pytest.raises(ValueError, match=r"in one call, and the same in every call: schedule.step_lr\(first, sec"):
             schedule.step_lr(schedulers[0])
+        with pytest.raises(ValueError, match="Step those that follow a loss, as ReduceLROnPlateau, by yourself"):
+            schedule.step_lr(of_torch.ReduceLROnPlateau(optimizer))

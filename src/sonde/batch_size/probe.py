@@ -566,8 +566,8 @@ class NoiseScaleProbe:
         """Whether the present window is measured. In the others, `piece()` makes no use of its numbers."""
         return self._pace.is_measured
 
-    def note_rate_factor(self, factor: float) -> None:
-        """Note that steps are taken at so many times the learning rate that the optimizers show."""
+    def note_rate_factor(self, factor: Callable[[], float]) -> None:
+        """Note that steps are taken at so many times the learning rate that the optimizers show, asked at each."""
         self._steps.rate_factor = factor
 
     def cost(self) -> Cost:

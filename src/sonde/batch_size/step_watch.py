@@ -96,7 +96,7 @@ class StepWatch:
         """Of the measured parameters."""
         self._left_out = frozenset(id(p) for p in wrapper.frozen.values() if p.requires_grad)
         self._versions = [p._version for p in self._parameters.values()]
-        self.rate_factor = 1.0
+        self.rate_factor: Callable[[], float] = lambda: 1.0
         """Steps are taken at so many times the learning rate that the optimizers show."""
         self._n_writes: int | None = None
         """Writes to the parameters when the present window had many pieces; None before."""
@@ -139,13 +139,13 @@ class StepWatch:
         recent = [o for o, n in self._last_steps.items() if self._n_ended - n <= _RECENT] or list(self._given)
         rates = [group.get("lr") for optimizer in recent for group in optimizer.param_groups]
         on_device = [rate.detach().reshape(()).float() for rate in rates if _is_on_device(rate)]
-        on_host = [float(rate) for rate in rates if isinstance(rate, int | float | Tensor) and not _is_on_device(rate)]
+        on_host = [float(rate) for rate in rates if isinstance(rate, int | float) or getattr(rate, "is_cpu", False)]
         if not rates or len(on_device) + len(on_host) < len(rates):
             return None
         if not on_device:
-            return self.rate_factor * max(on_host)
+            return self.rate_factor() * max(on_host)
         largest = torch.stack(on_device).amax()
-        return self.rate_factor * (largest.clamp(min=max(on_host)) if on_host else largest)
+        return self.rate_factor() * (largest.clamp(min=max(on_host)) if on_host else largest)
 
     def is_ended_already(self) -> bool:
         """Whether the call by which the loop ends a window comes right after the step that has ended it."""

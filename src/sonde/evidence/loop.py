@@ -257,7 +257,7 @@ class _Branching:
         found, start, at_first = self.plan, time.perf_counter(), self._loss_now()
         for n, (batch, seed, copy) in enumerate(order, start=1):
             curve = self._curve(batch, seed, at_first)
-            rate = max((each["lr"] for group in self.options[batch].values() for each in group), default=None)
+            rate = max((float(each["lr"]) for group in self.options[batch].values() for each in group), default=None)
             latest = Branch(batch, seed, rate, curve, copy=copy)
             found = replace(found, branches=(*found.branches, latest))
             if says:

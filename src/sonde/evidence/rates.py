@@ -44,7 +44,7 @@ def in_words(rule: RateRule) -> str:
 
 
 def options_at(
-    optimizer: torch.optim.Optimizer, rule: RateRule, batch: int, reference: int, *, scale_decay: bool = False
+    optimizer: torch.optim.Optimizer, rule: RateRule, batch: float, reference: float, *, scale_decay: bool = False
 ) -> Options:
     """The options that a rule changes, of each group of an optimizer, at a batch size.
 
@@ -64,23 +64,15 @@ def options_at(
         >>> options_at(optimizer, "sqrt", 64, 16), options_at(optimizer, {64: 3.0}, 64, 16)
         ([{'lr': 0.5}], [{'lr': 0.75}])
     """
-    factor = factor_at(rule, batch, reference)
-    found: Options = []
-    for group in optimizer.param_groups:
-        options = scaled(group, rule, batch, reference)
-        options["lr"] = float(options["lr"])
-        if scale_decay and "weight_decay" in group:
-            options["weight_decay"] = scaled_decay(group["weight_decay"], batch / reference, factor)
-        found.append(options)
-    return found
+    return [scaled(group, rule, batch, reference, scale_decay=scale_decay) for group in optimizer.param_groups]
 
 
-def factor_at(rule: RateRule, batch: int, reference: int) -> float:
+def factor_at(rule: RateRule, batch: float, reference: float) -> float:
     """The rate at a batch size over that at the reference. Arguments and errors are those of `options_at`."""
     if isinstance(rule, Mapping):
-        factor = rule.get(batch, 1.0 if batch == reference else math.nan)
+        factor = rule.get(int(batch), 1.0 if batch == reference else math.nan)
         if not 0 < factor < math.inf:
-            raise ValueError(f"rate_rule must have a positive multiple of the rate for a batch of {batch}, got {rule}")
+            raise ValueError(f"a positive multiple of the rate is needed for a batch of {batch:g}, got {rule}: add it")
         return factor
     if rule == "adam":
         return rate_factor("sqrt", batch, reference)
@@ -88,13 +80,18 @@ def factor_at(rule: RateRule, batch: int, reference: int) -> float:
     return rate_factor(rule, batch, reference)
 
 
-def scaled(group: Mapping[str, Any], rule: RateRule, batch: int, reference: int) -> dict[str, Any]:
+def scaled(
+    group: Mapping[str, Any], rule: RateRule, batch: float, reference: float, *, scale_decay: bool = False
+) -> dict[str, Any]:
     """The options of one group that a rule changes, as of `options_at`. A rate on the device stays there."""
-    options = {"lr": group["lr"] * factor_at(rule, batch, reference)}
+    kappa, factor = batch / reference, factor_at(rule, batch, reference)
+    options = {"lr": group["lr"] * factor}
     if rule == "adam" and "betas" in group:
         beta1, beta2 = map(float, group["betas"])
-        values = adam_settings(batch / reference, beta1=beta1, beta2=beta2, eps=group["eps"])
+        values = adam_settings(kappa, beta1=beta1, beta2=beta2, eps=group["eps"])
         options |= {"betas": (values["beta1"], values["beta2"]), "eps": values["eps"]}
+    if scale_decay and "weight_decay" in group:
+        options["weight_decay"] = scaled_decay(group["weight_decay"], kappa, factor)
     return options
 
 

@@ -50,6 +50,7 @@ def schedule_batch(probe: AccelerateProbe, *, largest: int, lr_scheduler: Any = 
         schedule.counted += 1
         return original(*models)
 
-    probe.undo.enter_context(WrappedMethods(accelerator, accumulate=accumulate))
+    probe.undo.callback(setattr, accelerator, "gradient_accumulation_steps", smallest)
     probe.undo.callback(schedule.close)
+    probe.undo.enter_context(WrappedMethods(accelerator, accumulate=accumulate))
     return schedule

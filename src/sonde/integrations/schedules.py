@@ -1,4 +1,4 @@
-"""What the batch schedules of all trainers share: when a trainer's accumulation may change."""
+"""What the batch schedules of all trainers share: when a trainer's accumulation may change, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.schedule.batch_schedule import BatchSchedule
 
-COUNTS_STEPS = (
-    "{what} counts optimizer steps, and a growing batch takes fewer of them for the same data, so training would end "
-    "later, at a rate that was not meant: {instead}"
-)
+COUNTS_STEPS = "{} counts optimizer steps, of which a growing batch takes fewer, so training would end later: {}"
+MAX_STEPS = COUNTS_STEPS.format("max_steps=", "leave it out, and give the number of epochs")
 ACCUMULATES = "{} accumulates by itself, by a number that is fixed at the start: train with DDP or FSDP2"
+SHRINKS = "monotone=False is for loops of your own: this trainer has fixed the steps of an epoch, so leave it out"
+_NOT_MEASURED = "this training is not measured, so its batch cannot follow its noise scale: the logger 'sonde' says why"
 
 
 def begun(probe: NoiseScaleProbe | None, refused: Mapping[str, bool], **options: Any) -> BatchSchedule:
@@ -26,28 +26,18 @@ def begun(probe: NoiseScaleProbe | None, refused: Mapping[str, bool], **options:
     Raises:
         ValueError: with the reason.
     """
-    for reason, holds in refused.items():
-        if holds:
-            raise ValueError(reason)
-    if probe is None:
-        raise ValueError(
-            "the batch cannot follow the noise scale, since this training is not measured: the logger 'sonde' has the "
-            "reason; add the probe before the schedule"
-        )
+    if reason := next((reason for reason, holds in refused.items() if holds), "" if probe else _NOT_MEASURED):
+        raise ValueError(reason)
+    assert probe is not None
     return BatchSchedule(probe, **options)
 
 
-def check_monotone(options: dict[str, Any]) -> None:
-    """Refuse a schedule that may shrink, in a trainer whose epochs would then be cut short.
-
-    Raises:
-        ValueError: with what to do.
-    """
-    if not options.get("monotone", True):
-        raise ValueError(
-            "monotone=False is for loops of your own: this trainer ends a group of micro-batches by the batches of the "
-            "epoch so far, and has fixed the steps of an epoch. Leave out monotone="
-        )
+def further_lr_steps(schedule: BatchSchedule) -> int:
+    """Steps of the schedule of the rate that are due after a micro-batch, beside the one that the trainer has taken."""
+    schedule.counted = (schedule.counted or 0) + 1
+    if n_due := schedule.lr_steps_due():
+        schedule.counted = 0
+    return max(n_due - 1, 0)
 
 
 def after(n_batches: int, schedule: BatchSchedule) -> int:
@@ -61,5 +51,6 @@ def after(n_batches: int, schedule: BatchSchedule) -> int:
         n_batches: of this epoch so far, on each rank; 0 at its beginning.
         schedule: of the training.
     """
-    is_safe = n_batches % schedule.present == n_batches % schedule.larger == 0
-    return schedule.micro_batches if is_safe else schedule.present
+    n = schedule.present
+    larger = min((each for each in schedule.batch_rule.allowed if each > n), default=n)
+    return schedule.micro_batches if n_batches % n == n_batches % larger == 0 else n

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from transformers import TrainerCallback
-from transformers.optimization import GreedyLR
 
-from sonde.integrations.schedules import ACCUMULATES, COUNTS_STEPS, after, begun, check_monotone
+from sonde.integrations.guarded import WrappedMethods
+from sonde.integrations.schedules import ACCUMULATES, MAX_STEPS, SHRINKS, after, begun, further_lr_steps
 from sonde.integrations.transformers import TransformersProbe
-from sonde.schedule.batch_schedule import BatchSchedule
+from sonde.schedule.batch_schedule import BatchSchedule, follows_loss
 
-_MAX_STEPS = COUNTS_STEPS.format(what="max_steps=", instead="leave out max_steps=, and give num_train_epochs=")
 _RESUMED = (
     "this training resumes, and transformers works out where the data go on from its steps times "
     "gradient_accumulation_steps, which is wrong once the batch has grown: begin a training of the data that are left, "
@@ -36,13 +35,12 @@ def schedule_batch(probe: TransformersProbe, *, largest: int, **options: Any) ->
         The callback that does it; its `schedule` is there from the beginning of training on.
 
     Raises:
-        ValueError: for a schedule that may shrink. When training begins: with `max_steps`, with DeepSpeed, for a
+        ValueError: when training begins: with `max_steps`, with DeepSpeed, for a schedule that may shrink, for a
             training that resumes, and as `sonde.BatchSchedule`.
 
     Example:
         `schedule_batch(sonde.integrations.transformers.attach(trainer), largest=32)`, then `trainer.train()`.
     """
-    check_monotone(options)
     return TransformersSchedule(probe, options | {"largest": largest})
 
 
@@ -51,9 +49,20 @@ class TransformersSchedule(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, probe: TransformersProbe, options: dict[str, Any]) -> None:
         self.schedule: BatchSchedule | None = None
-        self._probe, self._options = probe, options
-        self._n_batches = self._n_before = 0
+        self._probe, self._options, self._n_batches = probe, options, 0
         probe.trainer.add_callback(self)
+        probe.undo.callback(probe.trainer.remove_callback, self)
+        probe.undo.enter_context(WrappedMethods(probe.trainer, train=self._train))
+
+    def _train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Leave the trainer as it was, also after a training that raises."""
+        own, smallest = self._probe.trainer.args, self._probe.trainer.args.gradient_accumulation_steps
+        try:
+            return original(*args, **kwargs)
+        finally:
+            own.gradient_accumulation_steps = smallest
+            if self.schedule is not None:
+                self.schedule.close()
 
     # Events of the trainer, in their order.
 
@@ -61,7 +70,8 @@ class TransformersSchedule(TrainerCallback):  # type: ignore[misc]
         """Begin: the probe, whose callback comes before, is attached."""
         trainer = self._probe.trainer
         refused = {
-            _MAX_STEPS: args.max_steps > 0,
+            MAX_STEPS: args.max_steps > 0,
+            SHRINKS: not self._options.get("monotone", True),
             _RESUMED: state.global_step > 0,
             ACCUMULATES.format("DeepSpeed"): trainer.is_deepspeed_enabled,
         }
@@ -71,31 +81,23 @@ class TransformersSchedule(TrainerCallback):  # type: ignore[misc]
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The batches of an epoch are counted anew."""
-        self._n_batches = self._n_before = 0
-        self._change(args)
+        self._change(args, 0)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A micro-batch after which no step is due."""
-        self._n_batches += 1
+        """A micro-batch after which no step is due: it is counted."""
+        self.on_step_end(args, state, control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A micro-batch and its step, after which the trainer has stepped the schedule of the rate once."""
-        self._n_batches += 1
+        """A micro-batch, and perhaps its step, after which the trainer has stepped the schedule of the rate once."""
         assert self.schedule is not None
-        self.schedule.counted = self._n_batches - self._n_before
-        trainer, n_due, self._n_before = self._probe.trainer, self.schedule.lr_steps_due(), self._n_batches
-        follows_losses = isinstance(trainer.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau | GreedyLR)
-        if not follows_losses and not trainer.accelerator.optimizer_step_was_skipped:
-            for _ in range(n_due - 1):
+        trainer, n = self._probe.trainer, further_lr_steps(self.schedule)
+        if not follows_loss(trainer.lr_scheduler) and not trainer.accelerator.optimizer_step_was_skipped:
+            for _ in range(n):
                 trainer.lr_scheduler.step()
-        self._change(args)
+        self._change(args, self._n_batches + 1)
 
-    def _change(self, args: Any) -> None:
+    def _change(self, args: Any, n_batches: int) -> None:
+        """Take the schedule's next number, after so many batches of the epoch."""
         assert self.schedule is not None
-        args.gradient_accumulation_steps = after(self._n_batches, self.schedule)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave the trainer as it was."""
-        if self.schedule is not None:
-            args.gradient_accumulation_steps = self.schedule.batch_rule.smallest
-            self.schedule.close()
+        self._n_batches = n_batches
+        args.gradient_accumulation_steps = after(n_batches, self.schedule)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar, Literal
 
 from sonde.batch_size.probe import NoiseScaleProbe
-from sonde.batch_size.stats.rate_rules import parsed_rule
+from sonde.batch_size.stats.window_row import SolvedWindow
 from sonde.console import tell
-from sonde.evidence.rates import RateRule, usual_rule
+from sonde.evidence.rates import RateRule, factor_at, usual_rule
 from sonde.parallel.process_groups import gather_objects, n_summed
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.probe import Metric, ReportSection
 from sonde.record_values import spacing, whole_number
-from sonde.schedule.scaled_rate import ScaledRate
+from sonde.schedule.scaled_rate import RateAt, ScaledRate
 from sonde.schedule.stats.batch_rule import (
     POWERS_OF_TWO,
     BatchRule,
@@ -26,30 +26,17 @@ from sonde.schedule.stats.batch_rule import (
     next_batch,
 )
 from sonde.stats.sealed_state import check_identity, sealed, unsealed
-from sonde.wording import plural
+from sonde.wording import number, plural
 
+_MOST_UNLIKE = 3
+"""Windows in a row of another size than the schedule says that are refused: the last one of an epoch may be short."""
+_UNLIKE = 1.4
+"""Times that a window is larger or smaller: units of micro-batches differ, and allowed counts usually double."""
 _COUNTS_STEPS = (
-    "the schedule of the learning rate counts optimizer steps, and a growing batch takes fewer of them, so its end "
-    "would move: call schedule.step_lr(lr_scheduler) in place of lr_scheduler.step(), which keeps it at the same "
-    "number of {unit}, or take a rate that is constant"
+    "a schedule of the learning rate may count optimizer steps, of which a growing batch takes fewer, so its end would "
+    "move: pass it as scale_lr(optimizer, lr_scheduler), and call schedule.step_lr(lr_scheduler) in place of "
+    "lr_scheduler.step(), which keeps its end at the same number of {unit}"
 )
-
-_NOT_PASSED = (
-    "a schedule of the learning rate follows this optimizer, and may count its steps, of which a growing batch takes "
-    "fewer: pass it as scale_lr(optimizer, lr_scheduler), and step it by schedule.step_lr(lr_scheduler)"
-)
-
-
-_METRICS = {
-    "schedule/micro_batches": Metric("micro-batches", "micro-batches of a window on each rank, from here on"),
-    "schedule/batch": Metric("{unit}", "batch size from here on"),
-    "schedule/b_simple": Metric("{unit}", "B_simple, where both ends of its interval were known"),
-    "schedule/b_simple_low": Metric("{unit}", "lower end of its interval, by which the batch grows"),
-    "schedule/b_simple_high": Metric("{unit}", "upper end of its interval"),
-    "schedule/average_low": Metric("{unit}", "lower end of the run's average, where both of its ends were known"),
-    "schedule/units_per_micro_batch": Metric("{unit}", "units of a micro-batch of all ranks together"),
-    "schedule/measured_windows": Metric("windows", "windows that were measured so far, and could be used"),
-}
 
 
 class BatchSchedule:
@@ -72,13 +59,15 @@ class BatchSchedule:
         pause: measured windows after a change before the next.
         monotone: never shrink the batch.
         rule: how the rate follows the batch, as `rate_rule` of `sonde.branch`: "sqrt", "linear", "adam", "none",
-            "sgd=120", or multiples by micro-batches of a window. By default "linear" for SGD, else "sqrt".
+            "sgd=120", or multiples by micro-batches of a window. By default "sqrt"; for SGD "sgd=N", with N the lower
+            end of the noise scale when the batch last changed.
         every: windows between two decisions; more in long runs, and where fewer windows are measured.
         on_change: called with the `Decision` whenever the batch changes, to set what `scale_lr` does not.
         verbose: print each change on standard error, on the first rank.
 
     Raises:
-        ValueError: for arguments out of their range, or that differ over ranks; for a measurement at fixed weights.
+        ValueError: for arguments out of their range, or that differ over ranks; for what is no probe, and one that
+            measures at fixed weights.
 
     Example:
         >>> import sonde, torch
@@ -95,7 +84,17 @@ class BatchSchedule:
         ...         optimizer.zero_grad()
     """
 
-    METRICS: Mapping[str, Metric] = _METRICS
+    METRICS: Mapping[str, Metric] = {
+        "schedule/micro_batches": Metric("micro-batches", "micro-batches of a window on each rank, from here on"),
+        "schedule/batch": Metric("{unit}", "batch size from here on"),
+        "schedule/b_simple": Metric("{unit}", "B_simple, where both ends of its interval were known"),
+        "schedule/b_simple_low": Metric("{unit}", "lower end of its interval, by which the batch grows"),
+        "schedule/b_simple_high": Metric("{unit}", "upper end of its interval"),
+        "schedule/average_low": Metric("{unit}", "lower end of the run's average, where both of its ends were known"),
+        "schedule/units_per_micro_batch": Metric("{unit}", "units of a micro-batch of all ranks together"),
+        "schedule/measured_windows": Metric("windows", "windows that were measured so far, and could be used"),
+        "schedule/rate_factor": Metric("", "rate of steps over the one that the optimizer shows, from here on"),
+    }
     SECTION: ClassVar[ReportSection] = ReportSection(
         "Batch schedule",
         "The batch that was trained with, and the ends of the interval of B_simple that decided on it.",
@@ -110,7 +109,7 @@ class BatchSchedule:
         smallest: int = 1,
         ratio: float = 0.5,
         hysteresis: float = 1.1,
-        counts: Literal["powers of two"] | Sequence[int] = POWERS_OF_TWO,
+        counts: Literal["powers of two"] | Collection[int] = POWERS_OF_TWO,
         pause: int = 8,
         monotone: bool = True,
         rule: RateRule | None = None,
@@ -118,21 +117,19 @@ class BatchSchedule:
         on_change: Callable[[Decision], object] | None = None,
         verbose: bool = True,
     ) -> None:
+        if not isinstance(probe, NoiseScaleProbe) or (reading := probe.reading()).n_steps is None:
+            raise ValueError(
+                f"probe must be that of a training, as sonde.attach has returned it, got {probe!r:.60}: attach first, "
+                "and not at fixed weights, which have no windows whose batch could follow"
+            )
         self._probe, self._rate_rule, self._on_change, self._verbose = probe, rule, on_change, verbose
 
         def checked() -> tuple[BatchRule, int, RateRule | None]:
-            reading = probe.reading()
-            if reading.n_steps is None:
-                raise ValueError(
-                    "a probe at fixed weights has no windows of training whose batch could follow it: make the "
-                    "schedule with the probe of a training, from sonde.attach"
-                )
-            if isinstance(rule, str) and rule != "adam":
-                parsed_rule(rule, ", adam, or a table of multiples such as {8: 1.4}")
+            if rule is not None:
+                factor_at(rule, 1, 1)
             whole_number("every must be a whole number of windows", every)
             first, last = (whole_number("micro-batches must be a whole number", n) for n in (smallest, largest))
-            allowed = counts if isinstance(counts, str) else tuple(counts)
-            return BatchRule(first, last, ratio, hysteresis, allowed, pause, monotone), every, rule
+            return BatchRule(first, last, ratio, hysteresis, counts, pause, monotone), every, rule
 
         of_ranks = gather_objects(probe.ranks, checked)
         _check_same(of_ranks)
@@ -142,24 +139,24 @@ class BatchSchedule:
         self._units_per_micro_batch: float | None = None
         self._due_at: int | None = None
         """The window of the next decision; None before the first window, since checkpoints may still be loaded."""
+        self._seen: SolvedWindow | None = None
+        """The last window whose size was compared with the schedule's."""
+        self._n_unlike: int | None = None
+        """Windows in a row that were unlike it; None once one was like it."""
         self._stepped, self._owed = probe.n_windows, 0
         """The last window for which a schedule of the rate was stepped; micro-batches that make no whole step yet."""
-        self._steps_all_lr = False
-        """Whether a trainer's integration steps all schedules of the rate by this one."""
         self._steps_lr: list[Any] = []
-        """Those that `step_lr` steps."""
+        """Schedules of the rate that `step_lr` steps."""
+        self._by_loop: dict[Any, tuple[int, int] | None] = {}
+        """The others that `scale_lr` was given: the first window, and the steps that they had then."""
         self._rates: list[ScaledRate] = []
-        self._lr_schedulers: list[Any] = []
-        self._stood_at: dict[Any, tuple[int, int]] = {}
-        """The first window of each of these schedules of the rate, and the steps that it had then."""
         self.counted: int | None = None
         """Micro-batches of the window that ends, where a trainer's integration counts them; None: as many as meant."""
         self.last: Decision | None = None
         """The last decision; None before the first."""
-        self._unit = unit = probe.reading().unit
-        self.METRICS = {
-            name: Metric(each.unit.replace("{unit}", unit), each.meaning) for name, each in _METRICS.items()
-        }
+        probe.note_rate_factor(lambda: self.rate_factor)
+        self._unit = reading.unit
+        self.METRICS = {k: Metric(m.unit.replace("{unit}", self._unit), m.meaning) for k, m in self.METRICS.items()}
 
     @property
     def micro_batches(self) -> int:
@@ -171,21 +168,41 @@ class BatchSchedule:
         n_windows = self._probe.n_windows
         if self._due_at is None:
             self._due_at, self._stepped = n_windows + self._every, n_windows
-        for scheduler in self._lr_schedulers:
-            self._stood_at.setdefault(scheduler, (n_windows, scheduler.last_epoch))
-        if n_windows >= self._due_at:
+        for scheduler, began in self._by_loop.items():
+            self._by_loop[scheduler] = began or (n_windows, scheduler.last_epoch)
+        is_due = n_windows >= self._due_at
+        if is_due or self._n_unlike is not None:
+            self._check_size()
+        if is_due:
             self._decide()
         return self._state.micro_batches
+
+    def _check_size(self) -> None:
+        """Refuse a loop whose windows keep having another size than the schedule says: their rate would be wrong.
+
+        After a change, each window is looked at until one has the size. All ranks see the same sums.
+
+        Raises:
+            ValueError: with both sizes.
+        """
+        window, each = self._probe.window(), self._units_per_micro_batch
+        if window is None or window is self._seen or each is None:
+            return
+        self._seen, n = window, window.effective_units / each
+        self._n_unlike = None if 1 / _UNLIKE < n / self.present < _UNLIKE else (self._n_unlike or 0) + 1
+        if (self._n_unlike or 0) >= _MOST_UNLIKE:
+            raise ValueError(
+                f"windows must have the {self.present} micro-batches of {number(each)} {self._unit} that the schedule "
+                f"says, and the last {_MOST_UNLIKE} measured ones had not; the last one had "
+                f"{number(window.effective_units)} {self._unit}: read schedule.micro_batches at the beginning of each "
+                "window, and take as many. If an epoch has fewer, lower largest=; if a micro-batch has another size "
+                "than in the checkpoint, make a new schedule"
+            )
 
     @property
     def present(self) -> int:
         """How many micro-batches the present window has, on each rank; reading it decides nothing."""
         return self._state.micro_batches
-
-    @property
-    def larger(self) -> int:
-        """The next larger number of micro-batches that is allowed; at the largest, that."""
-        return min((n for n in self.batch_rule.allowed if n > self.present), default=self.batch_rule.largest)
 
     def _decide(self) -> None:
         of_ranks = gather_objects(self._probe.ranks, self._of_rank)
@@ -200,8 +217,7 @@ class BatchSchedule:
         self._probe.run_log.measure(self, self._probe.n_windows)
         if not decision.changed:
             return
-        for rate in self._rates[:1]:
-            self._probe.note_rate_factor(rate.factor)
+        self._seen, self._n_unlike = self._probe.window(), 0
         if self._verbose and self._probe.run_log.is_first_rank:
             tell(f"{decision.reason} {self._unit}, {self._state.micro_batches} micro-batches a window")
         if self._on_change is not None:
@@ -209,19 +225,19 @@ class BatchSchedule:
 
     def _of_rank(self) -> tuple[tuple[BatchRule, BatchState, int], NoiseScaleNow | None, int]:
         """What must be the same on all ranks, the noise scale if it is known, and windows until the next decision."""
-        self._check_horizons()
+        for scheduler, began in self._by_loop.items():
+            if began and 2 * (scheduler.last_epoch - began[1]) > self._probe.n_windows - began[0]:
+                raise ValueError(_COUNTS_STEPS.format(unit=self._unit))
         reading, n_windows, n = self._probe.reading(with_groups=False), self._probe.n_windows, self.present
         same = (self.batch_rule, self._state, n_windows)
         # One window in so many is measured: a decision before the next would learn nothing.
         every = max(spacing(self._every, n_windows), round(reading.every))
-        batch = reading.effective_units if reading.effective_units is not None else reading.units_per_window
-        if batch is None:
+        if (batch := reading.effective_units or reading.units_per_window) is None:
             return same, None, every
         # Learnt before the batch changes: averages of units lag behind a change.
         per_micro_batch = self._units_per_micro_batch or batch / n
         high = None if reading.status == "lower_bound" else reading.high
-        average = reading.average
-        average_low = average.low if average is not None and average.b_simple is not None else None
+        average_low = reading.average.low if reading.average and reading.average.b_simple is not None else None
         now = NoiseScaleNow(reading.b_simple, reading.low, high, average_low, per_micro_batch, reading.windows)
         return same, now, every
 
@@ -230,7 +246,8 @@ class BatchSchedule:
         if self.last is None:
             return {}
         n, now = self._state.micro_batches, self.last.now
-        return {"schedule/micro_batches": n, "schedule/batch": n * now.units_per_micro_batch} | metrics_of(now)
+        metrics = {"schedule/micro_batches": n, "schedule/batch": n * now.units_per_micro_batch} | metrics_of(now)
+        return metrics | {"schedule/rate_factor": self.rate_factor if self._rates else None}
 
     def step(self) -> None:
         """Nothing: decisions are made when `micro_batches` is read."""
@@ -254,22 +271,26 @@ class BatchSchedule:
         optimizer = unwrap_optimizer(optimizer)
         if any(rate.optimizer is optimizer for rate in self._rates):
             return
-        rule = usual_rule([optimizer]) if self._rate_rule is None else self._rate_rule
         scheduler = getattr(lr_scheduler, "scheduler", lr_scheduler)  # inside Accelerate's
         if scheduler is None and hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched"):
-            raise ValueError(_NOT_PASSED)
-        in_force = functools.partial(self._in_micro_batches, rule)
-        self._rates.append(ScaledRate(optimizer, in_force, self.batch_rule.allowed, lambda: self.present))
-        if scheduler is not None and hasattr(scheduler, "last_epoch"):
-            self._lr_schedulers.append(scheduler)
-        self._probe.note_rate_factor(self._rates[0].factor)
+            raise ValueError(_COUNTS_STEPS.format(unit=self._unit))
+        rule = usual_rule([optimizer]) if self._rate_rule is None else self._rate_rule
 
-    def _in_micro_batches(self, rule: RateRule) -> RateRule:
-        """A rule whose noise scale is in micro-batches: it is given in units."""
-        if not isinstance(rule, str) or "=" not in rule or self._units_per_micro_batch is None:
-            return rule
-        name, noise = parsed_rule(rule)
-        return f"{name}={noise / self._units_per_micro_batch}"
+        def at(n: int | None = None) -> RateAt:
+            """In units, as the noise scale of a rule is; a table has micro-batches."""
+            each = 1.0 if isinstance(rule, Mapping) else self._units_per_micro_batch or 1.0
+            is_capped = self._rate_rule is None and rule == "linear" and self._state.noise_scale
+            now = f"sgd={self._state.noise_scale}" if is_capped else rule
+            return now, each * (n or self.present), each * self.batch_rule.smallest
+
+        self._rates.append(ScaledRate(optimizer, at, map(at, self.batch_rule.allowed)))
+        if hasattr(scheduler, "last_epoch") and not follows_loss(scheduler):
+            self._by_loop[scheduler] = None
+
+    @property
+    def rate_factor(self) -> float:
+        """The rate of steps now, over the one that the first optimizer given to `scale_lr` shows; 1 without one."""
+        return self._rates[0].factor if self._rates else 1.0
 
     def step_lr(self, *lr_schedulers: Any) -> None:
         """Step all schedules of the rate, in place of their `step()`, so that their ends stay where they were in units.
@@ -280,15 +301,17 @@ class BatchSchedule:
             *lr_schedulers: the same in every call.
 
         Raises:
-            ValueError: for others than in the first call. A second call after a window has no steps left to take.
+            ValueError: for others than in the first call, and one that follows a loss. A second call after a window has
+                no steps left to take.
         """
         given = [getattr(each, "scheduler", each) for each in lr_schedulers]
         self._steps_lr = self._steps_lr or given
-        if given != self._steps_lr:
+        if given != self._steps_lr or any(map(follows_loss, given)):
             raise ValueError(
                 "step_lr takes all schedules of the rate in one call, and the same in every call: "
-                "schedule.step_lr(first, second)"
+                "schedule.step_lr(first, second). Step those that follow a loss, as ReduceLROnPlateau, by yourself"
             )
+        self._by_loop = {each: began for each, began in self._by_loop.items() if each not in given}
         for _ in range(self._due()):
             for each in lr_schedulers:
                 each.step()
@@ -298,7 +321,7 @@ class BatchSchedule:
 
         A short window at the end of an epoch counts as a whole number of smallest batches, as it would at the smallest.
         """
-        self._steps_all_lr = True
+        self._by_loop = {}
         return self._due()
 
     def _due(self) -> int:
@@ -311,23 +334,11 @@ class BatchSchedule:
             due, self._owed = due + 1, 0
         return due
 
-    def _check_horizons(self) -> None:
-        """Refuse a schedule of the rate that is stepped with each window, not by `step_lr`.
-
-        Raises:
-            ValueError: with what to do.
-        """
-        for scheduler, (first, stood_at) in self._stood_at.items():
-            is_stepped = self._steps_all_lr or any(scheduler is each for each in self._steps_lr)
-            if not is_stepped and 2 * (scheduler.last_epoch - stood_at) > self._probe.n_windows - first:
-                raise ValueError(_COUNTS_STEPS.format(unit=self._unit))
-
     def close(self) -> None:
         """Leave optimizers as they were: their steps are taken at their own rates."""
         for rate in self._rates:
             rate.close()
         self._rates = []
-        self._probe.note_rate_factor(1.0)
 
     # Checkpoints.
 
@@ -337,8 +348,7 @@ class BatchSchedule:
             {
                 "what": self._identity(),
                 "state": asdict(self._state),
-                "ranks": n_summed(self._probe.ranks),
-                "per_micro_batch": self._units_per_micro_batch,
+                "of_rank": self._units_per_micro_batch and self._units_per_micro_batch / n_summed(self._probe.ranks),
                 "counts": [self._probe.n_windows, self._due_at, self._stepped, self._owed],
             }
         )
@@ -354,12 +364,10 @@ class BatchSchedule:
         contents = of_ranks[0]
         self._state = BatchState(**contents["state"])
         # A micro-batch of all ranks together has as many times the units as there are times the ranks.
-        known, times = contents["per_micro_batch"], n_summed(self._probe.ranks) / contents["ranks"]
-        self._units_per_micro_batch = None if known is None else known * times
+        self._units_per_micro_batch = contents["of_rank"] and contents["of_rank"] * n_summed(self._probe.ranks)
         _, self._due_at, self._stepped, self._owed = contents["counts"]
-        self._stood_at = {}
-        for rate in self._rates[:1]:
-            self._probe.note_rate_factor(rate.factor)
+        self._by_loop = dict.fromkeys(self._by_loop)
+        self._seen, self._n_unlike = self._probe.window(), 0
 
     def _checked(self, state: Mapping[str, Any]) -> dict[str, Any]:
         contents = unsealed("batch schedule's state", state)
@@ -374,6 +382,11 @@ class BatchSchedule:
     def _identity(self) -> dict[str, object]:
         rule = asdict(self.batch_rule) | {"counts": list(self.batch_rule.allowed)}
         return {"probe": type(self).__name__} | rule
+
+
+def follows_loss(scheduler: Any) -> bool:
+    """Whether each step of a schedule of the rate takes a loss, as those of ReduceLROnPlateau do."""
+    return "metrics" in inspect.signature(scheduler.step).parameters
 
 
 def _check_same(of_ranks: Sequence[object]) -> None:

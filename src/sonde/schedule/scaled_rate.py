@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,6 +10,9 @@ from torch import Tensor
 
 from sonde.evidence.rates import RateRule, factor_at, options_at, scaled, set_options
 from sonde.parallel.unwrap import outside_graphs
+
+RateAt = tuple[RateRule, float, float]
+"""A rule of the rate, a batch, and the batch that the optimizer's own rate is right for."""
 
 
 class ScaledRate:
@@ -20,26 +23,23 @@ class ScaledRate:
 
     Args:
         optimizer: of torch.
-        rule: how its rate follows the batch, as of `sonde.branch`, in micro-batches of a window.
-        counts: micro-batches that a window may have; the optimizer's own rate is right for the first.
-        micro_batches: says how many the present window has.
+        now: called before each step, it says how the rate follows the batch, as of `sonde.branch`.
+        allowed: whatever `now` may return.
 
     Raises:
-        ValueError: for an optimizer without hooks, and a rule that has no answer for one of the counts.
+        ValueError: for an optimizer without hooks or without a rate, and a rule that has no answer for a batch.
     """
 
-    def __init__(
-        self, optimizer: Any, rule: Callable[[], RateRule], counts: Sequence[int], micro_batches: Callable[[], int]
-    ) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
+    def __init__(self, optimizer: Any, now: Callable[[], RateAt], allowed: Iterable[RateAt]) -> None:
+        groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else [{}]
+        if not all("lr" in group for group in groups):
             raise ValueError(
-                f"scale_lr takes an optimizer of torch, whose steps have hooks, got {type(optimizer).__name__}: pass "
-                "on_change= to BatchSchedule, and set the rate there"
+                "scale_lr takes an optimizer of torch, whose steps have hooks, with the rate 'lr' in each group, got "
+                f"{type(optimizer).__name__}: pass on_change= to BatchSchedule, and set the rate there"
             )
-        for n in counts:
-            options_at(optimizer, rule(), n, counts[0])
-        self.optimizer = optimizer
-        self._rule, self._reference, self._micro_batches = rule, counts[0], micro_batches
+        for each in allowed:
+            options_at(optimizer, *each)
+        self.optimizer, self._now = optimizer, now
         self._own: list[dict[str, Any]] = []
         """What the groups had before the step that is being taken."""
         before, after = outside_graphs(self._before), outside_graphs(self._after)
@@ -48,16 +48,14 @@ class ScaledRate:
     @property
     def factor(self) -> float:
         """The rate of the present batch over the optimizer's own."""
-        return factor_at(self._rule(), self._micro_batches(), self._reference)
+        return factor_at(*self._now())
 
     def _before(self, optimizer: torch.optim.Optimizer, args: object = (), kwargs: object = None) -> None:
         self._after(optimizer)  # of a step that has raised
-        if (n := self._micro_batches()) == self._reference:
-            return
-        rule = self._rule()
-        for group in optimizer.param_groups:
-            options = scaled(group, rule, n, self._reference)
-            self._own.append({name: _copy(group[name]) for name in options})
+        rule, batch, reference = self._now()
+        for group in optimizer.param_groups if batch != reference else ():
+            options = scaled(group, rule, batch, reference)
+            self._own.append({k: v.clone() if isinstance(v := group[k], Tensor) else v for k in options})
             set_options(group, options)
 
     def _after(self, optimizer: torch.optim.Optimizer, args: object = (), kwargs: object = None) -> None:
@@ -69,7 +67,3 @@ class ScaledRate:
         """Leave the optimizer as it was."""
         for handle in self._handles:
             handle.remove()
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value

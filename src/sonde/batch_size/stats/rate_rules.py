@@ -101,8 +101,8 @@ def adam_settings(kappa: float, *, beta1: float, beta2: float, eps: float) -> Ma
     for name, beta in (("beta1", beta1), ("beta2", beta2)):
         if not kappa * (1 - beta) < 1:
             raise ValueError(
-                f"the rule of Adam needs κ(1 − {name}) < 1, got κ = {kappa:g} and {name} = {beta:g}: leave out batches "
-                f"of more than {1 / (1 - beta):.4g} times the reference, or the placeholder {{{name}}}"
+                f"the rule of Adam needs κ(1 − {name}) < 1, got κ = {kappa:g} and {name} = {beta:g}: take batches of "
+                f"less than {1 / (1 - beta):.4g} times the reference, or leave {name} as it is, as the rule sqrt does"
             )
     betas = {name: round(1 - kappa * (1 - beta), 12) for name, beta in (("beta1", beta1), ("beta2", beta2))}
     return betas | {"eps": eps / math.sqrt(kappa)}

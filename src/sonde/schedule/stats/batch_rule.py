@@ -13,8 +13,8 @@ run then has both ends, and the lower one of the two lower ends decides.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from sonde.wording import number
@@ -44,7 +44,7 @@ class BatchRule:
     largest: int
     ratio: float = 0.5
     hysteresis: float = 1.1
-    counts: Literal["powers of two"] | Sequence[int] = POWERS_OF_TWO
+    counts: Literal["powers of two"] | Collection[int] = POWERS_OF_TWO
     pause: int = 8
     monotone: bool = True
 
@@ -59,10 +59,11 @@ class BatchRule:
                 "ratio must be positive, hysteresis 1 or more and pause 0 or more, got "
                 f"{self.ratio}, {self.hysteresis} and {self.pause}: ratio 1 aims at a batch of B_simple"
             )
-        if self.counts != POWERS_OF_TWO and not {self.smallest, self.largest} <= set(self.counts):
+        has_ends = isinstance(self.counts, Collection) and {self.smallest, self.largest} <= set(self.counts)
+        if self.counts != POWERS_OF_TWO and not (has_ends and all(n == int(n) for n in self.counts)):
             raise ValueError(
-                f"counts must hold smallest and largest, {self.smallest} and {self.largest}, got {self.counts!r:.100}: "
-                "list every number of micro-batches that is allowed"
+                f"counts must be whole numbers, with smallest and largest, {self.smallest} and {self.largest}, got "
+                f"{self.counts!r:.100}: list every number of micro-batches that is allowed"
             )
 
     @property
@@ -76,7 +77,7 @@ class BatchRule:
         if self.counts == POWERS_OF_TWO:
             n_doublings = (self.largest // self.smallest).bit_length()
             return tuple(self.smallest << k for k in range(n_doublings))
-        return tuple(sorted({int(n) for n in self.counts if self.smallest <= int(n) <= self.largest}))
+        return tuple(sorted({int(n) for n in self.counts if self.smallest <= n <= self.largest}))
 
 
 @dataclass(frozen=True)
@@ -123,10 +124,12 @@ class BatchState:
     Attributes:
         micro_batches: of each window now.
         changed_at: `measured_windows` when this last changed.
+        noise_scale: lower end of B_simple then, in units, which caps the rate of SGD; None before the first change.
     """
 
     micro_batches: int
     changed_at: int = 0
+    noise_scale: float | None = None
 
 
 @dataclass(frozen=True)
@@ -185,8 +188,7 @@ def next_batch(rule: BatchRule, state: BatchState, now: NoiseScaleNow) -> Decisi
         return Decision(state, now, f"{end}, and asks for a batch of {number(asked)}; growing takes {number(needed)}")
     assert to is not None
     reason = f"{end}, and asks for a batch of {number(asked)}: from {number(batch)} to {number(to * per_micro_batch)}"
-    changed = replace(state, micro_batches=to, changed_at=now.measured_windows)
-    return Decision(changed, now, reason, changed=True)
+    return Decision(BatchState(to, now.measured_windows, low), now, reason, changed=True)
 
 
 def _ends(now: NoiseScaleNow) -> tuple[float | None, float | None]:
