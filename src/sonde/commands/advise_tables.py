@@ -13,7 +13,7 @@ from sonde.batch_size.stats.proxy import Range
 from sonde.batch_size.stats.rate_row import RateRow
 from sonde.commands.branch_result import plain_table
 from sonde.evidence.answer import Row
-from sonde.wording import number
+from sonde.wording import count, number
 
 if TYPE_CHECKING:
     from sonde.commands.advise import Answer
@@ -48,12 +48,10 @@ def show(found: Answer, console: Console) -> None:
         if not found.rates:
             console.print("The rate to go with it is not known: the log does not say the optimizer's settings.")
     for row in found.rates:
+        console.print(f"\n{row.optimizer}, for a batch of {count(row.batch)} {unit}")
         if row.settings:
-            console.print(f"\n{row.optimizer}")
             console.print(plain_table(_rate_rows(row)))
-            console.print(f"\nIt holds {row.holds} ({row.source}).")
-        else:
-            console.print(f"\n{row.optimizer}: the rate is not known: {row.holds}.")
+        console.print(row.words)
     for note in found.notes:
         console.print(f"\n{note}")
 

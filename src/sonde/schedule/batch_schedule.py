@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.stats.rate_rules import parsed_rule
 from sonde.console import tell
-from sonde.evidence.rates import RateRule, usual_rule
+from sonde.evidence.rates import RateRule, usual_rule_of
 from sonde.parallel.process_groups import gather_objects, n_summed
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.probe import Metric, ReportSection
@@ -254,7 +254,7 @@ class BatchSchedule:
         optimizer = unwrap_optimizer(optimizer)
         if any(rate.optimizer is optimizer for rate in self._rates):
             return
-        rule = usual_rule([optimizer]) if self._rate_rule is None else self._rate_rule
+        rule = usual_rule_of([optimizer]) if self._rate_rule is None else self._rate_rule
         scheduler = getattr(lr_scheduler, "scheduler", lr_scheduler)  # inside Accelerate's
         if scheduler is None and hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched"):
             raise ValueError(_NOT_PASSED)
