@@ -30,12 +30,12 @@ from sonde.batch_size.stats.next_batch import (
 from sonde.batch_size.stats.proxy import IN_RL, PUBLISHED, Factor, Range, factor_of
 from sonde.batch_size.stats.rate_row import RateRow, rate_row
 from sonde.commands.advise_tables import show
-from sonde.commands.trainer_flags import in_trainer, trainer_named
+from sonde.commands.trainer_flags import SET_THEIR_RATES, in_trainer, trainer_named
 from sonde.runs.reader import read_run
 from sonde.runs.report.verdicts import judge_reading, looked_up
 from sonde.runs.run import PROMPT_NOISE, PolicyReading, ProbeSetup, Run, logged_batch, logged_interval
 from sonde.stats.intervals import RatioInterval
-from sonde.wording import number, percent, plural
+from sonde.wording import count, number, percent, plural
 
 _STEPS = 1000
 """From here on, costs are those of what so many steps with the present batch would learn."""
@@ -161,21 +161,25 @@ def answer(run: Run, options: AdviseOptions) -> Answer:
     if (chosen := _chosen(logged, advised, options)) is None:
         return Answer(logged, words, advised, trainer, None, (), (), notes)
     plan, critical = chosen
-    notes += tuple(_on_the_way(logged, plan.batch))
-    groups = logged.setup.get("optimizer_settings") or [] if logged.optimizer else []
-    rates = tuple(rate_row(group, plan.batch, logged.present.batch, critical) for group in groups)
+    batch = plan.whole_batch
+    notes += tuple(_on_the_way(logged, batch))
+    has_rates = logged.optimizer and trainer not in SET_THEIR_RATES
+    groups = logged.setup.get("optimizer_settings") or [] if has_rates else []
+    rates = tuple(rate_row(group, batch, logged.present.batch, critical) for group in groups)
     how = in_trainer(
         trainer,
-        batch=plan.batch,
-        ranks=plan.ranks,
-        accumulation=plan.accumulation,
+        plan,
         unit=logged.unit,
         present=logged.present.batch,
         units_seen=logged.units_seen,
         tokens=logged.tokens,
         completions=run.probe("policy").setup.get("completions_per_prompt"),
     )
-    return Answer(logged, words, advised, trainer, plan.batch, how, rates, notes)
+    if options.batch not in (None, batch):
+        most, near = plural(logged.present.ranks_at_most, "rank"), number(logged.present.batch / logged.present.pieces)
+        asked = f"{options.batch:,.15g} cannot be split well over up to {most} in micro-batches near {near}"
+        how = (f"{asked}: this sets {count(batch)}", *how)
+    return Answer(logged, words, advised, trainer, batch, how, rates, notes)
 
 
 def _check(options: AdviseOptions) -> None:

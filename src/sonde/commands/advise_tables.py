@@ -12,6 +12,7 @@ from sonde.batch_size.stats.next_batch import HOUR, Advice
 from sonde.batch_size.stats.proxy import Range
 from sonde.batch_size.stats.rate_row import RateRow
 from sonde.commands.branch_result import plain_table
+from sonde.commands.trainer_flags import SET_THEIR_RATES
 from sonde.evidence.answer import Row
 from sonde.wording import count, number
 
@@ -42,10 +43,10 @@ def show(found: Answer, console: Console) -> None:
         )
         console.print(plain_table(_cost_rows(advice, unit), right=(0, 1, 2, 3, 4, 5)))
     if found.batch is not None:
-        console.print(f"\nTo set a batch of {number(found.batch, 6)} {unit} ({found.trainer}):")
+        console.print(f"\nTo set a batch of {count(found.batch)} {unit} ({found.trainer}):")
         for line in found.how:
             console.print(f"  {line}", soft_wrap=True)
-        if not found.rates:
+        if not found.rates and found.trainer not in SET_THEIR_RATES:
             console.print("The rate to go with it is not known: the log does not say the optimizer's settings.")
     for row in found.rates:
         console.print(f"\n{row.optimizer}, for a batch of {count(row.batch)} {unit}")
