@@ -104,6 +104,12 @@ def test_micro_batches_shrink_where_more_ranks_can_share_the_batch(
     assert (found.accumulation, found.ranks, found.micro_batch) == split
 
 
+def test_uneven_micro_batches_are_not_taken_for_even_ones() -> None:
+    """17 in 3: another batch is as near to the one that is asked for as it may be, and the present one is as logged."""
+    sizes = [(found.batch, found.accumulation) for found in (plan(n, 17, 3, ranks_at_most=1) for n in (17, 34, 68))]
+    assert sizes == [(17, 3), (35, 7), (68, 17)]
+
+
 def test_transformers_takes_the_flags(tmp_path: Any) -> None:
     transformers = pytest.importorskip("transformers")
     [flags] = re.findall(r"^--per_device.*$", said("transformers"), re.M)

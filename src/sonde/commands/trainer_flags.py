@@ -9,11 +9,11 @@ from sonde.batch_size.stats.next_batch import Plan
 TRAINERS: Mapping[str, tuple[str, ...]] = {
     "plain loop": (
         "torchrun --nproc-per-node {ranks}",
-        "{micro} {unit} in each backward, optimizer.step() after {accumulation} of them",
+        "{micro_batch} {unit} in each backward, optimizer.step() after {accumulation} of them",
     ),
     "transformers": (
         "torchrun --nproc-per-node {ranks}",
-        "--per_device_train_batch_size {micro} --gradient_accumulation_steps {accumulation}",
+        "--per_device_train_batch_size {micro_batch} --gradient_accumulation_steps {accumulation}",
         "start a new run: changed within one, ranks may drift apart. max_steps and warm-up count steps: set them anew",
     ),
     "TRL": (
@@ -23,29 +23,29 @@ TRAINERS: Mapping[str, tuple[str, ...]] = {
         "num_iterations is the reuse of each batch. The sizes are fixed at the start of a run",
     ),
     "Lightning": (
-        "Trainer(devices={ranks}, accumulate_grad_batches={accumulation}), DataLoader(batch_size={micro})",
+        "Trainer(devices={ranks}, accumulate_grad_batches={accumulation}), DataLoader(batch_size={micro_batch})",
         "from an epoch on: GradientAccumulationScheduler({{EPOCH: {accumulation}}})",
     ),
     "Accelerate": (
         "accelerate launch --num_processes {ranks}",
-        "Accelerator(gradient_accumulation_steps={accumulation}), DataLoader(batch_size={micro})",
+        "Accelerator(gradient_accumulation_steps={accumulation}), DataLoader(batch_size={micro_batch})",
     ),
     "torchtitan": (
-        "0.3.0: --training.local_batch_size {micro} --training.global_batch_size {batch}",
+        "0.3.0: --training.local_batch_size {micro_batch} --training.global_batch_size {batch}",
         "main: --training.num_tokens_per_microbatch_per_dp_rank {micro_tokens} "
         "--training.num_tokens_per_train_step {batch_tokens}",
         "data-parallel size {ranks}. The batch is fixed for a run",
     ),
     "Megatron": (
-        "--micro-batch-size {micro} --global-batch-size {batch}, with a data-parallel size of {ranks}",
-        "each batch of a run that grows must be a multiple of {micro} × {ranks}",
+        "--micro-batch-size {micro_batch} --global-batch-size {batch}, with a data-parallel size of {ranks}",
+        "each batch of a run that grows must be a multiple of {micro_batch} × {ranks}",
         'to grow within a run, main since 2026-04: --step-batch-size-schedule "0:{present} {seen_tokens}:{batch}" in '
         "tokens, without --global-batch-size",
         "core 0.16.1: --rampup-batch-size {present} {increment} {seen} --global-batch-size {batch}: one increment, "
         "after {seen} samples",
     ),
     "DeepSpeed": (
-        '"train_batch_size": {batch}, "train_micro_batch_size_per_gpu": {micro}, '
+        '"train_batch_size": {batch}, "train_micro_batch_size_per_gpu": {micro_batch}, '
         '"gradient_accumulation_steps": {accumulation}',
         "deepspeed --num_gpus {ranks}: the first number must be the product of the other two and this one",
     ),
@@ -59,7 +59,7 @@ TRAINERS: Mapping[str, tuple[str, ...]] = {
         "group_size, rollouts_per_example in older versions, says how many of them answer one prompt",
     ),
     "nanochat": (
-        "torchrun --nproc_per_node={ranks} -m scripts.base_train -- --device-batch-size={micro} "
+        "torchrun --nproc_per_node={ranks} -m scripts.base_train -- --device-batch-size={micro_batch} "
         "--total-batch-size={batch_tokens}",
         "the total is in tokens. nanochat scales rates and weight decay with it by itself: do not scale them again",
     ),
@@ -80,10 +80,9 @@ def trainer_named(name: str) -> str:
     Raises:
         ValueError: for one that is not in the table.
     """
-    found = {known.lower(): known for known in TRAINERS}
-    if name.lower() not in found:
+    if not (found := [known for known in TRAINERS if known.lower() == name.lower()]):
         raise ValueError(f"--trainer must be one of {', '.join(TRAINERS)}, got {name!r}")
-    return found[name.lower()]
+    return found[0]
 
 
 def in_trainer(
@@ -112,11 +111,8 @@ def in_trainer(
     micro, batch, now, seen = plan.micro_batch, plan.whole_batch, round(present), round(units_seen)
     if tokens is not None and tokens != round(tokens):  # not the length of the sequences, which are padded
         tokens = None
-    values = {
-        "ranks": plan.ranks,
-        "accumulation": plan.accumulation,
+    values = vars(plan) | {
         "unit": unit,
-        "micro": micro,
         "batch": batch,
         "present": now,
         "increment": batch - now,

@@ -174,8 +174,10 @@ def plan_of(present: Present, batch: float, critical: Range) -> Plan:
         critical: the critical batch size.
     """
     micro, pieces = max(round(present.batch / present.pieces), 1), present.pieces * (batch / present.batch)
-    # The present batch may be an average, which short batches have lowered: whole micro-batches are taken for whole.
-    whole = micro * round(pieces) if pieces.is_integer() else max(round(batch), 1)
+    whole = micro * round(pieces)
+    # A logged batch is an average, which short batches have lowered a little, and so are its multiples.
+    if batch != present.batch and not (pieces.is_integer() and abs(whole - batch) < 0.05 * batch):
+        whole = max(round(batch), 1)
     accumulation, ranks, micro = split = _split(whole, micro, present.ranks_at_most)
     batch = batch if batch == present.batch else math.prod(split)
     steps = _in_order(critical, lambda c: present.steps * relative_steps(batch, present.batch, c))
