@@ -163,9 +163,9 @@ def answer(run: Run, options: AdviseOptions) -> Answer:
     plan, critical = chosen
     batch = plan.whole_batch
     notes += tuple(_on_the_way(logged, batch))
-    has_rates = logged.optimizer and trainer not in SET_THEIR_RATES
-    groups = logged.setup.get("optimizer_settings") or [] if has_rates else []
-    rates = tuple(rate_row(group, batch, logged.present.batch, critical) for group in groups)
+    groups = logged.setup.get("optimizer_settings") or [] if logged.optimizer else []
+    has_rates = trainer not in SET_THEIR_RATES
+    rates = tuple(rate_row(group, batch, logged.present.batch, critical) for group in groups if has_rates)
     how = in_trainer(
         trainer,
         plan,
@@ -176,8 +176,7 @@ def answer(run: Run, options: AdviseOptions) -> Answer:
         completions=run.probe("policy").setup.get("completions_per_prompt"),
     )
     if options.batch not in (None, batch):
-        most, near = plural(logged.present.ranks_at_most, "rank"), number(logged.present.batch / logged.present.pieces)
-        asked = f"{options.batch:,.15g} cannot be split well over up to {most} in micro-batches near {near}"
+        asked = f"{options.batch:,.15g} does not split well into ranks and micro-batches"
         how = (f"{asked}: this sets {count(batch)}", *how)
     return Answer(logged, words, advised, trainer, batch, how, rates, notes)
 

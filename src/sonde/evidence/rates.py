@@ -83,10 +83,9 @@ def factor_at(rule: RateRule, batch: int, reference: int) -> float:
         if not 0 < factor < math.inf:
             raise ValueError(f"rate_rule must have a positive multiple of the rate for a batch of {batch}, got {rule}")
         return factor
-    if rule == "adam":
-        return rate_factor("sqrt", batch, reference)
-    parsed_rule(rule, ", adam, or a table of multiples such as {32: 1.4}")
-    return rate_factor(rule, batch, reference)
+    if rule != "adam":
+        parsed_rule(rule, ", adam, or a table of multiples such as {32: 1.4}")
+    return rate_factor("sqrt" if rule == "adam" else rule, batch, reference)
 
 
 def scaled(group: Mapping[str, Any], rule: RateRule, batch: int, reference: int) -> dict[str, Any]:

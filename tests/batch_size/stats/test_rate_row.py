@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -30,12 +31,10 @@ def test_adam_has_all_its_settings() -> None:
     assert "2205.10287" in row.words
 
 
-@pytest.mark.parametrize(
-    ("batch", "where"), [(8, ""), (64, " may be larger than that."), (256, " is larger than that.")]
-)
-def test_it_says_where_the_rule_holds(batch: float, where: str) -> None:
+@pytest.mark.parametrize(("batch", "where"), [(8, []), (64, ["may be"]), (256, ["is"])])
+def test_it_says_where_the_rule_holds(batch: float, where: list[str]) -> None:
     row = rate_row(ADAMW | {"betas": [0.99, 0.999]}, batch, 16, KNOWN)
-    assert (f" This batch{where}" in row.words) == bool(where)
+    assert re.findall(r"This batch (.*) larger than that\.", row.words) == where
     assert (SMALL in row.words) == (batch != 256)
 
 
@@ -50,11 +49,8 @@ def test_beyond_what_adam_remembers_the_row_is_of_the_largest_batch_that_has_one
 @pytest.mark.parametrize(("beta", "end"), [(0.5, 32), (0.2, 20), (0.0, 16)])
 def test_where_no_larger_batch_has_a_row_there_is_none(beta: float, end: int) -> None:
     row = rate_row(ADAMW | {"betas": [beta, 0.95]}, 32, 16, KNOWN)
-    assert (row.settings, row.words) == (
-        (),
-        f"The rate for a batch of 32 is not known: the rule of Adam ends below {end}.",
-    )
-    assert rate_row(ADAMW | {"betas": [beta, 0.95]}, 8, 16, KNOWN).settings
+    assert row.settings == ()
+    assert row.words == f"The rate for a batch of 32 is not known: the rule of Adam ends below {end}."
 
 
 def test_a_batch_that_is_kept_keeps_its_settings() -> None:

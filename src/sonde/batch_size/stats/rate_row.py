@@ -12,10 +12,7 @@ from sonde.batch_size.stats.rate_rules import adam_settings, rate_factor, scaled
 from sonde.wording import count, number
 
 _ADAM = ("Adam", "AdamW")
-_OF_ADAM = (
-    "for batches far below B_crit, whose noise is far above signal",
-    "2205.10287; weight decay: arXiv:2405.13698",
-)
+_OF_ADAM = ("far below B_crit, where noise exceeds signal", "2205.10287; weight decay: arXiv:2405.13698")
 _RULES = {
     **dict.fromkeys(_ADAM, _OF_ADAM),
     "SGD": ("on a quadratic loss", "1812.06162"),
